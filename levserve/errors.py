@@ -1,0 +1,110 @@
+"""Everything levserve refuses or fails at, each with the HTTP answer it becomes.
+
+    ServeError                 500  server_error
+    ├── BadRequest             400  invalid_request_error, with the field in `param`
+    │   └── ContextTooLong     400  context_length_exceeded
+    ├── Unauthorized           401  invalid_api_key
+    ├── NotFound               404
+    │   └── ModelNotFound      404  model_not_found
+    ├── BodyTooLarge           413
+    ├── Overloaded             429  rate_limit_exceeded, with Retry-After
+    ├── Unavailable            503  with Retry-After: loading, draining or failed
+    └── DeadlineExceeded       504
+    StartupError               the process ends with exit code 1 and one line
+    └── ConfigError            the same with exit code 2
+
+Views raise these; one handler in `web/app.py` makes the body.
+"""
+
+from __future__ import annotations
+
+
+class ServeError(Exception):
+    """A request that ends without its answer; the message is a sentence a client can act on."""
+
+    status = 500
+    type = "server_error"
+    code: str | None = None
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code or self.code
+
+
+class BadRequest(ServeError):
+    status = 400
+    type = "invalid_request_error"
+
+
+class ContextTooLong(BadRequest):
+    """Clients match on the words "maximum context length"."""
+
+    code = "context_length_exceeded"
+
+    def __init__(self, num_tokens: int, max_tokens: int, max_seq_len: int, *, param: str) -> None:
+        super().__init__(
+            f"This model's maximum context length is {max_seq_len} tokens. However, you requested {num_tokens + max_tokens} tokens "
+            f"({num_tokens} in the prompt, {max_tokens} for the completion). Please shorten the prompt or the completion.",
+            param=param,
+        )
+
+
+class Unauthorized(ServeError):
+    status = 401
+    type = "invalid_request_error"
+    code = "invalid_api_key"
+
+
+class NotFound(ServeError):
+    status = 404
+    type = "invalid_request_error"
+
+
+class ModelNotFound(NotFound):
+    code = "model_not_found"
+
+
+class BodyTooLarge(ServeError):
+    status = 413
+    type = "invalid_request_error"
+    code = "body_too_large"
+
+
+class RetryLater(ServeError):
+    """A refusal that time may mend; `retry_after_seconds` becomes the Retry-After header."""
+
+    def __init__(self, message: str, *, retry_after_seconds: float) -> None:
+        super().__init__(message)
+        self.retry_after_seconds = retry_after_seconds
+
+
+class Overloaded(RetryLater):
+    status = 429
+    type = "requests"
+    code = "rate_limit_exceeded"
+
+
+class Unavailable(RetryLater):
+    status = 503
+    type = "server_error"
+    code = "unavailable"
+
+
+class DeadlineExceeded(ServeError):
+    status = 504
+    type = "server_error"
+    code = "deadline_exceeded"
+
+
+class StartupError(Exception):
+    """The server cannot start; the message is one line that names what is wrong."""
+
+    exit_code = 1
+
+
+class ConfigError(StartupError):
+    """A setting that cannot be; the message names the option, its source and its value."""
+
+    exit_code = 2

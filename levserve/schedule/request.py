@@ -1,0 +1,73 @@
+"""The records that travel between an HTTP thread and the device thread: what is asked, and what comes back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class FinishReason(StrEnum):
+    """Why a request ended. Only the first two are answers; the rest say who ended it."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    DEADLINE = "deadline"
+    SHUTDOWN = "shutdown"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How one request's tokens are drawn; every field at its default changes nothing."""
+
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_k: int = 0
+    """0 keeps every token."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    seed: int = 0
+    """The draw is a function of this and the position alone; a client that gives none gets a fresh one."""
+    num_logprobs: int | None = None
+    """None: none; 0: of the chosen token; n: and of the n likeliest."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One sequence to continue. Already checked: it fits the model and the pool."""
+
+    request_id: str
+    prompt: tuple[int, ...]
+    max_tokens: int
+    sampling: Sampling = Sampling()
+    stop_ids: frozenset[int] = frozenset()
+    deadline: float | None = None
+    """On `time.monotonic`'s clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """The chosen token's log-probability under the model, before temperature and penalties, and the likeliest tokens."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBatch:
+    """The tokens one request gained in one round; `finish` is set on the last batch only.
+
+    A stop token ends the request and is not among the tokens.
+    """
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish: FinishReason | None = None
+    num_cached: int = 0
+    """Prompt tokens that were found in the prefix cache."""
