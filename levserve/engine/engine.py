@@ -43,8 +43,11 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class Submit:
+    """One sequence: its batches go to `stream` under the number `index`."""
+
     request: GenerationRequest
     stream: TokenStream
+    index: int
     arrival: float
 
 
@@ -55,12 +58,17 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Finish what runs until `deadline`, then end the rest and leave."""
+    """Finish what runs until `deadline`, then end the rest."""
 
     deadline: float
 
 
-Message = Submit | Cancel | Drain
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Leave: every HTTP thread has gone."""
+
+
+Message = Submit | Cancel | Drain | Stop
 
 
 class Reservation:
@@ -145,20 +153,27 @@ class Engine:
             self.metrics.refused.labels("queue_full").inc()
             raise
 
-    def submit(self, requests: Sequence[GenerationRequest]) -> list[TokenStream]:
-        """Hands the sequences of one HTTP request to the device thread. The caller holds a place for each and closes every stream."""
+    def submit(self, requests: Sequence[GenerationRequest]) -> TokenStream:
+        """Hands the sequences of one HTTP request to the device thread.
+
+        The caller holds a place for each, reads the stream to its end or closes it.
+        """
         self._require_ready()
         arrival = time.monotonic()
-        streams = [TokenStream(request.request_id, self._cancel) for request in requests]
-        for request, stream in zip(requests, streams, strict=True):
-            self.inbox.put(Submit(request, stream, arrival))
-        return streams
+        stream = TokenStream([request.request_id for request in requests], self._cancel)
+        for index, request in enumerate(requests):
+            self.inbox.put(Submit(request, stream, index, arrival))
+        return stream
 
     def begin_drain(self, deadline: float) -> None:
         """Refuses new work and lets running work finish until `deadline` on the monotonic clock."""
         if self._phase is not Phase.FAILED:
             self._phase = Phase.DRAINING
         self.inbox.put(Drain(deadline))
+
+    def stop(self) -> None:
+        """Lets the device thread leave; call it when no HTTP thread can submit any more."""
+        self.inbox.put(Stop())
 
     def wait_ready(self, timeout_seconds: float) -> bool:
         """Whether the model became ready, or loading ended otherwise, within the time."""

@@ -1,50 +1,49 @@
-"""One request's tokens on their way from the device thread to the HTTP thread that waits for them."""
+"""One HTTP request's tokens on their way from the device thread to the thread that waits for them."""
 
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
-from levserve.schedule.request import FinishReason, TokenBatch
+from levserve.schedule.request import TokenBatch
 
 
 class TokenStream:
-    """Carries the batches of one request to one reader.
+    """Carries the batches of one HTTP request's sequences (several prompts, or n > 1) to its one reader.
 
-    `put` is the device thread's and never blocks; iterating is the reader's; `close` may be called from any thread and
-    any number of times. The device thread ends every stream with exactly one batch whose `finish` is set.
+    `put` is the device thread's and never blocks; `get` and iterating are the reader's; `close` may be called from any
+    thread, any number of times. The device thread ends every sequence with exactly one batch whose `finish` is set.
+    The queue needs no bound of its own: what can be in it was bounded when the request was admitted.
     """
 
-    def __init__(self, request_id: str, on_close: Callable[[str], None]) -> None:
-        self.request_id = request_id
-        self._batches: queue.Queue[TokenBatch] = queue.Queue()
+    def __init__(self, request_ids: Sequence[str], on_close: Callable[[str], None]) -> None:
+        self._request_ids = tuple(request_ids)
         self._on_close = on_close
-        self._is_finished = False
+        self._batches: queue.Queue[tuple[int, TokenBatch]] = queue.Queue()
+        self._unfinished = set(range(len(request_ids)))
 
-    def put(self, batch: TokenBatch) -> None:
-        self._batches.put(batch)
+    def put(self, index: int, batch: TokenBatch) -> None:
+        self._batches.put((index, batch))
 
-    def get(self, timeout_seconds: float | None = None) -> TokenBatch:
-        """The next batch; raises `queue.Empty` when none came in time."""
-        batch = self._batches.get(timeout=timeout_seconds)
-        self._is_finished = batch.finish is not None
-        return batch
+    def get(self, timeout_seconds: float | None = None) -> tuple[int, TokenBatch]:
+        """The next batch and the number of its sequence; raises `queue.Empty` when none came in time."""
+        index, batch = self._batches.get(timeout=timeout_seconds)
+        if batch.finish is not None:
+            self._unfinished.discard(index)
+        return index, batch
 
-    def __iter__(self) -> Iterator[TokenBatch]:
-        while not self._is_finished:
+    def __iter__(self) -> Iterator[tuple[int, TokenBatch]]:
+        while self._unfinished:
             yield self.get()
 
-    def close(self) -> None:
-        """Tells the device thread that nobody reads any more; its row and pages are free within one round.
+    @property
+    def is_finished(self) -> bool:
+        return not self._unfinished
 
-        A reader blocked on the stream is woken by the batch that ends it.
+    def close(self, index: int | None = None) -> None:
+        """Tells the device thread that nobody wants the sequence (or any of them) any more.
+
+        Its row and pages are free within one round, and a reader blocked on the stream is woken by the batch that ends it.
         """
-        if not self._is_finished:
-            self._on_close(self.request_id)
-
-
-def ended_stream(request_id: str, finish: FinishReason) -> TokenStream:
-    """A stream whose only batch is its end."""
-    stream = TokenStream(request_id, on_close=lambda _: None)
-    stream.put(TokenBatch(tokens=(), finish=finish))
-    return stream
+        for number in tuple(self._unfinished) if index is None else (index,):
+            self._on_close(self._request_ids[number])
