@@ -6,6 +6,7 @@ are `TokenStream` batches and the attributes published here before `phase` says 
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
 import time
@@ -128,7 +129,7 @@ class Engine:
         self._last_beat = time.monotonic()
         metrics.heartbeat_age.set_function(self.heartbeat_age)
         for phase in Phase:
-            metrics.phase.labels(phase.value).set_function(lambda phase=phase: float(self._phase is phase))
+            metrics.phase.labels(phase.value).set_function(functools.partial(self._is_in, phase))
 
     @property
     def phase(self) -> Phase:
@@ -191,6 +192,9 @@ class Engine:
     def fail(self) -> None:
         self._phase = Phase.FAILED
         self._ready.set()
+
+    def _is_in(self, phase: Phase) -> float:
+        return float(self._phase is phase)
 
     def _cancel(self, request_id: str) -> None:
         self.inbox.put(Cancel(request_id))

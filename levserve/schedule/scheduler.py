@@ -1,0 +1,266 @@
+"""Decides, before every round, which sequences run, on which pages, and who has to wait.
+
+Called by the device loop only. Plain Python over numbers: no arrays, no clock of its own, no threads. The order is first
+come, first served, also after a preemption: a sequence that lost its pages keeps its tokens and its place.
+
+Rounds may be planned before the last one was read back. What is not known yet are the values of the tokens in flight, not
+their number, so positions and pages can be given ahead; a sequence that turns out to have stopped ran one round for
+nothing. Its pages may be given away at once all the same: programs run in the order of dispatch, because each takes the
+KV pool that the one before returned, so a stray write lands before the next holder's own.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from levserve.schedule.pages import PagePool
+from levserve.schedule.request import FinishReason, GenerationRequest, TokenBatch, TokenLogprob
+from levserve.schedule.sequence import Chunk, Progress, RoundPlan, Row, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How much one round may do."""
+
+    num_slots: int
+    steps: int
+    """Decode steps in one round."""
+    chunk_sizes: tuple[int, ...]
+    """Prefill shapes that exist, ascending; a chunk costs as much as the smallest one it fits."""
+    busy_tokens: int
+    """Prefill tokens in a round that also decodes: what keeps running streams moving."""
+    idle_tokens: int
+    """Prefill tokens in a round with nothing to decode."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What a round sampled for one sequence."""
+
+    tokens: Seq[int]
+    logprobs: Seq[TokenLogprob] = ()
+
+
+class Scheduler:
+    """Every sequence that has been accepted and has not ended is either waiting or running.
+
+    `check` recomputes every page and slot from scratch and is cheap enough to call after each step of a test.
+    """
+
+    def __init__(self, pool: PagePool, budget: Budget) -> None:
+        self.pool = pool
+        self.budget = budget
+        self._waiting: OrderedDict[str, Sequence] = OrderedDict()
+        self._running: dict[str, Sequence] = {}  # in order of arrival
+        self._free_slots = list(range(budget.num_slots - 1, -1, -1))
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting or self._running)
+
+    def fits(self, request: GenerationRequest) -> bool:
+        """Whether the request could run if it were alone."""
+        return self._pages_for(len(request.prompt) + request.max_tokens) <= self.pool.num_pages
+
+    def add(self, request: GenerationRequest) -> Sequence:
+        """Puts a request that `fits` at the end of the queue."""
+        sequence = Sequence(request, list(request.prompt))
+        self._waiting[request.request_id] = sequence
+        return sequence
+
+    def end(self, request_id: str, finish: FinishReason) -> Progress | None:
+        """Ends a sequence from outside; None when it has ended already."""
+        sequence = self._running.get(request_id) or self._waiting.get(request_id)
+        if sequence is None:
+            return None
+        self._drop(sequence)
+        return Progress(sequence, TokenBatch(tokens=(), finish=finish))
+
+    def end_all(self, finish: FinishReason) -> list[Progress]:
+        ends = [self.end(request_id, finish) for request_id in (*self._running, *self._waiting)]
+        return [end for end in ends if end is not None]
+
+    def expire(self, now: float) -> list[Progress]:
+        """Ends every sequence whose deadline has passed, waiting ones before they cost anything."""
+        late = [
+            request_id
+            for sequences in (self._running, self._waiting)
+            for request_id, sequence in sequences.items()
+            if sequence.request.deadline is not None and sequence.request.deadline <= now
+        ]
+        ends = [self.end(request_id, FinishReason.DEADLINE) for request_id in late]
+        return [end for end in ends if end is not None]
+
+    def plan(self) -> RoundPlan:
+        """Chooses the next round's work and counts it as done, so that the round after can be planned before it is read."""
+        preempted: list[tuple[Sequence, int]] = []
+        rows = self._plan_rows(preempted)
+        admitted: list[Sequence] = []
+        chunks = self._plan_chunks(self.budget.busy_tokens if rows else self.budget.idle_tokens, admitted)
+        return RoundPlan(tuple(chunks), tuple(rows), tuple(admitted), tuple(preempted))
+
+    def commit(self, plan: RoundPlan, chunks: Seq[Sampled], rows: Seq[Sampled]) -> list[Progress]:
+        """Takes what a planned round sampled, in the plan's order (last chunks only), and says what each stream gained."""
+        last_chunks = [chunk for chunk in plan.chunks if chunk.is_last]
+        news = [self._take(chunk.sequence, sampled) for chunk, sampled in zip(last_chunks, chunks, strict=True)]
+        news += [self._take(row.sequence, sampled) for row, sampled in zip(plan.rows, rows, strict=True)]
+        return [progress for progress in news if progress is not None]
+
+    def check(self) -> None:
+        """Recomputes slots and pages from the sequences; raises AssertionError on the first difference."""
+        self.pool.check(sequence.pages for sequence in self._running.values())
+        slots = [sequence.slot for sequence in self._running.values()]
+        assert sorted([*self._free_slots, *(slot for slot in slots if slot is not None)]) == list(range(self.budget.num_slots))
+        for sequence in self._running.values():
+            assert not sequence.is_ended and sequence.slot is not None
+            assert self._pages_for(sequence.num_computed) <= len(sequence.pages)
+            assert sequence.length <= sequence.max_length
+            assert sequence.num_computed <= sequence.length
+        for sequence in self._waiting.values():
+            assert not sequence.is_ended and sequence.slot is None and not sequence.pages
+
+    def _plan_rows(self, preempted: list[tuple[Sequence, int]]) -> list[Row]:
+        """Gives every decoding sequence its pages for the round, oldest first; the youngest pay when there are too few."""
+        rows: list[Row] = []
+        for sequence in list(self._running.values()):
+            if sequence.slot is None or not sequence.is_primed:
+                continue  # preempted a moment ago, or still prefilling
+            steps = min(self.budget.steps, sequence.max_length - sequence.length)
+            if steps <= 0:
+                continue  # its last tokens are in flight
+            if not self._grow(sequence, sequence.num_computed + steps, preempted):
+                break  # it was the youngest itself, so nobody is left behind it
+            rows.append(Row(sequence, sequence.slot, sequence.num_computed, steps))
+            sequence.num_computed += steps
+            sequence.num_pending += steps
+        return rows
+
+    def _grow(self, sequence: Sequence, length: int, preempted: list[tuple[Sequence, int]]) -> bool:
+        """Whether the sequence has pages for `length` positions, after preempting the youngest as often as it takes."""
+        missing = self._pages_for(length) - len(sequence.pages)
+        if missing <= 0:
+            return True
+        while (pages := self.pool.take(missing)) is None:
+            youngest = next(reversed(self._running.values()))
+            preempted.append((youngest, youngest.num_computed))
+            self._preempt(youngest)
+            if youngest is sequence:
+                return False
+        sequence.pages += pages
+        return True
+
+    def _plan_chunks(self, budget: int, admitted: list[Sequence]) -> list[Chunk]:
+        """Spends the prefill budget on those who prefill already, then on the queue; never less than one smallest chunk."""
+        sizes = self.budget.chunk_sizes
+        left = max(budget, sizes[0])
+        chunks: list[Chunk] = []
+        prefilling = [sequence for sequence in self._running.values() if not sequence.is_primed]
+        while left >= sizes[0]:
+            if not prefilling:
+                sequence = self._admit()
+                if sequence is None:
+                    break
+                admitted.append(sequence)
+                prefilling.append(sequence)
+            chunk = self._next_chunk(prefilling[0], max(size for size in sizes if size <= left))
+            chunks.append(chunk)
+            left -= min(size for size in sizes if size >= chunk.count)
+            if chunk.is_last:
+                prefilling.pop(0)
+        return chunks
+
+    def _next_chunk(self, sequence: Sequence, limit: int) -> Chunk:
+        assert sequence.slot is not None
+        start = sequence.num_computed
+        count = min(len(sequence.tokens) - start, limit)
+        sequence.num_computed += count
+        is_last = sequence.num_computed == len(sequence.tokens)
+        if is_last:
+            sequence.is_primed = True
+            sequence.num_pending = 1
+        self._remember(sequence)
+        return Chunk(sequence, sequence.slot, start, count, is_last)
+
+    def _admit(self) -> Sequence | None:
+        """Moves the head of the queue into a slot when there is one and pages for all its tokens and the next."""
+        sequence = next(iter(self._waiting.values()), None)
+        if sequence is None or not self._free_slots or sequence.num_pending > 0:
+            return None  # tokens in flight at its preemption are read first: they are part of what it must recompute
+        match = self.pool.match(sequence.tokens)
+        rest = self.pool.take(self._pages_for(len(sequence.tokens) + 1) - len(match.pages))
+        if rest is None:
+            self.pool.release(match.pages)
+            return None
+        del self._waiting[sequence.request.request_id]
+        self._running[sequence.request.request_id] = sequence
+        sequence.slot = self._free_slots.pop()
+        sequence.pages = match.pages + rest
+        sequence.num_remembered, sequence.serial = len(match.pages), match.serial
+        sequence.num_computed = len(match.pages) * self.pool.page_size
+        if sequence.num_cached is None:
+            sequence.num_cached = sequence.num_computed
+        return sequence
+
+    def _take(self, sequence: Sequence, sampled: Sampled) -> Progress | None:
+        if sequence.is_ended:
+            return None  # cancelled, or it had stopped when this round was already under way
+        sequence.num_pending -= len(sampled.tokens)
+        kept, finish = self._trim(sequence, sampled.tokens)
+        sequence.tokens += kept
+        self._remember(sequence)
+        if finish is not None:
+            self._drop(sequence)
+        batch = TokenBatch(tuple(kept), tuple(sampled.logprobs[: len(kept)]), finish, sequence.num_cached or 0)
+        return Progress(sequence, batch)
+
+    def _trim(self, sequence: Sequence, tokens: Seq[int]) -> tuple[list[int], FinishReason | None]:
+        """The tokens up to the first stop token or the limit. A stop token cannot come too early: the sampler bans it."""
+        for index, token in enumerate(tokens):
+            if token in sequence.request.stop_ids:
+                return list(tokens[:index]), FinishReason.STOP
+        if len(sequence.tokens) + len(tokens) >= sequence.max_length:
+            return list(tokens), FinishReason.LENGTH
+        return list(tokens), None
+
+    def _remember(self, sequence: Sequence) -> None:
+        """Makes pages findable whose tokens are known and whose KV is on its way."""
+        size = self.pool.page_size
+        while (end := (sequence.num_remembered + 1) * size) <= min(sequence.num_computed, len(sequence.tokens)):
+            tokens = tuple(sequence.tokens[end - size : end])
+            sequence.serial = self.pool.remember(sequence.pages[sequence.num_remembered], sequence.serial, tokens)
+            sequence.num_remembered += 1
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Takes slot and pages away; the sequence waits ahead of everyone who came after it and is computed again."""
+        del self._running[sequence.request.request_id]
+        self._give_back(sequence)
+        sequence.num_computed = 0
+        sequence.is_primed = False
+        self._waiting[sequence.request.request_id] = sequence
+        self._waiting.move_to_end(sequence.request.request_id, last=False)
+
+    def _drop(self, sequence: Sequence) -> None:
+        self._running.pop(sequence.request.request_id, None)
+        self._waiting.pop(sequence.request.request_id, None)
+        self._give_back(sequence)
+        sequence.is_ended = True
+
+    def _give_back(self, sequence: Sequence) -> None:
+        self.pool.release(sequence.pages)
+        sequence.pages = []
+        if sequence.slot is not None:
+            self._free_slots.append(sequence.slot)
+            sequence.slot = None
+
+    def _pages_for(self, length: int) -> int:
+        return -(-length // self.pool.page_size)

@@ -1,0 +1,289 @@
+"""The scheduler over a device whose tokens can be worked out by hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from levserve.schedule.pages import PagePool
+from levserve.schedule.request import FinishReason, GenerationRequest
+from levserve.schedule.scheduler import Budget, Sampled, Scheduler
+from levserve.schedule.sequence import Progress, RoundPlan
+
+STOP = 7
+
+
+def next_token(tokens: list[int]) -> int:
+    """What the fake device samples after `tokens`: any prompt leads to its own walk through 0..12."""
+    return (tokens[-1] * 5 + len(tokens)) % 13
+
+
+def expected_output(prompt: tuple[int, ...], max_tokens: int, stop: bool) -> list[int]:
+    tokens = list(prompt)
+    while len(tokens) < len(prompt) + max_tokens:
+        token = next_token(tokens)
+        if stop and token == STOP:
+            break
+        tokens.append(token)
+    return tokens[len(prompt) :]
+
+
+class FakeRounds:
+    """Runs plans as the device would: the KV of each page slot is the token that was fed there."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.page_size = scheduler.pool.page_size
+        self.kv: dict[tuple[int, int], int] = {}
+        self.last: dict[int, int] = {}
+
+    def run(self, plan: RoundPlan) -> tuple[list[Sampled], list[Sampled]]:
+        chunks = []
+        for chunk in plan.chunks:
+            pages = chunk.sequence.pages
+            for position in range(chunk.start, chunk.start + chunk.count):
+                self._write(pages, position, chunk.sequence.tokens[position])
+            if chunk.is_last:
+                self.last[chunk.slot] = self._sample(pages, chunk.start + chunk.count)
+                chunks.append(Sampled([self.last[chunk.slot]]))
+        rows = []
+        for row in plan.rows:
+            tokens = []
+            for position in range(row.position, row.position + row.steps):
+                self._write(row.sequence.pages, position, self.last[row.slot])
+                self.last[row.slot] = self._sample(row.sequence.pages, position + 1)
+                tokens.append(self.last[row.slot])
+            rows.append(Sampled(tokens))
+        return chunks, rows
+
+    def _write(self, pages: list[int], position: int, token: int) -> None:
+        self.kv[pages[position // self.page_size], position % self.page_size] = token
+
+    def _sample(self, pages: list[int], length: int) -> int:
+        """Attends to everything before it: a page given to two sequences would show."""
+        return next_token([self.kv[pages[position // self.page_size], position % self.page_size] for position in range(length)])
+
+
+@dataclass
+class Server:
+    """Plans one round ahead, as the device loop does."""
+
+    scheduler: Scheduler
+    outputs: dict[str, list[int]] = field(default_factory=dict)
+    finishes: dict[str, list[FinishReason]] = field(default_factory=dict)
+    num_preempted: int = 0
+    in_flight: tuple[RoundPlan, list[Sampled], list[Sampled]] | None = None
+
+    def __post_init__(self) -> None:
+        self.rounds = FakeRounds(self.scheduler)
+
+    def submit(self, request: GenerationRequest) -> None:
+        assert self.scheduler.fits(request)
+        self.outputs[request.request_id], self.finishes[request.request_id] = [], []
+        self.scheduler.add(request)
+
+    def step(self) -> RoundPlan:
+        plan = self.scheduler.plan()
+        self.num_preempted += len(plan.preempted)
+        self.scheduler.check()
+        before, self.in_flight = self.in_flight, None
+        if not plan.is_empty:
+            self.in_flight = (plan, *self.rounds.run(plan))
+        if before is not None:
+            self.deliver(self.scheduler.commit(*before))
+        self.scheduler.check()
+        return plan
+
+    def run_dry(self, limit: int = 5_000) -> None:
+        for _ in range(limit):
+            if not self.scheduler.has_work and self.in_flight is None:
+                return
+            self.step()
+        raise AssertionError("somebody starves")
+
+    def deliver(self, news: list[Progress]) -> None:
+        for progress in news:
+            name = progress.sequence.request.request_id
+            assert not self.finishes[name], "news after the end"
+            self.outputs[name] += progress.batch.tokens
+            if progress.finish is not None:
+                self.finishes[name].append(progress.finish)
+
+
+def make(num_pages: int = 32, page_size: int = 4, num_slots: int = 4, steps: int = 1, **budget: int) -> Server:
+    limits = {"busy_tokens": 4, "idle_tokens": 16} | budget
+    return Server(Scheduler(PagePool(num_pages, page_size), Budget(num_slots, steps, (2, 4, 8), **limits)))
+
+
+def ask(name: str, prompt: tuple[int, ...] = (1, 2, 3), max_tokens: int = 5, **more: object) -> GenerationRequest:
+    return GenerationRequest(name, prompt, max_tokens, **more)  # type: ignore[arg-type]
+
+
+def test_a_request_gets_the_tokens_the_device_samples() -> None:
+    server = make()
+    server.submit(ask("a"))
+    server.run_dry()
+    assert server.outputs["a"] == expected_output((1, 2, 3), 5, stop=False)
+    assert server.finishes["a"] == [FinishReason.LENGTH]
+
+
+def test_a_stop_token_ends_the_request_and_is_not_delivered() -> None:
+    server = make(steps=4)
+    server.submit(ask("a", (2, 2), 40, stop_ids=frozenset({STOP})))
+    server.run_dry()
+    assert server.outputs["a"] == expected_output((2, 2), 40, stop=True)
+    assert server.finishes["a"] == [FinishReason.STOP]
+    assert STOP not in server.outputs["a"]
+
+
+def test_sequences_decode_together_and_join_while_others_run() -> None:
+    server = make()
+    server.submit(ask("a", max_tokens=12))
+    server.step()
+    server.step()
+    server.submit(ask("b", max_tokens=3))
+    widths = [len(server.step().rows) for _ in range(4)]
+    assert max(widths) == 2
+
+
+def test_a_long_prompt_does_not_stop_running_rows() -> None:
+    server = make()
+    server.submit(ask("short", max_tokens=20))
+    server.step()
+    server.submit(ask("long", tuple(range(40)), 1))
+    plans = [server.step() for _ in range(6)]
+    assert all(len(plan.rows) == 1 for plan in plans)
+    assert all(sum(chunk.count for chunk in plan.chunks) <= 4 for plan in plans)
+
+
+def test_a_shared_prompt_is_computed_once() -> None:
+    server = make()
+    prompt = tuple(range(13))
+    server.submit(ask("a", prompt, 2))
+    server.submit(ask("b", prompt, 2))
+    plans = [server.step() for _ in range(12)]
+    assert sum(chunk.count for plan in plans for chunk in plan.chunks) == 13 + 1
+    assert server.outputs["a"] == server.outputs["b"]
+
+
+def test_tokens_survive_a_preemption_and_the_order_holds() -> None:
+    server = make(num_pages=6, page_size=2, num_slots=3, steps=2)
+    for name, prompt in (("a", (1, 2)), ("b", (3, 4)), ("c", (5, 6))):
+        server.submit(ask(name, prompt, 8))
+    server.run_dry()
+    assert server.num_preempted > 0
+    for name, prompt in (("a", (1, 2)), ("b", (3, 4)), ("c", (5, 6))):
+        assert server.outputs[name] == expected_output(prompt, 8, stop=False)
+
+
+def test_a_cancelled_request_returns_its_pages_at_once() -> None:
+    server = make()
+    server.submit(ask("a", max_tokens=50))
+    server.step()
+    server.step()
+    ended = server.scheduler.end("a", FinishReason.CANCELLED)
+    assert ended is not None and ended.finish is FinishReason.CANCELLED
+    assert server.scheduler.pool.num_held == 0
+    assert server.scheduler.end("a", FinishReason.CANCELLED) is None
+    server.run_dry()
+    assert server.finishes["a"] == []
+
+
+def test_a_request_past_its_deadline_never_prefills() -> None:
+    server = make(num_slots=1)
+    server.submit(ask("a", max_tokens=30))
+    server.submit(ask("b", deadline=10.0))
+    server.step()
+    assert server.scheduler.expire(now=9.0) == []
+    server.deliver(server.scheduler.expire(now=10.0))
+    assert server.finishes["b"] == [FinishReason.DEADLINE]
+    server.run_dry()
+    assert server.outputs["b"] == []
+
+
+def test_a_request_larger_than_the_pool_does_not_fit() -> None:
+    scheduler = make(num_pages=4, page_size=4).scheduler
+    assert scheduler.fits(ask("a", tuple(range(10)), 6))
+    assert not scheduler.fits(ask("a", tuple(range(10)), 7))
+
+
+def test_ending_everything_leaves_nothing() -> None:
+    server = make(num_slots=2)
+    for name in "abcd":
+        server.submit(ask(name))
+    server.step()
+    assert len(server.scheduler.end_all(FinishReason.SHUTDOWN)) == 4
+    server.scheduler.check()
+    assert not server.scheduler.has_work and server.scheduler.pool.num_held == 0
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> tuple[Server, list[tuple[str, object]]]:
+    page_size = draw(st.sampled_from([1, 2, 4]))
+    server = make(
+        num_pages=draw(st.integers(40 // page_size, 60 // page_size)),
+        page_size=page_size,
+        num_slots=draw(st.integers(1, 5)),
+        steps=draw(st.integers(1, 4)),
+        busy_tokens=draw(st.integers(1, 12)),
+    )
+    events: list[tuple[str, object]] = []
+    for number in range(draw(st.integers(1, 10))):
+        prompt = tuple(draw(st.lists(st.integers(0, 2), min_size=1, max_size=18)))
+        stops = frozenset({STOP}) if draw(st.booleans()) else frozenset()
+        deadline = draw(st.none() | st.integers(1, 40))
+        events.append(("submit", ask(str(number), prompt, draw(st.integers(1, 20)), stop_ids=stops, deadline=deadline)))
+        events += [("step", None)] * draw(st.integers(0, 4))
+        if draw(st.integers(0, 4)) == 0:
+            events.append(("cancel", str(draw(st.integers(0, number)))))
+    return server, events
+
+
+@settings(max_examples=300, deadline=None)
+@given(schedules())
+def test_every_request_ends_once_with_its_own_tokens_over_random_schedules(schedule: tuple[Server, list[tuple[str, object]]]) -> None:
+    server, events = schedule
+    requests: dict[str, GenerationRequest] = {}
+    for clock, (kind, value) in enumerate(events):
+        if kind == "submit":
+            assert isinstance(value, GenerationRequest)
+            requests[value.request_id] = value
+            server.submit(value)
+        elif kind == "cancel":
+            end = server.scheduler.end(str(value), FinishReason.CANCELLED)
+            server.deliver([end] if end is not None else [])
+        else:
+            server.step()
+        server.deliver(server.scheduler.expire(now=float(clock)))
+        server.scheduler.check()
+    server.run_dry()
+    assert server.scheduler.pool.num_held == 0
+    for name, request in requests.items():
+        assert len(server.finishes[name]) == 1
+        whole = expected_output(request.prompt, request.max_tokens, stop=bool(request.stop_ids))
+        got = server.outputs[name]
+        if server.finishes[name][0] in (FinishReason.STOP, FinishReason.LENGTH):
+            assert got == whole
+        else:
+            assert got == whole[: len(got)]
+
+
+@given(lengths=st.lists(st.integers(1, 30), min_size=2, max_size=8))
+def test_first_tokens_come_in_the_order_of_arrival(lengths: list[int]) -> None:
+    server = make(num_pages=64, num_slots=8)
+    for number, length in enumerate(lengths):
+        server.submit(ask(str(number), tuple([number] * length), 2))
+    order: list[str] = []
+    while server.scheduler.has_work:
+        order += [chunk.sequence.request.request_id for chunk in server.step().chunks if chunk.is_last]
+    assert order == [str(number) for number in range(len(lengths))]
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_the_number_of_steps_in_a_round_does_not_change_the_text(steps: int) -> None:
+    server = make(steps=steps)
+    server.submit(ask("a", (4, 4, 4), 17))
+    server.run_dry()
+    assert server.outputs["a"] == expected_output((4, 4, 4), 17, stop=False)
