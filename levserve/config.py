@@ -1,0 +1,305 @@
+"""Every setting of the server, declared once, as a field of `Settings`.
+
+A field gives its flag (`--max-running`), its key in the ini file (`max-running` under its section), its environment
+variable (`LEVSERVE_MAX_RUNNING`), its lines in `--help` and its row in README's table. A flag wins over the environment,
+the environment over the file, the file over the default. `parse_settings` is called once, before gunicorn forks, and
+remembers where each value came from: every mistake ends the start with exit code 2 and one line that names the option,
+the value and the source. Nothing else in levserve reads `os.environ`.
+"""
+
+from __future__ import annotations
+
+import configparser
+import difflib
+import os
+import sys
+from argparse import SUPPRESS, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import configargparse
+
+from levserve import __version__
+from levserve.errors import ConfigError
+from levserve.setting import ENV_PREFIX, NAME, PATH, SEED, SWITCH, TEXT, Setting, integer, one_of, real, setting, size
+
+CONFIG_VARIABLE = f"{ENV_PREFIX}CONFIG"
+SECTIONS = {
+    "server": "where it listens and who may call",
+    "model": "what it serves",
+    "engine": "how it runs on the device",
+    "limits": "what it refuses",
+    "log": "what it tells",
+}
+DESCRIPTION = """\
+Serves a language model over the OpenAI HTTP API.
+
+  levserve                                  the bundled model on 127.0.0.1:8000
+  levserve --config serve.ini --port 9000   what the file says, on port 9000
+
+Every setting is a flag, an environment variable and a key of the file:
+--max-running 8, LEVSERVE_MAX_RUNNING=8, or "max-running = 8" under [engine].
+Flags win over the environment, that over the file, that over the defaults.
+"""
+OTHER_FLAGS = ("--config", "--print-config", "--dry-run", "--version", "--help")
+
+
+class Described(NamedTuple):
+    """One setting of a running server, fit for a log: secrets are masked."""
+
+    name: str
+    value: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What the operator asked for; 0 and empty stand for "sized from the machine" where the help says so.
+
+    `sources` names the origin of every value that is not a default. Made by `parse_settings`, which checks; a test may make its own.
+    """
+
+    host: str = setting("server", NAME, "127.0.0.1", "Address to listen on.")
+    port: int = setting("server", integer(0, 65535), 8000, "Port to listen on; 0 lets the system choose.")
+    api_key: str = setting("server", TEXT, "", "Bearer key that clients must send; empty lets everyone in.", secret=True)
+    drain_seconds: float = setting("server", real(0), 30.0, "How long running requests may go on after SIGTERM.")
+
+    model: str = setting("model", NAME, "smollm2-135m", "Bundled name, Hugging Face folder, .gguf file or org/name on the hub.")
+    hf_checkpoint: str = setting("model", PATH, "", "Another name for --model; give one of them.")
+    revision: str = setting("model", TEXT, "", "Branch, tag or commit on the hub; empty: the main branch.")
+    tokenizer: str = setting("model", PATH, "", "Folder or name of a tokenizer to use in place of the model's own.")
+    chat_template: str = setting("model", PATH, "", "Jinja file to use in place of the model's own chat template.")
+    served_model_name: str = setting("model", TEXT, "", "Name that /v1/models tells; empty: the model's own.")
+    dtype: str = setting("model", one_of("auto", "float32", "bfloat16"), "auto", "Number format to compute in.")
+    max_seq_len: int = setting("model", integer(0), 0, "Most tokens in prompt and answer; 0: the model's own limit, or what memory allows.")
+    cache_dir: str = setting(
+        "model", PATH, "", "Where downloads and compiled programs are kept; empty: $XDG_CACHE_HOME/levserve or ~/.cache/levserve."
+    )
+
+    device: str = setting("engine", one_of("auto", "cpu", "gpu", "tpu"), "auto", "Kind of device to run on.")
+    max_running: int = setting("engine", integer(0), 0, "Requests decoded together (rows); 0: sized from the machine.")
+    page_size: int = setting("engine", one_of(4, 8, 16, 32, 64, 128, 256), 32, "Tokens in one page of the KV cache.")
+    kv_memory: int = setting("engine", size(0), 0, "Memory for the KV cache; 0: sized from the machine.")
+    kv_pages: int = setting("engine", integer(0), 0, "Pages of the KV cache, instead of --kv-memory; 0: sized from the machine.")
+    round_steps: int = setting("engine", integer(0), 0, "Decode steps in one device round; 0: 1 on CPU, 8 on an accelerator.")
+    prefill_chunk: int = setting("engine", integer(0), 0, "Most prompt tokens in a device call; 0: 256 on CPU, 2048 on an accelerator.")
+    inter_token_goal_ms: float = setting(
+        "engine", real(1), 100.0, "Milliseconds that a running stream may wait for other requests' prompts in one round."
+    )
+    seed: int | None = setting("engine", SEED, None, "Base of the seeds of requests that bring none; empty: fresh entropy.")
+    compile_cache: bool = setting("engine", SWITCH, True, "Keep compiled programs on disk for the next start.")
+
+    max_waiting: int = setting("limits", integer(0), 0, "Requests that may wait for a row; 0: four times the rows.")
+    max_body_bytes: int = setting("limits", size(1), 4 * 2**20, "Largest request body.")
+    request_timeout: float = setting("limits", real(0), 600.0, "Seconds that a request may take; 0 for no limit.")
+
+    log_level: str = setting("log", one_of("debug", "info", "warning", "error"), "info", "Least severity that is logged.")
+
+    dry_run: bool = False
+    sources: Mapping[str, str] = field(default_factory=dict, compare=False)
+
+    @property
+    def cache_path(self) -> Path:
+        if self.cache_dir:
+            return Path(self.cache_dir)
+        base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+        return (base if base.is_absolute() else Path.home() / ".cache") / "levserve"  # XDG: a relative path is to be ignored
+
+    def describe(self) -> list[Described]:
+        """Every setting in order of declaration, with its source: "default", "command line", "environment X" or "file PATH"."""
+        return [Described(s.name, s.show(getattr(self, s.name)), self.sources.get(s.name, "default")) for s in SETTINGS]
+
+
+SETTINGS = tuple(Setting(f.name, f.default, **f.metadata) for f in fields(Settings) if f.metadata)
+BY_KEY = {s.key: s for s in SETTINGS}
+
+
+def parse_settings(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> Settings:
+    """The settings of this start. Exits as argparse does: 0 after --help, --version and --print-config, 2 after a mistake."""
+    argv = sys.argv[1:] if argv is None else argv
+    environ = os.environ if environ is None else environ
+    try:
+        options, sources = _read_options(argv, environ)
+        settings = _make_settings(options, sources)
+    except ConfigError as error:
+        print(f"levserve: error: {error}", file=sys.stderr)
+        raise SystemExit(error.exit_code) from None
+    if options.print_config:
+        print(_format_settings(settings))
+        raise SystemExit(0)
+    return settings
+
+
+def settings_table() -> str:
+    """README's table of the settings, in Markdown."""
+    lines = ["| option | environment | value | default | meaning |", "|---|---|---|---|---|"]
+    for section, title in SECTIONS.items():
+        lines.append(f"| **`[{section}]`** | | | | *{title}* |")
+        for s in _settings_of(section):
+            lines.append(f"| `{s.flag}` | `{s.variable}` | {s.kind.words} | `{s.show(s.default)}` | {s.help} |")
+    return "\n".join(lines) + "\n"
+
+
+def _settings_of(section: str) -> list[Setting]:
+    return [s for s in SETTINGS if s.section == section]
+
+
+class _Parser(configargparse.ArgumentParser):  # type: ignore[misc]
+    def error(self, message: str) -> NoReturn:
+        # Only what argparse itself finds comes here; all values are plain text to it, so it is about the command line.
+        raise ConfigError(f"{message} (command line)")
+
+
+class _SettingsFile(configargparse.ConfigFileParser):  # type: ignore[misc]
+    """The ini dialect: each known key once, in its own section; `%`, `#` and `:` inside a value stand for themselves."""
+
+    def parse(self, stream: Path) -> dict[str, str]:
+        # No header can be empty, so no section spreads its keys over the others as configparser's [DEFAULT] would.
+        ini = configparser.RawConfigParser(delimiters=("=",), default_section="", empty_lines_in_values=False)
+        try:
+            ini.read_string(stream.read_text("utf-8-sig"))
+        except UnicodeDecodeError:
+            raise ConfigError(f"{stream}: not UTF-8 text") from None
+        except configparser.Error as error:
+            raise ConfigError(f"{stream}, {_explain_ini(error)}") from None
+        for section in ini.sections():
+            if section not in SECTIONS:
+                raise ConfigError(f"{stream}: unknown section [{section}]{_hint(section.lower(), SECTIONS)}")
+            for key, text in ini.items(section):
+                _check_entry(f"{stream}, [{section}] {key}", section, key, text)
+        return {key: text for section in ini.sections() for key, text in ini.items(section)}
+
+
+def _explain_ini(error: configparser.Error) -> str:
+    """What is wrong at which line; configparser's own words take several lines and may quote a secret."""
+    match error:
+        case configparser.DuplicateOptionError():
+            return f"line {error.lineno}: {error.option} is given twice in [{error.section}]"
+        case configparser.DuplicateSectionError():
+            return f"line {error.lineno}: section [{error.section}] appears twice"
+        case configparser.MissingSectionHeaderError():
+            return f"line {error.lineno}: something stands before the first [section]"
+        case configparser.ParsingError():
+            return f"line {error.errors[0][0]}: neither a [section] nor key = value"
+    return " ".join(str(error).split())
+
+
+def _check_entry(place: str, section: str, key: str, text: str) -> None:
+    if key not in BY_KEY:
+        raise ConfigError(f"{place}: unknown key{_hint(key.replace('_', '-'), BY_KEY)}")
+    if BY_KEY[key].section != section:
+        raise ConfigError(f"{place}: this key belongs in [{BY_KEY[key].section}]")
+    if "\n" in text:
+        raise ConfigError(f"{place}: the value goes on over an indented line; begin each key at the left margin")
+    if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
+        raise ConfigError(f"{place}: write the value without quotes; they would become part of it")
+
+
+def _hint(word: str, known: Iterable[str]) -> str:
+    nearest = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {nearest[0]}?" if nearest else ""
+
+
+def _build_parser() -> _Parser:
+    parser = _Parser(
+        prog="levserve",
+        usage="levserve [--config FILE] [--OPTION VALUE ...]",
+        description=DESCRIPTION,
+        formatter_class=RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        add_config_file_help=False,
+        add_env_var_help=False,
+        config_file_parser_class=_SettingsFile,
+        config_file_open_func=Path,  # the file is read in `parse`; configargparse would word a failure to open its own way
+    )
+    config_help = f"Read settings from this ini file. [env {CONFIG_VARIABLE}]"
+    parser.add_argument("--config", metavar="FILE", is_config_file_arg=True, env_var=CONFIG_VARIABLE, help=config_help)
+    parser.add_argument("--print-config", action="store_true", help="Show every setting with its source, and exit.")
+    parser.add_argument("--dry-run", action="store_true", help="Load, compile, generate one token, show the memory plan, and exit.")
+    parser.add_argument("--version", action="version", version=f"levserve {__version__}", help="Show the version, and exit.")
+    for section, title in SECTIONS.items():
+        group = parser.add_argument_group(f"[{section}] {title}")
+        for s in _settings_of(section):
+            text = f"{s.help} [default {s.show(s.default)}; env {s.variable}]".replace("%", "%%")
+            # No type and no default here: values are read in `_make_settings`, where the source of each is known.
+            group.add_argument(s.flag, dest=s.name, metavar=s.kind.metavar, env_var=s.variable, default=SUPPRESS, help=text)
+    return parser
+
+
+def _read_options(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[Namespace, dict[str, str]]:
+    """What was given, as text, and the source of each; a setting that nobody gave is in neither."""
+    parser = _build_parser()
+    try:
+        options, unknown = parser.parse_known_args(list(argv), env_vars=environ)
+    except OSError as error:
+        source = _sources(parser, "").get("config", "command line")
+        raise ConfigError(f"--config: cannot read {error.filename!r}: {error.strerror} ({source})") from None
+    sources = dict.fromkeys(vars(options), "command line") | _sources(parser, options.config)
+    if unknown:
+        word = unknown[0].partition("=")[0]  # what follows may be a secret
+        hint = _hint(word.replace("_", "-"), [*OTHER_FLAGS, *(s.flag for s in SETTINGS)])
+        raise ConfigError(f"unknown option {word!r}{hint} (command line)")
+    if options.config == "":
+        raise ConfigError(f"--config: the path is empty ({sources['config']})")
+    _check_environment(environ)
+    return options, sources
+
+
+def _check_environment(environ: Mapping[str, str]) -> None:
+    known = [CONFIG_VARIABLE, *(s.variable for s in SETTINGS)]
+    for variable in environ:
+        if variable.startswith(ENV_PREFIX) and variable not in known:
+            raise ConfigError(f"unknown environment variable {variable}{_hint(variable, known)}")
+
+
+def _sources(parser: _Parser, config: str) -> dict[str, str]:
+    """The options that the environment or the file gave, as configargparse kept them."""
+    found = {}
+    for origin, entries in parser.get_source_to_settings_dict().items():
+        for variable, (action, _) in entries.items():
+            if origin == "environment_variables":
+                found[action.dest] = f"environment {variable}"
+            elif origin.startswith("config_file|"):
+                found[action.dest] = f"file {config}"
+    return found
+
+
+def _make_settings(options: Namespace, sources: dict[str, str]) -> Settings:
+    given = {s.name: _read_value(s, getattr(options, s.name), sources[s.name]) for s in SETTINGS if hasattr(options, s.name)}
+    sources = {name: sources[name] for name in given}  # less --config and its like
+    settings = Settings(**given, dry_run=options.dry_run, sources=sources)
+    if settings.kv_memory and settings.kv_pages:
+        raise ConfigError(_both("kv_memory", "kv_pages", settings))
+    if settings.hf_checkpoint:
+        if "model" in given:
+            raise ConfigError(_both("model", "hf_checkpoint", settings))
+        return replace(settings, model=settings.hf_checkpoint, sources={**sources, "model": sources["hf_checkpoint"]})
+    return settings
+
+
+def _read_value(s: Setting, text: str, source: str) -> Any:
+    try:
+        return s.kind.read(text)
+    except (ValueError, KeyError):
+        place = f"{source}, [{s.section}] {s.key}" if source.startswith("file ") else source
+        raise ConfigError(f"{s.flag} must be {s.kind.words}, not {'***' if s.secret else repr(text)} ({place})") from None
+
+
+def _both(first: str, second: str, settings: Settings) -> str:
+    one, other = (f"--{d.name.replace('_', '-')} {d.value} ({d.source})" for d in settings.describe() if d.name in (first, second))
+    return f"{one} and {other} exclude each other; give one of them"
+
+
+def _format_settings(settings: Settings) -> str:
+    described = {row.name: row for row in settings.describe()}
+    key_width = max(len(s.key) for s in SETTINGS)
+    value_width = max(len(row.value) for row in described.values())
+    lines = []
+    for section in SECTIONS:
+        lines.append(f"[{section}]")
+        for s in _settings_of(section):
+            _, value, source = described[s.name]
+            lines.append(f"{s.key:{key_width}} = {value:{value_width}}  ({source})")
+    return "\n".join(lines)

@@ -1,0 +1,169 @@
+"""The device thread's work: take messages, plan, dispatch, read the round before, hand out tokens; until told to stop.
+
+One round is always in flight while the host plans the next: the device never waits for Python. The thread blocks in two
+places only, on the inbox when there is nothing to do and on the device when there is, and never on a reader.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from dataclasses import dataclass
+
+from levserve.engine.engine import Cancel, Drain, Engine, Message, Stop, Submit
+from levserve.engine.runner import Flight, Runner
+from levserve.engine.stream import TokenStream
+from levserve.schedule.request import FinishReason, TokenBatch
+from levserve.schedule.scheduler import Scheduler
+from levserve.schedule.sequence import Progress, RoundPlan
+
+log = logging.getLogger(__name__)
+
+IDLE_BEAT_SECONDS = 1.0
+"""How often an idle device thread shows that it is alive."""
+
+
+@dataclass(slots=True)
+class Ticket:
+    """Where a sequence's news go, and the times its latencies are counted from."""
+
+    stream: TokenStream
+    index: int
+    arrival: float
+    last_token: float | None = None
+
+
+class DeviceLoop:
+    """Owns the scheduler and the runner. Every accepted sequence ends with exactly one finishing batch, also on failure."""
+
+    def __init__(self, engine: Engine, scheduler: Scheduler, runner: Runner) -> None:
+        self._engine = engine
+        self._metrics = engine.metrics
+        self._scheduler = scheduler
+        self._runner = runner
+        self._tickets: dict[str, Ticket] = {}
+        self._drain_deadline: float | None = None
+        self._is_stopped = False
+        self._last_read: float | None = None
+        self._metrics.kv_pages_total.set(scheduler.pool.num_pages)
+
+    def run(self) -> None:
+        """Serves until `Stop`; an exception leaves no stream open behind it."""
+        flight: Flight | None = None
+        try:
+            while not self._is_stopped:
+                self._take_messages(wait=flight is None and not self._scheduler.has_work)
+                self._deliver(self._scheduler.expire(time.monotonic()))
+                plan = self._scheduler.plan()
+                self._note_plan(plan)
+                before, flight = flight, None if plan.is_empty else self._runner.dispatch(plan)
+                if before is not None:
+                    self._read(before)
+                self._engine.beat()
+                self._set_gauges()
+        except BaseException:
+            self._end_all(FinishReason.FAILED)
+            raise
+        finally:
+            self._runner.programs.stop()
+        self._end_all(FinishReason.SHUTDOWN)
+
+    def _take_messages(self, *, wait: bool) -> None:
+        """Empties the inbox; with nothing else to do, waits for the first message."""
+        if self._drain_deadline is not None and time.monotonic() >= self._drain_deadline:
+            self._deliver(self._scheduler.end_all(FinishReason.SHUTDOWN))
+        try:
+            message = self._engine.inbox.get(block=wait, timeout=IDLE_BEAT_SECONDS)
+            while True:
+                self._handle(message)
+                message = self._engine.inbox.get_nowait()
+        except queue.Empty:
+            return
+
+    def _handle(self, message: Message) -> None:
+        match message:
+            case Submit():
+                self._accept(message)
+            case Cancel(request_id):
+                ended = self._scheduler.end(request_id, FinishReason.CANCELLED)
+                self._deliver([ended] if ended is not None else [])
+            case Drain(deadline):
+                self._drain_deadline = deadline if self._drain_deadline is None else min(deadline, self._drain_deadline)
+            case Stop():
+                self._is_stopped = True
+
+    def _accept(self, submit: Submit) -> None:
+        request = submit.request
+        if self._drain_deadline is not None:
+            submit.stream.put(submit.index, TokenBatch(tokens=(), finish=FinishReason.SHUTDOWN))
+            return
+        self._tickets[request.request_id] = Ticket(submit.stream, submit.index, submit.arrival)
+        self._metrics.prompt_tokens.inc(len(request.prompt))
+        self._scheduler.add(request)
+
+    def _read(self, flight: Flight) -> None:
+        chunks, rows = self._runner.read(flight)
+        now = time.monotonic()
+        if self._last_read is not None:
+            self._metrics.round_time.observe(now - self._last_read)
+        self._last_read = now if self._scheduler.has_work else None
+        self._deliver(self._scheduler.commit(flight.plan, chunks, rows))
+
+    def _deliver(self, news: list[Progress]) -> None:
+        now = time.monotonic()
+        for progress in news:
+            request_id = progress.sequence.request.request_id
+            ticket = self._tickets[request_id]
+            ticket.stream.put(ticket.index, progress.batch)
+            self._note_tokens(ticket, len(progress.batch.tokens), now)
+            if progress.finish is not None:
+                del self._tickets[request_id]
+                self._metrics.request_time.observe(now - ticket.arrival)
+                self._metrics.finished.labels(progress.finish.value).inc()
+
+    def _note_tokens(self, ticket: Ticket, count: int, now: float) -> None:
+        if count == 0:
+            return
+        self._metrics.generated_tokens.inc(count)
+        if ticket.last_token is None:
+            self._metrics.ttft.observe(now - ticket.arrival)
+        else:
+            self._metrics.inter_token.observe((now - ticket.last_token) / count)
+        ticket.last_token = now
+
+    def _note_plan(self, plan: RoundPlan) -> None:
+        metrics = self._metrics
+        for sequence in plan.admitted:
+            if len(sequence.tokens) == len(sequence.request.prompt):  # not after a preemption
+                metrics.queue_time.observe(time.monotonic() - self._tickets[sequence.request.request_id].arrival)
+                metrics.prefix_hit_tokens.inc(sequence.num_cached or 0)
+        for sequence, lost in plan.preempted:
+            pool = self._scheduler.pool
+            log.warning("%s: preempted, %d tokens to recompute; %d of %d KV pages in use",
+                        sequence.request.request_id, lost, pool.num_held, pool.num_pages)
+            metrics.preemptions.inc()
+            metrics.preempted_tokens.inc(lost)
+        if plan.chunks:
+            metrics.rounds.labels("prefill").inc()
+            metrics.prefill_tokens.inc(sum(chunk.count for chunk in plan.chunks))
+        if plan.rows:
+            metrics.rounds.labels("decode").inc()
+            metrics.batch_rows.observe(len(plan.rows))
+
+    def _set_gauges(self) -> None:
+        self._metrics.running.set(self._scheduler.num_running)
+        self._metrics.waiting.set(self._scheduler.num_waiting)
+        self._metrics.kv_pages_used.set(self._scheduler.pool.num_held)
+        self._metrics.kv_pages_cached.set(self._scheduler.pool.num_idle)
+
+    def _end_all(self, finish: FinishReason) -> None:
+        """Ends what runs, and what still lies in the inbox."""
+        self._deliver(self._scheduler.end_all(finish))
+        while True:
+            try:
+                message = self._engine.inbox.get_nowait()
+            except queue.Empty:
+                return
+            if isinstance(message, Submit):
+                message.stream.put(message.index, TokenBatch(tokens=(), finish=finish))

@@ -1,0 +1,168 @@
+"""The compiled programs: which shapes exist, which are ready, and the best ready one for a round.
+
+A few are compiled before the server says ready, chosen so that together they can run anything; the rest follow on a
+background thread, and until each is there the next larger one serves in its place. So a round never waits for a compile.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from levserve.engine.batch import NUM_COLUMNS
+from levserve.engine.rounds import Arrays, Skeleton, State, decode_round, prefill_chunk, set_memory
+from levserve.engine.sizing import Sizes
+from levserve.metrics import Metrics
+from levserve.model.sampler import MAX_EDITS, Memory, Mode
+
+log = logging.getLogger(__name__)
+
+MODES = (Mode.GREEDY, Mode.PLAIN, Mode.FULL)
+"""From the cheapest to the one that can do everything."""
+COMPILER_STACK_BYTES = 64 << 20
+"""XLA recurses once per layer and more; the default stack of a thread is too small for deep models."""
+
+RoundCall = Callable[[Arrays, State, object], tuple[State, jax.Array]]
+
+
+class Shape(NamedTuple):
+    """What one program is compiled for: a prefill chunk of `size` tokens, or `size` rows decoded in `mode`."""
+
+    size: int
+    mode: Mode | None = None
+
+    @property
+    def is_prefill(self) -> bool:
+        return self.mode is None
+
+    def __str__(self) -> str:
+        return f"prefill of {self.size} tokens" if self.mode is None else f"{self.mode} decode of {self.size} rows"
+
+
+class Programs:
+    """Compiles and hands out programs. `_ready` is only added to, so the device thread may look while others compile."""
+
+    def __init__(self, leaves: Arrays, state: State, skeleton: Skeleton, sizes: Sizes, metrics: Metrics) -> None:
+        self._leaves = jax.tree.map(_aval, leaves)
+        self._state = jax.tree.map(_aval, state)
+        self._skeleton = skeleton
+        self._sizes = sizes
+        self._metrics = metrics
+        self._ready: dict[Shape, RoundCall] = {}
+        self._stopping = threading.Event()
+        self._background: threading.Thread | None = None
+
+    @property
+    def first_shapes(self) -> list[Shape]:
+        """Enough to run anything, and small ones for the first visitors."""
+        rows, chunks = self._sizes.row_sizes, self._sizes.chunk_sizes
+        shapes = [Shape(rows[0], Mode.FULL), Shape(chunks[len(chunks) // 4]), Shape(rows[-1], Mode.FULL), Shape(chunks[-1])]
+        return list(dict.fromkeys(shapes))
+
+    @property
+    def all_shapes(self) -> list[Shape]:
+        decode = [Shape(size, mode) for mode in MODES for size in self._sizes.row_sizes]
+        return [*self.first_shapes, *(shape for shape in [*map(Shape, self._sizes.chunk_sizes), *decode] if shape not in self.first_shapes)]
+
+    def compile_first(self, report: Callable[[str], None]) -> None:
+        """Compiles what the server needs to be ready, on two threads: tracing holds the GIL, compiling does not."""
+        shapes = self.first_shapes
+        failures: list[BaseException] = []
+
+        def work(mine: Sequence[Shape]) -> None:
+            try:
+                for shape in mine:
+                    report(f"compiling {shape} ({len(self._ready) + 1} of {len(shapes)})")
+                    self._compile(shape, "startup")
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [_compiler_thread(functools.partial(work, shapes[start::2])) for start in range(min(2, len(shapes)))]
+        for thread in threads:
+            thread.join()
+        if failures:
+            raise failures[0]
+
+    def start_background(self) -> None:
+        """Compiles the remaining shapes while the server runs; `stop` waits for the one under way."""
+        self._background = _compiler_thread(self._compile_rest)
+
+    def stop(self) -> None:
+        self._stopping.set()
+        if self._background is not None:
+            self._background.join()
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self._ready) == len(self.all_shapes)
+
+    def prefill(self, num_tokens: int) -> tuple[int, RoundCall]:
+        """The smallest ready chunk program that holds `num_tokens`, and its size."""
+        fitting = [shape for shape in self._ready.copy() if shape.is_prefill and shape.size >= num_tokens]
+        shape = min(fitting)
+        return shape.size, self._ready[shape]
+
+    def decode(self, num_rows: int, mode: Mode) -> tuple[int, Mode, RoundCall]:
+        """The cheapest ready decode program for the rows and mode: fewer rows count more than a simpler mode."""
+        able = MODES[MODES.index(mode) :]
+        fitting = [shape for shape in self._ready.copy() if shape.mode in able and shape.size >= num_rows]
+        shape = min(fitting, key=lambda shape: (shape.size, MODES.index(shape.mode or Mode.FULL)))
+        assert shape.mode is not None
+        return shape.size, shape.mode, self._ready[shape]
+
+    def set_memory(self) -> Callable[..., Memory]:
+        """The program that seats a row with penalties or edits; small, and compiled with the first ones."""
+        memory = self._state.memory
+        history = jax.ShapeDtypeStruct((memory.history.shape[1],), jnp.int32)
+        ids, values = (jax.ShapeDtypeStruct((MAX_EDITS,), dtype) for dtype in (jnp.int32, jnp.float32))
+        slot = jax.ShapeDtypeStruct((), jnp.int32)
+        return jax.jit(set_memory, donate_argnums=0).lower(memory, slot, history, ids, values, ids).compile()
+
+    def lower(self, shape: Shape) -> jax.stages.Lowered:
+        """A program as XLA sees it before compiling; tests look at it too."""
+        width = NUM_COLUMNS + self._sizes.table_width
+        if shape.mode is None:
+            function = functools.partial(prefill_chunk, skeleton=self._skeleton)
+            packed = jax.ShapeDtypeStruct((1, width + shape.size), jnp.int32)
+        else:
+            function = functools.partial(decode_round, skeleton=self._skeleton, num_steps=self._sizes.round_steps, mode=shape.mode)
+            packed = jax.ShapeDtypeStruct((shape.size, width), jnp.int32)
+        return jax.jit(function, donate_argnums=1).lower(self._leaves, self._state, packed)
+
+    def _compile(self, shape: Shape, when: str) -> None:
+        start = time.monotonic()
+        self._ready[shape] = self.lower(shape).compile()
+        self._metrics.compiles.labels(when).inc()
+        log.debug("compiled %s in %.1f s (%s)", shape, time.monotonic() - start, when)
+
+    def _compile_rest(self) -> None:
+        for shape in self.all_shapes:
+            if self._stopping.is_set():
+                return
+            if shape not in self._ready:
+                try:
+                    self._compile(shape, "background")
+                except Exception:
+                    log.exception("could not compile %s; the next larger program goes on serving in its place", shape)
+        log.info("all %d programs are compiled", len(self._ready))
+
+
+def _compiler_thread(work: Callable[[], None]) -> threading.Thread:
+    before = threading.stack_size(COMPILER_STACK_BYTES)
+    try:
+        thread = threading.Thread(target=work, name="levserve-compile", daemon=True)
+        thread.start()
+    finally:
+        threading.stack_size(before)
+    return thread
+
+
+def _aval(array: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)

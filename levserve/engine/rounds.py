@@ -1,0 +1,137 @@
+"""The programs that run on the device: one prefill chunk, one decode round, one row's memory set.
+
+Pure functions over flat tuples of arrays, compiled ahead by `programs.py`; an Equinox or Haliax object through the hot
+call would cost a millisecond and more. State is donated and comes back, so the KV pool is written in place.
+Sampled tokens stay on the device for the next round; the host reads a copy a round later.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from levserve.engine.batch import NUM_COLUMNS, RoundInput, unpack
+from levserve.model.decoder import ROW, Decoder
+from levserve.model.sampler import NUM_TOP, Drawn, Memory, Mode, sample
+
+Arrays = tuple[jax.Array, ...]
+
+NUM_OUTPUTS = {Mode.GREEDY: 1, Mode.PLAIN: 1, Mode.FULL: 2 + 2 * NUM_TOP}
+"""Columns of a round's output: the token; in full mode also its log-probability, the likeliest ids and theirs."""
+
+
+class State(NamedTuple):
+    """Everything on the device that changes from round to round."""
+
+    pools: Arrays
+    last_tokens: jax.Array
+    """int32 [slot]: the newest token, not yet in the KV pool."""
+    memory: Memory
+
+
+class Skeleton(NamedTuple):
+    """How to rebuild a model from its leaves inside a trace."""
+
+    tree: jax.tree_util.PyTreeDef
+    table_width: int
+
+    def model(self, leaves: Arrays) -> Decoder:
+        model: Decoder = jax.tree.unflatten(self.tree, leaves)
+        return model
+
+
+def prefill_chunk(leaves: Arrays, state: State, packed: jax.Array, *, skeleton: Skeleton) -> tuple[State, jax.Array]:
+    """Computes one chunk per row and samples after those that name a slot; donates `state`.
+
+    Gives int32 [row, outputs] in full mode's columns.
+    """
+    model = skeleton.model(leaves)
+    given = unpack(packed, skeleton.table_width)
+    tokens = packed[:, NUM_COLUMNS + skeleton.table_width :]  # [row, chunk]
+    offsets = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    positions = jnp.where(offsets < given.counts[:, None], given.positions[:, None] + offsets, -1)
+    hidden, pools = model(tokens, state.pools, given.table, positions)
+    last = jnp.maximum(given.counts - 1, 0)
+    hidden_last = hidden.array[jnp.arange(tokens.shape[0]), last]  # [row, embed]: the head on all rows would cost a chunk's worth
+    num_slots = state.last_tokens.shape[0]
+
+    def draw() -> tuple[jax.Array, jax.Array, jax.Array]:
+        drawn = _sample(model, hidden_last, given, given.positions + given.counts, state.memory, Mode.FULL)
+        last_tokens = state.last_tokens.at[given.slots].set(drawn.tokens, mode="drop")
+        history = _remember(state.memory, given.slots, given.positions + given.counts, drawn.tokens)
+        return last_tokens, history, _outputs(drawn)
+
+    def skip() -> tuple[jax.Array, jax.Array, jax.Array]:
+        return state.last_tokens, state.memory.history, jnp.zeros((tokens.shape[0], NUM_OUTPUTS[Mode.FULL]), jnp.int32)
+
+    last_tokens, history, outputs = lax.cond((given.slots < num_slots).any(), draw, skip)
+    return State(pools, last_tokens, state.memory._replace(history=history)), outputs
+
+
+def decode_round(
+    leaves: Arrays, state: State, packed: jax.Array, *, skeleton: Skeleton, num_steps: int, mode: Mode
+) -> tuple[State, jax.Array]:
+    """Runs `num_steps` decode steps for every row; donates `state`. Gives int32 [step, row, outputs].
+
+    A row whose count is reached idles to the end of the round: it writes nowhere and its tokens mean nothing.
+    """
+    model = skeleton.model(leaves)
+    given = unpack(packed, skeleton.table_width)
+    rows = given.slots.shape[0]
+    tokens = state.last_tokens.at[given.slots].get(mode="clip")
+    outputs = jnp.zeros((num_steps, rows, NUM_OUTPUTS[mode]), jnp.int32)
+
+    def step(
+        number: jax.Array | int, carry: tuple[jax.Array, Arrays, jax.Array, jax.Array]
+    ) -> tuple[jax.Array, Arrays, jax.Array, jax.Array]:
+        tokens, pools, history, outputs = carry
+        is_active = number < given.counts
+        positions = jnp.where(is_active, given.positions + number, -1)
+        hidden, pools = model(tokens[:, None], pools, given.table, positions[:, None])
+        memory = state.memory._replace(history=history)
+        drawn = _sample(model, hidden.array[:, 0], given, positions + 1, memory, mode)
+        if mode is Mode.FULL:
+            history = _remember(memory, jnp.where(is_active, given.slots, history.shape[0]), positions + 1, drawn.tokens)
+        tokens = jnp.where(is_active, drawn.tokens, tokens)
+        return tokens, pools, history, outputs.at[number].set(_outputs(drawn))
+
+    carry = (tokens, state.pools, state.memory.history, outputs)
+    carry = step(0, carry) if num_steps == 1 else lax.fori_loop(0, num_steps, step, carry)
+    tokens, pools, history, outputs = carry
+    last_tokens = state.last_tokens.at[given.slots].set(tokens, mode="drop")
+    return State(pools, last_tokens, state.memory._replace(history=history)), outputs
+
+
+def set_memory(memory: Memory, slot: jax.Array, history: jax.Array, ids: jax.Array, values: jax.Array, until: jax.Array) -> Memory:
+    """Gives a slot the tokens and logit edits of the sequence that sits there now; donates `memory`."""
+    return Memory(
+        memory.history.at[slot].set(history),
+        memory.edit_ids.at[slot].set(ids),
+        memory.edit_values.at[slot].set(values),
+        memory.edit_until.at[slot].set(until),
+    )
+
+
+def _sample(model: Decoder, hidden: jax.Array, given: RoundInput, positions: jax.Array, memory: Memory, mode: Mode) -> Drawn:
+    rows = hidden.shape[0]
+    if rows == 1:
+        hidden = jnp.concatenate([hidden, hidden])  # one row leaves the fast path of the CPU's matrix product: 50 ms, not 15
+    logits = model.logits(hax.named(hidden, (ROW, model.config.Embed)))[:rows]
+    seen = Memory(*(array.at[given.slots].get(mode="clip") for array in memory)) if mode is Mode.FULL else None
+    return sample(logits, positions, given.rules, seen, mode)
+
+
+def _remember(memory: Memory, slots: jax.Array, positions: jax.Array, tokens: jax.Array) -> jax.Array:
+    return memory.history.at[slots, positions].set(tokens, mode="drop")
+
+
+def _outputs(drawn: Drawn) -> jax.Array:
+    """A row's results side by side, floats as their bits: one array, one copy to the host."""
+    if drawn.logprobs is None or drawn.top_ids is None or drawn.top_logprobs is None:
+        return drawn.tokens[:, None]
+    bits = lax.bitcast_convert_type(jnp.concatenate([drawn.logprobs[:, None], drawn.top_logprobs], axis=1), jnp.int32)
+    return jnp.concatenate([drawn.tokens[:, None], bits[:, :1], drawn.top_ids, bits[:, 1:]], axis=1)

@@ -1,0 +1,132 @@
+"""Runs plans on the device: packs them, dispatches the programs, and reads a round's tokens when asked.
+
+Belongs to the device thread. Dispatching returns at once; the device works through rounds in order while the host plans
+the next one and hands out the tokens of the last.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence as Seq
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from levserve.engine.batch import SlotTable, edits_for, mode_for, needs_memory
+from levserve.engine.programs import MODES, Programs
+from levserve.engine.rounds import Arrays, Skeleton, State
+from levserve.engine.sizing import Sizes
+from levserve.metrics import Metrics
+from levserve.model import cache
+from levserve.model.decoder import Decoder
+from levserve.model.sampler import MAX_EDITS, NUM_TOP, Memory
+from levserve.schedule.request import GenerationRequest, TokenLogprob
+from levserve.schedule.scheduler import Sampled
+from levserve.schedule.sequence import Chunk, RoundPlan, Row, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A round on its way: what was asked, and the arrays its tokens will be in."""
+
+    plan: RoundPlan
+    chunks: list[jax.Array]
+    rows: jax.Array | None
+
+
+class Runner:
+    """Owns the weights and every array that changes on the device."""
+
+    def __init__(self, model: Decoder, sizes: Sizes, storage: jnp.dtype, metrics: Metrics) -> None:
+        leaves, tree = jax.tree.flatten(model)
+        self._leaves: Arrays = tuple(leaves)
+        self._state = make_state(model, sizes, storage)
+        self._slots = SlotTable(sizes.rows, sizes.table_width)
+        self._max_seq_len = sizes.max_seq_len
+        self.programs = Programs(self._leaves, self._state, Skeleton(tree, sizes.table_width), sizes, metrics)
+        self._set_memory: Callable[..., Memory] | None = None
+
+    def warm_up(self, report: Callable[[str], None]) -> float:
+        """Compiles the first programs, runs each once, and returns the measured milliseconds of one prefill token."""
+        self.programs.compile_first(report)
+        self._set_memory = self.programs.set_memory()
+        report("warming up")
+        idle = Sequence(GenerationRequest("", (0,), 1), [0], slot=0, pages=[])
+        token_ms = 0.0
+        for shape in self.programs.first_shapes:
+            start = time.monotonic()
+            if shape.is_prefill:  # no token and no step is active: nothing is written
+                self._dispatch_chunk(Chunk(idle, 0, 0, 0, is_last=True), shape.size).block_until_ready()
+                token_ms = max(token_ms, (time.monotonic() - start) * 1000 / shape.size)
+            else:
+                self._dispatch_rows([Row(idle, 0, 0, 0)] * shape.size).block_until_ready()
+        return token_ms
+
+    def dispatch(self, plan: RoundPlan) -> Flight:
+        """Starts a planned round behind whatever the device is doing."""
+        for sequence in plan.admitted:
+            self._seat(sequence)
+        chunks = [self._dispatch_chunk(chunk, chunk.count) for chunk in plan.chunks]
+        rows = self._dispatch_rows(plan.rows) if plan.rows else None
+        return Flight(plan, [outputs for chunk, outputs in zip(plan.chunks, chunks) if chunk.is_last], rows)
+
+    def read(self, flight: Flight) -> tuple[list[Sampled], list[Sampled]]:
+        """Waits for a round's tokens: of its last chunks, and of its rows."""
+        last_chunks = [chunk for chunk in flight.plan.chunks if chunk.is_last]
+        chunks = [_sampled(chunk.sequence, np.asarray(out)) for chunk, out in zip(last_chunks, flight.chunks, strict=True)]
+        if flight.rows is None:
+            return chunks, []
+        outputs = np.asarray(flight.rows)  # [step, row, outputs]
+        return chunks, [_sampled(row.sequence, outputs[: row.steps, index]) for index, row in enumerate(flight.plan.rows)]
+
+    def _seat(self, sequence: Sequence) -> None:
+        self._slots.seat(sequence)
+        if not needs_memory(sequence.request):
+            return
+        assert self._set_memory is not None
+        history = np.zeros(self._max_seq_len, np.int32)
+        history[: len(sequence.tokens)] = sequence.tokens
+        edits = edits_for(sequence.request)
+        memory = self._set_memory(self._state.memory, np.int32(sequence.slot or 0), history, edits.ids, edits.values, edits.until)
+        self._state = self._state._replace(memory=memory)
+
+    def _dispatch_chunk(self, chunk: Chunk, num_tokens: int) -> jax.Array:
+        size, program = self.programs.prefill(num_tokens)
+        self._state, outputs = program(self._leaves, self._state, self._slots.pack_chunk(chunk, size))
+        outputs.copy_to_host_async()
+        return outputs
+
+    def _dispatch_rows(self, rows: Seq[Row]) -> jax.Array:
+        mode = max((mode_for(row.sequence.request) for row in rows), key=MODES.index)
+        size, _, program = self.programs.decode(len(rows), mode)
+        self._state, outputs = program(self._leaves, self._state, self._slots.pack_rows(rows, size))
+        outputs.copy_to_host_async()
+        return outputs
+
+
+def make_state(model: Decoder, sizes: Sizes, storage: jnp.dtype) -> State:
+    """An empty pool and memory, on the device."""
+    pools = cache.make_pool(model.config, sizes.num_pages, sizes.page_size, storage)
+    memory = Memory(
+        history=jnp.zeros((sizes.rows, sizes.max_seq_len), jnp.int32),
+        edit_ids=jnp.zeros((sizes.rows, MAX_EDITS), jnp.int32),
+        edit_values=jnp.zeros((sizes.rows, MAX_EDITS), jnp.float32),
+        edit_until=jnp.zeros((sizes.rows, MAX_EDITS), jnp.int32),
+    )
+    return State(pools, jnp.zeros(sizes.rows, jnp.int32), memory)
+
+
+def _sampled(sequence: Sequence, outputs: npt.NDArray[np.int32]) -> Sampled:
+    """Takes one sequence's output columns [token, outputs] apart; see `rounds.NUM_OUTPUTS`."""
+    tokens: list[int] = outputs[:, 0].tolist()
+    wanted = sequence.request.sampling.num_logprobs
+    if wanted is None:
+        return Sampled(tokens)
+    floats = outputs.view(np.float32)
+    ids = outputs[:, 2 : 2 + wanted].tolist()
+    values = floats[:, 2 + NUM_TOP : 2 + NUM_TOP + wanted].tolist()
+    chosen = floats[:, 1].tolist()
+    return Sampled(tokens, [TokenLogprob(logprob, tuple(zip(*top))) for logprob, *top in zip(chosen, ids, values)])

@@ -1,0 +1,139 @@
+"""How large everything is: rows, pages, context and the shapes that get compiled, from the settings and the machine.
+
+Pure arithmetic, done once at start. What cannot be is refused with the sum in the message.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from levserve.config import Settings
+from levserve.errors import ConfigError
+
+TOKENS_PER_ROW = 1024
+"""KV room per row when nothing is asked for: a long chat each; the pool is shared, so one row may have much more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What the sizes are made for."""
+
+    backend: str
+    """cpu, gpu or tpu"""
+    free_bytes: int
+    """Memory left once the weights are loaded."""
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.backend == "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The plan that `--dry-run` prints and the engine is built from."""
+
+    rows: int
+    max_seq_len: int
+    page_size: int
+    num_pages: int
+    page_bytes: int
+    weight_bytes: int
+    row_sizes: tuple[int, ...]
+    chunk_sizes: tuple[int, ...]
+    round_steps: int
+
+    @property
+    def table_width(self) -> int:
+        return -(-self.max_seq_len // self.page_size)
+
+    def describe(self) -> list[str]:
+        """The plan as lines for people."""
+        return [
+            f"weights     {_human(self.weight_bytes)}",
+            f"KV pages    {self.num_pages} x {self.page_size} tokens = {self.num_pages * self.page_size} tokens, "
+            f"{_human(self.num_pages * self.page_bytes)}",
+            f"context     {self.max_seq_len} tokens",
+            f"rows        {self.rows}; decode shapes {', '.join(map(str, self.row_sizes))}; {self.round_steps} step(s) a round",
+            f"prefill     chunks of {', '.join(map(str, self.chunk_sizes))} tokens",
+        ]
+
+
+def plan_sizes(settings: Settings, machine: Machine, *, rows: int, max_position: int, page_bytes: int, weight_bytes: int) -> Sizes:
+    """Raises `ConfigError` for sizes that cannot be."""
+    max_seq_len = settings.max_seq_len or max_position
+    if max_seq_len > max_position:
+        raise ConfigError(f"--max-seq-len {max_seq_len} is more than the model's {max_position} positions")
+    num_pages = _num_pages(settings, machine, rows, max_seq_len, page_bytes)
+    room = num_pages * settings.page_size
+    if room < max_seq_len:
+        if settings.max_seq_len:
+            raise ConfigError(
+                f"--max-seq-len {max_seq_len} needs {-(-max_seq_len // settings.page_size)} pages of {settings.page_size} tokens "
+                f"({_human(page_bytes)} each), but the pool has {num_pages}: raise --kv-memory or lower --max-seq-len"
+            )
+        max_seq_len = room
+    largest_chunk = settings.prefill_chunk or (256 if machine.is_cpu else 2048)
+    return Sizes(
+        rows=rows,
+        max_seq_len=max_seq_len,
+        page_size=settings.page_size,
+        num_pages=num_pages,
+        page_bytes=page_bytes,
+        weight_bytes=weight_bytes,
+        row_sizes=_doublings(4 if machine.is_cpu else 8, max(rows, 2)),
+        chunk_sizes=_doublings(16 if machine.is_cpu else 64, min(largest_chunk, max_seq_len)),
+        round_steps=settings.round_steps or (1 if machine.is_cpu else 8),
+    )
+
+
+def free_memory() -> int:
+    """Bytes this process may still take: the machine's, or what its control group leaves."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    free = int(fields["MemAvailable"].split()[0]) * 1024
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+    except OSError:
+        return free
+    return free if limit == "max" else min(free, int(limit) - used)
+
+
+def _num_pages(settings: Settings, machine: Machine, rows: int, max_seq_len: int, page_bytes: int) -> int:
+    if settings.kv_pages or settings.kv_memory:
+        num_pages = settings.kv_pages or settings.kv_memory // page_bytes
+        asked = f"--kv-pages {settings.kv_pages}" if settings.kv_pages else f"--kv-memory {_human(settings.kv_memory)}"
+    elif machine.is_cpu:
+        wanted = -(-max(rows * TOKENS_PER_ROW, max_seq_len) // settings.page_size)
+        num_pages = min(wanted, machine.free_bytes // 4 // page_bytes)
+        asked = f"a quarter of the free {_human(machine.free_bytes)}"
+    else:
+        num_pages = machine.free_bytes * 9 // 10 // page_bytes
+        asked = f"nine tenths of the free {_human(machine.free_bytes)}"
+    if num_pages < 1:
+        raise ConfigError(f"{asked} does not hold one KV page of {settings.page_size} tokens, which takes {_human(page_bytes)}")
+    if num_pages * page_bytes > machine.free_bytes:
+        raise ConfigError(
+            f"{asked} asks for {num_pages} pages x {_human(page_bytes)} = {_human(num_pages * page_bytes)}, "
+            f"but only {_human(machine.free_bytes)} are free after the weights"
+        )
+    return num_pages
+
+
+def _doublings(smallest: int, largest: int) -> tuple[int, ...]:
+    """Powers of two times `smallest` below `largest`, and `largest` itself."""
+    sizes = []
+    size = smallest
+    while size < largest:
+        sizes.append(size)
+        size *= 2
+    return (*sizes, largest)
+
+
+def _human(num_bytes: int) -> str:
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.4g} GiB"

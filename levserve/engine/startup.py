@@ -1,0 +1,178 @@
+"""From settings to a running device thread: find the model, load it, size everything, compile, then serve.
+
+`start_device_thread` is called in the worker process, after the fork; jax is first imported on the thread it starts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from levserve.config import Settings
+from levserve.engine.engine import Engine, ServedModel
+from levserve.errors import StartupError
+from levserve.metrics import Metrics
+from levserve.schedule.pages import PagePool
+from levserve.schedule.scheduler import Budget, Scheduler
+
+if TYPE_CHECKING:
+    import jax
+
+    from levserve.engine.runner import Runner
+    from levserve.engine.sizing import Sizes
+
+log = logging.getLogger(__name__)
+
+DEVICE_FAULT = 70
+"""Exit code of a process whose device thread died; systemd restarts it."""
+LAST_WORDS_SECONDS = 1.0
+"""How long HTTP threads get to tell their clients that the device failed."""
+
+
+class Loaded(NamedTuple):
+    """Everything the device loop needs, ready to run."""
+
+    model: ServedModel
+    scheduler: Scheduler
+    runner: Runner
+    sizes: Sizes
+
+
+def start_device_thread(settings: Settings, engine: Engine, *, rows: int) -> threading.Thread:
+    """Starts the one thread that owns the device. If it cannot start or dies, it ends the process."""
+    thread = threading.Thread(target=_device_main, args=(settings, engine, rows), name="levserve-device", daemon=True)
+    thread.start()
+    return thread
+
+
+def _device_main(settings: Settings, engine: Engine, rows: int) -> None:
+    def report(progress: str) -> None:
+        engine.progress = progress
+        engine.beat()
+        log.info("%s", progress)
+
+    try:
+        loaded = load(settings, engine.metrics, rows=rows, report=report)
+        serve(engine, loaded)
+    except StartupError as error:
+        print(f"levserve: error: {error}", file=sys.stderr, flush=True)
+        os._exit(error.exit_code)
+    except BaseException:
+        log.critical("the device thread failed", exc_info=True)
+        engine.fail()
+        time.sleep(LAST_WORDS_SECONDS)
+        os._exit(DEVICE_FAULT)
+
+
+def serve(engine: Engine, loaded: Loaded) -> None:
+    """Publishes the model and runs the device loop until it is stopped."""
+    from levserve.engine.loop import DeviceLoop
+
+    loaded.runner.programs.start_background()
+    engine.progress = "ready"
+    engine.publish(loaded.model)
+    DeviceLoop(engine, loaded.scheduler, loaded.runner).run()
+
+
+def load(settings: Settings, metrics: Metrics, *, rows: int, report: Callable[[str], None]) -> Loaded:
+    """Finds, reads and compiles; slow. Must run on the thread that will use the device."""
+    from levserve.weights.source import find_model
+
+    files = find_model(settings.model, revision=settings.revision, cache_path=settings.cache_path, report=report)
+    report("importing jax")
+    _set_up_jax(settings)
+    import jax
+    import jax.numpy as jnp
+
+    from levserve.engine.runner import Runner
+    from levserve.engine.sizing import Machine, free_memory, plan_sizes
+    from levserve.model import cache
+    from levserve.model.decoder import Decoder
+    from levserve.text.tokenizer import load_tokenizer
+    from levserve.weights.load import load_arrays, read_config
+
+    device = _find_device(settings.device)
+    log.info("device: %s", device)
+    report("loading the tokenizer")
+    tokenizer = load_tokenizer(Path(settings.tokenizer) if settings.tokenizer else files.path, chat_template=_chat_template(settings))
+    config = read_config(files.path)
+    dtype = jnp.dtype(jnp.float32 if settings.dtype == "float32" else jnp.bfloat16)
+    arrays = load_arrays(files.path, config, dtype, report=report)
+    weight_bytes = sum(array.nbytes for array in arrays.values())
+
+    storage = cache.storage_dtype(dtype, device.platform)
+    free = free_memory() if device.platform == "cpu" else device.memory_stats()["bytes_limit"] - device.memory_stats()["bytes_in_use"]
+    sizes = plan_sizes(
+        settings,
+        Machine(device.platform, free),
+        rows=rows,
+        max_position=config.max_position,
+        page_bytes=cache.page_bytes(config, settings.page_size, storage),
+        weight_bytes=weight_bytes,
+    )
+    for line in sizes.describe():
+        log.info("%s", line)
+    model = Decoder.from_arrays(config, arrays)
+    del arrays
+    runner = Runner(model, sizes, storage, metrics)
+    prefill_token_ms = runner.warm_up(report)
+    scheduler = Scheduler(PagePool(sizes.num_pages, sizes.page_size), _budget(settings, sizes, prefill_token_ms))
+    served = ServedModel(settings.served_model_name or files.name, tokenizer, sizes.max_seq_len, int(time.time()))
+    jax.block_until_ready(jax.tree.leaves(model))
+    return Loaded(served, scheduler, runner, sizes)
+
+
+def _budget(settings: Settings, sizes: Sizes, prefill_token_ms: float) -> Budget:
+    """Turns the inter-token goal into prefill tokens by the cost that was measured at warm-up."""
+    busy_tokens = int(settings.inter_token_goal_ms / max(prefill_token_ms, 1e-6))
+    largest = sizes.chunk_sizes[-1]
+    log.info("prefill costs %.2f ms a token: %d tokens a round beside running streams", prefill_token_ms, min(busy_tokens, largest))
+    return Budget(sizes.rows, sizes.round_steps, sizes.chunk_sizes, busy_tokens=min(busy_tokens, largest), idle_tokens=largest)
+
+
+def _set_up_jax(settings: Settings) -> None:
+    """Chooses the platform and the folder of compiled programs, before jax looks at any device."""
+    import jax
+    from jaxlib.version import __version__ as jaxlib_version
+
+    if settings.device != "auto":
+        jax.config.update("jax_platforms", {"gpu": "cuda"}.get(settings.device, settings.device))
+    if settings.compile_cache:
+        # Programs compiled by another jaxlib or for another CPU are refused at best, so each pair has a folder of its own.
+        folder = settings.cache_path / "programs" / f"jaxlib-{jaxlib_version}-{_cpu_hash()}"
+        folder.mkdir(parents=True, exist_ok=True)
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _cpu_hash() -> str:
+    """Names the CPU's features: x86 lists them as flags, ARM as Features."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    features = sorted({line for line in lines if line.startswith(("flags", "Features", "CPU part", "model name"))})
+    return hashlib.sha256("\n".join(features).encode()).hexdigest()[:12]
+
+
+def _find_device(wanted: str) -> jax.Device:
+    import jax
+
+    try:
+        return jax.devices()[0]
+    except RuntimeError as error:
+        raise StartupError(f"--device {wanted}: no such device here ({str(error).splitlines()[0]})") from error
+
+
+def _chat_template(settings: Settings) -> str | None:
+    if not settings.chat_template:
+        return None
+    try:
+        return Path(settings.chat_template).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise StartupError(f"--chat-template {settings.chat_template}: {error}") from error

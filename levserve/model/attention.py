@@ -1,0 +1,62 @@
+"""Attention of a few queries per row over the row's pages.
+
+One function, `attend`, behind which a backend's own kernel may stand. This one is plain XLA: it walks the page tables in
+blocks with a running softmax, and stops after the last block any row needs. So a batch pays for its longest row, not for
+the model's maximum length, and one compiled program serves every context length.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from levserve.model.cache import from_storage
+
+BLOCK_TOKENS = 256
+"""Tokens of each row looked at together: one pass for short chats, and a small loop overhead for long ones."""
+MASKED = -1e30
+
+
+def attend(q: jax.Array, pool: jax.Array, table: jax.Array, positions: jax.Array, *, window: int | None) -> jax.Array:
+    """Mixes the values every query may see: those at or before its position, within the window if there is one.
+
+    q [row, chunk, kv_head, group, head_size] float32, scaled; pool as in `cache`; table [row, page]; positions [row, chunk],
+    negative for padding. Gives float32 of q's shape. Dots run in float32: XLA:CPU has no bfloat16 batched dot on ARM, and
+    widening the gathered block costs less than the gather.
+    """
+    rows, chunk, kv_heads, group, size = q.shape
+    page_size = pool.shape[3]
+    block = min(max(BLOCK_TOKENS // page_size, 1), table.shape[1])  # pages
+    width = block * page_size
+    table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % block)))  # so that a slice at the end is not moved back
+
+    q = q.transpose(0, 2, 1, 3, 4).reshape(rows, kv_heads, chunk * group, size)
+    seen_to = jnp.repeat(positions, group, axis=1)[:, None, :, None]  # [row, 1, chunk * group, 1]
+
+    def mix_block(index: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        mixed, top, total = carry
+        pages = lax.dynamic_slice_in_dim(table, index * block, block, axis=1)
+        entries = from_storage(pool[pages])  # [row, block, 2, kv_head, page_size, head_size]
+        keys, values = entries.transpose(2, 0, 3, 1, 4, 5).reshape(2, rows, kv_heads, width, size)
+        scores = jnp.einsum("rkmd,rktd->rkmt", q, keys, preferred_element_type=jnp.float32)
+        at = index * width + jnp.arange(width, dtype=jnp.int32)
+        is_seen = at <= seen_to
+        if window is not None:
+            is_seen &= at > seen_to - window
+        scores = jnp.where(is_seen, scores, MASKED)
+        new_top = jnp.maximum(top, scores.max(-1))
+        shrink = jnp.exp(top - new_top)
+        weights = jnp.where(is_seen, jnp.exp(scores - new_top[..., None]), 0.0)
+        mixed = mixed * shrink[..., None] + jnp.einsum("rkmt,rktd->rkmd", weights, values, preferred_element_type=jnp.float32)
+        return mixed, new_top, total * shrink + weights.sum(-1)
+
+    start = (
+        jnp.zeros((rows, kv_heads, chunk * group, size), jnp.float32),
+        jnp.full((rows, kv_heads, chunk * group), MASKED, jnp.float32),
+        jnp.zeros((rows, kv_heads, chunk * group), jnp.float32),
+    )
+    num_blocks = jnp.maximum(positions.max(), 0) // width + 1
+    mixed, _, total = lax.fori_loop(jnp.int32(0), num_blocks.astype(jnp.int32), mix_block, start)
+    mixed = mixed / jnp.maximum(total, 1e-30)[..., None]  # a padding query sees nothing and gets zeros
+    return mixed.reshape(rows, kv_heads, chunk, group, size).transpose(0, 2, 1, 3, 4)

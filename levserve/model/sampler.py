@@ -1,0 +1,224 @@
+"""Draws one token per row from its logits, on the device, each row by its own rules.
+
+Three modes are compiled separately and the host picks the cheapest that serves every row: greedy, plain (temperature only)
+and full (everything). A row draws the same token in any mode that can serve it, next to any neighbours: the draw is an
+inverse CDF at a number that depends on the request's seed and the position alone. The vocabulary is never sorted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import StrEnum
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+NUM_TOP = 20
+"""Alternatives returned with every token in full mode: the most that OpenAI's API lets a client ask for."""
+NUM_CANDIDATES = 128
+"""Likeliest tokens looked at for top-k and top-p before falling back to bisection over the vocabulary."""
+MAX_EDITS = 332
+"""Logit edits a row may have: 300 biases, 16 stop ids, and the model's own end tokens."""
+BANNED = -1e30
+
+
+class Mode(StrEnum):
+    GREEDY = "greedy"
+    PLAIN = "plain"
+    FULL = "full"
+
+
+class Rules(NamedTuple):
+    """How each row is sampled; every field is [row]."""
+
+    temperature: jax.Array
+    top_k: jax.Array
+    top_p: jax.Array
+    min_p: jax.Array
+    presence: jax.Array
+    frequency: jax.Array
+    repetition: jax.Array
+    prompt_len: jax.Array
+    num_edits: jax.Array
+    seed: jax.Array
+    """uint32 [row, 2]"""
+
+
+class Memory(NamedTuple):
+    """What full mode remembers of each row: its tokens by position, and the logits to change.
+
+    An edit adds `values` to the logit of `ids` while the position is below `until`.
+    """
+
+    history: jax.Array
+    """int32 [row, max_seq_len]"""
+    edit_ids: jax.Array
+    edit_values: jax.Array
+    edit_until: jax.Array
+    """[row, MAX_EDITS]"""
+
+
+class Drawn(NamedTuple):
+    """Tokens [row]; in full mode also their raw log-probabilities [row] and the likeliest tokens [row, NUM_TOP]."""
+
+    tokens: jax.Array
+    logprobs: jax.Array | None = None
+    top_ids: jax.Array | None = None
+    top_logprobs: jax.Array | None = None
+
+
+def sample(logits: jax.Array, positions: jax.Array, rules: Rules, memory: Memory | None, mode: Mode) -> Drawn:
+    """Draws the token for `positions` [row] from float32 logits [row, vocab]."""
+    if mode is Mode.GREEDY:
+        return Drawn(argmax(logits))
+    if mode is Mode.PLAIN:
+        return Drawn(_choose(logits, positions, rules))
+    assert memory is not None
+    edited = _edit(_penalise(logits, positions, rules, memory), positions, rules, memory)
+    tokens = _choose(_truncate(edited, rules), positions, rules)
+    total = jax.nn.logsumexp(logits, axis=-1)
+    top, top_ids = lax.top_k(logits, NUM_TOP)
+    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
+    return Drawn(tokens, chosen - total, top_ids.astype(jnp.int32), top - total[:, None])
+
+
+def argmax(logits: jax.Array) -> jax.Array:
+    """The largest entry of each row, in two levels: several times faster than one argmax on CPU."""
+    chunks = _chunked(logits, -jnp.inf)
+    best = jnp.argmax(chunks.max(-1), axis=-1)
+    return (best * chunks.shape[-1] + jnp.argmax(_row_of(chunks, best), axis=-1)).astype(jnp.int32)
+
+
+def _choose(logits: jax.Array, positions: jax.Array, rules: Rules) -> jax.Array:
+    """Greedy for rows at temperature 0, else a draw from the softmax."""
+    greedy = argmax(logits)
+    temperature = jnp.maximum(rules.temperature, 1e-5)[:, None]
+    weights = jnp.exp((logits - logits.max(-1, keepdims=True)) / temperature)
+    keys = jax.vmap(lambda seed, position: jax.random.fold_in(jax.random.wrap_key_data(seed), position))(rules.seed, positions)
+    points = jax.vmap(lambda key: jax.random.uniform(key, (2,)))(keys)
+    return jnp.where(rules.temperature > 0, _draw(weights, points), greedy)
+
+
+def _draw(weights: jax.Array, points: jax.Array) -> jax.Array:
+    """Inverse CDF in two levels, one random number each: first a chunk of the vocabulary, then a token in it."""
+    chunks = _chunked(weights, 0.0)
+    chunk = _first_beyond(chunks.sum(-1), points[:, 0])
+    within = _first_beyond(_row_of(chunks, chunk), points[:, 1])
+    return (chunk * chunks.shape[-1] + within).astype(jnp.int32)
+
+
+def _first_beyond(weights: jax.Array, point: jax.Array) -> jax.Array:
+    """Index of the first running sum above `point` of the whole; the heaviest entry should rounding leave none."""
+    sums = jnp.cumsum(weights, axis=-1)
+    is_beyond = (sums > point[:, None] * sums[:, -1:]) & (weights > 0)
+    return jnp.where(is_beyond.any(-1), jnp.argmax(is_beyond, axis=-1), jnp.argmax(weights, axis=-1))
+
+
+def _penalise(logits: jax.Array, positions: jax.Array, rules: Rules, memory: Memory) -> jax.Array:
+    """Presence and frequency count what was generated; repetition counts the prompt as well."""
+
+    def apply(logits: jax.Array) -> jax.Array:
+        at = jnp.arange(memory.history.shape[1], dtype=jnp.int32)[None]
+        is_known = at < positions[:, None]
+        is_generated = is_known & (at >= rules.prompt_len[:, None])
+        rows = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
+        nothing = jnp.zeros(logits.shape, jnp.int32)
+        known = nothing.at[rows, memory.history].add(is_known.astype(jnp.int32), mode="drop")
+        generated = nothing.at[rows, memory.history].add(is_generated.astype(jnp.int32), mode="drop")
+        repeated = jnp.where(logits > 0, logits / rules.repetition[:, None], logits * rules.repetition[:, None])
+        logits = jnp.where(known > 0, repeated, logits)
+        logits -= rules.frequency[:, None] * generated.astype(jnp.float32)
+        return logits - rules.presence[:, None] * (generated > 0).astype(jnp.float32)
+
+    is_any = (rules.presence != 0) | (rules.frequency != 0) | (rules.repetition != 1)
+    return lax.cond(is_any.any(), apply, lambda logits: logits, logits)
+
+
+def _edit(logits: jax.Array, positions: jax.Array, rules: Rules, memory: Memory) -> jax.Array:
+    number = jnp.arange(MAX_EDITS, dtype=jnp.int32)[None]
+    is_active = (number < rules.num_edits[:, None]) & (positions[:, None] < memory.edit_until)
+    rows = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
+    return logits.at[rows, memory.edit_ids].add(jnp.where(is_active, memory.edit_values, 0.0), mode="drop")
+
+
+def _truncate(logits: jax.Array, rules: Rules) -> jax.Array:
+    """Bans what top-k, then top-p of what is left, then min-p would not draw."""
+
+    def apply(logits: jax.Array) -> jax.Array:
+        scaled = logits / jnp.maximum(rules.temperature, 1e-5)[:, None]
+        vocab = logits.shape[1]
+        top_k = jnp.where(rules.top_k > 0, jnp.minimum(rules.top_k, vocab), vocab)
+        candidates, _ = lax.top_k(scaled, min(NUM_CANDIDATES, vocab))
+        floor = _top_k_floor(scaled, candidates, top_k)
+        floor = jnp.maximum(floor, _top_p_floor(scaled, candidates, floor, rules.top_p))
+        floor = jnp.maximum(floor, candidates[:, 0] + jnp.log(rules.min_p))
+        return jnp.where(scaled >= floor[:, None], logits, BANNED)
+
+    is_any = (rules.top_k > 0) | (rules.top_p < 1) | (rules.min_p > 0)
+    return lax.cond(is_any.any(), apply, lambda logits: logits, logits)
+
+
+def _top_k_floor(scaled: jax.Array, candidates: jax.Array, top_k: jax.Array) -> jax.Array:
+    """The k-th largest value of each row."""
+    num = candidates.shape[1]
+    near = jnp.take_along_axis(candidates, jnp.minimum(top_k, num)[:, None] - 1, axis=1)[:, 0]
+    is_far = (top_k > num) & (top_k < scaled.shape[1])
+
+    def search() -> jax.Array:
+        return _lowest_floor(scaled, lambda keep: keep.sum(-1) >= top_k)
+
+    far = lax.cond(is_far.any(), search, lambda: near)
+    return jnp.where(is_far, far, jnp.where(top_k <= num, near, -jnp.inf))
+
+
+def _top_p_floor(scaled: jax.Array, candidates: jax.Array, floor: jax.Array, top_p: jax.Array) -> jax.Array:
+    """The value of the last token of the smallest set whose probability reaches top_p, among those not below `floor`."""
+    top = candidates[:, :1]
+    weights = jnp.where(scaled >= floor[:, None], jnp.exp(scaled - top), 0.0)
+    wanted = top_p * weights.sum(-1)
+    reached = jnp.cumsum(jnp.where(candidates >= floor[:, None], jnp.exp(candidates - top), 0.0), axis=-1)
+    is_reached = reached >= wanted[:, None]
+    near = jnp.take_along_axis(candidates, jnp.argmax(is_reached, axis=-1)[:, None], axis=1)[:, 0]
+    is_far = ~is_reached.any(-1) & (top_p < 1)
+
+    def search() -> jax.Array:
+        return _lowest_floor(scaled, lambda keep: jnp.where(keep, weights, 0.0).sum(-1) >= wanted)
+
+    far = lax.cond(is_far.any(), search, lambda: near)
+    return jnp.where(top_p >= 1, -jnp.inf, jnp.where(is_far, far, near))
+
+
+def _lowest_floor(scaled: jax.Array, is_enough: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """The highest floor [row] at which `is_enough` of what is kept, by bisection over the float32 numbers themselves."""
+    ordered = _ordered(scaled)
+
+    def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        low, high = bounds  # enough at low, not enough above high
+        middle = low + (high - low + 1) // 2
+        enough = is_enough(ordered >= middle[:, None])
+        return jnp.where(enough, middle, low), jnp.where(enough, high, middle - 1)
+
+    low, _ = lax.fori_loop(0, 32, halve, (ordered.min(-1), ordered.max(-1)))
+    return _from_ordered(low)
+
+
+def _ordered(x: jax.Array) -> jax.Array:
+    """Float32 as uint32 that compare in the same order."""
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
+
+
+def _from_ordered(bits: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(jnp.where(bits >> 31 == 1, bits & jnp.uint32((1 << 31) - 1), ~bits), jnp.float32)
+
+
+def _chunked(x: jax.Array, fill: float) -> jax.Array:
+    """[row, vocab] as [row, chunk, 256], the end filled up."""
+    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % 256)), constant_values=fill)
+    return x.reshape(x.shape[0], -1, 256)
+
+
+def _row_of(chunks: jax.Array, index: jax.Array) -> jax.Array:
+    return jnp.take_along_axis(chunks, index[:, None, None], axis=1)[:, 0]

@@ -1,0 +1,311 @@
+"""Where settings come from, which of two sources wins, and how each mistake is told."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from levserve import __version__
+from levserve.config import SETTINGS, Settings, parse_settings, settings_table
+
+MIB = 2**20
+
+
+def serve_ini(folder: Path, text: str) -> str:
+    path = folder / "serve.ini"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def refuse(capsys: pytest.CaptureFixture[str], argv: list[str], environ: dict[str, str] | None = None) -> str:
+    """The one line on stderr that a mistake ends with."""
+    with pytest.raises(SystemExit) as stopped:
+        parse_settings(argv, environ or {})
+    out, err = capsys.readouterr()
+    assert stopped.value.code == 2
+    assert out == ""
+    assert err.startswith("levserve: error: ") and err.endswith("\n") and err.count("\n") == 1
+    return err
+
+
+def run_program(*argv: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    program = [sys.executable, "-W", "error", "-c", "from levserve.config import parse_settings; parse_settings()", *argv]
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("LEVSERVE_")}
+    return subprocess.run(program, env=clean | environ, capture_output=True, text=True, timeout=60)
+
+
+def test_nothing_given_gives_the_defaults() -> None:
+    settings = parse_settings([], {})
+    assert settings == Settings()
+    assert (settings.model, settings.host, settings.port, settings.max_body_bytes) == ("smollm2-135m", "127.0.0.1", 8000, 4 * MIB)
+    assert {row.source for row in settings.describe()} == {"default"}
+
+
+def test_flag_wins_over_environment_over_file_over_default(tmp_path: Path) -> None:
+    path = serve_ini(tmp_path, "[server]\nhost = 10.0.0.1\nport = 7001\ndrain-seconds = 5\n")
+    settings = parse_settings(["--config", path, "--host", "10.0.0.3"], {"LEVSERVE_HOST": "10.0.0.2", "LEVSERVE_PORT": "7002"})
+    assert (settings.host, settings.port, settings.drain_seconds, settings.log_level) == ("10.0.0.3", 7002, 5.0, "info")
+    assert settings.sources == {"host": "command line", "port": "environment LEVSERVE_PORT", "drain_seconds": f"file {path}"}
+
+
+@pytest.mark.parametrize("given_in", ["flag", "environment", "file"])
+@pytest.mark.parametrize(
+    ("name", "section", "text", "value"),
+    [
+        ("port", "server", "0", 0),
+        ("port", "server", "65535", 65535),
+        ("api_key", "server", "100%s # = : key", "100%s # = : key"),
+        ("api_key", "server", "", ""),
+        ("api_key", "server", "--port=1", "--port=1"),
+        ("request_timeout", "limits", "0.5", 0.5),
+        ("dtype", "model", "bfloat16", "bfloat16"),
+        ("log_level", "log", "DEBUG", "debug"),
+        ("page_size", "engine", "16", 16),
+        ("kv_memory", "engine", "512MiB", 512 * MIB),
+        ("kv_memory", "engine", "2 GiB", 2048 * MIB),
+        ("kv_memory", "engine", "1.5GB", 1_500_000_000),
+        ("kv_memory", "engine", "4096", 4096),
+        ("max_body_bytes", "limits", "64kB", 64_000),
+        ("seed", "engine", "7", 7),
+        ("seed", "engine", "", None),
+        ("compile_cache", "engine", "false", False),
+        ("compile_cache", "engine", "On", True),
+        ("cache_dir", "model", "~/levserve", os.path.expanduser("~/levserve")),
+    ],
+)
+def test_a_value_reads_the_same_from_every_source(
+    tmp_path: Path, given_in: str, name: str, section: str, text: str, value: object
+) -> None:
+    key = name.replace("_", "-")
+    if given_in == "flag":
+        settings = parse_settings([f"--{key}={text}"], {})
+    elif given_in == "environment":
+        settings = parse_settings([], {f"LEVSERVE_{name.upper()}": text})
+    else:
+        settings = parse_settings([], {"LEVSERVE_CONFIG": serve_ini(tmp_path, f"[{section}]\n{key} = {text}\n")})
+    assert getattr(settings, name) == value
+
+
+@pytest.mark.parametrize("given_in", ["flag", "environment", "file"])
+@pytest.mark.parametrize(
+    ("name", "section", "text"),
+    [
+        ("port", "server", "http"),
+        ("port", "server", "65536"),
+        ("port", "server", "-1"),
+        ("port", "server", ""),
+        ("host", "server", ""),
+        ("model", "model", " "),
+        ("drain_seconds", "server", "soon"),
+        ("drain_seconds", "server", "nan"),
+        ("request_timeout", "limits", "inf"),
+        ("inter_token_goal_ms", "engine", "0"),
+        ("page_size", "engine", "24"),
+        ("page_size", "engine", "512"),
+        ("kv_memory", "engine", "2 bananas"),
+        ("kv_memory", "engine", "1.5"),
+        ("kv_memory", "engine", "-1GiB"),
+        ("max_body_bytes", "limits", "0"),
+        ("compile_cache", "engine", "maybe"),
+        ("device", "engine", "quantum"),
+        ("seed", "engine", "1.5"),
+        ("seed", "engine", str(2**63)),
+    ],
+)
+def test_a_bad_value_is_refused_with_option_value_and_source(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], given_in: str, name: str, section: str, text: str
+) -> None:
+    key, variable = name.replace("_", "-"), f"LEVSERVE_{name.upper()}"
+    if given_in == "flag":
+        line, source = refuse(capsys, [f"--{key}={text}"]), "(command line)"
+    elif given_in == "environment":
+        line, source = refuse(capsys, [], {variable: text}), f"(environment {variable})"
+    else:
+        path = serve_ini(tmp_path, f"[{section}]\n{key} = {text}\n")
+        line, source, text = refuse(capsys, ["--config", path]), f"(file {path}, [{section}] {key})", text.strip()
+    assert f"--{key} must be" in line and repr(text) in line and source in line
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("[sever]\nport = 1\n", ["[sever]", "server"]),
+        ("[Server]\nport = 1\n", ["[Server]", "server"]),
+        ("[DEFAULT]\nport = 1\n", ["[DEFAULT]"]),
+        ("[server]\nprot = 1\n", ["[server] prot", "did you mean port?"]),
+        ("[engine]\nmax_running = 1\n", ["[engine] max_running", "did you mean max-running?"]),
+        ("[engine]\nport = 1\n", ["[engine] port", "belongs in [server]"]),
+        ("[server]\nport = 1\nport = 2\n", ["line 3", "port", "twice"]),
+        ("[server]\nport = 1\n[log]\n[server]\nhost = a\n", ["line 4", "[server]", "twice"]),
+        ("port = 1\n", ["line 1"]),
+        ("[server]\nport\n", ["line 2"]),
+        ("[server]\nport: 1\n", ["line 2"]),
+        ("[server]\nhost = localhost\n  port = 1\n", ["[server] host", "indented"]),
+        ("[server]\nhost = 'localhost'\n", ["[server] host", "quotes"]),
+        ("[server]\ndry-run = true\n", ["[server] dry-run"]),
+        ("[server]\nconfig = other.ini\n", ["[server] config"]),
+    ],
+)
+def test_a_mistake_in_the_file_is_named_with_its_place(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, named: list[str]
+) -> None:
+    path = serve_ini(tmp_path, text)
+    line = refuse(capsys, ["--config", path])
+    assert all(word in line for word in [path, *named])
+
+
+@pytest.mark.parametrize("text", ["[server]\napi-key hunter2\n", "api-key = hunter2\n", "[server]\napi-key = 'hunter2'\n"])
+def test_a_mistake_beside_the_secret_does_not_show_it(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
+    assert "hunter2" not in refuse(capsys, ["--config", serve_ini(tmp_path, text)])
+
+
+def test_a_file_that_is_not_utf8_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "latin.ini"
+    path.write_bytes(b"[server]\nhost = caf\xe9\n")
+    assert str(path) in refuse(capsys, ["--config", str(path)])
+
+
+@pytest.mark.parametrize("path", ["missing.ini", "", "."])
+def test_a_file_that_cannot_be_read_is_refused_with_its_source(capsys: pytest.CaptureFixture[str], path: str) -> None:
+    by_flag = refuse(capsys, ["--config", path])
+    by_environment = refuse(capsys, [], {"LEVSERVE_CONFIG": path})
+    assert "--config" in by_flag and path in by_flag and "(command line)" in by_flag
+    assert path in by_environment and "(environment LEVSERVE_CONFIG)" in by_environment
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["--prot", "1"], ["'--prot'", "did you mean --port?"]),
+        (["--max_running=1"], ["'--max_running'", "did you mean --max-running?"]),
+        (["--max-run", "1"], ["'--max-run'"]),
+        (["--no-compile-cache"], ["'--no-compile-cache'", "did you mean --compile-cache?"]),
+        (["serve"], ["'serve'"]),
+        (["--port"], ["--port"]),
+        (["--config"], ["--config"]),
+        (["--dry-run=yes"], ["--dry-run"]),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_named(capsys: pytest.CaptureFixture[str], argv: list[str], named: list[str]) -> None:
+    line = refuse(capsys, argv)
+    assert all(word in line for word in [*named, "(command line)"])
+
+
+def test_the_value_of_an_unknown_flag_is_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "hunter2" not in refuse(capsys, ["--apikey=hunter2"])
+
+
+@pytest.mark.parametrize(
+    ("variable", "nearest"), [("LEVSERVE_MAX_RUNING", "LEVSERVE_MAX_RUNNING"), ("LEVSERVE_DRY_RUN", ""), ("LEVSERVE_PRINT_CONFIG", "")]
+)
+def test_an_unknown_variable_of_ours_is_refused(capsys: pytest.CaptureFixture[str], variable: str, nearest: str) -> None:
+    line = refuse(capsys, [], {"HOME": "/root", variable: "1"})
+    assert variable in line and nearest in line
+
+
+def test_hf_checkpoint_is_another_name_for_model() -> None:
+    settings = parse_settings([], {"LEVSERVE_HF_CHECKPOINT": "org/name"})
+    assert (settings.model, settings.sources["model"]) == ("org/name", "environment LEVSERVE_HF_CHECKPOINT")
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "named"),
+    [
+        (["--model", "a", "--hf-checkpoint", "b"], {}, ["--model a (command line)", "--hf-checkpoint b (command line)"]),
+        (["--model", "a"], {"LEVSERVE_HF_CHECKPOINT": "b"}, ["--model a", "--hf-checkpoint b (environment LEVSERVE_HF_CHECKPOINT)"]),
+        (["--kv-pages", "9", "--kv-memory", "1GiB"], {}, ["--kv-pages 9", "--kv-memory 1GiB"]),
+    ],
+)
+def test_two_settings_that_exclude_each_other_are_refused(
+    capsys: pytest.CaptureFixture[str], argv: list[str], environ: dict[str, str], named: list[str]
+) -> None:
+    line = refuse(capsys, argv, environ)
+    assert all(word in line for word in named)
+
+
+def test_one_of_two_excluding_settings_can_be_taken_back_by_a_flag() -> None:
+    settings = parse_settings(["--kv-pages", "0", "--kv-memory", "1GiB"], {"LEVSERVE_KV_PAGES": "9"})
+    assert (settings.kv_pages, settings.kv_memory) == (0, 1024 * MIB)
+
+
+def test_the_secret_is_in_no_description_and_no_repr() -> None:
+    settings = parse_settings(["--api-key", "hunter2", "--dry-run"], {})
+    assert settings.api_key == "hunter2" and settings.dry_run
+    assert "hunter2" not in repr(settings)
+    assert ("api_key", "***", "command line") in settings.describe()
+
+
+def test_print_config_shows_every_value_with_its_source(tmp_path: Path) -> None:
+    path = serve_ini(tmp_path, "[engine]\nkv-memory = 1GiB\n")
+    done = run_program("--print-config", "--port", "9000", LEVSERVE_API_KEY="hunter2", LEVSERVE_CONFIG=path)
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
+    assert "port = 9000 (command line)" in lines
+    assert "api-key = *** (environment LEVSERVE_API_KEY)" in lines
+    assert f"kv-memory = 1GiB (file {path})" in lines
+    assert "host = 127.0.0.1 (default)" in lines
+    assert [line.split(" ")[0] for line in lines if not line.startswith("[")] == [setting.key for setting in SETTINGS]
+
+
+def test_print_config_refuses_what_a_start_would_refuse() -> None:
+    done = run_program("--print-config", LEVSERVE_PORT="http")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("\n") == 1 and "LEVSERVE_PORT" in done.stderr
+
+
+def test_a_value_that_is_not_printable_stays_on_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "\\n" in refuse(capsys, ["--port", "1\n2"])
+    settings = parse_settings(["--revision", "a\nb\udcff"], {})
+    assert ("revision", "'a\\nb\\udcff'", "command line") in settings.describe()
+
+
+def test_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        parse_settings(["--version"], {"LEVSERVE_TYPO": "1"})
+    assert (stopped.value.code, capsys.readouterr().out) == (0, f"levserve {__version__}\n")
+
+
+def test_help_teaches_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        parse_settings(["--help", "--config", "missing.ini"], {})
+    out = " ".join(capsys.readouterr().out.split())
+    assert stopped.value.code == 0
+    for setting in SETTINGS:
+        assert f"{setting.flag} {setting.kind.metavar}" in out
+        assert f"[default {setting.show(setting.default)}; env {setting.variable}]" in out
+        assert f"[{setting.section}]" in out
+
+
+def test_every_field_of_settings_but_two_is_a_setting_in_the_table() -> None:
+    names = {field.name for field in fields(Settings)} - {"dry_run", "sources"}
+    assert {setting.name for setting in SETTINGS} == names
+    rows = settings_table().splitlines()
+    assert {row.count("|") for row in rows} == {6}
+    assert all(sum(f"`{setting.flag}`" in row for row in rows) == 1 for setting in SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("cache_dir", "xdg", "expected"),
+    [
+        ("/data", "/xdg", "/data"),
+        ("", "/xdg", "/xdg/levserve"),
+        ("", "", "/home/me/.cache/levserve"),
+        ("", "relative", "/home/me/.cache/levserve"),
+    ],
+)
+def test_cache_path_follows_cache_dir_then_xdg_then_home(
+    monkeypatch: pytest.MonkeyPatch, cache_dir: str, xdg: str, expected: str
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("XDG_CACHE_HOME", xdg)
+    assert Settings(cache_dir=cache_dir).cache_path == Path(expected)
+
+
+def test_importing_the_settings_does_not_import_jax() -> None:
+    program = "import levserve.config, sys; sys.exit('jax' in sys.modules or 'flask' in sys.modules)"
+    assert subprocess.run([sys.executable, "-W", "error", "-c", program], timeout=60).returncode == 0
