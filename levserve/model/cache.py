@@ -5,6 +5,8 @@ Page tables are plain int arrays. A page number equal to the number of pages sta
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -31,17 +33,31 @@ def make_pool(config: ModelConfig, num_pages: int, page_size: int, storage: jnp.
     return tuple(jnp.zeros(shape, storage) for _ in range(config.num_layers))
 
 
-def write(pool: jax.Array, keys: jax.Array, values: jax.Array, table: jax.Array, positions: jax.Array) -> jax.Array:
-    """Puts keys and values [row, chunk, kv_head, head_size] of a layer where their positions [row, chunk] say.
+class Place(NamedTuple):
+    """Where a chunk of each row lives; worked out once and used by every layer."""
 
-    A negative position is padding and is dropped. One scatter, in place when the pool is donated.
-    """
+    table: jax.Array
+    """int32 [row, page]"""
+    positions: jax.Array
+    """int32 [row, chunk]; negative for padding"""
+    pages: jax.Array
+    """int32 [row * chunk]: the page each position is written to, or "nowhere" for padding"""
+    offsets: jax.Array
+    """int32 [row * chunk]: its slot in that page"""
+
+
+def place(table: jax.Array, positions: jax.Array, pool: jax.Array) -> Place:
     num_pages, _, _, page_size, _ = pool.shape
-    index = jnp.where(positions < 0, 0, positions // page_size)
-    pages = jnp.take_along_axis(table, index, axis=1, mode="clip")
-    pages = jnp.where(positions < 0, num_pages, pages).reshape(-1)
+    is_padding = positions < 0
+    pages = jnp.take_along_axis(table, jnp.where(is_padding, 0, positions // page_size), axis=1, mode="clip")
+    return Place(table, positions, jnp.where(is_padding, num_pages, pages).reshape(-1), (positions % page_size).reshape(-1))
+
+
+def write(pool: jax.Array, keys: jax.Array, values: jax.Array, place: Place) -> jax.Array:
+    """Puts a layer's keys and values [row, chunk, kv_head, head_size] in their place: one scatter, in place when donated."""
     entries = jnp.stack([keys, values], axis=2).reshape(-1, 2, *keys.shape[2:])  # [row * chunk, 2, kv_head, head_size]
-    return pool.at[pages, :, :, (positions % page_size).reshape(-1)].set(to_storage(entries, pool.dtype), mode="drop")
+    at = pool.at[place.pages, :, :, place.offsets]
+    return at.set(to_storage(entries, pool.dtype), mode="drop", wrap_negative_indices=False)
 
 
 def to_storage(x: jax.Array, storage: jnp.dtype) -> jax.Array:

@@ -17,8 +17,9 @@ from haliax import Axis, NamedArray
 
 from levserve.model import cache
 from levserve.model.attention import attend
+from levserve.model.cache import Place
 from levserve.model.config import ModelConfig, parameter_shapes
-from levserve.model.rotary import inverse_frequencies, rotate
+from levserve.model.rotary import Angles, angles_at, rotate
 
 ROW, CHUNK = "row", "chunk"
 
@@ -53,22 +54,21 @@ class Attention(eqx.Module):
     k_norm: RMSNorm | None
 
     def __call__(
-        self, x: NamedArray, pool: jax.Array, table: jax.Array, positions: jax.Array, *, window: int | None
+        self, x: NamedArray, pool: jax.Array, place: Place, angles: Angles, *, window: int | None
     ) -> tuple[NamedArray, jax.Array]:
         """Writes this chunk's keys and values to the pool, then reads everything the chunk may see from it."""
         config = self.config
         queries, keys, values = self._split(self.qkv(x))
         if self.q_norm is not None and self.k_norm is not None:
             queries, keys = self.q_norm(queries), self.k_norm(keys)
-        frequencies = inverse_frequencies(config)
         axes = (ROW, CHUNK, ..., config.HeadSize)
-        q = rotate(queries.rearrange(axes).array, positions, frequencies)
-        k = rotate(keys.rearrange(axes).array, positions, frequencies)
         with jax.named_scope("kv_write"):
-            pool = cache.write(pool, k, values.rearrange(axes).array, table, positions)
+            k = rotate(keys.rearrange(axes).array, angles)
+            pool = cache.write(pool, k, values.rearrange(axes).array, place)
         with jax.named_scope("attend"):
+            q = rotate(queries.rearrange(axes).array, angles) * config.head_dim**-0.5
             grouped = q.reshape(*q.shape[:2], config.num_kv_heads, config.Group.size, config.head_dim)
-            mixed = attend(grouped * config.head_dim**-0.5, pool, table, positions, window=window)
+            mixed = attend(grouped, pool, place.table, place.positions, window=window)
         mixed = mixed.reshape(*mixed.shape[:2], config.Mixed.size)
         return self.out(hax.named(mixed, (ROW, CHUNK, config.Mixed.name))), pool
 
@@ -105,9 +105,9 @@ class Layer(eqx.Module):
 
 @functools.partial(jax.jit, static_argnames=("window",))
 def run_layer(
-    layer: Layer, x: NamedArray, pool: jax.Array, table: jax.Array, positions: jax.Array, *, window: int | None
+    layer: Layer, x: NamedArray, pool: jax.Array, place: Place, angles: Angles, *, window: int | None
 ) -> tuple[NamedArray, jax.Array]:
-    mixed, pool = layer.attention(layer.input_norm(x), pool, table, positions, window=window)
+    mixed, pool = layer.attention(layer.input_norm(x), pool, place, angles, window=window)
     x = x + mixed
     with jax.named_scope("mlp"):
         return x + layer.mlp(layer.mlp_norm(x)), pool
@@ -166,9 +166,11 @@ class Decoder(eqx.Module):
         Positions must be the row's next ones, and negative where there is padding, whose results mean nothing.
         """
         x = self.embed.take("vocab", hax.named(tokens, (ROW, CHUNK))).astype(jnp.float32)
+        place = cache.place(table, positions, pools[0])
+        angles = angles_at(positions, self.config)
         written = []
         for index, (layer, pool) in enumerate(zip(self.layers, pools, strict=True)):
-            x, pool = run_layer(layer, x, pool, table, positions, window=self.config.window(index))
+            x, pool = run_layer(layer, x, pool, place, angles, window=self.config.window(index))
             written.append(pool)
         return self.final_norm(x), tuple(written)
 

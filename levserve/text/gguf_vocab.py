@@ -1,0 +1,187 @@
+"""Builds a tokenizer from the vocabulary inside a GGUF file.
+
+Called once while loading. The `gguf` package's reader makes array views of every string (4.7 s for the 98,000 strings of the
+bundled model, where this takes a tenth of a second), so the metadata is read here.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from levserve.errors import StartupError
+
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_LENGTH = struct.Struct("<Q")
+
+# llama.cpp ends at these by name as well: many files name only one of the tokens their model ends with.
+_END_TOKENS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|endoftext|>", "<|end_of_text|>")
+_END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+
+_LLAMA3_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2_WORDS = _LLAMA3_WORDS.replace(r"\p{N}{1,3}", r"\p{N}")
+
+
+class _TokenType(IntEnum):
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Splitting:
+    """What `tokenizer.ggml.pre` stands for, as the model's tokenizer.json says it."""
+
+    words: pre_tokenizers.PreTokenizer
+    ignores_merges: bool = False  # a whole word that is a token is taken as it is
+    is_nfc: bool = False
+    adds_bos: bool = False  # where the file does not say
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFVocabulary:
+    backend: Tokenizer
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    eos_ids: frozenset[int]
+    chat_template: str | None
+
+
+def read_vocabulary(path: Path) -> GGUFVocabulary:
+    metadata = read_metadata(path)
+    kind = metadata.get("tokenizer.ggml.model")
+    if kind != "gpt2":
+        raise StartupError(f"{path}: GGUF vocabulary {kind!r} is not supported (only 'gpt2' is); give the model's own with --tokenizer")
+    pre = metadata.get("tokenizer.ggml.pre")
+    splitting = _splittings().get(str(pre))
+    if splitting is None:
+        raise StartupError(f"{path}: GGUF pre-tokenizer {pre!r} is not supported; give the model's own tokenizer with --tokenizer")
+    try:
+        return _build_vocabulary(metadata, splitting)
+    except Exception as error:  # tokenizers raises bare Exception for a vocabulary that its merges do not fit
+        raise StartupError(f"{path}: the vocabulary in this file cannot be used: {error!r}") from error
+
+
+def read_metadata(path: Path) -> dict[str, Any]:
+    """All key-value pairs of a GGUF file: numbers, strings, and lists of them."""
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return _Header(data).read()
+    except (OSError, ValueError, KeyError, struct.error) as error:
+        raise StartupError(f"{path}: not a GGUF file that can be read: {error}") from error
+
+
+class _Header:
+    """Reads the header of a GGUF file from front to back."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self._data = data
+        self._offset = 0
+
+    def read(self) -> dict[str, Any]:
+        magic, version, _, num_pairs = self._unpack("4sIQQ")
+        if magic != b"GGUF" or version not in (2, 3):  # a big-endian file has a huge version
+            raise ValueError(f"starts with {magic!r}, version {version}")
+        return {self._string(): self._value(self._unpack("I")[0]) for _ in range(num_pairs)}
+
+    def _value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self._string()
+        if kind != _ARRAY:
+            return self._unpack(_SCALARS[kind])[0]
+        kind, length = self._unpack("IQ")
+        if kind in _SCALARS:
+            return list(self._unpack(f"{length}{_SCALARS[kind]}"))
+        return [self._string() if kind == _STRING else self._value(kind) for _ in range(length)]
+
+    def _string(self) -> str:
+        (length,) = _LENGTH.unpack_from(self._data, self._offset)
+        start = self._offset + _LENGTH.size
+        self._offset = start + length
+        return str(self._data[start : self._offset], "utf-8")
+
+    def _unpack(self, layout: str) -> tuple[Any, ...]:
+        values = struct.unpack_from("<" + layout, self._data, self._offset)
+        self._offset += struct.calcsize("<" + layout)
+        return values
+
+
+def _build_vocabulary(metadata: Mapping[str, Any], splitting: _Splitting) -> GGUFVocabulary:
+    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+    types: list[int] = metadata["tokenizer.ggml.token_type"]
+
+    def named(key: str) -> str | None:
+        token = metadata.get(f"tokenizer.ggml.{key}")
+        return None if token is None else tokens[token]
+
+    backend = _build_backend(tokens, types, metadata["tokenizer.ggml.merges"], splitting)
+    bos_token = named("bos_token_id")
+    if bos_token is not None and metadata.get("tokenizer.ggml.add_bos_token", splitting.adds_bos):
+        bos = metadata["tokenizer.ggml.bos_token_id"]
+        backend.post_processor = processors.TemplateProcessing(single=[bos_token, "$A"], special_tokens=[(bos_token, bos)])
+    ends = {metadata.get(f"tokenizer.ggml.{key}") for key in _END_KEYS}
+    ends |= {token for token, text in enumerate(tokens) if types[token] == _TokenType.CONTROL and text in _END_TOKENS}
+    return GGUFVocabulary(
+        backend=backend,
+        bos_token=bos_token,
+        eos_token=named("eos_token_id"),
+        pad_token=named("padding_token_id"),
+        eos_ids=frozenset(token for token in ends if token is not None),
+        chat_template=metadata.get("tokenizer.chat_template"),
+    )
+
+
+def _build_backend(tokens: list[str], types: list[int], merges: list[str], splitting: _Splitting) -> Tokenizer:
+    backend = Tokenizer(
+        models.BPE(
+            vocab={text: token for token, text in enumerate(tokens)},
+            merges=[(left, right) for left, _, right in (merge.partition(" ") for merge in merges)],
+            ignore_merges=splitting.ignores_merges,
+        )
+    )
+    if splitting.is_nfc:
+        backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = splitting.words
+    backend.decoder = decoders.ByteLevel()
+    backend.add_tokens(
+        [
+            AddedToken(text, special=kind != _TokenType.USER_DEFINED, normalized=False)
+            for text, kind in zip(tokens, types, strict=True)
+            if kind in (_TokenType.CONTROL, _TokenType.UNKNOWN, _TokenType.USER_DEFINED)
+        ]
+    )
+    return backend
+
+
+def _splittings() -> dict[str, _Splitting]:
+    gpt2 = _Splitting(_byte_level(use_regex=True))
+    llama3 = _Splitting(_split(_LLAMA3_WORDS), ignores_merges=True, adds_bos=True)
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    return {
+        "default": gpt2,
+        "gpt-2": gpt2,
+        "llama-bpe": llama3,
+        "llama3": llama3,
+        "llama-v3": llama3,
+        "qwen2": _Splitting(_split(_QWEN2_WORDS), is_nfc=True),
+        "smollm": _Splitting(pre_tokenizers.Sequence([digits, _byte_level(use_regex=True)])),
+    }
+
+
+def _split(words: str) -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(words), behavior="isolated"), _byte_level(use_regex=False)])
+
+
+def _byte_level(*, use_regex: bool) -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)

@@ -1,0 +1,193 @@
+"""Text to tokens and back: one `Tokenizer` for Hugging Face folders and GGUF files.
+
+Loaded once at start, then shared by all HTTP threads. transformers is imported only inside the functions that need it: it
+takes 1.4 s, and HTTP code imports this module before anything is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import tokenizers
+from tokenizers.pre_tokenizers import Metaspace, PreTokenizer
+
+from levserve.errors import BadRequest, StartupError
+from levserve.text.detokenizer import Detokenizer, Spelling, read_spelling
+from levserve.text.gguf_vocab import read_vocabulary
+
+
+class Tokenizer:
+    """Encodes and decodes with one vocabulary; nothing changes after it is made, so threads may share it.
+
+    `eos_ids` are all tokens that end generation. `special_tokens` are the strings of the control tokens, longest first.
+    `chat_template` is None for a model that has none; `text.chat` knows what to do then.
+    Decoding is by the bytes each token spells, never by transformers' clean-up of spaces, which cannot be streamed.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        bos_token: str | None = None,
+        eos_token: str | None = None,
+        pad_token: str | None = None,
+        eos_ids: frozenset[int] = frozenset(),
+        chat_template: str | None = None,
+    ) -> None:
+        backend.no_padding()
+        backend.no_truncation()
+        self.backend = backend
+        self.bos_token = bos_token
+        self.eos_token = eos_token
+        self.pad_token = pad_token
+        self.eos_ids = eos_ids
+        self.chat_template = chat_template
+        self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
+        added = backend.get_added_tokens_decoder()
+        self._special_ids = frozenset(token for token, entry in added.items() if entry.special)
+        specials = {entry.content for entry in added.values() if entry.special and entry.content}
+        self.special_tokens = tuple(sorted(specials, key=lambda text: (-len(text), text)))
+        self._plain = _without_special_tokens(backend)
+        self._spelling = _spelling(backend)
+        # An added token is its own text; the others are spelt when first met (two threads that meet at one write the same).
+        self._bytes: dict[int, bytes | None] = {token: entry.content.encode() for token, entry in added.items()}
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Tokens of a text, in which the strings of special tokens stand for those tokens."""
+        return _encode(self.backend, text, add_special_tokens=add_special_tokens)
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Tokens of a stretch in the middle of a text, in which the strings of special tokens are only strings."""
+        return _encode(self._plain, text, add_special_tokens=False)
+
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        detokenizer = self.detokenizer(skip_special_tokens=skip_special_tokens)
+        return detokenizer.add(tokens) + detokenizer.flush()
+
+    def token_bytes(self, token: int) -> bytes:
+        """The UTF-8 bytes a token adds to a text: perhaps part of a character; none for an id without a token."""
+        return self._spell(token) or b""
+
+    def detokenizer(self, *, skip_special_tokens: bool = True, continues: bool = False) -> Detokenizer:
+        """A fresh detokenizer; with `continues` its text follows a prompt, so the space before a first word is kept."""
+        return Detokenizer(self._spell_visible if skip_special_tokens else self._spell, self._spelling, continues=continues)
+
+    def _spell(self, token: int) -> bytes | None:
+        try:
+            return self._bytes[token]
+        except KeyError:
+            pass
+        text = self.backend.id_to_token(token)
+        # A model may have more rows than its vocabulary has tokens; such an id has no text.
+        spelt = None if text is None else self._spelling.spell(text)
+        self._bytes[token] = spelt
+        return spelt
+
+    def _spell_visible(self, token: int) -> bytes | None:
+        return None if token in self._special_ids else self._spell(token)
+
+
+def load_tokenizer(path: Path, *, chat_template: str | None = None) -> Tokenizer:
+    """Loads a Hugging Face folder or a .gguf file; `chat_template` is used in place of the model's own."""
+    if path.is_dir():
+        return _load_folder(path, chat_template)
+    if path.suffix != ".gguf":
+        raise StartupError(f"{path}: no tokenizer here; a Hugging Face folder or a .gguf file is wanted")
+    vocabulary = read_vocabulary(path)
+    return Tokenizer(
+        vocabulary.backend,
+        bos_token=vocabulary.bos_token,
+        eos_token=vocabulary.eos_token,
+        pad_token=vocabulary.pad_token,
+        eos_ids=vocabulary.eos_ids,
+        chat_template=chat_template or vocabulary.chat_template,
+    )
+
+
+def hide_torch_notice() -> None:
+    """Keeps transformers from telling users, when it is imported, that torch is missing: it is not wanted."""
+    logging.getLogger("transformers").addFilter(_is_not_torch_notice)
+
+
+def _is_not_torch_notice(record: logging.LogRecord) -> bool:
+    return "PyTorch was not found" not in record.getMessage()
+
+
+def _load_folder(path: Path, chat_template: str | None) -> Tokenizer:
+    hide_torch_notice()
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    # A tokenizer.json says all there is to say. AutoTokenizer (5.22) would build a model family's usual pipeline around its
+    # vocabulary instead, which a checkpoint with a tokenizer of its own does not have.
+    reader = PreTrainedTokenizerFast if (path / "tokenizer.json").exists() else AutoTokenizer
+    try:
+        found = reader.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # tokenizers raises bare Exception for a file it cannot read
+        reason = str(error).strip().partition("\n")[0]
+        raise StartupError(f"{path}: the tokenizer cannot be read: {reason}") from error
+    if not found.is_fast:
+        raise StartupError(f"{path}: {type(found).__name__} has no tokenizer.json form; give another folder with --tokenizer")
+    templates = found.chat_template
+    own_template = templates.get("default") if isinstance(templates, dict) else templates
+    eos = set() if found.eos_token_id is None else {found.eos_token_id}
+    return Tokenizer(
+        found.backend_tokenizer,
+        bos_token=found.bos_token,
+        eos_token=found.eos_token,
+        pad_token=found.pad_token,
+        eos_ids=frozenset(eos | _configured_eos(path / "config.json") | _configured_eos(path / "generation_config.json")),
+        chat_template=chat_template or own_template,
+    )
+
+
+def _configured_eos(path: Path) -> set[int]:
+    try:
+        eos = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+    except FileNotFoundError:
+        return set()
+    except ValueError as error:
+        raise StartupError(f"{path}: not JSON: {error}") from error
+    return set(eos) if isinstance(eos, list) else set() if eos is None else {eos}
+
+
+def _encode(backend: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
+    if not is_unicode(text):
+        raise BadRequest("The text holds half of a surrogate pair, which is not a character.")
+    # The batch call lets go of the GIL and makes no offsets; `encode` held it for 7 s on a text of 5 MB.
+    return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+
+def is_unicode(text: str) -> bool:
+    """Whether a string is text: JSON can hold half of a surrogate pair, which UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _without_special_tokens(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """A tokenizer on the same vocabulary (shared, not copied) that takes the strings of special tokens for plain text."""
+    plain = tokenizers.Tokenizer(backend.model)
+    if backend.normalizer is not None:
+        plain.normalizer = backend.normalizer
+    if backend.pre_tokenizer is not None:
+        plain.pre_tokenizer = _inside_text(backend.pre_tokenizer)
+    plain.add_tokens([entry for _, entry in sorted(backend.get_added_tokens_decoder().items())])
+    plain.encode_special_tokens = True
+    return plain
+
+
+def _inside_text(pre_tokenizer: PreTokenizer) -> PreTokenizer:
+    """The pre-tokenizer for a stretch that does not begin the text, so that none is given a first space."""
+    if isinstance(pre_tokenizer, Metaspace) and pre_tokenizer.prepend_scheme == "first":
+        return Metaspace(pre_tokenizer.replacement, prepend_scheme="never", split=pre_tokenizer.split)
+    return pre_tokenizer
+
+
+def _spelling(backend: tokenizers.Tokenizer) -> Spelling:
+    # The pickled form of a decoder is its part of tokenizer.json; the whole file would cost a second for a large vocabulary.
+    return read_spelling(json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else None)
