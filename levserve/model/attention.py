@@ -40,7 +40,7 @@ def attend(q: jax.Array, pool: jax.Array, table: jax.Array, positions: jax.Array
         entries = from_storage(pool.at[pages].get(mode="promise_in_bounds", wrap_negative_indices=False))  # [row, block, 2, kv_head, page_size, head_size]
         keys, values = entries.transpose(2, 0, 3, 1, 4, 5).reshape(2, rows, kv_heads, width, size)
         scores = jnp.einsum("rkmd,rktd->rkmt", q, keys, preferred_element_type=jnp.float32)
-        at = index * width + jnp.arange(width, dtype=jnp.int32)
+        at = index * width + jnp.arange(width, dtype=jnp.int32)[None, None, None]
         is_seen = at <= seen_to
         if window is not None:
             is_seen &= at > seen_to - window

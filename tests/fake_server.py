@@ -1,0 +1,180 @@
+"""A real server process around the fake device, and a plain client for it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, NamedTuple
+
+PROGRAM = Path(__file__).parent / "fake_device.py"
+PATIENCE_SECONDS = 15.0
+
+
+class Reply(NamedTuple):
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+class Lines:
+    """What a process writes to one pipe, line by line; `seen` is all of it so far."""
+
+    def __init__(self, pipe: IO[str]) -> None:
+        self.seen: list[str] = []
+        self._pipe = pipe
+        self._queue: queue.Queue[str] = queue.Queue()
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+
+    def wait_for(self, is_wanted: Callable[[str], bool]) -> str:
+        """The next line of this kind; others before it are passed over."""
+        while True:
+            line = self._queue.get(timeout=PATIENCE_SECONDS)
+            if is_wanted(line):
+                return line
+
+    def skip(self) -> None:
+        """Passes over what has been written so far."""
+        while not self._queue.empty():
+            self._queue.get()
+
+    def close(self) -> None:
+        self._thread.join()
+        self._pipe.close()
+
+    def _read(self) -> None:
+        for line in self._pipe:
+            self.seen.append(line.rstrip("\n"))
+            self._queue.put(line.rstrip("\n"))
+
+
+class Client:
+    """One keep-alive connection."""
+
+    def __init__(self, port: int) -> None:
+        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_SECONDS)
+
+    def send(self, method: str, path: str, body: Any = None, **headers: str) -> None:
+        data = None if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
+        self._connection.request(method, path, data, {"Content-Type": "application/json"} | headers)
+
+    def send_chunked(self, path: str, data: bytes) -> None:
+        headers = {"Content-Type": "application/json", "Transfer-Encoding": "chunked"}
+        self._connection.request("POST", path, iter((data[:10], data[10:])), headers, encode_chunked=True)
+
+    def receive(self) -> Reply:
+        response = self._connection.getresponse()
+        return Reply(response.status, {name.lower(): value for name, value in response.getheaders()}, response.read())
+
+    def stream(self) -> Iterator[str]:
+        """The data of each event as it comes, after a 200."""
+        with self._connection.getresponse() as response:
+            assert response.status == 200, response.read()
+            for line in response:
+                if line != b"\n":
+                    assert line.startswith(b"data: ")
+                    yield line.decode().removeprefix("data: ").rstrip("\n")
+
+    def fileno(self) -> int:
+        return self._connection.sock.fileno()
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+class ServerProcess:
+    """A server process of its own; use it as a context, which kills what is left of it."""
+
+    def __init__(self, *options: str) -> None:
+        environ = {name: value for name, value in os.environ.items() if not name.startswith("LEVSERVE_")}
+        self._process = subprocess.Popen(
+            [sys.executable, "-W", "error", str(PROGRAM), "--port", "0", *options],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        )
+        assert self._process.stdout is not None and self._process.stderr is not None
+        self._events = Lines(self._process.stdout)
+        self.log = Lines(self._process.stderr)
+
+    def wait_ready(self) -> ServerProcess:
+        self.log.wait_for(lambda line: "ready: " in line)
+        return self
+
+    @property
+    def url(self) -> str:
+        line = next(line for line in self.log.seen if "listening on " in line)
+        return line.partition("listening on ")[2].partition(",")[0]
+
+    @property
+    def worker_pid(self) -> int:
+        children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split()
+        return int(children[0])
+
+    def connect(self) -> Client:
+        return Client(int(self.url.rpartition(":")[2]))
+
+    def ask(self, method: str, path: str, body: Any = None, **headers: str) -> Reply:
+        with self.connect() as client:
+            client.send(method, path, body, **headers)
+            return client.receive()
+
+    def complete(self, prompt: Any, **fields: Any) -> Reply:
+        return self.ask("POST", "/v1/completions", completion(prompt, **fields))
+
+    def start_completion(self, prompt: Any, **fields: Any) -> Client:
+        """Sends the request and waits until the device has it; its answer is still to be received."""
+        client = self.connect()
+        client.send("POST", "/v1/completions", completion(prompt, **fields))
+        self.wait_event("submit")
+        return client
+
+    def skip_events(self) -> None:
+        self._events.skip()
+
+    def wait_event(self, event: str) -> str:
+        """Waits until the device tells of this event; gives the request's id."""
+        return str(json.loads(self._events.wait_for(lambda line: json.loads(line)[0] == event))[1])
+
+    def signal(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+    def wait_exit(self) -> int:
+        return self._process.wait(timeout=PATIENCE_SECONDS)
+
+    def __enter__(self) -> ServerProcess:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(timeout=PATIENCE_SECONDS)
+        finally:
+            self._process.kill()
+            self._process.wait()
+            self._events.close()
+            self.log.close()
+
+
+def completion(prompt: Any, **fields: Any) -> dict[str, Any]:
+    return {"model": "toy", "prompt": prompt, "temperature": 0} | fields

@@ -1,0 +1,64 @@
+"""Paged attention against a dense one, over tables and lengths of every kind."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from levserve.model import cache
+from levserve.model.attention import attend
+
+pytestmark = pytest.mark.tiny
+
+
+def dense(q: np.ndarray, keys: np.ndarray, values: np.ndarray, positions: np.ndarray, window: int | None) -> np.ndarray:
+    """One query at a time in float64: q [chunk, kv, group, size], keys and values [length, kv, size]."""
+    out = np.zeros(q.shape)
+    for index, position in enumerate(positions):
+        if position < 0:
+            continue
+        first = 0 if window is None else max(0, position - window + 1)
+        for head in range(q.shape[1]):
+            scores = keys[first : position + 1, head].astype(np.float64) @ q[index, head].T.astype(np.float64)
+            weights = np.exp(scores - scores.max(0))
+            out[index, head] = (weights / weights.sum(0)).T @ values[first : position + 1, head]
+    return out
+
+
+@pytest.mark.parametrize("page_size", [4, 16, 32])
+@pytest.mark.parametrize(("kv_heads", "group", "size"), [(1, 1, 64), (2, 3, 32), (1, 8, 80)])
+@pytest.mark.parametrize("window", [None, 7])
+def test_paged_attention_equals_dense_attention(page_size: int, kv_heads: int, group: int, size: int, window: int | None) -> None:
+    rng = np.random.default_rng(page_size * 100 + group)
+    chunk, lengths = 3, [3, page_size + 3, 2 * page_size, 290]
+    width = -(-max(lengths) // page_size) + 1
+    num_pages = width * len(lengths) + 3
+    table = rng.permutation(num_pages)[: width * len(lengths)].reshape(len(lengths), width).astype(np.int32)
+    pool = jnp.asarray(rng.standard_normal((num_pages, 2, kv_heads, page_size, size), dtype=np.float32))
+    q = rng.standard_normal((len(lengths), chunk, kv_heads, group, size), dtype=np.float32)
+    positions = np.stack([np.arange(length - chunk, length) for length in lengths]).astype(np.int32)
+    positions[2, 2] = -1  # padding
+    got = attend(jnp.asarray(q), pool, jnp.asarray(table), jnp.asarray(positions), window=window)
+    for row, length in enumerate(lengths):
+        whole = np.asarray(pool)[table[row]].transpose(1, 0, 3, 2, 4).reshape(2, -1, kv_heads, size)[:, :length]
+        np.testing.assert_allclose(got[row], dense(q[row], *whole, positions[row], window), atol=1e-5, rtol=1e-5)
+
+
+def test_writes_go_to_their_page_and_padding_goes_nowhere() -> None:
+    pool = jnp.zeros((5, 2, 1, 4, 2), jnp.float32)
+    table = jnp.asarray([[3, 1], [0, 2]], jnp.int32)
+    positions = jnp.asarray([[3, 4], [1, -1]], jnp.int32)
+    keys = jnp.arange(8, dtype=jnp.float32).reshape(2, 2, 1, 2) + 1
+    written = np.asarray(cache.write(pool, keys, -keys, cache.place(table, positions, pool)))
+    expected = np.zeros((5, 2, 1, 4, 2), np.float32)
+    expected[3, 0, 0, 3], expected[1, 0, 0, 0], expected[0, 0, 0, 1] = (1, 2), (3, 4), (5, 6)
+    expected[:, 1] = -expected[:, 0]
+    np.testing.assert_array_equal(written, expected)
+
+
+def test_bfloat16_survives_its_storage_as_bits() -> None:
+    numbers = jnp.asarray([0.0, -0.0, 1.5, -3.25e-20, 3e38, 1 / 3], jnp.bfloat16)
+    bits = cache.to_storage(numbers, cache.storage_dtype(jnp.dtype(jnp.bfloat16), "cpu"))
+    assert bits.dtype == jnp.uint16
+    np.testing.assert_array_equal(cache.from_storage(bits), numbers.astype(jnp.float32))

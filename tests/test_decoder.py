@@ -1,0 +1,95 @@
+"""Every golden family, prefilled in chunks of every size over pages of every size, then decoded."""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from levserve.model import cache
+from levserve.model.config import parameter_shapes
+from levserve.model.decoder import CHUNK, ROW, Decoder
+from levserve.weights.load import load_arrays, read_config
+from tests.conftest import FAMILIES, GOLDEN
+
+pytestmark = pytest.mark.tiny
+
+SHAPE = 128
+"""Tokens every chunk is padded to: one program a family and page size."""
+
+
+@functools.cache
+def load(family: str) -> tuple[Decoder, list[dict[str, Any]]]:
+    folder = GOLDEN / family
+    config = read_config(folder)
+    model = Decoder.from_arrays(config, load_arrays(folder, config, jnp.dtype(jnp.float32), report=lambda _: None))
+    return model, json.loads((folder / "golden.json").read_text())["cases"]
+
+
+@jax.jit
+def logits_of(model: Decoder, tokens: jax.Array, pools: Any, table: jax.Array, positions: jax.Array) -> tuple[jax.Array, Any]:
+    hidden, pools = model(tokens, pools, table, positions)
+    return model.logits(hidden[ROW, 0].rename({CHUNK: ROW})), pools
+
+
+def run_in_chunks(model: Decoder, tokens: list[int], chunk: int, page_size: int) -> np.ndarray:
+    """Log-probabilities after every token, [token, vocab], computed `chunk` tokens at a time on shuffled pages.
+
+    Chunks are padded to one shape, as the engine pads them to its buckets.
+    """
+    width = -(-SHAPE // page_size)
+    table = jnp.asarray(np.random.default_rng(0).permutation(width + 2)[None, :width], jnp.int32)
+    pools = cache.make_pool(model.config, width + 2, page_size, jnp.dtype(jnp.float32))
+    rows = []
+    for start in range(0, len(tokens), chunk):
+        part = tokens[start : start + chunk]
+        padding = SHAPE - len(part)
+        positions = jnp.asarray([[*range(start, start + len(part)), *[-1] * padding]], jnp.int32)
+        logits, pools = logits_of(model, jnp.asarray([part + [0] * padding], jnp.int32), pools, table, positions)
+        rows.append(np.asarray(jax.nn.log_softmax(logits))[: len(part)])
+    return np.concatenate(rows)
+
+
+def check(case: dict[str, Any], logprobs: np.ndarray) -> None:
+    tokens, start = case["prompt"] + case["greedy"], len(case["prompt"])
+    assert logprobs[start - 1 : -1].argmax(-1).tolist() == case["greedy"]
+    got = logprobs[np.arange(len(tokens) - 1), tokens[1:]]
+    np.testing.assert_allclose(got, case["prompt_logprobs"][1:] + case["greedy_logprobs"], atol=1e-3)
+
+
+@pytest.mark.parametrize("page_size", [4, 16, 32])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_matches_its_reference_in_chunks_of_every_size(family: str, page_size: int) -> None:
+    model, cases = load(family)
+    for case in cases:
+        tokens = case["prompt"] + case["greedy"]
+        for chunk in (1, 7, SHAPE):
+            check(case, run_in_chunks(model, tokens, chunk, page_size))
+    case = min(cases, key=lambda case: abs(len(case["prompt"]) - 17))
+    for chunk in range(2, len(case["prompt"]) + 1):
+        check(case, run_in_chunks(model, case["prompt"] + case["greedy"], chunk, page_size))
+
+
+def test_a_model_has_exactly_the_arrays_it_names() -> None:
+    model, _ = load("qwen3")
+    shapes = sorted(leaf.shape for leaf in jax.tree.leaves(model))
+    assert shapes == sorted(parameter_shapes(model.config).values())
+
+
+def test_neighbours_in_a_batch_do_not_change_a_row() -> None:
+    model, cases = load("llama")
+    config = model.config
+    pools = cache.make_pool(config, 16, 8, jnp.dtype(jnp.float32))
+    table = jnp.arange(16, dtype=jnp.int32).reshape(4, 4)
+    prompts = [case["prompt"][:4] for case in cases if len(case["prompt"]) >= 4]
+    tokens = jnp.asarray([prompts[0], prompts[1], prompts[0], prompts[2]], jnp.int32)
+    positions = jnp.broadcast_to(jnp.arange(4, dtype=jnp.int32), (4, 4))
+    hidden, _ = model(tokens, pools, table, positions)
+    assert isinstance(hidden, hax.NamedArray)
+    np.testing.assert_allclose(hidden.array[0], hidden.array[2], atol=1e-6)

@@ -1,0 +1,70 @@
+"""The house has floors: a room imports only what lies below it, and nothing heavy before the fork."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "levserve"
+FLOORS = {
+    "errors": 0,
+    "setting": 0,
+    "config": 0,
+    "metrics": 0,
+    "gguf_header": 0,
+    "schedule": 1,
+    "text": 1,
+    "model": 2,
+    "weights": 3,
+    "engine": 4,
+    "generation": 5,
+    "web": 6,
+    "server": 7,
+    "systemd": 7,
+    "cli": 8,
+    "__init__": -1,
+}
+FORBIDDEN = {
+    "schedule": {"jax", "numpy", "flask", "haliax", "equinox", "transformers", "threading"},
+    "text": {"jax", "flask"},
+    "model": {"threading", "queue", "flask", "pathlib"},
+    "web": {"jax", "haliax", "equinox", "transformers"},
+    "generation": {"jax", "flask"},
+}
+
+
+def room_of(path: Path) -> str:
+    first = path.relative_to(PACKAGE).parts[0]
+    return first.removesuffix(".py")
+
+
+def imports_of(path: Path) -> list[str]:
+    names: list[str] = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} imports relatively"
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    return names
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_room_imports_only_lower_floors(path: Path) -> None:
+    floor = FLOORS[room_of(path)]
+    for name in imports_of(path):
+        parts = name.split(".")
+        if parts[0] == "levserve" and parts[1] in FLOORS and parts[1] != room_of(path):
+            assert FLOORS[parts[1]] < floor, f"{path.relative_to(PACKAGE)} imports {name}"
+        assert parts[0] not in FORBIDDEN.get(room_of(path), set()), f"{path.relative_to(PACKAGE)} imports {name}"
+
+
+@pytest.mark.parametrize("module", ["levserve.cli", "levserve.server", "levserve.web.app"])
+def test_nothing_heavy_is_imported_before_the_fork(module: str) -> None:
+    code = f"import sys, {module}; print([name for name in ('jax', 'transformers', 'haliax', 'torch') if name in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert result.stdout.strip() == "[]", result.stderr

@@ -1,0 +1,213 @@
+"""What the OpenAI bodies accept, and how each mistake is named."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from levserve.errors import BadRequest
+from levserve.web.decode import decode
+from levserve.web.schema import UNSUPPORTED, ChatBody, CompletionBody
+
+USER = {"role": "user", "content": "hello"}
+
+
+def completion(**fields: Any) -> CompletionBody:
+    return decode(json.dumps({"model": "m", "prompt": "p"} | fields).encode(), CompletionBody)
+
+
+def chat(**fields: Any) -> ChatBody:
+    return decode(json.dumps({"model": "m", "messages": [USER]} | fields).encode(), ChatBody)
+
+
+def refused(**fields: Any) -> BadRequest:
+    make = chat if "messages" in fields or CHAT_ONLY & fields.keys() else completion
+    with pytest.raises(BadRequest) as caught:
+        make(**fields)
+    return caught.value
+
+
+CHAT_ONLY = {"max_completion_tokens", "top_logprobs", "continue_final_message", "chat_template_kwargs"}
+
+
+@pytest.mark.parametrize(
+    "prompt, prompts",
+    [
+        ("one", ["one"]),
+        (["one", "two"], ["one", "two"]),
+        ([1, 2, 3], [[1, 2, 3]]),
+        ([[1, 2], [3]], [[1, 2], [3]]),
+        ("", [""]),
+    ],
+)
+def test_a_prompt_has_four_forms(prompt: Any, prompts: list[Any]) -> None:
+    assert completion(prompt=prompt).prompts == prompts
+
+
+@pytest.mark.parametrize("prompt", [[], ["one", 2], [[1], 2], ["one", [2]]])
+def test_a_prompt_list_holds_one_kind_of_thing(prompt: Any) -> None:
+    error = refused(prompt=prompt)
+    assert (error.param, error.code) == ("prompt", "invalid_type")
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "n", "stop", "stream", "temperature", "top_p", "seed", "logit_bias", "echo", "user"])
+def test_null_is_the_same_as_leaving_a_field_out(field: str) -> None:
+    assert completion(**{field: None}) == completion()
+    assert chat(**{field: None}) == chat()
+
+
+def test_unknown_and_ignorable_fields_are_accepted() -> None:
+    fields = ("metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_options", "verbosity")
+    extra = {name: {"any": ["thing"]} for name in (*fields, "moderation", "parallel_tool_calls", "prediction", "made_up")}
+    assert chat(**extra) == chat()
+    assert completion(**extra) == completion()
+
+
+@pytest.mark.parametrize(
+    "fields, param, code",
+    [
+        ({"model": None}, "model", "invalid_type"),
+        ({"model": 3}, "model", "invalid_type"),
+        ({"prompt": None}, "prompt", "invalid_type"),
+        ({"prompt": 3.5}, "prompt", "invalid_type"),
+        ({"prompt": [1, 2.5]}, "prompt[1]", "invalid_type"),
+        ({"prompt": [[1, "x"]]}, "prompt[0][1]", "invalid_type"),
+        ({"max_tokens": "many"}, "max_tokens", "invalid_type"),
+        ({"max_tokens": 1.5}, "max_tokens", "invalid_type"),
+        ({"max_tokens": True}, "max_tokens", "invalid_type"),
+        ({"max_tokens": 0}, "max_tokens", None),
+        ({"max_tokens": -1}, "max_tokens", None),
+        ({"max_tokens": 10**18}, "max_tokens", None),
+        ({"max_tokens": 10**30}, "max_tokens", None),
+        ({"n": 0}, "n", None),
+        ({"n": 129}, "n", None),
+        ({"stream": "yes"}, "stream", "invalid_type"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", None),
+        ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage", "invalid_type"),
+        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation", None),
+        ({"temperature": -0.1}, "temperature", None),
+        ({"temperature": 2.1}, "temperature", None),
+        ({"temperature": "hot"}, "temperature", "invalid_type"),
+        ({"temperature": 10**400}, "temperature", None),
+        ({"top_p": 0}, "top_p", None),
+        ({"top_p": 1.1}, "top_p", None),
+        ({"top_k": -2}, "top_k", None),
+        ({"min_p": 1.5}, "min_p", None),
+        ({"presence_penalty": 2.5}, "presence_penalty", None),
+        ({"frequency_penalty": -2.5}, "frequency_penalty", None),
+        ({"repetition_penalty": 0}, "repetition_penalty", None),
+        ({"repetition_penalty": 11}, "repetition_penalty", None),
+        ({"seed": 2**63}, "seed", None),
+        ({"seed": 1.5}, "seed", "invalid_type"),
+        ({"logit_bias": {"1": 101}}, "logit_bias", None),
+        ({"logit_bias": {"-1": 1}}, "logit_bias", None),
+        ({"logit_bias": {"one": 1}}, "logit_bias", "invalid_type"),
+        ({"logit_bias": [1]}, "logit_bias", "invalid_type"),
+        ({"logit_bias": {str(token): 1 for token in range(301)}}, "logit_bias", None),
+        ({"stop": ""}, "stop", None),
+        ({"stop": ["a", ""]}, "stop[1]", None),
+        ({"stop": ["a"] * 17}, "stop", None),
+        ({"stop": [3]}, "stop[0]", "invalid_type"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids[0]", None),
+        ({"stop_token_ids": list(range(17))}, "stop_token_ids", None),
+        ({"min_tokens": -1}, "min_tokens", None),
+        ({"logprobs": 21}, "logprobs", None),
+        ({"logprobs": True}, "logprobs", "invalid_type"),
+        ({"best_of": 2}, "best_of", None),
+        ({"messages": []}, "messages", None),
+        ({"messages": "hello"}, "messages", "invalid_type"),
+        ({"messages": ["hello"]}, "messages[0]", "invalid_type"),
+        ({"messages": [{"content": "hello"}]}, "messages[0].role", "missing_required_parameter"),
+        ({"messages": [USER, {"role": "user"}]}, "messages[1].content", "missing_required_parameter"),
+        ({"messages": [{"role": "king", "content": "hello"}]}, "messages[0].role", None),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "invalid_type"),
+        ({"messages": [{"role": "tool", "content": "42"}]}, "messages[0].tool_call_id", "missing_required_parameter"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls", None),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type", None),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text", "missing_required_parameter"),
+        ({"messages": [USER], "logprobs": 5}, "logprobs", "invalid_type"),
+        ({"messages": [USER], "add_special_tokens": True}, "add_special_tokens", None),
+        ({"top_logprobs": 5}, "top_logprobs", None),
+        ({"messages": [USER], "logprobs": True, "top_logprobs": 21}, "top_logprobs", None),
+        ({"max_completion_tokens": 0}, "max_completion_tokens", None),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", None),
+        ({"chat_template_kwargs": []}, "chat_template_kwargs", "invalid_type"),
+    ],
+)
+def test_a_mistake_names_its_field(fields: dict[str, Any], param: str, code: str | None) -> None:
+    error = refused(**fields)
+    assert (error.status, error.type, error.param, error.code) == (400, "invalid_request_error", param, code)
+    assert param in error.message
+
+
+ASKING = {
+    "audio": {"voice": "alloy"},
+    "modalities": ["text", "audio"],
+    "response_format": {"type": "json_object"},
+    "tool_choice": "required",
+    "tools": [{"type": "function"}],
+}
+
+
+@pytest.mark.parametrize("field", UNSUPPORTED)
+def test_a_known_field_that_cannot_be_honoured_is_refused_by_name_only_when_it_asks_for_something(field: str) -> None:
+    error = refused(messages=[USER], **{field: ASKING.get(field, [1])})
+    assert error.param == field
+    for harmless in (None, *UNSUPPORTED[field]):
+        assert chat(**{field: harmless}).model == "m"
+
+
+def test_the_message_names_the_wanted_and_the_given_type() -> None:
+    assert refused(stop=7).message == "Invalid type for 'stop': expected a string or an array, but got an integer instead."
+    assert refused(n=0).message == "Invalid value for 'n': expected an integer >= 1."
+    assert refused(messages=[{"content": ""}]).message == "Missing required parameter: 'messages[0].role'."
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"{", b"hello", b'{"model": NaN}', b'{"model": "m", "temperature": Infinity}', b'{"model": "\xff"}', b'{"a":' + b"[" * 100_000],
+)
+def test_what_is_not_json_has_neither_param_nor_code(data: bytes) -> None:
+    with pytest.raises(BadRequest) as caught:
+        decode(data, CompletionBody)
+    assert (caught.value.param, caught.value.code) == (None, None)
+
+
+@pytest.mark.parametrize("data", [b"[]", b"null", b'"text"', b"3"])
+def test_a_body_that_is_no_object_is_refused(data: bytes) -> None:
+    with pytest.raises(BadRequest, match="the body: expected an object"):
+        decode(data, CompletionBody)
+
+
+@pytest.mark.parametrize(
+    "fields, max_length",
+    [({}, None), ({"max_tokens": 5}, 5), ({"max_completion_tokens": 7}, 7), ({"max_tokens": 5, "max_completion_tokens": 7}, 7)],
+)
+def test_max_completion_tokens_wins_and_none_means_the_whole_context(fields: dict[str, int], max_length: int | None) -> None:
+    assert chat(**fields).max_length == max_length
+
+
+def test_completions_are_16_tokens_long_unless_told() -> None:
+    assert completion().max_length == 16
+    assert completion(max_tokens=1).max_length == 1
+
+
+@pytest.mark.parametrize("fields, count", [({}, None), ({"logprobs": True}, 0), ({"logprobs": True, "top_logprobs": 3}, 3)])
+def test_chat_logprobs_are_a_switch_and_a_number(fields: dict[str, Any], count: int | None) -> None:
+    assert chat(**fields).num_logprobs == count
+
+
+def test_text_parts_are_joined_and_names_kept() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    body = chat(messages=[{"role": "user", "content": parts, "name": "ann"}, {"role": "assistant", "content": None}])
+    assert [message.to_template() for message in body.messages] == [
+        {"role": "user", "content": "ab", "name": "ann"},
+        {"role": "assistant", "content": ""},
+    ]
+
+
+@pytest.mark.parametrize("stop, stops", [(None, ()), ("a", ("a",)), (["a", "b"], ("a", "b")), ([], ())])
+def test_stop_is_a_string_or_a_list(stop: Any, stops: tuple[str, ...]) -> None:
+    assert completion(stop=stop).stops == stops
