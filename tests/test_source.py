@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-import huggingface_hub
 import pytest
+from huggingface_hub import constants
 
 from levserve.errors import ConfigError, StartupError
 from levserve.weights.source import ModelFiles, check_model, find_model
@@ -128,9 +128,9 @@ def oid(data: bytes) -> str:
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadingHTTPServer]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), FakeHub)
+    use_endpoint(monkeypatch, f"http://127.0.0.1:{server.server_port}")
     thread = threading.Thread(target=server.serve_forever, name="fake-hub")
     thread.start()
-    use_endpoint(monkeypatch, f"http://127.0.0.1:{server.server_port}")
     yield server
     server.shutdown()
     thread.join()
@@ -138,7 +138,8 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadingHTTPServer]:
 
 
 def use_endpoint(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, url))
+    monkeypatch.setattr(constants, "ENDPOINT", url)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
 
@@ -150,7 +151,8 @@ def test_repository_is_fetched_without_what_serving_does_not_need(tmp_path: Path
     assert fetched == {path.name: path.read_bytes() for path in (GOLDEN / "llama").iterdir()}
 
 
-def test_repository_in_the_cache_is_found_without_the_hub(hub: ThreadingHTTPServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("hub")
+def test_repository_in_the_cache_is_found_without_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = find("org/llama", tmp_path)
     use_endpoint(monkeypatch, "http://127.0.0.1:9")
     assert find("org/llama", tmp_path) == files

@@ -10,9 +10,12 @@ from typing import Any
 import openai
 import pytest
 from tests.fake_server import PATIENCE_SECONDS, Client, ServerProcess, completion
-from prometheus_client.parser import text_string_to_metric_families
 
 CHAT = {"model": "toy", "messages": [{"role": "user", "content": "t17 t18"}], "temperature": 0, "max_tokens": 3}
+
+
+def nested(depth: int) -> dict[str, Any]:
+    return {"deep": json.loads("[" * depth + "]" * depth)}
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +41,9 @@ def read_stream(server: ServerProcess, path: str, body: dict[str, Any]) -> list[
     return [json.loads(event) for event in events]
 
 
-def count_requests(server: ServerProcess, route: str, status: int) -> float:
-    families = text_string_to_metric_families(server.ask("GET", "/metrics").body.decode())
-    samples = (sample for family in families for sample in family.samples if sample.name == "levserve_requests_total")
-    return sum(sample.value for sample in samples if sample.labels == {"route": route, "status": str(status)})
+def read_metric(server: ServerProcess, sample: str) -> float:
+    lines = server.ask("GET", "/metrics").body.decode().splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{sample} "))
 
 
 class TestCompletions:
@@ -199,6 +201,7 @@ class TestErrors:
             ("POST", "/v1/chat/completions", CHAT | {"max_tokens": 62}, 400, "messages", "context_length_exceeded"),
             ("POST", "/v1/chat/completions", CHAT | {"stream": True, "max_tokens": 62}, 400, "messages", "context_length_exceeded"),
             ("POST", "/v1/chat/completions", CHAT | {"chat_template_kwargs": {"messages": []}}, 400, "chat_template_kwargs", None),
+            ("POST", "/v1/chat/completions", CHAT | {"chat_template_kwargs": nested(900)}, 400, "chat_template_kwargs", None),
         ],
     )
     def test_have_one_shape(
@@ -239,11 +242,13 @@ class TestErrors:
             assert len(made) == 16 and made != bad
 
     def test_requests_are_counted_by_route_and_status(self, server: ServerProcess) -> None:
-        before = {key: count_requests(server, *key) for key in (("/v1/completions", 200), ("/v1/completions", 400), ("unknown", 404))}
+        kinds = (("/v1/completions", 200), ("/v1/completions", 400), ("unknown", 404))
+        samples = [f'levserve_requests_total{{route="{route}",status="{status}"}}' for route, status in kinds]
+        before = {sample: read_metric(server, sample) for sample in samples}
         server.complete("t17")
         server.complete("")
         server.ask("GET", "/v1/nowhere/at/all")
-        assert all(count_requests(server, *key) == count + 1 for key, count in before.items())
+        assert {sample: read_metric(server, sample) - 1 for sample in samples} == before
 
     def test_the_log_has_a_line_for_each_request_and_never_its_text(self, server: ServerProcess) -> None:
         server.ask("POST", "/v1/completions?key=secret", completion("t17 t333"), **{"X-Request-Id": "logged"})
@@ -292,7 +297,10 @@ class TestLeaving:
 
     def test_choices_take_places_like_requests(self, server: ServerProcess) -> None:
         client = server.start_completion("t4", n=5)
+        refused = 'levserve_refused_total{reason="queue_full"}'
+        before = read_metric(server, refused)
         assert server.complete("t17", n=2).status == 429
+        assert read_metric(server, refused) == before + 1
         assert server.complete("t17", n=1).status == 200
         client.close()
 

@@ -392,4 +392,4 @@ def test_progress_is_a_sentence_a_second() -> None:
     for step in range(1, 13):
         now = step / 2
         progress.advance(10)
-    assert lines == ["loading weights 20 %", "loading weights 40 %", "loading weights 60 %", "loading weights 80 %", "loading weights 100 %"]
+    assert lines == [f"loading weights {percent} %" for percent in (20, 40, 60, 80, 100)]

@@ -1,0 +1,106 @@
+"""A real engine on a real device thread, around a tiny model, for tests."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+
+from levserve.config import parse_settings
+from levserve.engine.engine import Engine
+from levserve.engine.startup import Loaded, load, serve
+from levserve.engine.stream import TokenStream
+from levserve.metrics import Metrics
+from levserve.schedule.request import FinishReason, GenerationRequest, Sampling, TokenLogprob
+
+_numbers = count()
+
+
+@dataclass
+class Answer:
+    """Everything one sequence got."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish: FinishReason | None = None
+
+
+@dataclass
+class Running:
+    engine: Engine
+    loaded: Loaded
+    failures: list[BaseException] = field(default_factory=list)
+
+    def submit(self, *requests: GenerationRequest) -> TokenStream:
+        return self.engine.submit(requests)
+
+    def run(self, *requests: GenerationRequest) -> list[Answer]:
+        """Submits all at once and waits for every end."""
+        return read(self.submit(*requests), len(requests))
+
+    def metric(self, name: str, **labels: str) -> float:
+        return self.engine.metrics.registry.get_sample_value(f"levserve_{name}", labels) or 0.0
+
+    def wait_idle(self) -> None:
+        """Until the device thread has seen to everything; gauges are set at the end of each of its turns."""
+        deadline = time.monotonic() + 20
+        while self.metric("requests_running") + self.metric("requests_waiting") or not self.engine.inbox.empty():
+            assert time.monotonic() < deadline, "the engine did not become idle"
+            threading.Event().wait(0.01)
+
+
+def ask(prompt: Sequence[int], max_tokens: int = 24, *, stop_ids: Sequence[int] = (), deadline: float | None = None, **sampling: object) -> GenerationRequest:
+    """A greedy request unless told otherwise."""
+    rules = Sampling(**({"temperature": 0.0} | sampling))  # type: ignore[arg-type]
+    return GenerationRequest(f"r{next(_numbers)}", tuple(prompt), max_tokens, rules, frozenset(stop_ids), deadline)
+
+
+def read(stream: TokenStream, count: int = 1) -> list[Answer]:
+    answers = [Answer() for _ in range(count)]
+    while not stream.is_finished:
+        index, batch = stream.get(timeout_seconds=60)
+        answers[index].tokens += batch.tokens
+        answers[index].logprobs += batch.logprobs
+        answers[index].finish = batch.finish
+    return answers
+
+
+@functools.cache
+def cache_folder() -> Path:
+    """One folder of compiled programs for all engines of a test run."""
+    return Path(tempfile.mkdtemp(prefix="levserve-test-"))
+
+
+@contextmanager
+def running_engine(folder: Path, *flags: str, rows: int = 4) -> Iterator[Running]:
+    """Loads a model and serves it on a device thread, in float32 unless told otherwise; stops and joins it afterwards."""
+    settings = parse_settings(["--model", str(folder), "--dtype", "float32", "--cache-dir", str(cache_folder()), *flags], {})
+    engine = Engine(max_inflight=256, metrics=Metrics())
+    loaded: list[Loaded] = []
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            loaded.append(load(settings, engine.metrics, rows=rows, report=lambda _: None))
+            serve(engine, loaded[0])
+        except BaseException as error:
+            failures.append(error)
+            engine.fail()
+
+    thread = threading.Thread(target=work, name="levserve-device")
+    thread.start()
+    is_ready = engine.wait_ready(timeout_seconds=240)
+    try:
+        if not is_ready:
+            raise failures[0]
+        yield Running(engine, loaded[0], failures)
+    finally:
+        engine.stop()
+        thread.join(timeout=60)
+        assert not thread.is_alive(), "the device thread did not stop"

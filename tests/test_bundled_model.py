@@ -1,0 +1,32 @@
+"""The bundled model in float32 against its reference: a real GGUF file, a real vocabulary, real text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.conftest import GOLDEN
+from tests.engines import ask, running_engine
+
+pytestmark = pytest.mark.real
+
+CASES = json.loads((GOLDEN / "smollm2-135m.json").read_text())["cases"]
+
+
+def test_the_bundled_model_matches_its_reference_in_float32(bundled_gguf: Path) -> None:
+    with running_engine(bundled_gguf, "--kv-memory", "256MiB", "--prefill-chunk", "128", rows=8) as running:
+        requests = [ask(case["prompt_tokens"], 48, num_logprobs=0) for case in CASES]
+        answers = running.run(*requests)
+        texts = [running.engine.model.tokenizer.decode(answer.tokens, skip_special_tokens=False) for answer in answers]
+    for case, answer, text in zip(CASES, answers, texts):
+        # Where the two best tokens are nearly level the reference itself could go either way.
+        sure = 48 if case["smallest_top2_gap"] > 1e-3 else 16
+        assert answer.tokens[:sure] == case["greedy"][:sure]
+        np.testing.assert_allclose(
+            [entry.logprob for entry in answer.logprobs[:sure]], case["greedy_logprobs"][:sure], atol=1e-3
+        )
+        if sure == 48:
+            assert text == case["greedy_text"]

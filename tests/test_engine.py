@@ -1,0 +1,222 @@
+"""The whole engine on tiny models: right tokens in any company, nothing lost, nothing compiled late."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from levserve.engine.programs import Shape
+from levserve.model.sampler import Mode
+from levserve.schedule.request import FinishReason
+from tests.conftest import FAMILIES, GOLDEN
+from tests.engines import Running, ask, read, running_engine
+
+pytestmark = pytest.mark.tiny
+
+ROWS = 16
+
+
+def cases_of(family: str) -> list[dict[str, Any]]:
+    cases: list[dict[str, Any]] = json.loads((GOLDEN / family / "golden.json").read_text())["cases"]
+    return cases
+
+
+@pytest.fixture(scope="module")
+def llama() -> Iterator[Running]:
+    with running_engine(GOLDEN / "llama", "--page-size", "4", "--kv-pages", "512", "--prefill-chunk", "32", rows=ROWS) as running:
+        yield running
+
+
+CROWD = [ask([100 + number, 7, number], 24, temperature=0.9, top_k=5 + number) for number in range(15)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_served_in_one_batch_matches_its_reference(family: str) -> None:
+    cases = cases_of(family)
+    with running_engine(GOLDEN / family, "--prefill-chunk", "16") as running:
+        answers = running.run(*(ask(case["prompt"], num_logprobs=5) for case in cases))
+    for case, answer in zip(cases, answers):
+        assert answer.tokens == case["greedy"]
+        np.testing.assert_allclose([entry.logprob for entry in answer.logprobs], case["greedy_logprobs"], atol=1e-3)
+        best, logprob = answer.logprobs[0].top[0]
+        assert best == case["last_top5"][0][0] and logprob == pytest.approx(case["last_top5"][0][1], abs=1e-3)
+        assert answer.finish is FinishReason.LENGTH
+
+
+def test_several_steps_a_round_give_the_same_tokens() -> None:
+    cases = cases_of("llama")
+    flags = ("--round-steps", "4", "--prefill-chunk", "16", "--page-size", "8")
+    with running_engine(GOLDEN / "llama", *flags) as running:
+        requests = [ask(case["prompt"], 22, repetition_penalty=1.0, num_logprobs=0) for case in cases]
+        for case, answer in zip(cases, running.run(*requests)):
+            assert answer.tokens == case["greedy"][:22]
+        (stopped,) = running.run(ask(cases[1]["prompt"], stop_ids=[cases[1]["greedy"][5]]))
+    assert stopped.tokens == cases[1]["greedy"][:5] and stopped.finish is FinishReason.STOP
+
+
+def test_a_seed_gives_the_same_text_alone_and_among_fifteen_others_in_any_slot(llama: Running) -> None:
+    seeded = dict(temperature=1.0, seed=1234)
+    (alone,) = llama.run(ask([5, 6, 7], 40, **seeded))
+    for place in (0, 7, 15):
+        crowd = [ask(request.prompt, 24, temperature=0.9, top_k=3) for request in CROWD]
+        crowd.insert(place, ask([5, 6, 7], 40, **seeded))
+        answers = llama.run(*crowd)
+        assert answers[place].tokens == alone.tokens
+    assert llama.metric("batch_rows_sum") > llama.metric("batch_rows_count"), "nothing was batched"
+
+
+def test_a_seed_gives_the_same_text_after_a_preemption(llama: Running) -> None:
+    prompts = [[number, 9, 9] for number in range(3, 9)]
+    wanted = [llama.run(ask(prompt, 60, temperature=1.0, seed=number))[0].tokens for number, prompt in enumerate(prompts)]
+    flags = ("--page-size", "4", "--kv-pages", "40", "--prefill-chunk", "32")
+    with running_engine(GOLDEN / "llama", *flags, rows=8) as small:
+        answers = small.run(*(ask(prompt, 60, temperature=1.0, seed=number) for number, prompt in enumerate(prompts)))
+        assert small.metric("preemptions_total") > 0
+    assert [answer.tokens for answer in answers] == wanted
+
+
+def test_different_seeds_give_different_text(llama: Running) -> None:
+    one, other = llama.run(ask([5, 6], temperature=1.0, seed=1), ask([5, 6], temperature=1.0, seed=2))
+    assert one.tokens != other.tokens
+
+
+def test_a_prompt_seen_before_is_not_computed_again(llama: Running) -> None:
+    prompt = list(range(50, 90))
+    (first,) = llama.run(ask(prompt, 4))
+    before = llama.metric("prefill_tokens_total")
+    (second,) = llama.run(ask(prompt, 4))
+    assert second.tokens == first.tokens
+    assert llama.metric("prefill_tokens_total") - before == 4  # the last page's worth: one token at least is computed
+
+
+def test_a_cancelled_request_returns_its_pages(llama: Running) -> None:
+    stream = llama.submit(ask([1, 2, 3], 200))
+    stream.get(timeout_seconds=20)
+    stream.close()
+    (rest,) = read(stream)
+    assert rest.finish is FinishReason.CANCELLED
+    llama.wait_idle()
+    assert llama.metric("kv_pages_used") == 0
+
+
+def test_a_request_past_its_deadline_ends_with_what_it_has(llama: Running) -> None:
+    never, some = llama.run(ask([1], 200, deadline=time.monotonic() - 1), ask([2], 250, deadline=time.monotonic() + 0.15))
+    assert never.finish is FinishReason.DEADLINE and never.tokens == []
+    assert some.finish is FinishReason.DEADLINE and 0 < len(some.tokens) < 250
+
+
+def test_stop_tokens_wait_for_min_tokens(llama: Running) -> None:
+    (free,) = llama.run(ask([275], 24))
+    stop = free.tokens[3]
+    (stopped,) = llama.run(ask([275], 24, stop_ids=[stop]))
+    (later,) = llama.run(ask([275], 24, stop_ids=[stop], min_tokens=10))
+    assert stopped.tokens == free.tokens[: free.tokens.index(stop)]
+    assert len(later.tokens) >= 10 and stop not in later.tokens
+
+
+def test_a_bias_forces_and_forbids_tokens(llama: Running) -> None:
+    (free,) = llama.run(ask([275], 8))
+    forced, without = llama.run(ask([275], 8, logit_bias=((17, 100.0),)), ask([275], 8, logit_bias=((free.tokens[0], -100.0),)))
+    assert forced.tokens == [17] * 8
+    assert free.tokens[0] not in without.tokens
+
+
+def test_penalties_drive_repetition_out(llama: Running) -> None:
+    (free,) = llama.run(ask([275], 40))
+    assert len(set(free.tokens)) < 40, "the free text repeats itself"
+    answers = llama.run(*(ask([275], 40, **{name: value}) for name, value in (
+        ("frequency_penalty", 50.0), ("presence_penalty", 50.0), ("repetition_penalty", 50.0))))
+    for answer in answers:
+        assert len(set(answer.tokens)) == 40
+
+
+def test_a_penalty_remembers_after_a_preemption_and_a_new_slot(llama: Running) -> None:
+    wanted = llama.run(*(ask([number], 60, frequency_penalty=2.0) for number in range(20, 26)))
+    with running_engine(GOLDEN / "llama", "--page-size", "4", "--kv-pages", "40", "--prefill-chunk", "32", rows=8) as small:
+        answers = small.run(*(ask([number], 60, frequency_penalty=2.0) for number in range(20, 26)))
+        assert small.metric("preemptions_total") > 0
+    assert [answer.tokens for answer in answers] == [answer.tokens for answer in wanted]
+
+
+def test_no_request_waits_for_a_compile_after_ready() -> None:
+    compiled_on: list[str] = []
+
+    def note(event: str, _: float, **__: object) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled_on.append(threading.current_thread().name)
+
+    flags = ("--page-size", "4", "--kv-pages", "256", "--prefill-chunk", "64", "--compile-cache", "false")
+    with running_engine(GOLDEN / "llama", *flags, rows=8) as running:
+        assert not running.loaded.runner.programs.is_complete, "some shapes are left for the background"
+        jax.monitoring.register_event_duration_secs_listener(note)
+        deadline = time.monotonic() + 120
+        try:
+            while not running.loaded.runner.programs.is_complete:
+                assert time.monotonic() < deadline
+                run_mixed_load(running)
+            run_mixed_load(running)
+        finally:
+            jax.monitoring.unregister_event_duration_listener(note)
+    assert "levserve-device" not in compiled_on, "the device thread compiled something"
+    assert "levserve-compile" in compiled_on, "the rest is compiled in the background"
+
+
+def run_mixed_load(running: Running) -> None:
+    """Prompts and batches of many sizes, with and without every kind of rule."""
+    for length in (1, 17, 60, 150):
+        mixed = [
+            ask([number + 3] * length, 6, temperature=number % 2, top_p=0.5 + number / 20, num_logprobs=number % 3 or None)
+            for number in range(8)
+        ]
+        running.run(*mixed[: 1 + length % 8], ask([1] * length, 3, logit_bias=((5, 1.0),)))
+        running.run(ask([2] * length, 5), ask([3] * length, 5, temperature=1.0))
+
+
+@pytest.mark.parametrize("shape", [Shape(16), Shape(4, Mode.GREEDY), Shape(4, Mode.FULL)], ids=str)
+def test_device_state_is_written_in_place(llama: Running, shape: Shape) -> None:
+    runner = llama.loaded.runner
+    state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(runner._state))
+    compiled = runner.programs.lower(shape).compile()
+    assert compiled.memory_analysis().alias_size_in_bytes == state_bytes
+    pool = runner._state.pools[0]
+    shape_text = f"f32[{','.join(map(str, pool.shape))}]"
+    copies = [line for line in compiled.as_text().splitlines() if " copy(" in line and shape_text in line.split(" copy(")[0]]
+    assert copies == []
+
+
+def test_a_failing_round_ends_every_stream() -> None:
+    with running_engine(GOLDEN / "llama", "--prefill-chunk", "16") as running:
+        def explode(plan: object) -> None:
+            raise RuntimeError("the device is gone")
+
+        running.loaded.runner.dispatch = explode  # type: ignore[method-assign,assignment]
+        answers = running.run(ask([1], 5), ask([2], 5))
+        assert [answer.finish for answer in answers] == [FinishReason.FAILED] * 2
+    assert [str(failure) for failure in running.failures] == ["the device is gone"]
+
+
+def test_a_drain_finishes_what_runs_and_refuses_what_comes() -> None:
+    with running_engine(GOLDEN / "llama", "--prefill-chunk", "16") as running:
+        stream = running.submit(ask([1, 2], 30))
+        stream.get(timeout_seconds=20)
+        running.engine.begin_drain(time.monotonic() + 30)
+        with pytest.raises(Exception, match="shutting down"):
+            running.submit(ask([3], 5))
+        (answer,) = read(stream)
+        assert answer.finish is FinishReason.LENGTH
+
+
+def test_a_drain_past_its_deadline_ends_the_rest() -> None:
+    with running_engine(GOLDEN / "llama", "--prefill-chunk", "16") as running:
+        stream = running.submit(ask([1, 2], 250))
+        stream.get(timeout_seconds=20)
+        running.engine.begin_drain(time.monotonic())
+        (answer,) = read(stream)
+        assert answer.finish is FinishReason.SHUTDOWN and len(answer.tokens) < 250

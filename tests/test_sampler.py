@@ -1,0 +1,188 @@
+"""The sampler: each rule against the distribution it should draw from, and the same draw in any company."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from levserve.model.sampler import MAX_EDITS, NUM_CANDIDATES, NUM_TOP, Drawn, Memory, Mode, Rules, sample
+
+pytestmark = pytest.mark.tiny
+
+VOCAB = 300
+DRAWS = 4_000
+LOGITS = np.concatenate([np.linspace(3, 0, 12), np.full(VOCAB - 12, -9.0)]).astype(np.float32)
+"""Twelve tokens of some weight and a long flat tail that together weighs little."""
+
+
+@functools.partial(jax.jit, static_argnames="mode")
+def draw(logits: jax.Array, positions: jax.Array, rules: Rules, memory: Memory, mode: Mode) -> Drawn:
+    return sample(logits, positions, rules, memory, mode)
+
+
+def make_rules(rows: int, **given: object) -> Rules:
+    defaults = dict(
+        temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, presence=0.0, frequency=0.0, repetition=1.0, prompt_len=0, num_edits=0
+    )
+    integers = {"top_k", "prompt_len", "num_edits"}
+    columns = {
+        name: jnp.asarray(np.broadcast_to(given.get(name, value), rows), jnp.int32 if name in integers else jnp.float32)
+        for name, value in defaults.items()
+    }
+    seeds = np.stack([np.zeros(rows), np.arange(rows)], axis=1)
+    return Rules(**columns, seed=jnp.asarray(seeds, jnp.uint32))
+
+
+def make_memory(rows: int, history: list[int] = [], edits: list[tuple[int, float, int]] = []) -> Memory:  # noqa: B006
+    padded = np.zeros((rows, 16), np.int32)
+    padded[:, : len(history)] = history
+    columns = np.zeros((3, rows, MAX_EDITS))
+    for index, edit in enumerate(edits):
+        columns[:, :, index] = np.asarray(edit)[:, None]
+    ids, values, until = columns
+    return Memory(*map(jnp.asarray, (padded, ids.astype(np.int32), values.astype(np.float32), until.astype(np.int32))))
+
+
+def draw_many(logits: np.ndarray = LOGITS, mode: Mode = Mode.FULL, position: int = 5, memory: Memory | None = None, **rules: object) -> np.ndarray:
+    """One token for each of DRAWS seeds."""
+    rows = jnp.broadcast_to(jnp.asarray(logits), (DRAWS, len(logits)))
+    positions = jnp.full(DRAWS, position, jnp.int32)
+    return np.asarray(draw(rows, positions, make_rules(DRAWS, **rules), memory or make_memory(DRAWS), mode).tokens)
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    weights = np.exp(logits.astype(np.float64) - logits.max())
+    return weights / weights.sum()
+
+
+def check_distribution(tokens: np.ndarray, probabilities: np.ndarray) -> None:
+    """Chi-square at about five sigma, with rare tokens lumped together; nothing of probability 0 was drawn."""
+    counts = np.bincount(tokens, minlength=len(probabilities))
+    assert counts[probabilities == 0].sum() == 0
+    common = probabilities * len(tokens) >= 5
+    observed = np.append(counts[common], counts[~common].sum())
+    expected = np.append(probabilities[common], probabilities[~common].sum()) * len(tokens)
+    observed, expected = observed[expected > 0], expected[expected > 0]
+    chi_square = ((observed - expected) ** 2 / expected).sum()
+    freedom = len(expected) - 1
+    assert chi_square < freedom + 5 * math.sqrt(2 * max(freedom, 1)) + 10, (observed, expected)
+
+
+def keep_top_k(probabilities: np.ndarray, k: int) -> np.ndarray:
+    kept = np.where(probabilities >= np.sort(probabilities)[-k], probabilities, 0)
+    return kept / kept.sum()
+
+
+def keep_top_p(probabilities: np.ndarray, p: float) -> np.ndarray:
+    order = np.argsort(-probabilities, kind="stable")
+    count = int(np.searchsorted(np.cumsum(probabilities[order]), p)) + 1
+    kept = np.where(probabilities >= probabilities[order[count - 1]], probabilities, 0)
+    return kept / kept.sum()
+
+
+@pytest.mark.parametrize("mode", [Mode.PLAIN, Mode.FULL])
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+def test_temperature_draws_from_the_softened_softmax(mode: Mode, temperature: float) -> None:
+    check_distribution(draw_many(mode=mode, temperature=temperature), softmax(LOGITS / temperature))
+
+
+@pytest.mark.parametrize("top_k", [1, 3, 12, VOCAB])
+def test_top_k_keeps_the_k_likeliest(top_k: int) -> None:
+    check_distribution(draw_many(top_k=top_k), keep_top_k(softmax(LOGITS), top_k))
+
+
+def test_top_k_beyond_the_candidates_is_exact_too() -> None:
+    logits = np.linspace(1, 0, VOCAB).astype(np.float32)
+    top_k = NUM_CANDIDATES + 40
+    check_distribution(draw_many(logits, top_k=top_k), keep_top_k(softmax(logits), top_k))
+
+
+@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9])
+def test_top_p_keeps_the_smallest_set_that_reaches_it(top_p: float) -> None:
+    check_distribution(draw_many(top_p=top_p), keep_top_p(softmax(LOGITS), top_p))
+
+
+def test_top_p_beyond_the_candidates_is_exact_too() -> None:
+    logits = np.linspace(1, 0, VOCAB).astype(np.float32)
+    check_distribution(draw_many(logits, top_p=0.8), keep_top_p(softmax(logits), 0.8))
+
+
+def test_top_p_counts_what_top_k_left() -> None:
+    check_distribution(draw_many(top_k=4, top_p=0.6), keep_top_p(keep_top_k(softmax(LOGITS), 4), 0.6))
+
+
+def test_min_p_keeps_what_is_likely_enough_beside_the_best() -> None:
+    probabilities = softmax(LOGITS)
+    kept = np.where(probabilities >= 0.3 * probabilities.max(), probabilities, 0)
+    check_distribution(draw_many(min_p=0.3), kept / kept.sum())
+
+
+def test_presence_and_frequency_count_generated_tokens_only() -> None:
+    history = [0, 0, 1, 1, 2]  # two of the prompt, three generated
+    expected = LOGITS.copy()
+    expected[1] -= 1.0 + 2 * 0.5
+    expected[2] -= 1.0 + 0.5
+    tokens = draw_many(memory=make_memory(DRAWS, history), position=5, prompt_len=2, presence=1.0, frequency=0.5)
+    check_distribution(tokens, softmax(expected))
+
+
+def test_repetition_counts_the_prompt_as_well() -> None:
+    expected = LOGITS.copy()
+    expected[0] /= 1.8
+    expected[20] *= 1.8
+    tokens = draw_many(memory=make_memory(DRAWS, [0, 20]), position=2, prompt_len=2, repetition=1.8)
+    check_distribution(tokens, softmax(expected))
+
+
+def test_a_bias_moves_its_token() -> None:
+    expected = LOGITS.copy()
+    expected[7] += 2.5
+    tokens = draw_many(memory=make_memory(DRAWS, edits=[(7, 2.5, 2**31 - 1)]), num_edits=1)
+    check_distribution(tokens, softmax(expected))
+
+
+def test_a_banned_token_comes_back_when_its_time_is_over() -> None:
+    memory = make_memory(DRAWS, edits=[(0, -1e30, 6)])
+    assert (draw_many(memory=memory, position=5, num_edits=1) != 0).all()
+    check_distribution(draw_many(memory=memory, position=6, num_edits=1), softmax(LOGITS))
+
+
+def test_edits_of_an_earlier_guest_of_the_slot_do_nothing() -> None:
+    check_distribution(draw_many(memory=make_memory(DRAWS, edits=[(0, -1e30, 99)]), num_edits=0), softmax(LOGITS))
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_temperature_zero_takes_the_best_in_every_mode(mode: Mode) -> None:
+    rng = np.random.default_rng(1)
+    logits = rng.standard_normal((8, 1_000)).astype(np.float32)
+    got = draw(jnp.asarray(logits), jnp.zeros(8, jnp.int32), make_rules(8, temperature=0.0), make_memory(8), mode)
+    assert got.tokens.tolist() == logits.argmax(-1).tolist()
+
+
+def test_a_draw_depends_on_seed_and_position_alone() -> None:
+    together = draw_many(top_p=np.where(np.arange(DRAWS) % 2, 0.7, 1.0))
+    plain = draw_many(mode=Mode.PLAIN)
+    assert (together[::2] == plain[::2]).all()
+    assert (together == draw_many(top_p=np.where(np.arange(DRAWS) % 2, 0.7, 1.0))).all()
+    assert (draw_many(position=5) != draw_many(position=6)).any()
+
+
+def test_seeds_and_positions_are_not_confused() -> None:
+    at_five, at_six = draw_many(position=5), draw_many(position=6)
+    assert (at_five[1:] != at_six[:-1]).any()
+
+
+def test_logprobs_are_the_raw_models_and_hold_the_best() -> None:
+    memory = make_memory(1, edits=[(0, -5.0, 99)])
+    got = draw(jnp.asarray(LOGITS)[None], jnp.zeros(1, jnp.int32), make_rules(1, temperature=0.0, num_edits=1), memory, Mode.FULL)
+    expected = np.log(softmax(LOGITS))
+    assert got.logprobs is not None and got.top_ids is not None and got.top_logprobs is not None
+    assert got.tokens.tolist() == [1]
+    np.testing.assert_allclose(got.logprobs[0], expected[1], atol=1e-5)
+    assert got.top_ids.shape == (1, NUM_TOP) and got.top_ids[0, :12].tolist() == list(range(12))
+    np.testing.assert_allclose(got.top_logprobs[0, :12], expected[:12], atol=1e-5)

@@ -1,0 +1,65 @@
+"""Sizes from settings and machine: sensible defaults, and refusals that show the sum."""
+
+from __future__ import annotations
+
+import pytest
+
+from levserve.config import parse_settings
+from levserve.engine.sizing import Machine, Sizes, free_memory, plan_sizes
+from levserve.errors import ConfigError
+
+GIB = 1 << 30
+
+
+def plan(*flags: str, backend: str = "cpu", free: int = 8 * GIB, rows: int = 32, page_bytes: int = 1 << 20) -> Sizes:
+    settings = parse_settings(list(flags), {})
+    return plan_sizes(settings, Machine(backend, free), rows=rows, max_position=8192, page_bytes=page_bytes, weight_bytes=GIB)
+
+
+def test_a_cpu_gets_a_long_chat_per_row_and_the_models_whole_context() -> None:
+    sizes = plan()
+    assert (sizes.num_pages, sizes.max_seq_len, sizes.table_width) == (1024, 8192, 256)
+    assert sizes.row_sizes == (4, 8, 16, 32) and sizes.chunk_sizes == (16, 32, 64, 128, 256)
+
+
+def test_little_memory_shortens_the_context_nobody_asked_for() -> None:
+    sizes = plan(free=400 << 20)
+    assert sizes.num_pages == 100 and sizes.max_seq_len == 3200
+
+
+def test_a_gpu_gets_most_of_what_is_free() -> None:
+    sizes = plan(backend="gpu", free=100 * GIB)
+    assert sizes.num_pages == 92160 and sizes.round_steps == 8 and sizes.chunk_sizes[-1] == 2048
+
+
+def test_one_row_is_decoded_as_two() -> None:
+    assert plan(rows=1).row_sizes == (2,)
+
+
+def test_chunks_are_no_longer_than_the_context() -> None:
+    assert plan("--max-seq-len", "100").chunk_sizes == (16, 32, 64, 100)
+
+
+@pytest.mark.parametrize(
+    ("flags", "free", "words"),
+    [
+        (("--max-seq-len", "9000"), 8 * GIB, ("--max-seq-len 9000", "8192 positions")),
+        (("--max-seq-len", "8192", "--kv-pages", "100"), 8 * GIB, ("256 pages", "has 100")),
+        (("--kv-pages", "9000"), 8 * GIB, ("--kv-pages 9000", "8.789 GiB", "8 GiB")),
+        (("--kv-memory", "1KiB"), 8 * GIB, ("--kv-memory 1 KiB", "1 MiB")),
+        ((), 1 << 20, ("a quarter of the free 1 MiB",)),
+    ],
+)
+def test_what_cannot_be_is_refused_with_its_arithmetic(flags: tuple[str, ...], free: int, words: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        plan(*flags, free=free)
+    for word in words:
+        assert word in str(refusal.value)
+
+
+def test_the_plan_can_be_read() -> None:
+    assert any("1024 x 32 tokens = 32768 tokens, 1 GiB" in line for line in plan().describe())
+
+
+def test_free_memory_is_a_sensible_number() -> None:
+    assert 1 << 20 < free_memory() < 1 << 46
