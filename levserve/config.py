@@ -69,7 +69,7 @@ class Settings:
     model: str = setting("model", NAME, "smollm2-135m", "Bundled name, Hugging Face folder, .gguf file or org/name on the hub.")
     hf_checkpoint: str = setting("model", PATH, "", "Another name for --model; give one of them.")
     revision: str = setting("model", TEXT, "", "Branch, tag or commit on the hub; empty: the main branch.")
-    tokenizer: str = setting("model", PATH, "", "Folder or name of a tokenizer to use in place of the model's own.")
+    tokenizer: str = setting("model", PATH, "", "Folder or .gguf file whose tokenizer to use in place of the model's own.")
     chat_template: str = setting("model", PATH, "", "Jinja file to use in place of the model's own chat template.")
     served_model_name: str = setting("model", TEXT, "", "Name that /v1/models tells; empty: the model's own.")
     dtype: str = setting("model", one_of("auto", "float32", "bfloat16"), "auto", "Number format to compute in.")

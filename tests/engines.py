@@ -55,7 +55,9 @@ class Running:
             threading.Event().wait(0.01)
 
 
-def ask(prompt: Sequence[int], max_tokens: int = 24, *, stop_ids: Sequence[int] = (), deadline: float | None = None, **sampling: object) -> GenerationRequest:
+def ask(
+    prompt: Sequence[int], max_tokens: int = 24, *, stop_ids: Sequence[int] = (), deadline: float | None = None, **sampling: object
+) -> GenerationRequest:
     """A greedy request unless told otherwise."""
     rules = Sampling(**({"temperature": 0.0} | sampling))  # type: ignore[arg-type]
     return GenerationRequest(f"r{next(_numbers)}", tuple(prompt), max_tokens, rules, frozenset(stop_ids), deadline)

@@ -1,9 +1,9 @@
 """A device thread whose tokens one can work out by hand, with the toy vocabulary `<pad> <s> </s> t3 t4 ...`.
 
 Greedy, token k is followed by k + 1; at any temperature above 0 by k + 1 + seed % 5. Some tokens in a prompt are orders:
-t3 gives one token and waits for the drain before it goes on; t4 gives none and waits for ever; t5 kills the device; t6 gives
-one token and waits for ever; each t7 counts as found in the prefix cache. Run as a program this is a whole server around that thread, told by its arguments;
-it prints what the thread does as one JSON line each on stdout.
+t3 gives one token and waits for the drain before it goes on; t4 gives none and waits for ever; t5 kills the device; t6
+gives one token and waits for ever; each t7 counts as found in the prefix cache. Run as a program this is a whole server
+around that thread, which prints what it does as one JSON line each on stdout.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}{% if
 
 
 def load_toy_tokenizer() -> Tokenizer:
+    backend = tokenizers.Tokenizer.from_file(str(GOLDEN / "tokenizer.json"))
     special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
-    return Tokenizer(tokenizers.Tokenizer.from_file(str(GOLDEN / "tokenizer.json")), eos_ids=frozenset((2,)), chat_template=TEMPLATE, **special)
+    return Tokenizer(backend, eos_ids=frozenset((2,)), chat_template=TEMPLATE, **special)
 
 
 class Row:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, NamedTuple
@@ -112,6 +113,7 @@ class ServerProcess:
             stderr=subprocess.PIPE,
             text=True,
             env=environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            start_new_session=True,
         )
         assert self._process.stdout is not None and self._process.stderr is not None
         self._events = Lines(self._process.stdout)
@@ -156,7 +158,7 @@ class ServerProcess:
         """Waits until the device tells of this event; gives the request's id."""
         return str(json.loads(self._events.wait_for(lambda line: json.loads(line)[0] == event))[1])
 
-    def signal(self, number: signal.Signals) -> None:
+    def send_signal(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
 
     def wait_exit(self) -> int:
@@ -170,7 +172,8 @@ class ServerProcess:
         try:
             self._process.wait(timeout=PATIENCE_SECONDS)
         finally:
-            self._process.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)  # the worker too, should it have outlived the arbiter
             self._process.wait()
             self._events.close()
             self.log.close()

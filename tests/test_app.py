@@ -95,8 +95,11 @@ def test_a_slow_compile_while_loading_is_not_a_hang(client: FlaskClient, engine:
     assert client.get("/healthz").status_code == 200
 
 
-def test_a_request_whose_time_runs_out_in_the_queue_is_504_and_not_to_be_retried(client: FlaskClient, device: FakeDevice) -> None:
-    reply = client.post("/v1/completions", json=completion("t4"))
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_whose_time_runs_out_in_the_queue_is_504_and_not_to_be_retried(
+    client: FlaskClient, device: FakeDevice, stream: bool
+) -> None:
+    reply = client.post("/v1/completions", json=completion("t4", stream=stream))
     assert reply.status_code == DeadlineExceeded.status
     assert reply.headers["x-should-retry"] == "false"
     assert reply.json is not None and reply.json["error"]["code"] == "deadline_exceeded"

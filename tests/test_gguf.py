@@ -23,7 +23,7 @@ from safetensors.numpy import load_file
 from levserve.errors import StartupError
 from levserve.model.config import Llama3Scaling, parameter_shapes
 from levserve.weights.gguf import read_tensors
-from levserve.weights.gguf_header import Value, read_header
+from levserve.gguf_header import Value, read_header
 from levserve.weights.load import load_arrays, read_config
 from levserve.weights.names import TABLE
 

@@ -48,7 +48,9 @@ def make_memory(rows: int, history: list[int] = [], edits: list[tuple[int, float
     return Memory(*map(jnp.asarray, (padded, ids.astype(np.int32), values.astype(np.float32), until.astype(np.int32))))
 
 
-def draw_many(logits: np.ndarray = LOGITS, mode: Mode = Mode.FULL, position: int = 5, memory: Memory | None = None, **rules: object) -> np.ndarray:
+def draw_many(
+    logits: np.ndarray = LOGITS, mode: Mode = Mode.FULL, position: int = 5, memory: Memory | None = None, **rules: object
+) -> np.ndarray:
     """One token for each of DRAWS seeds."""
     rows = jnp.broadcast_to(jnp.asarray(logits), (DRAWS, len(logits)))
     positions = jnp.full(DRAWS, position, jnp.int32)

@@ -1,149 +1,219 @@
-"""The life and death of the server process: start, drain, signals and exit codes."""
+"""The real thing through the front door: levserve with the bundled model, curl, and OpenAI's own SDK."""
 
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
 import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+import openai
 import pytest
-from tests.fake_server import ServerProcess, completion
 
-SMALL = ("--max-running", "2", "--max-waiting", "2")
+from tests.conftest import GOLDEN
+from tests.servers import Server, running_server
 
+pytestmark = pytest.mark.real
 
-def test_a_drain_lets_running_requests_finish_and_exits_0() -> None:
-    with ServerProcess(*SMALL).wait_ready() as server:
-        streaming = server.start_completion("t3", max_tokens=3, stream=True)
-        events = streaming.stream()
-        first = json.loads(next(events))
-        blocking = server.start_completion("t3", max_tokens=3)
-        server.signal(signal.SIGTERM)
-        rest = list(events)
-        assert first["choices"][0]["text"] + "".join(json.loads(event)["choices"][0]["text"] for event in rest[:-1]) == " t4 t5 t6"
-        assert rest[-1] == "[DONE]"
-        reply = blocking.receive()
-        assert (reply.status, reply.json["choices"][0]["text"]) == (200, " t4 t5 t6")
-        streaming.close()
-        blocking.close()
-        assert server.wait_exit() == 0
+MODEL = "smollm2-135m"
+QUESTIONS = [f"What is the capital of {country}?" for country in ("France", "Italy", "Japan", "Spain", "Peru", "Egypt", "Chile", "Kenya")]
 
 
-def test_a_drain_refuses_new_work_and_ends_the_rest_at_its_deadline() -> None:
-    with ServerProcess(*SMALL, "--drain-seconds", "1").wait_ready() as server, server.connect() as idle:
-        idle.send("GET", "/readyz")
-        assert idle.receive().status == 200
-        streaming = server.start_completion("t6", stream=True)
-        events = streaming.stream()
-        next(events)
-        blocking = server.start_completion("t4")
-        server.signal(signal.SIGTERM)
-        server.wait_event("drain")
-        idle.send("POST", "/v1/completions", completion("t17"))
-        refused = idle.receive()
-        assert (refused.status, refused.headers["retry-after"]) == (503, "10")
-        error, done = events
-        assert json.loads(error)["error"]["type"] == "server_error"
-        assert done == "[DONE]"
-        assert blocking.receive().status == 503
-        streaming.close()
-        blocking.close()
-        assert server.wait_exit() == 0
+@pytest.fixture(scope="module")
+def server(bundled_gguf: Path) -> Iterator[Server]:
+    """The bundled model as a newcomer gets it, with fewer rows so that a test run compiles less."""
+    flags = ("--model", str(bundled_gguf), "--served-model-name", MODEL, "--max-running", "8", "--prefill-chunk", "128")
+    with running_server(*flags) as server:
+        yield server
 
 
-def test_clients_that_keep_their_connections_open_do_not_hold_up_the_exit() -> None:
-    with ServerProcess("--max-running", "8").wait_ready() as server:
-        clients = [server.start_completion("t3", max_tokens=2) for _ in range(8)]
-        server.signal(signal.SIGTERM)
-        assert [client.receive().status for client in clients] == [200] * 8
-        assert server.wait_exit() == 0  # 2 s for them all; one after the other would take 16, more than we wait
-        for client in clients:
-            client.close()
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=120) as client:
+        yield client
 
 
-def test_an_interrupt_ends_running_requests_at_once() -> None:
-    with ServerProcess(*SMALL).wait_ready() as server:
-        blocking = server.start_completion("t4")
-        server.signal(signal.SIGINT)
-        assert blocking.receive().status == 503
-        blocking.close()
-        assert server.wait_exit() == 0
+def chat(client: openai.OpenAI, question: str, max_tokens: int = 12) -> str:
+    answer = client.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": question}], max_tokens=max_tokens, temperature=0
+    )
+    return str(answer.choices[0].message.content)
 
 
-def test_a_server_that_still_loads_says_so_and_leaves_when_told() -> None:
-    with ServerProcess("--served-model-name", "endless") as server:
-        server.log.wait_for(lambda line: "listening on" in line)
-        assert server.ask("GET", "/healthz").status == 200
-        ready = server.ask("GET", "/readyz")
-        assert (ready.status, ready.json) == (503, {"status": "loading", "progress": "starting"})
-        refused = server.complete("t17")
-        assert (refused.status, refused.headers["retry-after"]) == (503, "5")
-        assert server.ask("GET", "/v1/models").status == 503
-        server.signal(signal.SIGTERM)
-        assert server.wait_exit() == 0
+def test_the_sdk_chats(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": "What is the capital of France?"}], max_tokens=20, temperature=0
+    )
+    assert "Paris" in str(answer.choices[0].message.content)
+    assert answer.choices[0].finish_reason in ("stop", "length")
+    assert answer.usage is not None
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
 
 
-def test_a_device_that_dies_tells_its_clients_and_ends_the_process_with_70() -> None:
-    with ServerProcess(*SMALL).wait_ready() as server:
-        streaming = server.start_completion("t6", stream=True)
-        events = streaming.stream()
-        next(events)
-        assert server.complete("t5").status == 500
-        error, done = events
-        assert json.loads(error)["error"]["type"] == "server_error"
-        assert done == "[DONE]"
-        assert server.wait_exit() == 70
-        streaming.close()
+def test_the_sdk_streams_what_it_would_get_whole(client: openai.OpenAI) -> None:
+    whole = chat(client, "Tell me a fact about the moon.", 24)
+    stream = client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "Tell me a fact about the moon."}],
+        max_tokens=24,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(stream)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == whole
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert len([chunk for chunk in chunks if chunk.choices and chunk.choices[0].delta.content]) > 3, "tokens come one by one"
+    assert chunks[-1].choices == [] and chunks[-1].usage is not None
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
-def test_a_worker_that_is_killed_ends_the_server_with_70(number: signal.Signals) -> None:
-    with ServerProcess(*SMALL).wait_ready() as server:
-        os.kill(server.worker_pid, number)
-        assert server.wait_exit() == 70
+def test_bfloat16_agrees_with_the_reference_for_sixteen_tokens_in_seven_of_eight_cases(server: Server) -> None:
+    cases = json.loads((GOLDEN / "smollm2-135m.json").read_text())["cases"]
+    prompts = [case["prompt_tokens"] for case in cases]
+    asked = {"max_tokens": 16, "temperature": 0, "ignore_eos": True, "skip_special_tokens": False}
+    reply = server.call("/v1/completions", {"model": MODEL, "prompt": prompts, **asked})
+    texts = [choice["text"] for choice in reply.body["choices"]]
+    assert reply.body["usage"]["completion_tokens"] == 16 * 8
+    agreeing = [case["greedy_text"].startswith(text) for case, text in zip(cases, texts)]
+    assert sum(agreeing) >= 7, [(case["greedy_text"][:60], text) for case, text in zip(cases, texts)]
 
 
-def test_signals_that_would_start_a_second_worker_are_ignored() -> None:
-    with ServerProcess(*SMALL).wait_ready() as server:
-        worker = server.worker_pid
-        for number in (signal.SIGHUP, signal.SIGTTIN, signal.SIGTTOU, signal.SIGUSR2):
-            server.signal(number)
-            server.log.wait_for(lambda line: "signal ignored" in line)
-        server.signal(signal.SIGWINCH)
-        assert server.complete("t17", max_tokens=1).json["choices"][0]["text"] == " t18"
-        assert server.worker_pid == worker
+def test_eight_requests_at_once_are_batched_and_get_the_text_they_would_get_alone(server: Server, client: openai.OpenAI) -> None:
+    alone = [chat(client, question) for question in QUESTIONS]
+    rounds, rows = server.metric("batch_rows_count"), server.metric("batch_rows_sum")
+    with ThreadPoolExecutor(len(QUESTIONS)) as pool:
+        together = list(pool.map(lambda question: chat(client, question), QUESTIONS))
+    rounds, rows = server.metric("batch_rows_count") - rounds, server.metric("batch_rows_sum") - rows
+    assert rows / rounds > 2, "nothing was batched"
+    assert together == alone
 
 
-@pytest.mark.parametrize("name, code", [("broken", 2), ("missing", 1)])
-def test_a_model_that_cannot_start_ends_the_server_with_one_line(name: str, code: int) -> None:
-    with ServerProcess("--served-model-name", name) as server:
-        assert server.wait_exit() == code
-    lines = [line for line in server.log.seen if "listening on" not in line]
-    assert lines == [f"levserve: error: the model is {name}"]
+def test_curl_gets_an_answer_and_a_stream(server: Server) -> None:
+    body = json.dumps({"model": MODEL, "prompt": "Once upon a time", "max_tokens": 8, "temperature": 0})
+    command = ["curl", "-sS", "-H", "Content-Type: application/json", f"{server.url}/v1/completions", "-d"]
+    whole = json.loads(subprocess.run([*command, body], capture_output=True, check=True, timeout=60).stdout)
+    assert whole["choices"][0]["text"].startswith(", the city of Nova Haven")
+    command = [*command, body[:-1] + ', "stream": true}', "-N"]
+    streamed = subprocess.run(command, capture_output=True, check=True, text=True, timeout=60).stdout
+    events = [line.removeprefix("data: ") for line in streamed.splitlines() if line]
+    assert events[-1] == "[DONE]"
+    assert "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1]) == whole["choices"][0]["text"]
 
 
-def test_a_port_in_use_is_one_line_and_exit_code_1() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with ServerProcess("--port", str(port)) as server:
-            assert server.wait_exit() == 1
-    assert server.log.seen == [f"levserve: error: cannot listen on 127.0.0.1:{port}: Address already in use"]
+def test_sampling_with_a_seed_repeats_itself_and_without_one_does_not(client: openai.OpenAI) -> None:
+    def draw(seed: int | None) -> str:
+        answer = client.completions.create(
+            model=MODEL, prompt="My favourite", max_tokens=12, temperature=1.0, top_p=0.95, seed=seed  # type: ignore[arg-type]
+        )
+        return answer.choices[0].text
+
+    assert draw(7) == draw(7)
+    assert len({draw(None) for _ in range(3)}) > 1
 
 
-def test_a_model_that_is_nowhere_is_found_out_before_anything_starts() -> None:
-    with ServerProcess("--model", "/nowhere/at/all") as server:
-        assert server.wait_exit() == 2
-    (line,) = server.log.seen
-    assert line.startswith("levserve: error: ") and "/nowhere/at/all" in line
+def test_a_client_that_hangs_up_stops_its_request(server: Server) -> None:
+    before = server.metric("finished_total", reason="cancelled")
+    for stream in (True, False):
+        body = json.dumps({"model": MODEL, "prompt": "Count", "max_tokens": 2000, "ignore_eos": True, "stream": stream})
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=30) as connection:
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+            connection.sendall((head + body).encode())
+            wait_until(lambda: server.metric("requests_running") == 1)
+        wait_until(lambda: server.metric("requests_running") == 0)
+    assert server.metric("finished_total", reason="cancelled") == before + 2
+    assert server.metric("kv_pages_used") == 0
 
 
-def test_a_ready_server_shows_a_curl_line_that_works() -> None:
-    with ServerProcess(*SMALL, "--api-key", "secret-key-123").wait_ready() as server:
-        line = server.log.wait_for(lambda line: " curl " in line)
-        command = "curl " + line.partition(" curl ")[2]
-        environ = os.environ | {"LEVSERVE_API_KEY": "secret-key-123"}
-        output = subprocess.run(["bash", "-c", f"{command} -s"], env=environ, capture_output=True, check=True, timeout=15).stdout
-        assert json.loads(output)["choices"][0]["message"]["role"] == "assistant"
-        assert not any("secret-key-123" in line for line in server.log.seen)
+def test_the_server_says_how_it_is(server: Server) -> None:
+    assert server.call("/healthz").status == 200
+    assert server.call("/readyz").status == 200
+    assert [model["id"] for model in server.call("/v1/models").body["data"]] == [MODEL]
+    assert server.metric("generated_tokens_total") > 0 and server.metric("ttft_seconds_count") > 0
+    assert server.metric("inter_token_seconds_count") > 0 and server.metric("kv_pages_total") > 0
+    assert any("curl" in line for line in server.lines), "it tells a newcomer what to try"
+
+
+def test_mistakes_get_the_openai_error_shape(client: openai.OpenAI, server: Server) -> None:
+    with pytest.raises(openai.NotFoundError) as unknown:
+        client.completions.create(model="gpt-17", prompt="x")
+    assert unknown.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as long:
+        client.completions.create(model=MODEL, prompt=[5] * 8190, max_tokens=16)
+    assert long.value.code == "context_length_exceeded" and "maximum context length is 8192" in str(long.value)
+    assert server.call("/nowhere").body["error"]["type"] == "invalid_request_error"
+
+
+def test_a_drain_lets_a_stream_finish_and_exits_0() -> None:
+    with running_server("--model", str(GOLDEN / "llama"), "--max-running", "4", "--prefill-chunk", "16") as server:
+        body = {"model": "llama", "prompt": [5, 6], "max_tokens": 200, "ignore_eos": True}
+        replies: list[int] = []
+        asking = threading.Thread(target=lambda: replies.append(server.call("/v1/completions", body).body["usage"]["completion_tokens"]))
+        asking.start()
+        wait_until(lambda: server.metric("requests_running") == 1)
+        assert server.end(signal.SIGTERM) == 0
+        asking.join()
+    assert replies == [200]
+
+
+def test_a_full_queue_answers_429_with_retry_after() -> None:
+    flags = ("--model", str(GOLDEN / "llama"), "--max-running", "1", "--max-waiting", "1", "--prefill-chunk", "16")
+    with running_server(*flags) as server:
+        body = {"model": "llama", "prompt": [5, 6], "max_tokens": 250, "ignore_eos": True}
+        with ThreadPoolExecutor(12) as pool:
+            replies = list(pool.map(lambda _: server.call("/v1/completions", body), range(12)))
+        statuses = [reply.status for reply in replies]
+        assert set(statuses) == {200, 429}
+        refused = replies[statuses.index(429)]
+        assert refused.body["error"]["code"] == "rate_limit_exceeded" and int(refused.headers["Retry-After"]) >= 1
+        assert server.call("/v1/completions", body | {"max_tokens": 2}).status == 200
+
+
+def test_a_dead_worker_ends_the_process_with_70() -> None:
+    with running_server("--model", str(GOLDEN / "llama"), "--max-running", "4", "--prefill-chunk", "16") as server:
+        children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
+        subprocess.run(["kill", "-KILL", *children], check=True)
+        assert server.process.wait(timeout=30) == 70
+
+
+def run_cli(*flags: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "levserve.cli", *flags], capture_output=True, text=True, timeout=120)
+
+
+def test_a_dry_run_prints_the_memory_plan_and_exits_0(tmp_path: Path) -> None:
+    flags = ("--model", str(GOLDEN / "qwen3"), "--max-running", "4", "--prefill-chunk", "16", "--cache-dir", str(tmp_path))
+    result = run_cli("--dry-run", *flags)
+    assert result.returncode == 0, result.stderr
+    for word in ("weights", "KV pages", "decode shapes 4", "threads     36 for HTTP", "one token generated"):
+        assert word in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "words"),
+    [
+        (("--model", "/no/such/folder"), 2, ("'/no/such/folder' does not exist",)),
+        (("--model", str(GOLDEN)), 2, ("config.json",)),
+        (("--model", str(GOLDEN / "llama"), "--max-seq-len", "100000"), 2, ("--max-seq-len 100000", "256")),
+        (("--model", str(GOLDEN / "llama"), "--chat-template", "/no/such.jinja"), 1, ("--chat-template /no/such.jinja",)),
+    ],
+)
+def test_a_model_that_cannot_be_served_ends_with_one_line(flags: tuple[str, ...], code: int, words: tuple[str, ...]) -> None:
+    result = run_cli("--port", "0", "--log-level", "error", *flags)
+    assert result.returncode == code
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("levserve: error: "), result.stderr
+    for word in words:
+        assert word in lines[0]
+
+
+def wait_until(is_true: object, seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not is_true():  # type: ignore[operator]
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.02)

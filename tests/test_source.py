@@ -152,6 +152,11 @@ def test_repository_is_fetched_without_what_serving_does_not_need(tmp_path: Path
 
 
 @pytest.mark.usefixtures("hub")
+def test_empty_revision_is_the_main_branch(tmp_path: Path) -> None:
+    assert find("org/llama", tmp_path, revision="") == find("org/llama", tmp_path, revision="main")
+
+
+@pytest.mark.usefixtures("hub")
 def test_repository_in_the_cache_is_found_without_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = find("org/llama", tmp_path)
     use_endpoint(monkeypatch, "http://127.0.0.1:9")

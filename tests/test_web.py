@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import select
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -307,8 +308,9 @@ class TestLeaving:
 
 def wait_for_room(server: ServerProcess, places: int) -> None:
     """Until requests that were left have given their places back."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while server.complete("t17", n=places, max_tokens=1).status != 200:
-        pass
+        assert time.monotonic() < deadline, "places were not given back"
 
 
 def wait_readable(clients: list[Client], count: int) -> list[Client]:

@@ -16,6 +16,8 @@ from enum import StrEnum
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from prometheus_client import Counter
+
 from levserve.engine.stream import TokenStream
 from levserve.errors import Overloaded, Unavailable
 from levserve.metrics import Metrics
@@ -78,9 +80,10 @@ class Reservation:
     One place is one sequence. Releasing twice is harmless.
     """
 
-    def __init__(self, places: threading.Semaphore, limit: int) -> None:
+    def __init__(self, places: threading.Semaphore, limit: int, refusals: Counter) -> None:
         self._places = places
         self._limit = limit
+        self._refusals = refusals
         self._held = 0
         self.grow_to(1)
 
@@ -90,6 +93,7 @@ class Reservation:
         while self._held < count:
             if not self._places.acquire(blocking=False):
                 self._release_down_to(before)
+                self._refusals.inc()
                 raise Overloaded(
                     f"The server is at its limit of {self._limit} requests; please try again.", retry_after_seconds=1.0
                 )
@@ -148,11 +152,7 @@ class Engine:
     def reserve(self) -> Reservation:
         """Takes one place, or raises `Overloaded` or `Unavailable` at once."""
         self._require_ready()
-        try:
-            return Reservation(self._places, self.max_inflight)
-        except Overloaded:
-            self.metrics.refused.labels("queue_full").inc()
-            raise
+        return Reservation(self._places, self.max_inflight, self.metrics.refused.labels("queue_full"))
 
     def submit(self, requests: Sequence[GenerationRequest]) -> TokenStream:
         """Hands the sequences of one HTTP request to the device thread.

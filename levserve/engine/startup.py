@@ -20,6 +20,7 @@ from levserve.engine.engine import Engine, ServedModel
 from levserve.errors import StartupError
 from levserve.metrics import Metrics
 from levserve.schedule.pages import PagePool
+from levserve.schedule.request import GenerationRequest, Sampling
 from levserve.schedule.scheduler import Budget, Scheduler
 
 if TYPE_CHECKING:
@@ -71,6 +72,18 @@ def _device_main(settings: Settings, engine: Engine, rows: int) -> None:
         os._exit(DEVICE_FAULT)
 
 
+def dry_run(settings: Settings, *, num_threads: int) -> None:
+    """Loads, compiles and generates one token, then prints the memory plan; raises `StartupError` if anything cannot be."""
+    loaded = load(settings, Metrics(), rows=settings.max_running, report=lambda progress: log.info("%s", progress))
+    prompt = loaded.model.tokenizer.encode("Hello") or [0]
+    loaded.scheduler.add(GenerationRequest("dry-run", tuple(prompt), 1, Sampling(temperature=0.0)))
+    flight = loaded.runner.dispatch(loaded.scheduler.plan())
+    (progress,) = loaded.scheduler.commit(flight.plan, *loaded.runner.read(flight))
+    print(f"model       {loaded.model.name}: one token generated, {progress.batch.tokens or 'a stop token'}")
+    print("\n".join(loaded.sizes.describe()))
+    print(f"threads     {num_threads} for HTTP, 1 for the device")
+
+
 def serve(engine: Engine, loaded: Loaded) -> None:
     """Publishes the model and runs the device loop until it is stopped."""
     from levserve.engine.loop import DeviceLoop
@@ -95,6 +108,7 @@ def load(settings: Settings, metrics: Metrics, *, rows: int, report: Callable[[s
     from levserve.engine.sizing import Machine, free_memory, plan_sizes
     from levserve.model import cache
     from levserve.model.decoder import Decoder
+    from levserve.text.chat import check_template
     from levserve.text.tokenizer import load_tokenizer
     from levserve.weights.load import load_arrays, read_config
 
@@ -103,6 +117,7 @@ def load(settings: Settings, metrics: Metrics, *, rows: int, report: Callable[[s
     report("loading the tokenizer")
     tokenizer = load_tokenizer(Path(settings.tokenizer) if settings.tokenizer else files.path, chat_template=_chat_template(settings))
     config = read_config(files.path)
+    check_template(tokenizer)
     dtype = jnp.dtype(jnp.float32 if settings.dtype == "float32" else jnp.bfloat16)
     arrays = load_arrays(files.path, config, dtype, report=report)
     weight_bytes = sum(array.nbytes for array in arrays.values())

@@ -37,7 +37,8 @@ def attend(q: jax.Array, pool: jax.Array, table: jax.Array, positions: jax.Array
     def mix_block(index: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         mixed, top, total = carry
         pages = lax.dynamic_slice_in_dim(table, index * block, block, axis=1)
-        entries = from_storage(pool.at[pages].get(mode="promise_in_bounds", wrap_negative_indices=False))  # [row, block, 2, kv_head, page_size, head_size]
+        stored = pool.at[pages].get(mode="promise_in_bounds", wrap_negative_indices=False)
+        entries = from_storage(stored)  # [row, block, 2, kv_head, page_size, head_size]
         keys, values = entries.transpose(2, 0, 3, 1, 4, 5).reshape(2, rows, kv_heads, width, size)
         scores = jnp.einsum("rkmd,rktd->rkmt", q, keys, preferred_element_type=jnp.float32)
         at = index * width + jnp.arange(width, dtype=jnp.int32)[None, None, None]

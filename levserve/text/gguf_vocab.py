@@ -1,13 +1,10 @@
 """Builds a tokenizer from the vocabulary inside a GGUF file.
 
-Called once while loading. The `gguf` package's reader makes array views of every string (4.7 s for the 98,000 strings of the
-bundled model, where this takes a tenth of a second), so the metadata is read here.
+Called once while loading.
 """
 
 from __future__ import annotations
 
-import mmap
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
@@ -17,10 +14,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from levserve.errors import StartupError
-
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_STRING, _ARRAY = 8, 9
-_LENGTH = struct.Struct("<Q")
+from levserve.gguf_header import read_header
 
 # llama.cpp ends at these by name as well: many files name only one of the tokens their model ends with.
 _END_TOKENS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|endoftext|>", "<|end_of_text|>")
@@ -59,7 +53,7 @@ class GGUFVocabulary:
 
 
 def read_vocabulary(path: Path) -> GGUFVocabulary:
-    metadata = read_metadata(path)
+    metadata = read_header(path).metadata
     kind = metadata.get("tokenizer.ggml.model")
     if kind != "gpt2":
         raise StartupError(f"{path}: GGUF vocabulary {kind!r} is not supported (only 'gpt2' is); give the model's own with --tokenizer")
@@ -71,50 +65,6 @@ def read_vocabulary(path: Path) -> GGUFVocabulary:
         return _build_vocabulary(metadata, splitting)
     except Exception as error:  # tokenizers raises bare Exception for a vocabulary that its merges do not fit
         raise StartupError(f"{path}: the vocabulary in this file cannot be used: {error!r}") from error
-
-
-def read_metadata(path: Path) -> dict[str, Any]:
-    """All key-value pairs of a GGUF file: numbers, strings, and lists of them."""
-    try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _Header(data).read()
-    except (OSError, ValueError, KeyError, struct.error) as error:
-        raise StartupError(f"{path}: not a GGUF file that can be read: {error}") from error
-
-
-class _Header:
-    """Reads the header of a GGUF file from front to back."""
-
-    def __init__(self, data: mmap.mmap) -> None:
-        self._data = data
-        self._offset = 0
-
-    def read(self) -> dict[str, Any]:
-        magic, version, _, num_pairs = self._unpack("4sIQQ")
-        if magic != b"GGUF" or version not in (2, 3):  # a big-endian file has a huge version
-            raise ValueError(f"starts with {magic!r}, version {version}")
-        return {self._string(): self._value(self._unpack("I")[0]) for _ in range(num_pairs)}
-
-    def _value(self, kind: int) -> Any:
-        if kind == _STRING:
-            return self._string()
-        if kind != _ARRAY:
-            return self._unpack(_SCALARS[kind])[0]
-        kind, length = self._unpack("IQ")
-        if kind in _SCALARS:
-            return list(self._unpack(f"{length}{_SCALARS[kind]}"))
-        return [self._string() if kind == _STRING else self._value(kind) for _ in range(length)]
-
-    def _string(self) -> str:
-        (length,) = _LENGTH.unpack_from(self._data, self._offset)
-        start = self._offset + _LENGTH.size
-        self._offset = start + length
-        return str(self._data[start : self._offset], "utf-8")
-
-    def _unpack(self, layout: str) -> tuple[Any, ...]:
-        values = struct.unpack_from("<" + layout, self._data, self._offset)
-        self._offset += struct.calcsize("<" + layout)
-        return values
 
 
 def _build_vocabulary(metadata: Mapping[str, Any], splitting: _Splitting) -> GGUFVocabulary:

@@ -1,0 +1,82 @@
+"""Typed reading of a checkpoint's own description, where a wrong value is an error that names its key.
+
+Used by the two config readers. A key that is absent takes the default; a key that is null counts as absent, except where
+`has` is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from levserve.errors import StartupError
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """The keys of one description; `source` is the file, for messages."""
+
+    source: str
+    values: Mapping[str, object]
+
+    def has(self, key: str) -> bool:
+        return key in self.values
+
+    def get(self, key: str) -> object:
+        return self.values.get(key)
+
+    def integer(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
+        value = self._value(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise self.wrong(key, f"a whole number from {minimum} up")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self._value(key, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+            raise self.wrong(key, "a number above 0")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self._value(key, default)
+        if not isinstance(value, bool):
+            raise self.wrong(key, "true or false")
+        return value
+
+    def mapping(self, key: str) -> Fields:
+        """The object under `key`, which messages about its own keys name too; empty when there is none."""
+        value = self.values.get(key)
+        if value is None:
+            return Fields(f"{self.source}: {key}", {})
+        if not isinstance(value, Mapping):
+            raise self.wrong(key, "an object")
+        return Fields(f"{self.source}: {key}", value)
+
+    def require(self, allowed: Mapping[str, tuple[object, ...]]) -> None:
+        """Refuses every present key of `allowed` whose value is not one of those given there."""
+        for key, values in allowed.items():
+            if key in self.values and self.values[key] not in values:
+                raise self.refused(key)
+
+    def require_known(self, known: Iterable[str]) -> None:
+        """Refuses any key that is not in `known`."""
+        for key in sorted(set(self.values) - set(known)):
+            raise self.refused(key)
+
+    def refused(self, key: str) -> StartupError:
+        return StartupError(f"{self.source}: {key} = {_short(self.values.get(key))} is not supported")
+
+    def wrong(self, key: str, expected: str) -> StartupError:
+        if self.values.get(key) is None:
+            return StartupError(f"{self.source}: {key} is missing; expected {expected}")
+        return StartupError(f"{self.source}: {key} = {_short(self.values[key])} is not {expected}")
+
+    def _value(self, key: str, default: object) -> object:
+        value = self.values.get(key)
+        return default if value is None else value
+
+
+def _short(value: object) -> str:
+    """A value fit for one line of a message."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 120 else text[:117] + "..."

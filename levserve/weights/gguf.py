@@ -1,0 +1,79 @@
+"""Reads the tensors of a GGUF file, decoding its quantised blocks.
+
+Called by the loader. llama.cpp rotates neighbouring pairs of a head where Hugging Face rotates one half with the other, so
+its converter interleaves the q and k rows of the llama architecture; here they get Hugging Face's order back.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+from gguf import GGMLQuantizationType as Kind
+from gguf.constants import GGML_QUANT_SIZES
+from gguf.quants import dequantize
+from numpy.typing import NDArray
+
+from levserve.errors import StartupError
+from levserve.gguf_header import TensorEntry, read_header
+from levserve.weights.stored import StoredTensor
+
+# Q5_0 and Q5_1 are what llama.cpp falls back to in a Q4_K or Q5_K file where rows are not a multiple of 256.
+KINDS = (Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K)
+INTERLEAVED_ARCHITECTURE = "llama"
+INTERLEAVED_NAME = re.compile(r"blk\.\d+\.attn_[qk]\.(weight|bias)")
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFTensor:
+    """A tensor in a mapped GGUF file; `interleaved_head` is the head size where rows are in llama.cpp's rotary order."""
+
+    entry: TensorEntry
+    interleaved_head: int | None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.entry.shape
+
+    def read(self, start: int, stop: int) -> NDArray[np.generic]:
+        rows = self.entry.data.reshape(self.shape[0], -1)  # [row, byte]
+        if self.interleaved_head is None:
+            packed = rows[start:stop]
+        else:
+            packed = rows[interleaved_rows(np.arange(start, stop), self.interleaved_head)]
+        return _decode(packed.reshape(-1), self.entry.kind).reshape(stop - start, *self.shape[1:])
+
+
+def read_tensors(path: Path, head_dim: int) -> Iterator[tuple[str, StoredTensor]]:
+    """Every tensor of the file, in file order."""
+    header = read_header(path)
+    is_interleaved = header.metadata.get("general.architecture") == INTERLEAVED_ARCHITECTURE
+    for name, entry in header.tensors.items():
+        _check_entry(path, name, entry)
+        yield name, GGUFTensor(entry, head_dim if is_interleaved and INTERLEAVED_NAME.fullmatch(name) else None)
+
+
+def interleaved_rows(rows: NDArray[np.int64], head_dim: int) -> NDArray[np.int64]:
+    """Where llama.cpp keeps these rows of Hugging Face's order: row (half, pair) of a head lies at (pair, half)."""
+    head, row = np.divmod(rows, head_dim)
+    half, pair = np.divmod(row, head_dim // 2)
+    return np.asarray(head * head_dim + pair * 2 + half)
+
+
+def _check_entry(path: Path, name: str, entry: TensorEntry) -> None:
+    if entry.kind not in KINDS:
+        raise StartupError(f"{path}: {name} is stored as {entry.kind.name}; supported are {', '.join(kind.name for kind in KINDS)}")
+    row_size = int(np.prod(entry.shape[1:], dtype=np.int64))
+    if row_size % GGML_QUANT_SIZES[entry.kind][0]:
+        raise StartupError(f"{path}: {name} has rows of {row_size}, which {entry.kind.name} cannot store")
+
+
+def _decode(packed: NDArray[np.uint8], kind: Kind) -> NDArray[np.generic]:
+    if kind is Kind.BF16:
+        return packed.view(ml_dtypes.bfloat16)
+    # The package works through 16 rows at a time; as a single row, a piece of ours is decoded by one set of numpy calls.
+    return dequantize(packed.reshape(1, -1), kind)

@@ -1,0 +1,36 @@
+"""Says how far a long read or download is, in short sentences that do not flood a log.
+
+Used by the fetchers and the loader. Callers may be on any one thread; a `Progress` is not shared.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+INTERVAL_SECONDS = 1.0  # a first start takes a minute: enough to show life, few enough lines for a journal
+
+
+class Progress:
+    """Reports `what` with a percentage, at most once an interval and only when the percentage grew."""
+
+    def __init__(self, what: str, total: int, report: Callable[[str], None], *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._what = what
+        self._total = total
+        self._report = report
+        self._clock = clock
+        self._done = 0
+        self._last_percent = 0
+        self._last_time = clock()
+
+    def advance(self, amount: int) -> None:
+        self.reach(self._done + amount)
+
+    def reach(self, done: int) -> None:
+        """Sets how much is done; a value past the total counts as the total."""
+        self._done = max(self._done, min(done, self._total))
+        percent = 100 * self._done // max(self._total, 1)
+        now = self._clock()
+        if percent > self._last_percent and now - self._last_time >= INTERVAL_SECONDS:
+            self._last_percent, self._last_time = percent, now
+            self._report(f"{self._what} {percent} %")

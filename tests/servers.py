@@ -1,0 +1,101 @@
+"""Real levserve processes for tests: started as a user starts them, found by what they print, ended by a signal."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.engines import cache_folder
+
+READY_SECONDS = 300
+
+
+@dataclass
+class Reply:
+    status: int
+    headers: dict[str, str]
+    body: Any
+
+
+@dataclass
+class Server:
+    """A running levserve; `lines` is what it has said so far."""
+
+    process: subprocess.Popen[str]
+    url: str = ""
+    lines: list[str] = field(default_factory=list)
+
+    def call(self, path: str, body: object = None) -> Reply:
+        """One request with the standard library, whatever the status."""
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=120) as response:
+                return Reply(response.status, dict(response.headers), _parse(response.read()))
+        except urllib.error.HTTPError as error:
+            with error:
+                return Reply(error.code, dict(error.headers), _parse(error.read()))
+
+    def metric(self, name: str, **labels: str) -> float:
+        """A sample of a fresh scrape; 0 where it has not been counted yet."""
+        with urllib.request.urlopen(self.url + "/metrics", timeout=10) as response:
+            families = text_string_to_metric_families(response.read().decode())
+        samples = [sample for family in families for sample in family.samples]
+        return next((sample.value for sample in samples if sample.name == f"levserve_{name}" and sample.labels == labels), 0.0)
+
+    def end(self, how: signal.Signals = signal.SIGTERM) -> int:
+        """Sends a signal and waits for the exit code."""
+        self.process.send_signal(how)
+        return self.process.wait(timeout=60)
+
+
+@contextmanager
+def running_server(*flags: str) -> Iterator[Server]:
+    """Starts `levserve` on a free port and waits until it says it is ready; kills it afterwards if nothing else did."""
+    command = [sys.executable, "-m", "levserve.cli", "--port", "0", "--cache-dir", str(cache_folder()), *flags]
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("LEVSERVE_")}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environ)
+    server = Server(process)
+    is_ready = threading.Event()
+
+    def listen() -> None:
+        assert process.stderr is not None
+        for line in process.stderr:
+            server.lines.append(line.rstrip())
+            if found := re.search(r"ready: .* on (http://\S+);", line):
+                server.url = found[1]
+                is_ready.set()
+        is_ready.set()  # it has ended
+
+    listener = threading.Thread(target=listen)
+    listener.start()
+    try:
+        is_ready.wait(READY_SECONDS)
+        assert server.url, "\n".join(["levserve did not become ready:", *server.lines])
+        yield server
+    finally:
+        process.kill()
+        process.wait()
+        listener.join()
+        assert process.stderr is not None
+        process.stderr.close()
+
+
+def _parse(body: bytes) -> Any:
+    try:
+        return json.loads(body)
+    except ValueError:
+        return body.decode()

@@ -1,0 +1,40 @@
+"""The README is the front door: what it says about settings, endpoints and commands is what there is."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from levserve.config import settings_table
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_settings_table_is_the_settings() -> None:
+    shown = re.search(r"<!-- settings -->\n(.*?)\n<!-- /settings -->", README, re.DOTALL)
+    assert shown is not None
+    assert shown[1].strip() == settings_table().strip()
+
+
+def test_every_endpoint_it_names_exists_and_every_endpoint_is_named() -> None:
+    from levserve.config import parse_settings
+    from levserve.engine.engine import Engine
+    from levserve.metrics import Metrics
+    from levserve.web.app import create_app
+    from levserve.web.watcher import Watcher
+
+    watcher = Watcher()
+    try:
+        app = create_app(Engine(max_inflight=1, metrics=Metrics()), parse_settings([], {}), watcher)
+    finally:
+        watcher.stop()
+    routes = {re.sub(r"<.*?>", "{id}", rule.rule) for rule in app.url_map.iter_rules() if rule.endpoint != "static"}
+    named = set(re.findall(r"/(?:v1/[a-z/{}]+|healthz|readyz|metrics)", README.split("## Endpoints")[1].split("## Configuration")[0]))
+    assert named - {"/v1/models"} <= routes | {"/v1/models/{id}"}
+    assert routes - {"/", "/health"} <= named
+
+
+def test_ci_runs_the_readmes_test_command() -> None:
+    assert "README.md" in (ROOT / ".ci" / "run").read_text()
+    assert len(re.findall(r"pytest$", README, re.MULTILINE)) == 1
