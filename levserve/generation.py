@@ -24,12 +24,17 @@ class ClientGone(ServeError):
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one choice gained: text that may be shown, the tokens behind it, and on the last delta why it ended."""
+    """What one choice gained: text that may be shown, the tokens behind it, and on the last delta why it ended.
+
+    `offsets` says for each token how many characters of the choice's text come before it. Text that is held back lags behind
+    its tokens.
+    """
 
     text: str
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     finish: FinishReason | None = None
+    offsets: tuple[int, ...] = ()
 
 
 class Choice:
@@ -41,24 +46,29 @@ class Choice:
         self.num_tokens = 0
         self.num_cached = 0
         self.finish: FinishReason | None = None
+        self._num_chars = 0
 
     def add(self, batch: TokenBatch) -> Delta:
         """Takes a batch; after a stop string was found, later batches add nothing."""
         if self.finish is not None:
             return Delta("")
         self.num_cached = max(self.num_cached, batch.num_cached)
-        text, used = "", 0
+        text = ""
+        offsets = []
         for token in batch.tokens:  # one at a time: the token that completes a stop string is the last one counted
-            text += self._stops.add(self._detokenizer.add((token,)))
-            used += 1
+            offsets.append(self._num_chars)
+            piece = self._detokenizer.add((token,))
+            self._num_chars += len(piece)
+            text += self._stops.add(piece)
             if self._stops.is_matched:
                 self.finish = FinishReason.STOP
                 break
+        used = len(offsets)
+        self.num_tokens += used
         if self.finish is None and batch.finish is not None:
             text += self._stops.add(self._detokenizer.flush()) + self._stops.flush()
             self.finish = FinishReason.STOP if self._stops.is_matched else self._end(batch.finish)
-        self.num_tokens += used
-        return Delta(text, batch.tokens[:used], batch.logprobs[:used], self.finish)
+        return Delta(text, batch.tokens[:used], batch.logprobs[:used], self.finish, tuple(offsets))
 
     def _end(self, finish: FinishReason) -> FinishReason:
         """Turns an end that is nobody's answer into an error; a deadline with tokens ends with what it has."""

@@ -2,8 +2,8 @@
 
 Greedy, token k is followed by k + 1; at any temperature above 0 by k + 1 + seed % 5. Some tokens in a prompt are orders:
 t3 gives one token and waits for the drain before it goes on; t4 gives none and waits for ever; t5 kills the device; t6
-gives one token and waits for ever; each t7 counts as found in the prefix cache. Run as a program this is a whole server
-around that thread, which prints what it does as one JSON line each on stdout.
+gives one token and waits for ever; each t7 counts as found in the prefix cache; t8 is lost and never answered. Run as a
+program this is a whole server around that thread, which prints what it does as one JSON line each on stdout.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from levserve.schedule.request import FinishReason, GenerationRequest, TokenBatc
 from levserve.text.tokenizer import Tokenizer
 
 GOLDEN = Path(__file__).parent / "golden" / "llama"
-WAIT_FOR_DRAIN, WAIT, DIE, WAIT_AFTER_ONE, CACHED = 3, 4, 5, 6, 7
+WAIT_FOR_DRAIN, WAIT, DIE, WAIT_AFTER_ONE, CACHED, LOSE = 3, 4, 5, 6, 7, 8
 MAX_SEQ_LEN = 64
 MODEL = "toy"
 # The assistant's turn begins with t9, so a greedy answer is t10 t11 t12 ...
@@ -114,7 +114,8 @@ class FakeDevice(threading.Thread):
             return True
         match message:
             case Submit(request):
-                self._rows[request.request_id] = Row(message)
+                if LOSE not in request.prompt:
+                    self._rows[request.request_id] = Row(message)
                 self.tell("submit", request.request_id)
             case Cancel(request_id) if request_id in self._rows:
                 self.tell("cancel", request_id)

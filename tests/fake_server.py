@@ -52,6 +52,11 @@ class Lines:
         while not self._queue.empty():
             self._queue.get()
 
+    def wait_end(self) -> None:
+        """Until every process that could write here has ended."""
+        self._thread.join(PATIENCE_SECONDS)
+        assert not self._thread.is_alive()
+
     def close(self) -> None:
         self._thread.join()
         self._pipe.close()
@@ -160,6 +165,10 @@ class ServerProcess:
 
     def send_signal(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
+
+    def wait_end(self) -> None:
+        """Until the worker has ended too."""
+        self._events.wait_end()
 
     def wait_exit(self) -> int:
         return self._process.wait(timeout=PATIENCE_SECONDS)

@@ -1,0 +1,59 @@
+"""The command `levserve`: reads the settings, looks for early mistakes, and serves.
+
+Runs on the main thread of the process that becomes gunicorn's arbiter, so it imports nothing of jax.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections.abc import Sequence
+
+from levserve.config import Settings, parse_settings
+from levserve.engine.engine import Engine
+from levserve.errors import StartupError
+from levserve.server import num_threads, resolve_rows, serve
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code; a mistake of the user's is one line on stderr."""
+    settings = parse_settings(argv)
+    try:
+        return _run(settings)
+    except StartupError as error:
+        print(f"levserve: error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130  # as a shell says it: ended by SIGINT
+
+
+def _run(settings: Settings) -> int:
+    from levserve.weights.source import check_model
+
+    start_logging(settings.log_level)
+    check_model(settings.model)
+    settings = resolve_rows(settings)
+    if settings.dry_run:
+        from levserve.engine.startup import dry_run
+
+        dry_run(settings, num_threads=num_threads(settings))
+        return 0
+    serve(settings, _start_device)
+
+
+def start_logging(level: str) -> None:
+    """Plain lines on stderr; other libraries speak up only when something is wrong."""
+    logging.basicConfig(format="%(asctime)s %(levelname)-7s %(message)s", stream=sys.stderr)
+    logging.getLogger("levserve").setLevel(level.upper())
+
+
+def _start_device(settings: Settings, engine: Engine) -> threading.Thread:
+    """Called in the worker: jax must not be touched before the fork."""
+    from levserve.engine.startup import start_device_thread
+
+    return start_device_thread(settings, engine, rows=settings.max_running)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,48 @@
+"""What operators ask: is it alive, is it ready, how is it doing. Answers from HTTP threads without touching the device."""
+
+from __future__ import annotations
+
+import msgspec
+from flask import Blueprint, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from levserve import __version__
+from levserve.engine.engine import Engine, Phase
+
+STALE_SECONDS = 30.0  # the device thread beats every second; a round that takes this long is stuck
+
+ENDPOINTS = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/healthz", "/readyz", "/metrics")
+
+
+def ops_routes(engine: Engine) -> Blueprint:
+    routes = Blueprint("ops", __name__)
+
+    @routes.get("/healthz")
+    @routes.get("/health")
+    def show_health() -> Response:
+        """Red when only a restart can help: the device thread has failed or hangs."""
+        if engine.phase is Phase.FAILED:
+            return json_response({"status": "failed"}, 503)
+        # Loading compiles programs, and one compile may take longer than the limit.
+        if engine.phase is not Phase.LOADING and engine.heartbeat_age() > STALE_SECONDS:
+            return json_response({"status": "stalled"}, 503)
+        return json_response({"status": "ok"})
+
+    @routes.get("/readyz")
+    def show_readiness() -> Response:
+        status = 200 if engine.phase is Phase.READY else 503
+        return json_response({"status": engine.phase, "progress": engine.progress}, status)
+
+    @routes.get("/metrics")
+    def show_metrics() -> Response:
+        return Response(engine.metrics.render(), content_type=CONTENT_TYPE_LATEST)
+
+    @routes.get("/")
+    def show_endpoints() -> Response:
+        return json_response({"name": "levserve", "version": __version__, "endpoints": ENDPOINTS})
+
+    return routes
+
+
+def json_response(content: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(content), status, content_type="application/json")

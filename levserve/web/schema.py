@@ -1,0 +1,239 @@
+"""What clients may ask for: the bodies of the OpenAI endpoints, field by field.
+
+Decoding makes a record that cannot be wrong by itself; what needs the model (its vocabulary, its context) is checked in
+`submission.py`. Any field may be null, which is the same as leaving it out. Fields that nobody declared here are accepted
+and unread, as are metadata, store, service_tier, safety_identifier, prompt_cache_key, prompt_cache_options, verbosity,
+moderation, parallel_tool_calls and prediction; a known field that we cannot honour is refused by name when it asks for
+something.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any
+
+from msgspec import Meta, Struct, defstruct
+
+from levserve.errors import BadRequest
+from levserve.web.decode import unsupported
+
+MAX_STOPS = 16
+MAX_LOGPROBS = 20  # the sampler's widest top list
+ROLES = ("developer", "system", "user", "assistant", "tool", "function")
+
+Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]  # beyond any context; the bound keeps sums inside an int32
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+StopString = Annotated[str, Meta(min_length=1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+
+# Known fields that we cannot honour yet, each with the values that ask for nothing.
+UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
+    "allowed_token_ids": (),
+    "audio": (),
+    "bad_words": ([],),
+    "chat_template": (),
+    "documents": ([],),
+    "echo": (False,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "guided_choice": ([],),
+    "guided_grammar": ("",),
+    "guided_json": (),
+    "guided_regex": ("",),
+    "length_penalty": (1,),
+    "modalities": (["text"], []),
+    "priority": (0,),
+    "prompt_logprobs": (),
+    "reasoning_effort": ("none",),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "web_search_options": (),
+}
+UNSUPPORTED_IN_MESSAGE: Mapping[str, tuple[object, ...]] = {"audio": (), "function_call": (), "refusal": ("",), "tool_calls": ([],)}
+
+if TYPE_CHECKING:
+    Refused = Struct
+    RefusedInMessage = Struct
+else:  # the tables declare these fields, so that each is named once
+    Refused = defstruct("Refused", [(name, Any, None) for name in UNSUPPORTED], frozen=True, kw_only=True)
+    RefusedInMessage = defstruct("RefusedInMessage", [(name, Any, None) for name in UNSUPPORTED_IN_MESSAGE], frozen=True, kw_only=True)
+
+
+class StreamOptions(Struct, frozen=True):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class GenerationBody(Refused, frozen=True, kw_only=True):
+    """What both endpoints take: how many tokens, how they are drawn, where they stop."""
+
+    model: str
+    max_tokens: Count | None = None
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+    logit_bias: Annotated[dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=300)] | None = None
+
+    stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOPS)] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    skip_special_tokens: bool | None = None
+
+    def __post_init__(self) -> None:
+        _refuse_unsupported(self, UNSUPPORTED)
+        if self.stream_options and not self.stream:
+            raise BadRequest("'stream_options' is only allowed when 'stream' is true.", param="stream_options")
+        if self.stream_options and self.stream_options.include_obfuscation:
+            raise unsupported("stream_options.include_obfuscation")
+
+    @property
+    def max_length(self) -> int | None:
+        """The most tokens to generate; None goes to the end of the context."""
+        return self.max_tokens
+
+    @property
+    def num_choices(self) -> int:
+        """Choices for each prompt."""
+        return self.n or 1
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def wants_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage is True
+
+
+class CompletionBody(GenerationBody, frozen=True, kw_only=True):
+    """The body of /v1/completions."""
+
+    prompt: str | list[str | int | list[int]]
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    best_of: int | None = None
+    add_special_tokens: bool | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.best_of not in (None, self.num_choices):
+            raise BadRequest("'best_of' other than 'n' is not supported by this server.", param="best_of")
+        kinds = {type(item) for item in self.prompt} if isinstance(self.prompt, list) else {str}
+        if len(kinds) != 1:
+            wanted = "a string, or a list that is not empty of strings, of token ids or of lists of token ids"
+            raise BadRequest(f"Invalid type for 'prompt': expected {wanted}.", param="prompt", code="invalid_type")
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Each prompt as text to tokenize or as the tokens themselves."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        tokens = [item for item in self.prompt if isinstance(item, int)]
+        return [tokens] if tokens else [item for item in self.prompt if not isinstance(item, int)]
+
+    @property
+    def max_length(self) -> int | None:
+        return 16 if self.max_tokens is None else self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+
+class Part(Struct, frozen=True):
+    type: str
+    text: str | None = None
+
+
+class Message(RefusedInMessage, frozen=True, kw_only=True):
+    role: str
+    content: str | list[Part] | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
+
+    def check(self, path: str) -> None:
+        _require_choice(self.role, ROLES, f"{path}.role")
+        _refuse_unsupported(self, UNSUPPORTED_IN_MESSAGE, f"{path}.")
+        if self.role == "tool" and self.tool_call_id is None:
+            raise _missing(f"{path}.tool_call_id")
+        if self.content is None and self.role != "assistant":
+            raise _missing(f"{path}.content")
+        if isinstance(self.content, list):
+            for number, part in enumerate(self.content):
+                _require_choice(part.type, ("text",), f"{path}.content[{number}].type")
+                if part.text is None:
+                    raise _missing(f"{path}.content[{number}].text")
+
+    def to_template(self) -> dict[str, str]:
+        """The message as chat templates know it, with its parts joined."""
+        if isinstance(self.content, list):
+            text = "".join(part.text or "" for part in self.content)
+        else:
+            text = self.content or ""
+        fields = {"role": self.role, "content": text, "name": self.name, "tool_call_id": self.tool_call_id}
+        return {name: value for name, value in fields.items() if value is not None}
+
+
+class ChatBody(GenerationBody, frozen=True, kw_only=True):
+    """The body of /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: bool | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for number, message in enumerate(self.messages):
+            message.check(f"messages[{number}]")
+        if self.add_special_tokens:
+            raise unsupported("add_special_tokens")  # the template writes them itself
+        if self.top_logprobs is not None and not self.logprobs:
+            raise BadRequest("'top_logprobs' is only allowed when 'logprobs' is true.", param="top_logprobs")
+        if self.add_generation_prompt and self.continue_final_message:
+            raise BadRequest("'add_generation_prompt' and 'continue_final_message' exclude each other.", param="continue_final_message")
+
+    @property
+    def max_length(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+def _refuse_unsupported(record: Struct, table: Mapping[str, tuple[object, ...]], path: str = "") -> None:
+    for name, harmless in table.items():
+        value = getattr(record, name)
+        if value is not None and value not in harmless:
+            raise unsupported(f"{path}{name}")
+
+
+def _require_choice(value: str, choices: tuple[str, ...], param: str) -> None:
+    if value not in choices:
+        wanted = ", ".join(f"'{choice}'" for choice in choices)
+        raise BadRequest(f"Invalid value for '{param}': '{value[:64]}'. Supported values are: {wanted}.", param=param)
+
+
+def _missing(param: str) -> BadRequest:
+    return BadRequest(f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter")

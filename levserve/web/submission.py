@@ -1,0 +1,125 @@
+"""From a parsed body to the sequences the engine runs: tokenized, checked against the model, seeded.
+
+Called on HTTP threads, before anything reaches the device thread: what leaves here fits the model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from levserve.engine.engine import ServedModel
+from levserve.errors import BadRequest, ContextTooLong, ModelNotFound
+from levserve.schedule.request import GenerationRequest, Sampling
+from levserve.text.chat import render_chat
+from levserve.text.tokenizer import Tokenizer
+from levserve.web.schema import ChatBody, CompletionBody
+
+
+class Seeds:
+    """Gives a seed to each request that brings none: fresh entropy, or a fixed sequence when the operator set a base."""
+
+    def __init__(self, base: int | None) -> None:
+        self._base = base
+        self._numbers = itertools.count()  # `next` on it is one step under the GIL, so HTTP threads may share it
+
+    def draw(self) -> int:
+        if self._base is None:
+            return int.from_bytes(os.urandom(8))
+        return int.from_bytes(hashlib.blake2b(b"%d:%d" % (self._base, next(self._numbers)), digest_size=8).digest())
+
+
+class Submission(NamedTuple):
+    """The tokens of each prompt, and the sequences to run: prompt-major, `n` for each prompt."""
+
+    prompts: list[list[int]]
+    requests: list[GenerationRequest]
+
+
+def prepare(body: ChatBody | CompletionBody, model: ServedModel, seeds: Seeds, engine_id: str, deadline: float | None) -> Submission:
+    """Checks the body against the model and makes its sequences; raises `BadRequest` or `ModelNotFound`."""
+    check_model_name(body.model, model)
+    prompts = _tokenize(body, model.tokenizer)
+    _check_token_ids("logit_bias", body.logit_bias or (), model.tokenizer)
+    _check_token_ids("stop_token_ids", body.stop_token_ids or (), model.tokenizer)
+    limits = [_fit(prompt, body, model) for prompt in prompts]
+    stop_ids = frozenset(body.stop_token_ids or ()) | (frozenset() if body.ignore_eos else model.tokenizer.eos_ids)
+    seed = seeds.draw() if body.seed is None else body.seed
+    samplings = [_sampling(body, seed + choice) for choice in range(body.num_choices)]
+    pairs = itertools.product(zip(prompts, limits, strict=True), samplings)
+    requests = [
+        GenerationRequest(f"{engine_id}-{index}", tuple(prompt), limit, sampling, stop_ids, deadline)
+        for index, ((prompt, limit), sampling) in enumerate(pairs)
+    ]
+    return Submission(prompts, requests)
+
+
+def check_model_name(name: str, model: ServedModel) -> None:
+    if name != model.name:
+        raise ModelNotFound(f"The model '{name[:64]}' does not exist; this server has '{model.name}'.", param="model")
+
+
+def _tokenize(body: ChatBody | CompletionBody, tokenizer: Tokenizer) -> list[list[int]]:
+    if isinstance(body, CompletionBody):
+        return [_encode(prompt, body, tokenizer) for prompt in body.prompts]
+    try:
+        tokens = render_chat(
+            tokenizer,
+            [message.to_template() for message in body.messages],
+            add_generation_prompt=body.add_generation_prompt is not False,
+            continue_final_message=body.continue_final_message is True,
+            template_kwargs=body.chat_template_kwargs,
+        )
+    except RecursionError:
+        raise BadRequest("'chat_template_kwargs' is nested too deeply.", param="chat_template_kwargs") from None
+    return [tokens]
+
+
+def _encode(prompt: str | list[int], body: CompletionBody, tokenizer: Tokenizer) -> list[int]:
+    if isinstance(prompt, str):
+        return tokenizer.encode(prompt, add_special_tokens=body.add_special_tokens is not False)
+    _check_token_ids("prompt", prompt, tokenizer)
+    return prompt
+
+
+def _check_token_ids(param: str, tokens: Sequence[int] | dict[int, float], tokenizer: Tokenizer) -> None:
+    for token in tokens:
+        if not 0 <= token < tokenizer.vocab_size:
+            raise BadRequest(f"'{param}' has the token id {token}; this model's are 0 to {tokenizer.vocab_size - 1}.", param=param)
+
+
+def _fit(prompt: Sequence[int], body: ChatBody | CompletionBody, model: ServedModel) -> int:
+    """The most tokens that may follow this prompt."""
+    param = "prompt" if isinstance(body, CompletionBody) else "messages"
+    if not prompt:
+        raise BadRequest("The prompt has no tokens.", param=param)
+    room = model.max_seq_len - len(prompt)
+    limit = max(room, 1) if body.max_length is None else body.max_length
+    if limit > room:
+        raise ContextTooLong(len(prompt), limit, model.max_seq_len, param=param)
+    if (body.min_tokens or 0) > limit:
+        raise BadRequest(f"'min_tokens' is {body.min_tokens}, but at most {limit} tokens are generated.", param="min_tokens")
+    return limit
+
+
+def _sampling(body: ChatBody | CompletionBody, seed: int) -> Sampling:
+    """The body's words as ours; what was left out keeps the default that changes nothing."""
+    given = {
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "min_p": body.min_p,
+        "presence_penalty": body.presence_penalty,
+        "frequency_penalty": body.frequency_penalty,
+        "repetition_penalty": body.repetition_penalty,
+    }
+    return Sampling(
+        **{name: value for name, value in given.items() if value is not None},
+        top_k=max(body.top_k or 0, 0),
+        logit_bias=tuple((body.logit_bias or {}).items()),
+        min_tokens=body.min_tokens or 0,
+        seed=seed,
+        num_logprobs=body.num_logprobs,
+    )

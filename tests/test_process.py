@@ -1,0 +1,157 @@
+"""The life and death of the server process: start, drain, signals and exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+
+import pytest
+from tests.fake_server import ServerProcess, completion
+
+SMALL = ("--max-running", "2", "--max-waiting", "2")
+
+
+def test_a_drain_lets_running_requests_finish_and_exits_0() -> None:
+    with ServerProcess(*SMALL).wait_ready() as server:
+        streaming = server.start_completion("t3", max_tokens=3, stream=True)
+        events = streaming.stream()
+        first = json.loads(next(events))
+        blocking = server.start_completion("t3", max_tokens=3)
+        server.send_signal(signal.SIGTERM)
+        rest = list(events)
+        assert first["choices"][0]["text"] + "".join(json.loads(event)["choices"][0]["text"] for event in rest[:-1]) == " t4 t5 t6"
+        assert rest[-1] == "[DONE]"
+        reply = blocking.receive()
+        assert (reply.status, reply.json["choices"][0]["text"]) == (200, " t4 t5 t6")
+        streaming.close()
+        blocking.close()
+        assert server.wait_exit() == 0
+
+
+def test_a_drain_refuses_new_work_and_ends_the_rest_at_its_deadline() -> None:
+    with ServerProcess(*SMALL, "--drain-seconds", "1").wait_ready() as server, server.connect() as idle:
+        idle.send("GET", "/readyz")
+        assert idle.receive().status == 200
+        streaming = server.start_completion("t6", stream=True)
+        events = streaming.stream()
+        next(events)
+        blocking = server.start_completion("t4")
+        server.send_signal(signal.SIGTERM)
+        server.wait_event("drain")
+        idle.send("POST", "/v1/completions", completion("t17"))
+        refused = idle.receive()
+        assert (refused.status, refused.headers["retry-after"]) == (503, "10")
+        error, done = events
+        assert json.loads(error)["error"]["type"] == "server_error"
+        assert done == "[DONE]"
+        assert blocking.receive().status == 503
+        streaming.close()
+        blocking.close()
+        assert server.wait_exit() == 0
+
+
+def test_clients_that_keep_their_connections_open_do_not_hold_up_the_exit() -> None:
+    with ServerProcess("--max-running", "8").wait_ready() as server:
+        clients = [server.start_completion("t3", max_tokens=2) for _ in range(8)]
+        server.send_signal(signal.SIGTERM)
+        assert [client.receive().status for client in clients] == [200] * 8
+        assert server.wait_exit() == 0  # 2 s for them all; one after the other would take 16, more than we wait
+        for client in clients:
+            client.close()
+
+
+def test_a_worker_whose_arbiter_is_gone_leaves_even_if_a_thread_is_stuck() -> None:
+    with ServerProcess(*SMALL, "--drain-seconds", "0").wait_ready() as server:
+        client = server.start_completion("t8")
+        server.send_signal(signal.SIGKILL)
+        server.wait_end()
+        client.close()
+
+
+def test_an_interrupt_ends_running_requests_at_once() -> None:
+    with ServerProcess(*SMALL).wait_ready() as server:
+        blocking = server.start_completion("t4")
+        server.send_signal(signal.SIGINT)
+        assert blocking.receive().status == 503
+        blocking.close()
+        assert server.wait_exit() == 0
+
+
+def test_a_server_that_still_loads_says_so_and_leaves_when_told() -> None:
+    with ServerProcess("--served-model-name", "endless") as server:
+        server.log.wait_for(lambda line: "listening on" in line)
+        assert server.ask("GET", "/healthz").status == 200
+        ready = server.ask("GET", "/readyz")
+        assert (ready.status, ready.json) == (503, {"status": "loading", "progress": "starting"})
+        refused = server.complete("t17")
+        assert (refused.status, refused.headers["retry-after"]) == (503, "5")
+        assert server.ask("GET", "/v1/models").status == 503
+        server.send_signal(signal.SIGTERM)
+        assert server.wait_exit() == 0
+
+
+def test_a_device_that_dies_tells_its_clients_and_ends_the_process_with_70() -> None:
+    with ServerProcess(*SMALL).wait_ready() as server:
+        streaming = server.start_completion("t6", stream=True)
+        events = streaming.stream()
+        next(events)
+        assert server.complete("t5").status == 500
+        error, done = events
+        assert json.loads(error)["error"]["type"] == "server_error"
+        assert done == "[DONE]"
+        assert server.wait_exit() == 70
+        streaming.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_worker_that_is_killed_ends_the_server_with_70(number: signal.Signals) -> None:
+    with ServerProcess(*SMALL).wait_ready() as server:
+        os.kill(server.worker_pid, number)
+        assert server.wait_exit() == 70
+
+
+def test_signals_that_would_start_a_second_worker_are_ignored() -> None:
+    with ServerProcess(*SMALL).wait_ready() as server:
+        worker = server.worker_pid
+        for number in (signal.SIGHUP, signal.SIGTTIN, signal.SIGTTOU, signal.SIGUSR2):
+            server.send_signal(number)
+            server.log.wait_for(lambda line: "signal ignored" in line)
+        server.send_signal(signal.SIGWINCH)
+        assert server.complete("t17", max_tokens=1).json["choices"][0]["text"] == " t18"
+        assert server.worker_pid == worker
+
+
+@pytest.mark.parametrize("name, code", [("broken", 2), ("missing", 1)])
+def test_a_model_that_cannot_start_ends_the_server_with_one_line(name: str, code: int) -> None:
+    with ServerProcess("--served-model-name", name) as server:
+        assert server.wait_exit() == code
+    lines = [line for line in server.log.seen if "listening on" not in line]
+    assert lines == [f"levserve: error: the model is {name}"]
+
+
+def test_a_port_in_use_is_one_line_and_exit_code_1() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with ServerProcess("--port", str(port)) as server:
+            assert server.wait_exit() == 1
+    assert server.log.seen == [f"levserve: error: cannot listen on 127.0.0.1:{port}: Address already in use"]
+
+
+def test_a_model_that_is_nowhere_is_found_out_before_anything_starts() -> None:
+    with ServerProcess("--model", "/nowhere/at/all") as server:
+        assert server.wait_exit() == 2
+    (line,) = server.log.seen
+    assert line.startswith("levserve: error: ") and "/nowhere/at/all" in line
+
+
+def test_a_ready_server_shows_a_curl_line_that_works() -> None:
+    with ServerProcess(*SMALL, "--api-key", "secret-key-123").wait_ready() as server:
+        line = server.log.wait_for(lambda line: " curl " in line)
+        command = "curl " + line.partition(" curl ")[2]
+        environ = os.environ | {"LEVSERVE_API_KEY": "secret-key-123"}
+        output = subprocess.run(["bash", "-c", f"{command} -s"], env=environ, capture_output=True, check=True, timeout=15).stdout
+        assert json.loads(output)["choices"][0]["message"]["role"] == "assistant"
+        assert not any("secret-key-123" in line for line in server.log.seen)
