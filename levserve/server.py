@@ -41,6 +41,7 @@ StartDevice = Callable[[Settings, Engine], threading.Thread]
 
 FAULT = 70  # EX_SOFTWARE; systemd restarts on it
 ACCELERATORS = ("/dev/nvidiactl", "/dev/accel0", "/dev/vfio/0")  # NVIDIA's driver, and TPUs
+QUIET_PATHS = ("/health", "/healthz", "/readyz", "/metrics")  # asked every few seconds; logged at debug level
 SPARE_THREADS = 16  # for health, metrics and refusals while every place is taken
 IDLE_CONNECTIONS = 1000
 BACKLOG = 2048
@@ -103,7 +104,7 @@ class Application(BaseApplication):  # type: ignore[misc]
         settings = self._settings
         threads = num_threads(settings)
         for name, value in {
-            "bind": f"{settings.host}:{settings.port}",  # for gunicorn's messages; it is given the open socket
+            "bind": self._url.removeprefix("http://"),  # for gunicorn's messages; it is given the open socket
             "workers": 1,
             "worker_class": Worker,
             "threads": threads,
@@ -280,7 +281,8 @@ class GunicornLog(Logger):  # type: ignore[misc]
         path = ascii(environ["RAW_URI"].partition("?")[0])[1:-1]  # a query may hold secrets, a path control characters
         status = str(resp.status).partition(" ")[0]
         milliseconds = round(request_time.total_seconds() * 1000)
-        log.info("%s %s %s %s %d ms", request_id, environ["REQUEST_METHOD"], path, status, milliseconds)
+        level = logging.DEBUG if path in QUIET_PATHS else logging.INFO
+        log.log(level, "%s %s %s %s %d ms", request_id, environ["REQUEST_METHOD"], path, status, milliseconds)
 
 
 def _url(listener: socket.socket) -> str:

@@ -27,9 +27,10 @@ def draw(logits: jax.Array, positions: jax.Array, rules: Rules, memory: Memory, 
 
 def make_rules(rows: int, **given: object) -> Rules:
     defaults = dict(
-        temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, presence=0.0, frequency=0.0, repetition=1.0, prompt_len=0, num_edits=0
+        temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, presence=0.0, frequency=0.0, repetition=1.0,
+        prompt_len=0, num_edits=0, wants_logprobs=1
     )
-    integers = {"top_k", "prompt_len", "num_edits"}
+    integers = {"top_k", "prompt_len", "num_edits", "wants_logprobs"}
     columns = {
         name: jnp.asarray(np.broadcast_to(given.get(name, value), rows), jnp.int32 if name in integers else jnp.float32)
         for name, value in defaults.items()

@@ -19,7 +19,7 @@ def plan(*flags: str, backend: str = "cpu", free: int = 8 * GIB, rows: int = 32,
 def test_a_cpu_gets_a_long_chat_per_row_and_the_models_whole_context() -> None:
     sizes = plan()
     assert (sizes.num_pages, sizes.max_seq_len, sizes.table_width) == (1024, 8192, 256)
-    assert sizes.row_sizes == (4, 8, 16, 32) and sizes.chunk_sizes == (16, 32, 64, 128, 256)
+    assert sizes.row_sizes == (4, 8, 16, 32) and sizes.chunk_sizes == (32, 64, 128)
 
 
 def test_little_memory_shortens_the_context_nobody_asked_for() -> None:
@@ -37,7 +37,7 @@ def test_one_row_is_decoded_as_two() -> None:
 
 
 def test_chunks_are_no_longer_than_the_context() -> None:
-    assert plan("--max-seq-len", "100").chunk_sizes == (16, 32, 64, 100)
+    assert plan("--max-seq-len", "100").chunk_sizes == (32, 64, 100)
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ def unpack(packed: jax.Array, table_width: int) -> RoundInput:
 
     fields = Rules._fields
     seed = lax.bitcast_convert_type(packed[:, NUM_COLUMNS - 2 : NUM_COLUMNS], jnp.uint32)
-    integers = {"top_k", "prompt_len", "num_edits"}
+    integers = {"top_k", "prompt_len", "num_edits", "wants_logprobs"}
     values = {
         name: packed[:, RULES + column] if name in integers else floats(column) for column, name in enumerate(fields) if name != "seed"
     }
@@ -154,7 +154,7 @@ def _pack_rules(request: GenerationRequest) -> Ints:
     # In the order of `Rules`; a seed of 64 bits fills its two columns.
     return np.frombuffer(
         struct.pack(
-            "=fifffffiiQ",
+            "=fifffffiiiQ",
             sampling.temperature,
             sampling.top_k,
             sampling.top_p,
@@ -164,6 +164,7 @@ def _pack_rules(request: GenerationRequest) -> Ints:
             sampling.repetition_penalty,
             len(request.prompt),
             _num_edits(request),
+            sampling.num_logprobs is not None,
             sampling.seed % 2**64,
         ),
         np.int32,

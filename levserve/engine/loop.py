@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import queue
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 
 from levserve.engine.engine import Cancel, Drain, Engine, Message, Stop, Submit
@@ -75,11 +76,14 @@ class DeviceLoop:
             self._deliver(self._scheduler.end_all(FinishReason.SHUTDOWN))
         try:
             message = self._engine.inbox.get(block=wait, timeout=IDLE_BEAT_SECONDS)
+        except queue.Empty:
+            if wait:
+                self._runner.warm_one()
+            return
+        with suppress(queue.Empty):
             while True:
                 self._handle(message)
                 message = self._engine.inbox.get_nowait()
-        except queue.Empty:
-            return
 
     def _handle(self, message: Message) -> None:
         match message:

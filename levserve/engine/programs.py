@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -56,19 +57,25 @@ class Programs:
         self._sizes = sizes
         self._metrics = metrics
         self._ready: dict[Shape, RoundCall] = {}
+        self._cold: queue.SimpleQueue[Shape] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._background: threading.Thread | None = None
 
     @property
+    def small_shapes(self) -> list[Shape]:
+        """What the first visitors need."""
+        return [Shape(self._sizes.chunk_sizes[0]), Shape(self._sizes.row_sizes[0], Mode.FULL)]
+
+    @property
     def first_shapes(self) -> list[Shape]:
-        """Enough to run anything, and small ones for the first visitors."""
-        rows, chunks = self._sizes.row_sizes, self._sizes.chunk_sizes
-        shapes = [Shape(rows[0], Mode.FULL), Shape(chunks[len(chunks) // 4]), Shape(rows[-1], Mode.FULL), Shape(chunks[-1])]
-        return list(dict.fromkeys(shapes))
+        """What is compiled before the server is ready: the small ones, and the largest, which can run anything."""
+        largest = [Shape(self._sizes.chunk_sizes[-1]), Shape(self._sizes.row_sizes[-1], Mode.FULL)]
+        return list(dict.fromkeys([*self.small_shapes, *largest]))
 
     @property
     def all_shapes(self) -> list[Shape]:
-        decode = [Shape(size, mode) for mode in MODES for size in self._sizes.row_sizes]
+        modes = MODES if self._sizes.has_all_modes else (Mode.FULL,)
+        decode = [Shape(size, mode) for mode in modes for size in self._sizes.row_sizes]
         return [*self.first_shapes, *(shape for shape in [*map(Shape, self._sizes.chunk_sizes), *decode] if shape not in self.first_shapes)]
 
     def compile_first(self, report: Callable[[str], None]) -> None:
@@ -103,19 +110,28 @@ class Programs:
     def is_complete(self) -> bool:
         return len(self._ready) == len(self.all_shapes)
 
+    def next_cold(self) -> Shape | None:
+        """A program that may not have run yet; its first run takes a second longer, better when nobody waits."""
+        try:
+            return self._cold.get_nowait()
+        except queue.Empty:
+            return None
+
+    def get(self, shape: Shape) -> RoundCall:
+        return self._ready[shape]
+
     def prefill(self, num_tokens: int) -> tuple[int, RoundCall]:
         """The smallest ready chunk program that holds `num_tokens`, and its size."""
         fitting = [shape for shape in self._ready.copy() if shape.is_prefill and shape.size >= num_tokens]
         shape = min(fitting)
         return shape.size, self._ready[shape]
 
-    def decode(self, num_rows: int, mode: Mode) -> tuple[int, Mode, RoundCall]:
+    def decode(self, num_rows: int, mode: Mode) -> tuple[int, RoundCall]:
         """The cheapest ready decode program for the rows and mode: fewer rows count more than a simpler mode."""
         able = MODES[MODES.index(mode) :]
         fitting = [shape for shape in self._ready.copy() if shape.mode in able and shape.size >= num_rows]
         shape = min(fitting, key=lambda shape: (shape.size, MODES.index(shape.mode or Mode.FULL)))
-        assert shape.mode is not None
-        return shape.size, shape.mode, self._ready[shape]
+        return shape.size, self._ready[shape]
 
     def set_memory(self) -> Callable[..., Memory]:
         """The program that seats a row with penalties or edits; small, and compiled with the first ones."""
@@ -139,6 +155,8 @@ class Programs:
     def _compile(self, shape: Shape, when: str) -> None:
         start = time.monotonic()
         self._ready[shape] = self.lower(shape).compile()
+        if shape not in self.small_shapes:
+            self._cold.put(shape)
         self._metrics.compiles.labels(when).inc()
         log.debug("compiled %s in %.1f s (%s)", shape, time.monotonic() - start, when)
 

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levserve.engine.batch import SlotTable, edits_for, mode_for, needs_memory
-from levserve.engine.programs import MODES, Programs
+from levserve.engine.programs import MODES, Programs, RoundCall, Shape
 from levserve.engine.rounds import Arrays, Skeleton, State
 from levserve.engine.sizing import Sizes
 from levserve.metrics import Metrics
@@ -50,26 +50,26 @@ class Runner:
         self._set_memory: Callable[..., Memory] | None = None
 
     def warm_up(self, report: Callable[[str], None]) -> float:
-        """Compiles the first programs, runs each once, and returns the measured milliseconds of one prefill token."""
+        """Compiles the first programs, runs the small ones, and returns the measured milliseconds of one prefill token."""
         self.programs.compile_first(report)
         self._set_memory = self.programs.set_memory()
         report("warming up")
-        idle = Sequence(GenerationRequest("", (0,), 1), [0], slot=0, pages=[])
-        token_ms = 0.0
-        for shape in self.programs.first_shapes:
-            start = time.monotonic()
-            if shape.is_prefill:  # no token and no step is active: nothing is written
-                self._dispatch_chunk(Chunk(idle, 0, 0, 0, is_last=True), shape.size).block_until_ready()
-                token_ms = max(token_ms, (time.monotonic() - start) * 1000 / shape.size)
-            else:
-                self._dispatch_rows([Row(idle, 0, 0, 0)] * shape.size).block_until_ready()
-        return token_ms
+        prefill, decode = self.programs.small_shapes
+        for shape in (prefill, decode):
+            self._run_idle(shape)
+        return self._run_idle(prefill) * 1000 / prefill.size
+
+    def warm_one(self) -> None:
+        """Gives one program its first run; for when there is nothing else to do."""
+        shape = self.programs.next_cold()
+        if shape is not None:
+            self._run_idle(shape)
 
     def dispatch(self, plan: RoundPlan) -> Flight:
         """Starts a planned round behind whatever the device is doing."""
         for sequence in plan.admitted:
             self._seat(sequence)
-        chunks = [self._dispatch_chunk(chunk, chunk.count) for chunk in plan.chunks]
+        chunks = [self._dispatch_chunk(chunk) for chunk in plan.chunks]
         rows = self._dispatch_rows(plan.rows) if plan.rows else None
         return Flight(plan, [outputs for chunk, outputs in zip(plan.chunks, chunks) if chunk.is_last], rows)
 
@@ -93,18 +93,28 @@ class Runner:
         memory = self._set_memory(self._state.memory, np.int32(sequence.slot or 0), history, edits.ids, edits.values, edits.until)
         self._state = self._state._replace(memory=memory)
 
-    def _dispatch_chunk(self, chunk: Chunk, num_tokens: int) -> jax.Array:
-        size, program = self.programs.prefill(num_tokens)
-        self._state, outputs = program(self._leaves, self._state, self._slots.pack_chunk(chunk, size))
-        outputs.copy_to_host_async()
-        return outputs
+    def _dispatch_chunk(self, chunk: Chunk) -> jax.Array:
+        size, program = self.programs.prefill(chunk.count)
+        return self._call(program, self._slots.pack_chunk(chunk, size))
 
     def _dispatch_rows(self, rows: Seq[Row]) -> jax.Array:
         mode = max((mode_for(row.sequence.request) for row in rows), key=MODES.index)
-        size, _, program = self.programs.decode(len(rows), mode)
-        self._state, outputs = program(self._leaves, self._state, self._slots.pack_rows(rows, size))
+        size, program = self.programs.decode(len(rows), mode)
+        return self._call(program, self._slots.pack_rows(rows, size))
+
+    def _call(self, program: RoundCall, packed: npt.NDArray[np.int32]) -> jax.Array:
+        self._state, outputs = program(self._leaves, self._state, packed)
         outputs.copy_to_host_async()
         return outputs
+
+    def _run_idle(self, shape: Shape) -> float:
+        """Runs a program while no sequence has a slot, and returns its seconds; no KV is written."""
+        nobody = Sequence(GenerationRequest("", (0,), 1), [0])
+        chunk = Chunk(nobody, slot=0, start=0, count=0, is_last=True)
+        packed = self._slots.pack_chunk(chunk, shape.size) if shape.is_prefill else self._slots.pack_rows((), shape.size)
+        start = time.monotonic()
+        self._call(self.programs.get(shape), packed).block_until_ready()
+        return time.monotonic() - start
 
 
 def make_state(model: Decoder, sizes: Sizes, storage: jnp.dtype) -> State:

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
     from levserve.engine.runner import Runner
     from levserve.engine.sizing import Sizes
+    from levserve.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -101,26 +103,22 @@ def load(settings: Settings, metrics: Metrics, *, rows: int, report: Callable[[s
     files = find_model(settings.model, revision=settings.revision, cache_path=settings.cache_path, report=report)
     report("importing jax")
     _set_up_jax(settings)
-    import jax
     import jax.numpy as jnp
 
     from levserve.engine.runner import Runner
     from levserve.engine.sizing import Machine, free_memory, plan_sizes
     from levserve.model import cache
     from levserve.model.decoder import Decoder
-    from levserve.text.chat import check_template
-    from levserve.text.tokenizer import load_tokenizer
     from levserve.weights.load import load_arrays, read_config
 
     device = _find_device(settings.device)
     log.info("device: %s", device)
-    report("loading the tokenizer")
-    tokenizer = load_tokenizer(Path(settings.tokenizer) if settings.tokenizer else files.path, chat_template=_chat_template(settings))
+    helper = ThreadPoolExecutor(1, thread_name_prefix="levserve-tokenizer")
+    tokenizer = helper.submit(_load_tokenizer, settings, files.path)  # imports for a second while weights are read and compiled for
+    helper.shutdown(wait=False)
     config = read_config(files.path)
-    check_template(tokenizer)
     dtype = jnp.dtype(jnp.float32 if settings.dtype == "float32" else jnp.bfloat16)
     arrays = load_arrays(files.path, config, dtype, report=report)
-    weight_bytes = sum(array.nbytes for array in arrays.values())
 
     storage = cache.storage_dtype(dtype, device.platform)
     free = free_memory() if device.platform == "cpu" else device.memory_stats()["bytes_limit"] - device.memory_stats()["bytes_in_use"]
@@ -130,7 +128,7 @@ def load(settings: Settings, metrics: Metrics, *, rows: int, report: Callable[[s
         rows=rows,
         max_position=config.max_position,
         page_bytes=cache.page_bytes(config, settings.page_size, storage),
-        weight_bytes=weight_bytes,
+        weight_bytes=sum(array.nbytes for array in arrays.values()),
     )
     for line in sizes.describe():
         log.info("%s", line)
@@ -139,9 +137,17 @@ def load(settings: Settings, metrics: Metrics, *, rows: int, report: Callable[[s
     runner = Runner(model, sizes, storage, metrics)
     prefill_token_ms = runner.warm_up(report)
     scheduler = Scheduler(PagePool(sizes.num_pages, sizes.page_size), _budget(settings, sizes, prefill_token_ms))
-    served = ServedModel(settings.served_model_name or files.name, tokenizer, sizes.max_seq_len, int(time.time()))
-    jax.block_until_ready(jax.tree.leaves(model))
+    served = ServedModel(settings.served_model_name or files.name, tokenizer.result(), sizes.max_seq_len, int(time.time()))
     return Loaded(served, scheduler, runner, sizes)
+
+
+def _load_tokenizer(settings: Settings, path: Path) -> Tokenizer:
+    from levserve.text.chat import check_template
+    from levserve.text.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(Path(settings.tokenizer) if settings.tokenizer else path, chat_template=_chat_template(settings))
+    check_template(tokenizer)
+    return tokenizer
 
 
 def _budget(settings: Settings, sizes: Sizes, prefill_token_ms: float) -> Budget:

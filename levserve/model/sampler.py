@@ -1,8 +1,9 @@
 """Draws one token per row from its logits, on the device, each row by its own rules.
 
-Three modes are compiled separately and the host picks the cheapest that serves every row: greedy, plain (temperature only)
-and full (everything). A row draws the same token in any mode that can serve it, next to any neighbours: the draw is an
-inverse CDF at a number that depends on the request's seed and the position alone. The vocabulary is never sorted.
+Of three modes the host picks the cheapest that serves every row: greedy, plain (temperature only) and full (everything).
+Full mode skips at run time what no row asks for, so a CPU gets by with that one program. A row draws the same token in any
+mode that can serve it, next to any neighbours: the draw is an inverse CDF at a number that depends on the request's seed
+and the position alone. The vocabulary is never sorted.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class Rules(NamedTuple):
     repetition: jax.Array
     prompt_len: jax.Array
     num_edits: jax.Array
+    wants_logprobs: jax.Array
     seed: jax.Array
     """uint32 [row, 2]"""
 
@@ -78,10 +80,7 @@ def sample(logits: jax.Array, positions: jax.Array, rules: Rules, memory: Memory
     assert memory is not None
     edited = _edit(_penalise(logits, positions, rules, memory), positions, rules, memory)
     tokens = _choose(_truncate(edited, rules), positions, rules)
-    total = jax.nn.logsumexp(logits, axis=-1)
-    top, top_ids = lax.top_k(logits, NUM_TOP)
-    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
-    return Drawn(tokens, chosen - total, top_ids.astype(jnp.int32), top - total[:, None])
+    return Drawn(tokens, *_logprobs(logits, tokens, rules))
 
 
 def argmax(logits: jax.Array) -> jax.Array:
@@ -91,14 +90,34 @@ def argmax(logits: jax.Array) -> jax.Array:
     return (best * chunks.shape[-1] + jnp.argmax(_row_of(chunks, best), axis=-1)).astype(jnp.int32)
 
 
+def _logprobs(logits: jax.Array, tokens: jax.Array, rules: Rules) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The model's own log-probabilities: of the tokens [row], and of the likeliest [row, NUM_TOP] with their ids."""
+
+    def compute() -> tuple[jax.Array, jax.Array, jax.Array]:
+        total = jax.nn.logsumexp(logits, axis=-1)
+        top, top_ids = lax.top_k(logits, NUM_TOP)
+        chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
+        return chosen - total, top_ids.astype(jnp.int32), top - total[:, None]
+
+    def skip() -> tuple[jax.Array, jax.Array, jax.Array]:
+        top = jnp.zeros((logits.shape[0], NUM_TOP), jnp.float32)
+        return top[:, 0], top.astype(jnp.int32), top
+
+    return lax.cond((rules.wants_logprobs != 0).any(), compute, skip)
+
+
 def _choose(logits: jax.Array, positions: jax.Array, rules: Rules) -> jax.Array:
     """Greedy for rows at temperature 0, else a draw from the softmax."""
     greedy = argmax(logits)
-    temperature = jnp.maximum(rules.temperature, 1e-5)[:, None]
-    weights = jnp.exp((logits - logits.max(-1, keepdims=True)) / temperature)
-    keys = jax.vmap(lambda seed, position: jax.random.fold_in(jax.random.wrap_key_data(seed), position))(rules.seed, positions)
-    points = jax.vmap(lambda key: jax.random.uniform(key, (2,)))(keys)
-    return jnp.where(rules.temperature > 0, _draw(weights, points), greedy)
+
+    def draw() -> jax.Array:
+        temperature = jnp.maximum(rules.temperature, 1e-5)[:, None]
+        weights = jnp.exp((logits - logits.max(-1, keepdims=True)) / temperature)
+        keys = jax.vmap(lambda seed, position: jax.random.fold_in(jax.random.wrap_key_data(seed), position))(rules.seed, positions)
+        points = jax.vmap(lambda key: jax.random.uniform(key, (2,)))(keys)
+        return jnp.where(rules.temperature > 0, _draw(weights, points), greedy)
+
+    return lax.cond((rules.temperature > 0).any(), draw, lambda: greedy)
 
 
 def _draw(weights: jax.Array, points: jax.Array) -> jax.Array:

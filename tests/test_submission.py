@@ -1,0 +1,96 @@
+"""From a body to the engine's sequences: every field arrives in our words, and nothing that does not fit gets through."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from levserve.engine.engine import ServedModel
+from levserve.generation import Choice
+from levserve.schedule.request import GenerationRequest, Sampling, TokenBatch
+from levserve.text.stops import StopStrings
+from levserve.web.answer import count_usage
+from levserve.web.decode import decode
+from levserve.web.schema import ChatBody, CompletionBody
+from levserve.web.submission import Seeds, prepare
+from tests.fake_device import MAX_SEQ_LEN, MODEL, load_toy_tokenizer
+
+SERVED = ServedModel(MODEL, load_toy_tokenizer(), MAX_SEQ_LEN, 0)
+
+
+def requests(kind: type[ChatBody] | type[CompletionBody] = CompletionBody, **fields: Any) -> list[GenerationRequest]:
+    start = {"prompt": "t17 t18"} if kind is CompletionBody else {"messages": [{"role": "user", "content": "t17 t18"}]}
+    body = decode(json.dumps({"model": MODEL} | start | fields).encode(), kind)
+    return prepare(body, SERVED, Seeds(None), "id", 12.5).requests
+
+
+@pytest.mark.parametrize(
+    "field, value, name, wanted",
+    [
+        ("temperature", 0, "temperature", 0.0),
+        ("temperature", 1.5, "temperature", 1.5),
+        ("top_p", 0.5, "top_p", 0.5),
+        ("top_k", 40, "top_k", 40),
+        ("top_k", -1, "top_k", 0),
+        ("min_p", 0.1, "min_p", 0.1),
+        ("presence_penalty", -1.5, "presence_penalty", -1.5),
+        ("frequency_penalty", 0.5, "frequency_penalty", 0.5),
+        ("repetition_penalty", 1.2, "repetition_penalty", 1.2),
+        ("logit_bias", {"17": -100, "18": 2.5}, "logit_bias", ((17, -100.0), (18, 2.5))),
+        ("min_tokens", 3, "min_tokens", 3),
+        ("seed", -5, "seed", -5),
+        ("logprobs", 0, "num_logprobs", 0),
+        ("logprobs", 5, "num_logprobs", 5),
+    ],
+)
+def test_each_sampling_field_arrives_and_changes_nothing_else(field: str, value: Any, name: str, wanted: Any) -> None:
+    (request,) = requests(**({"seed": 0} | {field: value}))
+    (plain,) = requests(seed=0)
+    changed = {key for key in Sampling.__dataclass_fields__ if getattr(request.sampling, key) != getattr(plain.sampling, key)}
+    assert getattr(request.sampling, name) == wanted
+    assert changed <= {name}
+
+
+def test_a_body_that_says_nothing_samples_as_openai_does() -> None:
+    (request,) = requests(seed=0)
+    assert request.sampling == Sampling()
+    assert (request.max_tokens, request.stop_ids, request.deadline) == (16, frozenset((2,)), 12.5)
+
+
+def test_a_chat_may_fill_the_context() -> None:
+    (request,) = requests(ChatBody)
+    assert request.prompt == (17, 18, 9)
+    assert request.max_tokens == MAX_SEQ_LEN - 3
+
+
+def test_sequences_are_prompt_major_with_a_seed_for_each_choice() -> None:
+    made = requests(prompt=["t17", "t30"], n=2, seed=7)
+    assert [(one.request_id, one.prompt, one.sampling.seed) for one in made] == [
+        ("id-0", (17,), 7),
+        ("id-1", (17,), 8),
+        ("id-2", (30,), 7),
+        ("id-3", (30,), 8),
+    ]
+
+
+def test_stop_ids_are_the_end_tokens_and_the_clients_own() -> None:
+    assert requests(stop_token_ids=[20, 21])[0].stop_ids == {2, 20, 21}
+    assert requests(stop_token_ids=[20], ignore_eos=True)[0].stop_ids == {20}
+
+
+def test_seeds_are_fresh_unless_a_base_is_set() -> None:
+    assert Seeds(None).draw() != Seeds(None).draw()
+    first, second, other = Seeds(3), Seeds(3), Seeds(4)
+    assert [first.draw(), first.draw()] == [second.draw(), second.draw()]
+    assert other.draw() != Seeds(3).draw()
+
+
+def test_cached_tokens_count_once_for_each_prompt() -> None:
+    choices = [Choice(SERVED.tokenizer.detokenizer(), StopStrings(())) for _ in range(4)]
+    for choice, num_cached in zip(choices, (0, 3, 2, 2), strict=True):
+        choice.add(TokenBatch((17, 18), num_cached=num_cached))
+    usage = count_usage([[1, 2, 3], [4, 5]], choices)
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (5, 8, 13)
+    assert usage.prompt_tokens_details.cached_tokens == 2
