@@ -152,8 +152,8 @@ def test_no_request_waits_for_a_compile_after_ready() -> None:
         if event == "/jax/core/compile/backend_compile_duration":
             compiled_on.append(threading.current_thread().name)
 
-    flags = ("--page-size", "4", "--kv-pages", "256", "--prefill-chunk", "64", "--compile-cache", "false")
-    with running_engine(GOLDEN / "llama", *flags, rows=8) as running:
+    flags = ("--page-size", "4", "--kv-pages", "256", "--prefill-chunk", "128", "--compile-cache", "false")
+    with running_engine(GOLDEN / "llama", *flags, rows=16) as running:
         assert not running.loaded.runner.programs.is_complete, "some shapes are left for the background"
         jax.monitoring.register_event_duration_secs_listener(note)
         deadline = time.monotonic() + 120

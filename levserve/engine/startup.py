@@ -114,7 +114,7 @@ def load(settings: Settings, metrics: Metrics, *, rows: int, report: Callable[[s
     device = _find_device(settings.device)
     log.info("device: %s", device)
     helper = ThreadPoolExecutor(1, thread_name_prefix="levserve-tokenizer")
-    tokenizer = helper.submit(_load_tokenizer, settings, files.path)  # imports for a second while weights are read and compiled for
+    loading = helper.submit(_load_tokenizer, settings, files.path)  # mostly imports; the weights are read meanwhile
     helper.shutdown(wait=False)
     config = read_config(files.path)
     dtype = jnp.dtype(jnp.float32 if settings.dtype == "float32" else jnp.bfloat16)
@@ -135,9 +135,10 @@ def load(settings: Settings, metrics: Metrics, *, rows: int, report: Callable[[s
     model = Decoder.from_arrays(config, arrays)
     del arrays
     runner = Runner(model, sizes, storage, metrics)
+    tokenizer = loading.result()
     prefill_token_ms = runner.warm_up(report)
     scheduler = Scheduler(PagePool(sizes.num_pages, sizes.page_size), _budget(settings, sizes, prefill_token_ms))
-    served = ServedModel(settings.served_model_name or files.name, tokenizer.result(), sizes.max_seq_len, int(time.time()))
+    served = ServedModel(settings.served_model_name or files.name, tokenizer, sizes.max_seq_len, int(time.time()))
     return Loaded(served, scheduler, runner, sizes)
 
 
@@ -145,7 +146,8 @@ def _load_tokenizer(settings: Settings, path: Path) -> Tokenizer:
     from levserve.text.chat import check_template
     from levserve.text.tokenizer import load_tokenizer
 
-    tokenizer = load_tokenizer(Path(settings.tokenizer) if settings.tokenizer else path, chat_template=_chat_template(settings))
+    path = Path(settings.tokenizer) if settings.tokenizer else path
+    tokenizer = load_tokenizer(path, chat_template=_chat_template(settings))
     check_template(tokenizer)
     return tokenizer
 
