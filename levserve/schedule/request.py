@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -40,15 +41,20 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One sequence to continue. Already checked: it fits the model and the pool."""
+    """One sequence to continue, to score, or both. Already checked: it fits the model and the pool."""
 
     request_id: str
     prompt: tuple[int, ...]
     max_tokens: int
+    """0: the prompt is computed, scored or pooled, and nothing is generated."""
     sampling: Sampling = Sampling()
     stop_ids: frozenset[int] = frozenset()
     deadline: float | None = None
     """On `time.monotonic`'s clock."""
+    score_from: int | None = None
+    """First position, at least 1, whose prompt token's log-probability is wanted, with `num_logprobs` alternatives."""
+    wants_hidden: bool = False
+    """Whether the prompt's last hidden states are wanted, pooled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +63,14 @@ class TokenLogprob:
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PooledHidden:
+    """A prompt's hidden states after the last layer's norm, pooled in the two usual ways; float32, one number a dimension."""
+
+    mean: array[float]
+    last: array[float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,3 +85,7 @@ class TokenBatch:
     finish: FinishReason | None = None
     num_cached: int = 0
     """Prompt tokens that were found in the prefix cache."""
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    """Of the prompt's tokens from `score_from` on, in order, as they are computed; all come before the first token."""
+    hidden: PooledHidden | None = None
+    """With the end of the prompt, where it was asked for."""
