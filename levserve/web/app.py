@@ -22,6 +22,7 @@ from levserve.metrics import Metrics
 from levserve.web.answer import error_body
 from levserve.web.auth import key_check
 from levserve.web.openai import OpenAI
+from levserve.web.run import Runs
 from levserve.web.ops import ops_routes
 from levserve.web.watcher import Watcher
 
@@ -35,7 +36,7 @@ def create_app(engine: Engine, settings: Settings, watcher: Watcher) -> Flask:
     app = Flask("levserve", static_folder=None)
     app.before_request(_name_request)
     app.before_request(key_check(settings.api_key))
-    app.register_blueprint(OpenAI(engine, settings, watcher).routes())
+    app.register_blueprint(OpenAI(engine, settings, Runs(engine, settings, watcher)).routes())
     app.register_blueprint(ops_routes(engine))
     app.register_error_handler(ServeError, _answer_error)
     app.register_error_handler(HTTPException, _answer_http_error)

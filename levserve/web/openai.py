@@ -11,23 +11,21 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 
 import msgspec
 from flask import Blueprint, Response, g, request
 from werkzeug.exceptions import UnsupportedMediaType
 
 from levserve.config import Settings
-from levserve.engine.engine import Engine, Reservation, ServedModel
-from levserve.errors import BadRequest, BodyTooLarge, ServeError
-from levserve.generation import Choice, ClientGone, Delta, generate
-from levserve.text.stops import StopStrings
+from levserve.engine.engine import Engine, ServedModel
+from levserve.errors import BodyTooLarge, ServeError
+from levserve.generation import ClientGone, Delta
 from levserve.web import sse
-from levserve.web.answer import Answer, ChatAnswer, TextAnswer, Usage, count_usage
+from levserve.web.answer import Answer, ChatAnswer, TextAnswer
 from levserve.web.decode import decode
+from levserve.web.run import Run, Runs
 from levserve.web.schema import ChatBody, CompletionBody
-from levserve.web.submission import Seeds, check_model_name, prepare
-from levserve.web.watcher import Watcher
+from levserve.web.submission import check_model_name
 
 log = logging.getLogger(__name__)
 
@@ -45,34 +43,13 @@ class ModelList(msgspec.Struct, frozen=True):
     object: str = "list"
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """A request that the engine has: its choices, and their deltas as they come. Belongs to one HTTP thread."""
-
-    prompts: list[list[int]]
-    choices: list[Choice]
-    deltas: Iterator[tuple[int, Delta]]
-
-    def collect(self) -> list[Delta]:
-        """Waits for the end; one joined delta per choice."""
-        pieces: list[list[Delta]] = [[] for _ in self.choices]
-        for index, delta in self.deltas:
-            pieces[index].append(delta)
-        return [_join(deltas) for deltas in pieces]
-
-    def usage(self) -> Usage:
-        return count_usage(self.prompts, self.choices)
-
-
 class OpenAI:
     """The views of the OpenAI endpoints; shared by all HTTP threads and without state of any one request."""
 
-    def __init__(self, engine: Engine, settings: Settings, watcher: Watcher) -> None:
+    def __init__(self, engine: Engine, settings: Settings, runs: Runs) -> None:
         self._engine = engine
         self._settings = settings
-        self._watcher = watcher
-        self._seeds = Seeds(settings.seed)
-        self._numbers = itertools.count()
+        self._runs = runs
 
     def routes(self) -> Blueprint:
         routes = Blueprint("openai", __name__)
@@ -101,7 +78,8 @@ class OpenAI:
             reservation = held.enter_context(self._engine.reserve())
             body = decode(_read_body(self._settings.max_body_bytes), body_kind)
             model = self._engine.model
-            run = self._start(body, model, reservation, held, started)
+            client = request.environ.get("gunicorn.socket")  # Flask's test client has none
+            run = self._runs.start(body, model, reservation, held, request_id=g.request_id, started=started, client=client)
             answer = answer_kind(model)
             if body.stream:
                 events = sse.Events(answer, len(run.choices), with_usage=body.wants_usage)
@@ -112,26 +90,6 @@ class OpenAI:
             response = _json(answer.whole(run.collect(), run.usage()))
             response.headers["openai-processing-ms"] = str(round((time.monotonic() - started) * 1000))
             return response
-
-    def _start(
-        self, body: ChatBody | CompletionBody, model: ServedModel, reservation: Reservation, held: ExitStack, started: float
-    ) -> Run:
-        """Hands the request to the engine; whatever must be undone at the end is left in `held`."""
-        # A client may use one request id twice at a time; two sequences of the engine never have the same.
-        engine_id = f"{g.request_id}.{next(self._numbers)}"
-        timeout = self._settings.request_timeout
-        prompts, requests = prepare(body, model, self._seeds, engine_id, started + timeout if timeout else None)
-        if len(requests) > self._engine.max_inflight:
-            most = self._engine.max_inflight
-            raise BadRequest(f"The request asks for {len(requests)} choices in all; this server runs {most}.", param="n")
-        reservation.grow_to(len(requests))
-        stream = self._engine.submit(requests)
-        held.callback(stream.close)
-        client = request.environ.get("gunicorn.socket")  # Flask's test client has none
-        if client is not None:
-            held.callback(self._watcher.unwatch, self._watcher.watch(client, stream.close))
-        choices = [_make_choice(body, model) for _ in requests]
-        return Run(prompts, choices, generate(stream, choices))
 
 
 def _read_body(max_bytes: int) -> bytes:
@@ -144,13 +102,6 @@ def _read_body(max_bytes: int) -> bytes:
     if len(data) > max_bytes:
         raise too_large
     return data
-
-
-def _make_choice(body: ChatBody | CompletionBody, model: ServedModel) -> Choice:
-    # The text of a completion goes on from its prompt, and so does a continued message; a new message starts afresh.
-    continues = isinstance(body, CompletionBody) or body.continue_final_message is True
-    detokenizer = model.tokenizer.detokenizer(skip_special_tokens=body.skip_special_tokens is not False, continues=continues)
-    return Choice(detokenizer, StopStrings(body.stops, include=body.include_stop_str_in_output is True))
 
 
 def _stream(run: Run, first: tuple[int, Delta], events: sse.Events, with_usage: bool, request_id: str) -> Iterator[bytes]:
@@ -172,16 +123,6 @@ def _stream(run: Run, first: tuple[int, Delta], events: sse.Events, with_usage: 
         log.exception("%s failed while streaming", request_id)
         yield sse.error_event(ServeError("The server failed while it was answering."))
     yield sse.DONE
-
-
-def _join(deltas: list[Delta]) -> Delta:
-    return Delta(
-        "".join(delta.text for delta in deltas),
-        tuple(token for delta in deltas for token in delta.tokens),
-        tuple(logprob for delta in deltas for logprob in delta.logprobs),
-        deltas[-1].finish,
-        tuple(offset for delta in deltas for offset in delta.offsets),
-    )
 
 
 def _entry(model: ServedModel) -> ModelEntry:
