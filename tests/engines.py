@@ -11,13 +11,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 from levserve.config import parse_settings
 from levserve.engine.engine import Engine
 from levserve.engine.startup import Loaded, load, serve
 from levserve.engine.stream import TokenStream
 from levserve.metrics import Metrics
-from levserve.schedule.request import FinishReason, GenerationRequest, Sampling, TokenLogprob
+from levserve.schedule.request import FinishReason, GenerationRequest, PooledHidden, Sampling, TokenLogprob
 
 _numbers = count()
 
@@ -28,6 +29,8 @@ class Answer:
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    hidden: PooledHidden | None = None
     finish: FinishReason | None = None
 
 
@@ -55,12 +58,11 @@ class Running:
             threading.Event().wait(0.01)
 
 
-def ask(
-    prompt: Sequence[int], max_tokens: int = 24, *, stop_ids: Sequence[int] = (), deadline: float | None = None, **sampling: object
-) -> GenerationRequest:
-    """A greedy request unless told otherwise."""
-    rules = Sampling(**({"temperature": 0.0} | sampling))  # type: ignore[arg-type]
-    return GenerationRequest(f"r{next(_numbers)}", tuple(prompt), max_tokens, rules, frozenset(stop_ids), deadline)
+def ask(prompt: Sequence[int], max_tokens: int = 24, *, stop_ids: Sequence[int] = (), **given: Any) -> GenerationRequest:
+    """A greedy request unless told otherwise; sampling fields and the request's own may be given alike."""
+    own = {name: given.pop(name) for name in ("deadline", "score_from", "wants_hidden") if name in given}
+    rules = Sampling(**({"temperature": 0.0} | given))
+    return GenerationRequest(f"r{next(_numbers)}", tuple(prompt), max_tokens, rules, frozenset(stop_ids), **own)
 
 
 def read(stream: TokenStream, count: int = 1) -> list[Answer]:
@@ -69,6 +71,8 @@ def read(stream: TokenStream, count: int = 1) -> list[Answer]:
         index, batch = stream.get(timeout_seconds=60)
         answers[index].tokens += batch.tokens
         answers[index].logprobs += batch.logprobs
+        answers[index].prompt_logprobs += batch.prompt_logprobs
+        answers[index].hidden = batch.hidden or answers[index].hidden
         answers[index].finish = batch.finish
     return answers
 

@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from levserve.engine.programs import Shape
+from levserve.model import cache
 from levserve.model.sampler import Mode
 from levserve.schedule.request import FinishReason
 from tests.conftest import FAMILIES, GOLDEN
@@ -94,6 +96,44 @@ def test_a_prompt_seen_before_is_not_computed_again(llama: Running) -> None:
     (second,) = llama.run(ask(prompt, 4))
     assert second.tokens == first.tokens
     assert llama.metric("prefill_tokens_total") - before == 4  # the last page's worth: one token at least is computed
+
+
+@pytest.mark.parametrize("case", cases_of("llama"), ids=lambda case: f"{len(case['prompt'])} tokens")
+def test_a_prompt_is_scored_as_the_reference_scores_it(llama: Running, case: dict[str, Any]) -> None:
+    echoed, scored = llama.run(ask(case["prompt"], 3, score_from=1, num_logprobs=1), ask(case["prompt"], 0, score_from=1, num_logprobs=1))
+    assert echoed.tokens == case["greedy"][:3] and scored.tokens == []
+    assert scored.finish is FinishReason.LENGTH
+    for answer in (echoed, scored):
+        got = [entry.logprob for entry in answer.prompt_logprobs]
+        np.testing.assert_allclose(got, case["prompt_logprobs"][1:], atol=1e-3)
+        for token, entry in zip(case["prompt"][1:], answer.prompt_logprobs):
+            best, value = entry.top[0]
+            assert (value == entry.logprob) if best == token else (value > entry.logprob)
+
+
+def test_a_scored_continuation_reuses_its_context(llama: Running) -> None:
+    context, ending = list(range(60, 100)), [3, 4, 5]
+    (whole,) = llama.run(ask([*context, *ending], 0, score_from=1, num_logprobs=0))
+    before = llama.metric("prefill_tokens_total")
+    (only,) = llama.run(ask([*context, *ending], 0, score_from=len(context), num_logprobs=0))
+    assert llama.metric("prefill_tokens_total") - before == 4 + 3  # from the page in which the context's last token lies
+    np.testing.assert_allclose(
+        [entry.logprob for entry in only.prompt_logprobs], [entry.logprob for entry in whole.prompt_logprobs[-3:]], atol=1e-5
+    )
+
+
+def test_hidden_states_are_pooled_over_all_chunks(llama: Running) -> None:
+    prompt = [number % 90 + 3 for number in range(75)]  # three chunks
+    model = llama.loaded.runner._leaves
+    skeleton = llama.loaded.runner.programs._skeleton.model(model)
+    pools = cache.make_pool(skeleton.config, 20, 4, jnp.dtype(jnp.float32))
+    hidden, _ = skeleton(
+        jnp.asarray([prompt], jnp.int32), pools, jnp.arange(20, dtype=jnp.int32)[None], jnp.arange(75, dtype=jnp.int32)[None]
+    )
+    (answer,) = llama.run(ask(prompt, 0, wants_hidden=True))
+    assert answer.hidden is not None
+    np.testing.assert_allclose(answer.hidden.mean, hidden.array[0].mean(0), atol=1e-4)
+    np.testing.assert_allclose(answer.hidden.last, hidden.array[0, -1], atol=1e-4)
 
 
 def test_a_cancelled_request_returns_its_pages(llama: Running) -> None:

@@ -10,7 +10,7 @@ from levserve.schedule.pages import ROOT, PagePool
 
 def fill(pool: PagePool, tokens: list[int]) -> list[int]:
     """Holds pages for `tokens`, found or fresh, and remembers the full ones, as the scheduler does."""
-    match = pool.match(tokens)
+    match = pool.match(tokens, len(tokens) - 1)
     rest = pool.take(-(-len(tokens) // pool.page_size) - len(match.pages))
     assert rest is not None
     pages = match.pages + rest
@@ -29,17 +29,17 @@ def test_a_prompt_seen_before_reuses_its_full_pages() -> None:
     pool.check([first, second])
 
 
-def test_at_least_one_token_is_left_to_compute() -> None:
+def test_a_match_is_no_longer_than_its_limit() -> None:
     pool = PagePool(8, 4)
     pool.release(fill(pool, list(range(8))))
-    assert len(pool.match(list(range(8))).pages) == 1
+    assert [len(pool.match(list(range(8)), limit).pages) for limit in (0, 3, 4, 7, 8)] == [0, 0, 1, 1, 2]
 
 
 def test_equal_tokens_after_another_start_are_not_a_hit() -> None:
     pool = PagePool(8, 2)
     fill(pool, [1, 2, 3, 4, 9])
-    assert pool.match([5, 6, 3, 4, 9]).pages == []
-    assert pool.match([3, 4, 9]).pages == []
+    assert pool.match([5, 6, 3, 4, 9], 4).pages == []
+    assert pool.match([3, 4, 9], 2).pages == []
 
 
 def test_pages_are_taken_from_the_least_recently_used_prefix_and_its_end_first() -> None:
@@ -48,8 +48,8 @@ def test_pages_are_taken_from_the_least_recently_used_prefix_and_its_end_first()
     pool.release(fill(pool, [5, 6, 7, 8]))
     taken = pool.take(1)
     assert taken is not None
-    assert len(pool.match([1, 2, 3, 4, 0]).pages) == 1
-    assert len(pool.match([5, 6, 7, 8, 0]).pages) == 2
+    assert len(pool.match([1, 2, 3, 4, 0], 4).pages) == 1
+    assert len(pool.match([5, 6, 7, 8, 0], 4).pages) == 2
 
 
 def test_more_pages_than_there_are_is_none_and_changes_nothing() -> None:

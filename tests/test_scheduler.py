@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from levserve.schedule.pages import PagePool
-from levserve.schedule.request import FinishReason, GenerationRequest
+from levserve.schedule.request import FinishReason, GenerationRequest, TokenLogprob
 from levserve.schedule.scheduler import Budget, Sampled, Scheduler
 from levserve.schedule.sequence import Progress, RoundPlan
 
@@ -45,9 +45,10 @@ class FakeRounds:
             pages = chunk.sequence.pages
             for position in range(chunk.start, chunk.start + chunk.count):
                 self._write(pages, position, chunk.sequence.tokens[position])
+            scores = [TokenLogprob(-float(position)) for position in chunk.scored]
             if chunk.is_last:
                 self.last[chunk.slot] = self._sample(pages, chunk.start + chunk.count)
-                chunks.append(Sampled([self.last[chunk.slot]]))
+            chunks.append(Sampled([self.last[chunk.slot]] if chunk.is_last else [], prompt_logprobs=scores))
         rows = []
         for row in plan.rows:
             tokens = []
@@ -72,6 +73,7 @@ class Server:
 
     scheduler: Scheduler
     outputs: dict[str, list[int]] = field(default_factory=dict)
+    scores: dict[str, list[float]] = field(default_factory=dict)
     finishes: dict[str, list[FinishReason]] = field(default_factory=dict)
     num_preempted: int = 0
     in_flight: tuple[RoundPlan, list[Sampled], list[Sampled]] | None = None
@@ -81,7 +83,8 @@ class Server:
 
     def submit(self, request: GenerationRequest) -> None:
         assert self.scheduler.fits(request)
-        self.outputs[request.request_id], self.finishes[request.request_id] = [], []
+        name = request.request_id
+        self.outputs[name], self.scores[name], self.finishes[name] = [], [], []
         self.scheduler.add(request)
 
     def step(self) -> RoundPlan:
@@ -108,6 +111,7 @@ class Server:
             name = progress.sequence.request.request_id
             assert not self.finishes[name], "news after the end"
             self.outputs[name] += progress.batch.tokens
+            self.scores[name] += [entry.logprob for entry in progress.batch.prompt_logprobs]
             if progress.finish is not None:
                 self.finishes[name].append(progress.finish)
 
@@ -166,6 +170,18 @@ def test_a_shared_prompt_is_computed_once() -> None:
     plans = [server.step() for _ in range(12)]
     assert sum(chunk.count for plan in plans for chunk in plan.chunks) == 13 + 1
     assert server.outputs["a"] == server.outputs["b"]
+
+
+def test_a_scored_prompt_reuses_only_what_nobody_asks_about() -> None:
+    server = make()
+    prompt = tuple(range(13))
+    server.submit(ask("a", prompt, 2))
+    server.run_dry()
+    server.submit(ask("b", prompt, 0, score_from=9))
+    plans = [server.step() for _ in range(6)]
+    assert sum(chunk.count for plan in plans for chunk in plan.chunks) == 13 - 8
+    assert server.scores["b"] == [-9.0, -10.0, -11.0, -12.0]
+    assert server.outputs["b"] == [] and server.finishes["b"] == [FinishReason.LENGTH]
 
 
 def test_tokens_survive_a_preemption_and_the_order_holds() -> None:
@@ -234,7 +250,9 @@ def schedules(draw: st.DrawFn) -> tuple[Server, list[tuple[str, object]]]:
         prompt = tuple(draw(st.lists(st.integers(0, 2), min_size=1, max_size=18)))
         stops = frozenset({STOP}) if draw(st.booleans()) else frozenset()
         deadline = draw(st.none() | st.integers(1, 40))
-        events.append(("submit", ask(str(number), prompt, draw(st.integers(1, 20)), stop_ids=stops, deadline=deadline)))
+        scored = draw(st.none() | st.integers(1, 20))
+        more = {"stop_ids": stops, "deadline": deadline, "score_from": scored}
+        events.append(("submit", ask(str(number), prompt, draw(st.integers(0, 20)), **more)))
         events += [("step", None)] * draw(st.integers(0, 4))
         if draw(st.integers(0, 4)) == 0:
             events.append(("cancel", str(draw(st.integers(0, number)))))
@@ -266,6 +284,9 @@ def test_every_request_ends_once_with_its_own_tokens_over_random_schedules(sched
         got = server.outputs[name]
         if server.finishes[name][0] in (FinishReason.STOP, FinishReason.LENGTH):
             assert got == whole
+            first = request.score_from
+            wanted = range(first, len(request.prompt)) if first is not None else ()
+            assert server.scores[name] == [-float(position) for position in wanted]
         else:
             assert got == whole[: len(got)]
 

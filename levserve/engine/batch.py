@@ -21,8 +21,8 @@ from levserve.model.sampler import BANNED, MAX_EDITS, Mode, Rules
 from levserve.schedule.request import GenerationRequest
 from levserve.schedule.sequence import Chunk, Row, Sequence
 
-SLOT, POSITION, COUNT = 0, 1, 2
-RULES = 3
+SLOT, POSITION, COUNT, SCORED = 0, 1, 2, 3
+RULES = 4
 NUM_COLUMNS = RULES + len(Rules._fields) + 1  # the seed takes two
 
 FOREVER = np.iinfo(np.int32).max
@@ -37,6 +37,8 @@ class RoundInput(NamedTuple):
     positions: jax.Array
     counts: jax.Array
     """Decode: steps to run. Prefill: tokens in the chunk. 0 for padding."""
+    scored: jax.Array
+    """Prefill: whether the log-probabilities of the chunk's tokens are wanted."""
     rules: Rules
     table: jax.Array
 
@@ -68,24 +70,28 @@ class SlotTable:
 
     def pack_rows(self, rows: Seq[Row], size: int) -> Ints:
         """[size, columns + table width] for a decode round."""
-        return self._pack([(row.slot, row.slot, row.position, row.steps, row.sequence) for row in rows], size)
+        return self._pack([(row.slot, (row.slot, row.position, row.steps, 0), row.sequence) for row in rows], size)
 
     def pack_chunk(self, chunk: Chunk, size: int) -> Ints:
-        """[1, columns + table width + size] for one prefill chunk; a chunk that is not the last names no slot."""
+        """[1, columns + table width + size + 1] for one prefill chunk and the token after it.
+
+        A chunk that is not the last names no slot.
+        """
         named = chunk.slot if chunk.is_last else self.num_slots
-        packed = self._pack([(chunk.slot, named, chunk.start, chunk.count, chunk.sequence)], 1)
-        tokens = np.zeros((1, size), np.int32)
-        tokens[0, : chunk.count] = chunk.sequence.tokens[chunk.start : chunk.start + chunk.count]
+        packed = self._pack([(chunk.slot, (named, chunk.start, chunk.count, len(chunk.scored)), chunk.sequence)], 1)
+        tokens = np.zeros((1, size + 1), np.int32)
+        known = chunk.sequence.tokens[chunk.start : chunk.start + chunk.count + 1]
+        tokens[0, : len(known)] = known
         return np.concatenate([packed, tokens], axis=1)
 
-    def _pack(self, entries: Seq[tuple[int, int, int, int, Sequence]], size: int) -> Ints:
+    def _pack(self, entries: Seq[tuple[int, tuple[int, int, int, int], Sequence]], size: int) -> Ints:
         seats = np.full(size, self.num_slots)
         packed = np.zeros((size, NUM_COLUMNS + self._pages.shape[1]), np.int32)
         packed[:, SLOT] = self.num_slots
-        for index, (seat, named, position, count, sequence) in enumerate(entries):
+        for index, (seat, columns, sequence) in enumerate(entries):
             self._follow(seat, sequence.pages)
             seats[index] = seat
-            packed[index, :RULES] = (named, position, count)
+            packed[index, :RULES] = columns
         packed[:, RULES:NUM_COLUMNS] = self._rules[seats]
         packed[:, NUM_COLUMNS:] = self._pages[seats]
         return packed
@@ -111,7 +117,7 @@ def unpack(packed: jax.Array, table_width: int) -> RoundInput:
         name: packed[:, RULES + column] if name in integers else floats(column) for column, name in enumerate(fields) if name != "seed"
     }
     table = packed[:, NUM_COLUMNS : NUM_COLUMNS + table_width]
-    return RoundInput(packed[:, SLOT], packed[:, POSITION], packed[:, COUNT], Rules(**values, seed=seed), table)
+    return RoundInput(packed[:, SLOT], packed[:, POSITION], packed[:, COUNT], packed[:, SCORED], Rules(**values, seed=seed), table)
 
 
 def mode_for(request: GenerationRequest) -> Mode:

@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,8 @@ MODES = (Mode.GREEDY, Mode.PLAIN, Mode.FULL)
 COMPILER_STACK_BYTES = 64 << 20
 """XLA recurses once per layer and more; the default stack of a thread is too small for deep models."""
 
-RoundCall = Callable[[Arrays, State, object], tuple[State, jax.Array]]
+RoundCall = Callable[[Arrays, State, object], tuple[State, Any]]
+"""Gives a `ChunkOutput` for prefill and an array for decode."""
 
 
 class Shape(NamedTuple):
@@ -144,9 +145,10 @@ class Programs:
     def lower(self, shape: Shape) -> jax.stages.Lowered:
         """A program as XLA sees it before compiling; tests look at it too."""
         width = NUM_COLUMNS + self._sizes.table_width
+        function: Callable[..., tuple[State, Any]]
         if shape.mode is None:
             function = functools.partial(prefill_chunk, skeleton=self._skeleton)
-            packed = jax.ShapeDtypeStruct((1, width + shape.size), jnp.int32)
+            packed = jax.ShapeDtypeStruct((1, width + shape.size + 1), jnp.int32)
         else:
             function = functools.partial(decode_round, skeleton=self._skeleton, num_steps=self._sizes.round_steps, mode=shape.mode)
             packed = jax.ShapeDtypeStruct((shape.size, width), jnp.int32)

@@ -7,6 +7,7 @@ Sampled tokens stay on the device for the next round; the host reads a copy a ro
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import haliax as hax
@@ -15,11 +16,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from levserve.engine.batch import NUM_COLUMNS, RoundInput, unpack
-from levserve.model.decoder import ROW, Decoder
-from levserve.model.sampler import NUM_TOP, Drawn, Memory, Mode, sample
+from levserve.model.decoder import CHUNK, ROW, Decoder
+from levserve.model.sampler import NUM_TOP, Drawn, Memory, Mode, logprobs_of, sample
 
 Arrays = tuple[jax.Array, ...]
 
+SCORE_TILE = 128
+"""Positions scored together: on the bundled model their logits take 25 MB."""
 NUM_OUTPUTS = {Mode.GREEDY: 1, Mode.PLAIN: 1, Mode.FULL: 2 + 2 * NUM_TOP}
 """Columns of a round's output: the token; in full mode also its log-probability, the likeliest ids and theirs."""
 
@@ -44,19 +47,29 @@ class Skeleton(NamedTuple):
         return model
 
 
-def prefill_chunk(leaves: Arrays, state: State, packed: jax.Array, *, skeleton: Skeleton) -> tuple[State, jax.Array]:
-    """Computes one chunk per row and samples after those that name a slot; donates `state`.
+class ChunkOutput(NamedTuple):
+    """What a prefill chunk tells; the host copies only what somebody asked for."""
 
-    Gives int32 [row, outputs] in full mode's columns.
-    """
+    sampled: jax.Array
+    """int32 [row, outputs] in full mode's columns, after the rows that name a slot"""
+    scores: jax.Array
+    """int32 [row, chunk, outputs], the same columns for the token that follows each position; zeros where not wanted"""
+    pooled: jax.Array
+    """float32 [row, 2, embed]: the sum of the chunk's hidden states, and the last of them"""
+
+
+def prefill_chunk(leaves: Arrays, state: State, packed: jax.Array, *, skeleton: Skeleton) -> tuple[State, ChunkOutput]:
+    """Computes one chunk per row and samples after those that name a slot; donates `state`."""
     model = skeleton.model(leaves)
     given = unpack(packed, skeleton.table_width)
-    tokens = packed[:, NUM_COLUMNS + skeleton.table_width :]  # [row, chunk]
-    offsets = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    positions = jnp.where(offsets < given.counts[:, None], given.positions[:, None] + offsets, -1)
-    hidden, pools = model(tokens, state.pools, given.table, positions)
-    last = jnp.maximum(given.counts - 1, 0)
-    hidden_last = hidden.array[jnp.arange(tokens.shape[0]), last]  # [row, embed]: the head on all rows would cost a chunk's worth
+    tokens = packed[:, NUM_COLUMNS + skeleton.table_width :]  # [row, chunk + 1]
+    rows, chunk = tokens.shape[0], tokens.shape[1] - 1
+    offsets = jnp.arange(chunk, dtype=jnp.int32)[None]
+    is_given = offsets < given.counts[:, None]
+    positions = jnp.where(is_given, given.positions[:, None] + offsets, -1)
+    named, pools = model(tokens[:, :-1], state.pools, given.table, positions)
+    hidden = named.rearrange((ROW, CHUNK, "embed")).array
+    hidden_last = hidden[jnp.arange(rows), jnp.maximum(given.counts - 1, 0)]  # [row, embed]: a head on every row costs a chunk's worth
     num_slots = state.last_tokens.shape[0]
 
     def draw() -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -66,10 +79,32 @@ def prefill_chunk(leaves: Arrays, state: State, packed: jax.Array, *, skeleton: 
         return last_tokens, history, _outputs(drawn)
 
     def skip() -> tuple[jax.Array, jax.Array, jax.Array]:
-        return state.last_tokens, state.memory.history, jnp.zeros((tokens.shape[0], NUM_OUTPUTS[Mode.FULL]), jnp.int32)
+        return state.last_tokens, state.memory.history, jnp.zeros((rows, NUM_OUTPUTS[Mode.FULL]), jnp.int32)
 
     last_tokens, history, outputs = lax.cond((given.slots < num_slots).any(), draw, skip)
-    return State(pools, last_tokens, state.memory._replace(history=history)), outputs
+    pooled = jnp.stack([jnp.where(is_given[..., None], hidden, 0.0).sum(1), hidden_last], axis=1)
+    output = ChunkOutput(outputs, _score(model, hidden, tokens[:, 1:], (given.scored > 0).any()), pooled)
+    return State(pools, last_tokens, state.memory._replace(history=history)), output
+
+
+def _score(model: Decoder, hidden: jax.Array, following: jax.Array, is_wanted: jax.Array) -> jax.Array:
+    """Log-probabilities of the tokens that follow each position, a tile of positions at a time: never length x vocabulary."""
+    rows, chunk, _ = hidden.shape
+    tile = math.gcd(chunk, SCORE_TILE)
+
+    def score_tile(given: tuple[jax.Array, jax.Array]) -> jax.Array:
+        states, tokens = given
+        logits = model.logits(hax.named(states, (ROW, model.config.Embed)))
+        return _outputs(Drawn(tokens, *logprobs_of(logits, tokens)))
+
+    def compute() -> jax.Array:
+        tiles = (hidden.reshape(-1, tile, hidden.shape[-1]), following.reshape(-1, tile))
+        return lax.map(score_tile, tiles).reshape(rows, chunk, -1)
+
+    def skip() -> jax.Array:
+        return jnp.zeros((rows, chunk, NUM_OUTPUTS[Mode.FULL]), jnp.int32)
+
+    return lax.cond(is_wanted, compute, skip)
 
 
 def decode_round(

@@ -7,8 +7,9 @@ the next one and hands out the tokens of the last.
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Callable, Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +17,14 @@ import numpy as np
 import numpy.typing as npt
 
 from levserve.engine.batch import SlotTable, edits_for, mode_for, needs_memory
-from levserve.engine.programs import MODES, Programs, RoundCall, Shape
-from levserve.engine.rounds import Arrays, Skeleton, State
+from levserve.engine.programs import MODES, Programs, Shape
+from levserve.engine.rounds import Arrays, ChunkOutput, Skeleton, State
 from levserve.engine.sizing import Sizes
 from levserve.metrics import Metrics
 from levserve.model import cache
 from levserve.model.decoder import Decoder
 from levserve.model.sampler import MAX_EDITS, NUM_TOP, Memory
-from levserve.schedule.request import GenerationRequest, TokenLogprob
+from levserve.schedule.request import GenerationRequest, PooledHidden, TokenLogprob
 from levserve.schedule.scheduler import Sampled
 from levserve.schedule.sequence import Chunk, RoundPlan, Row, Sequence
 
@@ -33,7 +34,7 @@ class Flight:
     """A round on its way: what was asked, and the arrays its tokens will be in."""
 
     plan: RoundPlan
-    chunks: list[jax.Array]
+    chunks: list[ChunkOutput]
     rows: jax.Array | None
 
 
@@ -70,13 +71,11 @@ class Runner:
         for sequence in plan.admitted:
             self._seat(sequence)
         chunks = [self._dispatch_chunk(chunk) for chunk in plan.chunks]
-        rows = self._dispatch_rows(plan.rows) if plan.rows else None
-        return Flight(plan, [outputs for chunk, outputs in zip(plan.chunks, chunks) if chunk.is_last], rows)
+        return Flight(plan, chunks, self._dispatch_rows(plan.rows) if plan.rows else None)
 
     def read(self, flight: Flight) -> tuple[list[Sampled], list[Sampled]]:
-        """Waits for a round's tokens: of its last chunks, and of its rows."""
-        last_chunks = [chunk for chunk in flight.plan.chunks if chunk.is_last]
-        chunks = [_sampled(chunk.sequence, np.asarray(out)) for chunk, out in zip(last_chunks, flight.chunks, strict=True)]
+        """Waits for a round's results: of its chunks, and of its rows."""
+        chunks = [_read_chunk(chunk, output) for chunk, output in zip(flight.plan.chunks, flight.chunks, strict=True)]
         if flight.rows is None:
             return chunks, []
         outputs = np.asarray(flight.rows)  # [step, row, outputs]
@@ -93,17 +92,18 @@ class Runner:
         memory = self._set_memory(self._state.memory, np.int32(sequence.slot or 0), history, edits.ids, edits.values, edits.until)
         self._state = self._state._replace(memory=memory)
 
-    def _dispatch_chunk(self, chunk: Chunk) -> jax.Array:
+    def _dispatch_chunk(self, chunk: Chunk) -> ChunkOutput:
         size, program = self.programs.prefill(chunk.count)
-        return self._call(program, self._slots.pack_chunk(chunk, size))
+        self._state, output = program(self._leaves, self._state, self._slots.pack_chunk(chunk, size))
+        if chunk.is_last:
+            output.sampled.copy_to_host_async()
+        return ChunkOutput(*output)
 
     def _dispatch_rows(self, rows: Seq[Row]) -> jax.Array:
         mode = max((mode_for(row.sequence.request) for row in rows), key=MODES.index)
         size, program = self.programs.decode(len(rows), mode)
-        return self._call(program, self._slots.pack_rows(rows, size))
-
-    def _call(self, program: RoundCall, packed: npt.NDArray[np.int32]) -> jax.Array:
-        self._state, outputs = program(self._leaves, self._state, packed)
+        self._state, outputs = program(self._leaves, self._state, self._slots.pack_rows(rows, size))
+        assert isinstance(outputs, jax.Array)
         outputs.copy_to_host_async()
         return outputs
 
@@ -113,7 +113,8 @@ class Runner:
         chunk = Chunk(nobody, slot=0, start=0, count=0, is_last=True)
         packed = self._slots.pack_chunk(chunk, shape.size) if shape.is_prefill else self._slots.pack_rows((), shape.size)
         start = time.monotonic()
-        self._call(self.programs.get(shape), packed).block_until_ready()
+        self._state, outputs = self.programs.get(shape)(self._leaves, self._state, packed)
+        jax.block_until_ready(outputs)
         return time.monotonic() - start
 
 
@@ -129,14 +130,35 @@ def make_state(model: Decoder, sizes: Sizes, storage: jnp.dtype) -> State:
     return State(pools, jnp.zeros(sizes.rows, jnp.int32), memory)
 
 
+def _read_chunk(chunk: Chunk, output: ChunkOutput) -> Sampled:
+    """Copies what somebody asked for, and nothing else."""
+    sequence = chunk.sequence
+    sampled = _sampled(sequence, np.asarray(output.sampled)) if chunk.is_last else Sampled(())
+    if chunk.scored:
+        first = chunk.scored.start - chunk.start - 1
+        scores = np.asarray(output.scores)[0, first : first + len(chunk.scored)]
+        sampled = replace(sampled, prompt_logprobs=_logprobs(scores, sequence.request.sampling.num_logprobs or 0))
+    if sequence.request.wants_hidden:
+        total, last = np.asarray(output.pooled)[0]
+        if chunk.start > 0:
+            total = total + np.frombuffer(sequence.hidden_sum, np.float32)
+        sequence.hidden_sum = total.tobytes()
+        if chunk.is_last:
+            mean = total / (chunk.start + chunk.count)
+            sampled = replace(sampled, hidden=PooledHidden(array("f", mean.tobytes()), array("f", last.tobytes())))
+    return sampled
+
+
 def _sampled(sequence: Sequence, outputs: npt.NDArray[np.int32]) -> Sampled:
     """Takes one sequence's output columns [token, outputs] apart; see `rounds.NUM_OUTPUTS`."""
     tokens: list[int] = outputs[:, 0].tolist()
     wanted = sequence.request.sampling.num_logprobs
-    if wanted is None:
-        return Sampled(tokens)
+    return Sampled(tokens) if wanted is None else Sampled(tokens, _logprobs(outputs, wanted))
+
+
+def _logprobs(outputs: npt.NDArray[np.int32], num_top: int) -> list[TokenLogprob]:
     floats = outputs.view(np.float32)
-    ids = outputs[:, 2 : 2 + wanted].tolist()
-    values = floats[:, 2 + NUM_TOP : 2 + NUM_TOP + wanted].tolist()
     chosen = floats[:, 1].tolist()
-    return Sampled(tokens, [TokenLogprob(logprob, tuple(zip(*top))) for logprob, *top in zip(chosen, ids, values)])
+    ids = outputs[:, 2 : 2 + num_top].tolist()
+    values = floats[:, 2 + NUM_TOP : 2 + NUM_TOP + num_top].tolist()
+    return [TokenLogprob(logprob, tuple(zip(*top))) for logprob, *top in zip(chosen, ids, values)]

@@ -80,7 +80,7 @@ def sample(logits: jax.Array, positions: jax.Array, rules: Rules, memory: Memory
     assert memory is not None
     edited = _edit(_penalise(logits, positions, rules, memory), positions, rules, memory)
     tokens = _choose(_truncate(edited, rules), positions, rules)
-    return Drawn(tokens, *_logprobs(logits, tokens, rules))
+    return Drawn(tokens, *lax.cond((rules.wants_logprobs != 0).any(), logprobs_of, _no_logprobs, logits, tokens))
 
 
 def argmax(logits: jax.Array) -> jax.Array:
@@ -90,20 +90,20 @@ def argmax(logits: jax.Array) -> jax.Array:
     return (best * chunks.shape[-1] + jnp.argmax(_row_of(chunks, best), axis=-1)).astype(jnp.int32)
 
 
-def _logprobs(logits: jax.Array, tokens: jax.Array, rules: Rules) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The model's own log-probabilities: of the tokens [row], and of the likeliest [row, NUM_TOP] with their ids."""
+def logprobs_of(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The model's own log-probabilities: of the tokens [row], and of the likeliest, ids and values [row, NUM_TOP].
 
-    def compute() -> tuple[jax.Array, jax.Array, jax.Array]:
-        total = jax.nn.logsumexp(logits, axis=-1)
-        top, top_ids = lax.top_k(logits, NUM_TOP)
-        chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
-        return chosen - total, top_ids.astype(jnp.int32), top - total[:, None]
+    A token that is also among the likeliest has the very same number in both.
+    """
+    total = jax.nn.logsumexp(logits, axis=-1)
+    top, top_ids = lax.top_k(logits, NUM_TOP)
+    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
+    return chosen - total, top_ids.astype(jnp.int32), top - total[:, None]
 
-    def skip() -> tuple[jax.Array, jax.Array, jax.Array]:
-        top = jnp.zeros((logits.shape[0], NUM_TOP), jnp.float32)
-        return top[:, 0], top.astype(jnp.int32), top
 
-    return lax.cond((rules.wants_logprobs != 0).any(), compute, skip)
+def _no_logprobs(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    top = jnp.zeros((logits.shape[0], NUM_TOP), jnp.float32)
+    return top[:, 0], top.astype(jnp.int32), top
 
 
 def _choose(logits: jax.Array, positions: jax.Array, rules: Rules) -> jax.Array:

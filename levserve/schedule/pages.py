@@ -54,12 +54,12 @@ class PagePool:
     def num_held(self) -> int:
         return self.num_pages - self.num_available
 
-    def match(self, tokens: Sequence[int]) -> Match:
-        """Holds the longest run of remembered pages that starts `tokens`, leaving at least one token to compute."""
+    def match(self, tokens: Sequence[int], limit: int) -> Match:
+        """Holds the longest run of remembered pages that starts `tokens` and is no longer than `limit` tokens."""
         pages: list[int] = []
         serial = ROOT
         size = self.page_size
-        for start in range(0, (len(tokens) - 1) // size * size, size):
+        for start in range(0, limit // size * size, size):
             page = self._page_of.get((serial, tuple(tokens[start : start + size])))
             if page is None:
                 break

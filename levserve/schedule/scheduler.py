@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from levserve.schedule.pages import PagePool
-from levserve.schedule.request import FinishReason, GenerationRequest, TokenBatch, TokenLogprob
+from levserve.schedule.request import FinishReason, GenerationRequest, PooledHidden, TokenBatch, TokenLogprob
 from levserve.schedule.sequence import Chunk, Progress, RoundPlan, Row, Sequence
 
 
@@ -37,10 +37,13 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What a round sampled for one sequence."""
+    """What a round found out for one sequence."""
 
     tokens: Seq[int]
     logprobs: Seq[TokenLogprob] = ()
+    prompt_logprobs: Seq[TokenLogprob] = ()
+    """Of the chunk's `scored` positions."""
+    hidden: PooledHidden | None = None
 
 
 class Scheduler:
@@ -110,9 +113,8 @@ class Scheduler:
         return RoundPlan(tuple(chunks), tuple(rows), tuple(admitted), tuple(preempted))
 
     def commit(self, plan: RoundPlan, chunks: Seq[Sampled], rows: Seq[Sampled]) -> list[Progress]:
-        """Takes what a planned round sampled, in the plan's order (last chunks only), and says what each stream gained."""
-        last_chunks = [chunk for chunk in plan.chunks if chunk.is_last]
-        news = [self._take(chunk.sequence, sampled) for chunk, sampled in zip(last_chunks, chunks, strict=True)]
+        """Takes what a planned round sampled, in the plan's order, and says what each stream gained."""
+        news = [self._take_chunk(chunk, sampled) for chunk, sampled in zip(plan.chunks, chunks, strict=True)]
         news += [self._take(row.sequence, sampled) for row, sampled in zip(plan.rows, rows, strict=True)]
         return [progress for progress in news if progress is not None]
 
@@ -124,7 +126,7 @@ class Scheduler:
         for sequence in self._running.values():
             assert not sequence.is_ended and sequence.slot is not None
             assert self._pages_for(sequence.num_computed) <= len(sequence.pages)
-            assert sequence.length <= sequence.max_length
+            assert sequence.length <= max(sequence.max_length, len(sequence.request.prompt) + 1)
             assert sequence.num_computed <= sequence.length
         for sequence in self._waiting.values():
             assert not sequence.is_ended and sequence.slot is None and not sequence.pages
@@ -196,8 +198,9 @@ class Scheduler:
         sequence = next(iter(self._waiting.values()), None)
         if sequence is None or not self._free_slots or sequence.num_pending > 0:
             return None  # tokens in flight at its preemption are read first: they are part of what it must recompute
-        match = self.pool.match(sequence.tokens)
-        rest = self.pool.take(self._pages_for(len(sequence.tokens) + 1) - len(match.pages))
+        match = self.pool.match(sequence.tokens, sequence.num_reusable)
+        length = min(len(sequence.tokens) + 1, sequence.max_length)
+        rest = self.pool.take(self._pages_for(length) - len(match.pages))
         if rest is None:
             self.pool.release(match.pages)
             return None
@@ -211,6 +214,18 @@ class Scheduler:
             sequence.num_cached = sequence.num_computed
         return sequence
 
+    def _take_chunk(self, chunk: Chunk, sampled: Sampled) -> Progress | None:
+        """A chunk that is not the last has news only for those who want scores; one that is recomputed repeats none."""
+        sequence = chunk.sequence
+        skipped = max(0, (sequence.request.score_from or 0) + sequence.num_scored - chunk.scored.start)
+        scores = sampled.prompt_logprobs[skipped:]
+        sequence.num_scored += len(scores)
+        if chunk.is_last:
+            return self._take(sequence, replace(sampled, prompt_logprobs=scores))
+        if not scores or sequence.is_ended:
+            return None
+        return Progress(sequence, TokenBatch((), num_cached=sequence.num_cached or 0, prompt_logprobs=tuple(scores)))
+
     def _take(self, sequence: Sequence, sampled: Sampled) -> Progress | None:
         if sequence.is_ended:
             return None  # cancelled, or it had stopped when this round was already under way
@@ -220,11 +235,20 @@ class Scheduler:
         self._remember(sequence)
         if finish is not None:
             self._drop(sequence)
-        batch = TokenBatch(tuple(kept), tuple(sampled.logprobs[: len(kept)]), finish, sequence.num_cached or 0)
+        batch = TokenBatch(
+            tuple(kept),
+            tuple(sampled.logprobs[: len(kept)]),
+            finish,
+            sequence.num_cached or 0,
+            tuple(sampled.prompt_logprobs),
+            sampled.hidden,
+        )
         return Progress(sequence, batch)
 
     def _trim(self, sequence: Sequence, tokens: Seq[int]) -> tuple[list[int], FinishReason | None]:
         """The tokens up to the first stop token or the limit. A stop token cannot come too early: the sampler bans it."""
+        if sequence.request.max_tokens == 0:
+            return [], FinishReason.LENGTH
         for index, token in enumerate(tokens):
             if token in sequence.request.stop_ids:
                 return list(tokens[:index]), FinishReason.STOP

@@ -28,10 +28,14 @@ class Sequence:
     num_pending: int = 0
     num_cached: int | None = None
     """Prompt tokens found in the prefix cache on first admission; None before it."""
+    num_scored: int = 0
+    """Prompt tokens whose log-probabilities were delivered."""
     num_remembered: int = 0
     """Pages, from the first, that the pool can find again."""
     serial: int = ROOT
     """The pool's serial of the last remembered page."""
+    hidden_sum: bytes = b""
+    """The runner's: float32 sums over the prompt's hidden states so far, where they are wanted."""
     is_primed: bool = False
     """Whether the device holds its newest token, so that decode steps can follow; until then it prefills."""
     is_ended: bool = False
@@ -45,6 +49,14 @@ class Sequence:
     def max_length(self) -> int:
         return len(self.request.prompt) + self.request.max_tokens
 
+    @property
+    def num_reusable(self) -> int:
+        """Tokens, from the first, whose results nobody wants, so that their KV may come from the prefix cache."""
+        if self.request.wants_hidden:
+            return 0
+        first_scored = self.request.score_from
+        return len(self.tokens) - 1 if first_scored is None else first_scored - 1
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
@@ -55,6 +67,15 @@ class Chunk:
     start: int
     count: int
     is_last: bool
+
+    @property
+    def scored(self) -> range:
+        """Prompt positions whose log-probabilities this chunk tells: each position tells the next one's."""
+        request = self.sequence.request
+        if request.score_from is None:
+            return range(0)
+        first = max(self.start + 1, request.score_from)
+        return range(first, min(self.start + self.count + 1, len(request.prompt)))
 
 
 @dataclass(frozen=True, slots=True)
