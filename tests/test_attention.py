@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from levserve.model import cache
-from levserve.model.attention import attend
+from levserve.model.attention import Kernel, attend, choose_kernel
+from levserve.model.config import ModelConfig
+from levserve.model.kernels.paged_decode import paged_attention
 
 pytestmark = pytest.mark.tiny
 
@@ -43,6 +45,31 @@ def test_paged_attention_equals_dense_attention(page_size: int, kv_heads: int, g
     for row, length in enumerate(lengths):
         whole = np.asarray(pool)[table[row]].transpose(1, 0, 3, 2, 4).reshape(2, -1, kv_heads, size)[:, :length]
         np.testing.assert_allclose(got[row], dense(q[row], *whole, positions[row], window), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("page_size", "kv_heads", "group", "size"), [(32, 2, 4, 64), (16, 1, 1, 128), (32, 3, 3, 64), (64, 1, 8, 64)])
+@pytest.mark.parametrize("window", [None, 40])
+def test_the_gpu_kernel_equals_the_plain_one(page_size: int, kv_heads: int, group: int, size: int, window: int | None) -> None:
+    rng = np.random.default_rng(group)
+    lengths = [1, page_size, page_size + 1, 300, 0]  # the last row is padding
+    width = -(-300 // page_size) + 1
+    num_pages = width * len(lengths) + 2
+    table = jnp.asarray(rng.permutation(num_pages)[: width * len(lengths)].reshape(len(lengths), width), jnp.int32)
+    pool = jnp.asarray(rng.standard_normal((num_pages, 2, kv_heads, page_size, size), dtype=np.float32))
+    q = jnp.asarray(rng.standard_normal((len(lengths), 1, kv_heads, group, size), dtype=np.float32) * size**-0.5)
+    positions = jnp.asarray(lengths, jnp.int32)[:, None] - 1
+    plain = attend(q, pool, table, positions, window=window)
+    kernel = paged_attention(q[:, 0], pool, table, positions[:, 0], window=window, interpret=True)
+    np.testing.assert_allclose(kernel, plain[:, 0], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("platform", "head_dim", "page_size", "kernel"),
+    [("cpu", 64, 32, Kernel.XLA), ("gpu", 64, 32, Kernel.TRITON), ("gpu", 80, 32, Kernel.XLA), ("gpu", 64, 8, Kernel.XLA)],
+)
+def test_the_kernel_is_chosen_by_what_it_can_serve(platform: str, head_dim: int, page_size: int, kernel: Kernel) -> None:
+    config = ModelConfig(100, 64, 64, 1, 2, 1, head_dim, 1e-5, 1e4, 128, True)
+    assert choose_kernel(platform, config, page_size)[0] is kernel
 
 
 def test_writes_go_to_their_page_and_padding_goes_nowhere() -> None:

@@ -108,6 +108,7 @@ def load(settings: Settings, metrics: Metrics, *, rows: int, report: Callable[[s
     from levserve.engine.runner import Runner
     from levserve.engine.sizing import Machine, free_memory, plan_sizes
     from levserve.model import cache
+    from levserve.model.attention import choose_kernel
     from levserve.model.decoder import Decoder
     from levserve.weights.load import load_arrays, read_config
 
@@ -132,7 +133,9 @@ def load(settings: Settings, metrics: Metrics, *, rows: int, report: Callable[[s
     )
     for line in sizes.describe():
         log.info("%s", line)
-    model = Decoder.from_arrays(config, arrays)
+    kernel, reason = choose_kernel(device.platform, config, settings.page_size)
+    log.info("attention   %s: %s", kernel, reason)
+    model = Decoder.from_arrays(config, arrays, kernel=kernel)
     del arrays
     runner = Runner(model, sizes, storage, metrics)
     tokenizer = loading.result()

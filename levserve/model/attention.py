@@ -1,37 +1,67 @@
 """Attention of a few queries per row over the row's pages.
 
-One function, `attend`, behind which a backend's own kernel may stand. This one is plain XLA: it walks the page tables in
-blocks with a running softmax, and stops after the last block any row needs. So a batch pays for its longest row, not for
-the model's maximum length, and one compiled program serves every context length.
+One function, `attend`, behind which a backend's own kernel may stand; which one is chosen once, at start. The plain XLA one
+walks the page tables in blocks with a running softmax and stops after the last block any row needs. So a batch pays for its
+longest row, not for the model's maximum length, and one compiled program serves every context length.
 """
 
 from __future__ import annotations
+
+from enum import StrEnum
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from levserve.model.cache import from_storage
+from levserve.model.config import ModelConfig
+from levserve.model.kernels import paged_decode
 
 BLOCK_TOKENS = 256
 """Tokens of each row looked at together: one pass for short chats, and a small loop overhead for long ones."""
 MASKED = -1e30
 
 
-def attend(q: jax.Array, pool: jax.Array, table: jax.Array, positions: jax.Array, *, window: int | None) -> jax.Array:
+class Kernel(StrEnum):
+    XLA = "xla"
+    TRITON = "triton"
+    """A Pallas kernel for decoding on NVIDIA GPUs; prefill goes through XLA."""
+
+
+def choose_kernel(platform: str, config: ModelConfig, page_size: int) -> tuple[Kernel, str]:
+    """The best kernel that can serve the model on this platform, and why, in words for the log."""
+    if platform != "gpu":
+        return Kernel.XLA, f"the {platform} has no kernel of its own"
+    reason = paged_decode.refuse_unservable(config.head_dim, page_size)
+    if reason is not None:
+        return Kernel.XLA, f"the GPU kernel does not take {reason}"
+    return Kernel.TRITON, "decoding on an NVIDIA GPU"
+
+
+def attend(
+    q: jax.Array, pool: jax.Array, table: jax.Array, positions: jax.Array, *, window: int | None, kernel: Kernel = Kernel.XLA
+) -> jax.Array:
     """Mixes the values every query may see: those at or before its position, within the window if there is one.
 
     q [row, chunk, kv_head, group, head_size] float32, scaled; pool as in `cache`; table [row, page]; positions [row, chunk],
-    negative for padding. Gives float32 of q's shape. Dots run in float32: XLA:CPU has no bfloat16 batched dot on ARM, and
-    widening the gathered block costs less than the gather.
+    negative for padding. Gives float32 of q's shape.
     """
+    if kernel is Kernel.TRITON and q.shape[1] == 1:
+        return paged_decode.paged_attention(q[:, 0], pool, table, positions[:, 0], window=window)[:, None]
+    return _attend_in_blocks(q, pool, table, positions, window)
+
+
+def _attend_in_blocks(q: jax.Array, pool: jax.Array, table: jax.Array, positions: jax.Array, window: int | None) -> jax.Array:
+    """Dots run in float32 on CPU, where bits are stored (XLA has no bfloat16 batched dot on ARM, and widening the gathered
+    block costs less than the gather), and in the pool's own type elsewhere."""
     rows, chunk, kv_heads, group, size = q.shape
     page_size = pool.shape[3]
     block = min(max(BLOCK_TOKENS // page_size, 1), table.shape[1])  # pages
     width = block * page_size
     table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % block)))  # so that a slice at the end is not moved back
 
-    q = q.transpose(0, 2, 1, 3, 4).reshape(rows, kv_heads, chunk * group, size)
+    dtype = jnp.dtype(jnp.float32) if pool.dtype == jnp.uint16 else pool.dtype
+    q = q.transpose(0, 2, 1, 3, 4).reshape(rows, kv_heads, chunk * group, size).astype(dtype)
     seen_to = jnp.repeat(positions, group, axis=1)[:, None, :, None]  # [row, 1, chunk * group, 1]
 
     def mix_block(index: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -49,7 +79,7 @@ def attend(q: jax.Array, pool: jax.Array, table: jax.Array, positions: jax.Array
         new_top = jnp.maximum(top, scores.max(-1))
         shrink = jnp.exp(top - new_top)
         weights = jnp.where(is_seen, jnp.exp(scores - new_top[..., None]), 0.0)
-        mixed = mixed * shrink[..., None] + jnp.einsum("rkmt,rktd->rkmd", weights, values, preferred_element_type=jnp.float32)
+        mixed = mixed * shrink[..., None] + jnp.einsum("rkmt,rktd->rkmd", weights.astype(dtype), values, preferred_element_type=jnp.float32)
         return mixed, new_top, total * shrink + weights.sum(-1)
 
     start = (

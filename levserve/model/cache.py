@@ -67,7 +67,7 @@ def to_storage(x: jax.Array, storage: jnp.dtype) -> jax.Array:
 
 
 def from_storage(x: jax.Array) -> jax.Array:
-    """Stored keys or values as float32; the bits of a bfloat16 are the upper half of a float32's."""
+    """Stored keys or values as numbers: bits as float32, of which those of a bfloat16 are the upper half; others as they are."""
     if x.dtype == jnp.uint16:
         return lax.bitcast_convert_type(x.astype(jnp.uint32) << 16, jnp.float32)
-    return x.astype(jnp.float32)
+    return x

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
 from levserve.model import cache
-from levserve.model.attention import attend
+from levserve.model.attention import Kernel, attend
 from levserve.model.cache import Place
 from levserve.model.config import ModelConfig, parameter_shapes
 from levserve.model.rotary import Angles, angles_at, rotate
@@ -48,6 +48,7 @@ class RMSNorm(eqx.Module):
 
 class Attention(eqx.Module):
     config: ModelConfig = eqx.field(static=True)
+    kernel: Kernel = eqx.field(static=True)
     qkv: Linear
     out: Linear
     q_norm: RMSNorm | None
@@ -68,7 +69,7 @@ class Attention(eqx.Module):
         with jax.named_scope("attend"):
             q = rotate(queries.rearrange(axes).array, angles) * config.head_dim**-0.5
             grouped = q.reshape(*q.shape[:2], config.num_kv_heads, config.Group.size, config.head_dim)
-            mixed = attend(grouped, pool, place.table, place.positions, window=window)
+            mixed = attend(grouped, pool, place.table, place.positions, window=window, kernel=self.kernel)
         mixed = mixed.reshape(*mixed.shape[:2], config.Mixed.size)
         return self.out(hax.named(mixed, (ROW, CHUNK, config.Mixed.name))), pool
 
@@ -123,7 +124,7 @@ class Decoder(eqx.Module):
     head: Linear | None
 
     @staticmethod
-    def from_arrays(config: ModelConfig, arrays: Mapping[str, jax.Array]) -> Decoder:
+    def from_arrays(config: ModelConfig, arrays: Mapping[str, jax.Array], *, kernel: Kernel = Kernel.XLA) -> Decoder:
         """Arranges the arrays that `parameter_shapes` names."""
         assert arrays.keys() == parameter_shapes(config).keys()
         norm = functools.partial(RMSNorm, eps=config.norm_eps)
@@ -142,7 +143,7 @@ class Decoder(eqx.Module):
             out = Linear(named(at + "out", config.Embed, config.Mixed), optional(at + "out_bias", config.Embed))
             return Layer(
                 norm(named(at + "input_norm", config.Embed)),
-                Attention(config, qkv, out, head_norm(at + "q_norm"), head_norm(at + "k_norm")),
+                Attention(config, kernel, qkv, out, head_norm(at + "q_norm"), head_norm(at + "k_norm")),
                 norm(named(at + "mlp_norm", config.Embed)),
                 Mlp(
                     Linear(named(at + "gate_up", config.GateUp, config.Embed)),

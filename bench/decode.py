@@ -1,0 +1,166 @@
+"""Measures the engine alone: milliseconds per decode step and prefill tokens per second, against the machine's own floor.
+
+    python bench/decode.py --shape smollm2-135m --rows 4 8 16 --context 256
+    python bench/decode.py --shape llama-1b --rows 2 64 256 --context 512 --steps 16
+
+Weights are random, so any shape can be measured without its checkpoint; the programs are the ones the server runs. The
+floor is the time to read the weights once and every row's KV once at the memory speed that this program measures first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+
+from levserve.engine.programs import Shape  # noqa: E402
+from levserve.engine.runner import Runner  # noqa: E402
+from levserve.engine.sizing import Sizes  # noqa: E402
+from levserve.metrics import Metrics  # noqa: E402
+from levserve.model import cache  # noqa: E402
+from levserve.model.attention import Kernel, choose_kernel  # noqa: E402
+from levserve.model.config import ModelConfig, parameter_shapes  # noqa: E402
+from levserve.model.decoder import Decoder  # noqa: E402
+from levserve.model.sampler import Mode  # noqa: E402
+from levserve.schedule.request import GenerationRequest, Sampling  # noqa: E402
+from levserve.schedule.sequence import Chunk, RoundPlan, Row, Sequence  # noqa: E402
+
+SHAPES = {
+    "smollm2-135m": ModelConfig(49152, 576, 1536, 30, 9, 3, 64, 1e-5, 1e5, 8192, True),
+    "qwen3-0.6b": ModelConfig(151936, 1024, 3072, 28, 16, 8, 128, 1e-6, 1e6, 40960, True, qk_norm=True),
+    "llama-1b": ModelConfig(128256, 2048, 8192, 16, 32, 8, 64, 1e-5, 5e5, 8192, True),
+    "llama-8b": ModelConfig(128256, 4096, 14336, 32, 32, 8, 128, 1e-5, 5e5, 8192, False),
+}
+PAGE_SIZE = 32
+
+
+def main() -> None:
+    options = _parser().parse_args()
+    config = SHAPES[options.shape]
+    dtype = jnp.dtype(options.dtype)
+    device = jax.devices()[0]
+    bandwidth = measure_bandwidth()
+    print(f"{options.shape} in {dtype.name} on {device.device_kind}, jax {jax.__version__}; memory reads {bandwidth / 1e9:.1f} GB/s")
+    runner, sizes = build(config, dtype, device.platform, options)
+    weight_bytes = sizes.weight_bytes
+    for rows in options.rows:
+        step_seconds = measure_decode(runner, sizes, rows, options)
+        kv_bytes = rows * options.context * sizes.page_bytes // PAGE_SIZE
+        floor = (weight_bytes + kv_bytes) / bandwidth
+        print(
+            f"decode  rows {rows:4d}  context {options.context:5d}  {step_seconds * 1e3:8.2f} ms/step  {rows / step_seconds:9.0f} tok/s  "
+            f"floor {floor * 1e3:7.2f} ms  {floor / step_seconds:5.0%} of it",
+            flush=True,
+        )
+    for size in options.chunks:
+        seconds = measure_prefill(runner, size, options)
+        print(f"prefill {size:5d} tokens  {seconds * 1e3:8.2f} ms  {size / seconds:9.0f} tok/s", flush=True)
+
+
+def build(config: ModelConfig, dtype: jnp.dtype, platform: str, options: argparse.Namespace) -> tuple[Runner, Sizes]:
+    key = jax.random.key(0)
+    arrays = {}
+    for name, shape in parameter_shapes(config).items():
+        key, part = jax.random.split(key)
+        arrays[name] = jax.random.normal(part, shape, dtype) * dtype.type(0.02) if len(shape) > 1 else jnp.ones(shape, jnp.float32)
+    storage = cache.storage_dtype(dtype, platform)
+    longest = max([options.context + options.steps * (options.repeats + 3), *options.chunks])
+    pages_each = -(-longest // PAGE_SIZE)
+    rows = max(options.rows)
+    sizes = Sizes(
+        rows=rows,
+        max_seq_len=pages_each * PAGE_SIZE,
+        page_size=PAGE_SIZE,
+        num_pages=pages_each * rows,
+        page_bytes=cache.page_bytes(config, PAGE_SIZE, storage),
+        weight_bytes=sum(array.nbytes for array in arrays.values()),
+        row_sizes=tuple(sorted({max(2, rows) for rows in options.rows})),
+        chunk_sizes=tuple(sorted(options.chunks)) or (32,),
+        round_steps=options.steps,
+    )
+    kernel = Kernel(options.kernel) if options.kernel else choose_kernel(platform, config, PAGE_SIZE)[0]
+    return Runner(Decoder.from_arrays(config, arrays, kernel=kernel), sizes, storage, Metrics()), sizes
+
+
+def measure_decode(runner: Runner, sizes: Sizes, rows: int, options: argparse.Namespace) -> float:
+    """Seconds of one decode step: rounds dispatched one ahead of the read, as the server does."""
+    runner.programs.compile_only([Shape(max(2, rows), Mode(options.mode))])
+    pages_each = sizes.table_width
+    sampling = Sampling(temperature=0.0 if options.mode == "greedy" else 1.0)
+    sequences = [
+        Sequence(
+            GenerationRequest(str(row), (1,) * options.context, sizes.max_seq_len, sampling),
+            [1] * options.context,
+            slot=row,
+            pages=list(range(row * pages_each, (row + 1) * pages_each)),
+            num_computed=options.context,
+        )
+        for row in range(rows)
+    ]
+    seconds: list[float] = []
+    flight, start = None, time.perf_counter()
+    for number in range(options.repeats + 3):
+        position = options.context + number * options.steps
+        planned = tuple(Row(sequence, sequence.slot or 0, position, options.steps) for sequence in sequences)
+        before, flight = flight, runner.dispatch(RoundPlan((), planned, tuple(sequences) if number == 0 else (), ()))
+        if before is not None:
+            runner.read(before)
+            seconds.append(time.perf_counter() - start)
+            start = time.perf_counter()
+    assert flight is not None
+    runner.read(flight)
+    return statistics.median(seconds[2:]) / options.steps
+
+
+def measure_prefill(runner: Runner, size: int, options: argparse.Namespace) -> float:
+    """Seconds of one prompt of `size` tokens in one chunk."""
+    runner.programs.compile_only([Shape(size)])
+    sequence = Sequence(GenerationRequest("p", (1,) * size, 1), [1] * size, slot=0, pages=list(range(-(-size // PAGE_SIZE))))
+    plan = RoundPlan((Chunk(sequence, 0, 0, size, is_last=True),), (), (sequence,), ())
+    seconds: list[float] = []
+    for _ in range(options.repeats):
+        start = time.perf_counter()
+        runner.read(runner.dispatch(plan))
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+def measure_bandwidth() -> float:
+    """Bytes per second of reading a large array, from the difference between reading it eight times and once."""
+    array = jnp.ones((256 << 20) // 4 if jax.devices()[0].platform == "cpu" else (4 << 30) // 4, jnp.float32)
+    total = jax.jit(jnp.sum)
+
+    def seconds_for(times: int) -> float:
+        start = time.perf_counter()
+        jax.block_until_ready([total(array) for _ in range(times)])
+        return time.perf_counter() - start
+
+    seconds_for(1)
+    best = min(seconds_for(9) - seconds_for(1) for _ in range(5))
+    num_bytes: int = array.nbytes
+    return num_bytes * 8 / best
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="smollm2-135m")
+    parser.add_argument("--rows", type=int, nargs="+", default=[4, 8, 16, 32])
+    parser.add_argument("--context", type=int, default=256, help="tokens each row has when the measurement starts")
+    parser.add_argument("--steps", type=int, default=1, help="decode steps in a round")
+    parser.add_argument("--chunks", type=int, nargs="*", default=[], help="prefill sizes to measure as well")
+    parser.add_argument("--mode", choices=[mode.value for mode in Mode], default="greedy")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--kernel", choices=[kernel.value for kernel in Kernel], help="attention; default: what the server would choose")
+    parser.add_argument("--repeats", type=int, default=12)
+    return parser
+
+
+if __name__ == "__main__":
+    main()
