@@ -116,7 +116,7 @@ def measure_decode(runner: Runner, sizes: Sizes, rows: int, options: argparse.Na
             start = time.perf_counter()
     assert flight is not None
     runner.read(flight)
-    return statistics.median(seconds[2:]) / options.steps
+    return statistics.median(seconds[2:]) / int(options.steps)
 
 
 def measure_prefill(runner: Runner, size: int, options: argparse.Namespace) -> float:
@@ -144,7 +144,7 @@ def measure_bandwidth() -> float:
 
     seconds_for(1)
     best = min(seconds_for(9) - seconds_for(1) for _ in range(5))
-    num_bytes: int = array.nbytes
+    num_bytes: float = array.nbytes
     return num_bytes * 8 / best
 
 

@@ -31,7 +31,6 @@ class Metrics:
         self.preempted_tokens = self._counter("preempted_tokens", "Computed tokens lost to preemption.")
         self.rounds = self._counter("rounds", "Device rounds run, by kind.", ("kind",))
         self.compiles = self._counter("compiles", "Programs compiled or loaded, before ready and in the background.", ("when",))
-        self.compile_waits = self._counter("compile_waits", "Rounds that had to wait for a compile after ready; should stay 0.")
 
         self.running = self._gauge("requests_running", "Sequences that hold a row.")
         self.waiting = self._gauge("requests_waiting", "Sequences waiting for a row.")

@@ -182,6 +182,25 @@ def test_a_dead_worker_ends_the_process_with_70() -> None:
         assert server.process.wait(timeout=30) == 70
 
 
+def test_a_dead_device_thread_ends_the_process_with_70() -> None:
+    code = """
+import sys
+from levserve.cli import main
+from levserve.engine import startup
+
+def fail(engine, loaded):
+    engine.publish(loaded.model)
+    raise RuntimeError("the device is gone")
+
+startup.serve = fail
+sys.exit(main(sys.argv[1:]))
+"""
+    flags = ("--port", "0", "--model", str(GOLDEN / "llama"), "--max-running", "4", "--prefill-chunk", "16")
+    result = subprocess.run([sys.executable, "-c", code, *flags], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 70, result.stderr
+    assert "the device is gone" in result.stderr
+
+
 def run_cli(*flags: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "levserve.cli", *flags], capture_output=True, text=True, timeout=120)
 
