@@ -12,6 +12,7 @@ from __future__ import annotations
 import configparser
 import difflib
 import os
+import re
 import sys
 from argparse import SUPPRESS, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,9 +24,11 @@ import configargparse
 
 from levserve import __version__
 from levserve.errors import ConfigError
-from levserve.setting import ENV_PREFIX, NAME, PATH, SEED, SWITCH, TEXT, Setting, integer, one_of, real, setting, size
+from levserve.setting import ENV_PREFIX, NAME, ORIGINS, PATH, SEED, SWITCH, TEXT, Setting, integer, one_of, real, setting, size
 
 CONFIG_VARIABLE = f"{ENV_PREFIX}CONFIG"
+KEY_VARIABLE = f"{ENV_PREFIX}API_KEY"
+OTHER_KEY_VARIABLE = "LEVANTER_API_KEY"  # what Levanter's own server reads
 SECTIONS = {
     "server": "where it listens and who may call",
     "model": "what it serves",
@@ -58,13 +61,20 @@ class Described(NamedTuple):
 class Settings:
     """What the operator asked for; 0 and empty stand for "sized from the machine" where the help says so.
 
-    `sources` names the origin of every value that is not a default. Made by `parse_settings`, which checks; a test may make its own.
+    `sources` names the origin of every value that is not a default; `file_keys` is what `api_key_file` holds. Made by
+    `parse_settings`, which checks; a test may make its own.
     """
 
     host: str = setting("server", NAME, "127.0.0.1", "Address to listen on.")
     port: int = setting("server", integer(0, 65535), 8000, "Port to listen on; 0 lets the system choose.")
-    api_key: str = setting("server", TEXT, "", "Bearer key that clients must send; empty lets everyone in.", secret=True)
+    api_key: str = setting(
+        "server", TEXT, "", f"Bearer key that clients must send, else ${OTHER_KEY_VARIABLE}; no key lets everyone in.", secret=True
+    )
+    api_key_file: str = setting("server", PATH, "", "File with more keys that let in, one a line; # begins a comment.")
+    open_metrics: bool = setting("server", SWITCH, False, "Let /metrics be read without a key.")
+    cors_origins: tuple[str, ...] = setting("server", ORIGINS, (), "Origins whose web pages may call; empty: none, *: all.")
     drain_seconds: float = setting("server", real(0), 30.0, "How long running requests may go on after SIGTERM.")
+    sse_heartbeat: float = setting("server", real(0), 15.0, "Seconds between comment lines that keep a waiting stream alive; 0: none.")
 
     model: str = setting("model", NAME, "smollm2-135m", "Bundled name, Hugging Face folder, .gguf file or org/name on the hub.")
     hf_checkpoint: str = setting("model", PATH, "", "Another name for --model; give one of them.")
@@ -92,13 +102,20 @@ class Settings:
     compile_cache: bool = setting("engine", SWITCH, True, "Keep compiled programs on disk for the next start.")
 
     max_waiting: int = setting("limits", integer(0), 0, "Requests that may wait for a row; 0: four times the rows.")
-    max_body_bytes: int = setting("limits", size(1), 4 * 2**20, "Largest request body.")
+    max_body_bytes: int = setting("limits", size(1), 4 * 2**20, "Largest request body or WebSocket message.")
+    max_sockets: int = setting("limits", integer(0), 16, "WebSockets open at a time; each holds a thread of its own.")
     request_timeout: float = setting("limits", real(0), 600.0, "Seconds that a request may take; 0 for no limit.")
 
     log_level: str = setting("log", one_of("debug", "info", "warning", "error"), "info", "Least severity that is logged.")
 
     dry_run: bool = False
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
+    file_keys: tuple[str, ...] = field(default=(), repr=False)
+
+    @property
+    def api_keys(self) -> tuple[str, ...]:
+        """Every key that lets in; none lets everyone in."""
+        return (self.api_key, *self.file_keys) if self.api_key else self.file_keys
 
     @property
     def cache_path(self) -> Path:
@@ -231,12 +248,16 @@ def _build_parser() -> _Parser:
 def _read_options(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[Namespace, dict[str, str]]:
     """What was given, as text, and the source of each; a setting that nobody gave is in neither."""
     parser = _build_parser()
+    is_other_key = not environ.get(KEY_VARIABLE) and bool(environ.get(OTHER_KEY_VARIABLE))
+    env_vars = {**environ, KEY_VARIABLE: environ[OTHER_KEY_VARIABLE]} if is_other_key else environ
     try:
-        options, unknown = parser.parse_known_args(list(argv), env_vars=environ)
+        options, unknown = parser.parse_known_args(list(argv), env_vars=env_vars)
     except OSError as error:
         source = _sources(parser, "").get("config", "command line")
         raise ConfigError(f"--config: cannot read {error.filename!r}: {error.strerror} ({source})") from None
     sources = dict.fromkeys(vars(options), "command line") | _sources(parser, options.config)
+    if is_other_key and sources["api_key"] == f"environment {KEY_VARIABLE}":
+        sources["api_key"] = f"environment {OTHER_KEY_VARIABLE}"
     if unknown:
         word = unknown[0].partition("=")[0]  # what follows may be a secret
         hint = _hint(word.replace("_", "-"), [*OTHER_FLAGS, *(s.flag for s in SETTINGS)])
@@ -270,6 +291,8 @@ def _make_settings(options: Namespace, sources: dict[str, str]) -> Settings:
     given = {s.name: _read_value(s, getattr(options, s.name), sources[s.name]) for s in SETTINGS if hasattr(options, s.name)}
     sources = {name: sources[name] for name in given}  # less --config and its like
     settings = Settings(**given, dry_run=options.dry_run, sources=sources)
+    if settings.api_key_file:
+        settings = replace(settings, file_keys=_read_keys(settings.api_key_file, sources["api_key_file"]))
     if settings.kv_memory and settings.kv_pages:
         raise ConfigError(_both("kv_memory", "kv_pages", settings))
     if settings.hf_checkpoint:
@@ -285,6 +308,23 @@ def _read_value(s: Setting, text: str, source: str) -> Any:
     except (ValueError, KeyError):
         place = f"{source}, [{s.section}] {s.key}" if source.startswith("file ") else source
         raise ConfigError(f"{s.flag} must be {s.kind.words}, not {'***' if s.secret else repr(text)} ({place})") from None
+
+
+def _read_keys(path: str, source: str) -> tuple[str, ...]:
+    place = f"--api-key-file {path} ({source})"
+    try:
+        lines = Path(path).read_text("utf-8-sig").splitlines()
+    except OSError as error:
+        raise ConfigError(f"{place}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{place}: not UTF-8 text") from None
+    keys = [re.split(r"(?:^|\s)#", line)[0].split() for line in lines]  # a # inside a key is part of it
+    for number, words in enumerate(keys, start=1):
+        if len(words) > 1:
+            raise ConfigError(f"{place}: line {number} has more than one word; a key has no spaces")
+    if not any(keys):
+        raise ConfigError(f"{place}: there is no key in it")
+    return tuple(key for words in keys for key in words)
 
 
 def _both(first: str, second: str, settings: Settings) -> str:

@@ -4,9 +4,11 @@
     ├── BadRequest             400  invalid_request_error, with the field in `param`
     │   └── ContextTooLong     400  context_length_exceeded
     ├── Unauthorized           401  invalid_api_key
+    ├── Forbidden              403
     ├── NotFound               404
     │   └── ModelNotFound      404  model_not_found
     ├── BodyTooLarge           413
+    ├── UpgradeRequired        426
     ├── Overloaded             429  rate_limit_exceeded, with Retry-After
     ├── Unavailable            503  with Retry-After: loading, draining or failed
     └── DeadlineExceeded       504
@@ -57,6 +59,11 @@ class Unauthorized(ServeError):
     code = "invalid_api_key"
 
 
+class Forbidden(ServeError):
+    status = 403
+    type = "invalid_request_error"
+
+
 class NotFound(ServeError):
     status = 404
     type = "invalid_request_error"
@@ -70,6 +77,13 @@ class BodyTooLarge(ServeError):
     status = 413
     type = "invalid_request_error"
     code = "body_too_large"
+
+
+class UpgradeRequired(ServeError):
+    """The path is a WebSocket's, and the request does not open one."""
+
+    status = 426
+    type = "invalid_request_error"
 
 
 class RetryLater(ServeError):

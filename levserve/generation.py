@@ -1,17 +1,19 @@
 """From a stream of tokens to pieces of text, on the HTTP thread that waits for them.
 
 One `Choice` per sequence detokenizes, holds back what may still become a stop string or a whole character, counts tokens
-and says how it ended. `generate` runs the choices of one HTTP request over its stream and closes it on every way out.
+and says how it ended. `Deltas` runs the choices of one HTTP request over its stream.
 """
 
 from __future__ import annotations
 
+import queue
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from levserve.engine.stream import TokenStream
 from levserve.errors import DeadlineExceeded, ServeError, Unavailable
-from levserve.schedule.request import FinishReason, TokenBatch, TokenLogprob
+from levserve.schedule.request import FinishReason, PooledHidden, TokenBatch, TokenLogprob
 from levserve.text.detokenizer import Detokenizer
 from levserve.text.stops import StopStrings
 
@@ -23,52 +25,112 @@ class ClientGone(ServeError):
 
 
 @dataclass(frozen=True, slots=True)
+class Echo:
+    """A prompt to show before what follows it; `offsets` says for each token how many characters come before it."""
+
+    text: str
+    tokens: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
     """What one choice gained: text that may be shown, the tokens behind it, and on the last delta why it ended.
 
     `offsets` says for each token how many characters of the choice's text come before it. Text that is held back lags behind
-    its tokens.
+    its tokens. The first token of an echoed prompt has no log-probability.
     """
 
     text: str
     tokens: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprob, ...] = ()
+    logprobs: tuple[TokenLogprob | None, ...] = ()
     finish: FinishReason | None = None
     offsets: tuple[int, ...] = ()
 
 
 class Choice:
-    """One sequence's way into text. Belongs to one HTTP thread."""
+    """One sequence's way into text. Belongs to one HTTP thread.
 
-    def __init__(self, detokenizer: Detokenizer, stops: StopStrings) -> None:
+    With an `echo` its first delta begins with the prompt, for which it waits until the prompt's scores are complete. Tokens in
+    `stop_ids` end it here and not on the device; such a token is listed but neither shown nor counted. Its deltas carry
+    `num_logprobs` alternatives, or with None no log-probabilities, however many the device was asked for.
+    """
+
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        stops: StopStrings,
+        *,
+        stop_ids: frozenset[int] = frozenset(),
+        num_logprobs: int | None = None,
+        echo: Echo | None = None,
+    ) -> None:
         self._detokenizer = detokenizer
         self._stops = stops
+        self._stop_ids = stop_ids
+        self._num_logprobs = num_logprobs
+        self._echo = echo
         self.num_tokens = 0
         self.num_cached = 0
         self.finish: FinishReason | None = None
-        self._num_chars = 0
+        self.prompt_logprobs: tuple[TokenLogprob, ...] = ()
+        self.hidden: PooledHidden | None = None
+        self._sum_logprobs = 0.0
+        self._num_chars = 0 if echo is None else len(echo.text)
 
-    def add(self, batch: TokenBatch) -> Delta:
-        """Takes a batch; after a stop string was found, later batches add nothing."""
+    @property
+    def mean_logprob(self) -> float:
+        """How likely its tokens were, one with another; one that has none is the least likely of all."""
+        return self._sum_logprobs / self.num_tokens if self.num_tokens else float("-inf")
+
+    def add(self, batch: TokenBatch) -> Delta | None:
+        """Takes a batch; None for scores of a part of the prompt, and for what comes after a stop string was found."""
         if self.finish is not None:
-            return Delta("")
+            return None
         self.num_cached = max(self.num_cached, batch.num_cached)
+        self.prompt_logprobs += batch.prompt_logprobs
+        self.hidden = batch.hidden or self.hidden
+        if not batch.tokens and batch.finish is None:
+            return None
+        delta = self._continue(batch)
+        if self._echo is None:
+            return delta
+        echo, self._echo = self._echo, None
+        scores = () if self._num_logprobs is None else (None, *self._show(self.prompt_logprobs))
+        return Delta(
+            echo.text + delta.text, echo.tokens + delta.tokens, scores + delta.logprobs, delta.finish, echo.offsets + delta.offsets
+        )
+
+    def _continue(self, batch: TokenBatch) -> Delta:
         text = ""
         offsets = []
+        num_before = self.num_tokens
+        end = batch.finish
         for token in batch.tokens:  # one at a time: the token that completes a stop string is the last one counted
             offsets.append(self._num_chars)
+            if token in self._stop_ids:
+                end = FinishReason.STOP
+                break
+            self.num_tokens += 1
             piece = self._detokenizer.add((token,))
             self._num_chars += len(piece)
             text += self._stops.add(piece)
             if self._stops.is_matched:
                 self.finish = FinishReason.STOP
                 break
-        used = len(offsets)
-        self.num_tokens += used
-        if self.finish is None and batch.finish is not None:
+        self._sum_logprobs += sum(logprob.logprob for logprob in batch.logprobs[: self.num_tokens - num_before])
+        if self.finish is None and end is not None:
             text += self._stops.add(self._detokenizer.flush()) + self._stops.flush()
-            self.finish = FinishReason.STOP if self._stops.is_matched else self._end(batch.finish)
-        return Delta(text, batch.tokens[:used], batch.logprobs[:used], self.finish, tuple(offsets))
+            self.finish = FinishReason.STOP if self._stops.is_matched else self._end(end)
+        used = len(offsets)
+        return Delta(text, batch.tokens[:used], self._show(batch.logprobs[:used]), self.finish, tuple(offsets))
+
+    def _show(self, logprobs: tuple[TokenLogprob, ...]) -> tuple[TokenLogprob, ...]:
+        """What was asked to be shown of them: the device may have been asked for more, for another field or for `best_of`."""
+        count = self._num_logprobs
+        if count is None:
+            return ()
+        return tuple(one if len(one.top) <= count else TokenLogprob(one.logprob, one.top[:count]) for one in logprobs)
 
     def _end(self, finish: FinishReason) -> FinishReason:
         """Turns an end that is nobody's answer into an error; a deadline with tokens ends with what it has."""
@@ -86,17 +148,48 @@ class Choice:
         return finish
 
 
-def generate(stream: TokenStream, choices: Sequence[Choice]) -> Iterator[tuple[int, Delta]]:
-    """Yields each choice's deltas as they come, with the choice's number, until all have ended."""
-    try:
-        while any(choice.finish is None for choice in choices):
-            index, batch = stream.get()
-            choice = choices[index]
-            was_open = choice.finish is None
-            delta = choice.add(batch)
-            if was_open:
-                yield index, delta
-                if delta.finish is not None and batch.finish is None:
-                    stream.close(index)  # a stop string: the device does not know yet
-    finally:
-        stream.close()
+class Deltas(Iterator[tuple[int, Delta]]):
+    """Each choice's deltas as they come, with the choice's number, until all have ended. Belongs to one HTTP thread.
+
+    `wait` is for readers that have something to do when nothing comes. A sequence whose choice ends before the device knows
+    is closed here; who leaves before the end closes the stream.
+    """
+
+    def __init__(self, stream: TokenStream, choices: Sequence[Choice]) -> None:
+        self._stream = stream
+        self._choices = choices
+        self._num_open = len(choices)
+        self._next: tuple[int, Delta] | None = None
+        self.first_token_at: float | None = None
+        """On `time.monotonic`'s clock."""
+
+    def __next__(self) -> tuple[int, Delta]:
+        self.wait(None)
+        if self._next is None:
+            raise StopIteration
+        found, self._next = self._next, None
+        return found
+
+    def wait(self, timeout_seconds: float | None) -> bool:
+        """Whether the next delta, or the end, has come within this time. What `next` would raise is raised here."""
+        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        while self._next is None and self._num_open:
+            try:
+                index, batch = self._stream.get(None if deadline is None else max(deadline - time.monotonic(), 0))
+            except queue.Empty:
+                return False
+            self._take(index, batch)
+        return True
+
+    def _take(self, index: int, batch: TokenBatch) -> None:
+        delta = self._choices[index].add(batch)
+        if delta is None:
+            return
+        self._next = index, delta
+        if batch.tokens and self.first_token_at is None:
+            self.first_token_at = time.monotonic()
+        if delta.finish is None:
+            return
+        if batch.finish is None:
+            self._stream.close(index)  # a stop that the device does not know of
+        self._num_open -= 1

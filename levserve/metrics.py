@@ -37,6 +37,7 @@ class Metrics:
         self.kv_pages_used = self._gauge("kv_pages_used", "KV pages held by sequences.")
         self.kv_pages_cached = self._gauge("kv_pages_cached", "KV pages kept only for their prefix.")
         self.kv_pages_total = self._gauge("kv_pages_total", "KV pages in the pool.")
+        self.websockets = self._gauge("websockets", "WebSockets that are open.")
         self.heartbeat_age = self._gauge("device_heartbeat_age_seconds", "Seconds since the device thread's last sign of life.")
         self.phase = self._gauge("phase", "1 for the phase the server is in.", ("phase",))
         self._gauge("build_info", "Always 1; the version is a label.", ("version",)).labels(__version__).set(1)

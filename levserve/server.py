@@ -18,6 +18,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from http import HTTPStatus
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -26,12 +27,21 @@ from gunicorn.app.base import BaseApplication
 from gunicorn.arbiter import Arbiter
 from gunicorn.errors import HaltServer
 from gunicorn.glogging import Logger
+from gunicorn.http.errors import (
+    ExpectationFailed,
+    InvalidResponseHeader,
+    InvalidResponseHeaderName,
+    LimitRequestHeaders,
+    LimitRequestLine,
+    ParseException,
+)
 from gunicorn.workers.gthread import ThreadWorker
 
-from levserve.config import Settings
+from levserve.config import KEY_VARIABLE, OTHER_KEY_VARIABLE, Settings
 from levserve.engine.engine import Engine, Phase
-from levserve.errors import StartupError
+from levserve.errors import BadRequest, ServeError, StartupError
 from levserve.metrics import Metrics
+from levserve.web.answer import error_body
 from levserve.web.app import create_app
 from levserve.web.watcher import Watcher
 
@@ -46,6 +56,12 @@ SPARE_THREADS = 16  # for health, metrics and refusals while every place is take
 IDLE_CONNECTIONS = 1000
 BACKLOG = 2048
 EXIT_SECONDS = 5  # from the end of a drain to the end of the process
+MAX_QUOTED = 200  # of what a client sent, in the answer that refuses it
+PARSER_STATUS = {
+    LimitRequestLine: HTTPStatus.REQUEST_URI_TOO_LONG,
+    LimitRequestHeaders: HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
+    ExpectationFailed: HTTPStatus.EXPECTATION_FAILED,
+}
 JOIN_SECONDS = 3.0  # a device thread that is inside a compile cannot be told to stop
 
 
@@ -69,8 +85,8 @@ def resolve_rows(settings: Settings) -> Settings:
 
 
 def num_threads(settings: Settings) -> int:
-    """HTTP threads: one for every request that may run or wait, and some that are always free."""
-    return settings.max_running + settings.max_waiting + SPARE_THREADS
+    """HTTP threads: one for every request that may run or wait and every WebSocket, and some that are always free."""
+    return settings.max_running + settings.max_waiting + settings.max_sockets + SPARE_THREADS
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -145,7 +161,8 @@ class Application(BaseApplication):  # type: ignore[misc]
         if self._is_announced or self.engine.phase is not Phase.READY:
             return
         self._is_announced = True
-        key = " -H \"Authorization: Bearer $LEVSERVE_API_KEY\"" if self._settings.api_key else ""
+        variable = OTHER_KEY_VARIABLE if OTHER_KEY_VARIABLE in self._settings.sources.get("api_key", "") else KEY_VARIABLE
+        key = f" -H \"Authorization: Bearer ${variable}\"" if self._settings.api_keys else ""
         name = self.engine.model.name
         body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
         log.info("ready: %s on %s; try:", name, self._url)
@@ -206,6 +223,19 @@ class Worker(ThreadWorker):  # type: ignore[misc]
             self.nr_conns -= 1
         else:
             super().finish_request(conn, future)
+
+    def handle_error(self, req: Any, client: socket.socket, addr: Any, exc: Exception) -> None:
+        """On an HTTP thread: answers what never became a request of the application; gunicorn's own answer is a page in HTML."""
+        told = explain_refusal(exc)
+        if told.status == HTTPStatus.INTERNAL_SERVER_ERROR:
+            log.error("a request failed outside the application", exc_info=exc)
+        else:
+            log.info("refused with %d: %s", told.status, type(exc).__name__)  # what was sent may hold secrets
+        body = error_body(told)
+        head = f"HTTP/1.1 {told.status} {HTTPStatus(told.status).phrase}\r\nContent-Type: application/json\r\n"
+        head += f"Content-Length: {len(body)}\r\nx-request-id: {os.urandom(8).hex()}\r\nConnection: close\r\n\r\n"
+        with suppress(OSError):  # gone
+            client.sendall(head.encode() + body)
 
     def notify(self) -> None:
         """Called about once a second by the main loop."""
@@ -283,6 +313,15 @@ class GunicornLog(Logger):  # type: ignore[misc]
         milliseconds = round(request_time.total_seconds() * 1000)
         level = logging.DEBUG if path in QUIET_PATHS else logging.INFO
         log.log(level, "%s %s %s %s %d ms", request_id, environ["REQUEST_METHOD"], path, status, milliseconds)
+
+
+def explain_refusal(exc: Exception) -> ServeError:
+    """What gunicorn's parser could not take, as an error of ours; anything else that comes here is a fault."""
+    if not isinstance(exc, ParseException) or isinstance(exc, (InvalidResponseHeader, InvalidResponseHeaderName)):
+        return ServeError("The server failed to handle the request.")
+    told = BadRequest(f"The request cannot be read: {str(exc)[:MAX_QUOTED]}.")
+    told.status = next((status for kind, status in PARSER_STATUS.items() if isinstance(exc, kind)), told.status)
+    return told
 
 
 def _url(listener: socket.socket) -> str:

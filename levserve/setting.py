@@ -21,6 +21,7 @@ Number = TypeVar("Number", int, float)
 ENV_PREFIX = "LEVSERVE_"
 UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 MAX_SEED = 2**63 - 1
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/*]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +120,14 @@ def _read_name(text: str) -> str:
     return os.path.expanduser(text)
 
 
+def _read_origins(text: str) -> tuple[str, ...]:
+    """As browsers write them in the header Origin: lower case, no path, not even a slash."""
+    origins = tuple(text.lower().split())
+    if origins != ("*",) and not all(ORIGIN.fullmatch(origin) for origin in origins):
+        raise ValueError
+    return origins
+
+
 def _read_switch(text: str) -> bool:
     return configparser.RawConfigParser.BOOLEAN_STATES[text.lower()]
 
@@ -127,6 +136,7 @@ TEXT = Kind("text", "TEXT", str)
 NAME = Kind("text that is not empty", "NAME", _read_name)
 PATH = Kind("a path or a name", "PATH", os.path.expanduser)  # the shell expands ~ for a flag, nobody does for the file
 SWITCH = Kind("true or false", "true|false", _read_switch, lambda value: str(value).lower())
+ORIGINS = Kind("* or origins such as https://example.org, separated by spaces", "ORIGINS", _read_origins, " ".join)
 SEED: Kind[int | None] = Kind(
     f"an integer from 0 to {MAX_SEED}, or empty",
     "N",

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.node import NotHad, package_folder
 
 # Read by jax when a test first imports it, here and in the servers that tests start: a mix of types or ranks that jax
 # would quietly widen is an error.
@@ -19,12 +20,32 @@ os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 GOLDEN = Path(__file__).parent / "golden"
 FAMILIES = ("llama", "llama3-rope", "mistral", "qwen2", "qwen3")
 
+NODE_REASON = pytest.StashKey[str]()
 RINGS = {"pure": 0, "tiny": 1, "real": 2}
 """Tests run from the inside out: pure ones first, the real server last."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _leave_out_node(config, items)
     items.sort(key=lambda item: max((RINGS.get(mark.name, 0) for mark in item.iter_markers()), default=0))
+
+
+def _leave_out_node(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Takes the tests out that need node where it, or the package they use, cannot be had; and says so."""
+    wanting = [item for item in items if item.get_closest_marker("node")]
+    if not wanting or config.option.collectonly:
+        return
+    try:
+        package_folder()
+    except NotHad as reason:
+        items[:] = [item for item in items if item not in wanting]
+        config.hook.pytest_deselected(items=wanting)
+        config.stash[NODE_REASON] = f"{len(wanting)} deselected: {reason}"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if reason := config.stash.get(NODE_REASON, ""):
+        terminalreporter.write_line(reason)
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,8 @@
 """A device thread whose tokens one can work out by hand, with the toy vocabulary `<pad> <s> </s> t3 t4 ...`.
 
-Greedy, token k is followed by k + 1; at any temperature above 0 by k + 1 + seed % 5. Some tokens in a prompt are orders:
+Greedy, token k is followed by k + 1; at any temperature above 0 by k + 1 + seed % 5. After k, the token k + 1 has the
+log-probability -0.5, k + 2 has -1.5, and the others are impossible. The hidden state of k is 1 in place k % 4 of four and 0 in
+the others. A prompt's scores come three at a time, before its first token. Some tokens in a prompt are orders:
 t3 gives one token and waits for the drain before it goes on; t4 gives none and waits for ever; t5 kills the device; t6
 gives one token and waits for ever; each t7 counts as found in the prefix cache; t8 is lost and never answered. Run as a
 program this is a whole server around that thread, which prints what it does as one JSON line each on stdout.
@@ -9,11 +11,13 @@ program this is a whole server around that thread, which prints what it does as 
 from __future__ import annotations
 
 import json
+import math
 import os
 import queue
 import sys
 import threading
 import time
+from array import array
 from pathlib import Path
 
 import tokenizers
@@ -22,12 +26,14 @@ from levserve import cli
 from levserve.config import Settings
 from levserve.engine.engine import Cancel, Drain, Engine, ServedModel, Stop, Submit
 from levserve.errors import ConfigError
-from levserve.schedule.request import FinishReason, GenerationRequest, TokenBatch, TokenLogprob
+from levserve.schedule.request import FinishReason, GenerationRequest, PooledHidden, TokenBatch, TokenLogprob
 from levserve.text.tokenizer import Tokenizer
 
 GOLDEN = Path(__file__).parent / "golden" / "llama"
 WAIT_FOR_DRAIN, WAIT, DIE, WAIT_AFTER_ONE, CACHED, LOSE = 3, 4, 5, 6, 7, 8
 MAX_SEQ_LEN = 64
+HIDDEN_SIZE = 4
+SCORES_PER_STEP = 3
 MODEL = "toy"
 # The assistant's turn begins with t9, so a greedy answer is t10 t11 t12 ...
 TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}{% if add_generation_prompt %}t9{% endif %}"
@@ -40,50 +46,87 @@ def load_toy_tokenizer() -> Tokenizer:
 
 
 class Row:
-    def __init__(self, submit: Submit) -> None:
+    def __init__(self, submit: Submit, vocab_size: int, obeys: bool) -> None:
         self.request: GenerationRequest = submit.request
         self._stream = submit.stream
         self._index = submit.index
+        self._vocab_size = vocab_size
+        self._orders = frozenset(submit.request.prompt) if obeys else frozenset[int]()
         self._last = submit.request.prompt[-1]
         self._count = 0
+        self._scores = self._score_prompt()
+
+    def is_told(self, order: int) -> bool:
+        return order in self._orders
 
     def is_held(self, is_draining: bool) -> bool:
-        prompt = self.request.prompt
-        waits_after_one = WAIT_AFTER_ONE in prompt or (WAIT_FOR_DRAIN in prompt and not is_draining)
-        return WAIT in prompt or (waits_after_one and self._count == 1)
+        waits_after_one = self.is_told(WAIT_AFTER_ONE) or (self.is_told(WAIT_FOR_DRAIN) and not is_draining)
+        return self.is_told(WAIT) or (waits_after_one and self._count == 1)
 
-    def step(self, vocab_size: int) -> FinishReason | None:
+    def step(self) -> FinishReason | None:
+        """Scores a part of the prompt, or goes on by one token after it."""
+        if len(self._scores) > SCORES_PER_STEP:
+            self._put(TokenBatch((), prompt_logprobs=self._take_scores()))
+            return None
+        if self.request.max_tokens == 0:
+            return self.end(FinishReason.LENGTH)
         sampling = self.request.sampling
-        self._last = (self._last + 1 + (sampling.seed % 5 if sampling.temperature else 0)) % vocab_size
+        previous = self._last
+        self._last = (previous + 1 + (sampling.seed % 5 if sampling.temperature else 0)) % self._vocab_size
         if self._last in self.request.stop_ids and self._count >= sampling.min_tokens:
             return self.end(FinishReason.STOP)
         self._count += 1
         finish = FinishReason.LENGTH if self._count == self.request.max_tokens else None
-        self._put(TokenBatch((self._last,), self._logprobs(), finish, self.request.prompt.count(CACHED)))
+        logprobs = () if sampling.num_logprobs is None else (self._logprob(previous, self._last),)
+        self._put(TokenBatch((self._last,), logprobs, finish, self._num_cached(), self._take_scores()))
         return finish
 
     def end(self, finish: FinishReason) -> FinishReason:
-        self._put(TokenBatch((), finish=finish))
+        hidden = self._pool() if self.request.wants_hidden else None
+        self._put(TokenBatch((), (), finish, self._num_cached(), self._take_scores(), hidden))
         return finish
 
-    def _logprobs(self) -> tuple[TokenLogprob, ...]:
-        """The chosen token has -0.5, and the n likeliest are it and its successors, one less each; the third is impossible."""
-        if (count := self.request.sampling.num_logprobs) is None:
+    def _num_cached(self) -> int:
+        return self.request.prompt.count(CACHED)
+
+    def _score_prompt(self) -> tuple[TokenLogprob, ...]:
+        prompt, first = self.request.prompt, self.request.score_from
+        if first is None:
             return ()
-        values = (-0.5, -1.5, float("-inf"))
-        return (TokenLogprob(-0.5, tuple((self._last + place, values[min(place, 2)]) for place in range(count))),)
+        assert 1 <= first < len(prompt)
+        return tuple(self._logprob(*pair) for pair in zip(prompt[first - 1 :], prompt[first:]))
+
+    def _take_scores(self) -> tuple[TokenLogprob, ...]:
+        taken, self._scores = self._scores[:SCORES_PER_STEP], self._scores[SCORES_PER_STEP:]
+        return taken
+
+    def _logprob(self, previous: int, token: int) -> TokenLogprob:
+        values = {1: -0.5, 2: -1.5}
+        count = self.request.sampling.num_logprobs or 0
+        top = tuple(((previous + step) % self._vocab_size, values.get(step, -math.inf)) for step in range(1, count + 1))
+        return TokenLogprob(values.get((token - previous) % self._vocab_size, -math.inf), top)
+
+    def _pool(self) -> PooledHidden:
+        prompt = self.request.prompt
+        states = [[float(token % HIDDEN_SIZE == place) for place in range(HIDDEN_SIZE)] for token in prompt]
+        return PooledHidden(array("f", [sum(column) / len(prompt) for column in zip(*states)]), array("f", states[-1]))
 
     def _put(self, batch: TokenBatch) -> None:
         self._stream.put(self._index, batch)
 
 
 class FakeDevice(threading.Thread):
-    """Answers an engine's inbox until `Stop`. `events` tells what it does: (event, request id) pairs."""
+    """Answers an engine's inbox until `Stop`. `events` tells what it does: (event, request id) pairs.
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer | None = None) -> None:
+    `requests` are all that it was given. It can be made not to obey the orders in prompts.
+    """
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer | None = None, *, obeys: bool = True) -> None:
         super().__init__(name="levserve-device", daemon=True)
         self.events: queue.Queue[tuple[str, str]] = queue.Queue()
+        self.requests: list[GenerationRequest] = []
         self._engine = engine
+        self._obeys = obeys
         self._tokenizer = tokenizer or load_toy_tokenizer()
         self._rows: dict[str, Row] = {}
         self._drain_deadline: float | None = None
@@ -101,9 +144,9 @@ class FakeDevice(threading.Thread):
                     self._end(request_id, FinishReason.DEADLINE)
                 elif self._drain_deadline is not None and now >= self._drain_deadline:
                     self._end(request_id, FinishReason.SHUTDOWN)
-                elif DIE in row.request.prompt:
+                elif row.is_told(DIE):
                     self._die()
-                elif not row.is_held(self._drain_deadline is not None) and row.step(self._tokenizer.vocab_size):
+                elif not row.is_held(self._drain_deadline is not None) and row.step():
                     self._forget(request_id)
 
     def _take_messages(self) -> bool:
@@ -114,8 +157,10 @@ class FakeDevice(threading.Thread):
             return True
         match message:
             case Submit(request):
-                if LOSE not in request.prompt:
-                    self._rows[request.request_id] = Row(message)
+                self.requests.append(request)
+                row = Row(message, self._tokenizer.vocab_size, self._obeys)
+                if not row.is_told(LOSE):
+                    self._rows[request.request_id] = row
                 self.tell("submit", request.request_id)
             case Cancel(request_id) if request_id in self._rows:
                 self.tell("cancel", request_id)

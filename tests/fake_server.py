@@ -111,7 +111,7 @@ class ServerProcess:
     """A server process of its own; use it as a context, which kills what is left of it."""
 
     def __init__(self, *options: str) -> None:
-        environ = {name: value for name, value in os.environ.items() if not name.startswith("LEVSERVE_")}
+        environ = {name: value for name, value in os.environ.items() if not name.startswith(("LEVSERVE_", "LEVANTER_"))}
         self._process = subprocess.Popen(
             [sys.executable, "-W", "error", str(PROGRAM), "--port", "0", *options],
             stdout=subprocess.PIPE,

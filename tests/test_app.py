@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from flask.testing import FlaskClient
+from werkzeug.test import TestResponse
 
 from levserve.config import Settings
 from levserve.engine.engine import Engine
@@ -72,9 +73,100 @@ def test_the_key_lets_in(guarded: FlaskClient, device: FakeDevice, scheme: str) 
     assert guarded.get("/v1/models", headers={"Authorization": f"{scheme} {KEY}"}).status_code == 200
 
 
+def test_any_of_several_keys_lets_in(engine: Engine, device: FakeDevice, watcher: Watcher) -> None:
+    for settings in (Settings(api_key=KEY, file_keys=("second", "third")), Settings(file_keys=("second", "third"))):
+        client = create_app(engine, settings, watcher).test_client()
+        for key in settings.api_keys:
+            assert client.get("/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code == 200
+        for wrong in ("", "secon", "second third", "fourth"):
+            assert client.get("/v1/models", headers={"Authorization": f"Bearer {wrong}"}).status_code == 401
+
+
+def test_metrics_can_be_opened_and_nothing_else(engine: Engine, device: FakeDevice, watcher: Watcher) -> None:
+    client = create_app(engine, Settings(api_key=KEY, open_metrics=True), watcher).test_client()
+    assert client.get("/metrics").status_code == 200
+    assert {client.get(path).status_code for path in ("/metrics/", "/v1/models", "/tokenizer_info", "/")} == {401}
+
+
+def test_every_route_but_the_probes_is_guarded(guarded: FlaskClient) -> None:
+    rules = list(guarded.application.url_map.iter_rules())
+    assert len(rules) > 15
+    for rule in rules:
+        if rule.rule in ("/healthz", "/health", "/readyz"):
+            continue
+        upgrade = {"Connection": "Upgrade", "Upgrade": "websocket"} if rule.websocket else {}
+        for method in (rule.methods or set()) | {"OPTIONS"}:
+            reply = guarded.open(rule.rule.replace("<path:model_id>", "toy"), method=method, headers=upgrade)
+            assert reply.status_code == 401, rule
+
+
 def test_a_wrong_key_is_not_repeated_to_its_sender(guarded: FlaskClient) -> None:
     text = guarded.get("/v1/models", headers={"Authorization": "Bearer sk-wrong-9876543210"}).text
     assert "sk-***10" in text and "wrong" not in text
+
+
+PAGE = "https://page.example"
+PREFLIGHT = {"Origin": PAGE, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
+
+
+def cors_headers(reply: TestResponse) -> dict[str, str]:
+    prefix = "access-control-"
+    return {name.lower().removeprefix(prefix): value for name, value in reply.headers if name.lower().startswith(prefix)}
+
+
+def open_to(engine: Engine, watcher: Watcher, *origins: str) -> FlaskClient:
+    return create_app(engine, Settings(api_key=KEY, cors_origins=origins), watcher).test_client()
+
+
+def test_pages_of_other_sites_are_told_nothing_by_default(client: FlaskClient, guarded: FlaskClient, device: FakeDevice) -> None:
+    assert cors_headers(client.get("/v1/models", headers={"Origin": PAGE})) == {}
+    assert cors_headers(client.options("/v1/completions", headers=PREFLIGHT)) == {}
+    assert guarded.options("/v1/completions", headers=PREFLIGHT).status_code == 401
+
+
+def test_a_browser_that_asks_first_needs_no_key(engine: Engine, watcher: Watcher) -> None:
+    reply = open_to(engine, watcher, "https://other.example", PAGE).options("/v1/chat/completions", headers=PREFLIGHT)
+    assert (reply.status_code, reply.data) == (204, b"")
+    headers = cors_headers(reply)
+    assert headers.pop("expose-headers")
+    assert headers == {
+        "allow-origin": PAGE,
+        "allow-methods": "GET, POST, OPTIONS",
+        "allow-headers": "authorization,content-type",
+        "max-age": "600",
+    }
+    assert reply.headers["Vary"] == "Origin"
+
+
+def test_a_listed_page_may_read_answers_and_errors(engine: Engine, device: FakeDevice, watcher: Watcher) -> None:
+    client = open_to(engine, watcher, PAGE)
+    with_key = {"Authorization": f"Bearer {KEY}", "Origin": PAGE}
+    replies = [
+        client.get("/v1/models", headers=with_key),
+        client.post("/v1/completions", json=completion("t17", stream=True), headers=with_key),
+        client.post("/v1/completions", json={}, headers=with_key),
+        client.get("/nowhere", headers=with_key),
+        client.get("/v1/models", headers={"Origin": PAGE}),
+    ]
+    assert [reply.status_code for reply in replies] == [200, 200, 400, 404, 401]
+    for reply in replies:
+        assert cors_headers(reply)["allow-origin"] == PAGE
+        assert "x-request-id" in cors_headers(reply)["expose-headers"]
+        assert reply.headers["Vary"] == "Origin"
+
+
+def test_another_page_is_not_named_but_the_answer_varies(engine: Engine, device: FakeDevice, watcher: Watcher) -> None:
+    client = open_to(engine, watcher, PAGE)
+    other = PREFLIGHT | {"Origin": "https://evil.example"}
+    for headers in (other, {"Origin": f"{PAGE}.evil.example"}, {}):
+        reply = client.options("/v1/completions", headers=headers)
+        assert cors_headers(reply) == {} and reply.headers["Vary"] == "Origin"
+
+
+def test_a_star_lets_every_page_read(engine: Engine, device: FakeDevice, watcher: Watcher) -> None:
+    client = open_to(engine, watcher, "*")
+    assert cors_headers(client.options("/v1/models", headers=PREFLIGHT))["allow-origin"] == "*"
+    assert cors_headers(client.get("/v1/models", headers={"Origin": "null"}))["allow-origin"] == "*"
 
 
 def test_health_is_red_when_the_device_has_failed_or_hangs(

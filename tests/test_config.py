@@ -35,7 +35,7 @@ def refuse(capsys: pytest.CaptureFixture[str], argv: list[str], environ: dict[st
 
 def run_program(*argv: str, **environ: str) -> subprocess.CompletedProcess[str]:
     program = [sys.executable, "-W", "error", "-c", "from levserve.config import parse_settings; parse_settings()", *argv]
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("LEVSERVE_")}
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("LEVSERVE_", "LEVANTER_"))}
     return subprocess.run(program, env=clean | environ, capture_output=True, text=True, timeout=60)
 
 
@@ -76,6 +76,10 @@ def test_flag_wins_over_environment_over_file_over_default(tmp_path: Path) -> No
         ("compile_cache", "engine", "false", False),
         ("compile_cache", "engine", "On", True),
         ("cache_dir", "model", "~/levserve", os.path.expanduser("~/levserve")),
+        ("open_metrics", "server", "true", True),
+        ("cors_origins", "server", "*", ("*",)),
+        ("cors_origins", "server", "https://A.example  http://localhost:3000", ("https://a.example", "http://localhost:3000")),
+        ("cors_origins", "server", "", ()),
     ],
 )
 def test_a_value_reads_the_same_from_every_source(
@@ -115,6 +119,11 @@ def test_a_value_reads_the_same_from_every_source(
         ("device", "engine", "quantum"),
         ("seed", "engine", "1.5"),
         ("seed", "engine", str(2**63)),
+        ("cors_origins", "server", "example.org"),
+        ("cors_origins", "server", "https://example.org/"),
+        ("cors_origins", "server", "* https://example.org"),
+        ("cors_origins", "server", "https://*.example.org"),
+        ("max_sockets", "limits", "-1"),
     ],
 )
 def test_a_bad_value_is_refused_with_option_value_and_source(
@@ -240,6 +249,63 @@ def test_the_secret_is_in_no_description_and_no_repr() -> None:
     assert ("api_key", "***", "command line") in settings.describe()
 
 
+@pytest.mark.parametrize(
+    ("argv", "environ", "key", "source"),
+    [
+        ([], {"LEVANTER_API_KEY": "lev"}, "lev", "environment LEVANTER_API_KEY"),
+        ([], {"LEVANTER_API_KEY": "lev", "LEVSERVE_API_KEY": "own"}, "own", "environment LEVSERVE_API_KEY"),
+        ([], {"LEVANTER_API_KEY": "lev", "LEVSERVE_API_KEY": ""}, "lev", "environment LEVANTER_API_KEY"),
+        (["--api-key", "flag"], {"LEVANTER_API_KEY": "lev"}, "flag", "command line"),
+        (["--api-key", ""], {"LEVANTER_API_KEY": "lev"}, "", "command line"),
+        ([], {"LEVANTER_API_KEY": ""}, "", "default"),
+    ],
+)
+def test_levanters_own_variable_is_used_when_ours_is_not_set(argv: list[str], environ: dict[str, str], key: str, source: str) -> None:
+    settings = parse_settings(argv, environ)
+    assert settings.api_key == key
+    assert ("api_key", "***" if key else "(empty)", source) in settings.describe()
+
+
+def test_levanters_variable_wins_over_the_file_as_ours_does(tmp_path: Path) -> None:
+    path = serve_ini(tmp_path, "[server]\napi-key = from-file\n")
+    assert parse_settings(["--config", path], {}).api_key == "from-file"
+    assert parse_settings(["--config", path], {"LEVANTER_API_KEY": "lev"}).api_key == "lev"
+
+
+def test_a_file_of_keys_is_read_without_its_comments(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("# staff\nalice-key\n\n  bob-key   # since May\ncarol#key\n", encoding="utf-8")
+    settings = parse_settings(["--api-key-file", str(path)], {})
+    assert settings.api_keys == ("alice-key", "bob-key", "carol#key")
+    assert parse_settings(["--api-key-file", str(path), "--api-key", "mine"], {}).api_keys[0] == "mine"
+    assert not any("bob" in text for text in (repr(settings), str(settings.describe())))
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "No such file"),
+        (b"", "no key"),
+        (b"# alice-key\n \n", "no key"),
+        (b"alice-key\nbob key\n", "line 2"),
+        (b"\xff\xfe", "UTF-8"),
+    ],
+)
+def test_a_file_of_keys_that_cannot_be_used_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes | None, words: str
+) -> None:
+    path = tmp_path / "keys"
+    if content is not None:
+        path.write_bytes(content)
+    line = refuse(capsys, [], {"LEVSERVE_API_KEY_FILE": str(path)})
+    assert f"--api-key-file {path} (environment LEVSERVE_API_KEY_FILE)" in line and words in line
+    assert "alice" not in line and "bob" not in line
+
+
+def test_a_folder_is_no_file_of_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "Is a directory" in refuse(capsys, ["--api-key-file", str(tmp_path)])
+
+
 def test_print_config_shows_every_value_with_its_source(tmp_path: Path) -> None:
     path = serve_ini(tmp_path, "[engine]\nkv-memory = 1GiB\n")
     done = run_program("--print-config", "--port", "9000", LEVSERVE_API_KEY="hunter2", LEVSERVE_CONFIG=path)
@@ -281,8 +347,8 @@ def test_help_teaches_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"[{setting.section}]" in out
 
 
-def test_every_field_of_settings_but_two_is_a_setting_in_the_table() -> None:
-    names = {field.name for field in fields(Settings)} - {"dry_run", "sources"}
+def test_every_field_of_settings_but_three_is_a_setting_in_the_table() -> None:
+    names = {field.name for field in fields(Settings)} - {"dry_run", "sources", "file_keys"}
     assert {setting.name for setting in SETTINGS} == names
     rows = settings_table().splitlines()
     assert {row.count("|") for row in rows} == {6}

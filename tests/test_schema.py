@@ -9,7 +9,7 @@ import pytest
 
 from levserve.errors import BadRequest
 from levserve.web.decode import decode
-from levserve.web.schema import UNSUPPORTED, ChatBody, CompletionBody
+from levserve.web.schema import UNSUPPORTED, UNSUPPORTED_IN_CHAT, ChatBody, CompletionBody
 
 USER = {"role": "user", "content": "hello"}
 
@@ -115,7 +115,15 @@ def test_unknown_and_ignorable_fields_are_accepted() -> None:
         ({"min_tokens": -1}, "min_tokens", None),
         ({"logprobs": 21}, "logprobs", None),
         ({"logprobs": True}, "logprobs", "invalid_type"),
-        ({"best_of": 2}, "best_of", None),
+        ({"best_of": 0}, "best_of", None),
+        ({"best_of": 129}, "best_of", None),
+        ({"n": 2, "best_of": 1}, "best_of", None),
+        ({"best_of": 2, "stream": True}, "best_of", None),
+        ({"echo": 1}, "echo", "invalid_type"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs", None),
+        ({"prompt_logprobs": 21}, "prompt_logprobs", None),
+        ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs", None),
+        ({"timings": "yes"}, "timings", "invalid_type"),
         ({"messages": []}, "messages", None),
         ({"messages": "hello"}, "messages", "invalid_type"),
         ({"messages": ["hello"]}, "messages[0]", "invalid_type"),
@@ -128,7 +136,7 @@ def test_unknown_and_ignorable_fields_are_accepted() -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type", None),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text", "missing_required_parameter"),
         ({"messages": [USER], "logprobs": 5}, "logprobs", "invalid_type"),
-        ({"messages": [USER], "add_special_tokens": True}, "add_special_tokens", None),
+        ({"messages": [USER], "max_tokens": 0}, "max_tokens", None),
         ({"top_logprobs": 5}, "top_logprobs", None),
         ({"messages": [USER], "logprobs": True, "top_logprobs": 21}, "top_logprobs", None),
         ({"max_completion_tokens": 0}, "max_completion_tokens", None),
@@ -151,12 +159,14 @@ ASKING = {
 }
 
 
-@pytest.mark.parametrize("field", UNSUPPORTED)
-def test_a_known_field_that_cannot_be_honoured_is_refused_by_name_only_when_it_asks_for_something(field: str) -> None:
+@pytest.mark.parametrize("field, harmless", (UNSUPPORTED | UNSUPPORTED_IN_CHAT).items())
+def test_a_known_field_that_cannot_be_honoured_is_refused_by_name_only_when_it_asks_for_something(
+    field: str, harmless: tuple[object, ...]
+) -> None:
     error = refused(messages=[USER], **{field: ASKING.get(field, [1])})
     assert error.param == field
-    for harmless in (None, *UNSUPPORTED[field]):
-        assert chat(**{field: harmless}).model == "m"
+    for value in (None, *harmless):
+        assert chat(**{field: value}).model == "m"
 
 
 def test_the_message_names_the_wanted_and_the_given_type() -> None:
@@ -192,11 +202,29 @@ def test_max_completion_tokens_wins_and_none_means_the_whole_context(fields: dic
 def test_completions_are_16_tokens_long_unless_told() -> None:
     assert completion().max_length == 16
     assert completion(max_tokens=1).max_length == 1
+    assert completion(max_tokens=0, echo=True).max_length == 0
 
 
 @pytest.mark.parametrize("fields, count", [({}, None), ({"logprobs": True}, 0), ({"logprobs": True, "top_logprobs": 3}, 3)])
 def test_chat_logprobs_are_a_switch_and_a_number(fields: dict[str, Any], count: int | None) -> None:
     assert chat(**fields).num_logprobs == count
+
+
+@pytest.mark.parametrize(
+    "fields, shown, computed",
+    [
+        ({}, None, None),
+        ({"logprobs": 0}, 0, 0),
+        ({"logprobs": 2, "prompt_logprobs": 5}, 2, 5),
+        ({"logprobs": 5, "prompt_logprobs": 2}, 5, 5),
+        ({"prompt_logprobs": 0}, None, 0),
+        ({"best_of": 2}, None, 0),
+        ({"best_of": 2, "n": 2}, None, None),
+    ],
+)
+def test_the_device_finds_out_what_is_shown_and_what_ranks(fields: dict[str, Any], shown: int | None, computed: int | None) -> None:
+    body = completion(**fields)
+    assert (body.num_logprobs, body.num_computed_logprobs) == (shown, computed)
 
 
 def test_text_parts_are_joined_and_names_kept() -> None:

@@ -74,7 +74,7 @@ def test_log_probabilities_of_held_back_text_are_sent_at_once(answer: Answer) ->
 
 
 def test_usage_comes_without_choices(answer: Answer) -> None:
-    (chunk,) = chunks(sse.Events(answer, 1, with_usage=True).usage(Usage(3, 2, 5, CachedTokens(1))))
+    (chunk,) = chunks(sse.Events(answer, 1, with_usage=True).closing(Usage(3, 2, 5, CachedTokens(1))))
     assert chunk["choices"] == []
     assert chunk["usage"]["total_tokens"] == 5
 

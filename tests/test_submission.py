@@ -9,9 +9,10 @@ import pytest
 
 from levserve.engine.engine import ServedModel
 from levserve.generation import Choice
-from levserve.schedule.request import GenerationRequest, Sampling, TokenBatch
+from levserve.schedule.request import FinishReason, GenerationRequest, Sampling, TokenBatch, TokenLogprob
 from levserve.text.stops import StopStrings
 from levserve.web.answer import count_usage
+from levserve.web.choices import make_choices
 from levserve.web.decode import decode
 from levserve.web.schema import ChatBody, CompletionBody
 from levserve.web.submission import Seeds, prepare
@@ -43,6 +44,7 @@ def requests(kind: type[ChatBody] | type[CompletionBody] = CompletionBody, **fie
         ("seed", -5, "seed", -5),
         ("logprobs", 0, "num_logprobs", 0),
         ("logprobs", 5, "num_logprobs", 5),
+        ("prompt_logprobs", 3, "num_logprobs", 3),
     ],
 )
 def test_each_sampling_field_arrives_and_changes_nothing_else(field: str, value: Any, name: str, wanted: Any) -> None:
@@ -78,6 +80,54 @@ def test_sequences_are_prompt_major_with_a_seed_for_each_choice() -> None:
 def test_stop_ids_are_the_end_tokens_and_the_clients_own() -> None:
     assert requests(stop_token_ids=[20, 21])[0].stop_ids == {2, 20, 21}
     assert requests(stop_token_ids=[20], ignore_eos=True)[0].stop_ids == {20}
+
+
+def test_best_of_runs_more_sequences_than_are_answered() -> None:
+    made = requests(n=1, best_of=3, seed=7)
+    assert [(one.sampling.seed, one.sampling.num_logprobs) for one in made] == [(7, 0), (8, 0), (9, 0)]
+
+
+@pytest.mark.parametrize(
+    "fields, wanted",
+    [
+        ({}, [None, None]),
+        ({"echo": True}, [None, None]),
+        ({"logprobs": 1}, [None, None]),
+        ({"echo": True, "logprobs": 0}, [1, 1]),
+        ({"prompt_logprobs": 0}, [1, None]),
+        ({"prompt_logprobs": 0, "prompt": "t17"}, [None, None]),
+    ],
+)
+def test_a_prompt_is_scored_where_its_scores_are_shown(fields: dict[str, Any], wanted: list[int | None]) -> None:
+    assert [one.score_from for one in requests(n=2, **fields)] == wanted
+
+
+@pytest.mark.parametrize(
+    "fields, on_device",
+    [({}, {2}), ({"echo": True}, {2}), ({"echo": True, "logprobs": 1}, set()), ({"echo": True, "logprobs": 1, "min_tokens": 1}, {2})],
+)
+def test_stop_tokens_that_must_be_listed_are_left_to_the_choice(fields: dict[str, Any], on_device: set[int]) -> None:
+    assert requests(**fields)[0].stop_ids == on_device
+    body = decode(json.dumps({"model": MODEL, "prompt": "t17"} | fields).encode(), CompletionBody)
+    (choice,) = make_choices(body, SERVED.tokenizer, [[17]])
+    choice.add(TokenBatch((18, 2), (TokenLogprob(-0.5),) * 2))
+    assert (choice.finish is None) == bool(on_device)
+
+
+@pytest.mark.parametrize(
+    "prompt, tokens, offsets",
+    [
+        ("t17 t18", [17, 18], (0, 3)),
+        ([17, 18], [17, 18], (0, 3)),
+        ("<s> t17", [1, 17], (0, 0)),
+        ("t17", [17, 18, 19], (0, 3, 3)),  # a tokenizer that makes more of a text than it is
+    ],
+)
+def test_offsets_of_an_echo_never_pass_its_end(prompt: Any, tokens: list[int], offsets: tuple[int, ...]) -> None:
+    body = decode(json.dumps({"model": MODEL, "prompt": prompt, "echo": True}).encode(), CompletionBody)
+    (choice,) = make_choices(body, SERVED.tokenizer, [tokens])
+    delta = choice.add(TokenBatch((), finish=FinishReason.LENGTH))
+    assert delta is not None and (delta.tokens, delta.offsets) == (tuple(tokens), offsets)
 
 
 def test_seeds_are_fresh_unless_a_base_is_set() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from jinja2 import TemplateError, TemplateSyntaxError
 
@@ -36,31 +36,22 @@ _OWN_ARGUMENTS = frozenset(
 )
 
 
-def render_chat(
-    tokenizer: Tokenizer,
-    messages: Sequence[Mapping[str, Any]],
-    *,
-    add_generation_prompt: bool = True,
-    continue_final_message: bool = False,
-    template_kwargs: Mapping[str, Any] | None = None,
-) -> list[int]:
-    """Tokens of a conversation, as the template writes it: nothing is added, so there is no second BOS.
+class Options(TypedDict, total=False):
+    """How to render: with `continue_final_message` the last message is left open for the model to go on with."""
 
-    With `continue_final_message` the last message is left open for the model to go on with.
-    """
-    if not messages:
-        raise BadRequest("A conversation needs at least one message.", param="messages")
-    template = tokenizer.chat_template or DEFAULT_TEMPLATE
-    conversation = [_plain_message(number, message, template) for number, message in enumerate(messages)]
-    text = _render(
-        template,
-        _hide(conversation, tokenizer.special_tokens),
-        {**_special_names(tokenizer), **_hide(_checked(template_kwargs or {}), tokenizer.special_tokens)},
-        tokenizer.special_tokens,
-        add_generation_prompt=add_generation_prompt and not continue_final_message,
-        continue_final_message=continue_final_message,
-    )
-    return _encode(tokenizer, text)
+    add_generation_prompt: bool
+    continue_final_message: bool
+    template_kwargs: Mapping[str, Any] | None
+
+
+def render_chat(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **options: Unpack[Options]) -> list[int]:
+    """Tokens of a conversation, as the template writes it: nothing is added, so there is no second BOS."""
+    return _encode(tokenizer, _render_hidden(tokenizer, messages, **options))
+
+
+def render_text(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **options: Unpack[Options]) -> str:
+    """The conversation as text, for people: control tokens and what a client wrote to look like them are the same in it."""
+    return _reveal(_render_hidden(tokenizer, messages, **options), tokenizer.special_tokens)
 
 
 def check_template(tokenizer: Tokenizer) -> None:
@@ -69,6 +60,30 @@ def check_template(tokenizer: Tokenizer) -> None:
         render_chat(tokenizer, [{"role": "user", "content": "Hello"}])
     except BadRequest:
         pass  # a template may refuse this conversation
+
+
+def _render_hidden(
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> str:
+    if not messages:
+        raise BadRequest("A conversation needs at least one message.", param="messages")
+    template = tokenizer.chat_template or DEFAULT_TEMPLATE
+    conversation = [_plain_message(number, message, template) for number, message in enumerate(messages)]
+    try:
+        return _render(
+            template,
+            _hide(conversation, tokenizer.special_tokens),
+            {**_special_names(tokenizer), **_hide(_checked(template_kwargs or {}), tokenizer.special_tokens)},
+            tokenizer.special_tokens,
+            add_generation_prompt=add_generation_prompt and not continue_final_message,
+            continue_final_message=continue_final_message,
+        )
+    except RecursionError:
+        raise BadRequest("'chat_template_kwargs' is nested too deeply.", param="chat_template_kwargs") from None
 
 
 def _plain_message(number: int, message: Mapping[str, Any], template: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import ClassVar
 
 import msgspec
@@ -19,11 +19,10 @@ from levserve import __version__
 from levserve.engine.engine import ServedModel
 from levserve.errors import ServeError
 from levserve.generation import Choice, Delta
-from levserve.schedule.request import FinishReason, TokenLogprob
-from levserve.text.tokenizer import Tokenizer
+from levserve.schedule.request import FinishReason
+from levserve.web.logprobs import ChatLogprobs, PromptLogprobs, TextLogprobs, chat_logprobs, text_logprobs
 
 FINGERPRINT = f"levserve-{__version__}"
-LEAST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI says "very unlikely" with this number
 
 
 class ErrorDetail(Struct, frozen=True):
@@ -48,31 +47,18 @@ class Usage(Struct, frozen=True):
     prompt_tokens_details: CachedTokens
 
 
-class LikelyToken(Struct, frozen=True):
-    token: str
-    logprob: float
-    bytes: list[int]
+class Timings(Struct, frozen=True):
+    """What the HTTP side can tell of a request's time, in milliseconds; waiting for a row and prefill are one to it."""
 
-
-class ChosenToken(Struct, frozen=True):
-    token: str
-    logprob: float
-    bytes: list[int]
-    top_logprobs: list[LikelyToken]
-
-
-class ChatLogprobs(Struct, frozen=True):
-    content: list[ChosenToken]
-    refusal: None = None
-
-
-class TextLogprobs(Struct, frozen=True):
-    """Parallel lists, one entry a token; `text_offset` counts characters of the choice's text."""
-
-    tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
-    text_offset: list[int]
+    prepare_ms: float
+    """From its arrival until the device has it: parsing, the template, tokenizing."""
+    first_token_ms: float | None
+    """From its arrival to the first token of any choice; null where nothing was generated."""
+    decode_ms: float
+    """From the first token to the end."""
+    total_ms: float
+    tokens_per_second: float | None
+    """Over `decode_ms`, of all choices together, the first token left out."""
 
 
 class TextChoice(Struct, frozen=True):
@@ -80,6 +66,7 @@ class TextChoice(Struct, frozen=True):
     text: str
     logprobs: TextLogprobs | None = None
     finish_reason: FinishReason | None = None
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class Message(Struct, frozen=True):
@@ -114,6 +101,8 @@ class Envelope(Struct, frozen=True):
     choices: Sequence[TextChoice | ChatChoice | ChatPiece]
     usage: Usage | None | UnsetType
     system_fingerprint: str = FINGERPRINT
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    timings: Timings | UnsetType = UNSET
 
 
 class Answer(ABC):
@@ -122,6 +111,8 @@ class Answer(ABC):
     id_prefix: ClassVar[str]
     whole_object: ClassVar[str]
     piece_object: ClassVar[str]
+    has_one_prompt: ClassVar[bool] = False
+    """So that its scores stand beside the choices and not in each, as vLLM has it."""
 
     def __init__(self, model: ServedModel) -> None:
         self._id = f"{self.id_prefix}{os.urandom(12).hex()}"
@@ -129,14 +120,24 @@ class Answer(ABC):
         self._model = model.name
         self._tokenizer = model.tokenizer
 
-    def whole(self, deltas: Iterable[Delta], usage: Usage) -> bytes:
-        """The body of a blocking answer, from each choice's joined delta."""
-        choices = [self._choice(index, delta) for index, delta in enumerate(deltas)]
-        return msgspec.json.encode(Envelope(self._id, self.whole_object, self._created, self._model, choices, usage))
+    def whole(
+        self, deltas: Sequence[Delta], usage: Usage, scores: Sequence[PromptLogprobs] = (), timings: Timings | UnsetType = UNSET
+    ) -> bytes:
+        """The body of a blocking answer, from each choice's joined delta and, where they are wanted, each prompt's scores."""
+        num_choices = len(deltas) // max(len(scores), 1)
+        choices = [self._choice(index, delta, scores[index // num_choices] if scores else UNSET) for index, delta in enumerate(deltas)]
+        shared = scores[0] if scores and self.has_one_prompt else UNSET
+        return msgspec.json.encode(
+            Envelope(self._id, self.whole_object, self._created, self._model, choices, usage, prompt_logprobs=shared, timings=timings)
+        )
 
-    def chunk(self, choices: Sequence[TextChoice | ChatPiece], usage: Usage | None | UnsetType) -> bytes:
+    def chunk(
+        self, choices: Sequence[TextChoice | ChatPiece], usage: Usage | None | UnsetType, timings: Timings | UnsetType = UNSET
+    ) -> bytes:
         """The JSON of one event of a stream."""
-        return msgspec.json.encode(Envelope(self._id, self.piece_object, self._created, self._model, choices, usage))
+        return msgspec.json.encode(
+            Envelope(self._id, self.piece_object, self._created, self._model, choices, usage, timings=timings)
+        )
 
     @abstractmethod
     def opening(self, index: int) -> TextChoice | ChatPiece | None:
@@ -151,7 +152,7 @@ class Answer(ABC):
         """What a stream says of a choice after its last text."""
 
     @abstractmethod
-    def _choice(self, index: int, delta: Delta) -> TextChoice | ChatChoice: ...
+    def _choice(self, index: int, delta: Delta, scores: PromptLogprobs | UnsetType) -> TextChoice | ChatChoice: ...
 
 
 class TextAnswer(Answer):
@@ -163,32 +164,33 @@ class TextAnswer(Answer):
         return None
 
     def piece(self, index: int, delta: Delta) -> TextChoice:
-        return TextChoice(index, delta.text, _text_logprobs(delta, self._tokenizer))
+        return TextChoice(index, delta.text, text_logprobs(delta, self._tokenizer))
 
     def ending(self, index: int, finish: FinishReason) -> TextChoice:
         return TextChoice(index, "", None, finish)
 
-    def _choice(self, index: int, delta: Delta) -> TextChoice:
-        return TextChoice(index, delta.text, _text_logprobs(delta, self._tokenizer), delta.finish)
+    def _choice(self, index: int, delta: Delta, scores: PromptLogprobs | UnsetType) -> TextChoice:
+        return TextChoice(index, delta.text, text_logprobs(delta, self._tokenizer), delta.finish, scores)
 
 
 class ChatAnswer(Answer):
     """The answer of /v1/chat/completions."""
 
     id_prefix, whole_object, piece_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+    has_one_prompt = True
 
     def opening(self, index: int) -> ChatPiece:
         return ChatPiece(index, Message("assistant", ""))
 
     def piece(self, index: int, delta: Delta) -> ChatPiece:
-        return ChatPiece(index, Message(content=delta.text), _chat_logprobs(delta, self._tokenizer))
+        return ChatPiece(index, Message(content=delta.text), chat_logprobs(delta, self._tokenizer))
 
     def ending(self, index: int, finish: FinishReason) -> ChatPiece:
         return ChatPiece(index, Message(), None, finish)
 
-    def _choice(self, index: int, delta: Delta) -> ChatChoice:
+    def _choice(self, index: int, delta: Delta, scores: PromptLogprobs | UnsetType) -> ChatChoice:
         message = Message("assistant", delta.text, refusal=None)
-        return ChatChoice(index, message, _chat_logprobs(delta, self._tokenizer), delta.finish)
+        return ChatChoice(index, message, chat_logprobs(delta, self._tokenizer), delta.finish)
 
 
 def count_usage(prompts: Sequence[Sequence[int]], choices: Sequence[Choice]) -> Usage:
@@ -203,42 +205,3 @@ def count_usage(prompts: Sequence[Sequence[int]], choices: Sequence[Choice]) -> 
 
 def error_body(error: ServeError) -> bytes:
     return msgspec.json.encode(ErrorBody(ErrorDetail(error.message, error.type, error.param, error.code)))
-
-
-def _chat_logprobs(delta: Delta, tokenizer: Tokenizer) -> ChatLogprobs | None:
-    if not delta.logprobs:
-        return None
-    return ChatLogprobs([_chosen_token(token, logprob, tokenizer) for token, logprob in zip(delta.tokens, delta.logprobs, strict=True)])
-
-
-def _chosen_token(token: int, logprob: TokenLogprob, tokenizer: Tokenizer) -> ChosenToken:
-    top = [LikelyToken(_show(other, tokenizer), _clamp(value), list(tokenizer.token_bytes(other))) for other, value in logprob.top]
-    return ChosenToken(_show(token, tokenizer), _clamp(logprob.logprob), list(tokenizer.token_bytes(token)), top)
-
-
-def _text_logprobs(delta: Delta, tokenizer: Tokenizer) -> TextLogprobs | None:
-    if not delta.logprobs:
-        return None
-    return TextLogprobs(
-        [_show(token, tokenizer) for token in delta.tokens],
-        [_clamp(logprob.logprob) for logprob in delta.logprobs],
-        [_top_by_text(token, logprob, tokenizer) for token, logprob in zip(delta.tokens, delta.logprobs, strict=True)],
-        list(delta.offsets),
-    )
-
-
-def _top_by_text(token: int, logprob: TokenLogprob, tokenizer: Tokenizer) -> dict[str, float]:
-    """The likeliest tokens and always the chosen one; of two tokens with the same text the likelier stays."""
-    by_text: dict[str, float] = {}
-    for other, value in (*logprob.top, (token, logprob.logprob)):
-        text = _show(other, tokenizer)
-        by_text[text] = max(_clamp(value), by_text.get(text, LEAST_LOGPROB))
-    return by_text
-
-
-def _show(token: int, tokenizer: Tokenizer) -> str:
-    return tokenizer.token_bytes(token).decode(errors="replace")
-
-
-def _clamp(logprob: float) -> float:
-    return logprob if logprob > LEAST_LOGPROB else LEAST_LOGPROB  # this way round NaN is clamped too

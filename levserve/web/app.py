@@ -9,21 +9,28 @@ import logging
 import math
 import os
 import re
+import time
 from collections.abc import Callable
 from http import HTTPStatus
 
 from flask import Flask, Response, g, request
 from werkzeug.exceptions import HTTPException
+from werkzeug.routing.exceptions import WebsocketMismatch
 
 from levserve.config import Settings
 from levserve.engine.engine import Engine
-from levserve.errors import DeadlineExceeded, RetryLater, ServeError, Unauthorized
+from levserve.errors import BadRequest, DeadlineExceeded, RetryLater, ServeError, Unauthorized, UpgradeRequired
 from levserve.metrics import Metrics
 from levserve.web.answer import error_body
 from levserve.web.auth import key_check
+from levserve.web.cors import Cors
+from levserve.web.embeddings import Embeddings
+from levserve.web.native import Native
 from levserve.web.openai import OpenAI
-from levserve.web.run import Runs
 from levserve.web.ops import ops_routes
+from levserve.web.run import Runs
+from levserve.web.scoring import Scoring
+from levserve.web.tokens import Tokens
 from levserve.web.watcher import Watcher
 
 log = logging.getLogger(__name__)
@@ -33,13 +40,25 @@ NO_RETRY = {"x-should-retry": "false"}  # OpenAI's SDK would send the request ag
 
 
 def create_app(engine: Engine, settings: Settings, watcher: Watcher) -> Flask:
+    from levserve.web.sock import Sockets  # 45 ms that only the worker has to spend
+
     app = Flask("levserve", static_folder=None)
+    app.url_map.merge_slashes = False  # a path with two is not ours; werkzeug would answer with a redirect in HTML
     app.before_request(_name_request)
-    app.before_request(key_check(settings.api_key))
-    app.register_blueprint(OpenAI(engine, settings, Runs(engine, settings, watcher)).routes())
+    cors = Cors(settings.cors_origins)
+    cors.install(app)
+    app.before_request(key_check(settings))
+    runs = Runs(engine, settings, watcher)
+    app.register_blueprint(OpenAI(engine, settings, runs).routes())
+    app.register_blueprint(Embeddings(engine, settings, runs).routes())
+    app.register_blueprint(Scoring(engine, settings, runs).routes())
+    app.register_blueprint(Native(engine, settings, runs).routes())
+    app.register_blueprint(Tokens(engine, settings).routes())
     app.register_blueprint(ops_routes(engine))
+    Sockets(engine, settings, runs, cors).install(app)
     app.register_error_handler(ServeError, _answer_error)
     app.register_error_handler(HTTPException, _answer_http_error)
+    app.register_error_handler(WebsocketMismatch, _answer_mismatch)
     app.register_error_handler(Exception, _answer_fault)
     app.after_request(_after_request(engine.metrics))
     return app
@@ -47,6 +66,7 @@ def create_app(engine: Engine, settings: Settings, watcher: Watcher) -> Flask:
 
 def _name_request() -> None:
     """Takes the client's request id if it is fit for a header and a log line, else makes one."""
+    g.started = time.monotonic()
     given = request.headers.get("x-request-id", "")
     g.request_id = given if REQUEST_ID.fullmatch(given) else os.urandom(8).hex()
 
@@ -65,6 +85,12 @@ def _answer_http_error(error: HTTPException) -> Response:
     return response
 
 
+def _answer_mismatch(error: WebsocketMismatch) -> Response:
+    if request.headers.get("Upgrade", "").lower() == "websocket":
+        return _answer_error(BadRequest(f"{request.path} is no WebSocket; /v1/ws is one."))
+    return _answer_error(UpgradeRequired(f"{request.path} is a WebSocket; open it with an Upgrade request."))
+
+
 def _answer_fault(error: Exception) -> Response:
     log.error("%s %s %s failed", g.request_id, request.method, request.path, exc_info=error)
     body = error_body(ServeError("The server failed to handle the request."))
@@ -79,12 +105,15 @@ def _headers(error: ServeError) -> dict[str, str]:
             return {"Retry-After": str(math.ceil(seconds)), "retry-after-ms": str(math.ceil(seconds * 1000))}
         case DeadlineExceeded():
             return NO_RETRY
+        case UpgradeRequired():
+            return {"Upgrade": "websocket", "Sec-WebSocket-Version": "13"}
     return {}
 
 
 def _after_request(metrics: Metrics) -> Callable[[Response], Response]:
     def after_request(response: Response) -> Response:
         response.headers["x-request-id"] = g.request_id
+        response.headers["openai-processing-ms"] = str(round((time.monotonic() - g.started) * 1000))  # of a stream: until its head
         route = request.url_rule.rule if request.url_rule is not None else "unknown"
         metrics.requests.labels(route, response.status_code).inc()
         return response

@@ -1,4 +1,4 @@
-"""Lets in who brings the key. One check before every request but the health routes, on the request's HTTP thread."""
+"""Lets in who brings a key. One check before every request but the health routes, on the request's HTTP thread."""
 
 from __future__ import annotations
 
@@ -8,26 +8,41 @@ from collections.abc import Callable
 
 from flask import request
 
+from levserve.config import Settings
 from levserve.errors import Unauthorized
 
 OPEN_PATHS = frozenset(("/healthz", "/readyz", "/health"))  # a probe has no key
+# A web page cannot set headers on a WebSocket, only name subprotocols; OpenAI's own clients send the key in this one.
+KEY_SUBPROTOCOL = "openai-insecure-api-key."
 
 
-def key_check(api_key: str) -> Callable[[], None]:
-    """A check for Flask's `before_request`: raises `Unauthorized` unless the request carries this key; none is asked for ""."""
-    wanted = _digest(api_key)
+def key_check(settings: Settings) -> Callable[[], None]:
+    """A check for Flask's `before_request`: raises `Unauthorized` unless the request carries one of the keys, if there are any."""
+    wanted = [_digest(key) for key in settings.api_keys]
+    open_paths = OPEN_PATHS | {"/metrics"} if settings.open_metrics else OPEN_PATHS
 
     def check_key() -> None:
-        if not api_key or request.path in OPEN_PATHS:
+        if not wanted or request.path in open_paths:
             return
-        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-        given = given.strip()
-        if scheme.lower() != "bearer" or not given:
+        given = _given_key()
+        if not given:
             raise Unauthorized("You didn't provide an API key. Send it in the header 'Authorization: Bearer KEY'.")
-        if not hmac.compare_digest(_digest(given), wanted):
+        digest = _digest(given)
+        if not sum(hmac.compare_digest(digest, key) for key in wanted):  # all are compared: the time tells nothing of which one
             raise Unauthorized(f"Incorrect API key provided: {_mask(given)}.")
 
     return check_key
+
+
+def _given_key() -> str:
+    scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+    if scheme.lower() == "bearer":
+        return key.strip()
+    if request.headers.get("Upgrade", "").lower() == "websocket":
+        for name in request.headers.get("Sec-WebSocket-Protocol", "").split(","):
+            if name.strip().startswith(KEY_SUBPROTOCOL):
+                return name.strip().removeprefix(KEY_SUBPROTOCOL)
+    return ""
 
 
 def _digest(key: str) -> bytes:

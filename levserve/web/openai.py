@@ -6,28 +6,22 @@ view ends, or for a stream when its last byte is written or its client has gone.
 
 from __future__ import annotations
 
-import itertools
-import logging
-import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 
 import msgspec
 from flask import Blueprint, Response, g, request
-from werkzeug.exceptions import UnsupportedMediaType
+from msgspec import UNSET
 
 from levserve.config import Settings
 from levserve.engine.engine import Engine, ServedModel
-from levserve.errors import BodyTooLarge, ServeError
-from levserve.generation import ClientGone, Delta
-from levserve.web import sse
 from levserve.web.answer import Answer, ChatAnswer, TextAnswer
+from levserve.web.body import read_body
 from levserve.web.decode import decode
+from levserve.web.logprobs import PromptLogprobs, prompt_logprobs
 from levserve.web.run import Run, Runs
 from levserve.web.schema import ChatBody, CompletionBody
+from levserve.web.stream import stream_response
 from levserve.web.submission import check_model_name
-
-log = logging.getLogger(__name__)
 
 
 class ModelEntry(msgspec.Struct, frozen=True):
@@ -73,56 +67,28 @@ class OpenAI:
         return _json(msgspec.json.encode(_entry(self._engine.model)))
 
     def _respond(self, body_kind: type[ChatBody] | type[CompletionBody], answer_kind: type[Answer]) -> Response:
-        started = time.monotonic()
         with ExitStack() as held:
             reservation = held.enter_context(self._engine.reserve())
-            body = decode(_read_body(self._settings.max_body_bytes), body_kind)
+            body = decode(read_body(self._settings.max_body_bytes), body_kind)
             model = self._engine.model
             client = request.environ.get("gunicorn.socket")  # Flask's test client has none
-            run = self._runs.start(body, model, reservation, held, request_id=g.request_id, started=started, client=client)
+            run = self._runs.start(body, model, reservation, held, request_id=g.request_id, started=g.started, client=client)
             answer = answer_kind(model)
-            if body.stream:
-                events = sse.Events(answer, len(run.choices), with_usage=body.wants_usage)
-                first = next(run.deltas)  # one that fails before its first token gets a real status
-                response = Response(_stream(run, first, events, body.wants_usage, g.request_id), headers=sse.HEADERS)
-                response.call_on_close(held.pop_all().close)  # a generator that was never started runs no `finally`
-                return response
-            response = _json(answer.whole(run.collect(), run.usage()))
-            response.headers["openai-processing-ms"] = str(round((time.monotonic() - started) * 1000))
-            return response
+            if not body.stream:
+                deltas = run.collect()
+                timings = run.timings() if body.timings else UNSET
+                return _json(answer.whole(deltas, run.usage(), _prompt_logprobs(body, run, model), timings))
+            return stream_response(
+                run, answer, held, self._settings, with_usage=body.wants_usage, with_timings=body.timings is True
+            )
 
 
-def _read_body(max_bytes: int) -> bytes:
-    if request.mimetype not in ("", "application/json"):  # a browser asks before it sends this type to another site
-        raise UnsupportedMediaType("Send the body as application/json.")
-    too_large = BodyTooLarge(f"The body is larger than this server's limit of {max_bytes} bytes.")
-    if (request.content_length or 0) > max_bytes:
-        raise too_large
-    data = request.stream.read(max_bytes + 1)  # without a Content-Length, one byte more tells that it is too large
-    if len(data) > max_bytes:
-        raise too_large
-    return data
-
-
-def _stream(run: Run, first: tuple[int, Delta], events: sse.Events, with_usage: bool, request_id: str) -> Iterator[bytes]:
-    """The body of a stream. Whatever happens after the 200 is told in it, and it always ends with [DONE]."""
-    try:
-        pending = events.opening()
-        for index, delta in itertools.chain((first,), run.deltas):
-            pending += events.delta(index, delta)
-            if pending:
-                yield pending
-                pending = b""
-        if with_usage:
-            yield events.usage(run.usage())
-    except ClientGone:
-        return
-    except ServeError as error:
-        yield sse.error_event(error)
-    except Exception:  # the 500 handler's part, where it is too late for a 500
-        log.exception("%s failed while streaming", request_id)
-        yield sse.error_event(ServeError("The server failed while it was answering."))
-    yield sse.DONE
+def _prompt_logprobs(body: ChatBody | CompletionBody, run: Run, model: ServedModel) -> list[PromptLogprobs]:
+    """Each prompt's scores, which its first choice has; none if they were not asked for."""
+    if body.prompt_logprobs is None:
+        return []
+    scored = zip(run.prompts, run.choices[:: body.num_sequences], strict=True)
+    return [prompt_logprobs(prompt, choice.prompt_logprobs, body.prompt_logprobs, model.tokenizer) for prompt, choice in scored]
 
 
 def _entry(model: ServedModel) -> ModelEntry:

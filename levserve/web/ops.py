@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import msgspec
-from flask import Blueprint, Response
+from flask import Blueprint, Response, current_app
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from levserve import __version__
 from levserve.engine.engine import Engine, Phase
 
 STALE_SECONDS = 30.0  # the device thread beats every second; a round that takes this long is stuck
-
-ENDPOINTS = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/healthz", "/readyz", "/metrics")
 
 
 def ops_routes(engine: Engine) -> Blueprint:
@@ -39,7 +37,8 @@ def ops_routes(engine: Engine) -> Blueprint:
 
     @routes.get("/")
     def show_endpoints() -> Response:
-        return json_response({"name": "levserve", "version": __version__, "endpoints": ENDPOINTS})
+        endpoints = sorted({rule.rule for rule in current_app.url_map.iter_rules()})
+        return json_response({"name": "levserve", "version": __version__, "endpoints": endpoints})
 
     return routes
 

@@ -1,22 +1,25 @@
 """A parsed request on its way through the engine: started, collected or streamed, and undone on every way out.
 
-Shared by every endpoint that generates. Runs on HTTP threads.
+Shared by every endpoint that runs the model. Runs on HTTP threads.
 """
 
 from __future__ import annotations
 
 import itertools
 import socket
-from collections.abc import Iterator
+import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
 from levserve.config import Settings
 from levserve.engine.engine import Engine, Reservation, ServedModel
 from levserve.errors import BadRequest
-from levserve.generation import Choice, Delta, generate
+from levserve.generation import Choice, Delta, Deltas
+from levserve.schedule.request import GenerationRequest
 from levserve.text.stops import StopStrings
-from levserve.web.answer import Usage, count_usage
+from levserve.web.answer import Timings, Usage, count_usage
+from levserve.web.choices import make_choices
 from levserve.web.schema import ChatBody, CompletionBody
 from levserve.web.submission import Seeds, prepare
 from levserve.web.watcher import Watcher
@@ -24,21 +27,49 @@ from levserve.web.watcher import Watcher
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A request that the engine has: its choices, and their deltas as they come. Belongs to one HTTP thread."""
+    """A request that the engine has: its choices, and their deltas as they come. Belongs to one HTTP thread.
+
+    The choices are prompt-major; `num_kept` of each prompt's are answered, the likeliest.
+    """
 
     prompts: list[list[int]]
     choices: list[Choice]
-    deltas: Iterator[tuple[int, Delta]]
+    deltas: Deltas
+    num_kept: int
+    started: float
+    submitted: float
 
     def collect(self) -> list[Delta]:
-        """Waits for the end; one joined delta per choice."""
+        """Waits for the end; one joined delta per answered choice, of each prompt the likeliest first if there was a choice."""
         pieces: list[list[Delta]] = [[] for _ in self.choices]
         for index, delta in self.deltas:
             pieces[index].append(delta)
-        return [_join(deltas) for deltas in pieces]
+        return [_join(pieces[index]) for index in self._kept()]
 
     def usage(self) -> Usage:
         return count_usage(self.prompts, self.choices)
+
+    def timings(self) -> Timings:
+        """Up to now."""
+        now = time.monotonic()
+        first = self.deltas.first_token_at
+        decode_seconds = 0.0 if first is None else now - first
+        num_later = sum(choice.num_tokens for choice in self.choices) - 1
+        return Timings(
+            prepare_ms=_milliseconds(self.submitted - self.started),
+            first_token_ms=None if first is None else _milliseconds(first - self.started),
+            decode_ms=_milliseconds(decode_seconds),
+            total_ms=_milliseconds(now - self.started),
+            tokens_per_second=round(num_later / decode_seconds, 2) if num_later > 0 and decode_seconds > 0 else None,
+        )
+
+    def _kept(self) -> list[int]:
+        num_choices = len(self.choices) // len(self.prompts)
+        if num_choices == self.num_kept:
+            return list(range(len(self.choices)))
+        groups = (range(start, start + num_choices) for start in range(0, len(self.choices), num_choices))
+        ranked = (sorted(group, key=lambda index: self.choices[index].mean_logprob, reverse=True) for group in groups)
+        return [index for group in ranked for index in group[: self.num_kept]]
 
 
 class Runs:
@@ -47,6 +78,7 @@ class Runs:
     def __init__(self, engine: Engine, settings: Settings, watcher: Watcher) -> None:
         self._engine = engine
         self._timeout = settings.request_timeout
+        self._wave = min(settings.max_running or engine.max_inflight, engine.max_inflight)
         self._watcher = watcher
         self._seeds = Seeds(settings.seed)
         self._numbers = itertools.count()
@@ -63,27 +95,47 @@ class Runs:
         client: socket.socket | None,
     ) -> Run:
         """Hands the request to the engine; whatever must be undone at the end is left in `held`."""
-        # A client may use one request id twice at a time; two sequences of the engine never have the same.
-        engine_id = f"{request_id}.{next(self._numbers)}"
-        deadline = started + self._timeout if self._timeout else None
-        prompts, requests = prepare(body, model, self._seeds, engine_id, deadline)
+        prompts, requests = prepare(body, model, self._seeds, self.new_id(request_id), self.deadline(started))
         if len(requests) > self._engine.max_inflight:
-            most = self._engine.max_inflight
-            raise BadRequest(f"The request asks for {len(requests)} choices in all; this server runs {most}.", param="n")
+            most, param = self._engine.max_inflight, "n" if body.num_sequences == body.num_choices else "best_of"
+            raise BadRequest(f"The request asks for {len(requests)} choices in all; this server runs {most}.", param=param)
+        choices = make_choices(body, model.tokenizer, prompts)
+        deltas = self._submit(requests, choices, reservation, held, client)
+        return Run(prompts, choices, deltas, body.num_choices, started, time.monotonic())
+
+    def compute(
+        self, requests: Sequence[GenerationRequest], model: ServedModel, reservation: Reservation, client: socket.socket | None
+    ) -> list[Choice]:
+        """Runs sequences that only compute their prompts, as many at a time as there are rows; gives them back ended, in order."""
+        choices = [Choice(model.tokenizer.detokenizer(), StopStrings(())) for _ in requests]
+        for start in range(0, len(requests), self._wave):
+            wave = slice(start, start + self._wave)
+            with ExitStack() as held:
+                for _ in self._submit(requests[wave], choices[wave], reservation, held, client):
+                    pass
+        return choices
+
+    def new_id(self, request_id: str) -> str:
+        """The engine's name for a request: a client may use one id twice at a time, two sequences never have the same."""
+        return f"{request_id}.{next(self._numbers)}"
+
+    def deadline(self, started: float) -> float | None:
+        return started + self._timeout if self._timeout else None
+
+    def _submit(
+        self,
+        requests: Sequence[GenerationRequest],
+        choices: Sequence[Choice],
+        reservation: Reservation,
+        held: ExitStack,
+        client: socket.socket | None,
+    ) -> Deltas:
         reservation.grow_to(len(requests))
         stream = self._engine.submit(requests)
         held.callback(stream.close)
         if client is not None:
             held.callback(self._watcher.unwatch, self._watcher.watch(client, stream.close))
-        choices = [_make_choice(body, model) for _ in requests]
-        return Run(prompts, choices, generate(stream, choices))
-
-
-def _make_choice(body: ChatBody | CompletionBody, model: ServedModel) -> Choice:
-    # The text of a completion goes on from its prompt, and so does a continued message; a new message starts afresh.
-    continues = isinstance(body, CompletionBody) or body.continue_final_message is True
-    detokenizer = model.tokenizer.detokenizer(skip_special_tokens=body.skip_special_tokens is not False, continues=continues)
-    return Choice(detokenizer, StopStrings(body.stops, include=body.include_stop_str_in_output is True))
+        return Deltas(stream, choices)
 
 
 def _join(deltas: list[Delta]) -> Delta:
@@ -94,3 +146,7 @@ def _join(deltas: list[Delta]) -> Delta:
         deltas[-1].finish,
         tuple(offset for delta in deltas for offset in delta.offsets),
     )
+
+
+def _milliseconds(seconds: float) -> float:
+    return round(seconds * 1000, 3)

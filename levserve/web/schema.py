@@ -1,4 +1,4 @@
-"""What clients may ask for: the bodies of the OpenAI endpoints, field by field.
+"""What clients may ask for: the bodies of the generating OpenAI endpoints, field by field.
 
 Decoding makes a record that cannot be wrong by itself; what needs the model (its vocabulary, its context) is checked in
 `submission.py`. Any field may be null, which is the same as leaving it out. Fields that nobody declared here are accepted
@@ -16,12 +16,15 @@ from msgspec import Meta, Struct, defstruct
 
 from levserve.errors import BadRequest
 from levserve.web.decode import unsupported
+from levserve.web.texts import Texts, check_texts, split_texts
 
 MAX_STOPS = 16
 MAX_LOGPROBS = 20  # the sampler's widest top list
 ROLES = ("developer", "system", "user", "assistant", "tool", "function")
 
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]  # beyond any context; the bound keeps sums inside an int32
+NumTop = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+NumChoices = Annotated[int, Meta(ge=1, le=128)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 StopString = Annotated[str, Meta(min_length=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
@@ -33,7 +36,6 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "bad_words": ([],),
     "chat_template": (),
     "documents": ([],),
-    "echo": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "guided_choice": ([],),
@@ -43,7 +45,6 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "length_penalty": (1,),
     "modalities": (["text"], []),
     "priority": (0,),
-    "prompt_logprobs": (),
     "reasoning_effort": ("none",),
     "response_format": ({"type": "text"},),
     "structured_outputs": (),
@@ -53,6 +54,11 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "web_search_options": (),
+}
+UNSUPPORTED_IN_CHAT: Mapping[str, tuple[object, ...]] = {
+    "add_special_tokens": (False,),  # the template writes them itself
+    "best_of": (1,),  # the last two are known from completions
+    "echo": (False,),
 }
 UNSUPPORTED_IN_MESSAGE: Mapping[str, tuple[object, ...]] = {"audio": (), "function_call": (), "refusal": ("",), "tool_calls": ([],)}
 
@@ -74,9 +80,11 @@ class GenerationBody(Refused, frozen=True, kw_only=True):
 
     model: str
     max_tokens: Count | None = None
-    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    n: NumChoices | None = None
+    prompt_logprobs: NumTop | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    timings: bool | None = None
     user: str | None = None
 
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
@@ -102,6 +110,8 @@ class GenerationBody(Refused, frozen=True, kw_only=True):
             raise BadRequest("'stream_options' is only allowed when 'stream' is true.", param="stream_options")
         if self.stream_options and self.stream_options.include_obfuscation:
             raise unsupported("stream_options.include_obfuscation")
+        if self.stream and self.prompt_logprobs is not None:
+            raise BadRequest("'prompt_logprobs' is not allowed when 'stream' is true.", param="prompt_logprobs")
 
     @property
     def max_length(self) -> int | None:
@@ -112,6 +122,27 @@ class GenerationBody(Refused, frozen=True, kw_only=True):
     def num_choices(self) -> int:
         """Choices for each prompt."""
         return self.n or 1
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that run for each prompt; the choices are the best of them."""
+        return self.num_choices
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """None: none are shown; n: of each token, and of the n likeliest in its place."""
+        raise NotImplementedError
+
+    @property
+    def num_computed_logprobs(self) -> int | None:
+        """What the device has to find out, for all that is shown and for choosing the best."""
+        for_choosing = 0 if self.num_sequences > self.num_choices else None
+        wanted = (count for count in (self.num_logprobs, self.prompt_logprobs, for_choosing) if count is not None)
+        return max(wanted, default=None)
+
+    @property
+    def shows_prompt(self) -> bool:
+        return False
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -125,35 +156,43 @@ class GenerationBody(Refused, frozen=True, kw_only=True):
 class CompletionBody(GenerationBody, frozen=True, kw_only=True):
     """The body of /v1/completions."""
 
-    prompt: str | list[str | int | list[int]]
-    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
-    best_of: int | None = None
+    prompt: Texts
+    max_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    logprobs: NumTop | None = None
+    echo: bool | None = None
+    best_of: NumChoices | None = None
     add_special_tokens: bool | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.best_of not in (None, self.num_choices):
-            raise BadRequest("'best_of' other than 'n' is not supported by this server.", param="best_of")
-        kinds = {type(item) for item in self.prompt} if isinstance(self.prompt, list) else {str}
-        if len(kinds) != 1:
-            wanted = "a string, or a list that is not empty of strings, of token ids or of lists of token ids"
-            raise BadRequest(f"Invalid type for 'prompt': expected {wanted}.", param="prompt", code="invalid_type")
+        check_texts(self.prompt, "prompt")
+        if self.max_tokens == 0 and not self.echo:
+            raise BadRequest("'max_tokens' must be at least 1, or 0 when 'echo' is true.", param="max_tokens")
+        if self.best_of is not None and self.best_of < self.num_choices:
+            raise BadRequest(f"'best_of' is {self.best_of}, but must be at least 'n', which is {self.num_choices}.", param="best_of")
+        if self.stream and self.num_sequences > self.num_choices:
+            raise BadRequest("'best_of' above 'n' is not allowed when 'stream' is true.", param="best_of")
 
     @property
     def prompts(self) -> list[str | list[int]]:
         """Each prompt as text to tokenize or as the tokens themselves."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        tokens = [item for item in self.prompt if isinstance(item, int)]
-        return [tokens] if tokens else [item for item in self.prompt if not isinstance(item, int)]
+        return split_texts(self.prompt)
 
     @property
     def max_length(self) -> int | None:
         return 16 if self.max_tokens is None else self.max_tokens
 
     @property
+    def num_sequences(self) -> int:
+        return self.best_of or self.num_choices
+
+    @property
     def num_logprobs(self) -> int | None:
         return self.logprobs
+
+    @property
+    def shows_prompt(self) -> bool:
+        return self.echo is True
 
 
 class Part(Struct, frozen=True):
@@ -168,7 +207,7 @@ class Message(RefusedInMessage, frozen=True, kw_only=True):
     tool_call_id: str | None = None
 
     def check(self, path: str) -> None:
-        _require_choice(self.role, ROLES, f"{path}.role")
+        require_choice(self.role, ROLES, f"{path}.role")
         _refuse_unsupported(self, UNSUPPORTED_IN_MESSAGE, f"{path}.")
         if self.role == "tool" and self.tool_call_id is None:
             raise _missing(f"{path}.tool_call_id")
@@ -176,7 +215,7 @@ class Message(RefusedInMessage, frozen=True, kw_only=True):
             raise _missing(f"{path}.content")
         if isinstance(self.content, list):
             for number, part in enumerate(self.content):
-                _require_choice(part.type, ("text",), f"{path}.content[{number}].type")
+                require_choice(part.type, ("text",), f"{path}.content[{number}].type")
                 if part.text is None:
                     raise _missing(f"{path}.content[{number}].text")
 
@@ -196,18 +235,19 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
     messages: Annotated[list[Message], Meta(min_length=1)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: NumTop | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    add_special_tokens: bool | None = None
+    add_special_tokens: Any = None
+    best_of: Any = None
+    echo: Any = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _refuse_unsupported(self, UNSUPPORTED_IN_CHAT)
         for number, message in enumerate(self.messages):
             message.check(f"messages[{number}]")
-        if self.add_special_tokens:
-            raise unsupported("add_special_tokens")  # the template writes them itself
         if self.top_logprobs is not None and not self.logprobs:
             raise BadRequest("'top_logprobs' is only allowed when 'logprobs' is true.", param="top_logprobs")
         if self.add_generation_prompt and self.continue_final_message:
@@ -222,17 +262,17 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
+def require_choice(value: str, choices: tuple[str, ...], param: str) -> None:
+    if value not in choices:
+        wanted = ", ".join(f"'{choice}'" for choice in choices)
+        raise BadRequest(f"Invalid value for '{param}': '{value[:64]}'. Supported values are: {wanted}.", param=param)
+
+
 def _refuse_unsupported(record: Struct, table: Mapping[str, tuple[object, ...]], path: str = "") -> None:
     for name, harmless in table.items():
         value = getattr(record, name)
         if value is not None and value not in harmless:
             raise unsupported(f"{path}{name}")
-
-
-def _require_choice(value: str, choices: tuple[str, ...], param: str) -> None:
-    if value not in choices:
-        wanted = ", ".join(f"'{choice}'" for choice in choices)
-        raise BadRequest(f"Invalid value for '{param}': '{value[:64]}'. Supported values are: {wanted}.", param=param)
 
 
 def _missing(param: str) -> BadRequest:

@@ -1,25 +1,54 @@
-"""Frames a stream's chunks as server-sent events.
+"""Streams an answer as server-sent events, with a sign of life where there is nothing to say.
 
 Used on the HTTP thread of one stream. Almost every event differs from the one before in its text only, so each choice has
 the bytes before and after it ready: 0.4 us an event where encoding the whole object takes 1.1. Only chunks with
-log-probabilities are encoded whole. An event is one `data:` line; `event:`, `id:` or `retry:` would break OpenAI's SDK.
+log-probabilities are encoded whole. An event is one `data:` line; `event:`, `id:` or `retry:` would break OpenAI's SDK, which
+passes over a comment.
 """
 
 from __future__ import annotations
 
+import logging
+import time
+from collections.abc import Iterator
 from json.encoder import encode_basestring_ascii
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from levserve.errors import ServeError
-from levserve.generation import Delta
-from levserve.web.answer import Answer, ChatPiece, TextChoice, Usage, error_body
+from levserve.generation import ClientGone, Delta, Deltas
+from levserve.web.answer import Answer, ChatPiece, TextChoice, Timings, Usage, error_body
+from levserve.web.run import Run
+
+log = logging.getLogger(__name__)
 
 HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 DONE = b"data: [DONE]\n\n"
+PING = b": ping\n\n"
 
 MARK = Delta("\0")  # stands for the text when a template is made; encoded, it is a string that no name or id can be
 ENCODED_MARK = b'"\\u0000"'
+
+
+class Heartbeat:
+    """Knows when a silent stream owes its client a sign of life, which keeps proxies from cutting it; 0 seconds for never.
+
+    The clock starts with the request and starts again with everything that is sent. Belongs to one HTTP thread.
+    """
+
+    def __init__(self, seconds: float, started: float) -> None:
+        self._seconds = seconds
+        self._due = started + seconds
+
+    def wait_for(self, deltas: Deltas) -> bool:
+        """Whether the next delta, or the end, has come before a sign of life is due."""
+        return deltas.wait(max(self._due - time.monotonic(), 0) if self._seconds else None)
+
+    def is_due(self) -> bool:
+        return self._seconds > 0 and time.monotonic() >= self._due
+
+    def restart(self) -> None:
+        self._due = time.monotonic() + self._seconds
 
 
 class Events:
@@ -49,8 +78,9 @@ class Events:
             return event
         return event + self._event(self._answer.ending(index, delta.finish))
 
-    def usage(self, usage: Usage) -> bytes:
-        return _frame(self._answer.chunk((), usage))
+    def closing(self, usage: Usage, timings: Timings | UnsetType = UNSET) -> bytes:
+        """What concerns all choices, after the last of them has ended."""
+        return _frame(self._answer.chunk((), usage, timings))
 
     def _event(self, choice: TextChoice | ChatPiece) -> bytes:
         return _frame(self._answer.chunk((choice,), self._usage_so_far))
@@ -59,6 +89,39 @@ class Events:
         before, mark, after = self._event(self._answer.piece(index, MARK)).partition(ENCODED_MARK)
         assert mark
         return before, after
+
+
+def stream(run: Run, events: Events, heartbeat: Heartbeat, *, with_usage: bool, with_timings: bool, request_id: str) -> Iterator[bytes]:
+    """The body of a stream. Whatever happens after the 200 is told in it, and it always ends with [DONE]."""
+    try:
+        yield from _events(run.deltas, events, heartbeat)
+        if with_usage or with_timings:
+            yield events.closing(run.usage(), run.timings() if with_timings else UNSET)
+    except ClientGone:
+        return
+    except ServeError as error:
+        yield error_event(error)
+    except Exception:  # the 500 handler's part, where it is too late for a 500
+        log.exception("%s failed while streaming", request_id)
+        yield error_event(ServeError("The server failed while it was answering."))
+    yield DONE
+
+
+def _events(deltas: Deltas, events: Events, heartbeat: Heartbeat) -> Iterator[bytes]:
+    pending = events.opening()
+    while True:
+        if not heartbeat.wait_for(deltas):
+            yield PING
+        elif (found := next(deltas, None)) is None:
+            return
+        elif pending := pending + events.delta(*found):
+            yield pending
+            pending = b""
+        elif heartbeat.is_due():
+            yield PING  # there are tokens, but their text is held back
+        else:
+            continue
+        heartbeat.restart()
 
 
 def error_event(error: ServeError) -> bytes:

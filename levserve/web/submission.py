@@ -16,6 +16,7 @@ from levserve.errors import BadRequest, ContextTooLong, ModelNotFound
 from levserve.schedule.request import GenerationRequest, Sampling
 from levserve.text.chat import render_chat
 from levserve.text.tokenizer import Tokenizer
+from levserve.web.choices import stop_ids_of, stops_here
 from levserve.web.schema import ChatBody, CompletionBody
 
 
@@ -33,7 +34,7 @@ class Seeds:
 
 
 class Submission(NamedTuple):
-    """The tokens of each prompt, and the sequences to run: prompt-major, `n` for each prompt."""
+    """The tokens of each prompt, and the sequences to run: prompt-major, equally many for each prompt."""
 
     prompts: list[list[int]]
     requests: list[GenerationRequest]
@@ -43,16 +44,16 @@ def prepare(body: ChatBody | CompletionBody, model: ServedModel, seeds: Seeds, e
     """Checks the body against the model and makes its sequences; raises `BadRequest` or `ModelNotFound`."""
     check_model_name(body.model, model)
     prompts = _tokenize(body, model.tokenizer)
-    _check_token_ids("logit_bias", body.logit_bias or (), model.tokenizer)
-    _check_token_ids("stop_token_ids", body.stop_token_ids or (), model.tokenizer)
+    check_token_ids("logit_bias", body.logit_bias or (), model.tokenizer)
+    check_token_ids("stop_token_ids", body.stop_token_ids or (), model.tokenizer)
     limits = [_fit(prompt, body, model) for prompt in prompts]
-    stop_ids = frozenset(body.stop_token_ids or ()) | (frozenset() if body.ignore_eos else model.tokenizer.eos_ids)
+    stop_ids = frozenset() if stops_here(body) else stop_ids_of(body, model.tokenizer)
     seed = seeds.draw() if body.seed is None else body.seed
-    samplings = [_sampling(body, seed + choice) for choice in range(body.num_choices)]
-    pairs = itertools.product(zip(prompts, limits, strict=True), samplings)
+    samplings = [_sampling(body, seed + choice) for choice in range(body.num_sequences)]
+    pairs = itertools.product(zip(prompts, limits, strict=True), enumerate(samplings))
     requests = [
-        GenerationRequest(f"{engine_id}-{index}", tuple(prompt), limit, sampling, stop_ids, deadline)
-        for index, ((prompt, limit), sampling) in enumerate(pairs)
+        GenerationRequest(f"{engine_id}-{index}", tuple(prompt), limit, sampling, stop_ids, deadline, _score_from(prompt, body, choice))
+        for index, ((prompt, limit), (choice, sampling)) in enumerate(pairs)
     ]
     return Submission(prompts, requests)
 
@@ -62,9 +63,24 @@ def check_model_name(name: str, model: ServedModel) -> None:
         raise ModelNotFound(f"The model '{name[:64]}' does not exist; this server has '{model.name}'.", param="model")
 
 
+def encode_text(text: str | list[int], tokenizer: Tokenizer, param: str, *, add_special_tokens: bool) -> list[int]:
+    """Tokens of a text; those that the client gave itself are checked and taken as they are."""
+    if isinstance(text, str):
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    check_token_ids(param, text, tokenizer)
+    return text
+
+
+def check_token_ids(param: str, tokens: Sequence[int] | dict[int, float], tokenizer: Tokenizer) -> None:
+    for token in tokens:
+        if not 0 <= token < tokenizer.vocab_size:
+            raise BadRequest(f"'{param}' has the token id {token}; this model's are 0 to {tokenizer.vocab_size - 1}.", param=param)
+
+
 def _tokenize(body: ChatBody | CompletionBody, tokenizer: Tokenizer) -> list[list[int]]:
     if isinstance(body, CompletionBody):
-        return [_encode(prompt, body, tokenizer) for prompt in body.prompts]
+        adds_special = body.add_special_tokens is not False
+        return [encode_text(prompt, tokenizer, "prompt", add_special_tokens=adds_special) for prompt in body.prompts]
     try:
         tokens = render_chat(
             tokenizer,
@@ -76,19 +92,6 @@ def _tokenize(body: ChatBody | CompletionBody, tokenizer: Tokenizer) -> list[lis
     except RecursionError:
         raise BadRequest("'chat_template_kwargs' is nested too deeply.", param="chat_template_kwargs") from None
     return [tokens]
-
-
-def _encode(prompt: str | list[int], body: CompletionBody, tokenizer: Tokenizer) -> list[int]:
-    if isinstance(prompt, str):
-        return tokenizer.encode(prompt, add_special_tokens=body.add_special_tokens is not False)
-    _check_token_ids("prompt", prompt, tokenizer)
-    return prompt
-
-
-def _check_token_ids(param: str, tokens: Sequence[int] | dict[int, float], tokenizer: Tokenizer) -> None:
-    for token in tokens:
-        if not 0 <= token < tokenizer.vocab_size:
-            raise BadRequest(f"'{param}' has the token id {token}; this model's are 0 to {tokenizer.vocab_size - 1}.", param=param)
 
 
 def _fit(prompt: Sequence[int], body: ChatBody | CompletionBody, model: ServedModel) -> int:
@@ -121,5 +124,11 @@ def _sampling(body: ChatBody | CompletionBody, seed: int) -> Sampling:
         logit_bias=tuple((body.logit_bias or {}).items()),
         min_tokens=body.min_tokens or 0,
         seed=seed,
-        num_logprobs=body.num_logprobs,
+        num_logprobs=body.num_computed_logprobs,
     )
+
+
+def _score_from(prompt: Sequence[int], body: ChatBody | CompletionBody, choice: int) -> int | None:
+    """Each echo has scores of its own; `prompt_logprobs` are the same for all choices of a prompt, so one computes them."""
+    is_wanted = (body.shows_prompt and body.num_logprobs is not None) or (body.prompt_logprobs is not None and choice == 0)
+    return 1 if is_wanted and len(prompt) > 1 else None

@@ -1,0 +1,120 @@
+"""The plain endpoints for scripts: /generate takes a list of prompts and gives a list of texts, /generate_stream the pieces.
+
+Both are completions underneath, with names and defaults of their own. Views run on HTTP threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Annotated
+
+import msgspec
+from flask import Blueprint, Response, g, request
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from levserve.config import Settings
+from levserve.engine.engine import Engine
+from levserve.errors import BadRequest
+from levserve.schedule.request import FinishReason
+from levserve.web.answer import ChatPiece, TextAnswer, TextChoice, Timings, Usage
+from levserve.web.body import read_body
+from levserve.web.decode import decode
+from levserve.web.run import Run, Runs
+from levserve.web.schema import MAX_STOPS, CompletionBody, Count, StopString
+from levserve.web.stream import stream_response
+
+# What a completion calls the fields of ours that its errors name.
+NAMES = {"prompt": "prompts", "n": "prompts"}
+
+
+class GenerateBody(Struct, frozen=True, kw_only=True):
+    """The body of both endpoints. Any field but `prompts` may be null, which is the same as leaving it out."""
+
+    prompts: Annotated[list[str], Meta(min_length=1)]
+    model: str | None = None
+    max_tokens: Count | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None = None
+    stream: bool | None = None
+
+    def to_completion(self, model_name: str) -> CompletionBody:
+        return CompletionBody(
+            model=model_name if self.model is None else self.model,
+            prompt=list(self.prompts),
+            max_tokens=128 if self.max_tokens is None else self.max_tokens,
+            temperature=0.7 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            seed=self.seed,
+            stop=self.stop,
+        )
+
+
+class Generated(Struct, frozen=True):
+    """One text and one reason for its end a prompt, in their order."""
+
+    completions: list[str]
+    finish_reasons: list[FinishReason | None]
+    usage: Usage
+
+
+class Piece(Struct, frozen=True):
+    index: int
+    text: str
+    finish_reason: FinishReason | UnsetType = UNSET
+
+
+class PieceAnswer(TextAnswer):
+    """The events of /generate_stream."""
+
+    def chunk(
+        self, choices: Sequence[TextChoice | ChatPiece], usage: Usage | None | UnsetType, timings: Timings | UnsetType = UNSET
+    ) -> bytes:
+        (choice,) = choices
+        assert isinstance(choice, TextChoice)
+        return msgspec.json.encode(Piece(choice.index, choice.text, choice.finish_reason or UNSET))
+
+
+class Native:
+    """The views; shared by all HTTP threads and without state of any one request."""
+
+    def __init__(self, engine: Engine, settings: Settings, runs: Runs) -> None:
+        self._engine = engine
+        self._settings = settings
+        self._runs = runs
+
+    def routes(self) -> Blueprint:
+        routes = Blueprint("native", __name__)
+        routes.add_url_rule("/generate", view_func=self.generate, methods=["POST"])
+        routes.add_url_rule("/generate_stream", view_func=self.generate_stream, methods=["POST"])
+        return routes
+
+    def generate(self) -> Response:
+        with ExitStack() as held:
+            run = self._start(held, stream=False)
+            deltas = run.collect()
+            body = Generated([delta.text for delta in deltas], [delta.finish for delta in deltas], run.usage())
+            return Response(msgspec.json.encode(body), content_type="application/json")
+
+    def generate_stream(self) -> Response:
+        with ExitStack() as held:
+            run = self._start(held, stream=True)
+            return stream_response(run, PieceAnswer(self._engine.model), held, self._settings)
+
+    def _start(self, held: ExitStack, *, stream: bool) -> Run:
+        reservation = held.enter_context(self._engine.reserve())
+        body = decode(read_body(self._settings.max_body_bytes), GenerateBody)
+        if body.stream not in (None, stream):
+            words = "always streams; ask /generate" if stream else "never streams; ask /generate_stream"
+            raise BadRequest(f"This path {words} instead.", param="stream")
+        model = self._engine.model
+        client = request.environ.get("gunicorn.socket")  # Flask's test client has none
+        try:
+            return self._runs.start(
+                body.to_completion(model.name), model, reservation, held, request_id=g.request_id, started=g.started, client=client
+            )
+        except BadRequest as error:
+            error.param = NAMES.get(error.param or "", error.param)
+            raise

@@ -1,0 +1,23 @@
+"""Texts in the four forms in which clients give them: a string, its tokens, or a list of either. Used on HTTP threads."""
+
+from __future__ import annotations
+
+from levserve.errors import BadRequest
+
+Texts = str | list[str | int | list[int]]
+"""Decoding lets a mixture through; `check_texts` refuses it."""
+
+
+def check_texts(texts: Texts, param: str) -> None:
+    kinds = {type(item) for item in texts} if isinstance(texts, list) else {str}
+    if len(kinds) != 1:
+        wanted = "a string, or a list that is not empty of strings, of token ids or of lists of token ids"
+        raise BadRequest(f"Invalid type for '{param}': expected {wanted}.", param=param, code="invalid_type")
+
+
+def split_texts(texts: Texts) -> list[str | list[int]]:
+    """Each text as a string to tokenize or as the tokens themselves."""
+    if isinstance(texts, str):
+        return [texts]
+    tokens = [item for item in texts if isinstance(item, int)]
+    return [tokens] if tokens else [item for item in texts if not isinstance(item, int)]

@@ -1,0 +1,65 @@
+"""The Flask application in this process around the fake device, and a plain way to ask it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from flask.testing import FlaskClient
+from werkzeug.test import TestResponse
+
+from levserve.config import Settings
+from levserve.engine.engine import Engine
+from levserve.metrics import Metrics
+from levserve.web.app import create_app
+from levserve.web.watcher import Watcher
+from tests.fake_device import FakeDevice
+from tests.fake_server import completion
+
+
+class App:
+    """A running application; `device.requests` is what reached the device."""
+
+    def __init__(self, client: FlaskClient, device: FakeDevice) -> None:
+        self.client = client
+        self.device = device
+
+    def post(self, path: str, body: Any) -> TestResponse:
+        return self.client.post(path, json=body, buffered=True)  # read and closed, as a server does it
+
+    def complete(self, prompt: Any, **fields: Any) -> Any:
+        """The answer to a completion that must succeed."""
+        reply = self.post("/v1/completions", completion(prompt, **fields))
+        assert reply.status_code == 200, reply.text
+        return reply.json
+
+    def stream(self, path: str, body: dict[str, Any]) -> list[Any]:
+        """The chunks of a stream that must end with [DONE]."""
+        reply = self.post(path, body | {"stream": True})
+        assert reply.status_code == 200, reply.text
+        *events, done = [line.removeprefix("data: ") for line in reply.text.splitlines() if line.startswith("data: ")]
+        assert done == "[DONE]"
+        return [json.loads(event) for event in events]
+
+    def refuse(self, path: str, body: Any) -> tuple[int, str | None]:
+        """The status and the named field of a request that must be refused, in the shape of an error."""
+        reply = self.post(path, body)
+        assert reply.status_code >= 400, reply.text
+        assert reply.json is not None and sorted(reply.json["error"]) == ["code", "message", "param", "type"]
+        return reply.status_code, reply.json["error"]["param"]
+
+
+@contextmanager
+def serving(*, obeys: bool = True, max_inflight: int = 8, **settings: Any) -> Iterator[App]:
+    engine = Engine(max_inflight=max_inflight, metrics=Metrics())
+    watcher = Watcher()
+    device = FakeDevice(engine, obeys=obeys)
+    device.start()
+    try:
+        yield App(create_app(engine, Settings(**settings), watcher).test_client(), device)
+    finally:
+        engine.stop()
+        device.join()
+        watcher.stop()

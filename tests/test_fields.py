@@ -1,0 +1,119 @@
+"""No field is parsed and ignored: each one that is declared changes what the device is asked or what the client gets."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from levserve.web.embeddings import EmbeddingBody
+from levserve.web.schema import UNSUPPORTED, UNSUPPORTED_IN_CHAT, ChatBody, CompletionBody, StreamOptions
+from levserve.web.scoring import ScoreBody
+from tests.fake_app import App, serving
+
+CHAT, TEXT, EMBED, SCORE = "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/loglikelihood"
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {"model": "toy", "messages": [{"role": "user", "content": "t17 t18"}], "max_tokens": 4, "temperature": 0, "seed": 1},
+    TEXT: {"model": "toy", "prompt": "</s> t380", "max_tokens": 8, "temperature": 0, "seed": 1},
+    EMBED: {"model": "toy", "input": "t17 t18"},
+    SCORE: {"prompts": ["t17"], "continuations": [" t18"]},
+}
+KINDS = {CHAT: ChatBody, TEXT: CompletionBody, EMBED: EmbeddingBody, SCORE: ScoreBody}
+IGNORED = {"user"}  # who asks is nobody's business here
+
+# A value that asks for something, and where one alone does not, what must be asked for beside it.
+BOTH: dict[str, Any] = {
+    "model": "other",
+    "max_tokens": 2,
+    "n": 2,
+    "prompt_logprobs": 1,
+    "stream": True,
+    "stream_options": {"stream": True, "stream_options": {"include_usage": True}},
+    "timings": True,
+    "seed": 2,
+    "temperature": 0.5,
+    "top_p": 0.5,
+    "top_k": 3,
+    "min_p": 0.5,
+    "presence_penalty": 1,
+    "frequency_penalty": 1,
+    "repetition_penalty": 2,
+    "logit_bias": {"17": 1},
+    "stop": "1",
+    "stop_token_ids": [381],
+    "include_stop_str_in_output": {"stop": "1", "include_stop_str_in_output": True},
+    "ignore_eos": True,
+    "min_tokens": 2,
+    "skip_special_tokens": {"ignore_eos": True, "skip_special_tokens": False},
+}
+VALUES: dict[str, dict[str, Any]] = {
+    TEXT: BOTH | {"prompt": "t18", "logprobs": 1, "echo": True, "best_of": 2, "add_special_tokens": False},
+    CHAT: BOTH
+    | {
+        "messages": [{"role": "user", "content": "t20"}],
+        "max_completion_tokens": 2,
+        "logprobs": True,
+        "top_logprobs": {"logprobs": True, "top_logprobs": 1},
+        "add_generation_prompt": False,
+        "continue_final_message": True,
+        "chat_template_kwargs": {"messages": 1},
+        "skip_special_tokens": {"messages": [{"role": "user", "content": "t382"}], "continue_final_message": True, "ignore_eos": True}
+        | {"skip_special_tokens": False},
+    },
+    EMBED: {
+        "model": "other",
+        "input": "t17",
+        "encoding_format": "base64",
+        "dimensions": 3,
+        "pooling": "last",
+        "add_special_tokens": False,
+        "truncate_prompt_tokens": 1,
+    },
+    SCORE: {"prompts": ["t18"], "continuations": [" t19"], "model": "other", "details": True},
+}
+UNSEEN = {"add_special_tokens"}  # the toy tokenizer adds none; tests of the tokenizer show the effect
+
+
+@pytest.fixture(scope="module")
+def app() -> Iterator[App]:
+    with serving(obeys=False) as app:
+        yield app
+
+
+def outcome(app: App, path: str, fields: dict[str, Any]) -> tuple[Any, ...]:
+    """What the device is asked and what the client gets, less what differs from one request to the next."""
+    before = len(app.device.requests)
+    reply = app.post(path, BODIES[path] | fields)
+    asked = [dataclasses.replace(request, request_id="", deadline=None) for request in app.device.requests[before:]]
+    body = json.loads(reply.text) if reply.is_json else [reply.text.count("data: "), "usage" in reply.text]
+    if isinstance(body, dict):
+        body = {name: value for name, value in body.items() if name not in ("id", "created", "timings")} | {"timed": "timings" in body}
+    return reply.status_code, asked, body
+
+
+def cases() -> list[tuple[str, str]]:
+    refused = {TEXT: UNSUPPORTED.keys(), CHAT: UNSUPPORTED.keys() | UNSUPPORTED_IN_CHAT.keys(), EMBED: set(), SCORE: set()}
+    return [(path, name) for path, kind in KINDS.items() for name in kind.__struct_fields__ if name not in IGNORED | refused[path]]
+
+
+@pytest.mark.parametrize("path, name", cases())
+def test_every_declared_field_does_something(app: App, path: str, name: str) -> None:
+    value = VALUES[path][name]
+    asking = value if isinstance(value, dict) and name in value else {name: value}
+    silent = {other: given for other, given in asking.items() if other != name}
+    if name not in UNSEEN:
+        assert outcome(app, path, asking) != outcome(app, path, silent)
+    assert outcome(app, path, silent | {name: None}) == outcome(app, path, silent) or name in BODIES[path], "null is leaving it out"
+
+
+@pytest.mark.parametrize("path", [TEXT, CHAT])
+@pytest.mark.parametrize("name", sorted(UNSUPPORTED))
+def test_every_field_that_cannot_be_honoured_is_refused_by_name(app: App, path: str, name: str) -> None:
+    assert app.refuse(path, BODIES[path] | {name: ["something"]}) == (400, name)
+
+
+def test_the_parts_of_stream_options_are_known() -> None:
+    assert set(StreamOptions.__struct_fields__) == {"include_usage", "include_obfuscation"}

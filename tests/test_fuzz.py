@@ -1,0 +1,153 @@
+"""Whatever a client sends, it gets an answer or an error in the one shape, never a 5xx; and the server goes on."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from msgspec import inspect
+from msgspec.inspect import Type
+from werkzeug.test import TestResponse
+
+from levserve.web.embeddings import EmbeddingBody
+from levserve.web.schema import ChatBody, CompletionBody
+from levserve.web.scoring import ScoreBody
+from tests.fake_app import App, serving
+
+CHAT, TEXT, EMBED, SCORE = "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/loglikelihood"
+KINDS = {CHAT: ChatBody, TEXT: CompletionBody, EMBED: EmbeddingBody, SCORE: ScoreBody}
+FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+
+
+@pytest.fixture(scope="module")
+def app() -> Iterator[App]:
+    with serving(obeys=False, max_inflight=12, max_running=3, max_body_bytes=16384) as app:
+        yield app
+
+
+words = st.lists(st.sampled_from(["t9", "t17", "t18", "t383", "</s>", "<s>", "é"]), min_size=1, max_size=8).map(" ".join)
+strings = words | st.text(max_size=12) | st.sampled_from(["", " ", "\ud800", "\0"])
+numbers = st.integers(-3, 130) | st.floats(-3, 3) | st.sampled_from([2**31, 2**63, -(2**63), 10**30, math.nan, math.inf, 1e308])
+junk = st.recursive(
+    st.none() | st.booleans() | numbers | strings,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(strings, inner, max_size=3),
+    max_leaves=6,
+)
+token_ids = st.lists(st.integers(0, 383), min_size=1, max_size=20)
+texts = words | st.lists(words, min_size=1, max_size=3) | token_ids | st.lists(token_ids, min_size=1, max_size=3)
+messages = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["user", "system", "assistant", "developer"]), "content": words}, optional={"name": words}
+    ),
+    min_size=1,
+    max_size=3,
+)
+# What the type of a field does not tell.
+LIKELY: dict[str, st.SearchStrategy[Any]] = {
+    "model": st.just("toy"),
+    "prompt": texts,
+    "input": texts,
+    "messages": messages,
+    "prompts": st.lists(words, min_size=1, max_size=2),
+    "continuations": st.lists(st.just(" t18 t19"), min_size=1, max_size=2),
+    "logit_bias": st.dictionaries(st.integers(0, 390).map(str), st.floats(-100, 100), max_size=3),
+    "chat_template_kwargs": st.dictionaries(strings, junk, max_size=2),
+    "encoding_format": st.sampled_from(["float", "base64"]),
+    "pooling": st.sampled_from(["mean", "last"]),
+}
+
+
+def values(kind: Type) -> st.SearchStrategy[Any]:
+    """Values that decode as this type."""
+    match kind:
+        case inspect.BoolType():
+            return st.booleans()
+        case inspect.IntType(ge=least):
+            return st.integers(least or 0, max(least or 0, 0) + 4)
+        case inspect.FloatType(ge=least, le=most):
+            return st.floats(least or 0.1, most or 1)
+        case inspect.StrType():
+            return words
+        case inspect.ListType(item_type=item):
+            return st.lists(values(item), max_size=3)
+        case inspect.UnionType(types=kinds):
+            return st.one_of(*map(values, kinds))
+        case inspect.StructType(fields=fields):
+            return st.fixed_dictionaries({}, optional={field.encode_name: values(field.type) for field in fields})
+    return st.none()
+
+
+def bodies(path: str) -> st.SearchStrategy[dict[str, Any]]:
+    """Most are right in all or all but one of their fields, so that they get past the first checks."""
+    kind = inspect.type_info(KINDS[path])
+    assert isinstance(kind, inspect.StructType)
+    fields = {field.name: LIKELY[field.name] if field.name in LIKELY else values(field.type) for field in kind.fields}
+    needed = {field.name: fields[field.name] for field in kind.fields if field.required}
+    others = st.lists(st.sampled_from(sorted(fields.keys() - needed.keys())), unique=True, max_size=6).flatmap(
+        lambda names: st.fixed_dictionaries({name: fields[name] for name in names})
+    )
+    right = st.builds(dict.__or__, st.fixed_dictionaries(needed), others)
+    wrong = st.builds(lambda body, name, value: body | {name: value}, right, st.sampled_from(sorted(fields)), junk)
+    return right | wrong
+
+
+def check(reply: TestResponse) -> None:
+    assert reply.status_code < 500 and reply.status_code != 429, reply.text
+    if reply.status_code >= 400:
+        (error,) = json.loads(reply.text).values()
+        assert sorted(error) == ["code", "message", "param", "type"]
+        assert error["type"] == "invalid_request_error"
+        assert error["code"] is None or isinstance(error["code"], str)
+    elif reply.mimetype == "text/event-stream":
+        *chunks, done, rest = reply.text.split("\n\n")
+        assert (done, rest) == ("data: [DONE]", "")
+        assert all("error" not in read_strictly(chunk.removeprefix("data: ")) for chunk in chunks)
+    else:
+        read_strictly(reply.text)
+
+
+def read_strictly(text: str) -> Any:
+    def refuse(constant: str) -> NoReturn:
+        raise AssertionError(f"{constant} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def send(app: App, path: str, data: bytes) -> TestResponse:
+    return app.client.post(path, data=data, content_type="application/json", buffered=True)
+
+
+@pytest.mark.parametrize("path", KINDS)
+def test_bodies_near_the_contract_are_answered_or_refused(app: App, path: str) -> None:
+    statuses = set()
+
+    @FUZZ
+    @given(bodies(path))
+    def fuzz(body: dict[str, Any]) -> None:
+        reply = send(app, path, json.dumps(body).encode(errors="surrogatepass"))
+        check(reply)
+        statuses.add(reply.status_code)
+
+    fuzz()
+    assert {200, 400} <= statuses, "the fuzzing reaches both"
+
+
+def test_any_json_and_any_bytes_are_refused_or_answered_by_every_endpoint(app: App) -> None:
+    paths = sorted(rule.rule for rule in app.client.application.url_map.iter_rules() if "POST" in (rule.methods or ()))
+    assert KINDS.keys() <= set(paths)
+
+    @FUZZ
+    @given(st.sampled_from(paths), junk.map(lambda value: json.dumps(value).encode()) | st.binary(max_size=40))
+    def fuzz(path: str, data: bytes) -> None:
+        check(send(app, path, data))
+
+    fuzz()
+
+
+def test_after_all_that_the_server_still_answers(app: App) -> None:
+    assert app.complete("t17", max_tokens=1, n=12)["choices"][0]["text"] == " t18"

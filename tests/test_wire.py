@@ -1,0 +1,127 @@
+"""What comes over the wire and is no proper request, byte by byte over a real gunicorn: always OpenAI's error shape."""
+
+from __future__ import annotations
+
+import http.client
+import io
+import json
+import socket
+from collections.abc import Iterator
+
+import pytest
+from tests.fake_server import PATIENCE_SECONDS, Reply, ServerProcess, completion
+
+BODY = json.dumps(completion("t17")).encode()
+JSON = b"Host: x\r\nContent-Type: application/json\r\n"
+LENGTH = b"Content-Length: %d\r\n" % len(BODY)
+POST = b"POST /v1/completions HTTP/1.1\r\n" + JSON
+GET = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    with ServerProcess("--max-running", "2", "--max-waiting", "2", "--max-body-bytes", "4KiB") as process:
+        yield process.wait_ready()
+
+
+class Wire(io.BytesIO):
+    def makefile(self, mode: str) -> Wire:
+        return self
+
+
+def exchange(server: ServerProcess, *pieces: bytes) -> Reply:
+    """Sends the bytes as they are and reads one answer; the server must close the connection after it."""
+    address = ("127.0.0.1", int(server.url.rpartition(":")[2]))
+    with socket.create_connection(address, timeout=PATIENCE_SECONDS) as connection:
+        for piece in pieces:
+            connection.sendall(piece)
+        received = b""
+        while data := connection.recv(65536):
+            received += data
+    response = http.client.HTTPResponse(Wire(received))  # type: ignore[arg-type]
+    response.begin()
+    return Reply(response.status, {name.lower(): value for name, value in response.getheaders()}, response.read())
+
+
+def check_shape(reply: Reply, status: int) -> None:
+    assert reply.status == status
+    assert reply.headers["content-type"] == "application/json"
+    assert reply.headers["x-request-id"]
+    assert list(reply.json) == ["error"]
+    error = reply.json["error"]
+    assert sorted(error) == ["code", "message", "param", "type"]
+    assert error["type"] == "invalid_request_error" and error["message"]
+    assert error["code"] is None or isinstance(error["code"], str)
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"nonsense\r\n\r\n", 400),
+        (b"get /v1/models HTTP/1.1\r\nHost: x\r\n\r\n", 400),
+        (b"GET /v1/models HTTP/9.9\r\nHost: x\r\n\r\n", 400),
+        (b"GET /%s HTTP/1.1\r\nHost: x\r\n\r\n" % (b"a" * 5000), 414),
+        (GET + b"X-Long: %s\r\n\r\n" % (b"a" * 9000), 431),
+        (GET + b"".join(b"X-%d: 1\r\n" % number for number in range(120)) + b"\r\n", 431),
+        (GET + b"X-Bad: a\x00b\r\n\r\n", 400),
+        (GET + b"X Bad: 1\r\n\r\n", 400),
+        (GET + b"no colon\r\n\r\n", 400),
+        (POST + b"Content-Length: many\r\n\r\n" + BODY, 400),
+        (POST + b"Content-Length: -1\r\n\r\n" + BODY, 400),
+        (POST + LENGTH + b"Content-Length: 1\r\n\r\n" + BODY, 400),
+        (POST + LENGTH + b"Transfer-Encoding: chunked\r\n\r\n" + BODY, 400),
+        (POST + b"Transfer-Encoding: wind\r\n\r\n" + BODY, 400),
+        (POST + LENGTH + b"Expect: a miracle\r\n\r\n" + BODY, 417),
+        (POST + b"Transfer-Encoding: chunked\r\n\r\nlong\r\n{}\r\n0\r\n\r\n", 400),
+        (POST + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}{}\r\n0\r\n\r\n", 400),
+    ],
+)
+def test_what_cannot_be_parsed_is_refused_in_the_same_shape(server: ServerProcess, sent: bytes, status: int) -> None:
+    check_shape(exchange(server, sent), status)
+    assert server.ask("GET", "/healthz").status == 200
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"GET /nowhere HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", 404),
+        (b"GET //v1//models HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", 404),
+        (b"FETCH /v1/models HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", 405),
+        (b"DELETE /tokenize HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", 405),
+        (b"GET /v1/completions HTTP/1.0\r\n\r\n", 405),
+        (POST + b"Connection: close\r\n\r\n", 400),
+        (POST + b"Connection: close\r\nContent-Length: 1\r\n\r\n{", 400),
+        (POST + b"Connection: close\r\nContent-Length: 999999\r\n\r\n", 413),
+        (POST + b"Connection: close\r\nContent-Length: 99999\r\n\r\n" + b" " * 99_999, 413),
+        (POST + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n1388\r\n%s\r\n0\r\n\r\n" % (b" " * 5000), 413),
+        (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: text/plain\r\n" + LENGTH + b"\r\n" + BODY, 415),
+    ],
+)
+def test_what_the_application_refuses_has_the_same_shape(server: ServerProcess, sent: bytes, status: int) -> None:
+    reply = exchange(server, sent)
+    check_shape(reply, status)
+    if status == 405:
+        assert reply.headers["allow"]
+
+
+def test_a_refusal_quotes_little_of_what_was_sent(server: ServerProcess) -> None:
+    reply = exchange(server, b"GET " + b"a" * 3000 + b"\r\n\r\n")
+    assert len(reply.json["error"]["message"]) < 300
+
+
+def test_a_body_sent_byte_by_byte_is_a_request_like_any_other(server: ServerProcess) -> None:
+    reply = exchange(server, POST + LENGTH + b"Connection: close\r\n\r\n", *(bytes((byte,)) for byte in BODY))
+    assert reply.status == 200 and reply.json["choices"][0]["text"].startswith(" t18")
+
+
+def test_a_client_that_asks_before_it_sends_is_told_to_go_on(server: ServerProcess) -> None:
+    reply = exchange(server, POST + LENGTH + b"Expect: 100-continue\r\nConnection: close\r\n\r\n", BODY)
+    assert reply.status == 200  # http.client passes over the 100
+
+
+def test_an_error_leaves_a_connection_for_the_next_request(server: ServerProcess) -> None:
+    bad, good = completion("t17", n=7), completion("t17", max_tokens=1)
+    with server.connect() as client:
+        for body, status in ((bad, 400), (good, 200), ({}, 400), (good, 200)):
+            client.send("POST", "/v1/completions", body)
+            assert client.receive().status == status
