@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from levserve.engine.programs import Shape
+from levserve.engine.programs import Programs, Shape
 from levserve.model import cache
 from levserve.model.sampler import Mode
 from levserve.schedule.request import FinishReason
@@ -206,6 +206,21 @@ def test_no_request_waits_for_a_compile_after_ready() -> None:
             jax.monitoring.unregister_event_duration_listener(note)
     assert "levserve-device" not in compiled_on, "the device thread compiled something"
     assert "levserve-compile" in compiled_on, "the rest is compiled in the background"
+
+
+def test_work_larger_than_any_ready_program_is_done_in_parts(llama: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Programs, "start_background", lambda programs: None)
+    prompt = [number % 90 + 3 for number in range(75)]
+    decoded = [([100 + number, 7], 12) for number in range(9)]
+    flags = ("--page-size", "4", "--kv-pages", "512", "--prefill-chunk", "128")
+    with running_engine(GOLDEN / "llama", *flags, rows=ROWS) as small:
+        *got, scored = small.run(*(ask(*given) for given in decoded), ask(prompt, 2, score_from=1, num_logprobs=1))
+    *wanted, reference = llama.run(*(ask(*given) for given in decoded), ask(prompt, 2, score_from=1, num_logprobs=1))
+    assert [answer.tokens for answer in got] == [answer.tokens for answer in wanted]
+    assert scored.tokens == reference.tokens and len(scored.prompt_logprobs) == 74
+    np.testing.assert_allclose(
+        [entry.logprob for entry in scored.prompt_logprobs], [entry.logprob for entry in reference.prompt_logprobs], atol=1e-4
+    )
 
 
 def run_mixed_load(running: Running) -> None:

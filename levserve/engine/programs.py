@@ -1,7 +1,8 @@
 """The compiled programs: which shapes exist, which are ready, and the best ready one for a round.
 
-A few are compiled before the server says ready, chosen so that together they can run anything; the rest follow on a
-background thread, and until each is there the next larger one serves in its place. So a round never waits for a compile.
+The two smallest are compiled before the server says ready: one after another they can run anything. The rest follow on a
+background thread; until the right one is there, the next larger one serves in its place, or a smaller one several times. So
+a round never waits for a compile.
 """
 
 from __future__ import annotations
@@ -63,15 +64,9 @@ class Programs:
         self._background: threading.Thread | None = None
 
     @property
-    def small_shapes(self) -> list[Shape]:
-        """What the first visitors need."""
-        return [Shape(self._sizes.chunk_sizes[0]), Shape(self._sizes.row_sizes[0], Mode.FULL)]
-
-    @property
     def first_shapes(self) -> list[Shape]:
-        """What is compiled before the server is ready: the small ones, and the largest, which can run anything."""
-        largest = [Shape(self._sizes.chunk_sizes[-1]), Shape(self._sizes.row_sizes[-1], Mode.FULL)]
-        return list(dict.fromkeys([*self.small_shapes, *largest]))
+        """What is compiled before the server is ready: what the first visitors need."""
+        return [Shape(self._sizes.chunk_sizes[0]), Shape(self._sizes.row_sizes[0], Mode.FULL)]
 
     @property
     def all_shapes(self) -> list[Shape]:
@@ -124,21 +119,19 @@ class Programs:
         except queue.Empty:
             return None
 
-    def get(self, shape: Shape) -> RoundCall:
+    def __getitem__(self, shape: Shape) -> RoundCall:
         return self._ready[shape]
 
-    def prefill(self, num_tokens: int) -> tuple[int, RoundCall]:
-        """The smallest ready chunk program that holds `num_tokens`, and its size."""
-        fitting = [shape for shape in self._ready.copy() if shape.is_prefill and shape.size >= num_tokens]
-        shape = min(fitting)
-        return shape.size, self._ready[shape]
+    def prefill(self, num_tokens: int) -> Shape:
+        """The smallest ready chunk that holds `num_tokens`, or the largest there is."""
+        ready = [shape for shape in self._ready.copy() if shape.is_prefill]
+        return min((shape for shape in ready if shape.size >= num_tokens), default=max(ready))
 
-    def decode(self, num_rows: int, mode: Mode) -> tuple[int, RoundCall]:
-        """The cheapest ready decode program for the rows and mode: fewer rows count more than a simpler mode."""
+    def decode(self, num_rows: int, mode: Mode) -> Shape:
+        """The cheapest ready decode program for the rows and mode (fewer rows count more than a simpler mode), or the widest."""
         able = MODES[MODES.index(mode) :]
-        fitting = [shape for shape in self._ready.copy() if shape.mode in able and shape.size >= num_rows]
-        shape = min(fitting, key=lambda shape: (shape.size, MODES.index(shape.mode or Mode.FULL)))
-        return shape.size, self._ready[shape]
+        ready = sorted((shape for shape in self._ready.copy() if shape.mode in able), key=lambda shape: (shape.size, shape.mode != mode))
+        return next((shape for shape in ready if shape.size >= num_rows), ready[-1])
 
     def set_memory(self) -> Callable[..., Memory]:
         """The program that seats a row with penalties or edits; small, and compiled with the first ones."""
@@ -163,7 +156,7 @@ class Programs:
     def _compile(self, shape: Shape, when: str) -> None:
         start = time.monotonic()
         self._ready[shape] = self.lower(shape).compile()
-        if shape not in self.small_shapes:
+        if shape not in self.first_shapes:
             self._cold.put(shape)
         self._metrics.compiles.labels(when).inc()
         log.debug("compiled %s in %.1f s (%s)", shape, time.monotonic() - start, when)

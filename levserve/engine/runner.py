@@ -23,7 +23,7 @@ from levserve.engine.sizing import Sizes
 from levserve.metrics import Metrics
 from levserve.model import cache
 from levserve.model.decoder import Decoder
-from levserve.model.sampler import MAX_EDITS, NUM_TOP, Memory
+from levserve.model.sampler import MAX_EDITS, NUM_TOP, Memory, Mode
 from levserve.schedule.request import GenerationRequest, PooledHidden, TokenLogprob
 from levserve.schedule.scheduler import Sampled
 from levserve.schedule.sequence import Chunk, RoundPlan, Row, Sequence
@@ -31,11 +31,14 @@ from levserve.schedule.sequence import Chunk, RoundPlan, Row, Sequence
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A round on its way: what was asked, and the arrays its tokens will be in."""
+    """A round on its way: what was asked, and the arrays its tokens will be in.
+
+    A chunk may have been computed in pieces, and the rows in groups, where no program was large enough.
+    """
 
     plan: RoundPlan
-    chunks: list[ChunkOutput]
-    rows: jax.Array | None
+    chunks: list[list[tuple[Chunk, ChunkOutput]]]
+    rows: list[tuple[Seq[Row], jax.Array]]
 
 
 class Runner:
@@ -51,11 +54,11 @@ class Runner:
         self._set_memory: Callable[..., Memory] | None = None
 
     def warm_up(self, report: Callable[[str], None]) -> float:
-        """Compiles the first programs, runs the small ones, and returns the measured milliseconds of one prefill token."""
+        """Compiles and runs the first programs, and returns the measured milliseconds of one prefill token."""
         self.programs.compile_first(report)
         self._set_memory = self.programs.set_memory()
         report("warming up")
-        prefill, decode = self.programs.small_shapes
+        prefill, decode = self.programs.first_shapes
         for shape in (prefill, decode):
             self._run_idle(shape)
         return self._run_idle(prefill) * 1000 / prefill.size
@@ -70,16 +73,33 @@ class Runner:
         """Starts a planned round behind whatever the device is doing."""
         for sequence in plan.admitted:
             self._seat(sequence)
-        chunks = [self._dispatch_chunk(chunk) for chunk in plan.chunks]
-        return Flight(plan, chunks, self._dispatch_rows(plan.rows) if plan.rows else None)
+        chunks = [[(piece, self._dispatch_chunk(piece)) for piece in self._pieces(chunk)] for chunk in plan.chunks]
+        return Flight(plan, chunks, [(group, self._dispatch_rows(group)) for group in self._groups(plan.rows)])
 
     def read(self, flight: Flight) -> tuple[list[Sampled], list[Sampled]]:
         """Waits for a round's results: of its chunks, and of its rows."""
-        chunks = [_read_chunk(chunk, output) for chunk, output in zip(flight.plan.chunks, flight.chunks, strict=True)]
-        if flight.rows is None:
-            return chunks, []
-        outputs = np.asarray(flight.rows)  # [step, row, outputs]
-        return chunks, [_sampled(row.sequence, outputs[: row.steps, index]) for index, row in enumerate(flight.plan.rows)]
+        chunks = [_join([_read_chunk(piece, output) for piece, output in pieces]) for pieces in flight.chunks]
+        rows: list[Sampled] = []
+        for group, sampled in flight.rows:
+            outputs = np.asarray(sampled)  # [step, row, outputs]
+            rows += [_sampled(row.sequence, outputs[: row.steps, index]) for index, row in enumerate(group)]
+        return chunks, rows
+
+    def _pieces(self, chunk: Chunk) -> list[Chunk]:
+        """The chunk, or parts of it as large as the largest program."""
+        size = self.programs.prefill(chunk.count).size
+        if size >= chunk.count:
+            return [chunk]
+        end = chunk.start + chunk.count
+        starts = range(chunk.start, end, size)
+        return [replace(chunk, start=at, count=min(size, end - at), is_last=chunk.is_last and at + size >= end) for at in starts]
+
+    def _groups(self, rows: Seq[Row]) -> list[Seq[Row]]:
+        """The rows, or as many of them together as the widest program takes."""
+        if not rows:
+            return []
+        size = self.programs.decode(len(rows), _mode(rows)).size
+        return [rows[start : start + size] for start in range(0, len(rows), size)]
 
     def _seat(self, sequence: Sequence) -> None:
         self._slots.seat(sequence)
@@ -93,16 +113,15 @@ class Runner:
         self._state = self._state._replace(memory=memory)
 
     def _dispatch_chunk(self, chunk: Chunk) -> ChunkOutput:
-        size, program = self.programs.prefill(chunk.count)
-        self._state, output = program(self._leaves, self._state, self._slots.pack_chunk(chunk, size))
+        shape = self.programs.prefill(chunk.count)
+        self._state, output = self.programs[shape](self._leaves, self._state, self._slots.pack_chunk(chunk, shape.size))
         if chunk.is_last:
             output.sampled.copy_to_host_async()
         return ChunkOutput(*output)
 
     def _dispatch_rows(self, rows: Seq[Row]) -> jax.Array:
-        mode = max((mode_for(row.sequence.request) for row in rows), key=MODES.index)
-        size, program = self.programs.decode(len(rows), mode)
-        self._state, outputs = program(self._leaves, self._state, self._slots.pack_rows(rows, size))
+        shape = self.programs.decode(len(rows), _mode(rows))
+        self._state, outputs = self.programs[shape](self._leaves, self._state, self._slots.pack_rows(rows, shape.size))
         assert isinstance(outputs, jax.Array)
         outputs.copy_to_host_async()
         return outputs
@@ -113,7 +132,7 @@ class Runner:
         chunk = Chunk(nobody, slot=0, start=0, count=0, is_last=True)
         packed = self._slots.pack_chunk(chunk, shape.size) if shape.is_prefill else self._slots.pack_rows((), shape.size)
         start = time.monotonic()
-        self._state, outputs = self.programs.get(shape)(self._leaves, self._state, packed)
+        self._state, outputs = self.programs[shape](self._leaves, self._state, packed)
         jax.block_until_ready(outputs)
         return time.monotonic() - start
 
@@ -128,6 +147,17 @@ def make_state(model: Decoder, sizes: Sizes, storage: jnp.dtype) -> State:
         edit_until=jnp.zeros((sizes.rows, MAX_EDITS), jnp.int32),
     )
     return State(pools, jnp.zeros(sizes.rows, jnp.int32), memory)
+
+
+def _mode(rows: Seq[Row]) -> Mode:
+    return max((mode_for(row.sequence.request) for row in rows), key=MODES.index)
+
+
+def _join(pieces: Seq[Sampled]) -> Sampled:
+    """What a chunk's pieces found out together; the last one sampled."""
+    if len(pieces) == 1:
+        return pieces[0]
+    return replace(pieces[-1], prompt_logprobs=[score for piece in pieces for score in piece.prompt_logprobs])
 
 
 def _read_chunk(chunk: Chunk, output: ChunkOutput) -> Sampled:
