@@ -28,8 +28,12 @@ def test_little_memory_shortens_the_context_nobody_asked_for() -> None:
 
 
 def test_a_gpu_gets_most_of_what_is_free() -> None:
-    sizes = plan(backend="gpu", free=100 * GIB)
+    sizes = plan(backend="gpu", free=100 * GIB, rows=512)
     assert sizes.num_pages == 92160 and sizes.round_steps == 8 and sizes.chunk_sizes[-1] == 2048
+
+
+def test_a_gpu_gets_no_more_than_its_rows_can_fill() -> None:
+    assert plan(backend="gpu", free=100 * GIB, rows=4).num_pages == 4 * 256
 
 
 def test_one_row_is_decoded_as_two() -> None:

@@ -111,7 +111,8 @@ def _num_pages(settings: Settings, machine: Machine, rows: int, max_seq_len: int
         num_pages = min(wanted, machine.free_bytes // 4 // page_bytes)
         asked = f"a quarter of the free {_human(machine.free_bytes)}"
     else:
-        num_pages = machine.free_bytes * 9 // 10 // page_bytes
+        every_row = rows * -(-max_seq_len // settings.page_size)  # more than all rows can fill would only slow the start
+        num_pages = min(every_row, machine.free_bytes * 9 // 10 // page_bytes)
         asked = f"nine tenths of the free {_human(machine.free_bytes)}"
     if num_pages < 1:
         raise ConfigError(f"{asked} does not hold one KV page of {settings.page_size} tokens, which takes {_human(page_bytes)}")
