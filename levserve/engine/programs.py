@@ -72,22 +72,20 @@ class Programs:
     def all_shapes(self) -> list[Shape]:
         modes = MODES if self._sizes.has_all_modes else (Mode.FULL,)
         decode = [Shape(size, mode) for mode in modes for size in self._sizes.row_sizes]
-        return [*self.first_shapes, *(shape for shape in [*map(Shape, self._sizes.chunk_sizes), *decode] if shape not in self.first_shapes)]
+        return list(dict.fromkeys([*self.first_shapes, *map(Shape, self._sizes.chunk_sizes), *decode]))
 
     def compile_first(self, report: Callable[[str], None]) -> None:
-        """Compiles what the server needs to be ready, on two threads: tracing holds the GIL, compiling does not."""
-        shapes = self.first_shapes
+        """Compiles what the server needs to be ready, each on a thread of its own: tracing holds the GIL, compiling does not."""
         failures: list[BaseException] = []
 
-        def work(mine: Sequence[Shape]) -> None:
+        def work(shape: Shape) -> None:
             try:
-                for shape in mine:
-                    report(f"compiling {shape} ({len(self._ready) + 1} of {len(shapes)})")
-                    self._compile(shape, "startup")
+                self._compile(shape, "startup")
             except BaseException as error:
                 failures.append(error)
 
-        threads = [_compiler_thread(functools.partial(work, shapes[start::2])) for start in range(min(2, len(shapes)))]
+        report("compiling " + " and ".join(map(str, self.first_shapes)))
+        threads = [_compiler_thread(functools.partial(work, shape)) for shape in self.first_shapes]
         for thread in threads:
             thread.join()
         if failures:
