@@ -130,8 +130,8 @@ class GenerationBody(Refused, frozen=True, kw_only=True):
 
     @property
     def num_logprobs(self) -> int | None:
-        """None: none are shown; n: of each token, and of the n likeliest in its place."""
-        raise NotImplementedError
+        """None: none are shown; n: of each token, and of the n likeliest in its place. Each endpoint asks in its own way."""
+        return None
 
     @property
     def num_computed_logprobs(self) -> int | None:
