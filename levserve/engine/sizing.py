@@ -86,7 +86,7 @@ def plan_sizes(settings: Settings, machine: Machine, *, rows: int, max_position:
         row_sizes=_doublings(4 if machine.is_cpu else 8, max(rows, 2)),
         chunk_sizes=_doublings(32 if machine.is_cpu else 64, min(largest_chunk, max_seq_len)),
         round_steps=settings.round_steps or (1 if machine.is_cpu else 8),
-        has_all_modes=not machine.is_cpu,  # two steps of a hundred faster there, and three times the programs to compile
+        has_all_modes=not machine.is_cpu,  # there full mode skips what nobody asks for, and compiling is what takes long
     )
 
 
