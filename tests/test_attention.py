@@ -65,7 +65,13 @@ def test_the_gpu_kernel_equals_the_plain_one(page_size: int, kv_heads: int, grou
 
 @pytest.mark.parametrize(
     ("platform", "head_dim", "page_size", "kernel"),
-    [("cpu", 64, 32, Kernel.XLA), ("gpu", 64, 32, Kernel.TRITON), ("gpu", 80, 32, Kernel.XLA), ("gpu", 256, 32, Kernel.XLA), ("gpu", 64, 8, Kernel.XLA)],
+    [
+        ("cpu", 64, 32, Kernel.XLA),
+        ("gpu", 64, 32, Kernel.TRITON),
+        ("gpu", 80, 32, Kernel.XLA),
+        ("gpu", 256, 32, Kernel.XLA),
+        ("gpu", 64, 8, Kernel.XLA),
+    ],
 )
 def test_the_kernel_is_chosen_by_what_it_can_serve(platform: str, head_dim: int, page_size: int, kernel: Kernel) -> None:
     config = ModelConfig(100, 64, 64, 1, 2, 1, head_dim, 1e-5, 1e4, 128, True)
