@@ -53,7 +53,8 @@ class Choice:
 
     With an `echo` its first delta begins with the prompt, for which it waits until the prompt's scores are complete. Tokens in
     `stop_ids` end it here and not on the device; such a token is listed but neither shown nor counted. Its deltas carry
-    `num_logprobs` alternatives, or with None no log-probabilities, however many the device was asked for.
+    `num_logprobs` alternatives, or with None no log-probabilities, however many the device was asked for. Of several choices
+    of one prompt only the first is scored: the others show its scores, which are complete before they have a token.
     """
 
     def __init__(
@@ -64,12 +65,14 @@ class Choice:
         stop_ids: frozenset[int] = frozenset(),
         num_logprobs: int | None = None,
         echo: Echo | None = None,
+        scored_by: Choice | None = None,
     ) -> None:
         self._detokenizer = detokenizer
         self._stops = stops
         self._stop_ids = stop_ids
         self._num_logprobs = num_logprobs
         self._echo = echo
+        self._scored_by = scored_by or self
         self.num_tokens = 0
         self.num_cached = 0
         self.finish: FinishReason | None = None
@@ -96,7 +99,7 @@ class Choice:
         if self._echo is None:
             return delta
         echo, self._echo = self._echo, None
-        scores = () if self._num_logprobs is None else (None, *self._show(self.prompt_logprobs))
+        scores = () if self._num_logprobs is None else (None, *self._show(self._scored_by.prompt_logprobs))
         return Delta(
             echo.text + delta.text, echo.tokens + delta.tokens, scores + delta.logprobs, delta.finish, echo.offsets + delta.offsets
         )

@@ -60,7 +60,7 @@ class Running:
 
 def ask(prompt: Sequence[int], max_tokens: int = 24, *, stop_ids: Sequence[int] = (), **given: Any) -> GenerationRequest:
     """A greedy request unless told otherwise; sampling fields and the request's own may be given alike."""
-    own = {name: given.pop(name) for name in ("deadline", "score_from", "wants_hidden") if name in given}
+    own = {name: given.pop(name) for name in ("deadline", "score_from", "wants_hidden", "shares_prompt_of") if name in given}
     rules = Sampling(**({"temperature": 0.0} | given))
     return GenerationRequest(f"r{next(_numbers)}", tuple(prompt), max_tokens, rules, frozenset(stop_ids), **own)
 

@@ -59,13 +59,17 @@ class Row:
     def is_told(self, order: int) -> bool:
         return order in self._orders
 
+    @property
+    def is_scoring(self) -> bool:
+        return len(self._scores) > SCORES_PER_STEP
+
     def is_held(self, is_draining: bool) -> bool:
         waits_after_one = self.is_told(WAIT_AFTER_ONE) or (self.is_told(WAIT_FOR_DRAIN) and not is_draining)
         return self.is_told(WAIT) or (waits_after_one and self._count == 1)
 
     def step(self) -> FinishReason | None:
         """Scores a part of the prompt, or goes on by one token after it."""
-        if len(self._scores) > SCORES_PER_STEP:
+        if self.is_scoring:
             self._put(TokenBatch((), prompt_logprobs=self._take_scores()))
             return None
         if self.request.max_tokens == 0:
@@ -130,7 +134,7 @@ class FakeDevice(threading.Thread):
         self._tokenizer = tokenizer or load_toy_tokenizer()
         self._rows: dict[str, Row] = {}
         self._drain_deadline: float | None = None
-        engine.publish(ServedModel(MODEL, self._tokenizer, MAX_SEQ_LEN, 1700000000))
+        engine.publish(ServedModel(MODEL, self._tokenizer, MAX_SEQ_LEN, HIDDEN_SIZE, 1700000000))
 
     def tell(self, event: str, request_id: str = "") -> None:
         self.events.put((event, request_id))
@@ -146,8 +150,13 @@ class FakeDevice(threading.Thread):
                     self._end(request_id, FinishReason.SHUTDOWN)
                 elif row.is_told(DIE):
                     self._die()
-                elif not row.is_held(self._drain_deadline is not None) and row.step():
+                elif self._is_shared_prompt_scored(row) and not row.is_held(self._drain_deadline is not None) and row.step():
                     self._forget(request_id)
+
+    def _is_shared_prompt_scored(self, row: Row) -> bool:
+        """The sequence whose prompt this one shares comes first, as with the real scheduler."""
+        first = self._rows.get(row.request.shares_prompt_of or "")
+        return first is None or not first.is_scoring
 
     def _take_messages(self) -> bool:
         is_idle = all(row.is_held(self._drain_deadline is not None) for row in self._rows.values())

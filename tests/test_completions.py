@@ -129,6 +129,13 @@ class TestPromptLogprobs:
         assert [choice["logprobs"] for choice in choices] == [None] * 4
         assert sum(request.score_from is not None for request in app.device.requests) == 1, "computed once"
 
+    def test_of_an_echo_are_computed_once_and_shown_in_every_choice(self, app: App) -> None:
+        app.device.requests.clear()
+        choices = app.complete("t17 t19 t20 t24 t25 t26 t27", echo=True, logprobs=1, n=3, max_tokens=1)["choices"]
+        wanted = [None, -1.5, -0.5, -9999.0, -0.5, -0.5, -0.5]
+        assert [choice["logprobs"]["token_logprobs"][:7] for choice in choices] == [wanted] * 3
+        assert [request.score_from for request in app.device.requests] == [1, None, None]
+
     def test_stand_beside_the_choices_of_a_chat(self, app: App) -> None:
         body = app.post("/v1/chat/completions", CHAT | {"prompt_logprobs": 0, "n": 2}).json
         assert body is not None

@@ -61,7 +61,9 @@ def test_base64_holds_little_endian_floats(app: App) -> None:
 
 def test_dimensions_may_be_said_but_not_changed(app: App) -> None:
     assert vectors(app, "t17", dimensions=4) == [[0, 1, 0, 0]]
+    given = len(app.device.requests)
     assert app.refuse(PATH, {"model": "toy", "input": "t17", "dimensions": 3}) == (400, "dimensions")
+    assert len(app.device.requests) == given, "refused before anything is computed"
 
 
 def test_nothing_is_generated(app: App) -> None:

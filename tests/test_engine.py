@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -50,6 +51,19 @@ def test_a_family_served_in_one_batch_matches_its_reference(family: str) -> None
         best, logprob = answer.logprobs[0].top[0]
         assert best == case["last_top5"][0][0] and logprob == pytest.approx(case["last_top5"][0][1], abs=1e-3)
         assert answer.finish is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("length", [3, 8, 9])
+def test_choices_of_one_prompt_prefill_it_once_and_draw_as_they_would_alone(llama: Running, length: int) -> None:
+    prompt = [40 + length, *range(60, 59 + length)]
+    first = ask(prompt, 12, temperature=0.8, seed=1)
+    forked = [ask(prompt, 12, temperature=0.8, seed=seed, shares_prompt_of=first.request_id, presence_penalty=1.0) for seed in (2, 3, 4)]
+    before = llama.metric("prefill_tokens_total")
+    _, *got = llama.run(first, *forked)
+    assert llama.metric("prefill_tokens_total") - before == length
+    alone = [llama.run(replace(request, shares_prompt_of=None))[0] for request in forked]
+    assert [answer.tokens for answer in got] == [answer.tokens for answer in alone]
+    assert len({tuple(answer.tokens) for answer in got}) == 3
 
 
 def test_several_steps_a_round_give_the_same_tokens() -> None:

@@ -49,6 +49,10 @@ class FakeRounds:
             if chunk.is_last:
                 self.last[chunk.slot] = self._sample(pages, chunk.start + chunk.count)
             chunks.append(Sampled([self.last[chunk.slot]] if chunk.is_last else [], prompt_logprobs=scores))
+        for fork in plan.forks:
+            for offset in range(self.page_size):
+                self.kv[fork.target_page, offset] = self.kv.get((fork.source_page, offset), -1)
+            self.last[fork.slot] = fork.sequence.tokens[-1]
         rows = []
         for row in plan.rows:
             tokens = []
@@ -172,6 +176,28 @@ def test_a_shared_prompt_is_computed_once() -> None:
     assert server.outputs["a"] == server.outputs["b"]
 
 
+@pytest.mark.parametrize("length", [1, 4, 5, 13])
+def test_choices_of_one_prompt_compute_it_once_to_the_last_token(length: int) -> None:
+    server = make()
+    prompt = tuple(range(length))
+    server.submit(ask("0", prompt, 9))
+    for name in "123":
+        server.submit(ask(name, prompt, 9, shares_prompt_of="0"))
+    plans = [server.step() for _ in range(20)]
+    assert sum(chunk.count for plan in plans for chunk in plan.chunks) == length
+    for name in "0123":
+        assert server.outputs[name] == expected_output(prompt, 9, stop=False)
+
+
+def test_a_choice_whose_sibling_has_gone_computes_what_the_prefix_cache_lacks() -> None:
+    server = make(num_slots=1)
+    server.submit(ask("0", tuple(range(13)), 3))
+    server.submit(ask("1", tuple(range(13)), 3, shares_prompt_of="0"))
+    plans = [server.step() for _ in range(20)]
+    assert sum(chunk.count for plan in plans for chunk in plan.chunks) == 13 + 1
+    assert server.outputs["1"] == expected_output(tuple(range(13)), 3, stop=False)
+
+
 def test_a_scored_prompt_reuses_only_what_nobody_asks_about() -> None:
     server = make()
     prompt = tuple(range(13))
@@ -253,6 +279,9 @@ def schedules(draw: st.DrawFn) -> tuple[Server, list[tuple[str, object]]]:
         scored = draw(st.none() | st.integers(1, 20))
         more = {"stop_ids": stops, "deadline": deadline, "score_from": scored}
         events.append(("submit", ask(str(number), prompt, draw(st.integers(0, 20)), **more)))
+        if draw(st.booleans()):
+            twin = ask(f"{number}-twin", prompt, draw(st.integers(0, 20)), shares_prompt_of=str(number), deadline=deadline)
+            events.append(("submit", twin))
         events += [("step", None)] * draw(st.integers(0, 4))
         if draw(st.integers(0, 4)) == 0:
             events.append(("cancel", str(draw(st.integers(0, number)))))

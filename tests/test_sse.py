@@ -20,7 +20,7 @@ TEXTS = ["plain", 'quotes " and \\', "new\nline\ttab \x00 \x1f", "grüße 日本
 
 @pytest.fixture(params=[ChatAnswer, TextAnswer])
 def answer(request: pytest.FixtureRequest) -> Answer:
-    model = ServedModel('mo"del\n', load_toy_tokenizer(), 64, 0)
+    model = ServedModel('mo"del\n', load_toy_tokenizer(), 64, 4, 0)
     made: Answer = request.param(model)
     return made
 
@@ -80,7 +80,7 @@ def test_usage_comes_without_choices(answer: Answer) -> None:
 
 
 def test_only_chat_opens_each_choice_with_a_role() -> None:
-    model = ServedModel("m", load_toy_tokenizer(), 64, 0)
+    model = ServedModel("m", load_toy_tokenizer(), 64, 4, 0)
     opened = chunks(sse.Events(ChatAnswer(model), 2, with_usage=False).opening())
     assert [chunk["choices"] for chunk in opened] == [
         [{"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}] for index in (0, 1)

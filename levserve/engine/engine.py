@@ -41,6 +41,7 @@ class ServedModel:
     name: str
     tokenizer: Tokenizer
     max_seq_len: int
+    hidden_size: int
     created: int
 
 

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from levserve.engine.batch import NUM_COLUMNS
-from levserve.engine.rounds import Arrays, Skeleton, State, decode_round, prefill_chunk, set_memory
+from levserve.engine.rounds import Arrays, Skeleton, State, decode_round, fork_slot, prefill_chunk, set_memory
 from levserve.engine.sizing import Sizes
 from levserve.metrics import Metrics
 from levserve.model.sampler import MAX_EDITS, Memory, Mode
@@ -138,6 +138,10 @@ class Programs:
         ids, values = (jax.ShapeDtypeStruct((MAX_EDITS,), dtype) for dtype in (jnp.int32, jnp.float32))
         slot = jax.ShapeDtypeStruct((), jnp.int32)
         return jax.jit(set_memory, donate_argnums=0).lower(memory, slot, history, ids, values, ids).compile()
+
+    def fork_slot(self) -> Callable[[State, object], State]:
+        """The program that gives a computed prompt to one more row; as small."""
+        return jax.jit(fork_slot, donate_argnums=0).lower(self._state, jax.ShapeDtypeStruct((4,), jnp.int32)).compile()
 
     def lower(self, shape: Shape) -> jax.stages.Lowered:
         """A program as XLA sees it before compiling; tests look at it too."""

@@ -1,4 +1,4 @@
-"""The programs that run on the device: one prefill chunk, one decode round, one row's memory set.
+"""The programs that run on the device: one prefill chunk, one decode round, one row's memory set, one prompt forked.
 
 Pure functions over flat tuples of arrays, compiled ahead by `programs.py`; an Equinox or Haliax object through the hot
 call would cost a millisecond and more. State is donated and comes back, so the KV pool is written in place.
@@ -149,6 +149,17 @@ def set_memory(memory: Memory, slot: jax.Array, history: jax.Array, ids: jax.Arr
         memory.edit_values.at[slot].set(values),
         memory.edit_until.at[slot].set(until),
     )
+
+
+def fork_slot(state: State, packed: jax.Array) -> State:
+    """Copies a page to another and sets a slot's newest token, so that it can decode from there; donates `state`.
+
+    packed: int32 [4], the slot, the token, the page to read and the page to write.
+    """
+    slot, token, source, target = packed
+    pages = (lax.dynamic_slice_in_dim(pool, source, 1) for pool in state.pools)
+    pools = tuple(lax.dynamic_update_slice_in_dim(pool, page, target, 0) for pool, page in zip(state.pools, pages))
+    return state._replace(pools=pools, last_tokens=state.last_tokens.at[slot].set(token))
 
 
 def _sample(model: Decoder, hidden: jax.Array, given: RoundInput, positions: jax.Array, memory: Memory, mode: Mode) -> Drawn:

@@ -26,7 +26,7 @@ from levserve.model.decoder import Decoder
 from levserve.model.sampler import MAX_EDITS, NUM_TOP, Memory, Mode
 from levserve.schedule.request import GenerationRequest, PooledHidden, TokenLogprob
 from levserve.schedule.scheduler import Sampled
-from levserve.schedule.sequence import Chunk, RoundPlan, Row, Sequence
+from levserve.schedule.sequence import Chunk, Fork, RoundPlan, Row, Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +52,13 @@ class Runner:
         self._max_seq_len = sizes.max_seq_len
         self.programs = Programs(self._leaves, self._state, Skeleton(tree, sizes.table_width), sizes, metrics)
         self._set_memory: Callable[..., Memory] | None = None
+        self._fork_slot: Callable[[State, object], State] | None = None
 
     def warm_up(self, report: Callable[[str], None]) -> float:
         """Compiles and runs the first programs, and returns the measured milliseconds of one prefill token."""
         self.programs.compile_first(report)
         self._set_memory = self.programs.set_memory()
+        self._fork_slot = self.programs.fork_slot()
         report("warming up")
         prefill, decode = self.programs.first_shapes
         for shape in (prefill, decode):
@@ -74,6 +76,8 @@ class Runner:
         for sequence in plan.admitted:
             self._seat(sequence)
         chunks = [[(piece, self._dispatch_chunk(piece)) for piece in self._pieces(chunk)] for chunk in plan.chunks]
+        for fork in plan.forks:
+            self._dispatch_fork(fork)
         return Flight(plan, chunks, [(group, self._dispatch_rows(group)) for group in self._groups(plan.rows)])
 
     def read(self, flight: Flight) -> tuple[list[Sampled], list[Sampled]]:
@@ -118,6 +122,11 @@ class Runner:
         if chunk.is_last:
             output.sampled.copy_to_host_async()
         return ChunkOutput(*output)
+
+    def _dispatch_fork(self, fork: Fork) -> None:
+        assert self._fork_slot is not None
+        token = fork.sequence.tokens[-1]
+        self._state = self._fork_slot(self._state, np.array([fork.slot, token, fork.source_page, fork.target_page], np.int32))
 
     def _dispatch_rows(self, rows: Seq[Row]) -> jax.Array:
         shape = self.programs.decode(len(rows), _mode(rows))

@@ -141,7 +141,8 @@ def load(settings: Settings, metrics: Metrics, *, rows: int, report: Callable[[s
     tokenizer = loading.result()
     prefill_token_ms = runner.warm_up(report)
     scheduler = Scheduler(PagePool(sizes.num_pages, sizes.page_size), _budget(settings, sizes, prefill_token_ms))
-    served = ServedModel(settings.served_model_name or files.name, tokenizer, sizes.max_seq_len, int(time.time()))
+    name = settings.served_model_name or files.name
+    served = ServedModel(name, tokenizer, sizes.max_seq_len, config.hidden_size, int(time.time()))
     return Loaded(served, scheduler, runner, sizes)
 
 

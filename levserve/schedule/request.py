@@ -55,6 +55,8 @@ class GenerationRequest:
     """First position, at least 1, whose prompt token's log-probability is wanted, with `num_logprobs` alternatives."""
     wants_hidden: bool = False
     """Whether the prompt's last hidden states are wanted, pooled."""
+    shares_prompt_of: str | None = None
+    """The id of a request submitted before with the very same prompt, so that the prompt need not be computed again."""
 
 
 @dataclass(frozen=True, slots=True)

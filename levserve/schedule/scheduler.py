@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from levserve.schedule.pages import PagePool
 from levserve.schedule.request import FinishReason, GenerationRequest, PooledHidden, TokenBatch, TokenLogprob
-from levserve.schedule.sequence import Chunk, Progress, RoundPlan, Row, Sequence
+from levserve.schedule.sequence import Chunk, Fork, Progress, RoundPlan, Row, Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +109,9 @@ class Scheduler:
         preempted: list[tuple[Sequence, int]] = []
         rows = self._plan_rows(preempted)
         admitted: list[Sequence] = []
-        chunks = self._plan_chunks(self.budget.busy_tokens if rows else self.budget.idle_tokens, admitted)
-        return RoundPlan(tuple(chunks), tuple(rows), tuple(admitted), tuple(preempted))
+        forks: list[Fork] = []
+        chunks = self._plan_chunks(self.budget.busy_tokens if rows else self.budget.idle_tokens, admitted, forks)
+        return RoundPlan(tuple(chunks), tuple(rows), tuple(admitted), tuple(preempted), tuple(forks))
 
     def commit(self, plan: RoundPlan, chunks: Seq[Sampled], rows: Seq[Sampled]) -> list[Progress]:
         """Takes what a planned round sampled, in the plan's order, and says what each stream gained."""
@@ -161,8 +162,11 @@ class Scheduler:
         sequence.pages += pages
         return True
 
-    def _plan_chunks(self, budget: int, admitted: list[Sequence]) -> list[Chunk]:
-        """Spends the prefill budget on those who prefill already, then on the queue; never less than one smallest chunk."""
+    def _plan_chunks(self, budget: int, admitted: list[Sequence], forks: list[Fork]) -> list[Chunk]:
+        """Spends the prefill budget on those who prefill already, then on the queue; never less than one smallest chunk.
+
+        Who finds its prompt computed by another costs nothing.
+        """
         sizes = self.budget.chunk_sizes
         left = max(budget, sizes[0])
         chunks: list[Chunk] = []
@@ -173,6 +177,10 @@ class Scheduler:
                 if sequence is None:
                     break
                 admitted.append(sequence)
+                fork = self._fork(sequence)
+                if fork is not None:
+                    forks.append(fork)
+                    continue
                 prefilling.append(sequence)
             chunk = self._next_chunk(prefilling[0], max(size for size in sizes if size <= left))
             chunks.append(chunk)
@@ -213,6 +221,20 @@ class Scheduler:
         if sequence.num_cached is None:
             sequence.num_cached = sequence.num_computed
         return sequence
+
+    def _fork(self, sequence: Sequence) -> Fork | None:
+        """Lets an admitted sequence begin where the one whose prompt it shares stands, while that one still runs.
+
+        The last token of the prompt is decoded, not prefilled: its KV is there, but each draws its own next token.
+        """
+        source = self._running.get(sequence.request.shares_prompt_of or "")
+        tail = (len(sequence.tokens) - 1) // self.pool.page_size
+        if source is None or not source.is_primed or not sequence.can_fork or sequence.num_remembered < tail:
+            return None
+        assert sequence.slot is not None
+        sequence.num_computed = sequence.num_cached = len(sequence.tokens) - 1
+        sequence.is_primed = True
+        return Fork(sequence, sequence.slot, source.pages[tail], sequence.pages[tail])
 
     def _take_chunk(self, chunk: Chunk, sampled: Sampled) -> Progress | None:
         """A chunk that is not the last has news only for those who want scores; one that is recomputed repeats none."""

@@ -57,6 +57,13 @@ class Sequence:
         first_scored = self.request.score_from
         return len(self.tokens) - 1 if first_scored is None else first_scored - 1
 
+    @property
+    def can_fork(self) -> bool:
+        """Whether it may begin where another one with its prompt stands: nobody wants what computing the prompt tells."""
+        request = self.request
+        is_new = len(self.tokens) == len(request.prompt)
+        return is_new and request.max_tokens > 0 and request.score_from is None and not request.wants_hidden
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
@@ -89,18 +96,29 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
+class Fork:
+    """A sequence that takes a computed prompt over: it shares the full pages, gets a copy of the last, and decodes at once."""
+
+    sequence: Sequence
+    slot: int
+    source_page: int
+    target_page: int
+
+
+@dataclass(frozen=True, slots=True)
 class RoundPlan:
-    """What the device does next: chunks in order, then one decode round over the rows."""
+    """What the device does next: chunks in order, then forks of what they computed, then one decode round over the rows."""
 
     chunks: tuple[Chunk, ...]
     rows: tuple[Row, ...]
     admitted: tuple[Sequence, ...]
     preempted: tuple[tuple[Sequence, int], ...]
     """Sequences that lost their pages, each with the computed tokens that were lost."""
+    forks: tuple[Fork, ...] = ()
 
     @property
     def is_empty(self) -> bool:
-        return not self.chunks and not self.rows
+        return not self.chunks and not self.rows and not self.forks
 
 
 @dataclass(frozen=True, slots=True)

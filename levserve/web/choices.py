@@ -19,17 +19,21 @@ def make_choices(body: ChatBody | CompletionBody, tokenizer: Tokenizer, prompts:
     # The text of a completion goes on from its prompt, and so does a continued message; a new message starts afresh.
     continues = isinstance(body, CompletionBody) or body.continue_final_message is True
     skips = body.skip_special_tokens is not False
-    return [
-        Choice(
-            tokenizer.detokenizer(skip_special_tokens=skips, continues=continues),
-            StopStrings(body.stops, include=body.include_stop_str_in_output is True),
-            stop_ids=stop_ids_of(body, tokenizer) if stops_here(body) else frozenset(),
-            num_logprobs=body.num_logprobs,
-            echo=echo,
-        )
-        for echo in _echoes(body, tokenizer, prompts)
-        for _ in range(body.num_sequences)
-    ]
+    choices: list[Choice] = []
+    for echo in _echoes(body, tokenizer, prompts):
+        first: Choice | None = None
+        for _ in range(body.num_sequences):
+            choice = Choice(
+                tokenizer.detokenizer(skip_special_tokens=skips, continues=continues),
+                StopStrings(body.stops, include=body.include_stop_str_in_output is True),
+                stop_ids=stop_ids_of(body, tokenizer) if stops_here(body) else frozenset(),
+                num_logprobs=body.num_logprobs,
+                echo=echo,
+                scored_by=first,
+            )
+            first = first or choice
+            choices.append(choice)
+    return choices
 
 
 def stop_ids_of(body: ChatBody | CompletionBody, tokenizer: Tokenizer) -> frozenset[int]:

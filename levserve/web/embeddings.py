@@ -113,6 +113,9 @@ class Embeddings:
 
 def _tokenize(body: EmbeddingBody, model: ServedModel) -> list[list[int]]:
     check_model_name(body.model, model)
+    if body.dimensions not in (None, model.hidden_size):
+        message = f"This model's embeddings have {model.hidden_size} dimensions, no fewer; 'dimensions' is {body.dimensions}."
+        raise BadRequest(message, param="dimensions")
     adds_special = body.add_special_tokens is not False
     texts = [encode_text(text, model.tokenizer, "input", add_special_tokens=adds_special) for text in body.inputs]
     for tokens in texts:
@@ -126,9 +129,6 @@ def _tokenize(body: EmbeddingBody, model: ServedModel) -> list[list[int]]:
 def _embedding(choice: Choice, body: EmbeddingBody) -> list[float] | str:
     assert choice.hidden is not None  # it was asked for
     vector = np.array(choice.hidden.last if body.pooling == "last" else choice.hidden.mean, dtype="<f4")
-    if body.dimensions not in (None, len(vector)):
-        message = f"This model's embeddings have {len(vector)} dimensions and cannot be made shorter; 'dimensions' is {body.dimensions}."
-        raise BadRequest(message, param="dimensions")
     vector /= np.linalg.norm(vector) or 1.0
     if body.encoding_format == "base64":
         return base64.b64encode(vector.tobytes()).decode()

@@ -52,7 +52,16 @@ def prepare(body: ChatBody | CompletionBody, model: ServedModel, seeds: Seeds, e
     samplings = [_sampling(body, seed + choice) for choice in range(body.num_sequences)]
     pairs = itertools.product(zip(prompts, limits, strict=True), enumerate(samplings))
     requests = [
-        GenerationRequest(f"{engine_id}-{index}", tuple(prompt), limit, sampling, stop_ids, deadline, _score_from(prompt, body, choice))
+        GenerationRequest(
+            f"{engine_id}-{index}",
+            tuple(prompt),
+            limit,
+            sampling,
+            stop_ids,
+            deadline,
+            score_from=_score_from(prompt, body) if choice == 0 else None,
+            shares_prompt_of=None if choice == 0 else f"{engine_id}-{index - choice}",
+        )
         for index, ((prompt, limit), (choice, sampling)) in enumerate(pairs)
     ]
     return Submission(prompts, requests)
@@ -128,7 +137,7 @@ def _sampling(body: ChatBody | CompletionBody, seed: int) -> Sampling:
     )
 
 
-def _score_from(prompt: Sequence[int], body: ChatBody | CompletionBody, choice: int) -> int | None:
-    """Each echo has scores of its own; `prompt_logprobs` are the same for all choices of a prompt, so one computes them."""
-    is_wanted = (body.shows_prompt and body.num_logprobs is not None) or (body.prompt_logprobs is not None and choice == 0)
+def _score_from(prompt: Sequence[int], body: ChatBody | CompletionBody) -> int | None:
+    """For the first choice of a prompt: its scores are the same for all of them, so one computes them."""
+    is_wanted = (body.shows_prompt and body.num_logprobs is not None) or body.prompt_logprobs is not None
     return 1 if is_wanted and len(prompt) > 1 else None
