@@ -85,7 +85,7 @@ def build(config: ModelConfig, dtype: jnp.dtype, platform: str, options: argpars
         chunk_sizes=tuple(sorted(options.chunks)) or (32,),
         round_steps=options.steps,
     )
-    kernel = Kernel(options.kernel) if options.kernel else choose_kernel(platform, config, PAGE_SIZE)[0]
+    kernel = Kernel(options.kernel) if options.kernel else choose_kernel(platform, config)[0]
     return Runner(Decoder.from_arrays(config, arrays, kernel=kernel), sizes, storage, Metrics()), sizes
 
 

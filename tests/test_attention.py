@@ -9,7 +9,7 @@ import pytest
 from levserve.model import cache
 from levserve.model.attention import Kernel, attend, choose_kernel
 from levserve.model.config import ModelConfig
-from levserve.model.kernels.paged_decode import paged_attention
+from levserve.model.kernels.paged_attention import paged_attention
 
 pytestmark = pytest.mark.tiny
 
@@ -47,35 +47,43 @@ def test_paged_attention_equals_dense_attention(page_size: int, kv_heads: int, g
         np.testing.assert_allclose(got[row], dense(q[row], *whole, positions[row], window), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("page_size", "kv_heads", "group", "size"), [(32, 2, 4, 64), (16, 1, 1, 128), (32, 3, 3, 64), (64, 1, 8, 64)])
-@pytest.mark.parametrize("window", [None, 40])
-def test_the_gpu_kernel_equals_the_plain_one(page_size: int, kv_heads: int, group: int, size: int, window: int | None) -> None:
+@pytest.mark.parametrize(
+    ("chunk", "page_size", "kv_heads", "group", "size", "window", "splits"),
+    [
+        (1, 32, 2, 4, 64, None, None),
+        (1, 32, 3, 3, 64, 40, 1),
+        (1, 4, 2, 2, 80, None, 2),
+        (1, 128, 1, 2, 256, 40, 4),
+        (32, 32, 2, 3, 64, None, 1),
+        (32, 16, 1, 1, 128, 40, 2),
+        (16, 64, 1, 8, 96, 40, 1),
+    ],
+)
+def test_the_gpu_kernel_equals_the_plain_one(
+    chunk: int, page_size: int, kv_heads: int, group: int, size: int, window: int | None, splits: int | None
+) -> None:
     rng = np.random.default_rng(group)
-    lengths = [1, page_size, page_size + 1, 300, 0]  # the last row is padding
-    width = -(-300 // page_size) + 1
+    lengths = np.asarray([1, page_size, page_size + 1, 130, 0])[:, None]  # the last row is padding
+    width = -(-130 // page_size) + 1
     num_pages = width * len(lengths) + 2
     table = jnp.asarray(rng.permutation(num_pages)[: width * len(lengths)].reshape(len(lengths), width), jnp.int32)
     pool = jnp.asarray(rng.standard_normal((num_pages, 2, kv_heads, page_size, size), dtype=np.float32))
-    q = jnp.asarray(rng.standard_normal((len(lengths), 1, kv_heads, group, size), dtype=np.float32) * size**-0.5)
-    positions = jnp.asarray(lengths, jnp.int32)[:, None] - 1
-    plain = attend(q, pool, table, positions, window=window)
-    kernel = paged_attention(q[:, 0], pool, table, positions[:, 0], window=window, interpret=True)
-    np.testing.assert_allclose(kernel, plain[:, 0], atol=1e-5, rtol=1e-5)
+    q = jnp.asarray(rng.standard_normal((len(lengths), chunk, kv_heads, group, size), dtype=np.float32) * size**-0.5)
+    positions = np.maximum(lengths - chunk, 0) + np.arange(chunk)[None]
+    positions = np.where(positions < lengths, positions, -1).astype(np.int32)
+    plain = attend(q, pool, table, jnp.asarray(positions), window=window)
+    kernel = paged_attention(q, pool, table, jnp.asarray(positions), window=window, splits=splits, interpret=True)
+    is_given = positions >= 0
+    np.testing.assert_allclose(np.asarray(kernel)[is_given], np.asarray(plain)[is_given], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("platform", "head_dim", "page_size", "kernel"),
-    [
-        ("cpu", 64, 32, Kernel.XLA),
-        ("gpu", 64, 32, Kernel.TRITON),
-        ("gpu", 80, 32, Kernel.XLA),
-        ("gpu", 256, 32, Kernel.XLA),
-        ("gpu", 64, 8, Kernel.XLA),
-    ],
+    ("platform", "head_dim", "kernel"),
+    [("cpu", 64, Kernel.XLA), ("gpu", 64, Kernel.TRITON), ("gpu", 80, Kernel.TRITON), ("gpu", 256, Kernel.TRITON), ("gpu", 512, Kernel.XLA)],
 )
-def test_the_kernel_is_chosen_by_what_it_can_serve(platform: str, head_dim: int, page_size: int, kernel: Kernel) -> None:
+def test_the_kernel_is_chosen_by_what_it_can_serve(platform: str, head_dim: int, kernel: Kernel) -> None:
     config = ModelConfig(100, 64, 64, 1, 2, 1, head_dim, 1e-5, 1e4, 128, True)
-    assert choose_kernel(platform, config, page_size)[0] is kernel
+    assert choose_kernel(platform, config)[0] is kernel
 
 
 def test_writes_go_to_their_page_and_padding_goes_nowhere() -> None:

@@ -133,7 +133,7 @@ def load(settings: Settings, metrics: Metrics, *, rows: int, report: Callable[[s
     )
     for line in sizes.describe():
         log.info("%s", line)
-    kernel, reason = choose_kernel(device.platform, config, settings.page_size)
+    kernel, reason = choose_kernel(device.platform, config)
     log.info("attention   %s: %s", kernel, reason)
     model = Decoder.from_arrays(config, arrays, kernel=kernel)
     del arrays

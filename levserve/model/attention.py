@@ -15,7 +15,7 @@ from jax import lax
 
 from levserve.model.cache import from_storage
 from levserve.model.config import ModelConfig
-from levserve.model.kernels import paged_decode
+from levserve.model.kernels import paged_attention
 
 BLOCK_TOKENS = 256
 """Tokens of each row looked at together: one pass for short chats, and a small loop overhead for long ones."""
@@ -25,17 +25,17 @@ MASKED = -1e30
 class Kernel(StrEnum):
     XLA = "xla"
     TRITON = "triton"
-    """A Pallas kernel for decoding on NVIDIA GPUs; prefill goes through XLA."""
+    """A Pallas kernel for NVIDIA GPUs."""
 
 
-def choose_kernel(platform: str, config: ModelConfig, page_size: int) -> tuple[Kernel, str]:
+def choose_kernel(platform: str, config: ModelConfig) -> tuple[Kernel, str]:
     """The best kernel that can serve the model on this platform, and why, in words for the log."""
     if platform != "gpu":
         return Kernel.XLA, f"the {platform} has no kernel of its own"
-    reason = paged_decode.refuse_unservable(config.head_dim, page_size)
+    reason = paged_attention.refuse_unservable(config.head_dim)
     if reason is not None:
         return Kernel.XLA, f"the GPU kernel does not take {reason}"
-    return Kernel.TRITON, "decoding on an NVIDIA GPU"
+    return Kernel.TRITON, "an NVIDIA GPU"
 
 
 def attend(
@@ -46,8 +46,8 @@ def attend(
     q [row, chunk, kv_head, group, head_size] float32, scaled; pool as in `cache`; table [row, page]; positions [row, chunk],
     negative for padding. Gives float32 of q's shape.
     """
-    if kernel is Kernel.TRITON and q.shape[1] == 1:
-        return paged_decode.paged_attention(q[:, 0], pool, table, positions[:, 0], window=window)[:, None]
+    if kernel is Kernel.TRITON:
+        return paged_attention.paged_attention(q, pool, table, positions, window=window)
     return _attend_in_blocks(q, pool, table, positions, window)
 
 
