@@ -18,7 +18,9 @@ os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 
 GOLDEN = Path(__file__).parent / "golden"
-FAMILIES = ("llama", "llama3-rope", "mistral", "qwen2", "qwen3")
+FAMILIES = (
+    "llama", "llama3-rope", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "olmo2", "mixtral", "qwen3-moe", "gpt2",
+)  # fmt: skip
 
 NODE_REASON = pytest.StashKey[str]()
 RINGS = {"pure": 0, "tiny": 1, "real": 2}

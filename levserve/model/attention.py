@@ -39,19 +39,30 @@ def choose_kernel(platform: str, config: ModelConfig) -> tuple[Kernel, str]:
 
 
 def attend(
-    q: jax.Array, pool: jax.Array, table: jax.Array, positions: jax.Array, *, window: int | None, kernel: Kernel = Kernel.XLA
+    q: jax.Array,
+    pool: jax.Array,
+    table: jax.Array,
+    positions: jax.Array,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    scale: float = 1.0,
+    kernel: Kernel = Kernel.XLA,
 ) -> jax.Array:
     """Mixes the values every query may see: those at or before its position, within the window if there is one.
 
-    q [row, chunk, kv_head, group, head_size] float32, scaled; pool as in `cache`; table [row, page]; positions [row, chunk],
-    negative for padding. Gives float32 of q's shape.
+    q [row, chunk, kv_head, group, head_size] float32; pool as in `cache`; table [row, page]; positions [row, chunk], negative
+    for padding. Scores are multiplied by `scale` and then bent to stay within `softcap`. Gives float32 of q's shape.
     """
+    q = q * scale
     if kernel is Kernel.TRITON:
-        return paged_attention.paged_attention(q, pool, table, positions, window=window)
-    return _attend_in_blocks(q, pool, table, positions, window)
+        return paged_attention.paged_attention(q, pool, table, positions, window=window, softcap=softcap)
+    return _attend_in_blocks(q, pool, table, positions, window, softcap)
 
 
-def _attend_in_blocks(q: jax.Array, pool: jax.Array, table: jax.Array, positions: jax.Array, window: int | None) -> jax.Array:
+def _attend_in_blocks(
+    q: jax.Array, pool: jax.Array, table: jax.Array, positions: jax.Array, window: int | None, softcap: float | None
+) -> jax.Array:
     """Dots run in float32 on CPU, where bits are stored (XLA has no bfloat16 batched dot on ARM, and widening the gathered
     block costs less than the gather), and in the pool's own type elsewhere."""
     rows, chunk, kv_heads, group, size = q.shape
@@ -71,6 +82,8 @@ def _attend_in_blocks(q: jax.Array, pool: jax.Array, table: jax.Array, positions
         entries = from_storage(stored)  # [row, block, 2, kv_head, page_size, head_size]
         keys, values = entries.transpose(2, 0, 3, 1, 4, 5).reshape(2, rows, kv_heads, width, size)
         scores = jnp.einsum("rkmd,rktd->rkmt", q, keys, preferred_element_type=jnp.float32)
+        if softcap is not None:
+            scores = softcap * jnp.tanh(scores / softcap)
         at = index * width + jnp.arange(width, dtype=jnp.int32)[None, None, None]
         is_seen = at <= seen_to
         if window is not None:

@@ -1,13 +1,20 @@
 """What a decoder looks like: every number of the architecture, and each named axis once.
 
-Built by the checkpoint readers in `weights/`; read by everything in `model/`.
+Built by the checkpoint readers in `weights/`; read by everything in `model/`. No family has a name here: a family is the
+values of these fields.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import StrEnum
 
 from haliax import Axis
+
+
+class Activation(StrEnum):
+    SILU = "silu"
+    GELU_TANH = "gelu_tanh"
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,37 +28,131 @@ class Llama3Scaling:
 
 
 @dataclass(frozen=True, slots=True)
+class LinearScaling:
+    """Every rotary frequency slowed by one factor."""
+
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class LongScaling:
+    """Phi-3's stretch: a factor for each rotary frequency, and one for cosines and sines.
+
+    The model has two lists of factors, for contexts up to `original_max_position` and for longer ones; `stretched_for` of the
+    config picks by the length that is served, once, so that what is in the cache stays right as a text grows.
+    """
+
+    short_factors: tuple[float, ...]
+    long_factors: tuple[float, ...]
+    original_max_position: int
+    attention_factor: float
+    is_long: bool = True
+
+    @property
+    def factors(self) -> tuple[float, ...]:
+        return self.long_factors if self.is_long else self.short_factors
+
+
+RopeScaling = Llama3Scaling | LinearScaling | LongScaling
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary positions of a layer: of the first `size` numbers of each head."""
+
+    size: int
+    theta: float
+    scaling: RopeScaling | None
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder-only transformer: pre-norm, rotary, grouped queries, gated SiLU."""
+    """A decoder-only transformer. The defaults are Llama's: norms before, rotary positions, grouped queries, gated SiLU."""
 
     vocab_size: int
     hidden_size: int
     intermediate_size: int
+    """Width of the feed-forward part; of one expert where there are experts."""
     num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     norm_eps: float
-    rope_theta: float
+    rope_theta: float | None
+    """None for a model whose positions are not rotary."""
     max_position: int
     tied_head: bool
-    rope_scaling: Llama3Scaling | None = None
+    rope_scaling: RopeScaling | None = None
+    local_rope_theta: float | None = None
+    """Base of the layers with a window where it is not `rope_theta`; it is never scaled."""
+    rotary_size: int | None = None
+    """Numbers of each head that turn, where not all do."""
+    has_position_table: bool = False
+    """Positions are learned and added to the embedding."""
+    embed_scale: float = 1.0
+
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: bool = False
+    qk_norm_spans_heads: bool = False
+    """Queries and keys are normalised over all heads together, not each head alone."""
     windows: tuple[int | None, ...] = ()
     """Sliding window of each layer; empty when no layer has one."""
+    attention_scale: float | None = None
+    """What scores are multiplied by; None for one over the root of the head size."""
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+
+    has_layer_norms: bool = False
+    """Norms take the mean away and have a bias, in place of RMS norms."""
+    has_pre_norms: bool = True
+    has_post_norms: bool = False
+    """Attention and feed-forward are normalised before they are added."""
+    has_offset_norms: bool = False
+    """Checkpoints keep the weight of every norm less one. For their readers: an array of the model is the whole weight."""
+
+    activation: Activation = Activation.SILU
+    is_gated: bool = True
+    mlp_bias: bool = False
+    num_experts: int = 0
+    experts_per_token: int = 0
+    renormalises_experts: bool = True
+    """The weights of the chosen experts are scaled to sum to one."""
+
+    def stretched_for(self, max_seq_len: int) -> ModelConfig:
+        """The model as it is served to `max_seq_len` tokens."""
+        if not isinstance(self.rope_scaling, LongScaling):
+            return self
+        return replace(self, rope_scaling=replace(self.rope_scaling, is_long=max_seq_len > self.rope_scaling.original_max_position))
 
     def window(self, layer: int) -> int | None:
         return self.windows[layer] if self.windows else None
+
+    def rope(self, layer: int) -> Rope | None:
+        size = self.head_dim if self.rotary_size is None else self.rotary_size
+        if self.local_rope_theta is not None and self.window(layer) is not None:
+            return Rope(size, self.local_rope_theta, None)
+        return None if self.rope_theta is None else Rope(size, self.rope_theta, self.rope_scaling)
+
+    @property
+    def score_scale(self) -> float:
+        return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
 
     @property
     def Vocab(self) -> Axis:
         return Axis("vocab", self.vocab_size)
 
     @property
+    def Position(self) -> Axis:
+        return Axis("position", self.max_position)
+
+    @property
     def Embed(self) -> Axis:
         return Axis("embed", self.hidden_size)
+
+    @property
+    def Expert(self) -> Axis:
+        return Axis("expert", self.num_experts)
 
     @property
     def Mlp(self) -> Axis:
@@ -59,7 +160,11 @@ class ModelConfig:
 
     @property
     def GateUp(self) -> Axis:
-        return Axis("gate_up", 2 * self.intermediate_size)
+        return Axis("gate_up", (2 if self.is_gated else 1) * self.intermediate_size)
+
+    @property
+    def Heads(self) -> Axis:
+        return Axis("head", self.num_heads)
 
     @property
     def KVHeads(self) -> Axis:
@@ -86,26 +191,41 @@ class ModelConfig:
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every array of the model by its levserve name; matrices are [out, in].
+    """Every array of the model by its levserve name; matrices are [out, in], those of experts [expert, out, in].
 
-    `qkv` stacks q, k and v rows in that order; `gate_up` stacks gate then up. The seam between `weights/`, which fills these
-    arrays, and `Decoder.from_arrays`, which arranges them.
+    `qkv` stacks q, k and v rows in that order; `gate_up` stacks gate then up (up alone where nothing is gated). The seam
+    between `weights/`, which fills these arrays, and `Decoder.from_arrays`, which arranges them.
     """
-    embed, mixed = config.hidden_size, config.Mixed.size
-    layer: dict[str, tuple[int, ...]] = {"input_norm": (embed,), "qkv": (config.QKV.size, embed)}
+    embed, vocab = config.hidden_size, config.vocab_size
+    norms = ("norm", "norm_bias") if config.has_layer_norms else ("norm",)
+    layer: dict[str, tuple[int, ...]] = {}
+    if config.has_pre_norms:
+        layer |= {f"{place}_{norm}": (embed,) for place in ("input", "mlp") for norm in norms}
+    if config.has_post_norms:
+        layer |= {f"{place}_post_{norm}": (embed,) for place in ("attention", "mlp") for norm in norms}
+    layer |= {"qkv": (config.QKV.size, embed), "out": (embed, config.Mixed.size)}
     if config.qkv_bias:
         layer["qkv_bias"] = (config.QKV.size,)
-    if config.qk_norm:
-        layer |= {"q_norm": (config.head_dim,), "k_norm": (config.head_dim,)}
-    layer["out"] = (embed, mixed)
     if config.out_bias:
         layer["out_bias"] = (embed,)
-    layer |= {"mlp_norm": (embed,), "gate_up": (config.GateUp.size, embed), "down": (embed, config.intermediate_size)}
+    if config.qk_norm:
+        num_q, num_k = (config.num_heads, config.num_kv_heads) if config.qk_norm_spans_heads else (1, 1)
+        layer |= {"q_norm": (num_q * config.head_dim,), "k_norm": (num_k * config.head_dim,)}
+    gate_up, down = (config.GateUp.size, embed), (embed, config.intermediate_size)
+    if config.num_experts:
+        count = config.num_experts
+        layer |= {"router": (count, embed), "experts_gate_up": (count, *gate_up), "experts_down": (count, *down)}
+    else:
+        layer |= {"gate_up": gate_up, "down": down}
+    if config.mlp_bias:
+        layer |= {"gate_up_bias": (config.GateUp.size,), "down_bias": (embed,)}
 
-    shapes: dict[str, tuple[int, ...]] = {"embed": (config.vocab_size, embed)}
+    shapes: dict[str, tuple[int, ...]] = {"embed": (vocab, embed)}
+    if config.has_position_table:
+        shapes["positions"] = (config.max_position, embed)
     for index in range(config.num_layers):
         shapes |= {f"layers.{index}.{name}": shape for name, shape in layer.items()}
-    shapes["final_norm"] = (embed,)
+    shapes |= {f"final_{norm}": (embed,) for norm in norms}
     if not config.tied_head:
-        shapes["head"] = (config.vocab_size, embed)
+        shapes["head"] = (vocab, embed)
     return shapes

@@ -7,21 +7,26 @@ trace (`engine/rounds.py`). Every layer goes through one inner jit, so thirty eq
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
+from jax import lax
 
-from levserve.model import cache
+from levserve.model import cache, experts
 from levserve.model.attention import Kernel, attend
 from levserve.model.cache import Place
-from levserve.model.config import ModelConfig, parameter_shapes
+from levserve.model.config import Activation, ModelConfig, parameter_shapes
 from levserve.model.rotary import Angles, angles_at, rotate
 
 ROW, CHUNK = "row", "chunk"
+ACTIVATIONS: dict[Activation, Callable[[NamedArray], NamedArray]] = {
+    Activation.SILU: hax.nn.silu,
+    Activation.GELU_TANH: functools.partial(hax.nn.gelu, approximate=True),
+}
 
 
 class Linear(eqx.Module):
@@ -36,14 +41,30 @@ class Linear(eqx.Module):
         y = hax.dot(x.astype(self.weight.dtype), self.weight, axis=In, preferred_element_type=jnp.float32)
         return y if self.bias is None else y + self.bias
 
+    def of_expert(self, number: jax.Array) -> Linear:
+        """One of the matrices of a weight [expert, out, in]."""
+        _, *axes = self.weight.axes
+        return Linear(hax.named(lax.dynamic_index_in_dim(self.weight.array, number, keepdims=False), axes))
 
-class RMSNorm(eqx.Module):
+
+class Norm(eqx.Module):
+    """An RMS norm over the axes of its weight; with a bias, a layer norm."""
+
     weight: NamedArray
+    bias: NamedArray | None
     eps: float = eqx.field(static=True)
 
     def __call__(self, x: NamedArray) -> NamedArray:
-        (Over,) = self.weight.axes
-        return x * hax.rsqrt(hax.mean(hax.square(x), Over) + self.eps) * self.weight
+        over = self.weight.axes
+        if self.bias is not None:
+            x = x - hax.mean(x, over)
+        x = x * hax.rsqrt(hax.mean(hax.square(x), over) + self.eps) * self.weight
+        return x if self.bias is None else x + self.bias
+
+
+def apply(norm: Norm | None, x: NamedArray) -> NamedArray:
+    """Not every model has a norm at every place."""
+    return x if norm is None else norm(x)
 
 
 class Attention(eqx.Module):
@@ -51,25 +72,35 @@ class Attention(eqx.Module):
     kernel: Kernel = eqx.field(static=True)
     qkv: Linear
     out: Linear
-    q_norm: RMSNorm | None
-    k_norm: RMSNorm | None
+    q_norm: Norm | None
+    k_norm: Norm | None
 
     def __call__(
-        self, x: NamedArray, pool: jax.Array, place: Place, angles: Angles, *, window: int | None
+        self, x: NamedArray, pool: jax.Array, place: Place, angles: Angles | None, *, window: int | None
     ) -> tuple[NamedArray, jax.Array]:
         """Writes this chunk's keys and values to the pool, then reads everything the chunk may see from it."""
         config = self.config
         queries, keys, values = self._split(self.qkv(x))
-        if self.q_norm is not None and self.k_norm is not None:
-            queries, keys = self.q_norm(queries), self.k_norm(keys)
         axes = (ROW, CHUNK, ..., config.HeadSize)
+
+        def placed(norm: Norm | None, heads: NamedArray) -> jax.Array:
+            normed = apply(norm, heads).rearrange(axes).array
+            return normed if angles is None else rotate(normed, angles)
+
         with jax.named_scope("kv_write"):
-            k = rotate(keys.rearrange(axes).array, angles)
-            pool = cache.write(pool, k, values.rearrange(axes).array, place)
+            pool = cache.write(pool, placed(self.k_norm, keys), values.rearrange(axes).array, place)
         with jax.named_scope("attend"):
-            q = rotate(queries.rearrange(axes).array, angles) * config.head_dim**-0.5
-            grouped = q.reshape(*q.shape[:2], config.num_kv_heads, config.Group.size, config.head_dim)
-            mixed = attend(grouped, pool, place.table, place.positions, window=window, kernel=self.kernel)
+            q = placed(self.q_norm, queries)
+            mixed = attend(
+                q.reshape(*q.shape[:2], config.num_kv_heads, config.Group.size, config.head_dim),
+                pool,
+                place.table,
+                place.positions,
+                window=window,
+                softcap=config.attention_softcap,
+                scale=config.score_scale,
+                kernel=self.kernel,
+            )
         mixed = mixed.reshape(*mixed.shape[:2], config.Mixed.size)
         return self.out(hax.named(mixed, (ROW, CHUNK, config.Mixed.name))), pool
 
@@ -78,40 +109,70 @@ class Attention(eqx.Module):
         config = self.config
         num_q, num_kv = config.num_heads, config.num_kv_heads
 
-        def heads(start: int, count: int) -> NamedArray:
-            part = qkv["qkv", start * config.head_dim : (start + count) * config.head_dim]
-            return part.unflatten_axis("qkv", (Axis("heads", count), config.HeadSize))
+        def heads(start: int, Head: Axis) -> NamedArray:
+            part = qkv["qkv", start * config.head_dim : (start + Head.size) * config.head_dim]
+            return part.unflatten_axis("qkv", (Head, config.HeadSize))
 
-        return heads(0, num_q), heads(num_q, num_kv), heads(num_q + num_kv, num_kv)
+        return heads(0, config.Heads), heads(num_q, config.KVHeads), heads(num_q + num_kv, config.KVHeads)
 
 
 class Mlp(eqx.Module):
+    config: ModelConfig = eqx.field(static=True)
     gate_up: Linear
     down: Linear
 
     def __call__(self, x: NamedArray) -> NamedArray:
-        both = self.gate_up(x)
-        (_, In) = self.down.weight.axes
-        gate = both["gate_up", : In.size].rename({"gate_up": In.name})
-        up = both["gate_up", In.size :].rename({"gate_up": In.name})
-        return self.down(hax.nn.silu(gate) * up)
+        wide = self.gate_up(x)
+        activate = ACTIVATIONS[self.config.activation]
+        size = self.config.intermediate_size
+        if not self.config.is_gated:
+            return self.down(activate(wide).rename({"gate_up": "mlp"}))
+        gate, up = (wide["gate_up", at : at + size].rename({"gate_up": "mlp"}) for at in (0, size))
+        return self.down(activate(gate) * up)
+
+
+class Experts(eqx.Module):
+    """A router, and the feed-forward parts of all experts as one `Mlp` whose matrices are [expert, out, in]."""
+
+    config: ModelConfig = eqx.field(static=True)
+    router: Linear
+    stacked: Mlp
+
+    def __call__(self, x: NamedArray, place: Place) -> NamedArray:
+        config = self.config
+        flat = x.flatten_axes((ROW, CHUNK), "token").rearrange(("token", "embed"))
+        scores = self.router(flat).rearrange(("token", "expert")).array
+        choice = experts.choose(scores, config.experts_per_token, renormalises=config.renormalises_experts)
+
+        def run(number: jax.Array, tokens: jax.Array) -> jax.Array:
+            one = Mlp(config, self.stacked.gate_up.of_expert(number), self.stacked.down.of_expert(number))
+            return one(hax.named(tokens, ("token", "embed"))).rearrange(("token", "embed")).array
+
+        mixed = experts.mix(flat.array, choice, place.positions.reshape(-1) >= 0, run, config.num_experts)
+        return hax.named(mixed.reshape(place.positions.shape + (config.hidden_size,)), (ROW, CHUNK, "embed"))
 
 
 class Layer(eqx.Module):
-    input_norm: RMSNorm
+    """Where a norm is None the model has none there."""
+
+    input_norm: Norm | None
     attention: Attention
-    mlp_norm: RMSNorm
-    mlp: Mlp
+    attention_post_norm: Norm | None
+    mlp_norm: Norm | None
+    mlp: Mlp | Experts
+    mlp_post_norm: Norm | None
 
 
 @functools.partial(jax.jit, static_argnames=("window",))
 def run_layer(
-    layer: Layer, x: NamedArray, pool: jax.Array, place: Place, angles: Angles, *, window: int | None
+    layer: Layer, x: NamedArray, pool: jax.Array, place: Place, angles: Angles | None, *, window: int | None
 ) -> tuple[NamedArray, jax.Array]:
-    mixed, pool = layer.attention(layer.input_norm(x), pool, place, angles, window=window)
-    x = x + mixed
+    mixed, pool = layer.attention(apply(layer.input_norm, x), pool, place, angles, window=window)
+    x = x + apply(layer.attention_post_norm, mixed)
     with jax.named_scope("mlp"):
-        return x + layer.mlp(layer.mlp_norm(x)), pool
+        fed = apply(layer.mlp_norm, x)
+        fed = layer.mlp(fed) if isinstance(layer.mlp, Mlp) else layer.mlp(fed, place)
+        return x + apply(layer.mlp_post_norm, fed), pool
 
 
 class Decoder(eqx.Module):
@@ -119,44 +180,64 @@ class Decoder(eqx.Module):
 
     config: ModelConfig = eqx.field(static=True)
     embed: NamedArray
+    positions: NamedArray | None
     layers: tuple[Layer, ...]
-    final_norm: RMSNorm
+    final_norm: Norm
     head: Linear | None
 
     @staticmethod
     def from_arrays(config: ModelConfig, arrays: Mapping[str, jax.Array], *, kernel: Kernel = Kernel.XLA) -> Decoder:
         """Arranges the arrays that `parameter_shapes` names."""
         assert arrays.keys() == parameter_shapes(config).keys()
-        norm = functools.partial(RMSNorm, eps=config.norm_eps)
-
-        def named(name: str, *axes: Axis) -> NamedArray:
-            return hax.named(arrays[name], axes)
 
         def optional(name: str, *axes: Axis) -> NamedArray | None:
-            return named(name, *axes) if name in arrays else None
+            return hax.named(arrays[name], axes) if name in arrays else None
 
-        def head_norm(name: str) -> RMSNorm | None:
-            return norm(named(name, config.HeadSize)) if name in arrays else None
+        def linear(name: str, Out: Axis, In: Axis, *stacked: Axis) -> Linear:
+            return Linear(hax.named(arrays[name], (*stacked, Out, In)), optional(f"{name}_bias", Out))
+
+        def norm(name: str, *over: Axis) -> Norm | None:
+            if name not in arrays:
+                return None
+            weight = arrays[name].reshape([axis.size for axis in over])
+            return Norm(hax.named(weight, over), optional(f"{name}_bias", *over), config.norm_eps)
+
+        def mlp(at: str, *stacked: Axis) -> Mlp:
+            gate_up = linear(at + "gate_up", config.GateUp, config.Embed, *stacked)
+            return Mlp(config, gate_up, linear(at + "down", config.Embed, config.Mlp, *stacked))
+
+        def mixture(at: str) -> Experts:
+            return Experts(config, linear(at + "router", config.Expert, config.Embed), mlp(at + "experts_", config.Expert))
 
         def layer(at: str) -> Layer:
-            qkv = Linear(named(at + "qkv", config.QKV, config.Embed), optional(at + "qkv_bias", config.QKV))
-            out = Linear(named(at + "out", config.Embed, config.Mixed), optional(at + "out_bias", config.Embed))
+            q_over, k_over = (config.Heads,), (config.KVHeads,)
+            if not config.qk_norm_spans_heads:
+                q_over = k_over = ()
             return Layer(
-                norm(named(at + "input_norm", config.Embed)),
-                Attention(config, kernel, qkv, out, head_norm(at + "q_norm"), head_norm(at + "k_norm")),
-                norm(named(at + "mlp_norm", config.Embed)),
-                Mlp(
-                    Linear(named(at + "gate_up", config.GateUp, config.Embed)),
-                    Linear(named(at + "down", config.Embed, config.Mlp)),
+                norm(at + "input_norm", config.Embed),
+                Attention(
+                    config,
+                    kernel,
+                    linear(at + "qkv", config.QKV, config.Embed),
+                    linear(at + "out", config.Embed, config.Mixed),
+                    norm(at + "q_norm", *q_over, config.HeadSize),
+                    norm(at + "k_norm", *k_over, config.HeadSize),
                 ),
+                norm(at + "attention_post_norm", config.Embed),
+                norm(at + "mlp_norm", config.Embed),
+                mixture(at) if config.num_experts else mlp(at),
+                norm(at + "mlp_post_norm", config.Embed),
             )
 
+        final_norm = norm("final_norm", config.Embed)
+        assert final_norm is not None
         return Decoder(
             config,
-            named("embed", config.Vocab, config.Embed),
+            hax.named(arrays["embed"], (config.Vocab, config.Embed)),
+            optional("positions", config.Position, config.Embed),
             tuple(layer(f"layers.{index}.") for index in range(config.num_layers)),
-            norm(named("final_norm", config.Embed)),
-            None if config.tied_head else Linear(named("head", config.Vocab, config.Embed)),
+            final_norm,
+            None if config.tied_head else linear("head", config.Vocab, config.Embed),
         )
 
     def __call__(
@@ -166,16 +247,22 @@ class Decoder(eqx.Module):
 
         Positions must be the row's next ones, and negative where there is padding, whose results mean nothing.
         """
-        x = self.embed.take("vocab", hax.named(tokens, (ROW, CHUNK))).astype(jnp.float32)
+        config = self.config
+        x = self.embed.take("vocab", hax.named(tokens, (ROW, CHUNK))).astype(jnp.float32) * config.embed_scale
+        if self.positions is not None:
+            x = x + self.positions.take("position", hax.named(jnp.maximum(positions, 0), (ROW, CHUNK))).astype(jnp.float32)
         place = cache.place(table, positions, pools[0])
-        angles = angles_at(positions, self.config)
+        ropes = [config.rope(index) for index in range(config.num_layers)]
+        angles = {rope: None if rope is None else angles_at(positions, rope) for rope in ropes}
         written = []
         for index, (layer, pool) in enumerate(zip(self.layers, pools, strict=True)):
-            x, pool = run_layer(layer, x, pool, place, angles, window=self.config.window(index))
+            x, pool = run_layer(layer, x, pool, place, angles[ropes[index]], window=config.window(index))
             written.append(pool)
         return self.final_norm(x), tuple(written)
 
     def logits(self, hidden: NamedArray) -> jax.Array:
         """Float32 scores [row, vocab] of hidden states [row, embed]; ask only for the rows that are sampled."""
         head = Linear(self.embed) if self.head is None else self.head
-        return head(hidden).rearrange((ROW, "vocab")).array
+        scores = head(hidden).rearrange((ROW, "vocab")).array
+        cap = self.config.logit_softcap
+        return scores if cap is None else cap * jnp.tanh(scores / cap)

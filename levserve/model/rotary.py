@@ -9,34 +9,42 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from levserve.model.config import Llama3Scaling, ModelConfig
+from levserve.model.config import LinearScaling, Llama3Scaling, LongScaling, Rope
 
 
-def inverse_frequencies(config: ModelConfig) -> np.ndarray:
-    """One angle per position and pair of head dimensions, as float32 [head_dim / 2]."""
-    half = config.head_dim // 2
-    frequencies = config.rope_theta ** -(np.arange(half, dtype=np.float64) / half)
-    if config.rope_scaling is not None:
-        frequencies = _stretch(frequencies, config.rope_scaling)
+def inverse_frequencies(rope: Rope) -> np.ndarray:
+    """One angle per position and pair of head dimensions, as float32 [size / 2]."""
+    half = rope.size // 2
+    frequencies = rope.theta ** -(np.arange(half, dtype=np.float64) / half)
+    match rope.scaling:
+        case Llama3Scaling():
+            frequencies = _stretch(frequencies, rope.scaling)
+        case LinearScaling(factor):
+            frequencies = frequencies / factor
+        case LongScaling():
+            frequencies = frequencies / np.asarray(rope.scaling.factors)
     return frequencies.astype(np.float32)
 
 
 class Angles(NamedTuple):
-    """Cosines and sines of a chunk's positions, [row, chunk, 1, head_dim / 2]; worked out once and used by every layer."""
+    """Cosines and sines of a chunk's positions, [row, chunk, 1, size / 2]; worked out once and used by every layer."""
 
     cos: jax.Array
     sin: jax.Array
 
 
-def angles_at(positions: jax.Array, config: ModelConfig) -> Angles:
-    angles = positions.astype(jnp.float32)[..., None, None] * inverse_frequencies(config)[None, None, None]  # bf16 cannot tell 257 from 256
-    return Angles(jnp.cos(angles), jnp.sin(angles))
+def angles_at(positions: jax.Array, rope: Rope) -> Angles:
+    angles = positions.astype(jnp.float32)[..., None, None] * inverse_frequencies(rope)[None, None, None]  # bf16 cannot tell 257 from 256
+    length = rope.scaling.attention_factor if isinstance(rope.scaling, LongScaling) else 1.0
+    return Angles(jnp.cos(angles) * length, jnp.sin(angles) * length)
 
 
 def rotate(x: jax.Array, angles: Angles) -> jax.Array:
-    """Turns x [row, chunk, heads, head_dim] by its position; float32 in and out."""
-    low, high = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([low * angles.cos - high * angles.sin, high * angles.cos + low * angles.sin], axis=-1)
+    """Turns x [row, chunk, heads, head_dim] by its position; float32 in and out. Numbers beyond the angles' size stay."""
+    half = angles.cos.shape[-1]
+    low, high, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    turned = [low * angles.cos - high * angles.sin, high * angles.cos + low * angles.sin]
+    return jnp.concatenate([*turned, rest] if rest.shape[-1] else turned, axis=-1)
 
 
 def _stretch(frequencies: np.ndarray, scaling: Llama3Scaling) -> np.ndarray:

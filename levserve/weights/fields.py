@@ -37,6 +37,15 @@ class Fields:
             raise self.wrong(key, "a number above 0")
         return float(value)
 
+    def optional_number(self, key: str) -> float | None:
+        return None if self.values.get(key) is None else self.number(key)
+
+    def numbers(self, key: str, count: int) -> tuple[float, ...]:
+        value = self.values.get(key)
+        if not isinstance(value, list) or len(value) != count or not all(isinstance(item, (int, float)) for item in value):
+            raise self.wrong(key, f"a list of {count} numbers")
+        return tuple(map(float, value))
+
     def flag(self, key: str, default: bool) -> bool:
         value = self._value(key, default)
         if not isinstance(value, bool):

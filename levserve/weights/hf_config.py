@@ -8,13 +8,15 @@ initializer_range ...) are not looked at.
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from levserve.errors import StartupError
-from levserve.model.config import Llama3Scaling, ModelConfig
+from levserve.model.config import Activation, LinearScaling, Llama3Scaling, LongScaling, ModelConfig, RopeScaling
 from levserve.weights.fields import Fields
-
-LLAMA, MISTRAL, QWEN2, QWEN3 = ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 # Keys that would change the forward pass, each with the values that leave it as we compute it.
 SUPPORTED_VALUES: dict[str, tuple[object, ...]] = {
@@ -35,39 +37,197 @@ SUPPORTED_VALUES: dict[str, tuple[object, ...]] = {
     "attention_chunk_size": (None,),
     "num_local_experts": (0, None),
     "num_experts": (0, None),
+    "mlp_only_layers": ([], None),
+    "decoder_sparse_step": (1, None),
     "no_rope_layers": ([], None),
+    "use_bidirectional_attention": (False, None),
     "is_encoder_decoder": (False, None),
     "add_cross_attention": (False, None),
+    "scale_attn_weights": (True, None),
+    "scale_attn_by_inverse_layer_idx": (False, None),
 }
-DEFAULT_ROPE_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
-LLAMA3_ROPE_KEYS = (*DEFAULT_ROPE_KEYS, "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-DEFAULT_WINDOW, DEFAULT_MAX_WINDOW_LAYERS = 4096, 28  # transformers' defaults for Mistral and Qwen
+SCALING_KEYS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "longrope": ("short_factor", "long_factor", "factor", "attention_factor", "original_max_position_embeddings"),
+}
+ROPE_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+QWEN_WINDOW_FROM = 28  # transformers' default of `max_window_layers`
+
+Extras = dict[str, Any]
+"""Fields of `ModelConfig`."""
+Slides = Callable[[Fields, int], "list[bool] | None"]
+"""Which of so many layers have a sliding window as long as nothing lists them; None where no layer can have one."""
+
+
+def _no_layer(fields: Fields, num_layers: int) -> list[bool] | None:
+    return None
+
+
+def _every_layer(fields: Fields, num_layers: int) -> list[bool]:
+    return [True] * num_layers
+
+
+def _qwen_layers(fields: Fields, num_layers: int) -> list[bool]:
+    if not fields.flag("use_sliding_window", False):
+        return [False] * num_layers
+    first = fields.integer("max_window_layers", QWEN_WINDOW_FROM, minimum=0)
+    return [layer >= first for layer in range(num_layers)]
+
+
+def _gemma2_layers(fields: Fields, num_layers: int) -> list[bool]:
+    return [layer % 2 == 0 for layer in range(num_layers)]
+
+
+def _gemma3_layers(fields: Fields, num_layers: int) -> list[bool]:
+    pattern = fields.integer("sliding_window_pattern", fields.integer("_sliding_window_pattern", 6))
+    return [(layer + 1) % pattern != 0 for layer in range(num_layers)]
+
+
+def _attention_bias(fields: Fields) -> Extras:
+    has_bias = fields.flag("attention_bias", False)
+    return {"qkv_bias": has_bias, "out_bias": has_bias}
+
+
+def _gemma(fields: Fields) -> Extras:
+    return _attention_bias(fields) | {
+        "embed_scale": math.sqrt(fields.integer("hidden_size")),
+        "attention_scale": fields.number("query_pre_attn_scalar") ** -0.5,
+        "attention_softcap": fields.optional_number("attn_logit_softcapping"),
+        "logit_softcap": fields.optional_number("final_logit_softcapping"),
+    }
+
+
+def _gemma3(fields: Fields) -> Extras:
+    local = fields.mapping("rope_parameters").mapping("sliding_attention")
+    local.require({"rope_type": ("default", None)})
+    return _gemma(fields) | {"local_rope_theta": local.number("rope_theta", fields.number("rope_local_base_freq", 10_000.0))}
+
+
+def _mixtral(fields: Fields) -> Extras:
+    return {"num_experts": fields.integer("num_local_experts"), "experts_per_token": fields.integer("num_experts_per_tok")}
+
+
+def _qwen3_moe(fields: Fields) -> Extras:
+    key = "num_experts" if fields.has("num_experts") else "num_local_experts"  # transformers 5 writes the second
+    return _attention_bias(fields) | {
+        "num_experts": fields.integer(key),
+        "experts_per_token": fields.integer("num_experts_per_tok"),
+        "renormalises_experts": fields.flag("norm_topk_prob", False),
+        "intermediate_size": fields.integer("moe_intermediate_size"),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What sets an architecture apart from Llama: what is always so, what is read from config.json, and how.
+
+    `supported` are values that are right here and not elsewhere; `defaults` those that transformers takes for absent keys;
+    `keys` are other names for the keys that every family has.
+    """
+
+    always: Extras = field(default_factory=dict)
+    read: Callable[[Fields], Extras] = _attention_bias
+    slides: Slides = _no_layer
+    supported: Mapping[str, tuple[object, ...] | None] = field(default_factory=dict)
+    """None: any value, for `read` looks at it."""
+    defaults: Extras = field(default_factory=dict)
+    keys: Mapping[str, str] = field(default_factory=dict)
+    inside: str = ""
+    """Key of the object that holds the language model's configuration, where a model has other parts too."""
+
+    def key(self, key: str) -> str:
+        return self.keys.get(key, key)
+
+
+GEMMA: Extras = {"has_offset_norms": True, "has_post_norms": True, "activation": Activation.GELU_TANH}
+GEMMA_KEYS: dict[str, tuple[object, ...] | None] = {
+    "hidden_act": None,  # transformers does not look at it
+    "hidden_activation": ("gelu_pytorch_tanh", None),
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "query_pre_attn_scalar": None,
+}
+GEMMA3 = Family(
+    GEMMA | {"qk_norm": True},
+    _gemma3,
+    _gemma3_layers,
+    GEMMA_KEYS,
+    {
+        "vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "query_pre_attn_scalar": 256,
+        "max_position_embeddings": 131_072, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "sliding_window": 4096, "tie_word_embeddings": True,
+    },
+)  # fmt: skip
+FAMILIES: dict[str, Family] = {
+    "LlamaForCausalLM": Family(),
+    "MistralForCausalLM": Family(slides=_every_layer, defaults={"sliding_window": 4096}),
+    "Qwen2ForCausalLM": Family({"qkv_bias": True}, lambda fields: {}, _qwen_layers, defaults={"sliding_window": 4096}),
+    "Qwen3ForCausalLM": Family({"qk_norm": True}, slides=_qwen_layers, defaults={"sliding_window": 4096}),
+    "Gemma2ForCausalLM": Family(
+        GEMMA,
+        _gemma,
+        _gemma2_layers,
+        GEMMA_KEYS,
+        {
+            "query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "head_dim": 256,
+            "sliding_window": 4096, "tie_word_embeddings": True,
+        },
+    ),  # fmt: skip
+    "Gemma3ForCausalLM": GEMMA3,
+    "Gemma3ForConditionalGeneration": replace(GEMMA3, inside="text_config"),
+    "Phi3ForCausalLM": Family(read=lambda fields: {}, slides=_every_layer, supported={"partial_rotary_factor": None}),
+    "Olmo2ForCausalLM": Family({"has_pre_norms": False, "has_post_norms": True, "qk_norm": True, "qk_norm_spans_heads": True}),
+    "MixtralForCausalLM": Family({}, _mixtral, _every_layer, {"num_local_experts": None}),
+    "Qwen3MoeForCausalLM": Family(
+        {"qk_norm": True}, _qwen3_moe, _qwen_layers, {"num_experts": None, "num_local_experts": None}, {"sliding_window": 4096}
+    ),
+    "GPT2LMHeadModel": Family(
+        {
+            "rope_theta": None, "has_position_table": True, "has_layer_norms": True, "qkv_bias": True, "out_bias": True,
+            "mlp_bias": True, "is_gated": False, "activation": Activation.GELU_TANH,
+        },
+        lambda fields: {"intermediate_size": fields.integer("n_inner", 4 * fields.integer("n_embd"))},
+        supported={"activation_function": ("gelu_new", "gelu_pytorch_tanh", None)},
+        defaults={"tie_word_embeddings": True},
+        keys={
+            "hidden_size": "n_embd", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer",
+            "max_position_embeddings": "n_positions", "rms_norm_eps": "layer_norm_epsilon", "intermediate_size": "n_inner",
+        },
+    ),  # fmt: skip
+}
 
 
 def read_hf_config(path: Path) -> ModelConfig:
-    fields = _read_fields(path)
-    architecture = _architecture(fields)
-    fields.require(SUPPORTED_VALUES)
-    hidden_size, num_heads, num_layers = (fields.integer(key) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
-    attention_bias = fields.flag("attention_bias", False) and architecture != QWEN2
-    return ModelConfig(
-        vocab_size=fields.integer("vocab_size"),
-        hidden_size=hidden_size,
-        intermediate_size=fields.integer("intermediate_size"),
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=fields.integer("num_key_value_heads", num_heads),
-        head_dim=fields.integer("head_dim", hidden_size // num_heads),
-        norm_eps=fields.number("rms_norm_eps"),
-        rope_theta=_rope_theta(fields),
-        max_position=fields.integer("max_position_embeddings"),
-        tied_head=fields.flag("tie_word_embeddings", False),
-        rope_scaling=_rope_scaling(fields),
-        qkv_bias=attention_bias or architecture == QWEN2,
-        out_bias=attention_bias,
-        qk_norm=architecture == QWEN3,
-        windows=_windows(fields, architecture, num_layers),
-    )
+    written = _read_fields(path)
+    family = _family(written)
+    if family.inside:
+        written = written.mapping(family.inside)
+    fields = Fields(written.source, family.defaults | written.values)
+    fields.require({key: values for key, values in (SUPPORTED_VALUES | family.supported).items() if values is not None})
+    hidden_size = fields.integer(family.key("hidden_size"))
+    num_heads = fields.integer(family.key("num_attention_heads"))
+    num_layers = fields.integer(family.key("num_hidden_layers"))
+    max_position = fields.integer(family.key("max_position_embeddings"))
+    head_dim = fields.integer("head_dim", hidden_size // num_heads)
+    extras = family.always | family.read(fields)
+    shape = {
+        "vocab_size": fields.integer("vocab_size"),
+        "hidden_size": hidden_size,
+        "num_layers": num_layers,
+        "num_heads": num_heads,
+        "num_kv_heads": fields.integer("num_key_value_heads", num_heads),
+        "head_dim": head_dim,
+        "norm_eps": fields.number(family.key("rms_norm_eps")),
+        "max_position": max_position,
+        "tied_head": fields.flag("tie_word_embeddings", False),
+        "windows": _windows(fields, family, num_layers),
+    }
+    if "intermediate_size" not in extras:
+        shape["intermediate_size"] = fields.integer("intermediate_size")
+    if "rope_theta" not in extras:
+        shape |= _rope(fields, head_dim, max_position)
+    return ModelConfig(**shape | extras)
 
 
 def _read_fields(path: Path) -> Fields:
@@ -80,58 +240,66 @@ def _read_fields(path: Path) -> Fields:
     return Fields(str(path), values)
 
 
-def _architecture(fields: Fields) -> str:
+def _family(fields: Fields) -> Family:
     architectures = fields.get("architectures")
-    if isinstance(architectures, list) and len(architectures) == 1 and architectures[0] in ARCHITECTURES:
-        return str(architectures[0])
-    raise StartupError(f"{fields.source}: architectures = {architectures!r} is not supported; supported are {', '.join(ARCHITECTURES)}")
+    if isinstance(architectures, list) and len(architectures) == 1 and architectures[0] in FAMILIES:
+        return FAMILIES[architectures[0]]
+    raise StartupError(f"{fields.source}: architectures = {architectures!r} is not supported; supported are {', '.join(FAMILIES)}")
 
 
-def _rope_theta(fields: Fields) -> float:
-    return fields.mapping("rope_parameters").number("rope_theta", fields.number("rope_theta", 10_000.0))
+def _rope(fields: Fields, head_dim: int, max_position: int) -> Extras:
+    """Both forms of the rotary positions are checked where both are there; the newer one wins."""
+    newer, older = fields.mapping("rope_parameters"), fields.mapping("rope_scaling")
+    if newer.has("full_attention"):
+        newer.require_known(("full_attention", "sliding_attention"))
+        newer = newer.mapping("full_attention")
+    portion = newer.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
+    rotary_size = int(head_dim * portion)
+    original = fields.integer("original_max_position_embeddings", max_position)
+    scalings = [_scaling(rope, max_position, original, rotary_size) for rope in (newer, older)]
+    return {
+        "rope_theta": newer.number("rope_theta", fields.number("rope_theta", 10_000.0)),
+        "rope_scaling": scalings[0] or scalings[1],
+        "rotary_size": None if rotary_size == head_dim else rotary_size,
+    }
 
 
-def _rope_scaling(fields: Fields) -> Llama3Scaling | None:
-    """The scaling of whichever of the two forms is there; both are checked where both are."""
-    max_position = fields.integer("max_position_embeddings")
-    written, older = (_read_scaling(fields.mapping(key), max_position) for key in ("rope_parameters", "rope_scaling"))
-    return written or older
+def _scaling(rope: Fields, max_position: int, original: int, rotary_size: int) -> RopeScaling | None:
+    types = (None, "su", *SCALING_KEYS)  # su is what longrope was first called
+    rope.require({"rope_type": types, "type": types})
+    kind = str(rope.get("rope_type") or rope.get("type") or "default").replace("su", "longrope")
+    rope.require_known((*ROPE_KEYS, *SCALING_KEYS[kind]))
+    original = rope.integer("original_max_position_embeddings", original)
+    match kind:
+        case "linear":
+            return LinearScaling(rope.number("factor"))
+        case "llama3":
+            return Llama3Scaling(rope.number("factor"), rope.number("low_freq_factor"), rope.number("high_freq_factor"), original)
+        case "longrope":
+            short, long = (rope.numbers(key, rotary_size // 2) for key in ("short_factor", "long_factor"))
+            return LongScaling(short, long, original, rope.number("attention_factor", long_attention_factor(max_position / original, original)))
+    return None
 
 
-def _read_scaling(rope: Fields, max_position: int) -> Llama3Scaling | None:
-    rope.require({"rope_type": ("default", "llama3", None), "type": ("default", "llama3", None), "partial_rotary_factor": (1.0, None)})
-    if "llama3" not in (rope.get("rope_type"), rope.get("type")):
-        rope.require_known(DEFAULT_ROPE_KEYS)
-        return None
-    rope.require_known(LLAMA3_ROPE_KEYS)
-    return Llama3Scaling(
-        factor=rope.number("factor"),
-        low_freq_factor=rope.number("low_freq_factor"),
-        high_freq_factor=rope.number("high_freq_factor"),
-        original_max_position=rope.integer("original_max_position_embeddings", max_position),
-    )
+def long_attention_factor(factor: float, original: int) -> float:
+    """What Phi-3 lengthens queries and keys by, for a context `factor` times the original one."""
+    return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
 
 
-def _windows(fields: Fields, architecture: str, num_layers: int) -> tuple[int | None, ...]:
-    """Each layer's sliding window: all of Mistral's when it has one, Qwen's from `max_window_layers` up when it is switched on."""
-    window = _window(fields, architecture)
-    is_qwen = architecture in (QWEN2, QWEN3)
-    first = fields.integer("max_window_layers", DEFAULT_MAX_WINDOW_LAYERS, minimum=0) if is_qwen else 0
-    slides = [window is not None and layer >= first for layer in range(num_layers)]
-    if (types := fields.get("layer_types")) is not None:
-        slides = _listed_windows(fields, types, slides, is_free=is_qwen and window is not None)
-    return tuple(window if slide else None for slide in slides) if any(slides) else ()
-
-
-def _window(fields: Fields, architecture: str) -> int | None:
-    if architecture == LLAMA:
+def _windows(fields: Fields, family: Family, num_layers: int) -> tuple[int | None, ...]:
+    """Each layer's sliding window, as the family has it or as `layer_types` lists it."""
+    slides = family.slides(fields, num_layers)
+    if slides is None:
         fields.require({"sliding_window": (None,)})
-        return None
-    if architecture in (QWEN2, QWEN3) and not fields.flag("use_sliding_window", False):
-        return None
-    if fields.has("sliding_window") and fields.get("sliding_window") is None:
-        return None
-    return fields.integer("sliding_window", DEFAULT_WINDOW)
+        slides = [False] * num_layers
+    elif fields.get("sliding_window") is None:
+        slides = [False] * num_layers
+    if (types := fields.get("layer_types")) is not None:
+        slides = _listed_windows(fields, types, slides, is_free=family.slides not in (_no_layer, _every_layer))
+    if not any(slides):
+        return ()
+    window = fields.integer("sliding_window")
+    return tuple(window if slide else None for slide in slides)
 
 
 def _listed_windows(fields: Fields, types: object, slides: list[bool], *, is_free: bool) -> list[bool]:
@@ -140,6 +308,6 @@ def _listed_windows(fields: Fields, types: object, slides: list[bool], *, is_fre
     if not isinstance(types, list) or len(types) != len(slides) or any(name not in names for name in types):
         raise fields.refused("layer_types")
     listed = [names[name] for name in types]
-    if listed != slides and not is_free:
+    if listed != slides and not (is_free and any(slides)):
         raise fields.refused("layer_types")
     return listed

@@ -23,7 +23,7 @@ from levserve.model.config import ModelConfig, parameter_shapes
 from levserve.weights import gguf, hf
 from levserve.weights.gguf_config import read_gguf_config
 from levserve.weights.hf_config import read_hf_config
-from levserve.weights.names import Format, Target, expected_tensors, match_tensors
+from levserve.weights.names import Format, Target, find_targets, match_tensors
 from levserve.weights.progress import Progress
 from levserve.weights.stored import StoredTensor
 
@@ -34,7 +34,7 @@ ALIGNMENT = 64  # jax's CPU backend takes over host memory aligned like this ins
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A stored tensor and the rows it fills."""
+    """A stored tensor and what it fills."""
 
     tensor: StoredTensor
     target: Target
@@ -45,8 +45,10 @@ def read_config(path: Path) -> ModelConfig:
     config = read_hf_config(path / "config.json") if path.is_dir() else read_gguf_config(path)
     if config.num_heads % config.num_kv_heads:
         raise StartupError(f"{path}: {config.num_heads} query heads cannot share {config.num_kv_heads} key and value heads evenly")
-    if config.head_dim % 2:
-        raise StartupError(f"{path}: a head size of {config.head_dim} is odd, and rotary positions need pairs")
+    if config.rope_theta is not None and (config.rotary_size or config.head_dim) % 2:
+        raise StartupError(f"{path}: a head size of {config.rotary_size or config.head_dim} is odd, and rotary positions need pairs")
+    if config.experts_per_token > config.num_experts:
+        raise StartupError(f"{path}: {config.experts_per_token} experts a token are more than the {config.num_experts} there are")
     return config
 
 
@@ -54,13 +56,16 @@ def load_arrays(path: Path, config: ModelConfig, dtype: jnp.dtype, *, report: Ca
     """Every array of `parameter_shapes`: matrices in `dtype`, norms and biases in float32."""
     pieces = _find_pieces(path, config)
     shapes = parameter_shapes(config)
+    has_offsets = config.has_offset_norms and path.is_dir()  # llama.cpp's converter puts whole weights in a GGUF file
     progress = Progress("loading weights", sum(map(math.prod, shapes.values())), report)
     arrays: dict[str, jax.Array] = {}
     with ThreadPoolExecutor(_num_threads(), thread_name_prefix="levserve-weights") as pool:
         for name, shape in shapes.items():
             host = _aligned_array(shape, np.dtype(dtype if len(shape) > 1 else np.float32))
             for piece in pieces[name]:
-                _fill(host[piece.target.start:piece.target.stop], piece.tensor, pool)
+                _fill(host[piece.target.index], piece.tensor, pool)
+            if has_offsets and name.endswith("norm"):
+                host += 1
             # Waiting keeps a slow transfer from holding several arrays on the host.
             arrays[name] = jax.device_put(host).block_until_ready()
             progress.advance(host.size)
@@ -73,7 +78,7 @@ def _find_pieces(path: Path, config: ModelConfig) -> dict[str, list[_Piece]]:
         file_format, tensors = Format.HUGGING_FACE, dict(hf.read_tensors(path))
     else:
         file_format, tensors = Format.GGUF, dict(gguf.read_tensors(path, config.head_dim))
-    targets = expected_tensors(config, file_format)
+    targets = find_targets(config, file_format, tensors.keys())
     match_tensors(str(path), {name: tensor.shape for name, tensor in tensors.items()}, targets)
     pieces: dict[str, list[_Piece]] = {}
     for name, target in targets.items():

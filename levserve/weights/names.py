@@ -1,23 +1,29 @@
 """The one table of tensor names: levserve's arrays, and the tensors that fill them in each checkpoint format.
 
-A fused array (`qkv`, `gate_up`) is filled by several tensors, each taking its own rows. `expected_tensors` turns the table
-into what one checkpoint must hold; `match_tensors` compares that with what it does hold.
+A fused array (`qkv`, `gate_up`) may be filled by several tensors, each taking its own rows. Where families name or cut an
+array differently the table has a line for each way; which one a checkpoint goes is seen from the tensors it holds.
+`find_targets` turns the table into what one checkpoint must hold; `match_tensors` compares that with what it does hold.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from levserve.errors import StartupError
 from levserve.model.config import ModelConfig, parameter_shapes
 
 MAX_NAMES_IN_MESSAGE = 8
 ROPE_FACTORS = "rope_freqs.weight"  # GGUF's form of Llama 3's rotary scaling; read with the configuration
+LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"  # and of Phi-3's
 # Tensors a checkpoint may hold without us reading them: rotary frequencies, and a head that is tied to the embedding.
-HARMLESS = re.compile(rf".*\.rotary_emb\.inv_freq|lm_head\.weight|{re.escape(ROPE_FACTORS)}")
+HARMLESS = re.compile(
+    r".*\.rotary_emb\.inv_freq|lm_head\.weight|" + "|".join(map(re.escape, (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS)))
+)
 
 
 class Format(StrEnum):
@@ -36,60 +42,145 @@ class Part(StrEnum):
     UP = "up"
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One line of the table; `{}` stands for the layer."""
+PARTS = {2: (Part.GATE, Part.UP), 3: (Part.Q, Part.K, Part.V)}
+
+
+class Tensor(NamedTuple):
+    """One tensor that a line of the table asks for."""
+
+    name: str
+    part: Part
+    layer: int
+    expert: int | None
+
+
+class Line(NamedTuple):
+    """One way to fill an array. In the name `{}` stands for the layer, `{e}` for the expert, and `[a|b]` for the tensors
+    that fill the array's parts one after the other."""
 
     array: str
-    part: Part
-    hf: str
-    gguf: str
+    name: str
+
+    def tensors(self, config: ModelConfig) -> list[Tensor]:
+        parts = {Part.ALL: self.name}
+        if choice := re.search(r"\[(.+)\]", self.name):
+            words = choice[1].split("|")
+            parts = {part: self.name.replace(choice[0], word) for part, word in zip(PARTS[len(words)], words)}
+        layers = range(config.num_layers) if "{}" in self.array else [0]
+        numbers: Iterable[int | None] = range(config.num_experts) if "{e}" in self.name else [None]
+        return [
+            Tensor(name.format(layer, e=expert), part, layer, expert)
+            for layer, expert, (part, name) in itertools.product(layers, numbers, parts.items())
+        ]
 
 
+# A tensor goes to the first array that the model has and that asks for it: Gemma and OLMo 2 call a norm after attention what
+# Llama calls the norm before the feed-forward part.
 # fmt: off
-TABLE = (
-    Row("embed",                 Part.ALL,  "model.embed_tokens.weight",                         "token_embd.weight"),
-    Row("layers.{}.input_norm",  Part.ALL,  "model.layers.{}.input_layernorm.weight",            "blk.{}.attn_norm.weight"),
-    Row("layers.{}.qkv",         Part.Q,    "model.layers.{}.self_attn.q_proj.weight",           "blk.{}.attn_q.weight"),
-    Row("layers.{}.qkv",         Part.K,    "model.layers.{}.self_attn.k_proj.weight",           "blk.{}.attn_k.weight"),
-    Row("layers.{}.qkv",         Part.V,    "model.layers.{}.self_attn.v_proj.weight",           "blk.{}.attn_v.weight"),
-    Row("layers.{}.qkv_bias",    Part.Q,    "model.layers.{}.self_attn.q_proj.bias",             "blk.{}.attn_q.bias"),
-    Row("layers.{}.qkv_bias",    Part.K,    "model.layers.{}.self_attn.k_proj.bias",             "blk.{}.attn_k.bias"),
-    Row("layers.{}.qkv_bias",    Part.V,    "model.layers.{}.self_attn.v_proj.bias",             "blk.{}.attn_v.bias"),
-    Row("layers.{}.q_norm",      Part.ALL,  "model.layers.{}.self_attn.q_norm.weight",           "blk.{}.attn_q_norm.weight"),
-    Row("layers.{}.k_norm",      Part.ALL,  "model.layers.{}.self_attn.k_norm.weight",           "blk.{}.attn_k_norm.weight"),
-    Row("layers.{}.out",         Part.ALL,  "model.layers.{}.self_attn.o_proj.weight",           "blk.{}.attn_output.weight"),
-    Row("layers.{}.out_bias",    Part.ALL,  "model.layers.{}.self_attn.o_proj.bias",             "blk.{}.attn_output.bias"),
-    Row("layers.{}.mlp_norm",    Part.ALL,  "model.layers.{}.post_attention_layernorm.weight",   "blk.{}.ffn_norm.weight"),
-    Row("layers.{}.gate_up",     Part.GATE, "model.layers.{}.mlp.gate_proj.weight",              "blk.{}.ffn_gate.weight"),
-    Row("layers.{}.gate_up",     Part.UP,   "model.layers.{}.mlp.up_proj.weight",                "blk.{}.ffn_up.weight"),
-    Row("layers.{}.down",        Part.ALL,  "model.layers.{}.mlp.down_proj.weight",              "blk.{}.ffn_down.weight"),
-    Row("final_norm",            Part.ALL,  "model.norm.weight",                                 "output_norm.weight"),
-    Row("head",                  Part.ALL,  "lm_head.weight",                                    "output.weight"),
-)
+TABLE: dict[Format, tuple[Line, ...]] = {
+    Format.HUGGING_FACE: (
+        Line("embed",                          "model.embed_tokens.weight"),
+        Line("layers.{}.input_norm",           "model.layers.{}.input_layernorm.weight"),
+        Line("layers.{}.qkv",                  "model.layers.{}.self_attn.[q|k|v]_proj.weight"),
+        Line("layers.{}.qkv",                  "model.layers.{}.self_attn.qkv_proj.weight"),
+        Line("layers.{}.qkv_bias",             "model.layers.{}.self_attn.[q|k|v]_proj.bias"),
+        Line("layers.{}.q_norm",               "model.layers.{}.self_attn.q_norm.weight"),
+        Line("layers.{}.k_norm",               "model.layers.{}.self_attn.k_norm.weight"),
+        Line("layers.{}.out",                  "model.layers.{}.self_attn.o_proj.weight"),
+        Line("layers.{}.out_bias",             "model.layers.{}.self_attn.o_proj.bias"),
+        Line("layers.{}.attention_post_norm",  "model.layers.{}.post_attention_layernorm.weight"),
+        Line("layers.{}.mlp_norm",             "model.layers.{}.post_attention_layernorm.weight"),
+        Line("layers.{}.mlp_norm",             "model.layers.{}.pre_feedforward_layernorm.weight"),
+        Line("layers.{}.mlp_post_norm",        "model.layers.{}.post_feedforward_layernorm.weight"),
+        Line("layers.{}.gate_up",              "model.layers.{}.mlp.[gate|up]_proj.weight"),
+        Line("layers.{}.gate_up",              "model.layers.{}.mlp.gate_up_proj.weight"),
+        Line("layers.{}.down",                 "model.layers.{}.mlp.down_proj.weight"),
+        # Qwen3-MoE
+        Line("layers.{}.router",               "model.layers.{}.mlp.gate.weight"),
+        Line("layers.{}.experts_gate_up",      "model.layers.{}.mlp.experts.{e}.[gate|up]_proj.weight"),
+        Line("layers.{}.experts_down",         "model.layers.{}.mlp.experts.{e}.down_proj.weight"),
+        # Mixtral
+        Line("layers.{}.router",               "model.layers.{}.block_sparse_moe.gate.weight"),
+        Line("layers.{}.experts_gate_up",      "model.layers.{}.block_sparse_moe.experts.{e}.w[1|3].weight"),
+        Line("layers.{}.experts_down",         "model.layers.{}.block_sparse_moe.experts.{e}.w2.weight"),
+        Line("final_norm",                     "model.norm.weight"),
+        Line("head",                           "lm_head.weight"),
+        # GPT-2
+        Line("embed",                          "wte.weight"),
+        Line("positions",                      "wpe.weight"),
+        Line("layers.{}.input_norm",           "h.{}.ln_1.weight"),
+        Line("layers.{}.input_norm_bias",      "h.{}.ln_1.bias"),
+        Line("layers.{}.qkv",                  "h.{}.attn.c_attn.weight"),
+        Line("layers.{}.qkv_bias",             "h.{}.attn.c_attn.bias"),
+        Line("layers.{}.out",                  "h.{}.attn.c_proj.weight"),
+        Line("layers.{}.out_bias",             "h.{}.attn.c_proj.bias"),
+        Line("layers.{}.mlp_norm",             "h.{}.ln_2.weight"),
+        Line("layers.{}.mlp_norm_bias",        "h.{}.ln_2.bias"),
+        Line("layers.{}.gate_up",              "h.{}.mlp.c_fc.weight"),
+        Line("layers.{}.gate_up_bias",         "h.{}.mlp.c_fc.bias"),
+        Line("layers.{}.down",                 "h.{}.mlp.c_proj.weight"),
+        Line("layers.{}.down_bias",            "h.{}.mlp.c_proj.bias"),
+        Line("final_norm",                     "ln_f.weight"),
+        Line("final_norm_bias",                "ln_f.bias"),
+    ),
+    Format.GGUF: (
+        Line("embed",                          "token_embd.weight"),
+        Line("positions",                      "position_embd.weight"),
+        Line("layers.{}.input_norm",           "blk.{}.attn_norm.weight"),
+        Line("layers.{}.input_norm_bias",      "blk.{}.attn_norm.bias"),
+        Line("layers.{}.qkv",                  "blk.{}.attn_[q|k|v].weight"),
+        Line("layers.{}.qkv",                  "blk.{}.attn_qkv.weight"),
+        Line("layers.{}.qkv_bias",             "blk.{}.attn_[q|k|v].bias"),
+        Line("layers.{}.qkv_bias",             "blk.{}.attn_qkv.bias"),
+        Line("layers.{}.q_norm",               "blk.{}.attn_q_norm.weight"),
+        Line("layers.{}.k_norm",               "blk.{}.attn_k_norm.weight"),
+        Line("layers.{}.out",                  "blk.{}.attn_output.weight"),
+        Line("layers.{}.out_bias",             "blk.{}.attn_output.bias"),
+        Line("layers.{}.attention_post_norm",  "blk.{}.post_attention_norm.weight"),
+        Line("layers.{}.mlp_norm",             "blk.{}.ffn_norm.weight"),
+        Line("layers.{}.mlp_norm_bias",        "blk.{}.ffn_norm.bias"),
+        Line("layers.{}.mlp_post_norm",        "blk.{}.post_ffw_norm.weight"),
+        Line("layers.{}.router",               "blk.{}.ffn_gate_inp.weight"),
+        Line("layers.{}.gate_up",              "blk.{}.ffn_[gate|up].weight"),
+        Line("layers.{}.gate_up",              "blk.{}.ffn_up.weight"),  # Phi-3, and GPT-2, which gates nothing
+        Line("layers.{}.experts_gate_up",      "blk.{}.ffn_[gate|up]_exps.weight"),
+        Line("layers.{}.experts_gate_up",      "blk.{}.ffn_[gate|up].{e}.weight"),  # the first files of Mixtral
+        Line("layers.{}.gate_up_bias",         "blk.{}.ffn_up.bias"),
+        Line("layers.{}.down",                 "blk.{}.ffn_down.weight"),
+        Line("layers.{}.experts_down",         "blk.{}.ffn_down_exps.weight"),
+        Line("layers.{}.experts_down",         "blk.{}.ffn_down.{e}.weight"),
+        Line("layers.{}.down_bias",            "blk.{}.ffn_down.bias"),
+        Line("final_norm",                     "output_norm.weight"),
+        Line("final_norm_bias",                "output_norm.bias"),
+        Line("head",                           "output.weight"),
+    ),
+}
 # fmt: on
+
+Index = tuple[int | slice, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where one tensor of a checkpoint goes: rows `start` to `stop` of a levserve array; `shape` is the tensor's own."""
+    """Where one tensor of a checkpoint goes: `index` of a levserve array; `shape` is the tensor's own."""
 
     array: str
-    start: int
-    stop: int
+    index: Index
     shape: tuple[int, ...]
 
 
-def expected_tensors(config: ModelConfig, file_format: Format) -> dict[str, Target]:
-    """Every tensor a checkpoint of this model holds, by its name in the file."""
+def find_targets(config: ModelConfig, file_format: Format, found: Collection[str]) -> dict[str, Target]:
+    """Every tensor that a checkpoint of this model must hold, by its name in the file; `found` are those it does hold."""
     shapes = parameter_shapes(config)
     targets: dict[str, Target] = {}
-    for row in TABLE:
-        name = row.hf if file_format is Format.HUGGING_FACE else row.gguf
-        for layer in range(config.num_layers if "{}" in name else 1):
-            array = row.array.format(layer)
-            if array in shapes:
-                targets[name.format(layer)] = _target(array, shapes[array], row.part, config)
+    ways: dict[str, list[Line]] = {}
+    for line in TABLE[file_format]:
+        if line.array.format(0) in shapes:
+            ways.setdefault(line.array, []).append(line)
+    for array, lines in ways.items():
+        for tensor in _choose_way(lines, config, found, targets):
+            full_name = array.format(tensor.layer)
+            targets[tensor.name] = _target(full_name, shapes[full_name], tensor, config)
     return targets
 
 
@@ -111,9 +202,25 @@ def match_tensors(source: str, found: Mapping[str, tuple[int, ...]], targets: Ma
         raise StartupError(f"{source}: the tensors do not fit the model's configuration: {'; '.join(problems)}")
 
 
-def _target(array: str, shape: tuple[int, ...], part: Part, config: ModelConfig) -> Target:
-    start, num_rows = _rows(part, shape[0], config)
-    return Target(array, start, start + num_rows, (num_rows, *shape[1:]))
+def _choose_way(lines: list[Line], config: ModelConfig, found: Collection[str], taken: Collection[str]) -> list[Tensor]:
+    """The first way that the checkpoint goes, if only in some layer; or else the first it could."""
+    ways = [tensors for tensors in (line.tensors(config) for line in lines) if not any(tensor.name in taken for tensor in tensors)]
+
+    def is_gone(tensors: list[Tensor]) -> bool:
+        return {tensor.part for tensor in tensors if tensor.name in found} == {tensor.part for tensor in tensors}
+
+    return next(filter(is_gone, ways), ways[0])
+
+
+def _target(array: str, shape: tuple[int, ...], tensor: Tensor, config: ModelConfig) -> Target:
+    """Rows are the last axis but one of a matrix, and the only one of a bias or norm."""
+    axis = max(len(shape) - 2, 0)
+    start, num_rows = _rows(tensor.part, shape[axis], config)
+    index: Index = (*[slice(None)] * axis, slice(start, start + num_rows))
+    shape = (*shape[:axis], num_rows, *shape[axis + 1 :])
+    if tensor.expert is not None:
+        index, shape = (tensor.expert, *index[1:]), shape[1:]
+    return Target(array, index, shape)
 
 
 def _rows(part: Part, num_rows: int, config: ModelConfig) -> tuple[int, int]:
