@@ -1,6 +1,7 @@
 """Everything levserve refuses or fails at, each with the HTTP answer it becomes.
 
     ServeError                 500  server_error
+    ├── Poisoned               500  non_finite_output: the model's numbers for this request, and for no other
     ├── BadRequest             400  invalid_request_error, with the field in `param`
     │   └── ContextTooLong     400  context_length_exceeded
     ├── Unauthorized           401  invalid_api_key
@@ -33,6 +34,12 @@ class ServeError(Exception):
         self.message = message
         self.param = param
         self.code = code or self.code
+
+
+class Poisoned(ServeError):
+    """The model's numbers for a request were not finite."""
+
+    code = "non_finite_output"
 
 
 class BadRequest(ServeError):

@@ -57,6 +57,7 @@ class SlotTable:
 
     def __init__(self, num_slots: int, table_width: int) -> None:
         self.num_slots = num_slots
+        self.table_width = table_width
         self._rules = np.zeros((num_slots + 1, NUM_COLUMNS - RULES), np.int32)  # the last one is padding's
         self._rules[num_slots] = _pack_rules(GenerationRequest("", (), 0))
         self._pages = np.zeros((num_slots + 1, table_width), np.int32)
@@ -99,6 +100,10 @@ class SlotTable:
     def _follow(self, slot: int, pages: list[int]) -> None:
         """Copies the pages a sequence gained since the last look; while it has its slot it only gains."""
         known = self._num_pages[slot]
+        if known == 0 and pages:
+            # Entries without a page are read too, and what they hold is masked by a factor of 0. In a page of the row's own a
+            # NaN, which no factor masks, can spoil nobody else.
+            self._pages[slot] = pages[0]
         if len(pages) > known:
             self._pages[slot, known : len(pages)] = pages[known:]
             self._num_pages[slot] = len(pages)

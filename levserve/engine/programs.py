@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from levserve.engine.batch import NUM_COLUMNS
-from levserve.engine.rounds import Arrays, Skeleton, State, decode_round, fork_slot, prefill_chunk, set_memory
+from levserve.engine.rounds import Arrays, Skeleton, State, decode_round, fill_pages, fork_slot, prefill_chunk, set_memory
 from levserve.engine.sizing import Sizes
 from levserve.metrics import Metrics
 from levserve.model.sampler import MAX_EDITS, Memory, Mode
@@ -142,6 +142,12 @@ class Programs:
     def fork_slot(self) -> Callable[[State, object], State]:
         """The program that gives a computed prompt to one more row; as small."""
         return jax.jit(fork_slot, donate_argnums=0).lower(self._state, jax.ShapeDtypeStruct((4,), jnp.int32)).compile()
+
+    def fill_pages(self) -> Callable[[Arrays, object, object], Arrays]:
+        """The program that clears pages, a table's width of them at a time."""
+        pages = jax.ShapeDtypeStruct((self._sizes.table_width,), jnp.int32)
+        value = jax.ShapeDtypeStruct((), self._state.pools[0].dtype)
+        return jax.jit(fill_pages, donate_argnums=0).lower(self._state.pools, pages, value).compile()
 
     def lower(self, shape: Shape) -> jax.stages.Lowered:
         """A program as XLA sees it before compiling; tests look at it too."""

@@ -1,4 +1,4 @@
-"""The programs that run on the device: one prefill chunk, one decode round, one row's memory set, one prompt forked.
+"""The programs that run on the device: a prefill chunk, a decode round, a row's memory set, a prompt forked, pages filled.
 
 Pure functions over flat tuples of arrays, compiled ahead by `programs.py`; an Equinox or Haliax object through the hot
 call would cost a millisecond and more. State is donated and comes back, so the KV pool is written in place.
@@ -160,6 +160,11 @@ def fork_slot(state: State, packed: jax.Array) -> State:
     pages = (lax.dynamic_slice_in_dim(pool, source, 1) for pool in state.pools)
     pools = tuple(lax.dynamic_update_slice_in_dim(pool, page, target, 0) for pool, page in zip(state.pools, pages))
     return state._replace(pools=pools, last_tokens=state.last_tokens.at[slot].set(token))
+
+
+def fill_pages(pools: Arrays, pages: jax.Array, value: jax.Array) -> Arrays:
+    """Fills pages [page] of every layer with one stored value; donates `pools`. Numbers past the last page are nowhere."""
+    return tuple(pool.at[pages].set(value, mode="drop") for pool in pools)
 
 
 def _sample(model: Decoder, hidden: jax.Array, given: RoundInput, positions: jax.Array, memory: Memory, mode: Mode) -> Drawn:

@@ -23,7 +23,7 @@ from levserve.engine.sizing import Sizes
 from levserve.metrics import Metrics
 from levserve.model import cache
 from levserve.model.decoder import Decoder
-from levserve.model.sampler import MAX_EDITS, NUM_TOP, Memory, Mode
+from levserve.model.sampler import MAX_EDITS, NUM_TOP, POISONED, Memory, Mode
 from levserve.schedule.request import GenerationRequest, PooledHidden, TokenLogprob
 from levserve.schedule.scheduler import Sampled
 from levserve.schedule.sequence import Chunk, Fork, RoundPlan, Row, Sequence
@@ -53,12 +53,14 @@ class Runner:
         self.programs = Programs(self._leaves, self._state, Skeleton(tree, sizes.table_width), sizes, metrics)
         self._set_memory: Callable[..., Memory] | None = None
         self._fork_slot: Callable[[State, object], State] | None = None
+        self._fill_pages: Callable[[Arrays, object, object], Arrays] | None = None
 
     def warm_up(self, report: Callable[[str], None]) -> float:
         """Compiles and runs the first programs, and returns the measured milliseconds of one prefill token."""
         self.programs.compile_first(report)
         self._set_memory = self.programs.set_memory()
         self._fork_slot = self.programs.fork_slot()
+        self._fill_pages = self.programs.fill_pages()
         report("warming up")
         prefill, decode = self.programs.first_shapes
         for shape in (prefill, decode):
@@ -73,6 +75,8 @@ class Runner:
 
     def dispatch(self, plan: RoundPlan) -> Flight:
         """Starts a planned round behind whatever the device is doing."""
+        if plan.tainted:
+            self.fill_pages(plan.tainted, 0.0)
         for sequence in plan.admitted:
             self._seat(sequence)
         chunks = [[(piece, self._dispatch_chunk(piece)) for piece in self._pieces(chunk)] for chunk in plan.chunks]
@@ -88,6 +92,17 @@ class Runner:
             outputs = np.asarray(sampled)  # [step, row, outputs]
             rows += [_sampled(row.sequence, outputs[: row.steps, index]) for index, row in enumerate(group)]
         return chunks, rows
+
+    def fill_pages(self, pages: Seq[int], value: float) -> None:
+        """Overwrites pages behind whatever the device is doing."""
+        assert self._fill_pages is not None
+        dtype = self._state.pools[0].dtype
+        stored = np.asarray(value, jnp.bfloat16).view(np.uint16) if dtype == np.uint16 else np.asarray(value, dtype)
+        width = self._slots.table_width
+        for start in range(0, len(pages), width):
+            part = np.full(width, self._state.pools[0].shape[0], np.int32)  # nowhere
+            part[: len(pages[start : start + width])] = pages[start : start + width]
+            self._state = self._state._replace(pools=self._fill_pages(self._state.pools, part, stored))
 
     def _pieces(self, chunk: Chunk) -> list[Chunk]:
         """The chunk, or parts of it as large as the largest program."""
@@ -166,7 +181,8 @@ def _join(pieces: Seq[Sampled]) -> Sampled:
     """What a chunk's pieces found out together; the last one sampled."""
     if len(pieces) == 1:
         return pieces[0]
-    return replace(pieces[-1], prompt_logprobs=[score for piece in pieces for score in piece.prompt_logprobs])
+    scores = [score for piece in pieces for score in piece.prompt_logprobs]
+    return replace(pieces[-1], prompt_logprobs=scores, is_poisoned=any(piece.is_poisoned for piece in pieces))
 
 
 def _read_chunk(chunk: Chunk, output: ChunkOutput) -> Sampled:
@@ -176,7 +192,10 @@ def _read_chunk(chunk: Chunk, output: ChunkOutput) -> Sampled:
     if chunk.scored:
         first = chunk.scored.start - chunk.start - 1
         scores = np.asarray(output.scores)[0, first : first + len(chunk.scored)]
-        sampled = replace(sampled, prompt_logprobs=_logprobs(scores, sequence.request.sampling.num_logprobs or 0))
+        is_poisoned = sampled.is_poisoned or bool(np.isnan(scores[:, 1].view(np.float32)).any())
+        sampled = replace(
+            sampled, prompt_logprobs=_logprobs(scores, sequence.request.sampling.num_logprobs or 0), is_poisoned=is_poisoned
+        )
     if sequence.request.wants_hidden:
         total, last = np.asarray(output.pooled)[0]
         if chunk.start > 0:
@@ -191,8 +210,11 @@ def _read_chunk(chunk: Chunk, output: ChunkOutput) -> Sampled:
 def _sampled(sequence: Sequence, outputs: npt.NDArray[np.int32]) -> Sampled:
     """Takes one sequence's output columns [token, outputs] apart; see `rounds.NUM_OUTPUTS`."""
     tokens: list[int] = outputs[:, 0].tolist()
+    is_poisoned = POISONED in tokens
+    if is_poisoned:
+        tokens = tokens[: tokens.index(POISONED)]
     wanted = sequence.request.sampling.num_logprobs
-    return Sampled(tokens) if wanted is None else Sampled(tokens, _logprobs(outputs, wanted))
+    return Sampled(tokens, () if wanted is None else _logprobs(outputs[: len(tokens)], wanted), is_poisoned=is_poisoned)
 
 
 def _logprobs(outputs: npt.NDArray[np.int32], num_top: int) -> list[TokenLogprob]:

@@ -69,7 +69,7 @@ def _attend_in_blocks(
     page_size = pool.shape[3]
     block = min(max(BLOCK_TOKENS // page_size, 1), table.shape[1])  # pages
     width = block * page_size
-    table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % block)))  # so that a slice at the end is not moved back
+    table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % block)), mode="edge")  # so that a slice at the end is not moved back
 
     dtype = jnp.dtype(jnp.float32) if pool.dtype == jnp.uint16 else pool.dtype
     q = q.transpose(0, 2, 1, 3, 4).reshape(rows, kv_heads, chunk * group, size).astype(dtype)

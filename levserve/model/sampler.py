@@ -23,6 +23,8 @@ NUM_CANDIDATES = 128
 MAX_EDITS = 332
 """Logit edits a row may have: 300 biases, 16 stop ids, and the model's own end tokens."""
 BANNED = -1e30
+POISONED = -1
+"""In place of a token where the row's logits are not numbers to draw from."""
 
 
 class Mode(StrEnum):
@@ -72,15 +74,21 @@ class Drawn(NamedTuple):
 
 
 def sample(logits: jax.Array, positions: jax.Array, rules: Rules, memory: Memory | None, mode: Mode) -> Drawn:
-    """Draws the token for `positions` [row] from float32 logits [row, vocab]."""
+    """Draws the token for `positions` [row] from float32 logits [row, vocab]; `POISONED` where they are not finite."""
     if mode is Mode.GREEDY:
-        return Drawn(argmax(logits))
+        return Drawn(_mark_poisoned(argmax(logits), logits))
     if mode is Mode.PLAIN:
-        return Drawn(_choose(logits, positions, rules))
+        return Drawn(_mark_poisoned(_choose(logits, positions, rules), logits))
     assert memory is not None
     edited = _edit(_penalise(logits, positions, rules, memory), positions, rules, memory)
     tokens = _choose(_truncate(edited, rules), positions, rules)
-    return Drawn(tokens, *lax.cond((rules.wants_logprobs != 0).any(), logprobs_of, _no_logprobs, logits, tokens))
+    logprobs = lax.cond((rules.wants_logprobs != 0).any(), logprobs_of, _no_logprobs, logits, tokens)
+    return Drawn(_mark_poisoned(tokens, logits), *logprobs)
+
+
+def _mark_poisoned(tokens: jax.Array, logits: jax.Array) -> jax.Array:
+    """A NaN anywhere makes the row's maximum one, which `argmax` needs anyway; single tokens may well be -inf."""
+    return jnp.where(jnp.isfinite(_chunked(logits, -jnp.inf).max((-2, -1))), tokens, POISONED)
 
 
 def argmax(logits: jax.Array) -> jax.Array:

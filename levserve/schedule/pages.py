@@ -103,6 +103,17 @@ class PagePool:
             else:
                 self._free.append(page)
 
+    def discard(self, pages: Sequence[int]) -> list[int]:
+        """As `release`, and nobody will find these pages again; gives those that nobody holds any more.
+
+        What was remembered on top of them can no longer be reached and goes when its page is wanted.
+        """
+        for page in pages:
+            if (key := self._key_of.pop(page, None)) is not None:
+                del self._page_of[key], self._serial_of[page]
+        self.release(pages)
+        return [page for page in pages if self._holders[page] == 0]
+
     def check(self, held: Iterable[Sequence[int]]) -> None:
         """Recomputes every page's state from the sequences' own lists; raises AssertionError on the first difference."""
         holders = [0] * self.num_pages

@@ -8,12 +8,14 @@ from enum import StrEnum
 
 
 class FinishReason(StrEnum):
-    """Why a request ended. Only the first two are answers; the rest say who ended it."""
+    """Why a request ended. Only the first two are answers; the rest say who or what ended it."""
 
     STOP = "stop"
     LENGTH = "length"
     CANCELLED = "cancelled"
     DEADLINE = "deadline"
+    POISONED = "poisoned"
+    """The model's numbers for it were not finite."""
     SHUTDOWN = "shutdown"
     FAILED = "failed"
 

@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
+from levserve.schedule.pace import Backlog
 from levserve.schedule.pages import PagePool
 from levserve.schedule.request import FinishReason, GenerationRequest, PooledHidden, TokenBatch, TokenLogprob
 from levserve.schedule.sequence import Chunk, Fork, Progress, RoundPlan, Row, Sequence
@@ -44,6 +45,8 @@ class Sampled:
     prompt_logprobs: Seq[TokenLogprob] = ()
     """Of the chunk's `scored` positions."""
     hidden: PooledHidden | None = None
+    is_poisoned: bool = False
+    """Whether something that is not finite came after `tokens`, or among the prompt's scores and states."""
 
 
 class Scheduler:
@@ -58,6 +61,7 @@ class Scheduler:
         self._waiting: OrderedDict[str, Sequence] = OrderedDict()
         self._running: dict[str, Sequence] = {}  # in order of arrival
         self._free_slots = list(range(budget.num_slots - 1, -1, -1))
+        self._tainted: list[int] = []
 
     @property
     def num_waiting(self) -> int:
@@ -70,6 +74,13 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self._waiting or self._running)
+
+    def backlog(self) -> Backlog:
+        """What is still to do if everyone takes all the tokens they may; looks at every sequence."""
+        sequences = (*self._running.values(), *self._waiting.values())
+        prefill = sum(len(sequence.tokens) - sequence.num_computed for sequence in sequences if not sequence.is_primed)
+        decode = sum(sequence.max_length - sequence.length for sequence in sequences)
+        return Backlog(prefill, max(decode, 0))
 
     def fits(self, request: GenerationRequest) -> bool:
         """Whether the request could run if it were alone."""
@@ -111,7 +122,8 @@ class Scheduler:
         admitted: list[Sequence] = []
         forks: list[Fork] = []
         chunks = self._plan_chunks(self.budget.busy_tokens if rows else self.budget.idle_tokens, admitted, forks)
-        return RoundPlan(tuple(chunks), tuple(rows), tuple(admitted), tuple(preempted), tuple(forks))
+        tainted, self._tainted = self._tainted, []
+        return RoundPlan(tuple(chunks), tuple(rows), tuple(admitted), tuple(preempted), tuple(forks), tuple(tainted))
 
     def commit(self, plan: RoundPlan, chunks: Seq[Sampled], rows: Seq[Sampled]) -> list[Progress]:
         """Takes what a planned round sampled, in the plan's order, and says what each stream gained."""
@@ -242,7 +254,7 @@ class Scheduler:
         skipped = max(0, (sequence.request.score_from or 0) + sequence.num_scored - chunk.scored.start)
         scores = sampled.prompt_logprobs[skipped:]
         sequence.num_scored += len(scores)
-        if chunk.is_last:
+        if chunk.is_last or sampled.is_poisoned:
             return self._take(sequence, replace(sampled, prompt_logprobs=scores))
         if not scores or sequence.is_ended:
             return None
@@ -253,6 +265,8 @@ class Scheduler:
             return None  # cancelled, or it had stopped when this round was already under way
         sequence.num_pending -= len(sampled.tokens)
         kept, finish = self._trim(sequence, sampled.tokens)
+        if sampled.is_poisoned and (finish is None or not sequence.request.max_tokens):
+            return self._fail(sequence)
         sequence.tokens += kept
         self._remember(sequence)
         if finish is not None:
@@ -266,6 +280,13 @@ class Scheduler:
             sampled.hidden,
         )
         return Progress(sequence, batch)
+
+    def _fail(self, sequence: Sequence) -> Progress:
+        """Ends a sequence whose numbers are not finite: nobody is to find its pages, and who gets them gets them clean."""
+        self._tainted += self.pool.discard(sequence.pages)
+        sequence.pages = []
+        self._drop(sequence)
+        return Progress(sequence, TokenBatch((), finish=FinishReason.POISONED))
 
     def _trim(self, sequence: Sequence, tokens: Seq[int]) -> tuple[list[int], FinishReason | None]:
         """The tokens up to the first stop token or the limit. A stop token cannot come too early: the sampler bans it."""

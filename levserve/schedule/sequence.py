@@ -115,10 +115,12 @@ class RoundPlan:
     preempted: tuple[tuple[Sequence, int], ...]
     """Sequences that lost their pages, each with the computed tokens that were lost."""
     forks: tuple[Fork, ...] = ()
+    tainted: tuple[int, ...] = ()
+    """Free pages to clear first: what a masked position holds must be finite, because nothing times NaN is NaN."""
 
     @property
     def is_empty(self) -> bool:
-        return not self.chunks and not self.rows and not self.forks
+        return not self.chunks and not self.rows and not self.forks and not self.tainted
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,7 +64,8 @@ def paged_attention(
     page_size = pool.shape[3]
     queries = math.gcd(chunk, QUERY_BLOCK)
     tiling = _tiling(queries, size * pool.dtype.itemsize)
-    table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % max(tiling.keys // page_size, 1))))  # so that no step reads beyond it
+    unread = -table.shape[1] % max(tiling.keys // page_size, 1)
+    table = jnp.pad(table, ((0, 0), (0, unread)), mode="edge")  # so that no step reads beyond it
     num_steps = -(-table.shape[1] * page_size // tiling.keys)
     num_blocks = rows * chunk // queries
     splits = splits or _num_splits(num_blocks * kv_heads, num_steps)

@@ -1,0 +1,66 @@
+"""How fast the device gets through its work, as measured, and how long what it has will take.
+
+Belongs to the device thread, which notes every round and every end. No clock of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+WINDOW_SECONDS = 30.0
+"""Of work: what is older counts little."""
+WEIGHT_OF_AN_END = 0.05
+
+
+class Backlog(NamedTuple):
+    """Tokens that accepted requests still have to be computed: of prompts, and at most to be generated."""
+
+    prefill: int
+    decode: int
+
+
+class Rate:
+    """Seconds a token, smoothed over about the last `WINDOW_SECONDS` that were spent on such tokens."""
+
+    def __init__(self, token_seconds: float) -> None:
+        self._tokens = 1.0  # a first guess, soon outweighed
+        self._seconds = token_seconds
+
+    @property
+    def token_seconds(self) -> float:
+        return self._seconds / self._tokens
+
+    def note(self, num_tokens: int, seconds: float) -> None:
+        kept = math.exp(-seconds / WINDOW_SECONDS)
+        self._tokens = self._tokens * kept + num_tokens
+        self._seconds = self._seconds * kept + seconds
+
+
+class Pace:
+    """Smoothed costs of prefill and of decoding, and how much of what they may generate requests use."""
+
+    def __init__(self, prefill_token_seconds: float) -> None:
+        self.prefill = Rate(prefill_token_seconds)
+        self.decode = Rate(prefill_token_seconds)
+        self._used_share = 1.0
+
+    def note_round(self, num_prefill: int, num_decode: int, seconds: float) -> None:
+        """A round that did both is shared between them as their costs so far would have it."""
+        prefill = num_prefill * self.prefill.token_seconds
+        expected = prefill + num_decode * self.decode.token_seconds
+        if expected <= 0:
+            return
+        prefill_seconds = seconds * prefill / expected
+        if num_prefill:
+            self.prefill.note(num_prefill, prefill_seconds)
+        if num_decode:
+            self.decode.note(num_decode, seconds - prefill_seconds)
+
+    def note_end(self, num_generated: int, max_tokens: int) -> None:
+        """Most answers end before their limit, so a backlog counted in limits is longer than it will take."""
+        if max_tokens:
+            self._used_share += WEIGHT_OF_AN_END * (num_generated / max_tokens - self._used_share)
+
+    def seconds_for(self, backlog: Backlog) -> float:
+        return backlog.prefill * self.prefill.token_seconds + backlog.decode * self._used_share * self.decode.token_seconds
