@@ -22,7 +22,7 @@ import jax.numpy as jnp  # noqa: E402
 
 from levserve.engine.programs import Shape  # noqa: E402
 from levserve.engine.runner import Runner  # noqa: E402
-from levserve.engine.sizing import Sizes  # noqa: E402
+from levserve.engine.sizing import PIECE_TOKENS, Sizes  # noqa: E402
 from levserve.metrics import Metrics  # noqa: E402
 from levserve.model import cache  # noqa: E402
 from levserve.model.attention import Kernel, choose_kernel  # noqa: E402
@@ -60,8 +60,9 @@ def main() -> None:
             flush=True,
         )
     for size in options.chunks:
-        seconds = measure_prefill(runner, size, options)
-        print(f"prefill {size:5d} tokens  {seconds * 1e3:8.2f} ms  {size / seconds:9.0f} tok/s", flush=True)
+        seconds = measure_prefill(runner, sizes, size, options)
+        total = size * options.prompts
+        print(f"prefill {options.prompts:3d} x {size:5d} tokens  {seconds * 1e3:8.2f} ms  {total / seconds:9.0f} tok/s", flush=True)
 
 
 def build(config: ModelConfig, dtype: jnp.dtype, platform: str, options: argparse.Namespace) -> tuple[Runner, Sizes]:
@@ -70,10 +71,12 @@ def build(config: ModelConfig, dtype: jnp.dtype, platform: str, options: argpars
     for name, shape in parameter_shapes(config).items():
         key, part = jax.random.split(key)
         arrays[name] = jax.random.normal(part, shape, dtype) * dtype.type(0.02) if len(shape) > 1 else jnp.ones(shape, jnp.float32)
+    kernel = Kernel(options.kernel) if options.kernel else choose_kernel(platform, config)[0]
     storage = cache.storage_dtype(dtype, platform)
+    chunk_sizes = {size * (1 if kernel is Kernel.XLA else options.prompts) for size in options.chunks}
     longest = max([options.context + options.steps * (options.repeats + 3), *options.chunks])
     pages_each = -(-longest // PAGE_SIZE)
-    rows = max(options.rows)
+    rows = max(*options.rows, options.prompts)
     sizes = Sizes(
         rows=rows,
         max_seq_len=pages_each * PAGE_SIZE,
@@ -82,10 +85,10 @@ def build(config: ModelConfig, dtype: jnp.dtype, platform: str, options: argpars
         page_bytes=cache.page_bytes(config, PAGE_SIZE, storage),
         weight_bytes=sum(array.nbytes for array in arrays.values()),
         row_sizes=tuple(sorted({max(2, rows) for rows in options.rows})),
-        chunk_sizes=tuple(sorted(options.chunks)) or (32,),
+        chunk_sizes=tuple(sorted(chunk_sizes)) or (PIECE_TOKENS,),
         round_steps=options.steps,
+        piece_tokens=None if kernel is Kernel.XLA else PIECE_TOKENS,
     )
-    kernel = Kernel(options.kernel) if options.kernel else choose_kernel(platform, config)[0]
     return Runner(Decoder.from_arrays(config, arrays, kernel=kernel), sizes, storage, Metrics()), sizes
 
 
@@ -119,11 +122,16 @@ def measure_decode(runner: Runner, sizes: Sizes, rows: int, options: argparse.Na
     return statistics.median(seconds[2:]) / int(options.steps)
 
 
-def measure_prefill(runner: Runner, size: int, options: argparse.Namespace) -> float:
-    """Seconds of one prompt of `size` tokens in one chunk."""
-    runner.programs.compile_only([Shape(size)])
-    sequence = Sequence(GenerationRequest("p", (1,) * size, 1), [1] * size, slot=0, pages=list(range(-(-size // PAGE_SIZE))))
-    plan = RoundPlan((Chunk(sequence, 0, 0, size, is_last=True),), (), (sequence,), ())
+def measure_prefill(runner: Runner, sizes: Sizes, size: int, options: argparse.Namespace) -> float:
+    """Seconds until the first tokens of so many prompts of `size` tokens, submitted together."""
+    runner.programs.compile_only([Shape(size if sizes.piece_tokens is None else size * options.prompts)])
+    pages = -(-size // PAGE_SIZE)
+    sequences = [
+        Sequence(GenerationRequest(str(n), (1,) * size, 1), [1] * size, slot=n, pages=list(range(n * pages, (n + 1) * pages)))
+        for n in range(options.prompts)
+    ]
+    chunks = tuple(Chunk(sequence, sequence.slot or 0, 0, size, is_last=True) for sequence in sequences)
+    plan = RoundPlan(chunks, (), tuple(sequences), ())
     seconds: list[float] = []
     for _ in range(options.repeats):
         start = time.perf_counter()
@@ -155,6 +163,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--context", type=int, default=256, help="tokens each row has when the measurement starts")
     parser.add_argument("--steps", type=int, default=1, help="decode steps in a round")
     parser.add_argument("--chunks", type=int, nargs="*", default=[], help="prefill sizes to measure as well")
+    parser.add_argument("--prompts", type=int, default=1, help="prompts of such a size, computed together")
     parser.add_argument("--mode", choices=[mode.value for mode in Mode], default="greedy")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--kernel", choices=[kernel.value for kernel in Kernel], help="attention; default: what the server would choose")

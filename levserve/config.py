@@ -94,7 +94,7 @@ class Settings:
     kv_memory: int = setting("engine", size(0), 0, "Memory for the KV cache; 0: sized from the machine.")
     kv_pages: int = setting("engine", integer(0), 0, "Pages of the KV cache, instead of --kv-memory; 0: sized from the machine.")
     round_steps: int = setting("engine", integer(0), 0, "Decode steps in one device round; 0: 1 on CPU, 8 on an accelerator.")
-    prefill_chunk: int = setting("engine", integer(0), 0, "Most prompt tokens in a device call; 0: 128 on CPU, 2048 on an accelerator.")
+    prefill_chunk: int = setting("engine", integer(0), 0, "Most prompt tokens in a device call; 0: 128 on CPU, 4096 on an accelerator.")
     inter_token_goal_ms: float = setting(
         "engine", real(1), 100.0, "Milliseconds that a running stream may wait for other requests' prompts in one round."
     )

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from levserve.engine.programs import Programs, Shape
+from levserve.engine.sizing import Sizes, plan_sizes
 from levserve.model import cache
 from levserve.model.sampler import Mode
 from levserve.schedule.request import FinishReason
@@ -51,6 +52,21 @@ def test_a_family_served_in_one_batch_matches_its_reference(family: str) -> None
         best, logprob = answer.logprobs[0].top[0]
         assert best == case["last_top5"][0][0] and logprob == pytest.approx(case["last_top5"][0][1], abs=1e-3)
         assert answer.finish is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_prompts_that_share_prefill_programs_in_pieces_match_their_references(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def in_pieces(*args: Any, **given: Any) -> Sizes:
+        return replace(plan_sizes(*args, **given), chunk_sizes=(8, 32), piece_tokens=8)
+
+    monkeypatch.setattr("levserve.engine.sizing.plan_sizes", in_pieces)
+    cases = cases_of(family)
+    with running_engine(GOLDEN / family) as running:
+        answers = running.run(*(ask(case["prompt"], num_logprobs=0, score_from=1) for case in cases))
+    for case, answer in zip(cases, answers):
+        assert answer.tokens == case["greedy"]
+        np.testing.assert_allclose([entry.logprob for entry in answer.logprobs], case["greedy_logprobs"], atol=1e-3)
+        assert len(answer.prompt_logprobs) == len(case["prompt"]) - 1
 
 
 @pytest.mark.parametrize("length", [3, 8, 9])

@@ -11,9 +11,11 @@ from levserve.errors import ConfigError
 GIB = 1 << 30
 
 
-def plan(*flags: str, backend: str = "cpu", free: int = 8 * GIB, rows: int = 32, page_bytes: int = 1 << 20) -> Sizes:
+def plan(
+    *flags: str, backend: str = "cpu", free: int = 8 * GIB, rows: int = 32, page_bytes: int = 1 << 20, machine: Machine | None = None
+) -> Sizes:
     settings = parse_settings(list(flags), {})
-    return plan_sizes(settings, Machine(backend, free), rows=rows, max_position=8192, page_bytes=page_bytes, weight_bytes=GIB)
+    return plan_sizes(settings, machine or Machine(backend, free), rows=rows, max_position=8192, page_bytes=page_bytes, weight_bytes=GIB)
 
 
 def test_a_cpu_gets_a_long_chat_per_row_and_the_models_whole_context() -> None:
@@ -29,7 +31,13 @@ def test_little_memory_shortens_the_context_nobody_asked_for() -> None:
 
 def test_a_gpu_gets_most_of_what_is_free() -> None:
     sizes = plan(backend="gpu", free=100 * GIB, rows=512)
-    assert sizes.num_pages == 92160 and sizes.round_steps == 8 and sizes.chunk_sizes[-1] == 2048
+    assert sizes.num_pages == 92160 and sizes.round_steps == 8 and sizes.chunk_sizes[-1] == 4096
+
+
+def test_where_a_kernel_reads_pages_in_place_prompts_share_prefill_programs_in_pieces() -> None:
+    sizes = plan("--prefill-chunk", "1000", machine=Machine("gpu", 100 * GIB, has_kernel=True))
+    assert sizes.chunk_sizes == (64, 256, 1024) and sizes.chunk_costs == tuple(range(64, 1025, 64))
+    assert [sizes.prefill_rows(size) for size in sizes.chunk_sizes] == [(1, 64), (4, 64), (16, 64)]
 
 
 def test_a_gpu_gets_no_more_than_its_rows_can_fill() -> None:

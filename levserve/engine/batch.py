@@ -73,17 +73,20 @@ class SlotTable:
         """[size, columns + table width] for a decode round."""
         return self._pack([(row.slot, (row.slot, row.position, row.steps, 0), row.sequence) for row in rows], size)
 
-    def pack_chunk(self, chunk: Chunk, size: int) -> Ints:
-        """[1, columns + table width + size + 1] for one prefill chunk and the token after it.
+    def pack_chunks(self, chunks: Seq[Chunk], rows: int, size: int) -> Ints:
+        """[rows, columns + table width + size + 1] for prefill: each chunk and the token after it.
 
-        A chunk that is not the last names no slot.
+        A chunk that is not its prompt's last names no slot.
         """
-        named = chunk.slot if chunk.is_last else self.num_slots
-        packed = self._pack([(chunk.slot, (named, chunk.start, chunk.count, len(chunk.scored)), chunk.sequence)], 1)
-        tokens = np.zeros((1, size + 1), np.int32)
-        known = chunk.sequence.tokens[chunk.start : chunk.start + chunk.count + 1]
-        tokens[0, : len(known)] = known
-        return np.concatenate([packed, tokens], axis=1)
+        entries = [
+            (chunk.slot, (chunk.slot if chunk.is_last else self.num_slots, chunk.start, chunk.count, len(chunk.scored)), chunk.sequence)
+            for chunk in chunks
+        ]
+        tokens = np.zeros((rows, size + 1), np.int32)
+        for row, chunk in enumerate(chunks):
+            known = chunk.sequence.tokens[chunk.start : chunk.start + chunk.count + 1]
+            tokens[row, : len(known)] = known
+        return np.concatenate([self._pack(entries, rows), tokens], axis=1)
 
     def _pack(self, entries: Seq[tuple[int, tuple[int, int, int, int], Sequence]], size: int) -> Ints:
         seats = np.full(size, self.num_slots)

@@ -155,7 +155,8 @@ class Programs:
         function: Callable[..., tuple[State, Any]]
         if shape.mode is None:
             function = functools.partial(prefill_chunk, skeleton=self._skeleton)
-            packed = jax.ShapeDtypeStruct((1, width + shape.size + 1), jnp.int32)
+            rows, chunk = self._sizes.prefill_rows(shape.size)
+            packed = jax.ShapeDtypeStruct((rows, width + chunk + 1), jnp.int32)
         else:
             function = functools.partial(decode_round, skeleton=self._skeleton, num_steps=self._sizes.round_steps, mode=shape.mode)
             packed = jax.ShapeDtypeStruct((shape.size, width), jnp.int32)

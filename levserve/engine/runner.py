@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import time
 from array import array
+from collections import deque
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,15 +31,23 @@ from levserve.schedule.scheduler import Sampled
 from levserve.schedule.sequence import Chunk, Fork, RoundPlan, Row, Sequence
 
 
+class Piece(NamedTuple):
+    """A chunk, or a part of one, that was computed as one row of a prefill program."""
+
+    chunk: Chunk
+    output: ChunkOutput
+    row: int
+
+
 @dataclass(frozen=True, slots=True)
 class Flight:
     """A round on its way: what was asked, and the arrays its tokens will be in.
 
-    A chunk may have been computed in pieces, and the rows in groups, where no program was large enough.
+    Chunks are computed in pieces that fit the programs, and rows in groups where no program was large enough.
     """
 
     plan: RoundPlan
-    chunks: list[list[tuple[Chunk, ChunkOutput]]]
+    chunks: list[list[Piece]]
     rows: list[tuple[Seq[Row], jax.Array]]
 
 
@@ -49,7 +59,7 @@ class Runner:
         self._leaves: Arrays = tuple(leaves)
         self._state = make_state(model, sizes, storage)
         self._slots = SlotTable(sizes.rows, sizes.table_width)
-        self._max_seq_len = sizes.max_seq_len
+        self._sizes = sizes
         self.programs = Programs(self._leaves, self._state, Skeleton(tree, sizes.table_width), sizes, metrics)
         self._set_memory: Callable[..., Memory] | None = None
         self._fork_slot: Callable[[State, object], State] | None = None
@@ -79,14 +89,14 @@ class Runner:
             self.fill_pages(plan.tainted, 0.0)
         for sequence in plan.admitted:
             self._seat(sequence)
-        chunks = [[(piece, self._dispatch_chunk(piece)) for piece in self._pieces(chunk)] for chunk in plan.chunks]
+        chunks = self._dispatch_chunks(plan.chunks)
         for fork in plan.forks:
             self._dispatch_fork(fork)
         return Flight(plan, chunks, [(group, self._dispatch_rows(group)) for group in self._groups(plan.rows)])
 
     def read(self, flight: Flight) -> tuple[list[Sampled], list[Sampled]]:
         """Waits for a round's results: of its chunks, and of its rows."""
-        chunks = [_join([_read_chunk(piece, output) for piece, output in pieces]) for pieces in flight.chunks]
+        chunks = [_join([_read_piece(piece) for piece in pieces]) for pieces in flight.chunks]
         rows: list[Sampled] = []
         for group, sampled in flight.rows:
             outputs = np.asarray(sampled)  # [step, row, outputs]
@@ -104,11 +114,9 @@ class Runner:
             part[: len(pages[start : start + width])] = pages[start : start + width]
             self._state = self._state._replace(pools=self._fill_pages(self._state.pools, part, stored))
 
-    def _pieces(self, chunk: Chunk) -> list[Chunk]:
-        """The chunk, or parts of it as large as the largest program."""
-        size = self.programs.prefill(chunk.count).size
-        if size >= chunk.count:
-            return [chunk]
+    def _cut(self, chunk: Chunk) -> list[Chunk]:
+        """The chunk in parts that a program's row holds."""
+        size = self._sizes.piece_tokens or self.programs.prefill(chunk.count).size
         end = chunk.start + chunk.count
         starts = range(chunk.start, end, size)
         return [replace(chunk, start=at, count=min(size, end - at), is_last=chunk.is_last and at + size >= end) for at in starts]
@@ -125,18 +133,28 @@ class Runner:
         if not needs_memory(sequence.request):
             return
         assert self._set_memory is not None
-        history = np.zeros(self._max_seq_len, np.int32)
+        history = np.zeros(self._sizes.max_seq_len, np.int32)
         history[: len(sequence.tokens)] = sequence.tokens
         edits = edits_for(sequence.request)
         memory = self._set_memory(self._state.memory, np.int32(sequence.slot or 0), history, edits.ids, edits.values, edits.until)
         self._state = self._state._replace(memory=memory)
 
-    def _dispatch_chunk(self, chunk: Chunk) -> ChunkOutput:
-        shape = self.programs.prefill(chunk.count)
-        self._state, output = self.programs[shape](self._leaves, self._state, self._slots.pack_chunk(chunk, shape.size))
-        if chunk.is_last:
-            output.sampled.copy_to_host_async()
-        return ChunkOutput(*output)
+    def _dispatch_chunks(self, chunks: Seq[Chunk]) -> list[list[Piece]]:
+        """Pieces keep their order, also within a program: all of it is written before any of it is read."""
+        cut = [self._cut(chunk) for chunk in chunks]
+        waiting = deque(piece for pieces in cut for piece in pieces)
+        done: deque[Piece] = deque()
+        while waiting:
+            piece_tokens = self._sizes.piece_tokens
+            shape = self.programs.prefill(waiting[0].count if piece_tokens is None else len(waiting) * piece_tokens)
+            rows, size = self._sizes.prefill_rows(shape.size)
+            group = [waiting.popleft() for _ in range(min(rows, len(waiting)))]
+            self._state, arrays = self.programs[shape](self._leaves, self._state, self._slots.pack_chunks(group, rows, size))
+            output = ChunkOutput(*arrays)
+            if any(piece.is_last for piece in group):
+                output.sampled.copy_to_host_async()
+            done.extend(Piece(piece, output, row) for row, piece in enumerate(group))
+        return [[done.popleft() for _ in pieces] for pieces in cut]
 
     def _dispatch_fork(self, fork: Fork) -> None:
         assert self._fork_slot is not None
@@ -154,7 +172,8 @@ class Runner:
         """Runs a program while no sequence has a slot, and returns its seconds; no KV is written."""
         nobody = Sequence(GenerationRequest("", (0,), 1), [0])
         chunk = Chunk(nobody, slot=0, start=0, count=0, is_last=True)
-        packed = self._slots.pack_chunk(chunk, shape.size) if shape.is_prefill else self._slots.pack_rows((), shape.size)
+        rows, size = self._sizes.prefill_rows(shape.size)
+        packed = self._slots.pack_chunks([chunk], rows, size) if shape.is_prefill else self._slots.pack_rows((), shape.size)
         start = time.monotonic()
         self._state, outputs = self.programs[shape](self._leaves, self._state, packed)
         jax.block_until_ready(outputs)
@@ -185,19 +204,20 @@ def _join(pieces: Seq[Sampled]) -> Sampled:
     return replace(pieces[-1], prompt_logprobs=scores, is_poisoned=any(piece.is_poisoned for piece in pieces))
 
 
-def _read_chunk(chunk: Chunk, output: ChunkOutput) -> Sampled:
+def _read_piece(piece: Piece) -> Sampled:
     """Copies what somebody asked for, and nothing else."""
+    chunk, output, row = piece
     sequence = chunk.sequence
-    sampled = _sampled(sequence, np.asarray(output.sampled)) if chunk.is_last else Sampled(())
+    sampled = _sampled(sequence, np.asarray(output.sampled)[row : row + 1]) if chunk.is_last else Sampled(())
     if chunk.scored:
         first = chunk.scored.start - chunk.start - 1
-        scores = np.asarray(output.scores)[0, first : first + len(chunk.scored)]
+        scores = np.asarray(output.scores)[row, first : first + len(chunk.scored)]
         is_poisoned = sampled.is_poisoned or bool(np.isnan(scores[:, 1].view(np.float32)).any())
         sampled = replace(
             sampled, prompt_logprobs=_logprobs(scores, sequence.request.sampling.num_logprobs or 0), is_poisoned=is_poisoned
         )
     if sequence.request.wants_hidden:
-        total, last = np.asarray(output.pooled)[0]
+        total, last = np.asarray(output.pooled)[row]
         if chunk.start > 0:
             total = total + np.frombuffer(sequence.hidden_sum, np.float32)
         sequence.hidden_sum = total.tobytes()

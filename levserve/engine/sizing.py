@@ -11,6 +11,8 @@ from pathlib import Path
 from levserve.config import Settings
 from levserve.errors import ConfigError
 
+PIECE_TOKENS = 64
+"""Tokens of a row of prefill where several prompts share a program: little is lost at the end of each."""
 TOKENS_PER_ROW = 1024
 """KV room per row when nothing is asked for: a long chat each; the pool is shared, so one row may have much more."""
 
@@ -23,6 +25,8 @@ class Machine:
     """cpu, gpu or tpu"""
     free_bytes: int
     """Memory left once the weights are loaded."""
+    has_kernel: bool = False
+    """Whether attention is a kernel that reads pages in place, so that rows of one prompt cost no more than one long row."""
 
     @property
     def is_cpu(self) -> bool:
@@ -41,13 +45,27 @@ class Sizes:
     weight_bytes: int
     row_sizes: tuple[int, ...]
     chunk_sizes: tuple[int, ...]
+    """Tokens of the prefill programs."""
     round_steps: int
     has_all_modes: bool = True
     """Whether greedy and plain decoding have programs of their own, or full mode does their work."""
+    piece_tokens: int | None = None
+    """If set, a prefill program's rows are pieces of so many tokens, of one prompt or of several; else it is one row."""
 
     @property
     def table_width(self) -> int:
         return -(-self.max_seq_len // self.page_size)
+
+    def prefill_rows(self, num_tokens: int) -> tuple[int, int]:
+        """Rows and tokens of each in a prefill program of so many tokens."""
+        return (1, num_tokens) if self.piece_tokens is None else (num_tokens // self.piece_tokens, self.piece_tokens)
+
+    @property
+    def chunk_costs(self) -> tuple[int, ...]:
+        """What a prompt's chunk may count as, ascending: where chunks share programs it is their pieces, not the program."""
+        if self.piece_tokens is None:
+            return self.chunk_sizes
+        return tuple(range(self.piece_tokens, self.chunk_sizes[-1] + 1, self.piece_tokens))
 
     def describe(self) -> list[str]:
         """The plan as lines for people."""
@@ -75,7 +93,7 @@ def plan_sizes(settings: Settings, machine: Machine, *, rows: int, max_position:
                 f"({_human(page_bytes)} each), but the pool has {num_pages}: raise --kv-memory or lower --max-seq-len"
             )
         max_seq_len = room
-    largest_chunk = settings.prefill_chunk or (128 if machine.is_cpu else 2048)
+    largest_chunk = settings.prefill_chunk or (128 if machine.is_cpu else 4096)
     return Sizes(
         rows=rows,
         max_seq_len=max_seq_len,
@@ -84,7 +102,8 @@ def plan_sizes(settings: Settings, machine: Machine, *, rows: int, max_position:
         page_bytes=page_bytes,
         weight_bytes=weight_bytes,
         row_sizes=_doublings(4 if machine.is_cpu else 8, max(rows, 2)),
-        chunk_sizes=_doublings(32 if machine.is_cpu else 64, min(largest_chunk, max_seq_len)),
+        chunk_sizes=_chunk_sizes(machine, largest_chunk, max_seq_len),
+        piece_tokens=PIECE_TOKENS if machine.has_kernel else None,
         round_steps=settings.round_steps or (1 if machine.is_cpu else 8),
         has_all_modes=not machine.is_cpu,  # there full mode skips what nobody asks for, and compiling is what takes long
     )
@@ -124,13 +143,19 @@ def _num_pages(settings: Settings, machine: Machine, rows: int, max_seq_len: int
     return num_pages
 
 
-def _doublings(smallest: int, largest: int) -> tuple[int, ...]:
-    """Powers of two times `smallest` below `largest`, and `largest` itself."""
+def _chunk_sizes(machine: Machine, largest: int, max_seq_len: int) -> tuple[int, ...]:
+    if not machine.has_kernel:
+        return _doublings(32 if machine.is_cpu else 64, min(largest, max_seq_len))
+    return _doublings(PIECE_TOKENS, -(-largest // PIECE_TOKENS) * PIECE_TOKENS, by=4)
+
+
+def _doublings(smallest: int, largest: int, by: int = 2) -> tuple[int, ...]:
+    """Powers of `by` times `smallest` below `largest`, and `largest` itself."""
     sizes = []
     size = smallest
     while size < largest:
         sizes.append(size)
-        size *= 2
+        size *= by
     return (*sizes, largest)
 
 

@@ -108,7 +108,7 @@ def load(settings: Settings, metrics: Metrics, *, rows: int, report: Callable[[s
     from levserve.engine.runner import Runner
     from levserve.engine.sizing import Machine, free_memory, plan_sizes
     from levserve.model import cache
-    from levserve.model.attention import choose_kernel
+    from levserve.model.attention import Kernel, choose_kernel
     from levserve.model.decoder import Decoder
     from levserve.weights.load import load_arrays, read_config
 
@@ -121,11 +121,13 @@ def load(settings: Settings, metrics: Metrics, *, rows: int, report: Callable[[s
     dtype = jnp.dtype(jnp.float32 if settings.dtype == "float32" else jnp.bfloat16)
     arrays = load_arrays(files.path, config, dtype, report=report)
 
+    kernel, reason = choose_kernel(device.platform, config)
+    log.info("attention   %s: %s", kernel, reason)
     storage = cache.storage_dtype(dtype, device.platform)
     free = free_memory() if device.platform == "cpu" else device.memory_stats()["bytes_limit"] - device.memory_stats()["bytes_in_use"]
     sizes = plan_sizes(
         settings,
-        Machine(device.platform, free),
+        Machine(device.platform, free, has_kernel=kernel is not Kernel.XLA),
         rows=rows,
         max_position=config.max_position,
         page_bytes=cache.page_bytes(config, settings.page_size, storage),
@@ -133,8 +135,6 @@ def load(settings: Settings, metrics: Metrics, *, rows: int, report: Callable[[s
     )
     for line in sizes.describe():
         log.info("%s", line)
-    kernel, reason = choose_kernel(device.platform, config)
-    log.info("attention   %s: %s", kernel, reason)
     model = Decoder.from_arrays(config, arrays, kernel=kernel)
     del arrays
     runner = Runner(model, sizes, storage, metrics)
@@ -161,7 +161,7 @@ def _budget(settings: Settings, sizes: Sizes, prefill_token_ms: float) -> Budget
     busy_tokens = int(settings.inter_token_goal_ms / max(prefill_token_ms, 1e-6))
     largest = sizes.chunk_sizes[-1]
     log.info("prefill costs %.2f ms a token: %d tokens a round beside running streams", prefill_token_ms, min(busy_tokens, largest))
-    return Budget(sizes.rows, sizes.round_steps, sizes.chunk_sizes, busy_tokens=min(busy_tokens, largest), idle_tokens=largest)
+    return Budget(sizes.rows, sizes.round_steps, sizes.chunk_costs, busy_tokens=min(busy_tokens, largest), idle_tokens=largest)
 
 
 def _set_up_jax(settings: Settings) -> None:
@@ -171,6 +171,8 @@ def _set_up_jax(settings: Settings) -> None:
 
     if settings.device != "auto":
         jax.config.update("jax_platforms", {"gpu": "cuda"}.get(settings.device, settings.device))
+    if settings.dtype == "float32":
+        jax.config.update("jax_default_matmul_precision", "highest")  # a GPU would multiply with ten bits of fraction
     if settings.compile_cache:
         # Programs compiled by another jaxlib or for another CPU are refused at best, so each pair has a folder of its own.
         folder = settings.cache_path / "programs" / f"jaxlib-{jaxlib_version}-{_cpu_hash()}"

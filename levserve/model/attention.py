@@ -52,7 +52,8 @@ def attend(
     """Mixes the values every query may see: those at or before its position, within the window if there is one.
 
     q [row, chunk, kv_head, group, head_size] float32; pool as in `cache`; table [row, page]; positions [row, chunk], negative
-    for padding. Scores are multiplied by `scale` and then bent to stay within `softcap`. Gives float32 of q's shape.
+    for padding. Scores are multiplied by `scale` and then bent to stay within `softcap`. Gives q's shape, in float32 or in the
+    type that a kernel computes in.
     """
     q = q * scale
     if kernel is Kernel.TRITON:

@@ -29,7 +29,7 @@ class Budget:
     steps: int
     """Decode steps in one round."""
     chunk_sizes: tuple[int, ...]
-    """Prefill shapes that exist, ascending; a chunk costs as much as the smallest one it fits."""
+    """What a chunk may count as, ascending; it counts as the smallest that holds it."""
     busy_tokens: int
     """Prefill tokens in a round that also decodes: what keeps running streams moving."""
     idle_tokens: int

@@ -56,7 +56,8 @@ def paged_attention(
     interpret: bool = False,
 ) -> jax.Array:
     """q [row, chunk, kv_head, group, head_size] scaled; pool [page, 2, kv_head, page_size, head_size]; table [row, page];
-    positions [row, chunk] of the queries, negative for padding, which comes last. Gives float32 of q's shape.
+    positions [row, chunk] of the queries, negative for padding, which comes last. Computes and answers in the pool's type, or
+    in bfloat16 if that is narrower, and sums in float32.
 
     Scores are bent to stay within `softcap`. Without `splits` there are as many as fill the card.
     """
@@ -79,9 +80,10 @@ def paged_attention(
         softcap=softcap,
     )
     flat = (num_blocks * queries, kv_heads, group, size)
+    dtype = _computed_in(pool.dtype)
     by_block = pl.BlockSpec((queries, None, group, size), lambda b, h, s: (b, h, 0, 0))
     blocks_per_row = chunk // queries
-    out_specs, out_shape = [by_block], [jax.ShapeDtypeStruct(flat, jnp.float32)]
+    out_specs, out_shape = [by_block], [jax.ShapeDtypeStruct(flat, dtype)]
     if splits > 1:
         out_specs = [pl.BlockSpec((None, queries, None, group, size), lambda b, h, s: (s, b, h, 0, 0))]
         out_specs += [pl.BlockSpec((None, queries, None, group), lambda b, h, s: (s, b, h, 0))] * 2
@@ -100,13 +102,17 @@ def paged_attention(
         compiler_params=plgpu.CompilerParams(num_warps=tiling.num_warps, num_stages=tiling.num_stages),
         interpret=interpret,
         name="paged_attention",
-    )(q.reshape(flat), pool, table, positions.reshape(-1))
+    )((q.reshape(flat) * math.log2(math.e)).astype(dtype), pool, table, positions.reshape(-1))
     if splits == 1:
         return result[0].reshape(q.shape)
     mixed, tops, totals = result
     weights = jnp.exp2(tops - tops.max(0, keepdims=True))  # an empty split weighs nothing
     total = (totals * weights).sum(0)
-    return ((mixed * weights[..., None]).sum(0) / jnp.maximum(total, 1e-30)[..., None]).reshape(q.shape)
+    return ((mixed * weights[..., None]).sum(0) / jnp.maximum(total, 1e-30)[..., None]).astype(dtype).reshape(q.shape)
+
+
+def _computed_in(stored: jnp.dtype) -> jnp.dtype:
+    return jnp.dtype(jnp.bfloat16) if stored.itemsize == 1 else jnp.dtype(stored)
 
 
 def _tiling(queries: int, key_bytes: int) -> Tiling:
@@ -140,7 +146,7 @@ def _kernel(
 ) -> None:
     queries, group, size = q_ref.shape
     page_size, keys = pool_ref.shape[2], tiling.keys
-    dtype = jnp.dtype(jnp.bfloat16) if pool_ref.dtype.itemsize == 1 else pool_ref.dtype
+    dtype = _computed_in(pool_ref.dtype)
     # Sizes that are no power of two are rounded up by repeating: who is there twice computes and stores the same twice.
     heads = max(1 << (group - 1).bit_length(), MIN_ROWS // queries)
     row = jnp.arange(queries * heads)
@@ -153,10 +159,9 @@ def _kernel(
         return index if padded == size else index[:, None]
 
     position = position_ref[query]
-    q = q_ref[pick(query), pick(head), every].astype(jnp.float32) * math.log2(math.e)
+    q = q_ref[pick(query), pick(head), every]
     if padded != size:
-        q = jnp.where(jnp.arange(padded)[None, :] < size, q, 0.0)
-    q = q.astype(dtype)
+        q = jnp.where(jnp.arange(padded)[None, :] < size, q, jnp.zeros_like(q))
     start = pl.program_id(2) * steps_per_split
     end = jnp.minimum(start + steps_per_split, jnp.max(position_ref[jnp.arange(queries)]) // keys + 1)
     if window is not None:
@@ -192,4 +197,4 @@ def _kernel(
     else:
         assert top_ref is not None and total_ref is not None
         top_ref[query, head], total_ref[query, head] = top, total
-    mixed_ref[pick(query), pick(head), every] = mixed
+    mixed_ref[pick(query), pick(head), every] = mixed.astype(mixed_ref.dtype)
