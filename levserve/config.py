@@ -74,6 +74,9 @@ class Settings:
     open_metrics: bool = setting("server", SWITCH, False, "Let /metrics be read without a key.")
     cors_origins: tuple[str, ...] = setting("server", ORIGINS, (), "Origins whose web pages may call; empty: none, *: all.")
     drain_seconds: float = setting("server", real(0), 30.0, "How long running requests may go on after SIGTERM.")
+    keep_alive: float = setting(
+        "server", real(0), 75.0, "Seconds that an idle connection is kept; longer than the proxy in front keeps it (nginx: 60)."
+    )
     sse_heartbeat: float = setting("server", real(0), 15.0, "Seconds between comment lines that keep a waiting stream alive; 0: none.")
 
     model: str = setting("model", NAME, "smollm2-135m", "Bundled name, Hugging Face folder, .gguf file or org/name on the hub.")
@@ -105,6 +108,9 @@ class Settings:
     max_body_bytes: int = setting("limits", size(1), 4 * 2**20, "Largest request body or WebSocket message.")
     max_sockets: int = setting("limits", integer(0), 16, "WebSockets open at a time; each holds a thread of its own.")
     request_timeout: float = setting("limits", real(0), 600.0, "Seconds that a request may take; 0 for no limit.")
+    header_timeout: float = setting("limits", real(0.1), 10.0, "Seconds until a request's head must be here.")
+    body_timeout: float = setting("limits", real(0.1), 30.0, "Seconds from a request's head to the end of its body.")
+    send_timeout: float = setting("limits", real(0.1), 30.0, "Seconds that a client may take none of what it is sent.")
 
     log_level: str = setting("log", one_of("debug", "info", "warning", "error"), "info", "Least severity that is logged.")
 

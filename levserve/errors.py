@@ -8,6 +8,7 @@
     ├── Forbidden              403
     ├── NotFound               404
     │   └── ModelNotFound      404  model_not_found
+    ├── RequestTimeout         408
     ├── BodyTooLarge           413
     ├── UpgradeRequired        426
     ├── Overloaded             429  rate_limit_exceeded, with Retry-After
@@ -78,6 +79,14 @@ class NotFound(ServeError):
 
 class ModelNotFound(NotFound):
     code = "model_not_found"
+
+
+class RequestTimeout(ServeError):
+    """The client took too long to send its request."""
+
+    status = 408
+    type = "invalid_request_error"
+    code = "request_timeout"
 
 
 class BodyTooLarge(ServeError):

@@ -23,6 +23,7 @@ class Metrics:
         self.requests = self._counter("requests", "Requests answered, by route and HTTP status.", ("route", "status"))
         self.finished = self._counter("finished", "Sequences that ended, by reason.", ("reason",))
         self.refused = self._counter("refused", "Requests refused before any work, by reason.", ("reason",))
+        self.cut = self._counter("connections_cut", "Connections ended by a deadline, by what their client was late with.", ("reason",))
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of admitted sequences.")
         self.prefix_hit_tokens = self._counter("prefix_hit_tokens", "Prompt tokens found in the prefix cache.")
         self.prefill_tokens = self._counter("prefill_tokens", "Tokens computed by prefill, recomputed ones included.")

@@ -24,8 +24,9 @@ FLOORS = {
     "engine": 6,
     "generation": 7,
     "web": 8,
-    "server": 9,
-    "cli": 10,
+    "wire": 9,
+    "server": 10,
+    "cli": 11,
 }
 FORBIDDEN = {
     "schedule": {"jax", "numpy", "flask", "haliax", "equinox", "transformers", "threading"},

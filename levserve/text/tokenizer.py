@@ -16,7 +16,6 @@ from tokenizers.pre_tokenizers import Metaspace, PreTokenizer
 
 from levserve.errors import BadRequest, StartupError
 from levserve.text.detokenizer import Detokenizer, Spelling, read_spelling
-from levserve.text.gguf_vocab import read_vocabulary
 
 
 class Tokenizer:
@@ -96,6 +95,8 @@ def load_tokenizer(path: Path, *, chat_template: str | None = None) -> Tokenizer
         return _load_folder(path, chat_template)
     if path.suffix != ".gguf":
         raise StartupError(f"{path}: no tokenizer here; a Hugging Face folder or a .gguf file is wanted")
+    from levserve.text.gguf_vocab import read_vocabulary  # brings numpy: 0.2 s that a start has no time for
+
     vocabulary = read_vocabulary(path)
     return Tokenizer(
         vocabulary.backend,

@@ -72,7 +72,7 @@ def _name_request() -> None:
 
 
 def _answer_error(error: ServeError) -> Response:
-    return Response(error_body(error), error.status, _headers(error), content_type="application/json")
+    return Response(error_body(error), error.status, error_headers(error), content_type="application/json")
 
 
 def _answer_http_error(error: HTTPException) -> Response:
@@ -97,7 +97,8 @@ def _answer_fault(error: Exception) -> Response:
     return Response(body, 500, NO_RETRY, content_type="application/json")
 
 
-def _headers(error: ServeError) -> dict[str, str]:
+def error_headers(error: ServeError) -> dict[str, str]:
+    """What an answer says of an error besides its body."""
     match error:
         case Unauthorized():
             return {"WWW-Authenticate": "Bearer"}

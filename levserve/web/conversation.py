@@ -25,12 +25,12 @@ from levserve.errors import BadRequest, NotFound, ServeError
 from levserve.web import sse
 from levserve.web.answer import Answer, ChatAnswer, TextAnswer, error_body
 from levserve.web.decode import decode
+from levserve.web.hijack import PATH
 from levserve.web.run import Runs
 from levserve.web.schema import ChatBody, CompletionBody
 
 log = logging.getLogger(__name__)
 
-PATH = "/v1/ws"
 ENDPOINTS: dict[str, tuple[type[ChatBody] | type[CompletionBody], type[Answer]]] = {
     "/v1/chat/completions": (ChatBody, ChatAnswer),
     "/v1/completions": (CompletionBody, TextAnswer),

@@ -1,19 +1,19 @@
 """A connection taken over from gunicorn: the raw socket, as simple-websocket's two threads may share it.
 
 The library sends from the view's thread and from its reader thread, with `send`, and closes at once what it has just sent.
-Here every frame goes out whole and alone, a peer that does not read is given up, and the last frame can still be read.
+Here every frame goes out whole and alone, and the last one can still be read. A peer that does not read is given up by the
+limit on sending that every connection has.
 """
 
 from __future__ import annotations
 
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 
-SEND_SECONDS = 30  # for a peer that does not read
+PATH = "/v1/ws"  # whose connections are taken over
 LINGER_SECONDS = 2.0
 LINGER_BYTES = 2**24
 ROOM_SECONDS = 0.05  # between two looks whether there is room again
@@ -27,7 +27,6 @@ class HijackedSocket:
         self._lock = threading.Lock()
         self._has_room: Callable[[], bool] = lambda: True
         self._is_ending = threading.Event()
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_SECONDS, 0))
 
     def fileno(self) -> int:
         return self._sock.fileno()

@@ -9,6 +9,8 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from levserve import __version__
 from levserve.engine.engine import Engine, Phase
 
+OPS_PATHS = (b"/health", b"/healthz", b"/readyz", b"/metrics")
+"""Asked every few seconds, and answered whatever else is going on: by threads of their own, logged at debug level."""
 STALE_SECONDS = 30.0  # the device thread beats every second; a round that takes this long is stuck
 
 

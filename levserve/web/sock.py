@@ -20,9 +20,9 @@ from wsproto.utilities import LocalProtocolError
 from levserve.config import Settings
 from levserve.engine.engine import Engine, Phase
 from levserve.errors import BadRequest, Unavailable, UpgradeRequired
-from levserve.web.conversation import MAX_WAITING, PATH, Conversation
+from levserve.web.conversation import MAX_WAITING, Conversation
 from levserve.web.cors import Cors
-from levserve.web.hijack import HijackedSocket
+from levserve.web.hijack import PATH, HijackedSocket
 from levserve.web.run import Runs
 
 log = logging.getLogger(__name__)

@@ -1,0 +1,234 @@
+"""gunicorn's threaded worker, made safe for a server that has only one: whole requests for the threads, and an orderly end.
+
+The main thread's loop waits for clients and reads their requests (`lobby.py`). A pool of HTTP threads answers them, one thread
+a request; a small second pool keeps health and metrics answered while the first is full. Stock gthread lends a thread to
+every client that has sent one byte, and waits on the main loop for clients to hang up.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import math
+import os
+import selectors
+import signal
+import socket
+import sys
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from http import HTTPStatus
+from types import FrameType
+from typing import Any
+
+from gunicorn.http.errors import NoMoreData
+from gunicorn.http.parser import RequestParser
+from gunicorn.workers.gthread import ThreadWorker
+
+from levserve.errors import StartupError, Unavailable
+from levserve.web.hijack import PATH as SOCKET_PATH
+from levserve.web.ops import OPS_PATHS
+from levserve.wire.connection import Connection, State
+from levserve.wire.framing import RawReader, RawRequest
+from levserve.wire.lobby import LINGER_SECONDS, Lobby
+from levserve.wire.refusal import explain_refusal, render
+
+log = logging.getLogger(__name__)
+
+FAULT = 70  # EX_SOFTWARE; systemd restarts on it
+TICK_SECONDS = 0.25  # between two looks at the deadlines
+OPS_THREADS = 4
+MAX_QUEUED = 64  # requests that wait for a thread: less than a tenth of a second, all of them to be refused
+LAST_WORDS_SECONDS = 2.0  # from the end of a drain's time until nobody is waited for
+IGNORED_SIGNALS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTTIN, signal.SIGTTOU, signal.SIGWINCH)
+CUT_ERRNOS = (errno.EAGAIN, errno.ETIMEDOUT)  # SO_SNDTIMEO and TCP_USER_TIMEOUT
+
+
+class Worker(ThreadWorker):  # type: ignore[misc]
+    """Runs on the worker's main thread, but for `handle`, which runs on HTTP threads.
+
+    Signal handlers only leave a note for the main loop: a handler that came while another holds the inbox's lock would
+    never return.
+    """
+
+    sockets: list[socket.socket]
+
+    def init_process(self) -> None:
+        """The worker's whole life. What fails here leaves at once: sys.exit would wait for threads that wait for us."""
+        try:
+            super().init_process()
+        except StartupError as error:
+            print(f"levserve: error: {error}", file=sys.stderr, flush=True)
+            os._exit(error.exit_code)
+        except Exception:
+            log.exception("the main loop failed")
+            os._exit(FAULT)
+
+    def init_signals(self) -> None:
+        super().init_signals()
+        for number in IGNORED_SIGNALS:  # a terminal sends them to the whole group; the arbiter says what there is to say
+            signal.signal(number, signal.SIG_IGN)
+
+    def get_thread_pool(self) -> ThreadPoolExecutor:
+        self._ops_pool = start_pool(OPS_THREADS, "levserve-ops")
+        return start_pool(self.cfg.threads, "levserve-http")
+
+    def run(self) -> None:
+        settings, metrics = self.app.settings, self.app.engine.metrics
+        self._lobby = Lobby(self.poller, settings, metrics, self._dispatch, max_connections=self.cfg.worker_connections)
+        self._awaited: set[Connection] | None = None  # once we are leaving: those whose requests came before
+        self._leave_at = math.inf
+        self._next_tick = 0.0
+        self.poller.register(self.method_queue.fileno(), selectors.EVENT_READ, self.method_queue.run_callbacks)
+        while not self._is_drained():
+            self._turn()
+        self._close_listeners()
+        self._leave_at = time.monotonic() + LINGER_SECONDS
+        while (self._lobby.running or self._lobby.num_lingering) and time.monotonic() < self._leave_at:
+            self._turn()
+        self._lobby.close()
+        self.app.close()
+        logging.shutdown()
+        os._exit(0)  # sys.exit would wait for the pool, where a thread may be stuck with a client that does not read
+
+    def accept(self, listener: socket.socket) -> None:
+        try:
+            self._lobby.accept(listener)
+        except OSError as error:
+            log.warning("cannot accept a connection: %s", error.strerror)
+            self._lobby.make_room()
+            self.set_accept_enabled(False)  # until the next tick
+
+    def handle(self, connection: Connection, request: RawRequest) -> bool:
+        """On an HTTP thread: answers one request; whether its connection may have another. Raises `TimeoutError` at a stuck reader."""
+        parser = RequestParser(self.cfg, (), connection.client)
+        parser.unreader = RawReader(request)
+        req = None
+        try:
+            req = next(parser)
+            req._expected_100_continue = False  # that was said, if it was to be said, before the body came
+            return self.handle_request(req, connection) and request.is_whole and not req.body.failed
+        except StopIteration:  # a WebSocket, or an answer that broke off and is logged
+            return False
+        except NoMoreData as error:
+            self.handle_error(req, connection.sock, connection.client, error)
+        except OSError as error:
+            if error.errno in CUT_ERRNOS:
+                raise TimeoutError from None
+            log.debug("a client left while it was answered: %s", error)
+        except Exception as error:
+            self.handle_error(req, connection.sock, connection.client, error)
+        return False
+
+    def handle_error(self, req: Any, client: socket.socket, addr: Any, exc: Exception) -> None:
+        """On an HTTP thread: answers what never became a request of the application; gunicorn's own answer is a page in HTML."""
+        told = explain_refusal(exc)
+        if told.status == HTTPStatus.INTERNAL_SERVER_ERROR:
+            log.error("a request failed outside the application", exc_info=exc)
+        else:
+            log.info("refused with %d: %s", told.status, type(exc).__name__)  # what was sent may hold secrets
+        with suppress(OSError):  # gone
+            client.sendall(render(told))
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """SIGTERM: running requests have the drain time to finish. A second one, which may be the same from another sender, is nothing."""
+        self.method_queue.defer(self._drain)
+
+    def handle_quit(self, sig: int, frame: FrameType | None) -> None:
+        """SIGINT and SIGQUIT: running requests are ended at once, each with an error that its client can read."""
+        self.method_queue.defer(self._leave, 0.0)
+
+    def handle_abort(self, sig: int, frame: FrameType | None) -> None:
+        """SIGABRT: the arbiter saw no heartbeat of the main loop."""
+        os._exit(FAULT)
+
+    def _turn(self) -> None:
+        self.wait_for_and_dispatch_events(max(self._next_tick - time.monotonic(), 0))
+        if time.monotonic() >= self._next_tick:
+            self._next_tick = time.monotonic() + TICK_SECONDS
+            self._tick()
+
+    def _tick(self) -> None:
+        self.notify()
+        self._lobby.check_deadlines()
+        if self.sockets:
+            self.set_accept_enabled(True)
+        if not self.is_parent_alive():  # whoever comes in its place will want the port
+            self._leave(0.0)
+        self.app.on_tick()
+
+    def _dispatch(self, connection: Connection, request: RawRequest) -> None:
+        """Gives a whole request to a thread; if too many wait for one, refuses it here."""
+        is_ops = request.path in OPS_PATHS
+        if len(self._lobby.running) >= self.cfg.threads + MAX_QUEUED and not is_ops:
+            self.app.engine.metrics.refused.labels("threads_full").inc()
+            self._lobby.refuse(connection, Unavailable("The server is overloaded; please try again.", retry_after_seconds=1.0))
+            return
+        connection.enter(State.RUNNING, self._deadline_of(request))
+        self._lobby.running.add(connection)
+        pool = self._ops_pool if is_ops else self.tpool
+        future = pool.submit(self.handle, connection, request)
+        future.add_done_callback(lambda future: self.method_queue.defer(self._finish, connection, future))
+
+    def _deadline_of(self, request: RawRequest) -> float:
+        """When even the sending must have ended. A WebSocket may stay: pings tell whether its peer does."""
+        settings = self.app.settings
+        if not settings.request_timeout or request.path == SOCKET_PATH.encode():
+            return math.inf
+        return float(time.monotonic() + settings.request_timeout + settings.send_timeout)
+
+    def _finish(self, connection: Connection, future: Future[bool]) -> None:
+        if self._awaited is not None:
+            self._awaited.discard(connection)
+        match future.exception():
+            case None:
+                self._lobby.give_back(connection, keep=future.result())
+            case TimeoutError():
+                log.info("cut a connection: its client does not read")
+                self.app.engine.metrics.cut.labels("send").inc()
+                self._lobby.give_up(connection)
+            case error:
+                log.error("a request failed outside the application", exc_info=error)
+                self._lobby.give_up(connection)
+
+    def _drain(self) -> None:
+        if self._awaited is None:
+            self._leave(self.app.settings.drain_seconds)
+
+    def _leave(self, drain_seconds: float) -> None:
+        """Goes on answering, new requests with a refusal, until those that run have ended or their time is up."""
+        if self._awaited is None:
+            self._awaited = set(self._lobby.running)
+            self.max_keepalived = -1  # from now on every answer says that its connection will close
+        self._leave_at = min(self._leave_at, time.monotonic() + drain_seconds + LAST_WORDS_SECONDS)
+        self.app.on_drain(drain_seconds)
+
+    def _is_drained(self) -> bool:
+        return self._awaited is not None and (not self._awaited or time.monotonic() >= self._leave_at)
+
+    def _close_listeners(self) -> None:
+        """Takes what the kernel has accepted for us, to be refused properly; who comes later finds nobody and may ask elsewhere."""
+        for listener in self.sockets:
+            self.accept(listener)
+        self.set_accept_enabled(False)
+        for listener in self.sockets:
+            listener.close()
+        self.sockets = []
+
+
+def start_pool(num_threads: int, name: str) -> ThreadPoolExecutor:
+    """A pool whose threads all run: one that could not be started would be missed when the server is full."""
+    pool = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
+    is_full = threading.Event()
+    try:
+        for _ in range(num_threads):
+            pool.submit(is_full.wait)
+    except RuntimeError:
+        raise StartupError(
+            f"the system allows no {num_threads} threads: lower --max-running or --max-waiting, or raise the limit on tasks (ulimit -u)"
+        ) from None
+    finally:
+        is_full.set()
+    return pool
