@@ -48,10 +48,9 @@ JOIN_SECONDS = 3.0  # a device thread that is inside a compile cannot be told to
 def serve(settings: Settings, start_device: StartDevice) -> NoReturn:
     """Serves until a signal ends it; raises `StartupError` if it cannot listen, else `SystemExit` in both processes."""
     listener = listen(settings.host, settings.port)
-    max_connections = allow_files(num_threads(settings))
     url = _url(listener)
     log.info("listening on %s, loading %s", url, settings.model)
-    Application(settings, listener, url, start_device, max_connections).run()
+    Application(settings, listener, url, start_device).run()
     raise AssertionError("the arbiter ends with SystemExit")
 
 
@@ -100,14 +99,12 @@ class Application(BaseApplication):  # type: ignore[misc]
     Made in the arbiter; from `load` on it lives in the worker, on gunicorn's main thread.
     """
 
-    def __init__(
-        self, settings: Settings, listener: socket.socket, url: str, start_device: StartDevice, max_connections: int
-    ) -> None:
+    def __init__(self, settings: Settings, listener: socket.socket, url: str, start_device: StartDevice) -> None:
         self.settings = settings
         self._listener = listener
         self._url = url
         self._start_device = start_device
-        self._max_connections = max_connections
+        self._max_connections = allow_files(num_threads(settings))
         self._is_announced = False
         super().__init__()
 

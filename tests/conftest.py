@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.nginx import find_nginx
 from tests.node import NotHad, package_folder
 
 # Read by jax when a test first imports it, here and in the servers that tests start: a mix of types or ranks that jax
@@ -22,31 +23,34 @@ FAMILIES = (
     "llama", "llama3-rope", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "olmo2", "mixtral", "qwen3-moe", "gpt2",
 )  # fmt: skip
 
-NODE_REASON = pytest.StashKey[str]()
+LEFT_OUT = pytest.StashKey[list[str]]()
 RINGS = {"pure": 0, "tiny": 1, "real": 2}
 """Tests run from the inside out: pure ones first, the real server last."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    _leave_out_node(config, items)
+    config.stash[LEFT_OUT] = []
+    if not config.option.collectonly:
+        for mark, find in (("node", package_folder), ("nginx", find_nginx)):
+            _leave_out(config, items, mark, find)
     items.sort(key=lambda item: max((RINGS.get(mark.name, 0) for mark in item.iter_markers()), default=0))
 
 
-def _leave_out_node(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Takes the tests out that need node where it, or the package they use, cannot be had; and says so."""
-    wanting = [item for item in items if item.get_closest_marker("node")]
-    if not wanting or config.option.collectonly:
+def _leave_out(config: pytest.Config, items: list[pytest.Item], mark: str, find: Callable[[], Path]) -> None:
+    """Takes the tests out that need something which cannot be had here; and says so."""
+    wanting = [item for item in items if item.get_closest_marker(mark)]
+    if not wanting:
         return
     try:
-        package_folder()
+        find()
     except NotHad as reason:
         items[:] = [item for item in items if item not in wanting]
         config.hook.pytest_deselected(items=wanting)
-        config.stash[NODE_REASON] = f"{len(wanting)} deselected: {reason}"
+        config.stash[LEFT_OUT].append(f"{len(wanting)} deselected: {reason}")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    if reason := config.stash.get(NODE_REASON, ""):
+    for reason in config.stash.get(LEFT_OUT, []):
         terminalreporter.write_line(reason)
 
 

@@ -110,10 +110,11 @@ class Client:
 class ServerProcess:
     """A server process of its own; use it as a context, which kills what is left of it."""
 
-    def __init__(self, *options: str) -> None:
+    def __init__(self, *options: str, files_limit: int | None = None) -> None:
+        limits = [] if files_limit is None else ["prlimit", f"--nofile={files_limit}", "--"]
         environ = {name: value for name, value in os.environ.items() if not name.startswith(("LEVSERVE_", "LEVANTER_"))}
         self._process = subprocess.Popen(
-            [sys.executable, "-W", "error", str(PROGRAM), "--port", "0", *options],
+            [*limits, sys.executable, "-W", "error", str(PROGRAM), "--port", "0", *options],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -137,6 +138,11 @@ class ServerProcess:
     def worker_pid(self) -> int:
         children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split()
         return int(children[0])
+
+    def num_connections(self) -> int:
+        """How many clients' connections the worker has open."""
+        links = Path(f"/proc/{self.worker_pid}/fd").iterdir()
+        return sum(link.is_socket() for link in links) - 1  # less the listener
 
     def connect(self) -> Client:
         return Client(int(self.url.rpartition(":")[2]))

@@ -19,6 +19,7 @@ from levserve.wire.framing import RequestBuffer
 PIECE_BYTES = 2**16  # read at a time, so that no client keeps the main loop to itself
 LINGER_BYTES = 2**18
 KEEPALIVE_SECONDS = {socket.TCP_KEEPIDLE: 15, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}  # the last is a count
+UNSENT_BYTES = 2**17  # that the kernel keeps for a slow reader, where it would let 2.6 MB pile up on a fast link
 ABORT = struct.pack("ii", 1, 0)  # SO_LINGER: forget what is unsent, and tell the peer
 
 
@@ -102,6 +103,7 @@ def _set_limits(sock: socket.socket, send_seconds: float) -> None:
     if sock.family == socket.AF_UNIX:
         return
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in KEEPALIVE_SECONDS.items():
         sock.setsockopt(socket.IPPROTO_TCP, option, value)
