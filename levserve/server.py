@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import resource
+import signal
 import socket
 import threading
 import time
@@ -47,10 +48,12 @@ JOIN_SECONDS = 3.0  # a device thread that is inside a compile cannot be told to
 
 def serve(settings: Settings, start_device: StartDevice) -> NoReturn:
     """Serves until a signal ends it; raises `StartupError` if it cannot listen, else `SystemExit` in both processes."""
+    max_connections = allow_files(num_threads(settings))
     listener = listen(settings.host, settings.port)
     url = _url(listener)
+    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0))  # until gunicorn listens for it; there is nothing to end yet
     log.info("listening on %s, loading %s", url, settings.model)
-    Application(settings, listener, url, start_device).run()
+    Application(settings, listener, url, start_device, max_connections).run()
     raise AssertionError("the arbiter ends with SystemExit")
 
 
@@ -99,12 +102,14 @@ class Application(BaseApplication):  # type: ignore[misc]
     Made in the arbiter; from `load` on it lives in the worker, on gunicorn's main thread.
     """
 
-    def __init__(self, settings: Settings, listener: socket.socket, url: str, start_device: StartDevice) -> None:
+    def __init__(
+        self, settings: Settings, listener: socket.socket, url: str, start_device: StartDevice, max_connections: int
+    ) -> None:
         self.settings = settings
         self._listener = listener
         self._url = url
         self._start_device = start_device
-        self._max_connections = allow_files(num_threads(settings))
+        self._max_connections = max_connections
         self._is_announced = False
         super().__init__()
 

@@ -169,8 +169,12 @@ class ServerProcess:
         """Waits until the device tells of this event; gives the request's id."""
         return str(json.loads(self._events.wait_for(lambda line: json.loads(line)[0] == event))[1])
 
-    def send_signal(self, number: signal.Signals) -> None:
-        self._process.send_signal(number)
+    def send_signal(self, number: signal.Signals, *, to_group: bool = False) -> None:
+        """To the process that was started, or to all of its processes as a terminal does it."""
+        if to_group:
+            os.killpg(self._process.pid, number)
+        else:
+            self._process.send_signal(number)
 
     def wait_end(self) -> None:
         """Until the worker has ended too."""

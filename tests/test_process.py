@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
+import time
 
 import pytest
+
+from levserve.wire.arbiter import REPEAT_SECONDS
 from tests.fake_server import ServerProcess, completion
 
 SMALL = ("--max-running", "2", "--max-waiting", "2")
@@ -51,6 +55,87 @@ def test_a_drain_refuses_new_work_and_ends_the_rest_at_its_deadline() -> None:
         streaming.close()
         blocking.close()
         assert server.wait_exit() == 0
+
+
+def test_who_comes_during_a_drain_is_told_to_go_elsewhere_and_after_it_finds_nobody() -> None:
+    with ServerProcess(*SMALL).wait_ready() as server:
+        streaming = server.start_completion("t6", stream=True)
+        events = streaming.stream()
+        next(events)
+        with server.connect() as idle:
+            idle.send("GET", "/readyz")
+            assert idle.receive().status == 200
+            server.send_signal(signal.SIGTERM)
+            server.wait_event("drain")
+            for client in (idle, server.connect()):
+                with client:
+                    client.send("POST", "/v1/completions", completion("t17"))
+                    refused = client.receive()
+                    assert (refused.status, refused.headers["retry-after"], refused.headers["connection"]) == (503, "10", "close")
+        assert server.ask("GET", "/healthz").status == 200
+        assert server.ask("GET", "/readyz").json["status"] == "draining"
+        streaming.close()  # the last one
+        assert server.wait_exit() == 0
+        with pytest.raises(ConnectionRefusedError):
+            server.ask("GET", "/healthz")
+
+
+def test_a_second_signal_ends_the_drain_but_not_the_same_one_heard_twice() -> None:
+    with ServerProcess(*SMALL, "--drain-seconds", "600").wait_ready() as server:
+        streaming = server.start_completion("t6", stream=True)
+        events = streaming.stream()
+        next(events)
+        server.send_signal(signal.SIGTERM, to_group=True)  # as systemd does by default: the worker hears it from two sides
+        server.wait_event("drain")
+        assert not select.select([streaming], [], [], 2 * REPEAT_SECONDS)[0], "it is still running"
+        started = time.monotonic()
+        server.send_signal(signal.SIGTERM)
+        error, done = events  # the client would complain if the last chunk were missing
+        assert json.loads(error)["error"]["type"] == "server_error" and done == "[DONE]"
+        streaming.close()
+        assert server.wait_exit() == 0
+        assert time.monotonic() - started < 5
+
+
+def test_a_worker_that_dies_while_it_drains_is_a_fault() -> None:
+    with ServerProcess(*SMALL).wait_ready() as server:
+        client = server.start_completion("t4")
+        server.send_signal(signal.SIGTERM)
+        server.wait_event("drain")
+        os.kill(server.worker_pid, signal.SIGKILL)
+        assert server.wait_exit() == 70
+        client.close()
+
+
+@pytest.mark.parametrize("seconds", [0, 0.02, 0.1])
+def test_a_start_can_be_stopped_at_any_moment(seconds: float) -> None:
+    with ServerProcess("--served-model-name", "endless") as server:
+        server.log.wait_for(lambda line: "listening on" in line)
+        time.sleep(seconds)
+        started = time.monotonic()
+        server.send_signal(signal.SIGTERM)
+        assert server.wait_exit() == 0
+        assert time.monotonic() - started < 4
+
+
+def test_health_is_answered_within_a_second_of_the_start() -> None:
+    """In one of four: the machine may be busy with something else."""
+
+    def measure() -> float:
+        started = time.monotonic()
+        with ServerProcess("--served-model-name", "endless") as server:
+            server.log.wait_for(lambda line: "listening on" in line)
+            assert server.ask("GET", "/healthz").status == 200
+            return time.monotonic() - started
+
+    assert any(measure() < 1 for _ in range(4))
+
+
+def test_too_few_files_for_its_threads_are_one_line_and_exit_code_1() -> None:
+    with ServerProcess("--max-running", "100", files_limit=300) as server:
+        assert server.wait_exit() == 1
+    (line,) = server.log.seen
+    assert line.startswith("levserve: error: ") and "532 HTTP threads" in line and "300" in line
 
 
 def test_clients_that_keep_their_connections_open_do_not_hold_up_the_exit() -> None:
@@ -113,13 +198,14 @@ def test_a_worker_that_is_killed_ends_the_server_with_70(number: signal.Signals)
         assert server.wait_exit() == 70
 
 
-def test_signals_that_would_start_a_second_worker_are_ignored() -> None:
+@pytest.mark.parametrize("to_group", [False, True])
+def test_signals_that_would_start_a_second_worker_are_ignored(to_group: bool) -> None:
     with ServerProcess(*SMALL).wait_ready() as server:
         worker = server.worker_pid
-        for number in (signal.SIGHUP, signal.SIGTTIN, signal.SIGTTOU, signal.SIGUSR2):
-            server.send_signal(number)
+        for number in (signal.SIGHUP, signal.SIGTTIN, signal.SIGTTOU, signal.SIGUSR1, signal.SIGUSR2):
+            server.send_signal(number, to_group=to_group)
             server.log.wait_for(lambda line: "signal ignored" in line)
-        server.send_signal(signal.SIGWINCH)
+        server.send_signal(signal.SIGWINCH, to_group=to_group)
         assert server.complete("t17", max_tokens=1).json["choices"][0]["text"] == " t18"
         assert server.worker_pid == worker
 

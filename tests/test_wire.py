@@ -28,19 +28,32 @@ class Wire(io.BytesIO):
     def makefile(self, mode: str) -> Wire:
         return self
 
+    def close(self) -> None:
+        """Nothing: there may be another answer in it."""
+
 
 def exchange(server: ServerProcess, *pieces: bytes) -> Reply:
     """Sends the bytes as they are and reads one answer; the server must close the connection after it."""
+    (reply,) = exchange_all(server, *pieces)
+    return reply
+
+
+def exchange_all(server: ServerProcess, *pieces: bytes) -> list[Reply]:
+    """The same with all the answers there are until the server closes the connection."""
     address = ("127.0.0.1", int(server.url.rpartition(":")[2]))
     with socket.create_connection(address, timeout=PATIENCE_SECONDS) as connection:
         for piece in pieces:
             connection.sendall(piece)
-        received = b""
+        received = Wire()
         while data := connection.recv(65536):
-            received += data
-    response = http.client.HTTPResponse(Wire(received))  # type: ignore[arg-type]
-    response.begin()
-    return Reply(response.status, {name.lower(): value for name, value in response.getheaders()}, response.read())
+            received.write(data)
+    received.seek(0)
+    replies = []
+    while received.tell() < len(received.getvalue()):
+        response = http.client.HTTPResponse(received)  # type: ignore[arg-type]
+        response.begin()
+        replies.append(Reply(response.status, {name.lower(): value for name, value in response.getheaders()}, response.read()))
+    return replies
 
 
 def check_shape(reply: Reply, status: int) -> None:
@@ -58,11 +71,18 @@ def check_shape(reply: Reply, status: int) -> None:
     ("sent", "status"),
     [
         (b"nonsense\r\n\r\n", 400),
+        (b"\r\n\r\n\r\n\r\n", 400),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),
+        (b"GET /v1/models HTTP/1.1\nHost: x\n\n", 400),
+        (GET + b"X-Bad: 1\n", 400),
+        (GET + b"X-Folded: 1\r\n and more\r\n\r\n", 400),
         (b"get /v1/models HTTP/1.1\r\nHost: x\r\n\r\n", 400),
         (b"GET /v1/models HTTP/9.9\r\nHost: x\r\n\r\n", 400),
         (b"GET /%s HTTP/1.1\r\nHost: x\r\n\r\n" % (b"a" * 5000), 414),
         (GET + b"X-Long: %s\r\n\r\n" % (b"a" * 9000), 431),
         (GET + b"".join(b"X-%d: 1\r\n" % number for number in range(120)) + b"\r\n", 431),
+        (GET + b"X-Long: %s" % (b"a" * 70_000), 431),
         (GET + b"X-Bad: a\x00b\r\n\r\n", 400),
         (GET + b"X Bad: 1\r\n\r\n", 400),
         (GET + b"no colon\r\n\r\n", 400),
@@ -71,6 +91,8 @@ def check_shape(reply: Reply, status: int) -> None:
         (POST + LENGTH + b"Content-Length: 1\r\n\r\n" + BODY, 400),
         (POST + LENGTH + b"Transfer-Encoding: chunked\r\n\r\n" + BODY, 400),
         (POST + b"Transfer-Encoding: wind\r\n\r\n" + BODY, 400),
+        (POST + b"Transfer-Encoding: chunked, chunked\r\n\r\n0\r\n\r\n", 400),
+        (b"POST /v1/completions HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 400),
         (POST + LENGTH + b"Expect: a miracle\r\n\r\n" + BODY, 417),
         (POST + b"Transfer-Encoding: chunked\r\n\r\nlong\r\n{}\r\n0\r\n\r\n", 400),
         (POST + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}{}\r\n0\r\n\r\n", 400),
@@ -94,6 +116,9 @@ def test_what_cannot_be_parsed_is_refused_in_the_same_shape(server: ServerProces
         (POST + b"Connection: close\r\nContent-Length: 999999\r\n\r\n", 413),
         (POST + b"Connection: close\r\nContent-Length: 99999\r\n\r\n" + b" " * 99_999, 413),
         (POST + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n1388\r\n%s\r\n0\r\n\r\n" % (b" " * 5000), 413),
+        (POST + b"Content-Length: 99999999999999999999999\r\n\r\n", 413),
+        (POST + b"Expect: 100-continue\r\nContent-Length: 999999\r\n\r\n", 413),
+        (POST + b"Transfer-Encoding: chunked\r\n\r\n" + b"10\r\n0123456789abcdef\r\n" * 300, 413),
         (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: text/plain\r\n" + LENGTH + b"\r\n" + BODY, 415),
     ],
 )
@@ -117,6 +142,43 @@ def test_a_body_sent_byte_by_byte_is_a_request_like_any_other(server: ServerProc
 def test_a_client_that_asks_before_it_sends_is_told_to_go_on(server: ServerProcess) -> None:
     reply = exchange(server, POST + LENGTH + b"Expect: 100-continue\r\nConnection: close\r\n\r\n", BODY)
     assert reply.status == 200  # http.client passes over the 100
+
+
+def test_a_chunked_body_is_a_body_like_any_other_also_with_trailers(server: ServerProcess) -> None:
+    chunks = b"".join(b"%x\r\n%b\r\n" % (len(BODY[at : at + 7]), BODY[at : at + 7]) for at in range(0, len(BODY), 7))
+    sent = POST + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n" + chunks + b"0\r\nX-Sum: 1\r\n\r\n"
+    assert exchange(server, sent).json["choices"][0]["text"].startswith(" t18")
+    assert exchange(server, *(bytes((byte,)) for byte in sent)).json["choices"][0]["text"].startswith(" t18")
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /v1/models HTTP/1.1\r\nConnection: close\r\n\r\n",
+        GET + b"X_Odd: 1\r\nConnection: close\r\n\r\n",
+        b"GET /v1/models HTTP/1.0\r\n\r\n",
+    ],
+)
+def test_old_and_careless_clients_are_served(server: ServerProcess, head: bytes) -> None:
+    assert exchange(server, head).json["object"] == "list"
+
+
+def test_a_stream_to_an_http_1_0_client_has_no_chunks_and_ends_with_the_connection(server: ServerProcess) -> None:
+    body = json.dumps(completion("t17", max_tokens=2, stream=True)).encode()
+    head = b"POST /v1/completions HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
+    reply = exchange(server, head + body)
+    assert "transfer-encoding" not in reply.headers
+    assert reply.body.startswith(b"data: {") and reply.body.endswith(b"data: [DONE]\n\n")
+
+
+def test_requests_that_come_all_at_once_are_answered_in_their_order(server: ServerProcess) -> None:
+    bodies = [json.dumps(completion(f"t{number}", max_tokens=1)).encode() for number in (17, 27, 37)]
+    posts = b"".join(POST + b"Content-Length: %d\r\n\r\n" % len(body) + body + b"\r\n" for body in bodies)
+    unread = b"POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nGET / HTT"  # whose body nobody reads
+    sent = GET + b"\r\n" + posts + unread + GET + b"Connection: close\r\n\r\n"
+    replies = exchange_all(server, sent)
+    assert [reply.status for reply in replies] == [200, 200, 200, 200, 404, 200]
+    assert [reply.json["choices"][0]["text"] for reply in replies[1:4]] == [" t18", " t28", " t38"]
 
 
 def test_an_error_leaves_a_connection_for_the_next_request(server: ServerProcess) -> None:

@@ -10,7 +10,6 @@ import base64
 from typing import Annotated, Any
 
 import msgspec
-import numpy as np
 from flask import Blueprint, Response, g, request
 from msgspec import Meta, Struct
 
@@ -127,6 +126,8 @@ def _tokenize(body: EmbeddingBody, model: ServedModel) -> list[list[int]]:
 
 
 def _embedding(choice: Choice, body: EmbeddingBody) -> list[float] | str:
+    import numpy as np  # 0.1 s that the start has no time for
+
     assert choice.hidden is not None  # it was asked for
     vector = np.array(choice.hidden.last if body.pooling == "last" else choice.hidden.mean, dtype="<f4")
     vector /= np.linalg.norm(vector) or 1.0

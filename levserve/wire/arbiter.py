@@ -83,4 +83,5 @@ class OneWorkerArbiter(Arbiter):  # type: ignore[misc]
 
     def halt(self, reason: str | None = None, exit_status: int = 0) -> None:
         self.stop()
-        sys.exit(self._worker_exit if self._worker_exit in (0, 1, 2) else FAULT)
+        is_told = self._worker_exit == -signal.SIGTERM  # before it had a handler for it: there was nothing to drain
+        sys.exit(self._worker_exit if self._worker_exit in (0, 1, 2) else 0 if is_told else FAULT)
