@@ -149,7 +149,7 @@ def test_clients_that_keep_their_connections_open_do_not_hold_up_the_exit() -> N
 
 
 def test_a_worker_whose_arbiter_is_gone_leaves_even_if_a_thread_is_stuck() -> None:
-    with ServerProcess(*SMALL, "--drain-seconds", "0").wait_ready() as server:
+    with ServerProcess(*SMALL, "--drain-seconds", "600").wait_ready() as server:
         client = server.start_completion("t8")
         server.send_signal(signal.SIGKILL)
         server.wait_end()

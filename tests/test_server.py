@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -229,6 +231,15 @@ def test_a_model_that_cannot_be_served_ends_with_one_line(flags: tuple[str, ...]
     assert len(lines) == 1 and lines[0].startswith("levserve: error: "), result.stderr
     for word in words:
         assert word in lines[0]
+
+
+def test_a_model_whose_file_is_cut_off_ends_the_server_with_one_line(tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN / "llama", tmp_path, dirs_exist_ok=True)
+    os.truncate(tmp_path / "model.safetensors", 5000)
+    result = run_cli("--port", "0", "--log-level", "error", "--model", str(tmp_path))
+    assert result.returncode == 1
+    (line,) = result.stderr.strip().splitlines()
+    assert line.startswith("levserve: error: ") and str(tmp_path / "model.safetensors") in line
 
 
 def wait_until(is_true: object, seconds: float = 30) -> None:

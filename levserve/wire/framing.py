@@ -117,7 +117,7 @@ class RequestBuffer:
         return self._give_up(None) if self._data and (has_bare_newline or is_garbage) else None
 
     def _read_head(self, head_len: int) -> RawRequest | None:
-        lines = self._data[:head_len].split(b"\r\n")[1:]
+        first, *lines = self._data[:head_len].split(b"\r\n")
         fields = [(name.lower(), value.strip(b" \t")) for name, _, value in (line.partition(b":") for line in lines)]
         lengths = [value for name, value in fields if name == b"content-length"]
         codings = [coding.strip(b" \t").lower() for name, value in fields if name == b"transfer-encoding" for coding in value.split(b",")]
@@ -127,9 +127,10 @@ class RequestBuffer:
         self._head_len = self._chunk_start = head_len
         self._body_len = int(length) if is_number else 0
         self._is_chunked = codings[-1:] == [b"chunked"]
-        self._is_waiting = expects == [b"100-continue"]
+        is_asking = expects == [b"100-continue"]
+        self._is_waiting = is_asking and not first.endswith(b"/1.0")  # to which one must not answer that
         is_unclear = not is_number or len(lengths) > 1 or (lengths and codings) or (codings and not self._is_chunked)
-        return self._give_up(None) if is_unclear or (expects and not self._is_waiting) else None
+        return self._give_up(None) if is_unclear or (expects and not is_asking) else None
 
     def _take_counted(self) -> RawRequest | None:
         if self._body_len > self._max_body_bytes:

@@ -86,7 +86,7 @@ class Worker(ThreadWorker):  # type: ignore[misc]
             self._turn()
         self._close_listeners()
         self._leave_at = time.monotonic() + LINGER_SECONDS
-        while (self._lobby.running or self._lobby.num_lingering) and time.monotonic() < self._leave_at:
+        while self._has_last_words() and time.monotonic() < self._leave_at:
             self._turn()
         self._lobby.close()
         self.app.close()
@@ -207,6 +207,10 @@ class Worker(ThreadWorker):  # type: ignore[misc]
 
     def _is_drained(self) -> bool:
         return self._awaited is not None and (not self._awaited or time.monotonic() >= self._leave_at)
+
+    def _has_last_words(self) -> bool:
+        """Whether someone is still being refused, or reading what was said; who had the whole drain is not waited for again."""
+        return bool(self._lobby.running - (self._awaited or set())) or self._lobby.num_lingering > 0
 
     def _close_listeners(self) -> None:
         """Takes what the kernel has accepted for us, to be refused properly; who comes later finds nobody and may ask elsewhere."""
