@@ -194,7 +194,7 @@ class FakeDevice(threading.Thread):
         for request_id in list(self._rows):
             self._end(request_id, FinishReason.FAILED)
         self._engine.fail()
-        time.sleep(0.2)  # the writers' last words, as the real device thread leaves them
+        time.sleep(1)  # the writers' last words, as the real device thread leaves them
         os._exit(70)
 
 

@@ -144,6 +144,11 @@ class ServerProcess:
         links = Path(f"/proc/{self.worker_pid}/fd").iterdir()
         return sum(link.is_socket() for link in links) - 1  # less the listener
 
+    def cpu_seconds(self) -> float:
+        """What arbiter and worker have computed so far."""
+        stats = (Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in (self._process.pid, self.worker_pid))
+        return sum(int(user) + int(system) for user, system in (fields[11:13] for fields in stats)) / os.sysconf("SC_CLK_TCK")
+
     def connect(self) -> Client:
         return Client(int(self.url.rpartition(":")[2]))
 

@@ -119,16 +119,12 @@ def test_a_start_can_be_stopped_at_any_moment(seconds: float) -> None:
 
 
 def test_health_is_answered_within_a_second_of_the_start() -> None:
-    """In one of four: the machine may be busy with something else."""
-
-    def measure() -> float:
-        started = time.monotonic()
-        with ServerProcess("--served-model-name", "endless") as server:
-            server.log.wait_for(lambda line: "listening on" in line)
-            assert server.ask("GET", "/healthz").status == 200
-            return time.monotonic() - started
-
-    assert any(measure() < 1 for _ in range(4))
+    """A second of this machine's time, should it be busy with something else: nothing here waits, it is all computing."""
+    started = time.monotonic()
+    with ServerProcess("--served-model-name", "endless") as server:
+        server.log.wait_for(lambda line: "listening on" in line)
+        assert server.ask("GET", "/healthz").status == 200
+        assert min(time.monotonic() - started, server.cpu_seconds()) < 1
 
 
 def test_too_few_files_for_its_threads_are_one_line_and_exit_code_1() -> None:
@@ -184,10 +180,14 @@ def test_a_device_that_dies_tells_its_clients_and_ends_the_process_with_70() -> 
         events = streaming.stream()
         next(events)
         assert server.complete("t5").status == 500
+        started = time.monotonic()
+        health = server.ask("GET", "/healthz")
+        assert (health.status, health.json) == (503, {"status": "failed"})
         error, done = events
         assert json.loads(error)["error"]["type"] == "server_error"
         assert done == "[DONE]"
         assert server.wait_exit() == 70
+        assert time.monotonic() - started < 2
         streaming.close()
 
 

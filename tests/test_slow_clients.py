@@ -10,7 +10,7 @@ import statistics
 import struct
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -198,6 +198,34 @@ def test_when_no_thread_is_free_health_is_answered_and_the_rest_is_refused_by_th
                 client.close()
             assert all(client.recv(65536).startswith(b"HTTP/1.1 200 ") for client in waiting), "they have their turn"
         check_service(server)
+
+
+def test_who_asks_for_metrics_on_and_on_and_reads_nothing_does_not_keep_them_from_others(server: ServerProcess) -> None:
+    with crowd(server, b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n" * 300, 12, is_small=True):
+        check_speed(server, "/healthz", "/metrics")
+
+
+def test_unfinished_bodies_have_only_so_much_memory_together(server: ServerProcess) -> None:
+    part = HEAD + b"Content-Length: 4000000\r\n\r\n" + b"x" * 3_900_000
+    with ExitStack() as held:
+        for _ in range(20):
+            with suppress(ConnectionError):  # refused before all of it was sent
+                held.enter_context(open_socket(server, part))
+        wait_until(lambda: metric(server, "refused_total", reason="memory_full") >= 1)
+        check_service(server)
+
+
+def test_a_reader_that_takes_its_answer_in_sips_is_cut_when_the_requests_time_is_over() -> None:
+    with ServerProcess("--max-running", "2", "--request-timeout", "0.5", "--send-timeout", "1").wait_ready() as server:
+        with open_socket(server, post("/apply_template", BIG), is_small=True) as client:
+
+            def sip() -> bool:
+                with suppress(ConnectionError):
+                    client.recv(4096)
+                return metric(server, "connections_cut_total", reason="request") == 1
+
+            wait_until(sip)
+            wait_until(lambda: server.num_connections() == 0)
 
 
 def test_a_burst_over_the_limit_is_refused_at_once_and_health_goes_on(server: ServerProcess) -> None:

@@ -6,9 +6,11 @@ blocks on it.
 
 from __future__ import annotations
 
+import fcntl
 import math
 import socket
 import struct
+import termios
 from contextlib import suppress
 from enum import Enum, auto
 from typing import Any
@@ -19,7 +21,7 @@ from levserve.wire.framing import RequestBuffer
 PIECE_BYTES = 2**16  # read at a time, so that no client keeps the main loop to itself
 LINGER_BYTES = 2**18
 KEEPALIVE_SECONDS = {socket.TCP_KEEPIDLE: 15, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}  # the last is a count
-UNSENT_BYTES = 2**17  # that the kernel keeps for a slow reader, where it would let 2.6 MB pile up on a fast link
+UNSENT_BYTES = 2**18  # that the kernel keeps for a slow reader, where it would let 2.6 MB pile up on a fast link
 ABORT = struct.pack("ii", 1, 0)  # SO_LINGER: forget what is unsent, and tell the peer
 
 
@@ -66,6 +68,10 @@ class Connection:
             return self.sock.send(answer, socket.MSG_DONTWAIT) == len(answer)
         except OSError:
             return False
+
+    def num_unread(self) -> int:
+        """Bytes of earlier answers that have not reached the client: many, if it sends requests and reads nothing."""
+        return int(struct.unpack("i", fcntl.ioctl(self.sock, termios.TIOCOUTQ, bytes(4)))[0])
 
     def finish_sending(self) -> None:
         with suppress(OSError):

@@ -78,7 +78,7 @@ class Lobby:
         """From an HTTP thread: its request is answered."""
         self.running.discard(connection)
         if connection.fileno() < 0:  # a WebSocket, which has seen to its end itself
-            connection.close()
+            self._drop(connection)
         elif keep:
             connection.enter(State.IDLE, time.monotonic() + self._settings.keep_alive)
             self._wait_for(connection)
@@ -87,8 +87,10 @@ class Lobby:
             self._linger(connection)
 
     def give_up(self, connection: Connection) -> None:
-        """From an HTTP thread: the client does not take its answer."""
+        """The client does not take what it is sent."""
         self.running.discard(connection)
+        self._count_cut("send")
+        self._forget_buffer(connection)
         connection.abort()
 
     def refuse(self, connection: Connection, error: ServeError) -> None:
@@ -124,7 +126,7 @@ class Lobby:
             self._drop(connection)  # one that never spoke gets no answer
 
     def _count_cut(self, reason: str) -> None:
-        log.info("cut a connection: late with its %s", reason)
+        log.debug("cut a connection for its %s", reason)
         self._metrics.cut.labels(reason).inc()
 
     def _wait_for(self, connection: Connection) -> None:

@@ -39,7 +39,8 @@ log = logging.getLogger(__name__)
 
 FAULT = 70  # EX_SOFTWARE; systemd restarts on it
 TICK_SECONDS = 0.25  # between two looks at the deadlines
-OPS_THREADS = 4
+OPS_THREADS = 4  # which never wait for a client to read: the kernel has room for another answer if there is less than ...
+OPS_UNREAD_BYTES = 2**16
 MAX_QUEUED = 64  # requests that wait for a thread: less than a tenth of a second, all of them to be refused
 LAST_WORDS_SECONDS = 2.0  # from the end of a drain's time until nobody is waited for
 IGNORED_SIGNALS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTTIN, signal.SIGTTOU, signal.SIGWINCH)
@@ -166,6 +167,9 @@ class Worker(ThreadWorker):  # type: ignore[misc]
             self.app.engine.metrics.refused.labels("threads_full").inc()
             self._lobby.refuse(connection, Unavailable("The server is overloaded; please try again.", retry_after_seconds=1.0))
             return
+        if is_ops and connection.num_unread() > OPS_UNREAD_BYTES:
+            self._lobby.give_up(connection)
+            return
         connection.enter(State.RUNNING, self._deadline_of(request))
         self._lobby.running.add(connection)
         pool = self._ops_pool if is_ops else self.tpool
@@ -186,12 +190,10 @@ class Worker(ThreadWorker):  # type: ignore[misc]
             case None:
                 self._lobby.give_back(connection, keep=future.result())
             case TimeoutError():
-                log.info("cut a connection: its client does not read")
-                self.app.engine.metrics.cut.labels("send").inc()
                 self._lobby.give_up(connection)
             case error:
                 log.error("a request failed outside the application", exc_info=error)
-                self._lobby.give_up(connection)
+                self._lobby.give_back(connection, keep=False)
 
     def _drain(self) -> None:
         if self._awaited is None:
