@@ -32,6 +32,13 @@ def server() -> Iterator[ServerProcess]:
         yield process.wait_ready()
 
 
+@pytest.fixture(scope="module")
+def patient_server() -> Iterator[ServerProcess]:
+    """The limits as they are unless someone changes them."""
+    with ServerProcess("--max-running", "2", "--max-waiting", "2", "--max-sockets", "0") as process:
+        yield process.wait_ready()
+
+
 @pytest.fixture(autouse=True)
 def nothing_leaks(server: ServerProcess) -> Iterator[None]:
     """Descriptors are back and the log has no traceback when a test's clients are gone."""
@@ -183,26 +190,36 @@ def test_one_byte_readers_are_cut_too(server: ServerProcess) -> None:
         wait_until(read_a_byte)
 
 
-def test_when_no_thread_is_free_health_is_answered_and_the_rest_is_refused_by_the_main_loop() -> None:
-    with ServerProcess("--max-running", "2", "--max-waiting", "2", "--max-sockets", "0").wait_ready() as server:
-        with ExitStack() as held:
-            stuck = held.enter_context(crowd(server, post("/apply_template", BIG), NUM_THREADS, is_small=True))
-            assert all(client.recv(1) for client in stuck)
-            waiting = held.enter_context(crowd(server, b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n", NUM_QUEUED))
-            refused = server.complete("t17")
-            assert (refused.status, refused.headers["retry-after"], refused.headers["connection"]) == (503, "1", "close")
-            assert sorted(refused.json["error"]) == ["code", "message", "param", "type"]
-            check_speed(server, "/healthz", "/readyz", "/metrics")
-            assert metric(server, "refused_total", reason="threads_full") == 1
-            for client in stuck:
-                client.close()
-            assert all(client.recv(65536).startswith(b"HTTP/1.1 200 ") for client in waiting), "they have their turn"
-        check_service(server)
+def test_when_no_thread_is_free_health_is_answered_and_the_rest_is_refused_by_the_main_loop(patient_server: ServerProcess) -> None:
+    server = patient_server
+    with ExitStack() as held:
+        stuck = held.enter_context(crowd(server, post("/apply_template", BIG), NUM_THREADS, is_small=True))
+        assert all(client.recv(1) for client in stuck)
+        waiting = held.enter_context(crowd(server, b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n", NUM_QUEUED))
+        check_speed(server, "/healthz", "/readyz", "/metrics")
+        refused = server.complete("t17")
+        assert (refused.status, refused.headers["retry-after"], refused.headers["connection"]) == (503, "1", "close")
+        assert sorted(refused.json["error"]) == ["code", "message", "param", "type"]
+        assert metric(server, "refused_total", reason="threads_full") == 1
+        for client in stuck:
+            client.close()
+        assert all(client.recv(65536).startswith(b"HTTP/1.1 200 ") for client in waiting), "they have their turn"
+    check_service(server)
 
 
-def test_who_asks_for_metrics_on_and_on_and_reads_nothing_does_not_keep_them_from_others(server: ServerProcess) -> None:
-    with crowd(server, b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n" * 300, 12, is_small=True):
-        check_speed(server, "/healthz", "/metrics")
+def test_who_asks_for_metrics_on_and_on_and_reads_nothing_does_not_keep_them_from_others(patient_server: ServerProcess) -> None:
+    before = metric(patient_server, "connections_cut_total", reason="send")
+    with crowd(patient_server, b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n" * 300, 12, is_small=True):
+        seconds = []
+
+        def is_over() -> bool:
+            started = time.monotonic()
+            num_cut = metric(patient_server, "connections_cut_total", reason="send") - before
+            seconds.append(time.monotonic() - started)
+            return num_cut == 12
+
+        wait_until(is_over)
+        assert max(seconds) < 1, "a thread has waited for one of them to read"
 
 
 def test_unfinished_bodies_have_only_so_much_memory_together(server: ServerProcess) -> None:
