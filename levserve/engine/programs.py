@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -28,6 +30,8 @@ log = logging.getLogger(__name__)
 
 MODES = (Mode.GREEDY, Mode.PLAIN, Mode.FULL)
 """From the cheapest to the one that can do everything."""
+CORES_PER_COMPILER = 4
+"""So many cores for each background compiler: requests are being served meanwhile."""
 COMPILER_STACK_BYTES = 64 << 20
 """XLA recurses once per layer and more; the default stack of a thread is too small for deep models."""
 
@@ -61,7 +65,7 @@ class Programs:
         self._ready: dict[Shape, RoundCall] = {}
         self._cold: queue.SimpleQueue[Shape] = queue.SimpleQueue()
         self._stopping = threading.Event()
-        self._background: threading.Thread | None = None
+        self._background: list[threading.Thread] = []
 
     @property
     def first_shapes(self) -> list[Shape]:
@@ -98,13 +102,15 @@ class Programs:
             self._compile(shape, "startup")
 
     def start_background(self) -> None:
-        """Compiles the remaining shapes while the server runs; `stop` waits for the one under way."""
-        self._background = _compiler_thread(self._compile_rest)
+        """Compiles the remaining shapes while the server runs; `stop` waits for those under way."""
+        rest = deque(shape for shape in self.all_shapes if shape not in self._ready)
+        num_threads = max((os.cpu_count() or 1) // CORES_PER_COMPILER, 1)
+        self._background = [_compiler_thread(functools.partial(self._compile_rest, rest)) for _ in range(num_threads)]
 
     def stop(self) -> None:
         self._stopping.set()
-        if self._background is not None:
-            self._background.join()
+        for thread in self._background:
+            thread.join()
 
     @property
     def is_complete(self) -> bool:
@@ -170,16 +176,19 @@ class Programs:
         self._metrics.compiles.labels(when).inc()
         log.debug("compiled %s in %.1f s (%s)", shape, time.monotonic() - start, when)
 
-    def _compile_rest(self) -> None:
-        for shape in self.all_shapes:
-            if self._stopping.is_set():
+    def _compile_rest(self, shapes: deque[Shape]) -> None:
+        """Takes shapes from a list that several threads share, until it is empty."""
+        while not self._stopping.is_set():
+            try:
+                shape = shapes.popleft()
+            except IndexError:
                 return
-            if shape not in self._ready:
-                try:
-                    self._compile(shape, "background")
-                except Exception:
-                    log.exception("could not compile %s; the next larger program goes on serving in its place", shape)
-        log.info("all %d programs are compiled", len(self._ready))
+            try:
+                self._compile(shape, "background")
+            except Exception:
+                log.exception("could not compile %s; the next larger program goes on serving in its place", shape)
+            if self.is_complete:
+                log.info("all %d programs are compiled", len(self._ready))
 
 
 def _compiler_thread(work: Callable[[], None]) -> threading.Thread:
