@@ -29,10 +29,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(settings: Settings) -> int:
-    from levserve.weights.source import check_model
+    from levserve.weights.source import check_source
 
     start_logging(settings.log_level)
-    check_model(settings.model)
+    check_source(settings)
     settings = resolve_rows(settings)
     if settings.dry_run:
         from levserve.engine.startup import dry_run

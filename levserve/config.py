@@ -61,8 +61,8 @@ class Described(NamedTuple):
 class Settings:
     """What the operator asked for; 0 and empty stand for "sized from the machine" where the help says so.
 
-    `sources` names the origin of every value that is not a default; `file_keys` is what `api_key_file` holds. Made by
-    `parse_settings`, which checks; a test may make its own.
+    `sources` names the origin of every value that is not a default; `file_keys` and `admin_file_keys` are what the key files
+    hold. Made by `parse_settings`, which checks; a test may make its own.
     """
 
     host: str = setting("server", NAME, "127.0.0.1", "Address to listen on.")
@@ -71,6 +71,8 @@ class Settings:
         "server", TEXT, "", f"Bearer key that clients must send, else ${OTHER_KEY_VARIABLE}; no key lets everyone in.", secret=True
     )
     api_key_file: str = setting("server", PATH, "", "File with more keys that let in, one a line; # begins a comment.")
+    admin_key: str = setting("server", TEXT, "", "Bearer key of the /admin endpoints; with no admin key they are off.", secret=True)
+    admin_key_file: str = setting("server", PATH, "", "File with more admin keys, one a line; # begins a comment.")
     open_metrics: bool = setting("server", SWITCH, False, "Let /metrics be read without a key.")
     cors_origins: tuple[str, ...] = setting("server", ORIGINS, (), "Origins whose web pages may call; empty: none, *: all.")
     drain_seconds: float = setting("server", real(0), 30.0, "How long running requests may go on after SIGTERM.")
@@ -79,10 +81,15 @@ class Settings:
     )
     sse_heartbeat: float = setting("server", real(0), 15.0, "Seconds between comment lines that keep a waiting stream alive; 0: none.")
 
-    model: str = setting("model", NAME, "smollm2-135m", "Bundled name, Hugging Face folder, .gguf file or org/name on the hub.")
+    model: str = setting(
+        "model", NAME, "smollm2-135m", "Bundled name, Hugging Face folder, .gguf file, org/name on the hub, or gs://, s3://, http(s)://."
+    )
     hf_checkpoint: str = setting("model", PATH, "", "Another name for --model; give one of them.")
+    checkpoint_path: str = setting("model", PATH, "", "Levanter checkpoint, or folder of them (the newest), in place of --model.")
+    model_config: str = setting("model", PATH, "", "The Levanter run's config.yaml; empty: in the checkpoint or up to two folders above.")
+    model_store: str = setting("model", PATH, "", "Folder or address where --model names are looked up; org/name is org-name there.")
     revision: str = setting("model", TEXT, "", "Branch, tag or commit on the hub; empty: the main branch.")
-    tokenizer: str = setting("model", PATH, "", "Folder or .gguf file whose tokenizer to use in place of the model's own.")
+    tokenizer: str = setting("model", PATH, "", "Folder, .gguf file or hub name of a tokenizer to use in place of the model's own.")
     chat_template: str = setting("model", PATH, "", "Jinja file to use in place of the model's own chat template.")
     served_model_name: str = setting("model", TEXT, "", "Name that /v1/models tells; empty: the model's own.")
     dtype: str = setting("model", one_of("auto", "float32", "bfloat16"), "auto", "Number format to compute in.")
@@ -90,6 +97,7 @@ class Settings:
     cache_dir: str = setting(
         "model", PATH, "", "Where downloads and compiled programs are kept; empty: $XDG_CACHE_HOME/levserve or ~/.cache/levserve."
     )
+    cache_size: int = setting("model", size(0), 0, "Most that models fetched from stores may take in the cache; 0: no limit.")
 
     device: str = setting("engine", one_of("auto", "cpu", "gpu", "tpu"), "auto", "Kind of device to run on.")
     max_running: int = setting("engine", integer(0), 0, "Requests decoded together (rows); 0: sized from the machine.")
@@ -117,11 +125,17 @@ class Settings:
     dry_run: bool = False
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
     file_keys: tuple[str, ...] = field(default=(), repr=False)
+    admin_file_keys: tuple[str, ...] = field(default=(), repr=False)
 
     @property
     def api_keys(self) -> tuple[str, ...]:
         """Every key that lets in; none lets everyone in."""
         return (self.api_key, *self.file_keys) if self.api_key else self.file_keys
+
+    @property
+    def admin_keys(self) -> tuple[str, ...]:
+        """Every key that lets in to /admin; none closes it."""
+        return (self.admin_key, *self.admin_file_keys) if self.admin_key else self.admin_file_keys
 
     @property
     def cache_path(self) -> Path:
@@ -298,9 +312,17 @@ def _make_settings(options: Namespace, sources: dict[str, str]) -> Settings:
     sources = {name: sources[name] for name in given}  # less --config and its like
     settings = Settings(**given, dry_run=options.dry_run, sources=sources)
     if settings.api_key_file:
-        settings = replace(settings, file_keys=_read_keys(settings.api_key_file, sources["api_key_file"]))
+        settings = replace(settings, file_keys=_read_keys("--api-key-file", settings.api_key_file, sources["api_key_file"]))
+    if settings.admin_key_file:
+        keys = _read_keys("--admin-key-file", settings.admin_key_file, sources["admin_key_file"])
+        settings = replace(settings, admin_file_keys=keys)
     if settings.kv_memory and settings.kv_pages:
         raise ConfigError(_both("kv_memory", "kv_pages", settings))
+    for other in ("model", "hf_checkpoint"):
+        if settings.checkpoint_path and other in given:
+            raise ConfigError(_both(other, "checkpoint_path", settings))
+    if settings.checkpoint_path:
+        settings = replace(settings, model=settings.checkpoint_path, sources={**sources, "model": sources["checkpoint_path"]})
     if settings.hf_checkpoint:
         if "model" in given:
             raise ConfigError(_both("model", "hf_checkpoint", settings))
@@ -316,8 +338,8 @@ def _read_value(s: Setting, text: str, source: str) -> Any:
         raise ConfigError(f"{s.flag} must be {s.kind.words}, not {'***' if s.secret else repr(text)} ({place})") from None
 
 
-def _read_keys(path: str, source: str) -> tuple[str, ...]:
-    place = f"--api-key-file {path} ({source})"
+def _read_keys(flag: str, path: str, source: str) -> tuple[str, ...]:
+    place = f"{flag} {path} ({source})"
     try:
         lines = Path(path).read_text("utf-8-sig").splitlines()
     except OSError as error:

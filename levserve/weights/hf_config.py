@@ -199,7 +199,11 @@ FAMILIES: dict[str, Family] = {
 
 
 def read_hf_config(path: Path) -> ModelConfig:
-    written = _read_fields(path)
+    return make_hf_config(_read_fields(path))
+
+
+def make_hf_config(written: Fields) -> ModelConfig:
+    """What the keys of a config.json describe; the Levanter reader translates its own to these."""
     family = _family(written)
     if family.inside:
         written = written.mapping(family.inside)

@@ -18,7 +18,9 @@ ALLOW_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.mode
 IGNORE_PATTERNS = ["*/*", "consolidated*.safetensors"]  # Meta's and Mistral's second copies of the weights
 
 
-def fetch_repo(repo: str, *, revision: str, cache_path: Path, report: Callable[[str], None]) -> Path:
+def fetch_repo(
+    repo: str, *, revision: str, cache_path: Path, report: Callable[[str], None], without: tuple[str, ...] = ()
+) -> Path:
     """The folder with the repository's files, fetched as far as they are not in the cache; an empty revision is the main branch."""
     # Imported late: it costs 0.3 s, which a start from local files need not pay.
     from huggingface_hub import snapshot_download
@@ -32,7 +34,7 @@ def fetch_repo(repo: str, *, revision: str, cache_path: Path, report: Callable[[
             revision=revision or None,
             cache_dir=cache_path,
             allow_patterns=ALLOW_PATTERNS,
-            ignore_patterns=IGNORE_PATTERNS,
+            ignore_patterns=[*IGNORE_PATTERNS, *without],
             tqdm_class=_reporting_bar(repo, report),
         )
     except GatedRepoError as error:

@@ -1,6 +1,6 @@
-"""Finds the files of the model that `--model` names: bundled, a folder, a GGUF file, or a repository on the Hub.
+"""Finds the files of the model to serve: bundled, a folder, a GGUF file, a repository on the Hub, a store, a Levanter run.
 
-`check_model` is for the command line, before anything heavy starts; `find_model` is for the start itself and may download.
+`check_source` is for the command line, before anything heavy starts; `find_source` is for the start itself and may download.
 No jax here.
 """
 
@@ -8,28 +8,88 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from pathlib import Path, PurePosixPath
 
+from levserve.config import Settings
 from levserve.errors import ConfigError, StartupError
 from levserve.weights.bundled import SMOLLM2, find_bundled
-from levserve.weights.hub import fetch_repo
+from levserve.weights.cache_folder import Lease
+from levserve.weights.hub import ALLOW_PATTERNS, IGNORE_PATTERNS, fetch_repo
+from levserve.weights.remote import Store, check_address, fetch_files, is_address
 
-ACCEPTED = f"{SMOLLM2.name}, a folder with config.json and *.safetensors, a .gguf file, or an org/name on the Hugging Face Hub"
+ACCEPTED = (
+    f"{SMOLLM2.name}, a folder with config.json and *.safetensors, a .gguf file, an org/name on the Hugging Face Hub, "
+    "or a gs://, s3:// or http(s):// address of such a folder or file"
+)
 REPO_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 GGUF_SUFFIX = ".gguf"
+# What a web server without listings is asked for.
+KNOWN_FILES = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model",
+    "chat_template.jinja", "model.safetensors", "model.safetensors.index.json",
+)  # fmt: skip
+
+Report = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """A model on disk: `path` is a folder with config.json and *.safetensors, or a .gguf file; `name` is what to serve it as."""
+    """A model on disk: `path` is a folder with config.json and *.safetensors, a .gguf file, or a Levanter checkpoint.
+
+    `name` is what to serve it as. `config_file` is a Levanter run's; `tokenizer` is where the tokenizer is if not at `path`.
+    """
 
     name: str
     path: Path
+    config_file: Path | None = None
+    tokenizer: Path | None = None
+    lease: Lease | None = field(default=None, compare=False, repr=False)
+
+
+def check_source(settings: Settings) -> None:
+    """Refuses what can be known to be wrong without reading weights or the network."""
+    if settings.checkpoint_path:
+        if is_address(settings.checkpoint_path):
+            check_address(settings.checkpoint_path)
+        elif not Path(settings.checkpoint_path).is_dir():
+            raise ConfigError(f"--checkpoint-path {settings.checkpoint_path!r} is not a folder with a Levanter checkpoint or several")
+    else:
+        check_model(stored_name(settings.model, settings.model_store))
+
+
+def find_source(settings: Settings, report: Report, *, with_tokenizer: bool = True) -> ModelFiles:
+    """The files of what the settings say to serve, fetched when they are not on disk."""
+    if settings.checkpoint_path:
+        from levserve.weights.levanter_run import find_run
+
+        files = find_run(settings, report, with_tokenizer=with_tokenizer and not settings.tokenizer)
+    else:
+        address = stored_name(settings.model, settings.model_store)
+        files = find_model(
+            address, revision=settings.revision, cache_path=settings.cache_path, report=report, limit_bytes=settings.cache_size
+        )
+        if address != settings.model:
+            files = ModelFiles(settings.model, files.path, lease=files.lease)
+    if not settings.tokenizer or not with_tokenizer:
+        return files
+    tokenizer = find_tokenizer(settings.tokenizer, settings, report)
+    return ModelFiles(files.name, files.path, files.config_file, tokenizer, files.lease)
+
+
+def stored_name(model: str, store: str) -> str:
+    """Where a model's name is kept in the store, if there is one: org/name is the folder org-name."""
+    if not store or model == SMOLLM2.name or is_address(model) or Path(model).expanduser().exists():
+        return model
+    return f"{store.rstrip('/')}/{model.replace('/', '-')}"
 
 
 def check_model(model: str) -> None:
     """Refuses what can be known to be wrong without reading weights or the network."""
+    if is_address(model):
+        check_address(model)
+        return
     path = Path(model).expanduser()
     if model == SMOLLM2.name or (not path.exists() and _is_repo_name(model)):
         return
@@ -37,11 +97,13 @@ def check_model(model: str) -> None:
         raise ConfigError(f"model {model!r} {problem}; accepted are {ACCEPTED}")
 
 
-def find_model(model: str, *, revision: str, cache_path: Path, report: Callable[[str], None]) -> ModelFiles:
+def find_model(model: str, *, revision: str, cache_path: Path, report: Report, limit_bytes: int = 0) -> ModelFiles:
     """The model's files, fetched into `cache_path` when they are not on disk."""
     check_model(model)
     if model == SMOLLM2.name:
         return ModelFiles(model, find_bundled(cache_path, report))
+    if is_address(model):
+        return _fetch_model(model, cache_path, limit_bytes, report)
     path = Path(model).expanduser()
     if path.is_file():
         return ModelFiles(path.stem, path)
@@ -51,6 +113,50 @@ def find_model(model: str, *, revision: str, cache_path: Path, report: Callable[
     if problem := _local_problem(folder):
         raise StartupError(f"model {model!r} on the Hugging Face Hub {problem}")
     return ModelFiles(model, folder)
+
+
+def find_tokenizer(name: str, settings: Settings, report: Report) -> Path:
+    """A tokenizer's folder or .gguf file, by path, address or name on the Hub."""
+    if is_address(name):
+        store = Store(name)
+        files = store.describe_all([file for file in store.list_files() if _is_wanted(file) and not file.endswith(".safetensors")])
+        if not files:
+            raise StartupError(f"tokenizer {name}: there are no tokenizer files")
+        return fetch_files(store, files, settings.cache_path, limit_bytes=settings.cache_size, report=report).path
+    if Path(name).exists() or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name, re.ASCII):
+        return Path(name)
+    return fetch_repo(name, revision="", cache_path=settings.cache_path / "hub", report=report, without=("*.safetensors",))
+
+
+def _fetch_model(address: str, cache_path: Path, limit_bytes: int, report: Report) -> ModelFiles:
+    store = Store(address)
+    name = PurePosixPath(store.address).name
+    if name.endswith(GGUF_SUFFIX):
+        file = store.describe("")
+        if file is None:
+            raise StartupError(f"model {address} does not exist")
+        lease = fetch_files(store, [file], cache_path, limit_bytes=limit_bytes, report=report)
+        return ModelFiles(name.removesuffix(GGUF_SUFFIX), lease.path / file.name, lease=lease)
+    files = store.describe_all(_model_files(store))
+    names = [file.name for file in files]
+    if "config.json" not in names or not any(name.endswith(".safetensors") for name in names):
+        held = f"it holds {', '.join(sorted(names)[:8])}" if names else "there is nothing"
+        raise StartupError(f"model {address}: expected config.json and *.safetensors; {held}")
+    lease = fetch_files(store, files, cache_path, limit_bytes=limit_bytes, report=report)
+    return ModelFiles(name, lease.path, lease=lease)
+
+
+def _model_files(store: Store) -> list[str]:
+    """What serving needs of a Hugging Face folder in a store."""
+    listed = [name for name in store.list_files() if _is_wanted(name)]
+    if listed or not store.address.startswith("http"):
+        return listed
+    index = store.read("model.safetensors.index.json") or b""
+    return sorted({*KNOWN_FILES, *re.findall(r'"([\w.-]+\.safetensors)"', index.decode(errors="replace"))})
+
+
+def _is_wanted(name: str) -> bool:
+    return any(fnmatch(name, pattern) for pattern in ALLOW_PATTERNS) and not any(fnmatch(name, pattern) for pattern in IGNORE_PATTERNS)
 
 
 def _is_repo_name(model: str) -> bool:

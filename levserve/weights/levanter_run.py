@@ -1,0 +1,111 @@
+"""Finds what a Levanter checkpoint needs around it, on disk or in a store: the newest step, the run's config, the tokenizer.
+
+From a store the whole checkpoint is fetched first if it is one OCDBT store, whose files mix the model with the optimizer's
+state; of the older layout only the model's arrays are. No jax here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path, PurePosixPath
+
+from levserve.config import Settings
+from levserve.errors import StartupError
+from levserve.weights import levanter
+from levserve.weights.levanter_config import read_tokenizer_name
+from levserve.weights.remote import RemoteFile, Store, fetch_files, is_address
+from levserve.weights.source import ModelFiles, find_tokenizer
+
+STEP = re.compile(r"step-\d+")
+NEEDED = re.compile(r"(d|ocdbt\.process_\d+(/d)?|model(/.+)?|tokenizer)/[^/]+|ocdbt\.process_\d+/[^/]+|[^/]+\.(json|yaml|ocdbt)")
+
+Report = Callable[[str], None]
+
+
+def find_run(settings: Settings, report: Report, *, with_tokenizer: bool) -> ModelFiles:
+    """The newest complete checkpoint at --checkpoint-path, fetched if it is in a store, with its config and tokenizer."""
+    if is_address(settings.checkpoint_path):
+        files = _fetch_checkpoint(settings, report)
+    else:
+        folder = levanter.newest_checkpoint(Path(settings.checkpoint_path))
+        files = ModelFiles(_name(folder.resolve().parts), folder, levanter.find_config(folder))
+    config_file = Path(settings.model_config) if settings.model_config else files.config_file
+    if config_file is None or not config_file.is_file():
+        where = f"--model-config {config_file} does not exist" if config_file else (
+            f"no {levanter.CONFIG_FILE} in the checkpoint or the two folders above it; name the run's with --model-config"
+        )
+        raise StartupError(f"{settings.checkpoint_path}: {where}")
+    report(f"checkpoint {files.path}, config {config_file}")
+    tokenizer = _find_tokenizer(config_file, files.path, settings, report) if with_tokenizer else None
+    return ModelFiles(files.name, files.path, config_file, tokenizer, files.lease)
+
+
+def _find_tokenizer(config_file: Path, folder: Path, settings: Settings, report: Report) -> Path:
+    """What the run's config names: a folder beside the config or anywhere, an address, or a name on the Hub."""
+    name = read_tokenizer_name(config_file)
+    if name is None:
+        if (folder / "tokenizer.json").is_file():
+            return folder
+        raise StartupError(f"{config_file} names no tokenizer; give one with --tokenizer")
+    beside = config_file.parent / name
+    if not is_address(name) and beside.is_dir():
+        return beside
+    try:
+        found = find_tokenizer(name, settings, report)
+    except StartupError as error:
+        raise StartupError(f"{config_file}: tokenizer = {name!r} cannot be had: {error}; give one with --tokenizer") from error
+    if not found.exists():
+        raise StartupError(f"{config_file}: tokenizer = {name!r} does not exist; give one with --tokenizer")
+    return found
+
+
+def _fetch_checkpoint(settings: Settings, report: Report) -> ModelFiles:
+    store = _newest_store(Store(settings.checkpoint_path))
+    names = [name for name in store.list_files() if NEEDED.fullmatch(name)]
+    if not settings.model_config and levanter.CONFIG_FILE not in names:
+        config = _config_above(store)
+        extra: Sequence[RemoteFile] = [config] if config is not None else []
+    else:
+        extra = []
+    lease = fetch_files(
+        store, [*store.describe_all(names), *extra], settings.cache_path, limit_bytes=settings.cache_size, report=report
+    )
+    config_file = lease.path / levanter.CONFIG_FILE
+    name = _name(store.address.partition("://")[2].split("/"))
+    return ModelFiles(name, lease.path, config_file if config_file.is_file() else None, lease=lease)
+
+
+def _newest_store(store: Store) -> Store:
+    """The checkpoint at the address, or the complete one of the highest step right below it."""
+    if store.read(levanter.METADATA_FILE) is not None:
+        return store
+    steps: dict[str, int] = {}
+    for name in store.list_folders():
+        step = levanter.step_of(store.read(f"{name}/{levanter.METADATA_FILE}") or b"")
+        if step is not None:
+            steps[name] = step
+    if not steps:
+        raise StartupError(
+            f"{store.address} holds no complete Levanter checkpoint: expected {levanter.METADATA_FILE} in it or in a folder in it"
+        )
+    return Store(f"{store.address}/{max(steps, key=lambda name: (steps[name], name))}")
+
+
+def _config_above(store: Store) -> RemoteFile | None:
+    """The config.yaml one or two folders up; it is kept beside the checkpoint here."""
+    address = store.address
+    for _ in range(2):
+        address = address.rpartition("/")[0]
+        if not is_address(address):
+            return None
+        found = Store(address).describe(levanter.CONFIG_FILE)
+        if found is not None:
+            return found
+    return None
+
+
+def _name(parts: Sequence[str]) -> str:
+    """The run's name: the folder's, or the one above that of a step."""
+    *above, last = parts
+    return PurePosixPath(above[-1]).name if STEP.fullmatch(last) and above else last
