@@ -9,6 +9,7 @@
     ├── NotFound               404
     │   └── ModelNotFound      404  model_not_found
     ├── RequestTimeout         408
+    ├── Conflict               409  the state of the server does not allow it
     ├── BodyTooLarge           413
     ├── UpgradeRequired        426
     ├── Overloaded             429  rate_limit_exceeded, with Retry-After
@@ -87,6 +88,11 @@ class RequestTimeout(ServeError):
     status = 408
     type = "invalid_request_error"
     code = "request_timeout"
+
+
+class Conflict(ServeError):
+    status = 409
+    type = "invalid_request_error"
 
 
 class BodyTooLarge(ServeError):

@@ -31,6 +31,7 @@ class Metrics:
         self.preemptions = self._counter("preemptions", "Sequences that gave their pages up and were recomputed.")
         self.preempted_tokens = self._counter("preempted_tokens", "Computed tokens lost to preemption.")
         self.rounds = self._counter("rounds", "Device rounds run, by kind.", ("kind",))
+        self.reloads = self._counter("reloads", "Reloads of the weights, by outcome.", ("outcome",))
         self.compiles = self._counter("compiles", "Programs compiled or loaded, before ready and in the background.", ("when",))
 
         self.running = self._gauge("requests_running", "Sequences that hold a row.")

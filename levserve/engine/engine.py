@@ -7,10 +7,12 @@ are `TokenStream` batches and the attributes published here before `phase` says 
 from __future__ import annotations
 
 import functools
+import logging
 import queue
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import StrEnum
 from types import TracebackType
@@ -19,12 +21,18 @@ from typing import TYPE_CHECKING
 from prometheus_client import Counter
 
 from levserve.engine.stream import TokenStream
-from levserve.errors import Overloaded, Unavailable
+from levserve.errors import Overloaded, ServeError, StartupError, Unavailable
 from levserve.metrics import Metrics
 from levserve.schedule.request import GenerationRequest
 
 if TYPE_CHECKING:
+    import jax
+
+    from levserve.engine.reload import Reloader
     from levserve.text.tokenizer import Tokenizer
+
+
+log = logging.getLogger(__name__)
 
 
 class Phase(StrEnum):
@@ -68,11 +76,33 @@ class Drain:
 
 
 @dataclass(frozen=True, slots=True)
+class Reload:
+    """Serve with these weights, the model's leaves on the host, from the next round on; `done` gets the seconds it took."""
+
+    leaves: Sequence[jax.Array]
+    done: Future[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Reloaded:
+    """What a reload did, and how far the new weights are from the old ones on the probe text."""
+
+    model: str
+    path: str
+    load_seconds: float
+    swap_seconds: float
+    probe_tokens: int
+    max_logprob_difference: float
+    mean_logprob: float
+    mean_logprob_before: float
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """Leave: every HTTP thread has gone."""
 
 
-Message = Submit | Cancel | Drain | Stop
+Message = Submit | Cancel | Drain | Reload | Stop
 
 
 class Reservation:
@@ -128,6 +158,7 @@ class Engine:
         self.max_inflight = max_inflight
         self.progress = "starting"
         self._places = threading.BoundedSemaphore(max_inflight)
+        self.reloader: Reloader | None = None
         self._model: ServedModel | None = None
         self._phase = Phase.LOADING
         self._ready = threading.Event()
@@ -172,6 +203,28 @@ class Engine:
         if self._phase is not Phase.FAILED:
             self._phase = Phase.DRAINING
         self.inbox.put(Drain(deadline))
+
+    def reload(self, *, model: str = "", checkpoint_path: str = "", revision: str = "") -> Reloaded:
+        """Reads weights on the calling thread and has them swapped in; raises and changes nothing if they do not fit."""
+        self._require_ready()
+        if self.reloader is None:
+            raise Unavailable("This server cannot reload.", retry_after_seconds=60.0)
+        return self.reloader.reload(model=model, checkpoint_path=checkpoint_path, revision=revision)
+
+    def begin_reload(self) -> threading.Thread:
+        """Reloads on a thread of its own, for a signal; the outcome is in the log."""
+
+        def work() -> None:
+            try:
+                self.reload()
+            except (ServeError, StartupError) as error:
+                log.debug("reload by signal: %s", error)  # told already
+            except Exception:
+                log.exception("the reload failed")
+
+        thread = threading.Thread(target=work, name="levserve-reload", daemon=True)
+        thread.start()
+        return thread
 
     def stop(self) -> None:
         """Lets the device thread leave; call it when no HTTP thread can submit any more."""

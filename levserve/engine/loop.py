@@ -12,9 +12,10 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 
-from levserve.engine.engine import Cancel, Drain, Engine, Message, Stop, Submit
+from levserve.engine.engine import Cancel, Drain, Engine, Message, Reload, Stop, Submit
 from levserve.engine.runner import Flight, Runner
 from levserve.engine.stream import TokenStream
+from levserve.errors import Unavailable
 from levserve.schedule.request import FinishReason, TokenBatch
 from levserve.schedule.scheduler import Scheduler
 from levserve.schedule.sequence import Progress, RoundPlan
@@ -94,8 +95,17 @@ class DeviceLoop:
                 self._deliver([ended] if ended is not None else [])
             case Drain(deadline):
                 self._drain_deadline = deadline if self._drain_deadline is None else min(deadline, self._drain_deadline)
+            case Reload():
+                self._swap(message)
             case Stop():
                 self._is_stopped = True
+
+    def _swap(self, reload: Reload) -> None:
+        """Between two rounds: the one in flight ends with the weights it was dispatched with."""
+        start = time.monotonic()
+        self._runner.swap(reload.leaves)
+        self._scheduler.forget_prefixes()
+        reload.done.set_result(time.monotonic() - start)
 
     def _accept(self, submit: Submit) -> None:
         request = submit.request
@@ -169,5 +179,7 @@ class DeviceLoop:
                 message = self._engine.inbox.get_nowait()
             except queue.Empty:
                 return
+            if isinstance(message, Reload):
+                message.done.set_exception(Unavailable("The server is shutting down.", retry_after_seconds=10.0))
             if isinstance(message, Submit):
                 message.stream.put(message.index, TokenBatch(tokens=(), finish=finish))

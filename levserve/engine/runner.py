@@ -77,6 +77,15 @@ class Runner:
             self._run_idle(shape)
         return self._run_idle(prefill) * 1000 / prefill.size
 
+    def swap(self, leaves: Seq[jax.Array]) -> None:
+        """Serves with other weights, now on the host, from here on; one array at a time, for there is no room for two sets."""
+        assert [(leaf.shape, leaf.dtype) for leaf in leaves] == [(leaf.shape, leaf.dtype) for leaf in self._leaves]
+        served = list(self._leaves)
+        self._leaves = ()
+        for index, leaf in enumerate(leaves):
+            served[index] = jax.device_put(leaf, served[index].sharding).block_until_ready()
+        self._leaves = tuple(served)
+
     def warm_one(self) -> None:
         """Gives one program its first run; for when there is nothing else to do."""
         shape = self.programs.next_cold()

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from levserve.config import Settings
 from levserve.engine.engine import Engine, ServedModel
+from levserve.engine.probe import mean, probe_request
 from levserve.errors import StartupError
 from levserve.metrics import Metrics
 from levserve.schedule.pages import PagePool
@@ -27,6 +28,7 @@ from levserve.schedule.scheduler import Budget, Scheduler
 if TYPE_CHECKING:
     import jax
 
+    from levserve.engine.reload import Origin
     from levserve.engine.runner import Runner
     from levserve.engine.sizing import Sizes
     from levserve.text.tokenizer import Tokenizer
@@ -46,6 +48,7 @@ class Loaded(NamedTuple):
     scheduler: Scheduler
     runner: Runner
     sizes: Sizes
+    origin: Origin
 
 
 def start_device_thread(settings: Settings, engine: Engine, *, rows: int) -> threading.Thread:
@@ -89,22 +92,25 @@ def dry_run(settings: Settings, *, num_threads: int) -> None:
 def serve(engine: Engine, loaded: Loaded) -> None:
     """Publishes the model and runs the device loop until it is stopped."""
     from levserve.engine.loop import DeviceLoop
+    from levserve.engine.reload import Reloader
 
     loaded.runner.programs.start_background()
     engine.progress = "ready"
+    engine.reloader = Reloader(engine, loaded.origin)
     engine.publish(loaded.model)
     DeviceLoop(engine, loaded.scheduler, loaded.runner).run()
 
 
 def load(settings: Settings, metrics: Metrics, *, rows: int, report: Callable[[str], None]) -> Loaded:
     """Finds, reads and compiles; slow. Must run on the thread that will use the device."""
-    from levserve.weights.source import find_model
+    from levserve.weights.source import find_source
 
-    files = find_model(settings.model, revision=settings.revision, cache_path=settings.cache_path, report=report)
+    files = find_source(settings, report)
     report("importing jax")
     _set_up_jax(settings)
     import jax.numpy as jnp
 
+    from levserve.engine.reload import Origin
     from levserve.engine.runner import Runner
     from levserve.engine.sizing import Machine, free_memory, plan_sizes
     from levserve.model import cache
@@ -115,9 +121,9 @@ def load(settings: Settings, metrics: Metrics, *, rows: int, report: Callable[[s
     device = _find_device(settings.device)
     log.info("device: %s", device)
     helper = ThreadPoolExecutor(1, thread_name_prefix="levserve-tokenizer")
-    loading = helper.submit(_load_tokenizer, settings, files.path)  # mostly imports; the weights are read meanwhile
+    loading = helper.submit(_load_tokenizer, settings, files.tokenizer or files.path)  # mostly imports; the weights are read meanwhile
     helper.shutdown(wait=False)
-    config = read_config(files.path)
+    config = read_config(files.path, files.config_file)
     dtype = jnp.dtype(jnp.float32 if settings.dtype == "float32" else jnp.bfloat16)
     arrays = load_arrays(files.path, config, dtype, report=report)
 
@@ -143,14 +149,26 @@ def load(settings: Settings, metrics: Metrics, *, rows: int, report: Callable[[s
     scheduler = Scheduler(PagePool(sizes.num_pages, sizes.page_size), _budget(settings, sizes, prefill_token_ms))
     name = settings.served_model_name or files.name
     served = ServedModel(name, tokenizer, sizes.max_seq_len, config.hidden_size, int(time.time()))
-    return Loaded(served, scheduler, runner, sizes)
+    scores = _score_probe(scheduler, runner, served)
+    log.info("probe       mean log-probability %.3f over %d tokens of a fixed text", mean(scores), len(scores))
+    return Loaded(served, scheduler, runner, sizes, Origin(settings, files, config, dtype))
+
+
+def _score_probe(scheduler: Scheduler, runner: Runner, model: ServedModel) -> list[float]:
+    scheduler.add(probe_request(model))
+    scores: list[float] = []
+    while scheduler.has_work:
+        flight = runner.dispatch(scheduler.plan())
+        news = scheduler.commit(flight.plan, *runner.read(flight))
+        scores += [score.logprob for progress in news for score in progress.batch.prompt_logprobs]
+    scheduler.forget_prefixes()  # clients begin with an empty cache
+    return scores
 
 
 def _load_tokenizer(settings: Settings, path: Path) -> Tokenizer:
     from levserve.text.chat import check_template
     from levserve.text.tokenizer import load_tokenizer
 
-    path = Path(settings.tokenizer) if settings.tokenizer else path
     tokenizer = load_tokenizer(path, chat_template=_chat_template(settings))
     check_template(tokenizer)
     return tokenizer
@@ -170,7 +188,8 @@ def _set_up_jax(settings: Settings) -> None:
     from jaxlib.version import __version__ as jaxlib_version
 
     if settings.device != "auto":
-        jax.config.update("jax_platforms", {"gpu": "cuda"}.get(settings.device, settings.device))
+        # The host is a device too: weights are arranged there before they are swapped in.
+        jax.config.update("jax_platforms", {"gpu": "cuda,cpu", "tpu": "tpu,cpu"}.get(settings.device, settings.device))
     if settings.dtype == "float32":
         jax.config.update("jax_default_matmul_precision", "highest")  # a GPU would multiply with ten bits of fraction
     if settings.compile_cache:

@@ -114,6 +114,14 @@ class PagePool:
         self.release(pages)
         return [page for page in pages if self._holders[page] == 0]
 
+    def forget(self) -> None:
+        """Makes every prefix unfindable, for when the weights have changed; held pages stay with their holders."""
+        self._free += self._idle
+        self._idle.clear()
+        self._page_of.clear()
+        self._key_of.clear()
+        self._serial_of.clear()
+
     def check(self, held: Iterable[Sequence[int]]) -> None:
         """Recomputes every page's state from the sequences' own lists; raises AssertionError on the first difference."""
         holders = [0] * self.num_pages

@@ -131,6 +131,12 @@ class Scheduler:
         news += [self._take(row.sequence, sampled) for row, sampled in zip(plan.rows, rows, strict=True)]
         return [progress for progress in news if progress is not None]
 
+    def forget_prefixes(self) -> None:
+        """For when the weights have changed: what runs goes on with the KV it has, what comes later computes its own."""
+        self.pool.forget()
+        for sequence in self._running.values():
+            sequence.is_stale = True
+
     def check(self) -> None:
         """Recomputes slots and pages from the sequences; raises AssertionError on the first difference."""
         self.pool.check(sequence.pages for sequence in self._running.values())
@@ -230,6 +236,7 @@ class Scheduler:
         sequence.pages = match.pages + rest
         sequence.num_remembered, sequence.serial = len(match.pages), match.serial
         sequence.num_computed = len(match.pages) * self.pool.page_size
+        sequence.is_stale = False
         if sequence.num_cached is None:
             sequence.num_cached = sequence.num_computed
         return sequence
@@ -241,7 +248,7 @@ class Scheduler:
         """
         source = self._running.get(sequence.request.shares_prompt_of or "")
         tail = (len(sequence.tokens) - 1) // self.pool.page_size
-        if source is None or not source.is_primed or not sequence.can_fork or sequence.num_remembered < tail:
+        if source is None or source.is_stale or not source.is_primed or not sequence.can_fork or sequence.num_remembered < tail:
             return None
         assert sequence.slot is not None
         sequence.num_computed = sequence.num_cached = len(sequence.tokens) - 1
@@ -301,6 +308,8 @@ class Scheduler:
 
     def _remember(self, sequence: Sequence) -> None:
         """Makes pages findable whose tokens are known and whose KV is on its way."""
+        if sequence.is_stale:
+            return
         size = self.pool.page_size
         while (end := (sequence.num_remembered + 1) * size) <= min(sequence.num_computed, len(sequence.tokens)):
             tokens = tuple(sequence.tokens[end - size : end])

@@ -38,6 +38,8 @@ class Sequence:
     """The runner's: float32 sums over the prompt's hidden states so far, where they are wanted."""
     is_primed: bool = False
     """Whether the device holds its newest token, so that decode steps can follow; until then it prefills."""
+    is_stale: bool = False
+    """Whether some of its KV comes from weights that have been replaced: it goes on, and nobody else may use it."""
     is_ended: bool = False
 
     @property

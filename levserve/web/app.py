@@ -21,6 +21,7 @@ from levserve.config import Settings
 from levserve.engine.engine import Engine
 from levserve.errors import BadRequest, DeadlineExceeded, RetryLater, ServeError, Unauthorized, UpgradeRequired
 from levserve.metrics import Metrics
+from levserve.web.admin import admin_routes
 from levserve.web.answer import error_body
 from levserve.web.auth import key_check
 from levserve.web.cors import Cors
@@ -55,6 +56,7 @@ def create_app(engine: Engine, settings: Settings, watcher: Watcher) -> Flask:
     app.register_blueprint(Native(engine, settings, runs).routes())
     app.register_blueprint(Tokens(engine, settings).routes())
     app.register_blueprint(ops_routes(engine))
+    app.register_blueprint(admin_routes(engine))
     Sockets(engine, settings, runs, cors).install(app)
     app.register_error_handler(ServeError, _answer_error)
     app.register_error_handler(HTTPException, _answer_http_error)

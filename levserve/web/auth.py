@@ -1,4 +1,7 @@
-"""Lets in who brings a key. One check before every request but the health routes, on the request's HTTP thread."""
+"""Lets in who brings a key. One check before every request but the health routes, on the request's HTTP thread.
+
+What is under /admin has keys of its own: a client's key does not open it.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +12,24 @@ from collections.abc import Callable
 from flask import request
 
 from levserve.config import Settings
-from levserve.errors import Unauthorized
+from levserve.errors import Forbidden, Unauthorized
 
 OPEN_PATHS = frozenset(("/healthz", "/readyz", "/health"))  # a probe has no key
+ADMIN_PATHS = "/admin/"
 # A web page cannot set headers on a WebSocket, only name subprotocols; OpenAI's own clients send the key in this one.
 KEY_SUBPROTOCOL = "openai-insecure-api-key."
 
 
 def key_check(settings: Settings) -> Callable[[], None]:
     """A check for Flask's `before_request`: raises `Unauthorized` unless the request carries one of the keys, if there are any."""
-    wanted = [_digest(key) for key in settings.api_keys]
+    client_keys, admin_keys = ([_digest(key) for key in keys] for keys in (settings.api_keys, settings.admin_keys))
     open_paths = OPEN_PATHS | {"/metrics"} if settings.open_metrics else OPEN_PATHS
 
     def check_key() -> None:
+        is_admin = request.path.startswith(ADMIN_PATHS)
+        wanted = admin_keys if is_admin else client_keys
+        if is_admin and not wanted:
+            raise Forbidden("The admin endpoints are off; set LEVSERVE_ADMIN_KEY or --admin-key-file to open them.")
         if not wanted or request.path in open_paths:
             return
         given = _given_key()
