@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -196,6 +198,17 @@ def test_what_does_not_fit_is_refused_and_the_old_weights_go_on(
     assert tokens_of(complete(server, PROMPT)) == CASE["greedy"]
     assert server.metric("reloads_total", outcome="refused") == 7 and server.metric("requests_running") == 0
     assert server.call("/readyz").body == {"status": "ready", "progress": "ready"}
+
+
+@pytest.mark.real
+def test_a_signal_reloads_too(server: Server) -> None:
+    before = server.metric("reloads_total", outcome="done")
+    server.process.send_signal(signal.SIGUSR2)
+    deadline = time.monotonic() + 60
+    while server.metric("reloads_total", outcome="done") == before:
+        assert time.monotonic() < deadline, "no reload came of the signal"
+        time.sleep(0.05)
+    assert tokens_of(complete(server, PROMPT)) == CASE["greedy"]
 
 
 @pytest.mark.real

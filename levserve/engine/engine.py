@@ -217,8 +217,10 @@ class Engine:
         def work() -> None:
             try:
                 self.reload()
-            except (ServeError, StartupError) as error:
-                log.debug("reload by signal: %s", error)  # told already
+            except StartupError:
+                pass  # told already
+            except ServeError as error:
+                log.warning("reload: %s", error)
             except Exception:
                 log.exception("the reload failed")
 

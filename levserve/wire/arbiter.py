@@ -34,7 +34,11 @@ class OneWorkerArbiter(Arbiter):  # type: ignore[misc]
     def _ignore(self) -> None:
         self.log.warning("signal ignored: restart the service instead")
 
-    handle_hup = handle_ttin = handle_ttou = handle_usr1 = handle_usr2 = _ignore  # SIGWINCH is passed over: a terminal sends it
+    handle_hup = handle_ttin = handle_ttou = handle_usr1 = _ignore  # SIGWINCH is passed over: a terminal sends it
+
+    def handle_usr2(self) -> None:
+        """Newer weights: the worker has them."""
+        self.kill_workers(signal.SIGUSR2)
 
     def spawn_workers(self) -> None:
         """Called when there is no worker: at the start, and when the one we had is gone."""

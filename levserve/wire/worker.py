@@ -43,7 +43,7 @@ OPS_THREADS = 4  # which never wait for a client to read: the kernel has room fo
 OPS_UNREAD_BYTES = 2**16
 MAX_QUEUED = 64  # requests that wait for a thread: less than a tenth of a second, all of them to be refused
 LAST_WORDS_SECONDS = 2.0  # from the end of a drain's time until nobody is waited for
-IGNORED_SIGNALS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTTIN, signal.SIGTTOU, signal.SIGWINCH)
+IGNORED_SIGNALS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGTTIN, signal.SIGTTOU, signal.SIGWINCH)
 CUT_ERRNOS = (errno.EAGAIN, errno.ETIMEDOUT)  # SO_SNDTIMEO and TCP_USER_TIMEOUT
 
 
@@ -71,6 +71,7 @@ class Worker(ThreadWorker):  # type: ignore[misc]
         super().init_signals()
         for number in IGNORED_SIGNALS:  # a terminal sends them to the whole group; the arbiter says what there is to say
             signal.signal(number, signal.SIG_IGN)
+        signal.signal(signal.SIGUSR2, lambda sig, frame: self.method_queue.defer(self.app.engine.begin_reload))
 
     def get_thread_pool(self) -> ThreadPoolExecutor:
         self._ops_pool = start_pool(OPS_THREADS, "levserve-ops")
