@@ -122,7 +122,14 @@ def _read(cursor: _Cursor) -> GGUFHeader:
     if not isinstance(alignment, int) or alignment < 1:
         raise ValueError(f"general.alignment = {alignment!r} is not a whole number above 0")
     first = -(-cursor.offset // alignment) * alignment
-    return GGUFHeader(metadata, {name: _map(cursor.mapped, name, shape, kind, first + offset) for name, shape, kind, offset in entries})
+    tensors: dict[str, TensorEntry] = {}
+    for name, shape, kind, offset in entries:
+        if name in tensors:
+            raise ValueError(f"{name} is there twice, the second time at {first + offset:,}")
+        if offset % alignment:
+            raise ValueError(f"{name} lies at {first + offset:,}, which is not a multiple of {alignment} after the first tensor")
+        tensors[name] = _map(cursor.mapped, name, shape, kind, first + offset)
+    return GGUFHeader(metadata, tensors)
 
 
 def _read_entry(cursor: _Cursor) -> tuple[str, tuple[int, ...], GGMLQuantizationType, int]:
@@ -136,5 +143,6 @@ def _map(mapped: mmap.mmap, name: str, shape: tuple[int, ...], kind: GGMLQuantiz
     block_size, block_bytes = GGML_QUANT_SIZES[kind]
     num_bytes = math.prod(shape) // block_size * block_bytes
     if offset + num_bytes > len(mapped):
-        raise ValueError(f"it has {len(mapped):,} bytes, and {name} ends at {offset + num_bytes:,}: the file is cut short")
+        end = offset + num_bytes
+        raise ValueError(f"it has {len(mapped):,} bytes, and {name} lies at {offset:,} to {end:,}: the file is cut short")
     return TensorEntry(shape, kind, np.frombuffer(mapped, np.uint8, num_bytes, offset))

@@ -5,7 +5,9 @@ Quantised blocks are compared with decoders written here one number at a time, a
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import re
 import struct
 import tracemalloc
 from collections.abc import Callable
@@ -15,21 +17,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
-from gguf import GGUFWriter, quants
-from gguf.constants import GGML_QUANT_SIZES
+from gguf import GGUFWriter, get_tensor_name_map, quants
+from gguf.constants import GGML_QUANT_SIZES, MODEL_ARCH_NAMES
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
 from levserve.errors import StartupError
-from levserve.model.config import Llama3Scaling, parameter_shapes
+from levserve.model.config import LinearScaling, Llama3Scaling, LongScaling, Rope, parameter_shapes
 from levserve.weights.gguf import read_tensors
 from levserve.gguf_header import Value, read_header
 from levserve.weights.load import load_arrays, read_config
-from levserve.weights.names import TABLE
 
 GOLDEN = Path(__file__).parent / "golden"
 FLOAT32, BFLOAT16 = jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)
-ARCHITECTURES = {"llama": "llama", "llama3-rope": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+ARCHITECTURES = {
+    "llama": "llama", "llama3-rope": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2",
+    "gemma3": "gemma3", "phi3": "phi3", "olmo2": "olmo2", "mixtral": "llama", "qwen3-moe": "qwen3moe", "gpt2": "gpt2",
+}  # fmt: skip
 
 Tensors = dict[str, tuple[NDArray[np.generic], Kind]]
 
@@ -39,35 +43,58 @@ Tensors = dict[str, tuple[NDArray[np.generic], Kind]]
 
 def metadata_of(family: str) -> dict[str, Value]:
     config, arch = read_config(GOLDEN / family), ARCHITECTURES[family]
+    own: dict[str, Value] = {
+        "block_count": config.num_layers,
+        "context_length": config.max_position,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_heads,
+        "attention.head_count_kv": config.num_kv_heads,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+    }
+    own["attention.layer_norm_epsilon" if arch == "gpt2" else "attention.layer_norm_rms_epsilon"] = config.norm_eps
+    if config.rope_theta is not None:
+        own |= {"rope.dimension_count": config.head_dim, "rope.freq_base": config.rope_theta}
+    if config.num_experts:
+        own |= {"expert_count": config.num_experts, "expert_used_count": config.experts_per_token}
+    if arch == "qwen3moe":
+        own |= {"expert_feed_forward_length": config.intermediate_size, "feed_forward_length": 128}
+    if arch in ("gemma2", "gemma3"):
+        own["attention.sliding_window"] = 8
+    if arch == "gemma2":
+        own |= {"attn_logit_softcapping": 30.0, "final_logit_softcapping": 20.0}
     return {
         "general.architecture": arch,
-        f"{arch}.block_count": config.num_layers,
-        f"{arch}.context_length": config.max_position,
-        f"{arch}.embedding_length": config.hidden_size,
-        f"{arch}.feed_forward_length": config.intermediate_size,
-        f"{arch}.attention.head_count": config.num_heads,
-        f"{arch}.attention.head_count_kv": config.num_kv_heads,
-        f"{arch}.attention.key_length": config.head_dim,
-        f"{arch}.attention.value_length": config.head_dim,
-        f"{arch}.attention.layer_norm_rms_epsilon": config.norm_eps,
-        f"{arch}.rope.dimension_count": config.head_dim,
-        f"{arch}.rope.freq_base": config.rope_theta,
+        **{f"{arch}.{key}": value for key, value in own.items()},
         "tokenizer.ggml.tokens": [f"t{token}" for token in range(config.vocab_size)],
     }
 
 
 def tensors_of(family: str) -> Tensors:
-    """A golden folder's weights under GGUF's names, q and k rows permuted where llama.cpp permutes them."""
-    config, file = read_config(GOLDEN / family), load_file(GOLDEN / family / "model.safetensors")
+    """A golden folder's weights as llama.cpp's converter writes them, under the names that the gguf package knows."""
+    arch, file = ARCHITECTURES[family], load_file(GOLDEN / family / "model.safetensors")
+    config = read_config(GOLDEN / family)
+    names = get_tensor_name_map(next(key for key, name in MODEL_ARCH_NAMES.items() if name == arch), config.num_layers)
+    experts: dict[str, list[NDArray[np.float32]]] = {}
     tensors: Tensors = {}
-    for row in TABLE:
-        for layer in range(config.num_layers):
-            if row.hf.format(layer) in file:
-                tensor = file[row.hf.format(layer)]
-                if ARCHITECTURES[family] == "llama" and row.part in ("q", "k"):
-                    tensor = permute(tensor, config.num_heads if row.part == "q" else config.num_kv_heads)
-                tensors[row.gguf.format(layer)] = (tensor, Kind.F32)
-    return tensors
+    for name in sorted(file, key=lambda name: [int(word) if word.isdigit() else 0 for word in name.split(".")]):
+        tensor = file[name]
+        if arch == "llama" and ".q_proj" in name or arch == "llama" and ".k_proj" in name:
+            tensor = permute(tensor, config.num_heads if ".q_proj" in name else config.num_kv_heads)
+        if arch == "gpt2" and re.search(r"\.c_\w+\.weight", name):
+            tensor = np.ascontiguousarray(tensor.T)
+        if arch.startswith("gemma") and name.endswith("norm.weight"):
+            tensor = tensor + 1
+        if family == "gemma2" and ".q_proj" in name or family == "gemma3" and ".q_norm" in name:
+            tensor = tensor * np.float32((config.head_dim / 24) ** 0.5)  # llama.cpp knows no other scale than the head size's
+        converted = names.get_name(re.sub(r"experts\.\d+\.", "experts.", name), (".weight", ".bias"))
+        assert converted is not None, name
+        if "experts." in name:
+            experts.setdefault(converted, []).append(tensor)
+        else:
+            tensors[converted] = (tensor, Kind.F32)
+    return tensors | {name: (np.stack(stacked), Kind.F32) for name, stacked in experts.items()}
 
 
 def permute(weights: NDArray[np.float32], num_heads: int) -> NDArray[np.float32]:
@@ -156,6 +183,28 @@ def test_file_that_is_cut_short_is_one_line(kept: int, tmp_path: Path) -> None:
     assert "\n" not in str(refusal.value)
 
 
+def test_tensor_that_lies_beyond_the_end_is_named_with_its_place(tmp_path: Path) -> None:
+    path = golden_gguf(tmp_path, "qwen3-moe")
+    size = path.stat().st_size
+    last = list(read_header(path).tensors)[-1]
+    path.write_bytes(path.read_bytes()[: size - 1000])
+    with pytest.raises(StartupError, match=rf"it has {size - 1000:,} bytes, and {re.escape(last)} lies at [\d,]+ to {size:,}: the file is cut"):
+        read_config(path)
+
+
+@pytest.mark.parametrize(("old", "new", "named"), [(32, 33, "b lies at .*, which is not a multiple of 32"), (b"b", b"a", "a is there twice")])
+def test_tensor_in_a_wrong_place_is_named(old: int | bytes, new: int | bytes, named: str, tmp_path: Path) -> None:
+    def entry(name: int | bytes, offset: int | bytes) -> bytes:
+        return struct.pack("<Q1sIQIQ", 1, name if isinstance(name, bytes) else b"b", 1, 4, 0, offset if isinstance(offset, int) else 32)
+
+    path = write_gguf(tmp_path / "x.gguf", {"general.architecture": "llama"}, {name: (np.zeros(4, np.float32), Kind.F32) for name in "ab"})
+    whole = path.read_bytes()
+    assert whole.count(entry(old, old)) == 1
+    path.write_bytes(whole.replace(entry(old, old), entry(new, new)))
+    with pytest.raises(StartupError, match=named):
+        read_header(path)
+
+
 def test_damaged_header_is_never_more_than_one_line(tmp_path: Path) -> None:
     """A damaged file may still be read, where the damage is in a name or a number; or it is refused as any other is."""
     path, random = golden_gguf(tmp_path), np.random.default_rng(0)
@@ -173,12 +222,18 @@ def test_damaged_header_is_never_more_than_one_line(tmp_path: Path) -> None:
 # The configuration and whole models
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "phi3", "olmo2", "mixtral", "qwen3-moe", "gpt2"])
 def test_gguf_says_the_same_as_the_folder_it_came_from(family: str, tmp_path: Path) -> None:
     assert read_config(golden_gguf(tmp_path, family)) == read_config(GOLDEN / family)
 
 
-@pytest.mark.parametrize("family", list(ARCHITECTURES))
+@pytest.mark.parametrize("family", ["gemma2", "gemma3"])
+def test_gguf_of_a_gemma_says_all_but_the_scale_of_scores(family: str, tmp_path: Path) -> None:
+    expected = dataclasses.replace(read_config(GOLDEN / family), attention_scale=0.25)
+    assert read_config(golden_gguf(tmp_path, family)) == expected
+
+
+@pytest.mark.parametrize("family", [family for family in ARCHITECTURES if not family.startswith("gemma")])
 def test_gguf_loads_to_the_same_arrays_as_the_folder(family: str, tmp_path: Path) -> None:
     path, folder = golden_gguf(tmp_path, family), GOLDEN / family
     arrays = load_arrays(path, read_config(path), FLOAT32, report=print)
@@ -258,7 +313,6 @@ def test_absent_optional_keys_follow_from_the_others(tmp_path: Path) -> None:
 
 REFUSED: list[tuple[str, Value]] = [
     ("rope.scaling.type", "yarn"),
-    ("rope.scaling.type", "linear"),
     ("rope.scale_linear", 2.0),
     ("rope.dimension_count", 8),
     ("attention.value_length", 32),
@@ -267,7 +321,7 @@ REFUSED: list[tuple[str, Value]] = [
     ("attn_logit_softcapping", 50.0),
     ("final_logit_softcapping", 30.0),
     ("logit_scale", 0.0625),
-    ("expert_count", 8),
+    ("expert_used_count", 0),
     ("something_new", 3),
     ("block_count", 0),
 ]
@@ -276,8 +330,58 @@ REFUSED: list[tuple[str, Value]] = [
 @pytest.mark.parametrize(("key", "value"), REFUSED)
 def test_unsupported_metadata_is_refused_by_name_and_value(key: str, value: Value, tmp_path: Path) -> None:
     with pytest.raises(StartupError) as refusal:
-        read_config(golden_gguf(tmp_path, changes={key: value}))
+        read_config(golden_gguf(tmp_path, changes={"expert_count": 4} | {key: value}))
     assert f"llama: {key} = {value!r}" in str(refusal.value)
+
+
+def test_keys_of_one_architecture_are_refused_in_another(tmp_path: Path) -> None:
+    for family, key in (("qwen2", "expert_count"), ("olmo2", "attention.sliding_window"), ("phi3", "attn_logit_softcapping")):
+        with pytest.raises(StartupError, match=f"{ARCHITECTURES[family]}: {key} = 8 is not supported"):
+            read_config(golden_gguf(tmp_path, family, {key: 8}))
+
+
+def test_linear_scaling_is_read(tmp_path: Path) -> None:
+    config = read_config(golden_gguf(tmp_path, "gemma3", {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0}))
+    assert config.rope_scaling == LinearScaling(8.0)
+    assert config.rope(0) == Rope(16, 10_000.0, None) and config.rope(5) == Rope(16, 1e6, LinearScaling(8.0))
+
+
+def test_layers_with_a_window_may_be_listed(tmp_path: Path) -> None:
+    pattern: list[Value] = [True, False] * 3 + [True]
+    config = read_config(golden_gguf(tmp_path, "gemma3", {"attention.sliding_window_pattern": pattern}))
+    assert config.windows == (8, None) * 3 + (8,)
+    with pytest.raises(StartupError, match=r"sliding_window_pattern = \[True\]"):
+        read_config(golden_gguf(tmp_path, "gemma3", {"attention.sliding_window_pattern": [True]}))
+
+
+def test_largest_gemmas_scale_scores_by_their_width(tmp_path: Path) -> None:
+    path = golden_gguf(tmp_path, "gemma2", {"block_count": 46, "embedding_length": 4608, "attention.head_count": 32})
+    assert read_config(path).attention_scale == 144**-0.5
+
+
+def test_factors_of_phi3_are_read_and_counted(tmp_path: Path) -> None:
+    def write(num_factors: int) -> Path:
+        factors = {f"rope_factors_{kind}.weight": np.full(num_factors, size, np.float32) for kind, size in (("short", 1.5), ("long", 4))}
+        metadata = metadata_of("phi3") | {"phi3.rope.scaling.original_context_length": 64, "phi3.rope.scaling.attn_factor": 1.25}
+        return write_gguf(tmp_path / "model.gguf", metadata, tensors_of("phi3") | {name: (f, Kind.F32) for name, f in factors.items()})
+
+    path = write(8)
+    config = read_config(path)
+    assert config.rope_scaling == LongScaling((1.5,) * 8, (4.0,) * 8, 64, 1.25)
+    assert load_arrays(path, config, FLOAT32, report=print).keys() == parameter_shapes(config).keys()
+    with pytest.raises(StartupError, match="rope_factors_short.weight and rope_factors_long.weight must have 8 numbers each"):
+        read_config(write(7))
+
+
+def test_experts_in_tensors_of_their_own_are_read(tmp_path: Path) -> None:
+    tensors = tensors_of("mixtral")
+    for name in [name for name in tensors if "_exps" in name]:
+        stacked, kind = tensors.pop(name)
+        tensors |= {name.replace("_exps", f".{expert}"): (matrix, kind) for expert, matrix in enumerate(stacked)}
+    path = write_gguf(tmp_path / "model.gguf", metadata_of("mixtral"), tensors)
+    arrays, expected = (load_arrays(at, read_config(at), FLOAT32, report=print) for at in (path, GOLDEN / "mixtral"))
+    for name in expected:
+        np.testing.assert_array_equal(arrays[name], expected[name], err_msg=name)
 
 
 def test_neutral_metadata_is_accepted(tmp_path: Path) -> None:
@@ -286,8 +390,8 @@ def test_neutral_metadata_is_accepted(tmp_path: Path) -> None:
 
 
 def test_other_architecture_is_refused_with_the_list_of_ours(tmp_path: Path) -> None:
-    path = write_gguf(tmp_path / "model.gguf", metadata_of("llama") | {"general.architecture": "gemma2"}, tensors_of("llama"))
-    with pytest.raises(StartupError, match="'gemma2' is not supported; supported are llama, qwen2, qwen3"):
+    path = write_gguf(tmp_path / "model.gguf", metadata_of("llama") | {"general.architecture": "mamba"}, tensors_of("llama"))
+    with pytest.raises(StartupError, match="'mamba' is not supported; supported are llama, qwen2, qwen3, qwen3moe, gemma2, gemma3, phi3"):
         read_config(path)
 
 
@@ -385,17 +489,63 @@ def decode_q6_k(block: bytes) -> list[float]:
     return numbers
 
 
+def decode_q2_k(block: bytes) -> list[float]:
+    numbers = []
+    for index in range(256):
+        part, quarter, column = index // 128, index % 128 // 32, index % 32
+        scale = block[part * 8 + quarter * 2 + column // 16]
+        number = block[16 + part * 32 + column] >> 2 * quarter & 3
+        numbers.append(half(block, 80) * (scale & 15) * number - half(block, 82) * (scale >> 4))
+    return numbers
+
+
+def decode_q3_k(block: bytes) -> list[float]:
+    numbers = []
+    for index in range(256):
+        part, quarter, column = index // 128, index % 128 // 32, index % 32
+        at = part * 8 + quarter * 2 + column // 16
+        scale = (block[96 + at % 8] >> 4 * (at // 8) & 15 | (block[104 + at % 4] >> 2 * (at // 4) & 3) << 4) - 32
+        third = block[column] >> (part * 4 + quarter) & 1
+        number = (block[32 + part * 32 + column] >> 2 * quarter & 3) - (0 if third else 4)
+        numbers.append(half(block, 108) * scale * number)
+    return numbers
+
+
+IQ4_STEPS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+
+
+def decode_iq4(quads: bytes, scale: float) -> list[float]:
+    return [scale * IQ4_STEPS[b & 15] for b in quads] + [scale * IQ4_STEPS[b >> 4] for b in quads]
+
+
+def decode_iq4_nl(block: bytes) -> list[float]:
+    return decode_iq4(block[2:], half(block, 0))
+
+
+def decode_iq4_xs(block: bytes) -> list[float]:
+    (high,) = struct.unpack_from("<H", block, 2)
+    numbers = []
+    for group in range(8):
+        scale = (block[4 + group // 2] >> 4 * (group % 2) & 15 | (high >> 2 * group & 3) << 4) - 32
+        numbers += decode_iq4(block[8 + 16 * group:24 + 16 * group], half(block, 0) * scale)
+    return numbers
+
+
 DECODERS: dict[Kind, Callable[[bytes], list[float]]] = {
     Kind.Q8_0: decode_q8_0,
     Kind.Q4_0: decode_q4_0,
     Kind.Q4_1: decode_q4_1,
     Kind.Q5_0: decode_q5_0,
     Kind.Q5_1: decode_q5_1,
+    Kind.Q2_K: decode_q2_k,
+    Kind.Q3_K: decode_q3_k,
     Kind.Q4_K: decode_q4_k,
     Kind.Q5_K: decode_q5_k,
     Kind.Q6_K: decode_q6_k,
+    Kind.IQ4_NL: decode_iq4_nl,
+    Kind.IQ4_XS: decode_iq4_xs,
 }
-HALVES = {Kind.Q4_1: (0, 2), Kind.Q5_1: (0, 2), Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2), Kind.Q6_K: (208,)}
+HALVES = {Kind.Q2_K: (80, 82), Kind.Q3_K: (108,), Kind.Q4_1: (0, 2), Kind.Q5_1: (0, 2), Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2), Kind.Q6_K: (208,)}
 
 
 def random_blocks(kind: Kind, num_rows: int, blocks_per_row: int) -> NDArray[np.uint8]:

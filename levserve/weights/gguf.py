@@ -22,8 +22,11 @@ from levserve.errors import StartupError
 from levserve.gguf_header import TensorEntry, read_header
 from levserve.weights.stored import StoredTensor
 
-# Q5_0 and Q5_1 are what llama.cpp falls back to in a Q4_K or Q5_K file where rows are not a multiple of 256.
-KINDS = (Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K)
+# Q5_0, Q5_1 and IQ4_NL are what llama.cpp falls back to in a file of K-quants where rows are not a multiple of 256.
+KINDS = (
+    Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1,
+    Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K, Kind.IQ4_NL, Kind.IQ4_XS,
+)  # fmt: skip
 INTERLEAVED_ARCHITECTURE = "llama"
 INTERLEAVED_NAME = re.compile(r"blk\.\d+\.attn_[qk]\.(weight|bias)")
 
@@ -67,7 +70,7 @@ def interleaved_rows(rows: NDArray[np.int64], head_dim: int) -> NDArray[np.int64
 def _check_entry(path: Path, name: str, entry: TensorEntry) -> None:
     if entry.kind not in KINDS:
         raise StartupError(f"{path}: {name} is stored as {entry.kind.name}; supported are {', '.join(kind.name for kind in KINDS)}")
-    row_size = int(np.prod(entry.shape[1:], dtype=np.int64))
+    row_size = entry.shape[-1] if len(entry.shape) > 1 else 1
     if row_size % GGML_QUANT_SIZES[entry.kind][0]:
         raise StartupError(f"{path}: {name} has rows of {row_size}, which {entry.kind.name} cannot store")
 

@@ -6,18 +6,19 @@ Every key of the architecture is known here or refused: llama.cpp stores only wh
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from levserve.errors import StartupError
-from levserve.model.config import Llama3Scaling, ModelConfig
+from levserve.gguf_header import GGUFHeader, Value, read_header
+from levserve.model.config import LinearScaling, Llama3Scaling, LongScaling, ModelConfig, RopeScaling
 from levserve.weights.fields import Fields
-from levserve.gguf_header import GGUFHeader, read_header
-from levserve.weights.names import ROPE_FACTORS
-
-LLAMA, QWEN2, QWEN3 = ARCHITECTURES = ("llama", "qwen2", "qwen3")  # a Mistral is a llama here
+from levserve.weights.hf_config import FAMILIES, Extras, long_attention_factor
+from levserve.weights.names import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS
 
 # Keys that would change the forward pass, each with the values that leave it as we compute it.
 SUPPORTED_VALUES: dict[str, tuple[object, ...]] = {
@@ -45,51 +46,132 @@ READ_KEYS = (
 )  # fmt: skip
 # What Llama 3.1 and 3.2 have in common; the file keeps the factors that follow from them, not the numbers themselves.
 LLAMA3_LOW_FREQ_FACTOR, LLAMA3_HIGH_FREQ_FACTOR, LLAMA3_ORIGINAL_CONTEXT = 1.0, 4.0, 8192
+# llama.cpp knows these two by their number of layers: their files do not say that scores are scaled otherwise.
+GEMMA2_27B_LAYERS, GEMMA3_27B_LAYERS = 46, 62
+
+
+def _every_layer(fields: Fields, num_layers: int) -> list[bool]:
+    return [True] * num_layers
+
+
+def _gemma2_layers(fields: Fields, num_layers: int) -> list[bool]:
+    return [layer % 2 == 0 for layer in range(num_layers)]
+
+
+def _gemma3_layers(fields: Fields, num_layers: int) -> list[bool]:
+    pattern = fields.get("attention.sliding_window_pattern")
+    if isinstance(pattern, list):
+        return list(map(bool, pattern))
+    period = fields.integer("attention.sliding_window_pattern", 6)
+    return [layer % period < period - 1 for layer in range(num_layers)]
+
+
+def _gemma(fields: Fields, layers_of_27b: int) -> Extras:
+    hidden_size, num_heads = fields.integer("embedding_length"), _uniform(fields, "attention.head_count")
+    is_27b = fields.integer("block_count") == layers_of_27b
+    return {
+        "embed_scale": math.sqrt(hidden_size),
+        "attention_scale": (hidden_size // num_heads if is_27b else _head_dim(fields)) ** -0.5,
+        "attention_softcap": fields.optional_number("attn_logit_softcapping"),
+        "logit_softcap": fields.optional_number("final_logit_softcapping"),
+    }
+
+
+def _gemma3(fields: Fields) -> Extras:
+    return _gemma(fields, GEMMA3_27B_LAYERS) | {"local_rope_theta": fields.number("rope.freq_base_swa", 10_000.0)}
+
+
+def _experts(fields: Fields) -> Extras:
+    count = fields.integer("expert_count", 0, minimum=0)
+    return {"num_experts": count, "experts_per_token": fields.integer("expert_used_count")} if count else {}
+
+
+def _qwen3_moe(fields: Fields) -> Extras:
+    return _experts(fields) | {"intermediate_size": fields.integer("expert_feed_forward_length")}
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """How llama.cpp keeps a family: `family` is its name in `hf_config`, `keys` are those that only this one may have."""
+
+    family: str
+    read: Callable[[Fields], Extras] = lambda fields: {}
+    slides: Callable[[Fields, int], list[bool]] | None = None
+    keys: tuple[str, ...] = ()
+
+
+SOFTCAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+EXPERTS = ("expert_count", "expert_used_count", "expert_feed_forward_length")
+ARCHITECTURES: dict[str, Architecture] = {
+    "llama": Architecture("LlamaForCausalLM", _experts, keys=EXPERTS),  # also Mistral and Mixtral
+    "qwen2": Architecture("Qwen2ForCausalLM"),
+    "qwen3": Architecture("Qwen3ForCausalLM"),
+    "qwen3moe": Architecture("Qwen3MoeForCausalLM", _qwen3_moe, keys=EXPERTS),
+    "gemma2": Architecture("Gemma2ForCausalLM", lambda fields: _gemma(fields, GEMMA2_27B_LAYERS), _gemma2_layers, SOFTCAPS),
+    "gemma3": Architecture(
+        "Gemma3ForCausalLM", _gemma3, _gemma3_layers, (*SOFTCAPS, "rope.freq_base_swa", "attention.sliding_window_pattern")
+    ),
+    "phi3": Architecture("Phi3ForCausalLM", slides=_every_layer, keys=("rope.scaling.attn_factor",)),
+    "olmo2": Architecture("Olmo2ForCausalLM"),
+    "gpt2": Architecture("GPT2LMHeadModel", keys=("attention.layer_norm_epsilon",)),
+}
 
 
 def read_gguf_config(path: Path) -> ModelConfig:
     header = read_header(path)
     Fields(str(path), header.metadata).require({"split.count": (0, 1)})
-    architecture = _architecture(path, header)
-    fields = _architecture_fields(path, header, architecture)
-    hidden_size, num_heads = fields.integer("embedding_length"), _uniform(fields, "attention.head_count")
-    head_dim = fields.integer("attention.key_length", hidden_size // num_heads)
-    rope_theta = fields.number("rope.freq_base", 10_000.0)
-    fields.require({"attention.value_length": (head_dim,), "rope.dimension_count": (head_dim,)})
-    return ModelConfig(
-        vocab_size=_vocab_size(fields, header),
-        hidden_size=hidden_size,
-        intermediate_size=_uniform(fields, "feed_forward_length"),
-        num_layers=fields.integer("block_count"),
-        num_heads=num_heads,
-        num_kv_heads=_uniform(fields, "attention.head_count_kv", num_heads),
-        head_dim=head_dim,
-        norm_eps=_shortest(fields.number("attention.layer_norm_rms_epsilon")),
-        rope_theta=rope_theta,
-        max_position=fields.integer("context_length"),
-        tied_head="output.weight" not in header.tensors,
-        rope_scaling=_rope_scaling(path, header, head_dim, rope_theta, fields),
-        qkv_bias=architecture == QWEN2 or "blk.0.attn_q.bias" in header.tensors,
-        out_bias="blk.0.attn_output.bias" in header.tensors,
-        qk_norm=architecture == QWEN3,
-    )
+    name = _architecture_name(path, header)
+    architecture = ARCHITECTURES[name]
+    fields = _architecture_fields(path, header, name)
+    num_heads, num_layers, head_dim = _uniform(fields, "attention.head_count"), fields.integer("block_count"), _head_dim(fields)
+    fields.require({"attention.value_length": (head_dim,)})
+    always = FAMILIES[architecture.family].always
+    epsilon = "attention.layer_norm_epsilon" if always.get("has_layer_norms") else "attention.layer_norm_rms_epsilon"
+    shape: Extras = {
+        "vocab_size": _vocab_size(fields, header),
+        "hidden_size": fields.integer("embedding_length"),
+        "intermediate_size": _uniform(fields, "feed_forward_length"),
+        "num_layers": num_layers,
+        "num_heads": num_heads,
+        "num_kv_heads": _uniform(fields, "attention.head_count_kv", num_heads),
+        "head_dim": head_dim,
+        "norm_eps": _shortest(fields.number(epsilon)),
+        "max_position": fields.integer("context_length"),
+        "tied_head": "output.weight" not in header.tensors,
+        "qkv_bias": "blk.0.attn_q.bias" in header.tensors,
+        "out_bias": "blk.0.attn_output.bias" in header.tensors,
+        "windows": _windows(fields, architecture, num_layers),
+    }
+    if "rope_theta" not in always:
+        shape |= _rope(path, header, head_dim, fields)
+    return ModelConfig(**shape | always | architecture.read(fields))
 
 
-def _architecture(path: Path, header: GGUFHeader) -> str:
-    architecture = header.metadata.get("general.architecture")
-    if isinstance(architecture, str) and architecture in ARCHITECTURES:
-        return architecture
-    raise StartupError(f"{path}: general.architecture = {architecture!r} is not supported; supported are {', '.join(ARCHITECTURES)}")
+def _architecture_name(path: Path, header: GGUFHeader) -> str:
+    name = header.metadata.get("general.architecture")
+    if isinstance(name, str) and name in ARCHITECTURES:
+        return name
+    raise StartupError(f"{path}: general.architecture = {name!r} is not supported; supported are {', '.join(ARCHITECTURES)}")
 
 
-def _architecture_fields(path: Path, header: GGUFHeader, architecture: str) -> Fields:
+def _architecture_fields(path: Path, header: GGUFHeader, name: str) -> Fields:
     """The keys under the architecture's own prefix, all of them known and with values we can serve."""
-    prefix = f"{architecture}."
+    prefix, architecture = f"{name}.", ARCHITECTURES[name]
     own = {key.removeprefix(prefix): value for key, value in header.metadata.items() if key.startswith(prefix)}
-    fields = Fields(f"{path}: {architecture}", own)
-    fields.require(SUPPORTED_VALUES)
-    fields.require_known((*READ_KEYS, *SUPPORTED_VALUES))
+    fields = Fields(f"{path}: {name}", own)
+    may_have = {*architecture.keys, *(("attention.sliding_window",) if architecture.slides else ()), *_scaling_keys(own)}
+    fields.require({key: values for key, values in SUPPORTED_VALUES.items() if key not in may_have})
+    fields.require_known((*READ_KEYS, *SUPPORTED_VALUES, *may_have))
     return fields
+
+
+def _scaling_keys(own: dict[str, Value]) -> tuple[str, ...]:
+    is_linear = own.get("rope.scaling.type") == "linear"
+    return ("rope.scaling.type", "rope.scaling.factor") if is_linear else ()
+
+
+def _head_dim(fields: Fields) -> int:
+    return fields.integer("attention.key_length", fields.integer("embedding_length") // _uniform(fields, "attention.head_count"))
 
 
 def _uniform(fields: Fields, key: str, default: int | None = None) -> int:
@@ -112,7 +194,41 @@ def _shortest(value: float) -> float:
     return float(str(np.float32(value)))
 
 
-def _rope_scaling(path: Path, header: GGUFHeader, head_dim: int, rope_theta: float, fields: Fields) -> Llama3Scaling | None:
+def _windows(fields: Fields, architecture: Architecture, num_layers: int) -> tuple[int | None, ...]:
+    window = fields.integer("attention.sliding_window", 0, minimum=0) if architecture.slides else 0
+    if architecture.slides is None or not window:
+        return ()
+    slides = architecture.slides(fields, num_layers)
+    if len(slides) != num_layers:
+        raise fields.refused("attention.sliding_window_pattern")
+    return tuple(window if slide else None for slide in slides)
+
+
+def _rope(path: Path, header: GGUFHeader, head_dim: int, fields: Fields) -> Extras:
+    theta = fields.number("rope.freq_base", 10_000.0)
+    size = fields.integer("rope.dimension_count", head_dim)
+    if size != head_dim and LONG_FACTORS not in header.tensors:  # Phi-4-mini turns part of a head, llama.cpp's others all of it
+        raise fields.refused("rope.dimension_count")
+    scaling = _long_scaling(path, header, size, fields) or _llama3_scaling(path, header, head_dim, theta, fields)
+    if scaling is None and fields.get("rope.scaling.type") == "linear":
+        scaling = LinearScaling(fields.number("rope.scaling.factor"))
+    return {"rope_theta": theta, "rope_scaling": scaling, "rotary_size": None if size == head_dim else size}
+
+
+def _long_scaling(path: Path, header: GGUFHeader, size: int, fields: Fields) -> RopeScaling | None:
+    """Phi-3's, whose factors are tensors of the file."""
+    entries = [header.tensors.get(name) for name in (SHORT_FACTORS, LONG_FACTORS)]
+    found = [tuple(np.frombuffer(entry.data, np.float32).tolist()) for entry in entries if entry is not None]
+    if not found:
+        return None
+    if [len(factors) for factors in found] != [size // 2] * 2:
+        raise StartupError(f"{path}: {SHORT_FACTORS} and {LONG_FACTORS} must have {size // 2} numbers each")
+    original = fields.integer("rope.scaling.original_context_length")
+    attention_factor = long_attention_factor(fields.integer("context_length") / original, original)
+    return LongScaling(*found, original, fields.number("rope.scaling.attn_factor", attention_factor))
+
+
+def _llama3_scaling(path: Path, header: GGUFHeader, head_dim: int, rope_theta: float, fields: Fields) -> RopeScaling | None:
     """Llama 3's scaling, told by the factors the file keeps in its place; any other factors are refused."""
     entry = header.tensors.get(ROPE_FACTORS)
     if entry is None:

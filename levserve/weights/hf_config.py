@@ -230,7 +230,7 @@ def make_hf_config(written: Fields) -> ModelConfig:
     if "intermediate_size" not in extras:
         shape["intermediate_size"] = fields.integer("intermediate_size")
     if "rope_theta" not in extras:
-        shape |= _rope(fields, head_dim, max_position)
+        shape |= _rope(fields, family, head_dim, max_position)
     return ModelConfig(**shape | extras)
 
 
@@ -251,12 +251,15 @@ def _family(fields: Fields) -> Family:
     raise StartupError(f"{fields.source}: architectures = {architectures!r} is not supported; supported are {', '.join(FAMILIES)}")
 
 
-def _rope(fields: Fields, head_dim: int, max_position: int) -> Extras:
+def _rope(fields: Fields, family: Family, head_dim: int, max_position: int) -> Extras:
     """Both forms of the rotary positions are checked where both are there; the newer one wins."""
     newer, older = fields.mapping("rope_parameters"), fields.mapping("rope_scaling")
-    if newer.has("full_attention"):
+    if family.read is _gemma3 and newer.has("full_attention"):
         newer.require_known(("full_attention", "sliding_attention"))
         newer = newer.mapping("full_attention")
+    if "partial_rotary_factor" not in family.supported:
+        for rope in (newer, older):
+            rope.require({"partial_rotary_factor": (1.0, None)})
     portion = newer.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
     rotary_size = int(head_dim * portion)
     original = fields.integer("original_max_position_embeddings", max_position)

@@ -61,16 +61,19 @@ class Line(NamedTuple):
     array: str
     name: str
 
+    def parts(self) -> dict[Part, str]:
+        choice = re.search(r"\[(.+)\]", self.name)
+        if choice is None:
+            return {Part.ALL: self.name}
+        words = choice[1].split("|")
+        return {part: self.name.replace(choice[0], word) for part, word in zip(PARTS[len(words)], words)}
+
     def tensors(self, config: ModelConfig) -> list[Tensor]:
-        parts = {Part.ALL: self.name}
-        if choice := re.search(r"\[(.+)\]", self.name):
-            words = choice[1].split("|")
-            parts = {part: self.name.replace(choice[0], word) for part, word in zip(PARTS[len(words)], words)}
         layers = range(config.num_layers) if "{}" in self.array else [0]
         numbers: Iterable[int | None] = range(config.num_experts) if "{e}" in self.name else [None]
         return [
             Tensor(name.format(layer, e=expert), part, layer, expert)
-            for layer, expert, (part, name) in itertools.product(layers, numbers, parts.items())
+            for layer, expert, (part, name) in itertools.product(layers, numbers, self.parts().items())
         ]
 
 
@@ -175,7 +178,7 @@ def find_targets(config: ModelConfig, file_format: Format, found: Collection[str
     targets: dict[str, Target] = {}
     ways: dict[str, list[Line]] = {}
     for line in TABLE[file_format]:
-        if line.array.format(0) in shapes:
+        if line.array.format(0) in shapes and (config.is_gated or Part.GATE not in line.parts()):
             ways.setdefault(line.array, []).append(line)
     for array, lines in ways.items():
         for tensor in _choose_way(lines, config, found, targets):
