@@ -14,7 +14,9 @@ from levserve.model.kernels.paged_attention import paged_attention
 pytestmark = pytest.mark.tiny
 
 
-def dense(q: np.ndarray, keys: np.ndarray, values: np.ndarray, positions: np.ndarray, window: int | None) -> np.ndarray:
+def dense(
+    q: np.ndarray, keys: np.ndarray, values: np.ndarray, positions: np.ndarray, window: int | None, softcap: float | None = None
+) -> np.ndarray:
     """One query at a time in float64: q [chunk, kv, group, size], keys and values [length, kv, size]."""
     out = np.zeros(q.shape)
     for index, position in enumerate(positions):
@@ -23,6 +25,8 @@ def dense(q: np.ndarray, keys: np.ndarray, values: np.ndarray, positions: np.nda
         first = 0 if window is None else max(0, position - window + 1)
         for head in range(q.shape[1]):
             scores = keys[first : position + 1, head].astype(np.float64) @ q[index, head].T.astype(np.float64)
+            if softcap is not None:
+                scores = softcap * np.tanh(scores / softcap)
             weights = np.exp(scores - scores.max(0))
             out[index, head] = (weights / weights.sum(0)).T @ values[first : position + 1, head]
     return out
@@ -30,8 +34,10 @@ def dense(q: np.ndarray, keys: np.ndarray, values: np.ndarray, positions: np.nda
 
 @pytest.mark.parametrize("page_size", [4, 16, 32])
 @pytest.mark.parametrize(("kv_heads", "group", "size"), [(1, 1, 64), (2, 3, 32), (1, 8, 80)])
-@pytest.mark.parametrize("window", [None, 7])
-def test_paged_attention_equals_dense_attention(page_size: int, kv_heads: int, group: int, size: int, window: int | None) -> None:
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (7, None), (7, 2.0)])
+def test_paged_attention_equals_dense_attention(
+    page_size: int, kv_heads: int, group: int, size: int, window: int | None, softcap: float | None
+) -> None:
     rng = np.random.default_rng(page_size * 100 + group)
     chunk, lengths = 3, [3, page_size + 3, 2 * page_size, 290]
     width = -(-max(lengths) // page_size) + 1
@@ -41,10 +47,10 @@ def test_paged_attention_equals_dense_attention(page_size: int, kv_heads: int, g
     q = rng.standard_normal((len(lengths), chunk, kv_heads, group, size), dtype=np.float32)
     positions = np.stack([np.arange(length - chunk, length) for length in lengths]).astype(np.int32)
     positions[2, 2] = -1  # padding
-    got = attend(jnp.asarray(q), pool, jnp.asarray(table), jnp.asarray(positions), window=window)
+    got = attend(jnp.asarray(q * 4), pool, jnp.asarray(table), jnp.asarray(positions), window=window, softcap=softcap, scale=0.25)
     for row, length in enumerate(lengths):
         whole = np.asarray(pool)[table[row]].transpose(1, 0, 3, 2, 4).reshape(2, -1, kv_heads, size)[:, :length]
-        np.testing.assert_allclose(got[row], dense(q[row], *whole, positions[row], window), atol=1e-5, rtol=1e-5)
+        np.testing.assert_allclose(got[row], dense(q[row], *whole, positions[row], window, softcap), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -84,6 +90,11 @@ def test_the_gpu_kernel_equals_the_plain_one(
 def test_the_kernel_is_chosen_by_what_it_can_serve(platform: str, head_dim: int, kernel: Kernel) -> None:
     config = ModelConfig(100, 64, 64, 1, 2, 1, head_dim, 1e-5, 1e4, 128, True)
     assert choose_kernel(platform, config)[0] is kernel
+
+
+def test_capped_scores_are_refused_by_the_gpu_kernel_in_words() -> None:
+    config = ModelConfig(100, 64, 64, 1, 2, 1, 64, 1e-5, 1e4, 128, True, attention_softcap=50.0)
+    assert choose_kernel("gpu", config, 32) == (Kernel.XLA, "the GPU kernel does not take scores capped at 50")
 
 
 def test_writes_go_to_their_page_and_padding_goes_nowhere() -> None:

@@ -44,10 +44,11 @@ CROWD = [ask([100 + number, 7, number], 24, temperature=0.9, top_k=5 + number) f
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_served_in_one_batch_matches_its_reference(family: str) -> None:
     cases = cases_of(family)
-    with running_engine(GOLDEN / family, "--prefill-chunk", "16") as running:
-        answers = running.run(*(ask(case["prompt"], num_logprobs=5) for case in cases))
+    with running_engine(GOLDEN / family, "--prefill-chunk", "16", "--page-size", "4") as running:
+        answers = running.run(*(ask(case["prompt"], score_from=1, num_logprobs=5) for case in cases))
     for case, answer in zip(cases, answers):
         assert answer.tokens == case["greedy"]
+        np.testing.assert_allclose([entry.logprob for entry in answer.prompt_logprobs], case["prompt_logprobs"][1:], atol=1e-3)
         np.testing.assert_allclose([entry.logprob for entry in answer.logprobs], case["greedy_logprobs"], atol=1e-3)
         best, logprob = answer.logprobs[0].top[0]
         assert best == case["last_top5"][0][0] and logprob == pytest.approx(case["last_top5"][0][1], abs=1e-3)

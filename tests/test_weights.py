@@ -215,7 +215,8 @@ def test_gpt2_as_first_published_has_bare_names_and_masks(tmp_path: Path) -> Non
     bare = {name.removeprefix("transformer."): tensor for name, tensor in file.items()}
     save_file(bare | {"h.0.attn.bias": np.zeros((1, 1, 4, 4), np.uint8)}, folder / "model.safetensors")
     arrays = load(folder)
-    assert all((arrays[name] == expected[name]).all() for name in expected)
+    for name in expected:
+        np.testing.assert_array_equal(arrays[name], expected[name], err_msg=name)
 
 
 REFUSED: list[tuple[str, str, object]] = [
@@ -345,7 +346,8 @@ def test_tensors_are_looked_for_under_the_names_the_checkpoint_uses() -> None:
 def test_arrays_have_the_names_shapes_and_types_of_the_model(family: str, dtype: jnp.dtype) -> None:
     arrays = load(GOLDEN / family, dtype)
     assert {name: array.shape for name, array in arrays.items()} == parameter_shapes(read_config(GOLDEN / family))
-    assert all(array.dtype == (dtype if array.ndim > 1 else np.float32) for array in arrays.values())
+    bits = np.dtype(np.uint16) if dtype == BFLOAT16 else dtype
+    assert all(array.dtype == {1: FLOAT32, 2: dtype, 3: bits}[array.ndim] for array in arrays.values())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -368,10 +370,11 @@ def test_every_tensor_lands_where_it_should(family: str) -> None:
             return stored(f"{at}{parts[name.removesuffix('_bias')]}.{bias}")
         if name.startswith("experts"):
             mixtral = {"gate": "w1", "up": "w3", "down": "w2"}
-            names = {"experts_down": ["down"], "experts_gate_up": ["gate", "up"]}[name]
+            own = {"experts_down": ["down"], "experts_gate_up": ["gate", "up"]}[name]
             forms = {"mixtral": "block_sparse_moe.experts.{}.{}", "qwen3-moe": "mlp.experts.{}.{}_proj"}
-            words = [mixtral[word] if family == "mixtral" else word for word in names]
-            return np.stack([stored(*(f"{at}{forms[family].format(e, word)}.weight" for word in words)) for e in range(config.num_experts)])
+            words = [mixtral[word] if family == "mixtral" else word for word in own]
+            names = [[f"{at}{forms[family].format(e, word)}.weight" for word in words] for e in range(config.num_experts)]
+            return np.stack([stored(*of_expert) for of_expert in names])
         fused = family == "phi3"
         return stored(*{
             "input_norm": [at + "input_layernorm.weight"],
@@ -487,7 +490,7 @@ CORRUPT: list[tuple[str, str, tuple[int, ...] | None, str]] = [
     ("olmo2", "model.layers.0.self_attn.k_norm.weight", (16,), "self_attn.k_norm.weight is [16], expected [32]"),
     ("olmo2", "model.layers.0.input_layernorm.weight", (64,), "unexpected model.layers.0.input_layernorm.weight"),
     ("mixtral", "model.layers.1.block_sparse_moe.experts.3.w2.weight", None, "missing model.layers.1.block_sparse_moe.experts.3.w2.weight"),
-    ("mixtral", "model.layers.1.block_sparse_moe.experts.4.w2.weight", (64, 128), "unexpected model.layers.1.block_sparse_moe.experts.4.w2"),
+    ("mixtral", "model.layers.1.block_sparse_moe.experts.4.w2.weight", (64, 128), "unexpected model.layers.1.block_sparse_moe.experts.4"),
     ("qwen3-moe", "model.layers.0.mlp.gate.weight", (8, 64), "mlp.gate.weight is [8, 64], expected [6, 64]"),
     ("gpt2", "transformer.h.1.mlp.c_fc.weight", (256, 64), "h.1.mlp.c_fc.weight is [64, 256], expected [256, 64]"),
     ("gpt2", "transformer.wpe.weight", None, "missing wpe.weight"),

@@ -141,7 +141,7 @@ def load(settings: Settings, metrics: Metrics, *, rows: int, report: Callable[[s
     )
     for line in sizes.describe():
         log.info("%s", line)
-    model = Decoder.from_arrays(config, arrays, kernel=kernel)
+    model = Decoder.from_arrays(config.stretched_for(sizes.max_seq_len), arrays, kernel=kernel)
     del arrays
     runner = Runner(model, sizes, storage, metrics)
     tokenizer = loading.result()

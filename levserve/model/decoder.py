@@ -37,14 +37,19 @@ class Linear(eqx.Module):
 
     def __call__(self, x: NamedArray) -> NamedArray:
         """Multiplies in the weight's type and always sums in float32: a bfloat16 result is 20 times slower on CPU."""
-        Out, In = self.weight.axes
+        In = self.weight.axes[-1]
         y = hax.dot(x.astype(self.weight.dtype), self.weight, axis=In, preferred_element_type=jnp.float32)
         return y if self.bias is None else y + self.bias
 
     def of_expert(self, number: jax.Array) -> Linear:
         """One of the matrices of a weight [expert, out, in]."""
         _, *axes = self.weight.axes
-        return Linear(hax.named(lax.dynamic_index_in_dim(self.weight.array, number, keepdims=False), axes))
+        matrix = lax.dynamic_index_in_dim(self.weight.array, number, keepdims=False)
+        return Linear(hax.named(cache.from_bits(matrix), axes))
+
+    def of_each(self, numbers: NamedArray) -> Linear:
+        """A copy of the matrix for each number."""
+        return Linear(self.weight.take("expert", numbers))
 
 
 class Norm(eqx.Module):
@@ -143,13 +148,21 @@ class Experts(eqx.Module):
         flat = x.flatten_axes((ROW, CHUNK), "token").rearrange(("token", "embed"))
         scores = self.router(flat).rearrange(("token", "expert")).array
         choice = experts.choose(scores, config.experts_per_token, renormalises=config.renormalises_experts)
+        mixed = experts.mix(flat.array, choice, place.positions.reshape(-1) >= 0, self, config.num_experts)
+        return hax.named(mixed.reshape(*place.positions.shape, config.hidden_size), (ROW, CHUNK, "embed"))
 
-        def run(number: jax.Array, tokens: jax.Array) -> jax.Array:
-            one = Mlp(config, self.stacked.gate_up.of_expert(number), self.stacked.down.of_expert(number))
-            return one(hax.named(tokens, ("token", "embed"))).rearrange(("token", "embed")).array
+    def one(self, number: jax.Array, tokens: jax.Array) -> jax.Array:
+        return self._run(self.stacked.gate_up.of_expert(number), self.stacked.down.of_expert(number), tokens, "token")
 
-        mixed = experts.mix(flat.array, choice, place.positions.reshape(-1) >= 0, run, config.num_experts)
-        return hax.named(mixed.reshape(place.positions.shape + (config.hidden_size,)), (ROW, CHUNK, "embed"))
+    def chosen(self, numbers: jax.Array, tokens: jax.Array) -> jax.Array:
+        named = hax.named(numbers, "token")
+        return self._run(self.stacked.gate_up.of_each(named), self.stacked.down.of_each(named), tokens, "token")
+
+    def every(self, tokens: jax.Array) -> jax.Array:
+        return self._run(self.stacked.gate_up, self.stacked.down, tokens, "expert", "slot")
+
+    def _run(self, gate_up: Linear, down: Linear, tokens: jax.Array, *axes: str) -> jax.Array:
+        return Mlp(self.config, gate_up, down)(hax.named(tokens, (*axes, "embed"))).rearrange((*axes, "embed")).array
 
 
 class Layer(eqx.Module):
@@ -210,9 +223,7 @@ class Decoder(eqx.Module):
             return Experts(config, linear(at + "router", config.Expert, config.Embed), mlp(at + "experts_", config.Expert))
 
         def layer(at: str) -> Layer:
-            q_over, k_over = (config.Heads,), (config.KVHeads,)
-            if not config.qk_norm_spans_heads:
-                q_over = k_over = ()
+            q_over, k_over = ([config.Heads], [config.KVHeads]) if config.qk_norm_spans_heads else ([], [])
             return Layer(
                 norm(at + "input_norm", config.Embed),
                 Attention(

@@ -1,24 +1,35 @@
 """A feed-forward part made of many experts, of which each token uses a few.
 
-Pairs of a token and one of its experts are sorted by expert and computed in blocks of one expert each, so a step reads the
-weights of the experts that were chosen and no others, and multiplies little more than the chosen pairs. (`lax.ragged_dot`
-would be the short way to say this, but outside TPUs it multiplies every token with every expert, under a mask.)
-Shapes are static; how many blocks run is known on the device alone.
+What is computed are pairs of a token and one of its experts, sorted by expert. `lax.ragged_dot` would be the short way to
+say so, but outside TPUs it multiplies every token with every expert, under a mask: on an H200 it took two to seven times as
+long as the ways below. Which of them is fastest depends on the device and on how many pairs there are; all give the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 MIN_BLOCK, MAX_BLOCK = 2, 64
-"""Pairs computed together: one alone leaves the fast path of the CPU's matrix product, and many pad what few experts get."""
+"""Pairs of one expert computed together on a CPU: a single one leaves the fast path of its matrix product."""
+FEW_TOKENS = 256
+"""Up to here a GPU waits for the weights, whatever it multiplies them with."""
 
-Expert = Callable[[jax.Array, jax.Array], jax.Array]
+
+class Experts(Protocol):
+    """The experts of a layer; numbers of experts are int32, tokens float32 [..., embed]."""
+
+    def one(self, number: jax.Array, tokens: jax.Array) -> jax.Array:
+        """One expert on [token, embed]."""
+
+    def chosen(self, numbers: jax.Array, tokens: jax.Array) -> jax.Array:
+        """An expert for each token: [token] on [token, embed]."""
+
+    def every(self, tokens: jax.Array) -> jax.Array:
+        """Tokens for each expert: [expert, slot, embed]."""
 
 
 class Choice(NamedTuple):
@@ -34,21 +45,40 @@ def choose(scores: jax.Array, count: int, *, renormalises: bool) -> Choice:
     return Choice(experts, weights / weights.sum(-1, keepdims=True) if renormalises else weights)
 
 
-def mix(x: jax.Array, choice: Choice, is_real: jax.Array, expert: Expert, num_experts: int) -> jax.Array:
-    """The weighted sum of each token's experts, float32 of the shape of x [token, embed]; zeros where `is_real` is not.
+def mix(x: jax.Array, choice: Choice, is_real: jax.Array, experts: Experts, num_experts: int) -> jax.Array:
+    """The weighted sum of each token's experts, float32 of the shape of x [token, embed]; nothing where `is_real` is not."""
+    if jax.default_backend() == "cpu":
+        return mix_in_blocks(x, choice, is_real, experts, num_experts)
+    if 3 * choice.experts.size <= num_experts:  # a gathered matrix is read, written and read again
+        return mix_gathered(x, choice, experts)
+    return mix_in_slots(x, choice, is_real, experts, num_experts)
 
-    `expert(number, tokens)` computes one expert on [block, embed].
-    """
-    num_tokens, per_token = choice.experts.shape
-    num_pairs = num_tokens * per_token
-    size = _block_size(num_pairs, num_experts)
-    expert_of = jnp.where(is_real[:, None], choice.experts, num_experts).reshape(-1)  # [pair]
-    order = jnp.argsort(expert_of)
+
+class _Sorted(NamedTuple):
+    """Pairs by expert, those of padding last. The pairs of expert e are `order[ends[e] - counts[e] : ends[e]]`."""
+
+    order: jax.Array
+    counts: jax.Array
+    ends: jax.Array
+
+
+def _sort(choice: Choice, is_real: jax.Array, num_experts: int) -> _Sorted:
+    expert_of = jnp.where(is_real[:, None], choice.experts, num_experts).reshape(-1)
     counts = jnp.zeros(num_experts, jnp.int32).at[expert_of].add(1, mode="drop")
-    ends = jnp.cumsum(counts)
+    return _Sorted(jnp.argsort(expert_of), counts, jnp.cumsum(counts))
+
+
+def mix_in_blocks(x: jax.Array, choice: Choice, is_real: jax.Array, experts: Experts, num_experts: int) -> jax.Array:
+    """One expert after another, a few of its pairs at a time: reads the chosen experts only, and multiplies little more than
+    the pairs. For devices to which a loop costs nothing."""
+    num_tokens, per_token = choice.experts.shape
+    num_pairs, weights = choice.experts.size, choice.weights.reshape(-1)
+    size = MIN_BLOCK
+    while size < min(MAX_BLOCK, num_pairs // num_experts):
+        size *= 2
+    order, counts, ends = _sort(choice, is_real, num_experts)
     blocks = -(-counts // size)
     block_ends = jnp.cumsum(blocks)
-    weights = choice.weights.reshape(-1)
 
     def add_block(index: jax.Array, total: jax.Array) -> jax.Array:
         number = jnp.searchsorted(block_ends, index, side="right").astype(jnp.int32)
@@ -56,15 +86,34 @@ def mix(x: jax.Array, choice: Choice, is_real: jax.Array, expert: Expert, num_ex
         at = first + jnp.arange(size, dtype=jnp.int32)
         pairs = order[jnp.minimum(at, num_pairs - 1)]
         tokens = pairs // per_token
-        result = expert(number, x[tokens]) * weights[pairs][:, None]
+        result = experts.one(number, x[tokens]) * weights[pairs][:, None]
         return total.at[jnp.where(at < ends[number], tokens, num_tokens)].add(result, mode="drop")
 
     return lax.fori_loop(jnp.int32(0), block_ends[-1].astype(jnp.int32), add_block, jnp.zeros(x.shape, jnp.float32))
 
 
-def _block_size(num_pairs: int, num_experts: int) -> int:
-    """About what an expert gets if all are chosen alike."""
-    size = MIN_BLOCK
-    while size < min(MAX_BLOCK, num_pairs // num_experts):
-        size *= 2
-    return size
+def mix_gathered(x: jax.Array, choice: Choice, experts: Experts) -> jax.Array:
+    """Every pair with a copy of its expert's matrices: for a few pairs and many experts."""
+    results = experts.chosen(choice.experts.reshape(-1), jnp.repeat(x, choice.experts.shape[1], axis=0))
+    return (results.reshape(*choice.experts.shape, -1) * choice.weights[..., None]).sum(1)
+
+
+def mix_in_slots(x: jax.Array, choice: Choice, is_real: jax.Array, experts: Experts, num_experts: int) -> jax.Array:
+    """All experts in one batched product, each on as many slots as two times the mean of its pairs; an expert with more than
+    that asks for another round. A few tokens get a slot each with every expert, so that there is no round to wait for."""
+    num_tokens, per_token = choice.experts.shape
+    num_pairs, weights = choice.experts.size, choice.weights.reshape(-1)
+    slots = num_tokens if num_tokens <= FEW_TOKENS else min(num_tokens, -(-2 * num_pairs // num_experts))
+    order, counts, ends = _sort(choice, is_real, num_experts)
+
+    def add_round(number: jax.Array | int, total: jax.Array) -> jax.Array:
+        at = (ends - counts + number * slots)[:, None] + jnp.arange(slots, dtype=jnp.int32)[None]  # [expert, slot]
+        pairs = order[jnp.minimum(at, num_pairs - 1)]
+        tokens = pairs // per_token
+        results = experts.every(x[tokens]) * weights[pairs][..., None]
+        return total.at[jnp.where(at < ends[:, None], tokens, num_tokens)].add(results, mode="drop")
+
+    nothing = jnp.zeros(x.shape, jnp.float32)
+    if slots == num_tokens:
+        return add_round(0, nothing)
+    return lax.fori_loop(jnp.int32(0), (-(-counts.max() // slots)).astype(jnp.int32), add_round, nothing)

@@ -225,7 +225,8 @@ def _long_scaling(path: Path, header: GGUFHeader, size: int, fields: Fields) -> 
         raise StartupError(f"{path}: {SHORT_FACTORS} and {LONG_FACTORS} must have {size // 2} numbers each")
     original = fields.integer("rope.scaling.original_context_length")
     attention_factor = long_attention_factor(fields.integer("context_length") / original, original)
-    return LongScaling(*found, original, fields.number("rope.scaling.attn_factor", attention_factor))
+    short, long = found
+    return LongScaling(short, long, original, fields.number("rope.scaling.attn_factor", attention_factor))
 
 
 def _llama3_scaling(path: Path, header: GGUFHeader, head_dim: int, rope_theta: float, fields: Fields) -> RopeScaling | None:

@@ -130,7 +130,7 @@ class Family:
     always: Extras = field(default_factory=dict)
     read: Callable[[Fields], Extras] = _attention_bias
     slides: Slides = _no_layer
-    supported: Mapping[str, tuple[object, ...] | None] = field(default_factory=dict)
+    supported: dict[str, tuple[object, ...] | None] = field(default_factory=dict)
     """None: any value, for `read` looks at it."""
     defaults: Extras = field(default_factory=dict)
     keys: Mapping[str, str] = field(default_factory=dict)
@@ -207,15 +207,15 @@ def make_hf_config(written: Fields) -> ModelConfig:
     family = _family(written)
     if family.inside:
         written = written.mapping(family.inside)
-    fields = Fields(written.source, family.defaults | written.values)
-    fields.require({key: values for key, values in (SUPPORTED_VALUES | family.supported).items() if values is not None})
+    fields = Fields(written.source, {**family.defaults, **written.values})
+    fields.require({key: values for key, values in {**SUPPORTED_VALUES, **family.supported}.items() if values is not None})
     hidden_size = fields.integer(family.key("hidden_size"))
     num_heads = fields.integer(family.key("num_attention_heads"))
     num_layers = fields.integer(family.key("num_hidden_layers"))
     max_position = fields.integer(family.key("max_position_embeddings"))
     head_dim = fields.integer("head_dim", hidden_size // num_heads)
     extras = family.always | family.read(fields)
-    shape = {
+    shape: Extras = {
         "vocab_size": fields.integer("vocab_size"),
         "hidden_size": hidden_size,
         "num_layers": num_layers,
@@ -284,7 +284,8 @@ def _scaling(rope: Fields, max_position: int, original: int, rotary_size: int) -
             return Llama3Scaling(rope.number("factor"), rope.number("low_freq_factor"), rope.number("high_freq_factor"), original)
         case "longrope":
             short, long = (rope.numbers(key, rotary_size // 2) for key in ("short_factor", "long_factor"))
-            return LongScaling(short, long, original, rope.number("attention_factor", long_attention_factor(max_position / original, original)))
+            by_length = long_attention_factor(max_position / original, original)
+            return LongScaling(short, long, original, rope.number("attention_factor", by_length))
     return None
 
 

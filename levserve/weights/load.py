@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from levserve.errors import StartupError
+from levserve.model import cache
 from levserve.model.config import ModelConfig, parameter_shapes
 from levserve.weights import gguf, hf, levanter
 from levserve.weights.gguf_config import read_gguf_config
@@ -57,7 +58,10 @@ def read_config(path: Path, config_file: Path | None = None) -> ModelConfig:
 
 
 def load_arrays(path: Path, config: ModelConfig, dtype: jnp.dtype, *, report: Callable[[str], None]) -> dict[str, jax.Array]:
-    """Every array of `parameter_shapes`, on the device: matrices in `dtype`, norms and biases in float32."""
+    """Every array of `parameter_shapes`, on the device: matrices in `dtype`, norms and biases in float32.
+
+    The matrices of experts are in the type the KV pool is stored in, which may be the bits of `dtype`.
+    """
     # Waiting keeps a slow transfer from holding several arrays on the host.
     return {name: jax.device_put(host).block_until_ready() for name, host in read_arrays(path, config, dtype, report=report)}
 
@@ -69,6 +73,8 @@ def read_arrays(
     pieces = _find_pieces(path, config, dtype)
     shapes = parameter_shapes(config)
     has_offsets = config.has_offset_norms and path.is_dir()  # llama.cpp's converter puts whole weights in a GGUF file
+    # As with the KV pool: jaxlib 0.10 turns a bfloat16 array in a loop into float32 as a whole, on a CPU, to take a slice.
+    storage = cache.storage_dtype(dtype, jax.default_backend())
     progress = Progress("loading weights", sum(map(math.prod, shapes.values())), report)
     with ThreadPoolExecutor(_num_threads(), thread_name_prefix="levserve-weights") as pool:
         for name in levanter.load_order(shapes) if levanter.is_checkpoint(path) else shapes:
@@ -76,7 +82,9 @@ def read_arrays(
             for piece in pieces[name]:
                 _fill(host[piece.target.index], piece, pool, path)
             if has_offsets and name.endswith("norm"):
-                host += 1
+                np.add(host, 1, out=host)
+            if host.ndim > 2 and storage == np.uint16:
+                host = host.view(np.uint16)
             progress.advance(host.size)
             yield name, host
 
