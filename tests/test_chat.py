@@ -199,14 +199,24 @@ def test_template_that_refuses_the_trial_conversation_is_not_broken(with_templat
     check_template(with_template("{{ raise_exception('only tools') }}"))
 
 
-def test_model_without_a_template_gets_llama3s(tokenizer: Tokenizer) -> None:
-    bare = Tokenizer(tokenizer.backend, bos_token="<|endoftext|>")
+def test_model_with_llama3s_tokens_and_no_template_gets_llama3s(tokenizer: Tokenizer) -> None:
+    backend = type(tokenizer.backend).from_str(tokenizer.backend.to_str())
+    backend.add_special_tokens(["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"])
+    bare = Tokenizer(backend, bos_token="<|endoftext|>")
     assert rendered(bare, [{"role": "system", "content": " Be brief. "}, *user("Hi")]) == (
         "<|endoftext|><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
         "<|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
     )
 
 
-def test_toy_folder_without_a_template_can_chat() -> None:
+def test_model_without_a_template_refuses_messages_and_says_what_to_do() -> None:
     toy = load_tokenizer(GOLDEN / "llama")
-    assert render_chat(toy, user("t17 t18"))[0] == 1
+    check_template(toy)
+    with pytest.raises(BadRequest, match="has no chat template.*/v1/completions.*--chat-template FILE") as caught:
+        render_chat(toy, user("t17 t18"))
+    assert (caught.value.status, caught.value.param, caught.value.code) == (400, "messages", "no_chat_template")
+
+
+def test_model_without_a_template_can_be_given_one() -> None:
+    toy = load_tokenizer(GOLDEN / "llama", chat_template="{{ bos_token }} {{ messages[0].content }}")
+    assert render_chat(toy, user("t17 t18")) == [1, 17, 18]

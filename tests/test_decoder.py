@@ -98,9 +98,9 @@ def test_experts_applied_one_by_one_by_choice_and_all_at_once_agree() -> None:
     tokens = jnp.asarray(np.random.default_rng(0).standard_normal((4, 3, 64), np.float32))
     every = experts.every(tokens)
     for number in range(4):
-        np.testing.assert_allclose(experts.one(jnp.int32(number), tokens[number]), every[number], atol=1e-5)
+        np.testing.assert_allclose(experts.one(jnp.int32(number), tokens[number]), every[number], rtol=1e-4, atol=1e-4)
     chosen = experts.chosen(jnp.asarray([2, 0], jnp.int32), jnp.stack([tokens[2, 1], tokens[0, 0]]))
-    np.testing.assert_allclose(chosen, jnp.stack([every[2, 1], every[0, 0]]), atol=1e-5)
+    np.testing.assert_allclose(chosen, jnp.stack([every[2, 1], every[0, 0]]), rtol=1e-4, atol=1e-4)
 
 
 def test_part_of_a_head_turns_and_long_factors_slow_it() -> None:

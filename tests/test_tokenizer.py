@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -18,10 +19,9 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from levserve.errors import BadRequest, StartupError
 from levserve.text.tokenizer import Tokenizer, load_tokenizer
+from tests.conftest import FAMILIES, GOLDEN
 
-GOLDEN = Path(__file__).parent / "golden"
 CASES = json.loads((GOLDEN / "smollm2-135m.json").read_text(encoding="utf-8"))["cases"]
-FOLDERS = ("llama", "llama3-rope", "mistral", "qwen2", "qwen3")
 # SmolLM2's vocabulary has no token for some control characters and for the bytes that begin characters above U+3FFFF.
 TEXT = st.text(st.characters(exclude_categories=("Cc", "Cs"), max_codepoint=0x3FFFF))
 
@@ -86,7 +86,7 @@ def test_threads_share_one_tokenizer(bundled_gguf: Path) -> None:
         assert list(threads.map(lambda prompt: fresh.decode(fresh.encode(prompt), skip_special_tokens=False), prompts)) == prompts
 
 
-@pytest.mark.parametrize("name", FOLDERS)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_golden_folder_loads_and_round_trips(name: str) -> None:
     toy = load_tokenizer(GOLDEN / name)
     assert toy.encode("t17 t18") == [17, 18]
@@ -137,6 +137,23 @@ def test_chat_template_is_the_folders_own_unless_another_is_given(tmp_path: Path
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     assert load_tokenizer(folder).chat_template == "{{ messages }}"
     assert load_tokenizer(folder, chat_template="{{ bos_token }}").chat_template == "{{ bos_token }}"
+
+
+SEVERAL = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": "{{ messages }}"}]
+
+
+@pytest.mark.parametrize("template", ["{{ messages }}", SEVERAL])
+def test_chat_template_is_found_in_a_json_file_of_its_own(tmp_path: Path, template: Any) -> None:
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": "older"}
+    folder = save_folder(tmp_path, word_level(), tokenizer_config=config, chat_template={"chat_template": template})
+    assert load_tokenizer(folder).chat_template == "{{ messages }}"
+    (folder / "chat_template.jinja").write_text("newest")
+    assert load_tokenizer(folder).chat_template == "newest"
+
+
+def test_chat_template_that_is_not_text_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match="chat_template is not a text"):
+        load_tokenizer(save_folder(tmp_path, word_level(), chat_template={"chat_template": 3}))
 
 
 def test_chat_template_is_found_in_the_tokenizer_config(tmp_path: Path) -> None:
@@ -207,6 +224,112 @@ def test_nobody_reads_that_torch_is_missing() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+# Sentencepiece
+
+PIECES = [("<unk>", 0.0, 2), ("<s>", 0.0, 3), ("</s>", 0.0, 3), *((f"<0x{byte:02X}>", 0.0, 6) for byte in range(256))]
+WORDS = ["▁t", "he", "▁the", "in", "▁a", "er", "▁there", "▁", "e", "t", "h", "r", "a", "n", "i", "</", "s", ">"]
+PIECES += [(word, -float(rank), 1) for rank, word in enumerate(WORDS)]
+PIECES += [("<|user|>", -1000.0, 3), ("<tab>", -1000.0, 4)]
+IDS = {text: token for token, (text, _, _) in enumerate(PIECES)}
+
+
+def protobuf(**changes: bool) -> bytes:
+    """A tokenizer.model: pieces, the kind of model (2 is BPE) and whether a space is put first."""
+
+    def field(number: int, value: bytes | int | float) -> bytes:
+        if isinstance(value, float):
+            return bytes([number << 3 | 5]) + struct.pack("<f", value)
+        if isinstance(value, int):
+            return bytes([number << 3, value])
+        return bytes([number << 3 | 2]) + (bytes([len(value)]) if len(value) < 128 else b"") + value
+
+    pieces = [field(1, field(1, text.encode()) + field(2, score) + field(3, kind)) for text, score, kind in PIECES]
+    trainer, normalizer = field(3, 1 if changes.get("is_unigram") else 2), field(3, int(changes.get("adds_space", True)))
+    return b"".join(pieces) + field(2, trainer) + field(3, normalizer)
+
+
+def spm_gguf(path: Path, *, architecture: str = "llama", adds_space: bool | None = None) -> Path:
+    writer = GGUFWriter(path / "spm.gguf", architecture)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([text for text, _, _ in PIECES])
+    writer.add_token_scores([score for _, score, _ in PIECES])
+    writer.add_token_types([kind for _, _, kind in PIECES])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    if adds_space is not None:
+        writer.add_add_space_prefix(adds_space)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return path / "spm.gguf"
+
+
+def spm_folder(path: Path, **changes: bool) -> Path:
+    (path / "tokenizer.model").write_bytes(protobuf(**changes))
+    (path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": {"content": "</s>"}}))
+    return path
+
+
+@pytest.fixture(scope="module", params=[spm_gguf, spm_folder])
+def spm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return load_tokenizer(request.param(tmp_path_factory.mktemp("spm")))
+
+
+def spelt(tokenizer: Tokenizer, text: str) -> list[str]:
+    return [PIECES[token][0] for token in tokenizer.encode(text)]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("there", ["▁the", "r", "e"]),  # "▁the" (2) is better than "er" (5), so "▁there" is never reached
+        ("the in", ["▁the", "▁", "in"]),
+        (" the", ["▁", "▁the"]),
+        ("a\né", ["▁a", "<0x0A>", "<0xC3>", "<0xA9>"]),
+        ("he</s>he", ["▁", "he", "</s>", "▁", "he"]),
+        ("in<tab>in", ["▁", "in", "<tab>", "▁", "in"]),
+    ],
+)
+def test_sentencepiece_merges_the_best_piece_first(spm: Tokenizer, text: str, expected: list[str]) -> None:
+    assert spelt(spm, text) == ["<s>", *expected]
+    assert (spm.bos_token, spm.eos_token, spm.eos_ids) == ("<s>", "</s>", {2})
+
+
+@given(text=st.text(st.sampled_from("then ira é東\n/s>")))
+@settings(deadline=None)
+def test_sentencepiece_round_trips(spm: Tokenizer, text: str) -> None:
+    assert spm.decode(spm.encode(text)) == text
+
+
+def test_control_token_of_sentencepiece_is_never_made_of_text(spm: Tokenizer) -> None:
+    assert IDS["</s>"] not in spm.encode_plain("</s>")
+    assert spm.decode(spm.encode_plain("</s>")) == "</s>"
+
+
+@pytest.mark.parametrize(("reader", "flag"), [(spm_gguf, "adds_space"), (spm_folder, "adds_space")])
+def test_sentencepiece_without_a_first_space(reader: Any, flag: str, tmp_path: Path) -> None:
+    loaded = load_tokenizer(reader(tmp_path, **{flag: False}))
+    assert spelt(loaded, "the in") == ["<s>", "t", "he", "▁", "in"]
+    assert loaded.decode(loaded.encode(" the")) == " the"
+
+
+def test_special_tokens_of_phi3_take_the_spaces_after_them(tmp_path: Path) -> None:
+    assert spelt(load_tokenizer(spm_gguf(tmp_path, architecture="phi3")), "<|user|>\n the") == ["<s>", "<|user|>", "▁the"]
+    assert spelt(load_tokenizer(spm_gguf(tmp_path)), "<|user|> a") == ["<s>", "<|user|>", "▁", "▁a"]
+
+
+def test_unigram_model_takes_the_likeliest_pieces(tmp_path: Path) -> None:
+    assert spelt(load_tokenizer(spm_folder(tmp_path, is_unigram=True)), "there a") == ["<s>", "▁there", "▁a"]
+
+
+@pytest.mark.parametrize("content", [b"", b"IQ== 0\nIg== 1\n", protobuf()[:-7], b"\x0a\x03\x0a\x01\xff"])
+def test_tokenizer_model_that_is_not_sentencepiece_is_refused_in_one_line(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(content)
+    with pytest.raises(StartupError, match="tokenizer.model is not a sentencepiece model.*--tokenizer") as caught:
+        load_tokenizer(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
 def save_gguf(
     path: Path, *, pre: str | None = "smollm", model: str = "gpt2", add_bos: bool | None = None, merges: tuple[str, ...] = ("a b",)
 ) -> Path:
@@ -234,6 +357,10 @@ def save_gguf(
         ("smollm", ["1", "2", "3", "4"]),
         ("qwen2", ["1", "2", "3", "4"]),
         ("llama-bpe", ["123", "4"]),
+        ("dbrx", ["123", "4"]),
+        ("gpt-4o", ["123", "4"]),
+        ("tekken", ["1", "2", "3", "4"]),
+        ("olmo", ["1234"]),
         ("gpt-2", ["1234"]),
         ("default", ["1234"]),
     ],
@@ -242,6 +369,27 @@ def test_gguf_pre_tokenizer_splits_digits_as_its_model_does(tmp_path: Path, pre:
     path = save_gguf(tmp_path, pre=pre, merges=("1 2", "12 3", "123 4"), add_bos=False)
     loaded = load_tokenizer(path)
     assert [loaded.decode([token]) for token in loaded.encode("1234")] == words
+
+
+@pytest.mark.parametrize(("pre", "words"), [("llama-bpe", ["abAB"]), ("gpt-4o", ["ab", "AB"]), ("tekken", ["ab", "AB"])])
+def test_gguf_pre_tokenizer_splits_words_where_its_model_does(tmp_path: Path, pre: str, words: list[str]) -> None:
+    loaded = load_tokenizer(save_gguf(tmp_path, pre=pre, merges=("a b", "A B", "ab AB"), add_bos=False))
+    assert [loaded.decode([token]) for token in loaded.encode("abAB")] == words
+
+
+@pytest.mark.parametrize(("name", "kind", "is_end"), [("<end_of_turn>", 4, True), ("<|end|>", 3, True), ("<|end|>", 1, False)])
+def test_gguf_ends_at_the_tokens_llama_cpp_ends_at(tmp_path: Path, name: str, kind: int, is_end: bool) -> None:
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), name, "ab"]
+    writer = GGUFWriter(tmp_path / "model.gguf", "llama")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([*[1] * 256, kind, 1])
+    writer.add_token_merges(["a b"])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    assert (256 in load_tokenizer(tmp_path / "model.gguf").eos_ids) is is_end
 
 
 @pytest.mark.parametrize(
@@ -265,7 +413,7 @@ def test_gguf_user_defined_token_is_one_token_and_is_shown(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("model", "pre", "named"), [("llama", "default", "'llama'"), ("gpt2", "tekken", "'tekken'"), ("gpt2", None, "None")]
+    ("model", "pre", "named"), [("bert", "default", "'bert'"), ("gpt2", "chatglm-bpe", "'chatglm-bpe'"), ("gpt2", None, "None")]
 )
 def test_gguf_vocabulary_of_another_kind_is_refused_by_name(tmp_path: Path, model: str, pre: str | None, named: str) -> None:
     path = save_gguf(tmp_path, model=model, pre=pre)

@@ -15,14 +15,19 @@ from jinja2 import TemplateError, TemplateSyntaxError
 from levserve.errors import BadRequest, StartupError
 from levserve.text.tokenizer import Tokenizer, hide_torch_notice, is_unicode
 
-# For a model without a template: Llama 3's. Where the vocabulary lacks the header tokens they are encoded as the plain text
-# they are, which a base model understands as well as any other layout.
-DEFAULT_TEMPLATE = (
+# For a model without a template whose vocabulary has Llama 3's header tokens.
+_LLAMA3_TOKENS = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+_LLAMA3_TEMPLATE = (
     "{{ bos_token }}"
     "{% for message in messages %}"
     "{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' + message['content'] | trim + '<|eot_id|>' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+
+NO_TEMPLATE = (
+    "This model has no chat template, so it cannot answer messages: send a prompt to /v1/completions, "
+    "or start the server with --chat-template FILE."
 )
 
 # A hidden special token is its number between two surrogates: text cannot hold those, so a client cannot write one.
@@ -54,6 +59,13 @@ def render_text(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **o
     return _reveal(_render_hidden(tokenizer, messages, **options), tokenizer.special_tokens)
 
 
+def template_of(tokenizer: Tokenizer) -> str | None:
+    """The model's own template; else Llama 3's for a vocabulary that has its tokens; else none."""
+    if tokenizer.chat_template is not None:
+        return tokenizer.chat_template
+    return _LLAMA3_TEMPLATE if set(_LLAMA3_TOKENS) <= set(tokenizer.special_tokens) else None
+
+
 def check_template(tokenizer: Tokenizer) -> None:
     """Compiles the template: a broken one stops the start, and the first request does not wait 1.4 s for transformers."""
     try:
@@ -71,7 +83,9 @@ def _render_hidden(
 ) -> str:
     if not messages:
         raise BadRequest("A conversation needs at least one message.", param="messages")
-    template = tokenizer.chat_template or DEFAULT_TEMPLATE
+    template = template_of(tokenizer)
+    if template is None:
+        raise BadRequest(NO_TEMPLATE, param="messages", code="no_chat_template")
     conversation = [_plain_message(number, message, template) for number, message in enumerate(messages)]
     try:
         return _render(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +14,23 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from levserve.errors import StartupError
 from levserve.gguf_header import read_header
+from levserve.text.sentencepiece import Pieces, PieceType, build_sentencepiece
 
 # llama.cpp ends at these by name as well: many files name only one of the tokens their model ends with.
-_END_TOKENS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|endoftext|>", "<|end_of_text|>")
+_END_TOKENS = (
+    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|endoftext|>", "<|end_of_text|>", "<|end|>", "<end_of_turn>",
+)  # fmt: skip
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 _LLAMA3_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _QWEN2_WORDS = _LLAMA3_WORDS.replace(r"\p{N}{1,3}", r"\p{N}")
-
-
-class _TokenType(IntEnum):
-    UNKNOWN = 2
-    CONTROL = 3
-    USER_DEFINED = 4
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASED_WORDS = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+SHORT|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*SHORT"
+_AFTER_WORDS = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_GPT4O_WORDS = _CASED_WORDS.replace("SHORT", "(?i:'s|'t|'re|'ve|'m|'ll|'d)?") + r"|\p{N}{1,3}" + _AFTER_WORDS
+_TEKKEN_WORDS = _CASED_WORDS.replace("SHORT", "") + r"|\p{N}" + _AFTER_WORDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +55,11 @@ class GGUFVocabulary:
 
 def read_vocabulary(path: Path) -> GGUFVocabulary:
     metadata = read_header(path).metadata
-    kind = metadata.get("tokenizer.ggml.model")
-    if kind != "gpt2":
-        raise StartupError(f"{path}: GGUF vocabulary {kind!r} is not supported (only 'gpt2' is); give the model's own with --tokenizer")
-    pre = metadata.get("tokenizer.ggml.pre")
-    splitting = _splittings().get(str(pre))
-    if splitting is None:
+    kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
+    if kind not in ("gpt2", "llama"):
+        raise StartupError(f"{path}: GGUF vocabulary {kind!r} is not supported (gpt2 and llama are); give the model's own with --tokenizer")
+    splitting = None if kind == "llama" else _splittings().get(str(pre))
+    if kind == "gpt2" and splitting is None:
         raise StartupError(f"{path}: GGUF pre-tokenizer {pre!r} is not supported; give the model's own tokenizer with --tokenizer")
     try:
         return _build_vocabulary(metadata, splitting)
@@ -67,7 +67,8 @@ def read_vocabulary(path: Path) -> GGUFVocabulary:
         raise StartupError(f"{path}: the vocabulary in this file cannot be used: {error!r}") from error
 
 
-def _build_vocabulary(metadata: Mapping[str, Any], splitting: _Splitting) -> GGUFVocabulary:
+def _build_vocabulary(metadata: Mapping[str, Any], splitting: _Splitting | None) -> GGUFVocabulary:
+    """Without a splitting the vocabulary is sentencepiece's."""
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     types: list[int] = metadata["tokenizer.ggml.token_type"]
 
@@ -75,13 +76,19 @@ def _build_vocabulary(metadata: Mapping[str, Any], splitting: _Splitting) -> GGU
         token = metadata.get(f"tokenizer.ggml.{key}")
         return None if token is None else tokens[token]
 
-    backend = _build_backend(tokens, types, metadata["tokenizer.ggml.merges"], splitting)
+    if splitting is None:
+        adds_space = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+        pieces = Pieces(tokens, metadata["tokenizer.ggml.scores"], types, adds_space)
+        backend = build_sentencepiece(pieces, strips_after=metadata.get("general.architecture") == "phi3")
+    else:
+        backend = _build_backend(tokens, types, metadata["tokenizer.ggml.merges"], splitting)
     bos_token = named("bos_token_id")
-    if bos_token is not None and metadata.get("tokenizer.ggml.add_bos_token", splitting.adds_bos):
+    if bos_token is not None and metadata.get("tokenizer.ggml.add_bos_token", splitting is None or splitting.adds_bos):
         bos = metadata["tokenizer.ggml.bos_token_id"]
         backend.post_processor = processors.TemplateProcessing(single=[bos_token, "$A"], special_tokens=[(bos_token, bos)])
     ends = {metadata.get(f"tokenizer.ggml.{key}") for key in _END_KEYS}
-    ends |= {token for token, text in enumerate(tokens) if types[token] == _TokenType.CONTROL and text in _END_TOKENS}
+    added = (PieceType.CONTROL, PieceType.USER_DEFINED)
+    ends |= {token for token, text in enumerate(tokens) if types[token] in added and text in _END_TOKENS}
     return GGUFVocabulary(
         backend=backend,
         bos_token=bos_token,
@@ -106,9 +113,9 @@ def _build_backend(tokens: list[str], types: list[int], merges: list[str], split
     backend.decoder = decoders.ByteLevel()
     backend.add_tokens(
         [
-            AddedToken(text, special=kind != _TokenType.USER_DEFINED, normalized=False)
+            AddedToken(text, special=kind != PieceType.USER_DEFINED, normalized=False)
             for text, kind in zip(tokens, types, strict=True)
-            if kind in (_TokenType.CONTROL, _TokenType.UNKNOWN, _TokenType.USER_DEFINED)
+            if kind in (PieceType.CONTROL, PieceType.UNKNOWN, PieceType.USER_DEFINED)
         ]
     )
     return backend
@@ -124,7 +131,12 @@ def _splittings() -> dict[str, _Splitting]:
         "llama-bpe": llama3,
         "llama3": llama3,
         "llama-v3": llama3,
+        "dbrx": _Splitting(_split(_LLAMA3_WORDS)),  # phi-4 and OLMo 2
+        "olmo": gpt2,
+        "gpt-4o": _Splitting(_split(_GPT4O_WORDS)),  # Phi-4-mini
+        "tekken": _Splitting(_split(_TEKKEN_WORDS), ignores_merges=True, adds_bos=True),  # Mistral since Nemo
         "qwen2": _Splitting(_split(_QWEN2_WORDS), is_nfc=True),
+        "deepseek-r1-qwen": _Splitting(_split(_QWEN2_WORDS), is_nfc=True),
         "smollm": _Splitting(pre_tokenizers.Sequence([digits, _byte_level(use_regex=True)])),
     }
 

@@ -15,7 +15,7 @@ from msgspec import Meta, Struct
 from levserve.config import Settings
 from levserve.engine.engine import Engine, ServedModel
 from levserve.errors import BadRequest
-from levserve.text.chat import DEFAULT_TEMPLATE, Options, render_chat, render_text
+from levserve.text.chat import Options, render_chat, render_text, template_of
 from levserve.text.tokenizer import Tokenizer
 from levserve.web.body import read_body
 from levserve.web.decode import decode, unsupported
@@ -107,7 +107,7 @@ class TokenizerInfo(Struct, frozen=True):
     pad_token: str | None
     eos_token_ids: list[int]
     special_tokens: tuple[str, ...]
-    chat_template: str
+    chat_template: str | None
 
 
 B = TypeVar("B", bound=ModelBody)
@@ -163,7 +163,7 @@ class Tokens:
                 tokenizer.pad_token,
                 eos_ids,
                 tokenizer.special_tokens,
-                tokenizer.chat_template or DEFAULT_TEMPLATE,
+                template_of(tokenizer),
             )
         )
 
