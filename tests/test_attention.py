@@ -92,11 +92,6 @@ def test_the_kernel_is_chosen_by_what_it_can_serve(platform: str, head_dim: int,
     assert choose_kernel(platform, config)[0] is kernel
 
 
-def test_capped_scores_are_refused_by_the_gpu_kernel_in_words() -> None:
-    config = ModelConfig(100, 64, 64, 1, 2, 1, 64, 1e-5, 1e4, 128, True, attention_softcap=50.0)
-    assert choose_kernel("gpu", config, 32) == (Kernel.XLA, "the GPU kernel does not take scores capped at 50")
-
-
 def test_writes_go_to_their_page_and_padding_goes_nowhere() -> None:
     pool = jnp.zeros((5, 2, 1, 4, 2), jnp.float32)
     table = jnp.asarray([[3, 1], [0, 2]], jnp.int32)
