@@ -103,6 +103,16 @@ def test_experts_applied_one_by_one_by_choice_and_all_at_once_agree() -> None:
     np.testing.assert_allclose(chosen, jnp.stack([every[2, 1], every[0, 0]]), rtol=1e-4, atol=1e-4)
 
 
+def test_experts_stored_as_bits_are_read_as_the_numbers_they_are() -> None:
+    config = read_config(GOLDEN / "mixtral")
+    stored = load_arrays(GOLDEN / "mixtral", config, jnp.dtype(jnp.bfloat16), report=lambda _: None)
+    exact = load_arrays(GOLDEN / "mixtral", config, jnp.dtype(jnp.float32), report=lambda _: None)
+    experts = Decoder.from_arrays(config, stored).layers[1].mlp
+    assert isinstance(experts, Experts) and stored["layers.1.experts_down"].dtype == jnp.uint16
+    matrix = experts.stacked.down.of_expert(jnp.int32(3)).weight.array
+    np.testing.assert_array_equal(matrix, exact["layers.1.experts_down"][3].astype(jnp.bfloat16))
+
+
 def test_part_of_a_head_turns_and_long_factors_slow_it() -> None:
     scaling = LongScaling((1.0, 1.0), (2.0, 4.0), original_max_position=8, attention_factor=1.5)
     x = jnp.arange(1.0, 7.0, dtype=jnp.float32).reshape(1, 1, 1, 6)
