@@ -27,6 +27,7 @@ from levserve.config import KEY_VARIABLE, OTHER_KEY_VARIABLE, Settings
 from levserve.engine.engine import Engine, Phase
 from levserve.errors import StartupError
 from levserve.metrics import Metrics
+from levserve.text.chat import template_of
 from levserve.web.app import create_app
 from levserve.web.ops import OPS_PATHS
 from levserve.web.watcher import Watcher
@@ -179,9 +180,11 @@ class Application(BaseApplication):  # type: ignore[misc]
         variable = OTHER_KEY_VARIABLE if OTHER_KEY_VARIABLE in self.settings.sources.get("api_key", "") else KEY_VARIABLE
         key = f" -H \"Authorization: Bearer ${variable}\"" if self.settings.api_keys else ""
         name = self.engine.model.name
-        body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
+        can_chat = template_of(self.engine.model.tokenizer) is not None
+        ask = '"messages": [{"role": "user", "content": "Hello!"}]' if can_chat else '"prompt": "Hello"'
+        path, body = "chat/completions" if can_chat else "completions", f'{{"model": "{name}", {ask}}}'
         log.info("ready: %s on %s; try:", name, self._url)
-        log.info("curl %s/v1/chat/completions -H 'Content-Type: application/json'%s -d '%s'", self._url, key, body)
+        log.info("curl %s/v1/%s -H 'Content-Type: application/json'%s -d '%s'", self._url, path, key, body)
 
 
 class GunicornLog(Logger):  # type: ignore[misc]
