@@ -2,7 +2,7 @@
 
 What is computed are pairs of a token and one of its experts, sorted by expert. `lax.ragged_dot` would be the short way to
 say so, but outside TPUs it multiplies every token with every expert, under a mask: on an H200 it took two to seven times as
-long as the ways below. Which of them is fastest depends on the device and on how many pairs there are; all give the same.
+long as one batched product of all. Which way is fastest depends on the device and the number of pairs; all give the same.
 """
 
 from __future__ import annotations
