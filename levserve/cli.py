@@ -15,6 +15,8 @@ from levserve.engine.engine import Engine
 from levserve.errors import StartupError
 from levserve.server import num_threads, resolve_rows, serve
 
+log = logging.getLogger(__name__)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code; a mistake of the user's is one line on stderr."""
@@ -33,6 +35,8 @@ def _run(settings: Settings) -> int:
 
     start_logging(settings.log_level)
     check_source(settings)
+    if settings.faults:
+        _announce_faults(settings.faults)
     settings = resolve_rows(settings)
     if settings.dry_run:
         from levserve.engine.startup import dry_run
@@ -40,6 +44,13 @@ def _run(settings: Settings) -> int:
         dry_run(settings, num_threads=num_threads(settings))
         return 0
     serve(settings, _start_device)
+
+
+def _announce_faults(faults: str) -> None:
+    from levserve.engine.faults import parse_faults
+
+    parse_faults(faults)
+    log.warning("FAULT INJECTION IS ON: this server will break on purpose: %s", faults)
 
 
 def start_logging(level: str) -> None:

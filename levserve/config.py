@@ -27,6 +27,7 @@ from levserve.errors import ConfigError
 from levserve.setting import ENV_PREFIX, NAME, ORIGINS, PATH, SEED, SWITCH, TEXT, Setting, integer, one_of, real, setting, size
 
 CONFIG_VARIABLE = f"{ENV_PREFIX}CONFIG"
+FAULTS_VARIABLE = f"{ENV_PREFIX}FAULTS"  # for tests, so neither a flag nor a key of the file; see engine/faults.py
 KEY_VARIABLE = f"{ENV_PREFIX}API_KEY"
 OTHER_KEY_VARIABLE = "LEVANTER_API_KEY"  # what Levanter's own server reads
 SECTIONS = {
@@ -113,16 +114,23 @@ class Settings:
     compile_cache: bool = setting("engine", SWITCH, True, "Keep compiled programs on disk for the next start.")
 
     max_waiting: int = setting("limits", integer(0), 0, "Requests that may wait for a row; 0: four times the rows.")
+    max_inflight_tokens: int = setting(
+        "limits", integer(0), 0, "Tokens (prompt and max_tokens) of all that run or wait; 0: sized from the KV cache and the queue."
+    )
     max_body_bytes: int = setting("limits", size(1), 4 * 2**20, "Largest request body or WebSocket message.")
     max_sockets: int = setting("limits", integer(0), 16, "WebSockets open at a time; each holds a thread of its own.")
     request_timeout: float = setting("limits", real(0), 600.0, "Seconds that a request may take; 0 for no limit.")
     header_timeout: float = setting("limits", real(0.1), 10.0, "Seconds until a request's head must be here.")
     body_timeout: float = setting("limits", real(0.1), 30.0, "Seconds from a request's head to the end of its body.")
     send_timeout: float = setting("limits", real(0.1), 30.0, "Seconds that a client may take none of what it is sent.")
+    stall_seconds: float = setting(
+        "limits", real(0), 30.0, "Seconds that the device may have work and not move before the server counts as stalled; 0: never."
+    )
 
     log_level: str = setting("log", one_of("debug", "info", "warning", "error"), "info", "Least severity that is logged.")
 
     dry_run: bool = False
+    faults: str = ""
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
     file_keys: tuple[str, ...] = field(default=(), repr=False)
     admin_file_keys: tuple[str, ...] = field(default=(), repr=False)
@@ -159,7 +167,7 @@ def parse_settings(argv: Sequence[str] | None = None, environ: Mapping[str, str]
     environ = os.environ if environ is None else environ
     try:
         options, sources = _read_options(argv, environ)
-        settings = _make_settings(options, sources)
+        settings = replace(_make_settings(options, sources), faults=_read_faults(environ, options.config))
     except ConfigError as error:
         print(f"levserve: error: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
@@ -289,10 +297,17 @@ def _read_options(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[Name
 
 
 def _check_environment(environ: Mapping[str, str]) -> None:
-    known = [CONFIG_VARIABLE, *(s.variable for s in SETTINGS)]
+    known = [CONFIG_VARIABLE, FAULTS_VARIABLE, *(s.variable for s in SETTINGS)]
     for variable in environ:
         if variable.startswith(ENV_PREFIX) and variable not in known:
             raise ConfigError(f"unknown environment variable {variable}{_hint(variable, known)}")
+
+
+def _read_faults(environ: Mapping[str, str], config: str | None) -> str:
+    faults = environ.get(FAULTS_VARIABLE, "")
+    if faults and config is not None:
+        raise ConfigError(f"{FAULTS_VARIABLE} breaks the server on purpose and is for tests: it is refused with --config {config}")
+    return faults
 
 
 def _sources(parser: _Parser, config: str) -> dict[str, str]:

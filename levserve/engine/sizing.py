@@ -67,12 +67,17 @@ class Sizes:
             return self.chunk_sizes
         return tuple(range(self.piece_tokens, self.chunk_sizes[-1] + 1, self.piece_tokens))
 
+    @property
+    def num_tokens(self) -> int:
+        """That the KV pool holds."""
+        return self.num_pages * self.page_size
+
     def describe(self) -> list[str]:
         """The plan as lines for people."""
         return [
-            f"weights     {_human(self.weight_bytes)}",
-            f"KV pages    {self.num_pages} x {self.page_size} tokens = {self.num_pages * self.page_size} tokens, "
-            f"{_human(self.num_pages * self.page_bytes)}",
+            f"weights     {human(self.weight_bytes)}",
+            f"KV pages    {self.num_pages} x {self.page_size} tokens = {self.num_tokens} tokens, "
+            f"{human(self.num_pages * self.page_bytes)}",
             f"context     {self.max_seq_len} tokens",
             f"rows        {self.rows}; decode shapes {', '.join(map(str, self.row_sizes))}; {self.round_steps} step(s) a round",
             f"prefill     chunks of {', '.join(map(str, self.chunk_sizes))} tokens",
@@ -90,7 +95,7 @@ def plan_sizes(settings: Settings, machine: Machine, *, rows: int, max_position:
         if settings.max_seq_len:
             raise ConfigError(
                 f"--max-seq-len {max_seq_len} needs {-(-max_seq_len // settings.page_size)} pages of {settings.page_size} tokens "
-                f"({_human(page_bytes)} each), but the pool has {num_pages}: raise --kv-memory or lower --max-seq-len"
+                f"({human(page_bytes)} each), but the pool has {num_pages}: raise --kv-memory or lower --max-seq-len"
             )
         max_seq_len = room
     largest_chunk = settings.prefill_chunk or (128 if machine.is_cpu else 4096)
@@ -124,21 +129,21 @@ def free_memory() -> int:
 def _num_pages(settings: Settings, machine: Machine, rows: int, max_seq_len: int, page_bytes: int) -> int:
     if settings.kv_pages or settings.kv_memory:
         num_pages = settings.kv_pages or settings.kv_memory // page_bytes
-        asked = f"--kv-pages {settings.kv_pages}" if settings.kv_pages else f"--kv-memory {_human(settings.kv_memory)}"
+        asked = f"--kv-pages {settings.kv_pages}" if settings.kv_pages else f"--kv-memory {human(settings.kv_memory)}"
     elif machine.is_cpu:
         wanted = -(-max(rows * TOKENS_PER_ROW, max_seq_len) // settings.page_size)
         num_pages = min(wanted, machine.free_bytes // 4 // page_bytes)
-        asked = f"a quarter of the free {_human(machine.free_bytes)}"
+        asked = f"a quarter of the free {human(machine.free_bytes)}"
     else:
         every_row = rows * -(-max_seq_len // settings.page_size)  # more than all rows can fill would only slow the start
         num_pages = min(every_row, machine.free_bytes * 9 // 10 // page_bytes)
-        asked = f"nine tenths of the free {_human(machine.free_bytes)}"
+        asked = f"nine tenths of the free {human(machine.free_bytes)}"
     if num_pages < 1:
-        raise ConfigError(f"{asked} does not hold one KV page of {settings.page_size} tokens, which takes {_human(page_bytes)}")
+        raise ConfigError(f"{asked} does not hold one KV page of {settings.page_size} tokens, which takes {human(page_bytes)}")
     if num_pages * page_bytes > machine.free_bytes:
         raise ConfigError(
-            f"{asked} asks for {num_pages} pages x {_human(page_bytes)} = {_human(num_pages * page_bytes)}, "
-            f"but only {_human(machine.free_bytes)} are free after the weights"
+            f"{asked} asks for {num_pages} pages x {human(page_bytes)} = {human(num_pages * page_bytes)}, "
+            f"but only {human(machine.free_bytes)} are free after the weights"
         )
     return num_pages
 
@@ -159,7 +164,7 @@ def _doublings(smallest: int, largest: int, by: int = 2) -> tuple[int, ...]:
     return (*sizes, largest)
 
 
-def _human(num_bytes: int) -> str:
+def human(num_bytes: int) -> str:
     size = float(num_bytes)
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:

@@ -11,16 +11,19 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from levserve.config import Settings
 from levserve.engine.engine import Engine, ServedModel
 from levserve.engine.probe import mean, probe_request
+from levserve.engine.sizing import Machine, Sizes, free_memory, human, plan_sizes
 from levserve.errors import StartupError
 from levserve.metrics import Metrics
+from levserve.schedule.pace import Pace
 from levserve.schedule.pages import PagePool
 from levserve.schedule.request import GenerationRequest, Sampling
 from levserve.schedule.scheduler import Budget, Scheduler
@@ -30,7 +33,6 @@ if TYPE_CHECKING:
 
     from levserve.engine.reload import Origin
     from levserve.engine.runner import Runner
-    from levserve.engine.sizing import Sizes
     from levserve.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -49,6 +51,7 @@ class Loaded(NamedTuple):
     runner: Runner
     sizes: Sizes
     origin: Origin
+    pace: Pace
 
 
 def start_device_thread(settings: Settings, engine: Engine, *, rows: int) -> threading.Thread:
@@ -65,6 +68,10 @@ def _device_main(settings: Settings, engine: Engine, rows: int) -> None:
         log.info("%s", progress)
 
     try:
+        if settings.faults:
+            from levserve.engine.faults import install, parse_faults
+
+            install(parse_faults(settings.faults))
         loaded = load(settings, engine.metrics, rows=rows, report=report)
         serve(engine, loaded)
     except StartupError as error:
@@ -97,8 +104,10 @@ def serve(engine: Engine, loaded: Loaded) -> None:
     loaded.runner.programs.start_background()
     engine.progress = "ready"
     engine.reloader = Reloader(engine, loaded.origin)
-    engine.publish(loaded.model)
-    DeviceLoop(engine, loaded.scheduler, loaded.runner).run()
+    # The pool as many times over as the queue is longer than the rows: with the longest chats each place can be taken.
+    engine.publish(loaded.model, max_tokens=loaded.sizes.num_tokens * engine.max_inflight // loaded.sizes.rows)
+    log.info("admitting   %d requests, %d tokens", engine.max_inflight, engine.admission.max_tokens)
+    DeviceLoop(engine, loaded.scheduler, loaded.runner, loaded.pace).run()
 
 
 def load(settings: Settings, metrics: Metrics, *, rows: int, report: Callable[[str], None]) -> Loaded:
@@ -112,7 +121,6 @@ def load(settings: Settings, metrics: Metrics, *, rows: int, report: Callable[[s
 
     from levserve.engine.reload import Origin
     from levserve.engine.runner import Runner
-    from levserve.engine.sizing import Machine, free_memory, plan_sizes
     from levserve.model import cache
     from levserve.model.attention import Kernel, choose_kernel
     from levserve.model.decoder import Decoder
@@ -125,12 +133,13 @@ def load(settings: Settings, metrics: Metrics, *, rows: int, report: Callable[[s
     helper.shutdown(wait=False)
     config = read_config(files.path, files.config_file)
     dtype = jnp.dtype(jnp.float32 if settings.dtype == "float32" else jnp.bfloat16)
-    arrays = load_arrays(files.path, config, dtype, report=report)
+    with _explained("the weights", _free_bytes(device), "serve a smaller model"):
+        arrays = load_arrays(files.path, config, dtype, report=report)
 
     kernel, reason = choose_kernel(device.platform, config)
     log.info("attention   %s: %s", kernel, reason)
     storage = cache.storage_dtype(dtype, device.platform)
-    free = free_memory() if device.platform == "cpu" else device.memory_stats()["bytes_limit"] - device.memory_stats()["bytes_in_use"]
+    free = _free_bytes(device)
     sizes = plan_sizes(
         settings,
         Machine(device.platform, free, has_kernel=kernel is not Kernel.XLA),
@@ -143,15 +152,17 @@ def load(settings: Settings, metrics: Metrics, *, rows: int, report: Callable[[s
         log.info("%s", line)
     model = Decoder.from_arrays(config.stretched_for(sizes.max_seq_len), arrays, kernel=kernel)
     del arrays
-    runner = Runner(model, sizes, storage, metrics)
-    tokenizer = loading.result()
-    prefill_token_ms = runner.warm_up(report)
+    kv_bytes = sizes.num_pages * sizes.page_bytes
+    with _explained(f"{human(kv_bytes)} for {sizes.num_pages} KV pages", free, "lower --kv-memory, --kv-pages or --max-running"):
+        runner = Runner(model, sizes, storage, metrics)
+        tokenizer = loading.result()
+        prefill_token_ms = runner.warm_up(report)
     scheduler = Scheduler(PagePool(sizes.num_pages, sizes.page_size), _budget(settings, sizes, prefill_token_ms))
     name = settings.served_model_name or files.name
     served = ServedModel(name, tokenizer, sizes.max_seq_len, config.hidden_size, int(time.time()))
     scores = _score_probe(scheduler, runner, served)
     log.info("probe       mean log-probability %.3f over %d tokens of a fixed text", mean(scores), len(scores))
-    return Loaded(served, scheduler, runner, sizes, Origin(settings, files, config, dtype))
+    return Loaded(served, scheduler, runner, sizes, Origin(settings, files, config, dtype), Pace(prefill_token_ms / 1000))
 
 
 def _score_probe(scheduler: Scheduler, runner: Runner, model: ServedModel) -> list[float]:
@@ -163,6 +174,26 @@ def _score_probe(scheduler: Scheduler, runner: Runner, model: ServedModel) -> li
         scores += [score.logprob for progress in news for score in progress.batch.prompt_logprobs]
     scheduler.forget_prefixes()  # clients begin with an empty cache
     return scores
+
+
+@contextmanager
+def _explained(asked: str, free_bytes: int, advice: str) -> Iterator[None]:
+    """Turns running out of memory into one line that says what was asked, what is there and what to do."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:  # jax raises a kind of RuntimeError, with XLA's code in the text
+        if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise StartupError(
+            f"out of memory: {asked} were asked for and {human(free_bytes)} are free; {advice} ({str(error).splitlines()[0]})"
+        ) from error
+
+
+def _free_bytes(device: jax.Device) -> int:
+    if device.platform == "cpu":
+        return free_memory()
+    stats = device.memory_stats()
+    return int(stats["bytes_limit"] - stats["bytes_in_use"])
 
 
 def _load_tokenizer(settings: Settings, path: Path) -> Tokenizer:
