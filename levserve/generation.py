@@ -6,16 +6,20 @@ and says how it ended. `Deltas` runs the choices of one HTTP request over its st
 
 from __future__ import annotations
 
+import math
 import queue
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from levserve.engine.stream import TokenStream
-from levserve.errors import DeadlineExceeded, ServeError, Unavailable
+from levserve.errors import DeadlineExceeded, Poisoned, ServeError, Unavailable
 from levserve.schedule.request import FinishReason, PooledHidden, TokenBatch, TokenLogprob
 from levserve.text.detokenizer import Detokenizer
 from levserve.text.stops import StopStrings
+
+GRACE_SECONDS = 5.0
+"""How much later than its deadline a request is given up that the device thread, which should end it, does not end."""
 
 
 class ClientGone(ServeError):
@@ -136,7 +140,7 @@ class Choice:
         return tuple(one if len(one.top) <= count else TokenLogprob(one.logprob, one.top[:count]) for one in logprobs)
 
     def _end(self, finish: FinishReason) -> FinishReason:
-        """Turns an end that is nobody's answer into an error; a deadline with tokens ends with what it has."""
+        """Turns an end that is nobody's answer into an error."""
         match finish:
             case FinishReason.CANCELLED:
                 raise ClientGone("The client closed the connection.")
@@ -144,10 +148,10 @@ class Choice:
                 raise Unavailable("The server shut down before the request was done.", retry_after_seconds=10.0)
             case FinishReason.FAILED:
                 raise ServeError("The device failed while the request was running.")
-            case FinishReason.DEADLINE if self.num_tokens == 0:
-                raise DeadlineExceeded("The request's time ran out before its first token.")
-            case FinishReason.DEADLINE:
-                return FinishReason.LENGTH
+            case FinishReason.POISONED:
+                raise Poisoned("The model gave numbers that are not finite for this request; no other request was touched.")
+            case FinishReason.DEADLINE if self._echo is not None:
+                raise DeadlineExceeded("The request's time ran out before its prompt was scored.")
         return finish
 
 
@@ -158,9 +162,10 @@ class Deltas(Iterator[tuple[int, Delta]]):
     is closed here; who leaves before the end closes the stream.
     """
 
-    def __init__(self, stream: TokenStream, choices: Sequence[Choice]) -> None:
+    def __init__(self, stream: TokenStream, choices: Sequence[Choice], deadline: float | None = None) -> None:
         self._stream = stream
         self._choices = choices
+        self._give_up_at = math.inf if deadline is None else deadline + GRACE_SECONDS
         self._num_open = len(choices)
         self._next: tuple[int, Delta] | None = None
         self.first_token_at: float | None = None
@@ -175,16 +180,21 @@ class Deltas(Iterator[tuple[int, Delta]]):
 
     def wait(self, timeout_seconds: float | None) -> bool:
         """Whether the next delta, or the end, has come within this time. What `next` would raise is raised here."""
-        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        until = math.inf if timeout_seconds is None else time.monotonic() + timeout_seconds
         while self._next is None and self._num_open:
+            seconds = max(min(until, self._give_up_at) - time.monotonic(), 0)
             try:
-                index, batch = self._stream.get(None if deadline is None else max(deadline - time.monotonic(), 0))
+                index, batch = self._stream.get(None if seconds == math.inf else seconds)
             except queue.Empty:
-                return False
+                if until <= self._give_up_at:
+                    return False
+                raise DeadlineExceeded("The request's time ran out, and the device does not answer.") from None
             self._take(index, batch)
         return True
 
     def _take(self, index: int, batch: TokenBatch) -> None:
+        if batch.finish is FinishReason.DEADLINE and not any(choice.num_tokens for choice in self._choices):
+            raise DeadlineExceeded("The request's time ran out before its first token.")
         delta = self._choices[index].add(batch)
         if delta is None:
             return

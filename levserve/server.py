@@ -140,8 +140,13 @@ class Application(BaseApplication):  # type: ignore[misc]
             self.cfg.set(name, value)
 
     def load(self) -> Flask:
-        limit = self.settings.max_running + self.settings.max_waiting
-        self.engine = Engine(max_inflight=limit, metrics=Metrics())
+        settings = self.settings
+        self.engine = Engine(
+            max_inflight=settings.max_running + settings.max_waiting,
+            max_tokens=settings.max_inflight_tokens,
+            stall_seconds=settings.stall_seconds,
+            metrics=Metrics(),
+        )
         self._watcher = Watcher()
         return create_app(self.engine, self.settings, self._watcher)
 

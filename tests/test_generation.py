@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from levserve import generation
 from levserve.engine.stream import TokenStream
-from levserve.errors import DeadlineExceeded, ServeError, Unavailable
+from levserve.errors import DeadlineExceeded, Poisoned, ServeError, Unavailable
 from levserve.generation import Choice, ClientGone, Delta, Deltas, Echo
 from levserve.schedule.request import FinishReason, PooledHidden, TokenBatch, TokenLogprob
 from levserve.text.stops import StopStrings
@@ -79,6 +80,7 @@ def test_choices_of_one_request_do_not_mix() -> None:
         (FinishReason.SHUTDOWN, Unavailable),
         (FinishReason.CANCELLED, ClientGone),
         (FinishReason.DEADLINE, DeadlineExceeded),
+        (FinishReason.POISONED, Poisoned),
     ],
 )
 def test_an_end_that_is_no_answer_is_an_error(finish: FinishReason, error: type[ServeError]) -> None:
@@ -88,7 +90,23 @@ def test_an_end_that_is_no_answer_is_an_error(finish: FinishReason, error: type[
 
 def test_a_deadline_after_some_tokens_ends_with_what_there_is() -> None:
     deltas, _ = run([(0, TokenBatch((10,))), (0, TokenBatch((), finish=FinishReason.DEADLINE))], [choice()])
-    assert deltas[-1][1].finish is FinishReason.LENGTH
+    assert deltas[-1][1].finish is FinishReason.DEADLINE
+
+
+def test_a_deadline_that_some_choices_never_began_before_ends_all_with_what_there_is() -> None:
+    late = TokenBatch((), finish=FinishReason.DEADLINE)
+    deltas, _ = run([(1, TokenBatch((20,))), (0, late), (1, late)], [choice(), choice()])
+    assert [(index, delta.text, delta.finish) for index, delta in deltas[1:]] == [(0, "", late.finish), (1, "", late.finish)]
+    with pytest.raises(DeadlineExceeded):
+        run([(0, late), (1, late)], [choice(), choice()])
+
+
+def test_a_device_that_does_not_end_a_late_request_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation, "GRACE_SECONDS", 0.02)
+    deltas = Deltas(TokenStream(["a"], lambda _: None), [choice()], deadline=time.monotonic())
+    assert not deltas.wait(0.001)
+    with pytest.raises(DeadlineExceeded, match="device does not answer"):
+        next(deltas)
 
 
 @pytest.mark.parametrize("count, num_top", [(0, 0), (1, 1), (5, 2)])

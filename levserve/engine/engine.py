@@ -15,13 +15,11 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import StrEnum
-from types import TracebackType
 from typing import TYPE_CHECKING
 
-from prometheus_client import Counter
-
+from levserve.engine.admission import Admission, Reservation
 from levserve.engine.stream import TokenStream
-from levserve.errors import Overloaded, ServeError, StartupError, Unavailable
+from levserve.errors import ServeError, StartupError, Unavailable
 from levserve.metrics import Metrics
 from levserve.schedule.request import GenerationRequest
 
@@ -105,46 +103,6 @@ class Stop:
 Message = Submit | Cancel | Drain | Reload | Stop
 
 
-class Reservation:
-    """Places in the queue, held from before a body is parsed until its last byte is written.
-
-    One place is one sequence. Releasing twice is harmless.
-    """
-
-    def __init__(self, places: threading.Semaphore, limit: int, refusals: Counter) -> None:
-        self._places = places
-        self._limit = limit
-        self._refusals = refusals
-        self._held = 0
-        self.grow_to(1)
-
-    def grow_to(self, count: int) -> None:
-        """Holds `count` places in all, or raises `Overloaded` and keeps what it held."""
-        before = self._held
-        while self._held < count:
-            if not self._places.acquire(blocking=False):
-                self._release_down_to(before)
-                self._refusals.inc()
-                raise Overloaded(
-                    f"The server is at its limit of {self._limit} requests; please try again.", retry_after_seconds=1.0
-                )
-            self._held += 1
-
-    def release(self) -> None:
-        self._release_down_to(0)
-
-    def _release_down_to(self, count: int) -> None:
-        while self._held > count:
-            self._held -= 1
-            self._places.release()
-
-    def __enter__(self) -> Reservation:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.release()
-
-
 class Engine:
     """What the rest of the server sees of the device thread.
 
@@ -152,13 +110,15 @@ class Engine:
     loading -> ready -> draining, or to failed from anywhere, and never back.
     """
 
-    def __init__(self, *, max_inflight: int, metrics: Metrics) -> None:
+    def __init__(self, *, max_inflight: int, metrics: Metrics, max_tokens: int = 0, stall_seconds: float = 30.0) -> None:
         self.inbox: queue.Queue[Message] = queue.Queue()
         self.metrics = metrics
         self.max_inflight = max_inflight
+        self.admission = Admission(max_inflight, max_tokens, metrics)
         self.progress = "starting"
-        self._places = threading.BoundedSemaphore(max_inflight)
         self.reloader: Reloader | None = None
+        self._stall_seconds = stall_seconds
+        self._is_busy = False
         self._model: ServedModel | None = None
         self._phase = Phase.LOADING
         self._ready = threading.Event()
@@ -181,10 +141,16 @@ class Engine:
     def heartbeat_age(self) -> float:
         return time.monotonic() - self._last_beat
 
-    def reserve(self) -> Reservation:
-        """Takes one place, or raises `Overloaded` or `Unavailable` at once."""
+    @property
+    def is_stalled(self) -> bool:
+        """Whether the device thread has work and has shown no sign of life for too long; while it loads it never is."""
+        is_serving = self._phase is Phase.READY or self._phase is Phase.DRAINING
+        return is_serving and (self._is_busy or not self.inbox.empty()) and 0 < self._stall_seconds < self.heartbeat_age()
+
+    def reserve(self, body_bytes: int = 0) -> Reservation:
+        """Takes one place for a body of this size, or raises `Overloaded` or `Unavailable` at once."""
         self._require_ready()
-        return Reservation(self._places, self.max_inflight, self.metrics.refused.labels("queue_full"))
+        return self.admission.reserve(body_bytes, self.model.max_seq_len)
 
     def submit(self, requests: Sequence[GenerationRequest]) -> TokenStream:
         """Hands the sequences of one HTTP request to the device thread.
@@ -236,11 +202,16 @@ class Engine:
         """Whether the model became ready, or loading ended otherwise, within the time."""
         return self._ready.wait(timeout_seconds) and self._phase is Phase.READY
 
-    def beat(self) -> None:
+    def beat(self, *, is_busy: bool = False) -> None:
+        """A sign of life; one that is busy owes the next one soon."""
         self._last_beat = time.monotonic()
+        self._is_busy = is_busy
 
-    def publish(self, model: ServedModel) -> None:
+    def publish(self, model: ServedModel, max_tokens: int = 0) -> None:
+        """`max_tokens` bounds the tokens of admitted work where the operator did not; 0: what every place may take."""
         self._model = model
+        self.admission.max_tokens = self.admission.max_tokens or max_tokens or self.max_inflight * model.max_seq_len
+        self.beat()
         if self._phase is Phase.LOADING:
             self._phase = Phase.READY
         self._ready.set()
@@ -256,6 +227,9 @@ class Engine:
         self.inbox.put(Cancel(request_id))
 
     def _require_ready(self) -> None:
+        if self.is_stalled:
+            self.metrics.refused.labels("stalled").inc()
+            raise Unavailable(f"The device has not moved for {self.heartbeat_age():.0f} seconds.", retry_after_seconds=10.0)
         if self._phase is Phase.READY:
             return
         self.metrics.refused.labels(self._phase.value).inc()

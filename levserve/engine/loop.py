@@ -16,6 +16,7 @@ from levserve.engine.engine import Cancel, Drain, Engine, Message, Reload, Stop,
 from levserve.engine.runner import Flight, Runner
 from levserve.engine.stream import TokenStream
 from levserve.errors import Unavailable
+from levserve.schedule.pace import Pace
 from levserve.schedule.request import FinishReason, TokenBatch
 from levserve.schedule.scheduler import Scheduler
 from levserve.schedule.sequence import Progress, RoundPlan
@@ -24,6 +25,8 @@ log = logging.getLogger(__name__)
 
 IDLE_BEAT_SECONDS = 1.0
 """How often an idle device thread shows that it is alive."""
+PACE_SECONDS = 0.25
+"""How often HTTP threads are told how long the work will take; to count it, every sequence is looked at."""
 
 
 @dataclass(slots=True)
@@ -39,15 +42,17 @@ class Ticket:
 class DeviceLoop:
     """Owns the scheduler and the runner. Every accepted sequence ends with exactly one finishing batch, also on failure."""
 
-    def __init__(self, engine: Engine, scheduler: Scheduler, runner: Runner) -> None:
+    def __init__(self, engine: Engine, scheduler: Scheduler, runner: Runner, pace: Pace) -> None:
         self._engine = engine
         self._metrics = engine.metrics
         self._scheduler = scheduler
         self._runner = runner
+        self._pace = pace
+        self._pace_told = 0.0
         self._tickets: dict[str, Ticket] = {}
         self._drain_deadline: float | None = None
         self._is_stopped = False
-        self._last_read: float | None = None
+        self._round_began = 0.0
         self._metrics.kv_pages_total.set(scheduler.pool.num_pages)
 
     def run(self) -> None:
@@ -56,13 +61,15 @@ class DeviceLoop:
         try:
             while not self._is_stopped:
                 self._take_messages(wait=flight is None and not self._scheduler.has_work)
+                self._engine.beat(is_busy=flight is not None or self._scheduler.has_work)
                 self._deliver(self._scheduler.expire(time.monotonic()))
                 plan = self._scheduler.plan()
                 self._note_plan(plan)
+                if flight is None:
+                    self._round_began = time.monotonic()
                 before, flight = flight, None if plan.is_empty else self._runner.dispatch(plan)
                 if before is not None:
                     self._read(before)
-                self._engine.beat()
                 self._set_gauges()
         except BaseException:
             self._end_all(FinishReason.FAILED)
@@ -118,10 +125,11 @@ class DeviceLoop:
 
     def _read(self, flight: Flight) -> None:
         chunks, rows = self._runner.read(flight)
-        now = time.monotonic()
-        if self._last_read is not None:
-            self._metrics.round_time.observe(now - self._last_read)
-        self._last_read = now if self._scheduler.has_work else None
+        seconds = time.monotonic() - self._round_began
+        self._round_began += seconds
+        self._metrics.round_time.observe(seconds)
+        plan = flight.plan
+        self._pace.note_round(sum(chunk.count for chunk in plan.chunks), sum(row.steps for row in plan.rows), seconds)
         self._deliver(self._scheduler.commit(flight.plan, chunks, rows))
 
     def _deliver(self, news: list[Progress]) -> None:
@@ -133,6 +141,7 @@ class DeviceLoop:
             self._note_tokens(ticket, len(progress.batch.tokens), now)
             if progress.finish is not None:
                 del self._tickets[request_id]
+                self._note_pace(progress)
                 self._metrics.request_time.observe(now - ticket.arrival)
                 self._metrics.finished.labels(progress.finish.value).inc()
 
@@ -145,6 +154,13 @@ class DeviceLoop:
         else:
             self._metrics.inter_token.observe((now - ticket.last_token) / count)
         ticket.last_token = now
+
+    def _note_pace(self, progress: Progress) -> None:
+        request = progress.sequence.request
+        if progress.finish is FinishReason.POISONED:
+            log.error("%s: the model's numbers are not finite; the request has failed, others go on", request.request_id)
+        if progress.finish in (FinishReason.STOP, FinishReason.LENGTH):
+            self._pace.note_end(len(progress.sequence.tokens) - len(request.prompt), request.max_tokens)
 
     def _note_plan(self, plan: RoundPlan) -> None:
         metrics = self._metrics
@@ -170,6 +186,10 @@ class DeviceLoop:
         self._metrics.waiting.set(self._scheduler.num_waiting)
         self._metrics.kv_pages_used.set(self._scheduler.pool.num_held)
         self._metrics.kv_pages_cached.set(self._scheduler.pool.num_idle)
+        now = time.monotonic()
+        if now - self._pace_told >= PACE_SECONDS:
+            self._pace_told = now
+            self._engine.admission.drain_seconds = self._pace.seconds_for(self._scheduler.backlog())
 
     def _end_all(self, finish: FinishReason) -> None:
         """Ends what runs, and what still lies in the inbox."""

@@ -66,6 +66,7 @@ class TextChoice(Struct, frozen=True):
     text: str
     logprobs: TextLogprobs | None = None
     finish_reason: FinishReason | None = None
+    stop_reason: str | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
@@ -82,6 +83,7 @@ class ChatChoice(Struct, frozen=True):
     message: Message
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason | None = None
+    stop_reason: str | UnsetType = UNSET
 
 
 class ChatPiece(Struct, frozen=True):
@@ -89,6 +91,7 @@ class ChatPiece(Struct, frozen=True):
     delta: Message
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason | None = None
+    stop_reason: str | UnsetType = UNSET
 
 
 class Envelope(Struct, frozen=True):
@@ -167,10 +170,10 @@ class TextAnswer(Answer):
         return TextChoice(index, delta.text, text_logprobs(delta, self._tokenizer))
 
     def ending(self, index: int, finish: FinishReason) -> TextChoice:
-        return TextChoice(index, "", None, finish)
+        return TextChoice(index, "", None, *_reasons(finish))
 
     def _choice(self, index: int, delta: Delta, scores: PromptLogprobs | UnsetType) -> TextChoice:
-        return TextChoice(index, delta.text, text_logprobs(delta, self._tokenizer), delta.finish, scores)
+        return TextChoice(index, delta.text, text_logprobs(delta, self._tokenizer), *_reasons(delta.finish), scores)
 
 
 class ChatAnswer(Answer):
@@ -186,11 +189,16 @@ class ChatAnswer(Answer):
         return ChatPiece(index, Message(content=delta.text), chat_logprobs(delta, self._tokenizer))
 
     def ending(self, index: int, finish: FinishReason) -> ChatPiece:
-        return ChatPiece(index, Message(), None, finish)
+        return ChatPiece(index, Message(), None, *_reasons(finish))
 
     def _choice(self, index: int, delta: Delta, scores: PromptLogprobs | UnsetType) -> ChatChoice:
         message = Message("assistant", delta.text, refusal=None)
-        return ChatChoice(index, message, chat_logprobs(delta, self._tokenizer), delta.finish)
+        return ChatChoice(index, message, chat_logprobs(delta, self._tokenizer), *_reasons(delta.finish))
+
+
+def _reasons(finish: FinishReason | None) -> tuple[FinishReason | None, str | UnsetType]:
+    """`finish_reason`, in OpenAI's words, and `stop_reason` where these do not tell all: time ran out, not tokens."""
+    return (FinishReason.LENGTH, finish.value) if finish is FinishReason.DEADLINE else (finish, UNSET)
 
 
 def count_usage(prompts: Sequence[Sequence[int]], choices: Sequence[Choice]) -> Usage:

@@ -19,9 +19,10 @@ from werkzeug.routing.exceptions import WebsocketMismatch
 
 from levserve.config import Settings
 from levserve.engine.engine import Engine
-from levserve.errors import BadRequest, DeadlineExceeded, RetryLater, ServeError, Unauthorized, UpgradeRequired
+from levserve.errors import BadRequest, DeadlineExceeded, Poisoned, RetryLater, ServeError, Unauthorized, UpgradeRequired
 from levserve.metrics import Metrics
 from levserve.web.admin import admin_routes
+from levserve.web.admit import show_limits
 from levserve.web.answer import error_body
 from levserve.web.auth import key_check
 from levserve.web.cors import Cors
@@ -62,7 +63,7 @@ def create_app(engine: Engine, settings: Settings, watcher: Watcher) -> Flask:
     app.register_error_handler(HTTPException, _answer_http_error)
     app.register_error_handler(WebsocketMismatch, _answer_mismatch)
     app.register_error_handler(Exception, _answer_fault)
-    app.after_request(_after_request(engine.metrics))
+    app.after_request(_after_request(engine))
     return app
 
 
@@ -106,19 +107,20 @@ def error_headers(error: ServeError) -> dict[str, str]:
             return {"WWW-Authenticate": "Bearer"}
         case RetryLater(retry_after_seconds=seconds):
             return {"Retry-After": str(math.ceil(seconds)), "retry-after-ms": str(math.ceil(seconds * 1000))}
-        case DeadlineExceeded():
+        case DeadlineExceeded() | Poisoned():
             return NO_RETRY
         case UpgradeRequired():
             return {"Upgrade": "websocket", "Sec-WebSocket-Version": "13"}
     return {}
 
 
-def _after_request(metrics: Metrics) -> Callable[[Response], Response]:
+def _after_request(engine: Engine) -> Callable[[Response], Response]:
     def after_request(response: Response) -> Response:
         response.headers["x-request-id"] = g.request_id
         response.headers["openai-processing-ms"] = str(round((time.monotonic() - g.started) * 1000))  # of a stream: until its head
         route = request.url_rule.rule if request.url_rule is not None else "unknown"
-        metrics.requests.labels(route, response.status_code).inc()
+        engine.metrics.requests.labels(route, response.status_code).inc()
+        show_limits(engine, response)
         return response
 
     return after_request

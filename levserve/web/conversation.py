@@ -162,10 +162,13 @@ class Conversation:
     def _stream(self, one: Request, request_id: str, started: float) -> None:
         with ExitStack() as held:
             self._check(one)
-            reservation = held.enter_context(self._engine.reserve())
+            reservation = held.enter_context(self._engine.reserve(len(one.message)))
             body, answer_kind = one.read()
             model = self._engine.model
-            run = self._runs.start(body, model, reservation, held, request_id=request_id, started=started, client=None)
+            deadline = self._runs.deadline(started, body.timeout)
+            run = self._runs.start(
+                body, model, reservation, held, request_id=request_id, deadline=deadline, started=started, client=None
+            )
             events = sse.Events(answer_kind(model), len(run.choices), with_usage=body.wants_usage)
             ticks = sse.Heartbeat(TICK_SECONDS, started)
             chunks = sse.stream(

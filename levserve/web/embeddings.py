@@ -18,10 +18,11 @@ from levserve.engine.engine import Engine, ServedModel
 from levserve.errors import BadRequest, ContextTooLong
 from levserve.generation import Choice
 from levserve.schedule.request import GenerationRequest
+from levserve.web.admit import admit, asked_timeout
 from levserve.web.body import read_body
 from levserve.web.decode import decode, unsupported
 from levserve.web.run import Runs
-from levserve.web.schema import require_choice
+from levserve.web.schema import Seconds, require_choice
 from levserve.web.submission import check_model_name, encode_text
 from levserve.web.texts import Texts, check_texts, split_texts
 
@@ -44,6 +45,7 @@ class EmbeddingBody(Struct, frozen=True, kw_only=True):
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: Any = None
     user: str | None = None
+    timeout: Seconds | None = None
 
     def __post_init__(self) -> None:
         if self.truncate_prompt_tokens is not None:
@@ -94,11 +96,11 @@ class Embeddings:
         return routes
 
     def embed(self) -> Response:
-        with self._engine.reserve() as reservation:
+        with admit(self._engine) as reservation:
             body = decode(read_body(self._settings.max_body_bytes), EmbeddingBody)
             model = self._engine.model
             texts = _tokenize(body, model)
-            engine_id, deadline = self._runs.new_id(g.request_id), self._runs.deadline(g.started)
+            engine_id, deadline = self._runs.new_id(g.request_id), self._runs.deadline(g.started, asked_timeout(), body.timeout)
             requests = [
                 GenerationRequest(f"{engine_id}-{index}", tuple(tokens), 0, deadline=deadline, wants_hidden=True)
                 for index, tokens in enumerate(texts)

@@ -17,11 +17,12 @@ from levserve.config import Settings
 from levserve.engine.engine import Engine
 from levserve.errors import BadRequest
 from levserve.schedule.request import FinishReason
+from levserve.web.admit import admit, asked_timeout
 from levserve.web.answer import ChatPiece, TextAnswer, TextChoice, Timings, Usage
 from levserve.web.body import read_body
 from levserve.web.decode import decode
 from levserve.web.run import Run, Runs
-from levserve.web.schema import MAX_STOPS, CompletionBody, Count, StopString
+from levserve.web.schema import MAX_STOPS, CompletionBody, Count, Seconds, StopString
 from levserve.web.stream import stream_response
 
 # What a completion calls the fields of ours that its errors name.
@@ -39,6 +40,7 @@ class GenerateBody(Struct, frozen=True, kw_only=True):
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None = None
     stream: bool | None = None
+    timeout: Seconds | None = None
 
     def to_completion(self, model_name: str) -> CompletionBody:
         return CompletionBody(
@@ -104,7 +106,7 @@ class Native:
             return stream_response(run, PieceAnswer(self._engine.model), held, self._settings)
 
     def _start(self, held: ExitStack, *, stream: bool) -> Run:
-        reservation = held.enter_context(self._engine.reserve())
+        reservation = held.enter_context(admit(self._engine))
         body = decode(read_body(self._settings.max_body_bytes), GenerateBody)
         if body.stream not in (None, stream):
             words = "always streams; ask /generate" if stream else "never streams; ask /generate_stream"
@@ -113,7 +115,14 @@ class Native:
         client = request.environ.get("gunicorn.socket")  # Flask's test client has none
         try:
             return self._runs.start(
-                body.to_completion(model.name), model, reservation, held, request_id=g.request_id, started=g.started, client=client
+                body.to_completion(model.name),
+                model,
+                reservation,
+                held,
+                request_id=g.request_id,
+                deadline=self._runs.deadline(g.started, asked_timeout(), body.timeout),
+                started=g.started,
+                client=client,
             )
         except BadRequest as error:
             error.param = NAMES.get(error.param or "", error.param)

@@ -14,6 +14,7 @@ from msgspec import UNSET
 
 from levserve.config import Settings
 from levserve.engine.engine import Engine, ServedModel
+from levserve.web.admit import admit, asked_timeout
 from levserve.web.answer import Answer, ChatAnswer, TextAnswer
 from levserve.web.body import read_body
 from levserve.web.decode import decode
@@ -68,11 +69,20 @@ class OpenAI:
 
     def _respond(self, body_kind: type[ChatBody] | type[CompletionBody], answer_kind: type[Answer]) -> Response:
         with ExitStack() as held:
-            reservation = held.enter_context(self._engine.reserve())
+            reservation = held.enter_context(admit(self._engine))
             body = decode(read_body(self._settings.max_body_bytes), body_kind)
             model = self._engine.model
             client = request.environ.get("gunicorn.socket")  # Flask's test client has none
-            run = self._runs.start(body, model, reservation, held, request_id=g.request_id, started=g.started, client=client)
+            run = self._runs.start(
+                body,
+                model,
+                reservation,
+                held,
+                request_id=g.request_id,
+                deadline=self._runs.deadline(g.started, asked_timeout(), body.timeout),
+                started=g.started,
+                client=client,
+            )
             answer = answer_kind(model)
             if not body.stream:
                 deltas = run.collect()

@@ -11,7 +11,6 @@ from levserve.engine.engine import Engine, Phase
 
 OPS_PATHS = (b"/health", b"/healthz", b"/readyz", b"/metrics")
 """Asked every few seconds, and answered whatever else is going on: by threads of their own, logged at debug level."""
-STALE_SECONDS = 30.0  # the device thread beats every second; a round that takes this long is stuck
 
 
 def ops_routes(engine: Engine) -> Blueprint:
@@ -23,13 +22,14 @@ def ops_routes(engine: Engine) -> Blueprint:
         """Red when only a restart can help: the device thread has failed or hangs."""
         if engine.phase is Phase.FAILED:
             return json_response({"status": "failed"}, 503)
-        # Loading compiles programs, and one compile may take longer than the limit.
-        if engine.phase is not Phase.LOADING and engine.heartbeat_age() > STALE_SECONDS:
-            return json_response({"status": "stalled"}, 503)
+        if engine.is_stalled:
+            return json_response({"status": "stalled", "heartbeat_age_seconds": round(engine.heartbeat_age(), 1)}, 503)
         return json_response({"status": "ok"})
 
     @routes.get("/readyz")
     def show_readiness() -> Response:
+        if engine.is_stalled:
+            return json_response({"status": "stalled", "progress": engine.progress}, 503)
         status = 200 if engine.phase is Phase.READY else 503
         return json_response({"status": engine.phase, "progress": engine.progress}, status)
 

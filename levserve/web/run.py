@@ -8,13 +8,14 @@ from __future__ import annotations
 import itertools
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
 from levserve.config import Settings
-from levserve.engine.engine import Engine, Reservation, ServedModel
-from levserve.errors import BadRequest
+from levserve.engine.admission import Reservation
+from levserve.engine.engine import Engine, ServedModel
+from levserve.engine.sizing import TOKENS_PER_ROW
 from levserve.generation import Choice, Delta, Deltas
 from levserve.schedule.request import GenerationRequest
 from levserve.text.stops import StopStrings
@@ -23,6 +24,8 @@ from levserve.web.choices import make_choices
 from levserve.web.schema import ChatBody, CompletionBody
 from levserve.web.submission import Seeds, prepare
 from levserve.web.watcher import Watcher
+
+WAVE_SHARE = 4  # of the tokens that may be admitted, a wave of prompts takes this part at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,27 +94,32 @@ class Runs:
         held: ExitStack,
         *,
         request_id: str,
+        deadline: float | None,
         started: float,
         client: socket.socket | None,
     ) -> Run:
         """Hands the request to the engine; whatever must be undone at the end is left in `held`."""
-        prompts, requests = prepare(body, model, self._seeds, self.new_id(request_id), self.deadline(started))
-        if len(requests) > self._engine.max_inflight:
-            most, param = self._engine.max_inflight, "n" if body.num_sequences == body.num_choices else "best_of"
-            raise BadRequest(f"The request asks for {len(requests)} choices in all; this server runs {most}.", param=param)
+        num_prompts = len(body.prompts) if isinstance(body, CompletionBody) else 1
+        reservation.grow_to(num_prompts * body.num_sequences, 0, "n" if body.num_sequences == body.num_choices else "best_of")
+        prompts, requests = prepare(body, model, self._seeds, self.new_id(request_id), deadline)
+        # Who names no limit may take the whole context but hardly will, and is counted as a long chat.
+        most = TOKENS_PER_ROW if body.max_length is None else model.max_seq_len
+        reservation.grow_to(len(requests), sum(len(request.prompt) + min(request.max_tokens, most) for request in requests), "max_tokens")
         choices = make_choices(body, model.tokenizer, prompts)
-        deltas = self._submit(requests, choices, reservation, held, client)
+        deltas = self._submit(requests, choices, held, client)
         return Run(prompts, choices, deltas, body.num_choices, started, time.monotonic())
 
     def compute(
         self, requests: Sequence[GenerationRequest], model: ServedModel, reservation: Reservation, client: socket.socket | None
     ) -> list[Choice]:
-        """Runs sequences that only compute their prompts, as many at a time as there are rows; gives them back ended, in order."""
+        """Runs sequences that only compute their prompts, a wave at a time; gives them back ended, in order."""
         choices = [Choice(model.tokenizer.detokenizer(), StopStrings(())) for _ in requests]
-        for start in range(0, len(requests), self._wave):
-            wave = slice(start, start + self._wave)
+        waves = list(self._waves(requests))
+        sizes = [sum(len(request.prompt) for request in requests[wave]) for wave in waves]
+        reservation.grow_to(max(len(requests[wave]) for wave in waves), max(sizes))
+        for wave in waves:
             with ExitStack() as held:
-                for _ in self._submit(requests[wave], choices[wave], reservation, held, client):
+                for _ in self._submit(requests[wave], choices[wave], held, client):
                     pass
         return choices
 
@@ -119,23 +127,29 @@ class Runs:
         """The engine's name for a request: a client may use one id twice at a time, two sequences never have the same."""
         return f"{request_id}.{next(self._numbers)}"
 
-    def deadline(self, started: float) -> float | None:
-        return started + self._timeout if self._timeout else None
+    def deadline(self, started: float, *timeouts: float | None) -> float | None:
+        """When the shortest of the client's timeouts and the server's ends, on `time.monotonic`'s clock."""
+        given = [seconds for seconds in (self._timeout, *timeouts) if seconds]
+        return started + min(given) if given else None
+
+    def _waves(self, requests: Sequence[GenerationRequest]) -> Iterator[slice]:
+        """As many as there are rows, and together no more tokens than leave room for others."""
+        start, num_tokens = 0, 0
+        for index, request in enumerate(requests):
+            num_tokens += len(request.prompt)
+            if index > start and (index - start == self._wave or num_tokens > self._engine.admission.max_tokens // WAVE_SHARE):
+                yield slice(start, index)
+                start, num_tokens = index, len(request.prompt)
+        yield slice(start, len(requests))
 
     def _submit(
-        self,
-        requests: Sequence[GenerationRequest],
-        choices: Sequence[Choice],
-        reservation: Reservation,
-        held: ExitStack,
-        client: socket.socket | None,
+        self, requests: Sequence[GenerationRequest], choices: Sequence[Choice], held: ExitStack, client: socket.socket | None
     ) -> Deltas:
-        reservation.grow_to(len(requests))
         stream = self._engine.submit(requests)
         held.callback(stream.close)
         if client is not None:
             held.callback(self._watcher.unwatch, self._watcher.watch(client, stream.close))
-        return Deltas(stream, choices)
+        return Deltas(stream, choices, requests[0].deadline)
 
 
 def _join(deltas: list[Delta]) -> Delta:

@@ -27,6 +27,7 @@ NumTop = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 NumChoices = Annotated[int, Meta(ge=1, le=128)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 StopString = Annotated[str, Meta(min_length=1)]
+Seconds = Annotated[float, Meta(gt=0)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
 # Known fields that we cannot honour yet, each with the values that ask for nothing.
@@ -85,6 +86,7 @@ class GenerationBody(Refused, frozen=True, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     timings: bool | None = None
+    timeout: Seconds | None = None
     user: str | None = None
 
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None

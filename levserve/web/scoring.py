@@ -17,10 +17,12 @@ from levserve.engine.engine import Engine, ServedModel
 from levserve.errors import BadRequest, ContextTooLong
 from levserve.schedule.request import GenerationRequest, Sampling, TokenLogprob
 from levserve.text.tokenizer import Tokenizer
+from levserve.web.admit import admit, asked_timeout
 from levserve.web.body import read_body
 from levserve.web.decode import decode
 from levserve.web.logprobs import clamp, show_token
 from levserve.web.run import Runs
+from levserve.web.schema import Seconds
 from levserve.web.submission import check_model_name
 
 MAX_PAIRS = 2048
@@ -33,6 +35,7 @@ class ScoreBody(Struct, frozen=True, kw_only=True):
     continuations: Annotated[list[str], Meta(min_length=1, max_length=MAX_PAIRS)]
     model: str | None = None
     details: bool | None = None
+    timeout: Seconds | None = None
 
     def __post_init__(self) -> None:
         if len(self.prompts) != len(self.continuations):
@@ -70,13 +73,13 @@ class Scoring:
         return routes
 
     def score(self) -> Response:
-        with self._engine.reserve() as reservation:
+        with admit(self._engine) as reservation:
             body = decode(read_body(self._settings.max_body_bytes), ScoreBody)
             model = self._engine.model
             if body.model is not None:
                 check_model_name(body.model, model)
             pairs = _make_pairs(body, model)
-            engine_id, deadline = self._runs.new_id(g.request_id), self._runs.deadline(g.started)
+            engine_id, deadline = self._runs.new_id(g.request_id), self._runs.deadline(g.started, asked_timeout(), body.timeout)
             sampling = Sampling(num_logprobs=1 if body.details else 0)
             requests = [
                 GenerationRequest(f"{engine_id}-{index}", tuple(pair.tokens), 0, sampling, deadline=deadline, score_from=pair.num_context)
