@@ -22,9 +22,10 @@ from tests.fake_server import completion
 class App:
     """A running application; `device.requests` is what reached the device."""
 
-    def __init__(self, client: FlaskClient, device: FakeDevice) -> None:
+    def __init__(self, client: FlaskClient, device: FakeDevice, engine: Engine) -> None:
         self.client = client
         self.device = device
+        self.engine = engine
 
     def post(self, path: str, body: Any) -> TestResponse:
         return self.client.post(path, json=body, buffered=True)  # read and closed, as a server does it
@@ -52,13 +53,13 @@ class App:
 
 
 @contextmanager
-def serving(*, obeys: bool = True, max_inflight: int = 8, **settings: Any) -> Iterator[App]:
-    engine = Engine(max_inflight=max_inflight, metrics=Metrics())
+def serving(*, obeys: bool = True, max_inflight: int = 8, max_tokens: int = 0, **settings: Any) -> Iterator[App]:
+    engine = Engine(max_inflight=max_inflight, max_tokens=max_tokens, metrics=Metrics())
     watcher = Watcher()
     device = FakeDevice(engine, obeys=obeys)
     device.start()
     try:
-        yield App(create_app(engine, Settings(**settings), watcher).test_client(), device)
+        yield App(create_app(engine, Settings(**settings), watcher).test_client(), device, engine)
     finally:
         engine.stop()
         device.join()

@@ -63,11 +63,11 @@ class Server:
 
 
 @contextmanager
-def running_server(*flags: str) -> Iterator[Server]:
+def running_server(*flags: str, **variables: str) -> Iterator[Server]:
     """Starts `levserve` on a free port and waits until it says it is ready; kills it afterwards if nothing else did."""
     command = [sys.executable, "-m", "levserve.cli", "--port", "0", "--cache-dir", str(cache_folder()), *flags]
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("LEVSERVE_", "LEVANTER_"))}
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environ)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environ | variables)
     server = Server(process)
     is_ready = threading.Event()
 

@@ -182,7 +182,7 @@ def test_a_device_that_has_work_and_does_not_move_is_stalled_until_it_moves(
     age = AGE
     monkeypatch.setattr(engine, "heartbeat_age", lambda: age)
     assert client.get("/healthz").status_code == 200, "a compile while loading may take long"
-    engine.publish(ServedModel("toy", load_toy_tokenizer(), 64, 0))
+    engine.publish(ServedModel("toy", load_toy_tokenizer(), 64, 4, 0))
     assert client.get("/healthz").status_code == 200, "nobody waits for an idle device"
     engine.beat(is_busy=True)
     health, ready = client.get("/healthz"), client.get("/readyz")

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from levserve.model.sampler import MAX_EDITS, NUM_CANDIDATES, NUM_TOP, Drawn, Memory, Mode, Rules, sample
+from levserve.model.sampler import MAX_EDITS, NUM_CANDIDATES, NUM_TOP, POISONED, Drawn, Memory, Mode, Rules, sample
 
 pytestmark = pytest.mark.tiny
 
@@ -47,6 +47,20 @@ def make_memory(rows: int, history: list[int] = [], edits: list[tuple[int, float
         columns[:, :, index] = np.asarray(edit)[:, None]
     ids, values, until = columns
     return Memory(*map(jnp.asarray, (padded, ids.astype(np.int32), values.astype(np.float32), until.astype(np.int32))))
+
+
+@pytest.mark.parametrize("mode", Mode)
+@pytest.mark.parametrize("place", [0, 17, VOCAB - 1])
+def test_a_row_that_is_not_finite_is_marked_and_no_other_row_changes(mode: Mode, place: int) -> None:
+    rules, memory, positions = make_rules(6, top_k=[0, 3, 0, 3, 0, 3]), make_memory(6), jnp.full(6, 5, jnp.int32)
+    clean = np.tile(LOGITS, (6, 1))
+    clean[4, 20:] = -np.inf  # a token that cannot be drawn is no fault
+    broken = clean.copy()
+    broken[1, place], broken[2, place], broken[3] = np.nan, np.inf, -np.inf
+    wanted = np.asarray(draw(jnp.asarray(clean), positions, rules, memory, mode).tokens)
+    got = np.asarray(draw(jnp.asarray(broken), positions, rules, memory, mode).tokens)
+    assert got.tolist() == [wanted[0], POISONED, POISONED, POISONED, wanted[4], wanted[5]]
+    assert POISONED not in wanted
 
 
 def draw_many(

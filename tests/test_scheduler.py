@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given, settings
@@ -249,6 +249,53 @@ def test_a_request_larger_than_the_pool_does_not_fit() -> None:
     scheduler = make(num_pages=4, page_size=4).scheduler
     assert scheduler.fits(ask("a", tuple(range(10)), 6))
     assert not scheduler.fits(ask("a", tuple(range(10)), 7))
+
+
+def poison(server: Server, request: GenerationRequest) -> list[int]:
+    """Makes what is in flight for a request not finite; gives its pages."""
+    assert server.in_flight is not None
+    plan, chunks, rows = server.in_flight
+    for planned, results in ((plan.chunks, chunks), (plan.rows, rows)):
+        for index, one in enumerate(planned):
+            if one.sequence.request is request:
+                results[index] = replace(results[index], tokens=(), is_poisoned=True)
+                return list(one.sequence.pages)
+    raise AssertionError("nothing of it is in flight")
+
+
+@pytest.mark.parametrize("at", ["row", "last chunk", "first chunk"])
+def test_a_poisoned_sequence_fails_alone_and_its_pages_are_cleared_and_forgotten(at: str) -> None:
+    server = make(busy_tokens=8, idle_tokens=8)
+    scheduler = server.scheduler
+    server.submit(ask("good", (1, 2, 3, 4, 5, 6), 12))
+    server.step()
+    bad = ask("bad", tuple(range(3, 16)), 12, score_from=1)  # two chunks of 8
+    server.submit(bad)
+    for _ in range({"first chunk": 1, "last chunk": 2, "row": 5}[at]):
+        server.step()
+    pages = poison(server, bad)
+    server.step()
+    assert server.finishes["bad"] == [FinishReason.POISONED]
+    assert set(server.step().tainted) >= set(pages)
+    assert scheduler.pool.match(bad.prompt, 12).pages == []
+    server.run_dry()
+    assert server.finishes["good"] == [FinishReason.LENGTH]
+    assert server.outputs["good"] == expected_output((1, 2, 3, 4, 5, 6), 12, stop=False)
+    assert scheduler.pool.num_held == 0
+
+
+def test_a_stop_token_before_the_poison_is_the_end() -> None:
+    server = make(steps=4)
+    prompt = next((start,) for start in range(13) if STOP in expected_output((start,), 8, stop=False)[1:4])
+    server.submit(ask("a", prompt, 20, stop_ids=frozenset({STOP})))
+    server.step()
+    server.step()
+    assert server.in_flight is not None
+    _, _, rows = server.in_flight
+    kept = [*rows[0].tokens]
+    rows[0] = replace(rows[0], tokens=kept[: kept.index(STOP) + 1], is_poisoned=True)
+    server.step()
+    assert server.finishes["a"] == [FinishReason.STOP]
 
 
 def test_ending_everything_leaves_nothing() -> None:

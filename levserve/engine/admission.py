@@ -16,6 +16,8 @@ from levserve.metrics import Metrics
 
 BYTES_PER_TOKEN = 8
 """Of a body whose tokens are not counted yet: more than text has, so that hardly anyone is refused by the guess alone."""
+MAX_GUESS_SHARE = 4
+"""No guess takes more than this part of all tokens: a body may be long for other reasons."""
 UNKNOWN_RETRY_SECONDS = 1.0
 MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 0.05, 60.0
 """OpenAI's SDK waits as long as it is told, up to a minute; what says more is not obeyed by all of its releases."""
@@ -53,7 +55,7 @@ class Admission:
 
     def reserve(self, body_bytes: int, max_guess: int) -> Reservation:
         """One place for a body of this size, or `Overloaded` at once."""
-        return Reservation(self, min(body_bytes // BYTES_PER_TOKEN, max_guess))
+        return Reservation(self, min(body_bytes // BYTES_PER_TOKEN, max_guess, self.max_tokens // MAX_GUESS_SHARE))
 
     def enter(self, guess: int) -> None:
         """Takes one place and notes how many tokens to expect, which keeps others out only until they are counted."""

@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 WINDOW_SECONDS = 30.0
 """Of work: what is older counts little."""
+GUESS_SECONDS = 0.1
+"""Of work is what a first guess counts for: soon outweighed."""
 WEIGHT_OF_AN_END = 0.05
 
 
@@ -24,8 +26,8 @@ class Rate:
     """Seconds a token, smoothed over about the last `WINDOW_SECONDS` that were spent on such tokens."""
 
     def __init__(self, token_seconds: float) -> None:
-        self._tokens = 1.0  # a first guess, soon outweighed
-        self._seconds = token_seconds
+        self._seconds = GUESS_SECONDS
+        self._tokens = GUESS_SECONDS / max(token_seconds, 1e-9)
 
     @property
     def token_seconds(self) -> float:
