@@ -54,9 +54,10 @@ class ContextTooLong(BadRequest):
 
     code = "context_length_exceeded"
 
-    def __init__(self, num_tokens: int, max_tokens: int, max_seq_len: int, *, param: str) -> None:
+    def __init__(self, num_tokens: int, max_tokens: int, max_seq_len: int, *, param: str, at_least: str = "") -> None:
         super().__init__(
-            f"This model's maximum context length is {max_seq_len} tokens. However, you requested {num_tokens + max_tokens} tokens "
+            f"This model's maximum context length is {max_seq_len} tokens. "
+            f"However, you requested {at_least}{num_tokens + max_tokens} tokens "
             f"({num_tokens} in the prompt, {max_tokens} for the completion). Please shorten the prompt or the completion.",
             param=param,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
@@ -147,6 +148,63 @@ def test_any_json_and_any_bytes_are_refused_or_answered_by_every_endpoint(app: A
         check(send(app, path, data))
 
     fuzz()
+
+
+LONG = 4_000_000
+USER = {"role": "user", "content": "t17"}
+
+
+@pytest.fixture(scope="module")
+def roomy() -> Iterator[App]:
+    """With the default limit on bodies."""
+    with serving(obeys=False, max_inflight=12) as app:
+        app.complete("t17", max_tokens=1)
+        yield app
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (TEXT, {"prompt": "t17 " * (LONG // 4)}, "prompt"),
+        (TEXT, {"prompt": ["t17"] * (LONG // 8)}, "n"),
+        (TEXT, {"prompt": [17] * (LONG // 4)}, "prompt"),
+        (TEXT, {"prompt": "t17", "n": 10**18}, "n"),
+        (TEXT, {"prompt": "t17", "max_tokens": 10**18}, "max_tokens"),
+        (TEXT, {"prompt": "t17", "seed": -(10**30)}, "seed"),
+        (TEXT, {"prompt": "t17", "logit_bias": {str(number): 1 for number in range(10**5)}}, "logit_bias"),
+        (TEXT, {"prompt": "t17", "stop": "x" * LONG}, "stop"),
+        (TEXT, {"prompt": "t17", "stop": ["x"] * 10**5}, "stop"),
+        (TEXT, {"prompt": "t17", "stop_token_ids": list(range(10**5))}, "stop_token_ids"),
+        (CHAT, {"messages": [USER | {"content": "t17 " * (LONG // 4)}]}, "messages"),
+        (CHAT, {"messages": [{"role": "user", "content": ""}] * (LONG // 40)}, "messages"),
+        (CHAT, {"messages": [USER | {"role": "x" * LONG}]}, "messages[0].role"),
+        (CHAT, {"messages": [USER], "chat_template": "{{ cycler.__init__.__globals__ }}"}, "chat_template"),
+        (EMBED, {"input": "t17 " * (LONG // 4)}, "input"),
+        (SCORE, {"prompts": ["t17 " * (LONG // 4)], "continuations": [" t18"]}, "prompts[0]"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_is_huge_is_refused_by_name_in_no_time(roomy: App, path: str, body: dict[str, Any], param: str) -> None:
+    data = json.dumps({"model": "toy"} | body).encode()
+    began = time.process_time()
+    reply = send(roomy, path, data)
+    assert time.process_time() - began < 2  # a few hundredths, most of them to read the JSON
+    check(reply)
+    assert (reply.status_code, json.loads(reply.text)["error"]["param"]) == (400, param)
+    assert len(reply.text) < 1_000
+
+
+@pytest.mark.parametrize("depth", [10, 900, 100_000])
+def test_nesting_of_any_depth_has_an_answer(roomy: App, depth: int) -> None:
+    for path in KINDS:
+        check(send(roomy, path, b'{"model": "toy", "user": ' + b"[" * depth + b"]" * depth + b"}"))
+
+
+def test_what_looks_like_a_template_in_a_message_is_text(roomy: App) -> None:
+    content = "{{ 7 * 7 }}{% for x in range(10**9) %}x{% endfor %}{{ ''.__class__.__mro__ }}"
+    for messages in ([USER | {"content": content}], [USER | {"content": [{"type": "text", "text": content}]}]):
+        reply = roomy.post("/apply_template", {"messages": messages, "chat_template_kwargs": {"enable_thinking": content}})
+        assert reply.json is not None and reply.json["prompt"] == f"{content} t9"
 
 
 def test_after_all_that_the_server_still_answers(app: App) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,11 @@ class Tokenizer:
         self._spelling = _spelling(backend)
         # An added token is its own text; the others are spelt when first met (two threads that meet at one write the same).
         self._bytes: dict[int, bytes | None] = {token: entry.content.encode() for token, entry in added.items()}
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of a text that one token can stand for, at most."""
+        return max(map(len, self.backend.get_vocab()))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Tokens of a text, in which the strings of special tokens stand for those tokens."""

@@ -118,7 +118,7 @@ def _tokenize(body: EmbeddingBody, model: ServedModel) -> list[list[int]]:
         message = f"This model's embeddings have {model.hidden_size} dimensions, no fewer; 'dimensions' is {body.dimensions}."
         raise BadRequest(message, param="dimensions")
     adds_special = body.add_special_tokens is not False
-    texts = [encode_text(text, model.tokenizer, "input", add_special_tokens=adds_special) for text in body.inputs]
+    texts = [encode_text(text, model, "input", add_special_tokens=adds_special) for text in body.inputs]
     for tokens in texts:
         if not tokens:
             raise BadRequest("A text of 'input' has no tokens.", param="input")

@@ -26,7 +26,7 @@ Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]  # beyond any context; the boun
 NumTop = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 NumChoices = Annotated[int, Meta(ge=1, le=128)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-StopString = Annotated[str, Meta(min_length=1)]
+StopString = Annotated[str, Meta(min_length=1, max_length=1000)]  # each choice prepares each of its own, in time linear in its length
 Seconds = Annotated[float, Meta(gt=0)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 

@@ -23,7 +23,7 @@ from levserve.web.decode import decode
 from levserve.web.logprobs import clamp, show_token
 from levserve.web.run import Runs
 from levserve.web.schema import Seconds
-from levserve.web.submission import check_model_name
+from levserve.web.submission import check_length, check_model_name
 
 MAX_PAIRS = 2048
 
@@ -110,6 +110,7 @@ def split_pair(prompt: str, continuation: str, tokenizer: Tokenizer) -> Pair:
 def _make_pairs(body: ScoreBody, model: ServedModel) -> list[Pair]:
     pairs = []
     for index, (prompt, continuation) in enumerate(zip(body.prompts, body.continuations, strict=True)):
+        check_length(len(prompt) + len(continuation), model, f"prompts[{index}]")
         pair = split_pair(prompt, continuation, model.tokenizer)
         if len(pair.tokens) <= pair.num_context:
             param = f"continuations[{index}]"

@@ -43,7 +43,7 @@ class Submission(NamedTuple):
 def prepare(body: ChatBody | CompletionBody, model: ServedModel, seeds: Seeds, engine_id: str, deadline: float | None) -> Submission:
     """Checks the body against the model and makes its sequences; raises `BadRequest` or `ModelNotFound`."""
     check_model_name(body.model, model)
-    prompts = _tokenize(body, model.tokenizer)
+    prompts = _tokenize(body, model)
     check_token_ids("logit_bias", body.logit_bias or (), model.tokenizer)
     check_token_ids("stop_token_ids", body.stop_token_ids or (), model.tokenizer)
     limits = [_fit(prompt, body, model) for prompt in prompts]
@@ -72,12 +72,22 @@ def check_model_name(name: str, model: ServedModel) -> None:
         raise ModelNotFound(f"The model '{name[:64]}' does not exist; this server has '{model.name}'.", param="model")
 
 
-def encode_text(text: str | list[int], tokenizer: Tokenizer, param: str, *, add_special_tokens: bool) -> list[int]:
+def encode_text(text: str | list[int], model: ServedModel, param: str, *, add_special_tokens: bool) -> list[int]:
     """Tokens of a text; those that the client gave itself are checked and taken as they are."""
     if isinstance(text, str):
-        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    check_token_ids(param, text, tokenizer)
+        check_length(len(text), model, param)
+        return model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    check_token_ids(param, text, model.tokenizer)
     return text
+
+
+def check_length(num_chars: int, model: ServedModel, param: str, num_messages: int = 0) -> None:
+    """Refuses what is too long for the model however it is tokenized, which takes seconds for a few megabytes."""
+    if max(num_chars, num_messages) <= model.max_seq_len:
+        return
+    least = max(num_chars // model.tokenizer.longest_token, num_messages)
+    if least > model.max_seq_len:
+        raise ContextTooLong(least, 0, model.max_seq_len, param=param, at_least="at least ")
 
 
 def check_token_ids(param: str, tokens: Sequence[int] | dict[int, float], tokenizer: Tokenizer) -> None:
@@ -86,14 +96,16 @@ def check_token_ids(param: str, tokens: Sequence[int] | dict[int, float], tokeni
             raise BadRequest(f"'{param}' has the token id {token}; this model's are 0 to {tokenizer.vocab_size - 1}.", param=param)
 
 
-def _tokenize(body: ChatBody | CompletionBody, tokenizer: Tokenizer) -> list[list[int]]:
+def _tokenize(body: ChatBody | CompletionBody, model: ServedModel) -> list[list[int]]:
     if isinstance(body, CompletionBody):
         adds_special = body.add_special_tokens is not False
-        return [encode_text(prompt, tokenizer, "prompt", add_special_tokens=adds_special) for prompt in body.prompts]
+        return [encode_text(prompt, model, "prompt", add_special_tokens=adds_special) for prompt in body.prompts]
+    messages = [message.to_template() for message in body.messages]
+    check_length(sum(len(message["content"]) for message in messages), model, "messages", num_messages=len(messages))
     try:
         tokens = render_chat(
-            tokenizer,
-            [message.to_template() for message in body.messages],
+            model.tokenizer,
+            messages,
             add_generation_prompt=body.add_generation_prompt is not False,
             continue_final_message=body.continue_final_message is True,
             template_kwargs=body.chat_template_kwargs,

@@ -1,7 +1,7 @@
 """What the tokenizer does, over HTTP: /tokenize, /detokenize, /tokenizer_info and /apply_template.
 
 The shapes are vLLM's, which lm-evaluation-harness expects at the root; /v1 has them too. Views run on HTTP threads and
-need nothing of the device.
+need nothing of the device; but a long text takes seconds, so they have places in the queue like everyone.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from levserve.engine.engine import Engine, ServedModel
 from levserve.errors import BadRequest
 from levserve.text.chat import Options, render_chat, render_text, template_of
 from levserve.text.tokenizer import Tokenizer
+from levserve.web.admit import admit
 from levserve.web.body import read_body
 from levserve.web.decode import decode, unsupported
 from levserve.web.schema import Message
@@ -130,22 +131,25 @@ class Tokens:
         return routes
 
     def tokenize(self) -> Response:
-        body, model = self._read(TokenizeBody)
-        if body.prompt is None:
-            tokens = render_chat(model.tokenizer, body.conversation, **body.options)
-        else:
-            tokens = model.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
-        names = [_name(token, model.tokenizer) for token in tokens] if body.return_token_strs else None
-        return _answer(Tokenized(len(tokens), model.max_seq_len, tokens, names))
+        with admit(self._engine):
+            body, model = self._read(TokenizeBody)
+            if body.prompt is None:
+                tokens = render_chat(model.tokenizer, body.conversation, **body.options)
+            else:
+                tokens = model.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+            names = [_name(token, model.tokenizer) for token in tokens] if body.return_token_strs else None
+            return _answer(Tokenized(len(tokens), model.max_seq_len, tokens, names))
 
     def detokenize(self) -> Response:
-        body, model = self._read(DetokenizeBody)
-        check_token_ids("tokens", body.tokens, model.tokenizer)
-        return _answer(Prompt(model.tokenizer.decode(body.tokens, skip_special_tokens=body.skip_special_tokens is True)))
+        with admit(self._engine):
+            body, model = self._read(DetokenizeBody)
+            check_token_ids("tokens", body.tokens, model.tokenizer)
+            return _answer(Prompt(model.tokenizer.decode(body.tokens, skip_special_tokens=body.skip_special_tokens is True)))
 
     def apply_template(self) -> Response:
-        body, model = self._read(ConversationBody)
-        return _answer(Prompt(render_text(model.tokenizer, body.conversation, **body.options)))
+        with admit(self._engine):
+            body, model = self._read(ConversationBody)
+            return _answer(Prompt(render_text(model.tokenizer, body.conversation, **body.options)))
 
     def show_tokenizer(self) -> Response:
         model = self._engine.model
