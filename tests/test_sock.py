@@ -156,6 +156,7 @@ def without_names(chunks: list[dict[str, Any]]) -> list[dict[str, Any]]:
         ("/v1/chat/completions", CHAT | {"stream_options": {"include_usage": True}}),
         ("/v1/completions", completion("t17 t18", stop="t22", n=2, seed=1)),
         ("/v1/completions", completion(["t17", "t30"], max_tokens=2, stream=True)),
+        ("/v1/completions", completion("t6", timeout=0.2)),
     ],
 )
 def test_the_frames_are_the_chunks_of_the_stream(server: ServerProcess, path: str, body: dict[str, Any]) -> None:

@@ -13,7 +13,9 @@ from flask import Flask, Response, request
 from levserve.errors import Forbidden
 
 PREFLIGHT_SECONDS = 600
-READABLE = "x-request-id, openai-processing-ms, retry-after, retry-after-ms, x-should-retry"  # what a page may read beyond the usual
+LIMITS = [f"x-ratelimit-{what}-{of}" for of in ("requests", "tokens") for what in ("limit", "remaining", "reset")]
+# What a page may read beyond the usual.
+READABLE = ", ".join(["x-request-id", "openai-processing-ms", "retry-after", "retry-after-ms", "x-should-retry", *LIMITS])
 
 
 class Cors:
