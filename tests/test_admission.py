@@ -243,6 +243,11 @@ class TestDeadline:
         assert patient.client.post(path, json=body | {"timeout": 0.03}).status_code == 504
         assert patient.refuse(path, body | {"timeout": 0}) == (400, "timeout")
 
+    def test_one_that_is_as_good_as_none_is_none(self) -> None:
+        with serving(request_timeout=0) as app:
+            headers = {"x-request-timeout-ms": "1e300"}
+            assert app.client.post("/v1/completions", json=completion("t17", timeout=1e300), headers=headers).status_code == 200
+
     def test_a_script_is_told_the_reason_itself(self, patient: App) -> None:
         reply = patient.post("/generate", {"prompts": ["t6"], "max_tokens": 9, "timeout": 0.05, "temperature": 0})
         assert reply.json is not None and reply.json["finish_reasons"] == ["deadline"]

@@ -60,12 +60,12 @@ class Admission:
     def enter(self, guess: int) -> None:
         """Takes one place and notes how many tokens to expect, which keeps others out only until they are counted."""
         with self._lock:
-            num_expected = self._num_tokens + self._num_guessed + guess
-            if self._num_requests < self.max_requests and num_expected <= self.max_tokens:
-                self._num_requests += 1
+            num_requests, num_expected = self._num_requests + 1, self._num_tokens + self._num_guessed + guess
+            if num_requests <= self.max_requests and num_expected <= self.max_tokens:
+                self._num_requests = num_requests
                 self._num_guessed += guess
                 return
-        self._refuse(self._num_requests + 1, num_expected)
+        self._refuse(num_requests, num_expected)
 
     def change(self, requests: int, tokens: int, guess: int = 0) -> None:
         """Adds to the counts, or takes away; raises `Overloaded` and changes nothing if that is too much."""

@@ -25,6 +25,7 @@ from levserve.web.schema import ChatBody, CompletionBody
 from levserve.web.submission import Seeds, prepare
 from levserve.web.watcher import Watcher
 
+MAX_SECONDS = 1e6  # who has more than this has no deadline; a wait of 1e10 seconds is an error in Python
 WAVE_SHARE = 4  # of the tokens that may be admitted, a wave of prompts takes this part at most
 
 
@@ -130,7 +131,7 @@ class Runs:
     def deadline(self, started: float, *timeouts: float | None) -> float | None:
         """When the shortest of the client's timeouts and the server's ends, on `time.monotonic`'s clock."""
         given = [seconds for seconds in (self._timeout, *timeouts) if seconds]
-        return started + min(given) if given else None
+        return started + min(*given, MAX_SECONDS) if given else None
 
     def _waves(self, requests: Sequence[GenerationRequest]) -> Iterator[slice]:
         """As many as there are rows, and together no more tokens than leave room for others."""
