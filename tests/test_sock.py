@@ -378,7 +378,7 @@ def test_a_bug_closes_the_socket_and_writes_no_http_answer_on_it(monkeypatch: py
     FakeDevice(engine)  # publishes the model
     app = create_app(engine, Settings(), watcher)
     watcher.stop()
-    monkeypatch.setattr(engine, "reserve", lambda: 1 / 0)
+    monkeypatch.setattr(engine, "reserve", lambda body_bytes: 1 / 0)
     ours, theirs = socket.socketpair()
     with ours, theirs:
         environ = EnvironBuilder("/v1/ws", headers=UPGRADE, environ_base={"gunicorn.socket": theirs}).get_environ()
