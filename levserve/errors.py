@@ -13,7 +13,7 @@
     ├── BodyTooLarge           413
     ├── UpgradeRequired        426
     ├── Overloaded             429  rate_limit_exceeded, with Retry-After
-    ├── Unavailable            503  with Retry-After: loading, draining or failed
+    ├── Unavailable            503  with Retry-After: loading, draining, stalled or failed
     └── DeadlineExceeded       504
     StartupError               the process ends with exit code 1 and one line
     └── ConfigError            the same with exit code 2
