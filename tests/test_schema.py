@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -239,3 +241,24 @@ def test_text_parts_are_joined_and_names_kept() -> None:
 @pytest.mark.parametrize("stop, stops", [(None, ()), ("a", ("a",)), (["a", "b"], ("a", "b")), ([], ())])
 def test_stop_is_a_string_or_a_list(stop: Any, stops: tuple[str, ...]) -> None:
     assert completion(stop=stop).stops == stops
+
+
+FIRST_BODIES = """
+import sys, threading
+from levserve.web.decode import decode
+from levserve.web.schema import ChatBody, CompletionBody
+sys.setswitchinterval(1e-6)
+start = threading.Barrier(16)
+def work(kind, data):
+    start.wait()
+    decode(data, kind)
+given = [(ChatBody, b'{"model": "m", "messages": [{"role": "user", "content": "t"}]}'), (CompletionBody, b'{"model": "m", "prompt": "t"}')]
+for number in range(16):
+    threading.Thread(target=work, args=given[number % 2]).start()
+"""
+
+
+def test_first_bodies_that_come_together_do_not_crash_the_process() -> None:
+    """msgspec makes up its mind about a type when it first meets it, and not two threads may be there: one start in six crashed."""
+    processes = [subprocess.Popen([sys.executable, "-c", FIRST_BODIES]) for _ in range(6)]
+    assert [process.wait(timeout=60) for process in processes] == [0] * 6

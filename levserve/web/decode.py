@@ -7,13 +7,17 @@ Called on HTTP threads. msgspec finds the first mistake and says where; this put
 from __future__ import annotations
 
 import re
-from typing import TypeVar
+import threading
+from typing import Any, TypeVar
 
 import msgspec
 
 from levserve.errors import BadRequest
 
 Body = TypeVar("Body", bound=msgspec.Struct)
+
+_decoders: dict[type[Any], msgspec.json.Decoder[Any]] = {}
+_making = threading.Lock()
 
 # What msgspec says, from the end: "... - at `$.messages[0].role`", or "- at `key` in `$.logit_bias`".
 PLACE = re.compile(r"(?P<what>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>[^`]*?)(?:\[\.\.\.\])*`)?", re.DOTALL)
@@ -35,7 +39,7 @@ JSON_WORDS = {
 def decode(data: bytes, kind: type[Body]) -> Body:
     """The body as a record of this kind; raises `BadRequest` for the first thing wrong with it."""
     try:
-        return msgspec.json.decode(data, type=kind)
+        return _decoder(kind).decode(data)
     except msgspec.ValidationError as error:
         raise _explain(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -47,6 +51,15 @@ def decode(data: bytes, kind: type[Body]) -> Body:
 def unsupported(param: str) -> BadRequest:
     """A known field that asks for something this server cannot do."""
     return BadRequest(f"'{param}' is not supported by this server.", param=param)
+
+
+def _decoder(kind: type[Body]) -> msgspec.json.Decoder[Body]:
+    """Made by one thread at a time: two that meet a type for the first time together crash inside msgspec 0.22."""
+    found = _decoders.get(kind)
+    if found is None:
+        with _making:
+            found = _decoders.setdefault(kind, msgspec.json.Decoder(kind))
+    return found
 
 
 def _explain(text: str) -> BadRequest:
