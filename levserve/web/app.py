@@ -20,7 +20,6 @@ from werkzeug.routing.exceptions import WebsocketMismatch
 from levserve.config import Settings
 from levserve.engine.engine import Engine
 from levserve.errors import BadRequest, DeadlineExceeded, Poisoned, RetryLater, ServeError, Unauthorized, UpgradeRequired
-from levserve.metrics import Metrics
 from levserve.web.admin import admin_routes
 from levserve.web.admit import show_limits
 from levserve.web.answer import error_body
