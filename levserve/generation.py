@@ -171,6 +171,10 @@ class Deltas(Iterator[tuple[int, Delta]]):
         self.first_token_at: float | None = None
         """On `time.monotonic`'s clock."""
 
+    @property
+    def admitted_at(self) -> float | None:
+        return self._stream.admitted_at
+
     def __next__(self) -> tuple[int, Delta]:
         self.wait(None)
         if self._next is None:
@@ -204,5 +208,5 @@ class Deltas(Iterator[tuple[int, Delta]]):
         if delta.finish is None:
             return
         if batch.finish is None:
-            self._stream.close(index)  # a stop that the device does not know of
+            self._stream.close(index, FinishReason.STOP)  # one that the device does not know of
         self._num_open -= 1

@@ -6,13 +6,14 @@ makes its own. Label children are bound here, because looking one up costs four 
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.exposition import generate_latest
 
 from levserve import __version__
 
 LATENCY_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 300)
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 
 
 class Metrics:
@@ -20,10 +21,13 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)  # memory, descriptors and CPU seconds, under the names every exporter has
         self.requests = self._counter("requests", "Requests answered, by route and HTTP status.", ("route", "status"))
         self.finished = self._counter("finished", "Sequences that ended, by reason.", ("reason",))
         self.refused = self._counter("refused", "Requests refused before any work, by reason.", ("reason",))
         self.cut = self._counter("connections_cut", "Connections ended by a deadline, by what their client was late with.", ("reason",))
+        self.disconnects = self._counter("disconnects", "Requests whose client left before the end, by how far they were.", ("phase",))
+        self.deadlines = self._counter("deadlines", "Sequences whose time ran out, by how far they were.", ("phase",))
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of admitted sequences.")
         self.prefix_hit_tokens = self._counter("prefix_hit_tokens", "Prompt tokens found in the prefix cache.")
         self.prefill_tokens = self._counter("prefill_tokens", "Tokens computed by prefill, recomputed ones included.")
@@ -32,7 +36,10 @@ class Metrics:
         self.preempted_tokens = self._counter("preempted_tokens", "Computed tokens lost to preemption.")
         self.rounds = self._counter("rounds", "Device rounds run, by kind.", ("kind",))
         self.reloads = self._counter("reloads", "Reloads of the weights, by outcome.", ("outcome",))
-        self.compiles = self._counter("compiles", "Programs compiled or loaded, before ready and in the background.", ("when",))
+        self.compiles = self._counter("compiles", "Programs compiled or loaded; any while serving made a request wait.", ("when",))
+        self.compile_seconds = self._counter("compile_seconds", "Seconds spent on that.", ("when",))
+        self.compile_cache_hits = self._counter("compile_cache_hits", "Programs found on disk.")
+        self.compile_cache_misses = self._counter("compile_cache_misses", "Programs compiled and put on disk.")
 
         self.running = self._gauge("requests_running", "Sequences that hold a row.")
         self.waiting = self._gauge("requests_waiting", "Sequences waiting for a row.")
@@ -43,13 +50,20 @@ class Metrics:
         self.heartbeat_age = self._gauge("device_heartbeat_age_seconds", "Seconds since the device thread's last sign of life.")
         self.phase = self._gauge("phase", "1 for the phase the server is in.", ("phase",))
         self._gauge("build_info", "Always 1; the version is a label.", ("version",)).labels(__version__).set(1)
+        self.model_info = self._gauge("model_info", "Always 1; the model and its KV cache are labels.", ("model", "page_size", "pages"))
 
         self.ttft = self._histogram("ttft_seconds", "From admission to the first token.", LATENCY_BUCKETS)
         self.inter_token = self._histogram("inter_token_seconds", "Mean time between a sequence's tokens, per round.", LATENCY_BUCKETS)
         self.queue_time = self._histogram("queue_seconds", "From admission to the first prefill.", LATENCY_BUCKETS)
+        self.prefill_time = self._histogram("prefill_seconds", "From the first prefill to the first token.", LATENCY_BUCKETS)
+        self.decode_time = self._histogram("decode_seconds", "From the first token to the last.", LATENCY_BUCKETS)
         self.request_time = self._histogram("request_seconds", "From admission to the last token.", LATENCY_BUCKETS)
         self.round_time = self._histogram("round_seconds", "From one round's end to the next one's.", LATENCY_BUCKETS)
         self.batch_rows = self._histogram("batch_rows", "Sequences decoded together in one round.", ROW_BUCKETS)
+        self.round_tokens = self._histogram("round_tokens", "Tokens computed in one round, of prompts and answers.", TOKEN_BUCKETS)
+        self.request_prompt = self._histogram("request_prompt_tokens", "Prompt tokens of a sequence that ended.", TOKEN_BUCKETS)
+        self.request_generated = self._histogram("request_generated_tokens", "Tokens a sequence got until it ended.", TOKEN_BUCKETS)
+        self.request_max = self._histogram("request_max_tokens", "Tokens that a sequence which ended could have got.", TOKEN_BUCKETS)
 
     def render(self) -> bytes:
         """The scrape, in Prometheus' text format."""

@@ -168,6 +168,7 @@ class FakeDevice(threading.Thread):
             case Submit(request):
                 self.requests.append(request)
                 row = Row(message, self._tokenizer.vocab_size, self._obeys)
+                message.stream.note_admitted(time.monotonic())
                 if not row.is_told(LOSE):
                     self._rows[request.request_id] = row
                 self.tell("submit", request.request_id)

@@ -33,7 +33,7 @@ def logprobs(*values: float) -> tuple[TokenLogprob, ...]:
 def run(batches: list[tuple[int, TokenBatch]], choices: list[Choice]) -> tuple[list[tuple[int, Delta]], list[str]]:
     """All deltas of a stream that holds these batches, and which sequences were closed on the way."""
     closed: list[str] = []
-    stream = TokenStream([str(index) for index in range(len(choices))], closed.append)
+    stream = TokenStream([str(index) for index in range(len(choices))], lambda request_id, finish: closed.append(request_id))
     for index, batch in batches:
         stream.put(index, batch)
     return list(Deltas(stream, choices)), closed
@@ -163,7 +163,7 @@ def test_scores_and_pooled_states_of_a_prompt_are_kept() -> None:
 
 
 def test_waiting_says_that_nothing_came_and_takes_nothing_away() -> None:
-    stream = TokenStream(["0"], lambda _: None)
+    stream = TokenStream(["0"], lambda *told: None)
     deltas = Deltas(stream, [choice()])
     assert not deltas.wait(0)
     stream.put(0, TokenBatch((10,), finish=FinishReason.LENGTH))
@@ -190,14 +190,14 @@ def test_waiting_is_not_prolonged_by_batches_that_say_nothing() -> None:
 
 
 def test_a_failure_is_told_to_who_waits() -> None:
-    stream = TokenStream(["0"], lambda _: None)
+    stream = TokenStream(["0"], lambda *told: None)
     stream.put(0, TokenBatch((), finish=FinishReason.FAILED))
     with pytest.raises(ServeError):
         Deltas(stream, [choice()]).wait(1)
 
 
 def test_the_time_of_the_first_token_is_noted_once() -> None:
-    stream = TokenStream(["0"], lambda _: None)
+    stream = TokenStream(["0"], lambda *told: None)
     for tokens in ((10,), (11,)):
         stream.put(0, TokenBatch(tokens))
     deltas = Deltas(stream, [choice()])

@@ -21,7 +21,7 @@ from levserve.engine.admission import Admission, Reservation
 from levserve.engine.stream import TokenStream
 from levserve.errors import ServeError, StartupError, Unavailable
 from levserve.metrics import Metrics
-from levserve.schedule.request import GenerationRequest
+from levserve.schedule.request import FinishReason, GenerationRequest
 
 if TYPE_CHECKING:
     import jax
@@ -63,7 +63,10 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
+    """Nobody wants the sequence any more; `finish` is STOP where its reader has seen a stop that the device cannot see."""
+
     request_id: str
+    finish: FinishReason = FinishReason.CANCELLED
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,8 +226,8 @@ class Engine:
     def _is_in(self, phase: Phase) -> float:
         return float(self._phase is phase)
 
-    def _cancel(self, request_id: str) -> None:
-        self.inbox.put(Cancel(request_id))
+    def _cancel(self, request_id: str, finish: FinishReason) -> None:
+        self.inbox.put(Cancel(request_id, finish))
 
     def _require_ready(self) -> None:
         if self.is_stalled:

@@ -36,7 +36,13 @@ class Ticket:
     stream: TokenStream
     index: int
     arrival: float
+    admitted: float | None = None
+    first_token: float | None = None
     last_token: float | None = None
+
+    @property
+    def phase(self) -> str:
+        return "queued" if self.admitted is None else "prefill" if self.first_token is None else "decode"
 
 
 class DeviceLoop:
@@ -54,6 +60,7 @@ class DeviceLoop:
         self._is_stopped = False
         self._round_began = 0.0
         self._metrics.kv_pages_total.set(scheduler.pool.num_pages)
+        self._metrics.model_info.labels(engine.model.name, scheduler.pool.page_size, scheduler.pool.num_pages).set(1)
 
     def run(self) -> None:
         """Serves until `Stop`; an exception leaves no stream open behind it."""
@@ -97,8 +104,8 @@ class DeviceLoop:
         match message:
             case Submit():
                 self._accept(message)
-            case Cancel(request_id):
-                ended = self._scheduler.end(request_id, FinishReason.CANCELLED)
+            case Cancel(request_id, finish):
+                ended = self._scheduler.end(request_id, finish)
                 self._deliver([ended] if ended is not None else [])
             case Drain(deadline):
                 self._drain_deadline = deadline if self._drain_deadline is None else min(deadline, self._drain_deadline)
@@ -141,32 +148,46 @@ class DeviceLoop:
             self._note_tokens(ticket, len(progress.batch.tokens), now)
             if progress.finish is not None:
                 del self._tickets[request_id]
-                self._note_pace(progress)
-                self._metrics.request_time.observe(now - ticket.arrival)
-                self._metrics.finished.labels(progress.finish.value).inc()
+                self._note_end(ticket, progress, now)
 
     def _note_tokens(self, ticket: Ticket, count: int, now: float) -> None:
         if count == 0:
             return
         self._metrics.generated_tokens.inc(count)
         if ticket.last_token is None:
+            ticket.first_token = now
             self._metrics.ttft.observe(now - ticket.arrival)
+            self._metrics.prefill_time.observe(now - (ticket.admitted or now))
         else:
             self._metrics.inter_token.observe((now - ticket.last_token) / count)
         ticket.last_token = now
 
-    def _note_pace(self, progress: Progress) -> None:
-        request = progress.sequence.request
+    def _note_end(self, ticket: Ticket, progress: Progress, now: float) -> None:
+        metrics, request = self._metrics, progress.sequence.request
+        num_generated = len(progress.sequence.tokens) - len(request.prompt)
         if progress.finish is FinishReason.POISONED:
             log.error("%s: the model's numbers are not finite; the request has failed, others go on", request.request_id)
         if progress.finish in (FinishReason.STOP, FinishReason.LENGTH):
-            self._pace.note_end(len(progress.sequence.tokens) - len(request.prompt), request.max_tokens)
+            self._pace.note_end(num_generated, request.max_tokens)
+        metrics.request_time.observe(now - ticket.arrival)
+        if ticket.first_token is not None:
+            metrics.decode_time.observe(now - ticket.first_token)
+        metrics.request_prompt.observe(len(request.prompt))
+        metrics.request_generated.observe(num_generated)
+        metrics.request_max.observe(request.max_tokens)
+        assert progress.finish is not None
+        metrics.finished.labels(progress.finish.value).inc()
+        if progress.finish is FinishReason.DEADLINE:
+            metrics.deadlines.labels(ticket.phase).inc()
 
     def _note_plan(self, plan: RoundPlan) -> None:
-        metrics = self._metrics
+        metrics, now = self._metrics, time.monotonic()
         for sequence in plan.admitted:
-            if len(sequence.tokens) == len(sequence.request.prompt):  # not after a preemption
-                metrics.queue_time.observe(time.monotonic() - self._tickets[sequence.request.request_id].arrival)
+            ticket = self._tickets[sequence.request.request_id]
+            if ticket.admitted is None:  # else it was preempted
+                ticket.admitted = now
+                ticket.stream.note_admitted(now)
+                metrics.queue_time.observe(now - ticket.arrival)
                 metrics.prefix_hit_tokens.inc(sequence.num_cached or 0)
         for sequence, lost in plan.preempted:
             pool = self._scheduler.pool
@@ -174,6 +195,8 @@ class DeviceLoop:
                         sequence.request.request_id, lost, pool.num_held, pool.num_pages)
             metrics.preemptions.inc()
             metrics.preempted_tokens.inc(lost)
+        if not plan.is_empty:
+            metrics.round_tokens.observe(sum(chunk.count for chunk in plan.chunks) + sum(row.steps for row in plan.rows))
         if plan.chunks:
             metrics.rounds.labels("prefill").inc()
             metrics.prefill_tokens.inc(sum(chunk.count for chunk in plan.chunks))

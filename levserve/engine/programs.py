@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from levserve.engine.batch import NUM_COLUMNS
+from levserve.engine.compiles import COMPILER_THREAD, Compiles
 from levserve.engine.rounds import Arrays, Skeleton, State, decode_round, fill_pages, fork_slot, prefill_chunk, set_memory
 from levserve.engine.sizing import Sizes
 from levserve.metrics import Metrics
@@ -61,7 +62,7 @@ class Programs:
         self._state = jax.tree.map(_aval, state)
         self._skeleton = skeleton
         self._sizes = sizes
-        self._metrics = metrics
+        self._compiles = Compiles(metrics)
         self._ready: dict[Shape, RoundCall] = {}
         self._cold: queue.SimpleQueue[Shape] = queue.SimpleQueue()
         self._stopping = threading.Event()
@@ -103,6 +104,7 @@ class Programs:
 
     def start_background(self) -> None:
         """Compiles the remaining shapes while the server runs; `stop` waits for those under way."""
+        self._compiles.note_ready()
         rest = deque(shape for shape in self.all_shapes if shape not in self._ready)
         num_threads = max((os.cpu_count() or 1) // CORES_PER_COMPILER, 1)
         self._background = [_compiler_thread(functools.partial(self._compile_rest, rest)) for _ in range(num_threads)]
@@ -111,6 +113,7 @@ class Programs:
         self._stopping.set()
         for thread in self._background:
             thread.join()
+        self._compiles.stop()
 
     @property
     def is_complete(self) -> bool:
@@ -173,7 +176,6 @@ class Programs:
         self._ready[shape] = self.lower(shape).compile()
         if shape not in self.first_shapes:
             self._cold.put(shape)
-        self._metrics.compiles.labels(when).inc()
         log.debug("compiled %s in %.1f s (%s)", shape, time.monotonic() - start, when)
 
     def _compile_rest(self, shapes: deque[Shape]) -> None:
@@ -194,7 +196,7 @@ class Programs:
 def _compiler_thread(work: Callable[[], None]) -> threading.Thread:
     before = threading.stack_size(COMPILER_STACK_BYTES)
     try:
-        thread = threading.Thread(target=work, name="levserve-compile", daemon=True)
+        thread = threading.Thread(target=work, name=COMPILER_THREAD, daemon=True)
         thread.start()
     finally:
         threading.stack_size(before)

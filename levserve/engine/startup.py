@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ from levserve.engine.engine import Engine, ServedModel
 from levserve.engine.probe import mean, probe_request
 from levserve.engine.sizing import Machine, Sizes, free_memory, human, plan_sizes
 from levserve.errors import StartupError
+from levserve.logs import adopt_libraries, complain
 from levserve.metrics import Metrics
 from levserve.schedule.pace import Pace
 from levserve.schedule.pages import PagePool
@@ -75,7 +75,7 @@ def _device_main(settings: Settings, engine: Engine, rows: int) -> None:
         loaded = load(settings, engine.metrics, rows=rows, report=report)
         serve(engine, loaded)
     except StartupError as error:
-        print(f"levserve: error: {error}", file=sys.stderr, flush=True)
+        complain(error)
         os._exit(error.exit_code)
     except BaseException:
         log.critical("the device thread failed", exc_info=True)
@@ -156,6 +156,7 @@ def load(settings: Settings, metrics: Metrics, *, rows: int, report: Callable[[s
     with _explained(f"{human(kv_bytes)} for {sizes.num_pages} KV pages", free, "lower --kv-memory, --kv-pages or --max-running"):
         runner = Runner(model, sizes, storage, metrics)
         tokenizer = loading.result()
+        adopt_libraries()
         prefill_token_ms = runner.warm_up(report)
     scheduler = Scheduler(PagePool(sizes.num_pages, sizes.page_size), _budget(settings, sizes, prefill_token_ms))
     name = settings.served_model_name or files.name

@@ -1,0 +1,58 @@
+"""Counts what jax compiles, wherever in the process it does: by jax's own events, so that nothing escapes.
+
+A compile is expected at the start and on the background threads of `programs.py`. One on any other thread after the server is
+ready has made a request wait: it is counted as `serving`, logged, and a defect.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import jax
+
+from levserve.metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+COMPILER_THREAD = "levserve-compile"
+COMPILED = "/jax/core/compile/backend_compile_duration"  # also when it was found on disk
+CACHE_HIT = "/jax/compilation_cache/cache_hits"
+CACHE_MISS = "/jax/compilation_cache/cache_misses"
+
+
+class Compiles:
+    """Listens from its making until `stop`. jax calls on the thread that compiles."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._is_ready = False
+        jax.monitoring.register_event_duration_secs_listener(self._on_duration)
+        jax.monitoring.register_event_listener(self._on_event)
+
+    def note_ready(self) -> None:
+        self._is_ready = True
+
+    def stop(self) -> None:
+        jax.monitoring.unregister_event_duration_listener(self._on_duration)
+        jax.monitoring.unregister_event_listener(self._on_event)
+
+    def _on_duration(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
+        if event != COMPILED:
+            return
+        when = self._when()
+        self._metrics.compiles.labels(when).inc()
+        self._metrics.compile_seconds.labels(when).inc(duration_secs)
+        if when == "serving":
+            log.warning("a round waited %.1f s for the compile of %s", duration_secs, kwargs.get("fun_name", "a program"))
+
+    def _on_event(self, event: str, **kwargs: str | int) -> None:
+        if event == CACHE_HIT:
+            self._metrics.compile_cache_hits.inc()
+        elif event == CACHE_MISS:
+            self._metrics.compile_cache_misses.inc()
+
+    def _when(self) -> str:
+        if not self._is_ready:
+            return "startup"
+        return "background" if threading.current_thread().name == COMPILER_THREAD else "serving"
