@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from levserve.config import Settings, parse_settings
 from levserve.engine.engine import Engine
 from levserve.errors import StartupError
+from levserve.logs import complain, start_logging
 from levserve.server import num_threads, resolve_rows, serve
 
 log = logging.getLogger(__name__)
@@ -24,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(settings)
     except StartupError as error:
-        print(f"levserve: error: {error}", file=sys.stderr)
+        complain(error)
         return error.exit_code
     except KeyboardInterrupt:
         return 130  # as a shell says it: ended by SIGINT
@@ -33,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(settings: Settings) -> int:
     from levserve.weights.source import check_source
 
-    start_logging(settings.log_level)
+    start_logging(settings.log_level, settings.log_format)
     check_source(settings)
     if settings.faults:
         _announce_faults(settings.faults)
@@ -51,12 +52,6 @@ def _announce_faults(faults: str) -> None:
 
     parse_faults(faults)
     log.warning("FAULT INJECTION IS ON: this server will break on purpose: %s", faults)
-
-
-def start_logging(level: str) -> None:
-    """Plain lines on stderr; other libraries speak up only when something is wrong."""
-    logging.basicConfig(format="%(asctime)s %(levelname)-7s %(message)s", stream=sys.stderr)
-    logging.getLogger("levserve").setLevel(level.upper())
 
 
 def _start_device(settings: Settings, engine: Engine) -> threading.Thread:

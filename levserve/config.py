@@ -4,7 +4,7 @@ A field gives its flag (`--max-running`), its key in the ini file (`max-running`
 variable (`LEVSERVE_MAX_RUNNING`), its lines in `--help` and its row in README's table. A flag wins over the environment,
 the environment over the file, the file over the default. `parse_settings` is called once, before gunicorn forks, and
 remembers where each value came from: every mistake ends the start with exit code 2 and one line that names the option,
-the value and the source. Nothing else in levserve reads `os.environ`.
+the value and the source. Nothing else in levserve reads `os.environ`, but for what systemd puts there (`systemd.py`).
 """
 
 from __future__ import annotations
@@ -128,6 +128,9 @@ class Settings:
     )
 
     log_level: str = setting("log", one_of("debug", "info", "warning", "error"), "info", "Least severity that is logged.")
+    log_format: str = setting("log", one_of("text", "json"), "text", "Lines for people, or one JSON object a line.")
+    vllm_metrics: bool = setting("log", SWITCH, False, "Export metrics under vLLM's names too, for dashboards made for it.")
+    tracing: str = setting("log", one_of("off", "otlp", "console"), "off", "Where OpenTelemetry spans go; OTEL_ variables apply.")
 
     dry_run: bool = False
     faults: str = ""

@@ -26,10 +26,13 @@ from gunicorn.glogging import Logger
 from levserve.config import KEY_VARIABLE, OTHER_KEY_VARIABLE, Settings
 from levserve.engine.engine import Engine, Phase
 from levserve.errors import StartupError
+from levserve.logs import log_settings
 from levserve.metrics import Metrics
+from levserve.systemd import Notifier, Supervision, take_supervision
 from levserve.text.chat import template_of
+from levserve.vllm_names import VllmNames
 from levserve.web.app import create_app
-from levserve.web.ops import OPS_PATHS
+from levserve.web.tracing import start_tracing
 from levserve.web.watcher import Watcher
 from levserve.wire.arbiter import OneWorkerArbiter
 from levserve.wire.worker import MAX_QUEUED, OPS_THREADS, Worker
@@ -50,11 +53,13 @@ JOIN_SECONDS = 3.0  # a device thread that is inside a compile cannot be told to
 def serve(settings: Settings, start_device: StartDevice) -> NoReturn:
     """Serves until a signal ends it; raises `StartupError` if it cannot listen, else `SystemExit` in both processes."""
     max_connections = allow_files(num_threads(settings))
-    listener = listen(settings.host, settings.port)
+    supervision = take_supervision(os.environ)
+    listener = supervision.listener or listen(settings.host, settings.port)
     url = _url(listener)
     signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0))  # until gunicorn listens for it; there is nothing to end yet
+    log_settings({row.name: (row.value, row.source) for row in settings.describe()})
     log.info("listening on %s, loading %s", url, settings.model)
-    Application(settings, listener, url, start_device, max_connections).run()
+    Application(settings, listener, url, start_device, supervision, max_connections).run()
     raise AssertionError("the arbiter ends with SystemExit")
 
 
@@ -104,12 +109,19 @@ class Application(BaseApplication):  # type: ignore[misc]
     """
 
     def __init__(
-        self, settings: Settings, listener: socket.socket, url: str, start_device: StartDevice, max_connections: int
+        self,
+        settings: Settings,
+        listener: socket.socket,
+        url: str,
+        start_device: StartDevice,
+        supervision: Supervision,
+        max_connections: int,
     ) -> None:
         self.settings = settings
         self._listener = listener
         self._url = url
         self._start_device = start_device
+        self._supervision = supervision
         self._max_connections = max_connections
         self._is_announced = False
         super().__init__()
@@ -131,7 +143,7 @@ class Application(BaseApplication):  # type: ignore[misc]
             "reload": False,
             "control_socket_disable": True,
             "forwarded_allow_ips": "127.0.0.1",
-            "accesslog": "-",
+            "accesslog": None,  # the application logs its requests
             "errorlog": "-",
             "logger_class": GunicornLog,
             "worker_tmp_dir": "/dev/shm" if os.path.isdir("/dev/shm") else None,
@@ -147,11 +159,16 @@ class Application(BaseApplication):  # type: ignore[misc]
             stall_seconds=settings.stall_seconds,
             metrics=Metrics(),
         )
+        if settings.vllm_metrics:
+            VllmNames(self.engine.metrics)
+        self._tracing = start_tracing(settings.tracing)
+        self._notifier = Notifier(self._supervision, self.engine)
         self._watcher = Watcher()
-        return create_app(self.engine, self.settings, self._watcher)
+        return create_app(self.engine, settings, self._watcher, self._tracing)
 
     def on_start(self) -> None:
         """Called by the worker before its main loop, which this must not keep waiting."""
+        self._notifier.start()
         self._device = self._start_device(self.settings, self.engine)
 
     def on_tick(self) -> None:
@@ -177,7 +194,10 @@ class Application(BaseApplication):  # type: ignore[misc]
         """Ends what `load` and `start` began; no HTTP thread waits for tokens any more."""
         self.engine.begin_drain(time.monotonic())
         self.engine.stop()
+        self._notifier.stop()
         self._watcher.stop()
+        if self._tracing is not None:
+            self._tracing.stop()
         self._device.join(JOIN_SECONDS if self._is_announced else 0)  # one that still loads has nobody to serve
 
     def _announce(self) -> None:
@@ -193,20 +213,12 @@ class Application(BaseApplication):  # type: ignore[misc]
 
 
 class GunicornLog(Logger):  # type: ignore[misc]
-    """Sends gunicorn's warnings to our log, and makes the one line that each request leaves there."""
+    """Sends gunicorn's warnings to our log."""
 
     def setup(self, cfg: Any) -> None:
         self.cfg = cfg
         self.error_log.setLevel(logging.WARNING)
         self.error_log.propagate = True
-
-    def access(self, resp: Any, req: Any, environ: dict[str, Any], request_time: Any) -> None:
-        request_id = next((value for name, value in resp.headers if name.lower() == "x-request-id"), "-")
-        path = ascii(environ["RAW_URI"].partition("?")[0])[1:-1]  # a query may hold secrets, a path control characters
-        status = str(resp.status).partition(" ")[0]
-        milliseconds = round(request_time.total_seconds() * 1000)
-        level = logging.DEBUG if path.encode() in OPS_PATHS else logging.INFO
-        log.log(level, "%s %s %s %s %d ms", request_id, environ["REQUEST_METHOD"], path, status, milliseconds)
 
 
 def _url(listener: socket.socket) -> str:

@@ -176,7 +176,7 @@ class TestBestOf:
 
 
 class TestTimings:
-    NAMES = ["decode_ms", "first_token_ms", "prepare_ms", "tokens_per_second", "total_ms"]
+    NAMES = ["decode_ms", "first_token_ms", "prefill_ms", "prepare_ms", "queue_ms", "tokens_per_second", "total_ms"]
 
     def test_come_only_when_asked_for(self, app: App) -> None:
         assert "timings" not in app.complete("t17")

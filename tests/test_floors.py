@@ -15,6 +15,8 @@ FLOORS = {
     "errors": 0,
     "setting": 1,
     "metrics": 1,
+    "logs": 1,
+    "vllm_names": 2,
     "gguf_header": 1,
     "config": 2,
     "schedule": 3,
@@ -25,6 +27,7 @@ FLOORS = {
     "generation": 7,
     "web": 8,
     "wire": 9,
+    "systemd": 9,
     "server": 10,
     "cli": 11,
 }

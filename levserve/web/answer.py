@@ -48,10 +48,14 @@ class Usage(Struct, frozen=True):
 
 
 class Timings(Struct, frozen=True):
-    """What the HTTP side can tell of a request's time, in milliseconds; waiting for a row and prefill are one to it."""
+    """Where a request's time went, in milliseconds: prepare, queue, prefill and decode together are the total."""
 
     prepare_ms: float
-    """From its arrival until the device has it: parsing, the template, tokenizing."""
+    """From its arrival until it is handed to the device thread: parsing, the template, tokenizing."""
+    queue_ms: float
+    """Until the first of its sequences has a row."""
+    prefill_ms: float
+    """Until the first token of any choice."""
     first_token_ms: float | None
     """From its arrival to the first token of any choice; null where nothing was generated."""
     decode_ms: float

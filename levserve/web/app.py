@@ -29,9 +29,11 @@ from levserve.web.embeddings import Embeddings
 from levserve.web.native import Native
 from levserve.web.openai import OpenAI
 from levserve.web.ops import ops_routes
+from levserve.web.record import Record
 from levserve.web.run import Runs
 from levserve.web.scoring import Scoring
 from levserve.web.tokens import Tokens
+from levserve.web.tracing import PARENT_HEADERS, Tracing
 from levserve.web.watcher import Watcher
 
 log = logging.getLogger(__name__)
@@ -40,7 +42,7 @@ REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 NO_RETRY = {"x-should-retry": "false"}  # OpenAI's SDK would send the request again, to fail again
 
 
-def create_app(engine: Engine, settings: Settings, watcher: Watcher) -> Flask:
+def create_app(engine: Engine, settings: Settings, watcher: Watcher, tracing: Tracing | None = None) -> Flask:
     from levserve.web.sock import Sockets  # 45 ms that only the worker has to spend
 
     app = Flask("levserve", static_folder=None)
@@ -57,12 +59,12 @@ def create_app(engine: Engine, settings: Settings, watcher: Watcher) -> Flask:
     app.register_blueprint(Tokens(engine, settings).routes())
     app.register_blueprint(ops_routes(engine))
     app.register_blueprint(admin_routes(engine))
-    Sockets(engine, settings, runs, cors).install(app)
+    Sockets(engine, settings, runs, cors, tracing).install(app)
     app.register_error_handler(ServeError, _answer_error)
     app.register_error_handler(HTTPException, _answer_http_error)
     app.register_error_handler(WebsocketMismatch, _answer_mismatch)
     app.register_error_handler(Exception, _answer_fault)
-    app.after_request(_after_request(engine))
+    app.after_request(_after_request(engine, tracing))
     return app
 
 
@@ -71,9 +73,11 @@ def _name_request() -> None:
     g.started = time.monotonic()
     given = request.headers.get("x-request-id", "")
     g.request_id = given if REQUEST_ID.fullmatch(given) else os.urandom(8).hex()
+    g.record = Record(g.request_id, request.method, request.path, g.started)
 
 
 def _answer_error(error: ServeError) -> Response:
+    g.record.note_error(error)
     return Response(error_body(error), error.status, error_headers(error), content_type="application/json")
 
 
@@ -95,6 +99,7 @@ def _answer_mismatch(error: WebsocketMismatch) -> Response:
 
 def _answer_fault(error: Exception) -> Response:
     log.error("%s %s %s failed", g.request_id, request.method, request.path, exc_info=error)
+    g.record.error = "server_error"
     body = error_body(ServeError("The server failed to handle the request."))
     return Response(body, 500, NO_RETRY, content_type="application/json")
 
@@ -113,13 +118,18 @@ def error_headers(error: ServeError) -> dict[str, str]:
     return {}
 
 
-def _after_request(engine: Engine) -> Callable[[Response], Response]:
+def _after_request(engine: Engine, tracing: Tracing | None) -> Callable[[Response], Response]:
     def after_request(response: Response) -> Response:
         response.headers["x-request-id"] = g.request_id
         response.headers["openai-processing-ms"] = str(round((time.monotonic() - g.started) * 1000))  # of a stream: until its head
         route = request.url_rule.rule if request.url_rule is not None else "unknown"
         engine.metrics.requests.labels(route, response.status_code).inc()
         show_limits(engine, response)
+        record: Record = g.record
+        record.route = route
+        if tracing is not None:
+            record.carrier = {name: request.headers[name] for name in PARENT_HEADERS if name in request.headers}
+        response.call_on_close(lambda: record.end(response.status_code, engine.metrics, tracing))
         return response
 
     return after_request

@@ -8,8 +8,6 @@ sends looks at what has come between two chunks and, where none come, every tent
 
 from __future__ import annotations
 
-import logging
-import time
 from collections import deque
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -26,10 +24,10 @@ from levserve.web import sse
 from levserve.web.answer import Answer, ChatAnswer, TextAnswer, error_body
 from levserve.web.decode import decode
 from levserve.web.hijack import PATH
+from levserve.web.record import Record
 from levserve.web.run import Runs
 from levserve.web.schema import ChatBody, CompletionBody
-
-log = logging.getLogger(__name__)
+from levserve.web.tracing import Tracing
 
 ENDPOINTS: dict[str, tuple[type[ChatBody] | type[CompletionBody], type[Answer]]] = {
     "/v1/chat/completions": (ChatBody, ChatAnswer),
@@ -87,11 +85,12 @@ class Request:
 class Conversation:
     """What is said on one socket. Belongs to its HTTP thread."""
 
-    def __init__(self, ws: Server, engine: Engine, settings: Settings, runs: Runs, request_id: str) -> None:
+    def __init__(self, ws: Server, engine: Engine, settings: Settings, runs: Runs, tracing: Tracing | None, request_id: str) -> None:
         self._ws = ws
         self._engine = engine
         self._max_bytes = settings.max_body_bytes
         self._runs = runs
+        self._tracing = tracing
         self._request_id = request_id
         self._waiting: deque[Request] = deque()
         self._current: Request | None = None
@@ -145,34 +144,33 @@ class Conversation:
         self._waiting.append(one)
 
     def _answer(self, one: Request) -> None:
-        started = time.monotonic()
         self.num_requests += 1
-        request_id = f"{self._request_id}-{self.num_requests}"
+        path = one.frame.path if isinstance(one.frame, Frame) and one.frame.path in ENDPOINTS else "-"
+        record = Record(f"{self._request_id}-{self.num_requests}", "WS", f"{PATH} {path}", route=PATH)
         status = 200
         try:
-            self._stream(one, request_id, started)
+            self._stream(one, record)
         except ServeError as error:
             status = error.status
+            record.note_error(error)
             self._ws.send(error_body(error).decode())
             self._ws.send("[DONE]")
-        self._engine.metrics.requests.labels(PATH, status).inc()
-        path = one.frame.path if isinstance(one.frame, Frame) and one.frame.path in ENDPOINTS else "-"
-        log.info("%s %s %s %d %d ms", request_id, PATH, path, status, round((time.monotonic() - started) * 1000))
+        finally:
+            self._engine.metrics.requests.labels(PATH, status).inc()
+            record.end(status, self._engine.metrics, self._tracing)
 
-    def _stream(self, one: Request, request_id: str, started: float) -> None:
+    def _stream(self, one: Request, record: Record) -> None:
         with ExitStack() as held:
             self._check(one)
             reservation = held.enter_context(self._engine.reserve(len(one.message)))
             body, answer_kind = one.read()
             model = self._engine.model
-            deadline = self._runs.deadline(started, body.timeout)
-            run = self._runs.start(
-                body, model, reservation, held, request_id=request_id, deadline=deadline, started=started, client=None
-            )
+            deadline = self._runs.deadline(record.started, body.timeout)
+            run = self._runs.start(body, model, reservation, held, record=record, deadline=deadline, client=None)
             events = sse.Events(answer_kind(model), len(run.choices), with_usage=body.wants_usage)
-            ticks = sse.Heartbeat(TICK_SECONDS, started)
+            ticks = sse.Heartbeat(TICK_SECONDS, record.started)
             chunks = sse.stream(
-                run, events, ticks, with_usage=body.wants_usage, with_timings=body.timings is True, request_id=request_id
+                run, events, ticks, with_usage=body.wants_usage, with_timings=body.timings is True, request_id=record.request_id
             )
             for chunk in chunks:
                 for event in chunk.decode().split("\n\n"):

@@ -105,7 +105,7 @@ class Embeddings:
                 GenerationRequest(f"{engine_id}-{index}", tuple(tokens), 0, deadline=deadline, wants_hidden=True)
                 for index, tokens in enumerate(texts)
             ]
-            choices = self._runs.compute(requests, model, reservation, request.environ.get("gunicorn.socket"))
+            choices = self._runs.compute(requests, model, reservation, g.record, request.environ.get("gunicorn.socket"))
         data = [Embedding(index, _embedding(choice, body)) for index, choice in enumerate(choices)]
         num_tokens = sum(len(tokens) for tokens in texts)
         answer = EmbeddingList(data, model.name, EmbeddingUsage(num_tokens, num_tokens))

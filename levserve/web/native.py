@@ -119,9 +119,8 @@ class Native:
                 model,
                 reservation,
                 held,
-                request_id=g.request_id,
-                deadline=self._runs.deadline(g.started, asked_timeout(), body.timeout),
-                started=g.started,
+                record=g.record,
+                deadline=self._runs.deadline(g.record.started, asked_timeout(), body.timeout),
                 client=client,
             )
         except BadRequest as error:

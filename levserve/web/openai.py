@@ -78,15 +78,14 @@ class OpenAI:
                 model,
                 reservation,
                 held,
-                request_id=g.request_id,
-                deadline=self._runs.deadline(g.started, asked_timeout(), body.timeout),
-                started=g.started,
+                record=g.record,
+                deadline=self._runs.deadline(g.record.started, asked_timeout(), body.timeout),
                 client=client,
             )
             answer = answer_kind(model)
             if not body.stream:
                 deltas = run.collect()
-                timings = run.timings() if body.timings else UNSET
+                timings = run.record.timings() if body.timings else UNSET
                 return _json(answer.whole(deltas, run.usage(), _prompt_logprobs(body, run, model), timings))
             return stream_response(
                 run, answer, held, self._settings, with_usage=body.wants_usage, with_timings=body.timings is True

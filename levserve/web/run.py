@@ -19,8 +19,9 @@ from levserve.engine.sizing import TOKENS_PER_ROW
 from levserve.generation import Choice, Delta, Deltas
 from levserve.schedule.request import GenerationRequest
 from levserve.text.stops import StopStrings
-from levserve.web.answer import Timings, Usage, count_usage
+from levserve.web.answer import Usage, count_usage
 from levserve.web.choices import make_choices
+from levserve.web.record import Record
 from levserve.web.schema import ChatBody, CompletionBody
 from levserve.web.submission import Seeds, prepare
 from levserve.web.watcher import Watcher
@@ -40,8 +41,7 @@ class Run:
     choices: list[Choice]
     deltas: Deltas
     num_kept: int
-    started: float
-    submitted: float
+    record: Record
 
     def collect(self) -> list[Delta]:
         """Waits for the end; one joined delta per answered choice, of each prompt the likeliest first if there was a choice."""
@@ -52,20 +52,6 @@ class Run:
 
     def usage(self) -> Usage:
         return count_usage(self.prompts, self.choices)
-
-    def timings(self) -> Timings:
-        """Up to now."""
-        now = time.monotonic()
-        first = self.deltas.first_token_at
-        decode_seconds = 0.0 if first is None else now - first
-        num_later = sum(choice.num_tokens for choice in self.choices) - 1
-        return Timings(
-            prepare_ms=_milliseconds(self.submitted - self.started),
-            first_token_ms=None if first is None else _milliseconds(first - self.started),
-            decode_ms=_milliseconds(decode_seconds),
-            total_ms=_milliseconds(now - self.started),
-            tokens_per_second=round(num_later / decode_seconds, 2) if num_later > 0 and decode_seconds > 0 else None,
-        )
 
     def _kept(self) -> list[int]:
         num_choices = len(self.choices) // len(self.prompts)
@@ -94,33 +80,39 @@ class Runs:
         reservation: Reservation,
         held: ExitStack,
         *,
-        request_id: str,
+        record: Record,
         deadline: float | None,
-        started: float,
         client: socket.socket | None,
     ) -> Run:
         """Hands the request to the engine; whatever must be undone at the end is left in `held`."""
         num_prompts = len(body.prompts) if isinstance(body, CompletionBody) else 1
         reservation.grow_to(num_prompts * body.num_sequences, 0, "n" if body.num_sequences == body.num_choices else "best_of")
-        prompts, requests = prepare(body, model, self._seeds, self.new_id(request_id), deadline)
+        prompts, requests = prepare(body, model, self._seeds, self.new_id(record.request_id), deadline)
         # Who names no limit may take the whole context but hardly will, and is counted as a long chat.
         most = TOKENS_PER_ROW if body.max_length is None else model.max_seq_len
         reservation.grow_to(len(requests), sum(len(request.prompt) + min(request.max_tokens, most) for request in requests), "max_tokens")
         choices = make_choices(body, model.tokenizer, prompts)
-        deltas = self._submit(requests, choices, held, client)
-        return Run(prompts, choices, deltas, body.num_choices, started, time.monotonic())
+        record.model, record.prompt_tokens, record.choices = model.name, sum(map(len, prompts)), choices
+        deltas = self._submit(requests, choices, held, record, client)
+        return Run(prompts, choices, deltas, body.num_choices, record)
 
     def compute(
-        self, requests: Sequence[GenerationRequest], model: ServedModel, reservation: Reservation, client: socket.socket | None
+        self,
+        requests: Sequence[GenerationRequest],
+        model: ServedModel,
+        reservation: Reservation,
+        record: Record,
+        client: socket.socket | None,
     ) -> list[Choice]:
         """Runs sequences that only compute their prompts, a wave at a time; gives them back ended, in order."""
         choices = [Choice(model.tokenizer.detokenizer(), StopStrings(())) for _ in requests]
+        record.model, record.prompt_tokens, record.choices = model.name, sum(len(request.prompt) for request in requests), choices
         waves = list(self._waves(requests))
         sizes = [sum(len(request.prompt) for request in requests[wave]) for wave in waves]
         reservation.grow_to(max(len(requests[wave]) for wave in waves), max(sizes))
         for wave in waves:
             with ExitStack() as held:
-                for _ in self._submit(requests[wave], choices[wave], held, client):
+                for _ in self._submit(requests[wave], choices[wave], held, record, client):
                     pass
         return choices
 
@@ -144,13 +136,21 @@ class Runs:
         yield slice(start, len(requests))
 
     def _submit(
-        self, requests: Sequence[GenerationRequest], choices: Sequence[Choice], held: ExitStack, client: socket.socket | None
+        self,
+        requests: Sequence[GenerationRequest],
+        choices: Sequence[Choice],
+        held: ExitStack,
+        record: Record,
+        client: socket.socket | None,
     ) -> Deltas:
+        record.submitted = record.submitted or time.monotonic()
         stream = self._engine.submit(requests)
         held.callback(stream.close)
         if client is not None:
             held.callback(self._watcher.unwatch, self._watcher.watch(client, stream.close))
-        return Deltas(stream, choices, requests[0].deadline)
+        deltas = Deltas(stream, choices, requests[0].deadline)
+        record.deltas.append(deltas)
+        return deltas
 
 
 def _join(deltas: list[Delta]) -> Delta:
@@ -161,7 +161,3 @@ def _join(deltas: list[Delta]) -> Delta:
         deltas[-1].finish,
         tuple(offset for delta in deltas for offset in delta.offsets),
     )
-
-
-def _milliseconds(seconds: float) -> float:
-    return round(seconds * 1000, 3)

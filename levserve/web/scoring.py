@@ -85,7 +85,7 @@ class Scoring:
                 GenerationRequest(f"{engine_id}-{index}", tuple(pair.tokens), 0, sampling, deadline=deadline, score_from=pair.num_context)
                 for index, pair in enumerate(pairs)
             ]
-            choices = self._runs.compute(requests, model, reservation, request.environ.get("gunicorn.socket"))
+            choices = self._runs.compute(requests, model, reservation, g.record, request.environ.get("gunicorn.socket"))
         scores = _tell(pairs, [choice.prompt_logprobs for choice in choices], model.tokenizer, with_details=body.details is True)
         return Response(msgspec.json.encode(scores), content_type="application/json")
 

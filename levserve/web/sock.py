@@ -24,6 +24,7 @@ from levserve.web.conversation import MAX_WAITING, Conversation
 from levserve.web.cors import Cors
 from levserve.web.hijack import PATH, HijackedSocket
 from levserve.web.run import Runs
+from levserve.web.tracing import Tracing
 
 log = logging.getLogger(__name__)
 
@@ -37,11 +38,12 @@ GONE = (ConnectionClosed, LocalProtocolError, OSError)  # what simple-websocket 
 class Sockets:
     """Who may open a WebSocket, and how many; shared by all HTTP threads."""
 
-    def __init__(self, engine: Engine, settings: Settings, runs: Runs, cors: Cors) -> None:
+    def __init__(self, engine: Engine, settings: Settings, runs: Runs, cors: Cors, tracing: Tracing | None) -> None:
         self._engine = engine
         self._settings = settings
         self._runs = runs
         self._cors = cors
+        self._tracing = tracing
         self._places = threading.BoundedSemaphore(settings.max_sockets)
 
     def install(self, app: Flask) -> None:
@@ -84,7 +86,7 @@ class Sockets:
         """The view, after the upgrade: nothing may leave it but by the socket, on which Flask would write an HTTP answer."""
         g.is_upgraded = True
         ws.sock.read_while(lambda: len(ws.input_buffer) < MAX_WAITING)
-        conversation = Conversation(ws, self._engine, self._settings, self._runs, g.request_id)
+        conversation = Conversation(ws, self._engine, self._settings, self._runs, self._tracing, g.request_id)
         log.info("%s opens %s", g.request_id, PATH)
         with self._engine.metrics.websockets.track_inprogress():
             try:

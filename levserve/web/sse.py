@@ -96,13 +96,16 @@ def stream(run: Run, events: Events, heartbeat: Heartbeat, *, with_usage: bool, 
     try:
         yield from _events(run.deltas, events, heartbeat)
         if with_usage or with_timings:
-            yield events.closing(run.usage(), run.timings() if with_timings else UNSET)
-    except ClientGone:
+            yield events.closing(run.usage(), run.record.timings() if with_timings else UNSET)
+    except ClientGone as error:
+        run.record.note_error(error)
         return
     except ServeError as error:
+        run.record.note_error(error)
         yield error_event(error)
     except Exception:  # the 500 handler's part, where it is too late for a 500
         log.exception("%s failed while streaming", request_id)
+        run.record.error = "server_error"
         yield error_event(ServeError("The server failed while it was answering."))
     yield DONE
 

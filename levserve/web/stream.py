@@ -17,7 +17,7 @@ def stream_response(
 ) -> Response:
     """What `held` holds is undone when the last byte is written or the client has gone."""
     events = sse.Events(answer, len(run.choices), with_usage=with_usage)
-    heartbeat = sse.Heartbeat(settings.sse_heartbeat, run.started)
+    heartbeat = sse.Heartbeat(settings.sse_heartbeat, run.record.started)
     heartbeat.wait_for(run.deltas)  # one that fails before its first token, and soon, gets a real status
     chunks = sse.stream(run, events, heartbeat, with_usage=with_usage, with_timings=with_timings, request_id=g.request_id)
     response = Response(chunks, headers=sse.HEADERS)

@@ -14,7 +14,6 @@ import os
 import selectors
 import signal
 import socket
-import sys
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,6 +27,7 @@ from gunicorn.http.parser import RequestParser
 from gunicorn.workers.gthread import ThreadWorker
 
 from levserve.errors import StartupError, Unavailable
+from levserve.logs import complain
 from levserve.web.hijack import PATH as SOCKET_PATH
 from levserve.web.ops import OPS_PATHS
 from levserve.wire.connection import Connection, State
@@ -61,7 +61,7 @@ class Worker(ThreadWorker):  # type: ignore[misc]
         try:
             super().init_process()
         except StartupError as error:
-            print(f"levserve: error: {error}", file=sys.stderr, flush=True)
+            complain(error)
             os._exit(error.exit_code)
         except Exception:
             log.exception("the main loop failed")
