@@ -52,10 +52,11 @@ def _take_listener(count: str) -> socket.socket | None:
         raise StartupError(f"systemd passed {count} sockets; levserve listens on one (ListenStream= once)")
     try:
         listener = socket.socket(fileno=FIRST_FD)
-        is_listening = bool(listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
     except OSError as error:
         raise StartupError(f"the socket that systemd passed cannot be used: {error.strerror}") from None
-    if listener.family not in (socket.AF_INET, socket.AF_INET6) or listener.type != socket.SOCK_STREAM or not is_listening:
+    is_tcp = listener.family in (socket.AF_INET, socket.AF_INET6) and listener.type == socket.SOCK_STREAM
+    if not is_tcp or not listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        listener.close()
         raise StartupError("the socket that systemd passed is no listening TCP socket (ListenStream= with a port, Accept=no)")
     os.set_inheritable(FIRST_FD, False)
     return listener

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from tests.nginx import find_nginx
 from tests.node import NotHad, package_folder
+from tests.units import find_analyzer
 
 # Read by jax when a test first imports it, here and in the servers that tests start: a mix of types or ranks that jax
 # would quietly widen is an error.
@@ -31,7 +32,7 @@ RINGS = {"pure": 0, "tiny": 1, "real": 2}
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     config.stash[LEFT_OUT] = []
     if not config.option.collectonly:
-        for mark, find in (("node", package_folder), ("nginx", find_nginx)):
+        for mark, find in (("node", package_folder), ("nginx", find_nginx), ("systemd", find_analyzer)):
             _leave_out(config, items, mark, find)
     items.sort(key=lambda item: max((RINGS.get(mark.name, 0) for mark in item.iter_markers()), default=0))
 

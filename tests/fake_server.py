@@ -7,10 +7,11 @@ import json
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -108,17 +109,31 @@ class Client:
 
 
 class ServerProcess:
-    """A server process of its own; use it as a context, which kills what is left of it."""
+    """A server process of its own; use it as a context, which kills what is left of it.
 
-    def __init__(self, *options: str, files_limit: int | None = None) -> None:
+    A `listener` is given to it as systemd gives one: as descriptor 3.
+    """
+
+    def __init__(
+        self,
+        *options: str,
+        files_limit: int | None = None,
+        environ: Mapping[str, str] | None = None,
+        listener: socket.socket | None = None,
+    ) -> None:
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("LEVSERVE_", "LEVANTER_"))}
         limits = [] if files_limit is None else ["prlimit", f"--nofile={files_limit}", "--"]
-        environ = {name: value for name, value in os.environ.items() if not name.startswith(("LEVSERVE_", "LEVANTER_"))}
+        command = [*limits, sys.executable, "-W", "error", str(PROGRAM), "--port", "0", *options]
+        if listener is not None:
+            script = f'export LISTEN_FDS=1 LISTEN_PID=$$; exec "$@" 3<&{listener.fileno()}'
+            command = ["bash", "-c", script, "bash", *command]
         self._process = subprocess.Popen(
-            [*limits, sys.executable, "-W", "error", str(PROGRAM), "--port", "0", *options],
+            command,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            env=inherited | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)} | dict(environ or {}),
+            pass_fds=() if listener is None else (listener.fileno(),),
             start_new_session=True,
         )
         assert self._process.stdout is not None and self._process.stderr is not None
