@@ -1,0 +1,176 @@
+"""What the server says: a line a request, in words or in JSON, that no client can forge and that gives nothing away."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import socket
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from levserve.logs import JsonFormatter, TextFormatter
+from tests.fake_server import Client, ServerProcess, completion
+
+KEY = "secret-key-12345"
+AUTHORIZED = {"Authorization": f"Bearer {KEY}"}
+FLAGS = ("--log-format", "json", "--api-key", KEY, "--max-running", "2", "--max-waiting", "2", "--max-body-bytes", "2000")
+FORGED = '%0A{"level": "critical", "message": "forged"}'
+TIMES = ["queue_ms", "prefill_ms", "decode_ms"]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    with ServerProcess(*FLAGS).wait_ready() as process:
+        yield process
+    for line in process.log.seen:
+        assert isinstance(json.loads(line), dict), f"a line that is no object: {line}"
+        assert KEY not in line and "t333" not in line, "a secret or a prompt's text"
+        assert json.loads(line)["level"] in ("info", "warning")
+
+
+def line_of(server: ServerProcess, request_id: str) -> dict[str, Any]:
+    line: dict[str, Any] = json.loads(server.log.wait_for(lambda line: json.loads(line).get("request_id") == request_id))
+    return line
+
+
+def ask(server: ServerProcess, request_id: str, body: Any, path: str = "/v1/completions", **headers: str) -> dict[str, Any]:
+    """The line of a request that is answered."""
+    server.ask("POST", path, body, **{"X-Request-Id": request_id}, **AUTHORIZED, **headers)
+    return line_of(server, request_id)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_leaves_one_line_that_says_what_became_of_it(server: ServerProcess, stream: bool) -> None:
+    line = ask(server, f"whole-{stream}", completion("t17 t333", max_tokens=3, n=2, stream=stream))
+    assert line["message"] == f"whole-{stream} POST /v1/completions 200 {line['ms']} ms"
+    told = {name: line[name] for name in ("method", "path", "status", "model", "prompt_tokens", "completion_tokens", "finish_reason")}
+    assert told == {
+        "method": "POST",
+        "path": "/v1/completions",
+        "status": 200,
+        "model": "toy",
+        "prompt_tokens": 2,
+        "completion_tokens": 6,
+        "finish_reason": "length",
+    }
+    assert all(line[name] >= 0 for name in TIMES) and sum(line[name] for name in TIMES) <= line["ms"] + 1
+    assert "abort" not in line and "error" not in line
+
+
+def test_scoring_leaves_a_line_too(server: ServerProcess) -> None:
+    line = ask(server, "scored", {"prompts": ["t333", "t17"], "continuations": [" t25", " t19 t20"]}, "/loglikelihood")
+    assert (line["status"], line["prompt_tokens"], line["completion_tokens"], line["decode_ms"]) == (200, 5, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "name, body, status, error",
+    [
+        ("field", completion("t333", top_p=7), 400, "invalid_request_error"),
+        ("json", b"{", 400, "invalid_request_error"),
+        ("model", completion("t333") | {"model": "t333\n{}"}, 404, "model_not_found"),
+        ("size", completion("t333 " * 1000), 413, "body_too_large"),
+        ("deadline", completion("t4", max_tokens=1), 504, "deadline_exceeded"),
+    ],
+)
+def test_a_refusal_is_told_with_its_code(server: ServerProcess, name: str, body: Any, status: int, error: str) -> None:
+    if name == "deadline":
+        with ServerProcess("--log-format", "json", "--request-timeout", "0.2").wait_ready() as other:
+            line = ask(other, name, body)
+    else:
+        line = ask(server, name, body)
+    assert (line["status"], line["error"]) == (status, error)
+
+
+@pytest.mark.parametrize("prompt, stream, status", [("t4", False, 499), ("t6", True, 200)])
+def test_a_client_that_leaves_is_told_as_the_reason(server: ServerProcess, prompt: str, stream: bool, status: int) -> None:
+    with server.connect() as client:
+        client.send("POST", "/v1/completions", completion(prompt, stream=stream), **{"X-Request-Id": f"left-{prompt}"}, **AUTHORIZED)
+        server.wait_event("submit")
+        if stream:
+            next(client.stream())
+    line = line_of(server, f"left-{prompt}")
+    assert (line["status"], line["abort"], line["finish_reason"]) == (status, "disconnected", None)
+
+
+def test_health_checks_are_not_told(server: ServerProcess) -> None:
+    server.ask("GET", "/healthz", **{"X-Request-Id": "quiet"})
+    ask(server, "after", completion("t17"))
+    assert not any("quiet" in line for line in server.log.seen)
+
+
+def test_no_header_and_no_path_can_forge_a_line(server: ServerProcess) -> None:
+    """The fixture reads every line when the tests are over; these are of our making alone."""
+    hostile = {"User-Agent": f'curl\t{FORGED}', "Referer": FORGED}
+    assert ask(server, "nowhere", None, f"/v1/{FORGED.replace(' ', '%20')}", **hostile)["path"] == f"/v1/{FORGED.replace('%0A', chr(10))}"
+    server.ask("GET", "/v1/models", **{"X-Request-Id": "bad id\t{}"}, **hostile)
+    port = int(server.url.rpartition(":")[2])
+    for rubbish in (b'GET / HTTP/1.1\r\n{"level": "critical"}\r\n\r\n', b'{"level": "critical"}\n\n', b"\x16\x03\x01\n\n"):
+        with socket.create_connection(("127.0.0.1", port)) as raw:
+            raw.sendall(rubbish)
+            raw.recv(1000)
+    ask(server, "last", completion("t17"))
+    assert not any(json.loads(line)["level"] == "critical" for line in server.log.seen)
+
+
+def test_the_settings_are_told_with_their_sources_and_without_secrets(server: ServerProcess) -> None:
+    told = next(json.loads(line) for line in server.log.seen if "settings" in json.loads(line))["settings"]
+    assert told["max_running"] == {"value": "2", "source": "command line"}
+    assert told["api_key"] == {"value": "***", "source": "command line"}
+    assert told["host"] == {"value": "127.0.0.1", "source": "default"}
+
+
+def test_people_are_told_the_settings_that_are_no_defaults() -> None:
+    with ServerProcess("--max-running", "2", "--api-key", KEY).wait_ready() as server:
+        (line,) = (line for line in server.log.seen if "settings: " in line)
+    assert "max_running = 2 (command line)" in line and "api_key = *** (command line)" in line
+    assert "host" not in line and KEY not in line
+
+
+def test_a_start_that_fails_is_one_object_too() -> None:
+    with ServerProcess("--log-format", "json", "--served-model-name", "broken") as server:
+        assert server.wait_exit() == 2
+    last = json.loads(server.log.seen[-1])
+    assert (last["level"], last["message"], last["exit_code"]) == ("critical", "the model is broken", 2)
+
+
+def test_only_what_is_severe_enough_is_told() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, ServerProcess("--log-level", "warning", listener=listener) as server:
+        with Client(listener.getsockname()[1]) as client:
+            client.send("POST", "/v1/completions", completion("t17"))
+            client.receive()
+    assert server.log.seen == []
+
+
+def make_record(text: str, value: str, error: Exception | None) -> logging.LogRecord:
+    info = None
+    if error is not None:
+        try:
+            raise error
+        except Exception:
+            info = sys.exc_info()
+    record = logging.LogRecord("levserve.test", logging.ERROR, __file__, 1, "%s failed", (text,), info)
+    record.spoken = {"text": text}
+    record.fields = {"value": value}
+    return record
+
+
+@given(st.text(), st.text(), st.text())
+def test_json_is_one_line_that_says_exactly_what_was_logged(text: str, value: str, error: str) -> None:
+    line = JsonFormatter().format(make_record(text, value, ValueError(error)))
+    assert len(line.splitlines()) == 1 and line.isascii()
+    entry = json.loads(line)
+    assert (entry["message"], entry["text"], entry["value"]) == (f"{text} failed", text, value)
+    assert entry["exception"].startswith("Traceback")
+
+
+@given(st.text(), st.text(), st.text())
+def test_text_begins_a_line_only_with_a_time_and_shows_no_control_characters(text: str, value: str, error: str) -> None:
+    first, *rest = TextFormatter().format(make_record(text, value, ValueError(error))).split("\n")
+    assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} ERROR   ", first)
+    assert first.isprintable() and all(line.startswith("    ") and line.isprintable() for line in rest)
