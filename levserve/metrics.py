@@ -6,7 +6,7 @@ makes its own. Label children are bound here, because looking one up costs four 
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, disable_created_metrics
 from prometheus_client.exposition import generate_latest
 
 from levserve import __version__
@@ -14,6 +14,11 @@ from levserve import __version__
 LATENCY_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 300)
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+
+PHASES = ("queued", "prefill", "decode")
+TIMES = ("startup", "background", "serving")
+
+disable_created_metrics()  # a series more for each counter, that says when the server started
 
 
 class Metrics:
@@ -26,18 +31,18 @@ class Metrics:
         self.finished = self._counter("finished", "Sequences that ended, by reason.", ("reason",))
         self.refused = self._counter("refused", "Requests refused before any work, by reason.", ("reason",))
         self.cut = self._counter("connections_cut", "Connections ended by a deadline, by what their client was late with.", ("reason",))
-        self.disconnects = self._counter("disconnects", "Requests whose client left before the end, by how far they were.", ("phase",))
-        self.deadlines = self._counter("deadlines", "Sequences whose time ran out, by how far they were.", ("phase",))
+        self.disconnects = self._counter("disconnects", "Requests whose client left, by how far they were.", ("phase",), PHASES)
+        self.deadlines = self._counter("deadlines", "Sequences whose time ran out, by how far they were.", ("phase",), PHASES)
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of admitted sequences.")
         self.prefix_hit_tokens = self._counter("prefix_hit_tokens", "Prompt tokens found in the prefix cache.")
         self.prefill_tokens = self._counter("prefill_tokens", "Tokens computed by prefill, recomputed ones included.")
         self.generated_tokens = self._counter("generated_tokens", "Tokens delivered to streams.")
         self.preemptions = self._counter("preemptions", "Sequences that gave their pages up and were recomputed.")
         self.preempted_tokens = self._counter("preempted_tokens", "Computed tokens lost to preemption.")
-        self.rounds = self._counter("rounds", "Device rounds run, by kind.", ("kind",))
         self.reloads = self._counter("reloads", "Reloads of the weights, by outcome.", ("outcome",))
-        self.compiles = self._counter("compiles", "Programs compiled or loaded; any while serving made a request wait.", ("when",))
-        self.compile_seconds = self._counter("compile_seconds", "Seconds spent on that.", ("when",))
+        self.rounds = self._counter("rounds", "Device rounds run, by kind.", ("kind",), ("prefill", "decode"))
+        self.compiles = self._counter("compiles", "Programs compiled or loaded; any while serving made a request wait.", ("when",), TIMES)
+        self.compile_seconds = self._counter("compile_seconds", "Seconds spent on that.", ("when",), TIMES)
         self.compile_cache_hits = self._counter("compile_cache_hits", "Programs found on disk.")
         self.compile_cache_misses = self._counter("compile_cache_misses", "Programs compiled and put on disk.")
 
@@ -69,8 +74,12 @@ class Metrics:
         """The scrape, in Prometheus' text format."""
         return generate_latest(self.registry)
 
-    def _counter(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
-        return Counter(f"levserve_{name}", text, labels, registry=self.registry)
+    def _counter(self, name: str, text: str, labels: tuple[str, ...] = (), values: tuple[str, ...] = ()) -> Counter:
+        """The one label's `values`, where they are given, are exported from the start: a rate needs the 0 before the 1."""
+        counter = Counter(f"levserve_{name}", text, labels, registry=self.registry)
+        for value in values:
+            counter.labels(value)
+        return counter
 
     def _gauge(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Gauge:
         return Gauge(f"levserve_{name}", text, labels, registry=self.registry)

@@ -84,8 +84,7 @@ def _renamed(metric: MetricWrapperBase, name: str, labels: dict[str, str]) -> Me
     renamed = Metric(f"vllm:{name}", family.documentation, family.type)
     for sample in family.samples:
         suffix = sample.name.removeprefix(family.name)
-        if suffix != "_created":
-            renamed.add_sample(f"vllm:{name}{suffix}", {**labels, **sample.labels}, sample.value)
+        renamed.add_sample(f"vllm:{name}{suffix}", {**labels, **sample.labels}, sample.value)
     return renamed
 
 

@@ -14,6 +14,7 @@ from levserve.config import Settings
 from levserve.engine.engine import Engine
 from levserve.metrics import Metrics
 from levserve.web.app import create_app
+from levserve.web.tracing import Tracing
 from levserve.web.watcher import Watcher
 from tests.fake_device import FakeDevice
 from tests.fake_server import completion
@@ -53,13 +54,15 @@ class App:
 
 
 @contextmanager
-def serving(*, obeys: bool = True, max_inflight: int = 8, max_tokens: int = 0, **settings: Any) -> Iterator[App]:
+def serving(
+    *, obeys: bool = True, max_inflight: int = 8, max_tokens: int = 0, tracing: Tracing | None = None, **settings: Any
+) -> Iterator[App]:
     engine = Engine(max_inflight=max_inflight, max_tokens=max_tokens, metrics=Metrics())
     watcher = Watcher()
     device = FakeDevice(engine, obeys=obeys)
     device.start()
     try:
-        yield App(create_app(engine, Settings(**settings), watcher).test_client(), device, engine)
+        yield App(create_app(engine, Settings(**settings), watcher, tracing).test_client(), device, engine)
     finally:
         engine.stop()
         device.join()

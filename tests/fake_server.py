@@ -182,6 +182,11 @@ class ServerProcess:
         self.wait_event("submit")
         return client
 
+    @property
+    def events(self) -> list[str]:
+        """All that it has written to its standard output."""
+        return self._events.seen
+
     def skip_events(self) -> None:
         self._events.skip()
 
