@@ -118,11 +118,10 @@ class Notifier:
         self._told, self._status = phase, status
 
     def _is_fresh(self) -> bool:
-        """While it loads there is no heartbeat to speak of, and systemd does not look at the watchdog yet."""
+        """An idle device thread beats every second. While it loads systemd does not look at the watchdog yet."""
         assert self._watchdog_seconds is not None
-        if self._engine.phase in (Phase.LOADING, Phase.FAILED):
-            return False
-        return not self._engine.is_stalled and self._engine.heartbeat_age() < self._watchdog_seconds
+        is_serving = self._engine.phase in (Phase.READY, Phase.DRAINING) and not self._engine.is_stalled
+        return is_serving and self._engine.heartbeat_age() < self._watchdog_seconds / 2
 
     def _send(self, message: str) -> None:
         address = "\0" + self._address[1:] if self._address.startswith("@") else self._address

@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 
 from levserve.metrics import Metrics
 
-REASONS = {"stop": "stop", "length": "length", "failed": "error"}  # every other end of ours is an abort there
+REASONS = {"stop": "stop", "length": "length", "failed": "error", "poisoned": "error"}  # every other end of ours is an abort there
 
 
 class VllmNames(Collector):
