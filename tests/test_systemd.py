@@ -71,8 +71,8 @@ def systemd(tmp_path: Path) -> Iterator[Systemd]:
 def test_a_server_tells_of_its_start_its_readiness_and_its_end(systemd: Systemd) -> None:
     with ServerProcess(environ=systemd.environ) as server:
         systemd.wait_for("READY=1")
-        systemd.wait_for("WATCHDOG=1")
         client = server.start_completion("t3", max_tokens=3)  # it waits for the drain and shows signs of life
+        systemd.wait_for("WATCHDOG=1")
         server.send_signal(signal.SIGTERM)
         assert client.receive().status == 200
         client.close()
