@@ -9,6 +9,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -45,17 +46,18 @@ class Systemd:
         return lines
 
     def wait_for(self, wanted: str) -> None:
+        deadline = time.monotonic() + PATIENCE_SECONDS
         while wanted not in self.hear():
-            pass
+            assert time.monotonic() < deadline, f"no {wanted}, but {self.heard}"
 
     def wait_for_silence(self, seconds: float) -> None:
         """Until nothing has come for so long."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
         self._socket.settimeout(seconds)
-        try:
+        with suppress(TimeoutError):
             while self.hear():
-                pass
-        except TimeoutError:
-            self._socket.settimeout(PATIENCE_SECONDS)
+                assert time.monotonic() < deadline, f"it goes on: {self.heard}"
+        self._socket.settimeout(PATIENCE_SECONDS)
 
     def close(self) -> None:
         self._socket.close()
