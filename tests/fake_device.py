@@ -134,6 +134,8 @@ class FakeDevice(threading.Thread):
         self._tokenizer = tokenizer or load_toy_tokenizer()
         self._rows: dict[str, Row] = {}
         self._drain_deadline: float | None = None
+        engine.metrics.kv_pages_total.set(16)
+        engine.metrics.model_info.labels(MODEL, 4, 16).set(1)
         engine.publish(ServedModel(MODEL, self._tokenizer, MAX_SEQ_LEN, HIDDEN_SIZE, 1700000000))
 
     def tell(self, event: str, request_id: str = "") -> None:

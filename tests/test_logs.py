@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import signal
 import socket
 import sys
 from collections.abc import Iterator
@@ -116,6 +117,12 @@ def test_no_header_and_no_path_can_forge_a_line(server: ServerProcess) -> None:
             raw.recv(1000)
     ask(server, "last", completion("t17"))
     assert not any(json.loads(line)["level"] == "critical" for line in server.log.seen)
+
+
+def test_gunicorn_speaks_through_the_same_formatter(server: ServerProcess) -> None:
+    server.send_signal(signal.SIGHUP)
+    line = json.loads(server.log.wait_for(lambda line: json.loads(line)["logger"] == "gunicorn.error"))
+    assert line["level"] == "warning" and "signal ignored" in line["message"]
 
 
 def test_the_settings_are_told_with_their_sources_and_without_secrets(server: ServerProcess) -> None:

@@ -290,7 +290,8 @@ VLLM = {
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
-    with ServerProcess("--max-running", "1", "--max-waiting", "1", "--max-sockets", "0").wait_ready() as process:
+    flags = ("--max-running", "1", "--max-waiting", "1", "--max-sockets", "0", "--vllm-metrics", "true")
+    with ServerProcess(*flags).wait_ready() as process:
         yield process
 
 
@@ -366,6 +367,13 @@ def test_the_phase_and_the_version_are_told(server: ServerProcess) -> None:
     assert samples['levserve_build_info{version="0.1.0"}'] == 1
     assert samples["levserve_websockets"] == 0
     assert samples["process_open_fds"] > 5 and samples["process_resident_memory_bytes"] > 1e6
+
+
+def test_vllms_names_are_there_if_they_are_wanted(server: ServerProcess) -> None:
+    assert sum(name.startswith("vllm:") for name in scrape(server)) > 30
+    assert scrape(server)['vllm:num_requests_waiting{engine="0",model_name="toy"}'] == 0
+    with ServerProcess().wait_ready() as other:
+        assert not any(name.startswith("vllm:") for name in scrape(other))
 
 
 def test_no_metric_is_left_out_of_the_tables() -> None:
