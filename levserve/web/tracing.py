@@ -7,6 +7,7 @@ OTEL_ environment variables.
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
 PARENT_HEADERS = ("traceparent", "tracestate")
+STOP_SECONDS = 2.0
 INSTALL = "pip install 'levserve[otel]'"
 
 
@@ -52,7 +54,10 @@ class Tracing:
         span.end(round(ended * 1e9) + offset)
 
     def stop(self) -> None:
-        self._provider.shutdown()
+        """Sends what is left. A collector that does not answer would be tried again for longer than an exit may take."""
+        thread = threading.Thread(target=self._provider.shutdown, name="levserve-tracing", daemon=True)
+        thread.start()
+        thread.join(STOP_SECONDS)
 
 
 def start_tracing(destination: str) -> Tracing | None:
