@@ -18,7 +18,7 @@ TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 2
 PHASES = ("queued", "prefill", "decode")
 TIMES = ("startup", "background", "serving")
 
-disable_created_metrics()  # a series more for each counter, that says when the server started
+disable_created_metrics()  # type: ignore[no-untyped-call]  # a series more for each counter, that says when the server started
 
 
 class Metrics:
