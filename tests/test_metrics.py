@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -367,6 +368,17 @@ def test_the_phase_and_the_version_are_told(server: ServerProcess) -> None:
     assert samples['levserve_build_info{version="0.1.0"}'] == 1
     assert samples["levserve_websockets"] == 0
     assert samples["process_open_fds"] > 5 and samples["process_resident_memory_bytes"] > 1e6
+
+
+def test_connections_that_are_cut_are_counted() -> None:
+    with ServerProcess("--header-timeout", "1").wait_ready() as server:
+        with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as late:
+            late.sendall(b"GET /v1/mod")
+            late.settimeout(15)
+            while late.recv(1000):
+                pass
+        cut = [value for name, value in scrape(server).items() if name.startswith("levserve_connections_cut_total")]
+    assert cut == [1]
 
 
 def test_vllms_names_are_there_if_they_are_wanted(server: ServerProcess) -> None:
