@@ -1,6 +1,6 @@
 """Breaks the server on purpose, for tests of what happens then: LEVSERVE_FAULTS="nan:3,stall:20:5".
 
-    raise:ROUND             the device round of this number, counted from ready, raises
+    raise:ROUND             the device round of this number raises; the first few are the probe of the start
     stall:ROUND:SECONDS     it takes so much longer
     nan:ROUND               the oldest request that decodes in it, or in the first one after it that does, has NaN in its KV
     slow-tokenizer:SECONDS  every text takes so much longer to tokenize
