@@ -29,6 +29,7 @@ from levserve.engine.sizing import free_memory
 from levserve.errors import Conflict, StartupError
 from levserve.model.config import ModelConfig, parameter_shapes
 from levserve.model.decoder import Decoder
+from levserve.model.quantize import Quantization
 from levserve.weights.load import read_arrays, read_config
 from levserve.weights.source import ModelFiles, check_source, find_source
 
@@ -43,6 +44,7 @@ class Origin:
     files: ModelFiles
     config: ModelConfig
     dtype: jnp.dtype
+    quantization: Quantization | None = None
 
 
 class Reloader:
@@ -90,7 +92,9 @@ class Reloader:
             config = read_config(files.path, files.config_file)
             self._check_config(files, config)
             check_memory(config, self._origin.dtype, free_memory())
-            leaves = host_leaves(config, read_arrays(files.path, config, self._origin.dtype, report=self._report))
+            origin = self._origin
+            arrays = read_arrays(files.path, config, origin.dtype, report=self._report, quantization=origin.quantization)
+            leaves = host_leaves(config, arrays)
         except BaseException:
             self._let_go(files)
             raise

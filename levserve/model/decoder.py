@@ -14,12 +14,13 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
-from jax import lax
 
 from levserve.model import cache, experts
 from levserve.model.attention import Kernel, attend
 from levserve.model.cache import Place
 from levserve.model.config import Activation, ModelConfig, parameter_shapes
+from levserve.model.linear import Linear
+from levserve.model.quantize import QuantizedLinear
 from levserve.model.rotary import Angles, angles_at, rotate
 
 ROW, CHUNK = "row", "chunk"
@@ -27,29 +28,6 @@ ACTIVATIONS: dict[Activation, Callable[[NamedArray], NamedArray]] = {
     Activation.SILU: hax.nn.silu,
     Activation.GELU_TANH: functools.partial(hax.nn.gelu, approximate=True),
 }
-
-
-class Linear(eqx.Module):
-    """A matrix [out, in]: the layout CPU and GPU matrix products read fastest, and the one checkpoints have."""
-
-    weight: NamedArray
-    bias: NamedArray | None = None
-
-    def __call__(self, x: NamedArray) -> NamedArray:
-        """Multiplies in the weight's type and always sums in float32: a bfloat16 result is 20 times slower on CPU."""
-        In = self.weight.axes[-1]
-        y = hax.dot(x.astype(self.weight.dtype), self.weight, axis=In, preferred_element_type=jnp.float32)
-        return y if self.bias is None else y + self.bias
-
-    def of_expert(self, number: jax.Array) -> Linear:
-        """One of the matrices of a weight [expert, out, in]."""
-        _, *axes = self.weight.axes
-        matrix = lax.dynamic_index_in_dim(self.weight.array, number, keepdims=False)
-        return Linear(hax.named(cache.from_bits(matrix), axes))
-
-    def of_each(self, numbers: NamedArray) -> Linear:
-        """A copy of the matrix for each number."""
-        return Linear(self.weight.take("expert", numbers))
 
 
 class Norm(eqx.Module):
@@ -200,14 +178,16 @@ class Decoder(eqx.Module):
 
     @staticmethod
     def from_arrays(config: ModelConfig, arrays: Mapping[str, jax.Array], *, kernel: Kernel = Kernel.XLA) -> Decoder:
-        """Arranges the arrays that `parameter_shapes` names."""
-        assert arrays.keys() == parameter_shapes(config).keys()
+        """Arranges the arrays that `parameter_shapes` names, or those that `quantize_arrays` made of them."""
+        assert arrays.keys() == parameter_shapes(config).keys() or any(name.endswith("_scale") for name in arrays)
 
         def optional(name: str, *axes: Axis) -> NamedArray | None:
             return hax.named(arrays[name], axes) if name in arrays else None
 
         def linear(name: str, Out: Axis, In: Axis, *stacked: Axis) -> Linear:
-            return Linear(hax.named(arrays[name], (*stacked, Out, In)), optional(f"{name}_bias", Out))
+            weight, bias = hax.named(arrays[name], (*stacked, Out, In)), optional(f"{name}_bias", Out)
+            scale = optional(f"{name}_scale", Out)
+            return Linear(weight, bias) if scale is None else QuantizedLinear(weight, bias, scale)
 
         def norm(name: str, *over: Axis) -> Norm | None:
             if name not in arrays:
@@ -248,7 +228,7 @@ class Decoder(eqx.Module):
             optional("positions", config.Position, config.Embed),
             tuple(layer(f"layers.{index}.") for index in range(config.num_layers)),
             final_norm,
-            None if config.tied_head else linear("head", config.Vocab, config.Embed),
+            linear("head", config.Vocab, config.Embed) if "head" in arrays else None,
         )
 
     def __call__(

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from levserve.errors import StartupError
 from levserve.model import cache
 from levserve.model.config import ModelConfig, parameter_shapes
+from levserve.model.quantize import Quantization, quantize_arrays
 from levserve.weights import gguf, hf, levanter
 from levserve.weights.gguf_config import read_gguf_config
 from levserve.weights.hf_config import read_hf_config
@@ -57,19 +58,35 @@ def read_config(path: Path, config_file: Path | None = None) -> ModelConfig:
     return config
 
 
-def load_arrays(path: Path, config: ModelConfig, dtype: jnp.dtype, *, report: Callable[[str], None]) -> dict[str, jax.Array]:
+def load_arrays(
+    path: Path, config: ModelConfig, dtype: jnp.dtype, *, report: Callable[[str], None], quantization: Quantization | None = None
+) -> dict[str, jax.Array]:
     """Every array of `parameter_shapes`, on the device: matrices in `dtype`, norms and biases in float32.
 
     The matrices of experts are in the type the KV pool is stored in, which may be the bits of `dtype`.
     """
     # Waiting keeps a slow transfer from holding several arrays on the host.
-    return {name: jax.device_put(host).block_until_ready() for name, host in read_arrays(path, config, dtype, report=report)}
+    arrays = read_arrays(path, config, dtype, report=report, quantization=quantization)
+    return {name: jax.device_put(host).block_until_ready() for name, host in arrays}
 
 
 def read_arrays(
+    path: Path, config: ModelConfig, dtype: jnp.dtype, *, report: Callable[[str], None], quantization: Quantization | None = None
+) -> Iterator[tuple[str, NDArray[np.generic]]]:
+    """The same arrays one after another in the host's memory; touches no device, so any thread may call it.
+
+    Matrices that are quantized are read in float32, one at a time.
+    """
+    if quantization is None:
+        return _read_plain(path, config, dtype, report=report)
+    if config.num_experts:
+        raise StartupError(f"{path}: --quantize {quantization} does not take a mixture of experts")
+    return quantize_arrays(config, _read_plain(path, config, jnp.dtype(jnp.float32), report=report), quantization, np.dtype(dtype))
+
+
+def _read_plain(
     path: Path, config: ModelConfig, dtype: jnp.dtype, *, report: Callable[[str], None]
 ) -> Iterator[tuple[str, NDArray[np.generic]]]:
-    """The same arrays one after another in the host's memory; touches no device, so any thread may call it."""
     pieces = _find_pieces(path, config, dtype)
     shapes = parameter_shapes(config)
     has_offsets = config.has_offset_norms and path.is_dir()  # llama.cpp's converter puts whole weights in a GGUF file
