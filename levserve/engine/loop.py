@@ -23,6 +23,8 @@ from levserve.schedule.sequence import Progress, RoundPlan
 
 log = logging.getLogger(__name__)
 
+WARM_WAIT_SECONDS = 0.05
+"""How long it must be quiet before a program gets its first run: requests that come together are not kept waiting by one."""
 IDLE_BEAT_SECONDS = 1.0
 """How often an idle device thread shows that it is alive."""
 PACE_SECONDS = 0.25
@@ -90,7 +92,8 @@ class DeviceLoop:
         if self._drain_deadline is not None and time.monotonic() >= self._drain_deadline:
             self._deliver(self._scheduler.end_all(FinishReason.SHUTDOWN))
         try:
-            message = self._engine.inbox.get(block=wait, timeout=IDLE_BEAT_SECONDS)
+            patience = WARM_WAIT_SECONDS if self._runner.programs.has_cold else IDLE_BEAT_SECONDS
+            message = self._engine.inbox.get(block=wait, timeout=patience)
         except queue.Empty:
             if wait:
                 self._runner.warm_one()

@@ -119,6 +119,10 @@ class Programs:
     def is_complete(self) -> bool:
         return len(self._ready) == len(self.all_shapes)
 
+    @property
+    def has_cold(self) -> bool:
+        return not self._cold.empty()
+
     def next_cold(self) -> Shape | None:
         """A program that may not have run yet; its first run takes a second longer, better when nobody waits."""
         try:
