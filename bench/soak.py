@@ -70,8 +70,9 @@ class Act:
 class Acts:
     """Draws what the next client does. Each thread has its own."""
 
-    def __init__(self, model: str, seed: int) -> None:
+    def __init__(self, model: str, seed: int, *, chats: bool) -> None:
         self._model = model
+        self._chats = chats
         self._random = random.Random(seed)
         self._makers: list[tuple[int, Callable[[], Act]]] = [
             (30, self._answer),
@@ -92,7 +93,7 @@ class Acts:
 
     def _body(self, **fields: Any) -> tuple[str, dict[str, Any]]:
         limits = {"model": self._model, "max_tokens": self._random.randrange(1, 33), "ignore_eos": True, **fields}
-        if self._random.random() < 0.5:
+        if not self._chats or self._random.random() < 0.5:
             return "/v1/completions", {"prompt": self._text(), **limits}
         return "/v1/chat/completions", {"messages": [{"role": "user", "content": self._text()}], **limits}
 
@@ -139,11 +140,12 @@ class Acts:
 class Soak:
     """The traffic. `outcomes` counts what became of each kind of act, `wrong` says what should not have been."""
 
-    def __init__(self, url: str, model: str, *, concurrency: int, seed: int, may_fail: int = 0) -> None:
+    def __init__(self, url: str, model: str, *, concurrency: int, seed: int, chats: bool = True, may_fail: int = 0) -> None:
         self._address = urlsplit(url)
         self._model = model
         self._concurrency = concurrency
         self._seed = seed
+        self._chats = chats
         self._may_fail = may_fail
         self._lock = threading.Lock()
         self.outcomes: Counter[tuple[str, str]] = Counter()
@@ -160,7 +162,7 @@ class Soak:
             thread.join()
 
     def _live(self, end: float, seed: int) -> None:
-        acts = Acts(self._model, seed)
+        acts = Acts(self._model, seed, chats=self._chats)
         while time.monotonic() < end:
             act = acts.draw()
             try:
@@ -383,7 +385,8 @@ def soak(url: str, minutes: float, concurrency: int, seed: int, faults: str) -> 
     """Whether everything held."""
     server = Server(url)
     model = json.loads(server.ask("/v1/models"))["data"][0]["id"]
-    traffic = Soak(url, model, concurrency=concurrency, seed=seed, may_fail=faults.count("nan"))
+    chats = bool(json.loads(server.ask("/tokenizer_info"))["chat_template"])
+    traffic = Soak(url, model, concurrency=concurrency, seed=seed, chats=chats, may_fail=faults.count("nan"))
     print(f"{concurrency} clients of {model} on {url} for {minutes:g} minutes", flush=True)
     traffic.run(minutes * 60 * WARM_SHARE)
     before = server.settle()

@@ -13,6 +13,7 @@ import pytest
 
 from tests.conftest import GOLDEN
 from tests.engines import cache_folder
+from tests.fake_device import TEMPLATE
 
 PROGRAM = Path(__file__).parent.parent / "bench" / "soak.py"
 
@@ -33,8 +34,10 @@ GAUGES = dict.fromkeys(soak.ZERO, 0.0) | {"process_open_fds": 20.0, "process_res
 
 
 @pytest.mark.tiny
-def test_a_server_holds_up_under_twice_what_it_can_hold() -> None:
-    flags = ["--model", str(GOLDEN / "llama"), "--dtype", "float32", "--cache-dir", str(cache_folder())]
+def test_a_server_holds_up_under_twice_what_it_can_hold(tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text(TEMPLATE)
+    flags = ["--model", str(GOLDEN / "llama"), "--chat-template", str(template), "--dtype", "float32", "--cache-dir", str(cache_folder())]
     result = subprocess.run([sys.executable, str(PROGRAM), "--minutes", "0.17", *flags], capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr
     lines = result.stdout.splitlines()
