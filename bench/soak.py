@@ -53,6 +53,10 @@ class Wrong(Exception):
     """An answer that no client should be given."""
 
 
+class Failed(Wrong):
+    """One that says that the server failed: a 500, or an error in a stream. A fault that was ordered may lead to it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Act:
     """One thing a client does: what it sends, the statuses it may get, and how it treats the answer."""
@@ -168,8 +172,11 @@ class Soak:
             try:
                 outcome = self._do(act)
             except (Wrong, ValueError, KeyError, TypeError, *TRANSPORT) as error:
-                outcome = "WRONG"
-                self._note(f"{act.name} {act.path}: {type(error).__name__} {str(error)[:200]}")
+                is_ordered = isinstance(error, Failed) and self._may_fail > 0
+                self._may_fail -= is_ordered
+                outcome = "failed as ordered" if is_ordered else "WRONG"
+                if not is_ordered:
+                    self._note(f"{act.name} {act.path}: {type(error).__name__} {str(error)[:200]}")
             with self._lock:
                 self.outcomes[act.name, outcome] += 1
             if outcome == "429":
@@ -212,9 +219,8 @@ class Soak:
             timer.join()
 
     def _check(self, act: Act, response: http.client.HTTPResponse, data: bytes) -> str:
-        if response.status == 500 and self._may_fail > 0:
-            self._may_fail -= 1
-            return "500, as ordered"
+        if response.status == 500:
+            raise Failed(f"500: {data[:160]!r}")
         if response.status not in act.statuses:
             raise Wrong(f"{response.status}: {data[:160]!r}")
         if response.status >= 400:
@@ -253,7 +259,7 @@ def check_stream(act: Act, text: str) -> None:
     if errors:
         if act.name == "deadline" and errors[0]["code"] == "deadline_exceeded":
             return
-        raise Wrong(f"an error in a stream: {errors[0]['message']}")
+        raise Failed(f"an error in a stream: {errors[0]['message']}")
     ends = Counter(choice["index"] for chunk in chunks for choice in chunk["choices"] if choice["finish_reason"] is not None)
     if ends != Counter(range(act.body.get("n", 1))):
         raise Wrong(f"ends of choices: {dict(ends)}")
@@ -321,7 +327,7 @@ def judge(soak: Soak, before: dict[str, float], after: dict[str, float]) -> list
     limit = max(limit, int(GROWTH * before["process_resident_memory_bytes"]))
     files = after["process_open_fds"] - before["process_open_fds"]
     complete = sum(count for (_, outcome), count in soak.outcomes.items() if outcome == "200")
-    ordered = sum(count for (_, outcome), count in soak.outcomes.items() if outcome.startswith("500"))
+    ordered = sum(count for (_, outcome), count in soak.outcomes.items() if outcome.startswith("failed"))
     rows = [
         ("answers that were wrong", str(len(soak.wrong)), not soak.wrong),
         ("answers that were complete", str(complete), complete > 0),
