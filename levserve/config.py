@@ -94,9 +94,7 @@ class Settings:
     chat_template: str = setting("model", PATH, "", "Jinja file to use in place of the model's own chat template.")
     served_model_name: str = setting("model", TEXT, "", "Name that /v1/models tells; empty: the model's own.")
     dtype: str = setting("model", one_of("auto", "float32", "bfloat16"), "auto", "Number format to compute in.")
-    quantize: str = setting(
-        "model", one_of("none", "int8", "fp8"), "none", "Keep the matrices in eight bits; int8 anywhere, fp8 on GPUs."
-    )
+    quantize: str = setting("model", one_of("none", "int8"), "none", "Keep the matrices in eight bits; for CPUs.")
     max_seq_len: int = setting("model", integer(0), 0, "Most tokens in prompt and answer; 0: the model's own limit, or what memory allows.")
     cache_dir: str = setting(
         "model", PATH, "", "Where downloads and compiled programs are kept; empty: $XDG_CACHE_HOME/levserve or ~/.cache/levserve."

@@ -29,7 +29,6 @@ from levserve.engine.sizing import free_memory
 from levserve.errors import Conflict, StartupError
 from levserve.model.config import ModelConfig, parameter_shapes
 from levserve.model.decoder import Decoder
-from levserve.model.quantize import Quantization
 from levserve.weights.load import read_arrays, read_config
 from levserve.weights.source import ModelFiles, check_source, find_source
 
@@ -44,7 +43,7 @@ class Origin:
     files: ModelFiles
     config: ModelConfig
     dtype: jnp.dtype
-    quantization: Quantization | None = None
+    is_quantized: bool = False
 
 
 class Reloader:
@@ -93,7 +92,7 @@ class Reloader:
             self._check_config(files, config)
             check_memory(config, self._origin.dtype, free_memory())
             origin = self._origin
-            arrays = read_arrays(files.path, config, origin.dtype, report=self._report, quantization=origin.quantization)
+            arrays = read_arrays(files.path, config, origin.dtype, report=self._report, is_quantized=origin.is_quantized)
             leaves = host_leaves(config, arrays)
         except BaseException:
             self._let_go(files)

@@ -124,7 +124,6 @@ def load(settings: Settings, metrics: Metrics, *, rows: int, report: Callable[[s
     from levserve.model import cache
     from levserve.model.attention import Kernel, choose_kernel
     from levserve.model.decoder import Decoder
-    from levserve.model.quantize import Quantization
     from levserve.weights.load import load_arrays, read_config
 
     device = _find_device(settings.device)
@@ -135,10 +134,10 @@ def load(settings: Settings, metrics: Metrics, *, rows: int, report: Callable[[s
     config = read_config(files.path, files.config_file)
     dtype = jnp.dtype(jnp.float32 if settings.dtype == "float32" else jnp.bfloat16)
     with _explained("the weights", _free_bytes(device), "serve a smaller model"):
-        quantization = Quantization(settings.quantize) if settings.quantize != "none" else None
-        if quantization is Quantization.FP8 and device.platform == "cpu":
-            raise ConfigError("--quantize fp8 is for GPUs; a CPU takes int8")
-        arrays = load_arrays(files.path, config, dtype, report=report, quantization=quantization)
+        is_quantized = settings.quantize == "int8"
+        if is_quantized and device.platform != "cpu":
+            raise ConfigError(f"--quantize int8 is for CPUs, and this is a {device.platform}")
+        arrays = load_arrays(files.path, config, dtype, report=report, is_quantized=is_quantized)
 
     kernel, reason = choose_kernel(device.platform, config)
     log.info("attention   %s: %s", kernel, reason)
@@ -167,7 +166,7 @@ def load(settings: Settings, metrics: Metrics, *, rows: int, report: Callable[[s
     served = ServedModel(name, tokenizer, sizes.max_seq_len, config.hidden_size, int(time.time()))
     scores = _score_probe(scheduler, runner, served)
     log.info("probe       mean log-probability %.3f over %d tokens of a fixed text", mean(scores), len(scores))
-    return Loaded(served, scheduler, runner, sizes, Origin(settings, files, config, dtype, quantization), Pace(prefill_token_ms / 1000))
+    return Loaded(served, scheduler, runner, sizes, Origin(settings, files, config, dtype, is_quantized), Pace(prefill_token_ms / 1000))
 
 
 def _score_probe(scheduler: Scheduler, runner: Runner, model: ServedModel) -> list[float]:

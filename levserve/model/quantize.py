@@ -1,21 +1,17 @@
-"""Matrices in eight bits: weights with one scale per output row, made once at load.
+"""Matrices as int8 for CPUs: weights with one scale per output row, made once at load; activations as two int8 terms.
 
-On a CPU activations are split into two int8 terms, their rounding to int8 and 254 times what the rounding left, and both go
-through one integer product, stacked as two rows. So the weights are read once, the result is as good as with exact
-activations, and one row becomes two, which the CPU's matrix product wants. Elsewhere the weights are widened on their way
-into the product, which the compiler fuses: what is saved is reading them.
+A row of activations is split into its rounding to int8 and 254 times what the rounding left, and both go through one integer
+product, stacked as two rows. So the weights are read once, the result is as good as with exact activations, and one row
+becomes two, which the CPU's matrix product wants.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from enum import StrEnum
 
 import haliax as hax
-import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from haliax import Axis, NamedArray
 from numpy.typing import NDArray
@@ -32,14 +28,6 @@ SMALLEST = 1e-20
 ROWS_TOGETHER = 1024
 
 
-class Quantization(StrEnum):
-    INT8 = "int8"
-    FP8 = "fp8"
-    """Eight-bit floats, four bits of exponent and three of fraction; for GPUs."""
-
-
-STORED = {Quantization.INT8: (np.dtype(np.int8), STEPS), Quantization.FP8: (np.dtype(ml_dtypes.float8_e4m3fn), 448.0)}
-"""What a matrix is stored as, and the largest number a row is scaled to."""
 QUANTIZED = ("qkv", "out", "gate_up", "down", "head")
 
 
@@ -50,10 +38,6 @@ class QuantizedLinear(Linear):
 
     def __call__(self, x: NamedArray) -> NamedArray:
         assert self.scale is not None
-        y = (self._multiply_integers(x) if jax.default_backend() == "cpu" else self._widen(x)) * self.scale
-        return y if self.bias is None else y + self.bias
-
-    def _multiply_integers(self, x: NamedArray) -> NamedArray:
         _, In = self.weight.axes
         scale = hax.maximum(hax.max(hax.abs(x), In), SMALLEST) / STEPS
         scaled = x / scale
@@ -61,27 +45,22 @@ class QuantizedLinear(Linear):
         fine = hax.round((scaled - coarse) * FINE_STEPS)
         terms = hax.stack(Term, [coarse, fine]).astype(jnp.int8)
         product = hax.dot(terms, self.weight, axis=In, preferred_element_type=jnp.int32).astype(jnp.float32)
-        return (product[Term, 0] + product[Term, 1] / FINE_STEPS) * scale
-
-    def _widen(self, x: NamedArray) -> NamedArray:
-        _, In = self.weight.axes
-        weight = self.weight.astype(jnp.bfloat16)
-        return hax.dot(x.astype(jnp.bfloat16), weight, axis=In, preferred_element_type=jnp.float32)
+        y = (product[Term, 0] + product[Term, 1] / FINE_STEPS) * scale * self.scale
+        return y if self.bias is None else y + self.bias
 
 
 def quantize_arrays(
-    config: ModelConfig, arrays: Iterable[tuple[str, NDArray[np.generic]]], quantization: Quantization, dtype: np.dtype[np.generic]
+    config: ModelConfig, arrays: Iterable[tuple[str, NDArray[np.generic]]], dtype: np.dtype[np.generic]
 ) -> Iterator[tuple[str, NDArray[np.generic]]]:
     """Float32 arrays of a model as they come: matrices small and with their scales, embeddings in `dtype`, the rest as it was.
 
     A head that shares the embedding's matrix becomes one of its own.
     """
-    stored, most = STORED[quantization]
     with ThreadPoolExecutor(2, thread_name_prefix="levserve-quantize") as pool:
         for name, array in arrays:
             is_head = name == "embed" and config.tied_head
             if name.rsplit(".", 1)[-1] in QUANTIZED or is_head:
-                weight, scale = _quantize_rows(array, stored, most, pool)
+                weight, scale = _quantize_rows(array, pool)
                 target = "head" if is_head else name
                 yield target, weight
                 yield f"{target}_scale", scale
@@ -91,19 +70,17 @@ def quantize_arrays(
                 yield name, array
 
 
-def _quantize_rows(
-    matrix: NDArray[np.generic], stored: np.dtype[np.generic], most: float, pool: ThreadPoolExecutor
-) -> tuple[NDArray[np.generic], NDArray[np.generic]]:
-    """The matrix as small numbers [out, in], and float32 [out]."""
-    small = np.empty(matrix.shape, stored)
+def _quantize_rows(matrix: NDArray[np.generic], pool: ThreadPoolExecutor) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
+    """int8 [out, in] and float32 [out]."""
+    small = np.empty(matrix.shape, np.int8)
     scale = np.empty(len(matrix), np.float32)
 
     def work(start: int) -> None:
         rows = np.asarray(matrix[start : start + ROWS_TOGETHER], np.float32)
         largest = np.maximum(np.maximum(rows.max(1), -rows.min(1)), SMALLEST)
-        scale[start : start + ROWS_TOGETHER] = largest / most
-        scaled = rows * (most / largest)[:, None]
-        small[start : start + ROWS_TOGETHER] = np.rint(scaled, out=scaled) if stored == np.int8 else scaled
+        scale[start : start + ROWS_TOGETHER] = largest / STEPS
+        scaled = rows * (STEPS / largest)[:, None]
+        small[start : start + ROWS_TOGETHER] = np.rint(scaled, out=scaled)
 
     for _ in pool.map(work, range(0, len(matrix), ROWS_TOGETHER)):
         pass

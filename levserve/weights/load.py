@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from levserve.errors import StartupError
 from levserve.model import cache
 from levserve.model.config import ModelConfig, parameter_shapes
-from levserve.model.quantize import Quantization, quantize_arrays
+from levserve.model.quantize import quantize_arrays
 from levserve.weights import gguf, hf, levanter
 from levserve.weights.gguf_config import read_gguf_config
 from levserve.weights.hf_config import read_hf_config
@@ -59,29 +59,29 @@ def read_config(path: Path, config_file: Path | None = None) -> ModelConfig:
 
 
 def load_arrays(
-    path: Path, config: ModelConfig, dtype: jnp.dtype, *, report: Callable[[str], None], quantization: Quantization | None = None
+    path: Path, config: ModelConfig, dtype: jnp.dtype, *, report: Callable[[str], None], is_quantized: bool = False
 ) -> dict[str, jax.Array]:
     """Every array of `parameter_shapes`, on the device: matrices in `dtype`, norms and biases in float32.
 
     The matrices of experts are in the type the KV pool is stored in, which may be the bits of `dtype`.
     """
     # Waiting keeps a slow transfer from holding several arrays on the host.
-    arrays = read_arrays(path, config, dtype, report=report, quantization=quantization)
+    arrays = read_arrays(path, config, dtype, report=report, is_quantized=is_quantized)
     return {name: jax.device_put(host).block_until_ready() for name, host in arrays}
 
 
 def read_arrays(
-    path: Path, config: ModelConfig, dtype: jnp.dtype, *, report: Callable[[str], None], quantization: Quantization | None = None
+    path: Path, config: ModelConfig, dtype: jnp.dtype, *, report: Callable[[str], None], is_quantized: bool = False
 ) -> Iterator[tuple[str, NDArray[np.generic]]]:
     """The same arrays one after another in the host's memory; touches no device, so any thread may call it.
 
     Matrices that are quantized are read in float32, one at a time.
     """
-    if quantization is None:
+    if not is_quantized:
         return _read_plain(path, config, dtype, report=report)
     if config.num_experts:
-        raise StartupError(f"{path}: --quantize {quantization} does not take a mixture of experts")
-    return quantize_arrays(config, _read_plain(path, config, jnp.dtype(jnp.float32), report=report), quantization, np.dtype(dtype))
+        raise StartupError(f"{path}: --quantize int8 does not take a mixture of experts")
+    return quantize_arrays(config, _read_plain(path, config, jnp.dtype(jnp.float32), report=report), np.dtype(dtype))
 
 
 def _read_plain(
