@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -152,55 +151,20 @@ def test_mistakes_get_the_openai_error_shape(client: openai.OpenAI, server: Serv
     assert server.call("/nowhere").body["error"]["type"] == "invalid_request_error"
 
 
-def test_a_drain_lets_a_stream_finish_and_exits_0() -> None:
-    with running_server("--model", str(GOLDEN / "llama"), "--max-running", "4", "--prefill-chunk", "16") as server:
-        body = {"model": "llama", "prompt": [5, 6], "max_tokens": 200, "ignore_eos": True}
-        replies: list[int] = []
-        asking = threading.Thread(target=lambda: replies.append(server.call("/v1/completions", body).body["usage"]["completion_tokens"]))
-        asking.start()
-        wait_until(lambda: server.metric("requests_running") == 1)
-        assert server.end(signal.SIGTERM) == 0
-        asking.join()
-    assert replies == [200]
-
-
-def test_a_full_queue_answers_429_with_retry_after() -> None:
+def test_a_full_queue_answers_429_and_a_drain_lets_a_request_finish() -> None:
     flags = ("--model", str(GOLDEN / "llama"), "--max-running", "1", "--max-waiting", "1", "--prefill-chunk", "16")
     with running_server(*flags) as server:
         body = {"model": "llama", "prompt": [5, 6], "max_tokens": 250, "ignore_eos": True}
         with ThreadPoolExecutor(12) as pool:
             replies = list(pool.map(lambda _: server.call("/v1/completions", body), range(12)))
-        statuses = [reply.status for reply in replies]
-        assert set(statuses) == {200, 429}
-        refused = replies[statuses.index(429)]
-        assert refused.body["error"]["code"] == "rate_limit_exceeded" and int(refused.headers["Retry-After"]) >= 1
-        assert server.call("/v1/completions", body | {"max_tokens": 2}).status == 200
-
-
-def test_a_dead_worker_ends_the_process_with_70() -> None:
-    with running_server("--model", str(GOLDEN / "llama"), "--max-running", "4", "--prefill-chunk", "16") as server:
-        children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
-        subprocess.run(["kill", "-KILL", *children], check=True)
-        assert server.process.wait(timeout=30) == 70
-
-
-def test_a_dead_device_thread_ends_the_process_with_70() -> None:
-    code = """
-import sys
-from levserve.cli import main
-from levserve.engine import startup
-
-def fail(engine, loaded):
-    engine.publish(loaded.model)
-    raise RuntimeError("the device is gone")
-
-startup.serve = fail
-sys.exit(main(sys.argv[1:]))
-"""
-    flags = ("--port", "0", "--model", str(GOLDEN / "llama"), "--max-running", "4", "--prefill-chunk", "16")
-    result = subprocess.run([sys.executable, "-c", code, *flags], capture_output=True, text=True, timeout=120)
-    assert result.returncode == 70, result.stderr
-    assert "the device is gone" in result.stderr
+            statuses = [reply.status for reply in replies]
+            assert set(statuses) == {200, 429}
+            refused = replies[statuses.index(429)]
+            assert refused.body["error"]["code"] == "rate_limit_exceeded" and int(refused.headers["Retry-After"]) >= 1
+            last = pool.submit(server.call, "/v1/completions", body)
+            wait_until(lambda: server.metric("requests_running") == 1)
+            assert server.end(signal.SIGTERM) == 0
+            assert last.result().body["usage"]["completion_tokens"] == 250
 
 
 def run_cli(*flags: str) -> subprocess.CompletedProcess[str]:
