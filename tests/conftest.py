@@ -18,6 +18,8 @@ from tests.units import find_analyzer
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
+# The tiny models of this process take longer to compile than to run; servers that tests start compile as users' do.
+os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
 
 GOLDEN = Path(__file__).parent / "golden"
 FAMILIES = (

@@ -39,10 +39,10 @@ MODEL = "toy"
 TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}{% if add_generation_prompt %}t9{% endif %}"
 
 
-def load_toy_tokenizer() -> Tokenizer:
+def load_toy_tokenizer(template: str = TEMPLATE) -> Tokenizer:
     backend = tokenizers.Tokenizer.from_file(str(GOLDEN / "tokenizer.json"))
     special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
-    return Tokenizer(backend, eos_ids=frozenset((2,)), chat_template=TEMPLATE, **special)
+    return Tokenizer(backend, eos_ids=frozenset((2,)), chat_template=template, **special)
 
 
 class Row:
@@ -207,7 +207,7 @@ class TellingDevice(FakeDevice):
 
 
 def start_fake_device(settings: Settings, engine: Engine) -> threading.Thread:
-    """As the real one; the name to serve under may order a start that fails, or one that never ends."""
+    """As the real one; the name to serve under may order a start that fails, one that never ends, or a template of a megabyte."""
     match settings.served_model_name:
         case "broken":
             raise ConfigError("the model is broken")
@@ -215,6 +215,8 @@ def start_fake_device(settings: Settings, engine: Engine) -> threading.Thread:
             thread = threading.Thread(target=_find_nothing)
         case "endless":
             thread = threading.Thread(target=threading.Event().wait, daemon=True)
+        case "talkative":
+            thread = TellingDevice(engine, load_toy_tokenizer(TEMPLATE + "{#" + "x" * 1_000_000 + "#}"))
         case _:
             thread = TellingDevice(engine)
     thread.start()

@@ -66,7 +66,7 @@ class Server:
 def running_server(*flags: str, **variables: str) -> Iterator[Server]:
     """Starts `levserve` on a free port and waits until it says it is ready; kills it afterwards if nothing else did."""
     command = [sys.executable, "-m", "levserve.cli", "--port", "0", "--cache-dir", str(cache_folder()), *flags]
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(("LEVSERVE_", "LEVANTER_"))}
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("LEVSERVE_", "LEVANTER_", "XLA_"))}
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environ | variables)
     server = Server(process)
     is_ready = threading.Event()

@@ -48,6 +48,7 @@ BOTH: dict[str, Any] = {
     "ignore_eos": True,
     "min_tokens": 2,
     "skip_special_tokens": {"ignore_eos": True, "skip_special_tokens": False},
+    "timeout": 1000,
 }
 VALUES: dict[str, dict[str, Any]] = {
     TEXT: BOTH | {"prompt": "t18", "logprobs": 1, "echo": True, "best_of": 2, "add_special_tokens": False},
@@ -71,15 +72,16 @@ VALUES: dict[str, dict[str, Any]] = {
         "pooling": "last",
         "add_special_tokens": False,
         "truncate_prompt_tokens": 1,
+        "timeout": 1000,
     },
-    SCORE: {"prompts": ["t18"], "continuations": [" t19"], "model": "other", "details": True},
+    SCORE: {"prompts": ["t18"], "continuations": [" t19"], "model": "other", "details": True, "timeout": 1000},
 }
 UNSEEN = {"add_special_tokens"}  # the toy tokenizer adds none; tests of the tokenizer show the effect
 
 
 @pytest.fixture(scope="module")
 def app() -> Iterator[App]:
-    with serving(obeys=False) as app:
+    with serving(obeys=False, request_timeout=0.0) as app:
         yield app
 
 
@@ -87,7 +89,10 @@ def outcome(app: App, path: str, fields: dict[str, Any]) -> tuple[Any, ...]:
     """What the device is asked and what the client gets, less what differs from one request to the next."""
     before = len(app.device.requests)
     reply = app.post(path, BODIES[path] | fields)
-    asked = [dataclasses.replace(request, request_id="", deadline=None) for request in app.device.requests[before:]]
+    asked = [
+        dataclasses.replace(request, request_id="", shares_prompt_of=None, deadline=None if request.deadline is None else 1.0)
+        for request in app.device.requests[before:]
+    ]
     body = json.loads(reply.text) if reply.is_json else [reply.text.count("data: "), "usage" in reply.text]
     if isinstance(body, dict):
         body = {name: value for name, value in body.items() if name not in ("id", "created", "timings")} | {"timed": "timings" in body}

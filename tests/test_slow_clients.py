@@ -35,7 +35,7 @@ def server() -> Iterator[ServerProcess]:
 @pytest.fixture(scope="module")
 def patient_server() -> Iterator[ServerProcess]:
     """The limits as they are unless someone changes them."""
-    with ServerProcess("--max-running", "2", "--max-waiting", "2", "--max-sockets", "0") as process:
+    with ServerProcess("--max-running", "2", "--max-waiting", "2", "--max-sockets", "0", "--served-model-name", "talkative") as process:
         yield process.wait_ready()
 
 
@@ -193,7 +193,8 @@ def test_one_byte_readers_are_cut_too(server: ServerProcess) -> None:
 def test_when_no_thread_is_free_health_is_answered_and_the_rest_is_refused_by_the_main_loop(patient_server: ServerProcess) -> None:
     server = patient_server
     with ExitStack() as held:
-        stuck = held.enter_context(crowd(server, post("/apply_template", BIG), NUM_THREADS, is_small=True))
+        # An answer of a megabyte that needs no place in the queue, so that every thread can be held by one.
+        stuck = held.enter_context(crowd(server, b"GET /tokenizer_info HTTP/1.1\r\nHost: x\r\n\r\n", NUM_THREADS, is_small=True))
         assert all(client.recv(1) for client in stuck)
         waiting = held.enter_context(crowd(server, b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n", NUM_QUEUED))
         check_speed(server, "/healthz", "/readyz", "/metrics")
