@@ -35,7 +35,12 @@ def _run(settings: Settings) -> int:
     from levserve.weights.source import check_source
 
     start_logging(settings.log_level, settings.log_format)
-    check_source(settings)
+    if settings.has_several:
+        from levserve.weights.catalogue import check_models
+
+        check_models(settings)
+    else:
+        check_source(settings)
     if settings.faults:
         _announce_faults(settings.faults)
     settings = resolve_rows(settings)

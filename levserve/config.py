@@ -15,7 +15,7 @@ import os
 import re
 import sys
 from argparse import SUPPRESS, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -24,7 +24,9 @@ import configargparse
 
 from levserve import __version__
 from levserve.errors import ConfigError
-from levserve.setting import ENV_PREFIX, NAME, ORIGINS, PATH, SEED, SWITCH, TEXT, Setting, integer, one_of, real, setting, size
+from levserve.setting import (
+    ENV_PREFIX, NAME, ORIGINS, PATH, SEED, SWITCH, TEMPERATURE, TEXT, Setting, integer, one_of, real, setting, size,
+)  # fmt: skip
 
 CONFIG_VARIABLE = f"{ENV_PREFIX}CONFIG"
 FAULTS_VARIABLE = f"{ENV_PREFIX}FAULTS"  # for tests, so neither a flag nor a key of the file; see engine/faults.py
@@ -37,6 +39,12 @@ SECTIONS = {
     "limits": "what it refuses",
     "log": "what it tells",
 }
+MODEL_SECTION = "model."
+"""[model.NAME] is one of several models; what it does not set of SHARED_SETTINGS it has from [model] and the others."""
+OWN_SETTINGS = (
+    "model", "hf_checkpoint", "checkpoint_path", "model_config", "revision", "tokenizer", "chat_template", "served_model_name",
+)  # fmt: skip
+SHARED_SETTINGS = ("model_store", "dtype", "quantize", "max_seq_len", "load", "kv_memory", "kv_pages")
 DESCRIPTION = """\
 Serves a language model over the OpenAI HTTP API.
 
@@ -96,6 +104,14 @@ class Settings:
     dtype: str = setting("model", one_of("auto", "float32", "bfloat16"), "auto", "Number format to compute in.")
     quantize: str = setting("model", one_of("none", "int8"), "none", "Keep the matrices in eight bits; for CPUs.")
     max_seq_len: int = setting("model", integer(0), 0, "Most tokens in prompt and answer; 0: the model's own limit, or what memory allows.")
+    default_max_tokens: int = setting(
+        "model", integer(0), 0, "Tokens for a request that names no limit; 0: OpenAI's, 16 for a completion, all that fit for a chat."
+    )
+    default_temperature: float | None = setting("model", TEMPERATURE, None, "For a request that names none; empty: OpenAI's, which is 1.")
+    models_dir: str = setting("model", PATH, "", "Folder, or address, of which every model can be asked for by its name.")
+    load: str = setting(
+        "model", one_of("first-use", "start"), "first-use", "When one of several models is loaded; the default one is at the start."
+    )
     cache_dir: str = setting(
         "model", PATH, "", "Where downloads and compiled programs are kept; empty: $XDG_CACHE_HOME/levserve or ~/.cache/levserve."
     )
@@ -106,6 +122,8 @@ class Settings:
     page_size: int = setting("engine", one_of(4, 8, 16, 32, 64, 128, 256), 32, "Tokens in one page of the KV cache.")
     kv_memory: int = setting("engine", size(0), 0, "Memory for the KV cache; 0: sized from the machine.")
     kv_pages: int = setting("engine", integer(0), 0, "Pages of the KV cache, instead of --kv-memory; 0: sized from the machine.")
+    models_memory: int = setting("engine", size(0), 0, "Most that several models may take, weights and KV; 0: 9/10 of what is free.")
+    max_loaded_models: int = setting("engine", integer(0), 0, "Most models loaded at a time; 0: as many as there is memory for.")
     round_steps: int = setting("engine", integer(0), 0, "Decode steps in one device round; 0: 1 on CPU, 8 on an accelerator.")
     prefill_chunk: int = setting("engine", integer(0), 0, "Most prompt tokens in a device call; 0: 128 on CPU, 4096 on an accelerator.")
     inter_token_goal_ms: float = setting(
@@ -133,6 +151,8 @@ class Settings:
     vllm_metrics: bool = setting("log", SWITCH, False, "Export metrics under vLLM's names too, for dashboards made for it.")
     tracing: str = setting("log", one_of("off", "otlp", "console"), "off", "Where OpenTelemetry spans go; OTEL_ variables apply.")
 
+    models: Mapping[str, Settings] = field(default_factory=dict)
+    """Of the sections [model.NAME], by the name that requests call the model."""
     dry_run: bool = False
     faults: str = ""
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
@@ -148,6 +168,16 @@ class Settings:
     def admin_keys(self) -> tuple[str, ...]:
         """Every key that lets in to /admin; none closes it."""
         return (self.admin_key, *self.admin_file_keys) if self.admin_key else self.admin_file_keys
+
+    @property
+    def has_several(self) -> bool:
+        """Whether requests may choose between models."""
+        return bool(self.models or self.models_dir)
+
+    def for_model(self, name: str, **own: Any) -> Settings:
+        """The settings of one of several models: nothing that was meant for another model, and what is given here."""
+        fresh = {s.name: s.default for s in SETTINGS if s.name in OWN_SETTINGS}
+        return replace(self, **{**fresh, "served_model_name": name, **own, "models": {}, "models_dir": ""})
 
     @property
     def cache_path(self) -> Path:
@@ -202,7 +232,14 @@ class _Parser(configargparse.ArgumentParser):  # type: ignore[misc]
 
 
 class _SettingsFile(configargparse.ConfigFileParser):  # type: ignore[misc]
-    """The ini dialect: each known key once, in its own section; `%`, `#` and `:` inside a value stand for themselves."""
+    """The ini dialect: each known key once, in its own section; `%`, `#` and `:` inside a value stand for themselves.
+
+    `models` are the sections of single models, which are kept apart.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.models: dict[str, dict[str, str]] = {}
 
     def parse(self, stream: Path) -> dict[str, str]:
         # No header can be empty, so no section spreads its keys over the others as configparser's [DEFAULT] would.
@@ -214,11 +251,14 @@ class _SettingsFile(configargparse.ConfigFileParser):  # type: ignore[misc]
         except configparser.Error as error:
             raise ConfigError(f"{stream}, {_explain_ini(error)}") from None
         for section in ini.sections():
-            if section not in SECTIONS:
+            name = section.removeprefix(MODEL_SECTION)
+            if section not in SECTIONS and (name == section or not name.strip()):
                 raise ConfigError(f"{stream}: unknown section [{section}]{_hint(section.lower(), SECTIONS)}")
             for key, text in ini.items(section):
                 _check_entry(f"{stream}, [{section}] {key}", section, key, text)
-        return {key: text for section in ini.sections() for key, text in ini.items(section)}
+            if section not in SECTIONS:
+                self.models[name] = dict(ini.items(section))
+        return {key: text for section in ini.sections() if section in SECTIONS for key, text in ini.items(section)}
 
 
 def _explain_ini(error: configparser.Error) -> str:
@@ -238,7 +278,10 @@ def _explain_ini(error: configparser.Error) -> str:
 def _check_entry(place: str, section: str, key: str, text: str) -> None:
     if key not in BY_KEY:
         raise ConfigError(f"{place}: unknown key{_hint(key.replace('_', '-'), BY_KEY)}")
-    if BY_KEY[key].section != section:
+    if section not in SECTIONS:
+        if BY_KEY[key].name not in (*OWN_SETTINGS, *SHARED_SETTINGS):
+            raise ConfigError(f"{place}: this key is for all models together and belongs in [{BY_KEY[key].section}]")
+    elif BY_KEY[key].section != section:
         raise ConfigError(f"{place}: this key belongs in [{BY_KEY[key].section}]")
     if "\n" in text:
         raise ConfigError(f"{place}: the value goes on over an indented line; begin each key at the left margin")
@@ -251,7 +294,7 @@ def _hint(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {nearest[0]}?" if nearest else ""
 
 
-def _build_parser() -> _Parser:
+def _build_parser(file: _SettingsFile) -> _Parser:
     parser = _Parser(
         prog="levserve",
         usage="levserve [--config FILE] [--OPTION VALUE ...]",
@@ -260,7 +303,7 @@ def _build_parser() -> _Parser:
         allow_abbrev=False,
         add_config_file_help=False,
         add_env_var_help=False,
-        config_file_parser_class=_SettingsFile,
+        config_file_parser_class=file,
         config_file_open_func=Path,  # the file is read in `parse`; configargparse would word a failure to open its own way
     )
     config_help = f"Read settings from this ini file. [env {CONFIG_VARIABLE}]"
@@ -279,7 +322,8 @@ def _build_parser() -> _Parser:
 
 def _read_options(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[Namespace, dict[str, str]]:
     """What was given, as text, and the source of each; a setting that nobody gave is in neither."""
-    parser = _build_parser()
+    file = _SettingsFile()
+    parser = _build_parser(file)
     is_other_key = not environ.get(KEY_VARIABLE) and bool(environ.get(OTHER_KEY_VARIABLE))
     env_vars = {**environ, KEY_VARIABLE: environ[OTHER_KEY_VARIABLE]} if is_other_key else environ
     try:
@@ -297,6 +341,7 @@ def _read_options(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[Name
     if options.config == "":
         raise ConfigError(f"--config: the path is empty ({sources['config']})")
     _check_environment(environ)
+    options.models = file.models
     return options, sources
 
 
@@ -335,6 +380,29 @@ def _make_settings(options: Namespace, sources: dict[str, str]) -> Settings:
     if settings.admin_key_file:
         keys = _read_keys("--admin-key-file", settings.admin_key_file, sources["admin_key_file"])
         settings = replace(settings, admin_file_keys=keys)
+    settings = _settle(settings, given.keys())
+    return replace(settings, models=_make_models(options.models, settings, f"file {options.config}")) if options.models else settings
+
+
+def _make_models(sections: Mapping[str, Mapping[str, str]], settings: Settings, source: str) -> dict[str, Settings]:
+    """The settings of each [model.NAME]. One that does not say where its model is has it under its own name."""
+    models: dict[str, Settings] = {}
+    for name, texts in sections.items():
+        place = f"{source}, [{MODEL_SECTION}{name}]"
+        given = {BY_KEY[key].name: _read_value(BY_KEY[key], text, f"{place} {key}") for key, text in texts.items()}
+        if "kv_memory" in given or "kv_pages" in given:
+            given = {"kv_memory": 0, "kv_pages": 0, **given}
+        own = settings.for_model(name, **{"model": name, **given})
+        own = _settle(replace(own, sources={**settings.sources, **dict.fromkeys(given, place)}), given.keys())
+        if own.served_model_name in models:
+            raise ConfigError(f"{place}: another model is called {own.served_model_name!r} already")
+        models[own.served_model_name] = own
+    return models
+
+
+def _settle(settings: Settings, given: Collection[str]) -> Settings:
+    """One name for where the model is; raises `ConfigError` for settings that exclude each other."""
+    sources = settings.sources
     if settings.kv_memory and settings.kv_pages:
         raise ConfigError(_both("kv_memory", "kv_pages", settings))
     for other in ("model", "hf_checkpoint"):
@@ -353,7 +421,8 @@ def _read_value(s: Setting, text: str, source: str) -> Any:
     try:
         return s.kind.read(text)
     except (ValueError, KeyError):
-        place = f"{source}, [{s.section}] {s.key}" if source.startswith("file ") else source
+        is_placed = not source.startswith("file ") or f", [{MODEL_SECTION}" in source
+        place = source if is_placed else f"{source}, [{s.section}] {s.key}"
         raise ConfigError(f"{s.flag} must be {s.kind.words}, not {'***' if s.secret else repr(text)} ({place})") from None
 
 
@@ -389,4 +458,9 @@ def _format_settings(settings: Settings) -> str:
         for s in _settings_of(section):
             _, value, source = described[s.name]
             lines.append(f"{s.key:{key_width}} = {value:{value_width}}  ({source})")
+    for name, model in settings.models.items():
+        lines.append(f"[{MODEL_SECTION}{name}]")
+        for s in SETTINGS:
+            if s.name in (*OWN_SETTINGS, *SHARED_SETTINGS) and getattr(model, s.name) != getattr(settings, s.name):
+                lines.append(f"{s.key:{key_width}} = {s.show(getattr(model, s.name))}")
     return "\n".join(lines)

@@ -58,7 +58,7 @@ def serve(settings: Settings, start_device: StartDevice) -> NoReturn:
     url = _url(listener)
     signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0))  # until gunicorn listens for it; there is nothing to end yet
     log_settings({row.name: (row.value, row.source) for row in settings.describe()})
-    log.info("listening on %s, loading %s", url, settings.model)
+    log.info("listening on %s, loading %s", url, "the first of several models" if settings.has_several else settings.model)
     Application(settings, listener, url, start_device, supervision, max_connections).run()
     raise AssertionError("the arbiter ends with SystemExit")
 

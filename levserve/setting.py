@@ -137,6 +137,12 @@ NAME = Kind("text that is not empty", "NAME", _read_name)
 PATH = Kind("a path or a name", "PATH", os.path.expanduser)  # the shell expands ~ for a flag, nobody does for the file
 SWITCH = Kind("true or false", "true|false", _read_switch, lambda value: str(value).lower())
 ORIGINS = Kind("* or origins such as https://example.org, separated by spaces", "ORIGINS", _read_origins, " ".join)
+TEMPERATURE: Kind[float | None] = Kind(
+    "a number from 0 to 2, or empty",
+    "X",
+    lambda text: _bounded("a number", "X", float, 0.0, 2.0).read(text) if text else None,
+    lambda value: "" if value is None else str(value),
+)
 SEED: Kind[int | None] = Kind(
     f"an integer from 0 to {MAX_SEED}, or empty",
     "N",

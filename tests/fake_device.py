@@ -25,6 +25,7 @@ import tokenizers
 from levserve import cli
 from levserve.config import Settings
 from levserve.engine.engine import Cancel, Drain, Engine, ServedModel, Stop, Submit
+from levserve.engine.library import Resident
 from levserve.errors import ConfigError
 from levserve.schedule.request import FinishReason, GenerationRequest, PooledHidden, TokenBatch, TokenLogprob
 from levserve.text.tokenizer import Tokenizer
@@ -136,7 +137,7 @@ class FakeDevice(threading.Thread):
         self._drain_deadline: float | None = None
         engine.metrics.kv_pages_total.set(16)
         engine.metrics.model_info.labels(MODEL, 4, 16).set(1)
-        engine.publish(ServedModel(MODEL, self._tokenizer, MAX_SEQ_LEN, HIDDEN_SIZE, 1700000000))
+        engine.publish(Resident(model=ServedModel(MODEL, self._tokenizer, MAX_SEQ_LEN, HIDDEN_SIZE, 1700000000)))
 
     def tell(self, event: str, request_id: str = "") -> None:
         self.events.put((event, request_id))

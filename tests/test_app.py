@@ -11,6 +11,7 @@ from werkzeug.test import TestResponse
 
 from levserve.config import Settings
 from levserve.engine.engine import Engine, ServedModel, Stop
+from levserve.engine.library import Resident
 from levserve.errors import DeadlineExceeded
 from levserve.metrics import Metrics
 from levserve.web.app import create_app
@@ -182,7 +183,7 @@ def test_a_device_that_has_work_and_does_not_move_is_stalled_until_it_moves(
     age = AGE
     monkeypatch.setattr(engine, "heartbeat_age", lambda: age)
     assert client.get("/healthz").status_code == 200, "a compile while loading may take long"
-    engine.publish(ServedModel("toy", load_toy_tokenizer(), 64, 4, 0))
+    engine.publish(Resident(model=ServedModel("toy", load_toy_tokenizer(), 64, 4, 0)))
     assert client.get("/healthz").status_code == 200, "nobody waits for an idle device"
     engine.beat(is_busy=True)
     health, ready = client.get("/healthz"), client.get("/readyz")
@@ -256,5 +257,5 @@ def test_the_front_page_and_the_metrics_can_be_read(client: FlaskClient, device:
     assert 'levserve_phase{phase="ready"} 1.0' in metrics.text
     assert client.get("/v1/models").json == {
         "object": "list",
-        "data": [{"id": "toy", "object": "model", "created": 1700000000, "owned_by": "levserve", "max_model_len": 64}],
+        "data": [{"id": "toy", "object": "model", "created": 1700000000, "owned_by": "levserve", "max_model_len": 64, "status": "loaded"}],
     }

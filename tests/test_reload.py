@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from levserve.engine.engine import Reloaded
+from levserve.engine.library import Resident
 from levserve.engine.reload import check_memory, host_leaves
 from levserve.errors import ConfigError, StartupError
 from levserve.model.decoder import Decoder
@@ -253,7 +254,8 @@ class StandIn:
 def test_a_reload_for_a_signal_runs_beside_and_ends_whatever_happens(refusal: Exception | None) -> None:
     with serving() as app:
         engine, reloader = app.device._engine, StandIn(refusal)
-        engine.reloader = reloader  # type: ignore[assignment]
+        model = engine.model
+        engine.library.put(Resident(model=model, reloader=reloader))  # type: ignore[arg-type]
         engine.begin_reload().join(timeout=10)
         assert len(reloader.asked) == 1 and app.complete("t17", max_tokens=2)["choices"][0]["text"] == " t18 t19"
 

@@ -11,20 +11,34 @@ import threading
 
 import jax
 
+from levserve.engine.library import LOADER_THREAD
 from levserve.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
 COMPILER_THREAD = "levserve-compile"
+BACKGROUND_THREADS = (COMPILER_THREAD, LOADER_THREAD)
 COMPILED = "/jax/core/compile/backend_compile_duration"  # also when it was found on disk
 CACHE_HIT = "/jax/compilation_cache/cache_hits"
 CACHE_MISS = "/jax/compilation_cache/cache_misses"
 
 
+_listening: dict[Metrics, Compiles] = {}
+
+
+def listen(metrics: Metrics) -> Compiles:
+    """One listener however many models are loaded: each compile counts once. Everyone who gets it calls `stop`."""
+    compiles = _listening.get(metrics) or Compiles(metrics)
+    _listening[metrics] = compiles
+    compiles.num_users += 1
+    return compiles
+
+
 class Compiles:
-    """Listens from its making until `stop`. jax calls on the thread that compiles."""
+    """Listens from its making until the last `stop`. jax calls on the thread that compiles."""
 
     def __init__(self, metrics: Metrics) -> None:
+        self.num_users = 0
         self._metrics = metrics
         self._is_ready = False
         jax.monitoring.register_event_duration_secs_listener(self._on_duration)
@@ -34,6 +48,10 @@ class Compiles:
         self._is_ready = True
 
     def stop(self) -> None:
+        self.num_users -= 1
+        if self.num_users:
+            return
+        del _listening[self._metrics]
         jax.monitoring.unregister_event_duration_listener(self._on_duration)
         jax.monitoring.unregister_event_listener(self._on_event)
 
@@ -55,4 +73,4 @@ class Compiles:
     def _when(self) -> str:
         if not self._is_ready:
             return "startup"
-        return "background" if threading.current_thread().name == COMPILER_THREAD else "serving"
+        return "background" if threading.current_thread().name in BACKGROUND_THREADS else "serving"

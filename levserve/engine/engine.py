@@ -18,15 +18,17 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from levserve.engine.admission import Admission, Reservation
+from levserve.engine.library import Library, Resident
 from levserve.engine.stream import TokenStream
-from levserve.errors import ServeError, StartupError, Unavailable
+from levserve.errors import BadRequest, ServeError, StartupError, Unavailable
 from levserve.metrics import Metrics
 from levserve.schedule.request import FinishReason, GenerationRequest
 
 if TYPE_CHECKING:
     import jax
 
-    from levserve.engine.reload import Reloader
+    from levserve.engine.runner import Runner
+    from levserve.engine.startup import Loaded
     from levserve.text.tokenizer import Tokenizer
 
 
@@ -42,7 +44,7 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What HTTP threads need to know of the model; published when it is ready."""
+    """What HTTP threads need to know of a model; published when it is ready."""
 
     name: str
     tokenizer: Tokenizer
@@ -59,6 +61,7 @@ class Submit:
     stream: TokenStream
     index: int
     arrival: float
+    model: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,7 @@ class Drain:
 class Reload:
     """Serve with these weights, the model's leaves on the host, from the next round on; `done` gets the seconds it took."""
 
+    model: str
     leaves: Sequence[jax.Array]
     done: Future[float]
 
@@ -99,11 +103,26 @@ class Reloaded:
 
 
 @dataclass(frozen=True, slots=True)
+class Attach:
+    """Serve this model too, from the next round on."""
+
+    loaded: Loaded
+
+
+@dataclass(frozen=True, slots=True)
+class Detach:
+    """Serve this model no more; `done` gets what it had on the device, which nobody uses any longer."""
+
+    model: str
+    done: Future[Runner]
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """Leave: every HTTP thread has gone."""
 
 
-Message = Submit | Cancel | Drain | Reload | Stop
+Message = Submit | Cancel | Drain | Reload | Attach | Detach | Stop
 
 
 class Engine:
@@ -118,8 +137,10 @@ class Engine:
         self.metrics = metrics
         self.max_inflight = max_inflight
         self.admission = Admission(max_inflight, max_tokens, metrics)
+        self.library = Library(metrics, self._note_models)
         self.progress = "starting"
-        self.reloader: Reloader | None = None
+        self._has_own_limit = max_tokens > 0
+        self._max_guess = 0
         self._stall_seconds = stall_seconds
         self._is_busy = False
         self._model: ServedModel | None = None
@@ -136,10 +157,14 @@ class Engine:
 
     @property
     def model(self) -> ServedModel:
-        """The served model; raises `Unavailable` until it is ready."""
+        """The model that was loaded first; raises `Unavailable` until it is ready."""
         if self._model is None:
             raise Unavailable(f"The model is still loading ({self.progress}).", retry_after_seconds=5.0)
         return self._model
+
+    def require_model(self) -> None:
+        """Raises `Unavailable` until the first model is ready."""
+        self.model
 
     def heartbeat_age(self) -> float:
         return time.monotonic() - self._last_beat
@@ -153,18 +178,19 @@ class Engine:
     def reserve(self, body_bytes: int = 0) -> Reservation:
         """Takes one place for a body of this size, or raises `Overloaded` or `Unavailable` at once."""
         self._require_ready()
-        return self.admission.reserve(body_bytes, self.model.max_seq_len)
+        return self.admission.reserve(body_bytes, self._max_guess)
 
-    def submit(self, requests: Sequence[GenerationRequest]) -> TokenStream:
-        """Hands the sequences of one HTTP request to the device thread.
+    def submit(self, requests: Sequence[GenerationRequest], model: ServedModel | None = None) -> TokenStream:
+        """Hands the sequences of one HTTP request to the device thread, for the model that was loaded first or for another.
 
-        The caller holds a place for each, reads the stream to its end or closes it.
+        The caller holds a place for each and a loan of the model, reads the stream to its end or closes it.
         """
         self._require_ready()
         arrival = time.monotonic()
+        name = (model or self.model).name
         stream = TokenStream([request.request_id for request in requests], self._cancel)
         for index, request in enumerate(requests):
-            self.inbox.put(Submit(request, stream, index, arrival))
+            self.inbox.put(Submit(request, stream, index, arrival, name))
         return stream
 
     def begin_drain(self, deadline: float) -> None:
@@ -172,20 +198,33 @@ class Engine:
         if self._phase is not Phase.FAILED:
             self._phase = Phase.DRAINING
         self.inbox.put(Drain(deadline))
+        self.library.close()
 
-    def reload(self, *, model: str = "", checkpoint_path: str = "", revision: str = "") -> Reloaded:
-        """Reads weights on the calling thread and has them swapped in; raises and changes nothing if they do not fit."""
+    def reload(self, name: str = "", *, model: str = "", checkpoint_path: str = "", revision: str = "") -> Reloaded:
+        """Reads weights on the calling thread and has them swapped in; raises and changes nothing if they do not fit.
+
+        `name` says which of the loaded models gets them, where there are several.
+        """
         self._require_ready()
-        if self.reloader is None:
-            raise Unavailable("This server cannot reload.", retry_after_seconds=60.0)
-        return self.reloader.reload(model=model, checkpoint_path=checkpoint_path, revision=revision)
+        loaded = self.library.loaded_names()
+        if not name and len(loaded) > 1:
+            raise BadRequest(f"Several models are loaded; say in 'name' which one to reload: {', '.join(loaded)}.", param="name")
+        with self.library.borrow(name or next(iter(loaded), None), loads=False) as loan:
+            reloader = loan.resident.reloader
+            if reloader is None:
+                raise Unavailable("This server cannot reload.", retry_after_seconds=60.0)
+            return reloader.reload(model=model, checkpoint_path=checkpoint_path, revision=revision)
 
     def begin_reload(self) -> threading.Thread:
-        """Reloads on a thread of its own, for a signal; the outcome is in the log."""
+        """Reloads what is loaded on a thread of its own, for a signal; the outcome is in the log."""
 
         def work() -> None:
+            for name in self.library.loaded_names() or [""]:
+                reload(name)
+
+        def reload(name: str) -> None:
             try:
-                self.reload()
+                self.reload(name)
             except StartupError:
                 pass  # told already
             except ServeError as error:
@@ -199,7 +238,9 @@ class Engine:
 
     def stop(self) -> None:
         """Lets the device thread leave; call it when no HTTP thread can submit any more."""
+        self.library.close()
         self.inbox.put(Stop())
+        self.library.join()
 
     def wait_ready(self, timeout_seconds: float) -> bool:
         """Whether the model became ready, or loading ended otherwise, within the time."""
@@ -210,10 +251,10 @@ class Engine:
         self._last_beat = time.monotonic()
         self._is_busy = is_busy
 
-    def publish(self, model: ServedModel, max_tokens: int = 0) -> None:
-        """`max_tokens` bounds the tokens of admitted work where the operator did not; 0: what every place may take."""
-        self._model = model
-        self.admission.max_tokens = self.admission.max_tokens or max_tokens or self.max_inflight * model.max_seq_len
+    def publish(self, resident: Resident) -> None:
+        """The first model is loaded: requests may come."""
+        self._model = resident.model
+        self.library.put(resident)
         self.beat()
         if self._phase is Phase.LOADING:
             self._phase = Phase.READY
@@ -222,6 +263,15 @@ class Engine:
     def fail(self) -> None:
         self._phase = Phase.FAILED
         self._ready.set()
+
+    def _note_models(self, residents: Sequence[Resident]) -> None:
+        """Bounds the tokens of admitted work by what the loaded models may take, where the operator did not bound them."""
+        if not residents:
+            return  # whoever comes next has one loaded
+        self._max_guess = max(resident.model.max_seq_len for resident in residents)
+        if not self._has_own_limit:
+            limits = (resident.max_tokens or self.max_inflight * resident.model.max_seq_len for resident in residents)
+            self.admission.max_tokens = sum(limits)
 
     def _is_in(self, phase: Phase) -> float:
         return float(self._phase is phase)

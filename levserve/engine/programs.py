@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from levserve.engine.batch import NUM_COLUMNS
-from levserve.engine.compiles import COMPILER_THREAD, Compiles
+from levserve.engine.compiles import COMPILER_THREAD, listen
 from levserve.engine.rounds import Arrays, Skeleton, State, decode_round, fill_pages, fork_slot, prefill_chunk, set_memory
 from levserve.engine.sizing import Sizes
 from levserve.metrics import Metrics
@@ -62,7 +62,7 @@ class Programs:
         self._state = jax.tree.map(_aval, state)
         self._skeleton = skeleton
         self._sizes = sizes
-        self._compiles = Compiles(metrics)
+        self._compiles = listen(metrics)
         self._ready: dict[Shape, RoundCall] = {}
         self._cold: queue.SimpleQueue[Shape] = queue.SimpleQueue()
         self._stopping = threading.Event()

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from levserve.config import Settings
-from levserve.engine.engine import Engine, Reload, Reloaded
+from levserve.engine.engine import Engine, Reload, Reloaded, ServedModel
 from levserve.engine.probe import largest_difference, mean, probe_request
 from levserve.engine.sizing import free_memory
 from levserve.errors import Conflict, StartupError
@@ -49,9 +49,10 @@ class Origin:
 class Reloader:
     """Knows what is served and from where. One reload at a time; a second is refused."""
 
-    def __init__(self, engine: Engine, origin: Origin) -> None:
+    def __init__(self, engine: Engine, origin: Origin, model: ServedModel) -> None:
         self._engine = engine
         self._origin = origin
+        self._model = model
         self._turn = threading.Lock()
 
     def reload(self, *, model: str = "", checkpoint_path: str = "", revision: str = "") -> Reloaded:
@@ -62,18 +63,23 @@ class Reloader:
             reloaded = self._reload(self._settings_for(model, checkpoint_path, revision))
         except StartupError as error:
             self._engine.metrics.reloads.labels("refused").inc()
-            log.warning("reload refused, the old weights go on serving: %s", error)
+            log.warning("%s: reload refused, the old weights go on serving: %s", self._model.name, error)
             raise
         finally:
             self._engine.progress = "ready"
             self._turn.release()
         self._engine.metrics.reloads.labels("done").inc()
         log.info(
-            "reloaded %s in %.1f s, swapped in %.2f s: the probe's log-probabilities differ by up to %.4f (mean %.4f, before %.4f)",
-            reloaded.path, reloaded.load_seconds, reloaded.swap_seconds, reloaded.max_logprob_difference,
+            "%s: reloaded %s in %.1f s, swapped in %.2f s: the probe's log-probabilities differ by up to %.4f (mean %.4f, before %.4f)",
+            reloaded.model, reloaded.path, reloaded.load_seconds, reloaded.swap_seconds, reloaded.max_logprob_difference,
             reloaded.mean_logprob, reloaded.mean_logprob_before,
         )  # fmt: skip
         return reloaded
+
+    def close(self) -> None:
+        """The model is unloaded: the cache may drop its files."""
+        if self._origin.files.lease is not None:
+            self._origin.files.lease.close()
 
     def _settings_for(self, model: str, checkpoint_path: str, revision: str) -> Settings:
         settings = replace(self._origin.settings, revision=revision or self._origin.settings.revision)
@@ -100,14 +106,14 @@ class Reloader:
         loaded = time.monotonic()
         before = self._probe()
         done: Future[float] = Future()
-        self._engine.inbox.put(Reload(leaves, done))
+        self._engine.inbox.put(Reload(self._model.name, leaves, done))
         del leaves
         swap_seconds = done.result()
         after = self._probe()
         old, self._origin = self._origin, replace(self._origin, settings=settings, files=files)
         self._let_go(old.files)
         return Reloaded(
-            model=self._engine.model.name, path=str(files.path), load_seconds=loaded - start, swap_seconds=swap_seconds,
+            model=self._model.name, path=str(files.path), load_seconds=loaded - start, swap_seconds=swap_seconds,
             probe_tokens=len(after), max_logprob_difference=largest_difference(before, after),
             mean_logprob=mean(after), mean_logprob_before=mean(before),
         )  # fmt: skip
@@ -120,7 +126,7 @@ class Reloader:
 
     def _probe(self) -> list[float]:
         """The probe's log-probabilities, computed as any client's request is."""
-        stream = self._engine.submit([probe_request(self._engine.model)])
+        stream = self._engine.submit([probe_request(self._model)], self._model)
         scores: list[float] = []
         try:
             while not stream.is_finished:
@@ -141,9 +147,13 @@ class Reloader:
 
 def check_memory(config: ModelConfig, dtype: jnp.dtype, free_bytes: int) -> None:
     """Refuses what the host cannot hold beside what it serves: the system would end the server for it."""
-    needed = sum(math.prod(shape) * (dtype.itemsize if len(shape) > 1 else 4) for shape in parameter_shapes(config).values())
+    needed = parameter_bytes(config, dtype)
     if needed > free_bytes:
         raise StartupError(f"the new weights take {needed / 1e9:.1f} GB of the host's memory and {free_bytes / 1e9:.1f} GB are free")
+
+
+def parameter_bytes(config: ModelConfig, dtype: jnp.dtype) -> int:
+    return sum(math.prod(shape) * (dtype.itemsize if len(shape) > 1 else 4) for shape in parameter_shapes(config).values())
 
 
 def host_leaves(config: ModelConfig, arrays: Iterable[tuple[str, NDArray[np.generic]]]) -> list[jax.Array]:

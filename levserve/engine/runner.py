@@ -86,6 +86,13 @@ class Runner:
             served[index] = jax.device_put(leaf, served[index].sharding).block_until_ready()
         self._leaves = tuple(served)
 
+    def free(self) -> None:
+        """Gives back all that it has on the device; nothing may be in flight, and nothing may be asked of it any more."""
+        self.programs.stop()
+        for leaf in jax.tree.leaves((self._leaves, self._state)):
+            leaf.delete()
+        self._leaves = ()
+
     def warm_one(self) -> None:
         """Gives one program its first run; for when there is nothing else to do."""
         shape = self.programs.next_cold()

@@ -5,6 +5,7 @@ Pure arithmetic, done once at start. What cannot be is refused with the sum in t
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,9 @@ PIECE_TOKENS = 64
 """Tokens of a row of prefill where several prompts share a program: little is lost at the end of each."""
 TOKENS_PER_ROW = 1024
 """KV room per row when nothing is asked for: a long chat each; the pool is shared, so one row may have much more."""
+
+FLOOR_TOKENS = 4 * TOKENS_PER_ROW
+"""Below this a pool of one among several models is not worth having: rather unload another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +118,14 @@ def plan_sizes(settings: Settings, machine: Machine, *, rows: int, max_position:
     )
 
 
+def kv_floor(settings: Settings, *, max_position: int, page_bytes: int) -> int:
+    """Bytes of KV pages that a model must have beside others: what was asked for, or a long chat."""
+    if settings.kv_memory:
+        return settings.kv_memory
+    tokens = min(settings.max_seq_len or min(max_position, FLOOR_TOKENS), max_position)
+    return page_bytes * (settings.kv_pages or -(-tokens // settings.page_size))
+
+
 def free_memory() -> int:
     """Bytes this process may still take: the machine's, or what its control group leaves."""
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
@@ -124,6 +136,11 @@ def free_memory() -> int:
     except OSError:
         return free
     return free if limit == "max" else min(free, int(limit) - used)
+
+
+def process_memory() -> int:
+    """Bytes of the host's memory that this process takes now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _num_pages(settings: Settings, machine: Machine, rows: int, max_seq_len: int, page_bytes: int) -> int:

@@ -8,18 +8,20 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from levserve.config import Settings
-from levserve.engine.engine import Engine, ServedModel
+from levserve.engine.engine import Attach, Engine, ServedModel
+from levserve.engine.library import Counts, MakeRoom, Resident
 from levserve.engine.probe import mean, probe_request
-from levserve.engine.sizing import Machine, Sizes, free_memory, human, plan_sizes
+from levserve.engine.sizing import Machine, Sizes, free_memory, human, kv_floor, plan_sizes
 from levserve.errors import ConfigError, StartupError
 from levserve.logs import adopt_libraries, complain
 from levserve.metrics import Metrics
@@ -72,8 +74,13 @@ def _device_main(settings: Settings, engine: Engine, rows: int) -> None:
             from levserve.engine.faults import install, parse_faults
 
             install(parse_faults(settings.faults))
-        loaded = load(settings, engine.metrics, rows=rows, report=report)
-        serve(engine, loaded)
+        if settings.has_several:
+            from levserve.engine.loader import load_first
+
+            loaded, others = load_first(settings, engine, rows=rows, report=report)
+        else:
+            loaded, others = load(settings, engine.metrics, rows=rows, report=report), []
+        serve(engine, loaded, others)
     except StartupError as error:
         complain(error)
         os._exit(error.exit_code)
@@ -86,6 +93,12 @@ def _device_main(settings: Settings, engine: Engine, rows: int) -> None:
 
 def dry_run(settings: Settings, *, num_threads: int) -> None:
     """Loads, compiles and generates one token, then prints the memory plan; raises `StartupError` if anything cannot be."""
+    if settings.has_several:
+        from levserve.weights.catalogue import Catalogue
+
+        catalogue = Catalogue(settings)
+        print(f"models      {', '.join(catalogue.names())}")
+        settings = catalogue.find(catalogue.default) or settings
     loaded = load(settings, Metrics(), rows=settings.max_running, report=lambda progress: log.info("%s", progress))
     prompt = loaded.model.tokenizer.encode("Hello") or [0]
     loaded.scheduler.add(GenerationRequest("dry-run", tuple(prompt), 1, Sampling(temperature=0.0)))
@@ -96,30 +109,57 @@ def dry_run(settings: Settings, *, num_threads: int) -> None:
     print(f"threads     {num_threads} for HTTP, 1 for the device")
 
 
-def serve(engine: Engine, loaded: Loaded) -> None:
-    """Publishes the model and runs the device loop until it is stopped."""
+def serve(engine: Engine, loaded: Loaded, others: Sequence[str] = ()) -> None:
+    """Publishes the model, has the others loaded that are not to wait, and runs the device loop until it is stopped."""
     from levserve.engine.loop import DeviceLoop
-    from levserve.engine.reload import Reloader
 
     loaded.runner.programs.start_background()
     engine.progress = "ready"
-    engine.reloader = Reloader(engine, loaded.origin)
-    # The pool as many times over as the queue is longer than the rows: with the longest chats each place can be taken.
-    engine.publish(loaded.model, max_tokens=loaded.sizes.num_tokens * engine.max_inflight // loaded.sizes.rows)
+    loop = DeviceLoop(engine)
+    loop.attach(Attach(loaded))
+    engine.publish(resident_of(engine, loaded))
     log.info("admitting   %d requests, %d tokens", engine.max_inflight, engine.admission.max_tokens)
-    DeviceLoop(engine, loaded.scheduler, loaded.runner, loaded.pace).run()
+    for name in others:
+        engine.library.begin_load(name)
+    loop.run()
 
 
-def load(settings: Settings, metrics: Metrics, *, rows: int, report: Callable[[str], None]) -> Loaded:
-    """Finds, reads and compiles; slow. Must run on the thread that will use the device."""
+def resident_of(engine: Engine, loaded: Loaded) -> Resident:
+    """What other threads may know of a loaded model."""
+    from levserve.engine.reload import Reloader
+
+    scheduler, sizes = loaded.scheduler, loaded.sizes
+
+    def counts() -> Counts:
+        return Counts(scheduler.num_running, scheduler.num_waiting, scheduler.pool.num_held, scheduler.pool.num_pages)
+
+    return Resident(
+        model=loaded.model,
+        # The pool as many times over as the queue is longer than the rows: with the longest chats each place can be taken.
+        max_tokens=sizes.num_tokens * engine.max_inflight // sizes.rows,
+        weight_bytes=sizes.weight_bytes,
+        kv_bytes=sizes.num_pages * sizes.page_bytes,
+        reloader=Reloader(engine, loaded.origin, loaded.model),
+        counts=counts,
+    )
+
+
+def load(
+    settings: Settings, metrics: Metrics, *, rows: int, report: Callable[[str], None], make_room: MakeRoom | None = None
+) -> Loaded:
+    """Finds, reads and compiles; slow. On the device thread, or on the loader's beside it.
+
+    With `make_room` it may take what that gives it, else all that is free.
+    """
     from levserve.weights.source import find_source
 
     files = find_source(settings, report)
-    report("importing jax")
+    if "jax" not in sys.modules:
+        report("importing jax")
     _set_up_jax(settings)
     import jax.numpy as jnp
 
-    from levserve.engine.reload import Origin
+    from levserve.engine.reload import Origin, parameter_bytes
     from levserve.engine.runner import Runner
     from levserve.model import cache
     from levserve.model.attention import Kernel, choose_kernel
@@ -133,39 +173,52 @@ def load(settings: Settings, metrics: Metrics, *, rows: int, report: Callable[[s
     helper.shutdown(wait=False)
     config = read_config(files.path, files.config_file)
     dtype = jnp.dtype(jnp.float32 if settings.dtype == "float32" else jnp.bfloat16)
+    is_quantized = settings.quantize == "int8"
+    if is_quantized and device.platform != "cpu":
+        raise ConfigError(f"--quantize int8 is for CPUs, and this is a {device.platform}")
+    kernel, reason = choose_kernel(device.platform, config)
+    storage = cache.storage_dtype(dtype, device.platform)
+    page_bytes = cache.page_bytes(config, settings.page_size, storage)
+    who = "" if make_room is None else f"{settings.served_model_name}: "
+    allowed: int | None = None
+    if make_room is not None:
+        kv_bytes = kv_floor(settings, max_position=config.max_position, page_bytes=page_bytes)
+        needed = parameter_bytes(config, jnp.dtype(jnp.int8) if is_quantized else dtype) + kv_bytes
+        allowed = make_room(needed, lambda: _free_bytes(device))
     with _explained("the weights", _free_bytes(device), "serve a smaller model"):
-        is_quantized = settings.quantize == "int8"
-        if is_quantized and device.platform != "cpu":
-            raise ConfigError(f"--quantize int8 is for CPUs, and this is a {device.platform}")
         arrays = load_arrays(files.path, config, dtype, report=report, is_quantized=is_quantized)
 
-    kernel, reason = choose_kernel(device.platform, config)
-    log.info("attention   %s: %s", kernel, reason)
-    storage = cache.storage_dtype(dtype, device.platform)
-    free = _free_bytes(device)
+    log.info("%sattention   %s: %s", who, kernel, reason)
+    weight_bytes = sum(array.nbytes for array in arrays.values())
+    free = _free_bytes(device) if allowed is None else min(_free_bytes(device), allowed - weight_bytes)
     sizes = plan_sizes(
         settings,
         Machine(device.platform, free, has_kernel=kernel is not Kernel.XLA),
         rows=rows,
         max_position=config.max_position,
-        page_bytes=cache.page_bytes(config, settings.page_size, storage),
-        weight_bytes=sum(array.nbytes for array in arrays.values()),
+        page_bytes=page_bytes,
+        weight_bytes=weight_bytes,
     )
     for line in sizes.describe():
-        log.info("%s", line)
+        log.info("%s%s", who, line)
     model = Decoder.from_arrays(config.stretched_for(sizes.max_seq_len), arrays, kernel=kernel)
     del arrays
     kv_bytes = sizes.num_pages * sizes.page_bytes
     with _explained(f"{human(kv_bytes)} for {sizes.num_pages} KV pages", free, "lower --kv-memory, --kv-pages or --max-running"):
         runner = Runner(model, sizes, storage, metrics)
-        tokenizer = loading.result()
-        adopt_libraries()
-        prefill_token_ms = runner.warm_up(report)
+        del model
+        try:
+            tokenizer = loading.result()
+            adopt_libraries()
+            prefill_token_ms = runner.warm_up(report)
+        except BaseException:
+            runner.free()
+            raise
     scheduler = Scheduler(PagePool(sizes.num_pages, sizes.page_size), _budget(settings, sizes, prefill_token_ms))
     name = settings.served_model_name or files.name
     served = ServedModel(name, tokenizer, sizes.max_seq_len, config.hidden_size, int(time.time()))
     scores = _score_probe(scheduler, runner, served)
-    log.info("probe       mean log-probability %.3f over %d tokens of a fixed text", mean(scores), len(scores))
+    log.info("%sprobe       mean log-probability %.3f over %d tokens of a fixed text", who, mean(scores), len(scores))
     return Loaded(served, scheduler, runner, sizes, Origin(settings, files, config, dtype, is_quantized), Pace(prefill_token_ms / 1000))
 
 

@@ -56,7 +56,7 @@ def create_app(engine: Engine, settings: Settings, watcher: Watcher, tracing: Tr
     app.register_blueprint(Embeddings(engine, settings, runs).routes())
     app.register_blueprint(Scoring(engine, settings, runs).routes())
     app.register_blueprint(Native(engine, settings, runs).routes())
-    app.register_blueprint(Tokens(engine, settings).routes())
+    app.register_blueprint(Tokens(engine, settings, runs).routes())
     app.register_blueprint(ops_routes(engine))
     app.register_blueprint(admin_routes(engine))
     Sockets(engine, settings, runs, cors, tracing).install(app)

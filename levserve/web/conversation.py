@@ -8,6 +8,7 @@ sends looks at what has come between two chunks and, where none come, every tent
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -164,8 +165,12 @@ class Conversation:
             self._check(one)
             reservation = held.enter_context(self._engine.reserve(len(one.message)))
             body, answer_kind = one.read()
-            model = self._engine.model
             deadline = self._runs.deadline(record.started, body.timeout)
+            loan = held.enter_context(self._engine.library.borrow(body.model))
+            while not loan.wait(TICK_SECONDS) and (deadline is None or time.monotonic() < deadline):
+                self._receive(0)
+                self._check(one)
+            model = loan.model
             run = self._runs.start(body, model, reservation, held, record=record, deadline=deadline, client=None)
             events = sse.Events(answer_kind(model), len(run.choices), with_usage=body.wants_usage)
             ticks = sse.Heartbeat(TICK_SECONDS, record.started)

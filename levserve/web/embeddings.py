@@ -7,6 +7,7 @@ apart is the model's affair: it was not trained for that.
 from __future__ import annotations
 
 import base64
+from contextlib import ExitStack
 from typing import Annotated, Any
 
 import msgspec
@@ -23,7 +24,7 @@ from levserve.web.body import read_body
 from levserve.web.decode import decode, unsupported
 from levserve.web.run import Runs
 from levserve.web.schema import Seconds, require_choice
-from levserve.web.submission import check_model_name, encode_text
+from levserve.web.submission import encode_text
 from levserve.web.texts import Texts, check_texts, split_texts
 
 MAX_INPUTS = 2048  # OpenAI's limit
@@ -96,16 +97,18 @@ class Embeddings:
         return routes
 
     def embed(self) -> Response:
-        with admit(self._engine) as reservation:
+        with ExitStack() as held:
+            reservation = held.enter_context(admit(self._engine))
             body = decode(read_body(self._settings.max_body_bytes), EmbeddingBody)
-            model = self._engine.model
-            texts = _tokenize(body, model)
+            client = request.environ.get("gunicorn.socket")
             engine_id, deadline = self._runs.new_id(g.request_id), self._runs.deadline(g.started, asked_timeout(), body.timeout)
+            model = self._runs.borrow(body.model, held, deadline, client)
+            texts = _tokenize(body, model)
             requests = [
                 GenerationRequest(f"{engine_id}-{index}", tuple(tokens), 0, deadline=deadline, wants_hidden=True)
                 for index, tokens in enumerate(texts)
             ]
-            choices = self._runs.compute(requests, model, reservation, g.record, request.environ.get("gunicorn.socket"))
+            choices = self._runs.compute(requests, model, reservation, g.record, client)
         data = [Embedding(index, _embedding(choice, body)) for index, choice in enumerate(choices)]
         num_tokens = sum(len(tokens) for tokens in texts)
         answer = EmbeddingList(data, model.name, EmbeddingUsage(num_tokens, num_tokens))
@@ -113,7 +116,6 @@ class Embeddings:
 
 
 def _tokenize(body: EmbeddingBody, model: ServedModel) -> list[list[int]]:
-    check_model_name(body.model, model)
     if body.dimensions not in (None, model.hidden_size):
         message = f"This model's embeddings have {model.hidden_size} dimensions, no fewer; 'dimensions' is {body.dimensions}."
         raise BadRequest(message, param="dimensions")

@@ -5,7 +5,7 @@ Both are completions underneath, with names and defaults of their own. Views run
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Annotated
 
@@ -14,13 +14,15 @@ from flask import Blueprint, Response, g, request
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from levserve.config import Settings
-from levserve.engine.engine import Engine
+from levserve.engine.admission import Reservation
+from levserve.engine.engine import Engine, ServedModel
 from levserve.errors import BadRequest
 from levserve.schedule.request import FinishReason
 from levserve.web.admit import admit, asked_timeout
 from levserve.web.answer import ChatPiece, TextAnswer, TextChoice, Timings, Usage
 from levserve.web.body import read_body
 from levserve.web.decode import decode
+from levserve.web.record import Record
 from levserve.web.run import Run, Runs
 from levserve.web.schema import MAX_STOPS, CompletionBody, Count, Seconds, StopString
 from levserve.web.stream import stream_response
@@ -44,7 +46,7 @@ class GenerateBody(Struct, frozen=True, kw_only=True):
 
     def to_completion(self, model_name: str) -> CompletionBody:
         return CompletionBody(
-            model=model_name if self.model is None else self.model,
+            model=model_name,
             prompt=list(self.prompts),
             max_tokens=128 if self.max_tokens is None else self.max_tokens,
             temperature=0.7 if self.temperature is None else self.temperature,
@@ -95,34 +97,45 @@ class Native:
 
     def generate(self) -> Response:
         with ExitStack() as held:
-            run = self._start(held, stream=False)
+            body, reservation = self._read(held, stream=False)
+            deadline = self._deadline(body)
+            model = self._runs.borrow(body.model, held, deadline, request.environ.get("gunicorn.socket"))
+            run = self._beginner(body, reservation, held, deadline)(model)
             deltas = run.collect()
-            body = Generated([delta.text for delta in deltas], [delta.finish for delta in deltas], run.usage())
-            return Response(msgspec.json.encode(body), content_type="application/json")
+            answer = Generated([delta.text for delta in deltas], [delta.finish for delta in deltas], run.usage())
+            return Response(msgspec.json.encode(answer), content_type="application/json")
 
     def generate_stream(self) -> Response:
         with ExitStack() as held:
-            run = self._start(held, stream=True)
-            return stream_response(run, PieceAnswer(self._engine.model), held, self._settings)
+            body, reservation = self._read(held, stream=True)
+            deadline = self._deadline(body)
+            loan = held.enter_context(self._engine.library.borrow(body.model))
+            begin = self._beginner(body, reservation, held, deadline)
+            return stream_response(loan, begin, PieceAnswer, held, self._settings, deadline=deadline)
 
-    def _start(self, held: ExitStack, *, stream: bool) -> Run:
+    def _deadline(self, body: GenerateBody) -> float | None:
+        return self._runs.deadline(g.record.started, asked_timeout(), body.timeout)
+
+    def _read(self, held: ExitStack, *, stream: bool) -> tuple[GenerateBody, Reservation]:
         reservation = held.enter_context(admit(self._engine))
         body = decode(read_body(self._settings.max_body_bytes), GenerateBody)
         if body.stream not in (None, stream):
             words = "always streams; ask /generate" if stream else "never streams; ask /generate_stream"
             raise BadRequest(f"This path {words} instead.", param="stream")
-        model = self._engine.model
+        return body, reservation
+
+    def _beginner(
+        self, body: GenerateBody, reservation: Reservation, held: ExitStack, deadline: float | None
+    ) -> Callable[[ServedModel], Run]:
         client = request.environ.get("gunicorn.socket")  # Flask's test client has none
-        try:
-            return self._runs.start(
-                body.to_completion(model.name),
-                model,
-                reservation,
-                held,
-                record=g.record,
-                deadline=self._runs.deadline(g.record.started, asked_timeout(), body.timeout),
-                client=client,
-            )
-        except BadRequest as error:
-            error.param = NAMES.get(error.param or "", error.param)
-            raise
+        record: Record = g.record
+
+        def begin(model: ServedModel) -> Run:
+            completion = body.to_completion(model.name)
+            try:
+                return self._runs.start(completion, model, reservation, held, record=record, deadline=deadline, client=client)
+            except BadRequest as error:
+                error.param = NAMES.get(error.param or "", error.param)
+                raise
+
+        return begin

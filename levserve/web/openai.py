@@ -10,27 +10,33 @@ from contextlib import ExitStack
 
 import msgspec
 from flask import Blueprint, Response, g, request
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from levserve.config import Settings
 from levserve.engine.engine import Engine, ServedModel
+from levserve.engine.library import Described, Status, model_not_found
 from levserve.web.admit import admit, asked_timeout
 from levserve.web.answer import Answer, ChatAnswer, TextAnswer
 from levserve.web.body import read_body
 from levserve.web.decode import decode
 from levserve.web.logprobs import PromptLogprobs, prompt_logprobs
+from levserve.web.record import Record
 from levserve.web.run import Run, Runs
 from levserve.web.schema import ChatBody, CompletionBody
 from levserve.web.stream import stream_response
-from levserve.web.submission import check_model_name
 
 
 class ModelEntry(msgspec.Struct, frozen=True):
+    """OpenAI's, and vLLM's length, and how far the model is: loaded, loading with its progress, or loadable on first use."""
+
     id: str
     created: int
-    max_model_len: int
+    max_model_len: int | None
     object: str = "model"
     owned_by: str = "levserve"
+    status: Status = Status.LOADED
+    progress: str | UnsetType = UNSET
+    error: str | UnsetType = UNSET
 
 
 class ModelList(msgspec.Struct, frozen=True):
@@ -61,35 +67,33 @@ class OpenAI:
         return self._respond(ChatBody, ChatAnswer)
 
     def list_models(self) -> Response:
-        return _json(msgspec.json.encode(ModelList([_entry(self._engine.model)])))
+        return _json(msgspec.json.encode(ModelList([_entry(model) for model in list_models(self._engine)])))
 
     def show_model(self, model_id: str) -> Response:
-        check_model_name(model_id, self._engine.model)
-        return _json(msgspec.json.encode(_entry(self._engine.model)))
+        return _json(msgspec.json.encode(_entry(find_model(self._engine, model_id))))
 
     def _respond(self, body_kind: type[ChatBody] | type[CompletionBody], answer_kind: type[Answer]) -> Response:
         with ExitStack() as held:
             reservation = held.enter_context(admit(self._engine))
             body = decode(read_body(self._settings.max_body_bytes), body_kind)
-            model = self._engine.model
             client = request.environ.get("gunicorn.socket")  # Flask's test client has none
-            run = self._runs.start(
-                body,
-                model,
-                reservation,
-                held,
-                record=g.record,
-                deadline=self._runs.deadline(g.record.started, asked_timeout(), body.timeout),
-                client=client,
-            )
-            answer = answer_kind(model)
+            record: Record = g.record
+            deadline = self._runs.deadline(record.started, asked_timeout(), body.timeout)
+
+            def begin(model: ServedModel) -> Run:
+                return self._runs.start(body, model, reservation, held, record=record, deadline=deadline, client=client)
+
             if not body.stream:
+                model = self._runs.borrow(body.model, held, deadline, client)
+                run = begin(model)
                 deltas = run.collect()
                 timings = run.record.timings() if body.timings else UNSET
-                return _json(answer.whole(deltas, run.usage(), _prompt_logprobs(body, run, model), timings))
+                return _json(answer_kind(model).whole(deltas, run.usage(), _prompt_logprobs(body, run, model), timings))
+            loan = held.enter_context(self._engine.library.borrow(body.model))
             return stream_response(
-                run, answer, held, self._settings, with_usage=body.wants_usage, with_timings=body.timings is True
-            )
+                loan, begin, answer_kind, held, self._settings,
+                deadline=deadline, with_usage=body.wants_usage, with_timings=body.timings is True,
+            )  # fmt: skip
 
 
 def _prompt_logprobs(body: ChatBody | CompletionBody, run: Run, model: ServedModel) -> list[PromptLogprobs]:
@@ -100,8 +104,31 @@ def _prompt_logprobs(body: ChatBody | CompletionBody, run: Run, model: ServedMod
     return [prompt_logprobs(prompt, choice.prompt_logprobs, body.prompt_logprobs, model.tokenizer) for prompt, choice in scored]
 
 
-def _entry(model: ServedModel) -> ModelEntry:
-    return ModelEntry(model.name, model.created, model.max_seq_len)
+def list_models(engine: Engine) -> list[Described]:
+    """Every model that may be asked for; raises `Unavailable` until the first one is loaded."""
+    engine.require_model()
+    engine.library.refresh()
+    return engine.library.describe()
+
+
+def find_model(engine: Engine, name: str) -> Described:
+    models = list_models(engine)
+    for model in models:
+        if model.name == name:
+            return model
+    raise model_not_found(name, [model.name for model in models])
+
+
+def _entry(model: Described) -> ModelEntry:
+    served = model.resident.model if model.resident is not None else None
+    return ModelEntry(
+        model.name,
+        served.created if served is not None else 0,
+        served.max_seq_len if served is not None else None,
+        status=model.status,
+        progress=model.progress if model.status is not Status.LOADED and model.progress else UNSET,
+        error=model.error or UNSET,
+    )
 
 
 def _json(body: bytes) -> Response:

@@ -16,14 +16,14 @@ from levserve.config import Settings
 from levserve.engine.admission import Reservation
 from levserve.engine.engine import Engine, ServedModel
 from levserve.engine.sizing import TOKENS_PER_ROW
-from levserve.generation import Choice, Delta, Deltas
+from levserve.generation import Choice, ClientGone, Delta, Deltas
 from levserve.schedule.request import GenerationRequest
 from levserve.text.stops import StopStrings
 from levserve.web.answer import Usage, count_usage
 from levserve.web.choices import make_choices
 from levserve.web.record import Record
 from levserve.web.schema import ChatBody, CompletionBody
-from levserve.web.submission import Seeds, prepare
+from levserve.web.submission import Defaults, Seeds, prepare
 from levserve.web.watcher import Watcher
 
 MAX_SECONDS = 1e6  # who has more than this has no deadline; a wait of 1e10 seconds is an error in Python
@@ -68,10 +68,23 @@ class Runs:
     def __init__(self, engine: Engine, settings: Settings, watcher: Watcher) -> None:
         self._engine = engine
         self._timeout = settings.request_timeout
+        self._defaults = Defaults(settings.default_max_tokens, settings.default_temperature)
         self._wave = min(settings.max_running or engine.max_inflight, engine.max_inflight)
         self._watcher = watcher
         self._seeds = Seeds(settings.seed)
         self._numbers = itertools.count()
+
+    def borrow(self, name: str | None, held: ExitStack, deadline: float | None, client: socket.socket | None) -> ServedModel:
+        """The model of that name, or the default one, held until the end; waits until it is loaded or the deadline is there."""
+        loan = held.enter_context(self._engine.library.borrow(name))
+        if not loan.wait(0):
+            with ExitStack() as watching:
+                if client is not None:
+                    watching.callback(self._watcher.unwatch, self._watcher.watch(client, loan.abandon))
+                loan.wait(None if deadline is None else max(deadline - time.monotonic(), 0))
+        if loan.is_abandoned:
+            raise ClientGone("The client closed the connection.")
+        return loan.model
 
     def start(
         self,
@@ -87,13 +100,14 @@ class Runs:
         """Hands the request to the engine; whatever must be undone at the end is left in `held`."""
         num_prompts = len(body.prompts) if isinstance(body, CompletionBody) else 1
         reservation.grow_to(num_prompts * body.num_sequences, 0, "n" if body.num_sequences == body.num_choices else "best_of")
+        body = self._defaults.apply_to(body)
         prompts, requests = prepare(body, model, self._seeds, self.new_id(record.request_id), deadline)
         # Who names no limit may take the whole context but hardly will, and is counted as a long chat.
         most = TOKENS_PER_ROW if body.max_length is None else model.max_seq_len
         reservation.grow_to(len(requests), sum(len(request.prompt) + min(request.max_tokens, most) for request in requests), "max_tokens")
         choices = make_choices(body, model.tokenizer, prompts)
         record.model, record.prompt_tokens, record.choices = model.name, sum(map(len, prompts)), choices
-        deltas = self._submit(requests, choices, held, record, client)
+        deltas = self._submit(requests, model, choices, held, record, client)
         return Run(prompts, choices, deltas, body.num_choices, record)
 
     def compute(
@@ -112,7 +126,7 @@ class Runs:
         reservation.grow_to(max(len(requests[wave]) for wave in waves), max(sizes))
         for wave in waves:
             with ExitStack() as held:
-                for _ in self._submit(requests[wave], choices[wave], held, record, client):
+                for _ in self._submit(requests[wave], model, choices[wave], held, record, client):
                     pass
         return choices
 
@@ -138,13 +152,14 @@ class Runs:
     def _submit(
         self,
         requests: Sequence[GenerationRequest],
+        model: ServedModel,
         choices: Sequence[Choice],
         held: ExitStack,
         record: Record,
         client: socket.socket | None,
     ) -> Deltas:
         record.submitted = record.submitted or time.monotonic()
-        stream = self._engine.submit(requests)
+        stream = self._engine.submit(requests, model)
         held.callback(stream.close)
         if client is not None:
             held.callback(self._watcher.unwatch, self._watcher.watch(client, stream.close))

@@ -6,6 +6,7 @@ log-probabilities of the continuation's tokens. Continuations of one prompt find
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -23,7 +24,7 @@ from levserve.web.decode import decode
 from levserve.web.logprobs import clamp, show_token
 from levserve.web.run import Runs
 from levserve.web.schema import Seconds
-from levserve.web.submission import check_length, check_model_name
+from levserve.web.submission import check_length
 
 MAX_PAIRS = 2048
 
@@ -73,19 +74,19 @@ class Scoring:
         return routes
 
     def score(self) -> Response:
-        with admit(self._engine) as reservation:
+        with ExitStack() as held:
+            reservation = held.enter_context(admit(self._engine))
             body = decode(read_body(self._settings.max_body_bytes), ScoreBody)
-            model = self._engine.model
-            if body.model is not None:
-                check_model_name(body.model, model)
-            pairs = _make_pairs(body, model)
+            client = request.environ.get("gunicorn.socket")
             engine_id, deadline = self._runs.new_id(g.request_id), self._runs.deadline(g.started, asked_timeout(), body.timeout)
+            model = self._runs.borrow(body.model, held, deadline, client)
+            pairs = _make_pairs(body, model)
             sampling = Sampling(num_logprobs=1 if body.details else 0)
             requests = [
                 GenerationRequest(f"{engine_id}-{index}", tuple(pair.tokens), 0, sampling, deadline=deadline, score_from=pair.num_context)
                 for index, pair in enumerate(pairs)
             ]
-            choices = self._runs.compute(requests, model, reservation, g.record, request.environ.get("gunicorn.socket"))
+            choices = self._runs.compute(requests, model, reservation, g.record, client)
         scores = _tell(pairs, [choice.prompt_logprobs for choice in choices], model.tokenizer, with_details=body.details is True)
         return Response(msgspec.json.encode(scores), content_type="application/json")
 

@@ -9,9 +9,11 @@ passes over a comment.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterator
 from json.encoder import encode_basestring_ascii
+from typing import Protocol
 
 from msgspec import UNSET, UnsetType
 
@@ -30,6 +32,12 @@ MARK = Delta("\0")  # stands for the text when a template is made; encoded, it i
 ENCODED_MARK = b'"\\u0000"'
 
 
+class Awaited(Protocol):
+    """A stream's deltas, or a model."""
+
+    def wait(self, timeout_seconds: float | None) -> bool: ...
+
+
 class Heartbeat:
     """Knows when a silent stream owes its client a sign of life, which keeps proxies from cutting it; 0 seconds for never.
 
@@ -40,9 +48,11 @@ class Heartbeat:
         self._seconds = seconds
         self._due = started + seconds
 
-    def wait_for(self, deltas: Deltas) -> bool:
-        """Whether the next delta, or the end, has come before a sign of life is due."""
-        return deltas.wait(max(self._due - time.monotonic(), 0) if self._seconds else None)
+    def wait_for(self, awaited: Awaited, deadline: float | None = None) -> bool:
+        """Whether the next delta, the end or what else is awaited has come, or the deadline, before a sign of life is due."""
+        until = min(self._due if self._seconds else math.inf, math.inf if deadline is None else deadline)
+        is_here = awaited.wait(None if until == math.inf else max(until - time.monotonic(), 0))
+        return is_here or (deadline is not None and deadline <= time.monotonic())
 
     def is_due(self) -> bool:
         return self._seconds > 0 and time.monotonic() >= self._due

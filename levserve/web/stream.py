@@ -2,24 +2,67 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 from flask import Response, g
 
 from levserve.config import Settings
+from levserve.engine.engine import ServedModel
+from levserve.engine.library import Loan
+from levserve.errors import ServeError
 from levserve.web import sse
 from levserve.web.answer import Answer
+from levserve.web.record import Record
 from levserve.web.run import Run
 
 
 def stream_response(
-    run: Run, answer: Answer, held: ExitStack, settings: Settings, *, with_usage: bool = False, with_timings: bool = False
+    loan: Loan,
+    begin: Callable[[ServedModel], Run],
+    answer_kind: type[Answer],
+    held: ExitStack,
+    settings: Settings,
+    *,
+    deadline: float | None,
+    with_usage: bool = False,
+    with_timings: bool = False,
 ) -> Response:
-    """What `held` holds is undone when the last byte is written or the client has gone."""
-    events = sse.Events(answer, len(run.choices), with_usage=with_usage)
-    heartbeat = sse.Heartbeat(settings.sse_heartbeat, run.record.started)
-    heartbeat.wait_for(run.deltas)  # one that fails before its first token, and soon, gets a real status
-    chunks = sse.stream(run, events, heartbeat, with_usage=with_usage, with_timings=with_timings, request_id=g.request_id)
+    """What `held` holds is undone when the last byte is written or the client has gone.
+
+    What fails soon gets a real status. A model that is still loading when a sign of life is due is waited for in the stream,
+    and what fails then is told there.
+    """
+    record: Record = g.record
+    heartbeat = sse.Heartbeat(settings.sse_heartbeat, record.started)
+
+    def stream(run: Run) -> Iterator[bytes]:
+        events = sse.Events(answer_kind(loan.model), len(run.choices), with_usage=with_usage)
+        return sse.stream(run, events, heartbeat, with_usage=with_usage, with_timings=with_timings, request_id=record.request_id)
+
+    if heartbeat.wait_for(loan, deadline):
+        run = begin(loan.model)
+        heartbeat.wait_for(run.deltas)
+        chunks = stream(run)
+    else:
+        chunks = _wait_and_stream(loan, lambda: stream(begin(loan.model)), heartbeat, record, deadline)
     response = Response(chunks, headers=sse.HEADERS)
     response.call_on_close(held.pop_all().close)  # a generator that was never started runs no `finally`
     return response
+
+
+def _wait_and_stream(
+    loan: Loan, begin: Callable[[], Iterator[bytes]], heartbeat: sse.Heartbeat, record: Record, deadline: float | None
+) -> Iterator[bytes]:
+    yield sse.PING
+    heartbeat.restart()
+    while not heartbeat.wait_for(loan, deadline):
+        yield sse.PING
+        heartbeat.restart()
+    try:
+        chunks = begin()
+    except ServeError as error:
+        record.note_error(error)
+        yield sse.error_event(error) + sse.DONE
+    else:
+        yield from chunks

@@ -11,8 +11,10 @@ import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from msgspec import structs
+
 from levserve.engine.engine import ServedModel
-from levserve.errors import BadRequest, ContextTooLong, ModelNotFound
+from levserve.errors import BadRequest, ContextTooLong
 from levserve.schedule.request import GenerationRequest, Sampling
 from levserve.text.chat import render_chat
 from levserve.text.tokenizer import Tokenizer
@@ -33,6 +35,21 @@ class Seeds:
         return int.from_bytes(hashlib.blake2b(b"%d:%d" % (self._base, next(self._numbers)), digest_size=8).digest())
 
 
+class Defaults(NamedTuple):
+    """What the operator lets a request have that does not say; 0 and None leave it to OpenAI's contract."""
+
+    max_tokens: int
+    temperature: float | None
+
+    def apply_to(self, body: ChatBody | CompletionBody) -> ChatBody | CompletionBody:
+        has_limit = body.max_tokens is not None or (isinstance(body, ChatBody) and body.max_completion_tokens is not None)
+        if self.max_tokens and not has_limit:
+            body = structs.replace(body, max_tokens=self.max_tokens)
+        if self.temperature is not None and body.temperature is None:
+            body = structs.replace(body, temperature=self.temperature)
+        return body
+
+
 class Submission(NamedTuple):
     """The tokens of each prompt, and the sequences to run: prompt-major, equally many for each prompt."""
 
@@ -41,8 +58,7 @@ class Submission(NamedTuple):
 
 
 def prepare(body: ChatBody | CompletionBody, model: ServedModel, seeds: Seeds, engine_id: str, deadline: float | None) -> Submission:
-    """Checks the body against the model and makes its sequences; raises `BadRequest` or `ModelNotFound`."""
-    check_model_name(body.model, model)
+    """Checks the body against the model and makes its sequences; raises `BadRequest`."""
     prompts = _tokenize(body, model)
     check_token_ids("logit_bias", body.logit_bias or (), model.tokenizer)
     check_token_ids("stop_token_ids", body.stop_token_ids or (), model.tokenizer)
@@ -65,11 +81,6 @@ def prepare(body: ChatBody | CompletionBody, model: ServedModel, seeds: Seeds, e
         for index, ((prompt, limit), (choice, sampling)) in enumerate(pairs)
     ]
     return Submission(prompts, requests)
-
-
-def check_model_name(name: str, model: ServedModel) -> None:
-    if name != model.name:
-        raise ModelNotFound(f"The model '{name[:64]}' does not exist; this server has '{model.name}'.", param="model")
 
 
 def encode_text(text: str | list[int], model: ServedModel, param: str, *, add_special_tokens: bool) -> list[int]:

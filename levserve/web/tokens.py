@@ -6,10 +6,11 @@ need nothing of the device; but a long text takes seconds, so they have places i
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Annotated, Any, TypeVar
 
 import msgspec
-from flask import Blueprint, Response
+from flask import Blueprint, Response, g, request
 from msgspec import Meta, Struct
 
 from levserve.config import Settings
@@ -17,11 +18,12 @@ from levserve.engine.engine import Engine, ServedModel
 from levserve.errors import BadRequest
 from levserve.text.chat import Options, render_chat, render_text, template_of
 from levserve.text.tokenizer import Tokenizer
-from levserve.web.admit import admit
+from levserve.web.admit import admit, asked_timeout
 from levserve.web.body import read_body
 from levserve.web.decode import decode, unsupported
+from levserve.web.run import Runs
 from levserve.web.schema import Message
-from levserve.web.submission import check_model_name, check_token_ids
+from levserve.web.submission import check_token_ids
 
 
 class ModelBody(Struct, frozen=True, kw_only=True):
@@ -117,8 +119,9 @@ B = TypeVar("B", bound=ModelBody)
 class Tokens:
     """The views; shared by all HTTP threads."""
 
-    def __init__(self, engine: Engine, settings: Settings) -> None:
+    def __init__(self, engine: Engine, settings: Settings, runs: Runs) -> None:
         self._engine = engine
+        self._runs = runs
         self._max_body_bytes = settings.max_body_bytes
 
     def routes(self) -> Blueprint:
@@ -131,8 +134,8 @@ class Tokens:
         return routes
 
     def tokenize(self) -> Response:
-        with admit(self._engine):
-            body, model = self._read(TokenizeBody)
+        with ExitStack() as held:
+            body, model = self._read(held, TokenizeBody)
             if body.prompt is None:
                 tokens = render_chat(model.tokenizer, body.conversation, **body.options)
             else:
@@ -141,18 +144,19 @@ class Tokens:
             return _answer(Tokenized(len(tokens), model.max_seq_len, tokens, names))
 
     def detokenize(self) -> Response:
-        with admit(self._engine):
-            body, model = self._read(DetokenizeBody)
+        with ExitStack() as held:
+            body, model = self._read(held, DetokenizeBody)
             check_token_ids("tokens", body.tokens, model.tokenizer)
             return _answer(Prompt(model.tokenizer.decode(body.tokens, skip_special_tokens=body.skip_special_tokens is True)))
 
     def apply_template(self) -> Response:
-        with admit(self._engine):
-            body, model = self._read(ConversationBody)
+        with ExitStack() as held:
+            body, model = self._read(held, ConversationBody)
             return _answer(Prompt(render_text(model.tokenizer, body.conversation, **body.options)))
 
     def show_tokenizer(self) -> Response:
-        model = self._engine.model
+        with ExitStack() as held:
+            model = self._borrow(request.args.get("model"), held)
         tokenizer = model.tokenizer
         eos_ids = sorted(tokenizer.eos_ids)
         # A model may say by number alone which token ends a text; clients ask for its string.
@@ -171,12 +175,14 @@ class Tokens:
             )
         )
 
-    def _read(self, kind: type[B]) -> tuple[B, ServedModel]:
+    def _read(self, held: ExitStack, kind: type[B]) -> tuple[B, ServedModel]:
+        held.enter_context(admit(self._engine))
         body = decode(read_body(self._max_body_bytes), kind)
-        model = self._engine.model
-        if body.model is not None:
-            check_model_name(body.model, model)
-        return body, model
+        return body, self._borrow(body.model, held)
+
+    def _borrow(self, name: str | None, held: ExitStack) -> ServedModel:
+        self._engine.require_model()
+        return self._runs.borrow(name, held, self._runs.deadline(g.started, asked_timeout()), request.environ.get("gunicorn.socket"))
 
 
 def _name(token: int, tokenizer: Tokenizer) -> str:

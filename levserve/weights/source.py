@@ -93,7 +93,7 @@ def check_model(model: str) -> None:
     path = Path(model).expanduser()
     if model == SMOLLM2.name or (not path.exists() and _is_repo_name(model)):
         return
-    if problem := _local_problem(path):
+    if problem := local_problem(path):
         raise ConfigError(f"model {model!r} {problem}; accepted are {ACCEPTED}")
 
 
@@ -110,7 +110,7 @@ def find_model(model: str, *, revision: str, cache_path: Path, report: Report, l
     if path.is_dir():
         return ModelFiles(path.resolve().name, path)
     folder = fetch_repo(model, revision=revision, cache_path=cache_path / "hub", report=report)
-    if problem := _local_problem(folder):
+    if problem := local_problem(folder):
         raise StartupError(f"model {model!r} on the Hugging Face Hub {problem}")
     return ModelFiles(model, folder)
 
@@ -163,7 +163,7 @@ def _is_repo_name(model: str) -> bool:
     return REPO_NAME.fullmatch(model) is not None and not model.endswith(GGUF_SUFFIX)
 
 
-def _local_problem(path: Path) -> str | None:
+def local_problem(path: Path) -> str | None:
     """What keeps a file or folder from being a model, as the rest of a sentence."""
     if not path.exists():
         return "does not exist"

@@ -1,0 +1,173 @@
+"""One loaded model on the device thread: its scheduler, its runner and the round it has in flight.
+
+A `turn` plans and dispatches a round and then reads the one before, so that the device never waits for Python. Every accepted
+sequence ends with exactly one finishing batch, also on failure.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+
+from levserve.engine.engine import Reload, Submit
+from levserve.engine.runner import Flight, Runner
+from levserve.engine.stream import TokenStream
+from levserve.metrics import Metrics
+from levserve.schedule.pace import Pace
+from levserve.schedule.request import FinishReason
+from levserve.schedule.scheduler import Scheduler
+from levserve.schedule.sequence import Progress, RoundPlan
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Ticket:
+    """Where a sequence's news go, and the times its latencies are counted from."""
+
+    stream: TokenStream
+    index: int
+    arrival: float
+    admitted: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+
+    @property
+    def phase(self) -> str:
+        return "queued" if self.admitted is None else "prefill" if self.first_token is None else "decode"
+
+
+class Lane:
+    """Belongs to the device thread."""
+
+    def __init__(self, scheduler: Scheduler, runner: Runner, pace: Pace, metrics: Metrics) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self._pace = pace
+        self._metrics = metrics
+        self._flight: Flight | None = None
+        self._tickets: dict[str, Ticket] = {}
+        self._round_began = 0.0
+
+    @property
+    def has_work(self) -> bool:
+        return self._flight is not None or self.scheduler.has_work
+
+    @property
+    def drain_seconds(self) -> float:
+        """How long all it has will take, by the measured rates."""
+        return self._pace.seconds_for(self.scheduler.backlog())
+
+    def turn(self) -> None:
+        """Starts the next round behind the one in flight, and hands out the tokens of that one."""
+        self._deliver(self.scheduler.expire(time.monotonic()))
+        plan = self.scheduler.plan()
+        self._note_plan(plan)
+        if self._flight is None:
+            self._round_began = time.monotonic()
+        before, self._flight = self._flight, None if plan.is_empty else self.runner.dispatch(plan)
+        if before is not None:
+            self._read(before)
+
+    def accept(self, submit: Submit) -> None:
+        request = submit.request
+        self._tickets[request.request_id] = Ticket(submit.stream, submit.index, submit.arrival)
+        self._metrics.prompt_tokens.inc(len(request.prompt))
+        self.scheduler.add(request)
+
+    def end(self, request_id: str, finish: FinishReason) -> None:
+        """Ends a sequence, if it is one of this lane's that has not ended."""
+        ended = self.scheduler.end(request_id, finish)
+        self._deliver([ended] if ended is not None else [])
+
+    def end_all(self, finish: FinishReason) -> None:
+        self._deliver(self.scheduler.end_all(finish))
+
+    def swap(self, reload: Reload) -> None:
+        """Between two rounds: the one in flight ends with the weights it was dispatched with."""
+        start = time.monotonic()
+        self.runner.swap(reload.leaves)
+        self.scheduler.forget_prefixes()
+        reload.done.set_result(time.monotonic() - start)
+
+    def retire(self) -> None:
+        """Ends what there is and waits for the round in flight: after this nothing of the lane is in use."""
+        self.end_all(FinishReason.CANCELLED)
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            self.runner.read(flight)
+
+    def _read(self, flight: Flight) -> None:
+        chunks, rows = self.runner.read(flight)
+        seconds = time.monotonic() - self._round_began
+        self._round_began += seconds
+        self._metrics.round_time.observe(seconds)
+        plan = flight.plan
+        self._pace.note_round(sum(chunk.count for chunk in plan.chunks), sum(row.steps for row in plan.rows), seconds)
+        self._deliver(self.scheduler.commit(flight.plan, chunks, rows))
+
+    def _deliver(self, news: list[Progress]) -> None:
+        now = time.monotonic()
+        for progress in news:
+            request_id = progress.sequence.request.request_id
+            ticket = self._tickets[request_id]
+            ticket.stream.put(ticket.index, progress.batch)
+            self._note_tokens(ticket, len(progress.batch.tokens), now)
+            if progress.finish is not None:
+                del self._tickets[request_id]
+                self._note_end(ticket, progress, now)
+
+    def _note_tokens(self, ticket: Ticket, count: int, now: float) -> None:
+        if count == 0:
+            return
+        self._metrics.generated_tokens.inc(count)
+        if ticket.last_token is None:
+            ticket.first_token = now
+            self._metrics.ttft.observe(now - ticket.arrival)
+            self._metrics.prefill_time.observe(now - (ticket.admitted or now))
+        else:
+            self._metrics.inter_token.observe((now - ticket.last_token) / count)
+        ticket.last_token = now
+
+    def _note_end(self, ticket: Ticket, progress: Progress, now: float) -> None:
+        metrics, request = self._metrics, progress.sequence.request
+        num_generated = len(progress.sequence.tokens) - len(request.prompt)
+        if progress.finish is FinishReason.POISONED:
+            log.error("%s: the model's numbers are not finite; the request has failed, others go on", request.request_id)
+        if progress.finish in (FinishReason.STOP, FinishReason.LENGTH):
+            self._pace.note_end(num_generated, request.max_tokens)
+        metrics.request_time.observe(now - ticket.arrival)
+        if ticket.first_token is not None:
+            metrics.decode_time.observe(now - ticket.first_token)
+        metrics.request_prompt.observe(len(request.prompt))
+        metrics.request_generated.observe(num_generated)
+        metrics.request_max.observe(request.max_tokens)
+        assert progress.finish is not None
+        metrics.finished.labels(progress.finish.value).inc()
+        if progress.finish is FinishReason.DEADLINE:
+            metrics.deadlines.labels(ticket.phase).inc()
+
+    def _note_plan(self, plan: RoundPlan) -> None:
+        metrics, now = self._metrics, time.monotonic()
+        for sequence in plan.admitted:
+            ticket = self._tickets[sequence.request.request_id]
+            if ticket.admitted is None:  # else it was preempted
+                ticket.admitted = now
+                ticket.stream.note_admitted(now)
+                metrics.queue_time.observe(now - ticket.arrival)
+                metrics.prefix_hit_tokens.inc(sequence.num_cached or 0)
+        for sequence, lost in plan.preempted:
+            pool = self.scheduler.pool
+            log.warning("%s: preempted, %d tokens to recompute; %d of %d KV pages in use",
+                        sequence.request.request_id, lost, pool.num_held, pool.num_pages)
+            metrics.preemptions.inc()
+            metrics.preempted_tokens.inc(lost)
+        if not plan.is_empty:
+            metrics.round_tokens.observe(sum(chunk.count for chunk in plan.chunks) + sum(row.steps for row in plan.rows))
+        if plan.chunks:
+            metrics.rounds.labels("prefill").inc()
+            metrics.prefill_tokens.inc(sum(chunk.count for chunk in plan.chunks))
+        if plan.rows:
+            metrics.rounds.labels("decode").inc()
+            metrics.batch_rows.observe(len(plan.rows))
