@@ -375,3 +375,54 @@ def test_cache_path_follows_cache_dir_then_xdg_then_home(
 def test_importing_the_settings_does_not_import_jax() -> None:
     program = "import levserve.config, sys; sys.exit('jax' in sys.modules or 'flask' in sys.modules)"
     assert subprocess.run([sys.executable, "-W", "error", "-c", program], timeout=60).returncode == 0
+
+
+MODELS = """\
+[model]
+dtype = float32
+tokenizer = /srv/other
+[engine]
+kv-memory = 1GiB
+[model.one]
+model = /srv/one
+[model.org/two]
+kv-pages = 64
+load = start
+served-model-name = second
+"""
+
+
+def test_sections_of_models_have_what_is_meant_for_all_and_their_own(tmp_path: Path) -> None:
+    path = serve_ini(tmp_path, MODELS)
+    settings = parse_settings(["--config", path], {})
+    one, two = settings.models["one"], settings.models["second"]
+    assert settings.has_several and not one.has_several
+    assert (one.model, one.dtype, one.tokenizer, one.served_model_name, one.kv_memory) == ("/srv/one", "float32", "", "one", 1024 * MIB)
+    assert (two.model, two.dtype, two.load, two.kv_memory, two.kv_pages) == ("org/two", "float32", "start", 0, 64)
+    assert parse_settings([], {}).has_several is False
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[model.a]\nmodell = x\n", "[model.a] modell: unknown key; did you mean model?"),
+        ("[model.a]\nport = 1\n", "[model.a] port: this key is for all models together and belongs in [server]"),
+        ("[model.a]\nmodels-dir = x\n", "[model.a] models-dir: this key is for all models together"),
+        ("[model.a]\ndtype = int3\n", "[model.a] dtype)"),
+        ("[model.a]\nmodel = x\ncheckpoint-path = y\n", "exclude each other"),
+        ("[model.]\nmodel = x\n", "unknown section [model.]"),
+        ("[model.a]\nserved-model-name = b\n[model.b]\nmodel = x\n", "another model is called 'b' already"),
+        ("[modell.a]\nmodel = x\n", "unknown section [modell.a]"),
+    ],
+)
+def test_mistakes_in_a_models_section_are_named(capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, told: str) -> None:
+    assert told in refuse(capsys, ["--config", serve_ini(tmp_path, text)])
+
+
+def test_print_config_shows_what_a_models_section_changes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_settings(["--config", serve_ini(tmp_path, MODELS), "--print-config"], {})
+    shown = capsys.readouterr().out.split("[model.second]")[1]
+    assert [" ".join(line.split()) for line in shown.strip().splitlines()] == [
+        "model = org/two", "tokenizer = (empty)", "served-model-name = second", "load = start", "kv-memory = 0", "kv-pages = 64",
+    ]  # fmt: skip

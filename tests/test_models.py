@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -11,9 +13,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
+from levserve.config import parse_settings
+from levserve.engine.engine import Engine
+from levserve.engine.loader import load_first
+from levserve.engine.programs import Programs
+from levserve.engine.startup import serve
+from levserve.metrics import Metrics
+from levserve.schedule.request import GenerationRequest, Sampling
 from tests.conftest import GOLDEN
+from tests.engines import cache_folder, read
 from tests.servers import Reply, Server, running_server
 
 FLAGS = ("--dtype", "float32", "--max-running", "4", "--prefill-chunk", "32", "--page-size", "8", "--device", "cpu")
@@ -182,3 +193,40 @@ def test_a_reload_names_the_model_when_several_are_loaded(server: Server) -> Non
 def test_the_admin_endpoints_want_their_key(server: Server) -> None:
     assert server.call("/admin/stats").status == 401
     assert server.call("/admin/unload/llama", {}).status == 401
+
+
+@pytest.mark.tiny
+def test_an_unloaded_model_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Its weights, its pages and its programs: all that jax holds is as it was before."""
+    for name in ("llama", "qwen2"):
+        (tmp_path / name).symlink_to(GOLDEN / name)
+    settings = parse_settings(["--models-dir", str(tmp_path), "--cache-dir", str(cache_folder()), *FLAGS], {})
+    engine = Engine(max_inflight=8, metrics=Metrics())
+    thread = threading.Thread(target=lambda: serve(engine, *load_first(settings, engine, rows=4, report=lambda _: None)))
+    thread.start()
+    try:
+        assert engine.wait_ready(240)
+        before = live_bytes()
+        with engine.library.borrow("qwen2") as loan:
+            assert loan.wait(240) and loan.model.name == "qwen2"
+            taken = loan.resident.num_bytes
+            assert live_bytes() >= before + taken
+            request = GenerationRequest("one", tuple(CASES["qwen2"]["prompt"]), 24, Sampling(temperature=0.0))
+            (answer,) = read(engine.submit([request], loan.model))
+            assert answer.tokens == CASES["qwen2"]["greedy"]
+        num_programs = len(gc_programs())
+        engine.library.unload("qwen2")
+        assert abs(live_bytes() - before) < taken // 100
+        assert len(gc_programs()) == num_programs - 1
+    finally:
+        engine.stop()
+        thread.join(60)
+    assert not thread.is_alive()
+
+
+def live_bytes() -> int:
+    return sum(array.nbytes for array in jax.live_arrays())
+
+
+def gc_programs() -> list[Programs]:
+    return [one for one in gc.get_objects() if isinstance(one, Programs)]

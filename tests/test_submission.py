@@ -15,7 +15,7 @@ from levserve.web.answer import count_usage
 from levserve.web.choices import make_choices
 from levserve.web.decode import decode
 from levserve.web.schema import ChatBody, CompletionBody
-from levserve.web.submission import Seeds, prepare
+from levserve.web.submission import Defaults, Seeds, prepare
 from tests.fake_device import MAX_SEQ_LEN, MODEL, load_toy_tokenizer
 
 SERVED = ServedModel(MODEL, load_toy_tokenizer(), MAX_SEQ_LEN, 4, 0)
@@ -144,3 +144,22 @@ def test_cached_tokens_count_once_for_each_prompt() -> None:
     usage = count_usage([[1, 2, 3], [4, 5]], choices)
     assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (5, 8, 13)
     assert usage.prompt_tokens_details.cached_tokens == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "wanted"),
+    [
+        (CompletionBody, {}, (7, 0.25)),
+        (ChatBody, {}, (7, 0.25)),
+        (CompletionBody, {"max_tokens": 3, "temperature": 1}, (3, 1.0)),
+        (ChatBody, {"max_completion_tokens": 3, "temperature": 0}, (3, 0.0)),
+    ],
+)
+def test_the_operators_defaults_are_for_those_who_say_nothing(
+    kind: type[ChatBody] | type[CompletionBody], fields: dict[str, Any], wanted: tuple[int, float]
+) -> None:
+    start = {"prompt": "t17"} if kind is CompletionBody else {"messages": [{"role": "user", "content": "t17"}]}
+    body = decode(json.dumps({"model": MODEL} | start | fields).encode(), kind)
+    (request,) = prepare(Defaults(7, 0.25).apply_to(body), SERVED, Seeds(None), "id", None).requests
+    assert (request.max_tokens, request.sampling.temperature) == wanted
+    assert Defaults(0, None).apply_to(body) is body

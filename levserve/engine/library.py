@@ -16,7 +16,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import StrEnum
 from types import TracebackType
@@ -193,7 +192,6 @@ class Library:
 
     def unload(self, name: str) -> None:
         """Frees a model's memory; raises `Conflict` where it is in use, and does nothing where it is not loaded."""
-        done: Future[None] = Future()
         with self._changed:
             entry = self._entries.get(name)
             if entry is None:
@@ -204,14 +202,10 @@ class Library:
                 raise Conflict(f"The model '{name}' is loading ({entry.progress}); please wait for it.")
             if entry.num_loans:
                 raise Conflict(f"The model '{name}' has {entry.num_loans} requests running or waiting; it is not unloaded.")
-            if entry.status is Status.LOADABLE:
-                return
             if entry.status is Status.LOADED:
                 entry.status = Status.UNLOADING
-                self._put_job(functools.partial(self._unload_for, entry, done))
-            else:
-                done.set_result(None)  # it is being evicted
-        done.result()
+                self._put_job(functools.partial(self._unload, entry))
+            self._changed.wait_for(lambda: entry.status is not Status.UNLOADING or self._is_closed)
 
     def refresh(self) -> None:
         """Looks again which models there are: a folder of them may have changed."""
@@ -342,24 +336,20 @@ class Library:
         entry.last_used = time.monotonic()
         self._note_change()
 
-    def _unload_for(self, entry: Entry, done: Future[None]) -> None:
-        try:
-            self._unload(entry)
-        except Exception as error:
-            done.set_exception(error)
-        else:
-            done.set_result(None)
-
     def _unload(self, entry: Entry) -> None:
         """The entry says UNLOADING already, so nobody is given the model any more."""
         assert self._loader is not None and entry.resident is not None
-        self._loader.unload(entry.resident)
+        try:
+            self._loader.unload(entry.resident)
+        except Exception:
+            log.exception("%s: unloading failed; its memory may not be free", entry.name)
         self._metrics.model_unloads.inc()
         with self._changed:
             entry.resident = None
             entry.status = Status.LOADING if entry.is_asked else Status.LOADABLE
             entry.progress = entry.progress if entry.is_asked else ""
             self._note_change()
+            self._changed.notify_all()
 
     def _note_change(self) -> None:
         residents = [entry.resident for entry in self._entries.values() if entry.resident is not None]

@@ -103,10 +103,14 @@ class DeviceLoop:
                 self._is_stopped = True
 
     def _accept(self, submit: Submit) -> None:
+        lane = self._lanes.get(submit.model)
         if self._drain_deadline is not None:
             submit.stream.put(submit.index, TokenBatch(tokens=(), finish=FinishReason.SHUTDOWN))
-        else:
-            self._lanes[submit.model].accept(submit)
+        elif lane is not None:
+            lane.accept(submit)
+        else:  # who submits holds the model, so this cannot be; but it must not end everyone else's work
+            log.error("%s: the model %s is not loaded", submit.request.request_id, submit.model)
+            submit.stream.put(submit.index, TokenBatch(tokens=(), finish=FinishReason.FAILED))
 
     def _detach(self, detach: Detach) -> None:
         lane = self._lanes.pop(detach.model)

@@ -33,7 +33,7 @@ class Catalogue:
         self._sections: Mapping[str, Settings] = settings.models
         self._found: dict[str, Settings] = {}
         self._look_at = 0.0
-        self._look()
+        self._found = self._look()
         if "model" in settings.sources and settings.model not in (*self._sections, *self._found):
             own = replace(settings, served_model_name=settings.served_model_name or _name_of(settings.model))
             self._sections = {own.served_model_name: own, **self._sections}
@@ -47,7 +47,10 @@ class Catalogue:
 
     def names(self) -> list[str]:
         """Everything that may be asked for now, the default first."""
-        self._look()
+        try:
+            self._found = self._look()
+        except StartupError as error:
+            log.warning("the models that were known stay so: %s", error)
         return list(dict.fromkeys((self.default, *self._sections, *self._found)))
 
     def find(self, name: str) -> Settings | None:
@@ -59,20 +62,20 @@ class Catalogue:
         named = ((name, self.find(name)) for name in self.names() if name != self.default)
         return [name for name, settings in named if settings is not None and settings.load == "start"]
 
-    def _look(self) -> None:
+    def _look(self) -> dict[str, Settings]:
+        """What the folder holds now."""
         if not self._folder or time.monotonic() < self._look_at:
-            return
+            return self._found
         if is_address(self._folder):
             self._look_at = time.monotonic() + LOOK_SECONDS
             address = self._folder.rstrip("/")
-            self._found = {name: self._settings.for_model(name, model=f"{address}/{name}") for name in Store(address).list_folders()}
-            return
+            return {name: self._settings.for_model(name, model=f"{address}/{name}") for name in Store(address).list_folders()}
         try:
             paths = sorted(Path(self._folder).iterdir())
         except OSError as error:
             raise ConfigError(f"--models-dir {self._folder!r}: {error.strerror}") from None
         found = {path.name.removesuffix(GGUF_SUFFIX): path for path in paths if not path.name.startswith(".")}
-        self._found = {name: one for name, path in found.items() if (one := self._settings_of(name, path)) is not None}
+        return {name: one for name, path in found.items() if (one := self._settings_of(name, path)) is not None}
 
     def _settings_of(self, name: str, path: Path) -> Settings | None:
         if local_problem(path) is None:
