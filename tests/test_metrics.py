@@ -19,12 +19,14 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from levserve.engine.compiles import COMPILER_THREAD
+from levserve.engine.library import Library
 from levserve.metrics import LATENCY_BUCKETS, Metrics
 from levserve.schedule.request import FinishReason
 from levserve.vllm_names import VllmNames
 from tests.conftest import GOLDEN
 from tests.engines import Running, ask, read, running_engine
 from tests.fake_server import ServerProcess
+from tests.test_library import FakeLoader
 
 DASHBOARD = Path(__file__).parent.parent / "deploy" / "grafana" / "levserve.json"
 PROMPT = [100 + number for number in range(9)]
@@ -387,6 +389,21 @@ def test_vllms_names_are_there_if_they_are_wanted(server: ServerProcess) -> None
     assert scrape(server)['vllm:num_requests_waiting{engine="0",model_name="toy"}'] == 0
     with ServerProcess().wait_ready() as other:
         assert not any(name.startswith("vllm:") for name in scrape(other))
+
+
+def test_models_are_counted_as_they_come_and_go() -> None:
+    metrics, loader = Metrics(), FakeLoader()
+    library = Library(metrics, lambda residents: None)
+    library.stock(loader, budget=100)
+    for name in ("a", "b", "bad", "c"):
+        with library.borrow(name) as loan:
+            assert loan.wait(20)
+    library.close()
+    library.join()
+    samples = parse(metrics.render().decode())
+    assert samples["levserve_models_loaded"] == 2 and samples["levserve_model_unloads_total"] == 1
+    assert samples['levserve_model_loads_total{outcome="done"}'] == 3
+    assert samples['levserve_model_loads_total{outcome="failed"}'] == 1
 
 
 def test_no_metric_is_left_out_of_the_tables() -> None:

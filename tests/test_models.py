@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import pytest
+from simple_websocket import Client
 
 from levserve.config import parse_settings
 from levserve.engine.engine import Engine
@@ -193,6 +194,42 @@ def test_a_reload_names_the_model_when_several_are_loaded(server: Server) -> Non
 def test_the_admin_endpoints_want_their_key(server: Server) -> None:
     assert server.call("/admin/stats").status == 401
     assert server.call("/admin/unload/llama", {}).status == 401
+
+
+@pytest.mark.real
+def test_a_websocket_waits_for_its_model_and_can_be_cancelled_meanwhile(server: Server) -> None:
+    wait_until_idle(server)
+    assert admin(server, "POST", "unload/qwen2").status == 200
+    ws = Client.connect(server.url.replace("http", "ws") + "/v1/ws")
+    try:
+        ws.send(json.dumps({"path": "/v1/completions", "id": "one"} | ask("qwen2")))
+        ws.send(json.dumps({"cancel": "one"}))
+        assert json.loads(ws.receive(timeout=60))["error"]["code"] == "request_cancelled"
+        assert ws.receive(timeout=60) == "[DONE]"
+        ws.send(json.dumps({"path": "/v1/completions"} | ask("qwen2")))
+        frames = iter(lambda: ws.receive(timeout=60), "[DONE]")
+        words = "".join(json.loads(frame)["choices"][0]["text"] for frame in frames).split()
+        assert [int(word.removeprefix("t")) for word in words] == CASES["qwen2"]["greedy"]
+    finally:
+        ws.close()
+
+
+@pytest.mark.real
+def test_a_server_of_several_models_leaves_with_0_even_while_one_loads(server: Server) -> None:
+    wait_until_idle(server)
+    assert admin(server, "POST", "unload/qwen2").status == 200
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(server.call, "/v1/completions", ask("qwen2"))
+        wait_for_status(server, "qwen2", "loading")
+        assert server.end() == 0
+        assert waiting.result().status in (200, 503)  # it may have been quick
+
+
+def wait_for_status(server: Server, name: str, wanted: str) -> None:
+    for _ in range(1000):
+        if statuses(server)[name] in (wanted, "loaded"):
+            return
+    pytest.fail(f"{name} is not {wanted}")
 
 
 @pytest.mark.tiny

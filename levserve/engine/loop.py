@@ -54,6 +54,7 @@ class DeviceLoop:
                     lane.turn()
                 self._set_gauges()
         except BaseException:
+            self._engine.fail()  # before anyone is told: who asks then how the server is hears the same
             self._end_all(FinishReason.FAILED)
             raise
         finally:
