@@ -14,6 +14,7 @@ import pytest
 from levserve.config import Settings, parse_settings
 from levserve.errors import ConfigError, StartupError
 from levserve.weights import remote
+from levserve.weights.catalogue import Catalogue
 from levserve.weights.source import ModelFiles, check_model, check_source, find_source, stored_name
 from tests.conftest import GOLDEN
 from tests.stores import WebServer, amazon_store, google_store, upload, web_store
@@ -138,6 +139,15 @@ def test_of_a_checkpoint_in_the_older_layout_only_the_model_is_fetched(web: WebS
 def test_names_with_slashes_are_kept_with_hyphens(google: Any, cache: Cache) -> None:
     files = cache.find("org/llama", model_store="gs://models/names/")
     assert files.name == "org/llama" and same_files(files.path, LLAMA)
+
+
+def test_every_folder_of_a_store_is_a_model_that_may_be_asked_for(google: Any, cache: Cache) -> None:
+    catalogue = Catalogue(parse_settings(["--models-dir", "gs://models/names", "--cache-dir", str(cache.path)], {}))
+    assert catalogue.names() == ["org-llama"]
+    settings = catalogue.find("org-llama")
+    assert settings is not None
+    files = find_source(settings, lambda _: None)
+    assert settings.served_model_name == "org-llama" and same_files(files.path, LLAMA)
 
 
 def test_a_store_may_be_a_folder_and_does_not_hide_paths(tmp_path: Path, cache: Cache) -> None:
