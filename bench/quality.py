@@ -1,0 +1,139 @@
+#!/usr/bin/env python3
+"""Measures what number formats cost in quality: perplexity, and how far log-probabilities move from those of float32.
+
+    python bench/quality.py
+    python bench/quality.py --model path/to/checkpoint --text path/to/text
+
+The text is bench/quality.txt, written for this purpose, so no model has seen it; it must stay as it is for figures to be comparable.
+Float32 is the checkpoint's own numbers computed in float32: what a quantized file has lost already is not measured here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+from numpy.typing import NDArray  # noqa: E402
+
+from levserve.config import parse_settings  # noqa: E402
+from levserve.model import cache  # noqa: E402
+from levserve.model.attention import choose_kernel  # noqa: E402
+from levserve.model.config import ModelConfig  # noqa: E402
+from levserve.model.decoder import CHUNK, ROW, Decoder  # noqa: E402
+from levserve.model.quantize import Quantization  # noqa: E402
+from levserve.text.tokenizer import load_tokenizer  # noqa: E402
+from levserve.weights.load import load_arrays, read_config  # noqa: E402
+from levserve.weights.source import find_source  # noqa: E402
+
+TEXT = Path(__file__).parent / "quality.txt"
+CHUNK_TOKENS, PAGE_SIZE = 128, 32
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    kind: str
+    perplexity: float
+    above_float32: float
+    """Share by which perplexity is higher."""
+    mean_difference: float
+    """Mean absolute difference of the log-probability of each token of the text."""
+    largest_difference: float
+    same_first: float
+    """Share of places where the likeliest token is float32's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    logprobs: NDArray[np.float32]
+    """Of each token of the text after the first."""
+    likeliest: NDArray[np.int32]
+
+
+def main() -> None:
+    options = _parser().parse_args()
+    platform = jax.default_backend()
+    files = find_source(parse_settings(["--model", options.model], {}), lambda _: None)
+    text = options.text.read_text()
+    config = read_config(files.path, files.config_file)
+    tokens = load_tokenizer(files.tokenizer or files.path).encode(text)[: options.tokens]
+    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+    print(f"{files.name} on {platform}, jax {jax.__version__}: {len(tokens)} tokens of {options.text.name} (sha256 {digest})\n")
+    kinds: dict[str, tuple[str, Quantization | None]] = {"bfloat16": ("bfloat16", None), "int8": ("bfloat16", Quantization.INT8)}
+    if platform == "gpu":
+        kinds["fp8"] = ("bfloat16", Quantization.FP8)
+    reference = score(files.path, config, tokens, "float32", None)
+    rows = [compare("float32", reference, reference)]
+    _show(rows[0])
+    for kind, (dtype, quantization) in kinds.items():
+        rows.append(compare(kind, score(files.path, config, tokens, dtype, quantization), reference))
+        _show(rows[-1])
+    if options.json:
+        options.json.write_text(json.dumps({"model": files.name, "platform": platform, "tokens": len(tokens), "text_sha256": digest,
+                                            "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+
+
+def score(path: Path, config: ModelConfig, tokens: list[int], dtype_name: str, quantization: Quantization | None) -> Scores:
+    """Runs the text through the model as prefill does, a chunk at a time over paged KV in the type the server would store."""
+    platform, dtype = jax.default_backend(), jnp.dtype(dtype_name)
+    began = time.monotonic()
+    arrays = load_arrays(path, config, dtype, report=lambda _: None, quantization=quantization)
+    kernel, _ = choose_kernel(platform, config)
+    model = Decoder.from_arrays(config, arrays, kernel=kernel)
+    num_pages = -(-len(tokens) // PAGE_SIZE)
+    pools = cache.make_pool(config, num_pages, PAGE_SIZE, cache.storage_dtype(dtype, platform))
+    table = jnp.arange(num_pages, dtype=jnp.int32)[None]
+
+    @jax.jit
+    def run(model: Decoder, given: jax.Array, positions: jax.Array, following: jax.Array, pools: tuple[jax.Array, ...]) -> Any:
+        hidden, pools = model(given, pools, table, positions)
+        logits = jax.nn.log_softmax(model.logits(hidden[ROW, 0].rename({CHUNK: ROW})))
+        return jnp.take_along_axis(logits, following[0][:, None], axis=1)[:, 0], logits.argmax(-1).astype(jnp.int32), pools
+
+    parts: list[tuple[NDArray[np.float32], NDArray[np.int32]]] = []
+    for start in range(0, len(tokens) - 1, CHUNK_TOKENS):
+        count = min(CHUNK_TOKENS, len(tokens) - 1 - start)
+        given, following = np.zeros((2, 1, CHUNK_TOKENS), np.int32)
+        given[0, :count], following[0, :count] = tokens[start : start + count], tokens[start + 1 : start + 1 + count]
+        positions = np.full((1, CHUNK_TOKENS), -1, np.int32)
+        positions[0, :count] = np.arange(start, start + count)
+        logprobs, likeliest, pools = run(model, given, positions, following, pools)
+        parts.append((np.asarray(logprobs)[:count], np.asarray(likeliest)[:count]))
+    print(f"{quantization or dtype_name} took {time.monotonic() - began:.0f} s", file=sys.stderr)
+    return Scores(np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts]))
+
+
+def compare(kind: str, scores: Scores, reference: Scores) -> Quality:
+    mean, wanted = float(scores.logprobs.mean()), float(reference.logprobs.mean())
+    difference = np.abs(scores.logprobs - reference.logprobs)
+    same = float((scores.likeliest == reference.likeliest).mean())
+    return Quality(kind, math.exp(-mean), math.exp(wanted - mean) - 1, float(difference.mean()), float(difference.max()), same)
+
+
+def _show(row: Quality) -> None:
+    print(f"{row.kind:<10} perplexity {row.perplexity:8.4f}  {row.above_float32:+8.3%}  |difference| mean {row.mean_difference:.4f}  "
+          f"largest {row.largest_difference:.3f}  same likeliest token {row.same_first:.1%}", flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m", help="as levserve's --model (default: the bundled one)")
+    parser.add_argument("--text", type=Path, default=TEXT)
+    parser.add_argument("--tokens", type=int, default=4096, help="of the text, at most (default: 4096)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""What XLA made of the programs on a CPU: weights are read as they are stored, and device state is written in place."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from levserve.engine.programs import Shape
+from levserve.engine.runner import Runner
+from levserve.engine.sizing import Sizes
+from levserve.metrics import Metrics
+from levserve.model import cache
+from levserve.model.decoder import Decoder
+from levserve.model.quantize import Quantization
+from levserve.model.sampler import Mode
+from levserve.weights.load import load_arrays, read_config
+from tests.conftest import GOLDEN
+
+pytestmark = pytest.mark.tiny
+
+BFLOAT16 = jnp.dtype(jnp.bfloat16)
+NUM_PAGES = 333  # so that nothing else has the pool's shape
+PASSED_ON = {"parameter", "get-tuple-element", "bitcast", "tuple", "while", "conditional", "call"}  # nothing is computed
+COMPUTATION = re.compile(r"^(?:ENTRY )?%(\S+) \(.*\{$")
+INSTRUCTION = re.compile(r"^ *(ROOT )?%(\S+) = \w+\[([\d,]*)\]\S* ([\w-]+)\(")
+CALLED = re.compile(r" fusion\(.* calls=%([\w.-]+)")
+
+
+@dataclass(frozen=True)
+class Instruction:
+    shape: tuple[int, ...]
+    operation: str
+    """Of a fusion, the one it ends with."""
+    text: str
+
+
+@functools.cache
+def runner_of(quantization: Quantization | None) -> Runner:
+    """The golden model's first layer, as a server on a CPU would hold it."""
+    folder = GOLDEN / "llama"
+    config = read_config(folder)
+    arrays = load_arrays(folder, config, BFLOAT16, report=lambda _: None, quantization=quantization)
+    arrays = {name: array for name, array in arrays.items() if not name.startswith("layers.") or name.startswith("layers.0.")}
+    config = replace(config, num_layers=1)
+    storage = cache.storage_dtype(BFLOAT16, "cpu")
+    sizes = Sizes(
+        rows=4, max_seq_len=256, page_size=8, num_pages=NUM_PAGES, page_bytes=cache.page_bytes(config, 8, storage), weight_bytes=0,
+        row_sizes=(4,), chunk_sizes=(24,), round_steps=1,
+    )
+    return Runner(Decoder.from_arrays(config, arrays), sizes, storage, Metrics())
+
+
+def instructions(text: str) -> Iterator[Instruction]:
+    """Those whose results are in memory: what is inside a fusion is not, but for what it ends with."""
+    fused = {found[1] for line in text.splitlines() if (found := CALLED.search(line))}
+    roots: dict[str, str] = {}
+    waiting: list[tuple[Instruction, str]] = []
+    computation = ""
+    for line in text.splitlines():
+        if found := COMPUTATION.match(line):
+            computation = found[1]
+        elif found := INSTRUCTION.match(line):
+            is_root, _, shape, operation = found.groups()
+            if is_root:
+                roots[computation] = operation
+            if computation not in fused:
+                called = CALLED.search(line)
+                dimensions = tuple(int(size) for size in shape.split(",") if size)
+                waiting.append((Instruction(dimensions, operation, line.strip()), called[1] if called else ""))
+    for instruction, called_name in waiting:
+        yield replace(instruction, operation=roots[called_name]) if called_name else instruction
+
+
+@pytest.mark.parametrize("shape", [Shape(24), Shape(4, Mode.FULL)], ids=str)
+@pytest.mark.parametrize("quantization", [None, Quantization.INT8], ids=lambda kind: kind or "bfloat16")
+def test_no_weight_is_converted_and_no_pool_copied(quantization: Quantization | None, shape: Shape) -> None:
+    runner = runner_of(quantization)
+    pool_shape = runner._state.pools[0].shape
+    weight_shapes = {tuple(sorted(leaf.shape)) for leaf in runner._leaves if leaf.ndim == 2}
+    assert runner._state.pools[0].dtype == jnp.uint16
+    assert {leaf.dtype for leaf in runner._leaves if leaf.ndim == 2} >= {jnp.dtype(quantization or BFLOAT16)}
+
+    compiled = runner.programs.lower(shape).compile()
+    made = [instruction for instruction in instructions(compiled.as_text()) if instruction.operation not in PASSED_ON]
+    assert len(made) > 20, "the text was read"
+    of_pool = [instruction for instruction in made if sorted(instruction.shape) == sorted(pool_shape)]
+    assert [instruction.operation for instruction in of_pool] == ["scatter"], [instruction.text for instruction in of_pool]
+    assert [instruction.text for instruction in made if tuple(sorted(instruction.shape)) in weight_shapes] == []
+    state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(runner._state))
+    assert compiled.memory_analysis().alias_size_in_bytes == state_bytes
