@@ -17,7 +17,6 @@ from levserve.engine.sizing import Sizes
 from levserve.metrics import Metrics
 from levserve.model import cache
 from levserve.model.decoder import Decoder
-from levserve.model.quantize import Quantization
 from levserve.model.sampler import Mode
 from levserve.weights.load import load_arrays, read_config
 from tests.conftest import GOLDEN
@@ -41,11 +40,11 @@ class Instruction:
 
 
 @functools.cache
-def runner_of(quantization: Quantization | None) -> Runner:
+def runner_of(is_quantized: bool) -> Runner:
     """The golden model's first layer, as a server on a CPU would hold it."""
     folder = GOLDEN / "llama"
     config = read_config(folder)
-    arrays = load_arrays(folder, config, BFLOAT16, report=lambda _: None, quantization=quantization)
+    arrays = load_arrays(folder, config, BFLOAT16, report=lambda _: None, is_quantized=is_quantized)
     arrays = {name: array for name, array in arrays.items() if not name.startswith("layers.") or name.startswith("layers.0.")}
     config = replace(config, num_layers=1)
     storage = cache.storage_dtype(BFLOAT16, "cpu")
@@ -78,13 +77,13 @@ def instructions(text: str) -> Iterator[Instruction]:
 
 
 @pytest.mark.parametrize("shape", [Shape(24), Shape(4, Mode.FULL)], ids=str)
-@pytest.mark.parametrize("quantization", [None, Quantization.INT8], ids=lambda kind: kind or "bfloat16")
-def test_no_weight_is_converted_and_no_pool_copied(quantization: Quantization | None, shape: Shape) -> None:
-    runner = runner_of(quantization)
+@pytest.mark.parametrize("is_quantized", [False, True], ids=["bfloat16", "int8"])
+def test_no_weight_is_converted_and_no_pool_copied(is_quantized: bool, shape: Shape) -> None:
+    runner = runner_of(is_quantized)
     pool_shape = runner._state.pools[0].shape
     weight_shapes = {tuple(sorted(leaf.shape)) for leaf in runner._leaves if leaf.ndim == 2}
     assert runner._state.pools[0].dtype == jnp.uint16
-    assert {leaf.dtype for leaf in runner._leaves if leaf.ndim == 2} >= {jnp.dtype(quantization or BFLOAT16)}
+    assert {leaf.dtype for leaf in runner._leaves if leaf.ndim == 2} >= {jnp.dtype(jnp.int8) if is_quantized else BFLOAT16}
 
     compiled = runner.programs.lower(shape).compile()
     made = [instruction for instruction in instructions(compiled.as_text()) if instruction.operation not in PASSED_ON]
