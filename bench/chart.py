@@ -32,7 +32,8 @@ def draw_comparison(document: Mapping[str, Any], path: Path) -> None:
             median = document["medians"][name][key]
             error = [[median - min(values)], [max(values) - median]]
             panel.barh(place, median, color=_color(name, names), xerr=error, error_kw={"ecolor": "#333333", "elinewidth": 1})
-            panel.text(0, place, f" {median:{',.0f' if median >= 100 else '.3g'}}", va="center", fontsize=8, color="white" if name.startswith("levserve") else "black")
+            color = "white" if name.startswith("levserve") else "black"
+            panel.text(0, place, f" {median:{',.0f' if median >= 100 else '.3g'}}", va="center", fontsize=8, color=color)
         better = "more is better" if metric["more_is_better"] else "less is better"
         panel.set_title(f"{metric['title']}\n{metric['unit']}, {better}".replace("\n, ", "\n"), fontsize=9)
         panel.set_yticks(range(len(names)), names, fontsize=8)

@@ -118,7 +118,8 @@ def measure_busy(server: Server, seed: str) -> dict[str, float]:
     rows = [row for row in done.rows if row.index % 4 != 3]
     spread = load.percentiles([1e3 * gap / row.tokens_per_gap for row in rows for gap in row.gaps_seconds])
     ttft = 1e3 * statistics.median(row.ttft_seconds for row in rows)
-    return {"busy_ttft": ttft, "busy_p50": spread["p50"], "busy_p99": spread["p99"], "busy_spread": spread["p99"] / max(spread["p50"], 1e-3)}
+    p50, p99 = spread["p50"], spread["p99"]
+    return {"busy_ttft": ttft, "busy_p50": p50, "busy_p99": p99, "busy_spread": p99 / max(p50, 1e-3)}
 
 
 def loads_of(streams: Sequence[int]) -> dict[str, Callable[[Server, str], dict[str, float]]]:
