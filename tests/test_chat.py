@@ -116,7 +116,7 @@ def test_conversation_without_messages_is_refused(tokenizer: Tokenizer) -> None:
     assert caught.value.param == "messages"
 
 
-@given(content=WORDS)
+@given(content=WORDS.filter(lambda text: "<|im_end|>" not in text))
 @settings(deadline=None)
 def test_message_without_special_strings_gives_the_tokens_of_the_plain_rendering(tokenizer: Tokenizer, content: str) -> None:
     text = f"{SYSTEM}<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n"

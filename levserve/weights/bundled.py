@@ -15,6 +15,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -107,11 +108,8 @@ def _is_running(process: subprocess.Popen[bytes]) -> bool:
 
 def _largest_wheel(folder: Path) -> int:
     sizes = [0]
-    for path in folder.rglob("*.whl"):
-        try:
-            sizes.append(path.stat().st_size)
-        except FileNotFoundError:  # pip moved it between the two calls
-            continue
+    with suppress(FileNotFoundError):  # pip moves files and removes folders while we look
+        sizes += [path.stat().st_size for path in folder.rglob("*.whl")]
     return max(sizes)
 
 
