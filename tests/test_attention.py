@@ -53,6 +53,23 @@ def test_paged_attention_equals_dense_attention(
         np.testing.assert_allclose(got[row], dense(q[row], *whole, positions[row], window, softcap), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize(("chunk", "kv_heads", "group"), [(1, 2, 1), (1, 3, 3), (5, 1, 3), (1, 1, 16), (1, 2, 17), (40, 1, 2)])
+def test_bits_of_bfloat16_are_mixed_like_the_numbers_they_stand_for(chunk: int, kv_heads: int, group: int) -> None:
+    """Whether there is one query, a few or many: each has a road of its own."""
+    rng = np.random.default_rng(group)
+    lengths, page_size, size = [chunk, 64, 65, 290], 32, 64
+    table = rng.permutation(43)[:40].reshape(4, 10).astype(np.int32)
+    numbers = jnp.asarray(rng.standard_normal((43, 2, kv_heads, page_size, size)), jnp.bfloat16)
+    q = jnp.asarray(rng.standard_normal((4, chunk, kv_heads, group, size)), jnp.bfloat16).astype(jnp.float32)
+    positions = np.stack([np.arange(length - chunk, length) for length in lengths]).astype(np.int32)
+    positions[1, 0] = -1  # padding
+    pool = cache.to_storage(numbers, jnp.dtype(jnp.uint16))
+    got = attend(q, pool, jnp.asarray(table), jnp.asarray(positions))
+    for row, length in enumerate(lengths):
+        whole = np.asarray(numbers, np.float32)[table[row]].transpose(1, 0, 3, 2, 4).reshape(2, -1, kv_heads, size)[:, :length]
+        np.testing.assert_allclose(got[row], dense(np.asarray(q)[row], *whole, positions[row], None), atol=8e-3)
+
+
 @pytest.mark.parametrize(
     ("chunk", "page_size", "kv_heads", "group", "size", "window", "softcap", "splits"),
     [

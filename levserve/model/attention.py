@@ -7,19 +7,26 @@ longest row, not for the model's maximum length, and one compiled program serves
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import StrEnum
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from levserve.model.cache import from_storage
+from levserve.model.cache import from_bits, from_storage
 from levserve.model.config import ModelConfig
 from levserve.model.kernels import paged_attention
 
+FEW_QUERIES = 16
+"""Of a row, at most: then attention is all reading of keys and values."""
+FEW_BLOCK_TOKENS = 64
+"""Tokens of each row looked at together for few queries: the next multiple of it is what a row costs."""
 BLOCK_TOKENS = 256
-"""Tokens of each row looked at together: one pass for short chats, and a small loop overhead for long ones."""
+"""The same for many queries, whose running softmax is the cost: fewer, larger steps."""
 MASKED = -1e30
+LOWEST = -1e20
+"""Where the running maximum starts: below any score, and so far above a masked one that its weight is zero."""
 
 
 class Kernel(StrEnum):
@@ -64,25 +71,29 @@ def attend(
 def _attend_in_blocks(
     q: jax.Array, pool: jax.Array, table: jax.Array, positions: jax.Array, window: int | None, softcap: float | None
 ) -> jax.Array:
-    """Dots run in float32 on CPU, where bits are stored (XLA has no bfloat16 batched dot on ARM, and widening the gathered
-    block costs less than the gather), and in the pool's own type elsewhere."""
     rows, chunk, kv_heads, group, size = q.shape
+    queries = chunk * group
     page_size = pool.shape[3]
-    block = min(max(BLOCK_TOKENS // page_size, 1), table.shape[1])  # pages
+    block_tokens = FEW_BLOCK_TOKENS if queries <= FEW_QUERIES else BLOCK_TOKENS
+    block = min(max(block_tokens // page_size, 1), table.shape[1])  # pages
     width = block * page_size
     table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % block)), mode="edge")  # so that a slice at the end is not moved back
+    tiles = pool.reshape(-1, page_size, size)  # [page * 2 * kv_head, slot, head_size]
+    read, dtype = _reader(pool.dtype, queries)
 
-    dtype = jnp.dtype(jnp.float32) if pool.dtype == jnp.uint16 else pool.dtype
-    q = q.transpose(0, 2, 1, 3, 4).reshape(rows, kv_heads, chunk * group, size).astype(dtype)
-    seen_to = jnp.repeat(positions, group, axis=1)[:, None, :, None]  # [row, 1, chunk * group, 1]
+    q = q.transpose(0, 2, 1, 3, 4).reshape(rows, kv_heads, queries, size).astype(dtype)
+    seen_to = jnp.repeat(positions, group, axis=1)[:, None, :, None]  # [row, 1, query, 1]
+
+    def gather(pages: jax.Array, half: int) -> jax.Array:
+        """Keys or values of these pages [row, block], as [row, kv_head, token, head_size], in which order no copy is needed."""
+        numbers = ((pages * 2 + half) * kv_heads)[:, None] + jnp.arange(kv_heads, dtype=jnp.int32)[None, :, None]
+        stored = tiles.at[numbers].get(mode="promise_in_bounds", wrap_negative_indices=False)
+        return read(stored.reshape(rows, kv_heads, width, size))
 
     def mix_block(index: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         mixed, top, total = carry
         pages = lax.dynamic_slice_in_dim(table, index * block, block, axis=1)
-        stored = pool.at[pages].get(mode="promise_in_bounds", wrap_negative_indices=False)
-        entries = from_storage(stored)  # [row, block, 2, kv_head, page_size, head_size]
-        keys, values = entries.transpose(2, 0, 3, 1, 4, 5).reshape(2, rows, kv_heads, width, size)
-        scores = jnp.einsum("rkmd,rktd->rkmt", q, keys, preferred_element_type=jnp.float32)
+        scores = jnp.einsum("rkmd,rktd->rkmt", q, gather(pages, 0), preferred_element_type=jnp.float32)
         if softcap is not None:
             scores = softcap * jnp.tanh(scores / softcap)
         at = index * width + jnp.arange(width, dtype=jnp.int32)[None, None, None]
@@ -92,16 +103,27 @@ def _attend_in_blocks(
         scores = jnp.where(is_seen, scores, MASKED)
         new_top = jnp.maximum(top, scores.max(-1))
         shrink = jnp.exp(top - new_top)
-        weights = jnp.where(is_seen, jnp.exp(scores - new_top[..., None]), 0.0)
-        mixed = mixed * shrink[..., None] + jnp.einsum("rkmt,rktd->rkmd", weights.astype(dtype), values, preferred_element_type=jnp.float32)
-        return mixed, new_top, total * shrink + weights.sum(-1)
+        weights = jnp.exp(scores - new_top[..., None])
+        new = jnp.einsum("rkmt,rktd->rkmd", weights.astype(dtype), gather(pages, 1), preferred_element_type=jnp.float32)
+        return mixed * shrink[..., None] + new, new_top, total * shrink + weights.sum(-1)
 
     start = (
-        jnp.zeros((rows, kv_heads, chunk * group, size), jnp.float32),
-        jnp.full((rows, kv_heads, chunk * group), MASKED, jnp.float32),
-        jnp.zeros((rows, kv_heads, chunk * group), jnp.float32),
+        jnp.zeros((rows, kv_heads, queries, size), jnp.float32),
+        jnp.full((rows, kv_heads, queries), LOWEST, jnp.float32),
+        jnp.zeros((rows, kv_heads, queries), jnp.float32),
     )
     num_blocks = jnp.maximum(positions.max(), 0) // width + 1
     mixed, _, total = lax.fori_loop(jnp.int32(0), num_blocks.astype(jnp.int32), mix_block, start)
     mixed = mixed / jnp.maximum(total, 1e-30)[..., None]  # a padding query sees nothing and gets zeros
     return mixed.reshape(rows, kv_heads, chunk, group, size).transpose(0, 2, 1, 3, 4)
+
+
+def _reader(storage: jnp.dtype, queries: int) -> tuple[Callable[[jax.Array], jax.Array], jnp.dtype]:
+    """How stored keys and values become the factors of a product, and in which type those are multiplied.
+
+    Bits on a CPU are bfloat16 already: for a few queries that halves what is read. One query alone has no fast bfloat16
+    product there, and for many the float32 one is faster than what widening costs.
+    """
+    if storage == jnp.uint16 and 1 < queries <= FEW_QUERIES:
+        return from_bits, jnp.dtype(jnp.bfloat16)
+    return from_storage, jnp.dtype(jnp.float32) if storage == jnp.uint16 else storage

@@ -74,5 +74,5 @@ def from_storage(x: jax.Array) -> jax.Array:
 
 
 def from_bits(x: jax.Array) -> jax.Array:
-    """Weights that were stored as the bits of bfloat16, as bfloat16; others as they are."""
+    """What was stored as the bits of bfloat16, as bfloat16; others as they are."""
     return lax.bitcast_convert_type(x, jnp.bfloat16) if x.dtype == jnp.uint16 else x
