@@ -110,7 +110,7 @@ def plan_sizes(settings: Settings, machine: Machine, *, rows: int, max_position:
         num_pages=num_pages,
         page_bytes=page_bytes,
         weight_bytes=weight_bytes,
-        row_sizes=_doublings(4 if machine.is_cpu else 8, max(rows, 2)),
+        row_sizes=_doublings(2 if machine.is_cpu else 8, max(rows, 2)),
         chunk_sizes=_chunk_sizes(machine, largest_chunk, max_seq_len),
         piece_tokens=PIECE_TOKENS if machine.has_kernel else None,
         round_steps=settings.round_steps or (1 if machine.is_cpu else 8),
