@@ -11,6 +11,7 @@ import pytest
 from haliax import Axis
 
 from levserve.errors import StartupError
+from levserve.model import quantize
 from levserve.model.quantize import QuantizedLinear, quantize_arrays
 from levserve.weights.load import load_arrays, read_config
 from tests.conftest import GOLDEN
@@ -29,7 +30,10 @@ def quantized(matrix: np.ndarray) -> QuantizedLinear:
     )
 
 
-def test_activations_lose_next_to_nothing_and_weights_half_a_step() -> None:
+@pytest.mark.parametrize("few_rows", [0, 3])
+def test_activations_lose_next_to_nothing_and_weights_half_a_step(few_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever factor of the product the matrix is."""
+    monkeypatch.setattr(quantize, "FEW_ROWS", few_rows)
     rng = np.random.default_rng(0)
     matrix = rng.standard_normal((24, 96), dtype=np.float32) * np.logspace(-3, 3, 24, dtype=np.float32)[:, None]
     x = rng.standard_normal((3, 96), dtype=np.float32) * np.asarray([[1e-4], [1.0], [1e4]], np.float32)
@@ -37,7 +41,7 @@ def test_activations_lose_next_to_nothing_and_weights_half_a_step() -> None:
     assert linear.weight.dtype == jnp.int8 and linear.scale is not None
     kept = np.asarray(linear.weight.array, np.float64) * np.asarray(linear.scale.array)[:, None]
     assert (np.abs(kept - matrix) <= np.asarray(linear.scale.array)[:, None] * 0.5001).all()
-    got = np.asarray(linear(hax.named(jnp.asarray(x), (Row, In))).array)
+    got = np.asarray(linear(hax.named(jnp.asarray(x), (Row, In))).rearrange((Row, Out)).array)
     exact = x.astype(np.float64) @ kept.T
     size = np.abs(x).astype(np.float64) @ np.abs(kept).T
     assert (np.abs(got - exact) / size).max() < 1e-4, "a rounding to one int8 alone would be off by 1e-3 and more"
