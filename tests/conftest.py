@@ -26,6 +26,12 @@ FAMILIES = (
     "llama", "llama3-rope", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "olmo2", "mixtral", "qwen3-moe", "gpt2",
 )  # fmt: skip
 
+HEAVY = {
+    "equinox", "gguf", "haliax", "huggingface_hub", "jax", "jaxlib", "ml_dtypes", "numpy", "safetensors", "tensorstore", "torch",
+    "transformers",
+}  # fmt: skip
+"""Not to be imported before the fork: jax must not be, and the others would make the server's first answer wait."""
+
 LEFT_OUT = pytest.StashKey[list[str]]()
 RINGS = {"pure": 0, "tiny": 1, "real": 2}
 """Tests run from the inside out: pure ones first, the real server last."""

@@ -6,6 +6,7 @@ import http.client
 import json
 import os
 import queue
+import re
 import signal
 import socket
 import subprocess
@@ -163,6 +164,11 @@ class ServerProcess:
         """What arbiter and worker have computed so far."""
         stats = (Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in (self._process.pid, self.worker_pid))
         return sum(int(user) + int(system) for user, system in (fields[11:13] for fields in stats)) / os.sysconf("SC_CLK_TCK")
+
+    def native_packages(self) -> set[str]:
+        """Those of which arbiter or worker have compiled code in their memory."""
+        maps = (Path(f"/proc/{pid}/maps").read_text() for pid in (self._process.pid, self.worker_pid))
+        return {found for text in maps for found in re.findall(r"/site-packages/(\w+)/\S+\.so", text)}
 
     def connect(self) -> Client:
         return Client(int(self.url.rpartition(":")[2]))

@@ -13,6 +13,7 @@ import time
 import pytest
 
 from levserve.wire.arbiter import REPEAT_SECONDS
+from tests.conftest import HEAVY
 from tests.fake_server import ServerProcess, completion
 
 SMALL = ("--max-running", "2", "--max-waiting", "2")
@@ -119,12 +120,27 @@ def test_a_start_can_be_stopped_at_any_moment(seconds: float) -> None:
 
 
 def test_health_is_answered_within_a_second_of_the_start() -> None:
-    """A second of this machine's time, should it be busy with something else: nothing here waits, it is all computing."""
-    started = time.monotonic()
+    """A second of this machine's time, should it be busy with something else: nothing here waits, it is all computing.
+
+    Three starts may try: the first after an install compiles modules to byte code.
+    """
+    seconds: list[float] = []
+    while len(seconds) < 3 and min(seconds, default=1) >= 1:
+        started = time.monotonic()
+        with ServerProcess("--served-model-name", "endless") as server:
+            server.log.wait_for(lambda line: "listening on" in line)
+            assert server.ask("GET", "/healthz").status == 200
+            seconds.append(min(time.monotonic() - started, server.cpu_seconds()))
+    assert min(seconds) < 1, seconds
+
+
+def test_nothing_heavy_is_loaded_when_health_is_first_answered() -> None:
     with ServerProcess("--served-model-name", "endless") as server:
         server.log.wait_for(lambda line: "listening on" in line)
         assert server.ask("GET", "/healthz").status == 200
-        assert min(time.monotonic() - started, server.cpu_seconds()) < 1
+        loaded = server.native_packages()
+    assert "msgspec" in loaded, "the list is read"
+    assert loaded.isdisjoint(HEAVY)
 
 
 def test_too_few_files_for_its_threads_are_one_line_and_exit_code_1() -> None:
