@@ -16,6 +16,7 @@ import math
 import re
 import threading
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -224,16 +225,11 @@ def _check_manifest(folder: Path) -> None:
         raise StartupError(f"{folder / MANIFEST_FILE}: format {version} with {driver} arrays; supported is format {MAX_FORMAT} with zarr3")
 
 
-class _told:
+@contextmanager
+def _told(source: object, what: str) -> Iterator[None]:
     """Turns what tensorstore raises into one line that names the checkpoint and the array."""
-
-    def __init__(self, source: object, what: str) -> None:
-        self._source = source
-        self._what = what
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, (ValueError, OSError, KeyError, RuntimeError, NotImplementedError)):
-            reason = " ".join(str(error).split())
-            raise StartupError(f"{self._source}: {self._what} cannot be read: {reason[:300]}") from error
+    try:
+        yield
+    except (ValueError, OSError, KeyError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise StartupError(f"{source}: {what} cannot be read: {reason[:300]}") from error
