@@ -73,11 +73,13 @@ def test_bits_of_bfloat16_are_mixed_like_the_numbers_they_stand_for(chunk: int, 
 @pytest.mark.parametrize(
     ("chunk", "page_size", "kv_heads", "group", "size", "window", "softcap", "splits"),
     [
+        (1, 32, 2, 4, 64, None, None, None),
         (1, 32, 3, 3, 64, 40, None, 1),
         (1, 4, 2, 2, 80, None, 1.5, 2),
-        (1, 128, 1, 2, 256, None, None, None),
-        (32, 32, 1, 1, 128, None, 1.5, 1),
-        (16, 64, 1, 8, 96, 40, None, 2),
+        (1, 128, 1, 2, 256, 40, None, 4),
+        (32, 32, 2, 3, 64, None, 1.5, 1),
+        (32, 16, 1, 1, 128, 40, None, 2),
+        (16, 64, 1, 8, 96, 40, None, 1),
     ],
 )
 def test_the_gpu_kernel_equals_the_plain_one(

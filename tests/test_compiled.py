@@ -23,7 +23,9 @@ from tests.conftest import GOLDEN
 
 pytestmark = pytest.mark.tiny
 
-BFLOAT16 = jnp.dtype(jnp.bfloat16)
+SERVED = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "int8": jnp.bfloat16}
+"""The number formats that can be asked for, and in which each computes."""
+POOLS = {"float32": jnp.float32, "bfloat16": jnp.uint16, "int8": jnp.uint16}
 NUM_PAGES = 333  # so that nothing else has the pool's shape
 PASSED_ON = {"parameter", "get-tuple-element", "bitcast", "tuple", "while", "conditional", "call"}  # nothing is computed
 COMPUTATION = re.compile(r"^(?:ENTRY )?%(\S+) \(.*\{$")
@@ -40,14 +42,14 @@ class Instruction:
 
 
 @functools.cache
-def runner_of(is_quantized: bool) -> Runner:
+def runner_of(kind: str) -> Runner:
     """The golden model's first layer, as a server on a CPU would hold it."""
-    folder = GOLDEN / "llama"
+    folder, dtype = GOLDEN / "llama", jnp.dtype(SERVED[kind])
     config = read_config(folder)
-    arrays = load_arrays(folder, config, BFLOAT16, report=lambda _: None, is_quantized=is_quantized)
+    arrays = load_arrays(folder, config, dtype, report=lambda _: None, is_quantized=kind == "int8")
     arrays = {name: array for name, array in arrays.items() if not name.startswith("layers.") or name.startswith("layers.0.")}
     config = replace(config, num_layers=1)
-    storage = cache.storage_dtype(BFLOAT16, "cpu")
+    storage = cache.storage_dtype(dtype, "cpu")
     sizes = Sizes(
         rows=4, max_seq_len=256, page_size=8, num_pages=NUM_PAGES, page_bytes=cache.page_bytes(config, 8, storage), weight_bytes=0,
         row_sizes=(4,), chunk_sizes=(24,), round_steps=1,
@@ -76,14 +78,14 @@ def instructions(text: str) -> Iterator[Instruction]:
         yield replace(instruction, operation=roots[called_name]) if called_name else instruction
 
 
-@pytest.mark.parametrize("shape", [Shape(24), Shape(4, Mode.FULL)], ids=str)
-@pytest.mark.parametrize("is_quantized", [False, True], ids=["bfloat16", "int8"])
-def test_no_weight_is_converted_and_no_pool_copied(is_quantized: bool, shape: Shape) -> None:
-    runner = runner_of(is_quantized)
+@pytest.mark.parametrize("shape", [Shape(24), Shape(4, Mode.GREEDY), Shape(4, Mode.FULL)], ids=str)
+@pytest.mark.parametrize("kind", SERVED)
+def test_no_weight_is_converted_and_no_pool_copied(kind: str, shape: Shape) -> None:
+    runner = runner_of(kind)
     pool_shape = runner._state.pools[0].shape
     weight_shapes = {tuple(sorted(leaf.shape)) for leaf in runner._leaves if leaf.ndim == 2}
-    assert runner._state.pools[0].dtype == jnp.uint16
-    assert {leaf.dtype for leaf in runner._leaves if leaf.ndim == 2} >= {jnp.dtype(jnp.int8) if is_quantized else BFLOAT16}
+    assert runner._state.pools[0].dtype == POOLS[kind]
+    assert {str(leaf.dtype) for leaf in runner._leaves if leaf.ndim == 2} >= {kind}
 
     compiled = runner.programs.lower(shape).compile()
     made = [instruction for instruction in instructions(compiled.as_text()) if instruction.operation not in PASSED_ON]

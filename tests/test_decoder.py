@@ -66,7 +66,7 @@ def check(case: dict[str, Any], logprobs: np.ndarray) -> None:
     np.testing.assert_allclose(got, case["prompt_logprobs"][1:] + case["greedy_logprobs"], atol=1e-3)
 
 
-PAGE_SIZES = [("llama", 16), ("mistral", 4), ("gemma3", 32), ("mixtral", 16)]
+PAGE_SIZES = [("llama", 4), ("llama", 16), ("llama", 32), ("mistral", 4), ("qwen3", 16), ("gemma2", 4), ("gemma3", 32), ("mixtral", 16)]
 
 
 @pytest.mark.parametrize(("family", "page_size"), PAGE_SIZES)

@@ -54,13 +54,14 @@ def test_a_family_served_in_one_batch_matches_its_reference(family: str) -> None
         assert answer.finish is FinishReason.LENGTH
 
 
-def test_prompts_that_share_prefill_programs_in_pieces_match_their_references(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_prompts_that_share_prefill_programs_in_pieces_match_their_references(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def in_pieces(*args: Any, **given: Any) -> Sizes:
         return replace(plan_sizes(*args, **given), chunk_sizes=(8, 32), piece_tokens=8)
 
     monkeypatch.setattr("levserve.engine.sizing.plan_sizes", in_pieces)
-    cases = cases_of("mistral")
-    with running_engine(GOLDEN / "mistral") as running:
+    cases = cases_of(family)
+    with running_engine(GOLDEN / family) as running:
         answers = running.run(*(ask(case["prompt"], num_logprobs=0, score_from=1) for case in cases))
     for case, answer in zip(cases, answers):
         assert answer.tokens == case["greedy"]
