@@ -336,7 +336,7 @@ def make_setup(options: argparse.Namespace) -> Setup:
 def find_bundled() -> Path:
     """The model levserve serves by default, fetched if need be."""
     sys.path.insert(0, str(Path(__file__).parent.parent))
-    from levserve.config import parse_settings
+    from levserve.options import parse_settings
     from levserve.weights import bundled
 
     return bundled.find_bundled(parse_settings([], {}).cache_path, lambda progress: print(progress, file=sys.stderr))

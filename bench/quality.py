@@ -27,11 +27,11 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 from numpy.typing import NDArray  # noqa: E402
 
-from levserve.config import parse_settings  # noqa: E402
 from levserve.model import cache  # noqa: E402
 from levserve.model.attention import choose_kernel  # noqa: E402
 from levserve.model.config import ModelConfig  # noqa: E402
 from levserve.model.decoder import CHUNK, ROW, Decoder  # noqa: E402
+from levserve.options import parse_settings  # noqa: E402
 from levserve.text.tokenizer import load_tokenizer  # noqa: E402
 from levserve.weights.load import load_arrays, read_config  # noqa: E402
 from levserve.weights.source import find_source  # noqa: E402

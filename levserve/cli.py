@@ -10,10 +10,11 @@ import sys
 import threading
 from collections.abc import Sequence
 
-from levserve.config import Settings, parse_settings
+from levserve.config import Settings
 from levserve.engine.engine import Engine
 from levserve.errors import StartupError
 from levserve.logs import complain, start_logging
+from levserve.options import parse_settings
 from levserve.server import num_threads, resolve_rows, serve
 
 log = logging.getLogger(__name__)

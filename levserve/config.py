@@ -1,34 +1,21 @@
 """Every setting of the server, declared once, as a field of `Settings`.
 
 A field gives its flag (`--max-running`), its key in the ini file (`max-running` under its section), its environment
-variable (`LEVSERVE_MAX_RUNNING`), its lines in `--help` and its row in README's table. A flag wins over the environment,
-the environment over the file, the file over the default. `parse_settings` is called once, before gunicorn forks, and
-remembers where each value came from: every mistake ends the start with exit code 2 and one line that names the option,
-the value and the source. Nothing else in levserve reads `os.environ`, but for what systemd puts there (`systemd.py`).
+variable (`LEVSERVE_MAX_RUNNING`), its lines in `--help` and its row in README's table. `options.py` reads what was given.
 """
 
 from __future__ import annotations
 
-import configparser
-import difflib
 import os
-import re
-import sys
-from argparse import SUPPRESS, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
-import configargparse
-
-from levserve import __version__
-from levserve.errors import ConfigError
 from levserve.setting import (
     ENV_PREFIX, NAME, ORIGINS, PATH, SEED, SWITCH, TEMPERATURE, TEXT, Setting, integer, one_of, real, setting, size,
 )  # fmt: skip
 
-CONFIG_VARIABLE = f"{ENV_PREFIX}CONFIG"
 FAULTS_VARIABLE = f"{ENV_PREFIX}FAULTS"  # for tests, so neither a flag nor a key of the file; see engine/faults.py
 KEY_VARIABLE = f"{ENV_PREFIX}API_KEY"
 OTHER_KEY_VARIABLE = "LEVANTER_API_KEY"  # what Levanter's own server reads
@@ -45,17 +32,6 @@ OWN_SETTINGS = (
     "model", "hf_checkpoint", "checkpoint_path", "model_config", "revision", "tokenizer", "chat_template", "served_model_name",
 )  # fmt: skip
 SHARED_SETTINGS = ("model_store", "dtype", "quantize", "max_seq_len", "load", "kv_memory", "kv_pages")
-DESCRIPTION = """\
-Serves a language model over the OpenAI HTTP API.
-
-  levserve                                  the bundled model on 127.0.0.1:8000
-  levserve --config serve.ini --port 9000   what the file says, on port 9000
-
-Every setting is a flag, an environment variable and a key of the file:
---max-running 8, LEVSERVE_MAX_RUNNING=8, or "max-running = 8" under [engine].
-Flags win over the environment, that over the file, that over the defaults.
-"""
-OTHER_FLAGS = ("--config", "--print-config", "--dry-run", "--version", "--help")
 
 
 class Described(NamedTuple):
@@ -195,272 +171,15 @@ SETTINGS = tuple(Setting(f.name, f.default, **f.metadata) for f in fields(Settin
 BY_KEY = {s.key: s for s in SETTINGS}
 
 
-def parse_settings(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> Settings:
-    """The settings of this start. Exits as argparse does: 0 after --help, --version and --print-config, 2 after a mistake."""
-    argv = sys.argv[1:] if argv is None else argv
-    environ = os.environ if environ is None else environ
-    try:
-        options, sources = _read_options(argv, environ)
-        settings = replace(_make_settings(options, sources), faults=_read_faults(environ, options.config))
-    except ConfigError as error:
-        print(f"levserve: error: {error}", file=sys.stderr)
-        raise SystemExit(error.exit_code) from None
-    if options.print_config:
-        print(_format_settings(settings))
-        raise SystemExit(0)
-    return settings
-
-
 def settings_table() -> str:
     """README's table of the settings, in Markdown."""
     lines = ["| option | environment | value | default | meaning |", "|---|---|---|---|---|"]
     for section, title in SECTIONS.items():
         lines.append(f"| **`[{section}]`** | | | | *{title}* |")
-        for s in _settings_of(section):
+        for s in settings_of(section):
             lines.append(f"| `{s.flag}` | `{s.variable}` | {s.kind.words} | `{s.show(s.default)}` | {s.help} |")
     return "\n".join(lines) + "\n"
 
 
-def _settings_of(section: str) -> list[Setting]:
+def settings_of(section: str) -> list[Setting]:
     return [s for s in SETTINGS if s.section == section]
-
-
-class _Parser(configargparse.ArgumentParser):  # type: ignore[misc]
-    def error(self, message: str) -> NoReturn:
-        # Only what argparse itself finds comes here; all values are plain text to it, so it is about the command line.
-        raise ConfigError(f"{message} (command line)")
-
-
-class _SettingsFile(configargparse.ConfigFileParser):  # type: ignore[misc]
-    """The ini dialect: each known key once, in its own section; `%`, `#` and `:` inside a value stand for themselves.
-
-    `models` are the sections of single models, which are kept apart.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.models: dict[str, dict[str, str]] = {}
-
-    def parse(self, stream: Path) -> dict[str, str]:
-        # No header can be empty, so no section spreads its keys over the others as configparser's [DEFAULT] would.
-        ini = configparser.RawConfigParser(delimiters=("=",), default_section="", empty_lines_in_values=False)
-        try:
-            ini.read_string(stream.read_text("utf-8-sig"))
-        except UnicodeDecodeError:
-            raise ConfigError(f"{stream}: not UTF-8 text") from None
-        except configparser.Error as error:
-            raise ConfigError(f"{stream}, {_explain_ini(error)}") from None
-        for section in ini.sections():
-            name = section.removeprefix(MODEL_SECTION)
-            if section not in SECTIONS and (name == section or not name.strip()):
-                raise ConfigError(f"{stream}: unknown section [{section}]{_hint(section.lower(), SECTIONS)}")
-            for key, text in ini.items(section):
-                _check_entry(f"{stream}, [{section}] {key}", section, key, text)
-            if section not in SECTIONS:
-                self.models[name] = dict(ini.items(section))
-        return {key: text for section in ini.sections() if section in SECTIONS for key, text in ini.items(section)}
-
-
-def _explain_ini(error: configparser.Error) -> str:
-    """What is wrong at which line; configparser's own words take several lines and may quote a secret."""
-    match error:
-        case configparser.DuplicateOptionError():
-            return f"line {error.lineno}: {error.option} is given twice in [{error.section}]"
-        case configparser.DuplicateSectionError():
-            return f"line {error.lineno}: section [{error.section}] appears twice"
-        case configparser.MissingSectionHeaderError():
-            return f"line {error.lineno}: something stands before the first [section]"
-        case configparser.ParsingError():
-            return f"line {error.errors[0][0]}: neither a [section] nor key = value"
-    return " ".join(str(error).split())
-
-
-def _check_entry(place: str, section: str, key: str, text: str) -> None:
-    if key not in BY_KEY:
-        raise ConfigError(f"{place}: unknown key{_hint(key.replace('_', '-'), BY_KEY)}")
-    if section not in SECTIONS:
-        if BY_KEY[key].name not in (*OWN_SETTINGS, *SHARED_SETTINGS):
-            raise ConfigError(f"{place}: this key is for all models together and belongs in [{BY_KEY[key].section}]")
-    elif BY_KEY[key].section != section:
-        raise ConfigError(f"{place}: this key belongs in [{BY_KEY[key].section}]")
-    if "\n" in text:
-        raise ConfigError(f"{place}: the value goes on over an indented line; begin each key at the left margin")
-    if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
-        raise ConfigError(f"{place}: write the value without quotes; they would become part of it")
-
-
-def _hint(word: str, known: Iterable[str]) -> str:
-    nearest = difflib.get_close_matches(word, list(known), n=1)
-    return f"; did you mean {nearest[0]}?" if nearest else ""
-
-
-def _build_parser(file: _SettingsFile) -> _Parser:
-    parser = _Parser(
-        prog="levserve",
-        usage="levserve [--config FILE] [--OPTION VALUE ...]",
-        description=DESCRIPTION,
-        formatter_class=RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        add_config_file_help=False,
-        add_env_var_help=False,
-        config_file_parser_class=file,
-        config_file_open_func=Path,  # the file is read in `parse`; configargparse would word a failure to open its own way
-    )
-    config_help = f"Read settings from this ini file. [env {CONFIG_VARIABLE}]"
-    parser.add_argument("--config", metavar="FILE", is_config_file_arg=True, env_var=CONFIG_VARIABLE, help=config_help)
-    parser.add_argument("--print-config", action="store_true", help="Show every setting with its source, and exit.")
-    parser.add_argument("--dry-run", action="store_true", help="Load, compile, generate one token, show the memory plan, and exit.")
-    parser.add_argument("--version", action="version", version=f"levserve {__version__}", help="Show the version, and exit.")
-    for section, title in SECTIONS.items():
-        group = parser.add_argument_group(f"[{section}] {title}")
-        for s in _settings_of(section):
-            text = f"{s.help} [default {s.show(s.default)}; env {s.variable}]".replace("%", "%%")
-            # No type and no default here: values are read in `_make_settings`, where the source of each is known.
-            group.add_argument(s.flag, dest=s.name, metavar=s.kind.metavar, env_var=s.variable, default=SUPPRESS, help=text)
-    return parser
-
-
-def _read_options(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[Namespace, dict[str, str]]:
-    """What was given, as text, and the source of each; a setting that nobody gave is in neither."""
-    file = _SettingsFile()
-    parser = _build_parser(file)
-    is_other_key = not environ.get(KEY_VARIABLE) and bool(environ.get(OTHER_KEY_VARIABLE))
-    env_vars = {**environ, KEY_VARIABLE: environ[OTHER_KEY_VARIABLE]} if is_other_key else environ
-    try:
-        options, unknown = parser.parse_known_args(list(argv), env_vars=env_vars)
-    except OSError as error:
-        source = _sources(parser, "").get("config", "command line")
-        raise ConfigError(f"--config: cannot read {error.filename!r}: {error.strerror} ({source})") from None
-    sources = dict.fromkeys(vars(options), "command line") | _sources(parser, options.config)
-    if is_other_key and sources["api_key"] == f"environment {KEY_VARIABLE}":
-        sources["api_key"] = f"environment {OTHER_KEY_VARIABLE}"
-    if unknown:
-        word = unknown[0].partition("=")[0]  # what follows may be a secret
-        hint = _hint(word.replace("_", "-"), [*OTHER_FLAGS, *(s.flag for s in SETTINGS)])
-        raise ConfigError(f"unknown option {word!r}{hint} (command line)")
-    if options.config == "":
-        raise ConfigError(f"--config: the path is empty ({sources['config']})")
-    _check_environment(environ)
-    options.models = file.models
-    return options, sources
-
-
-def _check_environment(environ: Mapping[str, str]) -> None:
-    known = [CONFIG_VARIABLE, FAULTS_VARIABLE, *(s.variable for s in SETTINGS)]
-    for variable in environ:
-        if variable.startswith(ENV_PREFIX) and variable not in known:
-            raise ConfigError(f"unknown environment variable {variable}{_hint(variable, known)}")
-
-
-def _read_faults(environ: Mapping[str, str], config: str | None) -> str:
-    faults = environ.get(FAULTS_VARIABLE, "")
-    if faults and config is not None:
-        raise ConfigError(f"{FAULTS_VARIABLE} breaks the server on purpose and is for tests: it is refused with --config {config}")
-    return faults
-
-
-def _sources(parser: _Parser, config: str) -> dict[str, str]:
-    """The options that the environment or the file gave, as configargparse kept them."""
-    found = {}
-    for origin, entries in parser.get_source_to_settings_dict().items():
-        for variable, (action, _) in entries.items():
-            if origin == "environment_variables":
-                found[action.dest] = f"environment {variable}"
-            elif origin.startswith("config_file|"):
-                found[action.dest] = f"file {config}"
-    return found
-
-
-def _make_settings(options: Namespace, sources: dict[str, str]) -> Settings:
-    given = {s.name: _read_value(s, getattr(options, s.name), sources[s.name]) for s in SETTINGS if hasattr(options, s.name)}
-    sources = {name: sources[name] for name in given}  # less --config and its like
-    settings = Settings(**given, dry_run=options.dry_run, sources=sources)
-    if settings.api_key_file:
-        settings = replace(settings, file_keys=_read_keys("--api-key-file", settings.api_key_file, sources["api_key_file"]))
-    if settings.admin_key_file:
-        keys = _read_keys("--admin-key-file", settings.admin_key_file, sources["admin_key_file"])
-        settings = replace(settings, admin_file_keys=keys)
-    settings = _settle(settings, given.keys())
-    return replace(settings, models=_make_models(options.models, settings, f"file {options.config}")) if options.models else settings
-
-
-def _make_models(sections: Mapping[str, Mapping[str, str]], settings: Settings, source: str) -> dict[str, Settings]:
-    """The settings of each [model.NAME]. One that does not say where its model is has it under its own name."""
-    models: dict[str, Settings] = {}
-    for name, texts in sections.items():
-        place = f"{source}, [{MODEL_SECTION}{name}]"
-        given = {BY_KEY[key].name: _read_value(BY_KEY[key], text, f"{place} {key}") for key, text in texts.items()}
-        if "kv_memory" in given or "kv_pages" in given:
-            given = {"kv_memory": 0, "kv_pages": 0, **given}
-        own = settings.for_model(name, **{"model": name, **given})
-        own = _settle(replace(own, sources={**settings.sources, **dict.fromkeys(given, place)}), given.keys())
-        if own.served_model_name in models:
-            raise ConfigError(f"{place}: another model is called {own.served_model_name!r} already")
-        models[own.served_model_name] = own
-    return models
-
-
-def _settle(settings: Settings, given: Collection[str]) -> Settings:
-    """One name for where the model is; raises `ConfigError` for settings that exclude each other."""
-    sources = settings.sources
-    if settings.kv_memory and settings.kv_pages:
-        raise ConfigError(_both("kv_memory", "kv_pages", settings))
-    for other in ("model", "hf_checkpoint"):
-        if settings.checkpoint_path and other in given:
-            raise ConfigError(_both(other, "checkpoint_path", settings))
-    if settings.checkpoint_path:
-        settings = replace(settings, model=settings.checkpoint_path, sources={**sources, "model": sources["checkpoint_path"]})
-    if settings.hf_checkpoint:
-        if "model" in given:
-            raise ConfigError(_both("model", "hf_checkpoint", settings))
-        return replace(settings, model=settings.hf_checkpoint, sources={**sources, "model": sources["hf_checkpoint"]})
-    return settings
-
-
-def _read_value(s: Setting, text: str, source: str) -> Any:
-    try:
-        return s.kind.read(text)
-    except (ValueError, KeyError):
-        is_placed = not source.startswith("file ") or f", [{MODEL_SECTION}" in source
-        place = source if is_placed else f"{source}, [{s.section}] {s.key}"
-        raise ConfigError(f"{s.flag} must be {s.kind.words}, not {'***' if s.secret else repr(text)} ({place})") from None
-
-
-def _read_keys(flag: str, path: str, source: str) -> tuple[str, ...]:
-    place = f"{flag} {path} ({source})"
-    try:
-        lines = Path(path).read_text("utf-8-sig").splitlines()
-    except OSError as error:
-        raise ConfigError(f"{place}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{place}: not UTF-8 text") from None
-    keys = [re.split(r"(?:^|\s)#", line)[0].split() for line in lines]  # a # inside a key is part of it
-    for number, words in enumerate(keys, start=1):
-        if len(words) > 1:
-            raise ConfigError(f"{place}: line {number} has more than one word; a key has no spaces")
-    if not any(keys):
-        raise ConfigError(f"{place}: there is no key in it")
-    return tuple(key for words in keys for key in words)
-
-
-def _both(first: str, second: str, settings: Settings) -> str:
-    one, other = (f"--{d.name.replace('_', '-')} {d.value} ({d.source})" for d in settings.describe() if d.name in (first, second))
-    return f"{one} and {other} exclude each other; give one of them"
-
-
-def _format_settings(settings: Settings) -> str:
-    described = {row.name: row for row in settings.describe()}
-    key_width = max(len(s.key) for s in SETTINGS)
-    value_width = max(len(row.value) for row in described.values())
-    lines = []
-    for section in SECTIONS:
-        lines.append(f"[{section}]")
-        for s in _settings_of(section):
-            _, value, source = described[s.name]
-            lines.append(f"{s.key:{key_width}} = {value:{value_width}}  ({source})")
-    for name, model in settings.models.items():
-        lines.append(f"[{MODEL_SECTION}{name}]")
-        for s in SETTINGS:
-            if s.name in (*OWN_SETTINGS, *SHARED_SETTINGS) and getattr(model, s.name) != getattr(settings, s.name):
-                lines.append(f"{s.key:{key_width}} = {s.show(getattr(model, s.name))}")
-    return "\n".join(lines)

@@ -77,7 +77,7 @@ def no_leaked_threads(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def bundled_gguf() -> Path:
     """The bundled model, fetched once into the user's cache as a first start would."""
-    from levserve.config import parse_settings
+    from levserve.options import parse_settings
     from levserve.weights.source import find_model
 
     settings = parse_settings([], {})

@@ -13,11 +13,11 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from levserve.config import parse_settings
 from levserve.engine.engine import Engine
 from levserve.engine.startup import Loaded, load, serve
 from levserve.engine.stream import TokenStream
 from levserve.metrics import Metrics
+from levserve.options import parse_settings
 from levserve.schedule.request import FinishReason, GenerationRequest, PooledHidden, Sampling, TokenLogprob
 
 _numbers = count()

@@ -25,7 +25,7 @@ import tokenizers
 from levserve import cli
 from levserve.config import Settings
 from levserve.engine.engine import Cancel, Drain, Engine, ServedModel, Stop, Submit
-from levserve.engine.library import Resident
+from levserve.engine.entry import Resident
 from levserve.errors import ConfigError
 from levserve.schedule.request import FinishReason, GenerationRequest, PooledHidden, TokenBatch, TokenLogprob
 from levserve.text.tokenizer import Tokenizer

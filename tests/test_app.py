@@ -11,7 +11,7 @@ from werkzeug.test import TestResponse
 
 from levserve.config import Settings
 from levserve.engine.engine import Engine, ServedModel, Stop
-from levserve.engine.library import Resident
+from levserve.engine.entry import Resident
 from levserve.errors import DeadlineExceeded
 from levserve.metrics import Metrics
 from levserve.web.app import create_app

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from levserve.config import Settings, parse_settings
+from levserve.config import Settings
 from levserve.errors import ConfigError
+from levserve.options import parse_settings
 from levserve.weights.catalogue import Catalogue, check_models
 from tests.conftest import GOLDEN
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from levserve import __version__
-from levserve.config import SETTINGS, Settings, parse_settings, settings_table
+from levserve.config import SETTINGS, Settings, settings_table
+from levserve.options import parse_settings
 
 MIB = 2**20
 
@@ -34,7 +35,7 @@ def refuse(capsys: pytest.CaptureFixture[str], argv: list[str], environ: dict[st
 
 
 def run_program(*argv: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    program = [sys.executable, "-W", "error", "-c", "from levserve.config import parse_settings; parse_settings()", *argv]
+    program = [sys.executable, "-W", "error", "-c", "from levserve.options import parse_settings; parse_settings()", *argv]
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("LEVSERVE_", "LEVANTER_"))}
     return subprocess.run(program, env=clean | environ, capture_output=True, text=True, timeout=60)
 
@@ -373,7 +374,7 @@ def test_cache_path_follows_cache_dir_then_xdg_then_home(
 
 
 def test_importing_the_settings_does_not_import_jax() -> None:
-    program = "import levserve.config, sys; sys.exit('jax' in sys.modules or 'flask' in sys.modules)"
+    program = "import levserve.options, sys; sys.exit('jax' in sys.modules or 'flask' in sys.modules)"
     assert subprocess.run([sys.executable, "-W", "error", "-c", program], timeout=60).returncode == 0
 
 

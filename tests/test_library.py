@@ -13,7 +13,8 @@ from hypothesis import given, settings, strategies as st
 
 from levserve.engine import library as library_module
 from levserve.engine.engine import Engine, ServedModel
-from levserve.engine.library import Library, MakeRoom, Report, Resident, Status
+from levserve.engine.entry import Resident, Status
+from levserve.engine.library import Library, MakeRoom, Report
 from levserve.errors import Conflict, ModelNotFound, StartupError, Unavailable
 from levserve.metrics import Metrics
 

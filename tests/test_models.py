@@ -18,12 +18,12 @@ import jax
 import pytest
 from simple_websocket import Client
 
-from levserve.config import parse_settings
 from levserve.engine.engine import Engine
 from levserve.engine.loader import load_first
 from levserve.engine.programs import Programs
 from levserve.engine.startup import serve
 from levserve.metrics import Metrics
+from levserve.options import parse_settings
 from levserve.schedule.request import GenerationRequest, Sampling
 from tests.conftest import GOLDEN
 from tests.engines import cache_folder, read

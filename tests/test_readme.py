@@ -18,7 +18,7 @@ def test_the_settings_table_is_the_settings() -> None:
 
 
 def test_every_endpoint_it_names_exists_and_every_endpoint_is_named() -> None:
-    from levserve.config import parse_settings
+    from levserve.options import parse_settings
     from levserve.engine.engine import Engine
     from levserve.metrics import Metrics
     from levserve.web.app import create_app

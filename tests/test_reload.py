@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from levserve.engine.engine import Reloaded
-from levserve.engine.library import Resident
+from levserve.engine.entry import Resident
 from levserve.engine.reload import check_memory, host_leaves
 from levserve.errors import ConfigError, StartupError
 from levserve.model.decoder import Decoder

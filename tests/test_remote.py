@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from levserve.config import Settings, parse_settings
+from levserve.config import Settings
 from levserve.errors import ConfigError, StartupError
+from levserve.options import parse_settings
 from levserve.weights import remote
 from levserve.weights.catalogue import Catalogue
 from levserve.weights.source import ModelFiles, check_model, check_source, find_source, stored_name

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from levserve.config import parse_settings
 from levserve.engine.sizing import Machine, Sizes, free_memory, plan_sizes
 from levserve.errors import ConfigError
+from levserve.options import parse_settings
 
 GIB = 1 << 30
 

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from levserve.config import parse_settings
 from levserve.engine.engine import Engine
 from levserve.errors import StartupError
 from levserve.metrics import Metrics
+from levserve.options import parse_settings
 from levserve.systemd import Notifier, Supervision, take_supervision
 from tests.fake_server import PATIENCE_SECONDS, ServerProcess
 

@@ -18,7 +18,8 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from levserve.engine.admission import Admission, Reservation
-from levserve.engine.library import Library, Resident
+from levserve.engine.entry import Resident
+from levserve.engine.library import Library
 from levserve.engine.stream import TokenStream
 from levserve.errors import BadRequest, ServeError, StartupError, Unavailable
 from levserve.metrics import Metrics

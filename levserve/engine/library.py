@@ -16,18 +16,13 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
-from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import Protocol
 
+from levserve.engine.entry import Described, Entry, Failure, Resident, Status
+from levserve.engine.loan import Loan
 from levserve.engine.sizing import human
 from levserve.errors import Conflict, ModelNotFound, RetryLater, StartupError, Unavailable
 from levserve.metrics import Metrics
-
-if TYPE_CHECKING:
-    from levserve.engine.engine import ServedModel
-    from levserve.engine.reload import Reloader
 
 log = logging.getLogger(__name__)
 
@@ -35,45 +30,10 @@ LOADER_THREAD = "levserve-loader"
 FAILED_SECONDS = 10.0
 """For so long a model that could not be loaded is not tried again: its clients would keep the disk busy for nothing."""
 BUSY_SECONDS = 5.0
-LOADING_SECONDS = 5.0
 MAX_SHARES = 4
 """Into so many parts at most the memory for KV pages is planned, where nobody says how many models are to be loaded together."""
 MAX_NAMES_TOLD = 20
 JOIN_SECONDS = 1.0
-
-
-class Status(StrEnum):
-    LOADABLE = "loadable"
-    LOADING = "loading"
-    LOADED = "loaded"
-    UNLOADING = "unloading"
-
-
-class Counts(NamedTuple):
-    """What a loaded model is doing."""
-
-    running: int
-    waiting: int
-    pages_used: int
-    pages_total: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Resident:
-    """A loaded model: what requests need of it, and what it takes."""
-
-    model: ServedModel
-    max_tokens: int = 0
-    """Of admitted requests, as far as this model goes."""
-    weight_bytes: int = 0
-    kv_bytes: int = 0
-    reloader: Reloader | None = None
-    counts: Callable[[], Counts] | None = None
-
-    @property
-    def num_bytes(self) -> int:
-        return self.weight_bytes + self.kv_bytes
-
 
 Report = Callable[[str], None]
 MakeRoom = Callable[[int, Callable[[], int]], int]
@@ -88,46 +48,6 @@ class Loader(Protocol):
     def load(self, name: str, report: Report, make_room: MakeRoom) -> Resident: ...
 
     def unload(self, resident: Resident) -> None: ...
-
-
-class Failure(NamedTuple):
-    """Why a model did not get loaded, for everyone who waits for it."""
-
-    message: str
-    retry_at: float
-    code: str | None
-
-    def to_error(self) -> Unavailable:
-        error = Unavailable(self.message, retry_after_seconds=max(self.retry_at - time.monotonic(), 1.0))
-        error.code = self.code or error.code
-        return error
-
-
-@dataclass(slots=True, eq=False)
-class Entry:
-    """One known model; changes under the library's lock."""
-
-    name: str
-    status: Status = Status.LOADABLE
-    resident: Resident | None = None
-    progress: str = ""
-    failure: Failure | None = None
-    num_loans: int = 0
-    is_asked: bool = False
-    """Whether it waits for the loader, or is being loaded."""
-    last_used: float | None = None
-
-
-class Described(NamedTuple):
-    """How a model is at one moment, for those who list them."""
-
-    name: str
-    status: Status
-    progress: str
-    error: str | None
-    resident: Resident | None
-    num_loans: int
-    idle_seconds: float | None
 
 
 def model_not_found(name: str, known: Sequence[str]) -> ModelNotFound:
@@ -184,7 +104,7 @@ class Library:
                     self._ask(entry)
             entry.num_loans += 1
             entry.last_used = time.monotonic()
-        return Loan(self, entry)
+        return Loan(entry, self._changed, lambda: self._is_closed)
 
     def begin_load(self, name: str) -> None:
         """Has a model loaded that nobody waits for."""
@@ -355,56 +275,3 @@ class Library:
         residents = [entry.resident for entry in self._entries.values() if entry.resident is not None]
         self._metrics.models_loaded.set(len(residents))
         self._on_change(residents)
-
-
-class Loan:
-    """One request's hold on a model, from its name until its answer is written. Belongs to one HTTP thread, but for `abandon`."""
-
-    def __init__(self, library: Library, entry: Entry) -> None:
-        self._library = library
-        self._entry = entry
-        self._is_held = True
-        self.is_abandoned = False
-
-    def wait(self, timeout_seconds: float | None) -> bool:
-        """Whether it is decided within this time if there will be a model."""
-        with self._library._changed:
-            return self._library._changed.wait_for(self._is_decided, timeout_seconds)
-
-    @property
-    def model(self) -> ServedModel:
-        """The model; raises `Unavailable` while it is loading or if it could not be loaded."""
-        return self.resident.model
-
-    @property
-    def resident(self) -> Resident:
-        entry, failure = self._entry, self._entry.failure
-        if entry.resident is not None and entry.status is Status.LOADED:
-            return entry.resident
-        if self._library._is_closed:
-            raise Unavailable("The server is shutting down; please try another one.", retry_after_seconds=10.0)
-        if failure is not None:
-            raise failure.to_error()
-        raise Unavailable(f"The model '{entry.name}' is still loading ({entry.progress}).", retry_after_seconds=LOADING_SECONDS)
-
-    def abandon(self) -> None:
-        """Wakes the thread that waits: its client has gone."""
-        with self._library._changed:
-            self.is_abandoned = True
-            self._library._changed.notify_all()
-
-    def release(self) -> None:
-        with self._library._changed:
-            if self._is_held:
-                self._is_held = False
-                self._entry.num_loans -= 1
-                self._entry.last_used = time.monotonic()
-
-    def __enter__(self) -> Loan:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.release()
-
-    def _is_decided(self) -> bool:
-        return not self._entry.is_asked or self.is_abandoned or self._library._is_closed

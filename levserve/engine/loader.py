@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from levserve.config import Settings
 from levserve.engine.engine import Attach, Detach, Engine
-from levserve.engine.library import MakeRoom, Report, Resident
+from levserve.engine.entry import Resident
+from levserve.engine.library import MakeRoom, Report
 from levserve.engine.startup import Loaded, load, resident_of
 from levserve.errors import StartupError
 from levserve.weights.catalogue import Catalogue

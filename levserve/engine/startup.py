@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from levserve.config import Settings
 from levserve.engine.engine import Attach, Engine, ServedModel
-from levserve.engine.library import Counts, MakeRoom, Resident
+from levserve.engine.entry import Counts, Resident
+from levserve.engine.library import MakeRoom
 from levserve.engine.probe import mean, probe_request
 from levserve.engine.sizing import Machine, Sizes, free_memory, human, kv_floor, plan_sizes
 from levserve.errors import ConfigError, StartupError

@@ -10,7 +10,7 @@ from flask import Blueprint, Response
 from msgspec import Struct
 
 from levserve.engine.engine import Engine
-from levserve.engine.library import Counts, Described, Status
+from levserve.engine.entry import Counts, Described, Status
 from levserve.engine.sizing import process_memory
 from levserve.errors import BadRequest, ConfigError, Conflict, StartupError
 from levserve.web.body import read_body

@@ -14,7 +14,8 @@ from msgspec import UNSET, UnsetType
 
 from levserve.config import Settings
 from levserve.engine.engine import Engine, ServedModel
-from levserve.engine.library import Described, Status, model_not_found
+from levserve.engine.entry import Described, Status
+from levserve.engine.library import model_not_found
 from levserve.web.admit import admit, asked_timeout
 from levserve.web.answer import Answer, ChatAnswer, TextAnswer
 from levserve.web.body import read_body

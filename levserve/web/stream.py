@@ -9,7 +9,7 @@ from flask import Response, g
 
 from levserve.config import Settings
 from levserve.engine.engine import ServedModel
-from levserve.engine.library import Loan
+from levserve.engine.loan import Loan
 from levserve.errors import ServeError
 from levserve.web import sse
 from levserve.web.answer import Answer
