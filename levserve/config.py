@@ -78,7 +78,12 @@ class Settings:
     chat_template: str = setting("model", PATH, "", "Jinja file to use in place of the model's own chat template.")
     served_model_name: str = setting("model", TEXT, "", "Name that /v1/models tells; empty: the model's own.")
     dtype: str = setting("model", one_of("auto", "float32", "bfloat16"), "auto", "Number format to compute in.")
-    quantize: str = setting("model", one_of("none", "int8"), "none", "Keep the matrices in eight bits; for CPUs.")
+    quantize: str = setting(
+        "model",
+        one_of("auto", "none", "int8"),
+        "auto",
+        "Matrices in eight bits, for CPUs; auto: if the file has no more than that and --dtype is not given.",
+    )
     max_seq_len: int = setting("model", integer(0), 0, "Most tokens in prompt and answer; 0: the model's own limit, or what memory allows.")
     default_max_tokens: int = setting(
         "model", integer(0), 0, "Tokens for a request that names no limit; 0: OpenAI's, 16 for a completion, all that fit for a chat."

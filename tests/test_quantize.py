@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import haliax as hax
 import jax.numpy as jnp
@@ -10,9 +11,11 @@ import numpy as np
 import pytest
 from haliax import Axis
 
-from levserve.errors import StartupError
+from levserve.engine.startup import serves_int8
+from levserve.errors import ConfigError, StartupError
 from levserve.model import quantize
 from levserve.model.quantize import QuantizedLinear, quantize_arrays
+from levserve.options import parse_settings
 from levserve.weights.load import load_arrays, read_config
 from tests.conftest import GOLDEN
 from tests.engines import ask, running_engine
@@ -68,3 +71,26 @@ def test_what_cannot_be_quantized_is_refused_by_name() -> None:
     config = read_config(GOLDEN / "mixtral")
     with pytest.raises(StartupError, match="--quantize int8 does not take a mixture of experts"):
         load_arrays(GOLDEN / "mixtral", config, jnp.dtype(jnp.bfloat16), report=print, is_quantized=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "platform", "is_int8"),
+    [
+        ((), "cpu", True),
+        (("--quantize", "none"), "cpu", False),
+        (("--dtype", "bfloat16"), "cpu", False),
+        (("--dtype", "bfloat16", "--quantize", "int8"), "cpu", True),
+        ((), "gpu", False),
+    ],
+)
+def test_a_file_that_is_quantized_already_is_served_in_eight_bits_unless_somebody_says_otherwise(
+    options: tuple[str, ...], platform: str, is_int8: bool, bundled_gguf: Path
+) -> None:
+    settings = parse_settings(list(options), {})
+    assert serves_int8(settings, platform, bundled_gguf, LLAMA) == is_int8
+    assert serves_int8(settings, platform, GOLDEN / "llama", LLAMA) == (settings.quantize == "int8")
+
+
+def test_eight_bits_are_refused_where_they_cannot_be() -> None:
+    with pytest.raises(ConfigError, match="--quantize int8 is for CPUs, and this is a gpu"):
+        serves_int8(parse_settings(["--quantize", "int8"], {}), "gpu", GOLDEN / "llama", LLAMA)

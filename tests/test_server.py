@@ -74,7 +74,7 @@ def test_the_sdk_streams_what_it_would_get_whole(client: openai.OpenAI) -> None:
     assert chunks[-1].choices == [] and chunks[-1].usage is not None
 
 
-def test_bfloat16_agrees_with_the_reference_for_sixteen_tokens_in_seven_of_eight_cases(server: Server) -> None:
+def test_eight_bits_agree_with_the_reference_for_sixteen_tokens_in_most_cases(server: Server) -> None:
     cases = json.loads((GOLDEN / "smollm2-135m.json").read_text())["cases"]
     prompts = [case["prompt_tokens"] for case in cases]
     asked = {"max_tokens": 16, "temperature": 0, "ignore_eos": True, "skip_special_tokens": False}
@@ -82,7 +82,7 @@ def test_bfloat16_agrees_with_the_reference_for_sixteen_tokens_in_seven_of_eight
     texts = [choice["text"] for choice in reply.body["choices"]]
     assert reply.body["usage"]["completion_tokens"] == 16 * 8
     agreeing = [case["greedy_text"].startswith(text) for case, text in zip(cases, texts)]
-    assert sum(agreeing) >= 7, [(case["greedy_text"][:60], text) for case, text in zip(cases, texts)]
+    assert sum(agreeing) >= 5, [(case["greedy_text"][:60], text) for case, text in zip(cases, texts)]
 
 
 def test_eight_requests_at_once_are_batched_and_get_the_text_they_would_get_alone(server: Server, client: openai.OpenAI) -> None:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from levserve.engine.reload import Origin
     from levserve.engine.runner import Runner
+    from levserve.model.config import ModelConfig
     from levserve.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -174,9 +175,7 @@ def load(
     helper.shutdown(wait=False)
     config = read_config(files.path, files.config_file)
     dtype = jnp.dtype(jnp.float32 if settings.dtype == "float32" else jnp.bfloat16)
-    is_quantized = settings.quantize == "int8"
-    if is_quantized and device.platform != "cpu":
-        raise ConfigError(f"--quantize int8 is for CPUs, and this is a {device.platform}")
+    is_quantized = serves_int8(settings, device.platform, files.path, config)
     kernel, reason = choose_kernel(device.platform, config)
     storage = cache.storage_dtype(dtype, device.platform)
     page_bytes = cache.page_bytes(config, settings.page_size, storage)
@@ -189,6 +188,7 @@ def load(
     with _explained("the weights", _free_bytes(device), "serve a smaller model"):
         arrays = load_arrays(files.path, config, dtype, report=report, is_quantized=is_quantized)
 
+    log.info("%smatrices    %s", who, "int8" if is_quantized else dtype.name)
     log.info("%sattention   %s: %s", who, kernel, reason)
     weight_bytes = sum(array.nbytes for array in arrays.values())
     free = _free_bytes(device) if allowed is None else min(_free_bytes(device), allowed - weight_bytes)
@@ -221,6 +221,17 @@ def load(
     scores = _score_probe(scheduler, runner, served)
     log.info("%sprobe       mean log-probability %.3f over %d tokens of a fixed text", who, mean(scores), len(scores))
     return Loaded(served, scheduler, runner, sizes, Origin(settings, files, config, dtype, is_quantized), Pace(prefill_token_ms / 1000))
+
+
+def serves_int8(settings: Settings, platform: str, path: Path, config: ModelConfig) -> bool:
+    """Whether matrices are served in eight bits: twice as fast on a CPU, and little is lost where the file had no more of them."""
+    from levserve.weights.load import is_quantized_file
+
+    if settings.quantize == "int8" and platform != "cpu":
+        raise ConfigError(f"--quantize int8 is for CPUs, and this is a {platform}")
+    if settings.quantize != "auto":
+        return settings.quantize == "int8"
+    return platform == "cpu" and settings.dtype == "auto" and not config.num_experts and is_quantized_file(path)
 
 
 def _score_probe(scheduler: Scheduler, runner: Runner, model: ServedModel) -> list[float]:

@@ -22,9 +22,10 @@ from levserve.errors import StartupError
 from levserve.gguf_header import TensorEntry, read_header
 from levserve.weights.stored import StoredTensor
 
+UNQUANTIZED = (Kind.F32, Kind.F16, Kind.BF16)
 # Q5_0, Q5_1 and IQ4_NL are what llama.cpp falls back to in a file of K-quants where rows are not a multiple of 256.
 KINDS = (
-    Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1,
+    *UNQUANTIZED, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1,
     Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K, Kind.IQ4_NL, Kind.IQ4_XS,
 )  # fmt: skip
 INTERLEAVED_ARCHITECTURE = "llama"
@@ -58,6 +59,11 @@ def read_tensors(path: Path, head_dim: int) -> Iterator[tuple[str, StoredTensor]
     for name, entry in header.tensors.items():
         _check_entry(path, name, entry)
         yield name, GGUFTensor(entry, head_dim if is_interleaved and INTERLEAVED_NAME.fullmatch(name) else None)
+
+
+def is_quantized(path: Path) -> bool:
+    """Whether matrices of the file have eight bits a number or fewer."""
+    return any(entry.kind not in UNQUANTIZED for entry in read_header(path).tensors.values())
 
 
 def interleaved_rows(rows: NDArray[np.int64], head_dim: int) -> NDArray[np.int64]:

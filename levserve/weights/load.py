@@ -58,6 +58,10 @@ def read_config(path: Path, config_file: Path | None = None) -> ModelConfig:
     return config
 
 
+def is_quantized_file(path: Path) -> bool:
+    return not path.is_dir() and gguf.is_quantized(path)
+
+
 def load_arrays(
     path: Path, config: ModelConfig, dtype: jnp.dtype, *, report: Callable[[str], None], is_quantized: bool = False
 ) -> dict[str, jax.Array]:
