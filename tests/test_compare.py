@@ -23,7 +23,7 @@ import peers  # noqa: E402
 
 METRICS = {"speed": compare.Metric("1 stream", "tok/s", True), "ttft": compare.Metric("TTFT", "ms")}
 MEDIANS = {"levserve": {"speed": 30.0, "ttft": 200.0}, "slow": {"speed": 10.0, "ttft": 100.0}, "fast": {"speed": 15.0, "ttft": 800.0}}
-OURS = ["levserve", "levserve int8"]
+OURS = ["levserve", "levserve bfloat16"]
 SETUP = peers.Setup(Path("model.gguf"), None, streams=4, threads=2)
 FAKE = """
 import http.server, json, os, sys, time
@@ -56,7 +56,7 @@ def test_a_ratio_says_how_many_times_better_we_are() -> None:
     found = compare.ratios(METRICS, MEDIANS, OURS)
     assert found["speed"]["levserve"] == {"each": {"slow": 3.0, "fast": 2.0}, "best_peer": "fast", "best": 2.0}
     assert found["ttft"]["levserve"] == {"each": {"slow": 0.5, "fast": 4.0}, "best_peer": "slow", "best": 0.5}
-    assert "levserve int8" not in found["speed"], "it was not measured"
+    assert "levserve bfloat16" not in found["speed"], "it was not measured"
 
 
 def test_the_table_has_each_ratio_beside_what_the_peer_has() -> None:
