@@ -38,10 +38,11 @@ class Server:
     url: str = ""
     lines: list[str] = field(default_factory=list)
 
-    def call(self, path: str, body: object = None) -> Reply:
-        """One request with the standard library, whatever the status."""
+    def call(self, path: str, body: object = None, *, method: str | None = None, key: str = "") -> Reply:
+        """One request with the standard library, whatever the status; a POST if it has a body, unless told otherwise."""
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        request = urllib.request.Request(self.url + path, data, headers, method=method)
         try:
             with urllib.request.urlopen(request, timeout=120) as response:
                 return Reply(response.status, dict(response.headers), _parse(response.read()))

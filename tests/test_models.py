@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import threading
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -51,15 +50,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def admin(server: Server, method: str, path: str, body: Any = None) -> Reply:
-    data = None if body is None else json.dumps(body).encode()
-    headers = {"Content-Type": "application/json", "Authorization": "Bearer sesame"}
-    request = urllib.request.Request(f"{server.url}/admin/{path}", data, headers, method=method)
-    try:
-        with urllib.request.urlopen(request, timeout=120) as response:
-            return Reply(response.status, dict(response.headers), json.loads(response.read()))
-    except urllib.error.HTTPError as error:
-        with error:
-            return Reply(error.code, dict(error.headers), json.loads(error.read()))
+    return server.call(f"/admin/{path}", body, method=method, key="sesame")
 
 
 def ask(model: str, **fields: Any) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import json
 import shutil
 import signal
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -68,14 +67,7 @@ def first_weights(request: pytest.FixtureRequest) -> None:
 
 
 def reload(server: Server, *, key: str = "sesame", **body: str) -> Reply:
-    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
-    request = urllib.request.Request(f"{server.url}/admin/reload", json.dumps(body).encode(), headers)
-    try:
-        with urllib.request.urlopen(request, timeout=120) as response:
-            return Reply(response.status, dict(response.headers), json.loads(response.read()))
-    except urllib.error.HTTPError as error:
-        with error:
-            return Reply(error.code, dict(error.headers), json.loads(error.read()))
+    return server.call("/admin/reload", body, key=key)
 
 
 def complete(server: Server, prompt: list[int], max_tokens: int = 24) -> Any:
