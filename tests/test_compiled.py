@@ -19,13 +19,15 @@ from levserve.model import cache
 from levserve.model.decoder import Decoder
 from levserve.model.sampler import Mode
 from levserve.weights.load import load_arrays, read_config
-from tests.conftest import GOLDEN
+from tests.conftest import GOLDEN, QUICK_COMPILE
 
 pytestmark = pytest.mark.tiny
 
 SERVED = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "int8": jnp.bfloat16}
 """The number formats that can be asked for, and in which each computes."""
 POOLS = {"float32": jnp.float32, "bfloat16": jnp.uint16, "int8": jnp.uint16}
+# The flag that makes tests compile quickly also makes other fusions than a server has.
+AS_SERVED = {"xla_cpu_use_fusion_emitters": True} if "fusion_emitters" in QUICK_COMPILE["XLA_FLAGS"] else {}
 NUM_PAGES = 333  # so that nothing else has the pool's shape
 PASSED_ON = {"parameter", "get-tuple-element", "bitcast", "tuple", "while", "conditional", "call"}  # nothing is computed
 COMPUTATION = re.compile(r"^(?:ENTRY )?%(\S+) \(.*\{$")
@@ -87,7 +89,7 @@ def test_no_weight_is_converted_and_no_pool_copied(kind: str, shape: Shape) -> N
     assert runner._state.pools[0].dtype == POOLS[kind]
     assert {str(leaf.dtype) for leaf in runner._leaves if leaf.ndim == 2} >= {kind}
 
-    compiled = runner.programs.lower(shape).compile()
+    compiled = runner.programs.lower(shape).compile(AS_SERVED)
     made = [instruction for instruction in instructions(compiled.as_text()) if instruction.operation not in PASSED_ON]
     assert len(made) > 20, "the text was read"
     of_pool = [instruction for instruction in made if sorted(instruction.shape) == sorted(pool_shape)]

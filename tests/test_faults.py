@@ -21,7 +21,7 @@ from levserve.engine.faults import Fault, install, parse_faults
 from levserve.engine.runner import Runner
 from levserve.errors import ConfigError
 from levserve.schedule.request import FinishReason
-from tests.conftest import GOLDEN
+from tests.conftest import GOLDEN, QUICK_COMPILE
 from tests.engines import ask, cache_folder, running_engine
 from tests.servers import Server, running_server
 
@@ -114,7 +114,7 @@ def solo() -> dict[int, str]:
 @pytest.fixture(scope="module")
 def faulty() -> Iterator[Server]:
     faults = "nan:3,stall:15:3,slow-tokenizer:0.3"
-    with running_server(*TOY, "--stall-seconds", "1", "--max-inflight-tokens", "4000", LEVSERVE_FAULTS=faults) as server:
+    with running_server(*TOY, "--stall-seconds", "1", "--max-inflight-tokens", "4000", LEVSERVE_FAULTS=faults, **QUICK_COMPILE) as server:
         yield server
 
 
@@ -164,7 +164,7 @@ def resources(server: Server) -> tuple[int, int]:
 
 
 def test_a_round_that_raises_tells_every_client_and_ends_the_process_with_70_within_two_seconds() -> None:
-    with running_server(*TOY, LEVSERVE_FAULTS="raise:40") as server:
+    with running_server(*TOY, LEVSERVE_FAULTS="raise:40", **QUICK_COMPILE) as server:
         began = threading.Event()
         ends: list[list[str]] = []
 

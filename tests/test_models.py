@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import shutil
 import threading
 import urllib.request
@@ -24,7 +23,7 @@ from levserve.engine.startup import serve
 from levserve.metrics import Metrics
 from levserve.options import parse_settings
 from levserve.schedule.request import GenerationRequest, Sampling
-from tests.conftest import GOLDEN
+from tests.conftest import GOLDEN, QUICK_COMPILE
 from tests.engines import cache_folder, read
 from tests.servers import Reply, Server, running_server
 
@@ -45,7 +44,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         f"[model]\nmodels-dir = {folder}\n[model.llama]\nmodel = {GOLDEN / 'llama'}\n[model.qwen2]\nmodel = {GOLDEN / 'qwen2'}\n"
     )
     # Compiled as in this process: it takes half the time, and what a test above compiled is found.
-    with running_server("--config", str(ini), *FLAGS, XLA_FLAGS=os.environ["XLA_FLAGS"]) as server:
+    with running_server("--config", str(ini), *FLAGS, **QUICK_COMPILE) as server:
         yield server
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from tests.conftest import GOLDEN
+from tests.conftest import GOLDEN, QUICK_COMPILE
 from tests.servers import Server, running_server
 
 pytestmark = pytest.mark.real
@@ -153,7 +153,7 @@ def test_mistakes_get_the_openai_error_shape(client: openai.OpenAI, server: Serv
 
 def test_a_full_queue_answers_429_and_a_drain_lets_a_request_finish() -> None:
     flags = ("--model", str(GOLDEN / "llama"), "--max-running", "1", "--max-waiting", "1", "--prefill-chunk", "16")
-    with running_server(*flags) as server:
+    with running_server(*flags, **QUICK_COMPILE) as server:
         body = {"model": "llama", "prompt": [5, 6], "max_tokens": 250, "ignore_eos": True}
         with ThreadPoolExecutor(12) as pool:
             replies = list(pool.map(lambda _: server.call("/v1/completions", body), range(12)))
