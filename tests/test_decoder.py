@@ -24,7 +24,8 @@ from tests.test_gguf import golden_gguf
 pytestmark = pytest.mark.tiny
 
 SHAPE = 128
-"""Tokens every chunk is padded to: one program a family and page size."""
+SMALL_SHAPE = 16
+"""Tokens that every chunk is padded to: two programs a family and page size."""
 
 
 @functools.cache
@@ -44,15 +45,16 @@ def logits_of(model: Decoder, tokens: jax.Array, pools: Any, table: jax.Array, p
 def run_in_chunks(model: Decoder, tokens: list[int], chunk: int, page_size: int) -> np.ndarray:
     """Log-probabilities after every token, [token, vocab], computed `chunk` tokens at a time on shuffled pages.
 
-    Chunks are padded to one shape, as the engine pads them to its buckets.
+    Chunks are padded to a shape, as the engine pads them to its buckets.
     """
+    shape = SMALL_SHAPE if chunk <= SMALL_SHAPE else SHAPE
     width = -(-SHAPE // page_size)
     table = jnp.asarray(np.random.default_rng(0).permutation(width + 2)[None, :width], jnp.int32)
     pools = cache.make_pool(model.config, width + 2, page_size, jnp.dtype(jnp.float32))
     rows = []
     for start in range(0, len(tokens), chunk):
         part = tokens[start : start + chunk]
-        padding = SHAPE - len(part)
+        padding = shape - len(part)
         positions = jnp.asarray([[*range(start, start + len(part)), *[-1] * padding]], jnp.int32)
         logits, pools = logits_of(model, jnp.asarray([part + [0] * padding], jnp.int32), pools, table, positions)
         rows.append(np.asarray(jax.nn.log_softmax(logits))[: len(part)])
