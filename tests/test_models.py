@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import json
 import shutil
+import signal
 import threading
+import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -180,6 +182,20 @@ def test_a_reload_names_the_model_when_several_are_loaded(server: Server) -> Non
     assert done.status == 200 and (done.body["model"], done.body["max_logprob_difference"]) == ("qwen2", 0.0)
     assert admin(server, "POST", "reload", {"name": "spare"}).status == 409
     assert stream(server, ask("qwen2"))[1] == CASES["qwen2"]["greedy"]
+
+
+@pytest.mark.real
+def test_a_signal_reloads_every_model_that_is_loaded(server: Server) -> None:
+    for name in ("llama", "qwen2"):
+        assert admin(server, "POST", f"load/{name}").status == 200
+    before = server.metric("reloads_total", outcome="done")
+    server.process.send_signal(signal.SIGUSR2)
+    deadline = time.monotonic() + 60
+    while server.metric("reloads_total", outcome="done") < before + 2:
+        assert time.monotonic() < deadline, "not every model was loaded again"
+        time.sleep(0.05)
+    for name in ("llama", "qwen2"):
+        assert stream(server, ask(name))[1] == CASES[name]["greedy"]
 
 
 @pytest.mark.real

@@ -18,6 +18,7 @@ import openai
 import pytest
 
 from tests.conftest import GOLDEN, QUICK_COMPILE
+from tests.engines import cache_folder
 from tests.servers import Server, running_server
 
 pytestmark = pytest.mark.real
@@ -177,6 +178,18 @@ def test_a_dry_run_prints_the_memory_plan_and_exits_0(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     for word in ("weights", "KV pages", "decode shapes 4", "threads     52 for HTTP", "one token generated"):
         assert word in result.stdout
+
+
+def test_a_dry_run_tries_every_model_that_has_a_section(tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN / "qwen3", tmp_path / "broken")
+    os.truncate(tmp_path / "broken" / "model.safetensors", 5000)
+    sections = "".join(f"[model.{name}]\nmodel = {folder / name}\n" for name, folder in (("qwen3", GOLDEN), ("broken", tmp_path)))
+    (tmp_path / "serve.ini").write_text(f"[engine]\nprefill-chunk = 16\ndevice = cpu\n{sections}")
+    result = run_cli("--dry-run", "--config", str(tmp_path / "serve.ini"), "--cache-dir", str(cache_folder()), "--log-level", "error")
+    assert result.returncode == 1
+    assert "models      qwen3, broken" in result.stdout and "qwen3: one token generated" in result.stdout
+    (line,) = result.stderr.strip().splitlines()
+    assert line.startswith("levserve: error: model broken: ") and str(tmp_path / "broken" / "model.safetensors") in line
 
 
 @pytest.mark.parametrize(

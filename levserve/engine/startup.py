@@ -94,21 +94,32 @@ def _device_main(settings: Settings, engine: Engine, rows: int) -> None:
 
 
 def dry_run(settings: Settings, *, num_threads: int) -> None:
-    """Loads, compiles and generates one token, then prints the memory plan; raises `StartupError` if anything cannot be."""
+    """Tries the model, or one after another the default and each that has a section; raises `StartupError` for one that cannot be."""
     if settings.has_several:
         from levserve.weights.catalogue import Catalogue
 
         catalogue = Catalogue(settings)
         print(f"models      {', '.join(catalogue.names())}")
-        settings = catalogue.find(catalogue.default) or settings
-    loaded = load(settings, Metrics(), rows=settings.max_running, report=lambda progress: log.info("%s", progress))
+        for name in dict.fromkeys((catalogue.default, *settings.models)):
+            try:
+                _try_model(catalogue.find(name) or settings, rows=settings.max_running)
+            except StartupError as error:
+                raise type(error)(f"model {name}: {error}") from error
+    else:
+        _try_model(settings, rows=settings.max_running)
+    print(f"threads     {num_threads} for HTTP, 1 for the device")
+
+
+def _try_model(settings: Settings, *, rows: int) -> None:
+    """Loads, compiles and generates one token, prints the memory plan, and gives the memory back."""
+    loaded = load(settings, Metrics(), rows=rows, report=lambda progress: log.info("%s", progress))
     prompt = loaded.model.tokenizer.encode("Hello") or [0]
     loaded.scheduler.add(GenerationRequest("dry-run", tuple(prompt), 1, Sampling(temperature=0.0)))
     flight = loaded.runner.dispatch(loaded.scheduler.plan())
     (progress,) = loaded.scheduler.commit(flight.plan, *loaded.runner.read(flight))
     print(f"model       {loaded.model.name}: one token generated, {progress.batch.tokens or 'a stop token'}")
     print("\n".join(loaded.sizes.describe()))
-    print(f"threads     {num_threads} for HTTP, 1 for the device")
+    loaded.runner.free()
 
 
 def serve(engine: Engine, loaded: Loaded, others: Sequence[str] = ()) -> None:
