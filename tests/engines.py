@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import tempfile
 import threading
 import time
@@ -12,6 +13,8 @@ from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
+
+import jax
 
 from levserve.engine.engine import Engine
 from levserve.engine.startup import Loaded, load, serve
@@ -75,6 +78,12 @@ def read(stream: TokenStream, count: int = 1) -> list[Answer]:
         answers[index].hidden = batch.hidden or answers[index].hidden
         answers[index].finish = batch.finish
     return answers
+
+
+def live_bytes() -> int:
+    """What jax holds in this process."""
+    gc.collect()  # other tests' engines too
+    return sum(array.nbytes for array in jax.live_arrays())
 
 
 @functools.cache

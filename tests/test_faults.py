@@ -22,7 +22,7 @@ from levserve.engine.runner import Runner
 from levserve.errors import ConfigError
 from levserve.schedule.request import FinishReason
 from tests.conftest import GOLDEN, QUICK_COMPILE
-from tests.engines import ask, cache_folder, running_engine
+from tests.engines import ask, cache_folder, live_bytes, running_engine
 from tests.servers import Server, running_server
 
 pytestmark = pytest.mark.tiny
@@ -85,6 +85,8 @@ def test_a_poisoned_row_fails_alone_and_leaves_no_trace(monkeypatch: pytest.Monk
     monkeypatch.setattr(Runner, "dispatch", Runner.dispatch)  # put back what `install` replaces
     with running_engine(GOLDEN / "llama", *SIZES) as running:
         wanted = [running.run(ask(prompt, 12))[0].tokens for prompt in prompts]
+        running.wait_idle()
+        held = live_bytes()
         install([Fault("nan", at) for at in (3, 12, 20)])
         for _ in range(3):
             answers = running.run(*(ask(prompt, 12, num_logprobs=1) for prompt in prompts))
@@ -101,6 +103,8 @@ def test_a_poisoned_row_fails_alone_and_leaves_no_trace(monkeypatch: pytest.Monk
             assert [answer.tokens for answer in running.run(*(ask(prompt, 12) for prompt in prompts))] == wanted
             running.run(*(ask([40 + number] * 20, 10) for number in range(4)))
         running.loaded.scheduler.check()
+        running.wait_idle()
+        assert live_bytes() <= held, "a fault keeps memory"
 
 
 @pytest.fixture(scope="module")

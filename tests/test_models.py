@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import jax
 import pytest
 from simple_websocket import Client
 
@@ -26,7 +25,7 @@ from levserve.metrics import Metrics
 from levserve.options import parse_settings
 from levserve.schedule.request import GenerationRequest, Sampling
 from tests.conftest import GOLDEN, QUICK_COMPILE
-from tests.engines import cache_folder, read
+from tests.engines import cache_folder, live_bytes, read
 from tests.servers import Reply, Server, running_server
 
 FLAGS = ("--dtype", "float32", "--max-running", "4", "--prefill-chunk", "32", "--page-size", "8", "--device", "cpu")
@@ -267,11 +266,6 @@ def test_an_unloaded_model_leaves_nothing_behind(tmp_path: Path) -> None:
         engine.stop()
         thread.join(60)
     assert not thread.is_alive()
-
-
-def live_bytes() -> int:
-    gc.collect()  # other tests' engines too
-    return sum(array.nbytes for array in jax.live_arrays())
 
 
 def gc_programs() -> list[Programs]:
