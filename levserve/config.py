@@ -106,6 +106,9 @@ class Settings:
     models_memory: int = setting("engine", size(0), 0, "Most that several models may take, weights and KV; 0: 9/10 of what is free.")
     max_loaded_models: int = setting("engine", integer(0), 0, "Most models loaded at a time; 0: as many as there is memory for.")
     round_steps: int = setting("engine", integer(0), 0, "Decode steps in one device round; 0: 1 on CPU, 8 on an accelerator.")
+    speculate: int = setting(
+        "engine", integer(0, 15), 0, "Tokens drafted from what was said before and checked in one step, where that is faster; 0: none."
+    )
     prefill_chunk: int = setting("engine", integer(0), 0, "Most prompt tokens in a device call; 0: 128 on CPU, 4096 on an accelerator.")
     inter_token_goal_ms: float = setting(
         "engine", real(1), 100.0, "Milliseconds that a running stream may wait for other requests' prompts in one round."

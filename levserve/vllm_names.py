@@ -33,6 +33,9 @@ class VllmNames(Collector):
             "prefix_cache_hits": m.prefix_hit_tokens,
             "gpu_prefix_cache_queries": m.prompt_tokens,  # retired in vLLM, and still asked for
             "gpu_prefix_cache_hits": m.prefix_hit_tokens,
+            "spec_decode_num_drafts": m.drafts,
+            "spec_decode_num_draft_tokens": m.draft_tokens,
+            "spec_decode_num_accepted_tokens": m.accepted_tokens,
             "num_preemptions": m.preemptions,
             "time_to_first_token_seconds": m.ttft,
             "inter_token_latency_seconds": m.inter_token,

@@ -12,6 +12,7 @@ from levserve.schedule.pages import PagePool
 from levserve.schedule.request import FinishReason, GenerationRequest, TokenLogprob
 from levserve.schedule.scheduler import Budget, Sampled, Scheduler
 from levserve.schedule.sequence import Progress, RoundPlan
+from levserve.schedule.speculation import Speculation
 
 STOP = 7
 
@@ -55,10 +56,15 @@ class FakeRounds:
             self.last[fork.slot] = fork.sequence.tokens[-1]
         rows = []
         for row in plan.rows:
-            tokens = []
-            for position in range(row.position, row.position + row.steps):
-                self._write(row.sequence.pages, position, self.last[row.slot])
-                self.last[row.slot] = self._sample(row.sequence.pages, position + 1)
+            tokens: list[int] = []
+            fed = [self.last[row.slot], *row.draft]
+            for offset, token in enumerate(row.draft):
+                self._write(row.sequence.pages, row.position + 1 + offset, token)
+            for step in range(row.steps + len(row.draft)):
+                if row.draft and tokens != fed[1 : step + 1]:
+                    break
+                self._write(row.sequence.pages, row.position + step, self.last[row.slot])
+                self.last[row.slot] = self._sample(row.sequence.pages, row.position + step + 1)
                 tokens.append(self.last[row.slot])
             rows.append(Sampled(tokens))
         return chunks, rows
@@ -120,9 +126,11 @@ class Server:
                 self.finishes[name].append(progress.finish)
 
 
-def make(num_pages: int = 32, page_size: int = 4, num_slots: int = 4, steps: int = 1, **budget: int) -> Server:
+def make(
+    num_pages: int = 32, page_size: int = 4, num_slots: int = 4, steps: int = 1, speculation: Speculation | None = None, **budget: int
+) -> Server:
     limits = {"busy_tokens": 4, "idle_tokens": 16} | budget
-    return Server(Scheduler(PagePool(num_pages, page_size), Budget(num_slots, steps, (2, 4, 8), **limits)))
+    return Server(Scheduler(PagePool(num_pages, page_size), Budget(num_slots, steps, (2, 4, 8), **limits), speculation))
 
 
 def ask(name: str, prompt: tuple[int, ...] = (1, 2, 3), max_tokens: int = 5, **more: object) -> GenerationRequest:

@@ -36,7 +36,7 @@ class RoundInput(NamedTuple):
     slots: jax.Array
     positions: jax.Array
     counts: jax.Array
-    """Decode: steps to run. Prefill: tokens in the chunk. 0 for padding."""
+    """Decode: steps to run. Prefill: tokens in the chunk. Drafts: their tokens and one. 0 for padding."""
     scored: jax.Array
     """Prefill: whether the log-probabilities of the chunk's tokens are wanted."""
     rules: Rules
@@ -72,6 +72,14 @@ class SlotTable:
     def pack_rows(self, rows: Seq[Row], size: int) -> Ints:
         """[size, columns + table width] for a decode round."""
         return self._pack([(row.slot, (row.slot, row.position, row.steps, 0), row.sequence) for row in rows], size)
+
+    def pack_drafts(self, rows: Seq[Row], size: int, num_draft: int) -> Ints:
+        """[size, columns + table width + num_draft] to verify drafts; rows without one may be among them."""
+        draft = np.zeros((size, num_draft), np.int32)
+        for index, row in enumerate(rows):
+            draft[index, : len(row.draft)] = row.draft
+        entries = [(row.slot, (row.slot, row.position, 1 + len(row.draft), 0), row.sequence) for row in rows]
+        return np.concatenate([self._pack(entries, size), draft], axis=1)
 
     def pack_chunks(self, chunks: Seq[Chunk], rows: int, size: int) -> Ints:
         """[rows, columns + table width + size + 1] for prefill: each chunk and the token after it.
@@ -113,7 +121,7 @@ class SlotTable:
 
 
 def unpack(packed: jax.Array, table_width: int) -> RoundInput:
-    """Inside the trace: the columns by name. Prefill's tokens are what follows the table."""
+    """Inside the trace: the columns by name. The tokens of prefill and of drafts are what follows the table."""
 
     def floats(column: int) -> jax.Array:
         return lax.bitcast_convert_type(packed[:, RULES + column], jnp.float32)

@@ -1,7 +1,8 @@
 """One loaded model on the device thread: its scheduler, its runner and the round it has in flight.
 
-A `turn` plans and dispatches a round and then reads the one before, so that the device never waits for Python. Every accepted
-sequence ends with exactly one finishing batch, also on failure.
+A `turn` plans and dispatches a round and then reads the one before, so that the device never waits for Python; where it
+speculates it reads first, because drafts are made of what was read, and the device waits for the millisecond that takes.
+Every accepted sequence ends with exactly one finishing batch, also on failure.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from levserve.engine.stream import TokenStream
 from levserve.metrics import Metrics
 from levserve.schedule.pace import Pace
 from levserve.schedule.request import FinishReason
-from levserve.schedule.scheduler import Scheduler
+from levserve.schedule.scheduler import Sampled, Scheduler
 from levserve.schedule.sequence import Progress, RoundPlan
 
 log = logging.getLogger(__name__)
@@ -62,11 +63,15 @@ class Lane:
     def turn(self) -> None:
         """Starts the next round behind the one in flight, and hands out the tokens of that one."""
         self._deliver(self.scheduler.expire(time.monotonic()))
+        before, self._flight = self._flight, None
+        if before is None:
+            self._round_began = time.monotonic()
+        elif before.plan.is_verify or self._speculates():
+            self._read(before)
+            before = None
         plan = self.scheduler.plan()
         self._note_plan(plan)
-        if self._flight is None:
-            self._round_began = time.monotonic()
-        before, self._flight = self._flight, None if plan.is_empty else self.runner.dispatch(plan)
+        self._flight = None if plan.is_empty else self.runner.dispatch(plan)
         if before is not None:
             self._read(before)
 
@@ -103,9 +108,25 @@ class Lane:
         seconds = time.monotonic() - self._round_began
         self._round_began += seconds
         self._metrics.round_time.observe(seconds)
-        plan = flight.plan
-        self._pace.note_round(sum(chunk.count for chunk in plan.chunks), sum(row.steps for row in plan.rows), seconds)
+        self._pace.note_round(flight.plan.num_prefill, sum(len(sampled.tokens) for sampled in rows), seconds)
+        self._note_drafts(flight.plan, rows, seconds)
         self._deliver(self.scheduler.commit(flight.plan, chunks, rows))
+
+    def _speculates(self) -> bool:
+        if self.scheduler.speculation is None:
+            return False
+        self.scheduler.speculation.max_rows = self.runner.programs.max_verified
+        return self.scheduler.is_speculating
+
+    def _note_drafts(self, plan: RoundPlan, rows: list[Sampled], seconds: float) -> None:
+        for row, sampled in zip(plan.rows, rows):
+            if row.draft:
+                self._metrics.drafts.inc()
+                self._metrics.draft_tokens.inc(len(row.draft))
+                self._metrics.accepted_tokens.inc(max(len(sampled.tokens) - row.steps, 0))
+        if self.scheduler.speculation is not None and plan.rows and not plan.chunks:
+            steps = max(row.steps for row in plan.rows)
+            self.scheduler.speculation.note_round(len(plan.rows), seconds / steps, is_verify=plan.is_verify)
 
     def _deliver(self, news: list[Progress]) -> None:
         now = time.monotonic()
@@ -164,10 +185,10 @@ class Lane:
             metrics.preemptions.inc()
             metrics.preempted_tokens.inc(lost)
         if not plan.is_empty:
-            metrics.round_tokens.observe(sum(chunk.count for chunk in plan.chunks) + sum(row.steps for row in plan.rows))
+            metrics.round_tokens.observe(plan.num_prefill + sum(row.steps + len(row.draft) for row in plan.rows))
         if plan.chunks:
             metrics.rounds.labels("prefill").inc()
-            metrics.prefill_tokens.inc(sum(chunk.count for chunk in plan.chunks))
+            metrics.prefill_tokens.inc(plan.num_prefill)
         if plan.rows:
-            metrics.rounds.labels("decode").inc()
+            metrics.rounds.labels("verify" if plan.is_verify else "decode").inc()
             metrics.batch_rows.observe(len(plan.rows))

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from levserve.engine.batch import NUM_COLUMNS
 from levserve.engine.compiles import COMPILER_THREAD, listen
-from levserve.engine.rounds import Arrays, Skeleton, State, decode_round, fill_pages, fork_slot, prefill_chunk, set_memory
+from levserve.engine.rounds import Arrays, Skeleton, State, decode_round, fill_pages, fork_slot, prefill_chunk, set_memory, verify_round
 from levserve.engine.sizing import Sizes
 from levserve.metrics import Metrics
 from levserve.model.sampler import MAX_EDITS, Memory, Mode
@@ -41,16 +41,19 @@ RoundCall = Callable[[Arrays, State, object], tuple[State, Any]]
 
 
 class Shape(NamedTuple):
-    """What one program is compiled for: a prefill chunk of `size` tokens, or `size` rows decoded in `mode`."""
+    """What one program is compiled for: a prefill chunk of `size` tokens, or `size` rows decoded in `mode`, or verified."""
 
     size: int
     mode: Mode | None = None
+    is_verify: bool = False
 
     @property
     def is_prefill(self) -> bool:
         return self.mode is None
 
     def __str__(self) -> str:
+        if self.is_verify:
+            return f"drafts of {self.size} rows"
         return f"prefill of {self.size} tokens" if self.mode is None else f"{self.mode} decode of {self.size} rows"
 
 
@@ -77,7 +80,8 @@ class Programs:
     def all_shapes(self) -> list[Shape]:
         modes = MODES if self._sizes.has_all_modes else (Mode.FULL,)
         decode = [Shape(size, mode) for mode in modes for size in self._sizes.row_sizes]
-        return list(dict.fromkeys([*self.first_shapes, *map(Shape, self._sizes.chunk_sizes), *decode]))
+        verify = [Shape(size, Mode.FULL, is_verify=True) for size in self._sizes.verify_sizes]
+        return list(dict.fromkeys([*self.first_shapes, *map(Shape, self._sizes.chunk_sizes), *decode, *verify]))
 
     def compile_first(self, report: Callable[[str], None]) -> None:
         """Compiles what the server needs to be ready, each on a thread of its own: tracing holds the GIL, compiling does not."""
@@ -141,8 +145,18 @@ class Programs:
     def decode(self, num_rows: int, mode: Mode) -> Shape:
         """The cheapest ready decode program for the rows and mode (fewer rows count more than a simpler mode), or the widest."""
         able = MODES[MODES.index(mode) :]
-        ready = sorted((shape for shape in self._ready.copy() if shape.mode in able), key=lambda shape: (shape.size, shape.mode != mode))
+        shapes = (shape for shape in self._ready.copy() if shape.mode in able and not shape.is_verify)
+        ready = sorted(shapes, key=lambda shape: (shape.size, shape.mode != mode))
         return next((shape for shape in ready if shape.size >= num_rows), ready[-1])
+
+    def verify(self, num_rows: int) -> Shape:
+        """The smallest ready program for the drafts of so many rows, of which there are at most `max_verified`."""
+        return min(shape for shape in self._ready.copy() if shape.is_verify and shape.size >= num_rows)
+
+    @property
+    def max_verified(self) -> int:
+        """Rows whose drafts can be verified together; more than 0 once such a program is ready."""
+        return max((shape.size for shape in self._ready.copy() if shape.is_verify), default=0)
 
     def set_memory(self) -> Callable[..., Memory]:
         """The program that seats a row with penalties or edits; small, and compiled with the first ones."""
@@ -170,6 +184,9 @@ class Programs:
             function = functools.partial(prefill_chunk, skeleton=self._skeleton)
             rows, chunk = self._sizes.prefill_rows(shape.size)
             packed = jax.ShapeDtypeStruct((rows, width + chunk + 1), jnp.int32)
+        elif shape.is_verify:
+            function = functools.partial(verify_round, skeleton=self._skeleton)
+            packed = jax.ShapeDtypeStruct((shape.size, width + self._sizes.num_draft), jnp.int32)
         else:
             function = functools.partial(decode_round, skeleton=self._skeleton, num_steps=self._sizes.round_steps, mode=shape.mode)
             packed = jax.ShapeDtypeStruct((shape.size, width), jnp.int32)

@@ -1,4 +1,4 @@
-"""The programs that run on the device: a prefill chunk, a decode round, a row's memory set, a prompt forked, pages filled.
+"""The programs that run on the device: a prefill chunk, a decode round, drafts verified, memory set, a prompt forked, pages filled.
 
 Pure functions over flat tuples of arrays, compiled ahead by `programs.py`; an Equinox or Haliax object through the hot
 call would cost a millisecond and more. State is donated and comes back, so the KV pool is written in place.
@@ -138,6 +138,40 @@ def decode_round(
     carry = step(0, carry) if num_steps == 1 else lax.fori_loop(0, num_steps, step, carry)
     tokens, pools, history, outputs = carry
     last_tokens = state.last_tokens.at[given.slots].set(tokens, mode="drop")
+    return State(pools, last_tokens, state.memory._replace(history=history)), outputs
+
+
+def verify_round(leaves: Arrays, state: State, packed: jax.Array, *, skeleton: Skeleton) -> tuple[State, jax.Array]:
+    """Feeds every row's newest token and its draft at once, and draws after each; donates `state`. Gives int32 [place, row, outputs].
+
+    A draw depends on its position and the tokens before it alone. So up to the first token of the draft that was not drawn, all
+    are what decode steps would have drawn, and they are kept; the KV of the others is overwritten when its position comes.
+    """
+    model = skeleton.model(leaves)
+    given = unpack(packed, skeleton.table_width)
+    draft = packed[:, NUM_COLUMNS + skeleton.table_width :]
+    fed = jnp.concatenate([state.last_tokens.at[given.slots].get(mode="clip")[:, None], draft], axis=1)  # [row, place]
+    rows, places = fed.shape
+    offsets = jnp.arange(places, dtype=jnp.int32)[None]
+    is_fed = offsets < given.counts[:, None]
+    positions = jnp.where(is_fed, given.positions[:, None] + offsets, -1)
+    hidden, pools = model(fed, state.pools, given.table, positions)
+
+    # Each place sees the history before its position, so the whole draft may be in it.
+    nowhere = state.memory.history.shape[1]
+    history = _remember(state.memory, given.slots[:, None], jnp.where(is_fed, positions, nowhere), fed)
+    memory = state.memory._replace(history=history)
+    each = jax.tree.map(lambda array: jnp.repeat(array, places, axis=0), given)
+    flat = hidden.rearrange((ROW, CHUNK, "embed")).array.reshape(rows * places, -1)
+    drawn = _sample(model, flat, each, positions.reshape(-1) + 1, memory, Mode.FULL)
+
+    tokens = drawn.tokens.reshape(rows, places)
+    is_right = (tokens[:, :-1] == draft) & is_fed[:, 1:]
+    accepted = jnp.cumprod(is_right.astype(jnp.int32), axis=1).sum(1)
+    newest = jnp.take_along_axis(tokens, accepted[:, None], axis=1)[:, 0]
+    last_tokens = state.last_tokens.at[given.slots].set(newest, mode="drop")
+    history = _remember(memory, given.slots, given.positions + accepted + 1, newest)
+    outputs = _outputs(drawn).reshape(rows, places, -1).swapaxes(0, 1)
     return State(pools, last_tokens, state.memory._replace(history=history)), outputs
 
 

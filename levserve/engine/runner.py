@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from levserve.engine.batch import SlotTable, edits_for, mode_for, needs_memory
+from levserve.engine.batch import Ints, SlotTable, edits_for, mode_for, needs_memory
 from levserve.engine.programs import MODES, Programs, Shape
 from levserve.engine.rounds import Arrays, ChunkOutput, Skeleton, State
 from levserve.engine.sizing import Sizes
@@ -29,6 +29,7 @@ from levserve.model.sampler import MAX_EDITS, NUM_TOP, POISONED, Memory, Mode
 from levserve.schedule.request import GenerationRequest, PooledHidden, TokenLogprob
 from levserve.schedule.scheduler import Sampled
 from levserve.schedule.sequence import Chunk, Fork, RoundPlan, Row, Sequence
+from levserve.schedule.speculation import num_accepted
 
 
 class Piece(NamedTuple):
@@ -108,7 +109,7 @@ class Runner:
         chunks = self._dispatch_chunks(plan.chunks)
         for fork in plan.forks:
             self._dispatch_fork(fork)
-        return Flight(plan, chunks, [(group, self._dispatch_rows(group)) for group in self._groups(plan.rows)])
+        return Flight(plan, chunks, [(group, self._dispatch_rows(group, plan.is_verify)) for group in self._groups(plan)])
 
     def read(self, flight: Flight) -> tuple[list[Sampled], list[Sampled]]:
         """Waits for a round's results: of its chunks, and of its rows."""
@@ -116,7 +117,7 @@ class Runner:
         rows: list[Sampled] = []
         for group, sampled in flight.rows:
             outputs = np.asarray(sampled)  # [step, row, outputs]
-            rows += [_sampled(row.sequence, outputs[: row.steps, index]) for index, row in enumerate(group)]
+            rows += [_sampled(row.sequence, _kept(row, outputs[:, index])) for index, row in enumerate(group)]
         return chunks, rows
 
     def fill_pages(self, pages: Seq[int], value: float) -> None:
@@ -137,10 +138,11 @@ class Runner:
         starts = range(chunk.start, end, size)
         return [replace(chunk, start=at, count=min(size, end - at), is_last=chunk.is_last and at + size >= end) for at in starts]
 
-    def _groups(self, rows: Seq[Row]) -> list[Seq[Row]]:
+    def _groups(self, plan: RoundPlan) -> list[Seq[Row]]:
         """The rows, or as many of them together as the widest program takes."""
-        if not rows:
-            return []
+        rows = plan.rows
+        if not rows or plan.is_verify:
+            return [rows] if rows else []
         size = self.programs.decode(len(rows), _mode(rows)).size
         return [rows[start : start + size] for start in range(0, len(rows), size)]
 
@@ -177,12 +179,17 @@ class Runner:
         token = fork.sequence.tokens[-1]
         self._state = self._fork_slot(self._state, np.array([fork.slot, token, fork.source_page, fork.target_page], np.int32))
 
-    def _dispatch_rows(self, rows: Seq[Row]) -> jax.Array:
-        shape = self.programs.decode(len(rows), _mode(rows))
-        self._state, outputs = self.programs[shape](self._leaves, self._state, self._slots.pack_rows(rows, shape.size))
+    def _dispatch_rows(self, rows: Seq[Row], is_verify: bool) -> jax.Array:
+        shape = self.programs.verify(len(rows)) if is_verify else self.programs.decode(len(rows), _mode(rows))
+        self._state, outputs = self.programs[shape](self._leaves, self._state, self._pack_rows(rows, shape))
         assert isinstance(outputs, jax.Array)
         outputs.copy_to_host_async()
         return outputs
+
+    def _pack_rows(self, rows: Seq[Row], shape: Shape) -> Ints:
+        if shape.is_verify:
+            return self._slots.pack_drafts(rows, shape.size, self._sizes.num_draft)
+        return self._slots.pack_rows(rows, shape.size)
 
     def _warm(self, shape: Shape) -> None:
         """A GPU's program runs kernel by kernel the first time, records them as a graph the second and replays that the third."""
@@ -194,7 +201,7 @@ class Runner:
         nobody = Sequence(GenerationRequest("", (0,), 1), [0])
         chunk = Chunk(nobody, slot=0, start=0, count=0, is_last=True)
         rows, size = self._sizes.prefill_rows(shape.size)
-        packed = self._slots.pack_chunks([chunk], rows, size) if shape.is_prefill else self._slots.pack_rows((), shape.size)
+        packed = self._slots.pack_chunks([chunk], rows, size) if shape.is_prefill else self._pack_rows((), shape)
         start = time.monotonic()
         self._state, outputs = self.programs[shape](self._leaves, self._state, packed)
         jax.block_until_ready(outputs)
@@ -246,6 +253,11 @@ def _read_piece(piece: Piece) -> Sampled:
             mean = total / (chunk.start + chunk.count)
             sampled = replace(sampled, hidden=PooledHidden(array("f", mean.tobytes()), array("f", last.tobytes())))
     return sampled
+
+
+def _kept(row: Row, outputs: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    """The places of one row's outputs that count: its steps, and as many more as its draft was right."""
+    return outputs[: row.steps + num_accepted(row.draft, outputs[:, 0].tolist())]
 
 
 def _sampled(sequence: Sequence, outputs: npt.NDArray[np.int32]) -> Sampled:

@@ -17,6 +17,10 @@ PIECE_TOKENS = 64
 TOKENS_PER_ROW = 1024
 """KV room per row when nothing is asked for: a long chat each; the pool is shared, so one row may have much more."""
 
+CPU_VERIFY_TOKENS = 32
+VERIFY_TOKENS = 256
+"""Drafted and newest tokens of all rows that are checked together: beyond, a step takes longer with each of them."""
+
 FLOOR_TOKENS = 4 * TOKENS_PER_ROW
 """Below this a pool of one among several models is not worth having: rather unload another."""
 
@@ -53,6 +57,10 @@ class Sizes:
     round_steps: int
     has_all_modes: bool = True
     """Whether greedy and plain decoding have programs of their own, or full mode does their work."""
+    num_draft: int = 0
+    """Tokens of a draft; 0 without speculation."""
+    verify_sizes: tuple[int, ...] = ()
+    """Rows of the programs that check drafts."""
     piece_tokens: int | None = None
     """If set, a prefill program's rows are pieces of so many tokens, of one prompt or of several; else it is one row."""
 
@@ -78,12 +86,13 @@ class Sizes:
 
     def describe(self) -> list[str]:
         """The plan as lines for people."""
+        drafts = f"; drafts of {self.num_draft} tokens for at most {self.verify_sizes[-1]} rows" if self.num_draft else ""
         return [
             f"weights     {human(self.weight_bytes)}",
             f"KV pages    {self.num_pages} x {self.page_size} tokens = {self.num_tokens} tokens, "
             f"{human(self.num_pages * self.page_bytes)}",
             f"context     {self.max_seq_len} tokens",
-            f"rows        {self.rows}; decode shapes {', '.join(map(str, self.row_sizes))}; {self.round_steps} step(s) a round",
+            f"rows        {self.rows}; decode shapes {', '.join(map(str, self.row_sizes))}; {self.round_steps} step(s) a round{drafts}",
             f"prefill     chunks of {', '.join(map(str, self.chunk_sizes))} tokens",
         ]
 
@@ -102,6 +111,7 @@ def plan_sizes(settings: Settings, machine: Machine, *, rows: int, max_position:
                 f"({human(page_bytes)} each), but the pool has {num_pages}: raise --kv-memory or lower --max-seq-len"
             )
         max_seq_len = room
+    most_verified = (CPU_VERIFY_TOKENS if machine.is_cpu else VERIFY_TOKENS) // (settings.speculate + 1)
     largest_chunk = settings.prefill_chunk or (128 if machine.is_cpu else 4096)
     return Sizes(
         rows=rows,
@@ -111,6 +121,8 @@ def plan_sizes(settings: Settings, machine: Machine, *, rows: int, max_position:
         page_bytes=page_bytes,
         weight_bytes=weight_bytes,
         row_sizes=_doublings(2 if machine.is_cpu else 8, max(rows, 2)),
+        num_draft=settings.speculate,
+        verify_sizes=_doublings(1, min(rows, most_verified), by=2 if machine.is_cpu else 4) if settings.speculate else (),
         chunk_sizes=_chunk_sizes(machine, largest_chunk, max_seq_len),
         piece_tokens=PIECE_TOKENS if machine.has_kernel else None,
         round_steps=settings.round_steps or (1 if machine.is_cpu else 8),

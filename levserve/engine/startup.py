@@ -30,6 +30,7 @@ from levserve.schedule.pace import Pace
 from levserve.schedule.pages import PagePool
 from levserve.schedule.request import GenerationRequest, Sampling
 from levserve.schedule.scheduler import Budget, Scheduler
+from levserve.schedule.speculation import Speculation
 
 if TYPE_CHECKING:
     import jax
@@ -226,7 +227,8 @@ def load(
         except BaseException:
             runner.free()
             raise
-    scheduler = Scheduler(PagePool(sizes.num_pages, sizes.page_size), _budget(settings, sizes, prefill_token_ms))
+    speculation = Speculation(sizes.num_draft) if sizes.num_draft else None
+    scheduler = Scheduler(PagePool(sizes.num_pages, sizes.page_size), _budget(settings, sizes, prefill_token_ms), speculation)
     name = settings.served_model_name or files.name
     served = ServedModel(name, tokenizer, sizes.max_seq_len, config.hidden_size, int(time.time()))
     scores = _score_probe(scheduler, runner, served)

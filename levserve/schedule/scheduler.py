@@ -6,7 +6,8 @@ come, first served, also after a preemption: a sequence that lost its pages keep
 Rounds may be planned before the last one was read back. What is not known yet are the values of the tokens in flight, not
 their number, so positions and pages can be given ahead; a sequence that turns out to have stopped ran one round for
 nothing. Its pages may be given away at once all the same: programs run in the order of dispatch, because each takes the
-KV pool that the one before returned, so a stray write lands before the next holder's own.
+KV pool that the one before returned, so a stray write lands before the next holder's own. Of a draft in flight not even the
+number is known: its sequence waits until it is read.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from levserve.schedule.pace import Backlog
 from levserve.schedule.pages import PagePool
 from levserve.schedule.request import FinishReason, GenerationRequest, PooledHidden, TokenBatch, TokenLogprob
 from levserve.schedule.sequence import Chunk, Fork, Progress, RoundPlan, Row, Sequence
+from levserve.schedule.speculation import Drafter, Speculation
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +57,10 @@ class Scheduler:
     `check` recomputes every page and slot from scratch and is cheap enough to call after each step of a test.
     """
 
-    def __init__(self, pool: PagePool, budget: Budget) -> None:
+    def __init__(self, pool: PagePool, budget: Budget, speculation: Speculation | None = None) -> None:
         self.pool = pool
         self.budget = budget
+        self.speculation = speculation
         self._waiting: OrderedDict[str, Sequence] = OrderedDict()
         self._running: dict[str, Sequence] = {}  # in order of arrival
         self._free_slots = list(range(budget.num_slots - 1, -1, -1))
@@ -75,6 +78,11 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._waiting or self._running)
 
+    @property
+    def is_speculating(self) -> bool:
+        """Whether the next plan should draft, for which all that is in flight must be read before."""
+        return self.speculation is not None and self.speculation.pays(sum(sequence.is_primed for sequence in self._running.values()))
+
     def backlog(self) -> Backlog:
         """What is still to do if everyone takes all the tokens they may; looks at every sequence."""
         sequences = (*self._running.values(), *self._waiting.values())
@@ -88,7 +96,8 @@ class Scheduler:
 
     def add(self, request: GenerationRequest) -> Sequence:
         """Puts a request that `fits` at the end of the queue."""
-        sequence = Sequence(request, list(request.prompt))
+        drafter = None if self.speculation is None else Drafter(self.speculation.num_draft)
+        sequence = Sequence(request, list(request.prompt), drafter=drafter)
         self._waiting[request.request_id] = sequence
         return sequence
 
@@ -128,7 +137,7 @@ class Scheduler:
     def commit(self, plan: RoundPlan, chunks: Seq[Sampled], rows: Seq[Sampled]) -> list[Progress]:
         """Takes what a planned round sampled, in the plan's order, and says what each stream gained."""
         news = [self._take_chunk(chunk, sampled) for chunk, sampled in zip(plan.chunks, chunks, strict=True)]
-        news += [self._take(row.sequence, sampled) for row, sampled in zip(plan.rows, rows, strict=True)]
+        news += [self._take_row(row, sampled) for row, sampled in zip(plan.rows, rows, strict=True)]
         return [progress for progress in news if progress is not None]
 
     def forget_prefixes(self) -> None:
@@ -153,10 +162,11 @@ class Scheduler:
     def _plan_rows(self, preempted: list[tuple[Sequence, int]]) -> list[Row]:
         """Gives every decoding sequence its pages for the round, oldest first; the youngest pay when there are too few."""
         rows: list[Row] = []
+        drafts = self._draft() if self.is_speculating else {}
         for sequence in list(self._running.values()):
-            if sequence.slot is None or not sequence.is_primed:
+            if sequence.slot is None or not sequence.is_primed or sequence.is_verifying:
                 continue  # preempted a moment ago, or still prefilling
-            steps = min(self.budget.steps, sequence.max_length - sequence.length)
+            steps = min(1 if drafts else self.budget.steps, sequence.max_length - sequence.length)
             if steps <= 0:
                 continue  # its last tokens are in flight
             if not self._grow(sequence, sequence.num_computed + steps, preempted):
@@ -164,7 +174,25 @@ class Scheduler:
             rows.append(Row(sequence, sequence.slot, sequence.num_computed, steps))
             sequence.num_computed += steps
             sequence.num_pending += steps
-        return rows
+        return [self._with_draft(row, drafts.get(row.sequence.request.request_id, ())) for row in rows] if drafts else rows
+
+    def _draft(self) -> dict[str, tuple[int, ...]]:
+        """What may follow the tokens of those sequences whose tokens are all known."""
+        drafts = {}
+        for request_id, sequence in self._running.items():
+            if sequence.is_primed and not sequence.num_pending and sequence.drafter is not None:
+                drafts[request_id] = sequence.drafter.propose(sequence.tokens, sequence.max_length - sequence.length - 1)
+        return {request_id: draft for request_id, draft in drafts.items() if draft}
+
+    def _with_draft(self, row: Row, draft: tuple[int, ...]) -> Row:
+        """The row with its draft, if there are pages for that: nobody is preempted for one."""
+        missing = self._pages_for(row.position + row.steps + len(draft)) - len(row.sequence.pages)
+        pages = self.pool.take(max(missing, 0))
+        if not draft or pages is None:
+            return row
+        row.sequence.pages += pages
+        row.sequence.is_verifying = True
+        return replace(row, draft=draft)
 
     def _grow(self, sequence: Sequence, length: int, preempted: list[tuple[Sequence, int]]) -> bool:
         """Whether the sequence has pages for `length` positions, after preempting the youngest as often as it takes."""
@@ -267,6 +295,17 @@ class Scheduler:
             return None
         return Progress(sequence, TokenBatch((), num_cached=sequence.num_cached or 0, prompt_logprobs=tuple(scores)))
 
+    def _take_row(self, row: Row, sampled: Sampled) -> Progress | None:
+        """What a draft got right counts as if it had been planned."""
+        sequence = row.sequence
+        if row.draft:
+            sequence.is_verifying = False
+            num_more = max(len(sampled.tokens) - row.steps, 0)
+            sequence.num_pending += num_more
+            if sequence.is_primed:  # else it was preempted meanwhile
+                sequence.num_computed += num_more
+        return self._take(sequence, sampled)
+
     def _take(self, sequence: Sequence, sampled: Sampled) -> Progress | None:
         if sequence.is_ended:
             return None  # cancelled, or it had stopped when this round was already under way
@@ -275,6 +314,8 @@ class Scheduler:
         if sampled.is_poisoned and (finish is None or not sequence.request.max_tokens):
             return self._fail(sequence)
         sequence.tokens += kept
+        if self.speculation is not None and sequence.drafter is not None:
+            self.speculation.note_steps(sequence.drafter.follow(sequence.tokens))
         self._remember(sequence)
         if finish is not None:
             self._drop(sequence)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from levserve.schedule.pages import ROOT
 from levserve.schedule.request import FinishReason, GenerationRequest, TokenBatch
+from levserve.schedule.speculation import Drafter
 
 
 @dataclass(slots=True, eq=False)
@@ -41,6 +42,9 @@ class Sequence:
     is_stale: bool = False
     """Whether some of its KV comes from weights that have been replaced: it goes on, and nobody else may use it."""
     is_ended: bool = False
+    drafter: Drafter | None = None
+    is_verifying: bool = False
+    """Whether a draft is in flight, so that not even the number of its tokens is known."""
 
     @property
     def length(self) -> int:
@@ -89,12 +93,13 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A sequence that decodes `steps` tokens, the first of them fed at `position`."""
+    """A sequence that decodes `steps` tokens, the first of them fed at `position`; or one and those of its draft that are right."""
 
     sequence: Sequence
     slot: int
     position: int
     steps: int
+    draft: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +124,15 @@ class RoundPlan:
     forks: tuple[Fork, ...] = ()
     tainted: tuple[int, ...] = ()
     """Free pages to clear first: what a masked position holds must be finite, because nothing times NaN is NaN."""
+
+    @property
+    def is_verify(self) -> bool:
+        """Whether its rows check drafts, one step each, rather than decode."""
+        return any(row.draft for row in self.rows)
+
+    @property
+    def num_prefill(self) -> int:
+        return sum(chunk.count for chunk in self.chunks)
 
     @property
     def is_empty(self) -> bool:

@@ -1,0 +1,120 @@
+"""Drafts of what comes next, taken from what a sequence said before, and whether checking them pays.
+
+A step that checks a draft computes all its tokens at once and keeps as many as would have been drawn anyway, and the one drawn
+after them: texts stay what they are, and only come sooner. Belongs to the device thread. No arrays, no clock of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+NGRAMS = (4, 3, 2)
+"""How many of the newest tokens are looked for, most first: the more there are, the likelier the same follows."""
+FIRST_GAIN = 1.0
+"""Accepted tokens a step before any were counted: enough that the first sequence tries."""
+GAIN_WEIGHT = 1 / 16
+"""Of one step, so that the gain is that of the last dozens of tokens."""
+LEAST_GAIN = 0.1
+"""Below this, drafts are not even measured: the host's turn that they make the device wait for costs as much."""
+COST_WEIGHT = 1 / 4
+FRESH_ROUNDS = 40
+"""What was not measured for so many rounds of the other kind is forgotten, and tried again: contexts grow, machines get busy."""
+
+
+def num_accepted(draft: Sequence[int], drawn: Sequence[int]) -> int:
+    """How many of a draft's tokens were drawn in their places."""
+    return next((index for index, (one, other) in enumerate(zip(draft, drawn)) if one != other), len(draft))
+
+
+class Drafter:
+    """One sequence's drafts: what followed the latest time that its newest tokens occurred.
+
+    It follows the sequence whether drafts are checked or not, so that it is always known what they would have gained.
+    """
+
+    def __init__(self, num_draft: int) -> None:
+        self._num_draft = num_draft
+        self._after: dict[tuple[int, ...], int] = {}  # the place after the latest occurrence of some tokens
+        self._num_indexed = 0
+        self._num_followed = 0
+        self._draft: list[int] = []
+        self._accepted = 0
+
+    def propose(self, tokens: Sequence[int], limit: int) -> tuple[int, ...]:
+        """At most `limit` tokens that may follow; `tokens` are those that were followed."""
+        if self._accepted:  # it is in the middle of a draft that was not checked
+            self._begin(tokens, len(tokens))
+        return tuple(self._draft[: max(limit, 0)])
+
+    def follow(self, tokens: Sequence[int]) -> list[int]:
+        """Takes the sequence's new tokens, and gives what each step that they ended accepted, or would have."""
+        ended: list[int] = []
+        if not self._num_followed:  # a prompt's tokens are nobody's gain
+            self._begin(tokens, len(tokens))
+            self._num_followed = len(tokens)
+        for place in range(self._num_followed, len(tokens)):
+            if self._accepted < len(self._draft) and tokens[place] == self._draft[self._accepted]:
+                self._accepted += 1
+            else:  # the token that a step draws after what it accepts
+                ended.append(self._accepted)
+                self._begin(tokens, place + 1)
+        self._num_followed = len(tokens)
+        return ended
+
+    def _begin(self, tokens: Sequence[int], end: int) -> None:
+        """Drafts what follows the first `end` tokens. Where that is their own end, it goes on as a loop."""
+        self._index(tokens, end)
+        self._accepted = 0
+        for size in NGRAMS:
+            start = self._after.get(tuple(tokens[end - size : end])) if end > size else None
+            if start is not None:
+                self._draft = [tokens[start + index % (end - start)] for index in range(self._num_draft)]
+                return
+        self._draft = []
+
+    def _index(self, tokens: Sequence[int], end: int) -> None:
+        """Takes note of all tokens that have another after them among the first `end`."""
+        for size in NGRAMS:
+            first = max(self._num_indexed - size, 0)
+            windows = zip(*(tokens[first + index : end] for index in range(size)))
+            self._after.update(zip(windows, range(first + size, end)))
+        self._num_indexed = end
+
+
+class Speculation:
+    """Decides for one model whether the next round should check drafts, from what was gained and what it cost.
+
+    Both are measured as it goes: tokens accepted a step, and seconds of a round with and without drafts by the number of rows.
+    """
+
+    def __init__(self, num_draft: int) -> None:
+        self.num_draft = num_draft
+        self.max_rows = 0
+        """Rows whose drafts can be checked together: 0 until such a program is compiled."""
+        self.gain = FIRST_GAIN
+        """Tokens accepted a step of a row, counting steps that had no draft."""
+        self._seconds: dict[tuple[int, bool], float] = {}
+        self._ages: dict[tuple[int, bool], int] = {}
+
+    def note_steps(self, accepted: Sequence[int]) -> None:
+        for count in accepted:
+            self.gain += GAIN_WEIGHT * (count - self.gain)
+
+    def note_round(self, num_rows: int, step_seconds: float, *, is_verify: bool) -> None:
+        """Takes what a round without prompts took for each of its steps; one that checks drafts is one step."""
+        known = self._seconds.get((num_rows, is_verify), step_seconds)
+        self._seconds[num_rows, is_verify] = known + COST_WEIGHT * (step_seconds - known)
+        self._ages[num_rows, is_verify] = 0
+        other = (num_rows, not is_verify)
+        self._ages[other] = self._ages.get(other, 0) + 1
+        if self._ages[other] > FRESH_ROUNDS:
+            self._seconds.pop(other, None)
+
+    def pays(self, num_rows: int) -> bool:
+        """Whether so many rows gain more tokens a second with drafts; tries what was not measured yet."""
+        if not 0 < num_rows <= self.max_rows or self.gain < LEAST_GAIN:
+            return False
+        plain, verify = self._seconds.get((num_rows, False)), self._seconds.get((num_rows, True))
+        if plain is None or verify is None:
+            return plain is not None
+        return verify < plain * (1 + self.gain)
