@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 from levserve.schedule.pages import PagePool
 from levserve.schedule.request import FinishReason, GenerationRequest, TokenLogprob
 from levserve.schedule.scheduler import Budget, Sampled, Scheduler
-from levserve.schedule.sequence import Progress, RoundPlan
+from levserve.schedule.sequence import Progress, RoundPlan, Sequence
 from levserve.schedule.speculation import Speculation
 
 STOP = 7
 
 
 def next_token(tokens: list[int]) -> int:
-    """What the fake device samples after `tokens`: any prompt leads to its own walk through 0..12."""
-    return (tokens[-1] * 5 + len(tokens)) % 13
+    """What the fake device samples after `tokens`: a walk through 0..12 that repeats itself, and turns elsewhere now and then."""
+    return (tokens[-1] * 5 + len(tokens) // 12) % 13
 
 
 def expected_output(prompt: tuple[int, ...], max_tokens: int, stop: bool) -> list[int]:
@@ -43,12 +43,12 @@ class FakeRounds:
     def run(self, plan: RoundPlan) -> tuple[list[Sampled], list[Sampled]]:
         chunks = []
         for chunk in plan.chunks:
-            pages = chunk.sequence.pages
+            sequence, pages = chunk.sequence, chunk.sequence.pages
             for position in range(chunk.start, chunk.start + chunk.count):
-                self._write(pages, position, chunk.sequence.tokens[position])
+                self._write(pages, position, sequence.tokens[position])
             scores = [TokenLogprob(-float(position)) for position in chunk.scored]
             if chunk.is_last:
-                self.last[chunk.slot] = self._sample(pages, chunk.start + chunk.count)
+                self.last[chunk.slot] = self._sample(sequence, chunk.start + chunk.count)
             chunks.append(Sampled([self.last[chunk.slot]] if chunk.is_last else [], prompt_logprobs=scores))
         for fork in plan.forks:
             for offset in range(self.page_size):
@@ -57,14 +57,13 @@ class FakeRounds:
         rows = []
         for row in plan.rows:
             tokens: list[int] = []
-            fed = [self.last[row.slot], *row.draft]
-            for offset, token in enumerate(row.draft):
-                self._write(row.sequence.pages, row.position + 1 + offset, token)
+            for offset, token in enumerate(row.draft, start=1):
+                self._write(row.sequence.pages, row.position + offset, token)
             for step in range(row.steps + len(row.draft)):
-                if row.draft and tokens != fed[1 : step + 1]:
+                if row.draft and tokens != [*row.draft[:step]]:
                     break
                 self._write(row.sequence.pages, row.position + step, self.last[row.slot])
-                self.last[row.slot] = self._sample(row.sequence.pages, row.position + step + 1)
+                self.last[row.slot] = self._sample(row.sequence, row.position + step + 1)
                 tokens.append(self.last[row.slot])
             rows.append(Sampled(tokens))
         return chunks, rows
@@ -72,16 +71,21 @@ class FakeRounds:
     def _write(self, pages: list[int], position: int, token: int) -> None:
         self.kv[pages[position // self.page_size], position % self.page_size] = token
 
-    def _sample(self, pages: list[int], length: int) -> int:
-        """Attends to everything before it: a page given to two sequences would show."""
-        return next_token([self.kv[pages[position // self.page_size], position % self.page_size] for position in range(length)])
+    def _sample(self, sequence: Sequence, length: int) -> int:
+        """Attends to everything before it: a page given to two sequences would show, and so would a wrong draft in a shared one."""
+        places = (divmod(position, self.page_size) for position in range(length))
+        seen = [self.kv[sequence.pages[page], offset] for page, offset in places]
+        prompt = sequence.request.prompt
+        assert seen == [*prompt, *expected_output(prompt, length - len(prompt), stop=False)]
+        return next_token(seen)
 
 
 @dataclass
 class Server:
-    """Plans one round ahead, as the device loop does."""
+    """Plans one round ahead, as the device loop does; or reads first, as that does with drafts."""
 
     scheduler: Scheduler
+    reads_first: bool = False
     outputs: dict[str, list[int]] = field(default_factory=dict)
     scores: dict[str, list[float]] = field(default_factory=dict)
     finishes: dict[str, list[FinishReason]] = field(default_factory=dict)
@@ -98,10 +102,13 @@ class Server:
         self.scheduler.add(request)
 
     def step(self) -> RoundPlan:
+        before, self.in_flight = self.in_flight, None
+        if self.reads_first and before is not None:
+            self.deliver(self.scheduler.commit(*before))
+            before = None
         plan = self.scheduler.plan()
         self.num_preempted += len(plan.preempted)
         self.scheduler.check()
-        before, self.in_flight = self.in_flight, None
         if not plan.is_empty:
             self.in_flight = (plan, *self.rounds.run(plan))
         if before is not None:
@@ -131,6 +138,15 @@ def make(
 ) -> Server:
     limits = {"busy_tokens": 4, "idle_tokens": 16} | budget
     return Server(Scheduler(PagePool(num_pages, page_size), Budget(num_slots, steps, (2, 4, 8), **limits), speculation))
+
+
+def eager(num_draft: int, max_rows: int = 8) -> Speculation:
+    """Drafts as long as it gains, because nobody tells it what that costs."""
+    speculation = Speculation(num_draft)
+    speculation.max_rows = max_rows
+    for num_rows in range(1, max_rows + 1):
+        speculation.note_round(num_rows, 1.0, is_verify=False)
+    return speculation
 
 
 def ask(name: str, prompt: tuple[int, ...] = (1, 2, 3), max_tokens: int = 5, **more: object) -> GenerationRequest:
@@ -327,7 +343,9 @@ def schedules(draw: st.DrawFn) -> tuple[Server, list[tuple[str, object]]]:
         num_slots=draw(st.integers(1, 5)),
         steps=draw(st.integers(1, 4)),
         busy_tokens=draw(st.integers(1, 12)),
+        speculation=eager(num_draft) if (num_draft := draw(st.integers(0, 4))) else None,
     )
+    server.reads_first = draw(st.booleans())
     events: list[tuple[str, object]] = []
     for number in range(draw(st.integers(1, 10))):
         prompt = tuple(draw(st.lists(st.integers(0, 2), min_size=1, max_size=18)))
