@@ -117,9 +117,10 @@ class Server:
         return plan
 
     def run_dry(self, limit: int = 5_000) -> None:
-        for _ in range(limit):
+        for number in range(limit):
             if not self.scheduler.has_work and self.in_flight is None:
                 return
+            self.reads_first ^= number % 7 == 6
             self.step()
         raise AssertionError("somebody starves")
 
@@ -345,7 +346,6 @@ def schedules(draw: st.DrawFn) -> tuple[Server, list[tuple[str, object]]]:
         busy_tokens=draw(st.integers(1, 12)),
         speculation=eager(num_draft) if (num_draft := draw(st.integers(0, 4))) else None,
     )
-    server.reads_first = draw(st.booleans())
     events: list[tuple[str, object]] = []
     for number in range(draw(st.integers(1, 10))):
         prompt = tuple(draw(st.lists(st.integers(0, 2), min_size=1, max_size=18)))
@@ -357,7 +357,7 @@ def schedules(draw: st.DrawFn) -> tuple[Server, list[tuple[str, object]]]:
         if draw(st.booleans()):
             twin = ask(f"{number}-twin", prompt, draw(st.integers(0, 20)), shares_prompt_of=str(number), deadline=deadline)
             events.append(("submit", twin))
-        events += [("step", None)] * draw(st.integers(0, 4))
+        events += [("step", reads_first) for reads_first in draw(st.lists(st.booleans(), max_size=4))]
         if draw(st.integers(0, 4)) == 0:
             events.append(("cancel", str(draw(st.integers(0, number)))))
         if draw(st.integers(0, 4)) == 0:
@@ -381,6 +381,7 @@ def test_every_request_ends_once_with_its_own_tokens_over_random_schedules(sched
         elif kind == "poison":
             poison(server, requests[str(value)])
         else:
+            server.reads_first = bool(value)
             server.step()
         server.deliver(server.scheduler.expire(now=float(clock)))
         server.scheduler.check()

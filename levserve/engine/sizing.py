@@ -122,7 +122,7 @@ def plan_sizes(settings: Settings, machine: Machine, *, rows: int, max_position:
         weight_bytes=weight_bytes,
         row_sizes=_doublings(2 if machine.is_cpu else 8, max(rows, 2)),
         num_draft=settings.speculate,
-        verify_sizes=_doublings(1, min(rows, most_verified), by=2 if machine.is_cpu else 4) if settings.speculate else (),
+        verify_sizes=_doublings(1, min(rows, most_verified), by=4) if settings.speculate else (),
         chunk_sizes=_chunk_sizes(machine, largest_chunk, max_seq_len),
         piece_tokens=PIECE_TOKENS if machine.has_kernel else None,
         round_steps=settings.round_steps or (1 if machine.is_cpu else 8),
