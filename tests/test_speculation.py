@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from levserve.schedule.request import FinishReason, GenerationRequest
@@ -228,4 +228,3 @@ def test_pages_that_held_wrong_drafts_are_found_again_with_the_right_tokens(llam
     (computed,) = run_without(llama, ask([*prompt, *first.tokens], 8, num_logprobs=0, score_from=1))  # which reuses nothing
     assert found.tokens == computed.tokens
     np.testing.assert_allclose([one.logprob for one in found.logprobs], [one.logprob for one in computed.logprobs], atol=1e-4)
-
