@@ -22,10 +22,10 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from levserve.config import parse_settings  # noqa: E402
 from levserve.engine.engine import Engine  # noqa: E402
 from levserve.engine.startup import Loaded, load, serve  # noqa: E402
 from levserve.metrics import Metrics  # noqa: E402
+from levserve.options import parse_settings  # noqa: E402
 from levserve.schedule.request import GenerationRequest, Sampling  # noqa: E402
 from levserve.text.chat import render_chat  # noqa: E402
 

@@ -54,7 +54,7 @@ def runner_of(kind: str) -> Runner:
     storage = cache.storage_dtype(dtype, "cpu")
     sizes = Sizes(
         rows=4, max_seq_len=256, page_size=8, num_pages=NUM_PAGES, page_bytes=cache.page_bytes(config, 8, storage), weight_bytes=0,
-        row_sizes=(4,), chunk_sizes=(24,), round_steps=1,
+        row_sizes=(4,), chunk_sizes=(24,), round_steps=1, num_draft=5,
     )
     return Runner(Decoder.from_arrays(config, arrays), sizes, storage, Metrics())
 
@@ -80,7 +80,7 @@ def instructions(text: str) -> Iterator[Instruction]:
         yield replace(instruction, operation=roots[called_name]) if called_name else instruction
 
 
-@pytest.mark.parametrize("shape", [Shape(24), Shape(4, Mode.GREEDY), Shape(4, Mode.FULL)], ids=str)
+@pytest.mark.parametrize("shape", [Shape(24), Shape(4, Mode.GREEDY), Shape(4, Mode.FULL), Shape(2, Mode.FULL, is_verify=True)], ids=str)
 @pytest.mark.parametrize("kind", SERVED)
 def test_no_weight_is_converted_and_no_pool_copied(kind: str, shape: Shape) -> None:
     runner = runner_of(kind)

@@ -44,6 +44,16 @@ def test_a_gpu_gets_no_more_than_its_rows_can_fill() -> None:
     assert plan(backend="gpu", free=100 * GIB, rows=4).num_pages == 4 * 256
 
 
+def test_drafts_are_checked_for_few_rows_and_cost_nothing_where_nobody_asks_for_them() -> None:
+    assert plan().num_draft == 0 and plan().verify_sizes == ()
+    sizes = plan("--speculate", "7")
+    assert sizes.num_draft == 7 and sizes.verify_sizes == (1, 4)
+    assert any("drafts of 7 tokens for at most 4 rows" in line for line in sizes.describe())
+    assert plan("--speculate", "7", rows=2).verify_sizes == (1, 2)
+    assert plan("--speculate", "15", rows=1).verify_sizes == (1,)
+    assert plan("--speculate", "7", backend="gpu", free=100 * GIB).verify_sizes == (1, 4, 16, 32)
+
+
 def test_one_row_is_decoded_as_two() -> None:
     assert plan(rows=1).row_sizes == (2,)
 

@@ -130,9 +130,13 @@ def llama() -> Iterator[Running]:
 @contextmanager
 def checked(running: Running) -> Iterator[None]:
     """Sees that drafts are checked inside, and that some of their tokens are right and some are not."""
-    before = [running.metric(f"draft{name}_total") for name in ("s", "_tokens", "_accepted_tokens")]
+
+    def counts() -> tuple[float, float, float]:
+        return running.metric("drafts_total"), running.metric("draft_tokens_total"), running.metric("draft_accepted_tokens_total")
+
+    before = counts()
     yield
-    drafts, tokens, right = (running.metric(f"draft{name}_total") - old for name, old in zip(("s", "_tokens", "_accepted_tokens"), before))
+    drafts, tokens, right = (after - old for after, old in zip(counts(), before))
     assert 0 < drafts and 0 < right < tokens <= NUM_DRAFT * drafts
 
 
