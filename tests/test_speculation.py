@@ -45,9 +45,10 @@ def test_a_draft_is_what_followed_the_latest_time(tokens: list[int], cuts: list[
 
 @given(prompt=TEXTS, answer=TEXTS)
 def test_what_drafts_would_gain_is_known_without_checking_them(prompt: list[int], answer: list[int]) -> None:
-    tokens, place, steps = prompt + answer, len(prompt), []
-    while (accepted := num_accepted(draft_of(tokens[:place]), tokens[place:])) < len(tokens) - place:
-        steps.append(accepted)
+    tokens, place = prompt + answer, len(prompt)
+    steps: list[int | None] = []
+    while (accepted := num_accepted(draft := draft_of(tokens[:place]), tokens[place:])) < len(tokens) - place:
+        steps.append(accepted if draft else None)
         place += accepted + 1
     drafter = Drafter(NUM_DRAFT)
     drafter.follow(prompt)
@@ -85,6 +86,18 @@ def test_drafts_are_checked_where_that_is_faster_and_next_to_never_where_it_is_n
     elif cost > 1.1 * (1 + accepted) or not accepted:
         assert share < 0.15
     assert not speculation.pays(3) and not speculation.pays(0)
+
+
+@pytest.mark.parametrize(("steps", "pays"), [([None] * 8 + [3], True), ([None] * 8 + [1], False), ([None] * 50 + [3], False)])
+def test_steps_without_a_draft_cost_nothing_but_for_the_wait(steps: list[int | None], pays: bool) -> None:
+    speculation = Speculation(NUM_DRAFT)
+    speculation.max_rows = 1
+    speculation.note_round(1, 1.0, is_verify=False)
+    speculation.note_round(1, 2.5, is_verify=True)
+    for _ in range(50):
+        speculation.note_steps(steps)
+    speculation.note_steps([None] * 12)
+    assert speculation.pays(1) == pays
 
 
 @pytest.mark.parametrize("accepted", [0, 3])

@@ -15,7 +15,7 @@ FIRST_GAIN = 1.0
 GAIN_WEIGHT = 1 / 16
 """Of one step, so that the gain is that of the last dozens of tokens."""
 LEAST_GAIN = 0.1
-"""Below this, drafts are not even measured: the host's turn that they make the device wait for costs as much."""
+"""Below this it is not worth that the device waits for the host before every step, whether that has a draft or not."""
 COST_WEIGHT = 1 / 4
 FRESH_ROUNDS = 40
 """What was not measured for so many rounds of the other kind is forgotten, and tried again: contexts grow, machines get busy."""
@@ -46,9 +46,9 @@ class Drafter:
             self._begin(tokens, len(tokens))
         return tuple(self._draft[: max(limit, 0)])
 
-    def follow(self, tokens: Sequence[int]) -> list[int]:
-        """Takes the sequence's new tokens, and gives what each step that they ended accepted, or would have."""
-        ended: list[int] = []
+    def follow(self, tokens: Sequence[int]) -> list[int | None]:
+        """Takes the sequence's new tokens, and gives what each step that they ended accepted, or would have; None without a draft."""
+        ended: list[int | None] = []
         if not self._num_followed:  # a prompt's tokens are nobody's gain
             self._begin(tokens, len(tokens))
             self._num_followed = len(tokens)
@@ -56,7 +56,7 @@ class Drafter:
             if self._accepted < len(self._draft) and tokens[place] == self._draft[self._accepted]:
                 self._accepted += 1
             else:  # the token that a step draws after what it accepts
-                ended.append(self._accepted)
+                ended.append(self._accepted if self._draft else None)
                 self._begin(tokens, place + 1)
         self._num_followed = len(tokens)
         return ended
@@ -92,13 +92,17 @@ class Speculation:
         self.max_rows = 0
         """Rows whose drafts can be checked together: 0 until such a program is compiled."""
         self.gain = FIRST_GAIN
-        """Tokens accepted a step of a row, counting steps that had no draft."""
+        """Tokens accepted a step of a row."""
+        self.draft_gain = FIRST_GAIN
+        """The same of steps that have a draft: the others cost nothing."""
         self._seconds: dict[tuple[int, bool], float] = {}
         self._ages: dict[tuple[int, bool], int] = {}
 
-    def note_steps(self, accepted: Sequence[int]) -> None:
+    def note_steps(self, accepted: Sequence[int | None]) -> None:
         for count in accepted:
-            self.gain += GAIN_WEIGHT * (count - self.gain)
+            self.gain += GAIN_WEIGHT * ((count or 0) - self.gain)
+            if count is not None:
+                self.draft_gain += GAIN_WEIGHT * (count - self.draft_gain)
 
     def note_round(self, num_rows: int, step_seconds: float, *, is_verify: bool) -> None:
         """Takes what a round without prompts took for each of its steps; one that checks drafts is one step."""
@@ -117,4 +121,4 @@ class Speculation:
         plain, verify = self._seconds.get((num_rows, False)), self._seconds.get((num_rows, True))
         if plain is None or verify is None:
             return plain is not None
-        return verify < plain * (1 + self.gain)
+        return verify < plain * (1 + self.draft_gain)
