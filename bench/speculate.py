@@ -4,7 +4,7 @@
     python bench/speculate.py
     python bench/speculate.py --speculate 4 --streams 1 4 --temperature 0.7
 
-The engine runs in this process, without HTTP. Both ways take turns on the same engine, so a busy machine spoils both alike.
+The engine runs in this process, without HTTP, and both ways take turns on it.
 What is counted are the tokens after the first, from the first to the last of them.
 """
 
@@ -89,10 +89,11 @@ def measure(engine: Engine, loaded: Loaded, prompt: tuple[int, ...], streams: in
         for seed in range(streams)
     ]
     before = _counts(engine.metrics)
+    clock = time.process_time if options.cpu_time else time.monotonic
     stream = engine.submit(requests)
     num_tokens, first, last = 0, 0.0, 0.0
     for _, batch in stream:
-        last = time.monotonic()
+        last = clock()
         first = first or last
         num_tokens += len(batch.tokens)
     while engine.metrics.registry.get_sample_value("levserve_requests_running"):
@@ -152,6 +153,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--streams", type=int, nargs="+", default=[1], help="requests that run together (default: 1)")
     parser.add_argument("--tokens", type=int, default=160, help="of an answer, at most (default: 160)")
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--cpu-time", action="store_true", help="count this process's CPU seconds, where others use the machine too")
     parser.add_argument("--repeats", type=int, default=3)
     return parser
 
