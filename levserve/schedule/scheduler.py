@@ -187,8 +187,8 @@ class Scheduler:
     def _with_draft(self, row: Row, draft: tuple[int, ...]) -> Row:
         """The row with its draft, if there are pages for that: nobody is preempted for one."""
         missing = self._pages_for(row.position + row.steps + len(draft)) - len(row.sequence.pages)
-        pages = self.pool.take(max(missing, 0))
-        if not draft or pages is None:
+        pages = self.pool.take(max(missing, 0)) if draft else None
+        if pages is None:
             return row
         row.sequence.pages += pages
         row.sequence.is_verifying = True
