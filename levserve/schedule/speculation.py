@@ -16,7 +16,9 @@ GAIN_WEIGHT = 1 / 16
 """Of one step, so that the gain is that of the last dozens of tokens."""
 LEAST_GAIN = 0.1
 """Below this it is not worth that the device waits for the host before every step, whether that has a draft or not."""
-COST_WEIGHT = 1 / 4
+LEAST_DRAFT_GAIN = 0.5
+"""Below this, drafts are not even checked to see what that costs: on a CPU it is rarely less than half a step more."""
+COST_WEIGHT = 1 / 8
 FRESH_ROUNDS = 40
 """What was not measured for so many rounds of the other kind is forgotten, and tried again: contexts grow, machines get busy."""
 
@@ -116,7 +118,8 @@ class Speculation:
 
     def pays(self, num_rows: int) -> bool:
         """Whether so many rows gain more tokens a second with drafts; tries what was not measured yet."""
-        if not 0 < num_rows <= self.max_rows or self.gain < LEAST_GAIN:
+        is_worth_it = self.gain >= LEAST_GAIN and self.draft_gain >= LEAST_DRAFT_GAIN
+        if not is_worth_it or not 0 < num_rows <= self.max_rows:
             return False
         plain, verify = self._seconds.get((num_rows, False)), self._seconds.get((num_rows, True))
         if plain is None or verify is None:
