@@ -91,7 +91,7 @@ def build(config: ModelConfig, dtype: jnp.dtype, platform: str, options: argpars
         num_pages=pages_each * rows,
         page_bytes=cache.page_bytes(config, PAGE_SIZE, storage),
         weight_bytes=sum(array.nbytes for array in arrays.values()),
-        row_sizes=tuple(sorted(set(options.rows))),
+        row_sizes=tuple(sorted({max(2, rows) for rows in options.rows})),
         chunk_sizes=tuple(sorted(chunk_sizes)) or (PIECE_TOKENS,),
         round_steps=options.steps,
         piece_tokens=None if kernel is Kernel.XLA else PIECE_TOKENS,
@@ -101,7 +101,7 @@ def build(config: ModelConfig, dtype: jnp.dtype, platform: str, options: argpars
 
 def measure_decode(runner: Runner, sizes: Sizes, rows: int, options: argparse.Namespace) -> float:
     """Seconds of one decode step: rounds dispatched one ahead of the read, as the server does."""
-    runner.programs.compile_only([Shape(rows, Mode(options.mode))])
+    runner.programs.compile_only([Shape(max(2, rows), Mode(options.mode))])
     pages_each = sizes.table_width
     sampling = Sampling(temperature=0.0 if options.mode == "greedy" else 1.0)
     sequences = [

@@ -54,10 +54,8 @@ def test_drafts_are_checked_for_few_rows_and_cost_nothing_where_nobody_asks_for_
     assert plan("--speculate", "7", backend="gpu", free=100 * GIB).verify_sizes == (1, 4, 16, 32)
 
 
-def test_one_row_is_decoded_as_two_where_that_is_faster() -> None:
+def test_one_row_is_decoded_as_two() -> None:
     assert plan(rows=1).row_sizes == (2,)
-    assert plan(rows=3, machine=Machine("cpu", 8 * GIB, smallest_rows=1)).row_sizes == (1, 2, 3)
-    assert plan(rows=3, machine=Machine("gpu", 8 * GIB, smallest_rows=8)).row_sizes == (3,)
 
 
 def test_chunks_are_no_longer_than_the_context() -> None:

@@ -35,8 +35,6 @@ class Machine:
     """Memory left once the weights are loaded."""
     has_kernel: bool = False
     """Whether attention is a kernel that reads pages in place, so that rows of one prompt cost no more than one long row."""
-    smallest_rows: int = 2
-    """Rows below which a decode step does not get cheaper: one row alone is slow in most number formats."""
 
     @property
     def is_cpu(self) -> bool:
@@ -122,7 +120,7 @@ def plan_sizes(settings: Settings, machine: Machine, *, rows: int, max_position:
         num_pages=num_pages,
         page_bytes=page_bytes,
         weight_bytes=weight_bytes,
-        row_sizes=_doublings(machine.smallest_rows, max(rows, min(machine.smallest_rows, 2))),
+        row_sizes=_doublings(2 if machine.is_cpu else 8, max(rows, 2)),
         num_draft=settings.speculate,
         verify_sizes=_doublings(1, min(rows, most_verified), by=4) if settings.speculate else (),
         chunk_sizes=_chunk_sizes(machine, largest_chunk, max_seq_len),

@@ -206,7 +206,7 @@ def load(
     free = _free_bytes(device) if allowed is None else min(_free_bytes(device), allowed - weight_bytes)
     sizes = plan_sizes(
         settings,
-        Machine(device.platform, free, kernel is not Kernel.XLA, _smallest_rows(device.platform, is_int8=is_quantized)),
+        Machine(device.platform, free, has_kernel=kernel is not Kernel.XLA),
         rows=rows,
         max_position=config.max_position,
         page_bytes=page_bytes,
@@ -234,12 +234,6 @@ def load(
     scores = _score_probe(scheduler, runner, served)
     log.info("%sprobe       mean log-probability %.3f over %d tokens of a fixed text", who, mean(scores), len(scores))
     return Loaded(served, scheduler, runner, sizes, Origin(settings, files, config, dtype, is_quantized), Pace(prefill_token_ms / 1000))
-
-
-def _smallest_rows(platform: str, *, is_int8: bool) -> int:
-    if platform != "cpu":
-        return 8
-    return 1 if is_int8 else 2  # int8 makes two rows of one by itself
 
 
 def serves_int8(settings: Settings, platform: str, path: Path, config: ModelConfig) -> bool:
