@@ -120,7 +120,7 @@ def plan_sizes(settings: Settings, machine: Machine, *, rows: int, max_position:
         num_pages=num_pages,
         page_bytes=page_bytes,
         weight_bytes=weight_bytes,
-        row_sizes=_doublings(2 if machine.is_cpu else 8, max(rows, 2)),
+        row_sizes=_doublings(2 if machine.is_cpu else 8, max(rows, 2)),  # one update of the pool alone would copy all of it
         num_draft=settings.speculate,
         verify_sizes=_doublings(1, min(rows, most_verified), by=4) if settings.speculate else (),
         chunk_sizes=_chunk_sizes(machine, largest_chunk, max_seq_len),
