@@ -80,7 +80,7 @@ def instructions(text: str) -> Iterator[Instruction]:
         yield replace(instruction, operation=roots[called_name]) if called_name else instruction
 
 
-@pytest.mark.parametrize("shape", [Shape(24), Shape(4, Mode.GREEDY), Shape(4, Mode.FULL), Shape(2, Mode.FULL, is_verify=True)], ids=str)
+@pytest.mark.parametrize("shape", [Shape(24), Shape(4, Mode.GREEDY), Shape(2, Mode.FULL), Shape(2, Mode.FULL, is_verify=True)], ids=str)
 @pytest.mark.parametrize("kind", SERVED)
 def test_no_weight_is_converted_and_no_pool_copied(kind: str, shape: Shape) -> None:
     runner = runner_of(kind)

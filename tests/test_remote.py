@@ -52,6 +52,11 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "RETRY_SECONDS", 0.01)
 
 
+def some_bytes(size: int) -> bytes:
+    """Random, but for the end: the emulated store drops a line's end there."""
+    return os.urandom(size - 1) + b"."
+
+
 class Cache:
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -100,7 +105,7 @@ def test_a_model_comes_from_a_web_server_with_listings_or_without(web: WebServer
 
 
 def test_a_single_file_comes_from_a_web_server(web: WebServer, cache: Cache) -> None:
-    content = os.urandom(300_000)
+    content = some_bytes(300_000)
     (web.folder / "tiny.Q8_0.gguf").write_bytes(content)
     files = cache.find(f"{web.address}/tiny.Q8_0.gguf")
     assert files.name == "tiny.Q8_0" and files.path.read_bytes() == content
@@ -196,7 +201,7 @@ def test_a_model_that_changed_in_its_store_is_fetched_to_a_folder_of_its_own(ama
 
 @pytest.mark.usefixtures("small_blocks")
 def test_an_interrupted_download_goes_on_where_it_was(web: WebServer, cache: Cache) -> None:
-    content = os.urandom(40 << 16)
+    content = some_bytes(40 << 16)
     (web.folder / "big.gguf").write_bytes(content)
     web.fails_after = 10
     with pytest.raises(StartupError, match=r"cannot fetch http://.*/big.gguf.*what has arrived is kept"):
@@ -212,7 +217,7 @@ def test_an_interrupted_download_goes_on_where_it_was(web: WebServer, cache: Cac
 
 @pytest.mark.usefixtures("small_blocks")
 def test_a_failure_that_passes_is_tried_again(web: WebServer, cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
-    content = os.urandom(3 << 16)
+    content = some_bytes(3 << 16)
     (web.folder / "big.gguf").write_bytes(content)
     web.fails_after = 0
     monkeypatch.setattr("time.sleep", lambda seconds: setattr(web, "fails_after", None))
@@ -221,14 +226,14 @@ def test_a_failure_that_passes_is_tried_again(web: WebServer, cache: Cache, monk
 
 @pytest.mark.usefixtures("small_blocks")
 def test_blocks_are_read_side_by_side(web: WebServer, cache: Cache) -> None:
-    (web.folder / "big.gguf").write_bytes(os.urandom(8 << 16))
+    (web.folder / "big.gguf").write_bytes(some_bytes(8 << 16))
     web.gate = threading.Barrier(4)  # opens only when four readers are there
     cache.find(f"{web.address}/big.gguf")
 
 
 @pytest.mark.usefixtures("small_blocks")
 def test_a_web_server_without_ranges_sends_a_large_file_whole(web: WebServer, cache: Cache) -> None:
-    content = os.urandom(3 << 16)
+    content = some_bytes(3 << 16)
     (web.folder / "big.gguf").write_bytes(content)
     web.has_ranges = False
     assert cache.find(f"{web.address}/big.gguf").path.read_bytes() == content
@@ -238,7 +243,7 @@ def test_a_web_server_without_ranges_sends_a_large_file_whole(web: WebServer, ca
 def test_a_file_whose_checksum_is_wrong_is_thrown_away(google: Any, amazon: Any, cache: Cache, scheme: str,
                                                        monkeypatch: pytest.MonkeyPatch) -> None:
     files = {"gs": google, "s3": amazon}[scheme]
-    content = os.urandom(100_000)
+    content = some_bytes(100_000)
     files.pipe_file("models/sum.gguf", content)
     read_range = remote.Store.read_range
 
@@ -266,7 +271,7 @@ def test_googles_other_checksum_is_checked_where_there_is_no_md5(google: Any, ca
 
 
 def test_an_object_in_parts_on_amazon_has_no_md5_to_check(amazon: Any, cache: Cache) -> None:
-    content = os.urandom(6 << 20)
+    content = some_bytes(6 << 20)
     with amazon.open("models/parts.gguf", "wb", block_size=5 << 20) as file:
         file.write(content)
     assert "-" in amazon.info("models/parts.gguf")["ETag"]
@@ -306,7 +311,7 @@ def test_a_run_without_a_complete_checkpoint_is_told(google: Any, cache: Cache) 
 
 def gguf_files(web: WebServer, *names: str) -> list[str]:
     for name in names:
-        (web.folder / f"{name}.gguf").write_bytes(os.urandom(1_000_000))
+        (web.folder / f"{name}.gguf").write_bytes(some_bytes(1_000_000))
     return [f"{web.address}/{name}.gguf" for name in names]
 
 
@@ -347,7 +352,7 @@ def test_a_model_larger_than_the_cache_is_refused_before_it_is_fetched(web: WebS
 
 @pytest.mark.usefixtures("small_blocks")
 def test_two_starts_at_once_fetch_a_model_once(web: WebServer, cache: Cache) -> None:
-    content = os.urandom(20 << 16)
+    content = some_bytes(20 << 16)
     (web.folder / "big.gguf").write_bytes(content)
     found: list[ModelFiles] = []
     threads = [threading.Thread(target=lambda: found.append(cache.find(f"{web.address}/big.gguf"))) for _ in range(4)]
