@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 import queue
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from levserve.engine.stream import TokenStream
+from levserve.engine.stream import Carrier, TokenStream
 from levserve.errors import DeadlineExceeded, Poisoned, ServeError, Unavailable
 from levserve.schedule.request import FinishReason, PooledHidden, TokenBatch, TokenLogprob
 from levserve.text.detokenizer import Detokenizer
@@ -20,6 +20,12 @@ from levserve.text.stops import StopStrings
 
 GRACE_SECONDS = 5.0
 """How much later than its deadline a request is given up that the device thread, which should end it, does not end."""
+
+
+NO_NEWS = TokenBatch(())
+"""Wakes a reader and changes nothing."""
+
+Carry = Callable[[int, "Delta"], bool]
 
 
 class ClientGone(ServeError):
@@ -84,6 +90,7 @@ class Choice:
         self.hidden: PooledHidden | None = None
         self._sum_logprobs = 0.0
         self._num_chars = 0 if echo is None else len(echo.text)
+        self._is_plain = num_logprobs is None and not stop_ids and not stops
 
     @property
     def mean_logprob(self) -> float:
@@ -109,6 +116,9 @@ class Choice:
         )
 
     def _continue(self, batch: TokenBatch) -> Delta:
+        if self._is_plain and not batch.logprobs and batch.finish is None:  # almost always: then a round's tokens cost little more than one
+            self.num_tokens += len(batch.tokens)
+            return Delta(self._detokenizer.add(batch.tokens), batch.tokens)
         text = ""
         offsets = []
         num_before = self.num_tokens
@@ -160,6 +170,10 @@ class Deltas(Iterator[tuple[int, Delta]]):
 
     `wait` is for readers that have something to do when nothing comes. A sequence whose choice ends before the device knows
     is closed here; who leaves before the end closes the stream.
+
+    A reader that gives `wait` a function need not be woken for what comes between the first delta and the last: that is
+    given to the function, on the thread that brings the tokens, and the reader is woken when it returns False, to find the
+    delta still there. It must not block.
     """
 
     def __init__(self, stream: TokenStream, choices: Sequence[Choice], deadline: float | None = None) -> None:
@@ -168,6 +182,7 @@ class Deltas(Iterator[tuple[int, Delta]]):
         self._give_up_at = math.inf if deadline is None else deadline + GRACE_SECONDS
         self._num_open = len(choices)
         self._next: tuple[int, Delta] | None = None
+        self._failure: Exception | None = None
         self.first_token_at: float | None = None
         """On `time.monotonic`'s clock."""
 
@@ -182,19 +197,42 @@ class Deltas(Iterator[tuple[int, Delta]]):
         found, self._next = self._next, None
         return found
 
-    def wait(self, timeout_seconds: float | None) -> bool:
+    def wait(self, timeout_seconds: float | None, carry: Carry | None = None) -> bool:
         """Whether the next delta, or the end, has come within this time. What `next` would raise is raised here."""
+        carrier = None if carry is None or self.first_token_at is None else self._carrier(carry)
         until = math.inf if timeout_seconds is None else time.monotonic() + timeout_seconds
         while self._next is None and self._num_open:
             seconds = max(min(until, self._give_up_at) - time.monotonic(), 0)
             try:
-                index, batch = self._stream.get(None if seconds == math.inf else seconds)
+                index, batch = self._stream.get(None if seconds == math.inf else seconds, carrier)
             except queue.Empty:
+                index, batch = 0, None
+            if self._failure is not None:
+                raise self._failure
+            if batch is not None:
+                self._take(index, batch)
+            elif self._next is None and self._num_open:
                 if until <= self._give_up_at:
                     return False
                 raise DeadlineExceeded("The request's time ran out, and the device does not answer.") from None
-            self._take(index, batch)
         return True
+
+    def _carrier(self, carry: Carry) -> Carrier:
+        def deal(index: int, batch: TokenBatch) -> TokenBatch | None:
+            if batch.finish is not None:
+                return batch
+            try:
+                self._take(index, batch)
+                if self._next is None:
+                    return None
+                if self._next[1].finish is None and carry(*self._next):
+                    self._next = None
+                    return None
+            except Exception as error:  # the reader's to tell: it must not end the thread that brings everyone's tokens
+                self._failure = error
+            return NO_NEWS
+
+        return deal
 
     def _take(self, index: int, batch: TokenBatch) -> None:
         if batch.finish is FinishReason.DEADLINE and not any(choice.num_tokens for choice in self._choices):

@@ -11,6 +11,7 @@ import logging
 import time
 from dataclasses import dataclass
 
+from levserve.engine.courier import Courier, News
 from levserve.engine.engine import Reload, Submit
 from levserve.engine.runner import Flight, Runner
 from levserve.engine.stream import TokenStream
@@ -42,10 +43,11 @@ class Ticket:
 class Lane:
     """Belongs to the device thread."""
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, pace: Pace, metrics: Metrics) -> None:
+    def __init__(self, scheduler: Scheduler, runner: Runner, pace: Pace, courier: Courier, metrics: Metrics) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self._pace = pace
+        self._courier = courier
         self._metrics = metrics
         self._flight: Flight | None = None
         self._tickets: dict[str, Ticket] = {}
@@ -130,13 +132,12 @@ class Lane:
 
     def _deliver(self, news: list[Progress]) -> None:
         now = time.monotonic()
-        for progress in news:
-            request_id = progress.sequence.request.request_id
-            ticket = self._tickets[request_id]
-            ticket.stream.put(ticket.index, progress.batch)
+        tickets = [self._tickets[progress.sequence.request.request_id] for progress in news]
+        self._courier.send([News(ticket.stream, ticket.index, progress.batch) for ticket, progress in zip(tickets, news)])
+        for ticket, progress in zip(tickets, news):
             self._note_tokens(ticket, len(progress.batch.tokens), now)
             if progress.finish is not None:
-                del self._tickets[request_id]
+                del self._tickets[progress.sequence.request.request_id]
                 self._note_end(ticket, progress, now)
 
     def _note_tokens(self, ticket: Ticket, count: int, now: float) -> None:

@@ -12,6 +12,7 @@ import queue
 import time
 from contextlib import suppress
 
+from levserve.engine.courier import Courier
 from levserve.engine.engine import Attach, Cancel, Detach, Drain, Engine, Message, Reload, Stop, Submit
 from levserve.engine.lane import Lane
 from levserve.errors import Unavailable
@@ -33,6 +34,7 @@ class DeviceLoop:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._metrics = engine.metrics
+        self._courier = Courier()
         self._lanes: dict[str, Lane] = {}
         self._pace_told = 0.0
         self._drain_deadline: float | None = None
@@ -41,11 +43,15 @@ class DeviceLoop:
     def attach(self, attach: Attach) -> None:
         """Serves one model more from here on."""
         loaded = attach.loaded
-        self._lanes[loaded.model.name] = Lane(loaded.scheduler, loaded.runner, loaded.pace, self._metrics)
+        self._lanes[loaded.model.name] = Lane(loaded.scheduler, loaded.runner, loaded.pace, self._courier, self._metrics)
         self._note_lanes()
 
     def run(self) -> None:
         """Serves until `Stop`."""
+        with self._courier:
+            self._run()
+
+    def _run(self) -> None:
         try:
             while not self._is_stopped:
                 self._take_messages(wait=not self._has_work)

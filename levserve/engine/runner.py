@@ -141,10 +141,8 @@ class Runner:
     def _groups(self, plan: RoundPlan) -> list[Seq[Row]]:
         """The rows, or as many of them together as the widest program takes."""
         rows = plan.rows
-        if not rows or plan.is_verify:
-            return [rows] if rows else []
-        size = self.programs.decode(len(rows), _mode(rows)).size
-        return [rows[start : start + size] for start in range(0, len(rows), size)]
+        size = len(rows) if plan.is_verify or not rows else self.programs.decode(len(rows), _mode(rows)).size
+        return [rows[start : start + size] for start in range(0, len(rows), size or 1)]
 
     def _seat(self, sequence: Sequence) -> None:
         self._slots.seat(sequence)
@@ -181,8 +179,8 @@ class Runner:
 
     def _dispatch_rows(self, rows: Seq[Row], is_verify: bool) -> jax.Array:
         shape = self.programs.verify(len(rows)) if is_verify else self.programs.decode(len(rows), _mode(rows))
+        outputs: jax.Array
         self._state, outputs = self.programs[shape](self._leaves, self._state, self._pack_rows(rows, shape))
-        assert isinstance(outputs, jax.Array)
         outputs.copy_to_host_async()
         return outputs
 
@@ -257,7 +255,7 @@ def _read_piece(piece: Piece) -> Sampled:
 
 def _kept(row: Row, outputs: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
     """The places of one row's outputs that count: its steps, and as many more as its draft was right."""
-    return outputs[: row.steps + num_accepted(row.draft, outputs[:, 0].tolist())]
+    return outputs[: row.steps + (num_accepted(row.draft, outputs[:, 0].tolist()) if row.draft else 0)]
 
 
 def _sampled(sequence: Sequence, outputs: npt.NDArray[np.int32]) -> Sampled:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import queue
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from levserve.schedule.request import FinishReason, TokenBatch
+
+
+Carrier = Callable[[int, TokenBatch], TokenBatch | None]
+"""Deals with a batch in place of the reader who waits for it; gives what is left for that one, which then is woken, or None."""
 
 
 class TokenStream:
     """Carries the batches of one HTTP request's sequences (several prompts, or n > 1) to its one reader.
 
-    `put` and `note_admitted` are the device thread's and never block; `get` and iterating are the reader's; `close` may be called from any
+    `put` and `note_admitted` are the writer's and never block; `get` and iterating are the reader's; `close` may be called from any
     thread, any number of times. The device thread ends every sequence with exactly one batch whose `finish` is set.
     The queue needs no bound of its own: what can be in it was bounded when the request was admitted.
     """
@@ -20,6 +26,8 @@ class TokenStream:
         self._request_ids = tuple(request_ids)
         self._on_close = on_close
         self._batches: queue.Queue[tuple[int, TokenBatch]] = queue.Queue()
+        self._lock = threading.Lock()  # held while a batch is carried: the reader's things are the writer's as long
+        self._carrier: Carrier | None = None
         self._unfinished = set(range(len(request_ids)))
         self.admitted_at: float | None = None
         """When the first of the sequences got a row, on `time.monotonic`'s clock."""
@@ -29,11 +37,19 @@ class TokenStream:
             self.admitted_at = now
 
     def put(self, index: int, batch: TokenBatch) -> None:
-        self._batches.put((index, batch))
+        with self._lock:
+            left = batch if self._carrier is None else self._carrier(index, batch)
+            if left is not None:
+                self._carrier = None
+                self._batches.put((index, left))
 
-    def get(self, timeout_seconds: float | None = None) -> tuple[int, TokenBatch]:
-        """The next batch and the number of its sequence; raises `queue.Empty` when none came in time."""
-        index, batch = self._batches.get(timeout=timeout_seconds)
+    def get(self, timeout_seconds: float | None = None, carrier: Carrier | None = None) -> tuple[int, TokenBatch]:
+        """The next batch and the number of its sequence; raises `queue.Empty` when none came in time.
+
+        Until then what comes is given to the `carrier`, on the writer's thread; so it must neither block nor raise.
+        """
+        with self._lent_to(carrier):
+            index, batch = self._batches.get(timeout=timeout_seconds)
         if batch.finish is not None:
             self._unfinished.discard(index)
         return index, batch
@@ -53,3 +69,13 @@ class TokenStream:
         """
         for number in tuple(self._unfinished) if index is None else (index,):
             self._on_close(self._request_ids[number], finish)
+
+    @contextmanager
+    def _lent_to(self, carrier: Carrier | None) -> Iterator[None]:
+        with self._lock:
+            self._carrier = carrier if self._batches.empty() else None
+        try:
+            yield
+        finally:
+            with self._lock:  # and not before it has ended
+                self._carrier = None

@@ -340,9 +340,10 @@ class Scheduler:
         """The tokens up to the first stop token or the limit. A stop token cannot come too early: the sampler bans it."""
         if sequence.request.max_tokens == 0:
             return [], FinishReason.LENGTH
-        for index, token in enumerate(tokens):
-            if token in sequence.request.stop_ids:
-                return list(tokens[:index]), FinishReason.STOP
+        stop_ids = sequence.request.stop_ids
+        if not stop_ids.isdisjoint(tokens):
+            first = next(index for index, token in enumerate(tokens) if token in stop_ids)
+            return list(tokens[:first]), FinishReason.STOP
         if len(sequence.tokens) + len(tokens) >= sequence.max_length:
             return list(tokens), FinishReason.LENGTH
         return list(tokens), None

@@ -56,7 +56,9 @@ class Detokenizer:
 
     def add(self, tokens: Sequence[int]) -> str:
         """Takes the next tokens and gives the text that is now certain."""
-        return self._utf8.decode(b"".join(self._next_bytes(token) for token in tokens))
+        if self._is_first or self._separator or self._drops_space:
+            return self._utf8.decode(b"".join(self._next_bytes(token) for token in tokens))
+        return self._utf8.decode(b"".join(filter(None, map(self._spell, tokens))))
 
     def flush(self) -> str:
         """Gives what is left at the end: U+FFFD if the last character is incomplete."""

@@ -28,6 +28,10 @@ class StopStrings:
         self._held = ""
         self.matched: str | None = None
 
+    def __bool__(self) -> bool:
+        """Whether there is anything to look for."""
+        return bool(self._matchers)
+
     @property
     def is_matched(self) -> bool:
         return self.matched is not None

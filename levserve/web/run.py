@@ -46,8 +46,13 @@ class Run:
     def collect(self) -> list[Delta]:
         """Waits for the end; one joined delta per answered choice, of each prompt the likeliest first if there was a choice."""
         pieces: list[list[Delta]] = [[] for _ in self.choices]
-        for index, delta in self.deltas:
+
+        def keep(index: int, delta: Delta) -> bool:
             pieces[index].append(delta)
+            return True
+
+        while self.deltas.wait(None, keep) and (found := next(self.deltas, None)) is not None:
+            keep(*found)
         return [_join(pieces[index]) for index in self._kept()]
 
     def usage(self) -> Usage:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+import socket
 import time
 from collections.abc import Iterator
 from json.encoder import encode_basestring_ascii
@@ -18,8 +19,9 @@ from typing import Protocol
 from msgspec import UNSET, UnsetType
 
 from levserve.errors import ServeError
-from levserve.generation import ClientGone, Delta, Deltas
+from levserve.generation import Carry, ClientGone, Delta, Deltas
 from levserve.web.answer import Answer, ChatPiece, TextChoice, Timings, Usage, error_body
+from levserve.web.relay import Relay
 from levserve.web.run import Run
 
 log = logging.getLogger(__name__)
@@ -53,6 +55,13 @@ class Heartbeat:
         until = min(self._due if self._seconds else math.inf, math.inf if deadline is None else deadline)
         is_here = awaited.wait(None if until == math.inf else max(until - time.monotonic(), 0))
         return is_here or (deadline is not None and deadline <= time.monotonic())
+
+    def wait_beside(self, relay: Carry, deltas: Deltas) -> bool:
+        """The same for deltas of which a relay may send some meanwhile: then the clock starts again behind our back."""
+        while not deltas.wait(max(self._due - time.monotonic(), 0) if self._seconds else None, relay):
+            if self.is_due():
+                return False
+        return True
 
     def is_due(self) -> bool:
         return self._seconds > 0 and time.monotonic() >= self._due
@@ -101,10 +110,22 @@ class Events:
         return before, after
 
 
-def stream(run: Run, events: Events, heartbeat: Heartbeat, *, with_usage: bool, with_timings: bool, request_id: str) -> Iterator[bytes]:
-    """The body of a stream. Whatever happens after the 200 is told in it, and it always ends with [DONE]."""
+def stream(
+    run: Run,
+    events: Events,
+    heartbeat: Heartbeat,
+    *,
+    with_usage: bool,
+    with_timings: bool,
+    request_id: str,
+    client: socket.socket | None = None,
+) -> Iterator[bytes]:
+    """The body of a stream. Whatever happens after the 200 is told in it, and it always ends with [DONE].
+
+    With a `client`, who must be getting it chunked, its middle does not pass through here.
+    """
     try:
-        yield from _events(run.deltas, events, heartbeat)
+        yield from _events(run.deltas, events, heartbeat, None if client is None else Relay(client, events, heartbeat))
         if with_usage or with_timings:
             yield events.closing(run.usage(), run.record.timings() if with_timings else UNSET)
     except ClientGone as error:
@@ -113,6 +134,8 @@ def stream(run: Run, events: Events, heartbeat: Heartbeat, *, with_usage: bool, 
     except ServeError as error:
         run.record.note_error(error)
         yield error_event(error)
+    except OSError:  # of the client's socket
+        raise
     except Exception:  # the 500 handler's part, where it is too late for a 500
         log.exception("%s failed while streaming", request_id)
         run.record.error = "server_error"
@@ -120,13 +143,17 @@ def stream(run: Run, events: Events, heartbeat: Heartbeat, *, with_usage: bool, 
     yield DONE
 
 
-def _events(deltas: Deltas, events: Events, heartbeat: Heartbeat) -> Iterator[bytes]:
+def _events(deltas: Deltas, events: Events, heartbeat: Heartbeat, relay: Relay | None) -> Iterator[bytes]:
     pending = events.opening()
+    has_begun = False  # the head of the answer goes out with its first bytes
     while True:
-        if not heartbeat.wait_for(deltas):
+        can_relay = relay is not None and has_begun and not pending
+        if not (heartbeat.wait_beside(relay, deltas) if can_relay and relay else heartbeat.wait_for(deltas)):
             yield PING
         elif (found := next(deltas, None)) is None:
             return
+        elif relay is not None and relay.send_rest():
+            pass
         elif pending := pending + events.delta(*found):
             yield pending
             pending = b""
@@ -134,6 +161,7 @@ def _events(deltas: Deltas, events: Events, heartbeat: Heartbeat) -> Iterator[by
             yield PING  # there are tokens, but their text is held back
         else:
             continue
+        has_begun = True
         heartbeat.restart()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
-from flask import Response, g
+from flask import Response, g, request
 
 from levserve.config import Settings
 from levserve.engine.engine import ServedModel
@@ -35,10 +35,14 @@ def stream_response(
     """
     record: Record = g.record
     heartbeat = sse.Heartbeat(settings.sse_heartbeat, record.started)
+    is_chunked = request.environ.get("SERVER_PROTOCOL") == "HTTP/1.1"
+    client = request.environ.get("gunicorn.socket") if is_chunked else None
 
     def stream(run: Run) -> Iterator[bytes]:
         events = sse.Events(answer_kind(loan.model), len(run.choices), with_usage=with_usage)
-        return sse.stream(run, events, heartbeat, with_usage=with_usage, with_timings=with_timings, request_id=record.request_id)
+        return sse.stream(
+            run, events, heartbeat, with_usage=with_usage, with_timings=with_timings, request_id=record.request_id, client=client
+        )
 
     if heartbeat.wait_for(loan, deadline):
         run = begin(loan.model)

@@ -1,0 +1,209 @@
+#!/usr/bin/env python3
+"""Measures the server without a device: how much of a device's speed arrives over HTTP, and what a token costs the host.
+
+    python bench/host.py --streams 64 --step-ms 1.55
+    python bench/host.py --streams 256 --step-ms 2.94 --clients 8
+
+The server is the real one, down to the packing of rounds, around a device that only keeps time: its rounds take what they are
+said to take, and their tokens are random. So whenever that device has nothing to do, Python was late, and a machine without
+an accelerator can measure that. The clients are processes of bench/load.py, which check every answer; give them cores of
+their own, or they are what is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from prometheus_client import Gauge
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+from levserve import cli  # noqa: E402
+from levserve.config import Settings  # noqa: E402
+from levserve.engine.engine import Engine  # noqa: E402
+
+STEP_MS, PREFILL_US = "HOST_BENCH_STEP_MS", "HOST_BENCH_PREFILL_US"
+BUSY = "host_bench_device_seconds"
+
+
+class Clock:
+    """The device's time: what is dispatched starts when all before it has ended."""
+
+    def __init__(self) -> None:
+        self._free_at = 0.0
+        self.busy = 0.0
+
+    def run(self, seconds: float) -> float:
+        """When work that takes so long will have ended."""
+        self._free_at = max(self._free_at, time.perf_counter()) + seconds
+        self.busy += seconds
+        return self._free_at
+
+
+class Later:
+    """A result that is there at a certain time; who asks earlier waits, as for a device, without the GIL."""
+
+    def __init__(self, values: np.ndarray[Any, Any], at: float) -> None:
+        self._values = values
+        self._at = at
+
+    def copy_to_host_async(self) -> None: ...
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray[Any, Any]:
+        time.sleep(max(self._at - time.perf_counter(), 0))
+        return self._values
+
+
+def start_timed_device(settings: Settings, engine: Engine) -> threading.Thread:
+    thread = threading.Thread(target=run_timed_device, args=(settings, engine), name="levserve-device", daemon=True)
+    thread.start()
+    return thread
+
+
+def run_timed_device(settings: Settings, engine: Engine) -> None:
+    """What `startup.load` and `serve` do, with programs that compute nothing."""
+    from levserve.engine.batch import SlotTable
+    from levserve.engine.engine import Attach, ServedModel
+    from levserve.engine.entry import Resident
+    from levserve.engine.loop import DeviceLoop
+    from levserve.engine.programs import Programs, Shape
+    from levserve.engine.rounds import NUM_OUTPUTS, ChunkOutput
+    from levserve.engine.runner import Runner
+    from levserve.engine.sizing import Sizes
+    from levserve.engine.startup import Loaded
+    from levserve.model.sampler import Mode
+    from levserve.schedule.pace import Pace
+    from levserve.schedule.pages import PagePool
+    from levserve.schedule.scheduler import Budget, Scheduler
+    from levserve.text.tokenizer import load_tokenizer
+    from levserve.weights.source import find_source
+
+    rows = settings.max_running
+    sizes = Sizes(
+        rows=rows, max_seq_len=4096, page_size=32, num_pages=rows * 128, page_bytes=1, weight_bytes=1, row_sizes=(rows,),
+        chunk_sizes=(4096,), round_steps=settings.round_steps or 8, piece_tokens=64,
+    )
+    clock = Clock()
+    rng = np.random.default_rng(0)
+    step_seconds, token_seconds = float(os.environ[STEP_MS]) / 1e3, float(os.environ[PREFILL_US]) / 1e6
+
+    class TimedPrograms(Programs):
+        def __init__(self) -> None:
+            self._ready = {shape: self._program(shape) for shape in (Shape(4096), Shape(rows, Mode.GREEDY))}
+            self._sizes = sizes
+
+        has_cold, is_complete = False, True
+
+        def stop(self) -> None: ...
+
+        def next_cold(self) -> None: ...
+
+        def _program(self, shape: Shape) -> Any:
+            def prefill(leaves: Any, state: Any, packed: Any) -> Any:
+                at = clock.run(token_seconds * int((packed[:, 2] * (packed[:, 2] > 0)).sum()))
+                drawn = rng.integers(300, 40000, (len(packed), NUM_OUTPUTS[Mode.FULL]), np.int32)
+                return state, ChunkOutput(Later(drawn, at), Later(drawn, at), Later(drawn, at))  # type: ignore[arg-type]
+
+            def decode(leaves: Any, state: Any, packed: Any) -> Any:
+                at = clock.run(step_seconds * sizes.round_steps)
+                return state, Later(rng.integers(300, 40000, (sizes.round_steps, rows, 1), np.int32), at)
+
+            return prefill if shape.is_prefill else decode
+
+    class TimedRunner(Runner):
+        def __init__(self) -> None:
+            self._leaves, self._state, self._sizes = (), (), sizes  # type: ignore[assignment]
+            self._slots = SlotTable(rows, sizes.table_width)
+            self.programs = TimedPrograms()
+
+    tokenizer = load_tokenizer(find_source(settings, lambda _: None).path)
+    scheduler = Scheduler(PagePool(sizes.num_pages, 32), Budget(rows, sizes.round_steps, sizes.chunk_costs, 2048, 4096))
+    model = ServedModel("timed", tokenizer, sizes.max_seq_len, 1, int(time.time()))
+    loaded = Loaded(model, scheduler, TimedRunner(), sizes, None, Pace(token_seconds))  # type: ignore[arg-type]
+    loop = DeviceLoop(engine)
+    loop.attach(Attach(loaded))
+    Gauge(BUSY, "Seconds of work that the device was given.", registry=engine.metrics.registry).set_function(lambda: clock.busy)
+    engine.publish(Resident(model=model, max_tokens=10**9))
+    loop.run()
+
+
+def main() -> int:
+    options = _parser().parse_args()
+    environ = os.environ | {STEP_MS: str(options.step_ms), PREFILL_US: str(options.prefill_us)}
+    flags = ["--port", options.port, "--max-running", options.streams, "--round-steps", options.steps, "--log-level", "warning"]
+    server = subprocess.Popen([sys.executable, __file__, "serve", *map(str, flags)], env=environ)
+    url = f"http://127.0.0.1:{options.port}"
+    try:
+        _run_clients(url, options, options.streams)  # waits until it is ready, and warms it up
+        busy, cpu, start = _device_seconds(url), _cpu_seconds(server.pid), time.perf_counter()
+        tokens = _run_clients(url, options, options.requests)
+        wall = time.perf_counter() - start
+        busy, cpu = _device_seconds(url) - busy, _cpu_seconds(server.pid) - cpu
+    finally:
+        server.terminate()
+        server.wait()
+    print(
+        f"{options.streams} streams, {options.step_ms:g} ms a step, {options.steps} steps a round: {tokens / wall:.0f} tok/s, "
+        f"device busy {busy / wall:.0%} of the time; the server takes {cpu / tokens * 1e6:.1f} us of CPU a token, {cpu / wall:.2f} cores"
+    )
+    return 0
+
+
+def _run_clients(url: str, options: argparse.Namespace, num_requests: int) -> int:
+    """Tokens that all clients together got; ends the program if one of their answers was wrong."""
+    load = {
+        "--url": url, "--concurrency": options.streams // options.clients, "--requests": num_requests // options.clients, "--json": "-",
+        "--prompt-tokens": options.prompt_tokens, "--output-tokens": options.output_tokens, "--wait-ready": 60,
+    }  # fmt: skip
+    command = [sys.executable, str(ROOT / "bench" / "load.py"), *(str(word) for pair in load.items() for word in pair)]
+    clients = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(options.clients)]
+    told = [client.communicate() for client in clients]
+    for client, (_, errors) in zip(clients, told):
+        if client.returncode:
+            raise SystemExit(errors)
+    return sum(json.loads(result)["summary"]["output_tokens"] for result, _ in told)
+
+
+def _device_seconds(url: str) -> float:
+    with urllib.request.urlopen(url + "/metrics") as response:
+        lines = response.read().decode().splitlines()
+    return float(next(line for line in lines if line.startswith(f"{BUSY} ")).split()[1])
+
+
+def _cpu_seconds(arbiter: int) -> float:
+    """Of gunicorn's arbiter and its worker."""
+    pids = (str(arbiter), *Path(f"/proc/{arbiter}/task/{arbiter}/children").read_text().split())
+    stats = (Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids)
+    return sum(int(fields[11]) + int(fields[12]) for fields in stats) / os.sysconf("SC_CLK_TCK")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--step-ms", type=float, default=1.55, help="what a decode step of all streams takes (default: %(default)s)")
+    parser.add_argument("--prefill-us", type=float, default=4.0, help="what a token of prefill takes (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=8, help="decode steps in a round (default: %(default)s)")
+    parser.add_argument("--clients", type=int, default=1, help="processes that share the streams (default: %(default)s)")
+    parser.add_argument("--requests", type=int, default=512, help="default: %(default)s")
+    parser.add_argument("--prompt-tokens", type=int, default=128, help="default: %(default)s")
+    parser.add_argument("--output-tokens", type=int, default=512, help="default: %(default)s")
+    parser.add_argument("--port", type=int, default=8765)
+    return parser
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["serve"]:
+        cli._start_device = start_timed_device
+        sys.exit(cli.main(sys.argv[2:]))
+    sys.exit(main())

@@ -1,0 +1,55 @@
+"""Brings the news of a round to all its streams, so that the device thread does not: that one has the next round to plan."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+from levserve.engine.stream import TokenStream
+from levserve.schedule.request import TokenBatch
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """A batch and the stream it belongs to, as that one's sequence number `index`."""
+
+    stream: TokenStream
+    index: int
+    batch: TokenBatch
+
+
+class Courier:
+    """Owns the thread `levserve-courier`; a context, which ends when all is delivered. `send` is the device thread's and never blocks.
+
+    What can lie here is bounded as the streams are: at admission.
+    """
+
+    def __init__(self) -> None:
+        self._rounds: queue.SimpleQueue[Sequence[News] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="levserve-courier", daemon=True)
+
+    def send(self, news: Sequence[News]) -> None:
+        if news:
+            self._rounds.put(news)
+
+    def __enter__(self) -> Courier:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._rounds.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        for news in iter(self._rounds.get, None):
+            for one in news:
+                try:
+                    one.stream.put(one.index, one.batch)
+                except Exception:  # no stream may take the others with it
+                    log.exception("a stream did not take its tokens")

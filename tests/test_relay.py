@@ -1,0 +1,221 @@
+"""A stream whose middle is sent by the thread that brings its tokens: its client must not be able to tell."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+
+import pytest
+from hypothesis import given, settings, strategies as st
+from tests.fake_device import load_toy_tokenizer
+
+from levserve.engine.engine import ServedModel
+from levserve.engine.stream import TokenStream
+from levserve.generation import Choice, Deltas
+from levserve.schedule.request import FinishReason, TokenBatch
+from levserve.text.detokenizer import Detokenizer, Spelling
+from levserve.text.stops import StopStrings
+from levserve.web import sse
+from levserve.web.answer import ChatAnswer
+from levserve.web.record import Record
+from levserve.web.run import Run
+
+HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+MODEL = ServedModel("toy", load_toy_tokenizer(), 64, 4, 0)
+
+
+class Wire:
+    """A stream over a pair of sockets, from the device's end to the client's; gunicorn's part is played by `write`."""
+
+    def __init__(
+        self, spell: Callable[[int], bytes], *, heartbeat: float = 0, stops: Sequence[str] = (), is_narrow: bool = False
+    ) -> None:
+        self.ours, self.clients = socket.socketpair()
+        if is_narrow:
+            self.ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the kernel makes it a few KB
+        self.closed: list[str] = []
+        self.tokens = TokenStream(["0"], lambda request_id, finish: self.closed.append(finish))
+        choice = Choice(Detokenizer(spell, Spelling(is_byte_level=True)), StopStrings(stops))
+        record = Record("id", "POST", "/", choices=[choice])
+        run = Run([[1]], [choice], Deltas(self.tokens, [choice]), 1, record)
+        events = sse.Events(ChatAnswer(MODEL), 1, with_usage=False)
+        beat = sse.Heartbeat(heartbeat, time.monotonic())
+        self.pieces = sse.stream(run, events, beat, with_usage=False, with_timings=False, request_id="id", client=self.ours)
+        self.num_written = 0
+
+    def write(self) -> None:
+        head = HEAD
+        for piece in self.pieces:
+            self.ours.sendall(head + b"%X\r\n%b\r\n" % (len(piece), piece))
+            head, self.num_written = b"", self.num_written + 1
+        self.ours.sendall(b"0\r\n\r\n")
+
+    def read(self, size: int = 2**16, pause: Callable[[], None] = lambda: None) -> list[str]:
+        """The events and comments of the answer, read so many bytes at a time."""
+        with http.client.HTTPResponse(self.clients) as response:
+            response.begin()
+            body = b""
+            while piece := response.read1(size):
+                body += piece
+                pause()
+        *events, rest = body.decode().split("\n\n")
+        assert rest == ""
+        return events
+
+
+@contextmanager
+def wired(spell: Callable[[int], bytes], **options: object) -> Iterator[tuple[Wire, ThreadPoolExecutor]]:
+    """The wire, and threads for its two ends, which a test that fails leaves none of."""
+    wire = Wire(spell, **options)  # type: ignore[arg-type]
+    with ThreadPoolExecutor(2) as pool, closing(wire.ours), closing(wire.clients):
+        try:
+            yield wire, pool
+        except BaseException:
+            wire.tokens.put(0, TokenBatch((), finish=FinishReason.CANCELLED))
+            wire.ours.shutdown(socket.SHUT_RDWR)
+            raise
+
+
+def text_of(events: Sequence[str]) -> str:
+    """What a chat's events say, which must begin with the role, name one end and be done."""
+    opening, *middle, ending, done = [event for event in events if not event.startswith(":")]
+    assert json.loads(opening.removeprefix("data: "))["choices"][0]["delta"]["role"] == "assistant"
+    assert json.loads(ending.removeprefix("data: "))["choices"][0]["finish_reason"] is not None
+    assert done == "data: [DONE]"
+    return "".join(json.loads(event.removeprefix("data: "))["choices"][0]["delta"]["content"] for event in middle)
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+@settings(max_examples=30, deadline=None)
+@given(sizes=st.lists(st.integers(0, 6000), min_size=1, max_size=12), read_size=st.sampled_from([7, 500, 2**16]))
+def test_a_client_gets_every_byte_once_and_in_order_however_slowly_it_reads(sizes: list[int], read_size: int) -> None:
+    def spell(token: int) -> bytes:
+        return (b"%d:" % token).ljust(sizes[token], b"x") if sizes[token] else b""
+
+    with wired(spell, is_narrow=True) as (wire, pool):
+        written = pool.submit(wire.write)
+        answer = pool.submit(wire.read, read_size, lambda: time.sleep(0.0001))
+        for token in range(len(sizes)):
+            wire.tokens.put(0, TokenBatch((token,)))
+        wire.tokens.put(0, TokenBatch((), finish=FinishReason.LENGTH))
+        written.result(20)
+        assert text_of(answer.result(20)) == "".join(spell(token).decode() for token in range(len(sizes)))
+
+
+def test_a_streams_own_thread_sends_only_its_first_and_last_words() -> None:
+    with wired(lambda token: b"%d " % token) as (wire, pool):
+        written, answer = pool.submit(wire.write), pool.submit(wire.read)
+        wire.tokens.put(0, TokenBatch((0,)))
+        for token in range(1, 50):
+            wait_until(lambda: wire.num_written == 1 and wire.tokens._carrier is not None)
+            wire.tokens.put(0, TokenBatch((token,)))
+        wire.tokens.put(0, TokenBatch((50,), finish=FinishReason.LENGTH))
+        written.result(20)
+        assert text_of(answer.result(20)) == "".join(f"{token} " for token in range(51))
+        assert wire.num_written == 3, "the first, the last, and that it is done"
+
+
+def test_nothing_is_sent_before_the_head_of_the_answer() -> None:
+    """The first tokens make no whole character: there is nothing to send the head with."""
+    parts = "é".encode(), b" there"
+    with wired(lambda token: parts[0][token : token + 1] if token < 2 else parts[1]) as (wire, pool):
+        written, answer = pool.submit(wire.write), pool.submit(wire.read)
+        for token in range(3):
+            wire.tokens.put(0, TokenBatch((token,)))
+            time.sleep(0.01)  # so that the stream's thread waits for the next
+        wire.tokens.put(0, TokenBatch((), finish=FinishReason.LENGTH))
+        written.result(20)
+        assert text_of(answer.result(20)) == "é there"
+
+
+def test_a_stop_string_found_on_the_way_ends_the_stream() -> None:
+    with wired(lambda token: b"abcdef"[token : token + 1], stops=["cd"]) as (wire, pool):
+        written, answer = pool.submit(wire.write), pool.submit(wire.read)
+        for token in range(6):
+            wire.tokens.put(0, TokenBatch((token,)))
+        written.result(20)
+        assert text_of(answer.result(20)) == "ab"
+        assert wire.closed == [FinishReason.STOP]
+
+
+def test_signs_of_life_come_when_nothing_was_relayed_for_long() -> None:
+    with wired(lambda token: b"x", heartbeat=0.2) as (wire, pool):
+        written, answer = pool.submit(wire.write), pool.submit(wire.read)
+        for _ in range(20):
+            wire.tokens.put(0, TokenBatch((0,)))
+            time.sleep(0.02)
+        wait_until(lambda: wire.num_written >= 3)  # the first text, and two signs
+        wire.tokens.put(0, TokenBatch((), finish=FinishReason.LENGTH))
+        written.result(20)
+        events = answer.result(20)
+        assert text_of(events) == "x" * 20
+        first_sign = events.index(": ping")
+        assert first_sign > 10, "not while it flows"
+
+
+def test_what_fails_on_the_way_is_told_in_the_stream_and_stops_nobody_else() -> None:
+    def spell(token: int) -> bytes:
+        if token == 13:
+            raise RuntimeError("no such token")
+        return b"x"
+
+    with wired(spell) as (wire, pool):
+        written, answer = pool.submit(wire.write), pool.submit(wire.read)
+        for token in (1, 2, 13):
+            wait_until(lambda: token == 1 or wire.tokens._carrier is not None)
+            wire.tokens.put(0, TokenBatch((token,)))
+        written.result(20)
+        *_, error, done = answer.result(20)
+        assert json.loads(error.removeprefix("data: "))["error"]["type"] == "server_error" and done == "data: [DONE]"
+
+
+def test_a_client_that_has_gone_ends_the_stream_where_every_write_to_it_fails() -> None:
+    with wired(lambda token: b"x" * 1000) as (wire, pool):
+        written = pool.submit(wire.write)
+        wire.tokens.put(0, TokenBatch((0,)))
+        wait_until(lambda: wire.num_written == 1)
+        wire.clients.close()
+        wire.tokens.put(0, TokenBatch((0,)))
+        with pytest.raises(BrokenPipeError):
+            written.result(20)
+
+
+def test_a_reader_that_is_not_woken_has_lent_its_things_and_gets_them_back() -> None:
+    """Two threads with one set of things: never both at once."""
+    stream = TokenStream(["0"], lambda *told: None)
+    users: list[str] = []
+
+    def carry(index: int, batch: TokenBatch) -> TokenBatch | None:
+        users.append("in")
+        time.sleep(0.0005)
+        users.append("out")
+        return batch if batch.finish is not None or batch.tokens[0] % 7 == 0 else None
+
+    def write() -> None:
+        for token in range(1, 200):
+            stream.put(0, TokenBatch((token,)))
+            time.sleep(0.0001)
+        stream.put(0, TokenBatch((0,), finish=FinishReason.LENGTH))
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    seen = []
+    while not stream.is_finished:
+        seen.append(stream.get(20, carry)[1].tokens[0])
+        users += ["mine", "mine"]
+    writer.join()
+    assert set(range(7, 200, 7)) <= set(seen) and seen == [*sorted(seen[:-1]), 0]
+    assert "in" in users, "most were carried"
+    assert {*zip(users[::2], users[1::2])} == {("in", "out"), ("mine", "mine")}, "nobody came in between"
