@@ -131,7 +131,8 @@ def measure_decode(runner: Runner, sizes: Sizes, rows: int, options: argparse.Na
 
 def measure_prefill(runner: Runner, sizes: Sizes, size: int, options: argparse.Namespace) -> float:
     """Seconds until the first tokens of so many prompts of `size` tokens, submitted together."""
-    runner.programs.compile_only([Shape(size if sizes.piece_tokens is None else size * options.prompts)])
+    is_quiet = sizes.piece_tokens is not None  # as on a GPU
+    runner.programs.compile_only([Shape(size * options.prompts if is_quiet else size, is_quiet=is_quiet)])
     pages = -(-size // PAGE_SIZE)
     sequences = [
         Sequence(GenerationRequest(str(n), (1,) * size, 1), [1] * size, slot=n, pages=list(range(n * pages, (n + 1) * pages)))

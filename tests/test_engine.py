@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from levserve.engine.programs import Programs
+from levserve.engine.programs import Programs, Shape
 from levserve.engine.sizing import Sizes, plan_sizes
 from levserve.model import cache
 from levserve.schedule.request import FinishReason
@@ -59,7 +59,7 @@ def test_prompts_that_share_prefill_programs_in_pieces_match_their_references(fa
     def in_pieces(*args: Any, **given: Any) -> Sizes:
         return replace(plan_sizes(*args, **given), chunk_sizes=(8, 32), piece_tokens=8)
 
-    monkeypatch.setattr("levserve.engine.sizing.plan_sizes", in_pieces)
+    monkeypatch.setattr("levserve.engine.startup.plan_sizes", in_pieces)
     cases = cases_of(family)
     with running_engine(GOLDEN / family) as running:
         answers = running.run(*(ask(case["prompt"], num_logprobs=0, score_from=1) for case in cases))
@@ -67,6 +67,34 @@ def test_prompts_that_share_prefill_programs_in_pieces_match_their_references(fa
         assert answer.tokens == case["greedy"]
         np.testing.assert_allclose([entry.logprob for entry in answer.logprobs], case["greedy_logprobs"], atol=1e-3)
         assert len(answer.prompt_logprobs) == len(case["prompt"]) - 1
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral"])
+def test_prompts_of_which_only_the_next_token_is_wanted_get_it_from_quiet_programs(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def as_on_a_gpu(*args: Any, **given: Any) -> Sizes:
+        return replace(plan_sizes(*args, **given), chunk_sizes=(8, 32), piece_tokens=8, row_sizes=(4,), has_all_modes=True)
+
+    monkeypatch.setattr("levserve.engine.startup.plan_sizes", as_on_a_gpu)
+    used: list[Shape] = []
+    take = Programs.__getitem__
+    monkeypatch.setattr(Programs, "__getitem__", lambda self, shape: used.append(shape) or take(self, shape))
+    cases = cases_of(family)
+    with running_engine(GOLDEN / family) as running:
+        deadline = time.monotonic() + 240
+        while not running.loaded.runner.programs.is_complete:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        used.clear()
+        answers = running.run(*(ask(case["prompt"]) for case in cases))
+        drawn = running.run(*(ask(case["prompt"], temperature=0.7, seed=5) for case in cases))
+        quiet = {shape for shape in used if shape.is_prefill}
+        used.clear()
+        running.loaded.scheduler.forget_prefixes()
+        told = running.run(*(ask(case["prompt"], temperature=0.7, seed=5, top_p=0.999999) for case in cases))
+    assert [answer.tokens for answer in answers] == [case["greedy"] for case in cases]
+    assert [answer.tokens for answer in drawn] == [answer.tokens for answer in told]
+    assert quiet and all(shape.is_quiet for shape in quiet)
+    assert any(shape.is_prefill and not shape.is_quiet for shape in used), "for more than a plain draw there are the others"
 
 
 @pytest.mark.parametrize("length", [3, 8, 9])

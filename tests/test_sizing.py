@@ -36,8 +36,8 @@ def test_a_gpu_gets_most_of_what_is_free() -> None:
 
 def test_where_a_kernel_reads_pages_in_place_prompts_share_prefill_programs_in_pieces() -> None:
     sizes = plan("--prefill-chunk", "1000", machine=Machine("gpu", 100 * GIB, has_kernel=True))
-    assert sizes.chunk_sizes == (64, 256, 1024) and sizes.chunk_costs == tuple(range(64, 1025, 64))
-    assert [sizes.prefill_rows(size) for size in sizes.chunk_sizes] == [(1, 64), (4, 64), (16, 64)]
+    assert sizes.chunk_sizes == (64, 128, 256, 512, 1024) and sizes.chunk_costs == tuple(range(64, 1025, 64))
+    assert [sizes.prefill_rows(size) for size in sizes.chunk_sizes] == [(1, 64), (2, 64), (4, 64), (8, 64), (16, 64)]
 
 
 def test_a_gpu_gets_no_more_than_its_rows_can_fill() -> None:

@@ -23,6 +23,11 @@ from levserve.schedule.sequence import Progress, RoundPlan
 
 log = logging.getLogger(__name__)
 
+PREFILL_SHARE = 2.0
+"""Times what decoding takes, at most, goes to prompts in a round that does both: no gap is much longer than three times another."""
+DECODE_MEMORY = 0.5
+"""Weight of the rounds before in the expected time of decoding: it follows the number of rows in a few rounds."""
+
 
 @dataclass(slots=True)
 class Ticket:
@@ -52,6 +57,8 @@ class Lane:
         self._flight: Flight | None = None
         self._tickets: dict[str, Ticket] = {}
         self._round_began = 0.0
+        self._decode_seconds: float | None = None
+        """What the decoding of a round takes at present."""
 
     @property
     def has_work(self) -> bool:
@@ -71,7 +78,7 @@ class Lane:
         elif before.plan.is_verify or self._speculates():
             self._read(before)
             before = None
-        plan = self.scheduler.plan()
+        plan = self.scheduler.plan(self._max_prefill())
         self._note_plan(plan)
         self._flight = None if plan.is_empty else self.runner.dispatch(plan)
         if before is not None:
@@ -106,13 +113,32 @@ class Lane:
             self.runner.read(flight)
 
     def _read(self, flight: Flight) -> None:
-        chunks, rows = self.runner.read(flight)
-        seconds = time.monotonic() - self._round_began
-        self._round_began += seconds
+        chunks = self.runner.read_chunks(flight)
+        chunks_read = time.monotonic()
+        rows = self.runner.read_rows(flight)
+        now = time.monotonic()
+        seconds, after_chunks = now - self._round_began, now - max(chunks_read, self._round_began)
+        self._round_began = now
         self._metrics.round_time.observe(seconds)
         self._pace.note_round(flight.plan.num_prefill, sum(len(sampled.tokens) for sampled in rows), seconds)
+        self._note_decoding(flight.plan, seconds, after_chunks)
         self._note_drafts(flight.plan, rows, seconds)
         self._deliver(self.scheduler.commit(flight.plan, chunks, rows))
+
+    def _note_decoding(self, plan: RoundPlan, seconds: float, after_chunks: float) -> None:
+        """Learns what decoding takes: what came after the chunks, if they were waited for; and no less than what they leave."""
+        if not plan.rows:
+            return
+        was_awaited = not plan.chunks or any(chunk.is_last for chunk in plan.chunks)
+        spent = max(after_chunks if was_awaited else 0.0, seconds - plan.num_prefill * self._pace.prefill.token_seconds)
+        before = spent if self._decode_seconds is None else self._decode_seconds
+        self._decode_seconds = DECODE_MEMORY * before + (1 - DECODE_MEMORY) * spent
+
+    def _max_prefill(self) -> int | None:
+        """Tokens of prompts that take `PREFILL_SHARE` times what the decoding beside them does."""
+        if self._decode_seconds is None:
+            return None
+        return int(PREFILL_SHARE * self._decode_seconds / self._pace.prefill.token_seconds)
 
     def _speculates(self) -> bool:
         if self.scheduler.speculation is None:

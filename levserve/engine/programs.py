@@ -22,7 +22,18 @@ import jax.numpy as jnp
 
 from levserve.engine.batch import NUM_COLUMNS
 from levserve.engine.compiles import COMPILER_THREAD, listen
-from levserve.engine.rounds import Arrays, Skeleton, State, decode_round, fill_pages, fork_slot, prefill_chunk, set_memory, verify_round
+from levserve.engine.rounds import (
+    Arrays,
+    Skeleton,
+    State,
+    decode_round,
+    fill_pages,
+    fork_slot,
+    prefill_chunk,
+    quiet_prefill_chunk,
+    set_memory,
+    verify_round,
+)
 from levserve.engine.sizing import Sizes
 from levserve.metrics import Metrics
 from levserve.model.sampler import MAX_EDITS, Memory, Mode
@@ -31,6 +42,8 @@ log = logging.getLogger(__name__)
 
 MODES = (Mode.GREEDY, Mode.PLAIN, Mode.FULL)
 """From the cheapest to the one that can do everything."""
+WELL_FILLED = 0.7
+"""Of a program: what is not filled is computed all the same, but two smaller ones take longer than one that is full."""
 CORES_PER_COMPILER = 4
 """So many cores for each background compiler: requests are being served meanwhile."""
 COMPILER_STACK_BYTES = 64 << 20
@@ -41,11 +54,15 @@ RoundCall = Callable[[Arrays, State, object], tuple[State, Any]]
 
 
 class Shape(NamedTuple):
-    """What one program is compiled for: a prefill chunk of `size` tokens, or `size` rows decoded in `mode`, or verified."""
+    """What one program is compiled for: a prefill chunk of `size` tokens, or `size` rows decoded in `mode`, or verified.
+
+    Prefill that is quiet tells the next token and nothing else, and draws it plainly.
+    """
 
     size: int
     mode: Mode | None = None
     is_verify: bool = False
+    is_quiet: bool = False
 
     @property
     def is_prefill(self) -> bool:
@@ -54,7 +71,8 @@ class Shape(NamedTuple):
     def __str__(self) -> str:
         if self.is_verify:
             return f"drafts of {self.size} rows"
-        return f"prefill of {self.size} tokens" if self.mode is None else f"{self.mode} decode of {self.size} rows"
+        quiet = "quiet " if self.is_quiet else ""
+        return f"{quiet}prefill of {self.size} tokens" if self.mode is None else f"{self.mode} decode of {self.size} rows"
 
 
 class Programs:
@@ -81,7 +99,8 @@ class Programs:
         modes = MODES if self._sizes.has_all_modes else (Mode.FULL,)
         decode = [Shape(size, mode) for mode in modes for size in self._sizes.row_sizes]
         verify = [Shape(size, Mode.FULL, is_verify=True) for size in self._sizes.verify_sizes]
-        return list(dict.fromkeys([*self.first_shapes, *map(Shape, self._sizes.chunk_sizes), *decode, *verify]))
+        quiet = [Shape(size, is_quiet=True) for size in self._sizes.chunk_sizes] if self._sizes.has_all_modes else []
+        return list(dict.fromkeys([*self.first_shapes, *quiet, *decode, *verify, *map(Shape, self._sizes.chunk_sizes)]))
 
     def compile_first(self, report: Callable[[str], None]) -> None:
         """Compiles what the server needs to be ready, each on a thread of its own: tracing holds the GIL, compiling does not."""
@@ -137,10 +156,17 @@ class Programs:
     def __getitem__(self, shape: Shape) -> RoundCall:
         return self._ready[shape]
 
-    def prefill(self, num_tokens: int) -> Shape:
-        """The smallest ready chunk that holds `num_tokens`, or the largest there is."""
-        ready = [shape for shape in self._ready.copy() if shape.is_prefill]
-        return min((shape for shape in ready if shape.size >= num_tokens), default=max(ready))
+    def prefill(self, num_tokens: int, *, can_split: bool = False, is_quiet: bool = False) -> Shape:
+        """The smallest ready chunk that holds `num_tokens`, or the largest there is; a quiet one only where that will do.
+
+        Tokens that may go into several are not put into one that would be half empty, but into the largest that they fill.
+        """
+        shapes = (shape for shape in self._ready.copy() if shape.is_prefill and (is_quiet or not shape.is_quiet))
+        ready = {shape.size: shape for shape in sorted(shapes, key=lambda shape: shape.is_quiet)}  # of two the quiet one
+        whole = min((size for size in ready if size >= num_tokens), default=max(ready))
+        if can_split and num_tokens < WELL_FILLED * whole:
+            whole = max((size for size in ready if size <= num_tokens), default=whole)
+        return ready[whole]
 
     def decode(self, num_rows: int, mode: Mode) -> Shape:
         """The cheapest ready decode program for the rows and mode (fewer rows count more than a simpler mode), or the widest."""
@@ -181,7 +207,7 @@ class Programs:
         width = NUM_COLUMNS + self._sizes.table_width
         function: Callable[..., tuple[State, Any]]
         if shape.mode is None:
-            function = functools.partial(prefill_chunk, skeleton=self._skeleton)
+            function = functools.partial(quiet_prefill_chunk if shape.is_quiet else prefill_chunk, skeleton=self._skeleton)
             rows, chunk = self._sizes.prefill_rows(shape.size)
             packed = jax.ShapeDtypeStruct((rows, width + chunk + 1), jnp.int32)
         elif shape.is_verify:

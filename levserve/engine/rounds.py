@@ -51,23 +51,34 @@ class ChunkOutput(NamedTuple):
     """What a prefill chunk tells; the host copies only what somebody asked for."""
 
     sampled: jax.Array
-    """int32 [row, outputs] in full mode's columns, after the rows that name a slot"""
-    scores: jax.Array
+    """int32 [row, outputs] in the mode's columns, after the rows that name a slot"""
+    scores: jax.Array | None = None
     """int32 [row, chunk, outputs], the same columns for the token that follows each position; zeros where not wanted"""
-    pooled: jax.Array
+    pooled: jax.Array | None = None
     """float32 [row, 2, embed]: the sum of the chunk's hidden states, and the last of them"""
+
+
+def quiet_prefill_chunk(leaves: Arrays, state: State, packed: jax.Array, *, skeleton: Skeleton) -> tuple[State, ChunkOutput]:
+    """The same where nobody wants to know more than the next token, and that is drawn plainly.
+
+    A GPU runs it as one graph; at each branch of the other one it stops until the host has looked which way to go.
+    """
+    model = skeleton.model(leaves)
+    given, tokens, is_given = _unpack_chunks(packed, skeleton)
+    ends = jnp.maximum(given.counts - 1, 0)
+    named, pools = model(tokens[:, :-1], state.pools, given.table, _chunk_positions(given, is_given), ends)
+    hidden = named.rearrange((ROW, CHUNK, "embed")).array[:, 0]
+    drawn = _sample(model, hidden, given, given.positions + given.counts, state.memory, Mode.PLAIN)
+    last_tokens = state.last_tokens.at[given.slots].set(drawn.tokens, mode="drop")
+    return State(pools, last_tokens, state.memory), ChunkOutput(_outputs(drawn))
 
 
 def prefill_chunk(leaves: Arrays, state: State, packed: jax.Array, *, skeleton: Skeleton) -> tuple[State, ChunkOutput]:
     """Computes one chunk per row and samples after those that name a slot; donates `state`."""
     model = skeleton.model(leaves)
-    given = unpack(packed, skeleton.table_width)
-    tokens = packed[:, NUM_COLUMNS + skeleton.table_width :]  # [row, chunk + 1]
-    rows, chunk = tokens.shape[0], tokens.shape[1] - 1
-    offsets = jnp.arange(chunk, dtype=jnp.int32)[None]
-    is_given = offsets < given.counts[:, None]
-    positions = jnp.where(is_given, given.positions[:, None] + offsets, -1)
-    named, pools = model(tokens[:, :-1], state.pools, given.table, positions)
+    given, tokens, is_given = _unpack_chunks(packed, skeleton)
+    rows = tokens.shape[0]
+    named, pools = model(tokens[:, :-1], state.pools, given.table, _chunk_positions(given, is_given))
     hidden = named.rearrange((ROW, CHUNK, "embed")).array
     hidden_last = hidden[jnp.arange(rows), jnp.maximum(given.counts - 1, 0)]  # [row, embed]: a head on every row costs a chunk's worth
     num_slots = state.last_tokens.shape[0]
@@ -85,6 +96,17 @@ def prefill_chunk(leaves: Arrays, state: State, packed: jax.Array, *, skeleton: 
     pooled = jnp.stack([jnp.where(is_given[..., None], hidden, 0.0).sum(1), hidden_last], axis=1)
     output = ChunkOutput(outputs, _score(model, hidden, tokens[:, 1:], (given.scored > 0).any()), pooled)
     return State(pools, last_tokens, state.memory._replace(history=history)), output
+
+
+def _unpack_chunks(packed: jax.Array, skeleton: Skeleton) -> tuple[RoundInput, jax.Array, jax.Array]:
+    """The columns, the tokens [row, chunk + 1] and which of these are the row's [row, chunk]."""
+    given = unpack(packed, skeleton.table_width)
+    tokens = packed[:, NUM_COLUMNS + skeleton.table_width :]
+    return given, tokens, jnp.arange(tokens.shape[1] - 1, dtype=jnp.int32)[None] < given.counts[:, None]
+
+
+def _chunk_positions(given: RoundInput, is_given: jax.Array) -> jax.Array:
+    return jnp.where(is_given, given.positions[:, None] + jnp.arange(is_given.shape[1], dtype=jnp.int32)[None], -1)
 
 
 def _score(model: Decoder, hidden: jax.Array, following: jax.Array, is_wanted: jax.Array) -> jax.Array:

@@ -113,12 +113,18 @@ class Runner:
 
     def read(self, flight: Flight) -> tuple[list[Sampled], list[Sampled]]:
         """Waits for a round's results: of its chunks, and of its rows."""
-        chunks = [_join([_read_piece(piece) for piece in pieces]) for pieces in flight.chunks]
+        return self.read_chunks(flight), self.read_rows(flight)
+
+    def read_chunks(self, flight: Flight) -> list[Sampled]:
+        """Waits for the chunks, which are computed first, if any of them ends a prompt or is scored."""
+        return [_join([_read_piece(piece) for piece in pieces]) for pieces in flight.chunks]
+
+    def read_rows(self, flight: Flight) -> list[Sampled]:
         rows: list[Sampled] = []
         for group, sampled in flight.rows:
             outputs = np.asarray(sampled)  # [step, row, outputs]
             rows += [_sampled(row.sequence, _kept(row, outputs[:, index])) for index, row in enumerate(group)]
-        return chunks, rows
+        return rows
 
     def fill_pages(self, pages: Seq[int], value: float) -> None:
         """Overwrites pages behind whatever the device is doing."""
@@ -160,9 +166,13 @@ class Runner:
         cut = [self._cut(chunk) for chunk in chunks]
         waiting = deque(piece for pieces in cut for piece in pieces)
         done: deque[Piece] = deque()
+        is_quiet = all(map(_is_quiet, chunks))
         while waiting:
             piece_tokens = self._sizes.piece_tokens
-            shape = self.programs.prefill(waiting[0].count if piece_tokens is None else len(waiting) * piece_tokens)
+            if piece_tokens is None:
+                shape = self.programs.prefill(waiting[0].count, is_quiet=is_quiet)
+            else:
+                shape = self.programs.prefill(len(waiting) * piece_tokens, can_split=True, is_quiet=is_quiet)
             rows, size = self._sizes.prefill_rows(shape.size)
             group = [waiting.popleft() for _ in range(min(rows, len(waiting)))]
             self._state, arrays = self.programs[shape](self._leaves, self._state, self._slots.pack_chunks(group, rows, size))
@@ -220,6 +230,12 @@ def make_state(model: Decoder, sizes: Sizes, storage: jnp.dtype) -> State:
 
 def _mode(rows: Seq[Row]) -> Mode:
     return max((mode_for(row.sequence.request) for row in rows), key=MODES.index)
+
+
+def _is_quiet(chunk: Chunk) -> bool:
+    """Whether no more than the next token is wanted of it, if that, and no more than a plain draw."""
+    request = chunk.sequence.request
+    return not chunk.scored and not request.wants_hidden and not (chunk.is_last and mode_for(request) is Mode.FULL)
 
 
 def _join(pieces: Seq[Sampled]) -> Sampled:

@@ -180,7 +180,7 @@ def _num_pages(settings: Settings, machine: Machine, rows: int, max_seq_len: int
 def _chunk_sizes(machine: Machine, largest: int, max_seq_len: int) -> tuple[int, ...]:
     if not machine.has_kernel:
         return _doublings(32 if machine.is_cpu else 64, min(largest, max_seq_len))
-    return _doublings(PIECE_TOKENS, -(-largest // PIECE_TOKENS) * PIECE_TOKENS, by=4)
+    return _doublings(PIECE_TOKENS, -(-largest // PIECE_TOKENS) * PIECE_TOKENS)
 
 
 def _doublings(smallest: int, largest: int, by: int = 2) -> tuple[int, ...]:

@@ -290,9 +290,8 @@ def _load_tokenizer(settings: Settings, path: Path) -> Tokenizer:
 def _budget(settings: Settings, sizes: Sizes, prefill_token_ms: float) -> Budget:
     """Turns the inter-token goal into prefill tokens by the cost that was measured at warm-up."""
     busy_tokens = int(settings.inter_token_goal_ms / max(prefill_token_ms, 1e-6))
-    largest = sizes.chunk_sizes[-1]
-    log.info("prefill costs %.2f ms a token: %d tokens a round beside running streams", prefill_token_ms, min(busy_tokens, largest))
-    return Budget(sizes.rows, sizes.round_steps, sizes.chunk_costs, busy_tokens=min(busy_tokens, largest), idle_tokens=largest)
+    log.info("prefill costs %.3g ms a token: at most %d tokens a round beside running streams", prefill_token_ms, busy_tokens)
+    return Budget(sizes.rows, sizes.round_steps, sizes.chunk_costs, busy_tokens=busy_tokens, idle_tokens=sizes.chunk_sizes[-1])
 
 
 def _set_up_jax(settings: Settings) -> None:

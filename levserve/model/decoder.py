@@ -59,9 +59,9 @@ class Attention(eqx.Module):
     k_norm: Norm | None
 
     def __call__(
-        self, x: NamedArray, pool: jax.Array, place: Place, angles: Angles | None, *, window: int | None
+        self, x: NamedArray, pool: jax.Array, place: Place, angles: Angles | None, ends: jax.Array | None, *, window: int | None
     ) -> tuple[NamedArray, jax.Array]:
-        """Writes this chunk's keys and values to the pool, then reads everything the chunk may see from it."""
+        """Writes this chunk's keys and values to the pool, then reads everything the chunk, or its `ends`, may see from it."""
         config = self.config
         queries, keys, values = self._split(self.qkv(x))
         axes = (ROW, CHUNK, ..., config.HeadSize)
@@ -73,12 +73,14 @@ class Attention(eqx.Module):
         with jax.named_scope("kv_write"):
             pool = cache.write(pool, placed(self.k_norm, keys), values.rearrange(axes).array, place)
         with jax.named_scope("attend"):
-            q = placed(self.q_norm, queries)
+            q, positions = placed(self.q_norm, queries), place.positions
+            if ends is not None:
+                q, positions = take_ends(q, ends), take_ends(positions, ends)
             mixed = attend(
                 q.reshape(*q.shape[:2], config.num_kv_heads, config.Group.size, config.head_dim),
                 pool,
                 place.table,
-                place.positions,
+                positions,
                 window=window,
                 softcap=config.attention_softcap,
                 scale=config.score_scale,
@@ -154,11 +156,20 @@ class Layer(eqx.Module):
     mlp_post_norm: Norm | None
 
 
+def take_ends(x: jax.Array, ends: jax.Array) -> jax.Array:
+    """One place of each row's chunk: [row, chunk, ...] becomes [row, 1, ...]."""
+    return x[jnp.arange(x.shape[0]), ends][:, None]
+
+
 @functools.partial(jax.jit, static_argnames=("window",))
 def run_layer(
-    layer: Layer, x: NamedArray, pool: jax.Array, place: Place, angles: Angles | None, *, window: int | None
+    layer: Layer, x: NamedArray, pool: jax.Array, place: Place, angles: Angles | None, ends: jax.Array | None, *, window: int | None
 ) -> tuple[NamedArray, jax.Array]:
-    mixed, pool = layer.attention(apply(layer.input_norm, x), pool, place, angles, window=window)
+    """With `ends` only that place of each row's chunk is taken through the layer; the keys and values of all are written."""
+    mixed, pool = layer.attention(apply(layer.input_norm, x), pool, place, angles, ends, window=window)
+    if ends is not None:
+        x = hax.named(take_ends(x.rearrange((ROW, CHUNK, "embed")).array, ends), (ROW, CHUNK, "embed"))
+        place = place._replace(positions=take_ends(place.positions, ends))
     x = x + apply(layer.attention_post_norm, mixed)
     with jax.named_scope("mlp"):
         fed = apply(layer.mlp_norm, x)
@@ -187,7 +198,9 @@ class Decoder(eqx.Module):
         def linear(name: str, Out: Axis, In: Axis, *stacked: Axis) -> Linear:
             weight, bias = hax.named(arrays[name], (*stacked, Out, In)), optional(f"{name}_bias", Out)
             scale = optional(f"{name}_scale", Out)
-            return Linear(weight, bias) if scale is None else QuantizedLinear(weight, bias, scale)
+            # Not what is added to the residual stream, whose every bit counts.
+            rounds = kernel is not Kernel.XLA and Out in (config.QKV, config.GateUp)
+            return Linear(weight, bias, rounds) if scale is None else QuantizedLinear(weight, bias, scale=scale)
 
         def norm(name: str, *over: Axis) -> Norm | None:
             if name not in arrays:
@@ -232,11 +245,12 @@ class Decoder(eqx.Module):
         )
 
     def __call__(
-        self, tokens: jax.Array, pools: tuple[jax.Array, ...], table: jax.Array, positions: jax.Array
+        self, tokens: jax.Array, pools: tuple[jax.Array, ...], table: jax.Array, positions: jax.Array, ends: jax.Array | None = None
     ) -> tuple[NamedArray, tuple[jax.Array, ...]]:
         """Runs a chunk of each row: tokens and positions [row, chunk], table [row, page]; gives its hidden states.
 
-        Positions must be the row's next ones, and negative where there is padding, whose results mean nothing.
+        Positions must be the row's next ones, and negative where there is padding, whose results mean nothing. With `ends`
+        [row] only the hidden state at that place of each chunk is computed to the end, and given as a chunk of one.
         """
         config = self.config
         x = self.embed.take("vocab", hax.named(tokens, (ROW, CHUNK))).astype(jnp.float32) * config.embed_scale
@@ -247,7 +261,8 @@ class Decoder(eqx.Module):
         angles = {rope: None if rope is None else angles_at(positions, rope) for rope in ropes}
         written = []
         for index, (layer, pool) in enumerate(zip(self.layers, pools, strict=True)):
-            x, pool = run_layer(layer, x, pool, place, angles[ropes[index]], window=config.window(index))
+            last_ends = ends if layer is self.layers[-1] else None
+            x, pool = run_layer(layer, x, pool, place, angles[ropes[index]], last_ends, window=config.window(index))
             written.append(pool)
         return self.final_norm(x), tuple(written)
 

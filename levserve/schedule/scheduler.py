@@ -124,13 +124,17 @@ class Scheduler:
         ends = [self.end(request_id, FinishReason.DEADLINE) for request_id in late]
         return [end for end in ends if end is not None]
 
-    def plan(self) -> RoundPlan:
-        """Chooses the next round's work and counts it as done, so that the round after can be planned before it is read."""
+    def plan(self, max_prefill: int | None = None) -> RoundPlan:
+        """Chooses the next round's work and counts it as done, so that the round after can be planned before it is read.
+
+        Beside running streams it prefills no more than the budget allows, and `max_prefill`.
+        """
         preempted: list[tuple[Sequence, int]] = []
         rows = self._plan_rows(preempted)
         admitted: list[Sequence] = []
         forks: list[Fork] = []
-        chunks = self._plan_chunks(self.budget.busy_tokens if rows else self.budget.idle_tokens, admitted, forks)
+        busy_tokens = self.budget.busy_tokens if max_prefill is None else min(self.budget.busy_tokens, max_prefill)
+        chunks = self._plan_chunks(busy_tokens if rows else self.budget.idle_tokens, admitted, forks)
         tainted, self._tainted = self._tainted, []
         return RoundPlan(tuple(chunks), tuple(rows), tuple(admitted), tuple(preempted), tuple(forks), tuple(tainted))
 
