@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import re
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +18,7 @@ from levserve.model.decoder import Decoder
 from levserve.model.sampler import Mode
 from levserve.weights.load import load_arrays, read_config
 from tests.conftest import GOLDEN, QUICK_COMPILE
+from tests.hlo import computed
 
 pytestmark = pytest.mark.tiny
 
@@ -29,18 +28,6 @@ POOLS = {"float32": jnp.float32, "bfloat16": jnp.uint16, "int8": jnp.uint16}
 # The flag that makes tests compile quickly also makes other fusions than a server has.
 AS_SERVED = {"xla_cpu_use_fusion_emitters": True} if "fusion_emitters" in QUICK_COMPILE["XLA_FLAGS"] else {}
 NUM_PAGES = 333  # so that nothing else has the pool's shape
-PASSED_ON = {"parameter", "get-tuple-element", "bitcast", "tuple", "while", "conditional", "call"}  # nothing is computed
-COMPUTATION = re.compile(r"^(?:ENTRY )?%(\S+) \(.*\{$")
-INSTRUCTION = re.compile(r"^ *(ROOT )?%(\S+) = \w+\[([\d,]*)\]\S* ([\w-]+)\(")
-CALLED = re.compile(r" fusion\(.* calls=%([\w.-]+)")
-
-
-@dataclass(frozen=True)
-class Instruction:
-    shape: tuple[int, ...]
-    operation: str
-    """Of a fusion, the one it ends with."""
-    text: str
 
 
 @functools.cache
@@ -59,41 +46,19 @@ def runner_of(kind: str) -> Runner:
     return Runner(Decoder.from_arrays(config, arrays), sizes, storage, Metrics())
 
 
-def instructions(text: str) -> Iterator[Instruction]:
-    """Those whose results are in memory: what is inside a fusion is not, but for what it ends with."""
-    fused = {found[1] for line in text.splitlines() if (found := CALLED.search(line))}
-    roots: dict[str, str] = {}
-    waiting: list[tuple[Instruction, str]] = []
-    computation = ""
-    for line in text.splitlines():
-        if found := COMPUTATION.match(line):
-            computation = found[1]
-        elif found := INSTRUCTION.match(line):
-            is_root, _, shape, operation = found.groups()
-            if is_root:
-                roots[computation] = operation
-            if computation not in fused:
-                called = CALLED.search(line)
-                dimensions = tuple(int(size) for size in shape.split(",") if size)
-                waiting.append((Instruction(dimensions, operation, line.strip()), called[1] if called else ""))
-    for instruction, called_name in waiting:
-        yield replace(instruction, operation=roots[called_name]) if called_name else instruction
-
-
 @pytest.mark.parametrize("shape", [Shape(24), Shape(4, Mode.GREEDY), Shape(2, Mode.FULL), Shape(2, Mode.FULL, is_verify=True)], ids=str)
 @pytest.mark.parametrize("kind", SERVED)
 def test_no_weight_is_converted_and_no_pool_copied(kind: str, shape: Shape) -> None:
     runner = runner_of(kind)
     pool_shape = runner._state.pools[0].shape
-    weight_shapes = {tuple(sorted(leaf.shape)) for leaf in runner._leaves if leaf.ndim == 2}
+    weight_shapes = {leaf.shape for leaf in runner._leaves if leaf.ndim == 2}
     assert runner._state.pools[0].dtype == POOLS[kind]
     assert {str(leaf.dtype) for leaf in runner._leaves if leaf.ndim == 2} >= {kind}
 
     compiled = runner.programs.lower(shape).compile(AS_SERVED)
-    made = [instruction for instruction in instructions(compiled.as_text()) if instruction.operation not in PASSED_ON]
-    assert len(made) > 20, "the text was read"
-    of_pool = [instruction for instruction in made if sorted(instruction.shape) == sorted(pool_shape)]
+    made = computed(compiled.as_text())
+    of_pool = [instruction for instruction in made if instruction.holds(pool_shape)]
     assert [instruction.operation for instruction in of_pool] == ["scatter"], [instruction.text for instruction in of_pool]
-    assert [instruction.text for instruction in made if tuple(sorted(instruction.shape)) in weight_shapes] == []
+    assert [instruction.text for instruction in made if any(map(instruction.holds, weight_shapes))] == []
     state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(runner._state))
     assert compiled.memory_analysis().alias_size_in_bytes == state_bytes
