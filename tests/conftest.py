@@ -10,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from tests.h200 import find_plugin
 from tests.nginx import find_nginx
 from tests.node import NotHad, package_folder
 from tests.units import find_analyzer
@@ -44,7 +45,7 @@ RINGS = {"pure": 0, "tiny": 1, "real": 2}
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     config.stash[LEFT_OUT] = []
     if not config.option.collectonly:
-        for mark, find in (("node", package_folder), ("nginx", find_nginx), ("systemd", find_analyzer)):
+        for mark, find in (("node", package_folder), ("nginx", find_nginx), ("systemd", find_analyzer), ("h200", find_plugin)):
             _leave_out(config, items, mark, find)
     items.sort(key=lambda item: max((RINGS.get(mark.name, 0) for mark in item.iter_markers()), default=0))
 

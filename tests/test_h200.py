@@ -1,0 +1,156 @@
+"""What XLA makes of the programs for an H200: how many kernels, how much memory, and what is written in place.
+
+Two layers of Llama-3.2-1B's shape, as a server on that card would hold them; compiled, not run (see `h200.py`). The numbers of
+kernels are what there is today: a change that needs more should know it, one that needs fewer should lower them.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import topologies
+
+from levserve.engine.programs import Programs, Shape
+from levserve.engine.rounds import Arrays, Skeleton, State
+from levserve.engine.runner import make_state
+from levserve.engine.sizing import Machine, plan_sizes
+from levserve.metrics import Metrics
+from levserve.model import cache
+from levserve.model.attention import choose_kernel
+from levserve.model.config import ModelConfig, parameter_shapes
+from levserve.model.decoder import Decoder
+from levserve.model.sampler import Mode
+from levserve.options import parse_settings
+from tests.h200 import HOLDERS, SPECIFICATION, Thunk, inside, read_thunks
+from tests.hlo import Instruction, computed
+
+pytestmark = [pytest.mark.h200, pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")]
+
+CONFIG = ModelConfig(128256, 2048, 8192, 2, 32, 8, 64, 1e-5, 5e5, 8192, True)
+ROWS = 256
+NUM_PAGES = 5003  # so that nothing else has the pool's shape
+FEW, MANY, MOST = (Shape(rows, Mode.GREEDY) for rows in (8, 64, ROWS))
+DRAWN, ANYHOW = Shape(64, Mode.PLAIN), Shape(8, Mode.FULL)
+PREFILL = Shape(4096)
+ATTENTION = "paged_attention"
+LAYER_KERNELS = {FEW: 13, MANY: 11, MOST: 11, DRAWN: 11, ANYHOW: 13, PREFILL: 11}
+"""Four products, attention, queries turned, keys and values turned and written, two norms, the gated activation, a sum. With few
+rows attention's splits are merged by one more, and one more sums the parts of a product."""
+OTHER_KERNELS = {FEW: 10, MANY: 11, MOST: 10, DRAWN: 26, ANYHOW: 19, PREFILL: 20}
+"""Of a decode step; of prefill and of full mode up to where the host looks what is asked for."""
+TURNED = pytest.mark.xfail(jax.__version_info__ >= (0, 12), reason="for a sum over each chunk jax 0.12 lays all activations out anew")
+
+
+class Given(NamedTuple):
+    """What the programs are compiled for."""
+
+    leaves: Arrays
+    state: State
+    programs: Programs
+
+
+class Compiled(NamedTuple):
+    made: list[Instruction]
+    thunks: list[Thunk]
+    alias_bytes: int
+    temp_bytes: int
+
+
+@functools.cache
+def given() -> Given:
+    topology = topologies.get_topology_desc(platform="cuda", target_config=SPECIFICATION.read_text(), topology="1x1x1")
+    there = jax.sharding.SingleDeviceSharding(topology.devices[0])
+
+    def placed(array: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=there)
+
+    dtype = jnp.dtype(jnp.bfloat16)
+    storage = cache.storage_dtype(dtype, "gpu")
+    settings = parse_settings(["--kv-pages", str(NUM_PAGES)], {})
+    sizes = plan_sizes(
+        settings, Machine("gpu", 100 << 30, has_kernel=True), rows=ROWS, max_position=CONFIG.max_position,
+        page_bytes=cache.page_bytes(CONFIG, settings.page_size, storage), weight_bytes=0,
+    )  # fmt: skip
+    arrays = {
+        name: jax.ShapeDtypeStruct(shape, dtype if len(shape) > 1 else jnp.float32) for name, shape in parameter_shapes(CONFIG).items()
+    }
+    kernel, _ = choose_kernel("gpu", CONFIG)
+    model = jax.eval_shape(lambda arrays: Decoder.from_arrays(CONFIG, arrays, kernel=kernel), arrays)
+    state = jax.tree.map(placed, jax.eval_shape(lambda: make_state(model, sizes, storage)))
+    leaves, tree = jax.tree.flatten(jax.tree.map(placed, model))
+    return Given(tuple(leaves), state, Programs(tuple(leaves), state, Skeleton(tree, sizes.table_width), sizes, Metrics()))
+
+
+@functools.cache
+def compile_there(shape: Shape) -> Compiled:
+    programs = given().programs
+    assert shape in programs.all_shapes, "a server has this program"
+    card = jax.sharding.AbstractDevice("NVIDIA H200", num_cores=132, platform="gpu")  # else Pallas looks for one here
+    with tempfile.TemporaryDirectory() as folder, jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=card)):
+        compiled = programs.lower(shape).compile({"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
+        thunks = read_thunks(Path(folder))
+    memory = compiled.memory_analysis()
+    return Compiled(computed(compiled.as_text()), thunks, memory.alias_size_in_bytes, memory.temp_size_in_bytes)
+
+
+def kernels(shape: Shape) -> list[str]:
+    """Those of the graph that all layers are in: of a step from the tokens to the next ones, of prefill up to the last layer."""
+    thunks = compile_there(shape).thunks
+    graphs = [inside(thunks, index) for index, thunk in enumerate(thunks) if thunk.kind == "kCommandBuffer"]
+    of_layers = [graph for graph in graphs if any(thunk.name == ATTENTION for thunk in graph)]
+    assert len(of_layers) == 1, "all layers are in one graph, and attention is the kernel for NVIDIA GPUs"
+    return [thunk.name for thunk in of_layers[0] if thunk.kind not in HOLDERS]
+
+
+@pytest.mark.parametrize("shape", [FEW, MANY, MOST, DRAWN], ids=str)
+def test_a_decode_step_is_one_graph_that_needs_no_host(shape: Shape) -> None:
+    thunks = compile_there(shape).thunks
+    loops = [index for index, thunk in enumerate(thunks) if thunk.kind == "kWhile"]
+    assert len(loops) == 1, "the steps of a round are the only loop"
+    steps = inside(thunks, loops[0])
+    assert [thunk.kind for thunk in steps if thunk.depth == steps[0].depth] == ["kCustomKernel", "kCommandBuffer"], "the count and a step"
+
+
+@pytest.mark.parametrize("shape", [FEW, MANY, MOST, DRAWN, ANYHOW, pytest.param(PREFILL, marks=TURNED)], ids=str)
+def test_a_program_has_no_more_kernels_than_it_had(shape: Shape) -> None:
+    names = kernels(shape)
+    assert names.count(ATTENTION) == CONFIG.num_layers
+    assert len(names) <= CONFIG.num_layers * LAYER_KERNELS[shape] + OTHER_KERNELS[shape], names
+
+
+@pytest.mark.parametrize("shape", LAYER_KERNELS, ids=str)
+def test_state_is_written_in_place(shape: Shape) -> None:
+    compiled, state = compile_there(shape), given().state
+    alias_bytes = compiled.alias_bytes
+    assert alias_bytes == sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    of_pool = [instruction for instruction in compiled.made if instruction.holds(state.pools[0].shape)]
+    assert len(of_pool) == CONFIG.num_layers, [instruction.text for instruction in of_pool]
+    assert {instruction.operation for instruction in of_pool} <= {"scatter", "custom-call"}  # by XLA, or by a kernel
+
+
+@pytest.mark.parametrize("shape", LAYER_KERNELS, ids=str)
+def test_weights_are_read_as_they_lie(shape: Shape) -> None:
+    weights = {leaf.shape for leaf in given().leaves if leaf.ndim == 2}
+    made = compile_there(shape).made
+    assert [instruction.text for instruction in made if any(map(instruction.holds, weights))] == []
+    sizes = {math.prod(weight) for weight in weights}  # a product's parts see them in other shapes
+    moved = [instruction for instruction in made if instruction.operation in ("copy", "transpose")]
+    assert [instruction.text for instruction in moved if any(math.prod(shape) in sizes for shape in instruction.shapes)] == []
+
+
+@pytest.mark.parametrize("shape", LAYER_KERNELS, ids=str)
+def test_the_memory_in_between_is_a_layer_or_the_logits(shape: Shape) -> None:
+    narrow, wide = CONFIG.hidden_size, CONFIG.intermediate_size
+    if shape.is_prefill:  # gate and up, what they give, the hidden states before and after attention, and normed
+        of_each = 4 * 2 * wide + 2 * wide + (4 + 4 + 2) * narrow
+    else:  # the logits; in full mode also as they are changed and sorted, with their numbers
+        of_each = 4 * CONFIG.vocab_size * (6 if shape.mode is Mode.FULL else 1) + 4 * narrow
+    temp_bytes = compile_there(shape).temp_bytes
+    assert temp_bytes <= shape.size * of_each + (1 << 20)
