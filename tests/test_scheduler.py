@@ -56,6 +56,7 @@ class FakeRounds:
             self.last[fork.slot] = fork.sequence.tokens[-1]
         rows = []
         for row in plan.rows:
+            assert not row.draft or row.position == len(row.sequence.tokens) - 1, "a draft follows tokens that are known"
             tokens: list[int] = []
             for offset, token in enumerate(row.draft, start=1):
                 self._write(row.sequence.pages, row.position + offset, token)
@@ -243,6 +244,25 @@ def test_tokens_survive_a_preemption_and_the_order_holds() -> None:
     assert server.num_preempted > 0
     for name, prompt in (("a", (1, 2)), ("b", (3, 4)), ("c", (5, 6))):
         assert server.outputs[name] == expected_output(prompt, 8, stop=False)
+
+
+def test_a_sequence_preempted_while_its_draft_is_checked_keeps_the_tokens_and_begins_again() -> None:
+    server = make(num_pages=4, num_slots=2, steps=4, speculation=eager(4))
+    server.submit(ask("old", (1, 2, 3, 4), 12))
+    server.submit(ask("young", (0, 0, 0), 9))  # is followed by zeros, as drafted
+    server.reads_first = True
+    while server.in_flight is None or not any(row.draft for row in server.in_flight[0].rows):
+        server.step()
+    ((row, sampled),) = [(row, sampled) for row, sampled in zip(server.in_flight[0].rows, server.in_flight[2]) if row.draft]
+    assert row.sequence.request.request_id == "young" and len(sampled.tokens) == 5, "all of the draft is right"
+    server.reads_first = False
+    (preempted,) = server.step().preempted
+    assert preempted == (row.sequence, row.position + 1)
+    assert server.outputs["young"] == [0] * 6
+    assert server.scheduler.backlog().prefill == 3 + 6, "all of it is to be computed again"
+    server.run_dry()
+    for name, prompt, count in (("old", (1, 2, 3, 4), 12), ("young", (0, 0, 0), 9)):
+        assert server.outputs[name] == expected_output(prompt, count, stop=False)
 
 
 def test_a_cancelled_request_returns_its_pages_at_once() -> None:

@@ -13,8 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from levserve.generation import Choice, Deltas
 from levserve.schedule.request import FinishReason, GenerationRequest
 from levserve.schedule.speculation import LEAST_GAIN, NGRAMS, Drafter, Speculation, num_accepted
+from levserve.text.stops import StopStrings
+from levserve.text.tokenizer import load_tokenizer
 from tests.conftest import GOLDEN
 from tests.engines import Answer, Running, ask, read, running_engine
 from tests.test_engine import cases_of
@@ -215,6 +218,29 @@ def test_limits_and_stop_tokens_cut_an_accepted_draft_where_they_would_cut_steps
         for token in dict.fromkeys(whole.tokens):
             (answer,) = mistral.run(ask(LOOP, 40, stop_ids=[token], seed=5, **FEW))
             assert answer.tokens == whole.tokens[: whole.tokens.index(token)] and answer.finish is FinishReason.STOP
+
+
+@pytest.mark.tiny
+def test_a_stop_string_inside_an_accepted_draft_ends_the_text_where_it_begins(mistral: Running) -> None:
+    spell = load_tokenizer(GOLDEN / "mistral").detokenizer
+    whole: list[int] = []
+    stream, ends = mistral.submit(ask(LOOP, 40, seed=5, **FEW)), []
+    while not stream.is_finished:
+        whole += stream.get(timeout_seconds=60)[1].tokens
+        ends.append(len(whole))
+    text, num_inside = spell().add(whole), 0
+    with checked(mistral):
+        for place in range(4, 40, 3):
+            stop = spell().add(whole[place - 4 : place])
+            choice = Choice(spell(), StopStrings([stop]))
+            deltas = Deltas(mistral.submit(ask(LOOP, 40, seed=5, **FEW)), [choice])
+            assert "".join(delta.text for _, delta in deltas) == text[: text.find(stop)]
+            assert choice.finish is FinishReason.STOP
+            assert len(spell().add(whole[: choice.num_tokens])) == text.find(stop) + len(stop), "the last one counted completes it"
+            num_inside += choice.num_tokens not in ends
+    assert num_inside > 0
+    mistral.wait_idle()
+    assert mistral.metric("kv_pages_used") == 0
 
 
 @pytest.mark.tiny
