@@ -34,6 +34,7 @@ from levserve.config import Settings  # noqa: E402
 from levserve.engine.engine import Engine  # noqa: E402
 
 STEP_MS, PREFILL_US = "HOST_BENCH_STEP_MS", "HOST_BENCH_PREFILL_US"
+LEAST_PREFILL_SECONDS = 0.002
 BUSY = "host_bench_device_seconds"
 
 
@@ -73,7 +74,7 @@ def start_timed_device(settings: Settings, engine: Engine) -> threading.Thread:
 
 def run_timed_device(settings: Settings, engine: Engine) -> None:
     """What `startup.load` and `serve` do, with programs that compute nothing."""
-    from levserve.engine.batch import SlotTable
+    from levserve.engine.batch import COUNT, SlotTable
     from levserve.engine.engine import Attach, ServedModel
     from levserve.engine.entry import Resident
     from levserve.engine.loop import DeviceLoop
@@ -111,7 +112,7 @@ def run_timed_device(settings: Settings, engine: Engine) -> None:
 
         def _program(self, shape: Shape) -> Any:
             def prefill(leaves: Any, state: Any, packed: Any) -> Any:
-                at = clock.run(token_seconds * int((packed[:, 2] * (packed[:, 2] > 0)).sum()))
+                at = clock.run(max(token_seconds * int(packed[:, COUNT].sum()), LEAST_PREFILL_SECONDS))
                 drawn = rng.integers(300, 40000, (len(packed), NUM_OUTPUTS[Mode.FULL]), np.int32)
                 return state, ChunkOutput(Later(drawn, at), Later(drawn, at), Later(drawn, at))  # type: ignore[arg-type]
 
@@ -128,7 +129,8 @@ def run_timed_device(settings: Settings, engine: Engine) -> None:
             self.programs = TimedPrograms()
 
     tokenizer = load_tokenizer(find_source(settings, lambda _: None).path)
-    scheduler = Scheduler(PagePool(sizes.num_pages, 32), Budget(rows, sizes.round_steps, sizes.chunk_costs, 2048, 4096))
+    budget = Budget(rows, sizes.round_steps, sizes.chunk_costs, busy_tokens=int(0.1 / token_seconds), idle_tokens=4096)
+    scheduler = Scheduler(PagePool(sizes.num_pages, 32), budget)
     model = ServedModel("timed", tokenizer, sizes.max_seq_len, 1, int(time.time()))
     loaded = Loaded(model, scheduler, TimedRunner(), sizes, None, Pace(token_seconds))  # type: ignore[arg-type]
     loop = DeviceLoop(engine)

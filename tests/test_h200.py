@@ -38,13 +38,15 @@ ROWS = 256
 NUM_PAGES = 5003  # so that nothing else has the pool's shape
 FEW, MANY, MOST = (Shape(rows, Mode.GREEDY) for rows in (8, 64, ROWS))
 DRAWN, ANYHOW = Shape(64, Mode.PLAIN), Shape(8, Mode.FULL)
-PREFILL = Shape(4096)
+PREFILL, QUIET = Shape(4096), Shape(4096, is_quiet=True)
 ATTENTION = "paged_attention"
-LAYER_KERNELS = {FEW: 13, MANY: 11, MOST: 11, DRAWN: 11, ANYHOW: 13, PREFILL: 11}
-"""Four products, attention, queries turned, keys and values turned and written, two norms, the gated activation, a sum. With few
-rows attention's splits are merged by one more, and one more sums the parts of a product."""
-OTHER_KERNELS = {FEW: 10, MANY: 11, MOST: 10, DRAWN: 26, ANYHOW: 19, PREFILL: 20}
-"""Of a decode step; of prefill and of full mode up to where the host looks what is asked for."""
+LAYER_KERNELS = {FEW: 13, MANY: 10, MOST: 10, DRAWN: 10, ANYHOW: 13, PREFILL: 10, QUIET: 10}
+"""Four products, attention, queries turned, keys and values turned and written, two norms, the gated activation. With few rows a
+sum for the residual stream, which larger products have in them, one of a product's parts, and one that merges attention's splits."""
+OTHER_KERNELS = {FEW: 10, MANY: 11, MOST: 11, DRAWN: 25, ANYHOW: 19, PREFILL: 21, QUIET: 27}
+"""Of a decode step and of quiet prefill; of other prefill and of full mode up to where the host looks what is asked for."""
+WORKSPACE_BYTES = 4 << 20
+"""Of the library for large products."""
 TURNED = pytest.mark.xfail(jax.__version_info__ >= (0, 12), reason="for a sum over each chunk jax 0.12 lays all activations out anew")
 
 
@@ -94,7 +96,7 @@ def compile_there(shape: Shape) -> Compiled:
     assert shape in programs.all_shapes, "a server has this program"
     card = jax.sharding.AbstractDevice("NVIDIA H200", num_cores=132, platform="gpu")  # else Pallas looks for one here
     with tempfile.TemporaryDirectory() as folder, jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=card)):
-        compiled = programs.lower(shape).compile({"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
+        compiled = programs.lower(shape).compile(programs.compiler_options(shape) | {"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
         thunks = read_thunks(Path(folder))
     memory = compiled.memory_analysis()
     return Compiled(computed(compiled.as_text()), thunks, memory.alias_size_in_bytes, memory.temp_size_in_bytes)
@@ -118,10 +120,15 @@ def test_a_decode_step_is_one_graph_that_needs_no_host(shape: Shape) -> None:
     assert [thunk.kind for thunk in steps if thunk.depth == steps[0].depth] == ["kCustomKernel", "kCommandBuffer"], "the count and a step"
 
 
-@pytest.mark.parametrize("shape", [FEW, MANY, MOST, DRAWN, ANYHOW, pytest.param(PREFILL, marks=TURNED)], ids=str)
+def test_prefill_of_which_only_the_next_token_is_wanted_is_one_graph() -> None:
+    thunks = compile_there(QUIET).thunks
+    assert [thunk.kind for thunk in thunks if thunk.depth == 0] == ["kCommandBuffer"]
+
+
+@pytest.mark.parametrize("shape", [FEW, MANY, MOST, DRAWN, ANYHOW, QUIET, pytest.param(PREFILL, marks=TURNED)], ids=str)
 def test_a_program_has_no_more_kernels_than_it_had(shape: Shape) -> None:
     names = kernels(shape)
-    assert names.count(ATTENTION) == CONFIG.num_layers
+    assert sum(name.startswith(ATTENTION) for name in names) == CONFIG.num_layers
     assert len(names) <= CONFIG.num_layers * LAYER_KERNELS[shape] + OTHER_KERNELS[shape], names
 
 
@@ -149,8 +156,8 @@ def test_weights_are_read_as_they_lie(shape: Shape) -> None:
 def test_the_memory_in_between_is_a_layer_or_the_logits(shape: Shape) -> None:
     narrow, wide = CONFIG.hidden_size, CONFIG.intermediate_size
     if shape.is_prefill:  # gate and up, what they give, the hidden states before and after attention, and normed
-        of_each = 4 * 2 * wide + 2 * wide + (4 + 4 + 2) * narrow
+        of_each = 2 * 2 * wide + 2 * wide + (4 + 4 + 2) * narrow
     else:  # the logits; in full mode also as they are changed and sorted, with their numbers
         of_each = 4 * CONFIG.vocab_size * (6 if shape.mode is Mode.FULL else 1) + 4 * narrow
     temp_bytes = compile_there(shape).temp_bytes
-    assert temp_bytes <= shape.size * of_each + (1 << 20)
+    assert temp_bytes <= shape.size * of_each + WORKSPACE_BYTES + (1 << 20)

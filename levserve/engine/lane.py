@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 
 PREFILL_SHARE = 2.0
 """Times what decoding takes, at most, goes to prompts in a round that does both: no gap is much longer than three times another."""
+EARLY_SECONDS = 2e-4
+"""Who waits longer than this for a result has seen when it came; who does not has come too late for that."""
 DECODE_MEMORY = 0.5
 """Weight of the rounds before in the expected time of decoding: it follows the number of rows in a few rounds."""
 
@@ -113,26 +115,27 @@ class Lane:
             self.runner.read(flight)
 
     def _read(self, flight: Flight) -> None:
+        started = time.monotonic()
         chunks = self.runner.read_chunks(flight)
         chunks_read = time.monotonic()
         rows = self.runner.read_rows(flight)
         now = time.monotonic()
-        seconds, after_chunks = now - self._round_began, now - max(chunks_read, self._round_began)
+        seconds = now - self._round_began
         self._round_began = now
         self._metrics.round_time.observe(seconds)
-        self._pace.note_round(flight.plan.num_prefill, sum(len(sampled.tokens) for sampled in rows), seconds)
-        self._note_decoding(flight.plan, seconds, after_chunks)
+        was_early = chunks_read - started > EARLY_SECONDS
+        self._note_pace(flight.plan, sum(len(sampled.tokens) for sampled in rows), seconds, now - chunks_read if was_early else None)
         self._note_drafts(flight.plan, rows, seconds)
         self._deliver(self.scheduler.commit(flight.plan, chunks, rows))
 
-    def _note_decoding(self, plan: RoundPlan, seconds: float, after_chunks: float) -> None:
-        """Learns what decoding takes: what came after the chunks, if they were waited for; and no less than what they leave."""
-        if not plan.rows:
-            return
-        was_awaited = not plan.chunks or any(chunk.is_last for chunk in plan.chunks)
-        spent = max(after_chunks if was_awaited else 0.0, seconds - plan.num_prefill * self._pace.prefill.token_seconds)
-        before = spent if self._decode_seconds is None else self._decode_seconds
-        self._decode_seconds = DECODE_MEMORY * before + (1 - DECODE_MEMORY) * spent
+    def _note_pace(self, plan: RoundPlan, num_decoded: int, seconds: float, after_chunks: float | None) -> None:
+        """Learns what prompts and decoding take, each for itself where the end of the chunks was seen, which come first."""
+        is_mixed = bool(plan.rows and plan.chunks)
+        self._pace.note_round(plan.num_prefill, num_decoded, seconds, after_chunks if is_mixed else None)
+        if plan.rows and (after_chunks is not None or not is_mixed):
+            spent = after_chunks if is_mixed and after_chunks is not None else seconds
+            before = spent if self._decode_seconds is None else self._decode_seconds
+            self._decode_seconds = DECODE_MEMORY * before + (1 - DECODE_MEMORY) * spent
 
     def _max_prefill(self) -> int | None:
         """Tokens of prompts that take `PREFILL_SHARE` times what the decoding beside them does."""

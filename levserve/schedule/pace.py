@@ -47,17 +47,18 @@ class Pace:
         self.decode = Rate(prefill_token_seconds)
         self._used_share = 1.0
 
-    def note_round(self, num_prefill: int, num_decode: int, seconds: float) -> None:
-        """A round that did both is shared between them as their costs so far would have it."""
-        prefill = num_prefill * self.prefill.token_seconds
-        expected = prefill + num_decode * self.decode.token_seconds
-        if expected <= 0:
-            return
-        prefill_seconds = seconds * prefill / expected
+    def note_round(self, num_prefill: int, num_decode: int, seconds: float, decode_seconds: float | None = None) -> None:
+        """A round that did both is shared between them as was seen, or else as their costs so far would have it."""
+        if decode_seconds is None:
+            decode_seconds = seconds * self._decode_share(num_prefill, num_decode)
         if num_prefill:
-            self.prefill.note(num_prefill, prefill_seconds)
+            self.prefill.note(num_prefill, seconds - decode_seconds)
         if num_decode:
-            self.decode.note(num_decode, seconds - prefill_seconds)
+            self.decode.note(num_decode, decode_seconds)
+
+    def _decode_share(self, num_prefill: int, num_decode: int) -> float:
+        decode = num_decode * self.decode.token_seconds
+        return decode / max(num_prefill * self.prefill.token_seconds + decode, 1e-12)
 
     def note_end(self, num_generated: int, max_tokens: int) -> None:
         """Most answers end before their limit, so a backlog counted in limits is longer than it will take."""
