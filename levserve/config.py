@@ -31,7 +31,7 @@ MODEL_SECTION = "model."
 OWN_SETTINGS = (
     "model", "hf_checkpoint", "checkpoint_path", "model_config", "revision", "tokenizer", "chat_template", "served_model_name",
 )  # fmt: skip
-SHARED_SETTINGS = ("model_store", "dtype", "quantize", "max_seq_len", "load", "kv_memory", "kv_pages")
+SHARED_SETTINGS = ("model_store", "dtype", "quantize", "max_seq_len", "load", "kv_dtype", "kv_memory", "kv_pages")
 
 
 class Described(NamedTuple):
@@ -80,9 +80,9 @@ class Settings:
     dtype: str = setting("model", one_of("auto", "float32", "bfloat16"), "auto", "Number format to compute in.")
     quantize: str = setting(
         "model",
-        one_of("auto", "none", "int8"),
+        one_of("auto", "none", "int8", "fp8"),
         "auto",
-        "Matrices in eight bits, for CPUs; auto: if the file has no more than that and --dtype is not given.",
+        "Matrices in eight bits, fp8 on GPUs only; auto: int8 on a CPU if the file has no more than that and --dtype is not given.",
     )
     max_seq_len: int = setting("model", integer(0), 0, "Most tokens in prompt and answer; 0: the model's own limit, or what memory allows.")
     default_max_tokens: int = setting(
@@ -101,6 +101,9 @@ class Settings:
     device: str = setting("engine", one_of("auto", "cpu", "gpu", "tpu"), "auto", "Kind of device to run on.")
     max_running: int = setting("engine", integer(0), 0, "Requests decoded together (rows); 0: sized from the machine.")
     page_size: int = setting("engine", one_of(4, 8, 16, 32, 64, 128, 256), 32, "Tokens in one page of the KV cache.")
+    kv_dtype: str = setting(
+        "engine", one_of("auto", "bfloat16", "fp8"), "auto", "Number format of the KV cache; auto: --dtype's; fp8 holds twice the tokens."
+    )
     kv_memory: int = setting("engine", size(0), 0, "Memory for the KV cache; 0: sized from the machine.")
     kv_pages: int = setting("engine", integer(0), 0, "Pages of the KV cache, instead of --kv-memory; 0: sized from the machine.")
     models_memory: int = setting("engine", size(0), 0, "Most that several models may take, weights and KV; 0: 9/10 of what is free.")

@@ -100,6 +100,30 @@ def test_the_gpu_kernel_equals_the_plain_one(
     np.testing.assert_allclose(np.asarray(kernel)[is_given], np.asarray(plain)[is_given], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("chunk", [1, 16])
+@pytest.mark.parametrize("way", ["kernel", "xla", "xla on bits"])
+def test_fp8_is_mixed_like_the_numbers_it_stands_for(way: str, chunk: int) -> None:
+    """By the GPU's kernel, by the plain one there, and by the plain one on a CPU, which stores bits."""
+    rng = np.random.default_rng(chunk)
+    lengths, page_size, size = [chunk, 64, 130], 32, 64
+    table = rng.permutation(17)[:15].reshape(3, 5).astype(np.int32)
+    given = jnp.asarray(rng.standard_normal((17, 2, 2, page_size, size)), jnp.float32)
+    pool = cache.to_storage(given, cache.storage_dtype(cache.FP8, "cpu" if way == "xla on bits" else "gpu"))
+    q = jnp.asarray(rng.standard_normal((3, chunk, 2, 3, size)) / 8, jnp.bfloat16).astype(jnp.float32)
+    positions = np.stack([np.arange(length - chunk, length) for length in lengths]).astype(np.int32)
+    if way == "kernel":
+        got = paged_attention(q, pool, jnp.asarray(table), jnp.asarray(positions), interpret=True)
+        assert got.dtype == jnp.bfloat16
+    else:
+        got = attend(q, pool, jnp.asarray(table), jnp.asarray(positions))
+    numbers = np.asarray(given.astype(cache.FP8).astype(jnp.float32))
+    assert (numbers != np.asarray(given)).mean() > 0.9
+    for row, length in enumerate(lengths):
+        whole = numbers[table[row]].transpose(1, 0, 3, 2, 4).reshape(2, -1, 2, size)[:, :length]
+        wanted = dense(np.asarray(q)[row], *whole, positions[row], None)
+        np.testing.assert_allclose(np.asarray(got[row], np.float32), wanted, atol=1e-2)
+
+
 @pytest.mark.parametrize(
     ("platform", "head_dim", "kernel"),
     [("cpu", 64, Kernel.XLA), ("gpu", 64, Kernel.TRITON), ("gpu", 80, Kernel.TRITON), ("gpu", 512, Kernel.XLA)],
@@ -119,6 +143,20 @@ def test_writes_go_to_their_page_and_padding_goes_nowhere() -> None:
     expected[3, 0, 0, 3], expected[1, 0, 0, 0], expected[0, 0, 0, 1] = (1, 2), (3, 4), (5, 6)
     expected[:, 1] = -expected[:, 0]
     np.testing.assert_array_equal(written, expected)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_fp8_has_no_number_that_is_too_large_and_keeps_what_is_none(platform: str) -> None:
+    given = jnp.asarray([0.0, 0.3, -17.0, 2.0**-9, 448.0, 460.0, 1e9, -jnp.inf, jnp.nan], jnp.float32)
+    stored = cache.to_storage(given, cache.storage_dtype(cache.FP8, platform))
+    assert stored.dtype == (jnp.uint8 if platform == "cpu" else cache.FP8)
+    wanted = np.asarray([0.0, 0.3125, -16.0, 2.0**-9, 448.0, 448.0, 448.0, -448.0, np.nan], np.float32)
+    np.testing.assert_array_equal(cache.from_storage(stored).astype(jnp.float32), wanted)
+
+
+def test_all_bits_of_fp8_are_read_as_the_number_they_stand_for() -> None:
+    bits = np.arange(256, dtype=np.uint8)
+    np.testing.assert_array_equal(cache.from_storage(jnp.asarray(bits)), bits.view(cache.FP8).astype(np.float32))
 
 
 def test_bfloat16_survives_its_storage_as_bits() -> None:

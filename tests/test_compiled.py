@@ -15,6 +15,7 @@ from levserve.engine.sizing import Sizes
 from levserve.metrics import Metrics
 from levserve.model import cache
 from levserve.model.decoder import Decoder
+from levserve.model.quantize import NARROW
 from levserve.model.sampler import Mode
 from levserve.weights.load import load_arrays, read_config
 from tests.conftest import GOLDEN, QUICK_COMPILE
@@ -23,8 +24,9 @@ from tests.hlo import computed
 pytestmark = pytest.mark.tiny
 
 SERVED = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "int8": jnp.bfloat16}
-"""The number formats that can be asked for, and in which each computes."""
-POOLS = {"float32": jnp.float32, "bfloat16": jnp.uint16, "int8": jnp.uint16}
+"""The number formats that matrices can be asked for in, and in which each computes."""
+POOLS = {"float32": ("auto", jnp.float32), "bfloat16": ("fp8", jnp.uint8), "int8": ("auto", jnp.uint16)}
+"""The KV cache that is asked for with each, and what it is stored as."""
 # The flag that makes tests compile quickly also makes other fusions than a server has.
 AS_SERVED = {"xla_cpu_use_fusion_emitters": True} if "fusion_emitters" in QUICK_COMPILE["XLA_FLAGS"] else {}
 NUM_PAGES = 333  # so that nothing else has the pool's shape
@@ -35,10 +37,10 @@ def runner_of(kind: str) -> Runner:
     """The golden model's first layer, as a server on a CPU would hold it."""
     folder, dtype = GOLDEN / "llama", jnp.dtype(SERVED[kind])
     config = read_config(folder)
-    arrays = load_arrays(folder, config, dtype, report=lambda _: None, is_quantized=kind == "int8")
+    arrays = load_arrays(folder, config, dtype, report=lambda _: None, narrow=NARROW.get(kind))
     arrays = {name: array for name, array in arrays.items() if not name.startswith("layers.") or name.startswith("layers.0.")}
     config = replace(config, num_layers=1)
-    storage = cache.storage_dtype(dtype, "cpu")
+    storage = cache.storage_dtype(cache.kv_dtype(POOLS[kind][0], dtype), "cpu")
     sizes = Sizes(
         rows=4, max_seq_len=256, page_size=8, num_pages=NUM_PAGES, page_bytes=cache.page_bytes(config, 8, storage), weight_bytes=0,
         row_sizes=(4,), chunk_sizes=(24,), round_steps=1, num_draft=5,
@@ -52,7 +54,7 @@ def test_no_weight_is_converted_and_no_pool_copied(kind: str, shape: Shape) -> N
     runner = runner_of(kind)
     pool_shape = runner._state.pools[0].shape
     weight_shapes = {leaf.shape for leaf in runner._leaves if leaf.ndim == 2}
-    assert runner._state.pools[0].dtype == POOLS[kind]
+    assert runner._state.pools[0].dtype == POOLS[kind][1]
     assert {str(leaf.dtype) for leaf in runner._leaves if leaf.ndim == 2} >= {kind}
 
     compiled = runner.programs.lower(shape).compile(AS_SERVED)

@@ -43,7 +43,7 @@ class Origin:
     files: ModelFiles
     config: ModelConfig
     dtype: jnp.dtype
-    is_quantized: bool = False
+    narrow: jnp.dtype | None = None
 
 
 class Reloader:
@@ -98,7 +98,7 @@ class Reloader:
             self._check_config(files, config)
             check_memory(config, self._origin.dtype, free_memory())
             origin = self._origin
-            arrays = read_arrays(files.path, config, origin.dtype, report=self._report, is_quantized=origin.is_quantized)
+            arrays = read_arrays(files.path, config, origin.dtype, report=self._report, narrow=origin.narrow)
             leaves = host_leaves(config, arrays)
         except BaseException:
             self._let_go(files)

@@ -130,7 +130,7 @@ class Runner:
         """Overwrites pages behind whatever the device is doing."""
         assert self._fill_pages is not None
         dtype = self._state.pools[0].dtype
-        stored = np.asarray(value, jnp.bfloat16).view(np.uint16) if dtype == np.uint16 else np.asarray(value, dtype)
+        stored = np.asarray(value, cache.NUMBERS.get(dtype, dtype)).view(dtype)
         width = self._slots.table_width
         for start in range(0, len(pages), width):
             part = np.full(width, self._state.pools[0].shape[0], np.int32)  # nowhere

@@ -34,6 +34,7 @@ from levserve.schedule.speculation import Speculation
 
 if TYPE_CHECKING:
     import jax
+    import jax.numpy as jnp
 
     from levserve.engine.reload import Origin
     from levserve.engine.runner import Runner
@@ -178,6 +179,7 @@ def load(
     from levserve.model import cache
     from levserve.model.attention import Kernel, choose_kernel
     from levserve.model.decoder import Decoder
+    from levserve.model.quantize import choose_widened
     from levserve.weights.load import load_arrays, read_config
 
     device = _find_device(settings.device)
@@ -187,21 +189,24 @@ def load(
     helper.shutdown(wait=False)
     config = read_config(files.path, files.config_file)
     dtype = jnp.dtype(jnp.float32 if settings.dtype == "float32" else jnp.bfloat16)
-    is_quantized = serves_int8(settings, device.platform, files.path, config)
+    check_fp8(settings, device)
+    narrow = choose_narrow(settings, device.platform, files.path, config)
+    widened = choose_widened(narrow, device.platform, dtype)
     kernel, reason = choose_kernel(device.platform, config)
-    storage = cache.storage_dtype(dtype, device.platform)
+    kept = cache.kv_dtype(settings.kv_dtype, dtype)
+    storage = cache.storage_dtype(kept, device.platform)
     page_bytes = cache.page_bytes(config, settings.page_size, storage)
     who = "" if make_room is None else f"{settings.served_model_name}: "
     allowed: int | None = None
     if make_room is not None:
         kv_bytes = kv_floor(settings, max_position=config.max_position, page_bytes=page_bytes)
-        needed = parameter_bytes(config, jnp.dtype(jnp.int8) if is_quantized else dtype) + kv_bytes
+        needed = parameter_bytes(config, narrow or dtype) + kv_bytes
         allowed = make_room(needed, lambda: _free_bytes(device))
     with _explained("the weights", _free_bytes(device), "serve a smaller model"):
-        arrays = load_arrays(files.path, config, dtype, report=report, is_quantized=is_quantized)
+        arrays = load_arrays(files.path, config, dtype, report=report, narrow=narrow)
 
-    log.info("%smatrices    %s", who, "int8" if is_quantized else dtype.name)
-    log.info("%sattention   %s: %s", who, kernel, reason)
+    log.info("%smatrices    %s%s", who, narrow or dtype, f", multiplied in {widened or narrow}" if narrow else "")
+    log.info("%sattention   %s: %s; keys and values in %s", who, kernel, reason, kept)
     weight_bytes = sum(array.nbytes for array in arrays.values())
     free = _free_bytes(device) if allowed is None else min(_free_bytes(device), allowed - weight_bytes)
     sizes = plan_sizes(
@@ -214,7 +219,7 @@ def load(
     )
     for line in sizes.describe():
         log.info("%s%s", who, line)
-    model = Decoder.from_arrays(config.stretched_for(sizes.max_seq_len), arrays, kernel=kernel)
+    model = Decoder.from_arrays(config.stretched_for(sizes.max_seq_len), arrays, kernel=kernel, widened=widened)
     del arrays
     kv_bytes = sizes.num_pages * sizes.page_bytes
     with _explained(f"{human(kv_bytes)} for {sizes.num_pages} KV pages", free, "lower --kv-memory, --kv-pages or --max-running"):
@@ -233,18 +238,30 @@ def load(
     served = ServedModel(name, tokenizer, sizes.max_seq_len, config.hidden_size, int(time.time()))
     scores = _score_probe(scheduler, runner, served)
     log.info("%sprobe       mean log-probability %.3f over %d tokens of a fixed text", who, mean(scores), len(scores))
-    return Loaded(served, scheduler, runner, sizes, Origin(settings, files, config, dtype, is_quantized), Pace(prefill_token_ms / 1000))
+    return Loaded(served, scheduler, runner, sizes, Origin(settings, files, config, dtype, narrow), Pace(prefill_token_ms / 1000))
 
 
-def serves_int8(settings: Settings, platform: str, path: Path, config: ModelConfig) -> bool:
-    """Whether matrices are served in eight bits: twice as fast on a CPU, and little is lost where the file had no more of them."""
+def choose_narrow(settings: Settings, platform: str, path: Path, config: ModelConfig) -> jnp.dtype | None:
+    """The eight bits that matrices are served in, if they are.
+
+    Unasked on a CPU, which is twice as fast with them, if the file has no more of them: then little is lost.
+    """
+    from levserve.model.quantize import NARROW
     from levserve.weights.load import is_quantized_file
 
-    if settings.quantize == "int8" and platform != "cpu":
-        raise ConfigError(f"--quantize int8 is for CPUs, and this is a {platform}")
+    if settings.quantize == "fp8" and platform == "cpu":
+        raise ConfigError("--quantize fp8 is for GPUs, and this is a cpu: use --quantize int8")
     if settings.quantize != "auto":
-        return settings.quantize == "int8"
-    return platform == "cpu" and settings.dtype == "auto" and not config.num_experts and is_quantized_file(path)
+        return NARROW.get(settings.quantize)
+    is_wanted = platform == "cpu" and settings.dtype == "auto" and not config.num_experts and is_quantized_file(path)
+    return NARROW["int8"] if is_wanted else None
+
+
+def check_fp8(settings: Settings, device: jax.Device) -> None:
+    """NVIDIA's GPUs know it from Ada and Hopper on; for others the programs would not compile."""
+    asked = [f"--{name} fp8" for name, value in (("kv-dtype", settings.kv_dtype), ("quantize", settings.quantize)) if value == "fp8"]
+    if asked and device.platform == "gpu" and tuple(map(int, device.compute_capability.split("."))) < (8, 9):
+        raise ConfigError(f"{asked[0]} needs a GPU of compute capability 8.9 or later, and this one has {device.compute_capability}")
 
 
 def _score_probe(scheduler: Scheduler, runner: Runner, model: ServedModel) -> list[float]:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from levserve.model.cache import from_bits, from_storage
+from levserve.model.cache import from_bits, from_storage, multiplied_in
 from levserve.model.config import ModelConfig
 from levserve.model.kernels import paged_attention
 
@@ -121,9 +121,9 @@ def _attend_in_blocks(
 def _reader(storage: jnp.dtype, queries: int) -> tuple[Callable[[jax.Array], jax.Array], jnp.dtype]:
     """How stored keys and values become the factors of a product, and in which type those are multiplied.
 
-    Bits on a CPU are bfloat16 already: for a few queries that halves what is read. One query alone has no fast bfloat16
-    product there, and for many the float32 one is faster than what widening costs.
+    Sixteen bits on a CPU are bfloat16 already: for a few queries that halves what is read. One query alone has no fast
+    bfloat16 product there, and for many the float32 one is faster than what widening costs.
     """
     if storage == jnp.uint16 and 1 < queries <= FEW_QUERIES:
         return from_bits, jnp.dtype(jnp.bfloat16)
-    return from_storage, jnp.dtype(jnp.float32) if storage == jnp.uint16 else storage
+    return from_storage, multiplied_in(storage)

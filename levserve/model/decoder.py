@@ -188,7 +188,9 @@ class Decoder(eqx.Module):
     head: Linear | None
 
     @staticmethod
-    def from_arrays(config: ModelConfig, arrays: Mapping[str, jax.Array], *, kernel: Kernel = Kernel.XLA) -> Decoder:
+    def from_arrays(
+        config: ModelConfig, arrays: Mapping[str, jax.Array], *, kernel: Kernel = Kernel.XLA, widened: jnp.dtype | None = None
+    ) -> Decoder:
         """Arranges the arrays that `parameter_shapes` names, or those that `quantize_arrays` made of them."""
         assert arrays.keys() == parameter_shapes(config).keys() or any(name.endswith("_scale") for name in arrays)
 
@@ -200,7 +202,7 @@ class Decoder(eqx.Module):
             scale = optional(f"{name}_scale", Out)
             # Not what is added to the residual stream, whose every bit counts.
             rounds = kernel is not Kernel.XLA and Out in (config.QKV, config.GateUp)
-            return Linear(weight, bias, rounds) if scale is None else QuantizedLinear(weight, bias, scale=scale)
+            return Linear(weight, bias, rounds) if scale is None else QuantizedLinear(weight, bias, rounds, scale, widened)
 
         def norm(name: str, *over: Axis) -> Norm | None:
             if name not in arrays:

@@ -63,29 +63,29 @@ def is_quantized_file(path: Path) -> bool:
 
 
 def load_arrays(
-    path: Path, config: ModelConfig, dtype: jnp.dtype, *, report: Callable[[str], None], is_quantized: bool = False
+    path: Path, config: ModelConfig, dtype: jnp.dtype, *, report: Callable[[str], None], narrow: jnp.dtype | None = None
 ) -> dict[str, jax.Array]:
-    """Every array of `parameter_shapes`, on the device: matrices in `dtype`, norms and biases in float32.
+    """Every array of `parameter_shapes`, on the device: matrices in `dtype` or quantized to `narrow`, norms and biases in float32.
 
     The matrices of experts are in the type the KV pool is stored in, which may be the bits of `dtype`.
     """
     # Waiting keeps a slow transfer from holding several arrays on the host.
-    arrays = read_arrays(path, config, dtype, report=report, is_quantized=is_quantized)
+    arrays = read_arrays(path, config, dtype, report=report, narrow=narrow)
     return {name: jax.device_put(host).block_until_ready() for name, host in arrays}
 
 
 def read_arrays(
-    path: Path, config: ModelConfig, dtype: jnp.dtype, *, report: Callable[[str], None], is_quantized: bool = False
+    path: Path, config: ModelConfig, dtype: jnp.dtype, *, report: Callable[[str], None], narrow: jnp.dtype | None = None
 ) -> Iterator[tuple[str, NDArray[np.generic]]]:
     """The same arrays one after another in the host's memory; touches no device, so any thread may call it.
 
     Matrices that are quantized are read in float32, one at a time.
     """
-    if not is_quantized:
+    if narrow is None:
         return _read_plain(path, config, dtype, report=report)
     if config.num_experts:
-        raise StartupError(f"{path}: --quantize int8 does not take a mixture of experts")
-    return quantize_arrays(config, _read_plain(path, config, jnp.dtype(jnp.float32), report=report), np.dtype(dtype))
+        raise StartupError(f"{path}: --quantize does not take a mixture of experts")
+    return quantize_arrays(config, _read_plain(path, config, jnp.dtype(jnp.float32), report=report), dtype, narrow, _num_threads())
 
 
 def _read_plain(

@@ -18,6 +18,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from levserve.model.cache import multiplied_in
+
 MASKED = -1e30
 MIN_ROWS = 16
 """Rows of the smallest matrix product a tensor core takes; a group of query heads is repeated to fill it."""
@@ -57,7 +59,7 @@ def paged_attention(
 ) -> jax.Array:
     """q [row, chunk, kv_head, group, head_size] scaled; pool [page, 2, kv_head, page_size, head_size]; table [row, page];
     positions [row, chunk] of the queries, negative for padding, which comes last. Computes and answers in the pool's type, or
-    in bfloat16 if that is narrower, and sums in float32.
+    in bfloat16 if that is fp8, and sums in float32.
 
     Scores are bent to stay within `softcap`. Without `splits` there are as many as fill the card.
     """
@@ -80,7 +82,7 @@ def paged_attention(
         softcap=softcap,
     )
     flat = (num_blocks * queries, kv_heads, group, size)
-    dtype = _computed_in(pool.dtype)
+    dtype = multiplied_in(pool.dtype)
     by_block = pl.BlockSpec((queries, None, group, size), lambda b, h, s: (b, h, 0, 0))
     blocks_per_row = chunk // queries
     out_specs, out_shape = [by_block], [jax.ShapeDtypeStruct(flat, dtype)]
@@ -109,10 +111,6 @@ def paged_attention(
     weights = jnp.exp2(tops - tops.max(0, keepdims=True))  # an empty split weighs nothing
     total = (totals * weights).sum(0)
     return ((mixed * weights[..., None]).sum(0) / jnp.maximum(total, 1e-30)[..., None]).astype(dtype).reshape(q.shape)
-
-
-def _computed_in(stored: jnp.dtype) -> jnp.dtype:
-    return jnp.dtype(jnp.bfloat16) if stored.itemsize == 1 else jnp.dtype(stored)
 
 
 def _tiling(queries: int, key_bytes: int) -> Tiling:
@@ -146,7 +144,7 @@ def _kernel(
 ) -> None:
     queries, group, size = q_ref.shape
     page_size, keys = pool_ref.shape[2], tiling.keys
-    dtype = _computed_in(pool_ref.dtype)
+    dtype = multiplied_in(pool_ref.dtype)
     # Sizes that are no power of two are rounded up by repeating: who is there twice computes and stores the same twice.
     heads = max(1 << (group - 1).bit_length(), MIN_ROWS // queries)
     row = jnp.arange(queries * heads)
