@@ -2,6 +2,7 @@
 
     python bench/decode.py --shape smollm2-135m --rows 4 8 16 --context 256
     python bench/decode.py --shape llama-1b --rows 2 64 256 --context 512 --steps 16
+    python bench/decode.py --shape llama-8b --rows 64 --context 512 --steps 16 --quantize fp8 --kv-dtype fp8
 
 Weights are random, so any shape can be measured without its checkpoint; the programs are the ones the server runs. The
 floor is the time to read the weights once and every row's KV once at the memory speed that this program measures first.
@@ -10,6 +11,7 @@ floor is the time to read the weights once and every row's KV once at the memory
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import sys
 import time
@@ -19,7 +21,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
 
 from levserve.engine.programs import Shape  # noqa: E402
 from levserve.engine.runner import Runner  # noqa: E402
@@ -29,7 +30,7 @@ from levserve.model import cache  # noqa: E402
 from levserve.model.attention import Kernel, choose_kernel  # noqa: E402
 from levserve.model.config import ModelConfig, parameter_shapes  # noqa: E402
 from levserve.model.decoder import Decoder  # noqa: E402
-from levserve.model.quantize import quantize_arrays  # noqa: E402
+from levserve.model.quantize import NARROW, choose_widened, is_quantized  # noqa: E402
 from levserve.model.sampler import Mode  # noqa: E402
 from levserve.schedule.request import GenerationRequest, Sampling  # noqa: E402
 from levserve.schedule.sequence import Chunk, RoundPlan, Row, Sequence  # noqa: E402
@@ -41,6 +42,8 @@ SHAPES = {
     "llama-8b": ModelConfig(128256, 4096, 14336, 32, 32, 8, 128, 1e-5, 5e5, 8192, False),
 }
 PAGE_SIZE = 32
+NARROW_SPREAD = 24.0
+"""Of random numbers in eight bits; five times as much, beyond which there are none, is within int8 and fp8."""
 
 
 def main() -> None:
@@ -49,8 +52,8 @@ def main() -> None:
     dtype = jnp.dtype(options.dtype)
     device = jax.devices()[0]
     bandwidth = measure_bandwidth()
-    kind = dtype.name if options.quantize == "none" else options.quantize
-    print(f"{options.shape} in {kind} on {device.device_kind}, jax {jax.__version__}; memory reads {bandwidth / 1e9:.1f} GB/s")
+    kind = f"{dtype.name if options.quantize == 'none' else options.quantize}, KV {cache.kv_dtype(options.kv_dtype, dtype)}"
+    print(f"{options.shape} in {kind}, on {device.device_kind}, jax {jax.__version__}; memory reads {bandwidth / 1e9:.1f} GB/s")
     runner, sizes = build(config, dtype, device.platform, options)
     weight_bytes = sizes.weight_bytes
     for rows in options.rows:
@@ -69,17 +72,10 @@ def main() -> None:
 
 
 def build(config: ModelConfig, dtype: jnp.dtype, platform: str, options: argparse.Namespace) -> tuple[Runner, Sizes]:
-    key = jax.random.key(0)
-    arrays = {}
-    for name, shape in parameter_shapes(config).items():
-        key, part = jax.random.split(key)
-        arrays[name] = jax.random.normal(part, shape, dtype) * dtype.type(0.02) if len(shape) > 1 else jnp.ones(shape, jnp.float32)
-    if options.quantize != "none":
-        host = ((name, np.asarray(array, np.float32)) for name, array in arrays.items())
-        small = quantize_arrays(config, host, np.dtype(dtype))
-        arrays = {name: jnp.asarray(array) for name, array in small}
+    narrow = NARROW.get(options.quantize)
+    arrays = random_arrays(config, dtype, narrow)
     kernel = Kernel(options.kernel) if options.kernel else choose_kernel(platform, config)[0]
-    storage = cache.storage_dtype(dtype, platform)
+    storage = cache.storage_dtype(cache.kv_dtype(options.kv_dtype, dtype), platform)
     chunk_sizes = {size * (1 if kernel is Kernel.XLA else options.prompts) for size in options.chunks}
     longest = max([options.context + options.steps * (options.repeats + 3), *options.chunks])
     pages_each = -(-longest // PAGE_SIZE)
@@ -96,7 +92,32 @@ def build(config: ModelConfig, dtype: jnp.dtype, platform: str, options: argpars
         round_steps=options.steps,
         piece_tokens=None if kernel is Kernel.XLA else PIECE_TOKENS,
     )
-    return Runner(Decoder.from_arrays(config, arrays, kernel=kernel), sizes, storage, Metrics()), sizes
+    model = Decoder.from_arrays(config, arrays, kernel=kernel, widened=choose_widened(narrow, platform, dtype))
+    return Runner(model, sizes, storage, Metrics()), sizes
+
+
+def random_arrays(config: ModelConfig, dtype: jnp.dtype, narrow: jnp.dtype | None) -> dict[str, jax.Array]:
+    """What a checkpoint would be loaded as, made on the device in the type it is kept in."""
+    shapes = parameter_shapes(config)
+    if narrow is not None and config.tied_head:
+        shapes["head"] = shapes["embed"]
+    arrays = {}
+    for number, (name, shape) in enumerate(shapes.items()):
+        key = jax.random.key(number)
+        if len(shape) == 1:
+            arrays[name] = jnp.ones(shape, jnp.float32)
+        elif narrow is None or not is_quantized(name):
+            arrays[name] = random_matrix(key, shape, dtype, 0.02)
+        else:
+            arrays[name] = random_matrix(key, shape, narrow, NARROW_SPREAD)
+            arrays[f"{name}_scale"] = jnp.full(shape[0], 0.02 / NARROW_SPREAD, jnp.float32)
+    return arrays
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def random_matrix(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype, spread: float) -> jax.Array:
+    """Compiled as one, so that its numbers are nowhere in a wider type."""
+    return (jax.random.normal(key, shape, jnp.bfloat16) * spread).astype(dtype)
 
 
 def measure_decode(runner: Runner, sizes: Sizes, rows: int, options: argparse.Namespace) -> float:
@@ -174,7 +195,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompts", type=int, default=1, help="prompts of such a size, computed together")
     parser.add_argument("--mode", choices=[mode.value for mode in Mode], default="greedy")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
-    parser.add_argument("--quantize", choices=["none", "int8"], default="none")
+    parser.add_argument("--quantize", choices=["none", *NARROW], default="none")
+    parser.add_argument("--kv-dtype", choices=["auto", "bfloat16", "fp8"], default="auto")
     parser.add_argument("--kernel", choices=[kernel.value for kernel in Kernel], help="attention; default: what the server would choose")
     parser.add_argument("--repeats", type=int, default=12)
     return parser

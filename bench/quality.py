@@ -2,10 +2,11 @@
 """Measures what number formats cost in quality: perplexity, and how far log-probabilities move from those of float32.
 
     python bench/quality.py
-    python bench/quality.py --model path/to/checkpoint --text path/to/text
+    python bench/quality.py --model path/to/checkpoint --text path/to/text --formats fp8 fp8-kv
 
 The text is bench/quality.txt, written for this purpose, so no model has seen it; it must stay as it is for figures to be comparable.
-Float32 is the checkpoint's own numbers computed in float32: what a quantized file has lost already is not measured here.
+Float32 is the checkpoint's own numbers computed in float32: what a quantized file has lost already is not measured here. Each
+format is computed as the server would on this device; fp8 matrices, which it does not take on a CPU, as it would on a GPU.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -31,6 +32,7 @@ from levserve.model import cache  # noqa: E402
 from levserve.model.attention import choose_kernel  # noqa: E402
 from levserve.model.config import ModelConfig  # noqa: E402
 from levserve.model.decoder import CHUNK, ROW, Decoder  # noqa: E402
+from levserve.model.quantize import NARROW, choose_widened  # noqa: E402
 from levserve.options import parse_settings  # noqa: E402
 from levserve.text.tokenizer import load_tokenizer  # noqa: E402
 from levserve.weights.load import load_arrays, read_config  # noqa: E402
@@ -38,6 +40,20 @@ from levserve.weights.source import find_source  # noqa: E402
 
 TEXT = Path(__file__).parent / "quality.txt"
 CHUNK_TOKENS, PAGE_SIZE = 128, 32
+
+
+class Format(NamedTuple):
+    """What settings of the same names would ask for."""
+
+    quantize: str = "none"
+    kv_dtype: str = "auto"
+    dtype: str = "bfloat16"
+
+
+FORMATS = {
+    "bfloat16": Format(), "fp8-kv": Format(kv_dtype="fp8"), "int8": Format("int8"), "fp8": Format("fp8"),
+    "int8+fp8-kv": Format("int8", "fp8"), "fp8+fp8-kv": Format("fp8", "fp8"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,27 +85,27 @@ def main() -> None:
     tokens = load_tokenizer(files.tokenizer or files.path).encode(text)[: options.tokens]
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
     print(f"{files.name} on {platform}, jax {jax.__version__}: {len(tokens)} tokens of {options.text.name} (sha256 {digest})\n")
-    kinds = {"bfloat16": False} | ({"int8": True} if platform == "cpu" else {})
-    reference = score(files.path, config, tokens, "float32")
+    reference = score(files.path, config, tokens, Format(dtype="float32"))
     rows = [compare("float32", reference, reference)]
     _show(rows[0])
-    for kind, is_quantized in kinds.items():
-        rows.append(compare(kind, score(files.path, config, tokens, "bfloat16", is_quantized=is_quantized), reference))
+    for name in options.formats:
+        rows.append(compare(name, score(files.path, config, tokens, FORMATS[name]), reference))
         _show(rows[-1])
     if options.json:
         options.json.write_text(json.dumps({"model": files.name, "platform": platform, "tokens": len(tokens), "text_sha256": digest,
                                             "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
 
 
-def score(path: Path, config: ModelConfig, tokens: list[int], dtype_name: str, *, is_quantized: bool = False) -> Scores:
+def score(path: Path, config: ModelConfig, tokens: list[int], number_format: Format) -> Scores:
     """Runs the text through the model as prefill does, a chunk at a time over paged KV in the type the server would store."""
-    platform, dtype = jax.default_backend(), jnp.dtype(dtype_name)
+    platform, dtype, narrow = jax.default_backend(), jnp.dtype(number_format.dtype), NARROW.get(number_format.quantize)
     began = time.monotonic()
-    arrays = load_arrays(path, config, dtype, report=lambda _: None, is_quantized=is_quantized)
+    jax.config.update("jax_default_matmul_precision", "highest" if dtype == jnp.float32 else None)  # as the server does
+    arrays = load_arrays(path, config, dtype, report=lambda _: None, narrow=narrow)
     kernel, _ = choose_kernel(platform, config)
-    model = Decoder.from_arrays(config, arrays, kernel=kernel)
+    model = Decoder.from_arrays(config, arrays, kernel=kernel, widened=choose_widened(narrow, platform, dtype))
     num_pages = -(-len(tokens) // PAGE_SIZE)
-    pools = cache.make_pool(config, num_pages, PAGE_SIZE, cache.storage_dtype(dtype, platform))
+    pools = cache.make_pool(config, num_pages, PAGE_SIZE, cache.storage_dtype(cache.kv_dtype(number_format.kv_dtype, dtype), platform))
     table = jnp.arange(num_pages, dtype=jnp.int32)[None]
 
     @jax.jit
@@ -107,7 +123,7 @@ def score(path: Path, config: ModelConfig, tokens: list[int], dtype_name: str, *
         positions[0, :count] = np.arange(start, start + count)
         logprobs, likeliest, pools = run(model, given, positions, following, pools)
         parts.append((np.asarray(logprobs)[:count], np.asarray(likeliest)[:count]))
-    print(f"{'int8' if is_quantized else dtype_name} took {time.monotonic() - began:.0f} s", file=sys.stderr)
+    print(f"{number_format} took {time.monotonic() - began:.0f} s", file=sys.stderr)
     return Scores(np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts]))
 
 
@@ -119,7 +135,7 @@ def compare(kind: str, scores: Scores, reference: Scores) -> Quality:
 
 
 def _show(row: Quality) -> None:
-    print(f"{row.kind:<10} perplexity {row.perplexity:8.4f}  {row.above_float32:+8.3%}  |difference| mean {row.mean_difference:.4f}  "
+    print(f"{row.kind:<11} perplexity {row.perplexity:8.4f}  {row.above_float32:+8.3%}  |difference| mean {row.mean_difference:.4f}  "
           f"largest {row.largest_difference:.3f}  same likeliest token {row.same_first:.1%}", flush=True)
 
 
@@ -128,6 +144,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", default="smollm2-135m", help="as levserve's --model (default: the bundled one)")
     parser.add_argument("--text", type=Path, default=TEXT)
     parser.add_argument("--tokens", type=int, default=4096, help="of the text, at most (default: 4096)")
+    parser.add_argument("--formats", choices=FORMATS, nargs="+", default=list(FORMATS), metavar="FORMAT", help=" ".join(FORMATS))
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
     return parser
 
