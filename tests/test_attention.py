@@ -53,8 +53,9 @@ def test_paged_attention_equals_dense_attention(
         np.testing.assert_allclose(got[row], dense(q[row], *whole, positions[row], window, softcap), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("storage", [jnp.uint16, jnp.bfloat16])
 @pytest.mark.parametrize(("chunk", "kv_heads", "group"), [(1, 2, 1), (1, 3, 3), (5, 1, 3), (1, 1, 16), (1, 2, 17), (40, 1, 2)])
-def test_bits_of_bfloat16_are_mixed_like_the_numbers_they_stand_for(chunk: int, kv_heads: int, group: int) -> None:
+def test_bfloat16_is_mixed_like_the_numbers_it_stands_for(chunk: int, kv_heads: int, group: int, storage: type) -> None:
     """Whether there is one query, a few or many: each has a road of its own."""
     rng = np.random.default_rng(group)
     lengths, page_size, size = [chunk, 64, 65, 290], 32, 64
@@ -63,7 +64,7 @@ def test_bits_of_bfloat16_are_mixed_like_the_numbers_they_stand_for(chunk: int, 
     q = jnp.asarray(rng.standard_normal((4, chunk, kv_heads, group, size)), jnp.bfloat16).astype(jnp.float32)
     positions = np.stack([np.arange(length - chunk, length) for length in lengths]).astype(np.int32)
     positions[1, 0] = -1  # padding
-    pool = cache.to_storage(numbers, jnp.dtype(jnp.uint16))
+    pool = cache.to_storage(numbers, jnp.dtype(storage))
     got = attend(q, pool, jnp.asarray(table), jnp.asarray(positions))
     for row, length in enumerate(lengths):
         whole = np.asarray(numbers, np.float32)[table[row]].transpose(1, 0, 3, 2, 4).reshape(2, -1, kv_heads, size)[:, :length]
@@ -161,6 +162,6 @@ def test_all_bits_of_fp8_are_read_as_the_number_they_stand_for() -> None:
 
 def test_bfloat16_survives_its_storage_as_bits() -> None:
     numbers = jnp.asarray([0.0, -0.0, 1.5, -3.25e-20, 3e38, 1 / 3], jnp.bfloat16)
-    bits = cache.to_storage(numbers, cache.storage_dtype(jnp.dtype(jnp.bfloat16), "cpu"))
+    bits = cache.to_storage(numbers, cache.BITS[jnp.dtype(jnp.bfloat16)])
     assert bits.dtype == jnp.uint16
     np.testing.assert_array_equal(cache.from_storage(bits), numbers.astype(jnp.float32))

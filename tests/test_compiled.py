@@ -25,7 +25,11 @@ pytestmark = pytest.mark.tiny
 
 SERVED = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "int8": jnp.bfloat16}
 """The number formats that matrices can be asked for in, and in which each computes."""
-POOLS = {"float32": ("auto", jnp.float32), "bfloat16": ("fp8", jnp.uint8), "int8": ("auto", jnp.uint16)}
+POOLS = {
+    "float32": ("auto", jnp.float32),
+    "bfloat16": ("fp8", jnp.uint8),
+    "int8": ("auto", jnp.bfloat16 if jax.__version_info__ >= (0, 11) else jnp.uint16),
+}
 """The KV cache that is asked for with each, and what it is stored as."""
 # The flag that makes tests compile quickly also makes other fusions than a server has.
 AS_SERVED = {"xla_cpu_use_fusion_emitters": True} if "fusion_emitters" in QUICK_COMPILE["XLA_FLAGS"] else {}

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from levserve.model.cache import from_bits, from_storage, multiplied_in
+from levserve.model.cache import NUMBERS, from_bits, from_storage, multiplied_in
 from levserve.model.config import ModelConfig
 from levserve.model.kernels import paged_attention
 
@@ -78,7 +78,7 @@ def _attend_in_blocks(
     block = min(max(block_tokens // page_size, 1), table.shape[1])  # pages
     width = block * page_size
     table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % block)), mode="edge")  # so that a slice at the end is not moved back
-    tiles = pool.reshape(-1, page_size, size)  # [page * 2 * kv_head, slot, head_size]
+    tiles = pool.reshape(-1, page_size * size)  # [page * 2 * kv_head, slot * head_size]
     read, dtype = _reader(pool.dtype, queries)
 
     q = q.transpose(0, 2, 1, 3, 4).reshape(rows, kv_heads, queries, size).astype(dtype)
@@ -88,6 +88,8 @@ def _attend_in_blocks(
         """Keys or values of these pages [row, block], as [row, kv_head, token, head_size], in which order no copy is needed."""
         numbers = ((pages * 2 + half) * kv_heads)[:, None] + jnp.arange(kv_heads, dtype=jnp.int32)[None, :, None]
         stored = tiles.at[numbers].get(mode="promise_in_bounds", wrap_negative_indices=False)
+        if stored.dtype not in NUMBERS:
+            stored = lax.optimization_barrier(stored)  # so that tiles are copied as they lie: by rows it takes twice as long
         return read(stored.reshape(rows, kv_heads, width, size))
 
     def mix_block(index: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -121,9 +123,11 @@ def _attend_in_blocks(
 def _reader(storage: jnp.dtype, queries: int) -> tuple[Callable[[jax.Array], jax.Array], jnp.dtype]:
     """How stored keys and values become the factors of a product, and in which type those are multiplied.
 
-    Sixteen bits on a CPU are bfloat16 already: for a few queries that halves what is read. One query alone has no fast
-    bfloat16 product there, and for many the float32 one is faster than what widening costs.
+    On a CPU a few queries are multiplied in bfloat16, which halves what is read. One query alone has no fast bfloat16 product
+    there, and for many the float32 one is faster than what widening costs.
     """
-    if storage == jnp.uint16 and 1 < queries <= FEW_QUERIES:
+    if NUMBERS.get(storage, storage) != jnp.bfloat16 or jax.default_backend() != "cpu":
+        return from_storage, multiplied_in(storage)
+    if 1 < queries <= FEW_QUERIES:
         return from_bits, jnp.dtype(jnp.bfloat16)
-    return from_storage, multiplied_in(storage)
+    return lambda x: from_storage(x).astype(jnp.float32), jnp.dtype(jnp.float32)

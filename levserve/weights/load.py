@@ -67,7 +67,7 @@ def load_arrays(
 ) -> dict[str, jax.Array]:
     """Every array of `parameter_shapes`, on the device: matrices in `dtype` or quantized to `narrow`, norms and biases in float32.
 
-    The matrices of experts are in the type the KV pool is stored in, which may be the bits of `dtype`.
+    The matrices of experts may be the bits of `dtype`: a CPU would convert all of them to take one.
     """
     # Waiting keeps a slow transfer from holding several arrays on the host.
     arrays = read_arrays(path, config, dtype, report=report, narrow=narrow)
@@ -95,7 +95,7 @@ def _read_plain(
     shapes = parameter_shapes(config)
     has_offsets = config.has_offset_norms and path.is_dir()  # llama.cpp's converter puts whole weights in a GGUF file
     # As with the KV pool: jaxlib 0.10 turns a bfloat16 array in a loop into float32 as a whole, on a CPU, to take a slice.
-    storage = cache.storage_dtype(dtype, jax.default_backend())
+    storage = cache.BITS.get(dtype, dtype) if jax.default_backend() == "cpu" else dtype
     progress = Progress("loading weights", sum(map(math.prod, shapes.values())), report)
     with ThreadPoolExecutor(_num_threads(), thread_name_prefix="levserve-weights") as pool:
         for name in levanter.load_order(shapes) if levanter.is_checkpoint(path) else shapes:
