@@ -127,12 +127,14 @@ def run_timed_device(settings: Settings, engine: Engine) -> None:
             self._leaves, self._state, self._sizes = (), (), sizes  # type: ignore[assignment]
             self._slots = SlotTable(rows, sizes.table_width)
             self.programs = TimedPrograms()
+            self.prefill_token_seconds = token_seconds
 
     tokenizer = load_tokenizer(find_source(settings, lambda _: None).path)
-    budget = Budget(rows, sizes.round_steps, sizes.chunk_costs, busy_tokens=int(0.1 / token_seconds), idle_tokens=4096)
+    budget = Budget(rows, sizes.round_steps, sizes.chunk_costs, busy_tokens=sizes.num_tokens, idle_tokens=4096)
     scheduler = Scheduler(PagePool(sizes.num_pages, 32), budget)
     model = ServedModel("timed", tokenizer, sizes.max_seq_len, 1, int(time.time()))
-    loaded = Loaded(model, scheduler, TimedRunner(), sizes, None, Pace(token_seconds))  # type: ignore[arg-type]
+    pace = Pace(token_seconds, settings.inter_token_goal_ms / 1000)
+    loaded = Loaded(model, scheduler, TimedRunner(), sizes, None, pace)  # type: ignore[arg-type]
     loop = DeviceLoop(engine)
     loop.attach(Attach(loaded))
     Gauge(BUSY, "Seconds of work that the device was given.", registry=engine.metrics.registry).set_function(lambda: clock.busy)

@@ -132,6 +132,22 @@ class TestPace:
         assert pace.prefill.token_seconds == pytest.approx(0.004, rel=0.01)
         assert pace.seconds_for(Backlog(1_000, 80)) == pytest.approx(4 + 1, rel=0.01)
 
+    def test_prompts_get_twice_the_time_of_the_decoding_beside_them_and_no_more_than_streams_will_wait(self) -> None:
+        pace = Pace(0.01, patience_seconds=0.1)
+        assert pace.max_prefill(0.001) == pytest.approx(100, abs=1), "nothing is known of decoding yet"
+        for _ in range(20):
+            pace.note_decoding(0.02)
+        assert pace.max_prefill(0.001) == pytest.approx(40, abs=1)
+        assert pace.max_prefill(0.00001) == pytest.approx(4000, abs=1)
+        for seconds, tokens in ((0.04, 60), (0.04, 70)):
+            pace.note_decoding(seconds)  # there are more rows now
+            assert pace.max_prefill(0.001) == pytest.approx(tokens, abs=1)
+        for _ in range(20):
+            pace.note_decoding(0.5)
+        assert pace.max_prefill(0.001) == pytest.approx(100, abs=1)
+        pace.note_decoding(-5.0)  # of what was counted as decoding, prompts took more than all
+        assert pace.max_prefill(0.001) == 0
+
     def test_a_round_of_both_kinds_is_shared_by_their_costs(self) -> None:
         pace = Pace(0.01)
         for _ in range(400):

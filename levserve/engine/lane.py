@@ -23,12 +23,8 @@ from levserve.schedule.sequence import Progress, RoundPlan
 
 log = logging.getLogger(__name__)
 
-PREFILL_SHARE = 2.0
-"""Times what decoding takes, at most, goes to prompts in a round that does both: no gap is much longer than three times another."""
 EARLY_SECONDS = 2e-4
-"""Who waits longer than this for a result has seen when it came; who does not has come too late for that."""
-DECODE_MEMORY = 0.5
-"""Weight of the rounds before in the expected time of decoding: it follows the number of rows in a few rounds."""
+"""Who waits longer than this for a round's chunks has seen when they came, and decoding began; who does not came too late for that."""
 
 
 @dataclass(slots=True)
@@ -59,8 +55,6 @@ class Lane:
         self._flight: Flight | None = None
         self._tickets: dict[str, Ticket] = {}
         self._round_began = 0.0
-        self._decode_seconds: float | None = None
-        """What the decoding of a round takes at present."""
 
     @property
     def has_work(self) -> bool:
@@ -80,7 +74,7 @@ class Lane:
         elif before.plan.is_verify or self._speculates():
             self._read(before)
             before = None
-        plan = self.scheduler.plan(self._max_prefill())
+        plan = self.scheduler.plan(self._pace.max_prefill(self.runner.prefill_token_seconds))
         self._note_plan(plan)
         self._flight = None if plan.is_empty else self.runner.dispatch(plan)
         if before is not None:
@@ -123,25 +117,13 @@ class Lane:
         seconds = now - self._round_began
         self._round_began = now
         self._metrics.round_time.observe(seconds)
-        was_early = chunks_read - started > EARLY_SECONDS
-        self._note_pace(flight.plan, sum(len(sampled.tokens) for sampled in rows), seconds, now - chunks_read if was_early else None)
+        self._pace.note_round(flight.plan.num_prefill, sum(len(sampled.tokens) for sampled in rows), seconds)
+        if rows:
+            was_early = chunks_read - started > EARLY_SECONDS
+            prefill_seconds = flight.plan.num_prefill * self.runner.prefill_token_seconds
+            self._pace.note_decoding(now - chunks_read if was_early else seconds - prefill_seconds)
         self._note_drafts(flight.plan, rows, seconds)
         self._deliver(self.scheduler.commit(flight.plan, chunks, rows))
-
-    def _note_pace(self, plan: RoundPlan, num_decoded: int, seconds: float, after_chunks: float | None) -> None:
-        """Learns what prompts and decoding take, each for itself where the end of the chunks was seen, which come first."""
-        is_mixed = bool(plan.rows and plan.chunks)
-        self._pace.note_round(plan.num_prefill, num_decoded, seconds, after_chunks if is_mixed else None)
-        if plan.rows and (after_chunks is not None or not is_mixed):
-            spent = after_chunks if is_mixed and after_chunks is not None else seconds
-            before = spent if self._decode_seconds is None else self._decode_seconds
-            self._decode_seconds = DECODE_MEMORY * before + (1 - DECODE_MEMORY) * spent
-
-    def _max_prefill(self) -> int | None:
-        """Tokens of prompts that take `PREFILL_SHARE` times what the decoding beside them does."""
-        if self._decode_seconds is None:
-            return None
-        return int(PREFILL_SHARE * self._decode_seconds / self._pace.prefill.token_seconds)
 
     def _speculates(self) -> bool:
         if self.scheduler.speculation is None:

@@ -6,6 +6,7 @@ the next one and hands out the tokens of the last.
 
 from __future__ import annotations
 
+import math
 import time
 from array import array
 from collections import deque
@@ -62,21 +63,22 @@ class Runner:
         self._slots = SlotTable(sizes.rows, sizes.table_width)
         self._sizes = sizes
         self.programs = Programs(self._leaves, self._state, Skeleton(tree, sizes.table_width), sizes, metrics)
+        self.prefill_token_seconds = math.inf
+        """What a token of a prompt takes in the best of the programs that have run, when they were tried."""
         self._set_memory: Callable[..., Memory] | None = None
         self._fork_slot: Callable[[State, object], State] | None = None
         self._fill_pages: Callable[[Arrays, object, object], Arrays] | None = None
 
-    def warm_up(self, report: Callable[[str], None]) -> float:
-        """Compiles and runs the first programs, and returns the measured milliseconds of one prefill token."""
+    def warm_up(self, report: Callable[[str], None]) -> None:
+        """Compiles and runs the first programs."""
         self.programs.compile_first(report)
         self._set_memory = self.programs.set_memory()
         self._fork_slot = self.programs.fork_slot()
         self._fill_pages = self.programs.fill_pages()
         report("warming up")
         prefill, decode = self.programs.first_shapes
-        for shape in (prefill, decode):
+        for shape in (prefill, decode, prefill):  # of the second run one can tell what it takes
             self._warm(shape)
-        return self._run_idle(prefill) * 1000 / prefill.size
 
     def swap(self, leaves: Seq[jax.Array]) -> None:
         """Serves with other weights, now on the host, from here on; one array at a time, for there is no room for two sets."""
@@ -202,7 +204,9 @@ class Runner:
     def _warm(self, shape: Shape) -> None:
         """A GPU's program runs kernel by kernel the first time, records them as a graph the second and replays that the third."""
         for _ in range(1 if jax.default_backend() == "cpu" else 3):
-            self._run_idle(shape)
+            seconds = self._run_idle(shape)
+        if shape.is_prefill:
+            self.prefill_token_seconds = min(self.prefill_token_seconds, seconds / shape.size)
 
     def _run_idle(self, shape: Shape) -> float:
         """Runs a program while no sequence has a slot, and returns its seconds; no KV is written."""

@@ -228,17 +228,20 @@ def load(
         try:
             tokenizer = loading.result()
             adopt_libraries()
-            prefill_token_ms = runner.warm_up(report)
+            runner.warm_up(report)
         except BaseException:
             runner.free()
             raise
     speculation = Speculation(sizes.num_draft) if sizes.num_draft else None
-    scheduler = Scheduler(PagePool(sizes.num_pages, sizes.page_size), _budget(settings, sizes, prefill_token_ms), speculation)
+    log.info("%sprefill     %.3g ms a token in the smallest program", who, runner.prefill_token_seconds * 1000)
+    budget = Budget(sizes.rows, sizes.round_steps, sizes.chunk_costs, busy_tokens=sizes.num_tokens, idle_tokens=sizes.chunk_sizes[-1])
+    scheduler = Scheduler(PagePool(sizes.num_pages, sizes.page_size), budget, speculation)
     name = settings.served_model_name or files.name
     served = ServedModel(name, tokenizer, sizes.max_seq_len, config.hidden_size, int(time.time()))
     scores = _score_probe(scheduler, runner, served)
     log.info("%sprobe       mean log-probability %.3f over %d tokens of a fixed text", who, mean(scores), len(scores))
-    return Loaded(served, scheduler, runner, sizes, Origin(settings, files, config, dtype, narrow), Pace(prefill_token_ms / 1000))
+    pace = Pace(runner.prefill_token_seconds, settings.inter_token_goal_ms / 1000)
+    return Loaded(served, scheduler, runner, sizes, Origin(settings, files, config, dtype, narrow), pace)
 
 
 def choose_narrow(settings: Settings, platform: str, path: Path, config: ModelConfig) -> jnp.dtype | None:
@@ -302,13 +305,6 @@ def _load_tokenizer(settings: Settings, path: Path) -> Tokenizer:
     tokenizer = load_tokenizer(path, chat_template=_chat_template(settings))
     check_template(tokenizer)
     return tokenizer
-
-
-def _budget(settings: Settings, sizes: Sizes, prefill_token_ms: float) -> Budget:
-    """Turns the inter-token goal into prefill tokens by the cost that was measured at warm-up."""
-    busy_tokens = int(settings.inter_token_goal_ms / max(prefill_token_ms, 1e-6))
-    log.info("prefill costs %.3g ms a token: at most %d tokens a round beside running streams", prefill_token_ms, busy_tokens)
-    return Budget(sizes.rows, sizes.round_steps, sizes.chunk_costs, busy_tokens=busy_tokens, idle_tokens=sizes.chunk_sizes[-1])
 
 
 def _set_up_jax(settings: Settings) -> None:

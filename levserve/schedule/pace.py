@@ -8,11 +8,16 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+MOST_TOKENS = 2**30
 WINDOW_SECONDS = 30.0
 """Of work: what is older counts little."""
 GUESS_SECONDS = 0.1
 """Of work is what a first guess counts for: soon outweighed."""
 WEIGHT_OF_AN_END = 0.05
+WEIGHT_OF_A_ROUND = 0.5
+"""In the expected time of a round's decoding: it follows the number of rows in a few rounds."""
+PREFILL_SHARE = 2.0
+"""Times what decoding takes, at most, goes to prompts in a round that does both: no gap is much longer than three times another."""
 
 
 class Backlog(NamedTuple):
@@ -40,25 +45,41 @@ class Rate:
 
 
 class Pace:
-    """Smoothed costs of prefill and of decoding, and how much of what they may generate requests use."""
+    """Smoothed costs of prefill and of decoding, and how much of what they may generate requests use.
 
-    def __init__(self, prefill_token_seconds: float) -> None:
+    Running streams wait no longer than `patience_seconds` for other requests' prompts in one round.
+    """
+
+    def __init__(self, prefill_token_seconds: float, patience_seconds: float = math.inf) -> None:
         self.prefill = Rate(prefill_token_seconds)
         self.decode = Rate(prefill_token_seconds)
         self._used_share = 1.0
+        self._patience_seconds = patience_seconds
+        self._decoding_seconds: float | None = None
 
-    def note_round(self, num_prefill: int, num_decode: int, seconds: float, decode_seconds: float | None = None) -> None:
-        """A round that did both is shared between them as was seen, or else as their costs so far would have it."""
-        if decode_seconds is None:
-            decode_seconds = seconds * self._decode_share(num_prefill, num_decode)
+    def note_round(self, num_prefill: int, num_decode: int, seconds: float) -> None:
+        """A round that did both is shared between them as their costs so far would have it."""
+        prefill = num_prefill * self.prefill.token_seconds
+        expected = prefill + num_decode * self.decode.token_seconds
+        if expected <= 0:
+            return
+        prefill_seconds = seconds * prefill / expected
         if num_prefill:
-            self.prefill.note(num_prefill, seconds - decode_seconds)
+            self.prefill.note(num_prefill, prefill_seconds)
         if num_decode:
-            self.decode.note(num_decode, decode_seconds)
+            self.decode.note(num_decode, seconds - prefill_seconds)
 
-    def _decode_share(self, num_prefill: int, num_decode: int) -> float:
-        decode = num_decode * self.decode.token_seconds
-        return decode / max(num_prefill * self.prefill.token_seconds + decode, 1e-12)
+    def note_decoding(self, seconds: float) -> None:
+        """What the decoding of a round took."""
+        before = seconds if self._decoding_seconds is None else self._decoding_seconds
+        self._decoding_seconds = max(before + WEIGHT_OF_A_ROUND * (seconds - before), 0.0)
+
+    def max_prefill(self, token_seconds: float) -> int:
+        """Tokens of prompts, which take so long each, that a round may compute beside running streams."""
+        seconds = self._patience_seconds
+        if self._decoding_seconds is not None:
+            seconds = min(seconds, PREFILL_SHARE * self._decoding_seconds)
+        return int(min(seconds / token_seconds, MOST_TOKENS))
 
     def note_end(self, num_generated: int, max_tokens: int) -> None:
         """Most answers end before their limit, so a backlog counted in limits is longer than it will take."""
