@@ -24,7 +24,7 @@ import jax.numpy as jnp  # noqa: E402
 
 from levserve.engine.programs import Shape  # noqa: E402
 from levserve.engine.runner import Runner  # noqa: E402
-from levserve.engine.sizing import PIECE_TOKENS, Sizes  # noqa: E402
+from levserve.engine.sizing import PIECE_TOKENS, Sizes, cpu_features  # noqa: E402
 from levserve.metrics import Metrics  # noqa: E402
 from levserve.model import cache  # noqa: E402
 from levserve.model.attention import Kernel, choose_kernel  # noqa: E402
@@ -74,9 +74,9 @@ def main() -> None:
 def build(config: ModelConfig, dtype: jnp.dtype, platform: str, options: argparse.Namespace) -> tuple[Runner, Sizes]:
     narrow = NARROW.get(options.quantize)
     arrays = random_arrays(config, dtype, narrow)
-    kernel = Kernel(options.kernel) if options.kernel else choose_kernel(platform, config)[0]
+    kernel = Kernel(options.kernel) if options.kernel else choose_kernel(platform, config, has_amx="amx_bf16" in cpu_features())[0]
     storage = cache.storage_dtype(cache.kv_dtype(options.kv_dtype, dtype), platform)
-    chunk_sizes = {size * (1 if kernel is Kernel.XLA else options.prompts) for size in options.chunks}
+    chunk_sizes = {size * (options.prompts if kernel is Kernel.TRITON else 1) for size in options.chunks}
     longest = max([options.context + options.steps * (options.repeats + 3), *options.chunks])
     pages_each = -(-longest // PAGE_SIZE)
     rows = max(*options.rows, options.prompts)
@@ -90,7 +90,7 @@ def build(config: ModelConfig, dtype: jnp.dtype, platform: str, options: argpars
         row_sizes=tuple(sorted({max(2, rows) for rows in options.rows})),
         chunk_sizes=tuple(sorted(chunk_sizes)) or (PIECE_TOKENS,),
         round_steps=options.steps,
-        piece_tokens=None if kernel is Kernel.XLA else PIECE_TOKENS,
+        piece_tokens=PIECE_TOKENS if kernel is Kernel.TRITON else None,
     )
     model = Decoder.from_arrays(config, arrays, kernel=kernel, widened=choose_widened(narrow, platform, dtype))
     return Runner(model, sizes, storage, Metrics()), sizes

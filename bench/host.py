@@ -35,7 +35,8 @@ from levserve.engine.engine import Engine  # noqa: E402
 
 STEP_MS, PREFILL_US = "HOST_BENCH_STEP_MS", "HOST_BENCH_PREFILL_US"
 LEAST_PREFILL_SECONDS = 0.002
-BUSY = "host_bench_device_seconds"
+BUSY, PYTHON = "host_bench_device_seconds", "host_bench_device_thread_seconds"
+ROUNDS = 'levserve_rounds_total{kind="decode"}'
 
 
 class Clock:
@@ -137,7 +138,10 @@ def run_timed_device(settings: Settings, engine: Engine) -> None:
     loaded = Loaded(model, scheduler, TimedRunner(), sizes, None, pace)  # type: ignore[arg-type]
     loop = DeviceLoop(engine)
     loop.attach(Attach(loaded))
+    cpu_clock = time.pthread_getcpuclockid(threading.get_ident())
     Gauge(BUSY, "Seconds of work that the device was given.", registry=engine.metrics.registry).set_function(lambda: clock.busy)
+    python = Gauge(PYTHON, "CPU seconds of the device thread.", registry=engine.metrics.registry)
+    python.set_function(lambda: time.clock_gettime(cpu_clock))
     engine.publish(Resident(model=model, max_tokens=10**9))
     loop.run()
 
@@ -150,16 +154,18 @@ def main() -> int:
     url = f"http://127.0.0.1:{options.port}"
     try:
         _run_clients(url, options, options.streams)  # waits until it is ready, and warms it up
-        busy, cpu, start = _device_seconds(url), _cpu_seconds(server.pid), time.perf_counter()
+        before, cpu, start = _read_metrics(url), _cpu_seconds(server.pid), time.perf_counter()
         tokens = _run_clients(url, options, options.requests)
         wall = time.perf_counter() - start
-        busy, cpu = _device_seconds(url) - busy, _cpu_seconds(server.pid) - cpu
+        after, cpu = _read_metrics(url), _cpu_seconds(server.pid) - cpu
+        busy, python, rounds = (after[name] - before[name] for name in (BUSY, PYTHON, ROUNDS))
     finally:
         server.terminate()
         server.wait()
     print(
         f"{options.streams} streams, {options.step_ms:g} ms a step, {options.steps} steps a round: {tokens / wall:.0f} tok/s, "
-        f"device busy {busy / wall:.0%} of the time; the server takes {cpu / tokens * 1e6:.1f} us of CPU a token, {cpu / wall:.2f} cores"
+        f"device busy {busy / wall:.0%} of the time; CPU: {cpu / tokens * 1e6:.1f} us a token, {cpu / wall:.2f} cores, "
+        f"of which the device thread {python / rounds * 1e3:.2f} ms a round"
     )
     return 0
 
@@ -179,10 +185,10 @@ def _run_clients(url: str, options: argparse.Namespace, num_requests: int) -> in
     return sum(json.loads(result)["summary"]["output_tokens"] for result, _ in told)
 
 
-def _device_seconds(url: str) -> float:
+def _read_metrics(url: str) -> dict[str, float]:
     with urllib.request.urlopen(url + "/metrics") as response:
         lines = response.read().decode().splitlines()
-    return float(next(line for line in lines if line.startswith(f"{BUSY} ")).split()[1])
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))}
 
 
 def _cpu_seconds(arbiter: int) -> float:

@@ -53,9 +53,9 @@ def test_paged_attention_equals_dense_attention(
         np.testing.assert_allclose(got[row], dense(q[row], *whole, positions[row], window, softcap), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("storage", [jnp.uint16, jnp.bfloat16])
+@pytest.mark.parametrize(("storage", "kernel"), [(jnp.uint16, Kernel.XLA), (jnp.bfloat16, Kernel.XLA), (jnp.bfloat16, Kernel.XLA_AMX)])
 @pytest.mark.parametrize(("chunk", "kv_heads", "group"), [(1, 2, 1), (1, 3, 3), (5, 1, 3), (1, 1, 16), (1, 2, 17), (40, 1, 2)])
-def test_bfloat16_is_mixed_like_the_numbers_it_stands_for(chunk: int, kv_heads: int, group: int, storage: type) -> None:
+def test_bfloat16_is_mixed_like_the_numbers_it_stands_for(chunk: int, kv_heads: int, group: int, storage: type, kernel: Kernel) -> None:
     """Whether there is one query, a few or many: each has a road of its own."""
     rng = np.random.default_rng(group)
     lengths, page_size, size = [chunk, 64, 65, 290], 32, 64
@@ -65,7 +65,7 @@ def test_bfloat16_is_mixed_like_the_numbers_it_stands_for(chunk: int, kv_heads: 
     positions = np.stack([np.arange(length - chunk, length) for length in lengths]).astype(np.int32)
     positions[1, 0] = -1  # padding
     pool = cache.to_storage(numbers, jnp.dtype(storage))
-    got = attend(q, pool, jnp.asarray(table), jnp.asarray(positions))
+    got = attend(q, pool, jnp.asarray(table), jnp.asarray(positions), kernel=kernel)
     for row, length in enumerate(lengths):
         whole = np.asarray(numbers, np.float32)[table[row]].transpose(1, 0, 3, 2, 4).reshape(2, -1, kv_heads, size)[:, :length]
         np.testing.assert_allclose(got[row], dense(np.asarray(q)[row], *whole, positions[row], None), atol=8e-3)
@@ -127,11 +127,12 @@ def test_fp8_is_mixed_like_the_numbers_it_stands_for(way: str, chunk: int) -> No
 
 @pytest.mark.parametrize(
     ("platform", "head_dim", "kernel"),
-    [("cpu", 64, Kernel.XLA), ("gpu", 64, Kernel.TRITON), ("gpu", 80, Kernel.TRITON), ("gpu", 512, Kernel.XLA)],
+    [("cpu", 64, Kernel.XLA), ("tpu", 64, Kernel.XLA), ("gpu", 64, Kernel.TRITON), ("gpu", 80, Kernel.TRITON), ("gpu", 512, Kernel.XLA)],
 )
 def test_the_kernel_is_chosen_by_what_it_can_serve(platform: str, head_dim: int, kernel: Kernel) -> None:
     config = ModelConfig(100, 64, 64, 1, 2, 1, head_dim, 1e-5, 1e4, 128, True)
     assert choose_kernel(platform, config)[0] is kernel
+    assert choose_kernel(platform, config, has_amx=True)[0] is (Kernel.XLA_AMX if platform == "cpu" else kernel)
 
 
 def test_writes_go_to_their_page_and_padding_goes_nowhere() -> None:

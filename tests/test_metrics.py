@@ -61,8 +61,8 @@ class Gate:
     def __init__(self, running: Running) -> None:
         self._reads = threading.Semaphore(0)
         self._is_open = True
-        self._read = running.loaded.runner.read
-        running.loaded.runner.read = self  # type: ignore[assignment, method-assign]
+        self._read = running.loaded.runner.read_chunks  # with which every read begins
+        running.loaded.runner.read_chunks = self  # type: ignore[assignment, method-assign]
 
     def __call__(self, flight: Any) -> Any:
         while not self._is_open and not self._reads.acquire(timeout=0.05):

@@ -150,6 +150,12 @@ def free_memory() -> int:
     return free if limit == "max" else min(free, int(limit) - used)
 
 
+def cpu_features() -> str:
+    """The CPU's kind and what it can do: x86 lists that as flags, ARM as Features."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return "\n".join(sorted({line for line in lines if line.startswith(("flags", "Features", "CPU part", "model name"))}))
+
+
 def process_memory() -> int:
     """Bytes of the host's memory that this process takes now."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -22,7 +22,7 @@ from levserve.engine.engine import Attach, Engine, ServedModel
 from levserve.engine.entry import Counts, Resident
 from levserve.engine.library import MakeRoom
 from levserve.engine.probe import mean, probe_request
-from levserve.engine.sizing import Machine, Sizes, free_memory, human, kv_floor, plan_sizes
+from levserve.engine.sizing import Machine, Sizes, cpu_features, free_memory, human, kv_floor, plan_sizes
 from levserve.errors import ConfigError, StartupError
 from levserve.logs import adopt_libraries, complain
 from levserve.metrics import Metrics
@@ -192,7 +192,7 @@ def load(
     check_fp8(settings, device)
     narrow = choose_narrow(settings, device.platform, files.path, config)
     widened = choose_widened(narrow, device.platform, dtype)
-    kernel, reason = choose_kernel(device.platform, config)
+    kernel, reason = choose_kernel(device.platform, config, has_amx="amx_bf16" in cpu_features())
     kept = cache.kv_dtype(settings.kv_dtype, dtype)
     storage = cache.storage_dtype(kept, device.platform)
     page_bytes = cache.page_bytes(config, settings.page_size, storage)
@@ -211,7 +211,7 @@ def load(
     free = _free_bytes(device) if allowed is None else min(_free_bytes(device), allowed - weight_bytes)
     sizes = plan_sizes(
         settings,
-        Machine(device.platform, free, has_kernel=kernel is not Kernel.XLA),
+        Machine(device.platform, free, has_kernel=kernel is Kernel.TRITON),
         rows=rows,
         max_position=config.max_position,
         page_bytes=page_bytes,
@@ -319,18 +319,12 @@ def _set_up_jax(settings: Settings) -> None:
         jax.config.update("jax_default_matmul_precision", "highest")  # a GPU would multiply with ten bits of fraction
     if settings.compile_cache:
         # Programs compiled by another jaxlib or for another CPU are refused at best, so each pair has a folder of its own.
-        folder = settings.cache_path / "programs" / f"jaxlib-{jaxlib_version}-{_cpu_hash()}"
+        cpu = hashlib.sha256(cpu_features().encode()).hexdigest()[:12]
+        folder = settings.cache_path / "programs" / f"jaxlib-{jaxlib_version}-{cpu}"
         folder.mkdir(parents=True, exist_ok=True)
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-
-
-def _cpu_hash() -> str:
-    """Names the CPU's features: x86 lists them as flags, ARM as Features."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    features = sorted({line for line in lines if line.startswith(("flags", "Features", "CPU part", "model name"))})
-    return hashlib.sha256("\n".join(features).encode()).hexdigest()[:12]
 
 
 def _find_device(wanted: str) -> jax.Device:

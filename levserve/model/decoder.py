@@ -201,7 +201,7 @@ class Decoder(eqx.Module):
             weight, bias = hax.named(arrays[name], (*stacked, Out, In)), optional(f"{name}_bias", Out)
             scale = optional(f"{name}_scale", Out)
             # Not what is added to the residual stream, whose every bit counts.
-            rounds = kernel is not Kernel.XLA and Out in (config.QKV, config.GateUp)
+            rounds = kernel is Kernel.TRITON and Out in (config.QKV, config.GateUp)
             return Linear(weight, bias, rounds) if scale is None else QuantizedLinear(weight, bias, rounds, scale, widened)
 
         def norm(name: str, *over: Axis) -> Norm | None:
