@@ -62,12 +62,18 @@ class SlotTable:
         self._rules[num_slots] = _pack_rules(GenerationRequest("", (), 0))
         self._pages = np.zeros((num_slots + 1, table_width), np.int32)
         self._num_pages = [0] * num_slots
+        self._modes = [Mode.GREEDY] * num_slots
 
     def seat(self, sequence: Sequence) -> None:
         """Takes note of who has a slot now."""
         assert sequence.slot is not None
         self._rules[sequence.slot] = _pack_rules(sequence.request)
         self._num_pages[sequence.slot] = 0
+        self._modes[sequence.slot] = mode_for(sequence.request)
+
+    def mode_of(self, rows: Seq[Row]) -> Mode:
+        """The cheapest mode that serves them all."""
+        return max({self._modes[row.slot] for row in rows}, key=tuple(Mode).index)
 
     def pack_rows(self, rows: Seq[Row], size: int) -> Ints:
         """[size, columns + table width] for a decode round."""

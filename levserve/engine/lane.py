@@ -145,6 +145,7 @@ class Lane:
         """Counts before it tells: who has an answer finds it in the metrics."""
         now = time.monotonic()
         tickets = [self._tickets[progress.sequence.request.request_id] for progress in news]
+        self._metrics.generated_tokens.inc(sum(len(progress.batch.tokens) for progress in news))
         for ticket, progress in zip(tickets, news):
             self._note_tokens(ticket, len(progress.batch.tokens), now)
             if progress.finish is not None:
@@ -155,7 +156,6 @@ class Lane:
     def _note_tokens(self, ticket: Ticket, count: int, now: float) -> None:
         if count == 0:
             return
-        self._metrics.generated_tokens.inc(count)
         if ticket.last_token is None:
             ticket.first_token = now
             self._metrics.ttft.observe(now - ticket.arrival)

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levserve.engine.batch import Ints, SlotTable, edits_for, mode_for, needs_memory
-from levserve.engine.programs import MODES, Programs, Shape
+from levserve.engine.programs import Programs, Shape
 from levserve.engine.rounds import Arrays, ChunkOutput, Skeleton, State
 from levserve.engine.sizing import Sizes
 from levserve.metrics import Metrics
@@ -125,7 +125,8 @@ class Runner:
         rows: list[Sampled] = []
         for group, sampled in flight.rows:
             outputs = np.asarray(sampled)  # [step, row, outputs]
-            rows += [_sampled(row.sequence, _kept(row, outputs[:, index])) for index, row in enumerate(group)]
+            tokens: list[list[int]] = outputs[:, :, 0].T.tolist()
+            rows += [_sampled(row.sequence, _kept(row, tokens[index]), outputs[:, index]) for index, row in enumerate(group)]
         return rows
 
     def fill_pages(self, pages: Seq[int], value: float) -> None:
@@ -149,7 +150,7 @@ class Runner:
     def _groups(self, plan: RoundPlan) -> list[Seq[Row]]:
         """The rows, or as many of them together as the widest program takes."""
         rows = plan.rows
-        size = len(rows) if plan.is_verify or not rows else self.programs.decode(len(rows), _mode(rows)).size
+        size = len(rows) if plan.is_verify or not rows else self.programs.decode(len(rows), self._slots.mode_of(rows)).size
         return [rows[start : start + size] for start in range(0, len(rows), size or 1)]
 
     def _seat(self, sequence: Sequence) -> None:
@@ -190,7 +191,7 @@ class Runner:
         self._state = self._fork_slot(self._state, np.array([fork.slot, token, fork.source_page, fork.target_page], np.int32))
 
     def _dispatch_rows(self, rows: Seq[Row], is_verify: bool) -> jax.Array:
-        shape = self.programs.verify(len(rows)) if is_verify else self.programs.decode(len(rows), _mode(rows))
+        shape = self.programs.verify(len(rows)) if is_verify else self.programs.decode(len(rows), self._slots.mode_of(rows))
         outputs: jax.Array
         self._state, outputs = self.programs[shape](self._leaves, self._state, self._pack_rows(rows, shape))
         outputs.copy_to_host_async()
@@ -232,10 +233,6 @@ def make_state(model: Decoder, sizes: Sizes, storage: jnp.dtype) -> State:
     return State(pools, jnp.zeros(sizes.rows, jnp.int32), memory)
 
 
-def _mode(rows: Seq[Row]) -> Mode:
-    return max((mode_for(row.sequence.request) for row in rows), key=MODES.index)
-
-
 def _is_quiet(chunk: Chunk) -> bool:
     """Whether no more than the next token is wanted of it, if that, and no more than a plain draw."""
     request = chunk.sequence.request
@@ -254,7 +251,10 @@ def _read_piece(piece: Piece) -> Sampled:
     """Copies what somebody asked for, and nothing else."""
     chunk, output, row = piece
     sequence = chunk.sequence
-    sampled = _sampled(sequence, np.asarray(output.sampled)[row : row + 1]) if chunk.is_last else Sampled(())
+    sampled = Sampled(())
+    if chunk.is_last:
+        outputs = np.asarray(output.sampled)[row : row + 1]
+        sampled = _sampled(sequence, outputs[:, 0].tolist(), outputs)
     if chunk.scored:
         first = chunk.scored.start - chunk.start - 1
         scores = np.asarray(output.scores)[row, first : first + len(chunk.scored)]
@@ -273,14 +273,13 @@ def _read_piece(piece: Piece) -> Sampled:
     return sampled
 
 
-def _kept(row: Row, outputs: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-    """The places of one row's outputs that count: its steps, and as many more as its draft was right."""
-    return outputs[: row.steps + (num_accepted(row.draft, outputs[:, 0].tolist()) if row.draft else 0)]
+def _kept(row: Row, tokens: list[int]) -> list[int]:
+    """Those of a row's tokens that count: its steps', and as many more as its draft was right."""
+    return tokens[: row.steps + (num_accepted(row.draft, tokens) if row.draft else 0)]
 
 
-def _sampled(sequence: Sequence, outputs: npt.NDArray[np.int32]) -> Sampled:
-    """Takes one sequence's output columns [token, outputs] apart; see `rounds.NUM_OUTPUTS`."""
-    tokens: list[int] = outputs[:, 0].tolist()
+def _sampled(sequence: Sequence, tokens: list[int], outputs: npt.NDArray[np.int32]) -> Sampled:
+    """One sequence's tokens and what its output columns [token, outputs] tell of them; see `rounds.NUM_OUTPUTS`."""
     is_poisoned = POISONED in tokens
     if is_poisoned:
         tokens = tokens[: tokens.index(POISONED)]

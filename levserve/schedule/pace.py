@@ -79,7 +79,7 @@ class Pace:
         seconds = self._patience_seconds
         if self._decoding_seconds is not None:
             seconds = min(seconds, PREFILL_SHARE * self._decoding_seconds)
-        return int(min(seconds / token_seconds, MOST_TOKENS))
+        return int(min(seconds / max(token_seconds, 1e-9), MOST_TOKENS))
 
     def note_end(self, num_generated: int, max_tokens: int) -> None:
         """Most answers end before their limit, so a backlog counted in limits is longer than it will take."""
