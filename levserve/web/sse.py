@@ -56,7 +56,7 @@ class Heartbeat:
         is_here = awaited.wait(None if until == math.inf else max(until - time.monotonic(), 0))
         return is_here or (deadline is not None and deadline <= time.monotonic())
 
-    def wait_beside(self, relay: Carry, deltas: Deltas) -> bool:
+    def wait_beside(self, deltas: Deltas, relay: Carry | None) -> bool:
         """The same for deltas of which a relay may send some meanwhile: then the clock starts again behind our back."""
         while not deltas.wait(max(self._due - time.monotonic(), 0) if self._seconds else None, relay):
             if self.is_due():
@@ -147,8 +147,7 @@ def _events(deltas: Deltas, events: Events, heartbeat: Heartbeat, relay: Relay |
     pending = events.opening()
     has_begun = False  # the head of the answer goes out with its first bytes
     while True:
-        can_relay = relay is not None and has_begun and not pending
-        if not (heartbeat.wait_beside(relay, deltas) if can_relay and relay else heartbeat.wait_for(deltas)):
+        if not heartbeat.wait_beside(deltas, relay if has_begun and not pending else None):
             yield PING
         elif (found := next(deltas, None)) is None:
             return
