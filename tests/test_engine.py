@@ -17,6 +17,7 @@ import pytest
 from levserve.engine.programs import Programs, Shape
 from levserve.engine.sizing import Sizes, plan_sizes
 from levserve.model import cache
+from levserve.model.sampler import Mode
 from levserve.schedule.request import FinishReason
 from tests.conftest import FAMILIES, GOLDEN
 from tests.engines import Running, ask, read, running_engine
@@ -264,6 +265,45 @@ def test_no_request_waits_for_a_compile_after_ready() -> None:
             jax.monitoring.unregister_event_duration_listener(note)
     assert "levserve-device" not in compiled_on, "the device thread compiled something"
     assert "levserve-compile" in compiled_on, "the rest is compiled in the background"
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "flags", "size"),
+    [
+        (64, {}, 64),
+        (65, {}, 128),
+        (2560, {}, 4096),
+        (2560, {"can_split": True}, 1024),  # 4096 would be mostly empty
+        (3000, {"can_split": True}, 4096),
+        (9000, {"can_split": True}, 4096),
+        (10, {"can_split": True}, 64),
+        (10, {"is_quiet": True}, 64),
+    ],
+)
+def test_tokens_of_prompts_get_the_program_that_they_fill(num_tokens: int, flags: dict[str, bool], size: int) -> None:
+    programs = Programs.__new__(Programs)
+    shapes = [*map(Shape, (64, 128, 1024, 4096)), *(Shape(size, is_quiet=True) for size in (64, 128, 4096)), Shape(8, Mode.FULL)]
+    programs._ready = dict.fromkeys(shapes, lambda *given: given)
+    assert programs.prefill(num_tokens, **flags) == Shape(size, is_quiet=flags.get("is_quiet", False))
+
+
+def test_running_streams_wait_no_longer_for_a_prompt_than_they_were_promised() -> None:
+    flags = ("--page-size", "4", "--kv-pages", "256", "--prefill-chunk", "128", "--inter-token-goal-ms", "1")
+    with running_engine(GOLDEN / "llama", *flags) as running:
+        plans = []
+        plan = running.loaded.scheduler.plan
+
+        def note(max_prefill: int | None = None) -> Any:
+            plans.append(plan(max_prefill))
+            return plans[-1]
+
+        running.loaded.scheduler.plan = note  # type: ignore[method-assign]
+        first = running.submit(ask([5, 6, 7], 100))
+        first.get(60)
+        read(running.submit(ask([number % 90 + 3 for number in range(100)], 2)))
+        read(first)
+    beside = [made.num_prefill for made in plans if made.rows and made.chunks]
+    assert sum(beside) >= 96 and max(beside) <= 32, "never more than the smallest program"
 
 
 def test_work_larger_than_any_ready_program_is_done_in_parts(llama: Running, monkeypatch: pytest.MonkeyPatch) -> None:

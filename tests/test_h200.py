@@ -43,11 +43,11 @@ ATTENTION = "paged_attention"
 LAYER_KERNELS = {FEW: 13, MANY: 10, MOST: 10, DRAWN: 10, ANYHOW: 13, PREFILL: 10, QUIET: 10}
 """Four products, attention, queries turned, keys and values turned and written, two norms, the gated activation. With few rows a
 sum for the residual stream, which larger products have in them, one of a product's parts, and one that merges attention's splits."""
-OTHER_KERNELS = {FEW: 10, MANY: 11, MOST: 11, DRAWN: 25, ANYHOW: 19, PREFILL: 21, QUIET: 27}
-"""Of a decode step and of quiet prefill; of other prefill and of full mode up to where the host looks what is asked for."""
+OTHER_KERNELS = {FEW: 10, MANY: 11, MOST: 11, DRAWN: 26, ANYHOW: 19, PREFILL: 21, QUIET: 28}
+"""Of a decode step and of quiet prefill; of other prefill and of full mode up to where the host looks what is asked for. A plain draw
+has one more with jax 0.12 than with 0.11."""
 WORKSPACE_BYTES = 4 << 20
 """Of the library for large products."""
-TURNED = pytest.mark.xfail(jax.__version_info__ >= (0, 12), reason="for a sum over each chunk jax 0.12 lays all activations out anew")
 
 
 class Given(NamedTuple):
@@ -125,7 +125,7 @@ def test_prefill_of_which_only_the_next_token_is_wanted_is_one_graph() -> None:
     assert [thunk.kind for thunk in thunks if thunk.depth == 0] == ["kCommandBuffer"]
 
 
-@pytest.mark.parametrize("shape", [FEW, MANY, MOST, DRAWN, ANYHOW, QUIET, pytest.param(PREFILL, marks=TURNED)], ids=str)
+@pytest.mark.parametrize("shape", [FEW, MANY, MOST, DRAWN, ANYHOW, QUIET, PREFILL], ids=str)
 def test_a_program_has_no_more_kernels_than_it_had(shape: Shape) -> None:
     names = kernels(shape)
     assert sum(name.startswith(ATTENTION) for name in names) == CONFIG.num_layers

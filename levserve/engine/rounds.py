@@ -14,6 +14,7 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from levserve.engine.batch import NUM_COLUMNS, RoundInput, unpack
 from levserve.model.decoder import CHUNK, ROW, Decoder
@@ -93,7 +94,9 @@ def prefill_chunk(leaves: Arrays, state: State, packed: jax.Array, *, skeleton: 
         return state.last_tokens, state.memory.history, jnp.zeros((rows, NUM_OUTPUTS[Mode.FULL]), jnp.int32)
 
     last_tokens, history, outputs = lax.cond((given.slots < num_slots).any(), draw, skip)
-    pooled = jnp.stack([jnp.where(is_given[..., None], hidden, 0.0).sum(1), hidden_last], axis=1)
+    # The layout is said because for this sum jax 0.12 would lay the activations of all layers out anew on a GPU.
+    as_computed = with_layout_constraint(hidden, Layout((0, 1, 2)))
+    pooled = jnp.stack([jnp.where(is_given[..., None], as_computed, 0.0).sum(1), hidden_last], axis=1)
     output = ChunkOutput(outputs, _score(model, hidden, tokens[:, 1:], (given.scored > 0).any()), pooled)
     return State(pools, last_tokens, state.memory._replace(history=history)), output
 
