@@ -21,6 +21,7 @@ from levserve.model.sampler import Mode
 from levserve.schedule.request import FinishReason
 from tests.conftest import FAMILIES, GOLDEN
 from tests.engines import Running, ask, read, running_engine
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.tiny
 
@@ -81,10 +82,7 @@ def test_prompts_of_which_only_the_next_token_is_wanted_get_it_from_quiet_progra
     monkeypatch.setattr(Programs, "__getitem__", lambda self, shape: used.append(shape) or take(self, shape))
     cases = cases_of(family)
     with running_engine(GOLDEN / family) as running:
-        deadline = time.monotonic() + 240
-        while not running.loaded.runner.programs.is_complete:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until(lambda: running.loaded.runner.programs.is_complete, 240)
         used.clear()
         answers = running.run(*(ask(case["prompt"]) for case in cases))
         drawn = running.run(*(ask(case["prompt"], temperature=0.7, seed=5) for case in cases))

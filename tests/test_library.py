@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -17,6 +16,7 @@ from levserve.engine.entry import Resident, Status
 from levserve.engine.library import Library, MakeRoom, Report
 from levserve.errors import Conflict, ModelNotFound, StartupError, Unavailable
 from levserve.metrics import Metrics
+from tests.waiting import wait_until
 
 SIZES = {"a": 40, "b": 40, "c": 40, "huge": 1000, "bad": 1}
 PATIENCE = 20.0
@@ -80,13 +80,6 @@ def use(library: Library, name: str) -> None:
     with library.borrow(name) as loan:
         assert loan.wait(PATIENCE)
         assert loan.model.name == name
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 def statuses(library: Library) -> dict[str, Status]:

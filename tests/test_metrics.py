@@ -8,7 +8,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from tests.conftest import GOLDEN
 from tests.engines import Running, ask, read, running_engine
 from tests.fake_server import ServerProcess
 from tests.test_library import FakeLoader
+from tests.waiting import wait_until
 
 DASHBOARD = Path(__file__).parent.parent / "deploy" / "grafana" / "levserve.json"
 PROMPT = [100 + number for number in range(9)]
@@ -91,13 +92,6 @@ def running() -> Iterator[Running]:
 @pytest.fixture(scope="module")
 def gate(running: Running) -> Gate:
     return Gate(running)
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not is_so():
-        assert time.monotonic() < deadline, "it did not come to that"
-        time.sleep(0.005)
 
 
 ONE_ANSWER = {  # a prompt of 9 tokens and 5 that follow: one round for the prompt and the first, four for the others

@@ -14,6 +14,7 @@ from contextlib import closing, contextmanager
 import pytest
 from hypothesis import given, settings, strategies as st
 from tests.fake_device import load_toy_tokenizer
+from tests.waiting import wait_until
 
 from levserve.engine.engine import ServedModel
 from levserve.engine.stream import TokenStream
@@ -89,13 +90,6 @@ def text_of(events: Sequence[str]) -> str:
     assert json.loads(ending.removeprefix("data: "))["choices"][0]["finish_reason"] is not None
     assert done == "data: [DONE]"
     return "".join(json.loads(event.removeprefix("data: "))["choices"][0]["delta"]["content"] for event in middle)
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 @settings(max_examples=30, deadline=None)

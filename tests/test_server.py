@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +19,7 @@ import pytest
 from tests.conftest import GOLDEN, QUICK_COMPILE
 from tests.engines import cache_folder
 from tests.servers import Server, running_server
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.real
 
@@ -217,10 +217,3 @@ def test_a_model_whose_file_is_cut_off_ends_the_server_with_one_line(tmp_path: P
     assert result.returncode == 1
     (line,) = result.stderr.strip().splitlines()
     assert line.startswith("levserve: error: ") and str(tmp_path / "model.safetensors") in line
-
-
-def wait_until(is_true: object, seconds: float = 30) -> None:
-    deadline = time.monotonic() + seconds
-    while not is_true():  # type: ignore[operator]
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.02)

@@ -9,13 +9,14 @@ import socket
 import statistics
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.fake_server import PATIENCE_SECONDS, ServerProcess, completion
+from tests.waiting import wait_until
 
 CROWD = 40
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -86,13 +87,6 @@ def metric(server: ServerProcess, name: str, **labels: str) -> float:
     families = text_string_to_metric_families(server.ask("GET", "/metrics").body.decode())
     samples = [sample for family in families for sample in family.samples]
     return next((sample.value for sample in samples if sample.name == f"levserve_{name}" and sample.labels == labels), 0.0)
-
-
-def wait_until(is_true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not is_true():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.05)
 
 
 def check_speed(server: ServerProcess, *paths: str) -> None:

@@ -25,6 +25,7 @@ from levserve.web.hijack import HijackedSocket
 from levserve.web.watcher import Watcher
 from tests.fake_device import FakeDevice
 from tests.fake_server import PATIENCE_SECONDS, Reply, ServerProcess, completion
+from tests.waiting import wait_until
 
 CHAT = {"model": "toy", "messages": [{"role": "user", "content": "t17 t18"}], "temperature": 0, "max_tokens": 3}
 UPGRADE = {
@@ -126,13 +127,6 @@ def knock(server: ServerProcess, path: str = "/v1/ws", **headers: str) -> Reply:
     with server.connect() as client:
         client.send("GET", path, **(UPGRADE | headers))
         return client.receive()
-
-
-def wait_until(is_true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not is_true():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.02)
 
 
 def read_stream(server: ServerProcess, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:

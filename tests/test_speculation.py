@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,6 +20,7 @@ from levserve.text.tokenizer import load_tokenizer
 from tests.conftest import GOLDEN
 from tests.engines import Answer, Running, ask, read, running_engine
 from tests.test_engine import cases_of
+from tests.waiting import wait_until
 
 NUM_DRAFT = 5
 TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=60)
@@ -127,10 +127,7 @@ def mistral() -> Iterator[Running]:
     """An engine that drafts, once its programs are ready for it; some layers of its model see a window."""
     flags = ("--speculate", str(NUM_DRAFT), "--page-size", "4", "--kv-pages", "40", "--prefill-chunk", "32")
     with running_engine(GOLDEN / "mistral", *flags, rows=2) as running:
-        deadline = time.monotonic() + 240
-        while not running.loaded.runner.programs.is_complete:
-            assert time.monotonic() < deadline, "the programs were not compiled"
-            time.sleep(0.02)
+        wait_until(lambda: running.loaded.runner.programs.is_complete, 240)
         running.loaded.scheduler.speculation = Switch(NUM_DRAFT)
         yield running
         running.wait_idle()
