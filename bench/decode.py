@@ -74,7 +74,7 @@ def main() -> None:
 def build(config: ModelConfig, dtype: jnp.dtype, platform: str, options: argparse.Namespace) -> tuple[Runner, Sizes]:
     narrow = NARROW.get(options.quantize)
     arrays = random_arrays(config, dtype, narrow)
-    kernel = Kernel(options.kernel) if options.kernel else choose_kernel(platform, config, has_amx="amx_bf16" in cpu_features())[0]
+    kernel = Kernel(options.kernel) if options.kernel else choose_kernel(platform, config, cpu_features())[0]
     storage = cache.storage_dtype(cache.kv_dtype(options.kv_dtype, dtype), platform)
     chunk_sizes = {size * (options.prompts if kernel is Kernel.TRITON else 1) for size in options.chunks}
     longest = max([options.context + options.steps * (options.repeats + 3), *options.chunks])

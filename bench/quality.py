@@ -103,7 +103,7 @@ def score(path: Path, config: ModelConfig, tokens: list[int], number_format: For
     began = time.monotonic()
     jax.config.update("jax_default_matmul_precision", "highest" if dtype == jnp.float32 else None)  # as the server does
     arrays = load_arrays(path, config, dtype, report=lambda _: None, narrow=narrow)
-    kernel, _ = choose_kernel(platform, config, has_amx="amx_bf16" in cpu_features())
+    kernel, _ = choose_kernel(platform, config, cpu_features())
     model = Decoder.from_arrays(config, arrays, kernel=kernel, widened=choose_widened(narrow, platform, dtype))
     num_pages = -(-len(tokens) // PAGE_SIZE)
     pools = cache.make_pool(config, num_pages, PAGE_SIZE, cache.storage_dtype(cache.kv_dtype(number_format.kv_dtype, dtype), platform))

@@ -32,8 +32,8 @@ FAMILIES = (
 )  # fmt: skip
 
 HEAVY = {
-    "equinox", "gguf", "haliax", "huggingface_hub", "jax", "jaxlib", "ml_dtypes", "numpy", "safetensors", "tensorstore", "torch",
-    "transformers",
+    "equinox", "gguf", "haliax", "huggingface_hub", "jax", "jaxlib", "llvmlite", "ml_dtypes", "numpy", "safetensors", "tensorstore",
+    "torch", "transformers",
 }  # fmt: skip
 """Not to be imported before the fork: jax must not be, and the others would make the server's first answer wait."""
 

@@ -32,11 +32,12 @@ def dense(
     return out
 
 
+@pytest.mark.parametrize("kernel", [Kernel.XLA, Kernel.LLVM])
 @pytest.mark.parametrize("page_size", [4, 16, 32])
 @pytest.mark.parametrize(("kv_heads", "group", "size"), [(1, 1, 64), (2, 3, 32), (1, 8, 80)])
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (7, None), (7, 2.0)])
 def test_paged_attention_equals_dense_attention(
-    page_size: int, kv_heads: int, group: int, size: int, window: int | None, softcap: float | None
+    page_size: int, kv_heads: int, group: int, size: int, window: int | None, softcap: float | None, kernel: Kernel
 ) -> None:
     rng = np.random.default_rng(page_size * 100 + group)
     chunk, lengths = 3, [3, page_size + 3, 2 * page_size, 290]
@@ -47,13 +48,20 @@ def test_paged_attention_equals_dense_attention(
     q = rng.standard_normal((len(lengths), chunk, kv_heads, group, size), dtype=np.float32)
     positions = np.stack([np.arange(length - chunk, length) for length in lengths]).astype(np.int32)
     positions[2, 2] = -1  # padding
-    got = attend(jnp.asarray(q * 4), pool, jnp.asarray(table), jnp.asarray(positions), window=window, softcap=softcap, scale=0.25)
+    given = jnp.asarray(q * 4), pool, jnp.asarray(table), jnp.asarray(positions)
+    got = attend(*given, window=window, softcap=softcap, scale=0.25, kernel=kernel)
     for row, length in enumerate(lengths):
         whole = np.asarray(pool)[table[row]].transpose(1, 0, 3, 2, 4).reshape(2, -1, kv_heads, size)[:, :length]
         np.testing.assert_allclose(got[row], dense(q[row], *whole, positions[row], window, softcap), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("storage", "kernel"), [(jnp.uint16, Kernel.XLA), (jnp.bfloat16, Kernel.XLA), (jnp.bfloat16, Kernel.XLA_AMX)])
+@pytest.mark.parametrize(
+    ("storage", "kernel"),
+    [
+        (jnp.uint16, Kernel.XLA), (jnp.bfloat16, Kernel.XLA), (jnp.bfloat16, Kernel.LLVM_AMX),
+        (jnp.uint16, Kernel.LLVM), (jnp.bfloat16, Kernel.LLVM),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize(("chunk", "kv_heads", "group"), [(1, 2, 1), (1, 3, 3), (5, 1, 3), (1, 1, 16), (1, 2, 17), (40, 1, 2)])
 def test_bfloat16_is_mixed_like_the_numbers_it_stands_for(chunk: int, kv_heads: int, group: int, storage: type, kernel: Kernel) -> None:
     """Whether there is one query, a few or many: each has a road of its own."""
@@ -102,21 +110,22 @@ def test_the_gpu_kernel_equals_the_plain_one(
 
 
 @pytest.mark.parametrize("chunk", [1, 16])
-@pytest.mark.parametrize("way", ["kernel", "xla", "xla on bits"])
+@pytest.mark.parametrize("way", ["kernel", "xla", "xla on bits", "llvm on bits"])
 def test_fp8_is_mixed_like_the_numbers_it_stands_for(way: str, chunk: int) -> None:
-    """By the GPU's kernel, by the plain one there, and by the plain one on a CPU, which stores bits."""
+    """By the GPU's kernel, by the plain one there, and by both on a CPU, which stores bits."""
     rng = np.random.default_rng(chunk)
     lengths, page_size, size = [chunk, 64, 130], 32, 64
     table = rng.permutation(17)[:15].reshape(3, 5).astype(np.int32)
     given = jnp.asarray(rng.standard_normal((17, 2, 2, page_size, size)), jnp.float32)
-    pool = cache.to_storage(given, cache.storage_dtype(cache.FP8, "cpu" if way == "xla on bits" else "gpu"))
+    pool = cache.to_storage(given, cache.storage_dtype(cache.FP8, "cpu" if way.endswith("on bits") else "gpu"))
     q = jnp.asarray(rng.standard_normal((3, chunk, 2, 3, size)) / 8, jnp.bfloat16).astype(jnp.float32)
     positions = np.stack([np.arange(length - chunk, length) for length in lengths]).astype(np.int32)
     if way == "kernel":
         got = paged_attention(q, pool, jnp.asarray(table), jnp.asarray(positions), interpret=True)
         assert got.dtype == jnp.bfloat16
     else:
-        got = attend(q, pool, jnp.asarray(table), jnp.asarray(positions))
+        kernel = Kernel.LLVM if way.startswith("llvm") else Kernel.XLA
+        got = attend(q, pool, jnp.asarray(table), jnp.asarray(positions), kernel=kernel)
     numbers = np.asarray(given.astype(cache.FP8).astype(jnp.float32))
     assert (numbers != np.asarray(given)).mean() > 0.9
     for row, length in enumerate(lengths):
@@ -127,12 +136,16 @@ def test_fp8_is_mixed_like_the_numbers_it_stands_for(way: str, chunk: int) -> No
 
 @pytest.mark.parametrize(
     ("platform", "head_dim", "kernel"),
-    [("cpu", 64, Kernel.XLA), ("tpu", 64, Kernel.XLA), ("gpu", 64, Kernel.TRITON), ("gpu", 80, Kernel.TRITON), ("gpu", 512, Kernel.XLA)],
-)
+    [
+        ("cpu", 64, Kernel.LLVM), ("cpu", 72, Kernel.XLA),
+        ("tpu", 64, Kernel.XLA), ("gpu", 64, Kernel.TRITON), ("gpu", 80, Kernel.TRITON), ("gpu", 512, Kernel.XLA),
+    ],
+)  # fmt: skip
 def test_the_kernel_is_chosen_by_what_it_can_serve(platform: str, head_dim: int, kernel: Kernel) -> None:
     config = ModelConfig(100, 64, 64, 1, 2, 1, head_dim, 1e-5, 1e4, 128, True)
     assert choose_kernel(platform, config)[0] is kernel
-    assert choose_kernel(platform, config, has_amx=True)[0] is (Kernel.XLA_AMX if platform == "cpu" else kernel)
+    for features, better in (("avx2 amx_bf16", Kernel.LLVM_AMX), ("asimd asimddp", Kernel.LLVM_DOT)):
+        assert choose_kernel(platform, config, features)[0] is (better if kernel is Kernel.LLVM else kernel)
 
 
 def test_writes_go_to_their_page_and_padding_goes_nowhere() -> None:

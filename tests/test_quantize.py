@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,6 @@ from haliax import Axis
 
 from levserve.engine.startup import check_fp8, choose_narrow
 from levserve.errors import ConfigError, StartupError
-from levserve.model import quantize
 from levserve.model.decoder import Decoder
 from levserve.model.quantize import NARROW, QuantizedLinear, choose_widened, quantize_arrays
 from levserve.options import parse_settings
@@ -56,12 +56,10 @@ def largest_error(linear: QuantizedLinear, x: np.ndarray) -> float:
     return float((np.abs(got - x.astype(np.float64) @ kept.T) / (np.abs(x).astype(np.float64) @ np.abs(kept).T)).max())
 
 
-@pytest.mark.parametrize("few_rows", [0, 3])
-def test_on_a_cpu_activations_lose_next_to_nothing_and_weights_half_a_step(few_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever factor of the product the matrix is."""
-    monkeypatch.setattr(quantize, "FEW_ROWS", few_rows)
+@pytest.mark.parametrize("has_kernel", [False, True])
+def test_on_a_cpu_activations_lose_next_to_nothing_and_weights_half_a_step(has_kernel: bool) -> None:
     matrix, x = matrix_and_rows()
-    linear = quantized(matrix)
+    linear = dataclasses.replace(quantized(matrix), has_kernel=has_kernel)
     assert linear.weight.dtype == jnp.int8 and linear.scale is not None
     assert (np.abs(kept_by(linear) - matrix) <= np.asarray(linear.scale.array)[:, None] * 0.5001).all()
     assert largest_error(linear, x) < 1e-4, "a rounding to one int8 alone would be off by 1e-3 and more"

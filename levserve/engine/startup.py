@@ -192,7 +192,7 @@ def load(
     check_fp8(settings, device)
     narrow = choose_narrow(settings, device.platform, files.path, config)
     widened = choose_widened(narrow, device.platform, dtype)
-    kernel, reason = choose_kernel(device.platform, config, has_amx="amx_bf16" in cpu_features())
+    kernel, reason = choose_kernel(device.platform, config, cpu_features())
     kept = cache.kv_dtype(settings.kv_dtype, dtype)
     storage = cache.storage_dtype(kept, device.platform)
     page_bytes = cache.page_bytes(config, settings.page_size, storage)

@@ -16,7 +16,7 @@ from jax import lax
 
 from levserve.model.cache import NUMBERS, from_bits, from_storage, multiplied_in
 from levserve.model.config import ModelConfig
-from levserve.model.kernels import paged_attention
+from levserve.model.kernels import cpu_attention, paged_attention
 
 FEW_QUERIES = 16
 """Of a row, at most: then attention is all reading of keys and values."""
@@ -31,16 +31,26 @@ LOWEST = -1e20
 
 class Kernel(StrEnum):
     XLA = "xla"
-    XLA_AMX = "xla-amx"
-    """The same for CPUs with matrix units, which multiply bfloat16 many times as fast as float32."""
+    LLVM = "llvm"
+    """Written for the CPU at hand."""
+    LLVM_DOT = "llvm-dot"
+    """The same on a CPU that sums products of int8 in one instruction: then products with int8 matrices are written too."""
+    LLVM_AMX = "llvm-amx"
+    """The same for few queries on a CPU with matrix units, which multiply bfloat16 many times as fast as float32: many take XLA."""
     TRITON = "triton"
     """A Pallas kernel for NVIDIA GPUs."""
 
 
-def choose_kernel(platform: str, config: ModelConfig, *, has_amx: bool = False) -> tuple[Kernel, str]:
+CPU_FEATURES = {"amx_bf16": Kernel.LLVM_AMX, "asimddp": Kernel.LLVM_DOT}
+"""What Linux calls what decides between the CPU's."""
+
+
+def choose_kernel(platform: str, config: ModelConfig, cpu_features: str = "") -> tuple[Kernel, str]:
     """The best kernel that can serve the model on this platform, and why, in words for the log."""
-    if platform == "cpu" and has_amx:
-        return Kernel.XLA_AMX, "the CPU has matrix units"
+    if platform == "cpu":
+        reason = cpu_attention.refuse_unservable(config.head_dim)
+        kernel = next((kernel for feature, kernel in CPU_FEATURES.items() if feature in cpu_features.split()), Kernel.LLVM)
+        return (Kernel.XLA, f"the CPU kernel does not take {reason}") if reason is not None else (kernel, "written for this CPU")
     if platform != "gpu":
         return Kernel.XLA, f"the {platform} has no kernel of its own"
     reason = paged_attention.refuse_unservable(config.head_dim)
@@ -69,7 +79,10 @@ def attend(
     q = q * scale
     if kernel is Kernel.TRITON:
         return paged_attention.paged_attention(q, pool, table, positions, window=window, softcap=softcap)
-    return _attend_in_blocks(q, pool, table, positions, window, softcap, most_bfloat16=None if kernel is Kernel.XLA_AMX else FEW_QUERIES)
+    has_few = q.shape[1] * q.shape[3] <= FEW_QUERIES
+    if kernel in (Kernel.LLVM, Kernel.LLVM_DOT) or (kernel is Kernel.LLVM_AMX and has_few):
+        return cpu_attention.paged_attention(q, pool, table, positions, window=window, softcap=softcap)
+    return _attend_in_blocks(q, pool, table, positions, window, softcap, in_bfloat16=has_few or kernel is Kernel.LLVM_AMX)
 
 
 def _attend_in_blocks(
@@ -80,7 +93,7 @@ def _attend_in_blocks(
     window: int | None,
     softcap: float | None,
     *,
-    most_bfloat16: int | None,
+    in_bfloat16: bool,
 ) -> jax.Array:
     rows, chunk, kv_heads, group, size = q.shape
     queries = chunk * group
@@ -90,7 +103,7 @@ def _attend_in_blocks(
     width = block * page_size
     table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % block)), mode="edge")  # so that a slice at the end is not moved back
     tiles = pool.reshape(-1, page_size * size)  # [page * 2 * kv_head, slot * head_size]
-    read, dtype = _reader(pool.dtype, is_bfloat16=queries > 1 and (most_bfloat16 is None or queries <= most_bfloat16))
+    read, dtype = _reader(pool.dtype, is_bfloat16=queries > 1 and in_bfloat16)
 
     q = q.transpose(0, 2, 1, 3, 4).reshape(rows, kv_heads, queries, size).astype(dtype)
     seen_to = jnp.repeat(positions, group, axis=1)[:, None, :, None]  # [row, 1, query, 1]

@@ -202,7 +202,9 @@ class Decoder(eqx.Module):
             scale = optional(f"{name}_scale", Out)
             # Not what is added to the residual stream, whose every bit counts.
             rounds = kernel is Kernel.TRITON and Out in (config.QKV, config.GateUp)
-            return Linear(weight, bias, rounds) if scale is None else QuantizedLinear(weight, bias, rounds, scale, widened)
+            if scale is None:
+                return Linear(weight, bias, rounds)
+            return QuantizedLinear(weight, bias, rounds, scale, widened, has_kernel=kernel is Kernel.LLVM_DOT)
 
         def norm(name: str, *over: Axis) -> Norm | None:
             if name not in arrays:

@@ -3,14 +3,12 @@
 A GPU widens them as it reads them, and reading is what takes the time. A CPU multiplies int8 faster than anything else, so
 there a row of activations is split into its rounding to int8 and 254 times what the rounding left, and both go through one
 integer product, stacked as two rows. So the weights are read once, the result is as good as with exact activations, and one
-row becomes two, which the CPU's matrix product wants.
+row becomes two, which XLA's matrix product wants. Where the CPU has an instruction for it the product is a kernel of our own.
 """
 
 from __future__ import annotations
 
 import functools
-import math
-import platform
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -19,11 +17,12 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
-from haliax import Axis, NamedArray
+from haliax import NamedArray
 from numpy.typing import NDArray
 
 from levserve.model.cache import FP8, LARGEST_FP8
 from levserve.model.config import ModelConfig
+from levserve.model.kernels import cpu_linear
 from levserve.model.linear import Linear
 
 STEPS = 127.0
@@ -32,9 +31,6 @@ FINE_STEPS = 254.0
 SMALLEST = 1e-20
 """In place of a scale of nothing."""
 ROWS_TOGETHER = 256
-FEW_ROWS = 32 if platform.machine() in ("aarch64", "arm64") else 0
-"""Up to so many rows the matrix is the first factor of a product: 25 to 40 % faster on ARM; x86 reads it at memory speed anyway."""
-
 NARROW = {"int8": jnp.dtype(jnp.int8), "fp8": FP8}
 """What `--quantize` may ask for."""
 QUANTIZED = ("qkv", "out", "gate_up", "down", "head")
@@ -46,27 +42,26 @@ class QuantizedLinear(Linear):
     scale: NamedArray | None = None
     widened: jnp.dtype | None = eqx.field(static=True, default=None)
     """The type that they are multiplied in; None for the CPU's whole numbers, which only int8 has."""
+    has_kernel: bool = eqx.field(static=True, default=False)
+    """Whether whole numbers are multiplied by `cpu_linear`."""
 
     def __call__(self, x: NamedArray) -> NamedArray:
-        assert self.scale is not None
         if self.widened is None:
             y = self._multiply_whole(x)
         else:
-            y = Linear(self.weight.astype(self.widened), rounds=self.rounds)(x)
-        y = y * self.scale
+            y = Linear(self.weight.astype(self.widened), rounds=self.rounds)(x) * self.scale
         return y if self.bias is None else y + self.bias
 
     def _multiply_whole(self, x: NamedArray) -> NamedArray:
+        assert self.scale is not None
         Out, In = self.weight.axes
         others = tuple(axis for axis in x.axes if axis.name != In.name)
-        weight_first = math.prod(axis.size for axis in others) <= FEW_ROWS
-
-        def order(axis: Axis) -> tuple[Axis, ...]:
-            return (axis, *others) if weight_first else (*others, axis)
-
-        flat = x.rearrange(order(In)).array.reshape((In.size, -1) if weight_first else (-1, In.size))
-        product = _multiply_terms(self.weight.array, flat, weight_first=weight_first)
-        return hax.named(product.reshape([axis.size for axis in order(Out)]), order(Out))
+        flat, factors = x.rearrange((*others, In)).array.reshape(-1, In.size), (self.weight.array, self.scale.array)
+        if self.has_kernel and cpu_linear.refuse_unservable(Out.size, In.size) is None:
+            product = cpu_linear.multiply(*factors, flat, steps=STEPS, fine_steps=FINE_STEPS)
+        else:
+            product = multiply_terms(*factors, flat)
+        return hax.named(product.reshape([axis.size for axis in (*others, Out)]), (*others, Out))
 
 
 def choose_widened(narrow: jnp.dtype | None, platform: str, dtype: jnp.dtype) -> jnp.dtype | None:
@@ -74,19 +69,16 @@ def choose_widened(narrow: jnp.dtype | None, platform: str, dtype: jnp.dtype) ->
     return None if narrow == np.int8 and platform == "cpu" else dtype
 
 
-def _multiply_terms(weight: jax.Array, x: jax.Array, *, weight_first: bool) -> jax.Array:
-    """x [in, row] to [out, row] if the matrix is the first factor, so that it is read as it lies; as the second one it would be
-    packed anew for every product. Else x [row, in] to [row, out]."""
-    inner, outer = (0, 1) if weight_first else (1, 0)
-    scale = jnp.maximum(jnp.abs(x).max(inner, keepdims=True), SMALLEST) / STEPS
-    scaled = x / scale
+def multiply_terms(weight: jax.Array, scale: jax.Array, x: jax.Array) -> jax.Array:
+    """x [row, in] with int8 [out, in] whose rows have a scale each: float32 [row, out]."""
+    share = jnp.maximum(jnp.abs(x).max(1, keepdims=True), SMALLEST) / STEPS
+    scaled = x / share
     coarse = jnp.round(scaled)
     fine = jnp.round((scaled - coarse) * FINE_STEPS)
-    terms = jnp.concatenate([coarse, fine], axis=outer).astype(jnp.int8)
-    factors = (weight, terms) if weight_first else (terms, weight)
-    product = jnp.einsum("ok,kr->or" if weight_first else "rk,ok->ro", *factors, preferred_element_type=jnp.int32)
-    first, second = jnp.split(product.astype(jnp.float32), 2, axis=outer)
-    return (first + second / FINE_STEPS) * scale
+    terms = jnp.concatenate([coarse, fine]).astype(jnp.int8)
+    product = jnp.einsum("rk,ok->ro", terms, weight, preferred_element_type=jnp.int32)
+    first, second = jnp.split(product.astype(jnp.float32), 2)
+    return (first + second / FINE_STEPS) * share * scale[None]
 
 
 def quantize_arrays(

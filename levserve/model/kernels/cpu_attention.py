@@ -1,0 +1,207 @@
+"""Queries over their rows' pages on a CPU: keys and values are read where they lie, each once for up to four queries.
+
+XLA would gather the pages first and multiply matrices of three rows: here a step of 32 rows takes a third of the time. A piece
+of the work is a few neighbouring queries of one row over one key-value head, with all scores of those queries in memory of
+their own, so there is no running softmax.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import jax
+import jax.numpy as jnp
+
+from levserve.model.cache import FP8, NUMBERS
+from levserve.model.kernels.handler import Call, Kernel, Work, register
+from levserve.model.kernels.writer import F16, F32, I8, I16, I32, Value, Writer
+
+TOGETHER = 4
+"""Queries that share what is read: more would not fit into the registers of every CPU."""
+LANES = 16
+LOWEST = -1e30
+SMALLEST = 1e-30
+"""In place of a sum of nothing: a query of padding gets zeros."""
+LATEST = 2**31
+"""After every token."""
+LOG2_E = math.log2(math.e)
+POWERS = tuple(math.log(2) ** n / math.factorial(n) for n in range(7))
+"""Of 2^x around 0, to float32's last bit for half a step to either side."""
+SMALLEST_POWER = -126.0
+
+
+def refuse_unservable(head_dim: int) -> str | None:
+    """Why this kernel cannot serve a model, or None."""
+    if head_dim % LANES:
+        return f"a head size of {head_dim} (it takes multiples of {LANES})"
+    return None
+
+
+def paged_attention(
+    q: jax.Array, pool: jax.Array, table: jax.Array, positions: jax.Array, *, window: int | None = None, softcap: float | None = None
+) -> jax.Array:
+    """As `attend`, of queries that are scaled."""
+    _, _, kv_heads, group, size = q.shape
+    numbers = jnp.dtype(NUMBERS.get(pool.dtype, pool.dtype))
+    name = f"levserve_attend_{numbers}_{kv_heads}_{group}_{size}_{pool.shape[3]}"
+    register(name, kernel_for(kv_heads, group, size, pool.shape[3], numbers))
+    limits = jnp.asarray([0 if window is None else window], jnp.int32), jnp.asarray([softcap or 0.0], jnp.float32)
+    return jax.ffi.ffi_call(name, jax.ShapeDtypeStruct(q.shape, jnp.float32))(q.astype(jnp.float32), pool, table, positions, *limits)
+
+
+def kernel_for(kv_heads: int, group: int, size: int, page_size: int, numbers: jnp.dtype) -> Kernel:
+    """For arguments q [row, chunk, kv_head, group, size], pool, table [row, page], positions [row, chunk], window, softcap."""
+    item = numbers.itemsize
+    tile_bytes = page_size * size * item
+
+    def num_queries(call: Call) -> Value:
+        return call.argument_size(0, 1) * group
+
+    def num_parts(call: Call) -> Value:
+        """Of the queries of one row and head."""
+        return (num_queries(call) + (TOGETHER - 1)) // TOGETHER
+
+    def count(call: Call) -> Value:
+        return call.argument_size(0, 0) * kv_heads * num_parts(call)
+
+    def score_bytes(call: Call) -> Value:
+        """Of one query's scores, to a whole number of vectors."""
+        return (call.argument_size(2, 1) * page_size + (LANES - 1)) // LANES * (4 * LANES)
+
+    def own_bytes(call: Call) -> Value:
+        return score_bytes(call) * TOGETHER
+
+    def attend_part(call: Call, _: Value, scores: Value, piece: Value) -> None:
+        writer, stride = call.writer, score_bytes(call)
+        parts, queries = num_parts(call), num_queries(call)
+        pair, part = piece // parts, piece % parts
+        row, head = pair // kv_heads, pair % kv_heads
+        each = (queries + (parts - 1)) // parts  # of 5 there are 3 and 2, not 4 and 1
+        first = part * each
+        held = (queries - first).least(each).most(0)
+        row_start = row * call.argument_size(0, 1)
+        table = call.argument(2) + row * call.argument_size(2, 1) * 4
+        window = writer.index(call.argument(4), writer.number(0))
+        softcap = writer.load(call.argument(5), F32)
+
+        def place(index: Value) -> Value:
+            """Where a query lies, and what is mixed for it."""
+            token, member = (first + index) // group, (first + index) % group
+            return (((row_start + token) * kv_heads + head) * group + member) * (4 * size)
+
+        def seen(index: Value) -> tuple[Value, Value]:
+            """From which token to which a query may look."""
+            stop = (writer.index(call.argument(3), row_start + (first + index) // group) + 1).most(0)
+            return window.is_(0).choose(writer.number(0), (stop - window).most(0)), stop
+
+        lowest, highest = writer.variable(writer.number(LATEST)), writer.variable(writer.number(0))
+        with writer.loop(0, held) as index:
+            start, stop = seen(index)
+            lowest.set(lowest.get().least(start))
+            highest.set(highest.get().most(stop))
+        begin, end = lowest.get() // page_size * page_size, (highest.get() + (page_size - 1)) // page_size * page_size
+        vectors = begin // LANES * LANES, end, LANES  # from a whole one, so that the last one ends where the scores do
+
+        @contextmanager
+        def pages(half: int) -> Iterator[tuple[Value, Value, Value]]:
+            """(keys or values of a page, how many of them to look at, the first one's token)"""
+            with writer.loop(begin, end, page_size) as token:
+                number = (writer.index(table, token // page_size) * 2 + half) * kv_heads + head
+                yield call.argument(1) + number * tile_bytes, (highest.get() - token).least(page_size), token
+
+        for number in range(1, TOGETHER + 1):
+            places = [writer.number(index) for index in range(number)]
+            with writer.when(held.is_(number)):
+                with pages(0) as (tile, num_slots, token):
+                    into = [scores + stride * index + token * 4 for index in range(number)]
+                    score(writer, tile, num_slots, [call.argument(0) + place(index) for index in places], into)
+        with writer.loop(0, held) as index:
+            share = soften(writer, scores + stride * index, vectors, seen(index), softcap)
+            for at in range(0, size, LANES):
+                writer.store(call.result(0) + place(index) + 4 * at, writer.zeros(F32, LANES))
+            with writer.loop(*vectors) as token:
+                at_token = scores + stride * index + token * 4
+                writer.store(at_token, writer.load(at_token, F32, LANES) * share.splat(LANES))
+        for number in range(1, TOGETHER + 1):
+            places = [writer.number(index) for index in range(number)]
+            with writer.when(held.is_(number)):
+                with pages(1) as (tile, num_slots, token):
+                    weights = [scores + stride * index + token * 4 for index in range(number)]
+                    mix(writer, tile, num_slots, weights, [call.result(0) + place(index) for index in places])
+
+    def score(writer: Writer, tile: Value, num_slots: Value, queries: list[Value], into: list[Value]) -> None:
+        """Products of the queries with each key of a page."""
+        with writer.loop(0, num_slots) as slot:
+            sums = [writer.zeros(F32, LANES)] * len(queries)
+            for at in range(0, size, LANES):
+                key = floats(writer, tile + slot * (size * item) + item * at)
+                sums = [key.times_plus(writer.load(query + 4 * at, F32, LANES), sum_) for query, sum_ in zip(queries, sums)]
+            for sum_, scores in zip(sums, into):
+                writer.store(scores + slot * 4, sum_.total())
+
+    def mix(writer: Writer, tile: Value, num_slots: Value, weights: list[Value], into: list[Value]) -> None:
+        """Adds the values of a page, weighted."""
+        for at in range(0, size, LANES):
+            sums = [writer.variable(writer.load(mixed + 4 * at, F32, LANES)) for mixed in into]
+            with writer.loop(0, num_slots) as slot:
+                value = floats(writer, tile + slot * (size * item) + item * at)
+                for weight, sum_ in zip(weights, sums):
+                    sum_.set(value.times_plus(writer.load(weight + slot * 4, F32).splat(LANES), sum_.get()))
+            for mixed, sum_ in zip(into, sums):
+                writer.store(mixed + 4 * at, sum_.get())
+
+    def floats(writer: Writer, stored: Value) -> Value:
+        """A vector of what is stored, in float32."""
+        if numbers == jnp.float32:
+            return writer.load(stored, F32, LANES)
+        if numbers == jnp.bfloat16:
+            return (writer.load(stored, I16, LANES).convert("zext", I32) << 16).convert("bitcast", F32)
+        assert numbers == FP8
+        bits = writer.load(stored, I8, LANES).convert("zext", I16)  # in the places of a float16, whose exponent begins 8 lower
+        number = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).convert("bitcast", F16).convert("fpext", F32) * 256.0
+        return (bits & 0x7F).is_(0x7F).choose(math.nan, number)
+
+    return Kernel((Work(count, attend_part),), own_bytes=own_bytes)
+
+
+def soften(writer: Writer, scores: Value, among: tuple[Value, Value, int], seen: tuple[Value, Value], softcap: Value) -> Value:
+    """Makes weights of the scores that are seen, and zeros of the others; gives what makes their sum one."""
+    with writer.when(softcap.is_not(0)):
+        cap = softcap.splat(LANES)
+        with writer.loop(*among) as at:
+            writer.store(scores + at * 4, tanh(writer.load(scores + at * 4, F32, LANES) / cap) * cap)
+
+    def is_seen(at: Value) -> Value:
+        number = at.splat(LANES) + writer.lane_numbers(LANES)
+        return (number >= seen[0].splat(LANES)) & (number < seen[1].splat(LANES))
+
+    top = writer.variable(writer.number(LOWEST, F32).splat(LANES))
+    with writer.loop(*among) as at:
+        top.set(top.get().most(is_seen(at).choose(writer.load(scores + at * 4, F32, LANES), LOWEST)))
+    highest = top.get().largest().splat(LANES)
+    total = writer.variable(writer.zeros(F32, LANES))
+    with writer.loop(*among) as at:
+        weight = is_seen(at).choose(exp(writer.load(scores + at * 4, F32, LANES) - highest), 0.0)
+        writer.store(scores + at * 4, weight)
+        total.set(total.get() + weight)
+    return writer.number(1.0, F32) / total.get().total().most(SMALLEST)
+
+
+def exp(x: Value) -> Value:
+    """e^x of what is not above some 80; of what is not a number, that."""
+    power = (x * LOG2_E).most(SMALLEST_POWER)
+    whole = power.rounded()
+    rest = power - whole
+    sum_ = rest * 0.0 + POWERS[-1]
+    for factor in reversed(POWERS[:-1]):
+        sum_ = sum_ * rest + factor
+    return sum_ * ((whole.whole() + 127) << 23).convert("bitcast", F32)
+
+
+def tanh(x: Value) -> Value:
+    """By what is left of e^-2|x|, which cannot overflow."""
+    size = x.call("llvm.fabs")
+    left = exp(size * -2.0)
+    return ((left * -1.0 + 1.0) / (left + 1.0)).call("llvm.copysign", x)

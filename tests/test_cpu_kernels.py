@@ -1,0 +1,135 @@
+"""Kernels that are written for the CPU at hand: they say what XLA says, whatever they are given and however many call them."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from levserve.model.attention import Kernel, attend
+from levserve.model.kernels import cpu_attention, cpu_linear, handler
+from levserve.model.kernels.writer import F32, Program
+from levserve.model.quantize import FINE_STEPS, STEPS, multiply_terms
+
+pytestmark = pytest.mark.tiny
+
+SHAPES = ((64, 16), (8, 96), (132, 32))
+
+
+def matrix(out: int, size: int, seed: int = 0) -> tuple[jax.Array, jax.Array]:
+    rng = np.random.default_rng(seed)
+    return jnp.asarray(rng.integers(-127, 128, (out, size)), jnp.int8), jnp.asarray(rng.uniform(0.5, 1, out), jnp.float32)
+
+
+@jax.jit
+def multiply(weight: jax.Array, scale: jax.Array, x: jax.Array) -> jax.Array:
+    return cpu_linear.multiply(weight, scale, x, steps=STEPS, fine_steps=FINE_STEPS)
+
+
+by_xla = jax.jit(multiply_terms)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from(SHAPES), st.sampled_from([1, 2, 17, 40]), st.integers(0, 2**32 - 1), st.floats(-30, 30))
+def test_a_product_is_xlas_but_for_a_step_of_the_fine_term(shape: tuple[int, int], rows: int, seed: int, power: float) -> None:
+    weight, scale = matrix(*shape, seed % 100)
+    x = jnp.asarray(np.random.default_rng(seed).standard_normal((rows, shape[1])) * 2.0**power, jnp.float32)
+    got, wanted = multiply(weight, scale, x), by_xla(weight, scale, x)
+    step = float(jnp.abs(x).max()) / STEPS / FINE_STEPS
+    np.testing.assert_allclose(got, wanted, atol=2 * step * 127, rtol=2e-6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from([(1, 1, 16), (2, 3, 32), (1, 5, 48)]), st.sampled_from([2, 4, 32]), st.sampled_from([None, 1, 7, 40]),
+    st.integers(1, 9), st.lists(st.integers(0, 40), min_size=1, max_size=3), st.integers(0, 2**32 - 1),
+)  # fmt: skip
+def test_attention_is_xlas_for_any_lengths_and_padding(
+    shape: tuple[int, int, int], page_size: int, window: int | None, chunk: int, befores: list[int], seed: int
+) -> None:
+    """To the last token of a table that is no longer than it must be."""
+    (kv_heads, group, size), rows, rng = shape, len(befores), np.random.default_rng(seed)
+    width = -(-(max(befores) + chunk) // page_size)
+    positions = np.asarray(befores)[:, None] + np.arange(chunk)[None]
+    positions[rng.random(positions.shape) < 0.2] = -1
+    pool = jnp.asarray(rng.standard_normal((rows * width, 2, kv_heads, page_size, size)), jnp.float32)
+    table = jnp.asarray(rng.permutation(rows * width).reshape(rows, width), jnp.int32)
+    q = jnp.asarray(rng.standard_normal((rows, chunk, kv_heads, group, size)), jnp.float32)
+    given = q, pool, table, jnp.asarray(positions, jnp.int32)
+    got, wanted = (attend(*given, window=window, kernel=kernel) for kernel in (Kernel.LLVM, Kernel.XLA))
+    np.testing.assert_allclose(got, wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_spoils_its_own_row_alone(bad: float) -> None:
+    weight, scale = matrix(64, 32)
+    x = np.ones((5, 32), np.float32)
+    x[3, 7] = bad
+    got = np.asarray(multiply(weight, scale, jnp.asarray(x)))
+    assert not np.isfinite(got[3]).any() and np.isfinite(np.delete(got, 3, axis=0)).all()
+
+    pool = np.ones((8, 2, 1, 4, 16), np.float32)
+    pool[5, 0, 0, 1, 2] = bad  # a key of the second row
+    q, table = jnp.ones((2, 1, 1, 2, 16)), jnp.arange(8, dtype=jnp.int32).reshape(2, 4)
+    mixed = attend(q, jnp.asarray(pool), table, jnp.asarray([[9], [9]], jnp.int32), kernel=Kernel.LLVM)
+    hidden = attend(q, jnp.asarray(pool), table, jnp.asarray([[9], [4]], jnp.int32), kernel=Kernel.LLVM)
+    assert np.isfinite(mixed[0]).all() and np.isfinite(hidden).all(), "what a query may not see does not matter"
+    assert bad == -math.inf or np.isnan(mixed[1]).all(), "nothing is mixed of a key that is as far as can be"
+
+
+def test_many_threads_may_call_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As programs of several models do; and more helpers than XLA has threads are no harm."""
+    monkeypatch.setenv("NPROC", "9")
+    monkeypatch.setattr(handler, "_registered", {})
+    kernel = cpu_linear.kernel_for(48, STEPS, FINE_STEPS)
+    handler.register("crowded", kernel)
+    weight, scale = matrix(640, 48)
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 48)), jnp.float32)
+    wanted = multiply_terms(weight, scale, x)
+    call = jax.ffi.ffi_call("crowded", jax.ShapeDtypeStruct((4, 640), jnp.float32))
+    crowded = jax.jit(lambda x: call(x, weight, scale)).lower(x).compile()
+    failures: list[AssertionError] = []
+
+    def work() -> None:
+        try:
+            for _ in range(200):
+                np.testing.assert_allclose(crowded(x), wanted, atol=1e-4)
+        except AssertionError as failure:
+            failures.append(failure)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not failures and not any(thread.is_alive() for thread in threads)
+
+
+def test_powers_and_tangents_are_right_to_the_last_bits() -> None:
+    x = np.concatenate([np.linspace(-90, 10, 2**12), np.linspace(-1e-3, 1e-3, 2**12), [math.nan] * 16]).astype(np.float32)
+    for function, wanted in ((cpu_attention.exp, np.exp(np.maximum(x, -126 * math.log(2)))), (cpu_attention.tanh, np.tanh(x))):
+        program = Program()
+        with program.function("apply", 2) as writer:
+            given, into = map(writer.as_pointer, writer.given)
+            with writer.loop(0, x.size, 16) as at:
+                writer.store(into + at * 4, function(writer.load(given + at * 4, F32, 16)))
+        program.compile()
+        got = np.zeros_like(x)
+        call_with_arrays(program.address("apply"), x, got)
+        np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-7)
+
+
+def call_with_arrays(address: int, *arrays: np.ndarray) -> None:
+    ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * len(arrays))(address)(*(array.ctypes.data for array in arrays))
+
+
+@pytest.mark.parametrize(("out", "size", "is_refused"), [(64, 32, False), (66, 32, True), (64, 40, True)])
+def test_a_matrix_that_it_cannot_take_is_refused_by_its_size(out: int, size: int, is_refused: bool) -> None:
+    assert (f"{out} x {size}" in (cpu_linear.refuse_unservable(out, size) or "")) is is_refused
