@@ -30,7 +30,7 @@ def matrix(out: int, size: int, seed: int = 0) -> tuple[jax.Array, jax.Array]:
 
 @jax.jit
 def multiply(weight: jax.Array, scale: jax.Array, x: jax.Array) -> jax.Array:
-    return cpu_linear.multiply(weight, scale, x, steps=STEPS, fine_steps=FINE_STEPS)
+    return cpu_linear.multiply_int8(weight, scale, x, steps=STEPS, fine_steps=FINE_STEPS)
 
 
 by_xla = jax.jit(multiply_terms)
@@ -44,6 +44,16 @@ def test_a_product_is_xlas_but_for_a_step_of_the_fine_term(shape: tuple[int, int
     got, wanted = multiply(weight, scale, x), by_xla(weight, scale, x)
     step = float(jnp.abs(x).max()) / STEPS / FINE_STEPS
     np.testing.assert_allclose(got, wanted, atol=2 * step * 127, rtol=2e-6)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.sampled_from(SHAPES), st.sampled_from([1, 2, 3, 17, 40]), st.integers(0, 2**32 - 1))
+def test_a_product_with_bfloat16_is_that_of_its_numbers(shape: tuple[int, int], rows: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    weight = jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
+    x = rng.standard_normal((rows, shape[1])).astype(np.float32)
+    got = jax.jit(cpu_linear.multiply_bfloat16)(weight, jnp.asarray(x))
+    np.testing.assert_allclose(got, x @ np.asarray(weight, np.float32).T, atol=2e-5)
 
 
 @settings(max_examples=60, deadline=None)
@@ -88,7 +98,7 @@ def test_many_threads_may_call_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """As programs of several models do; and more helpers than XLA has threads are no harm."""
     monkeypatch.setenv("NPROC", "9")
     monkeypatch.setattr(handler, "_registered", {})
-    kernel = cpu_linear.kernel_for(48, STEPS, FINE_STEPS)
+    kernel = cpu_linear.int8_kernel(48, STEPS, FINE_STEPS)
     handler.register("crowded", kernel)
     weight, scale = matrix(640, 48)
     x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 48)), jnp.float32)

@@ -186,6 +186,7 @@ class Decoder(eqx.Module):
     layers: tuple[Layer, ...]
     final_norm: Norm
     head: Linear | None
+    has_kernel: bool = eqx.field(static=True, default=False)
 
     @staticmethod
     def from_arrays(
@@ -193,6 +194,8 @@ class Decoder(eqx.Module):
     ) -> Decoder:
         """Arranges the arrays that `parameter_shapes` names, or those that `quantize_arrays` made of them."""
         assert arrays.keys() == parameter_shapes(config).keys() or any(name.endswith("_scale") for name in arrays)
+
+        has_kernel = kernel is Kernel.LLVM_DOT
 
         def optional(name: str, *axes: Axis) -> NamedArray | None:
             return hax.named(arrays[name], axes) if name in arrays else None
@@ -203,8 +206,8 @@ class Decoder(eqx.Module):
             # Not what is added to the residual stream, whose every bit counts.
             rounds = kernel is Kernel.TRITON and Out in (config.QKV, config.GateUp)
             if scale is None:
-                return Linear(weight, bias, rounds)
-            return QuantizedLinear(weight, bias, rounds, scale, widened, has_kernel=kernel is Kernel.LLVM_DOT)
+                return Linear(weight, bias, rounds, has_kernel)
+            return QuantizedLinear(weight, bias, rounds, has_kernel, scale, widened)
 
         def norm(name: str, *over: Axis) -> Norm | None:
             if name not in arrays:
@@ -246,6 +249,7 @@ class Decoder(eqx.Module):
             tuple(layer(f"layers.{index}.") for index in range(config.num_layers)),
             final_norm,
             linear("head", config.Vocab, config.Embed) if "head" in arrays else None,
+            has_kernel,
         )
 
     def __call__(
@@ -272,7 +276,7 @@ class Decoder(eqx.Module):
 
     def logits(self, hidden: NamedArray) -> jax.Array:
         """Float32 scores [row, vocab] of hidden states [row, embed]; ask only for the rows that are sampled."""
-        head = Linear(self.embed) if self.head is None else self.head
+        head = Linear(self.embed, has_kernel=self.has_kernel) if self.head is None else self.head
         scores = head(hidden).rearrange((ROW, "vocab")).array
         cap = self.config.logit_softcap
         return scores if cap is None else cap * jnp.tanh(scores / cap)

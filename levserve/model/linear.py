@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import equinox as eqx
 import haliax as hax
 import jax
@@ -10,6 +12,7 @@ from haliax import NamedArray
 from jax import lax
 
 from levserve.model import cache
+from levserve.model.kernels import cpu_linear
 
 
 class Linear(eqx.Module):
@@ -22,12 +25,31 @@ class Linear(eqx.Module):
     weight: NamedArray
     bias: NamedArray | None = None
     rounds: bool = eqx.field(static=True, default=False)
+    has_kernel: bool = eqx.field(static=True, default=False)
+    """Whether `cpu_linear` multiplies, if it can."""
 
     def __call__(self, x: NamedArray) -> NamedArray:
-        In = self.weight.axes[-1]
-        given = self.weight.dtype if self.rounds else jnp.float32
-        y = hax.dot(x.astype(self.weight.dtype), self.weight, axis=In, preferred_element_type=given).astype(jnp.float32)
+        y = self._multiply(x)
         return y if self.bias is None else y + self.bias
+
+    def _multiply(self, x: NamedArray) -> NamedArray:
+        In = self.weight.axes[-1]
+        if self.is_servable and self.weight.dtype == jnp.bfloat16:
+            return self._multiply_rows(x, lambda rows: cpu_linear.multiply_bfloat16(self.weight.array, rows))
+        given = self.weight.dtype if self.rounds else jnp.float32
+        return hax.dot(x.astype(self.weight.dtype), self.weight, axis=In, preferred_element_type=given).astype(jnp.float32)
+
+    @property
+    def is_servable(self) -> bool:
+        """Not those of experts, of which each row may have its own."""
+        return self.has_kernel and self.weight.ndim == 2 and cpu_linear.refuse_unservable(*self.weight.array.shape) is None
+
+    def _multiply_rows(self, x: NamedArray, multiply: Callable[[jax.Array], jax.Array]) -> NamedArray:
+        """By a function of [row, in] to [row, out]."""
+        Out, In = self.weight.axes
+        others = tuple(axis for axis in x.axes if axis.name != In.name)
+        product = multiply(x.rearrange((*others, In)).array.reshape(-1, In.size))
+        return hax.named(product.reshape([axis.size for axis in (*others, Out)]), (*others, Out))
 
     def of_expert(self, number: jax.Array) -> Linear:
         """One of the matrices of a weight [expert, out, in]."""

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import equinox as eqx
-import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -42,26 +41,15 @@ class QuantizedLinear(Linear):
     scale: NamedArray | None = None
     widened: jnp.dtype | None = eqx.field(static=True, default=None)
     """The type that they are multiplied in; None for the CPU's whole numbers, which only int8 has."""
-    has_kernel: bool = eqx.field(static=True, default=False)
-    """Whether whole numbers are multiplied by `cpu_linear`."""
 
-    def __call__(self, x: NamedArray) -> NamedArray:
-        if self.widened is None:
-            y = self._multiply_whole(x)
-        else:
-            y = Linear(self.weight.astype(self.widened), rounds=self.rounds)(x) * self.scale
-        return y if self.bias is None else y + self.bias
-
-    def _multiply_whole(self, x: NamedArray) -> NamedArray:
+    def _multiply(self, x: NamedArray) -> NamedArray:
         assert self.scale is not None
-        Out, In = self.weight.axes
-        others = tuple(axis for axis in x.axes if axis.name != In.name)
-        flat, factors = x.rearrange((*others, In)).array.reshape(-1, In.size), (self.weight.array, self.scale.array)
-        if self.has_kernel and cpu_linear.refuse_unservable(Out.size, In.size) is None:
-            product = cpu_linear.multiply(*factors, flat, steps=STEPS, fine_steps=FINE_STEPS)
-        else:
-            product = multiply_terms(*factors, flat)
-        return hax.named(product.reshape([axis.size for axis in (*others, Out)]), (*others, Out))
+        if self.widened is not None:
+            return Linear(self.weight.astype(self.widened), rounds=self.rounds)(x) * self.scale
+        factors = self.weight.array, self.scale.array
+        if self.is_servable:
+            return self._multiply_rows(x, lambda rows: cpu_linear.multiply_int8(*factors, rows, steps=STEPS, fine_steps=FINE_STEPS))
+        return self._multiply_rows(x, lambda rows: multiply_terms(*factors, rows))
 
 
 def choose_widened(narrow: jnp.dtype | None, platform: str, dtype: jnp.dtype) -> jnp.dtype | None:

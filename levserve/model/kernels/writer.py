@@ -109,8 +109,8 @@ class Value:
         return self._with(self._writer.intrinsic(name, self.made.type, self.made, *given))
 
     def times_plus(self, factor: Value, addend: Value) -> Value:
-        """Multiplied and added to, rounded once."""
-        return self.call("llvm.fma", factor, addend)
+        """Multiplied and added to, in one instruction where there is one."""
+        return self.call("llvm.fmuladd", factor, addend)
 
     def rounded(self) -> Value:
         return self.call("llvm.rint")
@@ -219,7 +219,8 @@ class Writer:
         """The sums of neighbours in x, then of those in y."""
         assert x.lanes is not None
         even, odd = (ir.Constant(ir.VectorType(I32, x.lanes), list(range(at, 2 * x.lanes, 2))) for at in (0, 1))
-        return Value(self, self.builder.add(*(self.builder.shuffle_vector(x.made, y.made, places) for places in (even, odd))))
+        first, second = (Value(self, self.builder.shuffle_vector(x.made, y.made, places)) for places in (even, odd))
+        return first + second
 
     @contextmanager
     def loop(self, start: Value | int, stop: Value | int, step: int = 1) -> Iterator[Value]:
