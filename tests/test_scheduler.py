@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from levserve.schedule.pages import PagePool
 from levserve.schedule.request import FinishReason, GenerationRequest, TokenLogprob
-from levserve.schedule.scheduler import Budget, Sampled, Scheduler
+from levserve.schedule.scheduler import DEEP_TOKENS, Budget, Sampled, Scheduler
 from levserve.schedule.sequence import Progress, RoundPlan, Sequence
 from levserve.schedule.speculation import Speculation
 
@@ -190,6 +190,17 @@ def test_a_long_prompt_does_not_stop_running_rows() -> None:
     plans = [server.step() for _ in range(6)]
     assert all(len(plan.rows) == 1 for plan in plans)
     assert all(sum(chunk.count for chunk in plan.chunks) <= 4 for plan in plans)
+
+
+def test_where_there_is_time_for_little_a_prompt_moves_by_less_the_deeper_it_is() -> None:
+    server = make(num_pages=256, busy_tokens=1)
+    server.submit(ask("a", max_tokens=300))
+    server.step()
+    server.submit(ask("b", tuple(range(2, 302)), 1))
+    chunks = [chunk for _ in range(100) for chunk in server.step().chunks]
+    assert {chunk.count for chunk in chunks if chunk.start < DEEP_TOKENS} == {4}
+    assert {chunk.count for chunk in chunks if chunk.start >= DEEP_TOKENS} == {2}
+    assert sum(chunk.count for chunk in chunks) == 300
 
 
 def test_a_shared_prompt_is_computed_once() -> None:

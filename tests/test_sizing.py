@@ -21,7 +21,7 @@ def plan(
 def test_a_cpu_gets_a_long_chat_per_row_and_the_models_whole_context() -> None:
     sizes = plan()
     assert (sizes.num_pages, sizes.max_seq_len, sizes.table_width) == (1024, 8192, 256)
-    assert sizes.row_sizes == (2, 4, 8, 16, 32) and sizes.chunk_sizes == (32, 64, 128)
+    assert sizes.row_sizes == (2, 4, 8, 16, 32) and sizes.chunk_sizes == (8, 16, 128)
 
 
 def test_little_memory_shortens_the_context_nobody_asked_for() -> None:
@@ -59,7 +59,7 @@ def test_one_row_is_decoded_as_two() -> None:
 
 
 def test_chunks_are_no_longer_than_the_context() -> None:
-    assert plan("--max-seq-len", "100").chunk_sizes == (32, 64, 100)
+    assert plan("--max-seq-len", "100").chunk_sizes == (8, 16, 100)
 
 
 @pytest.mark.parametrize(

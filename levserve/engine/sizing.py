@@ -17,6 +17,8 @@ PIECE_TOKENS = 64
 TOKENS_PER_ROW = 1024
 """KV room per row when nothing is asked for: a long chat each; the pool is shared, so one row may have much more."""
 
+CPU_CHUNKS = (8, 16)
+"""Of a prompt on a CPU, beside those of `--prefill-chunk`: every program takes some 40 MB, so there are few."""
 CPU_VERIFY_TOKENS = 32
 VERIFY_TOKENS = 256
 """Drafted and newest tokens of all rows that are checked together: beyond, a step takes longer with each of them."""
@@ -184,8 +186,10 @@ def _num_pages(settings: Settings, machine: Machine, rows: int, max_seq_len: int
 
 
 def _chunk_sizes(machine: Machine, largest: int, max_seq_len: int) -> tuple[int, ...]:
+    if machine.is_cpu:  # a token takes about as long in any of them, and small ones keep the streams beside them waiting less
+        return (*(size for size in CPU_CHUNKS if size < min(largest, max_seq_len)), min(largest, max_seq_len))
     if not machine.has_kernel:
-        return _doublings(32 if machine.is_cpu else 64, min(largest, max_seq_len))
+        return _doublings(64, min(largest, max_seq_len))
     return _doublings(PIECE_TOKENS, -(-largest // PIECE_TOKENS) * PIECE_TOKENS)
 
 

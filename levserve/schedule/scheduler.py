@@ -22,6 +22,9 @@ from levserve.schedule.request import FinishReason, GenerationRequest, PooledHid
 from levserve.schedule.sequence import Chunk, Fork, Progress, RoundPlan, Row, Sequence
 from levserve.schedule.speculation import Drafter, Speculation
 
+DEEP_TOKENS = 256
+"""From here on a token of a prompt has so many to look at that fewer are computed in a round, if there is time for few."""
+
 
 @dataclass(frozen=True, slots=True)
 class Budget:
@@ -213,14 +216,15 @@ class Scheduler:
         return True
 
     def _plan_chunks(self, budget: int, admitted: list[Sequence], forks: list[Fork]) -> list[Chunk]:
-        """Spends the prefill budget on those who prefill already, then on the queue; never less than one smallest chunk.
+        """Spends the prefill budget on those who prefill already, then on the queue; never less than one small chunk.
 
         Who finds its prompt computed by another costs nothing.
         """
         sizes = self.budget.chunk_sizes
-        left = max(budget, sizes[0])
         chunks: list[Chunk] = []
         prefilling = [sequence for sequence in self._running.values() if not sequence.is_primed]
+        is_deep = bool(prefilling) and prefilling[0].num_computed >= DEEP_TOKENS
+        left = max(budget, sizes[0] if is_deep or len(sizes) < 3 else sizes[1])
         while left >= sizes[0]:
             if not prefilling:
                 sequence = self._admit()

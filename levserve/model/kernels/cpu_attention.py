@@ -21,7 +21,8 @@ from levserve.model.kernels.writer import F16, F32, I8, I16, I32, Value, Writer
 TOGETHER = 4
 """Queries that share what is read: more would not fit into the registers of every CPU."""
 LANES = 16
-LOWEST = -1e30
+LOWEST, UNSEEN = -1e20, -1e30
+"""Where the highest score is looked for from, and so far below it, in place of what is not seen, that its weight is nothing."""
 SMALLEST = 1e-30
 """In place of a sum of nothing: a query of padding gets zeros."""
 LATEST = 2**31
@@ -71,10 +72,11 @@ def kernel_for(kv_heads: int, group: int, size: int, page_size: int, numbers: jn
         return (call.argument_size(2, 1) * page_size + (LANES - 1)) // LANES * (4 * LANES)
 
     def own_bytes(call: Call) -> Value:
-        return score_bytes(call) * TOGETHER
+        """Of a few queries: what the weights of each must be divided by, then their scores, which become weights."""
+        return score_bytes(call) * TOGETHER + 4 * LANES
 
-    def attend_part(call: Call, _: Value, scores: Value, piece: Value) -> None:
-        writer, stride = call.writer, score_bytes(call)
+    def attend_part(call: Call, _: Value, totals: Value, piece: Value) -> None:
+        writer, stride, scores = call.writer, score_bytes(call), totals + 4 * LANES
         parts, queries = num_parts(call), num_queries(call)
         pair, part = piece // parts, piece % parts
         row, head = pair // kv_heads, pair % kv_heads
@@ -102,7 +104,7 @@ def kernel_for(kv_heads: int, group: int, size: int, page_size: int, numbers: jn
             lowest.set(lowest.get().least(start))
             highest.set(highest.get().most(stop))
         begin, end = lowest.get() // page_size * page_size, (highest.get() + (page_size - 1)) // page_size * page_size
-        vectors = begin // LANES * LANES, end, LANES  # from a whole one, so that the last one ends where the scores do
+        vectors = begin // LANES * LANES, (end + (LANES - 1)) // LANES * LANES, LANES  # whole ones, as the scores' memory is
 
         @contextmanager
         def pages(half: int) -> Iterator[tuple[Value, Value, Value]]:
@@ -118,18 +120,20 @@ def kernel_for(kv_heads: int, group: int, size: int, page_size: int, numbers: jn
                     into = [scores + stride * index + token * 4 for index in range(number)]
                     score(writer, tile, num_slots, [call.argument(0) + place(index) for index in places], into)
         with writer.loop(0, held) as index:
-            share = soften(writer, scores + stride * index, vectors, seen(index), softcap)
+            writer.store(totals + index * 4, soften(writer, scores + stride * index, vectors, seen(index), softcap))
             for at in range(0, size, LANES):
                 writer.store(call.result(0) + place(index) + 4 * at, writer.zeros(F32, LANES))
-            with writer.loop(*vectors) as token:
-                at_token = scores + stride * index + token * 4
-                writer.store(at_token, writer.load(at_token, F32, LANES) * share.splat(LANES))
         for number in range(1, TOGETHER + 1):
             places = [writer.number(index) for index in range(number)]
             with writer.when(held.is_(number)):
                 with pages(1) as (tile, num_slots, token):
                     weights = [scores + stride * index + token * 4 for index in range(number)]
                     mix(writer, tile, num_slots, weights, [call.result(0) + place(index) for index in places])
+        with writer.loop(0, held) as index:
+            share = (writer.number(1.0, F32) / writer.load(totals + index * 4, F32)).splat(LANES)
+            for at in range(0, size, LANES):
+                mixed = call.result(0) + place(index) + 4 * at
+                writer.store(mixed, writer.load(mixed, F32, LANES) * share)
 
     def score(writer: Writer, tile: Value, num_slots: Value, queries: list[Value], into: list[Value]) -> None:
         """Products of the queries with each key of a page."""
@@ -167,26 +171,25 @@ def kernel_for(kv_heads: int, group: int, size: int, page_size: int, numbers: jn
 
 
 def soften(writer: Writer, scores: Value, among: tuple[Value, Value, int], seen: tuple[Value, Value], softcap: Value) -> Value:
-    """Makes weights of the scores that are seen, and zeros of the others; gives what makes their sum one."""
+    """Makes weights of scores, next to nothing of those that are not seen, and gives their sum."""
+    first, last, _ = among
     with writer.when(softcap.is_not(0)):
         cap = softcap.splat(LANES)
         with writer.loop(*among) as at:
             writer.store(scores + at * 4, tanh(writer.load(scores + at * 4, F32, LANES) / cap) * cap)
-
-    def is_seen(at: Value) -> Value:
-        number = at.splat(LANES) + writer.lane_numbers(LANES)
-        return (number >= seen[0].splat(LANES)) & (number < seen[1].splat(LANES))
-
+    for start, stop in ((first, seen[0]), (seen[1], last)):
+        with writer.loop(start, stop) as at:
+            writer.store(scores + at * 4, writer.number(UNSEEN, F32))
     top = writer.variable(writer.number(LOWEST, F32).splat(LANES))
     with writer.loop(*among) as at:
-        top.set(top.get().most(is_seen(at).choose(writer.load(scores + at * 4, F32, LANES), LOWEST)))
+        top.set(top.get().most(writer.load(scores + at * 4, F32, LANES)))
     highest = top.get().largest().splat(LANES)
     total = writer.variable(writer.zeros(F32, LANES))
     with writer.loop(*among) as at:
-        weight = is_seen(at).choose(exp(writer.load(scores + at * 4, F32, LANES) - highest), 0.0)
+        weight = exp(writer.load(scores + at * 4, F32, LANES) - highest)
         writer.store(scores + at * 4, weight)
         total.set(total.get() + weight)
-    return writer.number(1.0, F32) / total.get().total().most(SMALLEST)
+    return total.get().total().most(SMALLEST)
 
 
 def exp(x: Value) -> Value:
