@@ -101,7 +101,7 @@ def _compile(kernel: Kernel) -> Program:
 def num_threads() -> int:
     """How many XLA has, which looks for the same."""
     given = os.environ.get("PJRT_NPROC") or os.environ.get("NPROC")
-    return int(given) if given else os.cpu_count() or 1
+    return int(given) if given else len(os.sched_getaffinity(0))
 
 
 def _write_work(writer: Writer, kernel: Kernel) -> None:
