@@ -80,3 +80,9 @@ def test_nothing_heavy_is_imported_before_the_fork(module: str) -> None:
     imported = result.stdout.split()
     assert module in imported, result.stderr
     assert HEAVY.isdisjoint(imported)
+
+
+def test_llvm_is_loaded_only_for_the_kernels_of_a_cpu() -> None:
+    code = "import sys, levserve.engine.runner; print('llvmlite' in sys.modules, 'jax' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert result.stdout.split() == ["False", "True"], result.stderr

@@ -16,7 +16,7 @@ from jax import lax
 
 from levserve.model.cache import NUMBERS, from_bits, from_storage, multiplied_in
 from levserve.model.config import ModelConfig
-from levserve.model.kernels import cpu_attention, paged_attention
+from levserve.model.kernels import paged_attention
 
 FEW_QUERIES = 16
 """Of a row, at most: then attention is all reading of keys and values."""
@@ -48,6 +48,8 @@ CPU_FEATURES = {"amx_bf16": Kernel.LLVM_AMX, "asimddp": Kernel.LLVM_DOT}
 def choose_kernel(platform: str, config: ModelConfig, cpu_features: str = "") -> tuple[Kernel, str]:
     """The best kernel that can serve the model on this platform, and why, in words for the log."""
     if platform == "cpu":
+        from levserve.model.kernels import cpu_attention  # and LLVM with it, which others do without
+
         reason = cpu_attention.refuse_unservable(config.head_dim)
         kernel = next((kernel for feature, kernel in CPU_FEATURES.items() if feature in cpu_features.split()), Kernel.LLVM)
         return (Kernel.XLA, f"the CPU kernel does not take {reason}") if reason is not None else (kernel, "written for this CPU")
@@ -81,6 +83,8 @@ def attend(
         return paged_attention.paged_attention(q, pool, table, positions, window=window, softcap=softcap)
     has_few = q.shape[1] * q.shape[3] <= FEW_QUERIES
     if kernel in (Kernel.LLVM, Kernel.LLVM_DOT) or (kernel is Kernel.LLVM_AMX and has_few):
+        from levserve.model.kernels import cpu_attention
+
         return cpu_attention.paged_attention(q, pool, table, positions, window=window, softcap=softcap)
     return _attend_in_blocks(q, pool, table, positions, window, softcap, in_bfloat16=has_few or kernel is Kernel.LLVM_AMX)
 

@@ -12,7 +12,6 @@ from haliax import NamedArray
 from jax import lax
 
 from levserve.model import cache
-from levserve.model.kernels import cpu_linear
 
 
 class Linear(eqx.Module):
@@ -35,14 +34,20 @@ class Linear(eqx.Module):
     def _multiply(self, x: NamedArray) -> NamedArray:
         In = self.weight.axes[-1]
         if self.is_servable and self.weight.dtype == jnp.bfloat16:
-            return self._multiply_rows(x, lambda rows: cpu_linear.multiply_bfloat16(self.weight.array, rows))
+            from levserve.model.kernels.cpu_linear import multiply_bfloat16
+
+            return self._multiply_rows(x, lambda rows: multiply_bfloat16(self.weight.array, rows))
         given = self.weight.dtype if self.rounds else jnp.float32
         return hax.dot(x.astype(self.weight.dtype), self.weight, axis=In, preferred_element_type=given).astype(jnp.float32)
 
     @property
     def is_servable(self) -> bool:
-        """Not those of experts, of which each row may have its own."""
-        return self.has_kernel and self.weight.ndim == 2 and cpu_linear.refuse_unservable(*self.weight.array.shape) is None
+        """By a kernel: not those of experts, of which each row may have its own."""
+        if not self.has_kernel or self.weight.ndim != 2:
+            return False
+        from levserve.model.kernels.cpu_linear import refuse_unservable  # and LLVM with it, which others do without
+
+        return refuse_unservable(*self.weight.array.shape) is None
 
     def _multiply_rows(self, x: NamedArray, multiply: Callable[[jax.Array], jax.Array]) -> NamedArray:
         """By a function of [row, in] to [row, out]."""

@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 
 from levserve.model.cache import FP8, LARGEST_FP8
 from levserve.model.config import ModelConfig
-from levserve.model.kernels import cpu_linear
 from levserve.model.linear import Linear
 
 STEPS = 127.0
@@ -48,7 +47,9 @@ class QuantizedLinear(Linear):
             return Linear(self.weight.astype(self.widened), rounds=self.rounds)(x) * self.scale
         factors = self.weight.array, self.scale.array
         if self.is_servable:
-            return self._multiply_rows(x, lambda rows: cpu_linear.multiply_int8(*factors, rows, steps=STEPS, fine_steps=FINE_STEPS))
+            from levserve.model.kernels.cpu_linear import multiply_int8
+
+            return self._multiply_rows(x, lambda rows: multiply_int8(*factors, rows, steps=STEPS, fine_steps=FINE_STEPS))
         return self._multiply_rows(x, lambda rows: multiply_terms(*factors, rows))
 
 
