@@ -247,8 +247,8 @@ def test_too_many_sockets_are_refused_before_the_upgrade(server: ServerProcess) 
         reply = knock(server)
         assert (reply.status, reply.headers["retry-after"]) == (503, "5")
         assert reply.json["error"]["code"] == "unavailable"
-        metrics = server.ask("GET", "/metrics").body.decode()
-        assert "\nlevserve_websockets 3.0\n" in metrics and 'levserve_refused_total{reason="sockets_full"}' in metrics
+        wait_until(lambda: "\nlevserve_websockets 3.0\n" in server.ask("GET", "/metrics").body.decode())
+        assert 'levserve_refused_total{reason="sockets_full"}' in server.ask("GET", "/metrics").body.decode()
     wait_until(lambda: knock(server).status == 101)
 
 
