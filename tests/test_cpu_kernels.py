@@ -97,7 +97,6 @@ def test_what_is_not_finite_spoils_its_own_row_alone(bad: float) -> None:
 def test_many_threads_may_call_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """As programs of several models do; and more helpers than XLA has threads are no harm."""
     monkeypatch.setenv("NPROC", "9")
-    monkeypatch.setattr(handler, "_registered", {})
     kernel = cpu_linear.int8_kernel(48, STEPS, FINE_STEPS)
     handler.register("crowded", kernel)
     weight, scale = matrix(640, 48)

@@ -71,7 +71,7 @@ def test_prompts_that_share_prefill_programs_in_pieces_match_their_references(fa
         assert len(answer.prompt_logprobs) == len(case["prompt"]) - 1
 
 
-@pytest.mark.parametrize("family", ["gemma2", "mixtral"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral"])
 def test_prompts_of_which_only_the_next_token_is_wanted_get_it_from_quiet_programs(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def as_on_a_gpu(*args: Any, **given: Any) -> Sizes:
         return replace(plan_sizes(*args, **given), chunk_sizes=(8, 32), piece_tokens=8, row_sizes=(4,), has_all_modes=True)

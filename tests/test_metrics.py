@@ -217,7 +217,9 @@ class TestEngine:
     def test_compiles_are_counted_wherever_they_happen(self, running: Running) -> None:
         assert running.metric("compiles_total", when="startup") >= 3 and running.metric("compile_seconds_total", when="startup") > 0
         assert running.metric("compiles_total", when="serving") == 0
+        programs = running.loaded.runner.programs
         before = running.metric("compiles_total", when="background")
+        assert before == len(programs.all_shapes) - len(programs.first_shapes)
         hits, misses = running.metric("compile_cache_hits_total"), running.metric("compile_cache_misses_total")
         factor = random.random()
 

@@ -34,7 +34,7 @@ class Kernel(StrEnum):
     LLVM = "llvm"
     """Written for the CPU at hand."""
     LLVM_DOT = "llvm-dot"
-    """The same on a CPU that sums products of int8 in one instruction: then products with int8 matrices are written too."""
+    """The same on an ARM CPU that sums products of int8 in one instruction: there products with matrices are written too."""
     LLVM_AMX = "llvm-amx"
     """The same for few queries on a CPU with matrix units, which multiply bfloat16 many times as fast as float32: many take XLA."""
     TRITON = "triton"

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import jax
 
-from levserve.model.kernels.writer import I32, Address, Program, Value, Writer
+from levserve.model.kernels.writer import I32, Function, Program, Value, Writer
 
 EXTENSION, API, CONTEXT = 1, 2, 3
 ARGUMENTS, RESULTS = 9, 14
@@ -88,10 +88,10 @@ def _compile(kernel: Kernel) -> Program:
     program = Program()
     with program.function("work", 1) as writer:
         _write_work(writer, kernel)
-        work = writer.address_of()
+        work = writer.function
     with program.function("help", 1) as writer:
         _write_help(writer, work)
-        helper = writer.address_of()
+        helper = writer.function
     with program.function("handle", 1) as writer:
         _write_handle(writer, kernel, work, helper)
     program.compile()
@@ -124,7 +124,7 @@ def _write_work(writer: Writer, kernel: Kernel) -> None:
         writer.free(own)
 
 
-def _write_help(writer: Writer, work: Address) -> None:
+def _write_help(writer: Writer, work: Function) -> None:
     """What a thread does that came to help. The call may be over by then; if not, who called waits until it has left."""
     state = writer.as_pointer(writer.given[0])
     writer.atomic_add(state + 8 * INSIDE, 1)
@@ -134,7 +134,7 @@ def _write_help(writer: Writer, work: Address) -> None:
     _write_release(writer, state)
 
 
-def _write_handle(writer: Writer, kernel: Kernel, work: Address, helper: Address) -> None:
+def _write_handle(writer: Writer, kernel: Kernel, work: Function, helper: Function) -> None:
     frame = writer.as_pointer(writer.given[0])
     is_call = writer.variable(writer.number(1))
     with writer.when(writer.word(frame, EXTENSION).is_not(0)):
@@ -147,7 +147,7 @@ def _write_handle(writer: Writer, kernel: Kernel, work: Address, helper: Address
         _write_call(Call(writer, frame), kernel, work, helper)
 
 
-def _write_call(call: Call, kernel: Kernel, work: Address, helper: Address) -> None:
+def _write_call(call: Call, kernel: Kernel, work: Function, helper: Function) -> None:
     writer, frame = call
     most = kernel.works[-1].num_pieces(call)
     helpers = (most.least(num_threads()) - 1).most(0)

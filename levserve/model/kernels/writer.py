@@ -18,7 +18,8 @@ I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 F16, F32 = ir.HalfType(), ir.FloatType()
 POINTER = ir.PointerType(I8)
 NUM_BYTES = {I8: 1, I16: 2, F16: 2, I32: 4, F32: 4, I64: 8}
-Address: TypeAlias = ir.Function
+Function: TypeAlias = ir.Function
+"""One of a program, for others of it."""
 
 
 class Value:
@@ -175,9 +176,6 @@ class Writer:
     def zeros(self, kind: ir.Type, lanes: int) -> Value:
         return Value(self, ir.Constant(ir.VectorType(kind, lanes), [0] * lanes))
 
-    def lane_numbers(self, lanes: int) -> Value:
-        return Value(self, ir.Constant(ir.VectorType(I64, lanes), list(range(lanes))))
-
     def variable(self, value: Value) -> Variable:
         return Variable(self, value)
 
@@ -265,18 +263,14 @@ class Writer:
     def atomic_get(self, pointer: Value) -> Value:
         return Value(self, self.builder.load_atomic(self._to(pointer, I64), "seq_cst", 8))
 
-    def call(self, function: Value | Address, *given: Value) -> Value:
+    def call(self, function: Value | Function, *given: Value) -> Value:
         """Of int64 to int64."""
         kind = ir.PointerType(ir.FunctionType(I64, [I64] * len(given)))
         target = self.builder.inttoptr(function.made, kind) if isinstance(function, Value) else function
         return Value(self, self.builder.call(target, [value.made for value in given]))
 
-    def address(self, function: Address) -> Value:
+    def address(self, function: Function) -> Value:
         return Value(self, self.builder.ptrtoint(function, I64))
-
-    def address_of(self) -> Address:
-        """Of the function that this writes, for others of its program."""
-        return self.function
 
     def allocate(self, num_bytes: Value) -> Value:
         return Value(self, self.intrinsic("malloc", POINTER, num_bytes.made))
