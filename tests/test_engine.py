@@ -71,6 +71,20 @@ def test_prompts_that_share_prefill_programs_in_pieces_match_their_references(fa
         assert len(answer.prompt_logprobs) == len(case["prompt"]) - 1
 
 
+def test_a_prompt_that_would_leave_a_large_program_mostly_empty_takes_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[Shape] = []
+    take = Programs.__getitem__
+    monkeypatch.setattr(Programs, "__getitem__", lambda self, shape: used.append(shape) or take(self, shape))
+    with running_engine(GOLDEN / "llama", "--page-size", "8", rows=2) as running:
+        programs = running.loaded.runner.programs
+        wait_until(lambda: programs.is_complete and not programs.has_cold, 240)
+        running.run(ask([1], 1))  # and so the last first run is over
+        for length, sizes in ((40, [16, 16, 8]), (100, [128])):
+            used.clear()
+            running.run(ask([length] * length, 1))
+            assert [shape.size for shape in used if shape.is_prefill] == sizes
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral"])
 def test_prompts_of_which_only_the_next_token_is_wanted_get_it_from_quiet_programs(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def as_on_a_gpu(*args: Any, **given: Any) -> Sizes:
