@@ -77,7 +77,7 @@ def build(config: ModelConfig, dtype: jnp.dtype, platform: str, options: argpars
     kernel = Kernel(options.kernel) if options.kernel else choose_kernel(platform, config, cpu_features())[0]
     storage = cache.storage_dtype(cache.kv_dtype(options.kv_dtype, dtype), platform)
     chunk_sizes = {size * (options.prompts if kernel is Kernel.TRITON else 1) for size in options.chunks}
-    longest = max([options.context + options.steps * (options.repeats + 3), *options.chunks])
+    longest = max([options.context + options.steps, *options.chunks])
     pages_each = -(-longest // PAGE_SIZE)
     rows = max(*options.rows, options.prompts)
     sizes = Sizes(
@@ -121,7 +121,7 @@ def random_matrix(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype, spre
 
 
 def measure_decode(runner: Runner, sizes: Sizes, rows: int, options: argparse.Namespace) -> float:
-    """Seconds of one decode step: rounds dispatched one ahead of the read, as the server does."""
+    """Seconds of one decode step: rounds dispatched one ahead of the read, as the server does, over the same positions again."""
     runner.programs.compile_only([Shape(max(2, rows), Mode(options.mode))])
     pages_each = sizes.table_width
     sampling = Sampling(temperature=0.0 if options.mode == "greedy" else 1.0)
@@ -137,9 +137,9 @@ def measure_decode(runner: Runner, sizes: Sizes, rows: int, options: argparse.Na
     ]
     seconds: list[float] = []
     flight, start = None, time.perf_counter()
+    position = options.context - options.steps // 2
+    planned = tuple(Row(sequence, sequence.slot or 0, position, options.steps) for sequence in sequences)
     for number in range(options.repeats + 3):
-        position = options.context + number * options.steps
-        planned = tuple(Row(sequence, sequence.slot or 0, position, options.steps) for sequence in sequences)
         before, flight = flight, runner.dispatch(RoundPlan((), planned, tuple(sequences) if number == 0 else (), ()))
         if before is not None:
             runner.read(before)
@@ -189,7 +189,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="smollm2-135m")
     parser.add_argument("--rows", type=int, nargs="+", default=[4, 8, 16, 32])
-    parser.add_argument("--context", type=int, default=256, help="tokens each row has when the measurement starts")
+    parser.add_argument("--context", type=int, default=256, help="tokens each row has in the middle of a round")
     parser.add_argument("--steps", type=int, default=1, help="decode steps in a round")
     parser.add_argument("--chunks", type=int, nargs="*", default=[], help="prefill sizes to measure as well")
     parser.add_argument("--prompts", type=int, default=1, help="prompts of such a size, computed together")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,7 +12,9 @@ import pytest
 from levserve.model import cache
 from levserve.model.attention import Kernel, attend, choose_kernel
 from levserve.model.config import ModelConfig
+from levserve.model.kernels.decode_attention import HeadNorms, Turn, decode_attention
 from levserve.model.kernels.paged_attention import paged_attention
+from levserve.model.rotary import Angles, rotate
 
 pytestmark = pytest.mark.tiny
 
@@ -108,6 +113,57 @@ def test_the_gpu_kernel_equals_the_plain_one(
     np.testing.assert_allclose(np.asarray(kernel)[is_given], np.asarray(plain)[is_given], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("page_size", "kv_heads", "group", "size", "turned", "is_normed", "window", "softcap", "splits", "storage"),
+    [
+        (32, 2, 4, 64, 64, False, None, None, None, jnp.float32),
+        (32, 3, 3, 64, 64, True, 40, None, 1, jnp.float32),
+        (4, 2, 2, 80, 40, False, None, 1.5, 2, jnp.float32),
+        (128, 1, 2, 256, 256, True, 40, None, 4, jnp.float32),
+        (16, 1, 8, 96, 96, True, None, None, 1, cache.FP8),
+        (16, 2, 1, 96, 0, False, 20, None, 2, cache.FP8),
+    ],
+)
+def test_the_gpu_kernel_for_decoding_equals_norming_turning_writing_and_attending(
+    page_size: int, kv_heads: int, group: int, size: int, turned: int, is_normed: bool, window: int | None, softcap: float | None,
+    splits: int | None, storage: type,
+) -> None:  # fmt: skip
+    rng = np.random.default_rng(group)
+
+    def normal(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(shape, dtype=np.float32))
+
+    lengths = np.asarray([1, page_size, page_size + 1, 130, 0])  # the last row is padding
+    rows, width = len(lengths), -(-130 // page_size) + 1
+    num_pages = width * rows + 2
+    table = jnp.asarray(rng.permutation(num_pages)[: width * rows].reshape(rows, width), jnp.int32)
+    pool = cache.to_storage(normal(num_pages, 2, kv_heads, page_size, size), jnp.dtype(storage))
+    heads, positions = normal(rows, (group + 2) * kv_heads, size), jnp.asarray(lengths - 1, jnp.int32)
+    angles = normal(rows, turned // 2)
+    turn = Turn(jnp.cos(angles), jnp.sin(angles)) if turned else None
+    norms = HeadNorms(normal(size), normal(size)) if is_normed else None
+    rules: dict[str, Any] = dict(scale=size**-0.5, window=window, softcap=softcap)
+    got, written = decode_attention(
+        heads, pool, table, positions, turn, norms, kv_heads=kv_heads, eps=1e-3, splits=splits, interpret=True, **rules
+    )
+
+    def prepare(x: jax.Array, weight: jax.Array | None) -> jax.Array:
+        if weight is not None:
+            x = x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-3) * weight[None, None]
+        return x[:, None] if turn is None else rotate(x[:, None], Angles(turn.cos[:, None, None], turn.sin[:, None, None]))
+
+    queries, keys, values = jnp.split(heads, [group * kv_heads, (group + 1) * kv_heads], axis=1)
+    queries, keys = (prepare(x, weight) for x, weight in zip((queries, keys), norms or (None, None)))
+    wanted_pool = cache.write(pool, keys, values[:, None], cache.place(table, positions[:, None], pool))
+    grouped = queries.reshape(rows, 1, kv_heads, group, size)
+    wanted = attend(grouped, wanted_pool, table, positions[:, None], **rules).reshape(got.shape)
+    is_exact = storage is jnp.float32
+    np.testing.assert_allclose(np.asarray(got[:-1], np.float32), wanted[:-1].astype(jnp.float32), atol=2e-5 if is_exact else 2e-2)
+    put, wanted_put = (np.asarray(array, np.float32) for array in (written, wanted_pool))
+    np.testing.assert_allclose(put, wanted_put, atol=1e-6, rtol=1e-5 if is_exact else 0.13)
+    assert is_exact or (put != wanted_put).sum() <= 2, "but for what rounding makes of a sum in another order"
+
+
 @pytest.mark.parametrize("chunk", [1, 16])
 @pytest.mark.parametrize("way", ["kernel", "xla", "xla on bits", "llvm on bits"])
 def test_fp8_is_mixed_like_the_numbers_it_stands_for(way: str, chunk: int) -> None:
@@ -121,7 +177,7 @@ def test_fp8_is_mixed_like_the_numbers_it_stands_for(way: str, chunk: int) -> No
     positions = np.stack([np.arange(length - chunk, length) for length in lengths]).astype(np.int32)
     if way == "kernel":
         got = paged_attention(q, pool, jnp.asarray(table), jnp.asarray(positions), interpret=True)
-        assert got.dtype == jnp.bfloat16
+        assert got.dtype == jnp.float16
     else:
         kernel = Kernel.LLVM if way.startswith("llvm") else Kernel.XLA
         got = attend(q, pool, jnp.asarray(table), jnp.asarray(positions), kernel=kernel)

@@ -13,9 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from levserve.model import cache
+from levserve.model import cache, decoder
+from levserve.model.attention import Kernel
 from levserve.model.config import LongScaling, Rope, parameter_shapes
 from levserve.model.decoder import CHUNK, ROW, Decoder, Experts
+from levserve.model.kernels import paged_attention
 from levserve.model.rotary import angles_at, rotate
 from levserve.weights.load import load_arrays, read_config
 from tests.conftest import GOLDEN
@@ -82,6 +84,31 @@ def test_a_family_matches_its_reference_in_chunks_of_every_size(family: str, pag
     case = min(cases, key=lambda case: abs(len(case["prompt"]) - 17))
     for chunk in range(2, len(case["prompt"]) + 1):
         check(case, run_in_chunks(model, case["prompt"] + case["greedy"], chunk, page_size))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "olmo2", "gemma2", "gpt2"])
+def test_a_family_matches_its_reference_through_the_gpu_kernels(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prompt in one chunk, then a token at a time beside a row that is padding: every kind of norm, turn and window."""
+    for module, name in ((paged_attention, "paged_attention"), (decoder, "decode_attention")):
+        monkeypatch.setattr(module, name, functools.partial(getattr(module, name), interpret=True))
+    folder = GOLDEN / family
+    config = read_config(folder)
+    arrays = load_arrays(folder, config, jnp.dtype(jnp.float32), report=lambda _: None)
+    model = Decoder.from_arrays(config, arrays, kernel=Kernel.TRITON)
+    case = min(load(family)[1], key=lambda case: abs(len(case["prompt"]) - 17))
+    tokens, length = case["prompt"] + case["greedy"], len(case["prompt"])
+    table = jnp.asarray([[3, 1, 5, 0], [2, 4, 6, 7]], jnp.int32)
+    pools = cache.make_pool(config, 8, 16, jnp.dtype(jnp.float32))
+    padding = -length % 16
+    chunk = jnp.asarray([tokens[:length] + [0] * padding], jnp.int32)
+    positions = jnp.asarray([[*range(length), *[-1] * padding]], jnp.int32)
+    logits, pools = logits_of(model, chunk, pools, table[:1], positions)
+    rows = [np.asarray(jax.nn.log_softmax(logits))[:length]]
+    for position in range(length, len(tokens)):
+        fed, at = [[tokens[position]], [7]], jnp.asarray([[position], [-1]], jnp.int32)
+        logits, pools = logits_of(model, jnp.asarray(fed, jnp.int32), pools, table, at)
+        rows.append(np.asarray(jax.nn.log_softmax(logits)))
+    check(case, np.concatenate(rows))
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma3"])

@@ -39,13 +39,12 @@ NUM_PAGES = 5003  # so that nothing else has the pool's shape
 FEW, MANY, MOST = (Shape(rows, Mode.GREEDY) for rows in (8, 64, ROWS))
 DRAWN, ANYHOW = Shape(64, Mode.PLAIN), Shape(8, Mode.FULL)
 PREFILL, QUIET = Shape(4096), Shape(4096, is_quiet=True)
-ATTENTION = "paged_attention"
-LAYER_KERNELS = {FEW: 13, MANY: 10, MOST: 10, DRAWN: 10, ANYHOW: 13, PREFILL: 10, QUIET: 10}
-"""Four products, attention, queries turned, keys and values turned and written, two norms, the gated activation. With few rows a
-sum for the residual stream, which larger products have in them, one of a product's parts, and one that merges attention's splits."""
-OTHER_KERNELS = {FEW: 10, MANY: 11, MOST: 11, DRAWN: 26, ANYHOW: 19, PREFILL: 21, QUIET: 28}
-"""Of a decode step and of quiet prefill; of other prefill and of full mode up to where the host looks what is asked for. A plain draw
-has one more with jax 0.12 than with 0.11."""
+ATTENTION = ("paged_attention", "decode_attention")
+LAYER_KERNELS = {FEW: 12, MANY: 8, MOST: 8, DRAWN: 8, ANYHOW: 12, PREFILL: 10, QUIET: 10}
+"""Four products, attention, two norms, the gated activation; in prefill queries turned, and keys and values turned and written. With few
+rows a sum for the residual stream, which larger products have in them, one of a product's parts, and one that merges attention's splits."""
+OTHER_KERNELS = {FEW: 11, MANY: 11, MOST: 11, DRAWN: 14, ANYHOW: 21, PREFILL: 24, QUIET: 16}
+"""Without those of what a row may ask for. A plain draw has one more with jax 0.12 than with 0.11."""
 WORKSPACE_BYTES = 4 << 20
 """Of the library for large products."""
 
@@ -103,15 +102,16 @@ def compile_there(shape: Shape) -> Compiled:
 
 
 def kernels(shape: Shape) -> list[str]:
-    """Those of the graph that all layers are in: of a step from the tokens to the next ones, of prefill up to the last layer."""
+    """Those that always run of the graph that all layers are in: a step, or prefill."""
     thunks = compile_there(shape).thunks
     graphs = [inside(thunks, index) for index, thunk in enumerate(thunks) if thunk.kind == "kCommandBuffer"]
-    of_layers = [graph for graph in graphs if any(thunk.name == ATTENTION for thunk in graph)]
+    of_layers = [graph for graph in graphs if any(thunk.name.startswith(ATTENTION) for thunk in graph)]
     assert len(of_layers) == 1, "all layers are in one graph, and attention is the kernel for NVIDIA GPUs"
-    return [thunk.name for thunk in of_layers[0] if thunk.kind not in HOLDERS]
+    (graph,) = of_layers
+    return [thunk.name for thunk in graph if thunk.depth == graph[0].depth and thunk.kind not in HOLDERS]
 
 
-@pytest.mark.parametrize("shape", [FEW, MANY, MOST, DRAWN], ids=str)
+@pytest.mark.parametrize("shape", [FEW, MANY, MOST, DRAWN, ANYHOW], ids=str)
 def test_a_decode_step_is_one_graph_that_needs_no_host(shape: Shape) -> None:
     thunks = compile_there(shape).thunks
     loops = [index for index, thunk in enumerate(thunks) if thunk.kind == "kWhile"]

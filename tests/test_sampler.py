@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from levserve.model.sampler import MAX_EDITS, NUM_CANDIDATES, NUM_TOP, POISONED, Drawn, Memory, Mode, Rules, sample
+from levserve.model.sampler import MAX_EDITS, NUM_CANDIDATES, NUM_TOP, POISONED, Drawn, Memory, Mode, Rules, largest, sample
 
 pytestmark = pytest.mark.tiny
 
@@ -192,6 +192,17 @@ def test_a_draw_depends_on_seed_and_position_alone() -> None:
 def test_seeds_and_positions_are_not_confused() -> None:
     at_five, at_six = draw_many(position=5), draw_many(position=6)
     assert (at_five[1:] != at_six[:-1]).any()
+
+
+@pytest.mark.parametrize("count", [NUM_TOP, NUM_CANDIDATES])
+def test_the_largest_are_found_in_order_and_of_equals_the_first(count: int) -> None:
+    rng = np.random.default_rng(count)
+    rows = np.stack([rng.integers(0, 40, 9_999), rng.integers(0, 5_000, 9_999), np.arange(9_999)]).astype(np.float32)
+    rows[0, 100:] = -np.inf  # fewer than are looked for
+    values, places = largest(jnp.asarray(rows), count)
+    wanted = np.argsort(-rows, axis=1, kind="stable")[:, :count]
+    np.testing.assert_array_equal(places, wanted)
+    np.testing.assert_array_equal(values, np.take_along_axis(rows, wanted, axis=1))
 
 
 def test_logprobs_are_the_raw_models_and_hold_the_best() -> None:

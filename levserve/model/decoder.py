@@ -19,6 +19,7 @@ from levserve.model import cache, experts
 from levserve.model.attention import Kernel, attend
 from levserve.model.cache import Place
 from levserve.model.config import Activation, ModelConfig, parameter_shapes
+from levserve.model.kernels.decode_attention import HeadNorms, Turn, decode_attention
 from levserve.model.linear import Linear
 from levserve.model.quantize import QuantizedLinear
 from levserve.model.rotary import Angles, angles_at, rotate
@@ -63,6 +64,9 @@ class Attention(eqx.Module):
     ) -> tuple[NamedArray, jax.Array]:
         """Writes this chunk's keys and values to the pool, then reads everything the chunk, or its `ends`, may see from it."""
         config = self.config
+        if self.kernel is Kernel.TRITON and place.positions.shape[1] == 1:
+            mixed, pool = self._decode(x, pool, place, angles, window)
+            return self.out(hax.named(mixed.reshape(-1, 1, config.Mixed.size), (ROW, CHUNK, config.Mixed.name))), pool
         queries, keys, values = self._split(self.qkv(x))
         axes = (ROW, CHUNK, ..., config.HeadSize)
 
@@ -88,6 +92,36 @@ class Attention(eqx.Module):
             )
         mixed = mixed.reshape(*mixed.shape[:2], config.Mixed.size)
         return self.out(hax.named(mixed, (ROW, CHUNK, config.Mixed.name))), pool
+
+    def _decode(
+        self, x: NamedArray, pool: jax.Array, place: Place, angles: Angles | None, window: int | None
+    ) -> tuple[jax.Array, jax.Array]:
+        """One position of each row, all in one kernel but for norms that it does not know."""
+        config = self.config
+        qkv, norms = self.qkv(x), None
+        if config.qk_norm_spans_heads:
+            queries, keys, values = self._split(qkv)
+            parts = [apply(self.q_norm, queries), apply(self.k_norm, keys), values]
+            heads = jnp.concatenate([part.rearrange((ROW, CHUNK, ..., config.HeadSize)).array[:, 0] for part in parts], axis=1)
+        else:
+            heads = qkv.rearrange((ROW, CHUNK, "qkv")).array.reshape(place.positions.shape[0], -1, config.head_dim)
+            if self.q_norm is not None and self.k_norm is not None:
+                norms = HeadNorms(self.q_norm.weight.array, self.k_norm.weight.array)
+            if self.qkv.rounds and self.qkv.bias is None:
+                heads = heads.astype(self.qkv.weight.dtype)  # as the product gave them
+        return decode_attention(
+            heads,
+            pool,
+            place.table,
+            place.positions[:, 0],
+            None if angles is None else Turn(angles.cos[:, 0, 0], angles.sin[:, 0, 0]),
+            norms,
+            kv_heads=config.num_kv_heads,
+            scale=config.score_scale,
+            eps=config.norm_eps,
+            window=window,
+            softcap=config.attention_softcap,
+        )
 
     def _split(self, qkv: NamedArray) -> tuple[NamedArray, NamedArray, NamedArray]:
         """Cuts the fused projection into queries, keys and values by head."""

@@ -28,6 +28,9 @@ QUERY_BLOCK = 16
 NUM_PROCESSORS = 132
 """Of an H200; what splits are chosen for."""
 
+Carry = tuple[jax.Array, jax.Array, jax.Array]
+"""Of a running softmax: the values mixed so far, the largest score and the sum of the weights."""
+
 
 class Tiling(NamedTuple):
     """How a program is cut; measured on an H200 with 32-token pages."""
@@ -36,6 +39,10 @@ class Tiling(NamedTuple):
     """Positions looked at in one step."""
     num_warps: int
     num_stages: int
+
+
+FEW_QUERIES = {64: Tiling(32, 1, 4), 128: Tiling(64, 1, 3), 256: Tiling(32, 2, 4), 512: Tiling(32, 2, 3), 1024: Tiling(16, 2, 3)}
+"""For one query of a row and keys of at most so many bytes: then there is nothing but reading."""
 
 
 def refuse_unservable(head_dim: int) -> str | None:
@@ -59,25 +66,22 @@ def paged_attention(
 ) -> jax.Array:
     """q [row, chunk, kv_head, group, head_size] scaled; pool [page, 2, kv_head, page_size, head_size]; table [row, page];
     positions [row, chunk] of the queries, negative for padding, which comes last. Computes and answers in the pool's type, or
-    in bfloat16 if that is fp8, and sums in float32.
+    in float16 if that is fp8, and sums in float32.
 
     Scores are bent to stay within `softcap`. Without `splits` there are as many as fill the card.
     """
     rows, chunk, kv_heads, group, size = q.shape
     page_size = pool.shape[3]
     queries = math.gcd(chunk, QUERY_BLOCK)
-    tiling = _tiling(queries, size * pool.dtype.itemsize)
-    unread = -table.shape[1] % max(tiling.keys // page_size, 1)
-    table = jnp.pad(table, ((0, 0), (0, unread)), mode="edge")  # so that no step reads beyond it
-    num_steps = -(-table.shape[1] * page_size // tiling.keys)
+    tiling = choose_tiling(queries, size * pool.dtype.itemsize)
+    table, num_steps = cover(table, page_size, tiling.keys)
     num_blocks = rows * chunk // queries
-    splits = splits or _num_splits(num_blocks * kv_heads, num_steps)
+    splits = splits or choose_splits(num_blocks * kv_heads, num_steps)
 
     kernel = functools.partial(
         _kernel,
-        tiling=tiling,
+        keys=tiling.keys,
         steps_per_split=-(-num_steps // splits),
-        is_whole=splits == 1,
         window=window,
         softcap=softcap,
     )
@@ -105,26 +109,99 @@ def paged_attention(
         interpret=interpret,
         name="paged_attention",
     )((q.reshape(flat) * math.log2(math.e)).astype(dtype), pool, table, positions.reshape(-1))
-    if splits == 1:
-        return result[0].reshape(q.shape)
-    mixed, tops, totals = result
-    weights = jnp.exp2(tops - tops.max(0, keepdims=True))  # an empty split weighs nothing
-    total = (totals * weights).sum(0)
-    return ((mixed * weights[..., None]).sum(0) / jnp.maximum(total, 1e-30)[..., None]).astype(dtype).reshape(q.shape)
+    return (result[0] if splits == 1 else merge(*result).astype(dtype)).reshape(q.shape)
 
 
-def _tiling(queries: int, key_bytes: int) -> Tiling:
+def choose_tiling(queries: int, key_bytes: int) -> Tiling:
     """Larger keys take shorter steps: keys and values of all stages share a processor's 227 KB."""
     if queries == 1:
-        return Tiling(32 if key_bytes <= 512 else 16, num_warps=2, num_stages=3)
+        return next(tiling for most, tiling in FEW_QUERIES.items() if key_bytes <= most)
     if key_bytes <= 256:
         return Tiling(64, num_warps=4, num_stages=3 if key_bytes <= 128 else 2)
     return Tiling(32 if key_bytes <= 512 else 16, num_warps=8, num_stages=2)
 
 
-def _num_splits(num_programs: int, num_steps: int) -> int:
+def choose_splits(num_programs: int, num_steps: int) -> int:
     splits = min(max(2 * NUM_PROCESSORS // num_programs, 1), 16, num_steps)
     return 1 << (splits.bit_length() - 1)
+
+
+def cover(table: jax.Array, page_size: int, keys: int) -> tuple[jax.Array, int]:
+    """The table made so wide that no step reads beyond it, and how many steps it has."""
+    unread = -table.shape[1] % max(keys // page_size, 1)
+    table = jnp.pad(table, ((0, 0), (0, unread)), mode="edge")
+    return table, -(-table.shape[1] * page_size // keys)
+
+
+def merge(mixed: jax.Array, tops: jax.Array, totals: jax.Array) -> jax.Array:
+    """What the splits, which come first, found together."""
+    weights = jnp.exp2(tops - tops.max(0, keepdims=True))  # an empty split weighs nothing
+    total = (totals * weights).sum(0)
+    return (mixed * weights[..., None]).sum(0) / jnp.maximum(total, 1e-30)[..., None]
+
+
+class Columns(NamedTuple):
+    """The numbers of a head. A size that is no power of two is rounded up by repeating the last one."""
+
+    size: int
+
+    @property
+    def padded(self) -> int:
+        return 1 << (self.size - 1).bit_length()
+
+    @property
+    def numbers(self) -> jax.Array:
+        return jnp.minimum(jnp.arange(self.padded), self.size - 1)
+
+    def masked(self, x: jax.Array) -> jax.Array:
+        """[row, column] with zeros for those that are repeated."""
+        return x if self.padded == self.size else jnp.where(jnp.arange(self.padded)[None, :] < self.size, x, jnp.zeros_like(x))
+
+
+def walk(
+    q: jax.Array,
+    pool_ref: jax.Ref,
+    table_ref: jax.Ref,
+    steps: tuple[jax.Array, jax.Array],
+    seen: tuple[jax.Array | None, jax.Array],
+    carry: Carry,
+    *,
+    keys: int,
+    softcap: float | None,
+) -> Carry:
+    """Mixes q [query, column] with these steps of so many keys: those from the first that is seen, if there is one, to the last."""
+    page_size, size = pool_ref.shape[2:]
+    columns = Columns(size)
+    first, last = seen
+
+    def load(half: int, page: jax.Array, slot: jax.Array) -> jax.Array:
+        if columns.padded == size:
+            return pool_ref[page, half, slot, :].astype(q.dtype)
+        return pool_ref[page[:, None], half, slot[:, None], columns.numbers[None, :]].astype(q.dtype)
+
+    def mix(step: jax.Array, carry: Carry) -> Carry:
+        mixed, top, total = carry
+        at = step * keys + jnp.arange(keys)
+        page, slot = table_ref[at // page_size], at % page_size
+        scores = jnp.dot(q, load(0, page, slot).T, preferred_element_type=jnp.float32)
+        if softcap is not None:
+            scores = bend(scores, softcap)
+        is_seen = at[None, :] <= last
+        if first is not None:
+            is_seen &= at[None, :] >= first
+        scores = jnp.where(is_seen, scores, MASKED)
+        new_top = jnp.maximum(top, scores.max(-1))
+        shrink = jnp.exp2(top - new_top)
+        weights = jnp.exp2(scores - new_top[:, None])
+        new = jnp.dot(weights.astype(q.dtype), load(1, page, slot), preferred_element_type=jnp.float32)
+        return mixed * shrink[:, None] + new, new_top, total * shrink + weights.sum(-1)
+
+    return lax.fori_loop(*steps, mix, carry)
+
+
+def bend(scores: jax.Array, softcap: float) -> jax.Array:
+    cap = softcap * math.log2(math.e)
+    return cap * jnp.tanh(scores / cap)
 
 
 def _kernel(
@@ -136,63 +213,34 @@ def _kernel(
     top_ref: jax.Ref | None = None,
     total_ref: jax.Ref | None = None,
     *,
-    tiling: Tiling,
+    keys: int,
     steps_per_split: int,
-    is_whole: bool,
     window: int | None,
     softcap: float | None,
 ) -> None:
     queries, group, size = q_ref.shape
-    page_size, keys = pool_ref.shape[2], tiling.keys
-    dtype = multiplied_in(pool_ref.dtype)
     # Sizes that are no power of two are rounded up by repeating: who is there twice computes and stores the same twice.
     heads = max(1 << (group - 1).bit_length(), MIN_ROWS // queries)
     row = jnp.arange(queries * heads)
     query, head = row // heads, row % group if queries == 1 else jnp.minimum(row % heads, group - 1)
-    padded = 1 << (size - 1).bit_length()
-    column = jnp.minimum(jnp.arange(padded), size - 1)
-    every: jax.Array | slice = slice(None) if padded == size else column[None, :]
-
-    def pick(index: jax.Array) -> jax.Array:
-        return index if padded == size else index[:, None]
-
-    position = position_ref[query]
-    q = q_ref[pick(query), pick(head), every]
-    if padded != size:
-        q = jnp.where(jnp.arange(padded)[None, :] < size, q, jnp.zeros_like(q))
+    columns = Columns(size)
+    place = (query[:, None], head[:, None], columns.numbers[None, :])
+    position = position_ref[query][:, None]
     start = pl.program_id(2) * steps_per_split
     end = jnp.minimum(start + steps_per_split, jnp.max(position_ref[jnp.arange(queries)]) // keys + 1)
+    first = None
     if window is not None:
         start = jnp.maximum(start, (position_ref[0] - window + 1) // keys)
-
-    def mix(step: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
-        mixed, top, total = carry
-        at = step * keys + jnp.arange(keys)
-        page, slot = pick(table_ref[at // page_size]), pick(at % page_size)
-        scores = jnp.dot(q, pool_ref[page, 0, slot, every].astype(dtype).T, preferred_element_type=jnp.float32)
-        if softcap is not None:
-            cap = softcap * math.log2(math.e)
-            scores = cap * jnp.tanh(scores / cap)
-        is_seen = at[None, :] <= position[:, None]
-        if window is not None:
-            is_seen &= at[None, :] > position[:, None] - window
-        scores = jnp.where(is_seen, scores, MASKED)
-        new_top = jnp.maximum(top, scores.max(-1))
-        shrink = jnp.exp2(top - new_top)
-        weights = jnp.exp2(scores - new_top[:, None])
-        values = pool_ref[page, 1, slot, every].astype(dtype)
-        mixed = mixed * shrink[:, None] + jnp.dot(weights.astype(dtype), values, preferred_element_type=jnp.float32)
-        return mixed, new_top, total * shrink + weights.sum(-1)
-
+        first = position - window + 1
     nothing = (
-        jnp.zeros((queries * heads, padded), jnp.float32),
+        jnp.zeros((queries * heads, columns.padded), jnp.float32),
         jnp.full((queries * heads,), MASKED, jnp.float32),
         jnp.zeros((queries * heads,), jnp.float32),
     )
-    mixed, top, total = lax.fori_loop(start, end, mix, nothing)
-    if is_whole:
+    q = columns.masked(q_ref[place])
+    mixed, top, total = walk(q, pool_ref, table_ref, (start, end), (first, position), nothing, keys=keys, softcap=softcap)
+    if top_ref is None or total_ref is None:
         mixed = mixed / jnp.maximum(total, 1e-30)[:, None]
     else:
-        assert top_ref is not None and total_ref is not None
         top_ref[query, head], total_ref[query, head] = top, total
-    mixed_ref[pick(query), pick(head), every] = mixed.astype(mixed_ref.dtype)
+    mixed_ref[place] = mixed.astype(mixed_ref.dtype)

@@ -1,0 +1,188 @@
+"""A decode step's attention as one Pallas kernel for NVIDIA GPUs: from the product with the fused matrix to the mixed values.
+
+Every program of the grid takes one row, one key-value head and one split of the row's positions. It norms and turns the row's
+queries and its new key, writes that key and its value to the pool, and mixes what was there before with the new pair, which it
+has at hand: nobody reads what another program writes.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from levserve.model.cache import multiplied_in, to_storage
+from levserve.model.kernels.paged_attention import MASKED, MIN_ROWS, Columns, bend, choose_splits, choose_tiling, cover, merge, walk
+
+
+class Turn(NamedTuple):
+    """Cosines and sines of each row's position, [row, half of the numbers that are turned]."""
+
+    cos: jax.Array
+    sin: jax.Array
+
+
+class HeadNorms(NamedTuple):
+    """Weights [head_size] of the RMS norms that queries and keys go through before they are turned."""
+
+    queries: jax.Array
+    keys: jax.Array
+
+
+@functools.partial(jax.jit, static_argnames=("kv_heads", "scale", "eps", "window", "softcap", "splits", "interpret"))
+def decode_attention(
+    qkv: jax.Array,
+    pool: jax.Array,
+    table: jax.Array,
+    positions: jax.Array,
+    turn: Turn | None = None,
+    norms: HeadNorms | None = None,
+    *,
+    kv_heads: int,
+    scale: float,
+    eps: float = 0.0,
+    window: int | None = None,
+    softcap: float | None = None,
+    splits: int | None = None,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """qkv [row, head, head_size], queries before keys before values; pool [page, 2, kv_head, page_size, head_size], which is
+    written in place; table [row, page]; positions [row], negative for padding, of which nothing is written. Gives the mixed
+    values [row, query head, head_size], in the pool's type or in float16 if that is fp8, and the pool.
+
+    Scores are multiplied by `scale` and bent to stay within `softcap`. Without `splits` there are as many as fill the card.
+    """
+    rows, num_heads, size = qkv.shape
+    num_queries = num_heads - 2 * kv_heads
+    num_pages, _, _, page_size, _ = pool.shape
+    tiling = choose_tiling(1, size * pool.dtype.itemsize)
+    table, num_steps = cover(table, page_size, tiling.keys)
+    splits = splits or choose_splits(rows * kv_heads, num_steps)
+    dtype = multiplied_in(pool.dtype)
+
+    def of_row(*shape: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, *shape), lambda row, head, split: (row, *(0 for _ in shape)))
+
+    of_pool = pl.BlockSpec((num_pages, 2, None, page_size, size), lambda row, head, split: (0, 0, head, 0, 0))
+    given = [(qkv, of_row(num_heads, size)), (pool, of_pool), (table, of_row(table.shape[1])), (positions, of_row())]
+    given += [(angles, of_row(angles.shape[1])) for angles in turn or ()]
+    given += [(weight, pl.BlockSpec((size,), lambda row, head, split: (0,))) for weight in norms or ()]
+    flat = (rows, kv_heads, num_queries // kv_heads, size)
+    made = [(jax.ShapeDtypeStruct(flat, dtype), pl.BlockSpec((None, None, *flat[2:]), lambda row, head, split: (row, head, 0, 0)))]
+    if splits > 1:
+        of_split = [pl.BlockSpec((None, None, None, *flat[2:]), lambda row, head, split: (split, row, head, 0, 0))]
+        of_split += [pl.BlockSpec((None, None, None, flat[2]), lambda row, head, split: (split, row, head, 0))] * 2
+        made = [(jax.ShapeDtypeStruct((splits, *shape), jnp.float32), spec) for shape, spec in zip((flat, flat[:3], flat[:3]), of_split)]
+    made = [(jax.ShapeDtypeStruct(pool.shape, pool.dtype), of_pool), *made]
+    kernel = functools.partial(
+        _kernel,
+        kv_heads=kv_heads,
+        has_turn=turn is not None,
+        has_norms=norms is not None,
+        keys=tiling.keys,
+        steps_per_split=-(-num_steps // splits),
+        scale=scale,
+        eps=eps,
+        window=window,
+        softcap=softcap,
+    )
+    pool, *parts = pl.pallas_call(
+        kernel,
+        grid=(rows, kv_heads, splits),
+        in_specs=[spec for _, spec in given],
+        out_specs=[spec for _, spec in made],
+        out_shape=[shape for shape, _ in made],
+        input_output_aliases={1: 0},
+        compiler_params=plgpu.CompilerParams(num_warps=tiling.num_warps, num_stages=tiling.num_stages),
+        interpret=interpret,
+        name="decode_attention",
+    )(*(array for array, _ in given))
+    mixed = parts[0] if splits == 1 else merge(*parts).astype(dtype)
+    return mixed.reshape(rows, num_queries, size), pool
+
+
+def _kernel(
+    qkv_ref: jax.Ref,
+    pool_ref: jax.Ref,
+    table_ref: jax.Ref,
+    position_ref: jax.Ref,
+    *refs: jax.Ref,
+    kv_heads: int,
+    has_turn: bool,
+    has_norms: bool,
+    keys: int,
+    steps_per_split: int,
+    scale: float,
+    eps: float,
+    window: int | None,
+    softcap: float | None,
+) -> None:
+    turn_refs, refs = refs[: 2 * has_turn], refs[2 * has_turn :]
+    norm_refs, (written_ref, mixed_ref, *sum_refs) = refs[: 2 * has_norms] or (None, None), refs[2 * has_norms :]
+    num_queries, (page_size, size) = qkv_ref.shape[0] - 2 * kv_heads, pool_ref.shape[2:]
+    group, columns = num_queries // kv_heads, Columns(size)
+    kv_head, split, position = pl.program_id(1), pl.program_id(2), position_ref[...]
+
+    def load(heads: jax.Array, norm_ref: jax.Ref | None) -> jax.Array:
+        """These heads [head, column], normed and turned, in float32."""
+        column = columns.numbers
+
+        def weighed(column: jax.Array) -> jax.Array:
+            x = qkv_ref[heads[:, None], column[None, :]].astype(jnp.float32)
+            return x if norm_ref is None else x * norm_ref[column][None, :]
+
+        x = weighed(column)
+        if turn_refs:
+            half = turn_refs[0].shape[0]
+            cos, sin = (ref[column % half][None, :] for ref in turn_refs)
+            is_low, is_turned = column < half, column < 2 * half
+            partner = weighed(jnp.where(is_low, column + half, jnp.where(is_turned, column - half, column)))
+            turned = x * cos + partner * jnp.where(is_low[None, :], -sin, sin)
+            x = turned if 2 * half == size else jnp.where(is_turned[None, :], turned, x)
+        if norm_ref is not None:  # its factor is the same for a head's every number
+            plain = columns.masked(qkv_ref[heads[:, None], column[None, :]].astype(jnp.float32))
+            x = x * lax.rsqrt((plain * plain).sum(-1, keepdims=True) / size + eps)
+        return x
+
+    row = jnp.arange(max(1 << (group - 1).bit_length(), MIN_ROWS)) % group  # who is there twice computes and stores the same twice
+    q = load(kv_head * group + row, norm_refs[0]) * (scale * math.log2(math.e))
+    q = columns.masked(q).astype(multiplied_in(pool_ref.dtype))
+    alone = jnp.arange(1)
+    key = to_storage(load(alone + num_queries + kv_head, norm_refs[1]), pool_ref.dtype)
+    value = qkv_ref[(alone + num_queries + kv_heads + kv_head)[:, None], columns.numbers[None, :]].astype(jnp.float32)
+    value = to_storage(value, pool_ref.dtype)
+
+    @pl.when((position >= 0) & (split == 0))
+    def _write() -> None:
+        page, slot = table_ref[position // page_size], position % page_size
+        written_ref[page, 0, slot, columns.numbers] = key.reshape(-1)
+        written_ref[page, 1, slot, columns.numbers] = value.reshape(-1)
+
+    score = (q.astype(jnp.float32) * key.astype(jnp.float32)).sum(-1)
+    if softcap is not None:
+        score = bend(score, softcap)
+    is_first = jnp.full(row.shape, split) == 0  # of the splits: that one has the new pair
+    carry = (
+        jnp.where(is_first[:, None], value.astype(jnp.float32), 0.0),
+        jnp.where(is_first, score, MASKED),
+        jnp.where(is_first, jnp.ones_like(score), 0.0),
+    )
+    start = split * steps_per_split
+    end = jnp.minimum(start + steps_per_split, (position + keys - 1) // keys)
+    first = None
+    if window is not None:
+        first = position - window + 1
+        start = jnp.maximum(start, first // keys)
+    mixed, top, total = walk(q, pool_ref, table_ref, (start, end), (first, position - 1), carry, keys=keys, softcap=softcap)
+    if sum_refs:
+        top_ref, total_ref = sum_refs
+        top_ref[row], total_ref[row] = top, total
+    else:
+        mixed = mixed / jnp.maximum(total, 1e-30)[:, None]
+    mixed_ref[row[:, None], columns.numbers[None, :]] = mixed.astype(mixed_ref.dtype)
