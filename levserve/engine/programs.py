@@ -34,7 +34,7 @@ from levserve.engine.rounds import (
     set_memory,
     verify_round,
 )
-from levserve.engine.sizing import Sizes
+from levserve.engine.sizing import Sizes, trim_heaps
 from levserve.metrics import Metrics
 from levserve.model.sampler import MAX_EDITS, Memory, Mode
 
@@ -236,6 +236,7 @@ class Programs:
     def _compile(self, shape: Shape, when: str) -> None:
         start = time.monotonic()
         self._ready[shape] = self.lower(shape).compile(self.compiler_options(shape))
+        trim_heaps()
         if shape not in self.first_shapes:
             self._cold.put(shape)
         log.debug("compiled %s in %.1f s (%s)", shape, time.monotonic() - start, when)

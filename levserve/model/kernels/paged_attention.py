@@ -41,7 +41,7 @@ class Tiling(NamedTuple):
     num_stages: int
 
 
-FEW_QUERIES = {64: Tiling(32, 1, 4), 128: Tiling(64, 1, 3), 256: Tiling(32, 2, 4), 512: Tiling(32, 2, 3), 1024: Tiling(16, 2, 3)}
+FEW_QUERIES = {64: Tiling(32, 1, 3), 128: Tiling(64, 1, 3), 256: Tiling(32, 2, 4), 512: Tiling(32, 2, 3), 1024: Tiling(16, 2, 3)}
 """For one query of a row and keys of at most so many bytes: then there is nothing but reading."""
 
 
