@@ -116,9 +116,13 @@ class Choice:
         )
 
     def _continue(self, batch: TokenBatch) -> Delta:
-        if self._is_plain and not batch.logprobs and batch.finish is None:  # almost always: then a round's tokens cost little more than one
+        if self._is_plain and not batch.logprobs:  # almost always: then a round's tokens cost little more than one
             self.num_tokens += len(batch.tokens)
-            return Delta(self._detokenizer.add(batch.tokens), batch.tokens)
+            text = self._detokenizer.add(batch.tokens)
+            if batch.finish is not None:
+                text += self._detokenizer.flush()
+                self.finish = self._end(batch.finish)
+            return Delta(text, batch.tokens, finish=self.finish)
         text = ""
         offsets = []
         num_before = self.num_tokens
