@@ -194,6 +194,11 @@ class Deltas(Iterator[tuple[int, Delta]]):
     def admitted_at(self) -> float | None:
         return self._stream.admitted_at
 
+    @property
+    def is_ended(self) -> bool:
+        """Whether the last delta was taken."""
+        return not self._num_open and self._next is None
+
     def __next__(self) -> tuple[int, Delta]:
         self.wait(None)
         if self._next is None:

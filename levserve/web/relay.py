@@ -44,6 +44,8 @@ class Relay:
 
     def send_rest(self) -> bool:
         """Whether a part of the last delta was sent before; then this sends the rest, as patiently as any write."""
+        if not self._rest:
+            return False
         rest, self._rest = self._rest, b""
         self._client.sendall(rest)
-        return bool(rest)
+        return True
