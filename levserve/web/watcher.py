@@ -32,7 +32,8 @@ class Watcher:
         self._epoll = select.epoll()
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC)
         self._epoll.register(self._wakeup, select.EPOLLIN)
-        self._lock = threading.Lock()  # keeps the table and the epoll set in step
+        # Never held while the epoll set is changed: that lets go of the GIL, and all others would wait for who waits to get it back.
+        self._lock = threading.Lock()
         self._watches: dict[int, Watch] = {}
         self._thread = threading.Thread(target=self._run, name="levserve-watcher")
         self._thread.start()
@@ -45,15 +46,16 @@ class Watcher:
         watch = Watch(sock.fileno(), on_gone)
         with self._lock:
             self._watches[watch.fd] = watch
-            self._epoll.register(watch.fd, GONE | select.EPOLLONESHOT)
+        self._epoll.register(watch.fd, GONE | select.EPOLLONESHOT)
         return watch
 
     def unwatch(self, watch: Watch) -> None:
         """Forgets the socket; `on_gone` may still be running, but does not begin any more."""
         with self._lock:
-            if self._watches.get(watch.fd) is watch:
-                del self._watches[watch.fd]
-                self._epoll.unregister(watch.fd)
+            if self._watches.get(watch.fd) is not watch:
+                return
+            del self._watches[watch.fd]
+        self._epoll.unregister(watch.fd)
 
     def stop(self) -> None:
         os.eventfd_write(self._wakeup, 1)
