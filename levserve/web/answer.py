@@ -6,7 +6,7 @@ deltas of a choice into OpenAI's choice objects. The same delta record serves a 
 
 from __future__ import annotations
 
-import os
+import random
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -122,7 +122,7 @@ class Answer(ABC):
     """So that its scores stand beside the choices and not in each, as vLLM has it."""
 
     def __init__(self, model: ServedModel) -> None:
-        self._id = f"{self.id_prefix}{os.urandom(12).hex()}"
+        self._id = f"{self.id_prefix}{random.getrandbits(96):024x}"  # os.urandom would let go of the GIL
         self._created = int(time.time())
         self._model = model.name
         self._tokenizer = model.tokenizer

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-import os
+import random
 import re
 import time
 from collections.abc import Callable
@@ -72,7 +72,7 @@ def _name_request() -> None:
     """Takes the client's request id if it is fit for a header and a log line, else makes one."""
     g.started = time.monotonic()
     given = request.headers.get("x-request-id", "")
-    g.request_id = given if REQUEST_ID.fullmatch(given) else os.urandom(8).hex()
+    g.request_id = given if REQUEST_ID.fullmatch(given) else f"{random.getrandbits(64):016x}"
     g.record = Record(g.request_id, request.method, request.path, g.started)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import os
+import random
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -31,7 +31,7 @@ class Seeds:
 
     def draw(self) -> int:
         if self._base is None:
-            return int.from_bytes(os.urandom(8))
+            return random.getrandbits(64)
         return int.from_bytes(hashlib.blake2b(b"%d:%d" % (self._base, next(self._numbers)), digest_size=8).digest())
 
 
