@@ -59,6 +59,7 @@ class ModelLoader:
         if resident.reloader is not None:
             resident.reloader.close()
         del done
+        gc.unfreeze()  # see `server.settle`
         gc.collect()  # the compiled programs, which are in cycles
 
 
