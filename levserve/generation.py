@@ -11,6 +11,7 @@ import queue
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from levserve.engine.stream import Carrier, TokenStream
 from levserve.errors import DeadlineExceeded, Poisoned, ServeError, Unavailable
@@ -43,8 +44,7 @@ class Echo:
     offsets: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(NamedTuple):
     """What one choice gained: text that may be shown, the tokens behind it, and on the last delta why it ended.
 
     `offsets` says for each token how many characters of the choice's text come before it. Text that is held back lags behind

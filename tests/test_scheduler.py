@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given, settings
@@ -315,7 +315,7 @@ def poison(server: Server, request: GenerationRequest) -> list[int]:
     for planned, results in ((plan.chunks, chunks), (plan.rows, rows)):
         for index, one in enumerate(planned):
             if one.sequence.request is request:
-                results[index] = replace(results[index], tokens=(), is_poisoned=True)
+                results[index] = results[index]._replace(tokens=(), is_poisoned=True)
                 return list(one.sequence.pages)
     return []
 
@@ -351,7 +351,7 @@ def test_a_stop_token_before_the_poison_is_the_end() -> None:
     assert server.in_flight is not None
     _, _, rows = server.in_flight
     kept = [*rows[0].tokens]
-    rows[0] = replace(rows[0], tokens=kept[: kept.index(STOP) + 1], is_poisoned=True)
+    rows[0] = rows[0]._replace(tokens=kept[: kept.index(STOP) + 1], is_poisoned=True)
     server.step()
     assert server.finishes["a"] == [FinishReason.STOP]
 

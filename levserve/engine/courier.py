@@ -6,8 +6,8 @@ import logging
 import queue
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import TracebackType
+from typing import NamedTuple
 
 from levserve.engine.stream import TokenStream
 from levserve.schedule.request import TokenBatch
@@ -15,12 +15,11 @@ from levserve.schedule.request import TokenBatch
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class News:
-    """A batch and the stream it belongs to, as that one's sequence number `index`."""
+class News(NamedTuple):
+    """A batch and the stream it belongs to, as one of its sequence `number`."""
 
     stream: TokenStream
-    index: int
+    number: int
     batch: TokenBatch
 
 
@@ -48,8 +47,8 @@ class Courier:
 
     def _run(self) -> None:
         for news in iter(self._rounds.get, None):
-            for one in news:
+            for stream, number, batch in news:
                 try:
-                    one.stream.put(one.index, one.batch)
+                    stream.put(number, batch)
                 except Exception:  # no stream may take the others with it
                     log.exception("a stream did not take its tokens")

@@ -11,7 +11,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
@@ -148,7 +148,7 @@ class Runner:
         size = self._sizes.piece_tokens or self.programs.prefill(chunk.count, can_split=True).size
         end = chunk.start + chunk.count
         starts = range(chunk.start, end, size)
-        return [replace(chunk, start=at, count=min(size, end - at), is_last=chunk.is_last and at + size >= end) for at in starts]
+        return [Chunk(chunk.sequence, chunk.slot, at, min(size, end - at), chunk.is_last and at + size >= end) for at in starts]
 
     def _groups(self, plan: RoundPlan) -> list[Seq[Row]]:
         """The rows, or as many of them together as the widest program takes."""
@@ -249,7 +249,7 @@ def _join(pieces: Seq[Sampled]) -> Sampled:
     if len(pieces) == 1:
         return pieces[0]
     scores = [score for piece in pieces for score in piece.prompt_logprobs]
-    return replace(pieces[-1], prompt_logprobs=scores, is_poisoned=any(piece.is_poisoned for piece in pieces))
+    return pieces[-1]._replace(prompt_logprobs=scores, is_poisoned=any(piece.is_poisoned for piece in pieces))
 
 
 def _read_piece(piece: Piece) -> Sampled:
@@ -264,8 +264,8 @@ def _read_piece(piece: Piece) -> Sampled:
         first = chunk.scored.start - chunk.start - 1
         scores = np.asarray(output.scores)[row, first : first + len(chunk.scored)]
         is_poisoned = sampled.is_poisoned or bool(np.isnan(scores[:, 1].view(np.float32)).any())
-        sampled = replace(
-            sampled, prompt_logprobs=_logprobs(scores, sequence.request.sampling.num_logprobs or 0), is_poisoned=is_poisoned
+        sampled = sampled._replace(
+            prompt_logprobs=_logprobs(scores, sequence.request.sampling.num_logprobs or 0), is_poisoned=is_poisoned
         )
     if sequence.request.wants_hidden:
         total, last = np.asarray(output.pooled)[row]
@@ -274,7 +274,7 @@ def _read_piece(piece: Piece) -> Sampled:
         sequence.hidden_sum = total.tobytes()
         if chunk.is_last:
             mean = total / (chunk.start + chunk.count)
-            sampled = replace(sampled, hidden=PooledHidden(array("f", mean.tobytes()), array("f", last.tobytes())))
+            sampled = sampled._replace(hidden=PooledHidden(array("f", mean.tobytes()), array("f", last.tobytes())))
     return sampled
 
 

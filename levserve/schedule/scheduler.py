@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from levserve.schedule.pace import Backlog
 from levserve.schedule.pages import PagePool
@@ -41,8 +42,7 @@ class Budget:
     """Prefill tokens in a round with nothing to decode."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(NamedTuple):
     """What a round found out for one sequence."""
 
     tokens: Seq[int]
@@ -199,7 +199,7 @@ class Scheduler:
             return row
         row.sequence.pages += pages
         row.sequence.is_verifying = True
-        return replace(row, draft=draft)
+        return row._replace(draft=draft)
 
     def _grow(self, sequence: Sequence, length: int, preempted: list[tuple[Sequence, int]]) -> bool:
         """Whether the sequence has pages for `length` positions, after preempting the youngest as often as it takes."""
@@ -298,7 +298,7 @@ class Scheduler:
         scores = sampled.prompt_logprobs[skipped:]
         sequence.num_scored += len(scores)
         if chunk.is_last or sampled.is_poisoned:
-            return self._take(sequence, replace(sampled, prompt_logprobs=scores))
+            return self._take(sequence, sampled._replace(prompt_logprobs=scores))
         if not scores or sequence.is_ended:
             return None
         return Progress(sequence, TokenBatch((), num_cached=sequence.num_cached or 0, prompt_logprobs=tuple(scores)))

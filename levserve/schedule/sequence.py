@@ -6,6 +6,7 @@ All of it belongs to the device thread.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from levserve.schedule.pages import ROOT
 from levserve.schedule.request import FinishReason, GenerationRequest, TokenBatch
@@ -91,8 +92,7 @@ class Chunk:
         return range(first, min(self.start + self.count + 1, len(request.prompt)))
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """A sequence that decodes `steps` tokens, the first of them fed at `position`; or one and those of its draft that are right."""
 
     sequence: Sequence
@@ -139,8 +139,7 @@ class RoundPlan:
         return not self.chunks and not self.rows and not self.forks and not self.tainted
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(NamedTuple):
     """News for one request's stream."""
 
     sequence: Sequence
