@@ -213,3 +213,18 @@ def test_a_reader_that_is_not_woken_has_lent_its_things_and_gets_them_back() -> 
     assert set(range(7, 200, 7)) <= set(seen) and seen == [*sorted(seen[:-1]), 0]
     assert "in" in users, "most were carried"
     assert {*zip(users[::2], users[1::2])} == {("in", "out"), ("mine", "mine")}, "nobody came in between"
+
+
+def test_a_reader_that_comes_late_has_all_that_came_carried_and_is_woken_for_the_rest_alone() -> None:
+    stream = TokenStream(["0"], lambda *told: None)
+    carried: list[int] = []
+
+    def carry(index: int, batch: TokenBatch) -> TokenBatch | None:
+        carried.extend(batch.tokens)
+        return None if batch.finish is None else batch
+
+    for token in range(3):
+        stream.put(0, TokenBatch((token,)))
+    stream.put(0, TokenBatch((3,), finish=FinishReason.LENGTH))
+    assert stream.get(0, carry) == (0, TokenBatch((3,), finish=FinishReason.LENGTH))
+    assert carried == [0, 1, 2, 3]

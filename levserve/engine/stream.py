@@ -5,7 +5,6 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 
 from levserve.schedule.request import FinishReason, TokenBatch
 
@@ -46,13 +45,25 @@ class TokenStream:
     def get(self, timeout_seconds: float | None = None, carrier: Carrier | None = None) -> tuple[int, TokenBatch]:
         """The next batch and the number of its sequence; raises `queue.Empty` when none came in time.
 
-        Until then what comes is given to the `carrier`, on the writer's thread; so it must neither block nor raise.
+        Until then what comes is given to the `carrier`, on the writer's thread; so it must neither block nor raise. It also gets
+        what came before, on this thread: a reader that is late for one batch would be late for all that follow, and with
+        enough of them, all would stay late for ever.
         """
-        with self._lent_to(carrier):
-            index, batch = self._batches.get(timeout=timeout_seconds)
+        found = None
+        while found is None and not self._lend(carrier):
+            index, batch = self._batches.get_nowait()
+            left = batch if carrier is None else carrier(index, batch)
+            found = None if left is None else (index, left)
+        if found is None:
+            try:
+                found = self._batches.get(timeout=timeout_seconds)
+            finally:
+                with self._lock:  # and not before it has ended
+                    self._carrier = None
+        index, batch = found
         if batch.finish is not None:
             self._unfinished.discard(index)
-        return index, batch
+        return found
 
     def __iter__(self) -> Iterator[tuple[int, TokenBatch]]:
         while self._unfinished:
@@ -70,12 +81,9 @@ class TokenStream:
         for number in tuple(self._unfinished) if index is None else (index,):
             self._on_close(self._request_ids[number], finish)
 
-    @contextmanager
-    def _lent_to(self, carrier: Carrier | None) -> Iterator[None]:
+    def _lend(self, carrier: Carrier | None) -> bool:
+        """Lets the carrier have what comes, if nothing is here; whether that is so."""
         with self._lock:
-            self._carrier = carrier if self._batches.empty() else None
-        try:
-            yield
-        finally:
-            with self._lock:  # and not before it has ended
-                self._carrier = None
+            is_empty = self._batches.empty()
+            self._carrier = carrier if is_empty else None
+            return is_empty
