@@ -6,6 +6,8 @@ makes its own. Label children are bound here, because looking one up costs four 
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, disable_created_metrics
 from prometheus_client.exposition import generate_latest
 
@@ -19,6 +21,15 @@ PHASES = ("queued", "prefill", "decode")
 TIMES = ("startup", "background", "serving")
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a series more for each counter, that says when the server started
+
+
+class RowHistogram(Histogram):
+    """A histogram of something that many rows of a round have in common."""
+
+    def observe_rows(self, amount: float, num_rows: int) -> None:
+        """The same as to observe it so many times."""
+        self._sum.inc(amount * num_rows)
+        self._buckets[bisect_left(self._upper_bounds, amount)].inc(num_rows)
 
 
 class Metrics:
@@ -64,7 +75,8 @@ class Metrics:
         self.model_info = self._gauge("model_info", "Always 1; the model and its KV cache are labels.", ("model", "page_size", "pages"))
 
         self.ttft = self._histogram("ttft_seconds", "From admission to the first token.", LATENCY_BUCKETS)
-        self.inter_token = self._histogram("inter_token_seconds", "Mean time between a sequence's tokens, per round.", LATENCY_BUCKETS)
+        gaps = "Mean time between a sequence's tokens, per round."
+        self.inter_token = RowHistogram("levserve_inter_token_seconds", gaps, buckets=LATENCY_BUCKETS, registry=self.registry)
         self.queue_time = self._histogram("queue_seconds", "From admission to the first prefill.", LATENCY_BUCKETS)
         self.prefill_time = self._histogram("prefill_seconds", "From the first prefill to the first token.", LATENCY_BUCKETS)
         self.decode_time = self._histogram("decode_seconds", "From the first token to the last.", LATENCY_BUCKETS)

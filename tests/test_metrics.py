@@ -421,6 +421,15 @@ def test_latencies_are_told_from_a_millisecond_on() -> None:
     assert metrics.registry.get_sample_value("levserve_queue_seconds_bucket", {"le": "0.001"}) == 0
 
 
+@pytest.mark.parametrize("amount", [0.0, 0.001, 0.0011, 300.0, 301.0])
+def test_what_rows_have_in_common_counts_as_often_as_there_are_rows(amount: float) -> None:
+    one_by_one, together = Metrics(), Metrics()
+    for _ in range(3):
+        one_by_one.inter_token.observe(amount)
+    together.inter_token.observe_rows(amount, 3)
+    assert list(together.inter_token.collect()) == list(one_by_one.inter_token.collect())
+
+
 def test_the_dashboard_asks_only_for_metrics_that_exist_and_for_every_kind_of_them() -> None:
     board = json.loads(DASHBOARD.read_text())
     asked = {name for panel in board["panels"] for target in panel["targets"] for name in re.findall(r"levserve_\w+", target["expr"])}

@@ -106,10 +106,11 @@ class SlotTable:
         seats = np.full(size, self.num_slots)
         packed = np.zeros((size, NUM_COLUMNS + self._pages.shape[1]), np.int32)
         packed[:, SLOT] = self.num_slots
-        for index, (seat, columns, sequence) in enumerate(entries):
+        if entries:
+            seats[: len(entries)] = [seat for seat, _, _ in entries]
+            packed[: len(entries), :RULES] = [columns for _, columns, _ in entries]
+        for seat, _, sequence in entries:
             self._follow(seat, sequence.pages)
-            seats[index] = seat
-            packed[index, :RULES] = columns
         packed[:, RULES:NUM_COLUMNS] = self._rules[seats]
         packed[:, NUM_COLUMNS:] = self._pages[seats]
         return packed

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from dataclasses import dataclass
 
 from levserve.engine.courier import Courier, News
@@ -132,7 +133,7 @@ class Lane:
         return self.scheduler.is_speculating
 
     def _note_drafts(self, plan: RoundPlan, rows: list[Sampled], seconds: float) -> None:
-        for row, sampled in zip(plan.rows, rows):
+        for row, sampled in zip(plan.rows, rows) if plan.is_verify else ():
             if row.draft:
                 self._metrics.drafts.inc()
                 self._metrics.draft_tokens.inc(len(row.draft))
@@ -143,26 +144,30 @@ class Lane:
 
     def _deliver(self, news: list[Progress]) -> None:
         """Counts before it tells: who has an answer finds it in the metrics."""
+        if not news:
+            return
         now = time.monotonic()
         tickets = [self._tickets[progress.sequence.request.request_id] for progress in news]
         self._metrics.generated_tokens.inc(sum(len(progress.batch.tokens) for progress in news))
+        gaps: Counter[float] = Counter()  # most rows had their last tokens at the same time, and as many
         for ticket, progress in zip(tickets, news):
-            self._note_tokens(ticket, len(progress.batch.tokens), now)
-            if progress.finish is not None:
+            if count := len(progress.batch.tokens):
+                if ticket.last_token is None:
+                    self._note_first(ticket, now)
+                else:
+                    gaps[(now - ticket.last_token) / count] += 1
+                ticket.last_token = now
+            if progress.batch.finish is not None:
                 del self._tickets[progress.sequence.request.request_id]
                 self._note_end(ticket, progress, now)
+        for gap, num_rows in gaps.items():
+            self._metrics.inter_token.observe_rows(gap, num_rows)
         self._courier.send([News(ticket.stream, ticket.index, progress.batch) for ticket, progress in zip(tickets, news)])
 
-    def _note_tokens(self, ticket: Ticket, count: int, now: float) -> None:
-        if count == 0:
-            return
-        if ticket.last_token is None:
-            ticket.first_token = now
-            self._metrics.ttft.observe(now - ticket.arrival)
-            self._metrics.prefill_time.observe(now - (ticket.admitted or now))
-        else:
-            self._metrics.inter_token.observe((now - ticket.last_token) / count)
-        ticket.last_token = now
+    def _note_first(self, ticket: Ticket, now: float) -> None:
+        ticket.first_token = now
+        self._metrics.ttft.observe(now - ticket.arrival)
+        self._metrics.prefill_time.observe(now - (ticket.admitted or now))
 
     def _note_end(self, ticket: Ticket, progress: Progress, now: float) -> None:
         metrics, request = self._metrics, progress.sequence.request

@@ -170,15 +170,18 @@ class Scheduler:
         """Gives every decoding sequence its pages for the round, oldest first; the youngest pay when there are too few."""
         rows: list[Row] = []
         drafts = self._draft() if self.is_speculating else {}
+        max_steps = 1 if drafts else self.budget.steps
+        page_size = self.pool.page_size
         for sequence in list(self._running.values()):
             if sequence.slot is None or not sequence.is_primed or sequence.is_verifying:
                 continue  # preempted a moment ago, or still prefilling
-            steps = min(1 if drafts else self.budget.steps, sequence.max_length - sequence.length)
+            steps = min(max_steps, sequence.max_length - sequence.length)
             if steps <= 0:
                 continue  # its last tokens are in flight
-            if not self._grow(sequence, sequence.num_computed + steps, preempted):
+            position = sequence.num_computed
+            if position + steps > len(sequence.pages) * page_size and not self._grow(sequence, position + steps, preempted):
                 break  # it was the youngest itself, so nobody is left behind it
-            rows.append(Row(sequence, sequence.slot, sequence.num_computed, steps))
+            rows.append(Row(sequence, sequence.slot, position, steps))
             sequence.num_computed += steps
             sequence.num_pending += steps
         return [self._with_draft(row, drafts.get(row.sequence.request.request_id, ())) for row in rows] if drafts else rows
@@ -202,10 +205,8 @@ class Scheduler:
         return row._replace(draft=draft)
 
     def _grow(self, sequence: Sequence, length: int, preempted: list[tuple[Sequence, int]]) -> bool:
-        """Whether the sequence has pages for `length` positions, after preempting the youngest as often as it takes."""
+        """Whether the sequence got the pages that it lacks for `length` positions, the youngest preempted as often as it takes."""
         missing = self._pages_for(length) - len(sequence.pages)
-        if missing <= 0:
-            return True
         while (pages := self.pool.take(missing)) is None:
             youngest = next(reversed(self._running.values()))
             preempted.append((youngest, youngest.num_computed))
@@ -344,24 +345,22 @@ class Scheduler:
         self._drop(sequence)
         return Progress(sequence, TokenBatch((), finish=FinishReason.POISONED))
 
-    def _trim(self, sequence: Sequence, tokens: Seq[int]) -> tuple[list[int], FinishReason | None]:
+    def _trim(self, sequence: Sequence, tokens: Seq[int]) -> tuple[Seq[int], FinishReason | None]:
         """The tokens up to the first stop token or the limit. A stop token cannot come too early: the sampler bans it."""
         if sequence.request.max_tokens == 0:
-            return [], FinishReason.LENGTH
+            return (), FinishReason.LENGTH
         stop_ids = sequence.request.stop_ids
         if not stop_ids.isdisjoint(tokens):
             first = next(index for index, token in enumerate(tokens) if token in stop_ids)
-            return list(tokens[:first]), FinishReason.STOP
-        if len(sequence.tokens) + len(tokens) >= sequence.max_length:
-            return list(tokens), FinishReason.LENGTH
-        return list(tokens), None
+            return tokens[:first], FinishReason.STOP
+        return tokens, FinishReason.LENGTH if len(sequence.tokens) + len(tokens) >= sequence.max_length else None
 
     def _remember(self, sequence: Sequence) -> None:
         """Makes pages findable whose tokens are known and whose KV is on its way."""
         if sequence.is_stale:
             return
         size = self.pool.page_size
-        while (end := (sequence.num_remembered + 1) * size) <= min(sequence.num_computed, len(sequence.tokens)):
+        while (end := (sequence.num_remembered + 1) * size) <= sequence.num_computed and end <= len(sequence.tokens):
             tokens = tuple(sequence.tokens[end - size : end])
             sequence.serial = self.pool.remember(sequence.pages[sequence.num_remembered], sequence.serial, tokens)
             sequence.num_remembered += 1

@@ -46,15 +46,15 @@ class Sequence:
     drafter: Drafter | None = None
     is_verifying: bool = False
     """Whether a draft is in flight, so that not even the number of its tokens is known."""
+    max_length: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.max_length = len(self.request.prompt) + self.request.max_tokens
 
     @property
     def length(self) -> int:
         """Tokens there are, counting those still in flight."""
         return len(self.tokens) + self.num_pending
-
-    @property
-    def max_length(self) -> int:
-        return len(self.request.prompt) + self.request.max_tokens
 
     @property
     def num_reusable(self) -> int:
