@@ -22,6 +22,22 @@ from levserve.text.detokenizer import Detokenizer, Spelling, read_spelling
 from levserve.text.sentencepiece import build_sentencepiece, read_sentencepiece
 
 
+class SpeltTokens(dict[int, bytes | None]):
+    """What each token spells, worked out when it is first met; two threads that meet at one write the same.
+
+    A model may have more rows than its vocabulary has tokens; such an id has no text.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, spelling: Spelling) -> None:
+        self._backend = backend
+        self._spelling = spelling
+
+    def __missing__(self, token: int) -> bytes | None:
+        text = self._backend.id_to_token(token)
+        self[token] = spelt = None if text is None else self._spelling.spell(text)
+        return spelt
+
+
 class Tokenizer:
     """Encodes and decodes with one vocabulary; nothing changes after it is made, so threads may share it.
 
@@ -50,13 +66,15 @@ class Tokenizer:
         self.chat_template = chat_template
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
         added = backend.get_added_tokens_decoder()
-        self._special_ids = frozenset(token for token, entry in added.items() if entry.special)
         specials = {entry.content for entry in added.values() if entry.special and entry.content}
         self.special_tokens = tuple(sorted(specials, key=lambda text: (-len(text), text)))
         self._plain = _without_special_tokens(backend)
         self._spelling = _spelling(backend)
-        # An added token is its own text; the others are spelt when first met (two threads that meet at one write the same).
-        self._bytes: dict[int, bytes | None] = {token: entry.content.encode() for token, entry in added.items()}
+        self._bytes = SpeltTokens(backend, self._spelling)
+        self._visible_bytes = SpeltTokens(backend, self._spelling)
+        for token, entry in added.items():  # each is its own text
+            self._bytes[token] = entry.content.encode()
+            self._visible_bytes[token] = None if entry.special else entry.content.encode()
 
     @cached_property
     def longest_token(self) -> int:
@@ -77,25 +95,12 @@ class Tokenizer:
 
     def token_bytes(self, token: int) -> bytes:
         """The UTF-8 bytes a token adds to a text: perhaps part of a character; none for an id without a token."""
-        return self._spell(token) or b""
+        return self._bytes[token] or b""
 
     def detokenizer(self, *, skip_special_tokens: bool = True, continues: bool = False) -> Detokenizer:
         """A fresh detokenizer; with `continues` its text follows a prompt, so the space before a first word is kept."""
-        return Detokenizer(self._spell_visible if skip_special_tokens else self._spell, self._spelling, continues=continues)
-
-    def _spell(self, token: int) -> bytes | None:
-        try:
-            return self._bytes[token]
-        except KeyError:
-            pass
-        text = self.backend.id_to_token(token)
-        # A model may have more rows than its vocabulary has tokens; such an id has no text.
-        spelt = None if text is None else self._spelling.spell(text)
-        self._bytes[token] = spelt
-        return spelt
-
-    def _spell_visible(self, token: int) -> bytes | None:
-        return None if token in self._special_ids else self._spell(token)
+        spelt = self._visible_bytes if skip_special_tokens else self._bytes
+        return Detokenizer(spelt.__getitem__, self._spelling, continues=continues)
 
 
 def load_tokenizer(path: Path, *, chat_template: str | None = None) -> Tokenizer:
