@@ -12,6 +12,7 @@ number is known: its sequence waits until it is read.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -237,9 +238,9 @@ class Scheduler:
                     forks.append(fork)
                     continue
                 prefilling.append(sequence)
-            chunk = self._next_chunk(prefilling[0], max(size for size in sizes if size <= left))
+            chunk = self._next_chunk(prefilling[0], sizes[bisect_right(sizes, left) - 1])
             chunks.append(chunk)
-            left -= min(size for size in sizes if size >= chunk.count)
+            left -= sizes[bisect_left(sizes, chunk.count)]
             if chunk.is_last:
                 prefilling.pop(0)
         return chunks
