@@ -110,7 +110,8 @@ class SlotTable:
             seats[: len(entries)] = [seat for seat, _, _ in entries]
             packed[: len(entries), :RULES] = [columns for _, columns, _ in entries]
         for seat, _, sequence in entries:
-            self._follow(seat, sequence.pages)
+            if len(sequence.pages) > self._num_pages[seat]:
+                self._follow(seat, sequence.pages)
         packed[:, RULES:NUM_COLUMNS] = self._rules[seats]
         packed[:, NUM_COLUMNS:] = self._pages[seats]
         return packed
@@ -118,13 +119,12 @@ class SlotTable:
     def _follow(self, slot: int, pages: list[int]) -> None:
         """Copies the pages a sequence gained since the last look; while it has its slot it only gains."""
         known = self._num_pages[slot]
-        if known == 0 and pages:
+        if known == 0:
             # Entries without a page are read too, and what they hold is masked by a factor of 0. In a page of the row's own a
             # NaN, which no factor masks, can spoil nobody else.
             self._pages[slot] = pages[0]
-        if len(pages) > known:
-            self._pages[slot, known : len(pages)] = pages[known:]
-            self._num_pages[slot] = len(pages)
+        self._pages[slot, known : len(pages)] = pages[known:]
+        self._num_pages[slot] = len(pages)
 
 
 def unpack(packed: jax.Array, table_width: int) -> RoundInput:

@@ -129,7 +129,7 @@ class Runner:
         for group, sampled in flight.rows:
             outputs = np.asarray(sampled)  # [step, row, outputs]
             tokens: list[list[int]] = outputs[:, :, 0].T.tolist()
-            rows += [_sampled(row.sequence, _kept(row, tokens[index]), outputs[:, index]) for index, row in enumerate(group)]
+            rows += [_sampled(row.sequence, _kept(row, mine), outputs, index) for index, (row, mine) in enumerate(zip(group, tokens))]
         return rows
 
     def fill_pages(self, pages: Seq[int], value: float) -> None:
@@ -258,8 +258,8 @@ def _read_piece(piece: Piece) -> Sampled:
     sequence = chunk.sequence
     sampled = Sampled(())
     if chunk.is_last:
-        outputs = np.asarray(output.sampled)[row : row + 1]
-        sampled = _sampled(sequence, outputs[:, 0].tolist(), outputs)
+        outputs = np.asarray(output.sampled)[None]
+        sampled = _sampled(sequence, outputs[:, row, 0].tolist(), outputs, row)
     if chunk.scored:
         first = chunk.scored.start - chunk.start - 1
         scores = np.asarray(output.scores)[row, first : first + len(chunk.scored)]
@@ -283,13 +283,15 @@ def _kept(row: Row, tokens: list[int]) -> list[int]:
     return tokens[: row.steps + (num_accepted(row.draft, tokens) if row.draft else 0)]
 
 
-def _sampled(sequence: Sequence, tokens: list[int], outputs: npt.NDArray[np.int32]) -> Sampled:
-    """One sequence's tokens and what its output columns [token, outputs] tell of them; see `rounds.NUM_OUTPUTS`."""
+def _sampled(sequence: Sequence, tokens: list[int], outputs: npt.NDArray[np.int32], row: int) -> Sampled:
+    """One sequence's tokens and what its row of the outputs [token, row, outputs] tells of them; see `rounds.NUM_OUTPUTS`."""
     is_poisoned = POISONED in tokens
     if is_poisoned:
         tokens = tokens[: tokens.index(POISONED)]
     wanted = sequence.request.sampling.num_logprobs
-    return Sampled(tokens, () if wanted is None else _logprobs(outputs[: len(tokens)], wanted), is_poisoned=is_poisoned)
+    if wanted is None and not is_poisoned:
+        return Sampled(tokens)
+    return Sampled(tokens, () if wanted is None else _logprobs(outputs[: len(tokens), row], wanted), is_poisoned=is_poisoned)
 
 
 def _logprobs(outputs: npt.NDArray[np.int32], num_top: int) -> list[TokenLogprob]:

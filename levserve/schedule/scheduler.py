@@ -329,15 +329,9 @@ class Scheduler:
         self._remember(sequence)
         if finish is not None:
             self._drop(sequence)
-        batch = TokenBatch(
-            tuple(kept),
-            tuple(sampled.logprobs[: len(kept)]),
-            finish,
-            sequence.num_cached or 0,
-            tuple(sampled.prompt_logprobs),
-            sampled.hidden,
-        )
-        return Progress(sequence, batch)
+        logprobs = tuple(sampled.logprobs[: len(kept)]) if sampled.logprobs else ()
+        scores, hidden = tuple(sampled.prompt_logprobs), sampled.hidden
+        return Progress(sequence, TokenBatch(tuple(kept), logprobs, finish, sequence.num_cached or 0, scores, hidden))
 
     def _fail(self, sequence: Sequence) -> Progress:
         """Ends a sequence whose numbers are not finite: nobody is to find its pages, and who gets them gets them clean."""
