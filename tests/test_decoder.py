@@ -18,6 +18,7 @@ from levserve.model.attention import Kernel
 from levserve.model.config import LongScaling, Rope, parameter_shapes
 from levserve.model.decoder import CHUNK, ROW, Decoder, Experts
 from levserve.model.kernels import paged_attention
+from levserve.model.quantize import NARROW, choose_widened
 from levserve.model.rotary import angles_at, rotate
 from levserve.weights.load import load_arrays, read_config
 from tests.conftest import GOLDEN
@@ -86,19 +87,17 @@ def test_a_family_matches_its_reference_in_chunks_of_every_size(family: str, pag
         check(case, run_in_chunks(model, case["prompt"] + case["greedy"], chunk, page_size))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "olmo2", "gemma2", "gpt2"])
-def test_a_family_matches_its_reference_through_the_gpu_kernels(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The prompt in one chunk, then a token at a time beside a row that is padding: every kind of norm, turn and window."""
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU's kernels, run by jax wherever the test runs."""
     for module, name in ((paged_attention, "paged_attention"), (decoder, "decode_attention")):
         monkeypatch.setattr(module, name, functools.partial(getattr(module, name), interpret=True))
-    folder = GOLDEN / family
-    config = read_config(folder)
-    arrays = load_arrays(folder, config, jnp.dtype(jnp.float32), report=lambda _: None)
-    model = Decoder.from_arrays(config, arrays, kernel=Kernel.TRITON)
-    case = min(load(family)[1], key=lambda case: abs(len(case["prompt"]) - 17))
-    tokens, length = case["prompt"] + case["greedy"], len(case["prompt"])
+
+
+def run_prompt_then_tokens(model: Decoder, tokens: list[int], length: int) -> np.ndarray:
+    """Log-probabilities after every token: so many in one chunk, then one at a time beside a row that is padding."""
     table = jnp.asarray([[3, 1, 5, 0], [2, 4, 6, 7]], jnp.int32)
-    pools = cache.make_pool(config, 8, 16, jnp.dtype(jnp.float32))
+    pools = cache.make_pool(model.config, 8, 16, jnp.dtype(jnp.float32))
     padding = -length % 16
     chunk = jnp.asarray([tokens[:length] + [0] * padding], jnp.int32)
     positions = jnp.asarray([[*range(length), *[-1] * padding]], jnp.int32)
@@ -108,7 +107,37 @@ def test_a_family_matches_its_reference_through_the_gpu_kernels(family: str, mon
         fed, at = [[tokens[position]], [7]], jnp.asarray([[position], [-1]], jnp.int32)
         logits, pools = logits_of(model, jnp.asarray(fed, jnp.int32), pools, table, at)
         rows.append(np.asarray(jax.nn.log_softmax(logits)))
-    check(case, np.concatenate(rows))
+    return np.concatenate(rows)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "olmo2", "gemma2", "gpt2"])
+@pytest.mark.usefixtures("interpreted")
+def test_a_family_matches_its_reference_through_the_gpu_kernels(family: str) -> None:
+    """Every kind of norm, turn and window."""
+    folder = GOLDEN / family
+    config = read_config(folder)
+    arrays = load_arrays(folder, config, jnp.dtype(jnp.float32), report=lambda _: None)
+    model = Decoder.from_arrays(config, arrays, kernel=Kernel.TRITON)
+    case = min(load(family)[1], key=lambda case: abs(len(case["prompt"]) - 17))
+    check(case, run_prompt_then_tokens(model, case["prompt"] + case["greedy"], len(case["prompt"])))
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "int8", "fp8"])
+@pytest.mark.usefixtures("interpreted")
+def test_no_number_format_of_the_matrices_takes_anything_from_the_gpu_kernels(kind: str) -> None:
+    """Products that come rounded are handed on as they came, and scaled ones as they are."""
+    folder, dtype = GOLDEN / "llama", jnp.dtype(jnp.bfloat16)
+    config = read_config(folder)
+    narrow = NARROW.get(kind)
+    arrays = load_arrays(folder, config, dtype, report=lambda _: None, narrow=narrow)
+    arrays = {name: cache.from_bits(array) for name, array in arrays.items()}
+    plain, kernels = (
+        Decoder.from_arrays(config, arrays, kernel=kernel, widened=choose_widened(narrow, "gpu", dtype))
+        for kernel in (Kernel.XLA, Kernel.TRITON)
+    )
+    tokens = max((case["prompt"] for case in load("llama")[1]), key=len)[:6]
+    difference = np.abs(run_prompt_then_tokens(kernels, tokens, 2) - run_prompt_then_tokens(plain, tokens, 2))
+    assert difference.mean() < 0.03, "no more than what products in bfloat16 make"
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma3"])

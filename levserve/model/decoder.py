@@ -107,8 +107,8 @@ class Attention(eqx.Module):
             heads = qkv.rearrange((ROW, CHUNK, "qkv")).array.reshape(place.positions.shape[0], -1, config.head_dim)
             if self.q_norm is not None and self.k_norm is not None:
                 norms = HeadNorms(self.q_norm.weight.array, self.k_norm.weight.array)
-            if self.qkv.rounds and self.qkv.bias is None:
-                heads = heads.astype(self.qkv.weight.dtype)  # as the product gave them
+            if self.qkv.bias is None:
+                heads = heads.astype(self.qkv.product_dtype)  # and so is not written in another
         return decode_attention(
             heads,
             pool,

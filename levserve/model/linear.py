@@ -37,8 +37,13 @@ class Linear(eqx.Module):
             from levserve.model.kernels.cpu_linear import multiply_bfloat16
 
             return self._multiply_rows(x, lambda rows: multiply_bfloat16(self.weight.array, rows))
-        given = self.weight.dtype if self.rounds else jnp.float32
-        return hax.dot(x.astype(self.weight.dtype), self.weight, axis=In, preferred_element_type=given).astype(jnp.float32)
+        product = hax.dot(x.astype(self.weight.dtype), self.weight, axis=In, preferred_element_type=self.product_dtype)
+        return product.astype(jnp.float32)
+
+    @property
+    def product_dtype(self) -> jnp.dtype:
+        """What loses nothing of the product."""
+        return self.weight.dtype if self.rounds else jnp.dtype(jnp.float32)
 
     @property
     def is_servable(self) -> bool:

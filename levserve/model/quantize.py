@@ -41,6 +41,10 @@ class QuantizedLinear(Linear):
     widened: jnp.dtype | None = eqx.field(static=True, default=None)
     """The type that they are multiplied in; None for the CPU's whole numbers, which only int8 has."""
 
+    @property
+    def product_dtype(self) -> jnp.dtype:
+        return jnp.dtype(jnp.float32)  # it is scaled
+
     def _multiply(self, x: NamedArray) -> NamedArray:
         assert self.scale is not None
         if self.widened is not None:
