@@ -1,8 +1,8 @@
 """Measures the engine alone: milliseconds per decode step and prefill tokens per second, against the machine's own floor.
 
     python bench/decode.py --shape smollm2-135m --rows 4 8 16 --context 256
-    python bench/decode.py --shape llama-1b --rows 2 64 256 --context 512 --steps 16
-    python bench/decode.py --shape llama-8b --rows 64 --context 512 --steps 16 --quantize fp8 --kv-dtype fp8
+    python bench/decode.py --shape llama-1b --rows 2 64 256 --context 576 --steps 16
+    python bench/decode.py --shape llama-8b --rows 64 --context 576 --steps 16 --quantize fp8 --kv-dtype fp8
 
 Weights are random, so any shape can be measured without its checkpoint; the programs are the ones the server runs. The
 floor is the time to read the weights once and every row's KV once at the memory speed that this program measures first.
@@ -180,9 +180,9 @@ def measure_bandwidth() -> float:
         return time.perf_counter() - start
 
     seconds_for(1)
-    best = min(seconds_for(9) - seconds_for(1) for _ in range(5))
+    once, often = (min(seconds_for(times) for _ in range(5)) for times in (1, 9))
     num_bytes: float = array.nbytes
-    return num_bytes * 8 / best
+    return num_bytes * 8 / (often - once)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -92,6 +92,8 @@ class Programs:
         self._compiles = listen(metrics)
         self._ready: dict[Shape, RoundCall] = {}
         self._cold: queue.SimpleQueue[Shape] = queue.SimpleQueue()
+        self._tracing = threading.Lock()
+        """So that of several compilers one at a time runs Python, which those who serve wait for."""
         self._stopping = threading.Event()
         self._background: list[threading.Thread] = []
 
@@ -235,7 +237,9 @@ class Programs:
 
     def _compile(self, shape: Shape, when: str) -> None:
         start = time.monotonic()
-        self._ready[shape] = self.lower(shape).compile(self.compiler_options(shape))
+        with self._tracing:
+            lowered = self.lower(shape)
+        self._ready[shape] = lowered.compile(self.compiler_options(shape))
         trim_heaps()
         if shape not in self.first_shapes:
             self._cold.put(shape)
