@@ -15,10 +15,12 @@ import numpy as np
 import pytest
 
 from levserve.engine.programs import Programs, Shape
+from levserve.engine.runner import Flight
 from levserve.engine.sizing import Sizes, plan_sizes
 from levserve.model import cache
 from levserve.model.sampler import Mode
 from levserve.schedule.request import FinishReason
+from levserve.schedule.scheduler import Sampled
 from tests.conftest import FAMILIES, GOLDEN
 from tests.engines import Running, ask, read, running_engine
 from tests.waiting import wait_until
@@ -69,6 +71,25 @@ def test_prompts_that_share_prefill_programs_in_pieces_match_their_references(fa
         assert answer.tokens == case["greedy"]
         np.testing.assert_allclose([entry.logprob for entry in answer.logprobs], case["greedy_logprobs"], atol=1e-3)
         assert len(answer.prompt_logprobs) == len(case["prompt"]) - 1
+
+
+def test_a_first_token_does_not_wait_for_the_rows_of_its_round(llama: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, may_read = llama.loaded.runner, threading.Event()
+    read_rows = runner.read_rows
+
+    def late(flight: Flight) -> list[Sampled]:
+        ends_prompt = any(chunk.is_last for chunk in flight.plan.chunks)
+        assert not (ends_prompt and flight.plan.rows) or may_read.wait(60)
+        return read_rows(flight)
+
+    monkeypatch.setattr(runner, "read_rows", late)
+    running = llama.submit(ask([5, 6, 7], 100))
+    running.get(timeout_seconds=60)
+    newcomer = llama.submit(ask([8, 9], 4))
+    _, batch = newcomer.get(timeout_seconds=60)
+    assert len(batch.tokens) == 1 and not may_read.is_set()
+    may_read.set()
+    assert len(read(newcomer)[0].tokens) == 3 and read(running)[0].finish is FinishReason.LENGTH
 
 
 def test_a_prompt_that_would_leave_a_large_program_mostly_empty_takes_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,6 +113,7 @@ class Lane:
         started = time.monotonic()
         chunks = self.runner.read_chunks(flight)
         chunks_read = time.monotonic()
+        self._deliver(self.scheduler.commit_chunks(flight.plan, chunks))  # first tokens do not wait for others' next ones
         rows = self.runner.read_rows(flight)
         now = time.monotonic()
         seconds = now - self._round_began
@@ -124,7 +125,7 @@ class Lane:
             prefill_seconds = flight.plan.num_prefill * self.runner.prefill_token_seconds
             self._pace.note_decoding(now - chunks_read if was_early else seconds - prefill_seconds)
         self._note_drafts(flight.plan, rows, seconds)
-        self._deliver(self.scheduler.commit(flight.plan, chunks, rows))
+        self._deliver(self.scheduler.commit_rows(flight.plan, rows))
 
     def _speculates(self) -> bool:
         if self.scheduler.speculation is None:

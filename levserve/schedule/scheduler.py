@@ -144,8 +144,15 @@ class Scheduler:
 
     def commit(self, plan: RoundPlan, chunks: Seq[Sampled], rows: Seq[Sampled]) -> list[Progress]:
         """Takes what a planned round sampled, in the plan's order, and says what each stream gained."""
+        return self.commit_chunks(plan, chunks) + self.commit_rows(plan, rows)
+
+    def commit_chunks(self, plan: RoundPlan, chunks: Seq[Sampled]) -> list[Progress]:
+        """Of the prompts alone, which nothing else of the round is about."""
         news = [self._take_chunk(chunk, sampled) for chunk, sampled in zip(plan.chunks, chunks, strict=True)]
-        news += [self._take_row(row, sampled) for row, sampled in zip(plan.rows, rows, strict=True)]
+        return [progress for progress in news if progress is not None]
+
+    def commit_rows(self, plan: RoundPlan, rows: Seq[Sampled]) -> list[Progress]:
+        news = [self._take_row(row, sampled) for row, sampled in zip(plan.rows, rows, strict=True)]
         return [progress for progress in news if progress is not None]
 
     def forget_prefixes(self) -> None:
