@@ -62,8 +62,11 @@ class Later:
 
     def copy_to_host_async(self) -> None: ...
 
-    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray[Any, Any]:
+    def block_until_ready(self) -> None:
         time.sleep(max(self._at - time.perf_counter(), 0))
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray[Any, Any]:
+        self.block_until_ready()
         return self._values
 
 

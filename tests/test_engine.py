@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -15,12 +16,14 @@ import numpy as np
 import pytest
 
 from levserve.engine.programs import Programs, Shape
-from levserve.engine.runner import Flight
+from levserve.engine.rounds import ChunkOutput
+from levserve.engine.runner import Flight, Piece
 from levserve.engine.sizing import Sizes, plan_sizes
 from levserve.model import cache
 from levserve.model.sampler import Mode
 from levserve.schedule.request import FinishReason
 from levserve.schedule.scheduler import Sampled
+from levserve.schedule.sequence import Chunk, RoundPlan, Sequence
 from tests.conftest import FAMILIES, GOLDEN
 from tests.engines import Running, ask, read, running_engine
 from tests.waiting import wait_until
@@ -90,6 +93,17 @@ def test_a_first_token_does_not_wait_for_the_rows_of_its_round(llama: Running, m
     assert len(batch.tokens) == 1 and not may_read.is_set()
     may_read.set()
     assert len(read(newcomer)[0].tokens) == 3 and read(running)[0].finish is FinishReason.LENGTH
+
+
+def test_chunks_are_waited_for_where_no_prompt_ends_too(llama: Running) -> None:
+    """Else the rest of the round would seem to take as long as both, and leave the more time for the next chunk."""
+    waited: list[str] = []
+    output = SimpleNamespace(block_until_ready=lambda: waited.append("for the chunk"))
+    request = ask([1, 2, 3])
+    chunk = Chunk(Sequence(request, list(request.prompt)), slot=0, start=0, count=2, is_last=False)
+    plan = RoundPlan((chunk,), (), (), ())
+    (sampled,) = llama.loaded.runner.read_chunks(Flight(plan, [[Piece(chunk, ChunkOutput(output), 0)]], []))  # type: ignore[arg-type]
+    assert waited == ["for the chunk"] and sampled.tokens == ()
 
 
 def test_a_prompt_that_would_leave_a_large_program_mostly_empty_takes_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:

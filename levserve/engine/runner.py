@@ -121,7 +121,9 @@ class Runner:
         return self.read_chunks(flight), self.read_rows(flight)
 
     def read_chunks(self, flight: Flight) -> list[Sampled]:
-        """Waits for the chunks, which are computed first, if any of them ends a prompt or is scored."""
+        """Waits for the chunks, which are computed first, also if nothing of them is wanted: then it is known when they were there."""
+        if flight.chunks:
+            flight.chunks[-1][-1].output.sampled.block_until_ready()
         return [_join([_read_piece(piece) for piece in pieces]) for pieces in flight.chunks]
 
     def read_rows(self, flight: Flight) -> list[Sampled]:
