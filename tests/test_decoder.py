@@ -110,10 +110,10 @@ def run_prompt_then_tokens(model: Decoder, tokens: list[int], length: int) -> np
     return np.concatenate(rows)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "olmo2", "gemma2", "gpt2"])
+@pytest.mark.parametrize("family", ["qwen3", "olmo2", "gemma2"])
 @pytest.mark.usefixtures("interpreted")
 def test_a_family_matches_its_reference_through_the_gpu_kernels(family: str) -> None:
-    """Every kind of norm, turn and window."""
+    """Norms of a head and of all heads, windows and soft caps."""
     folder = GOLDEN / family
     config = read_config(folder)
     arrays = load_arrays(folder, config, jnp.dtype(jnp.float32), report=lambda _: None)
@@ -122,7 +122,7 @@ def test_a_family_matches_its_reference_through_the_gpu_kernels(family: str) -> 
     check(case, run_prompt_then_tokens(model, case["prompt"] + case["greedy"], len(case["prompt"])))
 
 
-@pytest.mark.parametrize("kind", ["bfloat16", "int8", "fp8"])
+@pytest.mark.parametrize("kind", ["bfloat16", "int8"])
 @pytest.mark.usefixtures("interpreted")
 def test_no_number_format_of_the_matrices_takes_anything_from_the_gpu_kernels(kind: str) -> None:
     """Products that come rounded are handed on as they came, and scaled ones as they are."""
