@@ -12,7 +12,7 @@ import pytest
 from levserve.model import cache
 from levserve.model.attention import Kernel, attend, choose_kernel
 from levserve.model.config import ModelConfig
-from levserve.model.kernels.decode_attention import HeadNorms, Turn, decode_attention
+from levserve.model.kernels.decode_attention import HeadNorms, decode_attention
 from levserve.model.kernels.paged_attention import paged_attention
 from levserve.model.rotary import Angles, rotate
 
@@ -37,7 +37,7 @@ def dense(
     return out
 
 
-@pytest.mark.parametrize(("page_size", "kernel"), [(4, Kernel.XLA), (32, Kernel.XLA), (16, Kernel.LLVM)])
+@pytest.mark.parametrize(("page_size", "kernel"), [(4, Kernel.XLA), (16, Kernel.XLA), (32, Kernel.XLA), (16, Kernel.LLVM)])
 @pytest.mark.parametrize(("kv_heads", "group", "size"), [(1, 1, 64), (2, 3, 32), (1, 8, 80)])
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (7, None), (7, 2.0)])
 def test_paged_attention_equals_dense_attention(
@@ -139,18 +139,18 @@ def test_the_gpu_kernel_for_decoding_equals_norming_turning_writing_and_attendin
     table = jnp.asarray(rng.permutation(num_pages)[: width * rows].reshape(rows, width), jnp.int32)
     pool = cache.to_storage(normal(num_pages, 2, kv_heads, page_size, size), jnp.dtype(storage))
     heads, positions = normal(rows, (group + 2) * kv_heads, size), jnp.asarray(lengths - 1, jnp.int32)
-    angles = normal(rows, turned // 2)
-    turn = Turn(jnp.cos(angles), jnp.sin(angles)) if turned else None
+    by = normal(rows, 1, 1, turned // 2)
+    angles = Angles(jnp.cos(by), jnp.sin(by)) if turned else None
     norms = HeadNorms(normal(size), normal(size)) if is_normed else None
     rules: dict[str, Any] = dict(scale=size**-0.5, window=window, softcap=softcap)
     got, written = decode_attention(
-        heads, pool, table, positions, turn, norms, kv_heads=kv_heads, eps=1e-3, splits=splits, interpret=True, **rules
+        heads, pool, table, positions, angles, norms, kv_heads=kv_heads, eps=1e-3, splits=splits, interpret=True, **rules
     )
 
     def prepare(x: jax.Array, weight: jax.Array | None) -> jax.Array:
         if weight is not None:
             x = x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-3) * weight[None, None]
-        return x[:, None] if turn is None else rotate(x[:, None], Angles(turn.cos[:, None, None], turn.sin[:, None, None]))
+        return x[:, None] if angles is None else rotate(x[:, None], angles)
 
     queries, keys, values = jnp.split(heads, [group * kv_heads, (group + 1) * kv_heads], axis=1)
     queries, keys = (prepare(x, weight) for x, weight in zip((queries, keys), norms or (None, None)))

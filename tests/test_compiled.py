@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
+import threading
+import time
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from levserve.engine.programs import Shape
+from levserve.engine.programs import Programs, Shape, trim_heaps
 from levserve.engine.runner import Runner
-from levserve.engine.sizing import Sizes
+from levserve.engine.sizing import Sizes, process_memory
 from levserve.metrics import Metrics
 from levserve.model import cache
 from levserve.model.decoder import Decoder
@@ -68,3 +70,29 @@ def test_no_weight_is_converted_and_no_pool_copied(kind: str, shape: Shape) -> N
     assert [instruction.text for instruction in made if any(map(instruction.holds, weight_shapes))] == []
     state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(runner._state))
     assert compiled.memory_analysis().alias_size_in_bytes == state_bytes
+
+
+def test_of_several_compilers_one_at_a_time_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python that does not serve makes those wait who do."""
+    lower, tracing, seen = Programs.lower, threading.Semaphore(1), []
+
+    def watched(programs: Programs, shape: Shape) -> jax.stages.Lowered:
+        seen.append(tracing.acquire(blocking=False))
+        time.sleep(0.2)  # for the other to come
+        lowered = lower(programs, shape)
+        tracing.release()
+        return lowered
+
+    monkeypatch.setattr(Programs, "lower", watched)
+    runner_of("float32").programs.compile_first(lambda _: None)
+    assert seen == [True, True]
+
+
+def test_what_was_freed_in_the_middle_of_a_heap_is_given_back() -> None:
+    blocks = [bytearray(b"x" * 60_000) for _ in range(3_000)]
+    kept = blocks[::500] + blocks[-1:]
+    blocks.clear()
+    before = process_memory()
+    trim_heaps()
+    assert before - process_memory() > 100_000_000, "of 180 MB"
+    assert len(kept) == 7

@@ -7,6 +7,7 @@ a round never waits for a compile.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import logging
 import os
@@ -34,7 +35,7 @@ from levserve.engine.rounds import (
     set_memory,
     verify_round,
 )
-from levserve.engine.sizing import Sizes, trim_heaps
+from levserve.engine.sizing import Sizes
 from levserve.metrics import Metrics
 from levserve.model.sampler import MAX_EDITS, Memory, Mode
 
@@ -258,6 +259,13 @@ class Programs:
                 log.exception("could not compile %s; the next larger program goes on serving in its place", shape)
             if self.is_complete:
                 log.info("all %d programs are compiled", len(self._ready))
+
+
+def trim_heaps() -> None:
+    """Gives back what was freed in the middle of malloc's heaps: after a compile a hundred megabytes and more."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
+    if trim is not None:
+        trim(0)
 
 
 def _compiler_thread(work: Callable[[], None]) -> threading.Thread:

@@ -5,7 +5,6 @@ Pure arithmetic, done once at start. What cannot be is refused with the sum in t
 
 from __future__ import annotations
 
-import ctypes
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -162,13 +161,6 @@ def cpu_features() -> str:
 def process_memory() -> int:
     """Bytes of the host's memory that this process takes now."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def trim_heaps() -> None:
-    """Gives back what was freed in the middle of malloc's heaps: after a compile a hundred megabytes and more."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
-    if trim is not None:
-        trim(0)
 
 
 def _num_pages(settings: Settings, machine: Machine, rows: int, max_seq_len: int, page_bytes: int) -> int:

@@ -19,7 +19,7 @@ from levserve.model import cache, experts
 from levserve.model.attention import Kernel, attend
 from levserve.model.cache import Place
 from levserve.model.config import Activation, ModelConfig, parameter_shapes
-from levserve.model.kernels.decode_attention import HeadNorms, Turn, decode_attention
+from levserve.model.kernels.decode_attention import HeadNorms, decode_attention
 from levserve.model.linear import Linear
 from levserve.model.quantize import QuantizedLinear
 from levserve.model.rotary import Angles, angles_at, rotate
@@ -108,13 +108,13 @@ class Attention(eqx.Module):
             if self.q_norm is not None and self.k_norm is not None:
                 norms = HeadNorms(self.q_norm.weight.array, self.k_norm.weight.array)
             if self.qkv.bias is None:
-                heads = heads.astype(self.qkv.product_dtype)  # and so is not written in another
+                heads = heads.astype(self.qkv.product_dtype)  # as it comes: another type would be another kernel
         return decode_attention(
             heads,
             pool,
             place.table,
             place.positions[:, 0],
-            None if angles is None else Turn(angles.cos[:, 0, 0], angles.sin[:, 0, 0]),
+            angles,
             norms,
             kv_heads=config.num_kv_heads,
             scale=config.score_scale,

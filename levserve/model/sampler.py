@@ -20,7 +20,7 @@ from jax import lax
 NUM_TOP = 20
 """Alternatives returned with every token in full mode: the most that OpenAI's API lets a client ask for."""
 NUM_CANDIDATES = 128
-"""Likeliest tokens looked at for top-k and top-p before falling back to bisection over the vocabulary."""
+"""Likeliest tokens looked at for top-k and top-p before falling back to a search over the vocabulary."""
 CHUNK, SMALL_CHUNK = 256, 32
 """Tokens of the vocabulary looked at together, to find one of them or several."""
 MAX_EDITS = 332

@@ -19,13 +19,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from levserve.model.cache import multiplied_in, to_storage
 from levserve.model.kernels.paged_attention import MASKED, MIN_ROWS, Columns, bend, choose_splits, choose_tiling, cover, merge, walk
-
-
-class Turn(NamedTuple):
-    """Cosines and sines of each row's position, [row, half of the numbers that are turned]."""
-
-    cos: jax.Array
-    sin: jax.Array
+from levserve.model.rotary import Angles
 
 
 class HeadNorms(NamedTuple):
@@ -41,7 +35,7 @@ def decode_attention(
     pool: jax.Array,
     table: jax.Array,
     positions: jax.Array,
-    turn: Turn | None = None,
+    angles: Angles | None = None,
     norms: HeadNorms | None = None,
     *,
     kv_heads: int,
@@ -71,7 +65,7 @@ def decode_attention(
 
     of_pool = pl.BlockSpec((num_pages, 2, None, page_size, size), lambda row, head, split: (0, 0, head, 0, 0))
     given = [(qkv, of_row(num_heads, size)), (pool, of_pool), (table, of_row(table.shape[1])), (positions, of_row())]
-    given += [(angles, of_row(angles.shape[1])) for angles in turn or ()]
+    given += [(part[:, 0, 0], of_row(part.shape[-1])) for part in angles or ()]
     given += [(weight, pl.BlockSpec((size,), lambda row, head, split: (0,))) for weight in norms or ()]
     flat = (rows, kv_heads, num_queries // kv_heads, size)
     made = [(jax.ShapeDtypeStruct(flat, dtype), pl.BlockSpec((None, None, *flat[2:]), lambda row, head, split: (row, head, 0, 0)))]
@@ -83,7 +77,7 @@ def decode_attention(
     kernel = functools.partial(
         _kernel,
         kv_heads=kv_heads,
-        has_turn=turn is not None,
+        has_angles=angles is not None,
         has_norms=norms is not None,
         keys=tiling.keys,
         steps_per_split=-(-num_steps // splits),
@@ -114,7 +108,7 @@ def _kernel(
     position_ref: jax.Ref,
     *refs: jax.Ref,
     kv_heads: int,
-    has_turn: bool,
+    has_angles: bool,
     has_norms: bool,
     keys: int,
     steps_per_split: int,
@@ -123,7 +117,7 @@ def _kernel(
     window: int | None,
     softcap: float | None,
 ) -> None:
-    turn_refs, refs = refs[: 2 * has_turn], refs[2 * has_turn :]
+    angle_refs, refs = refs[: 2 * has_angles], refs[2 * has_angles :]
     norm_refs, (written_ref, mixed_ref, *sum_refs) = refs[: 2 * has_norms] or (None, None), refs[2 * has_norms :]
     num_queries, (page_size, size) = qkv_ref.shape[0] - 2 * kv_heads, pool_ref.shape[2:]
     group, columns = num_queries // kv_heads, Columns(size)
@@ -138,9 +132,9 @@ def _kernel(
             return x if norm_ref is None else x * norm_ref[column][None, :]
 
         x = weighed(column)
-        if turn_refs:
-            half = turn_refs[0].shape[0]
-            cos, sin = (ref[column % half][None, :] for ref in turn_refs)
+        if angle_refs:
+            half = angle_refs[0].shape[0]
+            cos, sin = (ref[column % half][None, :] for ref in angle_refs)
             is_low, is_turned = column < half, column < 2 * half
             partner = weighed(jnp.where(is_low, column + half, jnp.where(is_turned, column - half, column)))
             turned = x * cos + partner * jnp.where(is_low[None, :], -sin, sin)
