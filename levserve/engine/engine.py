@@ -134,7 +134,7 @@ class Engine:
     """
 
     def __init__(self, *, max_inflight: int, metrics: Metrics, max_tokens: int = 0, stall_seconds: float = 30.0) -> None:
-        self.inbox: queue.Queue[Message] = queue.Queue()
+        self.inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()  # a lock in Python would be held by threads that wait for the GIL
         self.metrics = metrics
         self.max_inflight = max_inflight
         self.admission = Admission(max_inflight, max_tokens, metrics)

@@ -50,7 +50,7 @@ CUT_ERRNOS = (errno.EAGAIN, errno.ETIMEDOUT)  # SO_SNDTIMEO and TCP_USER_TIMEOUT
 class Worker(ThreadWorker):  # type: ignore[misc]
     """Runs on the worker's main thread, but for `handle`, which runs on HTTP threads.
 
-    Signal handlers only leave a note for the main loop: a handler that came while another holds the inbox's lock would
+    Signal handlers only leave a note for the main loop: a handler that came while its own thread holds a lock that it needs would
     never return.
     """
 
