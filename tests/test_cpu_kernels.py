@@ -97,13 +97,13 @@ def test_what_is_not_finite_spoils_its_own_row_alone(bad: float) -> None:
 def test_many_threads_may_call_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """As programs of several models do; and more helpers than XLA has threads are no harm."""
     monkeypatch.setenv("NPROC", "9")
-    kernel = cpu_linear.int8_kernel(48, STEPS, FINE_STEPS)
+    kernel = cpu_linear.product_kernel(cpu_linear.Int8Product(48, STEPS, FINE_STEPS))
     handler.register("crowded", kernel)
     weight, scale = matrix(640, 48)
     x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 48)), jnp.float32)
     wanted = multiply_terms(weight, scale, x)
     call = jax.ffi.ffi_call("crowded", jax.ShapeDtypeStruct((4, 640), jnp.float32))
-    crowded = jax.jit(lambda x: call(x, weight, scale)).lower(x).compile()
+    crowded = jax.jit(lambda x: call(x, jnp.asarray([4], jnp.int32), weight, scale)).lower(x).compile()
     failures: list[AssertionError] = []
 
     def work() -> None:

@@ -17,6 +17,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from levserve.engine.batch import NUM_COLUMNS, RoundInput, unpack
+from levserve.model import cache
 from levserve.model.decoder import CHUNK, ROW, Decoder
 from levserve.model.sampler import NUM_TOP, Drawn, Memory, Mode, logprobs_of, sample
 
@@ -230,7 +231,7 @@ def _sample(model: Decoder, hidden: jax.Array, given: RoundInput, positions: jax
     rows = hidden.shape[0]
     if rows == 1:
         hidden = jnp.concatenate([hidden, hidden])  # one row leaves the fast path of the CPU's matrix product: 50 ms, not 15
-    logits = model.logits(hax.named(hidden, (ROW, model.config.Embed)))[:rows]
+    logits = model.logits(hax.named(hidden, (ROW, model.config.Embed)), cache.num_used(positions > 0))[:rows]
     seen = Memory(*(array.at[given.slots].get(mode="clip") for array in memory)) if mode is Mode.FULL else None
     return sample(logits, positions, given.rules, seen, mode)
 

@@ -56,13 +56,22 @@ class Place(NamedTuple):
     """int32 [row * chunk]: the page each position is written to, or "nowhere" for padding"""
     offsets: jax.Array
     """int32 [row * chunk]: its slot in that page"""
+    num_used: jax.Array
+    """int32 [1]: how many of row * chunk there are before the padding at the end"""
 
 
 def place(table: jax.Array, positions: jax.Array, pool: jax.Array) -> Place:
     num_pages, _, _, page_size, _ = pool.shape
     is_padding = positions < 0
     pages = jnp.take_along_axis(table, jnp.where(is_padding, 0, positions // page_size), axis=1, mode="clip")
-    return Place(table, positions, jnp.where(is_padding, num_pages, pages).reshape(-1), (positions % page_size).reshape(-1))
+    flat_pages, offsets = jnp.where(is_padding, num_pages, pages).reshape(-1), (positions % page_size).reshape(-1)
+    return Place(table, positions, flat_pages, offsets, num_used(~is_padding))
+
+
+def num_used(is_used: jax.Array) -> jax.Array:
+    """int32 [1]: the number of all up to the last that is."""
+    flat = is_used.reshape(-1)
+    return jnp.max(jnp.where(flat, jnp.arange(1, flat.size + 1, dtype=jnp.int32), 0), keepdims=True)
 
 
 def write(pool: jax.Array, keys: jax.Array, values: jax.Array, place: Place) -> jax.Array:

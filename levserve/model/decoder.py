@@ -21,7 +21,7 @@ from levserve.model.cache import Place
 from levserve.model.config import Activation, ModelConfig, parameter_shapes
 from levserve.model.kernels.decode_attention import HeadNorms, decode_attention
 from levserve.model.linear import Linear
-from levserve.model.quantize import QuantizedLinear
+from levserve.model.quantize import FINE_STEPS, STEPS, QuantizedLinear
 from levserve.model.rotary import Angles, angles_at, rotate
 
 ROW, CHUNK = "row", "chunk"
@@ -67,7 +67,7 @@ class Attention(eqx.Module):
         if self.kernel is Kernel.TRITON and place.positions.shape[1] == 1:
             mixed, pool = self._decode(x, pool, place, angles, window)
             return self.out(hax.named(mixed.reshape(-1, 1, config.Mixed.size), (ROW, CHUNK, config.Mixed.name))), pool
-        queries, keys, values = self._split(self.qkv(x))
+        queries, keys, values = self._split(self.qkv(x, place.num_used))
         axes = (ROW, CHUNK, ..., config.HeadSize)
 
         def placed(norm: Norm | None, heads: NamedArray) -> jax.Array:
@@ -77,9 +77,9 @@ class Attention(eqx.Module):
         with jax.named_scope("kv_write"):
             pool = cache.write(pool, placed(self.k_norm, keys), values.rearrange(axes).array, place)
         with jax.named_scope("attend"):
-            q, positions = placed(self.q_norm, queries), place.positions
+            q, positions, num_used = placed(self.q_norm, queries), place.positions, place.num_used
             if ends is not None:
-                q, positions = take_ends(q, ends), take_ends(positions, ends)
+                q, positions, num_used = take_ends(q, ends), take_ends(positions, ends), None
             mixed = attend(
                 q.reshape(*q.shape[:2], config.num_kv_heads, config.Group.size, config.head_dim),
                 pool,
@@ -91,7 +91,7 @@ class Attention(eqx.Module):
                 kernel=self.kernel,
             )
         mixed = mixed.reshape(*mixed.shape[:2], config.Mixed.size)
-        return self.out(hax.named(mixed, (ROW, CHUNK, config.Mixed.name))), pool
+        return self.out(hax.named(mixed, (ROW, CHUNK, config.Mixed.name)), num_used), pool
 
     def _decode(
         self, x: NamedArray, pool: jax.Array, place: Place, angles: Angles | None, window: int | None
@@ -140,14 +140,14 @@ class Mlp(eqx.Module):
     gate_up: Linear
     down: Linear
 
-    def __call__(self, x: NamedArray) -> NamedArray:
-        wide = self.gate_up(x)
+    def __call__(self, x: NamedArray, num_used: jax.Array | None = None) -> NamedArray:
+        wide = self.gate_up(x, num_used)
         activate = ACTIVATIONS[self.config.activation]
         size = self.config.intermediate_size
         if not self.config.is_gated:
-            return self.down(activate(wide).rename({"gate_up": "mlp"}))
+            return self.down(activate(wide).rename({"gate_up": "mlp"}), num_used)
         gate, up = (wide["gate_up", at : at + size].rename({"gate_up": "mlp"}) for at in (0, size))
-        return self.down(activate(gate) * up)
+        return self.down(activate(gate) * up, num_used)
 
 
 class Experts(eqx.Module):
@@ -189,6 +189,33 @@ class Layer(eqx.Module):
     mlp: Mlp | Experts
     mlp_post_norm: Norm | None
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is nothing but norms by size, attention and a gated part, with matrices that a CPU's kernel multiplies."""
+        norms = (self.input_norm, self.mlp_norm)
+        has_others = self.attention_post_norm is not None or self.mlp_post_norm is not None
+        if has_others or not isinstance(self.mlp, Mlp) or any(norm is None or norm.bias is not None for norm in norms):
+            return False
+        config, linears = self.attention.config, self._linears().values()
+        is_known = config.is_gated and config.activation is Activation.SILU and not config.attention_softcap
+        has_bias = any(linear.bias is not None for name, linear in self._linears().items() if name != "qkv")
+        are_servable = all(linear.is_servable and linear.weight.dtype in (jnp.int8, jnp.bfloat16) for linear in linears)
+        return is_known and not has_bias and are_servable and not config.qk_norm_spans_heads and len({type(linear) for linear in linears}) == 1
+
+    @property
+    def arrays(self) -> dict[str, jax.Array]:
+        """Those of a plain layer, by name; what it does not have is not there."""
+        named = {"qkv_bias": self.attention.qkv.bias}
+        norms = {"input_norm": self.input_norm, "q_norm": self.attention.q_norm, "k_norm": self.attention.k_norm, "mlp_norm": self.mlp_norm}
+        named |= {name: norm and norm.weight for name, norm in norms.items()}
+        for name, linear in self._linears().items():
+            named |= {name: linear.weight, f"{name}_scale": linear.scale if isinstance(linear, QuantizedLinear) else None}
+        return {name: array.array for name, array in named.items() if array is not None}
+
+    def _linears(self) -> dict[str, Linear]:
+        assert isinstance(self.mlp, Mlp)
+        return {"qkv": self.attention.qkv, "out": self.attention.out, "gate_up": self.mlp.gate_up, "down": self.mlp.down}
+
 
 def take_ends(x: jax.Array, ends: jax.Array) -> jax.Array:
     """One place of each row's chunk: [row, chunk, ...] becomes [row, 1, ...]."""
@@ -201,13 +228,14 @@ def run_layer(
 ) -> tuple[NamedArray, jax.Array]:
     """With `ends` only that place of each row's chunk is taken through the layer; the keys and values of all are written."""
     mixed, pool = layer.attention(apply(layer.input_norm, x), pool, place, angles, ends, window=window)
+    num_used: jax.Array | None = place.num_used
     if ends is not None:
         x = hax.named(take_ends(x.rearrange((ROW, CHUNK, "embed")).array, ends), (ROW, CHUNK, "embed"))
-        place = place._replace(positions=take_ends(place.positions, ends))
+        place, num_used = place._replace(positions=take_ends(place.positions, ends)), None
     x = x + apply(layer.attention_post_norm, mixed)
     with jax.named_scope("mlp"):
         fed = apply(layer.mlp_norm, x)
-        fed = layer.mlp(fed) if isinstance(layer.mlp, Mlp) else layer.mlp(fed, place)
+        fed = layer.mlp(fed, num_used) if isinstance(layer.mlp, Mlp) else layer.mlp(fed, place)
         return x + apply(layer.mlp_post_norm, fed), pool
 
 
@@ -301,6 +329,9 @@ class Decoder(eqx.Module):
         place = cache.place(table, positions, pools[0])
         ropes = [config.rope(index) for index in range(config.num_layers)]
         angles = {rope: None if rope is None else angles_at(positions, rope) for rope in ropes}
+        if self._is_plain(pools[0]) and ends is None:
+            x, pools = self._run_plain(x, pools, place, angles[ropes[0]])
+            return self.final_norm(x), pools
         written = []
         for index, (layer, pool) in enumerate(zip(self.layers, pools, strict=True)):
             last_ends = ends if layer is self.layers[-1] else None
@@ -308,9 +339,44 @@ class Decoder(eqx.Module):
             written.append(pool)
         return self.final_norm(x), tuple(written)
 
-    def logits(self, hidden: NamedArray) -> jax.Array:
+    def _is_plain(self, pool: jax.Array) -> bool:
+        """Whether one kernel takes all layers."""
+        rope = self.config.rope(0)
+        if not self.has_kernel or rope is None or any(self.config.rope(index) != rope for index in range(self.config.num_layers)):
+            return False
+        from levserve.model.kernels import cpu_layers
+
+        refusal = cpu_layers.refuse_unservable(self.config.head_dim, rope.size, cpu_layers.numbers_of(pool))
+        return refusal is None and all(layer.is_plain for layer in self.layers) and len({tuple(layer.arrays) for layer in self.layers}) == 1
+
+    def _run_plain(
+        self, x: NamedArray, pools: tuple[jax.Array, ...], place: Place, angles: Angles | None
+    ) -> tuple[NamedArray, tuple[jax.Array, ...]]:
+        from levserve.model.kernels import cpu_layers
+        from levserve.model.kernels.cpu_attention import Heads
+
+        config, rope = self.config, self.config.rope(0)
+        assert rope is not None and angles is not None
+        arrays = [layer.arrays for layer in self.layers]
+        plan = cpu_layers.Plan(
+            Heads(config.num_kv_heads, config.Group.size, config.head_dim, pools[0].shape[3], cpu_layers.numbers_of(pools[0])),
+            num_layers=config.num_layers,
+            hidden=config.hidden_size,
+            intermediate=config.intermediate_size,
+            rotated=rope.size,
+            eps=config.norm_eps,
+            scale=config.score_scale,
+            fields=tuple(arrays[0]),
+            terms=(STEPS, FINE_STEPS) if "qkv_scale" in arrays[0] else None,
+        )
+        windows = [config.window(index) or 0 for index in range(config.num_layers)]
+        ordered = x.rearrange((ROW, CHUNK, "embed"))
+        run, pools = cpu_layers.run_layers(plan, ordered.array, pools, place, angles, windows, arrays)
+        return hax.named(run, ordered.axes), pools
+
+    def logits(self, hidden: NamedArray, num_used: jax.Array | None = None) -> jax.Array:
         """Float32 scores [row, vocab] of hidden states [row, embed]; ask only for the rows that are sampled."""
         head = Linear(self.embed, has_kernel=self.has_kernel) if self.head is None else self.head
-        scores = head(hidden).rearrange((ROW, "vocab")).array
+        scores = head(hidden, num_used).rearrange((ROW, "vocab")).array
         cap = self.config.logit_softcap
         return scores if cap is None else cap * jnp.tanh(scores / cap)

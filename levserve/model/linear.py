@@ -27,16 +27,17 @@ class Linear(eqx.Module):
     has_kernel: bool = eqx.field(static=True, default=False)
     """Whether `cpu_linear` multiplies, if it can."""
 
-    def __call__(self, x: NamedArray) -> NamedArray:
-        y = self._multiply(x)
+    def __call__(self, x: NamedArray, num_used: jax.Array | None = None) -> NamedArray:
+        """Where there is a kernel only the first `num_used` [1] of the vectors in `x`, the rest being padding."""
+        y = self._multiply(x, num_used)
         return y if self.bias is None else y + self.bias
 
-    def _multiply(self, x: NamedArray) -> NamedArray:
+    def _multiply(self, x: NamedArray, num_used: jax.Array | None) -> NamedArray:
         In = self.weight.axes[-1]
         if self.is_servable and self.weight.dtype == jnp.bfloat16:
             from levserve.model.kernels.cpu_linear import multiply_bfloat16
 
-            return self._multiply_rows(x, lambda rows: multiply_bfloat16(self.weight.array, rows))
+            return self._multiply_rows(x, lambda rows: multiply_bfloat16(self.weight.array, rows, num_used))
         product = hax.dot(x.astype(self.weight.dtype), self.weight, axis=In, preferred_element_type=self.product_dtype)
         return product.astype(jnp.float32)
 

@@ -45,7 +45,7 @@ class QuantizedLinear(Linear):
     def product_dtype(self) -> jnp.dtype:
         return jnp.dtype(jnp.float32)  # it is scaled
 
-    def _multiply(self, x: NamedArray) -> NamedArray:
+    def _multiply(self, x: NamedArray, num_used: jax.Array | None) -> NamedArray:
         assert self.scale is not None
         if self.widened is not None:
             return Linear(self.weight.astype(self.widened), rounds=self.rounds)(x) * self.scale
@@ -53,7 +53,7 @@ class QuantizedLinear(Linear):
         if self.is_servable:
             from levserve.model.kernels.cpu_linear import multiply_int8
 
-            return self._multiply_rows(x, lambda rows: multiply_int8(*factors, rows, steps=STEPS, fine_steps=FINE_STEPS))
+            return self._multiply_rows(x, lambda rows: multiply_int8(*factors, rows, num_used, steps=STEPS, fine_steps=FINE_STEPS))
         return self._multiply_rows(x, lambda rows: multiply_terms(*factors, rows))
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -47,127 +48,177 @@ def paged_attention(
     _, _, kv_heads, group, size = q.shape
     numbers = jnp.dtype(NUMBERS.get(pool.dtype, pool.dtype))
     name = f"levserve_attend_{numbers}_{kv_heads}_{group}_{size}_{pool.shape[3]}"
-    register(name, kernel_for(kv_heads, group, size, pool.shape[3], numbers))
+    register(name, kernel_for(Heads(kv_heads, group, size, pool.shape[3], numbers)))
     limits = jnp.asarray([0 if window is None else window], jnp.int32), jnp.asarray([softcap or 0.0], jnp.float32)
     return jax.ffi.ffi_call(name, jax.ShapeDtypeStruct(q.shape, jnp.float32))(q.astype(jnp.float32), pool, table, positions, *limits)
 
 
-def kernel_for(kv_heads: int, group: int, size: int, page_size: int, numbers: jnp.dtype) -> Kernel:
-    """For arguments q [row, chunk, kv_head, group, size], pool, table [row, page], positions [row, chunk], window, softcap."""
-    item = numbers.itemsize
-    tile_bytes = page_size * size * item
+@dataclass(frozen=True)
+class Heads:
+    """What is known when the kernel is written: key-value heads, queries of each, numbers of a head, slots of a page and their type."""
 
-    def num_queries(call: Call) -> Value:
-        return call.argument_size(0, 1) * group
+    kv_heads: int
+    group: int
+    size: int
+    page_size: int
+    numbers: jnp.dtype
 
-    def num_parts(call: Call) -> Value:
+    @property
+    def tile_bytes(self) -> int:
+        """Of the keys, or the values, of a page and head."""
+        return self.page_size * self.size * self.numbers.itemsize
+
+
+@dataclass(frozen=True)
+class Given:
+    """What is known when it runs. Queries lie `q_bytes` apart from one token to the next, and what is mixed for them `mixed_bytes`."""
+
+    q: Value
+    mixed: Value
+    q_bytes: int
+    mixed_bytes: int
+    pool: Value
+    table: Value
+    positions: Value
+    window: Value
+    softcap: Value
+    chunk: Value
+    table_width: Value
+
+    def num_queries(self, heads: Heads) -> Value:
+        """Of one row and head."""
+        return self.chunk * heads.group
+
+    def num_pieces(self, heads: Heads, rows: Value) -> Value:
+        return rows * heads.kv_heads * self.num_parts(heads)
+
+    def num_parts(self, heads: Heads) -> Value:
         """Of the queries of one row and head."""
-        return (num_queries(call) + (TOGETHER - 1)) // TOGETHER
+        return (self.num_queries(heads) + (TOGETHER - 1)) // TOGETHER
+
+    def score_bytes(self, heads: Heads) -> Value:
+        """Of one query's scores, to a whole number of vectors."""
+        return (self.table_width * heads.page_size + (LANES - 1)) // LANES * (4 * LANES)
+
+    def own_bytes(self, heads: Heads) -> Value:
+        """Of a few queries: what the weights of each must be divided by, then their scores, which become weights."""
+        return self.score_bytes(heads) * TOGETHER + 4 * LANES
+
+
+def kernel_for(heads: Heads) -> Kernel:
+    """For arguments q [row, chunk, kv_head, group, size], pool, table [row, page], positions [row, chunk], window, softcap."""
+    token_bytes = heads.kv_heads * heads.group * heads.size * 4
+
+    def given(call: Call) -> Given:
+        q, pool, table, positions, window, softcap = map(call.argument, range(6))
+        writer = call.writer
+        limits = writer.index(window, writer.number(0)), writer.load(softcap, F32)
+        sizes = call.argument_size(0, 1), call.argument_size(2, 1)
+        return Given(q, call.result(0), token_bytes, token_bytes, pool, table, positions, *limits, *sizes)
 
     def count(call: Call) -> Value:
-        return call.argument_size(0, 0) * kv_heads * num_parts(call)
+        return given(call).num_pieces(heads, call.argument_size(0, 0))
 
-    def score_bytes(call: Call) -> Value:
-        """Of one query's scores, to a whole number of vectors."""
-        return (call.argument_size(2, 1) * page_size + (LANES - 1)) // LANES * (4 * LANES)
+    def attend(call: Call, _: Value, own: Value, piece: Value) -> None:
+        attend_part(call.writer, heads, given(call), own, piece)
 
-    def own_bytes(call: Call) -> Value:
-        """Of a few queries: what the weights of each must be divided by, then their scores, which become weights."""
-        return score_bytes(call) * TOGETHER + 4 * LANES
+    return Kernel((Work(count, attend),), own_bytes=lambda call: given(call).own_bytes(heads))
 
-    def attend_part(call: Call, _: Value, totals: Value, piece: Value) -> None:
-        writer, stride, scores = call.writer, score_bytes(call), totals + 4 * LANES
-        parts, queries = num_parts(call), num_queries(call)
-        pair, part = piece // parts, piece % parts
-        row, head = pair // kv_heads, pair % kv_heads
-        each = (queries + (parts - 1)) // parts  # of 5 there are 3 and 2, not 4 and 1
-        first = part * each
-        held = (queries - first).least(each).most(0)
-        row_start = row * call.argument_size(0, 1)
-        table = call.argument(2) + row * call.argument_size(2, 1) * 4
-        window = writer.index(call.argument(4), writer.number(0))
-        softcap = writer.load(call.argument(5), F32)
 
-        def place(index: Value) -> Value:
-            """Where a query lies, and what is mixed for it."""
-            token, member = (first + index) // group, (first + index) % group
-            return (((row_start + token) * kv_heads + head) * group + member) * (4 * size)
+def attend_part(writer: Writer, heads: Heads, given: Given, totals: Value, piece: Value) -> None:
+    """A few neighbouring queries of one row over one key-value head."""
+    size, group, page_size, item = heads.size, heads.group, heads.page_size, heads.numbers.itemsize
+    stride, scores = given.score_bytes(heads), totals + 4 * LANES
+    parts, queries = given.num_parts(heads), given.num_queries(heads)
+    pair, part = piece // parts, piece % parts
+    row, head = pair // heads.kv_heads, pair % heads.kv_heads
+    each = (queries + (parts - 1)) // parts  # of 5 there are 3 and 2, not 4 and 1
+    first = part * each
+    held = (queries - first).least(each).most(0)
+    row_start = row * given.chunk
+    table = given.table + row * given.table_width * 4
 
-        def seen(index: Value) -> tuple[Value, Value]:
-            """From which token to which a query may look."""
-            stop = (writer.index(call.argument(3), row_start + (first + index) // group) + 1).most(0)
-            return window.is_(0).choose(writer.number(0), (stop - window).most(0)), stop
+    def query(index: Value) -> Value:
+        token, member = (first + index) // group, (first + index) % group
+        return given.q + (row_start + token) * given.q_bytes + (head * group + member) * (4 * size)
 
-        lowest, highest = writer.variable(writer.number(LATEST)), writer.variable(writer.number(0))
-        with writer.loop(0, held) as index:
-            start, stop = seen(index)
-            lowest.set(lowest.get().least(start))
-            highest.set(highest.get().most(stop))
-        begin, end = lowest.get() // page_size * page_size, (highest.get() + (page_size - 1)) // page_size * page_size
-        vectors = begin // LANES * LANES, (end + (LANES - 1)) // LANES * LANES, LANES  # whole ones, as the scores' memory is
+    def mixed(index: Value) -> Value:
+        token, member = (first + index) // group, (first + index) % group
+        return given.mixed + (row_start + token) * given.mixed_bytes + (head * group + member) * (4 * size)
 
-        @contextmanager
-        def pages(half: int) -> Iterator[tuple[Value, Value, Value]]:
-            """(keys or values of a page, how many of them to look at, the first one's token)"""
-            with writer.loop(begin, end, page_size) as token:
-                number = (writer.index(table, token // page_size) * 2 + half) * kv_heads + head
-                yield call.argument(1) + number * tile_bytes, (highest.get() - token).least(page_size), token
+    def seen(index: Value) -> tuple[Value, Value]:
+        """From which token to which a query may look."""
+        stop = (writer.index(given.positions, row_start + (first + index) // group) + 1).most(0)
+        return given.window.is_(0).choose(writer.number(0), (stop - given.window).most(0)), stop
 
-        for number in range(1, TOGETHER + 1):
-            places = [writer.number(index) for index in range(number)]
-            with writer.when(held.is_(number)):
-                with pages(0) as (tile, num_slots, token):
-                    into = [scores + stride * index + token * 4 for index in range(number)]
-                    score(writer, tile, num_slots, [call.argument(0) + place(index) for index in places], into)
-        with writer.loop(0, held) as index:
-            writer.store(totals + index * 4, soften(writer, scores + stride * index, vectors, seen(index), softcap))
-            for at in range(0, size, LANES):
-                writer.store(call.result(0) + place(index) + 4 * at, writer.zeros(F32, LANES))
-        for number in range(1, TOGETHER + 1):
-            places = [writer.number(index) for index in range(number)]
-            with writer.when(held.is_(number)):
-                with pages(1) as (tile, num_slots, token):
-                    weights = [scores + stride * index + token * 4 for index in range(number)]
-                    mix(writer, tile, num_slots, weights, [call.result(0) + place(index) for index in places])
-        with writer.loop(0, held) as index:
-            share = (writer.number(1.0, F32) / writer.load(totals + index * 4, F32)).splat(LANES)
-            for at in range(0, size, LANES):
-                mixed = call.result(0) + place(index) + 4 * at
-                writer.store(mixed, writer.load(mixed, F32, LANES) * share)
+    lowest, highest = writer.variable(writer.number(LATEST)), writer.variable(writer.number(0))
+    with writer.loop(0, held) as index:
+        start, stop = seen(index)
+        lowest.set(lowest.get().least(start))
+        highest.set(highest.get().most(stop))
+    begin, end = lowest.get() // page_size * page_size, (highest.get() + (page_size - 1)) // page_size * page_size
+    vectors = begin // LANES * LANES, (end + (LANES - 1)) // LANES * LANES, LANES  # whole ones, as the scores' memory is
 
-    def score(writer: Writer, tile: Value, num_slots: Value, queries: list[Value], into: list[Value]) -> None:
+    @contextmanager
+    def pages(half: int) -> Iterator[tuple[Value, Value, Value]]:
+        """(keys or values of a page, how many of them to look at, the first one's token)"""
+        with writer.loop(begin, end, page_size) as token:
+            number = (writer.index(table, token // page_size) * 2 + half) * heads.kv_heads + head
+            yield given.pool + number * heads.tile_bytes, (highest.get() - token).least(page_size), token
+
+    def score(tile: Value, num_slots: Value, queries: list[Value], into: list[Value]) -> None:
         """Products of the queries with each key of a page."""
         with writer.loop(0, num_slots) as slot:
             sums = [writer.zeros(F32, LANES)] * len(queries)
             for at in range(0, size, LANES):
-                key = floats(writer, tile + slot * (size * item) + item * at)
+                key = floats(tile + slot * (size * item) + item * at)
                 sums = [key.times_plus(writer.load(query + 4 * at, F32, LANES), sum_) for query, sum_ in zip(queries, sums)]
             for sum_, scores in zip(sums, into):
                 writer.store(scores + slot * 4, sum_.total())
 
-    def mix(writer: Writer, tile: Value, num_slots: Value, weights: list[Value], into: list[Value]) -> None:
+    def mix(tile: Value, num_slots: Value, weights: list[Value], into: list[Value]) -> None:
         """Adds the values of a page, weighted."""
         for at in range(0, size, LANES):
-            sums = [writer.variable(writer.load(mixed + 4 * at, F32, LANES)) for mixed in into]
+            sums = [writer.variable(writer.load(place + 4 * at, F32, LANES)) for place in into]
             with writer.loop(0, num_slots) as slot:
-                value = floats(writer, tile + slot * (size * item) + item * at)
+                value = floats(tile + slot * (size * item) + item * at)
                 for weight, sum_ in zip(weights, sums):
                     sum_.set(value.times_plus(writer.load(weight + slot * 4, F32).splat(LANES), sum_.get()))
-            for mixed, sum_ in zip(into, sums):
-                writer.store(mixed + 4 * at, sum_.get())
+            for place, sum_ in zip(into, sums):
+                writer.store(place + 4 * at, sum_.get())
 
-    def floats(writer: Writer, stored: Value) -> Value:
+    def floats(stored: Value) -> Value:
         """A vector of what is stored, in float32."""
-        if numbers == jnp.float32:
+        if heads.numbers == jnp.float32:
             return writer.load(stored, F32, LANES)
-        if numbers == jnp.bfloat16:
+        if heads.numbers == jnp.bfloat16:
             return (writer.load(stored, I16, LANES).convert("zext", I32) << 16).convert("bitcast", F32)
-        assert numbers == FP8
+        assert heads.numbers == FP8
         bits = writer.load(stored, I8, LANES).convert("zext", I16)  # in the places of a float16, whose exponent begins 8 lower
         number = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).convert("bitcast", F16).convert("fpext", F32) * 256.0
         return (bits & 0x7F).is_(0x7F).choose(math.nan, number)
 
-    return Kernel((Work(count, attend_part),), own_bytes=own_bytes)
+    for number in range(1, TOGETHER + 1):
+        places = [writer.number(index) for index in range(number)]
+        with writer.when(held.is_(number)):
+            with pages(0) as (tile, num_slots, token):
+                into = [scores + stride * index + token * 4 for index in range(number)]
+                score(tile, num_slots, [query(index) for index in places], into)
+    with writer.loop(0, held) as index:
+        writer.store(totals + index * 4, soften(writer, scores + stride * index, vectors, seen(index), given.softcap))
+        for at in range(0, size, LANES):
+            writer.store(mixed(index) + 4 * at, writer.zeros(F32, LANES))
+    for number in range(1, TOGETHER + 1):
+        places = [writer.number(index) for index in range(number)]
+        with writer.when(held.is_(number)):
+            with pages(1) as (tile, num_slots, token):
+                weights = [scores + stride * index + token * 4 for index in range(number)]
+                mix(tile, num_slots, weights, [mixed(index) for index in places])
+    with writer.loop(0, held) as index:
+        share = (writer.number(1.0, F32) / writer.load(totals + index * 4, F32)).splat(LANES)
+        for at in range(0, size, LANES):
+            place = mixed(index) + 4 * at
+            writer.store(place, writer.load(place, F32, LANES) * share)
 
 
 def soften(writer: Writer, scores: Value, among: tuple[Value, Value, int], seen: tuple[Value, Value], softcap: Value) -> Value:

@@ -3,11 +3,15 @@
 In int8 they are the numbers of `quantize`'s product in XLA: activations are split into two int8 terms, in memory that stays in
 the cache, and one instruction sums four products. bfloat16 is widened as it is read, for want of an instruction for it; XLA
 would widen the whole matrix first.
+
+Rows of activations that are padding are left out: what is given for them is whatever was in memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -17,19 +21,20 @@ from levserve.model.kernels.writer import F32, I8, I16, I32, Value, Variable, Wr
 
 OUT_TOGETHER = 4
 """Rows of the matrix that are multiplied at a time: an activation that was loaded is used so often."""
-BLOCK = 64
+BLOCK = 32
 """Rows of the matrix in a piece of the work."""
 AHEAD_BYTES = 4096
 """How far ahead of its use the matrix is asked for."""
 INT8_LANES, FLOAT_LANES = 16, 4
-INT8_ROWS, FLOAT_ROWS = 3, 4
-"""Rows of activations that are multiplied at a time: 24 sums of two terms, or 16 sums, fit into 32 registers with what they need."""
 ROW_BLOCK = 12
 """Rows of activations that meet a block of the matrix before the next ones do: so many stay in the nearest cache."""
 SMALLEST = 1e-20
 """In place of a scale of nothing."""
 ROUNDER = 1.5 * 2**23
 """Added to a small float it leaves no room for a fraction, and the rounded number in the lowest bits."""
+
+X, NUM_USED, WEIGHT, SCALE = range(4)
+"""The arguments of a product's call; bfloat16 has no scales."""
 
 
 def refuse_unservable(out: int, size: int) -> str | None:
@@ -39,117 +44,201 @@ def refuse_unservable(out: int, size: int) -> str | None:
     return None
 
 
-def multiply_int8(weight: jax.Array, scale: jax.Array, x: jax.Array, *, steps: float, fine_steps: float) -> jax.Array:
-    """x [row, in] with int8 [out, in] whose rows have a scale each: float32 [row, out]."""
-    name = f"levserve_multiply_int8_{weight.shape[1]}"
-    register(name, int8_kernel(weight.shape[1], steps, fine_steps))
-    return _call(name, x, weight, scale)
+class Product(Protocol):
+    """How rows of activations [size] are multiplied with a matrix [out, size]."""
+
+    rows: ClassVar[int]
+    """That are multiplied at a time."""
+    has_scales: ClassVar[bool]
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def matrix_bytes(self) -> int:
+        """Of a row of the matrix."""
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a row of activations that is prepared."""
+
+    def prepare(self, writer: Writer, given: Value, into: Value) -> None:
+        """Makes of a row of float32 what is multiplied."""
+
+    def multiply(self, writer: Writer, weight: Value, scales: Value, prepared: Value, count: int) -> list[Value]:
+        """Of `count` rows with `OUT_TOGETHER` rows of the matrix: a vector of floats for each."""
 
 
-def multiply_bfloat16(weight: jax.Array, x: jax.Array) -> jax.Array:
-    """x [row, in], in float32 to the end, with bfloat16 [out, in]: float32 [row, out]."""
-    name = f"levserve_multiply_bfloat16_{weight.shape[1]}"
-    register(name, bfloat16_kernel(weight.shape[1]))
-    return _call(name, x, weight)
+@dataclass(frozen=True)
+class Int8Product:
+    """Two terms of each row, then its scale."""
 
+    size: int
+    steps: float
+    fine_steps: float
+    rows: ClassVar[int] = 3  # 24 sums of two terms fit into 32 registers with what they need
+    has_scales: ClassVar[bool] = True
 
-def _call(name: str, x: jax.Array, weight: jax.Array, *others: jax.Array) -> jax.Array:
-    result = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), jnp.float32)
-    return jax.ffi.ffi_call(name, result)(x.astype(jnp.float32), weight, *others)
+    @property
+    def matrix_bytes(self) -> int:
+        return self.size
 
+    @property
+    def row_bytes(self) -> int:
+        return 2 * self.size + INT8_LANES
 
-def int8_kernel(size: int, steps: float, fine_steps: float) -> Kernel:
-    """For arguments x [row, in], weight [out, in], scale [out]. Shared memory: each row's scale, then its two terms."""
-
-    def split_row(call: Call, shared: Value, _: Value, row: Value) -> None:
-        writer = call.writer
-        given, terms = call.argument(0) + row * (4 * size), shared + num_rows(call) * 4 + row * (2 * size)
+    def prepare(self, writer: Writer, given: Value, into: Value) -> None:
         top = writer.variable(writer.zeros(F32, INT8_LANES))
-        with writer.loop(0, size, INT8_LANES) as at:
+        with writer.loop(0, self.size, INT8_LANES) as at:
             top.set(top.get().call("llvm.maximum", writer.load(given + at * 4, F32, INT8_LANES).call("llvm.fabs")))
-        scale = top.get().largest().most(SMALLEST) / steps
-        writer.store(shared + row * 4, scale)
+        scale = top.get().largest().most(SMALLEST) / self.steps
+        writer.store(into + 2 * self.size, scale)
         share = (writer.number(1.0, F32) / scale).splat(INT8_LANES)
-        with writer.loop(0, size, INT8_LANES) as at:
+        with writer.loop(0, self.size, INT8_LANES) as at:
             scaled = writer.load(given + at * 4, F32, INT8_LANES) * share
             coarse = scaled + ROUNDER
-            fine = (scaled - (coarse - ROUNDER)) * fine_steps + ROUNDER
-            for term, into in ((coarse, terms), (fine, terms + size)):
-                writer.store(into + at, term.convert("bitcast", I32).convert("trunc", I8))
+            fine = (scaled - (coarse - ROUNDER)) * self.fine_steps + ROUNDER
+            for term, place in ((coarse, into), (fine, into + self.size)):
+                writer.store(place + at, term.convert("bitcast", I32).convert("trunc", I8))
 
-    def multiply_tile(call: Call, shared: Value, out: Value, row: Value, count: int) -> None:
-        writer = call.writer
-        weight, terms = call.argument(1) + out * size, shared + num_rows(call) * 4 + row * (2 * size)
-        sums = [[writer.variable(writer.zeros(I32, INT8_LANES // 4)) for _ in range(OUT_TOGETHER)] for _ in range(2 * count)]
-        with writer.loop(0, size, INT8_LANES) as at:
+    def multiply(self, writer: Writer, weight: Value, scales: Value, prepared: Value, count: int) -> list[Value]:
+        terms = [prepared + number * self.row_bytes + which * self.size for number in range(count) for which in (0, 1)]
+        sums = [[writer.variable(writer.zeros(I32, INT8_LANES // 4)) for _ in range(OUT_TOGETHER)] for _ in terms]
+        with writer.loop(0, self.size, INT8_LANES) as at:
             writer.prefetch(weight + AHEAD_BYTES + at * OUT_TOGETHER)
-            matrix = [writer.load(weight + at + number * size, I8, INT8_LANES) for number in range(OUT_TOGETHER)]
-            for index, each in enumerate(sums):
-                term = writer.load(terms + at + index * size, I8, INT8_LANES)
+            matrix = [writer.load(weight + at + number * self.size, I8, INT8_LANES) for number in range(OUT_TOGETHER)]
+            for term, each in zip(terms, sums):
+                activation = writer.load(term + at, I8, INT8_LANES)
                 for part, sum_ in zip(matrix, each):
-                    sum_.set(writer.dot_into(sum_.get(), part, term))
+                    sum_.set(writer.dot_into(sum_.get(), part, activation))
+        products = []
         for number in range(count):
             coarse, fine = (_joined(writer, each).convert("sitofp", F32) for each in sums[2 * number : 2 * number + 2])
-            share = writer.load(shared + (row + number) * 4, F32).splat(OUT_TOGETHER)
-            scales = writer.load(call.argument(2) + out * 4, F32, OUT_TOGETHER)
-            writer.store(_place(call, row + number, out), (fine * (1 / fine_steps) + coarse) * share * scales)
-
-    def shared_bytes(call: Call) -> Value:
-        return num_rows(call) * (4 + 2 * size)
-
-    return Kernel((Work(num_rows, split_row), _in_tiles(INT8_ROWS, multiply_tile)), shared_bytes=shared_bytes)
+            share = writer.load(prepared + number * self.row_bytes + 2 * self.size, F32).splat(OUT_TOGETHER)
+            products.append((fine * (1 / self.fine_steps) + coarse) * share * writer.load(scales, F32, OUT_TOGETHER))
+        return products
 
 
-def bfloat16_kernel(size: int) -> Kernel:
-    """For arguments x [row, in], weight [out, in]."""
+@dataclass(frozen=True)
+class Bfloat16Product:
+    size: int
+    rows: ClassVar[int] = 4  # 16 sums
+    has_scales: ClassVar[bool] = False
 
-    def multiply_tile(call: Call, _: Value, out: Value, row: Value, count: int) -> None:
-        writer = call.writer
-        weight, given = call.argument(1) + out * (2 * size), call.argument(0) + row * (4 * size)
+    @property
+    def matrix_bytes(self) -> int:
+        return 2 * self.size
+
+    @property
+    def row_bytes(self) -> int:
+        return 4 * self.size
+
+    def prepare(self, writer: Writer, given: Value, into: Value) -> None:
+        with writer.loop(0, self.size, INT8_LANES) as at:
+            writer.store(into + at * 4, writer.load(given + at * 4, F32, INT8_LANES))
+
+    def multiply(self, writer: Writer, weight: Value, scales: Value, prepared: Value, count: int) -> list[Value]:
         sums = [[writer.variable(writer.zeros(F32, FLOAT_LANES)) for _ in range(OUT_TOGETHER)] for _ in range(count)]
-        with writer.loop(0, size, FLOAT_LANES) as at:
+        with writer.loop(0, self.size, FLOAT_LANES) as at:
             writer.prefetch(weight + AHEAD_BYTES + at * (2 * OUT_TOGETHER))
-            stored = [writer.load(weight + at * 2 + number * (2 * size), I16, FLOAT_LANES) for number in range(OUT_TOGETHER)]
+            stored = [writer.load(weight + at * 2 + number * (2 * self.size), I16, FLOAT_LANES) for number in range(OUT_TOGETHER)]
             matrix = [(part.convert("zext", I32) << 16).convert("bitcast", F32) for part in stored]
             for number, each in enumerate(sums):
-                x = writer.load(given + at * 4 + number * (4 * size), F32, FLOAT_LANES)
+                x = writer.load(prepared + at * 4 + number * self.row_bytes, F32, FLOAT_LANES)
                 for part, sum_ in zip(matrix, each):
                     sum_.set(part.times_plus(x, sum_.get()))
-        for number, each in enumerate(sums):
-            writer.store(_place(call, row + number, out), _joined(writer, each))
-
-    return Kernel((_in_tiles(FLOAT_ROWS, multiply_tile),))
+        return [_joined(writer, each) for each in sums]
 
 
-def num_rows(call: Call) -> Value:
-    return call.argument_size(0, 0)
+def multiply_int8(
+    weight: jax.Array, scale: jax.Array, x: jax.Array, num_used: jax.Array | None = None, *, steps: float, fine_steps: float
+) -> jax.Array:
+    """x [row, in], or the first `num_used` [1] of its rows, with int8 [out, in] whose rows have a scale each: float32 [row, out]."""
+    return _call(f"levserve_multiply_int8_{weight.shape[1]}", Int8Product(weight.shape[1], steps, fine_steps), x, num_used, weight, scale)
 
 
-def _in_tiles(together: int, multiply_tile: Callable[[Call, Value, Value, Value, int], None]) -> Work:
-    """All rows in pieces of a block of the matrix each; a tile is (call, shared memory, its first out, its first row, its rows)."""
-
-    def num_blocks(call: Call) -> Value:
-        return (call.argument_size(1, 0) + (BLOCK - 1)) // BLOCK
-
-    def multiply_block(call: Call, shared: Value, _: Value, block: Value) -> None:
-        writer, rows = call.writer, num_rows(call)
-        end = ((block + 1) * BLOCK).least(call.argument_size(1, 0))
-        with writer.loop(0, rows, ROW_BLOCK) as start:
-            held = (rows - start).least(ROW_BLOCK)
-            rest = held % together
-            stop = start + held - rest
-            with writer.loop(block * BLOCK, end, OUT_TOGETHER) as out:
-                with writer.loop(start, stop, together) as row:
-                    multiply_tile(call, shared, out, row, together)
-                for count in range(1, together):
-                    with writer.when(rest.is_(count)):
-                        multiply_tile(call, shared, out, stop, count)
-
-    return Work(num_blocks, multiply_block)
+def multiply_bfloat16(weight: jax.Array, x: jax.Array, num_used: jax.Array | None = None) -> jax.Array:
+    """x [row, in], or so many of its rows, in float32 to the end, with bfloat16 [out, in]: float32 [row, out]."""
+    return _call(f"levserve_multiply_bfloat16_{weight.shape[1]}", Bfloat16Product(weight.shape[1]), x, num_used, weight)
 
 
-def _place(call: Call, row: Value, out: Value) -> Value:
-    return call.result(0) + (row * call.argument_size(1, 0) + out) * 4
+def _call(name: str, product: Product, x: jax.Array, num_used: jax.Array | None, weight: jax.Array, *scales: jax.Array) -> jax.Array:
+    register(name, product_kernel(product))
+    result = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), jnp.float32)
+    count = jnp.asarray([x.shape[0]], jnp.int32) if num_used is None else num_used
+    return jax.ffi.ffi_call(name, result)(x.astype(jnp.float32), count, weight, *scales)
+
+
+def product_kernel(product: Product) -> Kernel:
+    """Of one call. Shared memory: the rows, prepared."""
+
+    def num_rows(call: Call) -> Value:
+        return used_rows(call, NUM_USED).least(call.argument_size(X, 0))
+
+    def shared_bytes(call: Call) -> Value:
+        return num_rows(call) * product.row_bytes
+
+    def prepare_row(call: Call, shared: Value, _: Value, row: Value) -> None:
+        product.prepare(call.writer, call.argument(X) + row * (4 * product.size), shared + row * product.row_bytes)
+
+    def multiply_piece(call: Call, shared: Value, _: Value, piece: Value) -> None:
+        num_out = call.argument_size(WEIGHT, 0)
+
+        def keep(row: Value, out: Value, products: Sequence[Value]) -> None:
+            call.writer.store(call.result(0) + (row * num_out + out) * 4, products[0])
+
+        matrix = Matrix(call.argument(WEIGHT), call.argument(SCALE) if product.has_scales else None)
+        multiply_block(call.writer, product, [matrix], shared, num_rows(call), block_range(piece, num_out), keep)
+
+    works = (Work(num_rows, prepare_row), Work(lambda call: num_blocks(call.argument_size(WEIGHT, 0)), multiply_piece))
+    return Kernel(works, shared_bytes=shared_bytes)
+
+
+def used_rows(call: Call, argument: int) -> Value:
+    return call.writer.index(call.argument(argument), call.writer.number(0))
+
+
+def num_blocks(num_out: Value) -> Value:
+    return (num_out + (BLOCK - 1)) // BLOCK
+
+
+def block_range(piece: Value, num_out: Value) -> tuple[Value, Value]:
+    return piece * BLOCK, ((piece + 1) * BLOCK).least(num_out)
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Where a matrix begins, and its scales."""
+
+    weight: Value
+    scales: Value | None
+
+
+def multiply_block(
+    writer: Writer, product: Product, matrices: Sequence[Matrix], prepared: Value, num_rows: Value, outs: tuple[Value, Value],
+    keep: Callable[[Value, Value, Sequence[Value]], None],
+) -> None:  # fmt: skip
+    """Multiplies all rows with a range of each matrix; `keep` gets a row, the first of a few outs, and their products by matrix."""
+
+    def multiply_tile(out: Value, row: Value, count: int) -> None:
+        at = prepared + row * product.row_bytes
+        products = [
+            product.multiply(writer, weight + out * product.matrix_bytes, weight if scales is None else scales + out * 4, at, count)
+            for weight, scales in ((matrix.weight, matrix.scales) for matrix in matrices)
+        ]
+        for number in range(count):
+            keep(row + number, out, [each[number] for each in products])
+
+    with writer.loop(0, num_rows, ROW_BLOCK) as start:
+        held = (num_rows - start).least(ROW_BLOCK)
+        rest = held % product.rows
+        stop = start + held - rest
+        with writer.loop(*outs, OUT_TOGETHER) as out:
+            with writer.loop(start, stop, product.rows) as row:
+                multiply_tile(out, row, product.rows)
+            for count in range(1, product.rows):
+                with writer.when(rest.is_(count)):
+                    multiply_tile(out, stop, count)
 
 
 def _joined(writer: Writer, sums: list[Variable]) -> Value:

@@ -37,18 +37,20 @@ class Call(NamedTuple):
 
     writer: Writer
     frame: Value
+    turn: Value
+    """How often all works have been done."""
 
-    def argument(self, index: int) -> Value:
+    def argument(self, index: Value | int) -> Value:
         """A pointer to an array."""
         return self._buffer(ARGUMENTS, index, DATA)
 
-    def argument_size(self, index: int, axis: int) -> Value:
+    def argument_size(self, index: Value | int, axis: int) -> Value:
         return self.writer.word(self._buffer(ARGUMENTS, index, SIZES), axis)
 
     def result(self, index: int) -> Value:
         return self._buffer(RESULTS, index, DATA)
 
-    def _buffer(self, which: int, index: int, field: int) -> Value:
+    def _buffer(self, which: int, index: Value | int, field: int) -> Value:
         follow = self.writer.follow
         return follow(follow(follow(self.frame, which), index), field)
 
@@ -63,9 +65,10 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class Kernel:
-    """What a call does: one work after the other."""
+    """What a call does: one work after the other, and all of them again for each turn."""
 
     works: tuple[Work, ...]
+    num_turns: int = 1
     shared_bytes: Callable[[Call], Value] | None = None
     own_bytes: Callable[[Call], Value] | None = None
 
@@ -107,19 +110,22 @@ def num_threads() -> int:
 def _write_work(writer: Writer, kernel: Kernel) -> None:
     """What every thread does, given what they share."""
     state = writer.as_pointer(writer.given[0])
-    call = Call(writer, writer.follow(state, FRAME))
-    own = writer.allocate(kernel.own_bytes(call)) if kernel.own_bytes is not None else state
-    for index, work in enumerate(kernel.works):
-        count = work.num_pieces(call)
-        taken, done = (state + 8 * (COUNTERS + 2 * index + which) for which in (0, 1))
-        with writer.repeat() as after:
-            piece = writer.atomic_add(taken, 1)
-            writer.leave_if(piece >= count, after)
-            work.do(call, state + 8 * _num_words(kernel), own, piece)
-            writer.atomic_add(done, 1)
-        with writer.repeat() as after:
-            writer.leave_if(writer.atomic_get(done) >= count, after)
-            writer.yield_processor()
+    frame = writer.follow(state, FRAME)
+    own = writer.allocate(kernel.own_bytes(_first(writer, frame))) if kernel.own_bytes is not None else state
+    with writer.loop(0, kernel.num_turns) as turn:
+        call = Call(writer, frame, turn)
+        for index, work in enumerate(kernel.works):
+            count = work.num_pieces(call)
+            taken = state + (turn * len(kernel.works) + index) * 16 + 8 * COUNTERS
+            done = taken + 8
+            with writer.repeat() as after:
+                piece = writer.atomic_add(taken, 1)
+                writer.leave_if(piece >= count, after)
+                work.do(call, state + 8 * _num_words(kernel), own, piece)
+                writer.atomic_add(done, 1)
+            with writer.repeat() as after:
+                writer.leave_if(writer.atomic_get(done) >= count, after)
+                writer.yield_processor()
     if kernel.own_bytes is not None:
         writer.free(own)
 
@@ -144,19 +150,24 @@ def _write_handle(writer: Writer, kernel: Kernel, work: Function, helper: Functi
             version = writer.word(writer.follow(frame, API), API_VERSION)
             writer.store(writer.follow(extension, METADATA) + 8 * ITS_VERSION, version)
     with writer.when(is_call.get().is_(1)):
-        _write_call(Call(writer, frame), kernel, work, helper)
+        _write_call(_first(writer, frame), kernel, work, helper)
+
+
+def _first(writer: Writer, frame: Value) -> Call:
+    return Call(writer, frame, writer.number(0))
 
 
 def _write_call(call: Call, kernel: Kernel, work: Function, helper: Function) -> None:
-    writer, frame = call
+    writer, frame, _ = call
     most = kernel.works[-1].num_pieces(call)
     helpers = (most.least(num_threads()) - 1).most(0)
     num_words = _num_words(kernel)
     shared_bytes = kernel.shared_bytes(call) if kernel.shared_bytes is not None else writer.number(0)
     state = writer.allocate(shared_bytes + 8 * num_words)
-    begins = {FRAME: writer.as_number(frame), USERS: helpers + 1}
-    for place in range(num_words):
-        writer.store(state + 8 * place, begins.get(place, writer.number(0)))
+    with writer.loop(0, num_words) as place:
+        writer.store(state + place * 8, writer.number(0))
+    writer.store(state + 8 * FRAME, writer.as_number(frame))
+    writer.store(state + 8 * USERS, helpers + 1)
     request = writer.allocate(writer.number(SCHEDULE_BYTES))
     given = (writer.number(SCHEDULE_BYTES), writer.number(0), writer.word(frame, CONTEXT), writer.address(helper), writer.as_number(state))
     for place, value in enumerate(given):
@@ -175,7 +186,7 @@ def _write_call(call: Call, kernel: Kernel, work: Function, helper: Function) ->
 
 
 def _num_words(kernel: Kernel) -> int:
-    return COUNTERS + 2 * len(kernel.works)
+    return COUNTERS + 2 * len(kernel.works) * kernel.num_turns
 
 
 def _write_release(writer: Writer, state: Value) -> None:

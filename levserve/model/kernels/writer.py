@@ -69,6 +69,10 @@ class Value:
     def __lshift__(self, other: int) -> Value:
         return self._binary("shl", other)
 
+    def __rshift__(self, other: int) -> Value:
+        """Of what is not negative."""
+        return self._binary("lshr", other)
+
     def __lt__(self, other: Value | float) -> Value:
         return self._compare("<", other)
 
@@ -185,10 +189,10 @@ class Writer:
     def store(self, pointer: Value, value: Value) -> None:
         self.builder.store(value.made, self._to(pointer, value.made.type), align=NUM_BYTES[value.kind])
 
-    def word(self, pointer: Value, index: int) -> Value:
-        return self.load(pointer + 8 * index, I64)
+    def word(self, pointer: Value, index: Value | int) -> Value:
+        return self.load(pointer + index * 8, I64)
 
-    def follow(self, pointer: Value, index: int) -> Value:
+    def follow(self, pointer: Value, index: Value | int) -> Value:
         """A word that is a pointer."""
         return self.as_pointer(self.word(pointer, index))
 

@@ -1,0 +1,287 @@
+"""All layers of a plain model in one call on an ARM CPU: norms, products, rotation, KV write, attention and activation.
+
+Left to XLA, a step of one row has some 500 operations, and to begin and share each of them takes longer than many of them need.
+Here the threads are called once. Each layer is ten works, one after the other; what one leaves for the next lies in memory that
+stays in the cache.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from levserve.model.cache import NUMBERS, Place
+from levserve.model.kernels.cpu_attention import Given, Heads, attend_part, exp
+from levserve.model.kernels.cpu_linear import (
+    OUT_TOGETHER,
+    Bfloat16Product,
+    Int8Product,
+    Matrix,
+    Product,
+    block_range,
+    multiply_block,
+    num_blocks,
+    used_rows,
+)
+from levserve.model.kernels.handler import Call, Kernel, Work, register
+from levserve.model.kernels.writer import F32, I16, I32, Value, Writer
+from levserve.model.rotary import Angles
+
+LANES = 16
+X, NUM_USED, TABLE, POSITIONS, COS, SIN, WINDOWS, FIRST = range(8)
+"""Arguments; after them come those of each layer."""
+LARGEST_POWER = 80.0
+"""Of e, that the activation needs: beyond, it is 0 to the last bit."""
+ROUNDING, QUIET_NAN = 0x7FFF, 0x7FC0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is known of a model when its kernel is written."""
+
+    heads: Heads
+    num_layers: int
+    hidden: int
+    intermediate: int
+    rotated: int
+    """Numbers of a head that turn, from the first on."""
+    eps: float
+    scale: float
+    """Of queries."""
+    fields: tuple[str, ...]
+    """The arrays of a layer, in the order of the arguments."""
+    terms: tuple[float, float] | None
+    """Steps of int8's two terms; None for bfloat16."""
+
+    @property
+    def mixed(self) -> int:
+        return self.heads.kv_heads * self.heads.group * self.heads.size
+
+    @property
+    def qkv(self) -> int:
+        return self.mixed + 2 * self.heads.kv_heads * self.heads.size
+
+    @property
+    def name(self) -> str:
+        """That no other plan has."""
+        return f"levserve_layers_{hash(self) & (2**64 - 1):x}"
+
+    def product(self, size: int) -> Product:
+        return Bfloat16Product(size) if self.terms is None else Int8Product(size, *self.terms)
+
+
+def refuse_unservable(head_dim: int, rotated: int, numbers: jnp.dtype) -> str | None:
+    """Why this kernel cannot serve a model, or None; its matrices are not looked at."""
+    if head_dim % LANES or rotated % 8 or (head_dim - rotated) % _lanes(rotated):
+        return f"heads of {head_dim} numbers, of which {rotated} turn"
+    return None if numbers in (jnp.float32, jnp.bfloat16) else f"a KV cache in {numbers}"
+
+
+def run_layers(
+    plan: Plan, x: jax.Array, pools: Sequence[jax.Array], place: Place, angles: Angles, windows: Sequence[int],
+    layers: Sequence[Mapping[str, jax.Array]],
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:  # fmt: skip
+    """x [row, chunk, hidden] after all layers, and the pools, written in place."""
+    register(plan.name, kernel_for(plan))
+    arguments = [x, place.num_used, place.table, place.positions, *angles, jnp.asarray(windows, jnp.int32)]
+    aliases = {X: 0}
+    for number, (pool, layer) in enumerate(zip(pools, layers, strict=True)):
+        aliases[len(arguments)] = number + 1
+        arguments += [pool, *(layer[field] for field in plan.fields)]
+    results = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (x, *pools)]
+    x, *written = jax.ffi.ffi_call(plan.name, results, input_output_aliases=aliases)(*arguments)
+    return x, tuple(written)
+
+
+def kernel_for(plan: Plan) -> Kernel:
+    """Shared memory: rows that are prepared for a product, then queries, keys and values, what was mixed, and what was activated."""
+    heads, hidden, size = plan.heads, plan.hidden, plan.heads.size
+    by_hidden, by_mixed, by_activated = map(plan.product, (hidden, plan.mixed, plan.intermediate))
+    prepared_bytes = max(product.row_bytes for product in (by_hidden, by_mixed, by_activated))
+    widths = prepared_bytes, 4 * plan.qkv, 4 * plan.mixed, 4 * plan.intermediate
+
+    def num_tokens(call: Call) -> Value:
+        return call.argument_size(X, 0) * call.argument_size(X, 1)
+
+    def num_rows(call: Call) -> Value:
+        return used_rows(call, NUM_USED).least(num_tokens(call))
+
+    def parts(call: Call, shared: Value) -> list[Value]:
+        """Where each part of the shared memory begins."""
+        return [shared + num_tokens(call) * sum(widths[:index]) for index in range(len(widths))]
+
+    def of_layer(call: Call, field: str) -> Value:
+        return call.argument(_place_of(plan, call, field))
+
+    def x_of(call: Call, row: Value) -> Value:
+        return call.result(X) + row * (4 * hidden)
+
+    def norm_row(norm: str) -> Callable[[Call, Value, Value, Value], None]:
+        def do(call: Call, shared: Value, own: Value, row: Value) -> None:
+            writer, x, weight = call.writer, x_of(call, row), of_layer(call, norm)
+            squares = writer.variable(writer.zeros(F32, LANES))
+            with writer.loop(0, hidden, LANES) as at:
+                each = writer.load(x + at * 4, F32, LANES)
+                squares.set(each.times_plus(each, squares.get()))
+            factor = _one_over_root(writer, squares.get().total(), hidden, plan.eps).splat(LANES)
+            with writer.loop(0, hidden, LANES) as at:
+                each = writer.load(x + at * 4, F32, LANES) * factor * writer.load(weight + at * 4, F32, LANES)
+                writer.store(own + at * 4, each)
+            by_hidden.prepare(writer, own, parts(call, shared)[0] + row * by_hidden.row_bytes)
+
+        return do
+
+    def prepare_row(product: Product, part: int) -> Callable[[Call, Value, Value, Value], None]:
+        def do(call: Call, shared: Value, _: Value, row: Value) -> None:
+            memory = parts(call, shared)
+            product.prepare(call.writer, memory[part] + row * widths[part], memory[0] + row * product.row_bytes)
+
+        return do
+
+    def multiply(
+        product: Product, field: str, num_out: int, keep: Callable[[Call, Value, Value, Value, Sequence[Value]], None], starts: Sequence[int]
+    ) -> Work:
+        """Of matrices that begin at these rows of one."""
+
+        def do(call: Call, shared: Value, _: Value, piece: Value) -> None:
+            weight = of_layer(call, field)
+            scales = of_layer(call, f"{field}_scale") if product.has_scales else None
+            matrices = [Matrix(weight + at * product.matrix_bytes, None if scales is None else scales + at * 4) for at in starts]
+            memory = parts(call, shared)
+
+            def keep_products(row: Value, out: Value, products: Sequence[Value]) -> None:
+                keep(call, shared, row, out, products)
+
+            outs = block_range(piece, call.writer.number(num_out))
+            multiply_block(call.writer, product, matrices, memory[0], num_rows(call), outs, keep_products)
+
+        return Work(lambda call: num_blocks(call.writer.number(num_out)), do)
+
+    def keep_qkv(call: Call, shared: Value, row: Value, out: Value, products: Sequence[Value]) -> None:
+        (sums,) = products
+        if "qkv_bias" in plan.fields:
+            sums = sums + call.writer.load(of_layer(call, "qkv_bias") + out * 4, F32, OUT_TOGETHER)
+        call.writer.store(parts(call, shared)[1] + row * widths[1] + out * 4, sums)
+
+    def keep_activated(call: Call, shared: Value, row: Value, out: Value, products: Sequence[Value]) -> None:
+        gate, up = products
+        activated = gate / (exp((gate * -1.0).least(LARGEST_POWER)) + 1.0) * up
+        call.writer.store(parts(call, shared)[3] + row * widths[3] + out * 4, activated)
+
+    def add_to_x(call: Call, _: Value, row: Value, out: Value, products: Sequence[Value]) -> None:
+        at = x_of(call, row) + out * 4
+        call.writer.store(at, call.writer.load(at, F32, OUT_TOGETHER) + products[0])
+
+    def place_token(call: Call, shared: Value, _: Value, token: Value) -> None:
+        """Turns a token's queries and keys, and writes its keys and values to their page."""
+        writer = call.writer
+        qkv = parts(call, shared)[1] + token * widths[1]
+        position = writer.index(call.argument(POSITIONS), token)
+        with writer.when(position >= 0):
+            row = token // call.argument_size(X, 1)
+            width = call.argument_size(TABLE, 1)
+            page = writer.index(call.argument(TABLE), row * width + position // heads.page_size)
+            cos, sin = (call.argument(which) + token * (2 * plan.rotated) for which in (COS, SIN))
+            with writer.loop(0, heads.kv_heads * heads.group) as head:
+                place = qkv + head * (4 * size)
+                for at, turned in _turned(plan, call, place, "q_norm", cos, sin):
+                    writer.store(place + 4 * at, turned * plan.scale)
+            with writer.when(page < call.argument_size(_place_of(plan, call, "pool"), 0)):
+                with writer.loop(0, heads.kv_heads) as head:
+                    key = qkv + (head + heads.kv_heads * heads.group) * (4 * size)
+                    value = key + 4 * heads.kv_heads * size
+                    lanes = _lanes(plan.rotated)
+                    plain = [(at, writer.load(value + 4 * at, F32, lanes)) for at in range(0, size, lanes)]
+                    for half, numbers in enumerate((_turned(plan, call, key, "k_norm", cos, sin), plain)):
+                        slot = (page * 2 + half) * heads.kv_heads + head
+                        into = of_layer(call, "pool") + slot * heads.tile_bytes + (position % heads.page_size) * (size * heads.numbers.itemsize)
+                        for at, number in numbers:
+                            writer.store(into + at * heads.numbers.itemsize, _stored(number, heads.numbers))
+
+    def given(call: Call, shared: Value) -> Given:
+        writer, memory = call.writer, parts(call, shared)
+        window = writer.index(call.argument(WINDOWS), call.turn)
+        sizes = call.argument_size(X, 1), call.argument_size(TABLE, 1)
+        return Given(
+            memory[1], memory[2], widths[1], widths[2], of_layer(call, "pool"), call.argument(TABLE), call.argument(POSITIONS),
+            window, writer.number(0.0, F32), *sizes,
+        )  # fmt: skip
+
+    def num_parts(call: Call) -> Value:
+        chunk = call.argument_size(X, 1)
+        return given(call, call.frame).num_pieces(heads, (num_rows(call) + chunk - 1) // chunk)
+
+    def attend(call: Call, shared: Value, own: Value, piece: Value) -> None:
+        attend_part(call.writer, heads, given(call, shared), own, piece)
+
+    works = (
+        Work(num_rows, norm_row("input_norm")),
+        multiply(by_hidden, "qkv", plan.qkv, keep_qkv, [0]),
+        Work(num_rows, place_token),
+        Work(num_parts, attend),
+        Work(num_rows, prepare_row(by_mixed, 2)),
+        multiply(by_mixed, "out", hidden, add_to_x, [0]),
+        Work(num_rows, norm_row("mlp_norm")),
+        multiply(by_hidden, "gate_up", plan.intermediate, keep_activated, [0, plan.intermediate]),
+        Work(num_rows, prepare_row(by_activated, 3)),
+        multiply(by_activated, "down", hidden, add_to_x, [0]),
+    )
+    return Kernel(
+        works,
+        plan.num_layers,
+        shared_bytes=lambda call: num_tokens(call) * sum(widths),
+        own_bytes=lambda call: given(call, call.frame).own_bytes(heads).most(4 * hidden),
+    )
+
+
+def _place_of(plan: Plan, call: Call, field: str) -> Value:
+    """An argument's number, for the layer whose turn it is."""
+    fields = ("pool", *plan.fields)
+    return call.turn * len(fields) + (FIRST + fields.index(field))
+
+
+def _turned(plan: Plan, call: Call, head: Value, norm: str, cos: Value, sin: Value) -> list[tuple[int, Value]]:
+    """A head's numbers, normed if the model does that and turned by their position: vectors, and where each begins."""
+    writer, lanes, half = call.writer, _lanes(plan.rotated), plan.rotated // 2
+    numbers = {at: writer.load(head + 4 * at, F32, lanes) for at in range(0, plan.heads.size, lanes)}
+    if norm in plan.fields:
+        weight = call.argument(_place_of(plan, call, norm))
+        squares = writer.zeros(F32, lanes)
+        for each in numbers.values():
+            squares = each.times_plus(each, squares)
+        factor = _one_over_root(writer, squares.total(), plan.heads.size, plan.eps).splat(lanes)
+        numbers = {at: each * factor * writer.load(weight + 4 * at, F32, lanes) for at, each in numbers.items()}
+    turned = dict(numbers)
+    for at in range(0, half, lanes):
+        low, high = numbers[at], numbers[at + half]
+        cosine, sine = (writer.load(which + 4 * at, F32, lanes) for which in (cos, sin))
+        turned[at], turned[at + half] = low * cosine - high * sine, high * cosine + low * sine
+    return list(turned.items())
+
+
+def _one_over_root(writer: Writer, squares: Value, count: int, eps: float) -> Value:
+    """What a norm multiplies with."""
+    return writer.number(1.0, F32) / (squares / float(count) + eps).call("llvm.sqrt")
+
+
+def _stored(numbers: Value, dtype: jnp.dtype) -> Value:
+    if dtype == jnp.float32:
+        return numbers
+    bits = numbers.convert("bitcast", I32)
+    rounded = (bits + ((bits >> 16) & 1) + ROUNDING) >> 16
+    is_number = numbers < math.inf
+    is_any = is_number.choose(is_number, numbers >= -math.inf)  # what is not a number compares with nothing
+    return is_any.choose(rounded, QUIET_NAN).convert("trunc", I16)
+
+
+def _lanes(rotated: int) -> int:
+    """Of vectors that each half of what turns is made of."""
+    return math.gcd(rotated // 2, LANES)
+
+
+def numbers_of(pool: jax.Array) -> jnp.dtype:
+    return jnp.dtype(NUMBERS.get(pool.dtype, pool.dtype))
