@@ -33,7 +33,8 @@ from levserve.schedule.sequence import Chunk, Fork, RoundPlan, Row, Sequence
 from levserve.schedule.speculation import num_accepted
 
 TRIES = 4
-"""Of the first prefill program once it has run: of the quickest one can tell what it takes."""
+TRY_TOKENS = 16
+"""Of the first prefill program once it has run, and tokens of each: of the quickest one can tell what it takes."""
 
 
 class Piece(NamedTuple):
@@ -81,7 +82,7 @@ class Runner:
         report("warming up")
         prefill, decode = self.programs.first_shapes
         for shape in (prefill, decode, *[prefill] * TRIES):
-            self._warm(shape)
+            self._warm(shape, TRY_TOKENS)  # nobody has a page yet
 
     def swap(self, leaves: Seq[jax.Array]) -> None:
         """Serves with other weights, now on the host, from here on; one array at a time, for there is no room for two sets."""
@@ -207,19 +208,21 @@ class Runner:
             return self._slots.pack_drafts(rows, shape.size, self._sizes.num_draft)
         return self._slots.pack_rows(rows, shape.size)
 
-    def _warm(self, shape: Shape) -> None:
+    def _warm(self, shape: Shape, num_tokens: int = 0) -> None:
         """A GPU's program runs kernel by kernel the first time, records them as a graph the second and replays that the third."""
         is_cpu = jax.default_backend() == "cpu"
+        num_tokens = min(num_tokens, shape.size) if self._sizes.skips_padding else 0
         for _ in range(1 if is_cpu else 3):
-            seconds = self._run_idle(shape)
+            seconds = self._run_idle(shape, num_tokens)
         # On a CPU the first one's alone: what is computed beside streams is small, and others' first runs take longer.
         if shape.is_prefill and not (is_cpu and shape != self.programs.first_shapes[0]):
-            self.prefill_token_seconds = min(self.prefill_token_seconds, seconds / shape.size)
+            self.prefill_token_seconds = min(self.prefill_token_seconds, seconds / (num_tokens or shape.size))
 
-    def _run_idle(self, shape: Shape) -> float:
-        """Runs a program while no sequence has a slot, and returns its seconds; no KV is written."""
-        nobody = Sequence(GenerationRequest("", (0,), 1), [0])
-        chunk = Chunk(nobody, slot=0, start=0, count=0, is_last=True)
+    def _run_idle(self, shape: Shape, num_tokens: int) -> float:
+        """Runs a program while no sequence has a slot, and returns its seconds; the KV of prefilled tokens goes to the first pages."""
+        tokens = [0] * max(num_tokens, 1)
+        nobody = Sequence(GenerationRequest("", tuple(tokens), 1), tokens, pages=list(range(-(-num_tokens // self._sizes.page_size))))
+        chunk = Chunk(nobody, slot=0, start=0, count=num_tokens, is_last=True)
         rows, size = self._sizes.prefill_rows(shape.size)
         packed = self._slots.pack_chunks([chunk], rows, size) if shape.is_prefill else self._pack_rows((), shape)
         start = time.monotonic()

@@ -19,6 +19,8 @@ TOKENS_PER_ROW = 1024
 
 CPU_CHUNKS = (8, 16)
 """Of a prompt on a CPU, beside those of `--prefill-chunk`: every program takes some 40 MB, so there are few."""
+CHUNK_STEP = 4
+"""Tokens by which chunks differ where a program takes no longer than what is in it needs."""
 CPU_VERIFY_TOKENS = 32
 VERIFY_TOKENS = 256
 """Drafted and newest tokens of all rows that are checked together: beyond, a step takes longer with each of them."""
@@ -37,6 +39,8 @@ class Machine:
     """Memory left once the weights are loaded."""
     has_kernel: bool = False
     """Whether attention is a kernel that reads pages in place, so that rows of one prompt cost no more than one long row."""
+    skips_padding: bool = False
+    """Whether a program takes as long as what is in it needs, so that few of them serve all."""
 
     @property
     def is_cpu(self) -> bool:
@@ -65,6 +69,8 @@ class Sizes:
     """Rows of the programs that check drafts."""
     piece_tokens: int | None = None
     """If set, a prefill program's rows are pieces of so many tokens, of one prompt or of several; else it is one row."""
+    skips_padding: bool = False
+    """Whether a program takes as long as what is in it needs."""
 
     @property
     def table_width(self) -> int:
@@ -76,7 +82,9 @@ class Sizes:
 
     @property
     def chunk_costs(self) -> tuple[int, ...]:
-        """What a prompt's chunk may count as, ascending: where chunks share programs it is their pieces, not the program."""
+        """What a prompt's chunk may count as, ascending: its program, or what it has of that where only that matters."""
+        if self.skips_padding:
+            return (*range(CHUNK_STEP, self.chunk_sizes[-1], CHUNK_STEP), self.chunk_sizes[-1])
         if self.piece_tokens is None:
             return self.chunk_sizes
         return tuple(range(self.piece_tokens, self.chunk_sizes[-1] + 1, self.piece_tokens))
@@ -122,11 +130,12 @@ def plan_sizes(settings: Settings, machine: Machine, *, rows: int, max_position:
         num_pages=num_pages,
         page_bytes=page_bytes,
         weight_bytes=weight_bytes,
-        row_sizes=_doublings(2 if machine.is_cpu else 8, max(rows, 2)),  # one update of the pool alone would copy all of it
+        row_sizes=_row_sizes(machine, rows),
         num_draft=settings.speculate,
         verify_sizes=_doublings(1, min(rows, most_verified), by=4) if settings.speculate else (),
         chunk_sizes=_chunk_sizes(machine, largest_chunk, max_seq_len),
         piece_tokens=PIECE_TOKENS if machine.has_kernel else None,
+        skips_padding=machine.skips_padding,
         round_steps=settings.round_steps or (1 if machine.is_cpu else 8),
         has_all_modes=not machine.is_cpu,  # there full mode skips what nobody asks for, and compiling is what takes long
     )
@@ -185,7 +194,15 @@ def _num_pages(settings: Settings, machine: Machine, rows: int, max_seq_len: int
     return num_pages
 
 
+def _row_sizes(machine: Machine, rows: int) -> tuple[int, ...]:
+    if not machine.is_cpu:
+        return _doublings(8, max(rows, 2))
+    return _doublings(2, max(rows, 2), by=4 if machine.skips_padding else 2)  # one update of the pool alone would copy all of it
+
+
 def _chunk_sizes(machine: Machine, largest: int, max_seq_len: int) -> tuple[int, ...]:
+    if machine.skips_padding:
+        return (min(largest, max_seq_len),)
     if machine.is_cpu:  # a token takes about as long in any of them, and small ones keep the streams beside them waiting less
         return (*(size for size in CPU_CHUNKS if size < min(largest, max_seq_len)), min(largest, max_seq_len))
     if not machine.has_kernel:

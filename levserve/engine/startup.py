@@ -209,9 +209,10 @@ def load(
     log.info("%sattention   %s: %s; keys and values in %s", who, kernel, reason, kept)
     weight_bytes = sum(array.nbytes for array in arrays.values())
     free = _free_bytes(device) if allowed is None else min(_free_bytes(device), allowed - weight_bytes)
+    model = Decoder.from_arrays(config, arrays, kernel=kernel, widened=widened)
     sizes = plan_sizes(
         settings,
-        Machine(device.platform, free, has_kernel=kernel is Kernel.TRITON),
+        Machine(device.platform, free, has_kernel=kernel is Kernel.TRITON, skips_padding=model.skips_padding(kept)),
         rows=rows,
         max_position=config.max_position,
         page_bytes=page_bytes,

@@ -110,6 +110,10 @@ def multiplied_in(storage: jnp.dtype) -> jnp.dtype:
     return jnp.dtype(jnp.float16) if storage == FP8 else storage
 
 
+def numbers_of(pool: jax.Array) -> jnp.dtype:
+    return jnp.dtype(NUMBERS.get(pool.dtype, pool.dtype))
+
+
 def from_bits(x: jax.Array) -> jax.Array:
     """What was stored as bits, in its own type; others as they are."""
     return lax.bitcast_convert_type(x, NUMBERS[x.dtype]) if x.dtype in NUMBERS else x

@@ -77,9 +77,9 @@ class Attention(eqx.Module):
         with jax.named_scope("kv_write"):
             pool = cache.write(pool, placed(self.k_norm, keys), values.rearrange(axes).array, place)
         with jax.named_scope("attend"):
-            q, positions, num_used = placed(self.q_norm, queries), place.positions, place.num_used
+            q, positions = placed(self.q_norm, queries), place.positions
             if ends is not None:
-                q, positions, num_used = take_ends(q, ends), take_ends(positions, ends), None
+                q, positions = take_ends(q, ends), take_ends(positions, ends)
             mixed = attend(
                 q.reshape(*q.shape[:2], config.num_kv_heads, config.Group.size, config.head_dim),
                 pool,
@@ -91,7 +91,7 @@ class Attention(eqx.Module):
                 kernel=self.kernel,
             )
         mixed = mixed.reshape(*mixed.shape[:2], config.Mixed.size)
-        return self.out(hax.named(mixed, (ROW, CHUNK, config.Mixed.name)), num_used), pool
+        return self.out(hax.named(mixed, (ROW, CHUNK, config.Mixed.name)), place.num_used if ends is None else None), pool
 
     def _decode(
         self, x: NamedArray, pool: jax.Array, place: Place, angles: Angles | None, window: int | None
@@ -196,11 +196,12 @@ class Layer(eqx.Module):
         has_others = self.attention_post_norm is not None or self.mlp_post_norm is not None
         if has_others or not isinstance(self.mlp, Mlp) or any(norm is None or norm.bias is not None for norm in norms):
             return False
-        config, linears = self.attention.config, self._linears().values()
-        is_known = config.is_gated and config.activation is Activation.SILU and not config.attention_softcap
-        has_bias = any(linear.bias is not None for name, linear in self._linears().items() if name != "qkv")
-        are_servable = all(linear.is_servable and linear.weight.dtype in (jnp.int8, jnp.bfloat16) for linear in linears)
-        return is_known and not has_bias and are_servable and not config.qk_norm_spans_heads and len({type(linear) for linear in linears}) == 1
+        config, linears = self.attention.config, self._linears()
+        is_known = config.is_gated and config.activation is Activation.SILU
+        is_known = is_known and not config.attention_softcap and not config.qk_norm_spans_heads
+        has_bias = any(linear.bias is not None for name, linear in linears.items() if name != "qkv")
+        is_multiplied = all(linear.is_servable and linear.weight.dtype in (jnp.int8, jnp.bfloat16) for linear in linears.values())
+        return is_known and not has_bias and is_multiplied
 
     @property
     def arrays(self) -> dict[str, jax.Array]:
@@ -329,7 +330,7 @@ class Decoder(eqx.Module):
         place = cache.place(table, positions, pools[0])
         ropes = [config.rope(index) for index in range(config.num_layers)]
         angles = {rope: None if rope is None else angles_at(positions, rope) for rope in ropes}
-        if self._is_plain(pools[0]) and ends is None:
+        if ends is None and self.skips_padding(cache.numbers_of(pools[0])):
             x, pools = self._run_plain(x, pools, place, angles[ropes[0]])
             return self.final_norm(x), pools
         written = []
@@ -339,14 +340,14 @@ class Decoder(eqx.Module):
             written.append(pool)
         return self.final_norm(x), tuple(written)
 
-    def _is_plain(self, pool: jax.Array) -> bool:
-        """Whether one kernel takes all layers."""
+    def skips_padding(self, kept: jnp.dtype) -> bool:
+        """Whether one kernel takes all layers, with keys and values in this type, and leaves out what is padding."""
         rope = self.config.rope(0)
         if not self.has_kernel or rope is None or any(self.config.rope(index) != rope for index in range(self.config.num_layers)):
             return False
         from levserve.model.kernels import cpu_layers
 
-        refusal = cpu_layers.refuse_unservable(self.config.head_dim, rope.size, cpu_layers.numbers_of(pool))
+        refusal = cpu_layers.refuse_unservable(self.config.head_dim, rope.size, kept)
         return refusal is None and all(layer.is_plain for layer in self.layers) and len({tuple(layer.arrays) for layer in self.layers}) == 1
 
     def _run_plain(
@@ -359,7 +360,7 @@ class Decoder(eqx.Module):
         assert rope is not None and angles is not None
         arrays = [layer.arrays for layer in self.layers]
         plan = cpu_layers.Plan(
-            Heads(config.num_kv_heads, config.Group.size, config.head_dim, pools[0].shape[3], cpu_layers.numbers_of(pools[0])),
+            Heads(config.num_kv_heads, config.Group.size, config.head_dim, pools[0].shape[3], cache.numbers_of(pools[0])),
             num_layers=config.num_layers,
             hidden=config.hidden_size,
             intermediate=config.intermediate_size,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from levserve.model.cache import FP8, NUMBERS
+from levserve.model.cache import FP8, numbers_of
 from levserve.model.kernels.handler import Call, Kernel, Work, register
 from levserve.model.kernels.writer import F16, F32, I8, I16, I32, Value, Writer
 
@@ -46,7 +46,7 @@ def paged_attention(
 ) -> jax.Array:
     """As `attend`, of queries that are scaled."""
     _, _, kv_heads, group, size = q.shape
-    numbers = jnp.dtype(NUMBERS.get(pool.dtype, pool.dtype))
+    numbers = numbers_of(pool)
     name = f"levserve_attend_{numbers}_{kv_heads}_{group}_{size}_{pool.shape[3]}"
     register(name, kernel_for(Heads(kv_heads, group, size, pool.shape[3], numbers)))
     limits = jnp.asarray([0 if window is None else window], jnp.int32), jnp.asarray([softcap or 0.0], jnp.float32)

@@ -7,6 +7,7 @@ stays in the cache.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from levserve.model.cache import NUMBERS, Place
+from levserve.model.cache import Place
 from levserve.model.kernels.cpu_attention import Given, Heads, attend_part, exp
 from levserve.model.kernels.cpu_linear import (
     OUT_TOGETHER,
@@ -37,6 +38,11 @@ X, NUM_USED, TABLE, POSITIONS, COS, SIN, WINDOWS, FIRST = range(8)
 LARGEST_POWER = 80.0
 """Of e, that the activation needs: beyond, it is 0 to the last bit."""
 ROUNDING, QUIET_NAN = 0x7FFF, 0x7FC0
+
+Do = Callable[[Call, Value, Value, Value], None]
+"""As in `Work`."""
+Keep = Callable[[Call, Value, Value, Value, Sequence[Value]], None]
+"""(call, shared memory, a row, the first of a few outs, their products by matrix)"""
 
 
 @dataclass(frozen=True)
@@ -67,8 +73,8 @@ class Plan:
 
     @property
     def name(self) -> str:
-        """That no other plan has."""
-        return f"levserve_layers_{hash(self) & (2**64 - 1):x}"
+        """That no other plan has, and this one in every process: programs that were compiled before call it."""
+        return f"levserve_layers_{hashlib.sha256(repr(self).encode()).hexdigest()[:16]}"
 
     def product(self, size: int) -> Product:
         return Bfloat16Product(size) if self.terms is None else Int8Product(size, *self.terms)
@@ -99,7 +105,7 @@ def run_layers(
 
 def kernel_for(plan: Plan) -> Kernel:
     """Shared memory: rows that are prepared for a product, then queries, keys and values, what was mixed, and what was activated."""
-    heads, hidden, size = plan.heads, plan.hidden, plan.heads.size
+    heads, hidden, size, item = plan.heads, plan.hidden, plan.heads.size, plan.heads.numbers.itemsize
     by_hidden, by_mixed, by_activated = map(plan.product, (hidden, plan.mixed, plan.intermediate))
     prepared_bytes = max(product.row_bytes for product in (by_hidden, by_mixed, by_activated))
     widths = prepared_bytes, 4 * plan.qkv, 4 * plan.mixed, 4 * plan.intermediate
@@ -120,7 +126,7 @@ def kernel_for(plan: Plan) -> Kernel:
     def x_of(call: Call, row: Value) -> Value:
         return call.result(X) + row * (4 * hidden)
 
-    def norm_row(norm: str) -> Callable[[Call, Value, Value, Value], None]:
+    def norm_row(norm: str) -> Do:
         def do(call: Call, shared: Value, own: Value, row: Value) -> None:
             writer, x, weight = call.writer, x_of(call, row), of_layer(call, norm)
             squares = writer.variable(writer.zeros(F32, LANES))
@@ -135,16 +141,14 @@ def kernel_for(plan: Plan) -> Kernel:
 
         return do
 
-    def prepare_row(product: Product, part: int) -> Callable[[Call, Value, Value, Value], None]:
+    def prepare_row(product: Product, part: int) -> Do:
         def do(call: Call, shared: Value, _: Value, row: Value) -> None:
             memory = parts(call, shared)
             product.prepare(call.writer, memory[part] + row * widths[part], memory[0] + row * product.row_bytes)
 
         return do
 
-    def multiply(
-        product: Product, field: str, num_out: int, keep: Callable[[Call, Value, Value, Value, Sequence[Value]], None], starts: Sequence[int]
-    ) -> Work:
+    def multiply(product: Product, field: str, num_out: int, keep: Keep, starts: Sequence[int]) -> Work:
         """Of matrices that begin at these rows of one."""
 
         def do(call: Call, shared: Value, _: Value, piece: Value) -> None:
@@ -197,10 +201,10 @@ def kernel_for(plan: Plan) -> Kernel:
                     lanes = _lanes(plan.rotated)
                     plain = [(at, writer.load(value + 4 * at, F32, lanes)) for at in range(0, size, lanes)]
                     for half, numbers in enumerate((_turned(plan, call, key, "k_norm", cos, sin), plain)):
-                        slot = (page * 2 + half) * heads.kv_heads + head
-                        into = of_layer(call, "pool") + slot * heads.tile_bytes + (position % heads.page_size) * (size * heads.numbers.itemsize)
+                        tile = of_layer(call, "pool") + ((page * 2 + half) * heads.kv_heads + head) * heads.tile_bytes
+                        slot = tile + (position % heads.page_size) * (size * item)
                         for at, number in numbers:
-                            writer.store(into + at * heads.numbers.itemsize, _stored(number, heads.numbers))
+                            writer.store(slot + at * item, _stored(number, heads.numbers))
 
     def given(call: Call, shared: Value) -> Given:
         writer, memory = call.writer, parts(call, shared)
@@ -273,15 +277,10 @@ def _stored(numbers: Value, dtype: jnp.dtype) -> Value:
         return numbers
     bits = numbers.convert("bitcast", I32)
     rounded = (bits + ((bits >> 16) & 1) + ROUNDING) >> 16
-    is_number = numbers < math.inf
-    is_any = is_number.choose(is_number, numbers >= -math.inf)  # what is not a number compares with nothing
-    return is_any.choose(rounded, QUIET_NAN).convert("trunc", I16)
+    is_number = numbers >= -math.inf
+    return is_number.choose(rounded, QUIET_NAN).convert("trunc", I16)
 
 
 def _lanes(rotated: int) -> int:
     """Of vectors that each half of what turns is made of."""
     return math.gcd(rotated // 2, LANES)
-
-
-def numbers_of(pool: jax.Array) -> jnp.dtype:
-    return jnp.dtype(NUMBERS.get(pool.dtype, pool.dtype))

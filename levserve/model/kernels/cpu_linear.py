@@ -16,13 +16,14 @@ from typing import ClassVar, Protocol
 import jax
 import jax.numpy as jnp
 
-from levserve.model.kernels.handler import Call, Kernel, Work, register
+from levserve.model.kernels.handler import Call, Kernel, Work, num_threads, register
 from levserve.model.kernels.writer import F32, I8, I16, I32, Value, Variable, Writer
 
 OUT_TOGETHER = 4
 """Rows of the matrix that are multiplied at a time: an activation that was loaded is used so often."""
-BLOCK = 32
-"""Rows of the matrix in a piece of the work."""
+PIECES_EACH = 2
+LEAST_ROWS, MOST_ROWS = 32, 1024
+"""Pieces of a product for each thread, and rows of the matrix in one: what is asked for ahead of a piece's end is another's, and lost."""
 AHEAD_BYTES = 4096
 """How far ahead of its use the matrix is asked for."""
 INT8_LANES, FLOAT_LANES = 16, 4
@@ -199,11 +200,17 @@ def used_rows(call: Call, argument: int) -> Value:
 
 
 def num_blocks(num_out: Value) -> Value:
-    return (num_out + (BLOCK - 1)) // BLOCK
+    return (num_out + block_size(num_out) - 1) // block_size(num_out)
 
 
 def block_range(piece: Value, num_out: Value) -> tuple[Value, Value]:
-    return piece * BLOCK, ((piece + 1) * BLOCK).least(num_out)
+    return piece * block_size(num_out), ((piece + 1) * block_size(num_out)).least(num_out)
+
+
+def block_size(num_out: Value) -> Value:
+    """Rows of the matrix in a piece of the work."""
+    share = (num_out + (PIECES_EACH * num_threads() - 1)) // (PIECES_EACH * num_threads())
+    return (share.least(MOST_ROWS).most(LEAST_ROWS) + (OUT_TOGETHER - 1)) // OUT_TOGETHER * OUT_TOGETHER
 
 
 @dataclass(frozen=True)

@@ -164,8 +164,8 @@ def _write_call(call: Call, kernel: Kernel, work: Function, helper: Function) ->
     num_words = _num_words(kernel)
     shared_bytes = kernel.shared_bytes(call) if kernel.shared_bytes is not None else writer.number(0)
     state = writer.allocate(shared_bytes + 8 * num_words)
-    with writer.loop(0, num_words) as place:
-        writer.store(state + place * 8, writer.number(0))
+    with writer.loop(0, num_words) as number:
+        writer.store(state + number * 8, writer.number(0))
     writer.store(state + 8 * FRAME, writer.as_number(frame))
     writer.store(state + 8 * USERS, helpers + 1)
     request = writer.allocate(writer.number(SCHEDULE_BYTES))

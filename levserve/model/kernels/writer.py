@@ -85,7 +85,8 @@ class Value:
     def is_not(self, other: int) -> Value:
         return self._compare("!=", other)
 
-    def least(self, other: Value | int) -> Value:
+    def least(self, other: Value | float) -> Value:
+        """The smaller one; of floats, the other if this is not a number."""
         return (self < other).choose(self, other)
 
     def most(self, other: Value | float) -> Value:

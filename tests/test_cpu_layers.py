@@ -1,0 +1,118 @@
+"""All layers in one call of a kernel that is written for the CPU at hand: what it gives is what the layers give one by one."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from levserve.model import cache
+from levserve.model.attention import Kernel
+from levserve.model.decoder import Decoder
+from levserve.model.quantize import NARROW
+from levserve.weights.load import load_arrays, read_config
+from tests.conftest import GOLDEN
+
+pytestmark = pytest.mark.tiny
+
+PLAIN = ("llama", "llama3-rope", "mistral", "phi3", "qwen2", "qwen3")
+BFLOAT16, FLOAT32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
+PAGE_SIZE, WIDTH = 4, 6
+
+
+@functools.cache
+def arrays_of(family: str, kind: str) -> tuple[Any, dict[str, jax.Array]]:
+    config = read_config(GOLDEN / family)
+    return config, load_arrays(GOLDEN / family, config, BFLOAT16, report=lambda _: None, narrow=NARROW.get(kind))
+
+
+def model_of(family: str, kind: str, **changes: Any) -> Decoder:
+    config, arrays = arrays_of(family, kind)
+    return Decoder.from_arrays(dataclasses.replace(config, **changes), arrays, kernel=Kernel.LLVM_DOT)
+
+
+class Ran(NamedTuple):
+    hidden: np.ndarray
+    before: list[np.ndarray]
+    after: list[np.ndarray]
+    """The pools."""
+
+
+def run(model: Decoder, positions: np.ndarray, kept: jnp.dtype) -> Ran:
+    """Random tokens over pages that hold random numbers."""
+    rng = np.random.default_rng(0)
+    rows, chunk = positions.shape
+    shape = cache.make_pool(model.config, rows * WIDTH, PAGE_SIZE, kept)[0].shape
+    pools = tuple(jnp.asarray(rng.standard_normal(shape), kept) for _ in model.layers)
+    table = jnp.asarray(rng.permutation(rows * WIDTH).reshape(rows, WIDTH), jnp.int32)
+    tokens = jnp.asarray(rng.integers(0, model.config.vocab_size, (rows, chunk)), jnp.int32)
+    hidden, written = jax.jit(lambda pools: model(tokens, pools, table, jnp.asarray(positions, jnp.int32)))(pools)
+    return Ran(np.asarray(hidden.array), *([np.asarray(pool, np.float32) for pool in each] for each in (pools, written)))
+
+
+def check(model: Decoder, kept: jnp.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On chunks that begin anywhere, with padding at their ends and a row of nothing else."""
+    positions = np.array([0, 9, 17, 3])[:, None] + np.arange(5)[None]
+    positions[1, 3:], positions[2, 1:], positions[3] = -1, -1, -1
+    is_given = positions >= 0
+    assert model.skips_padding(kept)
+    together = run(model, positions, kept)
+    monkeypatch.setattr(Decoder, "skips_padding", lambda self, kept: False)
+    apart = run(model, positions, kept)
+    tolerance = 0.03 if kept == BFLOAT16 else 0.002
+    np.testing.assert_allclose(together.hidden[is_given], apart.hidden[is_given], atol=tolerance)
+    for before, mine, theirs in zip(together.before, together.after, apart.after):
+        np.testing.assert_allclose(mine, theirs, atol=tolerance)
+        is_written = (mine != before).any((1, 2, 4))  # [page, slot]
+        assert is_written.sum() == is_given.sum(), "what nobody wrote is what it was"
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "kept"),
+    [
+        *((family, "int8", BFLOAT16) for family in PLAIN),
+        ("qwen3", "none", BFLOAT16),
+        ("qwen2", "none", FLOAT32),
+        ("mistral", "int8", FLOAT32),
+    ],
+)
+def test_all_layers_in_one_call_give_what_they_give_one_by_one(
+    family: str, kind: str, kept: jnp.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check(model_of(family, kind), kept, monkeypatch)
+
+
+def test_only_a_part_of_a_head_may_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    check(model_of("qwen3", "int8", rotary_size=8), FLOAT32, monkeypatch)
+
+
+def test_a_row_gets_the_same_whoever_is_beside_it() -> None:
+    model, positions = model_of("qwen3", "int8"), np.array([[7], [3], [-1], [-1]])
+    both = run(model, positions, FLOAT32)
+    positions[1] = -1
+    alone = run(model, positions, FLOAT32)
+    np.testing.assert_array_equal(alone.hidden[0], both.hidden[0])
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt2", "mixtral", "olmo2"])
+def test_layers_that_are_not_plain_are_left_to_xla(family: str) -> None:
+    assert not model_of(family, "none").skips_padding(BFLOAT16)
+
+
+def test_a_kv_cache_in_fp8_is_left_to_xla() -> None:
+    assert not model_of("llama", "int8").skips_padding(cache.FP8)
+
+
+def test_what_is_not_finite_spoils_its_own_row_alone_and_is_kept_as_it_is() -> None:
+    model = model_of("llama", "int8")
+    spoilt = dataclasses.replace(model, embed=model.embed.at["vocab", 5].set(jnp.nan))
+    pools = cache.make_pool(model.config, 2, PAGE_SIZE, BFLOAT16)
+    tokens, table, positions = (jnp.asarray(numbers, jnp.int32)[:, None] for numbers in ([5, 6], [0, 1], [2, 2]))
+    hidden, written = jax.jit(lambda pools: spoilt(tokens, pools, table, positions))(pools)
+    assert np.isnan(hidden.array[0]).all() and np.isfinite(hidden.array[1]).all()
+    assert all(np.isnan(np.asarray(pool[0, :, :, 2], np.float32)).all() for pool in written)
