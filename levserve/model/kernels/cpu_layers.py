@@ -41,8 +41,8 @@ ROUNDING, QUIET_NAN = 0x7FFF, 0x7FC0
 
 Do = Callable[[Call, Value, Value, Value], None]
 """As in `Work`."""
-Keep = Callable[[Call, Value, Value, Value, Sequence[Value]], None]
-"""(call, shared memory, a row, the first of a few outs, their products by matrix)"""
+Keep = Callable[[Value, Value, Sequence[Value]], None]
+"""As in `multiply_block`."""
 
 
 @dataclass(frozen=True)
@@ -123,12 +123,9 @@ def kernel_for(plan: Plan) -> Kernel:
     def of_layer(call: Call, field: str) -> Value:
         return call.argument(_place_of(plan, call, field))
 
-    def x_of(call: Call, row: Value) -> Value:
-        return call.result(X) + row * (4 * hidden)
-
     def norm_row(norm: str) -> Do:
         def do(call: Call, shared: Value, own: Value, row: Value) -> None:
-            writer, x, weight = call.writer, x_of(call, row), of_layer(call, norm)
+            writer, x, weight = call.writer, call.result(X) + row * (4 * hidden), of_layer(call, norm)
             squares = writer.variable(writer.zeros(F32, LANES))
             with writer.loop(0, hidden, LANES) as at:
                 each = writer.load(x + at * 4, F32, LANES)
@@ -148,37 +145,49 @@ def kernel_for(plan: Plan) -> Kernel:
 
         return do
 
-    def multiply(product: Product, field: str, num_out: int, keep: Keep, starts: Sequence[int]) -> Work:
-        """Of matrices that begin at these rows of one."""
+    def multiply(product: Product, field: str, num_out: int, keeper: Callable[[Call, Value], Keep], starts: Sequence[int]) -> Work:
+        """Of matrices that begin at these rows of one. What `keeper` looks up, it looks up once for a piece: LLVM could not tell."""
 
-        def do(call: Call, shared: Value, _: Value, piece: Value) -> None:
+        def do(call: Call, shared: Value, own: Value, piece: Value) -> None:
             weight = of_layer(call, field)
             scales = of_layer(call, f"{field}_scale") if product.has_scales else None
             matrices = [Matrix(weight + at * product.matrix_bytes, None if scales is None else scales + at * 4) for at in starts]
-            memory = parts(call, shared)
-
-            def keep_products(row: Value, out: Value, products: Sequence[Value]) -> None:
-                keep(call, shared, row, out, products)
-
             outs = block_range(piece, call.writer.number(num_out))
-            multiply_block(call.writer, product, matrices, memory[0], num_rows(call), outs, keep_products)
+            prepared = parts(call, shared)[0]
+            multiply_block(call.writer, product, matrices, prepared, num_rows(call), outs, keeper(call, shared), own)
 
         return Work(lambda call: num_blocks(call.writer.number(num_out)), do)
 
-    def keep_qkv(call: Call, shared: Value, row: Value, out: Value, products: Sequence[Value]) -> None:
-        (sums,) = products
-        if "qkv_bias" in plan.fields:
-            sums = sums + call.writer.load(of_layer(call, "qkv_bias") + out * 4, F32, OUT_TOGETHER)
-        call.writer.store(parts(call, shared)[1] + row * widths[1] + out * 4, sums)
+    def keep_qkv(call: Call, shared: Value) -> Keep:
+        writer, qkv = call.writer, parts(call, shared)[1]
+        bias = of_layer(call, "qkv_bias") if "qkv_bias" in plan.fields else None
 
-    def keep_activated(call: Call, shared: Value, row: Value, out: Value, products: Sequence[Value]) -> None:
-        gate, up = products
-        activated = gate / (exp((gate * -1.0).least(LARGEST_POWER)) + 1.0) * up
-        call.writer.store(parts(call, shared)[3] + row * widths[3] + out * 4, activated)
+        def keep(row: Value, out: Value, products: Sequence[Value]) -> None:
+            (sums,) = products
+            if bias is not None:
+                sums = sums + writer.load(bias + out * 4, F32, OUT_TOGETHER)
+            writer.store(qkv + row * widths[1] + out * 4, sums)
 
-    def add_to_x(call: Call, _: Value, row: Value, out: Value, products: Sequence[Value]) -> None:
-        at = x_of(call, row) + out * 4
-        call.writer.store(at, call.writer.load(at, F32, OUT_TOGETHER) + products[0])
+        return keep
+
+    def keep_activated(call: Call, shared: Value) -> Keep:
+        into = parts(call, shared)[3]
+
+        def keep(row: Value, out: Value, products: Sequence[Value]) -> None:
+            gate, up = products
+            activated = gate / (exp((gate * -1.0).least(LARGEST_POWER)) + 1.0) * up
+            call.writer.store(into + row * widths[3] + out * 4, activated)
+
+        return keep
+
+    def add_to_x(call: Call, _: Value) -> Keep:
+        x = call.result(X)
+
+        def keep(row: Value, out: Value, products: Sequence[Value]) -> None:
+            at = x + row * (4 * hidden) + out * 4
+            call.writer.store(at, call.writer.load(at, F32, OUT_TOGETHER) + products[0])
+
+        return keep
 
     def place_token(call: Call, shared: Value, _: Value, token: Value) -> None:
         """Turns a token's queries and keys, and writes its keys and values to their page."""

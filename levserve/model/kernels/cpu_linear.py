@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from levserve.model.kernels.handler import Call, Kernel, Work, num_threads, register
-from levserve.model.kernels.writer import F32, I8, I16, I32, Value, Variable, Writer
+from levserve.model.kernels.writer import F32, I8, I16, I32, Value, Writer
 
 OUT_TOGETHER = 4
 """Rows of the matrix that are multiplied at a time: an activation that was loaded is used so often."""
@@ -114,7 +114,9 @@ class Int8Product:
                     sum_.set(writer.dot_into(sum_.get(), part, activation))
         products = []
         for number in range(count):
-            coarse, fine = (_joined(writer, each).convert("sitofp", F32) for each in sums[2 * number : 2 * number + 2])
+            coarse, fine = (
+                _joined(writer, [sum_.get() for sum_ in each]).convert("sitofp", F32) for each in sums[2 * number : 2 * number + 2]
+            )
             share = writer.load(prepared + number * self.row_bytes + 2 * self.size, F32).splat(OUT_TOGETHER)
             products.append((fine * (1 / self.fine_steps) + coarse) * share * writer.load(scales, F32, OUT_TOGETHER))
         return products
@@ -139,16 +141,17 @@ class Bfloat16Product:
             writer.store(into + at * 4, writer.load(given + at * 4, F32, INT8_LANES))
 
     def multiply(self, writer: Writer, weight: Value, scales: Value, prepared: Value, count: int) -> list[Value]:
-        sums = [[writer.variable(writer.zeros(F32, FLOAT_LANES)) for _ in range(OUT_TOGETHER)] for _ in range(count)]
-        with writer.loop(0, self.size, FLOAT_LANES) as at:
+        lanes = FLOAT_LANES if count > 2 else 2 * FLOAT_LANES  # with few rows a sum would wait for itself
+        sums = [[writer.variable(writer.zeros(F32, lanes)) for _ in range(OUT_TOGETHER)] for _ in range(count)]
+        with writer.loop(0, self.size, lanes) as at:
             writer.prefetch(weight + AHEAD_BYTES + at * (2 * OUT_TOGETHER))
-            stored = [writer.load(weight + at * 2 + number * (2 * self.size), I16, FLOAT_LANES) for number in range(OUT_TOGETHER)]
+            stored = [writer.load(weight + at * 2 + number * (2 * self.size), I16, lanes) for number in range(OUT_TOGETHER)]
             matrix = [(part.convert("zext", I32) << 16).convert("bitcast", F32) for part in stored]
             for number, each in enumerate(sums):
-                x = writer.load(prepared + at * 4 + number * self.row_bytes, F32, FLOAT_LANES)
+                x = writer.load(prepared + at * 4 + number * self.row_bytes, F32, lanes)
                 for part, sum_ in zip(matrix, each):
                     sum_.set(part.times_plus(x, sum_.get()))
-        return [_joined(writer, each) for each in sums]
+        return [_joined(writer, [sum_.get() for sum_ in each]) for each in sums]
 
 
 def multiply_int8(
@@ -182,14 +185,14 @@ def product_kernel(product: Product) -> Kernel:
     def prepare_row(call: Call, shared: Value, _: Value, row: Value) -> None:
         product.prepare(call.writer, call.argument(X) + row * (4 * product.size), shared + row * product.row_bytes)
 
-    def multiply_piece(call: Call, shared: Value, _: Value, piece: Value) -> None:
+    def multiply_piece(call: Call, shared: Value, own: Value, piece: Value) -> None:
         num_out = call.argument_size(WEIGHT, 0)
 
         def keep(row: Value, out: Value, products: Sequence[Value]) -> None:
             call.writer.store(call.result(0) + (row * num_out + out) * 4, products[0])
 
         matrix = Matrix(call.argument(WEIGHT), call.argument(SCALE) if product.has_scales else None)
-        multiply_block(call.writer, product, [matrix], shared, num_rows(call), block_range(piece, num_out), keep)
+        multiply_block(call.writer, product, [matrix], shared, num_rows(call), block_range(piece, num_out), keep, own)
 
     works = (Work(num_rows, prepare_row), Work(lambda call: num_blocks(call.argument_size(WEIGHT, 0)), multiply_piece))
     return Kernel(works, shared_bytes=shared_bytes)
@@ -223,18 +226,25 @@ class Matrix:
 
 def multiply_block(
     writer: Writer, product: Product, matrices: Sequence[Matrix], prepared: Value, num_rows: Value, outs: tuple[Value, Value],
-    keep: Callable[[Value, Value, Sequence[Value]], None],
+    keep: Callable[[Value, Value, Sequence[Value]], None], own: Value,
 ) -> None:  # fmt: skip
     """Multiplies all rows with a range of each matrix; `keep` gets a row, the first of a few outs, and their products by matrix."""
 
     def multiply_tile(out: Value, row: Value, count: int) -> None:
-        at = prepared + row * product.row_bytes
-        products = [
-            product.multiply(writer, weight + out * product.matrix_bytes, weight if scales is None else scales + out * 4, at, count)
-            for weight, scales in ((matrix.weight, matrix.scales) for matrix in matrices)
-        ]
-        for number in range(count):
-            keep(row + number, out, [each[number] for each in products])
+        *firsts, last = matrices
+        for index, matrix in enumerate(firsts):  # to memory: beside the sums of the next there is no register left for them
+            for number, each in enumerate(multiply(matrix, out, row, count)):
+                writer.store(place(index, number), each)
+        for number, each in enumerate(multiply(last, out, row, count)):
+            before = [writer.load(place(index, number), F32, OUT_TOGETHER) for index in range(len(firsts))]
+            keep(row + number, out, [*before, each])
+
+    def multiply(matrix: Matrix, out: Value, row: Value, count: int) -> list[Value]:
+        scales = matrix.weight if matrix.scales is None else matrix.scales + out * 4
+        return product.multiply(writer, matrix.weight + out * product.matrix_bytes, scales, prepared + row * product.row_bytes, count)
+
+    def place(index: int, number: int) -> Value:
+        return own + (index * product.rows + number) * (4 * OUT_TOGETHER)
 
     with writer.loop(0, num_rows, ROW_BLOCK) as start:
         held = (num_rows - start).least(ROW_BLOCK)
@@ -248,7 +258,7 @@ def multiply_block(
                     multiply_tile(out, stop, count)
 
 
-def _joined(writer: Writer, sums: list[Variable]) -> Value:
-    """The totals of four vectors of four."""
-    first, second, third, fourth = (sum_.get() for sum_ in sums)
+def _joined(writer: Writer, sums: list[Value]) -> Value:
+    """The totals of four vectors of four, or of eight."""
+    first, second, third, fourth = (writer.fold(sum_) if sum_.lanes == 2 * OUT_TOGETHER else sum_ for sum_ in sums)
     return writer.add_pairs(writer.add_pairs(first, second), writer.add_pairs(third, fourth))

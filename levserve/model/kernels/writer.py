@@ -225,6 +225,14 @@ class Writer:
         first, second = (Value(self, self.builder.shuffle_vector(x.made, y.made, places)) for places in (even, odd))
         return first + second
 
+    def fold(self, x: Value) -> Value:
+        """The first half of a vector and the second, added."""
+        assert x.lanes is not None
+        half = x.lanes // 2
+        places = (ir.Constant(ir.VectorType(I32, half), list(range(start, start + half))) for start in (0, half))
+        first, second = (Value(self, self.builder.shuffle_vector(x.made, x.made, each)) for each in places)
+        return first + second
+
     @contextmanager
     def loop(self, start: Value | int, stop: Value | int, step: int = 1) -> Iterator[Value]:
         builder, first = self.builder, start if isinstance(start, Value) else self.number(start)
