@@ -304,6 +304,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="one repetition of 1 and 4 streams: to see that it works, not to publish")
     parser.add_argument("--growth", action="store_true", help="levserve alone: cost against context and against concurrency, as a plot")
     parser.add_argument("--model", type=Path, metavar="FILE", help="GGUF file for levserve and llama.cpp (default: the bundled model)")
+    parser.add_argument("--q4-0", type=Path, metavar="FILE", help="the same model in Q4_0, which llama.cpp is fastest with, for one more peer")
     parser.add_argument("--hf-folder", type=Path, metavar="DIR", help="the same model as a Hugging Face folder, for vLLM and transformers")
     parser.add_argument("--python", action="append", default=[], metavar="NAME=PATH", help="interpreter that a peer is installed for")
     parser.add_argument("--llama-server", metavar="PATH", help="the llama-server program (default: the one on PATH)")
@@ -318,7 +319,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     for given in options.python:
         if given.partition("=")[0] not in names or not given.partition("=")[2]:
             parser.error(f"--python {given}: write NAME=PATH, NAME one of {', '.join(names)}")
-    for flag, path in (("--model", options.model), ("--hf-folder", options.hf_folder)):
+    for flag, path in (("--model", options.model), ("--q4-0", options.q4_0), ("--hf-folder", options.hf_folder)):
         if path and not path.exists():
             parser.error(f"{flag} {path}: no such file or folder")
     return options
@@ -330,7 +331,8 @@ def make_setup(options: argparse.Namespace) -> Setup:
         pythons["llama-server"] = options.llama_server
     streams = max(CONCURRENCIES) if options.growth else max(options.streams)
     flags = shlex.split(options.levserve_flags)
-    return Setup(options.model or find_bundled(), options.hf_folder, streams, len(os.sched_getaffinity(0)), tuple(flags), pythons)
+    threads = len(os.sched_getaffinity(0))
+    return Setup(options.model or find_bundled(), options.hf_folder, options.q4_0, streams, threads, tuple(flags), pythons)
 
 
 def find_bundled() -> Path:

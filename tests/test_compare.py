@@ -24,7 +24,7 @@ import peers  # noqa: E402
 METRICS = {"speed": compare.Metric("1 stream", "tok/s", True), "ttft": compare.Metric("TTFT", "ms")}
 MEDIANS = {"levserve": {"speed": 30.0, "ttft": 200.0}, "slow": {"speed": 10.0, "ttft": 100.0}, "fast": {"speed": 15.0, "ttft": 800.0}}
 OURS = ["levserve", "levserve bfloat16"]
-SETUP = peers.Setup(Path("model.gguf"), None, streams=4, threads=2)
+SETUP = peers.Setup(Path("model.gguf"), None, None, streams=4, threads=2)
 FAKE = """
 import http.server, json, os, sys, time
 class Handler(http.server.BaseHTTPRequestHandler):
