@@ -304,7 +304,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="one repetition of 1 and 4 streams: to see that it works, not to publish")
     parser.add_argument("--growth", action="store_true", help="levserve alone: cost against context and against concurrency, as a plot")
     parser.add_argument("--model", type=Path, metavar="FILE", help="GGUF file for levserve and llama.cpp (default: the bundled model)")
-    parser.add_argument("--q4-0", type=Path, metavar="FILE", help="the same model in Q4_0, which llama.cpp is fastest with, for one more peer")
+    parser.add_argument("--q4-0", type=Path, metavar="FILE", help="the same model in Q4_0, llama.cpp's fastest format, for one more peer")
     parser.add_argument("--hf-folder", type=Path, metavar="DIR", help="the same model as a Hugging Face folder, for vLLM and transformers")
     parser.add_argument("--python", action="append", default=[], metavar="NAME=PATH", help="interpreter that a peer is installed for")
     parser.add_argument("--llama-server", metavar="PATH", help="the llama-server program (default: the one on PATH)")

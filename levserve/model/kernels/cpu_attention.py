@@ -22,6 +22,8 @@ from levserve.model.kernels.writer import F16, F32, I8, I16, I32, Value, Writer
 TOGETHER = 4
 """Queries that share what is read: more would not fit into the registers of every CPU."""
 LANES = 16
+KEYS = 4
+"""That are multiplied at a time, so that a query which was loaded is used so often, and their sums are added up together."""
 LOWEST, UNSEEN = -1e20, -1e30
 """Where the highest score is looked for from, and so far below it, in place of what is not seen, that its weight is nothing."""
 SMALLEST = 1e-30
@@ -167,34 +169,40 @@ def attend_part(writer: Writer, heads: Heads, given: Given, totals: Value, piece
             yield given.pool + number * heads.tile_bytes, (highest.get() - token).least(page_size), token
 
     def score(tile: Value, num_slots: Value, queries: list[Value], into: list[Value]) -> None:
-        """Products of the queries with each key of a page."""
-        with writer.loop(0, num_slots) as slot:
-            sums = [writer.zeros(F32, LANES)] * len(queries)
-            for at in range(0, size, LANES):
-                key = floats(tile + slot * (size * item) + item * at)
-                sums = [key.times_plus(writer.load(query + 4 * at, F32, LANES), sum_) for query, sum_ in zip(queries, sums)]
-            for sum_, scores in zip(sums, into):
-                writer.store(scores + slot * 4, sum_.total())
+        """Products of the queries with each key of a page, a few keys at a time; what comes after the last is never seen."""
+        num_keys = KEYS if page_size % KEYS == 0 else 1
+        with writer.loop(0, num_slots, num_keys) as slot:
+            sums = [[writer.variable(writer.zeros(F32, KEYS)) for _ in range(num_keys)] for _ in queries]
+            with writer.loop(0, size, 2 * KEYS) as start:
+                for at in (start, start + KEYS):
+                    keys = [floats(tile + (slot + number) * (size * item) + at * item, KEYS) for number in range(num_keys)]
+                    for query, each in zip(queries, sums):
+                        numbers = writer.load(query + at * 4, F32, KEYS)
+                        for key, sum_ in zip(keys, each):
+                            sum_.set(key.times_plus(numbers, sum_.get()))
+            for each, scores in zip(sums, into):
+                made = [sum_.get() for sum_ in each]
+                writer.store(scores + slot * 4, writer.totals(*made) if num_keys == KEYS else made[0].total())
 
     def mix(tile: Value, num_slots: Value, weights: list[Value], into: list[Value]) -> None:
         """Adds the values of a page, weighted."""
         for at in range(0, size, LANES):
             sums = [writer.variable(writer.load(place + 4 * at, F32, LANES)) for place in into]
             with writer.loop(0, num_slots) as slot:
-                value = floats(tile + slot * (size * item) + item * at)
+                value = floats(tile + slot * (size * item) + item * at, LANES)
                 for weight, sum_ in zip(weights, sums):
                     sum_.set(value.times_plus(writer.load(weight + slot * 4, F32).splat(LANES), sum_.get()))
             for place, sum_ in zip(into, sums):
                 writer.store(place + 4 * at, sum_.get())
 
-    def floats(stored: Value) -> Value:
+    def floats(stored: Value, lanes: int) -> Value:
         """A vector of what is stored, in float32."""
         if heads.numbers == jnp.float32:
-            return writer.load(stored, F32, LANES)
+            return writer.load(stored, F32, lanes)
         if heads.numbers == jnp.bfloat16:
-            return (writer.load(stored, I16, LANES).convert("zext", I32) << 16).convert("bitcast", F32)
+            return (writer.load(stored, I16, lanes).convert("zext", I32) << 16).convert("bitcast", F32)
         assert heads.numbers == FP8
-        bits = writer.load(stored, I8, LANES).convert("zext", I16)  # in the places of a float16, whose exponent begins 8 lower
+        bits = writer.load(stored, I8, lanes).convert("zext", I16)  # in the places of a float16, whose exponent begins 8 lower
         number = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).convert("bitcast", F16).convert("fpext", F32) * 256.0
         return (bits & 0x7F).is_(0x7F).choose(math.nan, number)
 

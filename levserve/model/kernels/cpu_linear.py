@@ -260,5 +260,4 @@ def multiply_block(
 
 def _joined(writer: Writer, sums: list[Value]) -> Value:
     """The totals of four vectors of four, or of eight."""
-    first, second, third, fourth = (writer.fold(sum_) if sum_.lanes == 2 * OUT_TOGETHER else sum_ for sum_ in sums)
-    return writer.add_pairs(writer.add_pairs(first, second), writer.add_pairs(third, fourth))
+    return writer.totals(*(writer.fold(sum_) if sum_.lanes == 2 * OUT_TOGETHER else sum_ for sum_ in sums))

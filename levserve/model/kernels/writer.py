@@ -225,6 +225,10 @@ class Writer:
         first, second = (Value(self, self.builder.shuffle_vector(x.made, y.made, places)) for places in (even, odd))
         return first + second
 
+    def totals(self, first: Value, second: Value, third: Value, fourth: Value) -> Value:
+        """Of each of four vectors of four."""
+        return self.add_pairs(self.add_pairs(first, second), self.add_pairs(third, fourth))
+
     def fold(self, x: Value) -> Value:
         """The first half of a vector and the second, added."""
         assert x.lanes is not None
