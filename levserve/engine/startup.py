@@ -209,10 +209,12 @@ def load(
     log.info("%sattention   %s: %s; keys and values in %s", who, kernel, reason, kept)
     weight_bytes = sum(array.nbytes for array in arrays.values())
     free = _free_bytes(device) if allowed is None else min(_free_bytes(device), allowed - weight_bytes)
-    model = Decoder.from_arrays(config, arrays, kernel=kernel, widened=widened)
+    skips_padding = Decoder.from_arrays(config, arrays, kernel=kernel, widened=widened).skips_padding(kept)
+    if skips_padding:
+        log.info("%slayers      one kernel for all of them, which leaves out padding", who)
     sizes = plan_sizes(
         settings,
-        Machine(device.platform, free, has_kernel=kernel is Kernel.TRITON, skips_padding=model.skips_padding(kept)),
+        Machine(device.platform, free, has_kernel=kernel is Kernel.TRITON, skips_padding=skips_padding),
         rows=rows,
         max_position=config.max_position,
         page_bytes=page_bytes,

@@ -140,17 +140,21 @@ def attend_part(writer: Writer, heads: Heads, given: Given, totals: Value, piece
     row_start = row * given.chunk
     table = given.table + row * given.table_width * 4
 
-    def query(index: Value) -> Value:
-        token, member = (first + index) // group, (first + index) % group
-        return given.q + (row_start + token) * given.q_bytes + (head * group + member) * (4 * size)
+    def query_at(index: Value) -> Value:
+        return given.q + token_of(index) * given.q_bytes + within_token(index)
 
-    def mixed(index: Value) -> Value:
-        token, member = (first + index) // group, (first + index) % group
-        return given.mixed + (row_start + token) * given.mixed_bytes + (head * group + member) * (4 * size)
+    def mixed_at(index: Value) -> Value:
+        return given.mixed + token_of(index) * given.mixed_bytes + within_token(index)
+
+    def token_of(index: Value) -> Value:
+        return row_start + (first + index) // group
+
+    def within_token(index: Value) -> Value:
+        return (head * group + (first + index) % group) * (4 * size)
 
     def seen(index: Value) -> tuple[Value, Value]:
         """From which token to which a query may look."""
-        stop = (writer.index(given.positions, row_start + (first + index) // group) + 1).most(0)
+        stop = (writer.index(given.positions, token_of(index)) + 1).most(0)
         return given.window.is_(0).choose(writer.number(0), (stop - given.window).most(0)), stop
 
     lowest, highest = writer.variable(writer.number(LATEST)), writer.variable(writer.number(0))
@@ -211,21 +215,21 @@ def attend_part(writer: Writer, heads: Heads, given: Given, totals: Value, piece
         with writer.when(held.is_(number)):
             with pages(0) as (tile, num_slots, token):
                 into = [scores + stride * index + token * 4 for index in range(number)]
-                score(tile, num_slots, [query(index) for index in places], into)
+                score(tile, num_slots, [query_at(index) for index in places], into)
     with writer.loop(0, held) as index:
         writer.store(totals + index * 4, soften(writer, scores + stride * index, vectors, seen(index), given.softcap))
         for at in range(0, size, LANES):
-            writer.store(mixed(index) + 4 * at, writer.zeros(F32, LANES))
+            writer.store(mixed_at(index) + 4 * at, writer.zeros(F32, LANES))
     for number in range(1, TOGETHER + 1):
         places = [writer.number(index) for index in range(number)]
         with writer.when(held.is_(number)):
             with pages(1) as (tile, num_slots, token):
                 weights = [scores + stride * index + token * 4 for index in range(number)]
-                mix(tile, num_slots, weights, [mixed(index) for index in places])
+                mix(tile, num_slots, weights, [mixed_at(index) for index in places])
     with writer.loop(0, held) as index:
         share = (writer.number(1.0, F32) / writer.load(totals + index * 4, F32)).splat(LANES)
         for at in range(0, size, LANES):
-            place = mixed(index) + 4 * at
+            place = mixed_at(index) + 4 * at
             writer.store(place, writer.load(place, F32, LANES) * share)
 
 
