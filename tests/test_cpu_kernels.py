@@ -77,6 +77,19 @@ def test_attention_is_xlas_for_any_lengths_and_padding(
     np.testing.assert_allclose(got, wanted, atol=1e-5)
 
 
+@pytest.mark.parametrize("num_used", [0, 1, 5, 17, 99])
+def test_rows_that_are_not_used_are_not_looked_at(num_used: int) -> None:
+    """More than there are is all of them."""
+    weight, scale = matrix(132, 32)
+    x = np.random.default_rng(0).standard_normal((17, 32)).astype(np.float32)
+    wanted = np.asarray(multiply(weight, scale, jnp.asarray(x)))[:num_used]
+    x[num_used:] = math.nan
+    used = jnp.asarray([num_used], jnp.int32)
+    got = jax.jit(lambda x: cpu_linear.multiply_int8(weight, scale, x, used, steps=STEPS, fine_steps=FINE_STEPS))(jnp.asarray(x))
+    np.testing.assert_array_equal(np.asarray(got)[:num_used], wanted)
+    assert num_used >= len(x) or not np.isnan(got[num_used:]).all(), "they were multiplied"
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_spoils_its_own_row_alone(bad: float) -> None:
     weight, scale = matrix(64, 32)
