@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import threading
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -105,6 +106,39 @@ def test_what_is_not_finite_spoils_its_own_row_alone(bad: float) -> None:
     hidden = attend(q, jnp.asarray(pool), table, jnp.asarray([[9], [4]], jnp.int32), kernel=Kernel.LLVM)
     assert np.isfinite(mixed[0]).all() and np.isfinite(hidden).all(), "what a query may not see does not matter"
     assert bad == -math.inf or np.isnan(mixed[1]).all(), "nothing is mixed of a key that is as far as can be"
+
+
+def sum_of(first: int, second: int, folder: Path) -> int:
+    """By a program that is written for it."""
+    program = Program()
+    with program.function("add", 1) as writer:
+        writer.store(writer.as_pointer(writer.given[0]), writer.number(first) + second)
+    program.compile(folder)
+    result = ctypes.c_int64()
+    ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)(program.address("add"))(ctypes.addressof(result))
+    return result.value
+
+
+def test_a_program_is_compiled_once_and_then_found(tmp_path: Path) -> None:
+    assert [sum_of(2, 3, tmp_path), sum_of(2, 3, tmp_path)] == [5, 5]
+    (kept,) = tmp_path.iterdir()
+    assert sum_of(20, 30, tmp_path) == 50
+    (other,) = set(tmp_path.iterdir()) - {kept}
+    kept.write_bytes(other.read_bytes())
+    assert sum_of(2, 3, tmp_path) == 50, "it was looked for and used"
+
+
+@pytest.mark.parametrize("data", [b"", b"rubbish", b"\x7fELF" + bytes(200)])
+def test_a_program_that_was_kept_and_spoilt_is_compiled_anew(data: bytes, tmp_path: Path) -> None:
+    sum_of(2, 3, tmp_path)
+    (kept,) = tmp_path.iterdir()
+    kept.write_bytes(data)
+    assert sum_of(2, 3, tmp_path) == 5
+    assert kept.read_bytes() != data
+
+
+def test_who_cannot_keep_a_program_does_without(tmp_path: Path) -> None:
+    assert sum_of(2, 3, tmp_path / "missing") == 5
 
 
 def test_many_threads_may_call_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

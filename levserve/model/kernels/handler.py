@@ -13,6 +13,7 @@ import ctypes
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from threading import Lock
 from typing import NamedTuple
 
@@ -97,7 +98,8 @@ def _compile(kernel: Kernel) -> Program:
         helper = writer.function
     with program.function("handle", 1) as writer:
         _write_handle(writer, kernel, work, helper)
-    program.compile()
+    folder = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]  # where XLA keeps its own
+    program.compile(Path(folder) if folder else None)
     return program
 
 
