@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from levserve.engine.kernel_folder import KernelFolder
 from levserve.model.attention import Kernel, attend
 from levserve.model.kernels import cpu_attention, cpu_linear, handler
 from levserve.model.kernels.writer import F32, Program
@@ -113,7 +114,7 @@ def sum_of(first: int, second: int, folder: Path) -> int:
     program = Program()
     with program.function("add", 1) as writer:
         writer.store(writer.as_pointer(writer.given[0]), writer.number(first) + second)
-    program.compile(folder)
+    program.compile(KernelFolder(folder))
     result = ctypes.c_int64()
     ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)(program.address("add"))(ctypes.addressof(result))
     return result.value

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from levserve.config import Settings
 from levserve.engine.engine import Attach, Engine, ServedModel
 from levserve.engine.entry import Counts, Resident
+from levserve.engine.kernel_folder import KernelFolder
 from levserve.engine.library import MakeRoom
 from levserve.engine.probe import mean, probe_request
 from levserve.engine.sizing import Machine, Sizes, cpu_features, free_memory, human, kv_floor, plan_sizes
@@ -315,6 +316,8 @@ def _set_up_jax(settings: Settings) -> None:
     import jax
     from jaxlib.version import __version__ as jaxlib_version
 
+    from levserve.model.kernels.shelf import keep_on
+
     if settings.device != "auto":
         # The host is a device too: weights are arranged there before they are swapped in.
         jax.config.update("jax_platforms", {"gpu": "cuda,cpu", "tpu": "tpu,cpu"}.get(settings.device, settings.device))
@@ -328,6 +331,7 @@ def _set_up_jax(settings: Settings) -> None:
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+        keep_on(KernelFolder(folder))
 
 
 def _find_device(wanted: str) -> jax.Device:

@@ -13,12 +13,12 @@ import ctypes
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from threading import Lock
 from typing import NamedTuple
 
 import jax
 
+from levserve.model.kernels import shelf
 from levserve.model.kernels.writer import I32, Function, Program, Value, Writer
 
 EXTENSION, API, CONTEXT = 1, 2, 3
@@ -98,8 +98,7 @@ def _compile(kernel: Kernel) -> Program:
         helper = writer.function
     with program.function("handle", 1) as writer:
         _write_handle(writer, kernel, work, helper)
-    folder = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]  # where XLA keeps its own
-    program.compile(Path(folder) if folder else None)
+    program.compile(shelf.given)
     return program
 
 

@@ -8,25 +8,20 @@ the registers that the CPU has.
 from __future__ import annotations
 
 import hashlib
-import logging
-import os
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TypeAlias
 
 import llvmlite
 import llvmlite.binding as llvm
 from llvmlite import ir
 
-log = logging.getLogger(__name__)
+from levserve.model.kernels.shelf import Shelf
 
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 F16, F32 = ir.HalfType(), ir.FloatType()
 POINTER = ir.PointerType(I8)
 NUM_BYTES = {I8: 1, I16: 2, F16: 2, I32: 4, F32: 4, I64: 8}
-DIGEST_BYTES = 32
 Function: TypeAlias = ir.Function
 """One of a program, for others of it."""
 
@@ -330,23 +325,19 @@ class Program:
         yield writer
         writer.builder.ret(ir.Constant(I64, 0))
 
-    def compile(self, folder: Path | None = None) -> None:
-        """With a folder only what is not there, made for this CPU by this LLVM: a large program takes more than a second."""
+    def compile(self, shelf: Shelf | None = None) -> None:
+        """Unless the shelf has what this LLVM made of it for this CPU: a large program takes more than a second."""
         llvm.initialize_native_target()
         llvm.initialize_native_asmprinter()
         cpu, features = llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
         machine = llvm.Target.from_default_triple().create_target_machine(cpu=cpu, features=features, opt=3, jit=True)
         text = str(self._module)
-        key = hashlib.sha256("\n".join((llvmlite.__version__, cpu, features, text)).encode()).hexdigest()
-        kept = None if folder is None else folder / f"kernel-{key}.o"
-        code = b"" if kept is None else _read_kept(kept)
-        if not code:
-            module = llvm.parse_assembly(text)
-            passes = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=3))
-            passes.getModulePassManager().run(module, passes)
-            code = machine.emit_object(module)
-            if kept is not None:
-                _keep(kept, code)
+        name = hashlib.sha256("\n".join((llvmlite.__version__, cpu, features, text)).encode()).hexdigest()
+        code = None if shelf is None else shelf.find(name)
+        if code is None:
+            code = _translate(text, machine)
+            if shelf is not None:
+                shelf.keep(name, code)
         self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
         self._engine.add_object_file(llvm.ObjectFileRef.from_data(code))
         self._engine.finalize_object()
@@ -357,23 +348,12 @@ class Program:
         return int(self._engine.get_function_address(name))
 
 
-def _read_kept(path: Path) -> bytes:
-    """What was kept there, if it is what it was; LLVM would trust anything."""
-    try:
-        digest, code = (data := path.read_bytes())[:DIGEST_BYTES], data[DIGEST_BYTES:]
-    except OSError:
-        return b""
-    return code if hashlib.sha256(code).digest() == digest else b""
-
-
-def _keep(path: Path, code: bytes) -> None:
-    """All of it or nothing, also where others keep the same; who cannot does without."""
-    part = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
-    try:
-        part.write_bytes(hashlib.sha256(code).digest() + code)
-        part.replace(path)
-    except OSError as error:
-        log.warning("cannot keep a compiled kernel: %s", error)
+def _translate(text: str, machine: llvm.TargetMachine) -> bytes:
+    """Into an object file."""
+    module = llvm.parse_assembly(text)
+    passes = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=3))
+    passes.getModulePassManager().run(module, passes)
+    return bytes(machine.emit_object(module))
 
 
 def _shaped(kind: ir.Type, lanes: int | None) -> ir.Type:
