@@ -102,9 +102,10 @@ def score(path: Path, config: ModelConfig, tokens: list[int], number_format: For
     platform, dtype, narrow = jax.default_backend(), jnp.dtype(number_format.dtype), NARROW.get(number_format.quantize)
     began = time.monotonic()
     jax.config.update("jax_default_matmul_precision", "highest" if dtype == jnp.float32 else None)  # as the server does
-    arrays = load_arrays(path, config, dtype, report=lambda _: None, narrow=narrow)
+    widened = choose_widened(narrow, platform, dtype)
+    arrays = load_arrays(path, config, dtype, report=lambda _: None, narrow=narrow, widened=widened)
     kernel, _ = choose_kernel(platform, config, cpu_features())
-    model = Decoder.from_arrays(config, arrays, kernel=kernel, widened=choose_widened(narrow, platform, dtype))
+    model = Decoder.from_arrays(config, arrays, kernel=kernel, widened=widened)
     num_pages = -(-len(tokens) // PAGE_SIZE)
     pools = cache.make_pool(config, num_pages, PAGE_SIZE, cache.storage_dtype(cache.kv_dtype(number_format.kv_dtype, dtype), platform))
     table = jnp.arange(num_pages, dtype=jnp.int32)[None]

@@ -18,7 +18,8 @@ from levserve.engine.kernel_folder import KernelFolder
 from levserve.model.attention import Kernel, attend
 from levserve.model.kernels import cpu_attention, cpu_linear, handler
 from levserve.model.kernels.writer import F32, Program
-from levserve.model.quantize import FINE_STEPS, STEPS, multiply_terms
+from levserve.model.quantize import STEPS, multiply_turned
+from levserve.model.rotation import turn
 
 pytestmark = pytest.mark.tiny
 
@@ -32,20 +33,23 @@ def matrix(out: int, size: int, seed: int = 0) -> tuple[jax.Array, jax.Array]:
 
 @jax.jit
 def multiply(weight: jax.Array, scale: jax.Array, x: jax.Array) -> jax.Array:
-    return cpu_linear.multiply_int8(weight, scale, x, steps=STEPS, fine_steps=FINE_STEPS)
+    return cpu_linear.multiply_int8(weight, scale, x)
 
 
-by_xla = jax.jit(multiply_terms)
+by_xla = jax.jit(multiply_turned)
 
 
 @settings(max_examples=20, deadline=None)
 @given(st.sampled_from(SHAPES), st.sampled_from([1, 2, 17, 40]), st.integers(0, 2**32 - 1), st.floats(-30, 30))
-def test_a_product_is_xlas_but_for_a_step_of_the_fine_term(shape: tuple[int, int], rows: int, seed: int, power: float) -> None:
+def test_a_product_is_xlas_but_for_a_number_that_is_rounded_otherwise(shape: tuple[int, int], rows: int, seed: int, power: float) -> None:
     weight, scale = matrix(*shape, seed % 100)
     x = jnp.asarray(np.random.default_rng(seed).standard_normal((rows, shape[1])) * 2.0**power, jnp.float32)
     got, wanted = multiply(weight, scale, x), by_xla(weight, scale, x)
-    step = float(jnp.abs(x).max()) / STEPS / FINE_STEPS
-    np.testing.assert_allclose(got, wanted, atol=2 * step * 127, rtol=2e-6)
+    step = float(jnp.abs(turn(x)).max()) / STEPS
+    np.testing.assert_allclose(got, wanted, atol=step * 127, rtol=2e-6)
+    exact = np.asarray(turn(x), np.float64) @ np.asarray(weight, np.float64).T * np.asarray(scale)
+    most = np.abs(np.asarray(weight, np.float64)).sum(1) * np.asarray(scale) * (step / 2)
+    assert (np.abs(got - exact) <= most * 1.001).all()
 
 
 @settings(max_examples=10, deadline=None)
@@ -87,7 +91,7 @@ def test_rows_that_are_not_used_are_not_looked_at(num_used: int) -> None:
     wanted = np.asarray(multiply(weight, scale, jnp.asarray(x)))[:num_used]
     x[num_used:] = math.nan
     used = jnp.asarray([num_used], jnp.int32)
-    got = jax.jit(lambda x: cpu_linear.multiply_int8(weight, scale, x, used, steps=STEPS, fine_steps=FINE_STEPS))(jnp.asarray(x))
+    got = jax.jit(lambda x: cpu_linear.multiply_int8(weight, scale, x, used))(jnp.asarray(x))
     np.testing.assert_array_equal(np.asarray(got)[:num_used], wanted)
     assert num_used >= len(x) or not np.isnan(got[num_used:]).all(), "they were multiplied"
 
@@ -145,11 +149,11 @@ def test_who_cannot_keep_a_program_does_without(tmp_path: Path) -> None:
 def test_many_threads_may_call_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """As programs of several models do; and more helpers than XLA has threads are no harm."""
     monkeypatch.setenv("NPROC", "9")
-    kernel = cpu_linear.product_kernel(cpu_linear.Int8Product(48, STEPS, FINE_STEPS))
+    kernel = cpu_linear.product_kernel(cpu_linear.Int8Product(48))
     handler.register("crowded", kernel)
     weight, scale = matrix(640, 48)
     x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 48)), jnp.float32)
-    wanted = multiply_terms(weight, scale, x)
+    wanted = multiply_turned(weight, scale, x)
     call = jax.ffi.ffi_call("crowded", jax.ShapeDtypeStruct((4, 640), jnp.float32))
     crowded = jax.jit(lambda x: call(x, jnp.asarray([4], jnp.int32), weight, scale)).lower(x).compile()
     failures: list[AssertionError] = []
@@ -157,7 +161,7 @@ def test_many_threads_may_call_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def work() -> None:
         try:
             for _ in range(200):
-                np.testing.assert_allclose(crowded(x), wanted, atol=1e-4)
+                np.testing.assert_allclose(crowded(x), wanted, atol=1e-4, rtol=1e-6)
         except AssertionError as failure:
             failures.append(failure)
 

@@ -129,10 +129,11 @@ def test_no_number_format_of_the_matrices_takes_anything_from_the_gpu_kernels(ki
     folder, dtype = GOLDEN / "llama", jnp.dtype(jnp.bfloat16)
     config = read_config(folder)
     narrow = NARROW.get(kind)
-    arrays = load_arrays(folder, config, dtype, report=lambda _: None, narrow=narrow)
+    widened = choose_widened(narrow, "gpu", dtype)
+    arrays = load_arrays(folder, config, dtype, report=lambda _: None, narrow=narrow, widened=widened)
     arrays = {name: cache.from_bits(array) for name, array in arrays.items()}
     plain, kernels = (
-        Decoder.from_arrays(config, arrays, kernel=kernel, widened=choose_widened(narrow, "gpu", dtype))
+        Decoder.from_arrays(config, arrays, kernel=kernel, widened=widened)
         for kernel in (Kernel.XLA, Kernel.TRITON)
     )
     tokens = max((case["prompt"] for case in load("llama")[1]), key=len)[:6]

@@ -44,6 +44,7 @@ class Origin:
     config: ModelConfig
     dtype: jnp.dtype
     narrow: jnp.dtype | None = None
+    widened: jnp.dtype | None = None
 
 
 class Reloader:
@@ -98,7 +99,7 @@ class Reloader:
             self._check_config(files, config)
             check_memory(config, self._origin.dtype, free_memory())
             origin = self._origin
-            arrays = read_arrays(files.path, config, origin.dtype, report=self._report, narrow=origin.narrow)
+            arrays = read_arrays(files.path, config, origin.dtype, report=self._report, narrow=origin.narrow, widened=origin.widened)
             leaves = host_leaves(config, arrays)
         except BaseException:
             self._let_go(files)

@@ -204,7 +204,7 @@ def load(
         needed = parameter_bytes(config, narrow or dtype) + kv_bytes
         allowed = make_room(needed, lambda: _free_bytes(device))
     with _explained("the weights", _free_bytes(device), "serve a smaller model"):
-        arrays = load_arrays(files.path, config, dtype, report=report, narrow=narrow)
+        arrays = load_arrays(files.path, config, dtype, report=report, narrow=narrow, widened=widened)
 
     log.info("%smatrices    %s%s", who, narrow or dtype, f", multiplied in {widened or narrow}" if narrow else "")
     log.info("%sattention   %s: %s; keys and values in %s", who, kernel, reason, kept)
@@ -245,7 +245,7 @@ def load(
     scores = _score_probe(scheduler, runner, served)
     log.info("%sprobe       mean log-probability %.3f over %d tokens of a fixed text", who, mean(scores), len(scores))
     pace = Pace(runner.prefill_token_seconds, settings.inter_token_goal_ms / 1000)
-    return Loaded(served, scheduler, runner, sizes, Origin(settings, files, config, dtype, narrow), pace)
+    return Loaded(served, scheduler, runner, sizes, Origin(settings, files, config, dtype, narrow, widened), pace)
 
 
 def choose_narrow(settings: Settings, platform: str, path: Path, config: ModelConfig) -> jnp.dtype | None:

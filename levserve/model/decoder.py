@@ -21,7 +21,7 @@ from levserve.model.cache import Place
 from levserve.model.config import Activation, ModelConfig, parameter_shapes
 from levserve.model.kernels.decode_attention import HeadNorms, decode_attention
 from levserve.model.linear import Linear
-from levserve.model.quantize import FINE_STEPS, STEPS, QuantizedLinear
+from levserve.model.quantize import QuantizedLinear
 from levserve.model.rotary import Angles, angles_at, rotate
 
 ROW, CHUNK = "row", "chunk"
@@ -368,7 +368,7 @@ class Decoder(eqx.Module):
             eps=config.norm_eps,
             scale=config.score_scale,
             fields=tuple(arrays[0]),
-            terms=(STEPS, FINE_STEPS) if "qkv_scale" in arrays[0] else None,
+            is_int8="qkv_scale" in arrays[0],
         )
         windows = [config.window(index) or 0 for index in range(config.num_layers)]
         ordered = x.rearrange((ROW, CHUNK, "embed"))

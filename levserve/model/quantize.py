@@ -1,9 +1,8 @@
 """Matrices in eight bits, int8 or fp8, with one scale per output row, made once at load; and two ways to multiply with them.
 
 A GPU widens them as it reads them, and reading is what takes the time. A CPU multiplies int8 faster than anything else, so
-there a row of activations is split into its rounding to int8 and 254 times what the rounding left, and both go through one
-integer product, stacked as two rows. So the weights are read once, the result is as good as with exact activations, and one
-row becomes two, which XLA's matrix product wants. Where the CPU has an instruction for it the product is a kernel of our own.
+there a row of activations is rounded to int8 as well, with a scale of its own, after a turn that leaves no number far larger than
+the others (`rotation`). Where the CPU has an instruction for it the product is a kernel of our own.
 """
 
 from __future__ import annotations
@@ -22,13 +21,14 @@ from numpy.typing import NDArray
 from levserve.model.cache import FP8, LARGEST_FP8
 from levserve.model.config import ModelConfig
 from levserve.model.linear import Linear
+from levserve.model.rotation import turn
 
 STEPS = 127.0
-FINE_STEPS = 254.0
-"""Steps of the second term in one step of the first: what rounding leaves is at most half a step, so it fits an int8."""
 SMALLEST = 1e-20
 """In place of a scale of nothing."""
 ROWS_TOGETHER = 256
+LEAST_ROWS = 2
+"""Of an integer product in XLA, which would do one row in a slower way."""
 NARROW = {"int8": jnp.dtype(jnp.int8), "fp8": FP8}
 """What `--quantize` may ask for."""
 QUANTIZED = ("qkv", "out", "gate_up", "down", "head")
@@ -39,7 +39,7 @@ class QuantizedLinear(Linear):
 
     scale: NamedArray | None = None
     widened: jnp.dtype | None = eqx.field(static=True, default=None)
-    """The type that they are multiplied in; None for the CPU's whole numbers, which only int8 has."""
+    """The type that they are multiplied in; None for the CPU's whole numbers, which only int8 has, and which are turned."""
 
     @property
     def product_dtype(self) -> jnp.dtype:
@@ -53,8 +53,8 @@ class QuantizedLinear(Linear):
         if self.is_servable:
             from levserve.model.kernels.cpu_linear import multiply_int8
 
-            return self._multiply_rows(x, lambda rows: multiply_int8(*factors, rows, num_used, steps=STEPS, fine_steps=FINE_STEPS))
-        return self._multiply_rows(x, lambda rows: multiply_terms(*factors, rows))
+            return self._multiply_rows(x, lambda rows: multiply_int8(*factors, rows, num_used))
+        return self._multiply_rows(x, lambda rows: multiply_turned(*factors, rows))
 
 
 def choose_widened(narrow: jnp.dtype | None, platform: str, dtype: jnp.dtype) -> jnp.dtype | None:
@@ -62,30 +62,30 @@ def choose_widened(narrow: jnp.dtype | None, platform: str, dtype: jnp.dtype) ->
     return None if narrow == np.int8 and platform == "cpu" else dtype
 
 
-def multiply_terms(weight: jax.Array, scale: jax.Array, x: jax.Array) -> jax.Array:
-    """x [row, in] with int8 [out, in] whose rows have a scale each: float32 [row, out]."""
-    share = jnp.maximum(jnp.abs(x).max(1, keepdims=True), SMALLEST) / STEPS
-    scaled = x / share
-    coarse = jnp.round(scaled)
-    fine = jnp.round((scaled - coarse) * FINE_STEPS)
-    terms = jnp.concatenate([coarse, fine]).astype(jnp.int8)
-    product = jnp.einsum("rk,ok->ro", terms, weight, preferred_element_type=jnp.int32)
-    first, second = jnp.split(product.astype(jnp.float32), 2)
-    return (first + second / FINE_STEPS) * share * scale[None]
+def multiply_turned(weight: jax.Array, scale: jax.Array, x: jax.Array) -> jax.Array:
+    """x [row, in] with int8 [out, in] that is turned and whose rows have a scale each: float32 [row, out]."""
+    turned = turn(x)
+    share = jnp.maximum(jnp.abs(turned).max(1, keepdims=True), SMALLEST) / STEPS
+    whole = jnp.round(turned / share).astype(jnp.int8)
+    padded = jnp.pad(whole, ((0, max(0, LEAST_ROWS - len(x))), (0, 0)))
+    product = jnp.einsum("rk,ok->ro", padded, weight, preferred_element_type=jnp.int32)[: len(x)]
+    return product.astype(jnp.float32) * share * scale[None]
 
 
 def quantize_arrays(
-    config: ModelConfig, arrays: Iterable[tuple[str, NDArray[np.generic]]], dtype: jnp.dtype, narrow: jnp.dtype, num_threads: int = 2
-) -> Iterator[tuple[str, NDArray[np.generic]]]:
+    config: ModelConfig, arrays: Iterable[tuple[str, NDArray[np.generic]]], dtype: jnp.dtype, narrow: jnp.dtype,
+    widened: jnp.dtype | None, num_threads: int = 2,
+) -> Iterator[tuple[str, NDArray[np.generic]]]:  # fmt: skip
     """Float32 arrays of a model as they come: matrices in `narrow` and with their scales, embeddings in `dtype`, the rest as it was.
 
+    Matrices that are not `widened` are turned.
     A head that shares the embedding's matrix becomes one of its own.
     """
     with ThreadPoolExecutor(num_threads, thread_name_prefix="levserve-quantize") as pool:
         for name, array in arrays:
             is_head = name == "embed" and config.tied_head
             if is_quantized(name) or is_head:
-                weight, scale = _quantize_rows(array, narrow, pool)
+                weight, scale = _quantize_rows(array, narrow, pool, is_turned=widened is None)
                 target = "head" if is_head else name
                 yield target, weight
                 yield f"{target}_scale", scale
@@ -101,7 +101,7 @@ def is_quantized(name: str) -> bool:
 
 
 def _quantize_rows(
-    matrix: NDArray[np.generic], narrow: jnp.dtype, pool: ThreadPoolExecutor
+    matrix: NDArray[np.generic], narrow: jnp.dtype, pool: ThreadPoolExecutor, *, is_turned: bool
 ) -> tuple[NDArray[np.generic], NDArray[np.float32]]:
     """Numbers in `narrow` [out, in] and float32 [out]."""
     small = np.empty(matrix.shape, narrow)
@@ -110,6 +110,7 @@ def _quantize_rows(
 
     def work(start: int) -> None:
         rows = np.asarray(matrix[start : start + ROWS_TOGETHER], np.float32)
+        rows = turn(rows) if is_turned else rows
         largest = np.maximum(np.maximum(rows.max(1), -rows.min(1)), SMALLEST)
         scale[start : start + ROWS_TOGETHER] = largest / steps
         fill(small[start : start + ROWS_TOGETHER], rows * (steps / largest)[:, None])

@@ -63,20 +63,23 @@ def is_quantized_file(path: Path) -> bool:
 
 
 def load_arrays(
-    path: Path, config: ModelConfig, dtype: jnp.dtype, *, report: Callable[[str], None], narrow: jnp.dtype | None = None
-) -> dict[str, jax.Array]:
+    path: Path, config: ModelConfig, dtype: jnp.dtype, *, report: Callable[[str], None],
+    narrow: jnp.dtype | None = None, widened: jnp.dtype | None = None,
+) -> dict[str, jax.Array]:  # fmt: skip
     """Every array of `parameter_shapes`, on the device: matrices in `dtype` or quantized to `narrow`, norms and biases in float32.
 
+    What is quantized is made for products in `widened`, as in `Decoder.from_arrays`.
     The matrices of experts may be the bits of `dtype`: a CPU would convert all of them to take one.
     """
     # Waiting keeps a slow transfer from holding several arrays on the host.
-    arrays = read_arrays(path, config, dtype, report=report, narrow=narrow)
+    arrays = read_arrays(path, config, dtype, report=report, narrow=narrow, widened=widened)
     return {name: jax.device_put(host).block_until_ready() for name, host in arrays}
 
 
 def read_arrays(
-    path: Path, config: ModelConfig, dtype: jnp.dtype, *, report: Callable[[str], None], narrow: jnp.dtype | None = None
-) -> Iterator[tuple[str, NDArray[np.generic]]]:
+    path: Path, config: ModelConfig, dtype: jnp.dtype, *, report: Callable[[str], None],
+    narrow: jnp.dtype | None = None, widened: jnp.dtype | None = None,
+) -> Iterator[tuple[str, NDArray[np.generic]]]:  # fmt: skip
     """The same arrays one after another in the host's memory; touches no device, so any thread may call it.
 
     Matrices that are quantized are read in float32, one at a time.
@@ -85,7 +88,8 @@ def read_arrays(
         return _read_plain(path, config, dtype, report=report)
     if config.num_experts:
         raise StartupError(f"{path}: --quantize does not take a mixture of experts")
-    return quantize_arrays(config, _read_plain(path, config, jnp.dtype(jnp.float32), report=report), dtype, narrow, _num_threads())
+    plain = _read_plain(path, config, jnp.dtype(jnp.float32), report=report)
+    return quantize_arrays(config, plain, dtype, narrow, widened, _num_threads())
 
 
 def _read_plain(

@@ -60,8 +60,8 @@ class Plan:
     """Of queries."""
     fields: tuple[str, ...]
     """The arrays of a layer, in the order of the arguments."""
-    terms: tuple[float, float] | None
-    """Steps of int8's two terms; None for bfloat16."""
+    is_int8: bool
+    """Its matrices; or bfloat16."""
 
     @property
     def mixed(self) -> int:
@@ -77,7 +77,7 @@ class Plan:
         return f"levserve_layers_{hashlib.sha256(repr(self).encode()).hexdigest()[:16]}"
 
     def product(self, size: int) -> Product:
-        return Bfloat16Product(size) if self.terms is None else Int8Product(size, *self.terms)
+        return Int8Product(size) if self.is_int8 else Bfloat16Product(size)
 
 
 def refuse_unservable(head_dim: int, rotated: int, numbers: jnp.dtype) -> str | None:
@@ -134,14 +134,15 @@ def kernel_for(plan: Plan) -> Kernel:
             with writer.loop(0, hidden, LANES) as at:
                 each = writer.load(x + at * 4, F32, LANES) * factor * writer.load(weight + at * 4, F32, LANES)
                 writer.store(own + at * 4, each)
-            by_hidden.prepare(writer, own, parts(call, shared)[0] + row * by_hidden.row_bytes)
+            by_hidden.prepare(writer, own, own, parts(call, shared)[0] + row * by_hidden.row_bytes)
 
         return do
 
     def prepare_row(product: Product, part: int) -> Do:
         def do(call: Call, shared: Value, _: Value, row: Value) -> None:
             memory = parts(call, shared)
-            product.prepare(call.writer, memory[part] + row * widths[part], memory[0] + row * product.row_bytes)
+            given = memory[part] + row * widths[part]
+            product.prepare(call.writer, given, given, memory[0] + row * product.row_bytes)
 
         return do
 

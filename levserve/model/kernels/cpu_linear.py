@@ -1,7 +1,7 @@
 """Products with a matrix on an ARM CPU, in int8 and in bfloat16: each row of the matrix is read once, ahead of its use.
 
-In int8 they are the numbers of `quantize`'s product in XLA: activations are split into two int8 terms, in memory that stays in
-the cache, and one instruction sums four products. bfloat16 is widened as it is read, for want of an instruction for it; XLA
+In int8 they are the numbers of `quantize`'s product in XLA: activations are turned and rounded, in memory that stays in the
+cache, and one instruction sums four products. bfloat16 is widened as it is read, for want of an instruction for it; XLA
 would widen the whole matrix first.
 
 Rows of activations that are padding are left out: what is given for them is whatever was in memory.
@@ -9,6 +9,7 @@ Rows of activations that are padding are left out: what is given for them is wha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
@@ -18,6 +19,8 @@ import jax.numpy as jnp
 
 from levserve.model.kernels.handler import Call, Kernel, Work, num_threads, register
 from levserve.model.kernels.writer import F32, I8, I16, I32, Value, Writer
+from levserve.model.quantize import SMALLEST, STEPS
+from levserve.model.rotation import block_size
 
 OUT_TOGETHER = 4
 """Rows of the matrix that are multiplied at a time: an activation that was loaded is used so often."""
@@ -27,10 +30,8 @@ LEAST_ROWS, MOST_ROWS = 32, 1024
 AHEAD_BYTES = 4096
 """How far ahead of its use the matrix is asked for."""
 INT8_LANES, FLOAT_LANES = 16, 4
-ROW_BLOCK = 12
-"""Rows of activations that meet a block of the matrix before the next ones do: so many stay in the nearest cache."""
-SMALLEST = 1e-20
-"""In place of a scale of nothing."""
+BLOCK_BYTES = 36 << 10
+"""Of activations that meet a block of the matrix before the next ones do: so many stay in the nearest cache."""
 ROUNDER = 1.5 * 2**23
 """Added to a small float it leaves no room for a fraction, and the rounded number in the lowest bits."""
 
@@ -63,8 +64,8 @@ class Product(Protocol):
     def row_bytes(self) -> int:
         """Of a row of activations that is prepared."""
 
-    def prepare(self, writer: Writer, given: Value, into: Value) -> None:
-        """Makes of a row of float32 what is multiplied."""
+    def prepare(self, writer: Writer, given: Value, own: Value, into: Value) -> None:
+        """Makes of a row of float32 what is multiplied, with memory for another such row, which may be the same."""
 
     def multiply(self, writer: Writer, weight: Value, scales: Value, prepared: Value, count: int) -> list[Value]:
         """Of `count` rows with `OUT_TOGETHER` rows of the matrix: a vector of floats for each."""
@@ -72,12 +73,10 @@ class Product(Protocol):
 
 @dataclass(frozen=True)
 class Int8Product:
-    """Two terms of each row, then its scale."""
+    """Each row turned and in int8, then its scale."""
 
     size: int
-    steps: float
-    fine_steps: float
-    rows: ClassVar[int] = 3  # 24 sums of two terms fit into 32 registers with what they need
+    rows: ClassVar[int] = 6  # 24 sums fit into 32 registers with what they need
     has_scales: ClassVar[bool] = True
 
     @property
@@ -86,39 +85,36 @@ class Int8Product:
 
     @property
     def row_bytes(self) -> int:
-        return 2 * self.size + INT8_LANES
+        return self.size + INT8_LANES
 
-    def prepare(self, writer: Writer, given: Value, into: Value) -> None:
-        top = writer.variable(writer.zeros(F32, INT8_LANES))
-        with writer.loop(0, self.size, INT8_LANES) as at:
-            top.set(top.get().call("llvm.maximum", writer.load(given + at * 4, F32, INT8_LANES).call("llvm.fabs")))
-        scale = top.get().largest().most(SMALLEST) / self.steps
-        writer.store(into + 2 * self.size, scale)
+    def prepare(self, writer: Writer, given: Value, own: Value, into: Value) -> None:
+        block, top = block_size(self.size), writer.variable(writer.zeros(F32, FLOAT_LANES))
+        with writer.loop(0, self.size, block) as start:
+            places = [start * 4 + 4 * number for number in range(0, block, FLOAT_LANES)]
+            for place, turned in zip(places, _turned([writer.load(given + place, F32, FLOAT_LANES) for place in places])):
+                writer.store(own + place, turned)
+                top.set(top.get().call("llvm.maximum", turned.call("llvm.fabs")))
+        scale = top.get().largest().most(SMALLEST) / STEPS
+        writer.store(into + self.size, scale * (1 / math.sqrt(block)))
         share = (writer.number(1.0, F32) / scale).splat(INT8_LANES)
         with writer.loop(0, self.size, INT8_LANES) as at:
-            scaled = writer.load(given + at * 4, F32, INT8_LANES) * share
-            coarse = scaled + ROUNDER
-            fine = (scaled - (coarse - ROUNDER)) * self.fine_steps + ROUNDER
-            for term, place in ((coarse, into), (fine, into + self.size)):
-                writer.store(place + at, term.convert("bitcast", I32).convert("trunc", I8))
+            rounded = writer.load(own + at * 4, F32, INT8_LANES) * share + ROUNDER
+            writer.store(into + at, rounded.convert("bitcast", I32).convert("trunc", I8))
 
     def multiply(self, writer: Writer, weight: Value, scales: Value, prepared: Value, count: int) -> list[Value]:
-        terms = [prepared + number * self.row_bytes + which * self.size for number in range(count) for which in (0, 1)]
-        sums = [[writer.variable(writer.zeros(I32, INT8_LANES // 4)) for _ in range(OUT_TOGETHER)] for _ in terms]
+        rows = [prepared + number * self.row_bytes for number in range(count)]
+        sums = [[writer.variable(writer.zeros(I32, INT8_LANES // 4)) for _ in range(OUT_TOGETHER)] for _ in rows]
         with writer.loop(0, self.size, INT8_LANES) as at:
             writer.prefetch(weight + AHEAD_BYTES + at * OUT_TOGETHER)
             matrix = [writer.load(weight + at + number * self.size, I8, INT8_LANES) for number in range(OUT_TOGETHER)]
-            for term, each in zip(terms, sums):
-                activation = writer.load(term + at, I8, INT8_LANES)
+            for row, each in zip(rows, sums):
+                activation = writer.load(row + at, I8, INT8_LANES)
                 for part, sum_ in zip(matrix, each):
                     sum_.set(writer.dot_into(sum_.get(), part, activation))
         products = []
-        for number in range(count):
-            coarse, fine = (
-                _joined(writer, [sum_.get() for sum_ in each]).convert("sitofp", F32) for each in sums[2 * number : 2 * number + 2]
-            )
-            share = writer.load(prepared + number * self.row_bytes + 2 * self.size, F32).splat(OUT_TOGETHER)
-            products.append((fine * (1 / self.fine_steps) + coarse) * share * writer.load(scales, F32, OUT_TOGETHER))
+        for row, each in zip(rows, sums):
+            total = _joined(writer, [sum_.get() for sum_ in each]).convert("sitofp", F32)
+            products.append(total * writer.load(row + self.size, F32).splat(OUT_TOGETHER) * writer.load(scales, F32, OUT_TOGETHER))
         return products
 
 
@@ -136,7 +132,7 @@ class Bfloat16Product:
     def row_bytes(self) -> int:
         return 4 * self.size
 
-    def prepare(self, writer: Writer, given: Value, into: Value) -> None:
+    def prepare(self, writer: Writer, given: Value, own: Value, into: Value) -> None:
         with writer.loop(0, self.size, INT8_LANES) as at:
             writer.store(into + at * 4, writer.load(given + at * 4, F32, INT8_LANES))
 
@@ -154,11 +150,9 @@ class Bfloat16Product:
         return [_joined(writer, [sum_.get() for sum_ in each]) for each in sums]
 
 
-def multiply_int8(
-    weight: jax.Array, scale: jax.Array, x: jax.Array, num_used: jax.Array | None = None, *, steps: float, fine_steps: float
-) -> jax.Array:
-    """x [row, in], or the first `num_used` [1] of its rows, with int8 [out, in] whose rows have a scale each: float32 [row, out]."""
-    return _call(f"levserve_multiply_int8_{weight.shape[1]}", Int8Product(weight.shape[1], steps, fine_steps), x, num_used, weight, scale)
+def multiply_int8(weight: jax.Array, scale: jax.Array, x: jax.Array, num_used: jax.Array | None = None) -> jax.Array:
+    """As `multiply_turned`: of x [row, in], or the first `num_used` [1] of its rows, float32 [row, out]."""
+    return _call(f"levserve_multiply_int8_{weight.shape[1]}", Int8Product(weight.shape[1]), x, num_used, weight, scale)
 
 
 def multiply_bfloat16(weight: jax.Array, x: jax.Array, num_used: jax.Array | None = None) -> jax.Array:
@@ -182,8 +176,8 @@ def product_kernel(product: Product) -> Kernel:
     def shared_bytes(call: Call) -> Value:
         return num_rows(call) * product.row_bytes
 
-    def prepare_row(call: Call, shared: Value, _: Value, row: Value) -> None:
-        product.prepare(call.writer, call.argument(X) + row * (4 * product.size), shared + row * product.row_bytes)
+    def prepare_row(call: Call, shared: Value, own: Value, row: Value) -> None:
+        product.prepare(call.writer, call.argument(X) + row * (4 * product.size), own, shared + row * product.row_bytes)
 
     def multiply_piece(call: Call, shared: Value, own: Value, piece: Value) -> None:
         num_out = call.argument_size(WEIGHT, 0)
@@ -195,7 +189,7 @@ def product_kernel(product: Product) -> Kernel:
         multiply_block(call.writer, product, [matrix], shared, num_rows(call), block_range(piece, num_out), keep, own)
 
     works = (Work(num_rows, prepare_row), Work(lambda call: num_blocks(call.argument_size(WEIGHT, 0)), multiply_piece))
-    return Kernel(works, shared_bytes=shared_bytes)
+    return Kernel(works, shared_bytes=shared_bytes, own_bytes=lambda call: call.writer.number(4 * product.size))
 
 
 def used_rows(call: Call, argument: int) -> Value:
@@ -203,14 +197,14 @@ def used_rows(call: Call, argument: int) -> Value:
 
 
 def num_blocks(num_out: Value) -> Value:
-    return (num_out + block_size(num_out) - 1) // block_size(num_out)
+    return (num_out + piece_size(num_out) - 1) // piece_size(num_out)
 
 
 def block_range(piece: Value, num_out: Value) -> tuple[Value, Value]:
-    return piece * block_size(num_out), ((piece + 1) * block_size(num_out)).least(num_out)
+    return piece * piece_size(num_out), ((piece + 1) * piece_size(num_out)).least(num_out)
 
 
-def block_size(num_out: Value) -> Value:
+def piece_size(num_out: Value) -> Value:
     """Rows of the matrix in a piece of the work."""
     share = (num_out + (PIECES_EACH * num_threads() - 1)) // (PIECES_EACH * num_threads())
     return (share.least(MOST_ROWS).most(LEAST_ROWS) + (OUT_TOGETHER - 1)) // OUT_TOGETHER * OUT_TOGETHER
@@ -246,8 +240,9 @@ def multiply_block(
     def place(index: int, number: int) -> Value:
         return own + (index * product.rows + number) * (4 * OUT_TOGETHER)
 
-    with writer.loop(0, num_rows, ROW_BLOCK) as start:
-        held = (num_rows - start).least(ROW_BLOCK)
+    block = max(1, BLOCK_BYTES // (product.row_bytes * product.rows)) * product.rows
+    with writer.loop(0, num_rows, block) as start:
+        held = (num_rows - start).least(block)
         rest = held % product.rows
         stop = start + held - rest
         with writer.loop(*outs, OUT_TOGETHER) as out:
@@ -256,6 +251,20 @@ def multiply_block(
             for count in range(1, product.rows):
                 with writer.when(rest.is_(count)):
                     multiply_tile(out, stop, count)
+
+
+def _turned(numbers: list[Value]) -> list[Value]:
+    """A block of `rotation`, but for its scale: sums and differences at every distance."""
+    for distance in (1, 2):
+        numbers = [each.times_plus(each.signs(distance), each.swapped(distance)) for each in numbers]
+    distance = 1
+    while distance < len(numbers):
+        for low in range(len(numbers)):
+            if not low & distance:
+                first, second = numbers[low], numbers[low | distance]
+                numbers[low], numbers[low | distance] = first + second, first - second
+        distance *= 2
+    return numbers
 
 
 def _joined(writer: Writer, sums: list[Value]) -> Value:

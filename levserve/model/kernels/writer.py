@@ -109,6 +109,17 @@ class Value:
         one = builder.insert_element(ir.Constant(kind, ir.Undefined), self.made, ir.Constant(I32, 0))
         return self._with(builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(I32, lanes), [0] * lanes)))
 
+    def swapped(self, distance: int) -> Value:
+        """Each number of a vector in the place of the one at this distance, a power of two."""
+        assert self.lanes is not None
+        places = ir.Constant(ir.VectorType(I32, self.lanes), [lane ^ distance for lane in range(self.lanes)])
+        return self._with(self._writer.builder.shuffle_vector(self.made, self.made, places))
+
+    def signs(self, distance: int) -> Value:
+        """1 where the number at this distance comes later, else -1."""
+        assert self.lanes is not None
+        return self._with(ir.Constant(self.made.type, [-1.0 if lane & distance else 1.0 for lane in range(self.lanes)]))
+
     def convert(self, instruction: str, kind: ir.Type) -> Value:
         """By LLVM's instruction of that name: zext, sext, trunc, bitcast, fpext, sitofp."""
         return self._with(getattr(self._writer.builder, instruction)(self.made, _shaped(kind, self.lanes)))
