@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,8 @@ TOGETHER = 4
 LANES = 16
 KEYS = 4
 """That are multiplied at a time, so that a query which was loaded is used so often, and their sums are added up together."""
+LINE_BYTES = 64
+"""Of the cache."""
 LOWEST, UNSEEN = -1e20, -1e30
 """Where the highest score is looked for from, and so far below it, in place of what is not seen, that its weight is nothing."""
 SMALLEST = 1e-30
@@ -127,6 +130,18 @@ def kernel_for(heads: Heads) -> Kernel:
     return Kernel((Work(count, attend),), own_bytes=lambda call: given(call).own_bytes(heads))
 
 
+class Page(NamedTuple):
+    """Keys or values of one, while it is looked at."""
+
+    tile: Value
+    after: Value
+    """Those of the next page, or of the last."""
+    num_slots: Value
+    """To look at."""
+    token: Value
+    """The first."""
+
+
 def attend_part(writer: Writer, heads: Heads, given: Given, totals: Value, piece: Value) -> None:
     """A few neighbouring queries of one row over one key-value head."""
     size, group, page_size, item = heads.size, heads.group, heads.page_size, heads.numbers.itemsize
@@ -165,35 +180,42 @@ def attend_part(writer: Writer, heads: Heads, given: Given, totals: Value, piece
     begin, end = lowest.get() // page_size * page_size, (highest.get() + (page_size - 1)) // page_size * page_size
     vectors = begin // LANES * LANES, (end + (LANES - 1)) // LANES * LANES, LANES  # whole ones, as the scores' memory is
 
-    @contextmanager
-    def pages(half: int) -> Iterator[tuple[Value, Value, Value]]:
-        """(keys or values of a page, how many of them to look at, the first one's token)"""
-        with writer.loop(begin, end, page_size) as token:
-            number = (writer.index(table, token // page_size) * 2 + half) * heads.kv_heads + head
-            yield given.pool + number * heads.tile_bytes, (highest.get() - token).least(page_size), token
+    def tile_of(half: int, token: Value) -> Value:
+        """The keys or the values of a token's page."""
+        return given.pool + ((writer.index(table, token // page_size) * 2 + half) * heads.kv_heads + head) * heads.tile_bytes
 
-    def score(tile: Value, num_slots: Value, queries: list[Value], into: list[Value]) -> None:
+    @contextmanager
+    def pages(half: int) -> Iterator[Page]:
+        with writer.loop(begin, end, page_size) as token:
+            after = (token + page_size).least(end - page_size)
+            yield Page(tile_of(half, token), tile_of(half, after), (highest.get() - token).least(page_size), token)
+
+    def ask_ahead(page: Page, slot: Value, count: int) -> None:
+        for line in range(0, count * size * item, LINE_BYTES):
+            writer.prefetch(page.after + slot * (size * item) + line)
+
+    def score(page: Page, queries: list[Value], into: list[Value]) -> None:
         """Products of the queries with each key of a page, a few keys at a time; what comes after the last is never seen."""
         num_keys = KEYS if page_size % KEYS == 0 else 1
-        with writer.loop(0, num_slots, num_keys) as slot:
-            sums = [[writer.variable(writer.zeros(F32, KEYS)) for _ in range(num_keys)] for _ in queries]
-            with writer.loop(0, size, 2 * KEYS) as start:
-                for at in (start, start + KEYS):
-                    keys = [floats(tile + (slot + number) * (size * item) + at * item, KEYS) for number in range(num_keys)]
-                    for query, each in zip(queries, sums):
-                        numbers = writer.load(query + at * 4, F32, KEYS)
-                        for key, sum_ in zip(keys, each):
-                            sum_.set(key.times_plus(numbers, sum_.get()))
+        with writer.loop(0, page.num_slots, num_keys) as slot:
+            ask_ahead(page, slot, num_keys)
+            sums = [[writer.zeros(F32, KEYS)] * num_keys for _ in queries]
+            for at in range(0, size, KEYS):
+                keys = [floats(page.tile + (slot + number) * (size * item) + at * item, KEYS) for number in range(num_keys)]
+                for query, each in zip(queries, sums):
+                    numbers = writer.load(query + at * 4, F32, KEYS)
+                    each[:] = [key.times_plus(numbers, sum_) for key, sum_ in zip(keys, each)]
             for each, scores in zip(sums, into):
-                made = [sum_.get() for sum_ in each]
-                writer.store(scores + slot * 4, writer.totals(*made) if num_keys == KEYS else made[0].total())
+                writer.store(scores + slot * 4, writer.totals(*each) if num_keys == KEYS else each[0].total())
 
-    def mix(tile: Value, num_slots: Value, weights: list[Value], into: list[Value]) -> None:
+    def mix(page: Page, weights: list[Value], into: list[Value]) -> None:
         """Adds the values of a page, weighted."""
         for at in range(0, size, LANES):
             sums = [writer.variable(writer.load(place + 4 * at, F32, LANES)) for place in into]
-            with writer.loop(0, num_slots) as slot:
-                value = floats(tile + slot * (size * item) + item * at, LANES)
+            with writer.loop(0, page.num_slots) as slot:
+                if at == 0:
+                    ask_ahead(page, slot, 1)
+                value = floats(page.tile + slot * (size * item) + item * at, LANES)
                 for weight, sum_ in zip(weights, sums):
                     sum_.set(value.times_plus(writer.load(weight + slot * 4, F32).splat(LANES), sum_.get()))
             for place, sum_ in zip(into, sums):
@@ -213,9 +235,9 @@ def attend_part(writer: Writer, heads: Heads, given: Given, totals: Value, piece
     for number in range(1, TOGETHER + 1):
         places = [writer.number(index) for index in range(number)]
         with writer.when(held.is_(number)):
-            with pages(0) as (tile, num_slots, token):
-                into = [scores + stride * index + token * 4 for index in range(number)]
-                score(tile, num_slots, [query_at(index) for index in places], into)
+            with pages(0) as page:
+                into = [scores + stride * index + page.token * 4 for index in range(number)]
+                score(page, [query_at(index) for index in places], into)
     with writer.loop(0, held) as index:
         writer.store(totals + index * 4, soften(writer, scores + stride * index, vectors, seen(index), given.softcap))
         for at in range(0, size, LANES):
@@ -223,9 +245,9 @@ def attend_part(writer: Writer, heads: Heads, given: Given, totals: Value, piece
     for number in range(1, TOGETHER + 1):
         places = [writer.number(index) for index in range(number)]
         with writer.when(held.is_(number)):
-            with pages(1) as (tile, num_slots, token):
-                weights = [scores + stride * index + token * 4 for index in range(number)]
-                mix(tile, num_slots, weights, [mixed_at(index) for index in places])
+            with pages(1) as page:
+                weights = [scores + stride * index + page.token * 4 for index in range(number)]
+                mix(page, weights, [mixed_at(index) for index in places])
     with writer.loop(0, held) as index:
         share = (writer.number(1.0, F32) / writer.load(totals + index * 4, F32)).splat(LANES)
         for at in range(0, size, LANES):
@@ -260,9 +282,9 @@ def exp(x: Value) -> Value:
     power = (x * LOG2_E).most(SMALLEST_POWER)
     whole = power.rounded()
     rest = power - whole
-    sum_ = rest * 0.0 + POWERS[-1]
-    for factor in reversed(POWERS[:-1]):
-        sum_ = sum_ * rest + factor
+    sum_ = rest * POWERS[-1] + POWERS[-2]
+    for factor in reversed(POWERS[:-2]):
+        sum_ = sum_.times_plus(rest, sum_.like(factor))
     return sum_ * ((whole.whole() + 127) << 23).convert("bitcast", F32)
 
 

@@ -41,7 +41,7 @@ ROUNDING, QUIET_NAN = 0x7FFF, 0x7FC0
 
 Do = Callable[[Call, Value, Value, Value], None]
 """As in `Work`."""
-Keep = Callable[[Value, Value, Sequence[Value]], None]
+Keep = Callable[[Value, Value, Value], None]
 """As in `multiply_block`."""
 
 
@@ -104,11 +104,11 @@ def run_layers(
 
 
 def kernel_for(plan: Plan) -> Kernel:
-    """Shared memory: rows that are prepared for a product, then queries, keys and values, what was mixed, and what was activated."""
+    """Shared memory: rows that are prepared for a product, then queries, keys and values, what was mixed, and gate and up."""
     heads, hidden, size, item = plan.heads, plan.hidden, plan.heads.size, plan.heads.numbers.itemsize
     by_hidden, by_mixed, by_activated = map(plan.product, (hidden, plan.mixed, plan.intermediate))
     prepared_bytes = max(product.row_bytes for product in (by_hidden, by_mixed, by_activated))
-    widths = prepared_bytes, 4 * plan.qkv, 4 * plan.mixed, 4 * plan.intermediate
+    widths = prepared_bytes, 4 * plan.qkv, 4 * plan.mixed, 8 * plan.intermediate
 
     def num_tokens(call: Call) -> Value:
         return call.argument_size(X, 0) * call.argument_size(X, 1)
@@ -138,55 +138,50 @@ def kernel_for(plan: Plan) -> Kernel:
 
         return do
 
-    def prepare_row(product: Product, part: int) -> Do:
-        def do(call: Call, shared: Value, _: Value, row: Value) -> None:
-            memory = parts(call, shared)
-            given = memory[part] + row * widths[part]
-            product.prepare(call.writer, given, given, memory[0] + row * product.row_bytes)
+    def prepare_mixed(call: Call, shared: Value, own: Value, row: Value) -> None:
+        memory = parts(call, shared)
+        by_mixed.prepare(call.writer, memory[2] + row * widths[2], own, memory[0] + row * by_mixed.row_bytes)
 
-        return do
+    def activate_row(call: Call, shared: Value, own: Value, row: Value) -> None:
+        writer, memory = call.writer, parts(call, shared)
+        gates = memory[3] + row * widths[3]
+        ups = gates + 4 * plan.intermediate
+        with writer.loop(0, plan.intermediate, LANES) as at:
+            gate, up = (writer.load(each + at * 4, F32, LANES) for each in (gates, ups))
+            writer.store(own + at * 4, gate * up / (exp((gate * -1.0).least(LARGEST_POWER)) + 1.0))
+        by_activated.prepare(writer, own, own, memory[0] + row * by_activated.row_bytes)
 
-    def multiply(product: Product, field: str, num_out: int, keeper: Callable[[Call, Value], Keep], starts: Sequence[int]) -> Work:
-        """Of matrices that begin at these rows of one. What `keeper` looks up, it looks up once for a piece: LLVM could not tell."""
+    def multiply(product: Product, field: str, num_out: int, keeper: Callable[[Call, Value], Keep]) -> Work:
+        """What `keeper` looks up, it looks up once for a piece: LLVM could not tell."""
 
-        def do(call: Call, shared: Value, own: Value, piece: Value) -> None:
-            weight = of_layer(call, field)
-            scales = of_layer(call, f"{field}_scale") if product.has_scales else None
-            matrices = [Matrix(weight + at * product.matrix_bytes, None if scales is None else scales + at * 4) for at in starts]
+        def do(call: Call, shared: Value, _: Value, piece: Value) -> None:
+            matrix = Matrix(of_layer(call, field), of_layer(call, f"{field}_scale") if product.has_scales else None)
             outs = block_range(piece, call.writer.number(num_out))
-            prepared = parts(call, shared)[0]
-            multiply_block(call.writer, product, matrices, prepared, num_rows(call), outs, keeper(call, shared), own)
+            multiply_block(call.writer, product, matrix, parts(call, shared)[0], num_rows(call), outs, keeper(call, shared))
 
         return Work(lambda call: num_blocks(call.writer.number(num_out)), do)
 
-    def keep_qkv(call: Call, shared: Value) -> Keep:
-        writer, qkv = call.writer, parts(call, shared)[1]
-        bias = of_layer(call, "qkv_bias") if "qkv_bias" in plan.fields else None
+    def keep_in(part: int, bias: str | None = None) -> Callable[[Call, Value], Keep]:
+        """A part of the shared memory."""
 
-        def keep(row: Value, out: Value, products: Sequence[Value]) -> None:
-            (sums,) = products
-            if bias is not None:
-                sums = sums + writer.load(bias + out * 4, F32, OUT_TOGETHER)
-            writer.store(qkv + row * widths[1] + out * 4, sums)
+        def keeper(call: Call, shared: Value) -> Keep:
+            writer, into = call.writer, parts(call, shared)[part]
+            added = of_layer(call, bias) if bias in plan.fields else None
 
-        return keep
+            def keep(row: Value, out: Value, products: Value) -> None:
+                sums = products if added is None else products + writer.load(added + out * 4, F32, OUT_TOGETHER)
+                writer.store(into + row * widths[part] + out * 4, sums)
 
-    def keep_activated(call: Call, shared: Value) -> Keep:
-        into = parts(call, shared)[3]
+            return keep
 
-        def keep(row: Value, out: Value, products: Sequence[Value]) -> None:
-            gate, up = products
-            activated = gate / (exp((gate * -1.0).least(LARGEST_POWER)) + 1.0) * up
-            call.writer.store(into + row * widths[3] + out * 4, activated)
-
-        return keep
+        return keeper
 
     def add_to_x(call: Call, _: Value) -> Keep:
         x = call.result(X)
 
-        def keep(row: Value, out: Value, products: Sequence[Value]) -> None:
+        def keep(row: Value, out: Value, products: Value) -> None:
             at = x + row * (4 * hidden) + out * 4
-            call.writer.store(at, call.writer.load(at, F32, OUT_TOGETHER) + products[0])
+            call.writer.store(at, call.writer.load(at, F32, OUT_TOGETHER) + products)
 
         return keep
 
@@ -234,21 +229,22 @@ def kernel_for(plan: Plan) -> Kernel:
 
     works = (
         Work(num_rows, norm_row("input_norm")),
-        multiply(by_hidden, "qkv", plan.qkv, keep_qkv, [0]),
+        multiply(by_hidden, "qkv", plan.qkv, keep_in(1, "qkv_bias")),
         Work(num_rows, place_token),
         Work(num_parts, attend),
-        Work(num_rows, prepare_row(by_mixed, 2)),
-        multiply(by_mixed, "out", hidden, add_to_x, [0]),
+        Work(num_rows, prepare_mixed),
+        multiply(by_mixed, "out", hidden, add_to_x),
         Work(num_rows, norm_row("mlp_norm")),
-        multiply(by_hidden, "gate_up", plan.intermediate, keep_activated, [0, plan.intermediate]),
-        Work(num_rows, prepare_row(by_activated, 3)),
-        multiply(by_activated, "down", hidden, add_to_x, [0]),
+        multiply(by_hidden, "gate_up", 2 * plan.intermediate, keep_in(3)),
+        Work(num_rows, activate_row),
+        multiply(by_activated, "down", hidden, add_to_x),
     )
+    own_bytes = 4 * max(hidden, plan.mixed, plan.intermediate)
     return Kernel(
         works,
         plan.num_layers,
         shared_bytes=lambda call: num_tokens(call) * sum(widths),
-        own_bytes=lambda call: given(call, call.frame).own_bytes(heads).most(4 * hidden),
+        own_bytes=lambda call: given(call, call.frame).own_bytes(heads).most(own_bytes),
     )
 
 

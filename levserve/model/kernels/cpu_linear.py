@@ -10,7 +10,7 @@ Rows of activations that are padding are left out: what is given for them is wha
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -179,14 +179,14 @@ def product_kernel(product: Product) -> Kernel:
     def prepare_row(call: Call, shared: Value, own: Value, row: Value) -> None:
         product.prepare(call.writer, call.argument(X) + row * (4 * product.size), own, shared + row * product.row_bytes)
 
-    def multiply_piece(call: Call, shared: Value, own: Value, piece: Value) -> None:
+    def multiply_piece(call: Call, shared: Value, _: Value, piece: Value) -> None:
         num_out = call.argument_size(WEIGHT, 0)
 
-        def keep(row: Value, out: Value, products: Sequence[Value]) -> None:
-            call.writer.store(call.result(0) + (row * num_out + out) * 4, products[0])
+        def keep(row: Value, out: Value, products: Value) -> None:
+            call.writer.store(call.result(0) + (row * num_out + out) * 4, products)
 
         matrix = Matrix(call.argument(WEIGHT), call.argument(SCALE) if product.has_scales else None)
-        multiply_block(call.writer, product, [matrix], shared, num_rows(call), block_range(piece, num_out), keep, own)
+        multiply_block(call.writer, product, matrix, shared, num_rows(call), block_range(piece, num_out), keep)
 
     works = (Work(num_rows, prepare_row), Work(lambda call: num_blocks(call.argument_size(WEIGHT, 0)), multiply_piece))
     return Kernel(works, shared_bytes=shared_bytes, own_bytes=lambda call: call.writer.number(4 * product.size))
@@ -219,26 +219,15 @@ class Matrix:
 
 
 def multiply_block(
-    writer: Writer, product: Product, matrices: Sequence[Matrix], prepared: Value, num_rows: Value, outs: tuple[Value, Value],
-    keep: Callable[[Value, Value, Sequence[Value]], None], own: Value,
+    writer: Writer, product: Product, matrix: Matrix, prepared: Value, num_rows: Value, outs: tuple[Value, Value],
+    keep: Callable[[Value, Value, Value], None],
 ) -> None:  # fmt: skip
-    """Multiplies all rows with a range of each matrix; `keep` gets a row, the first of a few outs, and their products by matrix."""
+    """Multiplies all rows with a range of the matrix; `keep` gets a row, the first of a few outs, and their products."""
 
     def multiply_tile(out: Value, row: Value, count: int) -> None:
-        *firsts, last = matrices
-        for index, matrix in enumerate(firsts):  # to memory: beside the sums of the next there is no register left for them
-            for number, each in enumerate(multiply(matrix, out, row, count)):
-                writer.store(place(index, number), each)
-        for number, each in enumerate(multiply(last, out, row, count)):
-            before = [writer.load(place(index, number), F32, OUT_TOGETHER) for index in range(len(firsts))]
-            keep(row + number, out, [*before, each])
-
-    def multiply(matrix: Matrix, out: Value, row: Value, count: int) -> list[Value]:
-        scales = matrix.weight if matrix.scales is None else matrix.scales + out * 4
-        return product.multiply(writer, matrix.weight + out * product.matrix_bytes, scales, prepared + row * product.row_bytes, count)
-
-    def place(index: int, number: int) -> Value:
-        return own + (index * product.rows + number) * (4 * OUT_TOGETHER)
+        weight, scales = matrix.weight + out * product.matrix_bytes, matrix.weight if matrix.scales is None else matrix.scales + out * 4
+        for number, each in enumerate(product.multiply(writer, weight, scales, prepared + row * product.row_bytes, count)):
+            keep(row + number, out, each)
 
     block = max(1, BLOCK_BYTES // (product.row_bytes * product.rows)) * product.rows
     with writer.loop(0, num_rows, block) as start:

@@ -109,6 +109,10 @@ class Value:
         one = builder.insert_element(ir.Constant(kind, ir.Undefined), self.made, ir.Constant(I32, 0))
         return self._with(builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(I32, lanes), [0] * lanes)))
 
+    def like(self, number: float) -> Value:
+        """A number, or a vector of it, of this type."""
+        return self._with(self._like(number))
+
     def swapped(self, distance: int) -> Value:
         """Each number of a vector in the place of the one at this distance, a power of two."""
         assert self.lanes is not None
