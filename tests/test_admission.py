@@ -139,6 +139,8 @@ class TestPace:
             pace.note_decoding(0.02)
         assert pace.max_prefill(0.001) == pytest.approx(40, abs=1)
         assert pace.max_prefill(0.00001) == pytest.approx(4000, abs=1)
+        assert pace.max_prefill(0.001, num_beginning=10) == pytest.approx(60, abs=1), "of what a step will take with them"
+        assert pace.max_prefill(0.001, num_beginning=500) == pytest.approx(100, abs=1)
         for seconds, tokens in ((0.04, 60), (0.04, 70)):
             pace.note_decoding(seconds)  # there are more rows now
             assert pace.max_prefill(0.001) == pytest.approx(tokens, abs=1)

@@ -75,7 +75,8 @@ class Lane:
         elif before.plan.is_verify or self._speculates():
             self._read(before)
             before = None
-        plan = self.scheduler.plan(self._pace.max_prefill(self.runner.prefill_token_seconds))
+        max_prefill = self._pace.max_prefill(self.runner.prefill_token_seconds, self.scheduler.num_beginning)
+        plan = self.scheduler.plan(max_prefill)
         self._note_plan(plan)
         self._flight = None if plan.is_empty else self.runner.dispatch(plan)
         if before is not None:

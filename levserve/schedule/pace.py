@@ -17,7 +17,8 @@ WEIGHT_OF_AN_END = 0.05
 WEIGHT_OF_A_ROUND = 0.5
 """In the expected time of a round's decoding: it follows the number of rows in a few rounds."""
 PREFILL_SHARE = 2.0
-"""Times what decoding takes, at most, goes to prompts in a round that does both: no gap is much longer than three times another."""
+"""Times what decoding takes once those prompts are streams too, at most, goes to prompts in a round that does both: no gap is
+much longer than three times another."""
 
 
 class Backlog(NamedTuple):
@@ -74,11 +75,14 @@ class Pace:
         before = seconds if self._decoding_seconds is None else self._decoding_seconds
         self._decoding_seconds = max(before + WEIGHT_OF_A_ROUND * (seconds - before), 0.0)
 
-    def max_prefill(self, token_seconds: float) -> int:
-        """Tokens of prompts, which take so long each, that a round may compute beside running streams."""
+    def max_prefill(self, token_seconds: float, num_beginning: int = 0) -> int:
+        """Tokens of prompts, which take so long each, that a round may compute beside running streams.
+
+        So many requests will be streams soon: each adds to a step about what a token of a prompt takes.
+        """
         seconds = self._patience_seconds
         if self._decoding_seconds is not None:
-            seconds = min(seconds, PREFILL_SHARE * self._decoding_seconds)
+            seconds = min(seconds, PREFILL_SHARE * (self._decoding_seconds + num_beginning * token_seconds))
         return int(min(seconds / max(token_seconds, 1e-9), MOST_TOKENS))
 
     def note_end(self, num_generated: int, max_tokens: int) -> None:
