@@ -18,7 +18,7 @@ import numpy.typing as npt
 from jax import lax
 
 from levserve.model.sampler import BANNED, MAX_EDITS, Mode, Rules
-from levserve.schedule.request import GenerationRequest
+from levserve.schedule.request import GenerationRequest, Sampling
 from levserve.schedule.sequence import Chunk, Row, Sequence
 
 SLOT, POSITION, COUNT, SCORED = 0, 1, 2, 3
@@ -59,7 +59,7 @@ class SlotTable:
         self.num_slots = num_slots
         self.table_width = table_width
         self._rules = np.zeros((num_slots + 1, NUM_COLUMNS - RULES), np.int32)  # the last one is padding's
-        self._rules[num_slots] = _pack_rules(GenerationRequest("", (), 0))
+        self._rules[num_slots] = _pack_rules(GenerationRequest("", (), 0, Sampling(temperature=0.0)))  # or all would be drawn for it
         self._pages = np.zeros((num_slots + 1, table_width), np.int32)
         self._num_pages = [0] * num_slots
         self._modes = [Mode.GREEDY] * num_slots
@@ -101,6 +101,27 @@ class SlotTable:
             known = chunk.sequence.tokens[chunk.start : chunk.start + chunk.count + 1]
             tokens[row, : len(known)] = known
         return np.concatenate([self._pack(entries, rows), tokens], axis=1)
+
+    def pack_mixed(self, rows: Seq[Row], chunks: Seq[Chunk], size: int) -> Ints:
+        """[size, columns + table width + 1] for a decode round with prompts in it: rows, then each token of the chunks as if it were one.
+
+        First come the rows and the last token of each prompt, in order, which are sampled after; the others name no slot. The
+        last column is the token, or -1 for the newest of the slot.
+        """
+        entries = [(row.slot, (row.slot, row.position, 1, 0), row.sequence) for row in rows]
+        fed = [-1] * len(rows)
+        for is_sampled in (True, False):
+            for chunk in chunks:
+                end = chunk.start + chunk.count
+                middle = end - 1 if chunk.is_last else end
+                slot, places = (chunk.slot, range(middle, end)) if is_sampled else (self.num_slots, range(chunk.start, middle))
+                entries += [(chunk.slot, (slot, position, 1, 0), chunk.sequence) for position in places]
+                fed += chunk.sequence.tokens[places.start : places.stop]
+        packed = np.full((size, NUM_COLUMNS + self.table_width + 1), -1, np.int32)
+        packed[:, :-1] = self._pack(entries, size)
+        packed[: len(fed), -1] = fed
+        packed[packed[:, SLOT] == self.num_slots, RULES:NUM_COLUMNS] = self._rules[self.num_slots]
+        return packed
 
     def _pack(self, entries: Seq[tuple[int, tuple[int, int, int, int], Sequence]], size: int) -> Ints:
         seats = np.full(size, self.num_slots)

@@ -75,10 +75,10 @@ class Lane:
         elif before.plan.is_verify or self._speculates():
             self._read(before)
             before = None
-        max_prefill = self._pace.max_prefill(self.runner.prefill_token_seconds, self.scheduler.num_beginning)
+        max_prefill = self._pace.max_prefill(self.runner.prefill_token_seconds, self.scheduler.num_streams)
         plan = self.scheduler.plan(max_prefill)
         self._note_plan(plan)
-        self._flight = None if plan.is_empty else self.runner.dispatch(plan)
+        self._flight = None if plan.is_empty else self.runner.dispatch(plan, may_mix=self._pace.knows_decoding)
         if before is not None:
             self._read(before)
 
@@ -121,10 +121,10 @@ class Lane:
         self._round_began = now
         self._metrics.round_time.observe(seconds)
         self._pace.note_round(flight.plan.num_prefill, sum(len(sampled.tokens) for sampled in rows), seconds)
-        if rows:
+        if rows and not flight.is_mixed:
             was_early = chunks_read - started > EARLY_SECONDS
             prefill_seconds = flight.plan.num_prefill * self.runner.prefill_token_seconds
-            self._pace.note_decoding(now - chunks_read if was_early else seconds - prefill_seconds)
+            self._pace.note_decoding(len(rows), now - chunks_read if was_early else seconds - prefill_seconds)
         self._note_drafts(flight.plan, rows, seconds)
         self._deliver(self.scheduler.commit_rows(flight.plan, rows))
 

@@ -30,6 +30,7 @@ from levserve.engine.rounds import (
     decode_round,
     fill_pages,
     fork_slot,
+    mixed_round,
     prefill_chunk,
     quiet_prefill_chunk,
     set_memory,
@@ -61,13 +62,15 @@ RoundCall = Callable[[Arrays, State, object], tuple[State, Any]]
 class Shape(NamedTuple):
     """What one program is compiled for: a prefill chunk of `size` tokens, or `size` rows decoded in `mode`, or verified.
 
-    Prefill that is quiet tells the next token and nothing else, and draws it plainly.
+    Prefill that is quiet tells the next token and nothing else, and draws it plainly. Decoding that is mixed takes tokens of
+    prompts as well.
     """
 
     size: int
     mode: Mode | None = None
     is_verify: bool = False
     is_quiet: bool = False
+    is_mixed: bool = False
 
     @property
     def is_prefill(self) -> bool:
@@ -77,7 +80,8 @@ class Shape(NamedTuple):
         if self.is_verify:
             return f"drafts of {self.size} rows"
         quiet = "quiet " if self.is_quiet else ""
-        return f"{quiet}prefill of {self.size} tokens" if self.mode is None else f"{self.mode} decode of {self.size} rows"
+        mixed = " and prefill" if self.is_mixed else ""
+        return f"{quiet}prefill of {self.size} tokens" if self.mode is None else f"{self.mode} decode of {self.size} rows{mixed}"
 
 
 class Programs:
@@ -107,6 +111,8 @@ class Programs:
     def all_shapes(self) -> list[Shape]:
         modes = MODES if self._sizes.has_all_modes else (Mode.FULL,)
         decode = [Shape(size, mode) for mode in modes for size in self._sizes.row_sizes]
+        if self._sizes.mixed_tokens:
+            decode = [shape._replace(is_mixed=shape.size == self._sizes.row_sizes[-1]) for shape in decode]
         verify = [Shape(size, Mode.FULL, is_verify=True) for size in self._sizes.verify_sizes]
         quiet = [Shape(size, is_quiet=True) for size in self._sizes.chunk_sizes] if self._sizes.has_all_modes else []
         return list(dict.fromkeys([*self.first_shapes, *quiet, *decode, *verify, *map(Shape, self._sizes.chunk_sizes)]))
@@ -184,6 +190,11 @@ class Programs:
         ready = sorted(shapes, key=lambda shape: (shape.size, shape.mode != mode))
         return next((shape for shape in ready if shape.size >= num_rows), ready[-1])
 
+    def mixed(self, num_rows: int, num_tokens: int, mode: Mode) -> Shape | None:
+        """A ready program for rows of which so many are sampled and so many tokens of prompts, if there is one."""
+        shapes = (shape for shape in self._ready.copy() if shape.is_mixed and shape.mode in MODES[MODES.index(mode) :])
+        return next((shape for shape in shapes if num_rows <= shape.size and num_tokens <= self._sizes.mixed_tokens), None)
+
     def verify(self, num_rows: int) -> Shape:
         """The smallest ready program for the drafts of so many rows, of which there are at most `max_verified`."""
         return min(shape for shape in self._ready.copy() if shape.is_verify and shape.size >= num_rows)
@@ -222,6 +233,9 @@ class Programs:
         elif shape.is_verify:
             function = functools.partial(verify_round, skeleton=self._skeleton)
             packed = jax.ShapeDtypeStruct((shape.size, width + self._sizes.num_draft), jnp.int32)
+        elif shape.is_mixed:
+            function = functools.partial(mixed_round, skeleton=self._skeleton, num_sampled=shape.size, mode=shape.mode)
+            packed = jax.ShapeDtypeStruct((shape.size + self._sizes.mixed_tokens, width + 1), jnp.int32)
         else:
             function = functools.partial(decode_round, skeleton=self._skeleton, num_steps=self._sizes.round_steps, mode=shape.mode)
             packed = jax.ShapeDtypeStruct((shape.size, width), jnp.int32)

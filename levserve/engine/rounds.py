@@ -1,4 +1,4 @@
-"""The programs that run on the device: a prefill chunk, a decode round, drafts verified, memory set, a prompt forked, pages filled.
+"""The programs that run on the device: a prefill chunk, a decode round, both at once, drafts verified, memory set, and so on.
 
 Pure functions over flat tuples of arrays, compiled ahead by `programs.py`; an Equinox or Haliax object through the hot
 call would cost a millisecond and more. State is donated and comes back, so the KV pool is written in place.
@@ -165,6 +165,29 @@ def decode_round(
     tokens, pools, history, outputs = carry
     last_tokens = state.last_tokens.at[given.slots].set(tokens, mode="drop")
     return State(pools, last_tokens, state.memory._replace(history=history)), outputs
+
+
+def mixed_round(
+    leaves: Arrays, state: State, packed: jax.Array, *, skeleton: Skeleton, num_sampled: int, mode: Mode
+) -> tuple[State, tuple[jax.Array, jax.Array]]:
+    """One decode step and tokens of prompts at once, so that the weights are read once; donates `state`.
+
+    Gives int32 [1, row, outputs] of the first `num_sampled` rows, and the same once more without the step.
+    """
+    model = skeleton.model(leaves)
+    given, fed = unpack(packed, skeleton.table_width), packed[:, -1]
+    tokens = jnp.where(fed < 0, state.last_tokens.at[given.slots].get(mode="clip"), fed)
+    positions = jnp.where(given.counts > 0, given.positions, -1)
+    hidden, pools = model(tokens[:, None], state.pools, given.table, positions[:, None])
+    sampled = jax.tree.map(lambda array: array[:num_sampled], given)
+    following = jnp.where(sampled.slots < state.last_tokens.shape[0], positions[:num_sampled] + 1, 0)
+    drawn = _sample(model, hidden.array[:num_sampled, 0], sampled, following, state.memory, mode)
+    memory = state.memory
+    if mode is Mode.FULL:
+        memory = memory._replace(history=_remember(memory, sampled.slots, following, drawn.tokens))
+    last_tokens = state.last_tokens.at[sampled.slots].set(drawn.tokens, mode="drop")
+    outputs = _outputs(drawn)
+    return State(pools, last_tokens, memory), (outputs[None], outputs)
 
 
 def verify_round(leaves: Arrays, state: State, packed: jax.Array, *, skeleton: Skeleton) -> tuple[State, jax.Array]:

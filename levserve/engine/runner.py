@@ -12,6 +12,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass
+from itertools import count
 from typing import NamedTuple
 
 import jax
@@ -55,6 +56,8 @@ class Flight:
     plan: RoundPlan
     chunks: list[list[Piece]]
     rows: list[tuple[Seq[Row], jax.Array]]
+    is_mixed: bool = False
+    """Whether all of it was one program, so that nobody can tell what of its time was whose."""
 
 
 class Runner:
@@ -106,12 +109,15 @@ class Runner:
         if shape is not None:
             self._warm(shape)
 
-    def dispatch(self, plan: RoundPlan) -> Flight:
-        """Starts a planned round behind whatever the device is doing."""
+    def dispatch(self, plan: RoundPlan, *, may_mix: bool = False) -> Flight:
+        """Starts a planned round behind whatever the device is doing; prompts beside the rows in one program, if that may be."""
         if plan.tainted:
             self.fill_pages(plan.tainted, 0.0)
         for sequence in plan.admitted:
             self._seat(sequence)
+        mixed = self._mixed_shape(plan) if may_mix else None
+        if mixed is not None:
+            return self._dispatch_mixed(plan, mixed)
         chunks = self._dispatch_chunks(plan.chunks)
         for fork in plan.forks:
             self._dispatch_fork(fork)
@@ -191,6 +197,25 @@ class Runner:
             done.extend(Piece(piece, output, row) for row, piece in enumerate(group))
         return [[done.popleft() for _ in pieces] for pieces in cut]
 
+    def _mixed_shape(self, plan: RoundPlan) -> Shape | None:
+        """The program that does all of a plan at once, if there is one: it knows no forks, no drafts and no scores of prompts."""
+        if not plan.chunks or not plan.rows or plan.forks or plan.is_verify:
+            return None
+        if any(chunk.scored or chunk.sequence.request.wants_hidden for chunk in plan.chunks):
+            return None
+        ending = [chunk for chunk in plan.chunks if chunk.is_last]
+        mode = max({self._slots.mode_of(plan.rows), *(mode_for(chunk.sequence.request) for chunk in ending)}, key=tuple(Mode).index)
+        return self.programs.mixed(len(plan.rows) + len(ending), plan.num_prefill, mode)
+
+    def _dispatch_mixed(self, plan: RoundPlan, shape: Shape) -> Flight:
+        packed = self._slots.pack_mixed(plan.rows, plan.chunks, shape.size + self._sizes.mixed_tokens)
+        self._state, (of_rows, of_all) = self.programs[shape](self._leaves, self._state, packed)
+        of_rows.copy_to_host_async()
+        of_all.copy_to_host_async()
+        output, places = ChunkOutput(of_all), count(len(plan.rows))
+        chunks = [[Piece(chunk, output, next(places) if chunk.is_last else 0)] for chunk in plan.chunks]
+        return Flight(plan, chunks, [(plan.rows, of_rows)], is_mixed=True)
+
     def _dispatch_fork(self, fork: Fork) -> None:
         assert self._fork_slot is not None
         token = fork.sequence.tokens[-1]
@@ -198,14 +223,16 @@ class Runner:
 
     def _dispatch_rows(self, rows: Seq[Row], is_verify: bool) -> jax.Array:
         shape = self.programs.verify(len(rows)) if is_verify else self.programs.decode(len(rows), self._slots.mode_of(rows))
-        outputs: jax.Array
-        self._state, outputs = self.programs[shape](self._leaves, self._state, self._pack_rows(rows, shape))
+        self._state, arrays = self.programs[shape](self._leaves, self._state, self._pack_rows(rows, shape))
+        outputs: jax.Array = arrays[0] if shape.is_mixed else arrays
         outputs.copy_to_host_async()
         return outputs
 
     def _pack_rows(self, rows: Seq[Row], shape: Shape) -> Ints:
         if shape.is_verify:
             return self._slots.pack_drafts(rows, shape.size, self._sizes.num_draft)
+        if shape.is_mixed:
+            return self._slots.pack_mixed(rows, (), shape.size + self._sizes.mixed_tokens)
         return self._slots.pack_rows(rows, shape.size)
 
     def _warm(self, shape: Shape, num_tokens: int = 0) -> None:

@@ -81,6 +81,11 @@ class Sizes:
         return (1, num_tokens) if self.piece_tokens is None else (num_tokens // self.piece_tokens, self.piece_tokens)
 
     @property
+    def mixed_tokens(self) -> int:
+        """Of prompts, that the widest decode program computes beside its rows; there only where what is not filled costs nothing."""
+        return self.chunk_sizes[-1] if self.skips_padding and self.round_steps == 1 else 0
+
+    @property
     def chunk_costs(self) -> tuple[int, ...]:
         """What a prompt's chunk may count as, ascending: its program, or what it has of that where only that matters."""
         if self.skips_padding:

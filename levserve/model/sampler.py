@@ -83,10 +83,33 @@ def sample(logits: jax.Array, positions: jax.Array, rules: Rules, memory: Memory
     if mode is Mode.PLAIN:
         return Drawn(_mark_poisoned(_choose(logits, positions, rules), logits))
     assert memory is not None
+    # A GPU has other programs for who asks for less; a CPU has this one alone, in which each step would copy all logits.
+    drawn: Drawn = lax.platform_dependent(logits, positions, rules, memory, cpu=_sample_as_asked, default=_sample_fully)
+    return drawn._replace(tokens=_mark_poisoned(drawn.tokens, logits))
+
+
+def _sample_as_asked(logits: jax.Array, positions: jax.Array, rules: Rules, memory: Memory) -> Drawn:
+    def sample_plainly(logits: jax.Array, positions: jax.Array, rules: Rules, _: Memory) -> Drawn:
+        tokens = _choose(logits, positions, rules)
+        return Drawn(tokens, *_no_logprobs(logits, tokens))
+
+    is_asked = _is_penalised(rules) | _is_truncated(rules) | (rules.num_edits > 0) | (rules.wants_logprobs != 0)
+    drawn: Drawn = lax.cond(is_asked.any(), _sample_fully, sample_plainly, logits, positions, rules, memory)
+    return drawn
+
+
+def _sample_fully(logits: jax.Array, positions: jax.Array, rules: Rules, memory: Memory) -> Drawn:
     edited = _edit(_penalise(logits, positions, rules, memory), positions, rules, memory)
     tokens = _choose(_truncate(edited, rules), positions, rules)
-    logprobs = lax.cond((rules.wants_logprobs != 0).any(), logprobs_of, _no_logprobs, logits, tokens)
-    return Drawn(_mark_poisoned(tokens, logits), *logprobs)
+    return Drawn(tokens, *lax.cond((rules.wants_logprobs != 0).any(), logprobs_of, _no_logprobs, logits, tokens))
+
+
+def _is_penalised(rules: Rules) -> jax.Array:
+    return (rules.presence != 0) | (rules.frequency != 0) | (rules.repetition != 1)
+
+
+def _is_truncated(rules: Rules) -> jax.Array:
+    return (rules.top_k > 0) | (rules.top_p < 1) | (rules.min_p > 0)
 
 
 def _mark_poisoned(tokens: jax.Array, logits: jax.Array) -> jax.Array:
@@ -178,8 +201,7 @@ def _penalise(logits: jax.Array, positions: jax.Array, rules: Rules, memory: Mem
         logits -= rules.frequency[:, None] * generated.astype(jnp.float32)
         return logits - rules.presence[:, None] * (generated > 0).astype(jnp.float32)
 
-    is_any = (rules.presence != 0) | (rules.frequency != 0) | (rules.repetition != 1)
-    return lax.cond(is_any.any(), apply, lambda logits: logits, logits)
+    return lax.cond(_is_penalised(rules).any(), apply, lambda logits: logits, logits)
 
 
 def _edit(logits: jax.Array, positions: jax.Array, rules: Rules, memory: Memory) -> jax.Array:
@@ -202,8 +224,7 @@ def _truncate(logits: jax.Array, rules: Rules) -> jax.Array:
         floor = jnp.maximum(floor, candidates[:, 0] + jnp.log(rules.min_p))
         return jnp.where(scaled >= floor[:, None], logits, BANNED)
 
-    is_any = (rules.top_k > 0) | (rules.top_p < 1) | (rules.min_p > 0)
-    return lax.cond(is_any.any(), apply, lambda logits: logits, logits)
+    return lax.cond(_is_truncated(rules).any(), apply, lambda logits: logits, logits)
 
 
 def _top_k_floor(scaled: jax.Array, candidates: jax.Array, top_k: jax.Array) -> jax.Array:

@@ -57,6 +57,7 @@ class Pace:
         self._used_share = 1.0
         self._patience_seconds = patience_seconds
         self._decoding_seconds: float | None = None
+        self._decoded_rows = 0
 
     def note_round(self, num_prefill: int, num_decode: int, seconds: float) -> None:
         """A round that did both is shared between them as their costs so far would have it."""
@@ -70,19 +71,25 @@ class Pace:
         if num_decode:
             self.decode.note(num_decode, seconds - prefill_seconds)
 
-    def note_decoding(self, seconds: float) -> None:
+    def note_decoding(self, num_rows: int, seconds: float) -> None:
         """What the decoding of a round took."""
         before = seconds if self._decoding_seconds is None else self._decoding_seconds
         self._decoding_seconds = max(before + WEIGHT_OF_A_ROUND * (seconds - before), 0.0)
+        self._decoded_rows = num_rows
 
-    def max_prefill(self, token_seconds: float, num_beginning: int = 0) -> int:
+    @property
+    def knows_decoding(self) -> bool:
+        return self._decoding_seconds is not None
+
+    def max_prefill(self, token_seconds: float, num_streams: int) -> int:
         """Tokens of prompts, which take so long each, that a round may compute beside running streams.
 
-        So many requests will be streams soon: each adds to a step about what a token of a prompt takes.
+        There are to be so many streams soon; each changes a step by about what a token of a prompt takes.
         """
         seconds = self._patience_seconds
         if self._decoding_seconds is not None:
-            seconds = min(seconds, PREFILL_SHARE * (self._decoding_seconds + num_beginning * token_seconds))
+            decoding = self._decoding_seconds + (num_streams - self._decoded_rows) * token_seconds
+            seconds = min(seconds, PREFILL_SHARE * max(decoding, 0.0))
         return int(min(seconds / max(token_seconds, 1e-9), MOST_TOKENS))
 
     def note_end(self, num_generated: int, max_tokens: int) -> None:

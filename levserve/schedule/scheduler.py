@@ -88,10 +88,9 @@ class Scheduler:
         return self.speculation is not None and self.speculation.pays(sum(sequence.is_primed for sequence in self._running.values()))
 
     @property
-    def num_beginning(self) -> int:
-        """Requests that are to be streams before any other ends."""
-        num_primed = sum(sequence.is_primed for sequence in self._running.values())
-        return min(len(self._running) + len(self._waiting), self.budget.num_slots) - num_primed
+    def num_streams(self) -> int:
+        """Once those who wait run too, as far as there are slots."""
+        return min(len(self._running) + len(self._waiting), self.budget.num_slots)
 
     def backlog(self) -> Backlog:
         """What is still to do if everyone takes all the tokens they may; looks at every sequence."""
