@@ -381,7 +381,7 @@ def run_mixed_load(running: Running) -> None:
 
 def test_a_failing_round_ends_every_stream() -> None:
     with running_engine(GOLDEN / "llama", "--prefill-chunk", "16") as running:
-        def explode(plan: object) -> None:
+        def explode(plan: object, *, may_mix: bool) -> None:
             raise RuntimeError("the device is gone")
 
         running.loaded.runner.dispatch = explode  # type: ignore[method-assign,assignment]

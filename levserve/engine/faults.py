@@ -93,7 +93,7 @@ def _break_rounds(faults: list[Fault]) -> None:
     dispatch = Runner.dispatch
     numbers = itertools.count(1)
 
-    def dispatch_with_faults(runner: Runner, plan: RoundPlan) -> Flight:
+    def dispatch_with_faults(runner: Runner, plan: RoundPlan, *, may_mix: bool = False) -> Flight:
         number = next(numbers)
         for fault in [fault for fault in faults if fault.at <= number and (plan.rows or fault.kind != "nan")]:
             faults.remove(fault)
@@ -104,6 +104,6 @@ def _break_rounds(faults: list[Fault]) -> None:
                     time.sleep(fault.seconds)
                 case "nan":
                     runner.fill_pages(plan.rows[0].sequence.pages[:1], float("nan"))
-        return dispatch(runner, plan)
+        return dispatch(runner, plan, may_mix=may_mix)
 
     setattr(Runner, "dispatch", dispatch_with_faults)
