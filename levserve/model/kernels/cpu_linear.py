@@ -121,7 +121,7 @@ class Int8Product:
 @dataclass(frozen=True)
 class Bfloat16Product:
     size: int
-    rows: ClassVar[int] = 4  # 16 sums
+    rows: ClassVar[int] = 6  # 24 sums
     has_scales: ClassVar[bool] = False
 
     @property
