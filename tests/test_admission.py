@@ -132,25 +132,25 @@ class TestPace:
         assert pace.prefill.token_seconds == pytest.approx(0.004, rel=0.01)
         assert pace.seconds_for(Backlog(1_000, 80)) == pytest.approx(4 + 1, rel=0.01)
 
-    def test_prompts_get_twice_the_time_of_the_decoding_beside_them_and_no_more_than_streams_will_wait(self) -> None:
+    def test_prompts_get_half_as_much_again_as_the_decoding_beside_them_and_no_more_than_streams_will_wait(self) -> None:
         pace = Pace(0.01, patience_seconds=0.1)
         assert pace.max_prefill(0.001, 4) == pytest.approx(100, abs=1) and not pace.knows_decoding
         for _ in range(20):
             pace.note_decoding(4, 0.02)
-        assert pace.max_prefill(0.001, 4) == pytest.approx(40, abs=1) and pace.knows_decoding
-        assert pace.max_prefill(0.00001, 4) == pytest.approx(4000, abs=1)
-        for seconds, tokens in ((0.04, 60), (0.04, 70)):
+        assert pace.max_prefill(0.001, 4) == pytest.approx(30, abs=1) and pace.knows_decoding
+        assert pace.max_prefill(0.00001, 4) == pytest.approx(3000, abs=1)
+        for seconds, tokens in ((0.04, 45), (0.04, 52)):
             pace.note_decoding(4, seconds)  # contexts are longer now
             assert pace.max_prefill(0.001, 4) == pytest.approx(tokens, abs=1)
         for _ in range(20):
             pace.note_decoding(4, 0.5)
         assert pace.max_prefill(0.001, 4) == pytest.approx(100, abs=1)
 
-    def test_prompts_get_the_time_of_a_step_with_all_who_will_be_streams(self) -> None:
+    def test_prompts_get_a_share_of_a_step_with_all_who_will_be_streams(self) -> None:
         pace = Pace(0.01, patience_seconds=0.1)
         pace.note_decoding(4, 0.02)
-        assert pace.max_prefill(0.001, 14) == pytest.approx(60, abs=1)
-        assert pace.max_prefill(0.001, 2) == pytest.approx(36, abs=1), "others have ended"
+        assert pace.max_prefill(0.001, 14) == pytest.approx(45, abs=1)
+        assert pace.max_prefill(0.001, 2) == pytest.approx(27, abs=1), "others have ended"
         assert pace.max_prefill(0.001, 500) == pytest.approx(100, abs=1)
         pace.note_decoding(4, -5.0)  # of what was counted as decoding, prompts took more than all
         assert pace.max_prefill(0.001, 4) == 0

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from levserve.engine import startup
+from levserve.engine import runner, startup
 from levserve.engine.runner import Flight, Runner
 from levserve.schedule.request import GenerationRequest
 from levserve.schedule.sequence import RoundPlan
@@ -25,9 +25,9 @@ class Mixed:
         self.plans: list[RoundPlan] = []
         dispatch = Runner._dispatch_mixed
 
-        def note(runner: Runner, plan: RoundPlan, *given: Any) -> Flight:
+        def note(self_: Runner, plan: RoundPlan, *given: Any) -> Flight:
             self.plans.append(plan)
-            return dispatch(runner, plan, *given)
+            return dispatch(self_, plan, *given)
 
         monkeypatch.setattr(Runner, "_dispatch_mixed", note)
 
@@ -85,6 +85,17 @@ def test_a_prompt_beside_a_stream_is_answered_as_it_is_alone(running: Running, m
         assert len(mine.logprobs) == len(theirs.logprobs)
         for one, other in zip(mine.logprobs, theirs.logprobs):
             assert one.logprob == pytest.approx(other.logprob, abs=1e-3)
+
+
+def test_of_a_long_prompt_the_first_part_is_mixed(running: Running, mixed: Mixed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "MIXED_CONTEXT", 16)
+    tokens = prompt(50, 80)
+    (together,) = beside_a_stream(running, ask(tokens, 4))
+    starts = [chunk.start for plan in mixed.plans for chunk in plan.chunks]
+    assert starts and max(starts) < 16
+    running.wait_idle()
+    running.loaded.scheduler.forget_prefixes()
+    assert together.tokens == running.run(ask(tokens, 4))[0].tokens
 
 
 def test_the_stream_beside_it_goes_on_as_if_nobody_had_come(running: Running, mixed: Mixed) -> None:

@@ -16,9 +16,9 @@ GUESS_SECONDS = 0.1
 WEIGHT_OF_AN_END = 0.05
 WEIGHT_OF_A_ROUND = 0.5
 """In the expected time of a round's decoding: it follows the number of rows in a few rounds."""
-PREFILL_SHARE = 2.0
-"""Times what decoding takes once those prompts are streams too, at most, goes to prompts in a round that does both: no gap is
-much longer than three times another."""
+PREFILL_SHARE = 1.5
+"""Times what decoding takes once those prompts are streams too, at most, goes to prompts in a round that does both: gaps between
+tokens stay below three times those of rounds without a prompt."""
 
 
 class Backlog(NamedTuple):
