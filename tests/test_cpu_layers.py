@@ -20,7 +20,7 @@ from tests.conftest import GOLDEN
 
 pytestmark = pytest.mark.tiny
 
-PLAIN = ("llama", "mistral", "phi3", "qwen2", "qwen3")
+PLAIN = ("llama", "llama3-rope", "mistral", "phi3", "qwen2", "qwen3")
 BFLOAT16, FLOAT32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 PAGE_SIZE, WIDTH = 4, 6
 
@@ -78,6 +78,7 @@ def check(model: Decoder, kept: jnp.dtype, monkeypatch: pytest.MonkeyPatch) -> N
         *((family, "int8", BFLOAT16) for family in PLAIN),
         ("qwen3", "none", BFLOAT16),
         ("qwen2", "none", FLOAT32),
+        ("mistral", "int8", FLOAT32),
     ],
 )
 def test_all_layers_in_one_call_give_what_they_give_one_by_one(
