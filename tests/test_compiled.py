@@ -54,8 +54,11 @@ def runner_of(kind: str) -> Runner:
     return Runner(Decoder.from_arrays(config, arrays), sizes, storage, Metrics())
 
 
-@pytest.mark.parametrize("shape", [Shape(24), Shape(4, Mode.GREEDY), Shape(2, Mode.FULL), Shape(2, Mode.FULL, is_verify=True)], ids=str)
-@pytest.mark.parametrize("kind", SERVED)
+SHAPES = (Shape(24), Shape(4, Mode.GREEDY), Shape(2, Mode.FULL), Shape(2, Mode.FULL, is_verify=True))
+MIXED = Shape(4, Mode.FULL, is_mixed=True)
+
+
+@pytest.mark.parametrize(("kind", "shape"), [*((kind, shape) for kind in SERVED for shape in SHAPES), ("int8", MIXED)], ids=str)
 def test_no_weight_is_converted_and_no_pool_copied(kind: str, shape: Shape) -> None:
     runner = runner_of(kind)
     pool_shape = runner._state.pools[0].shape
