@@ -30,7 +30,8 @@ from levserve.model import cache  # noqa: E402
 from levserve.model.attention import Kernel, choose_kernel  # noqa: E402
 from levserve.model.config import ModelConfig, parameter_shapes  # noqa: E402
 from levserve.model.decoder import Decoder  # noqa: E402
-from levserve.model.quantize import NARROW, choose_widened, is_quantized  # noqa: E402
+from levserve.model.packing import OFFSET, is_packable  # noqa: E402
+from levserve.model.quantize import NARROW, Narrowing, choose_narrowing, is_quantized  # noqa: E402
 from levserve.model.sampler import Mode  # noqa: E402
 from levserve.schedule.request import GenerationRequest, Sampling  # noqa: E402
 from levserve.schedule.sequence import Chunk, RoundPlan, Row, Sequence  # noqa: E402
@@ -73,8 +74,9 @@ def main() -> None:
 
 def build(config: ModelConfig, dtype: jnp.dtype, platform: str, options: argparse.Namespace) -> tuple[Runner, Sizes]:
     narrow = NARROW.get(options.quantize)
-    arrays = random_arrays(config, dtype, narrow)
-    kernel = Kernel(options.kernel) if options.kernel else choose_kernel(platform, config, cpu_features())[0]
+    kernel = Kernel(options.kernel) if options.kernel else choose_kernel(platform, config, cpu_features(), narrow)[0]
+    narrowing = choose_narrowing(narrow, platform, dtype, kernel)
+    arrays = random_arrays(config, dtype, narrowing)
     storage = cache.storage_dtype(cache.kv_dtype(options.kv_dtype, dtype), platform)
     chunk_sizes = {size * (options.prompts if kernel is Kernel.TRITON else 1) for size in options.chunks}
     longest = max([options.context + options.steps, *options.chunks])
@@ -92,24 +94,26 @@ def build(config: ModelConfig, dtype: jnp.dtype, platform: str, options: argpars
         round_steps=options.steps,
         piece_tokens=PIECE_TOKENS if kernel is Kernel.TRITON else None,
     )
-    model = Decoder.from_arrays(config, arrays, kernel=kernel, widened=choose_widened(narrow, platform, dtype))
+    model = Decoder.from_arrays(config, arrays, kernel=kernel, narrowing=narrowing)
     return Runner(model, sizes, storage, Metrics()), sizes
 
 
-def random_arrays(config: ModelConfig, dtype: jnp.dtype, narrow: jnp.dtype | None) -> dict[str, jax.Array]:
+def random_arrays(config: ModelConfig, dtype: jnp.dtype, narrowing: Narrowing | None) -> dict[str, jax.Array]:
     """What a checkpoint would be loaded as, made on the device in the type it is kept in."""
     shapes = parameter_shapes(config)
-    if narrow is not None and config.tied_head:
+    if narrowing is not None and config.tied_head:
         shapes["head"] = shapes["embed"]
     arrays = {}
     for number, (name, shape) in enumerate(shapes.items()):
         key = jax.random.key(number)
         if len(shape) == 1:
             arrays[name] = jnp.ones(shape, jnp.float32)
-        elif narrow is None or not is_quantized(name):
+        elif narrowing is None or not is_quantized(name):
             arrays[name] = random_matrix(key, shape, dtype, 0.02)
         else:
-            arrays[name] = random_matrix(key, shape, narrow, NARROW_SPREAD)
+            is_packed = narrowing.is_packed and is_packable(*shape)
+            arrays[name] = random_matrix(key, shape, narrowing.kept, NARROW_SPREAD)
+            arrays[name] = arrays[name].view(jnp.uint8) ^ OFFSET if is_packed else arrays[name]
             arrays[f"{name}_scale"] = jnp.full(shape[0], 0.02 / NARROW_SPREAD, jnp.float32)
     return arrays
 

@@ -33,7 +33,7 @@ from levserve.model import cache  # noqa: E402
 from levserve.model.attention import choose_kernel  # noqa: E402
 from levserve.model.config import ModelConfig  # noqa: E402
 from levserve.model.decoder import CHUNK, ROW, Decoder  # noqa: E402
-from levserve.model.quantize import NARROW, choose_widened  # noqa: E402
+from levserve.model.quantize import NARROW, choose_narrowing  # noqa: E402
 from levserve.options import parse_settings  # noqa: E402
 from levserve.text.tokenizer import load_tokenizer  # noqa: E402
 from levserve.weights.load import load_arrays, read_config  # noqa: E402
@@ -102,10 +102,10 @@ def score(path: Path, config: ModelConfig, tokens: list[int], number_format: For
     platform, dtype, narrow = jax.default_backend(), jnp.dtype(number_format.dtype), NARROW.get(number_format.quantize)
     began = time.monotonic()
     jax.config.update("jax_default_matmul_precision", "highest" if dtype == jnp.float32 else None)  # as the server does
-    widened = choose_widened(narrow, platform, dtype)
-    arrays = load_arrays(path, config, dtype, report=lambda _: None, narrow=narrow, widened=widened)
-    kernel, _ = choose_kernel(platform, config, cpu_features())
-    model = Decoder.from_arrays(config, arrays, kernel=kernel, widened=widened)
+    kernel, _ = choose_kernel(platform, config, cpu_features(), narrow)
+    narrowing = choose_narrowing(narrow, platform, dtype, kernel)
+    arrays = load_arrays(path, config, dtype, report=lambda _: None, narrowing=narrowing)
+    model = Decoder.from_arrays(config, arrays, kernel=kernel, narrowing=narrowing)
     num_pages = -(-len(tokens) // PAGE_SIZE)
     pools = cache.make_pool(config, num_pages, PAGE_SIZE, cache.storage_dtype(cache.kv_dtype(number_format.kv_dtype, dtype), platform))
     table = jnp.arange(num_pages, dtype=jnp.int32)[None]

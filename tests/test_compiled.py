@@ -17,7 +17,7 @@ from levserve.engine.sizing import Sizes, process_memory
 from levserve.metrics import Metrics
 from levserve.model import cache
 from levserve.model.decoder import Decoder
-from levserve.model.quantize import NARROW
+from levserve.model.quantize import NARROW, choose_narrowing
 from levserve.model.sampler import Mode
 from levserve.weights.load import load_arrays, read_config
 from tests.conftest import GOLDEN, QUICK_COMPILE
@@ -43,7 +43,7 @@ def runner_of(kind: str) -> Runner:
     """The golden model's first layer, as a server on a CPU would hold it."""
     folder, dtype = GOLDEN / "llama", jnp.dtype(SERVED[kind])
     config = read_config(folder)
-    arrays = load_arrays(folder, config, dtype, report=lambda _: None, narrow=NARROW.get(kind))
+    arrays = load_arrays(folder, config, dtype, report=lambda _: None, narrowing=choose_narrowing(NARROW.get(kind), "cpu", dtype))
     arrays = {name: array for name, array in arrays.items() if not name.startswith("layers.") or name.startswith("layers.0.")}
     config = replace(config, num_layers=1)
     storage = cache.storage_dtype(cache.kv_dtype(POOLS[kind][0], dtype), "cpu")

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from levserve.engine.kernel_folder import KernelFolder
 from levserve.model.attention import Kernel, attend
 from levserve.model.kernels import cpu_attention, cpu_linear, handler
+from levserve.model.kernels.cpu_products import Int8Product
 from levserve.model.kernels.writer import F32, Program
 from levserve.model.quantize import STEPS, multiply_turned
 from levserve.model.rotation import turn
@@ -33,7 +34,7 @@ def matrix(out: int, size: int, seed: int = 0) -> tuple[jax.Array, jax.Array]:
 
 @jax.jit
 def multiply(weight: jax.Array, scale: jax.Array, x: jax.Array) -> jax.Array:
-    return cpu_linear.multiply_int8(weight, scale, x)
+    return cpu_linear.multiply(weight, scale, x)
 
 
 by_xla = jax.jit(multiply_turned)
@@ -58,7 +59,7 @@ def test_a_product_with_bfloat16_is_that_of_its_numbers(shape: tuple[int, int], 
     rng = np.random.default_rng(seed)
     weight = jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
     x = rng.standard_normal((rows, shape[1])).astype(np.float32)
-    got = jax.jit(cpu_linear.multiply_bfloat16)(weight, jnp.asarray(x))
+    got = jax.jit(lambda x: cpu_linear.multiply(weight, None, x))(jnp.asarray(x))
     np.testing.assert_allclose(got, x @ np.asarray(weight, np.float32).T, atol=2e-5)
 
 
@@ -91,7 +92,7 @@ def test_rows_that_are_not_used_are_not_looked_at(num_used: int) -> None:
     wanted = np.asarray(multiply(weight, scale, jnp.asarray(x)))[:num_used]
     x[num_used:] = math.nan
     used = jnp.asarray([num_used], jnp.int32)
-    got = jax.jit(lambda x: cpu_linear.multiply_int8(weight, scale, x, used))(jnp.asarray(x))
+    got = jax.jit(lambda x: cpu_linear.multiply(weight, scale, x, used))(jnp.asarray(x))
     np.testing.assert_array_equal(np.asarray(got)[:num_used], wanted)
     assert num_used >= len(x) or not np.isnan(got[num_used:]).all(), "they were multiplied"
 
@@ -149,7 +150,7 @@ def test_who_cannot_keep_a_program_does_without(tmp_path: Path) -> None:
 def test_many_threads_may_call_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """As programs of several models do; and more helpers than XLA has threads are no harm."""
     monkeypatch.setenv("NPROC", "9")
-    kernel = cpu_linear.product_kernel(cpu_linear.Int8Product(48))
+    kernel = cpu_linear.product_kernel(Int8Product(48))
     handler.register("crowded", kernel)
     weight, scale = matrix(640, 48)
     x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 48)), jnp.float32)

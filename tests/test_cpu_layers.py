@@ -14,13 +14,15 @@ import pytest
 from levserve.model import cache
 from levserve.model.attention import Kernel
 from levserve.model.decoder import Decoder
-from levserve.model.quantize import NARROW
+from levserve.model.quantize import NARROW, choose_narrowing
 from levserve.weights.load import load_arrays, read_config
 from tests.conftest import GOLDEN
 
 pytestmark = pytest.mark.tiny
 
 PLAIN = ("llama", "llama3-rope", "mistral", "phi3", "qwen2", "qwen3")
+KERNELS = {"int8": Kernel.LLVM_DOT, "packed": Kernel.LLVM_VNNI, "none": Kernel.LLVM_DOT}
+"""What matrices become, and which kernel takes them."""
 BFLOAT16, FLOAT32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 PAGE_SIZE, WIDTH = 4, 6
 
@@ -28,12 +30,13 @@ PAGE_SIZE, WIDTH = 4, 6
 @functools.cache
 def arrays_of(family: str, kind: str) -> tuple[Any, dict[str, jax.Array]]:
     config = read_config(GOLDEN / family)
-    return config, load_arrays(GOLDEN / family, config, BFLOAT16, report=lambda _: None, narrow=NARROW.get(kind))
+    narrowing = choose_narrowing(NARROW.get("int8" if kind == "packed" else kind), "cpu", BFLOAT16, KERNELS[kind])
+    return config, load_arrays(GOLDEN / family, config, BFLOAT16, report=lambda _: None, narrowing=narrowing)
 
 
 def model_of(family: str, kind: str, **changes: Any) -> Decoder:
     config, arrays = arrays_of(family, kind)
-    return Decoder.from_arrays(dataclasses.replace(config, **changes), arrays, kernel=Kernel.LLVM_DOT)
+    return Decoder.from_arrays(dataclasses.replace(config, **changes), arrays, kernel=KERNELS[kind])
 
 
 class Ran(NamedTuple):
@@ -76,6 +79,7 @@ def check(model: Decoder, kept: jnp.dtype, monkeypatch: pytest.MonkeyPatch) -> N
     ("family", "kind", "kept"),
     [
         *((family, "int8", BFLOAT16) for family in PLAIN),
+        *((family, "packed", BFLOAT16) for family in ("llama", "qwen3")),
         ("qwen3", "none", BFLOAT16),
         ("qwen2", "none", FLOAT32),
         ("mistral", "int8", FLOAT32),

@@ -18,7 +18,7 @@ from levserve.model.attention import Kernel
 from levserve.model.config import LongScaling, Rope, parameter_shapes
 from levserve.model.decoder import CHUNK, ROW, Decoder, Experts
 from levserve.model.kernels import paged_attention
-from levserve.model.quantize import NARROW, choose_widened
+from levserve.model.quantize import NARROW, choose_narrowing
 from levserve.model.rotary import angles_at, rotate
 from levserve.weights.load import load_arrays, read_config
 from tests.conftest import GOLDEN
@@ -128,13 +128,11 @@ def test_no_number_format_of_the_matrices_takes_anything_from_the_gpu_kernels(ki
     """Products that come rounded are handed on as they came, and scaled ones as they are."""
     folder, dtype = GOLDEN / "llama", jnp.dtype(jnp.bfloat16)
     config = read_config(folder)
-    narrow = NARROW.get(kind)
-    widened = choose_widened(narrow, "gpu", dtype)
-    arrays = load_arrays(folder, config, dtype, report=lambda _: None, narrow=narrow, widened=widened)
+    narrowing = choose_narrowing(NARROW.get(kind), "gpu", dtype)
+    arrays = load_arrays(folder, config, dtype, report=lambda _: None, narrowing=narrowing)
     arrays = {name: cache.from_bits(array) for name, array in arrays.items()}
     plain, kernels = (
-        Decoder.from_arrays(config, arrays, kernel=kernel, widened=widened)
-        for kernel in (Kernel.XLA, Kernel.TRITON)
+        Decoder.from_arrays(config, arrays, kernel=kernel, narrowing=narrowing) for kernel in (Kernel.XLA, Kernel.TRITON)
     )
     tokens = max((case["prompt"] for case in load("llama")[1]), key=len)[:6]
     difference = np.abs(run_prompt_then_tokens(kernels, tokens, 2) - run_prompt_then_tokens(plain, tokens, 2))

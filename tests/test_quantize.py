@@ -16,7 +16,7 @@ from haliax import Axis
 from levserve.engine.startup import check_fp8, choose_narrow
 from levserve.errors import ConfigError, StartupError
 from levserve.model.decoder import Decoder
-from levserve.model.quantize import NARROW, QuantizedLinear, choose_widened, quantize_arrays
+from levserve.model.quantize import NARROW, QuantizedLinear, choose_narrowing, quantize_arrays
 from levserve.model.rotation import turn
 from levserve.options import parse_settings
 from levserve.weights.load import load_arrays, read_config
@@ -32,10 +32,11 @@ BFLOAT16, FLOAT32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 
 
 def quantized(matrix: np.ndarray, name: str = "int8", platform: str = "cpu", dtype: jnp.dtype = FLOAT32) -> QuantizedLinear:
-    widened = choose_widened(NARROW[name], platform, dtype)
-    named = dict(quantize_arrays(LLAMA, [("layers.0.out", matrix)], dtype, NARROW[name], widened))
+    narrowing = choose_narrowing(NARROW[name], platform, dtype)
+    assert narrowing is not None
+    named = dict(quantize_arrays(LLAMA, [("layers.0.out", matrix)], dtype, narrowing))
     weight, scale = jnp.asarray(named["layers.0.out"]), jnp.asarray(named["layers.0.out_scale"])
-    return QuantizedLinear(hax.named(weight, (Out, In)), scale=hax.named(scale, Out), widened=widened)
+    return QuantizedLinear(hax.named(weight, (Out, In)), scale=hax.named(scale, Out), widened=narrowing.widened)
 
 
 def kept_by(linear: QuantizedLinear) -> np.ndarray:
@@ -120,10 +121,10 @@ def test_an_int8_model_is_served_close_to_its_reference() -> None:
 def test_a_model_loaded_for_a_gpu_scores_close_to_its_reference(name: str, least: float, most: float) -> None:
     """Measured: 0.046 and 0.20, of a random model, where bfloat16 moves log-probabilities by 0.02."""
     config = read_config(GOLDEN / "qwen3")
-    widened = choose_widened(NARROW[name], "gpu", BFLOAT16)
-    arrays = load_arrays(GOLDEN / "qwen3", config, BFLOAT16, report=lambda _: None, narrow=NARROW[name], widened=widened)
+    narrowing = choose_narrowing(NARROW[name], "gpu", BFLOAT16)
+    arrays = load_arrays(GOLDEN / "qwen3", config, BFLOAT16, report=lambda _: None, narrowing=narrowing)
     assert arrays["layers.0.qkv"].dtype == arrays["head"].dtype == NARROW[name] and arrays["embed"].dtype == jnp.bfloat16
-    model = Decoder.from_arrays(config, arrays, widened=widened)
+    model = Decoder.from_arrays(config, arrays, narrowing=narrowing)
     differences: list[float] = []
     for case in json.loads((GOLDEN / "qwen3" / "golden.json").read_text())["cases"]:
         tokens, start = case["prompt"] + case["greedy"], len(case["prompt"])
@@ -136,7 +137,7 @@ def test_a_model_loaded_for_a_gpu_scores_close_to_its_reference(name: str, least
 def test_what_cannot_be_quantized_is_refused_by_name(name: str) -> None:
     config = read_config(GOLDEN / "mixtral")
     with pytest.raises(StartupError, match="--quantize does not take a mixture of experts"):
-        load_arrays(GOLDEN / "mixtral", config, BFLOAT16, report=print, narrow=NARROW[name])
+        load_arrays(GOLDEN / "mixtral", config, BFLOAT16, report=print, narrowing=choose_narrowing(NARROW[name], "cpu", BFLOAT16))
 
 
 @pytest.mark.parametrize(

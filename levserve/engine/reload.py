@@ -29,6 +29,7 @@ from levserve.engine.sizing import free_memory
 from levserve.errors import Conflict, StartupError
 from levserve.model.config import ModelConfig, parameter_shapes
 from levserve.model.decoder import Decoder
+from levserve.model.quantize import Narrowing
 from levserve.weights.load import read_arrays, read_config
 from levserve.weights.source import ModelFiles, check_source, find_source
 
@@ -43,8 +44,7 @@ class Origin:
     files: ModelFiles
     config: ModelConfig
     dtype: jnp.dtype
-    narrow: jnp.dtype | None = None
-    widened: jnp.dtype | None = None
+    narrowing: Narrowing | None = None
 
 
 class Reloader:
@@ -99,7 +99,7 @@ class Reloader:
             self._check_config(files, config)
             check_memory(config, self._origin.dtype, free_memory())
             origin = self._origin
-            arrays = read_arrays(files.path, config, origin.dtype, report=self._report, narrow=origin.narrow, widened=origin.widened)
+            arrays = read_arrays(files.path, config, origin.dtype, report=self._report, narrowing=origin.narrowing)
             leaves = host_leaves(config, arrays)
         except BaseException:
             self._let_go(files)

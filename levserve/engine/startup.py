@@ -180,7 +180,7 @@ def load(
     from levserve.model import cache
     from levserve.model.attention import Kernel, choose_kernel
     from levserve.model.decoder import Decoder
-    from levserve.model.quantize import choose_widened
+    from levserve.model.quantize import choose_narrowing
     from levserve.weights.load import load_arrays, read_config
 
     device = _find_device(settings.device)
@@ -192,8 +192,8 @@ def load(
     dtype = jnp.dtype(jnp.float32 if settings.dtype == "float32" else jnp.bfloat16)
     check_fp8(settings, device)
     narrow = choose_narrow(settings, device.platform, files.path, config)
-    widened = choose_widened(narrow, device.platform, dtype)
-    kernel, reason = choose_kernel(device.platform, config, cpu_features())
+    kernel, reason = choose_kernel(device.platform, config, cpu_features(), narrow)
+    narrowing = choose_narrowing(narrow, device.platform, dtype, kernel)
     kept = cache.kv_dtype(settings.kv_dtype, dtype)
     storage = cache.storage_dtype(kept, device.platform)
     page_bytes = cache.page_bytes(config, settings.page_size, storage)
@@ -204,13 +204,13 @@ def load(
         needed = parameter_bytes(config, narrow or dtype) + kv_bytes
         allowed = make_room(needed, lambda: _free_bytes(device))
     with _explained("the weights", _free_bytes(device), "serve a smaller model"):
-        arrays = load_arrays(files.path, config, dtype, report=report, narrow=narrow, widened=widened)
+        arrays = load_arrays(files.path, config, dtype, report=report, narrowing=narrowing)
 
-    log.info("%smatrices    %s%s", who, narrow or dtype, f", multiplied in {widened or narrow}" if narrow else "")
+    log.info("%smatrices    %s", who, narrowing or dtype)
     log.info("%sattention   %s: %s; keys and values in %s", who, kernel, reason, kept)
     weight_bytes = sum(array.nbytes for array in arrays.values())
     free = _free_bytes(device) if allowed is None else min(_free_bytes(device), allowed - weight_bytes)
-    skips_padding = Decoder.from_arrays(config, arrays, kernel=kernel, widened=widened).skips_padding(kept)
+    skips_padding = Decoder.from_arrays(config, arrays, kernel=kernel, narrowing=narrowing).skips_padding(kept)
     if skips_padding:
         log.info("%slayers      one kernel for all of them, which leaves out padding", who)
     sizes = plan_sizes(
@@ -223,7 +223,7 @@ def load(
     )
     for line in sizes.describe():
         log.info("%s%s", who, line)
-    model = Decoder.from_arrays(config.stretched_for(sizes.max_seq_len), arrays, kernel=kernel, widened=widened)
+    model = Decoder.from_arrays(config.stretched_for(sizes.max_seq_len), arrays, kernel=kernel, narrowing=narrowing)
     del arrays
     kv_bytes = sizes.num_pages * sizes.page_bytes
     with _explained(f"{human(kv_bytes)} for {sizes.num_pages} KV pages", free, "lower --kv-memory, --kv-pages or --max-running"):
@@ -245,7 +245,7 @@ def load(
     scores = _score_probe(scheduler, runner, served)
     log.info("%sprobe       mean log-probability %.3f over %d tokens of a fixed text", who, mean(scores), len(scores))
     pace = Pace(runner.prefill_token_seconds, settings.inter_token_goal_ms / 1000)
-    return Loaded(served, scheduler, runner, sizes, Origin(settings, files, config, dtype, narrow, widened), pace)
+    return Loaded(served, scheduler, runner, sizes, Origin(settings, files, config, dtype, narrowing), pace)
 
 
 def choose_narrow(settings: Settings, platform: str, path: Path, config: ModelConfig) -> jnp.dtype | None:

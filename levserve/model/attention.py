@@ -35,23 +35,28 @@ class Kernel(StrEnum):
     """Written for the CPU at hand."""
     LLVM_DOT = "llvm-dot"
     """The same on an ARM CPU that sums products of int8 in one instruction: there products with matrices are written too."""
+    LLVM_VNNI = "llvm-vnni"
+    """The same on an x86 CPU that sums products of int8 in one instruction, for which matrices are packed."""
     LLVM_AMX = "llvm-amx"
     """The same for few queries on a CPU with matrix units, which multiply bfloat16 many times as fast as float32: many take XLA."""
     TRITON = "triton"
     """A Pallas kernel for NVIDIA GPUs."""
 
 
-CPU_FEATURES = {"amx_bf16": Kernel.LLVM_AMX, "asimddp": Kernel.LLVM_DOT}
+CPU_FEATURES = {"amx_bf16": Kernel.LLVM_AMX, "asimddp": Kernel.LLVM_DOT, "avx512_vnni": Kernel.LLVM_VNNI}
 """What Linux calls what decides between the CPU's."""
 
 
-def choose_kernel(platform: str, config: ModelConfig, cpu_features: str = "") -> tuple[Kernel, str]:
+def choose_kernel(
+    platform: str, config: ModelConfig, cpu_features: str = "", narrow: jnp.dtype | None = None
+) -> tuple[Kernel, str]:
     """The best kernel that can serve the model on this platform, and why, in words for the log."""
     if platform == "cpu":
         from levserve.model.kernels import cpu_attention  # and LLVM with it, which others do without
 
         reason = cpu_attention.refuse_unservable(config.head_dim)
-        kernel = next((kernel for feature, kernel in CPU_FEATURES.items() if feature in cpu_features.split()), Kernel.LLVM)
+        has = [kernel for feature, kernel in CPU_FEATURES.items() if feature in cpu_features.split()]
+        kernel = Kernel.LLVM_VNNI if narrow == jnp.int8 and Kernel.LLVM_VNNI in has else next(iter(has), Kernel.LLVM)
         return (Kernel.XLA, f"the CPU kernel does not take {reason}") if reason is not None else (kernel, "written for this CPU")
     if platform != "gpu":
         return Kernel.XLA, f"the {platform} has no kernel of its own"
@@ -82,7 +87,7 @@ def attend(
     if kernel is Kernel.TRITON:
         return paged_attention.paged_attention(q, pool, table, positions, window=window, softcap=softcap)
     has_few = q.shape[1] * q.shape[3] <= FEW_QUERIES
-    if kernel in (Kernel.LLVM, Kernel.LLVM_DOT) or (kernel is Kernel.LLVM_AMX and has_few):
+    if kernel in (Kernel.LLVM, Kernel.LLVM_DOT, Kernel.LLVM_VNNI) or (kernel is Kernel.LLVM_AMX and has_few):
         from levserve.model.kernels import cpu_attention
 
         return cpu_attention.paged_attention(q, pool, table, positions, window=window, softcap=softcap)

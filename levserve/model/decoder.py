@@ -21,7 +21,7 @@ from levserve.model.cache import Place
 from levserve.model.config import Activation, ModelConfig, parameter_shapes
 from levserve.model.kernels.decode_attention import HeadNorms, decode_attention
 from levserve.model.linear import Linear
-from levserve.model.quantize import QuantizedLinear
+from levserve.model.quantize import Narrowing, QuantizedLinear
 from levserve.model.rotary import Angles, angles_at, rotate
 
 ROW, CHUNK = "row", "chunk"
@@ -200,7 +200,8 @@ class Layer(eqx.Module):
         is_known = config.is_gated and config.activation is Activation.SILU
         is_known = is_known and not config.attention_softcap and not config.qk_norm_spans_heads
         has_bias = any(linear.bias is not None for name, linear in linears.items() if name != "qkv")
-        is_multiplied = all(linear.is_servable and linear.weight.dtype in (jnp.int8, jnp.bfloat16) for linear in linears.values())
+        known = (jnp.int8, jnp.uint8, jnp.bfloat16)
+        is_multiplied = all(linear.is_servable and linear.weight.dtype in known for linear in linears.values())
         return is_known and not has_bias and is_multiplied
 
     @property
@@ -253,12 +254,13 @@ class Decoder(eqx.Module):
 
     @staticmethod
     def from_arrays(
-        config: ModelConfig, arrays: Mapping[str, jax.Array], *, kernel: Kernel = Kernel.XLA, widened: jnp.dtype | None = None
+        config: ModelConfig, arrays: Mapping[str, jax.Array], *, kernel: Kernel = Kernel.XLA, narrowing: Narrowing | None = None
     ) -> Decoder:
         """Arranges the arrays that `parameter_shapes` names, or those that `quantize_arrays` made of them."""
         assert arrays.keys() == parameter_shapes(config).keys() or any(name.endswith("_scale") for name in arrays)
 
-        has_kernel = kernel is Kernel.LLVM_DOT
+        has_kernel = kernel in (Kernel.LLVM_DOT, Kernel.LLVM_VNNI)
+        widened = None if narrowing is None else narrowing.widened
 
         def optional(name: str, *axes: Axis) -> NamedArray | None:
             return hax.named(arrays[name], axes) if name in arrays else None
@@ -270,7 +272,8 @@ class Decoder(eqx.Module):
             rounds = kernel is Kernel.TRITON and Out in (config.QKV, config.GateUp)
             if scale is None:
                 return Linear(weight, bias, rounds, has_kernel)
-            return QuantizedLinear(weight, bias, rounds, has_kernel, scale, widened)
+            is_packed = weight.dtype == jnp.uint8
+            return QuantizedLinear(weight, bias, rounds, is_packed or kernel is Kernel.LLVM_DOT, scale, widened)
 
         def norm(name: str, *over: Axis) -> Norm | None:
             if name not in arrays:
@@ -368,7 +371,7 @@ class Decoder(eqx.Module):
             eps=config.norm_eps,
             scale=config.score_scale,
             fields=tuple(arrays[0]),
-            is_int8="qkv_scale" in arrays[0],
+            matrices=arrays[0]["qkv"].dtype,
         )
         windows = [config.window(index) or 0 for index in range(config.num_layers)]
         ordered = x.rearrange((ROW, CHUNK, "embed"))

@@ -35,9 +35,9 @@ class Linear(eqx.Module):
     def _multiply(self, x: NamedArray, num_used: jax.Array | None) -> NamedArray:
         In = self.weight.axes[-1]
         if self.is_servable and self.weight.dtype == jnp.bfloat16:
-            from levserve.model.kernels.cpu_linear import multiply_bfloat16
+            from levserve.model.kernels.cpu_linear import multiply
 
-            return self._multiply_rows(x, lambda rows: multiply_bfloat16(self.weight.array, rows, num_used))
+            return self._multiply_rows(x, lambda rows: multiply(self.weight.array, None, rows, num_used))
         product = hax.dot(x.astype(self.weight.dtype), self.weight, axis=In, preferred_element_type=self.product_dtype)
         return product.astype(jnp.float32)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import equinox as eqx
 import jax
@@ -19,8 +20,10 @@ from haliax import NamedArray
 from numpy.typing import NDArray
 
 from levserve.model.cache import FP8, LARGEST_FP8
+from levserve.model.attention import Kernel
 from levserve.model.config import ModelConfig
 from levserve.model.linear import Linear
+from levserve.model.packing import is_packable, pack
 from levserve.model.rotation import turn
 
 STEPS = 127.0
@@ -34,12 +37,34 @@ NARROW = {"int8": jnp.dtype(jnp.int8), "fp8": FP8}
 QUANTIZED = ("qkv", "out", "gate_up", "down", "head")
 
 
+@dataclass(frozen=True)
+class Narrowing:
+    """How matrices are kept in eight bits, and multiplied."""
+
+    kept: jnp.dtype
+    widened: jnp.dtype | None
+    """The type that they are multiplied in; None for the CPU's whole numbers, which only int8 has, and which are turned."""
+    is_packed: bool = False
+    """Those that can be are in the order of `packing`."""
+
+    def __str__(self) -> str:
+        return f"{self.kept}, multiplied in {self.widened or self.kept}"
+
+
+def choose_narrowing(kept: jnp.dtype | None, platform: str, dtype: jnp.dtype, kernel: Kernel = Kernel.XLA) -> Narrowing | None:
+    """The best for this platform, where other matrices are in `dtype`."""
+    if kept is None:
+        return None
+    is_whole = kept == np.int8 and platform == "cpu"
+    return Narrowing(kept, None if is_whole else dtype, is_packed=is_whole and kernel is Kernel.LLVM_VNNI)
+
+
 class QuantizedLinear(Linear):
     """The same matrix [out, in], as small numbers and a scale for each row."""
 
     scale: NamedArray | None = None
     widened: jnp.dtype | None = eqx.field(static=True, default=None)
-    """The type that they are multiplied in; None for the CPU's whole numbers, which only int8 has, and which are turned."""
+    """As in `Narrowing`."""
 
     @property
     def product_dtype(self) -> jnp.dtype:
@@ -51,15 +76,10 @@ class QuantizedLinear(Linear):
             return Linear(self.weight.astype(self.widened), rounds=self.rounds)(x) * self.scale
         factors = self.weight.array, self.scale.array
         if self.is_servable:
-            from levserve.model.kernels.cpu_linear import multiply_int8
+            from levserve.model.kernels.cpu_linear import multiply
 
-            return self._multiply_rows(x, lambda rows: multiply_int8(*factors, rows, num_used))
+            return self._multiply_rows(x, lambda rows: multiply(*factors, rows, num_used))
         return self._multiply_rows(x, lambda rows: multiply_turned(*factors, rows))
-
-
-def choose_widened(narrow: jnp.dtype | None, platform: str, dtype: jnp.dtype) -> jnp.dtype | None:
-    """The type in which this platform multiplies matrices in `narrow`, where others are in `dtype`."""
-    return None if narrow == np.int8 and platform == "cpu" else dtype
 
 
 def multiply_turned(weight: jax.Array, scale: jax.Array, x: jax.Array) -> jax.Array:
@@ -73,19 +93,19 @@ def multiply_turned(weight: jax.Array, scale: jax.Array, x: jax.Array) -> jax.Ar
 
 
 def quantize_arrays(
-    config: ModelConfig, arrays: Iterable[tuple[str, NDArray[np.generic]]], dtype: jnp.dtype, narrow: jnp.dtype,
-    widened: jnp.dtype | None, num_threads: int = 2,
-) -> Iterator[tuple[str, NDArray[np.generic]]]:  # fmt: skip
-    """Float32 arrays of a model as they come: matrices in `narrow` and with their scales, embeddings in `dtype`, the rest as it was.
+    config: ModelConfig, arrays: Iterable[tuple[str, NDArray[np.generic]]], dtype: jnp.dtype, narrowing: Narrowing, num_threads: int = 2
+) -> Iterator[tuple[str, NDArray[np.generic]]]:
+    """Float32 arrays of a model as they come: matrices in eight bits and with their scales, embeddings in `dtype`, the rest as it was.
 
-    Matrices that are not `widened` are turned.
     A head that shares the embedding's matrix becomes one of its own.
     """
     with ThreadPoolExecutor(num_threads, thread_name_prefix="levserve-quantize") as pool:
         for name, array in arrays:
             is_head = name == "embed" and config.tied_head
             if is_quantized(name) or is_head:
-                weight, scale = _quantize_rows(array, narrow, pool, is_turned=widened is None)
+                weight, scale = _quantize_rows(array, narrowing.kept, pool, is_turned=narrowing.widened is None)
+                if narrowing.is_packed and is_packable(*weight.shape):
+                    weight = pack(weight)
                 target = "head" if is_head else name
                 yield target, weight
                 yield f"{target}_scale", scale

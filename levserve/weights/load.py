@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from levserve.errors import StartupError
 from levserve.model import cache
 from levserve.model.config import ModelConfig, parameter_shapes
-from levserve.model.quantize import quantize_arrays
+from levserve.model.quantize import Narrowing, quantize_arrays
 from levserve.weights import gguf, hf, levanter
 from levserve.weights.gguf_config import read_gguf_config
 from levserve.weights.hf_config import read_hf_config
@@ -63,33 +63,30 @@ def is_quantized_file(path: Path) -> bool:
 
 
 def load_arrays(
-    path: Path, config: ModelConfig, dtype: jnp.dtype, *, report: Callable[[str], None],
-    narrow: jnp.dtype | None = None, widened: jnp.dtype | None = None,
-) -> dict[str, jax.Array]:  # fmt: skip
-    """Every array of `parameter_shapes`, on the device: matrices in `dtype` or quantized to `narrow`, norms and biases in float32.
+    path: Path, config: ModelConfig, dtype: jnp.dtype, *, report: Callable[[str], None], narrowing: Narrowing | None = None
+) -> dict[str, jax.Array]:
+    """Every array of `parameter_shapes`, on the device: matrices in `dtype` or in eight bits, norms and biases in float32.
 
-    What is quantized is made for products in `widened`, as in `Decoder.from_arrays`.
     The matrices of experts may be the bits of `dtype`: a CPU would convert all of them to take one.
     """
     # Waiting keeps a slow transfer from holding several arrays on the host.
-    arrays = read_arrays(path, config, dtype, report=report, narrow=narrow, widened=widened)
+    arrays = read_arrays(path, config, dtype, report=report, narrowing=narrowing)
     return {name: jax.device_put(host).block_until_ready() for name, host in arrays}
 
 
 def read_arrays(
-    path: Path, config: ModelConfig, dtype: jnp.dtype, *, report: Callable[[str], None],
-    narrow: jnp.dtype | None = None, widened: jnp.dtype | None = None,
-) -> Iterator[tuple[str, NDArray[np.generic]]]:  # fmt: skip
+    path: Path, config: ModelConfig, dtype: jnp.dtype, *, report: Callable[[str], None], narrowing: Narrowing | None = None
+) -> Iterator[tuple[str, NDArray[np.generic]]]:
     """The same arrays one after another in the host's memory; touches no device, so any thread may call it.
 
     Matrices that are quantized are read in float32, one at a time.
     """
-    if narrow is None:
+    if narrowing is None:
         return _read_plain(path, config, dtype, report=report)
     if config.num_experts:
         raise StartupError(f"{path}: --quantize does not take a mixture of experts")
     plain = _read_plain(path, config, jnp.dtype(jnp.float32), report=report)
-    return quantize_arrays(config, plain, dtype, narrow, widened, _num_threads())
+    return quantize_arrays(config, plain, dtype, narrowing, _num_threads())
 
 
 def _read_plain(

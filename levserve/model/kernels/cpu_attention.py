@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from levserve.model.cache import FP8, numbers_of
 from levserve.model.kernels.handler import Call, Kernel, Work, register
-from levserve.model.kernels.writer import F16, F32, I8, I16, I32, Value, Writer
+from levserve.model.kernels.writer import F16, F32, I8, I16, I32, ROUNDER, Value, Writer, vector_bytes
 
 TOGETHER = 4
 """Queries that share what is read: more would not fit into the registers of every CPU."""
@@ -199,11 +199,12 @@ def attend_part(writer: Writer, heads: Heads, given: Given, totals: Value, piece
         num_keys = KEYS if page_size % KEYS == 0 else 1
         with writer.loop(0, page.num_slots, num_keys) as slot:
             ask_ahead(page, slot, num_keys)
-            sums = [[writer.zeros(F32, KEYS)] * num_keys for _ in queries]
-            for at in range(0, size, KEYS):
-                keys = [floats(page.tile + (slot + number) * (size * item) + at * item, KEYS) for number in range(num_keys)]
+            lanes = vector_bytes() // 4
+            sums = [[writer.zeros(F32, lanes)] * num_keys for _ in queries]
+            for at in range(0, size, lanes):
+                keys = [floats(page.tile + (slot + number) * (size * item) + at * item, lanes) for number in range(num_keys)]
                 for query, each in zip(queries, sums):
-                    numbers = writer.load(query + at * 4, F32, KEYS)
+                    numbers = writer.load(query + at * 4, F32, lanes)
                     each[:] = [key.times_plus(numbers, sum_) for key, sum_ in zip(keys, each)]
             for each, scores in zip(sums, into):
                 writer.store(scores + slot * 4, writer.totals(*each) if num_keys == KEYS else each[0].total())
@@ -280,12 +281,12 @@ def soften(writer: Writer, scores: Value, among: tuple[Value, Value, int], seen:
 def exp(x: Value) -> Value:
     """e^x of what is not above some 80; of what is not a number, that."""
     power = (x * LOG2_E).most(SMALLEST_POWER)
-    whole = power.rounded()
-    rest = power - whole
+    rounded = power + ROUNDER
+    rest = power - (rounded - ROUNDER)
     sum_ = rest * POWERS[-1] + POWERS[-2]
     for factor in reversed(POWERS[:-2]):
         sum_ = sum_.times_plus(rest, sum_.like(factor))
-    return sum_ * ((whole.whole() + 127) << 23).convert("bitcast", F32)
+    return sum_ * ((rounded.convert("bitcast", I32) + 127) << 23).convert("bitcast", F32)
 
 
 def tanh(x: Value) -> Value:

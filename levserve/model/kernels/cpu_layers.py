@@ -1,4 +1,4 @@
-"""All layers of a plain model in one call on an ARM CPU: norms, products, rotation, KV write, attention and activation.
+"""All layers of a plain model in one call on a CPU: norms, products, rotation, KV write, attention and activation.
 
 Left to XLA, a step of one row has some 500 operations, and to begin and share each of them takes longer than many of them need.
 Here the threads are called once. Each layer is ten works, one after the other; what one leaves for the next lies in memory that
@@ -17,17 +17,8 @@ import jax.numpy as jnp
 
 from levserve.model.cache import Place
 from levserve.model.kernels.cpu_attention import Given, Heads, attend_part, exp
-from levserve.model.kernels.cpu_linear import (
-    OUT_TOGETHER,
-    Bfloat16Product,
-    Int8Product,
-    Matrix,
-    Product,
-    block_range,
-    multiply_block,
-    num_blocks,
-    used_rows,
-)
+from levserve.model.kernels.cpu_linear import Matrix, block_range, multiply_block, num_blocks, used_rows
+from levserve.model.kernels.cpu_products import Product, product_for
 from levserve.model.kernels.handler import Call, Kernel, Work, register
 from levserve.model.kernels.writer import F32, I16, I32, Value, Writer
 from levserve.model.rotary import Angles
@@ -60,8 +51,8 @@ class Plan:
     """Of queries."""
     fields: tuple[str, ...]
     """The arrays of a layer, in the order of the arguments."""
-    is_int8: bool
-    """Its matrices; or bfloat16."""
+    matrices: jnp.dtype
+    """What numbers they have."""
 
     @property
     def mixed(self) -> int:
@@ -77,7 +68,7 @@ class Plan:
         return f"levserve_layers_{hashlib.sha256(repr(self).encode()).hexdigest()[:16]}"
 
     def product(self, size: int) -> Product:
-        return Int8Product(size) if self.is_int8 else Bfloat16Product(size)
+        return product_for(self.matrices, size)
 
 
 def refuse_unservable(head_dim: int, rotated: int, numbers: jnp.dtype) -> str | None:
@@ -156,10 +147,10 @@ def kernel_for(plan: Plan) -> Kernel:
 
         def do(call: Call, shared: Value, _: Value, piece: Value) -> None:
             matrix = Matrix(of_layer(call, field), of_layer(call, f"{field}_scale") if product.has_scales else None)
-            outs = block_range(piece, call.writer.number(num_out))
+            outs = block_range(product, piece, call.writer.number(num_out))
             multiply_block(call.writer, product, matrix, parts(call, shared)[0], num_rows(call), outs, keeper(call, shared))
 
-        return Work(lambda call: num_blocks(call.writer.number(num_out)), do)
+        return Work(lambda call: num_blocks(product, call.writer.number(num_out)), do)
 
     def keep_in(part: int, bias: str | None = None) -> Callable[[Call, Value], Keep]:
         """A part of the shared memory."""
@@ -169,7 +160,7 @@ def kernel_for(plan: Plan) -> Kernel:
             added = of_layer(call, bias) if bias in plan.fields else None
 
             def keep(row: Value, out: Value, products: Value) -> None:
-                sums = products if added is None else products + writer.load(added + out * 4, F32, OUT_TOGETHER)
+                sums = products if added is None else products + writer.load(added + out * 4, F32, products.lanes)
                 writer.store(into + row * widths[part] + out * 4, sums)
 
             return keep
@@ -181,7 +172,7 @@ def kernel_for(plan: Plan) -> Kernel:
 
         def keep(row: Value, out: Value, products: Value) -> None:
             at = x + row * (4 * hidden) + out * 4
-            call.writer.store(at, call.writer.load(at, F32, OUT_TOGETHER) + products)
+            call.writer.store(at, call.writer.load(at, F32, products.lanes) + products)
 
         return keep
 

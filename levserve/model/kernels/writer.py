@@ -7,6 +7,7 @@ the registers that the CPU has.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,8 +23,21 @@ I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 F16, F32 = ir.HalfType(), ir.FloatType()
 POINTER = ir.PointerType(I8)
 NUM_BYTES = {I8: 1, I16: 2, F16: 2, I32: 4, F32: 4, I64: 8}
+ROUNDER = 1.5 * 2**23
+"""Added to a small float it leaves no room for a fraction, and the rounded number in the lowest bits."""
 Function: TypeAlias = ir.Function
 """One of a program, for others of it."""
+
+
+@functools.cache
+def host_features() -> frozenset[str]:
+    """What the CPU at hand has, in LLVM's words."""
+    return frozenset(name for name, has in llvm.get_host_cpu_features().items() if has)
+
+
+def vector_bytes() -> int:
+    """Of its widest registers."""
+    return 64 if "avx512vl" in host_features() else 32 if "avx2" in host_features() else 16
 
 
 class Value:
@@ -137,16 +151,10 @@ class Value:
         """Multiplied and added to, in one instruction where there is one."""
         return self.call("llvm.fmuladd", factor, addend)
 
-    def rounded(self) -> Value:
-        return self.call("llvm.rint")
-
-    def whole(self) -> Value:
-        """An int32 of each float; 0 for what is not a number."""
-        kind = _shaped(I32, self.lanes)
-        return self._with(self._writer.intrinsic(f"llvm.fptosi.sat.{_spell(kind)}.{_spell(self.made.type)}", kind, self.made))
-
     def total(self) -> Value:
-        """The sum of a vector of floats, in any order."""
+        """The sum of a vector, of floats in any order."""
+        if self.kind != F32:
+            return self._with(self._writer.intrinsic(f"llvm.vector.reduce.add.{_spell(self.made.type)}", self.kind, self.made))
         name = f"llvm.vector.reduce.fadd.{_spell(self.made.type)}"
         return self._with(self._writer.intrinsic(name, F32, ir.Constant(F32, -0.0), self.made, fastmath=("reassoc",)))
 
@@ -237,24 +245,51 @@ class Writer:
         name = f"llvm.vector.partial.reduce.add.{_spell(sums.made.type)}.{_spell(wide)}"
         return Value(self, self.intrinsic(name, sums.made.type, sums.made, products))
 
-    def add_pairs(self, x: Value, y: Value) -> Value:
-        """The sums of neighbours in x, then of those in y."""
-        assert x.lanes is not None
-        even, odd = (ir.Constant(ir.VectorType(I32, x.lanes), list(range(at, 2 * x.lanes, 2))) for at in (0, 1))
-        first, second = (Value(self, self.builder.shuffle_vector(x.made, y.made, places)) for places in (even, odd))
-        return first + second
+    def dot_word_into(self, sums: Value, x: Value, word: Value) -> Value:
+        """int32 [n] + the products of uint8 [4 n], four neighbours to a sum, with four int8, the same ones, that a word holds."""
+        assert sums.lanes is not None
+        bits, four = 32 * sums.lanes, word.splat(sums.lanes)
+        if bits in (256, 512) and "avx512vnni" in host_features():
+            signed = self.builder.bitcast(four.made, x.made.type)
+            return Value(self, self.intrinsic(f"llvm.x86.avx512.vpdpbusd.{bits}", sums.made.type, sums.made, x.made, signed))
+        whole = Value(self, self.builder.bitcast(x.made, sums.made.type))
+        for place in range(4):
+            unsigned = (whole >> (8 * place)) & 0xFF
+            signed = self.builder.ashr((four << (24 - 8 * place)).made, four.like(24).made)
+            sums = sums + unsigned * Value(self, signed)
+        return sums
+
+    def joined(self, parts: Sequence[Value]) -> Value:
+        """Vectors of as many lanes each, one after another; a power of two of them."""
+        if len(parts) == 1:
+            return parts[0]
+        pairs = zip(parts[::2], parts[1::2])
+        return self.joined([self._shuffled(x, y, range(2 * (x.lanes or 0))) for x, y in pairs])
 
     def totals(self, first: Value, second: Value, third: Value, fourth: Value) -> Value:
-        """Of each of four vectors of four."""
-        return self.add_pairs(self.add_pairs(first, second), self.add_pairs(third, fourth))
+        """Of each of four vectors of as many lanes: four or more."""
+        total = self._add_pairs(self._add_pairs(first, second), self._add_pairs(third, fourth))
+        while total.lanes != 4:
+            total = self.fold(total)
+        return total
+
+    def _add_pairs(self, x: Value, y: Value) -> Value:
+        """In each four of the lanes, which a CPU can keep apart: the sums of neighbours in x, then of those in y."""
+        assert x.lanes is not None
+        fours = range(0, x.lanes, 4)
+        even = [start + at + lane for start in fours for at in (0, x.lanes) for lane in (0, 2)]
+        return self._shuffled(x, y, even) + self._shuffled(x, y, [place + 1 for place in even])
 
     def fold(self, x: Value) -> Value:
         """The first half of a vector and the second, added."""
         assert x.lanes is not None
         half = x.lanes // 2
-        places = (ir.Constant(ir.VectorType(I32, half), list(range(start, start + half))) for start in (0, half))
-        first, second = (Value(self, self.builder.shuffle_vector(x.made, x.made, each)) for each in places)
-        return first + second
+        return self._shuffled(x, x, range(half)) + self._shuffled(x, x, range(half, x.lanes))
+
+    def _shuffled(self, x: Value, y: Value, places: Sequence[int]) -> Value:
+        """Lanes of x, and of y, which are counted on."""
+        wanted = ir.Constant(ir.VectorType(I32, len(places)), list(places))
+        return Value(self, self.builder.shuffle_vector(x.made, y.made, wanted))
 
     @contextmanager
     def loop(self, start: Value | int, stop: Value | int, step: int = 1) -> Iterator[Value]:
