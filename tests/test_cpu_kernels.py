@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from levserve.engine.kernel_folder import KernelFolder
 from levserve.model.attention import Kernel, attend
-from levserve.model.kernels import cpu_attention, cpu_linear, handler
+from levserve.model.kernels import cpu_heads, cpu_linear, handler
 from levserve.model.kernels.cpu_products import Int8Product
 from levserve.model.kernels.writer import F32, Program
 from levserve.model.quantize import STEPS, multiply_turned
@@ -176,7 +176,7 @@ def test_many_threads_may_call_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_powers_and_tangents_are_right_to_the_last_bits() -> None:
     x = np.concatenate([np.linspace(-90, 10, 2**12), np.linspace(-1e-3, 1e-3, 2**12), [math.nan] * 16]).astype(np.float32)
-    for function, wanted in ((cpu_attention.exp, np.exp(np.maximum(x, -126 * math.log(2)))), (cpu_attention.tanh, np.tanh(x))):
+    for function, wanted in ((cpu_heads.exp, np.exp(np.maximum(x, -126 * math.log(2)))), (cpu_heads.tanh, np.tanh(x))):
         program = Program()
         with program.function("apply", 2) as writer:
             given, into = map(writer.as_pointer, writer.given)

@@ -357,7 +357,7 @@ class Decoder(eqx.Module):
         self, x: NamedArray, pools: tuple[jax.Array, ...], place: Place, angles: Angles | None
     ) -> tuple[NamedArray, tuple[jax.Array, ...]]:
         from levserve.model.kernels import cpu_layers
-        from levserve.model.kernels.cpu_attention import Heads
+        from levserve.model.kernels.cpu_heads import Heads
 
         config, rope = self.config, self.config.rope(0)
         assert rope is not None and angles is not None

@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from levserve.model.cache import Place
-from levserve.model.kernels.cpu_attention import Given, Heads, attend_part, exp
+from levserve.model.kernels.cpu_attention import attend_part, num_pieces, own_bytes
+from levserve.model.kernels.cpu_heads import Given, Heads, exp
 from levserve.model.kernels.cpu_linear import Matrix, block_range, multiply_block, num_blocks, used_rows
 from levserve.model.kernels.cpu_products import Product, product_for
 from levserve.model.kernels.handler import Call, Kernel, Work, register
@@ -213,7 +214,7 @@ def kernel_for(plan: Plan) -> Kernel:
 
     def num_parts(call: Call) -> Value:
         chunk = call.argument_size(X, 1)
-        return given(call, call.frame).num_pieces(heads, (num_rows(call) + chunk - 1) // chunk)
+        return num_pieces(heads, given(call, call.frame), (num_rows(call) + chunk - 1) // chunk)
 
     def attend(call: Call, shared: Value, own: Value, piece: Value) -> None:
         attend_part(call.writer, heads, given(call, shared), own, piece)
@@ -230,12 +231,12 @@ def kernel_for(plan: Plan) -> Kernel:
         Work(num_rows, activate_row),
         multiply(by_activated, "down", hidden, add_to_x),
     )
-    own_bytes = 4 * max(hidden, plan.mixed, plan.intermediate)
+    row_bytes = 4 * max(hidden, plan.mixed, plan.intermediate)
     return Kernel(
         works,
         plan.num_layers,
         shared_bytes=lambda call: num_tokens(call) * sum(widths),
-        own_bytes=lambda call: given(call, call.frame).own_bytes(heads).most(own_bytes),
+        own_bytes=lambda call: own_bytes(heads, given(call, call.frame)).most(row_bytes),
     )
 
 

@@ -15,7 +15,7 @@ from levserve.model.kernels.cpu_products import INT8_LANES, Bfloat16Product, Pro
 from levserve.model.kernels.handler import Call, Kernel, Work, num_threads, register
 from levserve.model.kernels.writer import Value, Writer
 
-PIECES_EACH = 2
+PIECES_EACH = 3
 LEAST_ROWS, MOST_ROWS = 32, 1024
 """Pieces of a product for each thread, and rows of the matrix in one: what is asked for ahead of a piece's end is another's, and lost."""
 BLOCK_BYTES = 36 << 10
@@ -115,6 +115,7 @@ def multiply_block(
         with writer.loop(*outs, product.outs) as out:
             with writer.loop(start, stop, product.rows) as row:
                 multiply_tile(out, row, product.rows)
-            for count in range(1, product.rows):
-                with writer.when(rest.is_(count)):
-                    multiply_tile(out, stop, count)
+            for count in (8, 4, 2, 1):  # of what is left as many at a time as may be: the matrix is near by now
+                if count < product.rows:
+                    with writer.when((rest & count).is_not(0)):
+                        multiply_tile(out, stop + rest - rest % (2 * count), count)

@@ -13,7 +13,7 @@ from typing import ClassVar, Protocol
 
 import jax.numpy as jnp
 
-from levserve.model.kernels.writer import F32, I8, I16, I32, ROUNDER, Value, Writer, vector_bytes
+from levserve.model.kernels.writer import F32, I8, I16, I32, LINE_BYTES, ROUNDER, Value, Writer, vector_bytes
 from levserve.model.packing import OFFSET, OUTS, WORD
 from levserve.model.quantize import SMALLEST, STEPS
 from levserve.model.rotation import block_size
@@ -24,8 +24,6 @@ LANES = vector_bytes() // 4
 """Of 32 bits."""
 IS_WIDE = vector_bytes() == 64
 INT8_LANES = 16
-LINE_BYTES = 64
-"""Of the cache."""
 TAIL_BYTES = 16
 """After a row in int8: its scale, and what its sums begin with."""
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import jax
 
 from levserve.model.kernels import shelf
-from levserve.model.kernels.writer import I32, Function, Program, Value, Writer
+from levserve.model.kernels.writer import I32, LINE_BYTES, Function, Program, Value, Writer
 
 EXTENSION, API, CONTEXT = 1, 2, 3
 ARGUMENTS, RESULTS = 9, 14
@@ -187,7 +187,9 @@ def _write_call(call: Call, kernel: Kernel, work: Function, helper: Function) ->
 
 
 def _num_words(kernel: Kernel) -> int:
-    return COUNTERS + 2 * len(kernel.works) * kernel.num_turns
+    """To a whole number of the cache's lines."""
+    used = COUNTERS + 2 * len(kernel.works) * kernel.num_turns
+    return -(-used * 8 // LINE_BYTES) * LINE_BYTES // 8
 
 
 def _write_release(writer: Writer, state: Value) -> None:

@@ -25,6 +25,8 @@ POINTER = ir.PointerType(I8)
 NUM_BYTES = {I8: 1, I16: 2, F16: 2, I32: 4, F32: 4, I64: 8}
 ROUNDER = 1.5 * 2**23
 """Added to a small float it leaves no room for a fraction, and the rounded number in the lowest bits."""
+LINE_BYTES = 64
+"""Of the cache."""
 Function: TypeAlias = ir.Function
 """One of a program, for others of it."""
 
@@ -344,7 +346,9 @@ class Writer:
         return Value(self, self.builder.ptrtoint(function, I64))
 
     def allocate(self, num_bytes: Value) -> Value:
-        return Value(self, self.intrinsic("malloc", POINTER, num_bytes.made))
+        """From the beginning of a line of the cache on: a vector that lies in two is read twice."""
+        lines = (num_bytes + (LINE_BYTES - 1)) // LINE_BYTES * LINE_BYTES
+        return Value(self, self.intrinsic("aligned_alloc", POINTER, ir.Constant(I64, LINE_BYTES), lines.made))
 
     def free(self, pointer: Value) -> None:
         self.intrinsic("free", ir.VoidType(), pointer.made)
