@@ -116,8 +116,9 @@ def find_llama_cpp(setup: Setup) -> Found | str:
 def find_vllm(setup: Setup) -> Found | str:
     if setup.hf_folder is None:
         return "it needs --hf-folder"
-    command = ("-m", "vllm.entrypoints.cli.main", "serve", str(setup.hf_folder), "--dtype", "bfloat16", "--max-model-len", str(CONTEXT),
-               "--max-num-seqs", str(setup.streams), "--host", "127.0.0.1", "--port", "{port}")
+    # Not by its own command, which asks for a package named vllm: that for CPUs has another name.
+    command = ("-m", "vllm.entrypoints.openai.api_server", "--model", str(setup.hf_folder), "--dtype", "bfloat16", "--max-model-len",
+               str(CONTEXT), "--max-num-seqs", str(setup.streams), "--host", "127.0.0.1", "--port", "{port}")
     return _find_module("vllm", "vllm", setup.python_of("vllm"), command)
 
 

@@ -34,5 +34,9 @@ def package_folder() -> Path:
             raise NotHad(f"npm cannot install {PACKAGE}: {' '.join(error.stderr.split())[:160]}") from None
         except subprocess.TimeoutExpired:
             raise NotHad(f"npm did not install {PACKAGE} in {INSTALL_SECONDS} seconds") from None
-        Path(fresh).rename(folder)
+        try:
+            Path(fresh).rename(folder)
+        except OSError:  # another run was faster
+            if not folder.exists():
+                raise
     return folder

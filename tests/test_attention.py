@@ -18,6 +18,8 @@ from levserve.model.rotary import Angles, rotate
 
 pytestmark = pytest.mark.tiny
 
+INT8 = jnp.dtype(jnp.int8)
+
 
 def dense(
     q: np.ndarray, keys: np.ndarray, values: np.ndarray, positions: np.ndarray, window: int | None, softcap: float | None = None
@@ -199,8 +201,12 @@ def test_fp8_is_mixed_like_the_numbers_it_stands_for(way: str, chunk: int) -> No
 def test_the_kernel_is_chosen_by_what_it_can_serve(platform: str, head_dim: int, kernel: Kernel) -> None:
     config = ModelConfig(100, 64, 64, 1, 2, 1, head_dim, 1e-5, 1e4, 128, True)
     assert choose_kernel(platform, config)[0] is kernel
-    for features, better in (("avx2 amx_bf16", Kernel.LLVM_AMX), ("asimd asimddp", Kernel.LLVM_DOT)):
-        assert choose_kernel(platform, config, features)[0] is (better if kernel is Kernel.LLVM else kernel)
+    matrix_units = "avx512_vnni amx_bf16"
+    for features, narrow, better in (
+        (matrix_units, None, Kernel.LLVM_AMX), (matrix_units, INT8, Kernel.LLVM_VNNI), ("avx2 avx512_vnni", None, Kernel.LLVM_VNNI),
+        ("asimd asimddp", INT8, Kernel.LLVM_DOT), ("avx2", INT8, Kernel.LLVM),
+    ):  # fmt: skip
+        assert choose_kernel(platform, config, features, narrow)[0] is (better if kernel is Kernel.LLVM else kernel)
 
 
 def test_writes_go_to_their_page_and_padding_goes_nowhere() -> None:

@@ -17,14 +17,16 @@ from hypothesis import strategies as st
 from levserve.engine.kernel_folder import KernelFolder
 from levserve.model.attention import Kernel, attend
 from levserve.model.kernels import cpu_heads, cpu_linear, handler
+from levserve.model.kernels import writer as writers
 from levserve.model.kernels.cpu_products import Int8Product
-from levserve.model.kernels.writer import F32, Program
+from levserve.model.kernels.writer import F32, I8, I32, Program
+from levserve.model.packing import pack
 from levserve.model.quantize import STEPS, multiply_turned
 from levserve.model.rotation import turn
 
 pytestmark = pytest.mark.tiny
 
-SHAPES = ((64, 16), (8, 96), (132, 32))
+SHAPES, PACKED_SHAPES = ((64, 16), (8, 96), (132, 32)), ((64, 16), (32, 96), (160, 64))
 
 
 def matrix(out: int, size: int, seed: int = 0) -> tuple[jax.Array, jax.Array]:
@@ -41,16 +43,54 @@ by_xla = jax.jit(multiply_turned)
 
 
 @settings(max_examples=20, deadline=None)
-@given(st.sampled_from(SHAPES), st.sampled_from([1, 2, 17, 40]), st.integers(0, 2**32 - 1), st.floats(-30, 30))
-def test_a_product_is_xlas_but_for_a_number_that_is_rounded_otherwise(shape: tuple[int, int], rows: int, seed: int, power: float) -> None:
+@given(
+    st.sampled_from([(shape, False) for shape in SHAPES] + [(shape, True) for shape in PACKED_SHAPES]),
+    st.sampled_from([1, 2, 17, 40]), st.integers(0, 2**32 - 1), st.floats(-30, 30),
+)  # fmt: skip
+def test_a_product_is_xlas_but_for_a_number_that_is_rounded_otherwise(
+    case: tuple[tuple[int, int], bool], rows: int, seed: int, power: float
+) -> None:
+    shape, is_packed = case
     weight, scale = matrix(*shape, seed % 100)
     x = jnp.asarray(np.random.default_rng(seed).standard_normal((rows, shape[1])) * 2.0**power, jnp.float32)
-    got, wanted = multiply(weight, scale, x), by_xla(weight, scale, x)
+    got, wanted = multiply(jnp.asarray(pack(np.asarray(weight))) if is_packed else weight, scale, x), by_xla(weight, scale, x)
     step = float(jnp.abs(turn(x)).max()) / STEPS
     np.testing.assert_allclose(got, wanted, atol=step * 127, rtol=2e-6)
     exact = np.asarray(turn(x), np.float64) @ np.asarray(weight, np.float64).T * np.asarray(scale)
     most = np.abs(np.asarray(weight, np.float64)).sum(1) * np.asarray(scale) * (step / 2)
     assert (np.abs(got - exact) <= most * 1.001).all()
+
+
+@pytest.mark.parametrize("has_instruction", [True, False])
+@pytest.mark.parametrize("lanes", [8, 16])
+def test_a_word_of_activations_meets_each_four_numbers_of_a_matrix(
+    lanes: int, has_instruction: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By x86's instruction, where it is there, and by those that every CPU has."""
+    if not has_instruction:
+        monkeypatch.setattr(writers, "host_features", frozenset)
+    rng = np.random.default_rng(lanes)
+    numbers, word = rng.integers(0, 256, 4 * lanes, dtype=np.uint8), rng.integers(-128, 128, 4, dtype=np.int8)
+    numbers[:8], word[:2] = 255, -128
+    sums = rng.integers(-(2**20), 2**20, lanes, dtype=np.int32)
+    wanted = sums + numbers.reshape(lanes, 4).astype(np.int32) @ word.astype(np.int32)
+    program = Program()
+    with program.function("add", 3) as writer:
+        into, x, four = map(writer.as_pointer, writer.given)
+        dotted = writer.dot_word_into(writer.load(into, I32, lanes), writer.load(x, I8, 4 * lanes), writer.load(four, I32))
+        writer.store(into, dotted)
+    program.compile()
+    call_with_arrays(program.address("add"), sums, numbers, word)
+    np.testing.assert_array_equal(sums, wanted)
+
+
+@given(st.integers(1, 4), st.integers(1, 6), st.integers(0, 2**32 - 1))
+def test_a_matrix_is_packed_by_32_outputs_and_four_numbers_of_each(blocks: int, words: int, seed: int) -> None:
+    weight = np.random.default_rng(seed).integers(-128, 128, (32 * blocks, 4 * words), dtype=np.int8)
+    packed = pack(weight)
+    assert packed.shape == weight.shape and packed.dtype == np.uint8
+    for out, size in np.ndindex(*weight.shape):
+        assert packed.reshape(blocks, words, 32, 4)[out // 32, size // 4, out % 32, size % 4] == int(weight[out, size]) + 128
 
 
 @settings(max_examples=10, deadline=None)

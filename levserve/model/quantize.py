@@ -29,7 +29,8 @@ from levserve.model.rotation import turn
 STEPS = 127.0
 SMALLEST = 1e-20
 """In place of a scale of nothing."""
-ROWS_TOGETHER = 256
+ROWS_TOGETHER, TURNED_TOGETHER = 256, 8192
+"""Rows of a matrix that one thread rounds at a time, and that are turned before: by numpy's own threads, which two of ours would fight for."""
 LEAST_ROWS = 2
 """Of an integer product in XLA, which would do one row in a slower way."""
 NARROW = {"int8": jnp.dtype(jnp.int8), "fp8": FP8}
@@ -103,9 +104,7 @@ def quantize_arrays(
         for name, array in arrays:
             is_head = name == "embed" and config.tied_head
             if is_quantized(name) or is_head:
-                weight, scale = _quantize_rows(array, narrowing.kept, pool, is_turned=narrowing.widened is None)
-                if narrowing.is_packed and is_packable(*weight.shape):
-                    weight = pack(weight)
+                weight, scale = _quantize_rows(array, narrowing, pool)
                 target = "head" if is_head else name
                 yield target, weight
                 yield f"{target}_scale", scale
@@ -121,22 +120,30 @@ def is_quantized(name: str) -> bool:
 
 
 def _quantize_rows(
-    matrix: NDArray[np.generic], narrow: jnp.dtype, pool: ThreadPoolExecutor, *, is_turned: bool
+    matrix: NDArray[np.generic], narrowing: Narrowing, pool: ThreadPoolExecutor
 ) -> tuple[NDArray[np.generic], NDArray[np.float32]]:
-    """Numbers in `narrow` [out, in] and float32 [out]."""
-    small = np.empty(matrix.shape, narrow)
+    """Small numbers [out, in] and float32 [out]."""
+    is_packed = narrowing.is_packed and is_packable(*matrix.shape)
+    small = np.empty(matrix.shape, np.uint8 if is_packed else narrowing.kept)
     scale = np.empty(len(matrix), np.float32)
-    steps, fill = (STEPS, _fill_int8) if narrow == np.int8 else (LARGEST_FP8, _fill_fp8)
+    steps, fill = (STEPS, _fill_int8) if narrowing.kept == np.int8 else (LARGEST_FP8, _fill_fp8)
 
-    def work(start: int) -> None:
-        rows = np.asarray(matrix[start : start + ROWS_TOGETHER], np.float32)
-        rows = turn(rows) if is_turned else rows
+    def work(start: int, rows: NDArray[np.float32]) -> None:
         largest = np.maximum(np.maximum(rows.max(1), -rows.min(1)), SMALLEST)
         scale[start : start + ROWS_TOGETHER] = largest / steps
-        fill(small[start : start + ROWS_TOGETHER], rows * (steps / largest)[:, None])
+        into = small[start : start + ROWS_TOGETHER]
+        fill(into.view(narrowing.kept), rows * (steps / largest)[:, None])
+        if is_packed:
+            into[:] = pack(into)
 
-    for _ in pool.map(work, range(0, len(matrix), ROWS_TOGETHER)):
-        pass
+    for first in range(0, len(matrix), TURNED_TOGETHER):
+        rows = np.asarray(matrix[first : first + TURNED_TOGETHER], np.float32)
+        if narrowing.widened is None:
+            rows = turn(rows)
+        starts = range(0, len(rows), ROWS_TOGETHER)
+        blocks = (rows[start : start + ROWS_TOGETHER] for start in starts)
+        for _ in pool.map(work, (first + start for start in starts), blocks):
+            pass
     return small, scale
 
 
