@@ -94,3 +94,12 @@ def test_programs_are_few_and_chunks_of_many_sizes_where_padding_costs_nothing()
     assert sizes.chunk_costs == tuple(range(4, 129, 4))
     assert plan("--prefill-chunk", "10", rows=1, machine=machine).chunk_costs == (4, 8, 10), "the last one holds any chunk"
     assert plan("--prefill-chunk", "3", rows=1, machine=machine).chunk_costs == (3,)
+
+
+def test_prompts_are_mixed_with_decoding_where_it_costs_nothing_and_changes_nothing() -> None:
+    for machine, mixed in (
+        (Machine("cpu", 100 * GIB, skips_padding=True, mixes_prompts=True), 128),
+        (Machine("cpu", 100 * GIB, skips_padding=True), 0),
+        (Machine("cpu", 100 * GIB, mixes_prompts=True), 0),
+    ):
+        assert plan(rows=32, machine=machine).mixed_tokens == mixed

@@ -213,9 +213,10 @@ def load(
     skips_padding = Decoder.from_arrays(config, arrays, kernel=kernel, narrowing=narrowing).skips_padding(kept)
     if skips_padding:
         log.info("%slayers      one kernel for all of them, which leaves out padding", who)
+    is_gpu_kernel, mixes_prompts = kernel is Kernel.TRITON, kernel is Kernel.LLVM_DOT  # others take many queries otherwise than few
     sizes = plan_sizes(
         settings,
-        Machine(device.platform, free, has_kernel=kernel is Kernel.TRITON, skips_padding=skips_padding),
+        Machine(device.platform, free, is_gpu_kernel, skips_padding, mixes_prompts),
         rows=rows,
         max_position=config.max_position,
         page_bytes=page_bytes,

@@ -43,7 +43,7 @@ class Kernel(StrEnum):
     """A Pallas kernel for NVIDIA GPUs."""
 
 
-CPU_FEATURES = {"amx_bf16": Kernel.LLVM_AMX, "asimddp": Kernel.LLVM_DOT, "avx512_vnni": Kernel.LLVM_VNNI}
+CPU_FEATURES = {"amx_bf16": Kernel.LLVM_AMX, "asimddp": Kernel.LLVM_DOT, "avx512_vnni": Kernel.LLVM_VNNI, "avx_vnni": Kernel.LLVM_VNNI}
 """What Linux calls what decides between the CPU's."""
 
 

@@ -30,7 +30,7 @@ STEPS = 127.0
 SMALLEST = 1e-20
 """In place of a scale of nothing."""
 ROWS_TOGETHER, TURNED_TOGETHER = 256, 8192
-"""Rows of a matrix that one thread rounds at a time, and that are turned before: by numpy's own threads, which two of ours would fight for."""
+"""Rows of a matrix that a thread rounds at a time; and that are turned before, by numpy's own threads, which ours would fight for."""
 LEAST_ROWS = 2
 """Of an integer product in XLA, which would do one row in a slower way."""
 NARROW = {"int8": jnp.dtype(jnp.int8), "fp8": FP8}

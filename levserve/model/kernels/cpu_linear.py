@@ -15,9 +15,8 @@ from levserve.model.kernels.cpu_products import INT8_LANES, Bfloat16Product, Pro
 from levserve.model.kernels.handler import Call, Kernel, Work, num_threads, register
 from levserve.model.kernels.writer import Value, Writer
 
-PIECES_EACH = 3
 LEAST_ROWS, MOST_ROWS = 32, 1024
-"""Pieces of a product for each thread, and rows of the matrix in one: what is asked for ahead of a piece's end is another's, and lost."""
+"""Of the matrix in a piece."""
 BLOCK_BYTES = 36 << 10
 """Of activations that meet a block of the matrix before the next ones do: so many stay in the nearest cache."""
 
@@ -84,7 +83,8 @@ def block_range(product: Product, piece: Value, num_out: Value) -> tuple[Value, 
 
 def piece_size(product: Product, num_out: Value) -> Value:
     """Rows of the matrix in a piece of the work."""
-    share = (num_out + (PIECES_EACH * num_threads() - 1)) // (PIECES_EACH * num_threads())
+    pieces = product.pieces * num_threads()
+    share = (num_out + (pieces - 1)) // pieces
     return (share.least(MOST_ROWS).most(LEAST_ROWS) + (product.outs - 1)) // product.outs * product.outs
 
 

@@ -42,6 +42,8 @@ class Product(Protocol):
     """Rows of the matrix that are multiplied at a time: an activation that was loaded is used so often."""
     rows: ClassVar[int]
     """Of activations, at a time."""
+    pieces: ClassVar[int]
+    """For each thread: few, because what is asked for ahead of a piece's end is another's, and lost."""
     has_scales: ClassVar[bool]
 
     @property
@@ -105,6 +107,7 @@ class Int8Product(WholeRows):
 
     outs: ClassVar[int] = 4
     rows: ClassVar[int] = 6  # 24 sums fit into 32 registers with what they need
+    pieces: ClassVar[int] = 2
 
     def multiply(self, writer: Writer, weight: Value, scales: Value, prepared: Value, count: int) -> list[Value]:
         rows = [prepared + number * self.row_bytes for number in range(count)]
@@ -123,7 +126,8 @@ class PackedProduct(WholeRows):
     """With a matrix that is packed: each lane is an output, and a word of activations meets all of them."""
 
     outs: ClassVar[int] = OUTS
-    rows: ClassVar[int] = 12 if IS_WIDE else 3  # 24 sums, or 12 of half the size
+    rows: ClassVar[int] = 12 if IS_WIDE else 2  # 24 sums in 32 registers, or 8 in 16
+    pieces: ClassVar[int] = 3  # of 18 times `outs` two threads get as many with 3 pieces each, and not with 2
 
     def multiply(self, writer: Writer, weight: Value, scales: Value, prepared: Value, count: int) -> list[Value]:
         rows = [prepared + number * self.row_bytes for number in range(count)]
@@ -147,6 +151,7 @@ class Bfloat16Product:
     has_scales: ClassVar[bool] = False
     outs: ClassVar[int] = 4
     rows: ClassVar[int] = 2 if vector_bytes() == 32 else 6  # 8 sums for 16 registers, 24 for 32
+    pieces: ClassVar[int] = 2
 
     @property
     def matrix_bytes(self) -> int:

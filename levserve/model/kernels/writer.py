@@ -251,7 +251,7 @@ class Writer:
         """int32 [n] + the products of uint8 [4 n], four neighbours to a sum, with four int8, the same ones, that a word holds."""
         assert sums.lanes is not None
         bits, four = 32 * sums.lanes, word.splat(sums.lanes)
-        if bits in (256, 512) and "avx512vnni" in host_features():
+        if (bits in (256, 512) and "avx512vnni" in host_features()) or (bits == 256 and "avxvnni" in host_features()):
             signed = self.builder.bitcast(four.made, x.made.type)
             return Value(self, self.intrinsic(f"llvm.x86.avx512.vpdpbusd.{bits}", sums.made.type, sums.made, x.made, signed))
         whole = Value(self, self.builder.bitcast(x.made, sums.made.type))
