@@ -20,6 +20,7 @@ from haliax import NamedArray
 from numpy.typing import NDArray
 
 from levserve.model.cache import FP8, LARGEST_FP8
+from levserve.model.aligned import aligned_array
 from levserve.model.attention import Kernel
 from levserve.model.config import ModelConfig
 from levserve.model.linear import Linear
@@ -29,8 +30,7 @@ from levserve.model.rotation import turn
 STEPS = 127.0
 SMALLEST = 1e-20
 """In place of a scale of nothing."""
-ROWS_TOGETHER, TURNED_TOGETHER = 256, 8192
-"""Rows of a matrix that a thread rounds at a time; and that are turned before, by numpy's own threads, which ours would fight for."""
+ROWS_TOGETHER = 256
 LEAST_ROWS = 2
 """Of an integer product in XLA, which would do one row in a slower way."""
 NARROW = {"int8": jnp.dtype(jnp.int8), "fp8": FP8}
@@ -109,7 +109,9 @@ def quantize_arrays(
                 yield target, weight
                 yield f"{target}_scale", scale
             if name in ("embed", "positions"):
-                yield name, array.astype(dtype)
+                kept = aligned_array(array.shape, np.dtype(dtype))
+                kept[...] = array
+                yield name, kept
             elif not is_quantized(name):
                 yield name, array
 
@@ -124,11 +126,13 @@ def _quantize_rows(
 ) -> tuple[NDArray[np.generic], NDArray[np.float32]]:
     """Small numbers [out, in] and float32 [out]."""
     is_packed = narrowing.is_packed and is_packable(*matrix.shape)
-    small = np.empty(matrix.shape, np.uint8 if is_packed else narrowing.kept)
+    small = aligned_array(matrix.shape, np.dtype(np.uint8 if is_packed else narrowing.kept))
     scale = np.empty(len(matrix), np.float32)
     steps, fill = (STEPS, _fill_int8) if narrowing.kept == np.int8 else (LARGEST_FP8, _fill_fp8)
 
-    def work(start: int, rows: NDArray[np.float32]) -> None:
+    def work(start: int) -> None:
+        rows = np.asarray(matrix[start : start + ROWS_TOGETHER], np.float32)
+        rows = turn(rows) if narrowing.widened is None else rows
         largest = np.maximum(np.maximum(rows.max(1), -rows.min(1)), SMALLEST)
         scale[start : start + ROWS_TOGETHER] = largest / steps
         into = small[start : start + ROWS_TOGETHER]
@@ -136,14 +140,8 @@ def _quantize_rows(
         if is_packed:
             into[:] = pack(into)
 
-    for first in range(0, len(matrix), TURNED_TOGETHER):
-        rows = np.asarray(matrix[first : first + TURNED_TOGETHER], np.float32)
-        if narrowing.widened is None:
-            rows = turn(rows)
-        starts = range(0, len(rows), ROWS_TOGETHER)
-        blocks = (rows[start : start + ROWS_TOGETHER] for start in starts)
-        for _ in pool.map(work, (first + start for start in starts), blocks):
-            pass
+    for _ in pool.map(work, range(0, len(matrix), ROWS_TOGETHER)):
+        pass
     return small, scale
 
 

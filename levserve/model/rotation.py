@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 
 BLOCK = 64
 """Of more nothing is gained: the largest of 64 numbers that are mixed is little larger than that of 512."""
+SMALL = 64
+"""Blocks in one of numpy's products: with more it would begin threads, which fight with those that it is called on."""
 Array = TypeVar("Array", jax.Array, NDArray[np.float32])
 
 
@@ -28,6 +30,8 @@ def block_size(size: int) -> int:
 def turn(x: Array) -> Array:
     """[..., size], along the last axis; done twice it gives what there was."""
     block = block_size(x.shape[-1])
+    if isinstance(x, np.ndarray):
+        return (x.reshape(-1, math.gcd(x.size // block, SMALL), block) @ _matrix(block)).reshape(x.shape)
     return (x.reshape(-1, block) @ _matrix(block)).reshape(x.shape)
 
 

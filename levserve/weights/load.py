@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from levserve.errors import StartupError
 from levserve.model import cache
+from levserve.model.aligned import aligned_array
 from levserve.model.config import ModelConfig, parameter_shapes
 from levserve.model.quantize import Narrowing, quantize_arrays
 from levserve.weights import gguf, hf, levanter
@@ -34,7 +35,6 @@ from levserve.weights.stored import StoredTensor
 PIECE_SIZE = 1 << 18  # numbers decoded at a time: 1 MB of float32 stays in the cache
 MAX_THREADS = 8
 BFLOAT16_EXPONENT = 0x7F80  # all ones in what is not finite
-ALIGNMENT = 64  # jax's CPU backend takes over host memory aligned like this instead of copying it
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ def _read_plain(
     progress = Progress("loading weights", sum(map(math.prod, shapes.values())), report)
     with ThreadPoolExecutor(_num_threads(), thread_name_prefix="levserve-weights") as pool:
         for name in levanter.load_order(shapes) if levanter.is_checkpoint(path) else shapes:
-            host = _aligned_array(shapes[name], np.dtype(dtype if len(shapes[name]) > 1 else np.float32))
+            host = aligned_array(shapes[name], np.dtype(dtype if len(shapes[name]) > 1 else np.float32))
             for piece in pieces[name]:
                 _fill(host[piece.target.index], piece, pool, path)
             if has_offsets and name.endswith("norm"):
@@ -157,13 +157,6 @@ def _is_finite(part: NDArray[np.generic]) -> bool:
     if part.dtype == ml_dtypes.bfloat16:  # by its bits: numpy asks one number at a time, 3.6 ns each against 0.4
         return int((part.view(np.uint16) & BFLOAT16_EXPONENT).max()) < BFLOAT16_EXPONENT
     return bool(np.isfinite(part).all())
-
-
-def _aligned_array(shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> NDArray[np.generic]:
-    num_bytes = math.prod(shape) * dtype.itemsize
-    memory = np.empty(num_bytes + ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % ALIGNMENT
-    return memory[start:start + num_bytes].view(dtype).reshape(shape)
 
 
 def _num_threads() -> int:
