@@ -16,6 +16,7 @@ from levserve.engine.runner import Runner
 from levserve.engine.sizing import Sizes, process_memory
 from levserve.metrics import Metrics
 from levserve.model import cache
+from levserve.model.attention import Kernel
 from levserve.model.decoder import Decoder
 from levserve.model.quantize import NARROW, choose_narrowing
 from levserve.model.sampler import Mode
@@ -27,6 +28,8 @@ pytestmark = pytest.mark.tiny
 
 SERVED = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "int8": jnp.bfloat16}
 """The number formats that matrices can be asked for in, and in which each computes."""
+WRITTEN = {"bfloat16": Kernel.LLVM_DOT, "int8": Kernel.LLVM_DOT, "uint8": Kernel.LLVM_VNNI}
+"""The numbers of matrices for which all layers are one kernel; int8 that is packed is uint8."""
 POOLS = {
     "float32": ("auto", jnp.float32),
     "bfloat16": ("fp8", jnp.uint8),
@@ -39,19 +42,22 @@ NUM_PAGES = 333  # so that nothing else has the pool's shape
 
 
 @functools.cache
-def runner_of(kind: str) -> Runner:
+def runner_of(kind: str, kernel: Kernel = Kernel.XLA) -> Runner:
     """The golden model's first layer, as a server on a CPU would hold it."""
-    folder, dtype = GOLDEN / "llama", jnp.dtype(SERVED[kind])
+    asked = "int8" if kind == "uint8" else kind
+    folder, dtype = GOLDEN / "llama", jnp.dtype(SERVED[asked])
     config = read_config(folder)
-    arrays = load_arrays(folder, config, dtype, report=lambda _: None, narrowing=choose_narrowing(NARROW.get(kind), "cpu", dtype))
+    narrowing = choose_narrowing(NARROW.get(asked), "cpu", dtype, kernel)
+    arrays = load_arrays(folder, config, dtype, report=lambda _: None, narrowing=narrowing)
     arrays = {name: array for name, array in arrays.items() if not name.startswith("layers.") or name.startswith("layers.0.")}
     config = replace(config, num_layers=1)
-    storage = cache.storage_dtype(cache.kv_dtype(POOLS[kind][0], dtype), "cpu")
+    asked_kv = "auto" if kernel in WRITTEN.values() else POOLS[kind][0]  # an fp8 cache is left to XLA
+    storage = cache.storage_dtype(cache.kv_dtype(asked_kv, dtype), "cpu")
     sizes = Sizes(
         rows=4, max_seq_len=256, page_size=8, num_pages=NUM_PAGES, page_bytes=cache.page_bytes(config, 8, storage), weight_bytes=0,
         row_sizes=(4,), chunk_sizes=(24,), round_steps=1, num_draft=5,
     )
-    return Runner(Decoder.from_arrays(config, arrays), sizes, storage, Metrics())
+    return Runner(Decoder.from_arrays(config, arrays, kernel=kernel, narrowing=narrowing), sizes, storage, Metrics())
 
 
 SHAPES = (Shape(24), Shape(4, Mode.GREEDY), Shape(2, Mode.FULL), Shape(2, Mode.FULL, is_verify=True))
@@ -73,6 +79,19 @@ def test_no_weight_is_converted_and_no_pool_copied(kind: str, shape: Shape) -> N
     assert [instruction.text for instruction in made if any(map(instruction.holds, weight_shapes))] == []
     state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(runner._state))
     assert compiled.memory_analysis().alias_size_in_bytes == state_bytes
+
+
+@pytest.mark.parametrize(("kind", "shape"), [*((kind, Shape(4, Mode.GREEDY)) for kind in WRITTEN), ("uint8", Shape(24))], ids=str)
+def test_a_kernel_of_all_layers_converts_no_weight_and_writes_its_pool_in_place(kind: str, shape: Shape) -> None:
+    runner = runner_of(kind, WRITTEN[kind])
+    pool_shape, weight_shapes = runner._state.pools[0].shape, {leaf.shape for leaf in runner._leaves if leaf.ndim == 2}
+    assert {str(leaf.dtype) for leaf in runner._leaves if leaf.ndim == 2} >= {kind}
+    compiled = runner.programs.lower(shape).compile(AS_SERVED)
+    assert "levserve_layers_" in compiled.as_text()
+    made = computed(compiled.as_text())
+    assert {instruction.operation for instruction in made if instruction.holds(pool_shape)} <= {"custom-call"}
+    assert [instruction.text for instruction in made if any(map(instruction.holds, weight_shapes))] == []
+    assert compiled.memory_analysis().alias_size_in_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(runner._state))
 
 
 def test_of_several_compilers_one_at_a_time_traces(monkeypatch: pytest.MonkeyPatch) -> None:
