@@ -19,7 +19,8 @@ from levserve.model.attention import Kernel, attend
 from levserve.model.kernels import cpu_heads, cpu_linear, handler
 from levserve.model.kernels import writer as writers
 from levserve.model.kernels.cpu_products import Int8Product
-from levserve.model.kernels.writer import F32, I8, I32, Program
+from levserve.model.kernels.program import Program
+from levserve.model.kernels.writer import F32, I8, I32
 from levserve.model.packing import pack
 from levserve.model.quantize import STEPS, multiply_turned
 from levserve.model.rotation import turn

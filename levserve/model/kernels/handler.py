@@ -19,7 +19,8 @@ from typing import NamedTuple
 import jax
 
 from levserve.model.kernels import shelf
-from levserve.model.kernels.writer import I32, LINE_BYTES, Function, Program, Value, Writer
+from levserve.model.kernels.program import Program
+from levserve.model.kernels.writer import I32, LINE_BYTES, Function, Value, Writer
 
 EXTENSION, API, CONTEXT = 1, 2, 3
 ARGUMENTS, RESULTS = 9, 14

@@ -1,4 +1,4 @@
-"""Functions for the CPU at hand, written value by value and compiled by LLVM, in a fraction of a second, when they are needed.
+"""Functions for the CPU at hand, written value by value; `program` compiles them.
 
 A thin layer over llvmlite. Python's operators write instructions and Python's own loops repeat them; `loop` and `when` write
 what is only known when the function runs. A pointer counts bytes. A vector may have any number of lanes: LLVM spreads it over
@@ -8,16 +8,12 @@ the registers that the CPU has.
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeAlias
 
-import llvmlite
 import llvmlite.binding as llvm
 from llvmlite import ir
-
-from levserve.model.kernels.shelf import Shelf
 
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 F16, F32 = ir.HalfType(), ir.FloatType()
@@ -363,51 +359,6 @@ class Writer:
 
     def _to(self, pointer: Value, kind: ir.Type) -> ir.Value:
         return self.builder.bitcast(pointer.made, ir.PointerType(kind))
-
-
-class Program:
-    """Functions that are compiled together."""
-
-    def __init__(self) -> None:
-        self._module = ir.Module()
-        self._engine: llvm.ExecutionEngine | None = None
-
-    @contextmanager
-    def function(self, name: str, num_arguments: int) -> Iterator[Writer]:
-        """Writes a function of int64 to int64; it gives 0."""
-        writer = Writer(ir.Function(self._module, ir.FunctionType(I64, [I64] * num_arguments), name))
-        yield writer
-        writer.builder.ret(ir.Constant(I64, 0))
-
-    def compile(self, shelf: Shelf | None = None) -> None:
-        """Unless the shelf has what this LLVM made of it for this CPU: a large program takes more than a second."""
-        llvm.initialize_native_target()
-        llvm.initialize_native_asmprinter()
-        cpu, features = llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
-        machine = llvm.Target.from_default_triple().create_target_machine(cpu=cpu, features=features, opt=3, jit=True)
-        text = str(self._module)
-        name = hashlib.sha256("\n".join((llvmlite.__version__, cpu, features, text)).encode()).hexdigest()
-        code = None if shelf is None else shelf.find(name)
-        if code is None:
-            code = _translate(text, machine)
-            if shelf is not None:
-                shelf.keep(name, code)
-        self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
-        self._engine.add_object_file(llvm.ObjectFileRef.from_data(code))
-        self._engine.finalize_object()
-
-    def address(self, name: str) -> int:
-        """Good for as long as this program is kept."""
-        assert self._engine is not None, "it is not compiled"
-        return int(self._engine.get_function_address(name))
-
-
-def _translate(text: str, machine: llvm.TargetMachine) -> bytes:
-    """Into an object file."""
-    module = llvm.parse_assembly(text)
-    passes = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=3))
-    passes.getModulePassManager().run(module, passes)
-    return bytes(machine.emit_object(module))
 
 
 def _shaped(kind: ir.Type, lanes: int | None) -> ir.Type:
