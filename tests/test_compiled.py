@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from levserve.engine.programs import Programs, Shape, trim_heaps
+from levserve.engine.heaps import trim_heaps
+from levserve.engine.programs import Programs, Shape
 from levserve.engine.runner import Runner
 from levserve.engine.sizing import Sizes, process_memory
 from levserve.metrics import Metrics

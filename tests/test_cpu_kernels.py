@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import math
 import threading
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from levserve.engine.kernel_folder import KernelFolder
 from levserve.model.attention import Kernel, attend
 from levserve.model.kernels import cpu_heads, cpu_linear, handler
 from levserve.model.kernels import writer as writers
 from levserve.model.kernels.cpu_products import Int8Product
-from levserve.model.kernels.program import Program
+from levserve.model.kernels.program import Code, Program
 from levserve.model.kernels.writer import F32, I8, I32
 from levserve.model.packing import pack
 from levserve.model.quantize import STEPS, multiply_turned
@@ -80,8 +78,8 @@ def test_a_word_of_activations_meets_each_four_numbers_of_a_matrix(
         into, x, four = map(writer.as_pointer, writer.given)
         dotted = writer.dot_word_into(writer.load(into, I32, lanes), writer.load(x, I8, 4 * lanes), writer.load(four, I32))
         writer.store(into, dotted)
-    program.compile()
-    call_with_arrays(program.address("add"), sums, numbers, word)
+    code = Code(program.compile())
+    call_with_arrays(code.address("add"), sums, numbers, word)
     np.testing.assert_array_equal(sums, wanted)
 
 
@@ -155,39 +153,6 @@ def test_what_is_not_finite_spoils_its_own_row_alone(bad: float) -> None:
     assert bad == -math.inf or np.isnan(mixed[1]).all(), "nothing is mixed of a key that is as far as can be"
 
 
-def sum_of(first: int, second: int, folder: Path) -> int:
-    """By a program that is written for it."""
-    program = Program()
-    with program.function("add", 1) as writer:
-        writer.store(writer.as_pointer(writer.given[0]), writer.number(first) + second)
-    program.compile(KernelFolder(folder))
-    result = ctypes.c_int64()
-    ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)(program.address("add"))(ctypes.addressof(result))
-    return result.value
-
-
-def test_a_program_is_compiled_once_and_then_found(tmp_path: Path) -> None:
-    assert [sum_of(2, 3, tmp_path), sum_of(2, 3, tmp_path)] == [5, 5]
-    (kept,) = tmp_path.iterdir()
-    assert sum_of(20, 30, tmp_path) == 50
-    (other,) = set(tmp_path.iterdir()) - {kept}
-    kept.write_bytes(other.read_bytes())
-    assert sum_of(2, 3, tmp_path) == 50, "it was looked for and used"
-
-
-@pytest.mark.parametrize("data", [b"", b"rubbish", b"\x7fELF" + bytes(200)])
-def test_a_program_that_was_kept_and_spoilt_is_compiled_anew(data: bytes, tmp_path: Path) -> None:
-    sum_of(2, 3, tmp_path)
-    (kept,) = tmp_path.iterdir()
-    kept.write_bytes(data)
-    assert sum_of(2, 3, tmp_path) == 5
-    assert kept.read_bytes() != data
-
-
-def test_who_cannot_keep_a_program_does_without(tmp_path: Path) -> None:
-    assert sum_of(2, 3, tmp_path / "missing") == 5
-
-
 def test_many_threads_may_call_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """As programs of several models do; and more helpers than XLA has threads are no harm."""
     monkeypatch.setenv("NPROC", "9")
@@ -223,9 +188,9 @@ def test_powers_and_tangents_are_right_to_the_last_bits() -> None:
             given, into = map(writer.as_pointer, writer.given)
             with writer.loop(0, x.size, 16) as at:
                 writer.store(into + at * 4, function(writer.load(given + at * 4, F32, 16)))
-        program.compile()
+        code = Code(program.compile())
         got = np.zeros_like(x)
-        call_with_arrays(program.address("apply"), x, got)
+        call_with_arrays(code.address("apply"), x, got)
         np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-7)
 
 

@@ -7,8 +7,8 @@ a round never waits for a compile.
 
 from __future__ import annotations
 
-import ctypes
 import functools
+import hashlib
 import logging
 import os
 import queue
@@ -23,6 +23,8 @@ import jax.numpy as jnp
 
 from levserve.engine.batch import NUM_COLUMNS
 from levserve.engine.compiles import COMPILER_THREAD, listen
+from levserve.engine.heaps import trim_heaps
+from levserve.engine.kept_programs import find_program, keep_program
 from levserve.engine.rounds import (
     Arrays,
     Skeleton,
@@ -55,6 +57,8 @@ CORES_PER_COMPILER = 4
 COMPILER_STACK_BYTES = 64 << 20
 """XLA recurses once per layer and more; the default stack of a thread is too small for deep models."""
 
+Options = dict[str, str | bool]
+"""Of the compiler."""
 RoundCall = Callable[[Arrays, State, object], tuple[State, Any]]
 """Gives a `ChunkOutput` for prefill and an array for decode."""
 
@@ -92,8 +96,8 @@ class Programs:
         self._state = jax.tree.map(_aval, state)
         self._skeleton = skeleton
         self._sizes = sizes
-        device: jax.Device = next(iter(leaves[0].sharding.device_set))
-        self._is_gpu = device.platform == "gpu"
+        self._device = _device_of(leaves[0])
+        self._is_gpu = self._device.platform == "gpu"
         self._compiles = listen(metrics)
         self._ready: dict[Shape, RoundCall] = {}
         self._cold: queue.SimpleQueue[Shape] = queue.SimpleQueue()
@@ -210,17 +214,18 @@ class Programs:
         history = jax.ShapeDtypeStruct((memory.history.shape[1],), jnp.int32)
         ids, values = (jax.ShapeDtypeStruct((MAX_EDITS,), dtype) for dtype in (jnp.int32, jnp.float32))
         slot = jax.ShapeDtypeStruct((), jnp.int32)
-        return jax.jit(set_memory, donate_argnums=0).lower(memory, slot, history, ids, values, ids).compile()
+        return self._get("set memory", lambda: jax.jit(set_memory, donate_argnums=0).lower(memory, slot, history, ids, values, ids))
 
     def fork_slot(self) -> Callable[[State, object], State]:
         """The program that gives a computed prompt to one more row; as small."""
-        return jax.jit(fork_slot, donate_argnums=0).lower(self._state, jax.ShapeDtypeStruct((4,), jnp.int32)).compile()
+        fork = jax.ShapeDtypeStruct((4,), jnp.int32)
+        return self._get("fork slot", lambda: jax.jit(fork_slot, donate_argnums=0).lower(self._state, fork))
 
     def fill_pages(self) -> Callable[[Arrays, object, object], Arrays]:
         """The program that clears pages, a table's width of them at a time."""
         pages = jax.ShapeDtypeStruct((self._sizes.table_width,), jnp.int32)
         value = jax.ShapeDtypeStruct((), self._state.pools[0].dtype)
-        return jax.jit(fill_pages, donate_argnums=0).lower(self._state.pools, pages, value).compile()
+        return self._get("fill pages", lambda: jax.jit(fill_pages, donate_argnums=0).lower(self._state.pools, pages, value))
 
     def lower(self, shape: Shape) -> jax.stages.Lowered:
         """A program as XLA sees it before compiling; tests look at it too."""
@@ -241,7 +246,7 @@ class Programs:
             packed = jax.ShapeDtypeStruct((shape.size, width), jnp.int32)
         return jax.jit(function, donate_argnums=1).lower(self._leaves, self._state, packed)
 
-    def compiler_options(self, shape: Shape) -> dict[str, str | bool]:
+    def compiler_options(self, shape: Shape) -> Options:
         """Large products on a GPU are left to its own library, which adds them to the residual stream by the way.
 
         Of small ones, and of matrices that are widened as they are read, XLA makes better kernels itself.
@@ -252,13 +257,33 @@ class Programs:
 
     def _compile(self, shape: Shape, when: str) -> None:
         start = time.monotonic()
-        with self._tracing:
-            lowered = self.lower(shape)
-        self._ready[shape] = lowered.compile(self.compiler_options(shape))
+        self._ready[shape] = self._get(str(shape), lambda: self.lower(shape), self.compiler_options(shape))
         trim_heaps()
         if shape not in self.first_shapes:
             self._cold.put(shape)
-        log.debug("compiled %s in %.1f s (%s)", shape, time.monotonic() - start, when)
+        log.debug("got %s in %.1f s (%s)", shape, time.monotonic() - start, when)
+
+    def _get(self, name: str, lower: Callable[[], jax.stages.Lowered], options: Options | None = None) -> jax.stages.Compiled:
+        """A program that an earlier start has kept, or a new one."""
+        start = time.monotonic()
+        kept_as = hashlib.sha256(f"{self._made_from} {name} {options}".encode()).hexdigest()
+        program = find_program(kept_as, self._device)
+        if program is not None:
+            self._compiles.note_found(name, time.monotonic() - start)
+            return program
+        with self._tracing:
+            lowered = lower()
+        program = lowered.compile(options)
+        keep_program(kept_as, lowered, program)
+        return program
+
+    @functools.cached_property
+    def _made_from(self) -> str:
+        """All that programs depend on besides our sources and others'."""
+        device = self._device.device_kind, self._device.client.platform_version
+        given = self._sizes, self._leaves, self._state, str(self._skeleton.tree)
+        precision = getattr(jax.config, "jax_default_matmul_precision")
+        return hashlib.sha256(repr((device, given, precision)).encode()).hexdigest()
 
     def _compile_rest(self, shapes: deque[Shape]) -> None:
         """Takes shapes from a list that several threads share, until it is empty."""
@@ -275,13 +300,6 @@ class Programs:
                 log.info("all %d programs are compiled", len(self._ready))
 
 
-def trim_heaps() -> None:
-    """Gives back what was freed in the middle of malloc's heaps: after a compile a hundred megabytes and more."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
-    if trim is not None:
-        trim(0)
-
-
 def _compiler_thread(work: Callable[[], None]) -> threading.Thread:
     before = threading.stack_size(COMPILER_STACK_BYTES)
     try:
@@ -290,6 +308,11 @@ def _compiler_thread(work: Callable[[], None]) -> threading.Thread:
     finally:
         threading.stack_size(before)
     return thread
+
+
+def _device_of(array: jax.Array) -> Any:
+    (device,) = array.sharding.device_set
+    return device
 
 
 def _aval(array: jax.Array) -> jax.ShapeDtypeStruct:

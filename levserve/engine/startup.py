@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from levserve.config import Settings
+from levserve.engine.code_folder import open_code_folder
 from levserve.engine.engine import Attach, Engine, ServedModel
 from levserve.engine.entry import Counts, Resident
-from levserve.engine.kernel_folder import KernelFolder
+from levserve.engine.heaps import return_large_parts
 from levserve.engine.library import MakeRoom
 from levserve.engine.probe import mean, probe_request
 from levserve.engine.sizing import Machine, Sizes, cpu_features, free_memory, human, kv_floor, plan_sizes
@@ -319,6 +320,7 @@ def _set_up_jax(settings: Settings) -> None:
 
     from levserve.model.kernels.shelf import keep_on
 
+    return_large_parts()
     if settings.device != "auto":
         # The host is a device too: weights are arranged there before they are swapped in.
         jax.config.update("jax_platforms", {"gpu": "cuda,cpu", "tpu": "tpu,cpu"}.get(settings.device, settings.device))
@@ -326,13 +328,13 @@ def _set_up_jax(settings: Settings) -> None:
         jax.config.update("jax_default_matmul_precision", "highest")  # a GPU would multiply with ten bits of fraction
     if settings.compile_cache:
         # Programs compiled by another jaxlib or for another CPU are refused at best, so each pair has a folder of its own.
-        cpu = hashlib.sha256(cpu_features().encode()).hexdigest()[:12]
-        folder = settings.cache_path / "programs" / f"jaxlib-{jaxlib_version}-{cpu}"
+        cpu = cpu_features()
+        folder = settings.cache_path / "programs" / f"jaxlib-{jaxlib_version}-{hashlib.sha256(cpu.encode()).hexdigest()[:12]}"
         folder.mkdir(parents=True, exist_ok=True)
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-        keep_on(KernelFolder(folder))
+        keep_on(open_code_folder(folder, cpu))
 
 
 def _find_device(wanted: str) -> jax.Device:

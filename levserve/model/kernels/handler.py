@@ -19,7 +19,7 @@ from typing import NamedTuple
 import jax
 
 from levserve.model.kernels import shelf
-from levserve.model.kernels.program import Program
+from levserve.model.kernels.program import Code, Program
 from levserve.model.kernels.writer import I32, LINE_BYTES, Function, Value, Writer
 
 EXTENSION, API, CONTEXT = 1, 2, 3
@@ -75,21 +75,38 @@ class Kernel:
     own_bytes: Callable[[Call], Value] | None = None
 
 
-_registered: dict[str, Program] = {}
+_registered: dict[str, Code] = {}
 _registering = Lock()
 """Programs are traced on several threads, and XLA wants to hear of a handler once."""
 
 
 def register(name: str, kernel: Kernel) -> None:
-    """Compiles a kernel and tells XLA of it, if it does not know it yet."""
+    """Compiles a kernel and tells XLA of it, if it does not know it yet; its name says all that makes it different from others."""
     with _registering:
-        if name not in _registered:
-            program = _compile(kernel)
-            jax.ffi.register_ffi_target(name, _capsule(program.address("handle")), platform="cpu", api_version=1)
-            _registered[name] = program
+        if name in _registered:
+            return
+        compiled = shelf.given.find(name)
+        if compiled is None:
+            compiled = _compile(kernel)
+            shelf.given.keep(name, compiled)
+        _introduce(name, compiled)
 
 
-def _compile(kernel: Kernel) -> Program:
+def recall(name: str) -> bool:
+    """Tells XLA of a kernel that was compiled at an earlier start; False if there is none."""
+    with _registering:
+        if name not in _registered and (compiled := shelf.given.find(name)) is not None:
+            _introduce(name, compiled)
+        return name in _registered
+
+
+def _introduce(name: str, compiled: bytes) -> None:
+    code = Code(compiled)
+    jax.ffi.register_ffi_target(name, _capsule(code.address("handle")), platform="cpu", api_version=1)
+    _registered[name] = code
+
+
+def _compile(kernel: Kernel) -> bytes:
     program = Program()
     with program.function("work", 1) as writer:
         _write_work(writer, kernel)
@@ -99,8 +116,7 @@ def _compile(kernel: Kernel) -> Program:
         helper = writer.function
     with program.function("handle", 1) as writer:
         _write_handle(writer, kernel, work, helper)
-    program.compile(shelf.given)
-    return program
+    return program.compile()
 
 
 def num_threads() -> int:

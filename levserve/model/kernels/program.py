@@ -1,25 +1,21 @@
-"""Functions that are compiled by LLVM for the CPU at hand, in a second or two, when they are needed; or found where they were kept."""
+"""Functions that are compiled by LLVM for the CPU at hand, in a second or two, when they are needed."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import llvmlite
 import llvmlite.binding as llvm
 from llvmlite import ir
 
-from levserve.model.kernels.shelf import Shelf
 from levserve.model.kernels.writer import I64, Writer
 
 
 class Program:
-    """Functions that are compiled together."""
+    """Functions that are written and then compiled together."""
 
     def __init__(self) -> None:
         self._module = ir.Module()
-        self._engine: llvm.ExecutionEngine | None = None
 
     @contextmanager
     def function(self, name: str, num_arguments: int) -> Iterator[Writer]:
@@ -28,32 +24,29 @@ class Program:
         yield writer
         writer.builder.ret(ir.Constant(I64, 0))
 
-    def compile(self, shelf: Shelf | None = None) -> None:
-        """Unless the shelf has what this LLVM made of it for this CPU: a large program takes more than a second."""
-        llvm.initialize_native_target()
-        llvm.initialize_native_asmprinter()
-        cpu, features = llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
-        machine = llvm.Target.from_default_triple().create_target_machine(cpu=cpu, features=features, opt=3, jit=True)
-        text = str(self._module)
-        name = hashlib.sha256("\n".join((llvmlite.__version__, cpu, features, text)).encode()).hexdigest()
-        code = None if shelf is None else shelf.find(name)
-        if code is None:
-            code = _translate(text, machine)
-            if shelf is not None:
-                shelf.keep(name, code)
-        self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
-        self._engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+    def compile(self) -> bytes:
+        """An object file."""
+        machine = _this_machine()
+        module = llvm.parse_assembly(str(self._module))
+        passes = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=3))
+        passes.getModulePassManager().run(module, passes)
+        return bytes(machine.emit_object(module))
+
+
+class Code:
+    """A compiled program, ready to be called for as long as this is kept."""
+
+    def __init__(self, compiled: bytes) -> None:
+        self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _this_machine())
+        self._engine.add_object_file(llvm.ObjectFileRef.from_data(compiled))
         self._engine.finalize_object()
 
     def address(self, name: str) -> int:
-        """Good for as long as this program is kept."""
-        assert self._engine is not None, "it is not compiled"
         return int(self._engine.get_function_address(name))
 
 
-def _translate(text: str, machine: llvm.TargetMachine) -> bytes:
-    """Into an object file."""
-    module = llvm.parse_assembly(text)
-    passes = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=3))
-    passes.getModulePassManager().run(module, passes)
-    return bytes(machine.emit_object(module))
+def _this_machine() -> llvm.TargetMachine:
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    cpu, features = llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
+    return llvm.Target.from_default_triple().create_target_machine(cpu=cpu, features=features, opt=3, jit=True)

@@ -1,4 +1,4 @@
-"""Where compiled kernels are kept from one start to the next, if somebody gave a place; and without LLVM, which only kernels need."""
+"""Where compiled code is kept from one start to the next, if somebody gave a place; and without LLVM, which only kernels need."""
 
 from __future__ import annotations
 
@@ -11,10 +11,18 @@ class Shelf(Protocol):
     def keep(self, name: str, code: bytes) -> None: ...
 
 
-given: Shelf | None = None
+class NoShelf:
+    def find(self, name: str) -> bytes | None:
+        return None
+
+    def keep(self, name: str, code: bytes) -> None:
+        pass
+
+
+given: Shelf = NoShelf()
 
 
 def keep_on(shelf: Shelf) -> None:
-    """Looked at by kernels that are compiled from now on."""
+    """Looked at for all that is compiled from now on."""
     global given
     given = shelf

@@ -1,0 +1,55 @@
+"""Programs of earlier starts, found by what they were made from: to trace one takes longer than to read it back.
+
+jax keeps what it compiles too, but finds it only by what was traced. So this is quicker, and jax's helps out after a change here.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import re
+
+import jax
+from jax.experimental.serialize_executable import deserialize_and_load, serialize
+
+from levserve.model.kernels import shelf
+
+log = logging.getLogger(__name__)
+
+KERNEL = re.compile(r"@(levserve_\w+)")
+"""What a program on a CPU calls by name."""
+
+
+def find_program(name: str, device: jax.Device) -> jax.stages.Compiled | None:
+    """Of these files only who may write the cache can have made one; what was spoilt has not come so far."""
+    kept = shelf.given.find(name)
+    if kept is None:
+        return None
+    try:
+        kernels, (program, in_tree, out_tree) = pickle.loads(kept)
+        if not _has(kernels):
+            return None
+        compiled: jax.stages.Compiled = deserialize_and_load(program, in_tree, out_tree, device.client, [device])
+        return compiled
+    except Exception:
+        log.warning("a program that was kept cannot be used, so it is compiled anew", exc_info=True)
+        return None
+
+
+def keep_program(name: str, lowered: jax.stages.Lowered, compiled: jax.stages.Compiled) -> None:
+    if isinstance(shelf.given, shelf.NoShelf):
+        return
+    kernels = sorted(set(KERNEL.findall(lowered.as_text())))
+    try:
+        shelf.given.keep(name, pickle.dumps((kernels, serialize(compiled))))
+    except (NotImplementedError, ValueError) as error:
+        log.debug("%s cannot be kept: %s", name, error)
+
+
+def _has(kernels: list[str]) -> bool:
+    """Tells XLA of kernels before the program that calls them comes; whether there are all of them."""
+    if not kernels:
+        return True
+    from levserve.model.kernels.handler import recall  # brings LLVM, which a GPU has no use for
+
+    return all([recall(kernel) for kernel in kernels])

@@ -1,0 +1,113 @@
+"""Code that an earlier start compiled is found again, and only as it was kept and as long as nothing has changed."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from levserve.engine import code_folder
+from levserve.engine.code_folder import UNUSED_SECONDS, CodeFolder, open_code_folder
+from levserve.engine.kept_programs import find_program, keep_program
+from levserve.model.kernels import handler, shelf
+from levserve.model.kernels.cpu_linear import multiply
+
+pytestmark = pytest.mark.tiny
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """Where code is kept during a test; jax's own folder of programs is another."""
+    before = shelf.given
+    shelf.keep_on(CodeFolder(tmp_path))
+    yield tmp_path
+    shelf.keep_on(before)
+
+
+def test_what_was_kept_is_found_under_its_name_alone(tmp_path: Path) -> None:
+    kept = CodeFolder(tmp_path)
+    kept.keep("one", b"code")
+    assert (kept.find("one"), kept.find("other")) == (b"code", None)
+    kept.keep("one", b"newer")
+    assert kept.find("one") == b"newer" and len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("data", [b"", b"rubbish", b"\x7fELF" + bytes(200)])
+def test_what_was_spoilt_is_not_found(data: bytes, tmp_path: Path) -> None:
+    CodeFolder(tmp_path).keep("one", b"code")
+    (tmp_path / "one").write_bytes(data)
+    assert CodeFolder(tmp_path).find("one") is None
+
+
+def test_who_cannot_write_does_without(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    kept = CodeFolder(tmp_path / "absent")
+    kept.keep("one", b"code")
+    assert kept.find("one") is None and "cannot keep compiled code" in caplog.text
+
+
+def test_a_folder_is_of_one_version_of_the_sources_the_packages_the_cpu_and_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def names() -> set[str]:
+        open_code_folder(tmp_path, cpu="this one")
+        return {path.name for path in tmp_path.iterdir()}
+
+    assert len(names()) == len(names()) == 1, "the same finds the same"
+    open_code_folder(tmp_path, cpu="another")
+    assert len(names()) == 2
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/nowhere")
+    assert len(names()) == 3
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    (tmp_path / "site" / "jaxlib-99.dist-info").mkdir(parents=True)
+    assert len(names() - {"site"}) == 4
+    source = tmp_path / "site" / "levserve" / "changed.py"
+    source.parent.mkdir()
+    source.write_text("x = 1\n")
+    monkeypatch.setattr(code_folder, "OUR_SOURCES", source.parent)
+    assert len(names() - {"site"}) == 5
+    source.write_text("x = 2\n")
+    assert len(names() - {"site"}) == 6
+
+
+def test_a_folder_that_no_start_has_used_for_a_month_goes(tmp_path: Path) -> None:
+    ages = {"levserve-old": UNUSED_SECONDS + 60, "levserve-recent": UNUSED_SECONDS - 3600, "somebody-elses": 2 * UNUSED_SECONDS}
+    for name, age in ages.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "code").write_bytes(b"")
+        os.utime(tmp_path / name, times=(0, time.time() - age))
+    open_code_folder(tmp_path, cpu="")
+    left = {path.name for path in tmp_path.iterdir()}
+    assert {"levserve-recent", "somebody-elses"} < left and "levserve-old" not in left and len(left) == 3
+
+
+def test_a_program_comes_back_with_the_kernel_it_calls(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = jax.devices("cpu")[0]
+    rng = np.random.default_rng(0)
+    weight, x = rng.standard_normal((64, 80)).astype(jnp.bfloat16), rng.standard_normal((5, 80)).astype(np.float32)
+    monkeypatch.setattr(handler, "_registered", dict[str, object]())  # as in a new process
+    lowered = jax.jit(lambda weight, x: (multiply(weight, None, x) + 1,)).lower(weight, x)
+    compiled = lowered.compile()
+    keep_program("sum", lowered, compiled)
+    assert {path.name for path in folder.iterdir()} == {"sum", "levserve_multiply_bfloat16_80"}
+
+    monkeypatch.setattr(handler, "_compile", None)  # nothing is compiled any more
+    found = find_program("sum", device)
+    assert found is not None
+    np.testing.assert_array_equal(found(weight, x)[0], compiled(weight, x)[0])
+
+    handler._registered.clear()
+    (folder / "levserve_multiply_bfloat16_80").unlink()
+    assert find_program("sum", device) is None, "without its kernel it is of no use"
+    assert find_program("another", device) is None
+
+
+def test_a_program_that_cannot_be_read_back_is_compiled_anew(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    CodeFolder(folder).keep("sum", b"not a program, but kept as it was")
+    assert find_program("sum", jax.devices("cpu")[0]) is None
+    assert "compiled anew" in caplog.text
