@@ -13,10 +13,14 @@ import numpy as np
 import pytest
 
 from levserve.engine import code_folder
-from levserve.engine.code_folder import UNUSED_SECONDS, CodeFolder, open_code_folder
+from levserve.engine.code_folder import UNUSED_SECONDS, CodeFolder, open_folder
 from levserve.engine.kept_programs import find_program, keep_program
+from levserve.engine.programs import Programs
 from levserve.model.kernels import handler, shelf
 from levserve.model.kernels.cpu_linear import multiply
+from tests.conftest import GOLDEN
+from tests.engines import ask, read, running_engine
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.tiny
 
@@ -54,36 +58,30 @@ def test_who_cannot_write_does_without(tmp_path: Path, caplog: pytest.LogCapture
 def test_a_folder_is_of_one_version_of_the_sources_the_packages_the_cpu_and_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def names() -> set[str]:
-        open_code_folder(tmp_path, cpu="this one")
-        return {path.name for path in tmp_path.iterdir()}
-
-    assert len(names()) == len(names()) == 1, "the same finds the same"
-    open_code_folder(tmp_path, cpu="another")
-    assert len(names()) == 2
+    folders = tmp_path / "folders"
+    first = open_folder(folders, cpu="this one")
+    assert open_folder(folders, cpu="this one") == first
+    open_folder(folders, cpu="another")
     monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/nowhere")
-    assert len(names()) == 3
-    monkeypatch.syspath_prepend(tmp_path / "site")
+    open_folder(folders, cpu="this one")
     (tmp_path / "site" / "jaxlib-99.dist-info").mkdir(parents=True)
-    assert len(names() - {"site"}) == 4
-    source = tmp_path / "site" / "levserve" / "changed.py"
-    source.parent.mkdir()
-    source.write_text("x = 1\n")
-    monkeypatch.setattr(code_folder, "OUR_SOURCES", source.parent)
-    assert len(names() - {"site"}) == 5
-    source.write_text("x = 2\n")
-    assert len(names() - {"site"}) == 6
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    open_folder(folders, cpu="this one")
+    monkeypatch.setattr(code_folder, "OUR_SOURCES", tmp_path)
+    for number in range(2):
+        (tmp_path / "source.py").write_text(f"x = {number}\n")
+        open_folder(folders, cpu="this one")
+    assert len(list(folders.iterdir())) == 6, "each change made another"
 
 
 def test_a_folder_that_no_start_has_used_for_a_month_goes(tmp_path: Path) -> None:
-    ages = {"levserve-old": UNUSED_SECONDS + 60, "levserve-recent": UNUSED_SECONDS - 3600, "somebody-elses": 2 * UNUSED_SECONDS}
+    ages = {"old": UNUSED_SECONDS + 60, "recent": UNUSED_SECONDS - 3600}
     for name, age in ages.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "code").write_bytes(b"")
         os.utime(tmp_path / name, times=(0, time.time() - age))
-    open_code_folder(tmp_path, cpu="")
-    left = {path.name for path in tmp_path.iterdir()}
-    assert {"levserve-recent", "somebody-elses"} < left and "levserve-old" not in left and len(left) == 3
+    folder = open_folder(tmp_path, cpu="")
+    assert set(tmp_path.iterdir()) == {folder, tmp_path / "recent"}
 
 
 def test_a_program_comes_back_with_the_kernel_it_calls(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,3 +109,20 @@ def test_a_program_that_cannot_be_read_back_is_compiled_anew(folder: Path, caplo
     CodeFolder(folder).keep("sum", b"not a program, but kept as it was")
     assert find_program("sum", jax.devices("cpu")[0]) is None
     assert "compiled anew" in caplog.text
+
+
+def test_a_second_start_traces_nothing_and_says_the_same(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = "--cache-dir", str(folder), "--prefill-chunk", "24"  # a size that no other test has compiled
+
+    def answer() -> list[int]:
+        with running_engine(GOLDEN / "llama", *flags) as running:
+            wait_until(lambda: running.loaded.runner.programs.is_complete)
+            (answer,) = read(running.submit(ask([1, 2, 3], 20)))
+            assert running.metric("compile_cache_misses_total") == 0 or not is_second
+            return list(answer.tokens)
+
+    is_second = False
+    first = answer()
+    is_second = True
+    monkeypatch.setattr(Programs, "lower", None)
+    assert answer() == first

@@ -45,16 +45,16 @@ class CodeFolder:
             log.warning("cannot keep compiled code: %s", error)
 
 
-def open_code_folder(parent: Path, cpu: str) -> CodeFolder:
+def open_folder(parent: Path, cpu: str) -> Path:
     """The folder of this version of everything, on a CPU that is described; those that no start has used for a month go."""
-    path = parent / f"levserve-{_made_from(cpu)}"
+    path = parent / _made_from(cpu)
     path.mkdir(parents=True, exist_ok=True)
     with suppress(OSError):  # it may be somebody else's
         os.utime(path)
-        for other in parent.glob("levserve-*"):
+        for other in parent.iterdir():
             if other.stat().st_mtime < time.time() - UNUSED_SECONDS:
                 shutil.rmtree(other, ignore_errors=True)
-    return CodeFolder(path)
+    return path
 
 
 def _made_from(cpu: str) -> str:

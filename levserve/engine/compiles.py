@@ -41,6 +41,7 @@ class Compiles:
         self.num_users = 0
         self._metrics = metrics
         self._is_ready = False
+        self._here = threading.local()
         jax.monitoring.register_event_duration_secs_listener(self._on_duration)
         jax.monitoring.register_event_listener(self._on_event)
 
@@ -54,6 +55,11 @@ class Compiles:
         del _listening[self._metrics]
         jax.monitoring.unregister_event_duration_listener(self._on_duration)
         jax.monitoring.unregister_event_listener(self._on_event)
+
+    @property
+    def num_found_here(self) -> int:
+        """Programs that jax has found on disk for this thread."""
+        return getattr(self._here, "num_found", 0)
 
     def note_found(self, name: str, duration_secs: float) -> None:
         """A program that came from disk without jax's asking for it counts like those for which it asked."""
@@ -71,6 +77,7 @@ class Compiles:
 
     def _on_event(self, event: str, **kwargs: str | int) -> None:
         if event == CACHE_HIT:
+            self._here.num_found = self.num_found_here + 1
             self._metrics.compile_cache_hits.inc()
         elif event == CACHE_MISS:
             self._metrics.compile_cache_misses.inc()

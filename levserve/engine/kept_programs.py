@@ -1,6 +1,6 @@
 """Programs of earlier starts, found by what they were made from: to trace one takes longer than to read it back.
 
-jax keeps what it compiles too, but finds it only by what was traced. So this is quicker, and jax's helps out after a change here.
+jax keeps what it compiles too, but finds it only by what was traced.
 """
 
 from __future__ import annotations

@@ -273,8 +273,10 @@ class Programs:
             return program
         with self._tracing:
             lowered = lower()
+        num_found = self._compiles.num_found_here
         program = lowered.compile(options)
-        keep_program(kept_as, lowered, program)
+        if self._compiles.num_found_here == num_found:  # of what jax has found on a CPU, XLA would save only a part
+            keep_program(kept_as, lowered, program)
         return program
 
     @functools.cached_property

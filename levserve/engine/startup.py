@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import sys
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from levserve.config import Settings
-from levserve.engine.code_folder import open_code_folder
+from levserve.engine.code_folder import CodeFolder, open_folder
 from levserve.engine.engine import Attach, Engine, ServedModel
 from levserve.engine.entry import Counts, Resident
 from levserve.engine.heaps import return_large_parts
@@ -316,7 +315,6 @@ def _load_tokenizer(settings: Settings, path: Path) -> Tokenizer:
 def _set_up_jax(settings: Settings) -> None:
     """Chooses the platform and the folder of compiled programs, before jax looks at any device."""
     import jax
-    from jaxlib.version import __version__ as jaxlib_version
 
     from levserve.model.kernels.shelf import keep_on
 
@@ -327,14 +325,11 @@ def _set_up_jax(settings: Settings) -> None:
     if settings.dtype == "float32":
         jax.config.update("jax_default_matmul_precision", "highest")  # a GPU would multiply with ten bits of fraction
     if settings.compile_cache:
-        # Programs compiled by another jaxlib or for another CPU are refused at best, so each pair has a folder of its own.
-        cpu = cpu_features()
-        folder = settings.cache_path / "programs" / f"jaxlib-{jaxlib_version}-{hashlib.sha256(cpu.encode()).hexdigest()[:12]}"
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = open_folder(settings.cache_path / "programs", cpu_features())
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-        keep_on(open_code_folder(folder, cpu))
+        keep_on(CodeFolder(folder))
 
 
 def _find_device(wanted: str) -> jax.Device:
