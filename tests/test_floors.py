@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import HEAVY
+from tests.conftest import GOLDEN, HEAVY
 
 PACKAGE = Path(__file__).parent.parent / "levserve"
 FLOORS = {
@@ -61,6 +61,13 @@ def imports_of(path: Path) -> list[str]:
     return names
 
 
+def imported_by(program: str) -> set[str]:
+    program += "\nimport sys; print('imported', *sys.modules)"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    return set(result.stdout.partition("imported ")[2].split())
+
+
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_a_room_imports_only_lower_floors(path: Path) -> None:
     floor = FLOORS[room_of(path)]
@@ -75,14 +82,34 @@ def test_a_room_imports_only_lower_floors(path: Path) -> None:
 
 @pytest.mark.parametrize("module", ["levserve.cli", "levserve.server", "levserve.web.app", "levserve.weights.catalogue"])
 def test_nothing_heavy_is_imported_before_the_fork(module: str) -> None:
-    code = f"import sys, {module}; print('imported', *sys.modules)"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    imported = result.stdout.split()
-    assert module in imported, result.stderr
+    imported = imported_by(f"import {module}")
+    assert module in imported
     assert HEAVY.isdisjoint(imported)
 
 
 def test_llvm_is_loaded_only_for_the_kernels_of_a_cpu() -> None:
-    code = "import sys, levserve.engine.runner; print('llvmlite' in sys.modules, 'jax' in sys.modules)"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert result.stdout.split() == ["False", "True"], result.stderr
+    imported = imported_by("import levserve.engine.runner")
+    assert "jax" in imported
+    assert "llvmlite" not in imported
+
+
+def test_a_chat_with_the_bundled_model_does_without_transformers(bundled_gguf: Path) -> None:
+    imported = imported_by(
+        "from pathlib import Path; from levserve.text.chat import render_chat; from levserve.text.tokenizer import load_tokenizer\n"
+        f"assert render_chat(load_tokenizer(Path({str(bundled_gguf)!r})), [{{'role': 'user', 'content': 'Hi'}}])"
+    )
+    assert "jinja2.sandbox" in imported
+    assert "transformers" not in imported
+
+
+@pytest.mark.tiny
+def test_a_start_does_without_what_only_other_models_need(tmp_path: Path) -> None:
+    """Which is tensorstore, for Levanter's checkpoints, and transformers, for tokenizers in files of another kind."""
+    (tmp_path / "template").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    flags = ["--model", str(GOLDEN / "qwen3"), "--chat-template", str(tmp_path / "template"), "--cache-dir", str(tmp_path)]
+    imported = imported_by(
+        "from levserve.engine.startup import dry_run; from levserve.options import parse_settings\n"
+        f"dry_run(parse_settings([*{flags!r}, '--max-running', '2', '--prefill-chunk', '16'], {{}}), num_threads=1)"
+    )
+    assert "jax" in imported
+    assert imported.isdisjoint({"tensorstore", "torch", "transformers"})

@@ -15,8 +15,8 @@ import yaml
 
 from levserve.config import Settings
 from levserve.errors import StartupError
-from levserve.weights.levanter import load_order, newest_checkpoint
-from levserve.weights.load import load_arrays, read_config
+from levserve.weights.levanter_folder import newest_checkpoint
+from levserve.weights.load import load_arrays, load_order, read_config
 from levserve.weights.source import ModelFiles, find_source
 from tests.conftest import GOLDEN
 from tests.levanter_files import read_model, write_checkpoint

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import struct
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -214,16 +212,6 @@ def test_path_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
             load_tokenizer(path)
 
 
-def test_nobody_reads_that_torch_is_missing() -> None:
-    """And importing the room is quick: transformers waits until a folder is loaded."""
-    program = (
-        "import sys, pathlib, levserve.text.chat, levserve.text.tokenizer as t; assert 'transformers' not in sys.modules;"
-        f"t.load_tokenizer(pathlib.Path({str(GOLDEN / 'llama')!r})); assert 'transformers' in sys.modules"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
 # Sentencepiece
 
 PIECES = [("<unk>", 0.0, 2), ("<s>", 0.0, 3), ("</s>", 0.0, 3), *((f"<0x{byte:02X}>", 0.0, 6) for byte in range(256))]
@@ -316,6 +304,14 @@ def test_sentencepiece_without_a_first_space(reader: Any, flag: str, tmp_path: P
 def test_special_tokens_of_phi3_take_the_spaces_after_them(tmp_path: Path) -> None:
     assert spelt(load_tokenizer(spm_gguf(tmp_path, architecture="phi3")), "<|user|>\n the") == ["<s>", "<|user|>", "▁the"]
     assert spelt(load_tokenizer(spm_gguf(tmp_path)), "<|user|> a") == ["<s>", "<|user|>", "▁", "▁a"]
+
+
+def test_sentencepiece_folder_takes_the_tokens_that_its_configuration_adds(tmp_path: Path) -> None:
+    config = {"added_tokens_decoder": {f"{len(PIECES)}": {"content": "<|end|>", "rstrip": True, "special": True, "normalized": True}}}
+    (spm_folder(tmp_path) / "tokenizer_config.json").write_text(json.dumps({**config, "eos_token": "<|end|>", "pad_token": "[PAD]"}))
+    loaded = load_tokenizer(tmp_path)
+    assert (loaded.bos_token, loaded.eos_token, loaded.pad_token, loaded.eos_ids) == ("<s>", "<|end|>", None, {len(PIECES)})
+    assert loaded.encode("the<|end|>  the") == [IDS["<s>"], IDS["▁the"], len(PIECES), IDS["▁the"]]
 
 
 def test_unigram_model_takes_the_likeliest_pieces(tmp_path: Path) -> None:

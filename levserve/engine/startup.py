@@ -186,7 +186,7 @@ def load(
     device = _find_device(settings.device)
     log.info("device: %s", device)
     helper = ThreadPoolExecutor(1, thread_name_prefix="levserve-tokenizer")
-    loading = helper.submit(_load_tokenizer, settings, files.tokenizer or files.path)  # mostly imports; the weights are read meanwhile
+    loading = helper.submit(_load_tokenizer, settings, files.tokenizer or files.path)  # the weights are read meanwhile
     helper.shutdown(wait=False)
     config = read_config(files.path, files.config_file)
     dtype = jnp.dtype(jnp.float32 if settings.dtype == "float32" else jnp.bfloat16)

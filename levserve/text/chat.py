@@ -1,7 +1,7 @@
 """Renders a conversation with the model's chat template and encodes it.
 
-Called on HTTP threads. The template is the model's own and runs in transformers' sandbox; what a client wrote in a message
-never becomes a control token (see `_hide`).
+Called on HTTP threads. The template is the model's own and runs in a sandbox; what a client wrote in a message never
+becomes a control token (see `_hide`).
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict, Unpack
 
-from jinja2 import TemplateError, TemplateSyntaxError
+from jinja2 import TemplateError
 
-from levserve.errors import BadRequest, StartupError
-from levserve.text.tokenizer import Tokenizer, hide_torch_notice, is_unicode
+from levserve.errors import BadRequest
+from levserve.text.template import render_template
+from levserve.text.tokenizer import Tokenizer, is_unicode
 
 # For a model without a template whose vocabulary has Llama 3's header tokens.
 _LLAMA3_TOKENS = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
@@ -37,7 +38,7 @@ _HIDDEN = re.compile(f"{_OPEN}([0-9]+){_CLOSE}")
 # What a template may do to a client's messages short of a syntax error: `raise_exception`, undefined names, None + str.
 _TEMPLATE_FAILURES = (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 _OWN_ARGUMENTS = frozenset(
-    ("add_generation_prompt", "chat_template", "continue_final_message", "conversations", "messages", "return_assistant_tokens_mask")
+    ("add_generation_prompt", "chat_template", "continue_final_message", "messages", "return_assistant_tokens_mask")
 )
 
 
@@ -67,7 +68,7 @@ def template_of(tokenizer: Tokenizer) -> str | None:
 
 
 def check_template(tokenizer: Tokenizer) -> None:
-    """Compiles the template: a broken one stops the start, and the first request does not wait 1.4 s for transformers."""
+    """Compiles the template: a broken one stops the start, and the first request need not wait for it."""
     try:
         render_chat(tokenizer, [{"role": "user", "content": "Hello"}])
     except BadRequest:
@@ -149,22 +150,12 @@ def _render(
     add_generation_prompt: bool,
     continue_final_message: bool,
 ) -> str:
-    hide_torch_notice()
-    from transformers.utils.chat_template_utils import render_jinja_template
-
     try:
-        rendered: Any = render_jinja_template(  # its annotation says str; it gives ([text], indices)
-            [conversation],
-            chat_template=template,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            **names,
+        return render_template(
+            template, conversation, names, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message
         )
-    except TemplateSyntaxError as error:
-        raise StartupError(f"the chat template is broken at line {error.lineno}: {error.message}") from error
     except _TEMPLATE_FAILURES as error:
         raise BadRequest(f"The chat template refuses these messages: {_reveal(str(error), specials)}", param="messages") from error
-    return str(rendered[0][0])
 
 
 def _hide(value: Any, specials: Sequence[str]) -> Any:

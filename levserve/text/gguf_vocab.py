@@ -15,6 +15,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from levserve.errors import StartupError
 from levserve.gguf_header import read_header
 from levserve.text.sentencepiece import Pieces, PieceType, build_sentencepiece
+from levserve.text.vocabulary import Vocabulary
 
 # llama.cpp ends at these by name as well: many files name only one of the tokens their model ends with.
 _END_TOKENS = (
@@ -43,17 +44,7 @@ class _Splitting:
     adds_bos: bool = False  # where the file does not say
 
 
-@dataclass(frozen=True, slots=True)
-class GGUFVocabulary:
-    backend: Tokenizer
-    bos_token: str | None
-    eos_token: str | None
-    pad_token: str | None
-    eos_ids: frozenset[int]
-    chat_template: str | None
-
-
-def read_vocabulary(path: Path) -> GGUFVocabulary:
+def read_vocabulary(path: Path) -> Vocabulary:
     metadata = read_header(path).metadata
     kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
     if kind not in ("gpt2", "llama"):
@@ -67,7 +58,7 @@ def read_vocabulary(path: Path) -> GGUFVocabulary:
         raise StartupError(f"{path}: the vocabulary in this file cannot be used: {error!r}") from error
 
 
-def _build_vocabulary(metadata: Mapping[str, Any], splitting: _Splitting | None) -> GGUFVocabulary:
+def _build_vocabulary(metadata: Mapping[str, Any], splitting: _Splitting | None) -> Vocabulary:
     """Without a splitting the vocabulary is sentencepiece's."""
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     types: list[int] = metadata["tokenizer.ggml.token_type"]
@@ -89,7 +80,7 @@ def _build_vocabulary(metadata: Mapping[str, Any], splitting: _Splitting | None)
     ends = {metadata.get(f"tokenizer.ggml.{key}") for key in _END_KEYS}
     added = (PieceType.CONTROL, PieceType.USER_DEFINED)
     ends |= {token for token, text in enumerate(tokens) if types[token] in added and text in _END_TOKENS}
-    return GGUFVocabulary(
+    return Vocabulary(
         backend=backend,
         bos_token=bos_token,
         eos_token=named("eos_token_id"),

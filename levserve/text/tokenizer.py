@@ -1,25 +1,23 @@
 """Text to tokens and back: one `Tokenizer` for Hugging Face folders and GGUF files.
 
-Loaded once at start, then shared by all HTTP threads. transformers is imported only inside the functions that need it: it
-takes 1.4 s, and HTTP code imports this module before anything is loaded.
+Loaded once at start, then shared by all HTTP threads. HTTP code imports this module before anything is loaded, so nothing
+slow is imported with it.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import tokenizers
 from tokenizers.pre_tokenizers import Metaspace, PreTokenizer
-from tokenizers.processors import TemplateProcessing
 
 from levserve.errors import BadRequest, StartupError
 from levserve.text.detokenizer import Detokenizer, Spelling, read_spelling
-from levserve.text.sentencepiece import build_sentencepiece, read_sentencepiece
+from levserve.text.hf_vocab import read_folder
+from levserve.text.vocabulary import Vocabulary
 
 
 class SpeltTokens(dict[int, bytes | None]):
@@ -105,13 +103,7 @@ class Tokenizer:
 
 def load_tokenizer(path: Path, *, chat_template: str | None = None) -> Tokenizer:
     """Loads a Hugging Face folder or a .gguf file; `chat_template` is used in place of the model's own."""
-    if path.is_dir():
-        return _load_folder(path, chat_template)
-    if path.suffix != ".gguf":
-        raise StartupError(f"{path}: no tokenizer here; a Hugging Face folder or a .gguf file is wanted")
-    from levserve.text.gguf_vocab import read_vocabulary  # brings numpy: 0.2 s that a start has no time for
-
-    vocabulary = read_vocabulary(path)
+    vocabulary = read_folder(path) if path.is_dir() else _read_file(path)
     return Tokenizer(
         vocabulary.backend,
         bos_token=vocabulary.bos_token,
@@ -122,102 +114,12 @@ def load_tokenizer(path: Path, *, chat_template: str | None = None) -> Tokenizer
     )
 
 
-def hide_torch_notice() -> None:
-    """Keeps transformers from telling users, when it is imported, that torch is missing: it is not wanted."""
-    logging.getLogger("transformers").addFilter(_is_not_torch_notice)
+def _read_file(path: Path) -> Vocabulary:
+    if path.suffix != ".gguf":
+        raise StartupError(f"{path}: no tokenizer here; a Hugging Face folder or a .gguf file is wanted")
+    from levserve.text.gguf_vocab import read_vocabulary  # brings numpy: 0.2 s that a start has no time for
 
-
-def _is_not_torch_notice(record: logging.LogRecord) -> bool:
-    return "PyTorch was not found" not in record.getMessage()
-
-
-def _load_folder(path: Path, chat_template: str | None) -> Tokenizer:
-    if not (path / "tokenizer.json").exists() and (path / "tokenizer.model").exists():
-        return _load_sentencepiece(path, chat_template)
-    hide_torch_notice()
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    # A tokenizer.json says all there is to say. AutoTokenizer (5.22) would build a model family's usual pipeline around its
-    # vocabulary instead, which a checkpoint with a tokenizer of its own does not have.
-    reader = PreTrainedTokenizerFast if (path / "tokenizer.json").exists() else AutoTokenizer
-    try:
-        found = reader.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # tokenizers raises bare Exception for a file it cannot read
-        reason = str(error).strip().partition("\n")[0]
-        raise StartupError(f"{path}: the tokenizer cannot be read: {reason}") from error
-    if not found.is_fast:
-        raise StartupError(f"{path}: {type(found).__name__} has no tokenizer.json form; give another folder with --tokenizer")
-    eos = set() if found.eos_token_id is None else {found.eos_token_id}
-    return Tokenizer(
-        found.backend_tokenizer,
-        bos_token=found.bos_token,
-        eos_token=found.eos_token,
-        pad_token=found.pad_token,
-        eos_ids=frozenset(eos | _configured_eos(path)),
-        chat_template=chat_template or _own_template(path, found.chat_template),
-    )
-
-
-def _load_sentencepiece(path: Path, chat_template: str | None) -> Tokenizer:
-    """A folder with nothing but tokenizer.model; transformers would want a library of its own to read it."""
-    backend = build_sentencepiece(read_sentencepiece(path / "tokenizer.model"))
-    config = _read_json(path / "tokenizer_config.json")
-    for _, entry in sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])):
-        backend.add_tokens([tokenizers.AddedToken(entry["content"], special=bool(entry.get("special")), normalized=False)])
-
-    def named(key: str, default: str | None) -> str | None:
-        token = config.get(key, default)
-        token = token.get("content") if isinstance(token, dict) else token
-        return token if token is not None and backend.token_to_id(token) is not None else None
-
-    bos, eos = named("bos_token", "<s>"), named("eos_token", "</s>")
-    if bos is not None and config.get("add_bos_token", True):
-        backend.post_processor = TemplateProcessing(single=[bos, "$A"], special_tokens=[(bos, backend.token_to_id(bos))])
-    return Tokenizer(
-        backend,
-        bos_token=bos,
-        eos_token=eos,
-        pad_token=named("pad_token", None),
-        eos_ids=frozenset(_configured_eos(path).union(() if eos is None else (backend.get_vocab()[eos],))),
-        chat_template=chat_template or _own_template(path, config.get("chat_template")),
-    )
-
-
-def _own_template(path: Path, configured: object) -> str | None:
-    """The folder's chat template: a file of its own before the tokenizer's configuration, and the default where there are several."""
-    if (path / "chat_template.jinja").exists():
-        return (path / "chat_template.jinja").read_text(encoding="utf-8")
-    template: object = _read_json(path / "chat_template.json").get("chat_template", configured)
-    if isinstance(template, list):
-        template = {entry["name"]: entry["template"] for entry in template}
-    if isinstance(template, dict):
-        template = template.get("default")
-    if template is not None and not isinstance(template, str):
-        raise StartupError(f"{path}: chat_template is not a text")
-    return template
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; empty when there is no such file."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:
-        raise StartupError(f"{path}: not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise StartupError(f"{path}: not a JSON object")
-    return content
-
-
-def _configured_eos(path: Path) -> set[int]:
-    """The tokens that end generation as the model's configuration has them."""
-    return set().union(*(_eos_in(_read_json(path / name)) for name in ("config.json", "generation_config.json")))
-
-
-def _eos_in(config: dict[str, Any]) -> set[int]:
-    eos = config.get("eos_token_id")
-    return set(eos) if isinstance(eos, list) else set() if eos is None else {eos}
+    return read_vocabulary(path)
 
 
 def _encode(backend: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:

@@ -6,7 +6,7 @@ the first axis and heads on axes of their own. Here each layer becomes a tensor 
 `model` is read: the optimizer state next to it is twice as large.
 
 A chunk of a stored array may span all layers, so a stack is read once, when the first of its layers is wanted, and let go
-after the last. The loader asks for layers kind by kind (see `load_order`), which keeps two or three stacks in memory.
+after the last. The loader asks for layers kind by kind (see `load.load_order`), which keeps two or three stacks in memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import json
 import math
 import re
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,10 @@ import tensorstore as ts
 from numpy.typing import NDArray
 
 from levserve.errors import StartupError
+from levserve.weights.levanter_folder import DATABASE_FILE, MODEL
 from levserve.weights.stored import StoredTensor
 
-CONFIG_FILE, METADATA_FILE, MANIFEST_FILE, DATABASE_FILE = "config.yaml", "metadata.json", "manifest.json", "manifest.ocdbt"
-MODEL = "model"
+MANIFEST_FILE = "manifest.json"
 MAX_FORMAT = 1  # of manifest.json
 ZARR_FILES = {"zarr.json": "zarr3", ".zarray": "zarr"}
 DTYPES = ("float32", "float16", "bfloat16")
@@ -48,42 +48,6 @@ GPT2_NAMES = {
 VECTOR = re.compile(r".*(bias|norm\.weight|ln_\w\.weight)")
 SPLIT_INPUT = re.compile(r".*\.(o_proj|c_attn)\.weight")  # [embed, head ...]; the other matrices have their heads on the left
 TRANSPOSED = re.compile(r"h\.\d+\.(attn|mlp)\.c_\w+\.weight")  # GPT-2 keeps its matrices [in, out]
-
-
-def is_checkpoint(folder: Path) -> bool:
-    """Whether a folder is one whole checkpoint; Levanter writes metadata.json last."""
-    return (folder / METADATA_FILE).is_file() and ((folder / DATABASE_FILE).is_file() or (folder / MODEL).is_dir())
-
-
-def step_of(metadata: str | bytes) -> int | None:
-    """The training step a metadata.json tells; None for what is no metadata of a checkpoint."""
-    try:
-        step = json.loads(metadata)["step"]
-    except (ValueError, KeyError, TypeError):
-        return None
-    return step if isinstance(step, int) else None
-
-
-def newest_checkpoint(folder: Path) -> Path:
-    """The folder itself, or the complete checkpoint of the highest step in it."""
-    if is_checkpoint(folder):
-        return folder
-    if not folder.is_dir():
-        raise StartupError(f"checkpoint {folder} does not exist")
-    steps = {path: step_of((path / METADATA_FILE).read_bytes()) for path in sorted(folder.iterdir()) if is_checkpoint(path)}
-    known = {path: step for path, step in steps.items() if step is not None}
-    if not known:
-        raise StartupError(
-            f"{folder} holds no complete Levanter checkpoint: expected {METADATA_FILE} and {DATABASE_FILE} (or a folder {MODEL}) "
-            "in it or in a folder in it"
-        )
-    return max(known, key=lambda path: (known[path], path.name))
-
-
-def find_config(folder: Path) -> Path | None:
-    """The run's config.yaml in the checkpoint, or up to two folders above it."""
-    places = (folder, *folder.resolve().parents[:2])
-    return next((place / CONFIG_FILE for place in places if (place / CONFIG_FILE).is_file()), None)
 
 
 class Checkpoint:
@@ -203,14 +167,6 @@ def fold(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     if VECTOR.fullmatch(name):
         return (math.prod(shape),)
     return (shape[0], math.prod(shape[1:])) if SPLIT_INPUT.fullmatch(name) else (math.prod(shape[:-1]), shape[-1])
-
-
-def load_order(names: Iterable[str]) -> list[str]:
-    """Array names kind by kind (every layer's qkv, then every layer's out ...) instead of layer by layer."""
-    kinds: dict[str, list[str]] = {}
-    for name in names:
-        kinds.setdefault(re.sub(r"\d+", "", name), []).append(name)
-    return [name for kind in kinds.values() for name in kind]
 
 
 def _check_manifest(folder: Path) -> None:

@@ -12,8 +12,8 @@ from pathlib import Path, PurePosixPath
 
 from levserve.config import Settings
 from levserve.errors import StartupError
-from levserve.weights import levanter
 from levserve.weights.levanter_config import read_tokenizer_name
+from levserve.weights.levanter_folder import CONFIG_FILE, METADATA_FILE, find_config, newest_checkpoint, step_of
 from levserve.weights.remote import RemoteFile, Store, fetch_files, is_address
 from levserve.weights.source import ModelFiles, find_tokenizer
 
@@ -28,12 +28,12 @@ def find_run(settings: Settings, report: Report, *, with_tokenizer: bool) -> Mod
     if is_address(settings.checkpoint_path):
         files = _fetch_checkpoint(settings, report)
     else:
-        folder = levanter.newest_checkpoint(Path(settings.checkpoint_path))
-        files = ModelFiles(_name(folder.resolve().parts), folder, levanter.find_config(folder))
+        folder = newest_checkpoint(Path(settings.checkpoint_path))
+        files = ModelFiles(_name(folder.resolve().parts), folder, find_config(folder))
     config_file = Path(settings.model_config) if settings.model_config else files.config_file
     if config_file is None or not config_file.is_file():
         where = f"--model-config {config_file} does not exist" if config_file else (
-            f"no {levanter.CONFIG_FILE} in the checkpoint or the two folders above it; name the run's with --model-config"
+            f"no {CONFIG_FILE} in the checkpoint or the two folders above it; name the run's with --model-config"
         )
         raise StartupError(f"{settings.checkpoint_path}: {where}")
     report(f"checkpoint {files.path}, config {config_file}")
@@ -63,7 +63,7 @@ def _find_tokenizer(config_file: Path, folder: Path, settings: Settings, report:
 def _fetch_checkpoint(settings: Settings, report: Report) -> ModelFiles:
     store = _newest_store(Store(settings.checkpoint_path))
     names = [name for name in store.list_files() if NEEDED.fullmatch(name)]
-    if not settings.model_config and levanter.CONFIG_FILE not in names:
+    if not settings.model_config and CONFIG_FILE not in names:
         config = _config_above(store)
         extra: Sequence[RemoteFile] = [config] if config is not None else []
     else:
@@ -71,23 +71,23 @@ def _fetch_checkpoint(settings: Settings, report: Report) -> ModelFiles:
     lease = fetch_files(
         store, [*store.describe_all(names), *extra], settings.cache_path, limit_bytes=settings.cache_size, report=report
     )
-    config_file = lease.path / levanter.CONFIG_FILE
+    config_file = lease.path / CONFIG_FILE
     name = _name(store.address.partition("://")[2].split("/"))
     return ModelFiles(name, lease.path, config_file if config_file.is_file() else None, lease=lease)
 
 
 def _newest_store(store: Store) -> Store:
     """The checkpoint at the address, or the complete one of the highest step right below it."""
-    if store.read(levanter.METADATA_FILE) is not None:
+    if store.read(METADATA_FILE) is not None:
         return store
     steps: dict[str, int] = {}
     for name in store.list_folders():
-        step = levanter.step_of(store.read(f"{name}/{levanter.METADATA_FILE}") or b"")
+        step = step_of(store.read(f"{name}/{METADATA_FILE}") or b"")
         if step is not None:
             steps[name] = step
     if not steps:
         raise StartupError(
-            f"{store.address} holds no complete Levanter checkpoint: expected {levanter.METADATA_FILE} in it or in a folder in it"
+            f"{store.address} holds no complete Levanter checkpoint: expected {METADATA_FILE} in it or in a folder in it"
         )
     return Store(f"{store.address}/{max(steps, key=lambda name: (steps[name], name))}")
 
@@ -99,7 +99,7 @@ def _config_above(store: Store) -> RemoteFile | None:
         address = address.rpartition("/")[0]
         if not is_address(address):
             return None
-        found = Store(address).describe(levanter.CONFIG_FILE)
+        found = Store(address).describe(CONFIG_FILE)
         if found is not None:
             return found
     return None

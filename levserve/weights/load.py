@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -24,13 +26,17 @@ from levserve.model import cache
 from levserve.model.aligned import aligned_array
 from levserve.model.config import ModelConfig, parameter_shapes
 from levserve.model.quantize import Narrowing, quantize_arrays
-from levserve.weights import gguf, hf, levanter
+from levserve.weights import gguf, hf
 from levserve.weights.gguf_config import read_gguf_config
 from levserve.weights.hf_config import read_hf_config
 from levserve.weights.levanter_config import read_levanter_config
+from levserve.weights.levanter_folder import CONFIG_FILE, find_config, is_checkpoint
 from levserve.weights.names import Format, Target, find_targets, match_tensors
 from levserve.weights.progress import Progress
 from levserve.weights.stored import StoredTensor
+
+if TYPE_CHECKING:
+    from levserve.weights.levanter import Checkpoint
 
 PIECE_SIZE = 1 << 18  # numbers decoded at a time: 1 MB of float32 stays in the cache
 MAX_THREADS = 8
@@ -89,6 +95,14 @@ def read_arrays(
     return quantize_arrays(config, plain, dtype, narrowing, _num_threads())
 
 
+def load_order(names: Iterable[str]) -> list[str]:
+    """Array names kind by kind (every layer's qkv, then every layer's out ...), as Levanter stacks them, and not layer by layer."""
+    kinds: dict[str, list[str]] = {}
+    for name in names:
+        kinds.setdefault(re.sub(r"\d+", "", name), []).append(name)
+    return [name for kind in kinds.values() for name in kind]
+
+
 def _read_plain(
     path: Path, config: ModelConfig, dtype: jnp.dtype, *, report: Callable[[str], None]
 ) -> Iterator[tuple[str, NDArray[np.generic]]]:
@@ -99,7 +113,7 @@ def _read_plain(
     storage = cache.BITS.get(dtype, dtype) if jax.default_backend() == "cpu" else dtype
     progress = Progress("loading weights", sum(map(math.prod, shapes.values())), report)
     with ThreadPoolExecutor(_num_threads(), thread_name_prefix="levserve-weights") as pool:
-        for name in levanter.load_order(shapes) if levanter.is_checkpoint(path) else shapes:
+        for name in load_order(shapes) if is_checkpoint(path) else shapes:
             host = aligned_array(shapes[name], np.dtype(dtype if len(shapes[name]) > 1 else np.float32))
             for piece in pieces[name]:
                 _fill(host[piece.target.index], piece, pool, path)
@@ -114,19 +128,25 @@ def _read_plain(
 def _read_config(path: Path, config_file: Path | None) -> ModelConfig:
     if not path.is_dir():
         return read_gguf_config(path)
-    if not levanter.is_checkpoint(path):
+    if not is_checkpoint(path):
         return read_hf_config(path / "config.json")
-    config_file = config_file or levanter.find_config(path)
+    config_file = config_file or find_config(path)
     if config_file is None:
-        raise StartupError(f"{path}: no {levanter.CONFIG_FILE} in it or the two folders above; name the run's with --model-config")
-    return read_levanter_config(config_file, levanter.Checkpoint(path).shapes())
+        raise StartupError(f"{path}: no {CONFIG_FILE} in it or the two folders above; name the run's with --model-config")
+    return read_levanter_config(config_file, _open_checkpoint(path).shapes())
+
+
+def _open_checkpoint(path: Path) -> Checkpoint:
+    from levserve.weights.levanter import Checkpoint  # brings tensorstore: 14 MB and 20 ms that other formats need not pay
+
+    return Checkpoint(path)
 
 
 def _find_pieces(path: Path, config: ModelConfig, dtype: jnp.dtype) -> dict[str, list[_Piece]]:
     """The tensors that fill each array, once the checkpoint is known to hold exactly what the model needs."""
     tensors: dict[str, StoredTensor]
-    if levanter.is_checkpoint(path):
-        file_format, tensors = Format.HUGGING_FACE, dict(levanter.Checkpoint(path).read_tensors(np.dtype(dtype)))
+    if is_checkpoint(path):
+        file_format, tensors = Format.HUGGING_FACE, dict(_open_checkpoint(path).read_tensors(np.dtype(dtype)))
     elif path.is_dir():
         file_format, tensors = Format.HUGGING_FACE, dict(hf.read_tensors(path))
     else:

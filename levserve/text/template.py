@@ -1,0 +1,137 @@
+"""Renders chat templates: Jinja in a sandbox, with the few names that Hugging Face gives its templates.
+
+Called on HTTP threads. A template comes with a model from anywhere, so it sees plain data only and nothing it could reach
+Python through. The text is the one transformers renders, whose import would cost every start a second of processor time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
+from typing import Any, NoReturn
+
+from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from levserve.errors import StartupError
+
+# The end of a final message that is to be continued: half of a surrogate pair, which no text holds.
+_END = "\udffe"
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+
+
+def render_template(
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    names: Mapping[str, Any],
+    *,
+    add_generation_prompt: bool,
+    continue_final_message: bool,
+) -> str:
+    """A conversation as text; raises what the template raises, and ValueError for what it cannot be given.
+
+    `names` are further variables. With `continue_final_message` the text stops where the last message does.
+    """
+    for name in ("tools", "documents"):
+        given = names.get(name)
+        if given is not None and not (isinstance(given, list) and all(isinstance(entry, dict) for entry in given)):
+            raise ValueError(f"'{name}' must be a list of objects")
+    conversation = [_with_reasoning(message) for message in messages]
+    if continue_final_message:
+        conversation[-1]["content"] += f"{_END} "
+    text = _compile(template).render(
+        # None and not undefined: some templates ask `tools is not none`.
+        {"tools": None, "documents": None, **names, "messages": conversation, "add_generation_prompt": add_generation_prompt}
+    )
+    return _cut(text, messages[-1]["content"]) if continue_final_message else text
+
+
+def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy with what the model thought under the two names that templates read, whichever name it came under."""
+    thought = next((message[name] for name in _REASONING if message.get(name) is not None), None)
+    return dict(message) if thought is None else {"thinking": thought} | dict(message) | {"reasoning_content": thought}
+
+
+def _cut(text: str, final: str) -> str:
+    """The text up to the end of its final message; less the space before it where the template has trimmed the message."""
+    before, end, after = text.rpartition(_END)
+    if not end or final.strip() not in text:
+        raise ValueError("the final message cannot be continued, because the template leaves some of it out")
+    return before if after.startswith(" ") else before.rstrip()
+
+
+@lru_cache
+def _compile(template: str) -> Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals.update(
+        dict=_Dict(), namespace=_Namespace, raise_exception=_raise_exception, strftime_now=lambda form: datetime.now().strftime(form)
+    )
+    try:
+        return environment.from_string(template)
+    except TemplateSyntaxError as error:
+        raise StartupError(f"the chat template is broken at line {error.lineno}: {error.message}") from error
+    except SyntaxError as error:  # a `break` outside a loop is found when Python compiles what Jinja wrote
+        raise StartupError(f"the chat template is broken: {error.msg}") from error
+
+
+class _Generation(Extension):
+    """`{% generation %}` tells trainers which part the model said; here the part is all there is to it."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter escapes what HTML would take for markup, which no model was trained on."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+class _Dict:
+    """What templates need of `dict`, without the type itself."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, keys: Any, value: Any = None) -> dict[Any, Any]:
+        return dict.fromkeys(keys, value)
+
+
+class _Namespace(Namespace):
+    """A namespace that stores nothing under an underscore, where Jinja and Python look for methods of their own."""
+
+    def __init__(self, /, *args: Any, **kwargs: Any) -> None:
+        values = dict(*args, **kwargs)
+        for name in values:
+            _check_public(name)
+        super().__init__(values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_public(name)
+        super().__setitem__(name, value)
+
+
+def _check_public(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a namespace takes no name that begins with an underscore, as {name!r} does")
