@@ -156,9 +156,9 @@ def main() -> int:
     server = subprocess.Popen([sys.executable, __file__, "serve", *map(str, flags)], env=environ)
     url = f"http://127.0.0.1:{options.port}"
     try:
-        _run_clients(url, options, options.streams)  # waits until it is ready, and warms it up
+        run_clients(url, options, options.streams, options.streams)  # waits until it is ready, and warms it up
         before, cpu, start = _read_metrics(url), _cpu_seconds(server.pid), time.perf_counter()
-        tokens = _run_clients(url, options, options.requests)
+        tokens, _ = run_clients(url, options, options.streams, options.requests)
         wall = time.perf_counter() - start
         after, cpu = _read_metrics(url), _cpu_seconds(server.pid) - cpu
         busy, python, rounds = (after[name] - before[name] for name in (BUSY, PYTHON, ROUNDS))
@@ -173,19 +173,21 @@ def main() -> int:
     return 0
 
 
-def _run_clients(url: str, options: argparse.Namespace, num_requests: int) -> int:
-    """Tokens that all clients together got; ends the program if one of their answers was wrong."""
+def run_clients(url: str, options: argparse.Namespace, num_streams: int, num_requests: int) -> tuple[int, float]:
+    """Tokens that all clients together got, and the seconds that took; ends the program if one of their answers was wrong."""
     load = {
-        "--url": url, "--concurrency": options.streams // options.clients, "--requests": num_requests // options.clients, "--json": "-",
+        "--url": url, "--concurrency": num_streams // options.clients, "--requests": num_requests // options.clients, "--json": "-",
         "--prompt-tokens": options.prompt_tokens, "--output-tokens": options.output_tokens, "--wait-ready": 60,
     }  # fmt: skip
     command = [sys.executable, str(ROOT / "bench" / "load.py"), *(str(word) for pair in load.items() for word in pair)]
+    command += ["--keep-alive"] if options.keep_alive else []
     clients = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(options.clients)]
     told = [client.communicate() for client in clients]
     for client, (_, errors) in zip(clients, told):
         if client.returncode:
             raise SystemExit(errors)
-    return sum(json.loads(result)["summary"]["output_tokens"] for result, _ in told)
+    summaries = [json.loads(result)["summary"] for result, _ in told]
+    return sum(summary["output_tokens"] for summary in summaries), max(summary["wall_seconds"] for summary in summaries)
 
 
 def _read_metrics(url: str) -> dict[str, float]:
@@ -211,6 +213,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--requests", type=int, default=512, help="default: %(default)s")
     parser.add_argument("--prompt-tokens", type=int, default=128, help="default: %(default)s")
     parser.add_argument("--output-tokens", type=int, default=512, help="default: %(default)s")
+    parser.add_argument("--keep-alive", action="store_true", help="clients ask again on the connection they have, as SDKs do")
     parser.add_argument("--port", type=int, default=8765)
     return parser
 

@@ -47,7 +47,8 @@ once, by the first thing found: http_STATUS, connection, timeout, truncated, mal
 missing_usage, wrong_usage, empty_text.
 
 what the numbers mean: tokens and times are of requests that did not fail. A request is sent when its own new connection begins to
-open, so that a full accept queue shows. A content delta is a chunk with non-empty text.
+open, so that a full accept queue shows; with --keep-alive only a worker's first has a new one. A content delta is a chunk with
+non-empty text.
   wall seconds    first request sent to last answer ended
   output tok/s    sum of usage.completion_tokens / wall seconds; prompt tok/s the same with usage.prompt_tokens
   TTFT            request sent to its first content delta; one value a request
@@ -93,6 +94,7 @@ class Settings:
     output_tokens: int = option(64, "max_tokens of each request", type=int, least=1)
     ignore_eos: bool = option(True, "send ignore_eos for a fixed length; OpenAI itself refuses it", action=argparse.BooleanOptionalAction)
     seed: int | None = option(None, "fixes prompts and arrivals (default: new each run; a prefix cache may know an old one)", type=int)
+    keep_alive: bool = option(False, "ask again on the same connection, as SDKs do, and not on a new one each time", action="store_true")
     timeout: float = option(600.0, "seconds that a connect, a read or a whole request may take", type=float, least=1e-3)
     wait_ready: float = option(0.0, "first wait so many seconds for GET /readyz, or /v1/models where that is 404", type=float, least=0)
     json: str | None = option(None, "write settings, versions, summary and every request here too; - is stdout", metavar="FILE")
@@ -233,6 +235,7 @@ class Load:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()  # at its end a None for each worker
         self._done: queue.SimpleQueue[Row | None] = queue.SimpleQueue()  # a None from each worker that ends
         self._sockets: dict[str, socket.socket] = {}  # each worker's latest, for `_stop` to shut
+        self._kept: dict[str, http.client.HTTPConnection] = {}  # each worker's, while it asks nothing
         self._stopped = threading.Event()
         num_workers = min(settings.concurrency, len(jobs))
         self._workers = [threading.Thread(target=self._work, name=f"load-{i}", daemon=True) for i in range(num_workers)]
@@ -296,13 +299,19 @@ class Load:
 
     def _ask(self, job: Job, late_seconds: float) -> Row:
         check, sent = self._make_check(self._settings), self._now()
+        name = threading.current_thread().name
         try:
-            with contextlib.closing(connect(self._settings)) as connection:
-                self._sockets[threading.current_thread().name] = connection.sock
+            connection = self._kept.pop(name, None) or connect(self._settings)
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(contextlib.closing(connection))
+                self._sockets[name] = connection.sock
                 if self._stopped.is_set():
                     raise ConnectionAbortedError("stopped")
                 self._receive(connection, job.body, check)
-            check.close()
+                check.close()
+                if self._settings.keep_alive and connection.sock is not None:  # the server has not asked to close it
+                    self._kept[name] = connection
+                    stack.pop_all()
         except (WrongAnswer, *TRANSPORT_ERRORS) as error:
             kind = error.kind if isinstance(error, WrongAnswer) else TRANSPORT_KINDS.get(type(error), "connection")
             return Row(job.index, sent, late_seconds, self._now() - sent, kind, str(error) or repr(error))

@@ -1,8 +1,8 @@
 """The compiled programs: which shapes exist, which are ready, and the best ready one for a round.
 
-The two smallest are compiled before the server says ready: one after another they can run anything. The rest follow on a
-background thread; until the right one is there, the next larger one serves in its place, or a smaller one several times. So
-a round never waits for a compile.
+The smallest are compiled before the server says ready: one after another they can run anything; on a GPU the largest as well, lest a
+crowd that comes at once is served eight at a time. The rest follow on background threads; until the right one is there, the next
+larger one serves in its place, or a smaller one several times. So a round never waits for a compile.
 """
 
 from __future__ import annotations
@@ -108,8 +108,10 @@ class Programs:
 
     @property
     def first_shapes(self) -> list[Shape]:
-        """What is compiled before the server is ready: what the first visitors need."""
-        return [Shape(self._sizes.chunk_sizes[0]), Shape(self._sizes.row_sizes[0], Mode.FULL)]
+        """What is compiled before the server is ready, the smallest prefill first."""
+        chunks, rows = self._sizes.chunk_sizes, self._sizes.row_sizes
+        ends = (0, -1) if self._is_gpu else (0,)
+        return list(dict.fromkeys([*(Shape(chunks[end]) for end in ends), *(Shape(rows[end], Mode.FULL) for end in ends)]))
 
     @property
     def all_shapes(self) -> list[Shape]:

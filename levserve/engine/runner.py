@@ -86,8 +86,8 @@ class Runner:
         self._fork_slot = self.programs.fork_slot()
         self._fill_pages = self.programs.fill_pages()
         report("warming up")
-        prefill, decode = self.programs.first_shapes
-        for shape in (prefill, decode, *[prefill] * TRIES):
+        first = self.programs.first_shapes
+        for shape in (*first, *[first[0]] * TRIES):
             self._warm(shape, TRY_TOKENS)  # nobody has a page yet
 
     def swap(self, leaves: Seq[jax.Array]) -> None:

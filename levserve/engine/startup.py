@@ -238,7 +238,7 @@ def load(
             runner.free()
             raise
     speculation = Speculation(sizes.num_draft) if sizes.num_draft else None
-    log.info("%sprefill     %.3g ms a token in the smallest program", who, runner.prefill_token_seconds * 1000)
+    log.info("%sprefill     %.3g ms a token", who, runner.prefill_token_seconds * 1000)
     budget = Budget(sizes.rows, sizes.round_steps, sizes.chunk_costs, busy_tokens=sizes.num_tokens, idle_tokens=sizes.chunk_sizes[-1])
     scheduler = Scheduler(PagePool(sizes.num_pages, sizes.page_size), budget, speculation)
     name = settings.served_model_name or files.name
