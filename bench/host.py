@@ -173,14 +173,13 @@ def main() -> int:
     return 0
 
 
-def run_clients(url: str, options: argparse.Namespace, num_streams: int, num_requests: int) -> tuple[int, float]:
+def run_clients(url: str, options: argparse.Namespace, num_streams: int, num_requests: int, *more: str) -> tuple[int, float]:
     """Tokens that all clients together got, and the seconds that took; ends the program if one of their answers was wrong."""
     load = {
         "--url": url, "--concurrency": num_streams // options.clients, "--requests": num_requests // options.clients, "--json": "-",
         "--prompt-tokens": options.prompt_tokens, "--output-tokens": options.output_tokens, "--wait-ready": 60,
     }  # fmt: skip
-    command = [sys.executable, str(ROOT / "bench" / "load.py"), *(str(word) for pair in load.items() for word in pair)]
-    command += ["--keep-alive"] if options.keep_alive else []
+    command = [sys.executable, str(ROOT / "bench" / "load.py"), *(str(word) for pair in load.items() for word in pair), *more]
     clients = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(options.clients)]
     told = [client.communicate() for client in clients]
     for client, (_, errors) in zip(clients, told):
@@ -213,7 +212,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--requests", type=int, default=512, help="default: %(default)s")
     parser.add_argument("--prompt-tokens", type=int, default=128, help="default: %(default)s")
     parser.add_argument("--output-tokens", type=int, default=512, help="default: %(default)s")
-    parser.add_argument("--keep-alive", action="store_true", help="clients ask again on the connection they have, as SDKs do")
     parser.add_argument("--port", type=int, default=8765)
     return parser
 

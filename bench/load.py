@@ -92,6 +92,7 @@ class Settings:
     prompt_tokens: int = option(100, "words in a prompt, each about a token; usage has the true number", type=int, least=1)
     shared_prefix: int = option(0, "how many of them, from the first, all prompts share; the rest differ", type=int, least=0)
     output_tokens: int = option(64, "max_tokens of each request", type=int, least=1)
+    output_spread: float = option(0.0, "by what share of that they differ, so that they do not end together", type=float, least=0)
     ignore_eos: bool = option(True, "send ignore_eos for a fixed length; OpenAI itself refuses it", action=argparse.BooleanOptionalAction)
     seed: int | None = option(None, "fixes prompts and arrivals (default: new each run; a prefix cache may know an old one)", type=int)
     keep_alive: bool = option(False, "ask again on the same connection, as SDKs do, and not on a new one each time", action="store_true")
@@ -104,6 +105,7 @@ class Settings:
 class Job:
     index: int
     body: bytes
+    output_tokens: int
     arrival_seconds: float | None  # None: as soon as a stream is free
 
 
@@ -298,7 +300,7 @@ class Load:
             self._done.put(None)
 
     def _ask(self, job: Job, late_seconds: float) -> Row:
-        check, sent = self._make_check(self._settings), self._now()
+        check, sent = self._make_check(replace(self._settings, output_tokens=job.output_tokens)), self._now()
         name = threading.current_thread().name
         try:
             connection = self._kept.pop(name, None) or connect(self._settings)
@@ -356,9 +358,15 @@ def make_job(settings: Settings, model: str, index: int, arrival_seconds: float 
     own = random.Random(f"{settings.seed} {index}").choices(WORDS, k=settings.prompt_tokens - settings.shared_prefix)
     prompt = " ".join(shared + own)
     ask = {"prompt": prompt} if settings.endpoint == "completions" else {"messages": [{"role": "user", "content": prompt}]}
-    body = {"model": model, **ask, "max_tokens": settings.output_tokens, "temperature": 0, "stream": True,
+    output_tokens = spread_length(settings.output_tokens, settings.output_spread, random.Random(f"{settings.seed} {index} length"))
+    body = {"model": model, **ask, "max_tokens": output_tokens, "temperature": 0, "stream": True,
             "stream_options": {"include_usage": True}, **({"ignore_eos": True} if settings.ignore_eos else {})}
-    return Job(index, json.dumps(body).encode(), arrival_seconds)
+    return Job(index, json.dumps(body).encode(), output_tokens, arrival_seconds)
+
+
+def spread_length(length: int, spread: float, rng: random.Random) -> int:
+    """A length that differs from this by at most a share, evenly."""
+    return max(round(length * rng.uniform(1 - spread, 1 + spread)), 1)
 
 
 def make_jobs(settings: Settings, model: str) -> list[Job]:
@@ -410,7 +418,8 @@ def find_notes(load: Load, settings: Settings, wall_seconds: float) -> list[str]
 
 def make_table(settings: Settings, model: str, summary: dict[str, Any]) -> str:
     pace = f"{settings.concurrency} streams" if settings.rate is None else f"{settings.rate:g} requests/s"
-    lengths = f"{settings.prompt_tokens} words in, {settings.output_tokens} tokens out"
+    spread = f" (+-{settings.output_spread:.0%})" if settings.output_spread else ""
+    lengths = f"{settings.prompt_tokens} words in, {settings.output_tokens}{spread} tokens out"
     title = f"{model} at {settings.url}: {settings.endpoint}, {pace}, {lengths}, seed {settings.seed}\n"
     figures = [f"{name.replace('tokens_per_second', 'tok/s').replace('_', ' '):<16}{value:>10{'.2f' if isinstance(value, float) else ''}}"
                for name, value in summary.items() if isinstance(value, (int, float))]
