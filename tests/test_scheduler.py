@@ -203,6 +203,16 @@ def test_where_there_is_time_for_little_a_prompt_moves_by_less_the_deeper_it_is(
     assert sum(chunk.count for chunk in chunks) == 300
 
 
+@pytest.mark.parametrize(("overhead", "counts"), [(0, [4, 3]), (1, [4, 2]), (2, [4])])
+def test_a_second_chunk_is_left_for_later_if_to_begin_it_takes_longer_than_its_tokens(overhead: int, counts: list[int]) -> None:
+    server = make(busy_tokens=8, chunk_overhead=overhead)
+    server.submit(ask("running", max_tokens=20))
+    server.step()
+    server.submit(ask("a", tuple(range(2, 6)), 1))
+    server.submit(ask("b", tuple(range(7, 10)), 1))
+    assert [chunk.count for chunk in server.step().chunks] == counts
+
+
 def test_a_shared_prompt_is_computed_once() -> None:
     server = make()
     prompt = tuple(range(13))

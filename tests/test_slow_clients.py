@@ -190,15 +190,17 @@ def test_when_no_thread_is_free_health_is_answered_and_the_rest_is_refused_by_th
         # An answer of a megabyte that needs no place in the queue, so that every thread can be held by one.
         stuck = held.enter_context(crowd(server, b"GET /tokenizer_info HTTP/1.1\r\nHost: x\r\n\r\n", NUM_THREADS, is_small=True))
         assert all(client.recv(1) for client in stuck)
-        waiting = held.enter_context(crowd(server, b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n", NUM_QUEUED))
+        waiting = held.enter_context(crowd(server, b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n", NUM_QUEUED + 1))
+        wait_until(lambda: metric(server, "refused_total", reason="threads_full") == 1)  # so the others are in the queue
         check_speed(server, "/healthz", "/readyz", "/metrics")
         refused = server.complete("t17")
         assert (refused.status, refused.headers["retry-after"], refused.headers["connection"]) == (503, "1", "close")
         assert sorted(refused.json["error"]) == ["code", "message", "param", "type"]
-        assert metric(server, "refused_total", reason="threads_full") == 1
+        assert metric(server, "refused_total", reason="threads_full") == 2
         for client in stuck:
             client.close()
-        assert all(client.recv(65536).startswith(b"HTTP/1.1 200 ") for client in waiting), "they have their turn"
+        answers = sorted(client.recv(65536)[:12] for client in waiting)
+        assert answers == [b"HTTP/1.1 200"] * NUM_QUEUED + [b"HTTP/1.1 503"], "they have their turn"
     check_service(server)
 
 

@@ -144,6 +144,7 @@ def checked(running: Running) -> Iterator[None]:
 
     before = counts()
     yield
+    running.wait_idle()  # what it still does for somebody who has stopped reading counts as well
     drafts, tokens, right = (after - old for after, old in zip(counts(), before))
     assert 0 < drafts and 0 < right < tokens <= NUM_DRAFT * drafts
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import pickle
 import re
+import zlib
 
 import jax
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
@@ -26,7 +27,7 @@ def find_program(name: str, device: jax.Device) -> jax.stages.Compiled | None:
     if kept is None:
         return None
     try:
-        kernels, (program, in_tree, out_tree) = pickle.loads(kept)
+        kernels, (program, in_tree, out_tree) = pickle.loads(zlib.decompress(kept))
         if not _has(kernels):
             return None
         compiled: jax.stages.Compiled = deserialize_and_load(program, in_tree, out_tree, device.client, [device])
@@ -41,7 +42,7 @@ def keep_program(name: str, lowered: jax.stages.Lowered, compiled: jax.stages.Co
         return
     kernels = sorted(set(KERNEL.findall(lowered.as_text())))
     try:
-        shelf.given.keep(name, pickle.dumps((kernels, serialize(compiled))))
+        shelf.given.keep(name, zlib.compress(pickle.dumps((kernels, serialize(compiled))), level=1))
     except (NotImplementedError, ValueError) as error:
         log.debug("%s cannot be kept: %s", name, error)
 

@@ -33,8 +33,8 @@ from levserve.schedule.scheduler import Sampled
 from levserve.schedule.sequence import Chunk, Fork, RoundPlan, Row, Sequence
 from levserve.schedule.speculation import num_accepted
 
-TRIES = 4
-TRY_TOKENS = 16
+TRIES = 8
+TRY_TOKENS = 32
 """Of the first prefill program once it has run, and tokens of each: of the quickest one can tell what it takes."""
 
 MIXED_CONTEXT = 256

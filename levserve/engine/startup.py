@@ -46,6 +46,8 @@ log = logging.getLogger(__name__)
 
 DEVICE_FAULT = 70
 """Exit code of a process whose device thread died; systemd restarts it."""
+CPU_CHUNK_OVERHEAD = 24
+"""Tokens: of the bundled model a chunk takes 12 ms to read the weights, and 0.33 for each token."""
 LAST_WORDS_SECONDS = 1.0
 """How long HTTP threads get to tell their clients that the device failed."""
 
@@ -239,7 +241,14 @@ def load(
             raise
     speculation = Speculation(sizes.num_draft) if sizes.num_draft else None
     log.info("%sprefill     %.3g ms a token", who, runner.prefill_token_seconds * 1000)
-    budget = Budget(sizes.rows, sizes.round_steps, sizes.chunk_costs, busy_tokens=sizes.num_tokens, idle_tokens=sizes.chunk_sizes[-1])
+    budget = Budget(
+        sizes.rows,
+        sizes.round_steps,
+        sizes.chunk_costs,
+        busy_tokens=sizes.num_tokens,
+        idle_tokens=sizes.chunk_sizes[-1],
+        chunk_overhead=CPU_CHUNK_OVERHEAD if device.platform == "cpu" and not sizes.mixed_tokens else 0,
+    )
     scheduler = Scheduler(PagePool(sizes.num_pages, sizes.page_size), budget, speculation)
     name = settings.served_model_name or files.name
     served = ServedModel(name, tokenizer, sizes.max_seq_len, config.hidden_size, int(time.time()))

@@ -41,6 +41,8 @@ class Budget:
     """Prefill tokens in a round that also decodes: what keeps running streams moving."""
     idle_tokens: int
     """Prefill tokens in a round with nothing to decode."""
+    chunk_overhead: int = 0
+    """Prefill tokens that could be computed in the time a second chunk takes to begin: one that has no more is left for later."""
 
 
 class Sampled(NamedTuple):
@@ -234,12 +236,12 @@ class Scheduler:
 
         Who finds its prompt computed by another costs nothing.
         """
-        sizes = self.budget.chunk_sizes
+        sizes, overhead = self.budget.chunk_sizes, self.budget.chunk_overhead
         chunks: list[Chunk] = []
         prefilling = [sequence for sequence in self._running.values() if not sequence.is_primed]
         is_deep = bool(prefilling) and prefilling[0].num_computed >= DEEP_TOKENS
         left = max(budget, sizes[0] if is_deep or len(sizes) < 3 else sizes[1])
-        while left >= sizes[0]:
+        while left >= sizes[0] and (left > overhead or not chunks):
             if not prefilling:
                 sequence = self._admit()
                 if sequence is None:
@@ -252,7 +254,7 @@ class Scheduler:
                 prefilling.append(sequence)
             chunk = self._next_chunk(prefilling[0], sizes[bisect_right(sizes, left) - 1])
             chunks.append(chunk)
-            left -= sizes[bisect_left(sizes, chunk.count)]
+            left -= sizes[bisect_left(sizes, chunk.count)] + overhead
             if chunk.is_last:
                 prefilling.pop(0)
         return chunks
