@@ -259,8 +259,9 @@ class Programs:
 
     def _compile(self, shape: Shape, when: str) -> None:
         start = time.monotonic()
-        self._ready[shape] = self._get(str(shape), lambda: self.lower(shape), self.compiler_options(shape))
+        program = self._get(str(shape), lambda: self.lower(shape), self.compiler_options(shape))
         trim_heaps()
+        self._ready[shape] = program
         if shape not in self.first_shapes:
             self._cold.put(shape)
         log.debug("got %s in %.1f s (%s)", shape, time.monotonic() - start, when)
