@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -109,6 +111,30 @@ def test_of_several_compilers_one_at_a_time_traces(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Programs, "lower", watched)
     runner_of("float32").programs.compile_first(lambda _: None)
     assert seen == [True, True]
+
+
+LARGE = """
+from levserve.engine.heaps import return_large_parts
+from levserve.engine.sizing import process_memory
+return_large_parts()
+for _ in range(2):  # after the first glibc itself would no longer map one for itself
+    large, small = b"x" * 20_000_000, [b"x" * 600 for _ in range(10_000)]
+    before = process_memory()
+    del large
+    print(before - process_memory() > 15_000_000)
+"""
+
+
+def test_what_is_large_is_given_back_when_it_is_freed() -> None:
+    assert subprocess.run([sys.executable, "-c", LARGE], capture_output=True, text=True, check=True).stdout.split() == ["True", "True"]
+
+
+def test_on_a_gpu_the_largest_programs_are_among_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    programs = runner_of("float32").programs
+    monkeypatch.setattr(programs, "_sizes", replace(programs._sizes, chunk_sizes=(8, 24, 64), row_sizes=(2, 4, 8)))
+    assert programs.first_shapes == [Shape(8), Shape(2, Mode.FULL)]
+    monkeypatch.setattr(programs, "_is_gpu", True)
+    assert programs.first_shapes == [Shape(8), Shape(64), Shape(2, Mode.FULL), Shape(8, Mode.FULL)]
 
 
 def test_what_was_freed_in_the_middle_of_a_heap_is_given_back() -> None:

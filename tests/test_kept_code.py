@@ -17,7 +17,8 @@ from levserve.engine.code_folder import UNUSED_SECONDS, CodeFolder, open_folder
 from levserve.engine.kept_programs import find_program, keep_program
 from levserve.engine.programs import Programs
 from levserve.model.kernels import handler, shelf
-from levserve.model.kernels.cpu_linear import multiply
+from levserve.model.kernels.cpu_linear import multiply, product_kernel
+from levserve.model.kernels.cpu_products import product_for
 from tests.conftest import GOLDEN
 from tests.engines import ask, read, running_engine
 from tests.waiting import wait_until
@@ -82,6 +83,48 @@ def test_a_folder_that_no_start_has_used_for_a_month_goes(tmp_path: Path) -> Non
         os.utime(tmp_path / name, times=(0, time.time() - age))
     folder = open_folder(tmp_path, cpu="")
     assert set(tmp_path.iterdir()) == {folder, tmp_path / "recent"}
+
+
+WEIGHT = np.arange(64 * 32, dtype=np.float32).reshape(64, 32).astype(jnp.bfloat16)
+X = np.eye(3, 32, dtype=np.float32)
+
+
+def check_kernel(name: str) -> None:
+    """Registers a kernel that multiplies, and lets it."""
+    handler.register(name, product_kernel(product_for(WEIGHT.dtype, 32)))
+    product = jax.ffi.ffi_call(name, jax.ShapeDtypeStruct((3, 64), jnp.float32))(X, np.array([3], np.int32), WEIGHT)
+    np.testing.assert_array_equal(product, X @ WEIGHT.astype(np.float32).T)
+
+
+def test_a_kernel_is_compiled_once_and_then_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_kernel("levserve_first")
+    (kept,) = folder.iterdir()
+    (folder / "levserve_second").write_bytes(kept.read_bytes())
+    monkeypatch.setattr(handler, "_compile", None)
+    check_kernel("levserve_second")
+    with pytest.raises(TypeError):
+        check_kernel("levserve_third")
+
+
+@pytest.mark.parametrize("data", [b"", b"rubbish", b"\x7fELF" + bytes(200)])
+def test_a_kernel_that_was_kept_and_spoilt_is_compiled_anew(data: bytes, folder: Path) -> None:
+    kept = folder / f"levserve_spoilt_{len(data)}"
+    kept.write_bytes(data)
+    check_kernel(kept.name)
+    assert kept.read_bytes() != data
+
+
+def test_who_cannot_keep_a_kernel_does_without(folder: Path) -> None:
+    shelf.keep_on(CodeFolder(folder / "absent"))
+    check_kernel("levserve_not_kept")
+    assert not list(folder.iterdir())
+
+
+def test_a_program_that_cannot_be_saved_runs_all_the_same_and_says_so(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    shape = jax.ShapeDtypeStruct((3,), jnp.float32)
+    lowered = jax.jit(lambda x: jax.pure_callback(lambda given: np.asarray(given) + 1, shape, x)).lower(shape)
+    keep_program("callback", lowered, lowered.compile())
+    assert not list(folder.iterdir()) and "every start will compile it" in caplog.text
 
 
 def test_a_program_comes_back_with_the_kernel_it_calls(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

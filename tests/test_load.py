@@ -99,6 +99,7 @@ class FakeServer(ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         self.asked: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
+        self.callers: list[Any] = []  # a port for each connection
         self.ready_statuses = [200]  # the last one stays
         self.good_before_hang = 2
         self.is_hanging = threading.Event()
@@ -121,6 +122,7 @@ class FakeHandler(BaseHTTPRequestHandler):
         ask = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.asked.append(ask)
         self.server.keys.append(self.headers["Authorization"])
+        self.server.callers.append(self.client_address)
         rule = ask["model"]
         with contextlib.suppress(ConnectionError):  # clients that lost patience
             if rule == "busy":
@@ -245,6 +247,20 @@ def test_request_asks_for_a_greedy_stream_of_fixed_length(server: FakeServer, ru
     assert len(ask.pop("prompt").split()) == 10
     assert ask == {"model": "first-model", "max_tokens": 5, "temperature": 0, "ignore_eos": True,
                    "stream": True, "stream_options": {"include_usage": True}}
+
+
+def test_lengths_differ_by_the_spread_and_each_answer_is_held_to_its_own(server: FakeServer, run: Run) -> None:
+    code, result = run("--requests", "40", "--output-tokens", "20", "--output-spread", "0.5")
+    lengths = [ask["max_tokens"] for ask in server.asked]
+    assert code == 0 and len(set(lengths)) > 5 and 10 <= min(lengths) < 15 < 25 < max(lengths) <= 30
+    assert result["summary"]["output_tokens"] == sum(lengths)
+
+
+def test_workers_ask_on_new_connections_or_each_on_its_own(server: FakeServer, run: Run) -> None:
+    flags = "--requests", "6", "--concurrency", "2"
+    assert run(*flags)[0] == 0 and len(set(server.callers)) == 6
+    server.callers.clear()
+    assert run(*flags, "--keep-alive")[0] == 0 and len(server.callers) == 6 and len(set(server.callers)) <= 2
 
 
 def test_prompts_differ_from_the_first_words_on(server: FakeServer, run: Run) -> None:

@@ -40,11 +40,11 @@ def find_program(name: str, device: jax.Device) -> jax.stages.Compiled | None:
 def keep_program(name: str, lowered: jax.stages.Lowered, compiled: jax.stages.Compiled) -> None:
     if isinstance(shelf.given, shelf.NoShelf):
         return
-    kernels = sorted(set(KERNEL.findall(lowered.as_text())))
     try:
+        kernels = sorted(set(KERNEL.findall(lowered.as_text())))
         shelf.given.keep(name, zlib.compress(pickle.dumps((kernels, serialize(compiled))), level=1))
-    except (NotImplementedError, ValueError) as error:
-        log.debug("%s cannot be kept: %s", name, error)
+    except Exception as error:  # jax says in many ways that a program has something that cannot be saved; it runs all the same
+        log.warning("a program cannot be kept, so every start will compile it: %s", error)
 
 
 def _has(kernels: list[str]) -> bool:
