@@ -297,6 +297,8 @@ class Load:
                 if row.failure is None or not self._stopped.is_set():  # what `_stop` cut off is no failure of the server
                     self._done.put(row)
         finally:
+            if kept := self._kept.pop(threading.current_thread().name, None):
+                kept.close()
             self._done.put(None)
 
     def _ask(self, job: Job, late_seconds: float) -> Row:

@@ -7,6 +7,7 @@ import json
 import os
 import queue
 import re
+import select
 import signal
 import socket
 import subprocess
@@ -35,10 +36,11 @@ class Reply(NamedTuple):
 class Lines:
     """What a process writes to one pipe, line by line; `seen` is all of it so far."""
 
-    def __init__(self, pipe: IO[str]) -> None:
+    def __init__(self, pipe: IO[bytes]) -> None:
         self.seen: list[str] = []
-        self._pipe = pipe
+        self._pipe, self._rest, self._lock = pipe, b"", threading.Lock()
         self._queue: queue.Queue[str] = queue.Queue()
+        os.set_blocking(pipe.fileno(), False)
         self._thread = threading.Thread(target=self._read)
         self._thread.start()
 
@@ -50,7 +52,8 @@ class Lines:
                 return line
 
     def skip(self) -> None:
-        """Passes over what has been written so far."""
+        """Passes over what has been written so far, also where the thread has not read it yet."""
+        self._take()
         while not self._queue.empty():
             self._queue.get()
 
@@ -64,9 +67,18 @@ class Lines:
         self._pipe.close()
 
     def _read(self) -> None:
-        for line in self._pipe:
-            self.seen.append(line.rstrip("\n"))
-            self._queue.put(line.rstrip("\n"))
+        while self._take():
+            select.select([self._pipe], [], [])
+
+    def _take(self) -> bool:
+        """Reads all that is there; tells whether more may come."""
+        with self._lock:
+            while piece := self._pipe.read(65536):
+                *lines, self._rest = (self._rest + piece).split(b"\n")
+                for line in map(bytes.decode, lines):
+                    self.seen.append(line)
+                    self._queue.put(line)
+            return piece is None
 
 
 class Client:
@@ -132,7 +144,7 @@ class ServerProcess:
             command,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            text=True,
+            bufsize=0,
             env=inherited | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)} | dict(environ or {}),
             pass_fds=() if listener is None else (listener.fileno(),),
             start_new_session=True,
