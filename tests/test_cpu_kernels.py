@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import threading
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -121,6 +122,25 @@ def test_attention_is_xlas_for_any_lengths_and_padding(
     given = q, pool, table, jnp.asarray(positions, jnp.int32)
     got, wanted = (attend(*given, window=window, kernel=kernel) for kernel in (Kernel.LLVM, Kernel.XLA))
     np.testing.assert_allclose(got, wanted, atol=1e-5)
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    st.sampled_from([(1, 1, 16), (2, 3, 64), (1, 5, 48)]), st.sampled_from([2, 4, 32]), st.sampled_from([jnp.float32, jnp.bfloat16]),
+    st.sampled_from([None, 7, 40]), st.integers(0, 70), st.integers(0, 2**32 - 1),
+)  # fmt: skip
+def test_a_query_gets_the_same_to_the_last_bit_alone_and_beside_others(
+    shape: tuple[int, int, int], page_size: int, numbers: Any, window: int | None, before: int, seed: int
+) -> None:
+    (kv_heads, group, size), chunk, rng = shape, 37, np.random.default_rng(seed)
+    width = -(-(before + chunk) // page_size)
+    pool = jnp.asarray(rng.standard_normal((width, 2, kv_heads, page_size, size)), numbers)
+    table = jnp.asarray(rng.permutation(width)[None], jnp.int32)
+    q = jnp.asarray(4 * rng.standard_normal((1, chunk, kv_heads, group, size)), jnp.float32)
+    positions = jnp.arange(before, before + chunk, dtype=jnp.int32)[None]
+    beside = attend(q, pool, table, positions, window=window, kernel=Kernel.LLVM)
+    alone = attend(jnp.swapaxes(q, 0, 1), pool, jnp.repeat(table, chunk, 0), positions.T, window=window, kernel=Kernel.LLVM)
+    np.testing.assert_array_equal(np.asarray(beside)[0], np.asarray(alone)[:, 0])
 
 
 @pytest.mark.parametrize("num_used", [0, 1, 5, 17, 99])

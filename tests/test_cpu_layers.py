@@ -14,6 +14,9 @@ import pytest
 from levserve.model import cache
 from levserve.model.attention import Kernel
 from levserve.model.decoder import Decoder
+from levserve.model.kernels import cpu_many_queries
+from levserve.model.kernels.cpu_attention import HAS_MANY, join
+from levserve.model.kernels.cpu_heads import Heads
 from levserve.model.quantize import NARROW, choose_narrowing
 from levserve.weights.load import load_arrays, read_config
 from tests.conftest import GOLDEN
@@ -93,6 +96,39 @@ def test_all_layers_in_one_call_give_what_they_give_one_by_one(
 
 def test_only_a_part_of_a_head_may_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     check(model_of("qwen3", "int8", rotary_size=8), FLOAT32, monkeypatch)
+
+
+def test_a_prompts_tokens_get_the_same_in_rows_of_their_own_beside_others_as_in_a_chunk() -> None:
+    """To the last bit, wherever the prompt begins in its page, and whether neighbours are attended together or not."""
+    model, rng, page_size, width, start, count = model_of("llama", "int8"), np.random.default_rng(0), 32, 3, 9, 70
+    shape = cache.make_pool(model.config, 3 * width, page_size, BFLOAT16)[0].shape
+    pools = tuple(jnp.asarray(rng.standard_normal(shape), BFLOAT16) for _ in model.layers)
+    table, positions = rng.permutation(3 * width).reshape(3, width), np.arange(start, start + count)
+    tokens = rng.integers(0, model.config.vocab_size, count)
+    order = np.roll(np.arange(count), 1)  # the last, which is sampled after, comes first
+    rows = {
+        "tokens": [[3], [4], *tokens[order, None]],
+        "table": [table[1], table[2], *[table[0]] * count],
+        "positions": [[50], [60], *positions[order, None]],
+    }
+    compute = jax.jit(lambda tokens, table, positions: model(tokens, pools, table, positions))
+    in_chunk, written = compute(*(jnp.asarray(given, jnp.int32)[None] for given in (tokens, table[0], positions)))
+    in_rows, written_by_rows = compute(*(jnp.asarray(np.array(given), jnp.int32) for given in rows.values()))
+    np.testing.assert_array_equal(in_rows.array[2:, 0], in_chunk.array[0, order])
+    for mine, theirs in zip(written_by_rows, written, strict=True):
+        np.testing.assert_array_equal(mine[table[0]], theirs[table[0]])
+
+
+@pytest.mark.skipif(not HAS_MANY, reason="this CPU takes all queries one by one")
+def test_neighbours_of_a_prompt_are_attended_together_and_others_are_not() -> None:
+    heads = Heads(kv_heads=1, group=3, size=64, page_size=32, numbers=BFLOAT16)
+    own = [100, 90, *range(4, 30)]  # two streams and a prompt of 26 tokens
+    table = jnp.asarray([[7] * 4, [8] * 4, *[[0, 1, 2, 3]] * 26, [0] * 4], jnp.int32)
+    pool = jnp.zeros((9, 2, 1, 32, 64), jnp.uint16)
+    place = cache.place(table, jnp.asarray([*own, -1], jnp.int32)[:, None], pool)
+    together = np.asarray(join(place, heads)).tolist()
+    most = cpu_many_queries.MOST // 3 // 4 * 4  # of a page, cut evenly
+    assert together[:2] == [1, 1] and together[-1] == 1 and sum(together) == 29 and max(together) == most
 
 
 def test_a_row_gets_the_same_whoever_is_beside_it() -> None:

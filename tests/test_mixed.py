@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from levserve.engine import runner, startup
+from levserve.engine import startup
 from levserve.engine.runner import Flight, Runner
 from levserve.schedule.request import GenerationRequest
 from levserve.schedule.sequence import RoundPlan
@@ -88,7 +89,8 @@ def test_a_prompt_beside_a_stream_is_answered_as_it_is_alone(running: Running, m
 
 
 def test_of_a_long_prompt_the_first_part_is_mixed(running: Running, mixed: Mixed, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "MIXED_CONTEXT", 16)
+    engine = running.loaded.runner
+    monkeypatch.setattr(engine, "_sizes", dataclasses.replace(engine._sizes, mixed_context=16))
     tokens = prompt(50, 80)
     (together,) = beside_a_stream(running, ask(tokens, 4))
     starts = [chunk.start for plan in mixed.plans for chunk in plan.chunks]

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from levserve.engine.heaps import LARGE_BYTES
 from levserve.model.sampler import MAX_EDITS, NUM_CANDIDATES, NUM_TOP, POISONED, Drawn, Memory, Mode, Rules, largest, sample
 
 pytestmark = pytest.mark.tiny
@@ -214,3 +215,12 @@ def test_logprobs_are_the_raw_models_and_hold_the_best() -> None:
     np.testing.assert_allclose(got.logprobs[0], expected[1], atol=1e-5)
     assert got.top_ids.shape == (1, NUM_TOP) and got.top_ids[0, :12].tolist() == list(range(12))
     np.testing.assert_allclose(got.top_logprobs[0, :12], expected[:12], atol=1e-5)
+
+
+def test_malloc_keeps_what_sampling_many_rows_needs_from_step_to_step() -> None:
+    """What is larger is taken from the system and returned each time, which took 8 ms of a step of 32 rows."""
+    rows, vocab = 32, 49_152
+    logits = jax.ShapeDtypeStruct((rows, vocab), jnp.float32)
+    given = jnp.zeros(rows, jnp.int32), make_rules(rows), make_memory(rows)
+    needed = draw.lower(logits, *given, Mode.FULL).compile().memory_analysis().temp_size_in_bytes
+    assert needed + 4 * rows * vocab < LARGE_BYTES

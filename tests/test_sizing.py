@@ -98,8 +98,8 @@ def test_programs_are_few_and_chunks_of_many_sizes_where_padding_costs_nothing()
 
 def test_prompts_are_mixed_with_decoding_where_it_costs_nothing_and_changes_nothing() -> None:
     for machine, mixed in (
-        (Machine("cpu", 100 * GIB, skips_padding=True, mixes_prompts=True), 128),
+        (Machine("cpu", 100 * GIB, skips_padding=True, mixed_context=256), 128),
         (Machine("cpu", 100 * GIB, skips_padding=True), 0),
-        (Machine("cpu", 100 * GIB, mixes_prompts=True), 0),
+        (Machine("cpu", 100 * GIB, mixed_context=256), 0),
     ):
         assert plan(rows=32, machine=machine).mixed_tokens == mixed

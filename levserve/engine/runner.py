@@ -37,9 +37,6 @@ TRIES = 8
 TRY_TOKENS = 32
 """Of the first prefill program once it has run, and tokens of each: of the quickest one can tell what it takes."""
 
-MIXED_CONTEXT = 256
-"""Where a chunk that is mixed begins, at most: there neighbours do not share what they read of keys, and it is more and more."""
-
 
 class Piece(NamedTuple):
     """A chunk, or a part of one, that was computed as one row of a prefill program."""
@@ -204,7 +201,8 @@ class Runner:
         """The program that does all of a plan at once, if there is one: it knows no forks, no drafts and no scores of prompts."""
         if not plan.chunks or not plan.rows or plan.forks or plan.is_verify:
             return None
-        if any(chunk.scored or chunk.sequence.request.wants_hidden or chunk.start >= MIXED_CONTEXT for chunk in plan.chunks):
+        most = self._sizes.mixed_context
+        if any(chunk.scored or chunk.sequence.request.wants_hidden or chunk.start >= most for chunk in plan.chunks):
             return None
         ending = [chunk for chunk in plan.chunks if chunk.is_last]
         mode = max({self._slots.mode_of(plan.rows), *(mode_for(chunk.sequence.request) for chunk in ending)}, key=tuple(Mode).index)

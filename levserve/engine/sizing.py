@@ -41,8 +41,8 @@ class Machine:
     """Whether attention is a kernel that reads pages in place, so that rows of one prompt cost no more than one long row."""
     skips_padding: bool = False
     """Whether a program takes as long as what is in it needs, so that few of them serve all."""
-    mixes_prompts: bool = False
-    """Whether a prompt's tokens get the very same in a row of their own as in a chunk."""
+    mixed_context: int = 0
+    """Where a prompt's chunk may begin, at most, to be computed beside the rows of a decode program; 0: none is."""
 
     @property
     def is_cpu(self) -> bool:
@@ -73,8 +73,8 @@ class Sizes:
     """If set, a prefill program's rows are pieces of so many tokens, of one prompt or of several; else it is one row."""
     skips_padding: bool = False
     """Whether a program takes as long as what is in it needs."""
-    mixes_prompts: bool = False
-    """Whether prompts may be computed beside the rows of a decode program, if that costs nothing where it is not filled."""
+    mixed_context: int = 0
+    """Where a prompt's chunk may begin, at most, to be computed beside the rows of a decode program."""
 
     @property
     def table_width(self) -> int:
@@ -87,7 +87,7 @@ class Sizes:
     @property
     def mixed_tokens(self) -> int:
         """Of prompts, that the widest decode program computes beside its rows."""
-        return self.chunk_sizes[-1] if self.skips_padding and self.mixes_prompts and self.round_steps == 1 else 0
+        return self.chunk_sizes[-1] if self.skips_padding and self.mixed_context and self.round_steps == 1 else 0
 
     @property
     def chunk_costs(self) -> tuple[int, ...]:
@@ -145,7 +145,7 @@ def plan_sizes(settings: Settings, machine: Machine, *, rows: int, max_position:
         chunk_sizes=_chunk_sizes(machine, largest_chunk, max_seq_len),
         piece_tokens=PIECE_TOKENS if machine.has_kernel else None,
         skips_padding=machine.skips_padding,
-        mixes_prompts=machine.mixes_prompts,
+        mixed_context=machine.mixed_context,
         round_steps=settings.round_steps or (1 if machine.is_cpu else 8),
         has_all_modes=not machine.is_cpu,  # there full mode skips what nobody asks for, and compiling is what takes long
     )

@@ -215,10 +215,9 @@ def load(
     skips_padding = Decoder.from_arrays(config, arrays, kernel=kernel, narrowing=narrowing).skips_padding(kept)
     if skips_padding:
         log.info("%slayers      one kernel for all of them, which leaves out padding", who)
-    is_gpu_kernel, mixes_prompts = kernel is Kernel.TRITON, kernel is Kernel.LLVM_DOT  # others take many queries otherwise than few
     sizes = plan_sizes(
         settings,
-        Machine(device.platform, free, is_gpu_kernel, skips_padding, mixes_prompts),
+        Machine(device.platform, free, kernel is Kernel.TRITON, skips_padding, _mixed_context() if skips_padding else 0),
         rows=rows,
         max_position=config.max_position,
         page_bytes=page_bytes,
@@ -279,6 +278,12 @@ def check_fp8(settings: Settings, device: jax.Device) -> None:
     asked = [f"--{name} fp8" for name, value in (("kv-dtype", settings.kv_dtype), ("quantize", settings.quantize)) if value == "fp8"]
     if asked and device.platform == "gpu" and tuple(map(int, device.compute_capability.split("."))) < (8, 9):
         raise ConfigError(f"{asked[0]} needs a GPU of compute capability 8.9 or later, and this one has {device.compute_capability}")
+
+
+def _mixed_context() -> int:
+    from levserve.model.kernels import cpu_attention  # and LLVM with it, which others do without
+
+    return cpu_attention.MIXED_CONTEXT
 
 
 def _score_probe(scheduler: Scheduler, runner: Runner, model: ServedModel) -> list[float]:

@@ -9,9 +9,10 @@ and the position alone. The vocabulary is never sorted.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,8 @@ NUM_CANDIDATES = 128
 """Likeliest tokens looked at for top-k and top-p before falling back to a search over the vocabulary."""
 CHUNK, SMALL_CHUNK = 256, 32
 """Tokens of the vocabulary looked at together, to find one of them or several."""
+ROWS_TOGETHER = 4
+"""For which a CPU does all that rows may ask for: what it needs of memory for 32 would be taken from the system and returned each step."""
 MAX_EDITS = 332
 """Logit edits a row may have: 300 biases, 16 stop ids, and the model's own end tokens."""
 BANNED = -1e30
@@ -93,8 +96,14 @@ def _sample_as_asked(logits: jax.Array, positions: jax.Array, rules: Rules, memo
         tokens = _choose(logits, positions, rules)
         return Drawn(tokens, *_no_logprobs(logits, tokens))
 
+    def sample_by_parts(*given: Any) -> Drawn:
+        size = math.gcd(logits.shape[0], ROWS_TOGETHER)
+        parts = jax.tree.map(lambda array: array.reshape(-1, size, *array.shape[1:]), given)
+        drawn = lax.map(lambda part: _sample_fully(*part), parts)
+        return jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), drawn)
+
     is_asked = _is_penalised(rules) | _is_truncated(rules) | (rules.num_edits > 0) | (rules.wants_logprobs != 0)
-    drawn: Drawn = lax.cond(is_asked.any(), _sample_fully, sample_plainly, logits, positions, rules, memory)
+    drawn: Drawn = lax.cond(is_asked.any(), sample_by_parts, sample_plainly, logits, positions, rules, memory)
     return drawn
 
 

@@ -6,12 +6,14 @@ of the work is some neighbouring queries of one row over one key-value head; how
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 
-from levserve.model.cache import numbers_of
+from levserve.model.cache import Place, numbers_of
 from levserve.model.kernels import cpu_few_queries, cpu_many_queries
-from levserve.model.kernels.cpu_heads import LANES, Given, Heads
+from levserve.model.kernels.cpu_heads import LANES, Given, Heads, Part
 from levserve.model.kernels.handler import Call, Kernel, Work, register
 from levserve.model.kernels.writer import F32, Value, Writer, vector_bytes
 
@@ -19,6 +21,8 @@ MANY = cpu_many_queries.MOST // 2
 """Queries of a row and head: with fewer, most lanes would be left over."""
 HAS_MANY = vector_bytes() > 16
 """Where it was not measured, all are few."""
+MIXED_CONTEXT = 2**31 if HAS_MANY else 256
+"""Where a prompt's chunk may begin, at most, to be computed beside decoding rows: few that are neighbours read all keys one by one."""
 
 
 def refuse_unservable(head_dim: int) -> str | None:
@@ -60,24 +64,52 @@ def kernel_for(heads: Heads) -> Kernel:
     return Kernel((Work(count, attend),), own_bytes=lambda call: own_bytes(heads, given(call)))
 
 
+def join(place: Place, heads: Heads) -> jax.Array:
+    """What `Given.joined` is for rows of one token each: neighbours that are written to the same page have the same pages before it.
+
+    So a prompt's tokens beside decoding rows read their keys together, if they are enough for that.
+    """
+    rows, chunk = place.positions.shape
+    most = math.gcd(heads.page_size, 2 ** int(math.log2(max(cpu_many_queries.MOST // heads.group, 1))))
+    if chunk > 1 or most * heads.group < MANY or not HAS_MANY:
+        return jnp.ones(rows, jnp.int32)
+    blocks = place.pages * (heads.page_size // most) + place.offsets // most
+    is_first = jnp.concatenate([jnp.ones(1, bool), blocks[1:] != blocks[:-1]])
+    which = jnp.cumsum(is_first)
+    count = (which[:, None] == which[None]).sum(1, dtype=jnp.int32)
+    is_worth_it = (count * heads.group >= MANY) & (place.positions[:, 0] >= 0)
+    return jnp.where(is_worth_it, jnp.where(is_first, count, 0), 1)
+
+
 def num_pieces(heads: Heads, given: Given, rows: Value) -> Value:
-    few, many = (given.num_parts(heads, kind.MOST) for kind in (cpu_few_queries, cpu_many_queries))
-    return rows * heads.kv_heads * (_are_many(heads, given).choose(many, few) if HAS_MANY else few)
+    return rows * heads.kv_heads * _num_parts(heads, given)
 
 
 def own_bytes(heads: Heads, given: Given) -> Value:
     few, many = (kind.own_bytes(heads, given) for kind in (cpu_few_queries, cpu_many_queries))
-    return _are_many(heads, given).choose(many, few) if HAS_MANY else few
+    return few.most(many) if HAS_MANY else few
 
 
 def attend_part(writer: Writer, heads: Heads, given: Given, own: Value, piece: Value) -> None:
-    if not HAS_MANY:
-        return cpu_few_queries.attend_few(writer, heads, given, own, piece)
-    with writer.when(_are_many(heads, given)):
-        cpu_many_queries.attend_many(writer, heads, given, own, piece)
-    with writer.when(given.num_queries(heads) < MANY):
-        cpu_few_queries.attend_few(writer, heads, given, own, piece)
+    parts, queries = _num_parts(heads, given), given.num_queries(heads)
+    pair, number = piece // parts, piece % parts
+    row, head = pair // heads.kv_heads, pair % heads.kv_heads
+    each = (queries + (parts - 1)) // parts  # of 5 there are 3 and 2, not 4 and 1
+    first = number * each
+    held = (queries - first).least(each).most(0)
+    if given.joined is not None:
+        joined = (queries >= MANY).choose(writer.number(1), writer.index(given.joined, row))
+        with_others = number.is_(0).choose(joined * heads.group, 0)
+        first, held = joined.is_(1).choose(first, 0), joined.is_(1).choose(held, with_others)
+    part = Part(writer, heads, given, row, head, first, held)
+    with writer.when(held < cpu_few_queries.MOST + 1):
+        cpu_few_queries.attend_few(writer, heads, given, own, part)
+    if HAS_MANY:
+        with writer.when(held >= cpu_few_queries.MOST + 1):
+            cpu_many_queries.attend_many(writer, heads, given, own, part)
 
 
-def _are_many(heads: Heads, given: Given) -> Value:
-    return given.num_queries(heads) >= MANY
+def _num_parts(heads: Heads, given: Given) -> Value:
+    """Of the queries of one row and head."""
+    few, many = (given.num_parts(heads, kind.MOST) for kind in (cpu_few_queries, cpu_many_queries))
+    return (given.num_queries(heads) >= MANY).choose(many, few) if HAS_MANY else few

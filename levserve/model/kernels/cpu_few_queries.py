@@ -16,6 +16,7 @@ MOST = 4
 """Queries that share what is read: more would not fit into the registers of every CPU."""
 KEYS = 4
 """That are multiplied at a time, so that a query which was loaded is used so often, and their sums are added up together."""
+SCORE_LANES = vector_bytes() // 4
 SUMS = 16
 """Registers that what is mixed may take: the rest is for what it is mixed of."""
 LATEST = 2**31
@@ -39,10 +40,9 @@ class Page(NamedTuple):
     """The first."""
 
 
-def attend_few(writer: Writer, heads: Heads, given: Given, totals: Value, piece: Value) -> None:
+def attend_few(writer: Writer, heads: Heads, given: Given, totals: Value, part: Part) -> None:
     size, page_size, slot_bytes = heads.size, heads.page_size, heads.slot_bytes
     stride, scores = _score_bytes(heads, given), totals + 4 * LANES
-    part = Part(writer, heads, given, piece, MOST)
     lowest, highest = writer.variable(writer.number(LATEST)), writer.variable(writer.number(0))
     with writer.loop(0, part.held) as index:
         start, stop = part.seen(index)
@@ -59,7 +59,7 @@ def attend_few(writer: Writer, heads: Heads, given: Given, totals: Value, piece:
 
     def score(page: Page, queries: list[Value], into: list[Value]) -> None:
         """Products of the queries with each key of a page, a few keys at a time; what comes after the last is never seen."""
-        num_keys, lanes = KEYS if page_size % KEYS == 0 else 1, vector_bytes() // 4
+        num_keys, lanes = KEYS if page_size % KEYS == 0 else 1, SCORE_LANES
         with writer.loop(0, page.num_slots, num_keys) as slot:
             part.ask_for(page.after, slot, num_keys)
             sums = [[writer.zeros(F32, lanes)] * num_keys for _ in queries]

@@ -19,7 +19,8 @@ SMALLEST = 1e-30
 LOG2_E = math.log2(math.e)
 POWERS = tuple(math.log(2) ** n / math.factorial(n) for n in range(7))
 """Of 2^x around 0, to float32's last bit for half a step to either side."""
-SMALLEST_POWER = -126.0
+SMALLEST_POWER = -127.0
+"""What is no larger is 0, so that what is not seen adds nothing at all."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,8 @@ class Given:
     softcap: Value
     chunk: Value
     table_width: Value
+    joined: Value | None = None
+    """For each row of a single token how many follow, itself included, that are attended with it; 0 if it is one of those. None: 1."""
 
     def num_queries(self, heads: Heads) -> Value:
         """Of one row and head."""
@@ -73,16 +76,11 @@ class Given:
 
 
 class Part:
-    """A few neighbouring queries of one row, over one key-value head: one piece of the work."""
+    """A few neighbouring queries over one key-value head of one row, or of some that follow it and have its pages."""
 
-    def __init__(self, writer: Writer, heads: Heads, given: Given, piece: Value, most: int) -> None:
-        parts, queries = given.num_parts(heads, most), given.num_queries(heads)
-        pair, part = piece // parts, piece % parts
-        each = (queries + (parts - 1)) // parts  # of 5 there are 3 and 2, not 4 and 1
-        row, self.head = pair // heads.kv_heads, pair % heads.kv_heads
+    def __init__(self, writer: Writer, heads: Heads, given: Given, row: Value, head: Value, first: Value, held: Value) -> None:
         self.writer, self.heads, self.given = writer, heads, given
-        self.first = part * each
-        self.held = (queries - self.first).least(each).most(0)
+        self.head, self.first, self.held = head, first, held
         self.row_start = row * given.chunk
         self.table = given.table + row * given.table_width * 4
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from levserve.model.cache import Place
-from levserve.model.kernels.cpu_attention import attend_part, num_pieces, own_bytes
+from levserve.model.kernels.cpu_attention import attend_part, join, num_pieces, own_bytes
 from levserve.model.kernels.cpu_heads import Given, Heads, exp
 from levserve.model.kernels.cpu_linear import Matrix, block_range, multiply_block, num_blocks, used_rows
 from levserve.model.kernels.cpu_products import Product, product_for
@@ -25,7 +25,7 @@ from levserve.model.kernels.writer import F32, I16, I32, Value, Writer
 from levserve.model.rotary import Angles
 
 LANES = 16
-X, NUM_USED, TABLE, POSITIONS, COS, SIN, WINDOWS, FIRST = range(8)
+X, NUM_USED, TABLE, POSITIONS, JOINED, COS, SIN, WINDOWS, FIRST = range(9)
 """Arguments; after them come those of each layer."""
 LARGEST_POWER = 80.0
 """Of e, that the activation needs: beyond, it is 0 to the last bit."""
@@ -85,7 +85,7 @@ def run_layers(
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:  # fmt: skip
     """x [row, chunk, hidden] after all layers, and the pools, written in place."""
     register(plan.name, kernel_for(plan))
-    arguments = [x, place.num_used, place.table, place.positions, *angles, jnp.asarray(windows, jnp.int32)]
+    arguments = [x, place.num_used, place.table, place.positions, join(place, plan.heads), *angles, jnp.asarray(windows, jnp.int32)]
     aliases = {X: 0}
     for number, (pool, layer) in enumerate(zip(pools, layers, strict=True)):
         aliases[len(arguments)] = number + 1
@@ -209,7 +209,7 @@ def kernel_for(plan: Plan) -> Kernel:
         sizes = call.argument_size(X, 1), call.argument_size(TABLE, 1)
         return Given(
             memory[1], memory[2], widths[1], widths[2], of_layer(call, "pool"), call.argument(TABLE), call.argument(POSITIONS),
-            window, writer.number(0.0, F32), *sizes,
+            window, writer.number(0.0, F32), *sizes, call.argument(JOINED),
         )  # fmt: skip
 
     def num_parts(call: Call) -> Value:

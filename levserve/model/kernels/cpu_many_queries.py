@@ -1,7 +1,8 @@
 """Many queries of a row on a CPU, as a prompt has: each lane is a query, and keys and values come one number at a time.
 
 So nothing is added up across lanes, not for a score and not for a softmax, and a number that was read meets every query. The
-queries are laid out anew for it once, and the numbers of a page are widened once.
+queries are laid out anew for it once, and the numbers of a page are widened once. All is added in the order of `cpu_few_queries`: what
+a query gets does not depend, to the last bit, on how many there are beside it.
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
+from levserve.model.kernels.cpu_few_queries import SCORE_LANES
 from levserve.model.kernels.cpu_heads import LANES, LOWEST, SMALLEST, UNSEEN, Given, Heads, Part, exp, tanh
-from levserve.model.kernels.writer import F32, I32, Value, Writer, vector_bytes
+from levserve.model.kernels.writer import F32, I32, Value, Writer, add_up, vector_bytes
 
 MOST = 2 * (vector_bytes() // 4)
 """Queries, in two registers."""
+KEYS = 2
 TOGETHER = 8 if vector_bytes() == 64 else 4
-"""Keys, or numbers of values, that a vector of queries meets before the next: so many sums, of two registers each."""
+"""Keys, and numbers of values, that a vector of queries meets before the next: so many sums, of two registers each."""
 
 
 def own_bytes(heads: Heads, given: Given) -> Value:
@@ -31,19 +34,20 @@ class Memory(NamedTuple):
     start_place: int
     stop_place: int
     tile_place: int
+    total_place: int
     score_place: int
 
 
 def _memory(heads: Heads) -> Memory:
-    """First the queries and what is mixed for them, number by number; then what they see, a page, and the scores, key by key."""
+    """First the queries and what is mixed for them, number by number; then what they see, a page, sums, and the scores, key by key."""
     tile = 2 * heads.size + 2
-    return Memory(heads.size, 2 * heads.size, 2 * heads.size + 1, tile, tile + -(-heads.page_size * heads.size // MOST))
+    total = tile + -(-heads.page_size * heads.size // MOST)
+    return Memory(heads.size, 2 * heads.size, 2 * heads.size + 1, tile, total, total + LANES)
 
 
-def attend_many(writer: Writer, heads: Heads, given: Given, own: Value, piece: Value) -> None:
+def attend_many(writer: Writer, heads: Heads, given: Given, own: Value, part: Part) -> None:
     size, page_size, vector = heads.size, heads.page_size, 4 * MOST
-    part = Part(writer, heads, given, piece, MOST)
-    mixed, starts, stops, tile, scores = (own + place * vector for place in _memory(heads))
+    mixed, starts, stops, tile, totals, scores = (own + place * vector for place in _memory(heads))
     last = (part.held - 1).most(0)
     lowest, highest = writer.variable(part.seen(writer.number(0))[0]), writer.variable(writer.number(0))
     with writer.loop(0, MOST) as lane:
@@ -71,19 +75,23 @@ def attend_many(writer: Writer, heads: Heads, given: Given, own: Value, piece: V
                     writer.store(tile + slot * (4 * size) + 4 * at, numbers)
             yield token, num_slots
 
-    num_keys = math.gcd(page_size, TOGETHER)
+    num_keys = math.gcd(page_size, KEYS)
     with pages(0) as (token, num_slots):
         with writer.loop(0, num_slots, num_keys) as slot:
-            sums = [writer.variable(writer.zeros(F32, MOST)) for _ in range(num_keys)]
-            with writer.loop(0, size) as at:
-                queries = writer.load(own + at * vector, F32, MOST)
-                for number, sum_ in enumerate(sums):
-                    key = writer.load(tile + (slot + number) * (4 * size) + at * 4, F32)
-                    sum_.set(queries.times_plus(key.splat(MOST), sum_.get()))
-            for number, sum_ in enumerate(sums):
-                writer.store(scores + (token + slot + number) * vector, sum_.get())
 
-    share = _soften(writer, scores, (begin, end), (starts, stops), given.softcap)
+            def products(lane: int, keys: Value = tile + slot * (4 * size)) -> list[Value]:
+                """Of the numbers that have this lane where a query's are read as vectors, with each key."""
+                sums = [writer.zeros(F32, MOST)] * num_keys
+                for at in range(lane, size, SCORE_LANES):
+                    queries = writer.load(own + at * vector, F32, MOST)
+                    each = (writer.load(keys + 4 * (number * size + at), F32) for number in range(num_keys))
+                    sums = [queries.times_plus(key.splat(MOST), sum_) for key, sum_ in zip(each, sums)]
+                return sums
+
+            for number, score in enumerate(add_up(products, SCORE_LANES)):
+                writer.store(scores + (token + slot + number) * vector, score)
+
+    share = _soften(writer, scores, (begin, end), (starts, stops), totals, given.softcap)
     with writer.loop(0, size) as at:
         writer.store(mixed + at * vector, writer.zeros(F32, MOST))
     with pages(1) as (token, num_slots):
@@ -104,7 +112,9 @@ def attend_many(writer: Writer, heads: Heads, given: Given, own: Value, piece: V
             writer.store(into + at * 4, writer.load(mixed + at * vector + index * 4, F32))
 
 
-def _soften(writer: Writer, scores: Value, among: tuple[Value, Value], seen: tuple[Value, Value], softcap: Value) -> Value:
+def _soften(
+    writer: Writer, scores: Value, among: tuple[Value, Value], seen: tuple[Value, Value], totals: Value, softcap: Value
+) -> Value:
     """Makes weights of scores, next to nothing of those that are not seen, and gives what their sum must be multiplied with."""
     vector = 4 * MOST
     with writer.when(softcap.is_not(0)):
@@ -119,9 +129,11 @@ def _soften(writer: Writer, scores: Value, among: tuple[Value, Value], seen: tup
         writer.store(scores + at * vector, score)
         top.set(top.get().most(score))
     highest = top.get()
-    total = writer.variable(writer.zeros(F32, MOST))
+    for lane in range(LANES):
+        writer.store(totals + lane * vector, writer.zeros(F32, MOST))
     with writer.loop(*among) as at:
-        weight = exp(writer.load(scores + at * vector, F32, MOST) - highest)
+        weight, total = exp(writer.load(scores + at * vector, F32, MOST) - highest), totals + at % LANES * vector
         writer.store(scores + at * vector, weight)
-        total.set(total.get() + weight)
-    return highest.like(1.0) / total.get().most(SMALLEST)
+        writer.store(total, writer.load(total, F32, MOST) + weight)
+    (sum_,) = add_up(lambda lane: [writer.load(totals + lane * vector, F32, MOST)], LANES)
+    return highest.like(1.0) / sum_.most(SMALLEST)

@@ -8,7 +8,7 @@ the registers that the CPU has.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeAlias
 
@@ -150,11 +150,15 @@ class Value:
         return self.call("llvm.fmuladd", factor, addend)
 
     def total(self) -> Value:
-        """The sum of a vector, of floats in any order."""
+        """The sum of a vector; of floats in the order of `add_up`."""
         if self.kind != F32:
             return self._with(self._writer.intrinsic(f"llvm.vector.reduce.add.{_spell(self.made.type)}", self.kind, self.made))
-        name = f"llvm.vector.reduce.fadd.{_spell(self.made.type)}"
-        return self._with(self._writer.intrinsic(name, F32, ir.Constant(F32, -0.0), self.made, fastmath=("reassoc",)))
+        folded = self
+        for distance in (1, 2):
+            folded = folded + folded.swapped(distance)
+        while folded.lanes != 4:
+            folded = self._writer.fold(folded)
+        return self._with(self._writer.builder.extract_element(folded.made, ir.Constant(I32, 0)))
 
     def largest(self) -> Value:
         """The largest of a vector of floats; not a number if one of them is none."""
@@ -265,7 +269,7 @@ class Writer:
         return self.joined([self._shuffled(x, y, range(2 * (x.lanes or 0))) for x, y in pairs])
 
     def totals(self, first: Value, second: Value, third: Value, fourth: Value) -> Value:
-        """Of each of four vectors of as many lanes: four or more."""
+        """Of each of four vectors of as many lanes, four or more, in the order of `add_up`."""
         total = self._add_pairs(self._add_pairs(first, second), self._add_pairs(third, fourth))
         while total.lanes != 4:
             total = self.fold(total)
@@ -359,6 +363,23 @@ class Writer:
 
     def _to(self, pointer: Value, kind: ir.Type) -> ir.Value:
         return self.builder.bitcast(pointer.made, ir.PointerType(kind))
+
+
+def add_up(part: Callable[[int], Sequence[Value]], count: int) -> list[Value]:
+    """Adds values that come in parts, as the lanes of a vector are added: pairs in each four, those pairs, and then the fours by halves.
+
+    Floats are the same only if they are added in the same order. A part is asked for when it is needed.
+    """
+
+    def pairwise(x: Sequence[Value], y: Sequence[Value]) -> list[Value]:
+        return [one + other for one, other in zip(x, y, strict=True)]
+
+    def add(fours: Sequence[int]) -> list[Value]:
+        if len(fours) > 1:
+            return pairwise(add(fours[::2]), add(fours[1::2]))
+        return pairwise(pairwise(part(fours[0]), part(fours[0] + 1)), pairwise(part(fours[0] + 2), part(fours[0] + 3)))
+
+    return add(range(0, count, 4))
 
 
 def _shaped(kind: ir.Type, lanes: int | None) -> ir.Type:
