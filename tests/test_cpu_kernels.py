@@ -17,12 +17,14 @@ from hypothesis import strategies as st
 from levserve.model.attention import Kernel, attend
 from levserve.model.kernels import cpu_heads, cpu_linear, handler
 from levserve.model.kernels import writer as writers
+from levserve.model.kernels.cpu_best import find_best
 from levserve.model.kernels.cpu_products import Int8Product
 from levserve.model.kernels.program import Code, Program
 from levserve.model.kernels.writer import F32, I8, I32
 from levserve.model.packing import pack
 from levserve.model.quantize import STEPS, multiply_turned
 from levserve.model.rotation import turn
+from levserve.model.sampler import best_of
 
 pytestmark = pytest.mark.tiny
 
@@ -154,6 +156,23 @@ def test_rows_that_are_not_used_are_not_looked_at(num_used: int) -> None:
     got = jax.jit(lambda x: cpu_linear.multiply(weight, scale, x, used))(jnp.asarray(x))
     np.testing.assert_array_equal(np.asarray(got)[:num_used], wanted)
     assert num_used >= len(x) or not np.isnan(got[num_used:]).all(), "they were multiplied"
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 300), st.integers(1, 5), st.integers(0, 6), st.integers(0, 2**32 - 1))
+def test_the_best_of_each_row_that_is_used_is_found_and_of_equals_the_first(vocab: int, rows: int, num_used: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    logits = rng.integers(-3, 3, (rows, vocab)).astype(np.float32)
+    logits[rng.random(logits.shape) < 0.3] = -math.inf
+    spoilt = rng.random(rows) < 0.3
+    logits[spoilt, rng.integers(0, vocab)] = rng.choice([math.nan, math.inf])
+    used = jnp.asarray([num_used], jnp.int32)
+    tokens, values = (np.asarray(found)[:num_used] for found in jax.jit(find_best)(jnp.asarray(logits), used))
+    best = best_of(jnp.asarray(logits))
+    np.testing.assert_array_equal(values, np.asarray(best.values)[:num_used])
+    is_sound = np.isfinite(values)
+    assert is_sound.tolist() == (~spoilt & (logits > -math.inf).any(1))[:num_used].tolist()
+    np.testing.assert_array_equal(tokens[is_sound], np.asarray(best.tokens)[:num_used][is_sound])
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

@@ -254,9 +254,10 @@ def _sample(model: Decoder, hidden: jax.Array, given: RoundInput, positions: jax
     rows = hidden.shape[0]
     if rows == 1:
         hidden = jnp.concatenate([hidden, hidden])  # one row leaves the fast path of the CPU's matrix product: 50 ms, not 15
-    logits = model.logits(hax.named(hidden, (ROW, model.config.Embed)), cache.num_used(positions > 0))[:rows]
+    used = cache.num_used(positions > 0)
+    logits = model.logits(hax.named(hidden, (ROW, model.config.Embed)), used)[:rows]
     seen = Memory(*(array.at[given.slots].get(mode="clip") for array in memory)) if mode is Mode.FULL else None
-    return sample(logits, positions, given.rules, seen, mode)
+    return sample(logits, positions, given.rules, seen, mode, model.best_of(logits, used))
 
 
 def _remember(memory: Memory, slots: jax.Array, positions: jax.Array, tokens: jax.Array) -> jax.Array:

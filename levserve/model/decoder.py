@@ -23,6 +23,7 @@ from levserve.model.kernels.decode_attention import HeadNorms, decode_attention
 from levserve.model.linear import Linear
 from levserve.model.quantize import Narrowing, QuantizedLinear
 from levserve.model.rotary import Angles, angles_at, rotate
+from levserve.model.sampler import Best, best_of
 
 ROW, CHUNK = "row", "chunk"
 ACTIVATIONS: dict[Activation, Callable[[NamedArray], NamedArray]] = {
@@ -384,3 +385,11 @@ class Decoder(eqx.Module):
         scores = head(hidden, num_used).rearrange((ROW, "vocab")).array
         cap = self.config.logit_softcap
         return scores if cap is None else cap * jnp.tanh(scores / cap)
+
+    def best_of(self, logits: jax.Array, num_used: jax.Array) -> Best:
+        """The likeliest tokens of the first `num_used` [1] rows."""
+        if not self.has_kernel:
+            return best_of(logits)
+        from levserve.model.kernels.cpu_best import find_best
+
+        return Best(*find_best(logits, num_used))

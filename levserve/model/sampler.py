@@ -24,8 +24,8 @@ NUM_CANDIDATES = 128
 """Likeliest tokens looked at for top-k and top-p before falling back to a search over the vocabulary."""
 CHUNK, SMALL_CHUNK = 256, 32
 """Tokens of the vocabulary looked at together, to find one of them or several."""
-ROWS_TOGETHER = 4
-"""For which a CPU does all that rows may ask for: what it needs of memory for 32 would be taken from the system and returned each step."""
+MOST_LOGITS = 2**18
+"""For which a CPU does at once what rows may ask for: the memory for more would be taken from the system and returned each step."""
 MAX_EDITS = 332
 """Logit edits a row may have: 300 biases, 16 stop ids, and the model's own end tokens."""
 BANNED = -1e30
@@ -79,25 +79,41 @@ class Drawn(NamedTuple):
     top_logprobs: jax.Array | None = None
 
 
-def sample(logits: jax.Array, positions: jax.Array, rules: Rules, memory: Memory | None, mode: Mode) -> Drawn:
-    """Draws the token for `positions` [row] from float32 logits [row, vocab]; `POISONED` where they are not finite."""
+class Best(NamedTuple):
+    """The likeliest token of each row and its logit, which is not finite where the row cannot be drawn from; both [row]."""
+
+    tokens: jax.Array
+    values: jax.Array
+
+
+def sample(
+    logits: jax.Array, positions: jax.Array, rules: Rules, memory: Memory | None, mode: Mode, best: Best | None = None
+) -> Drawn:
+    """Draws the token for `positions` [row] from float32 logits [row, vocab]; `POISONED` where they are not finite.
+
+    Who has found the best of the logits already gives it.
+    """
+    best = best_of(logits) if best is None else best
     if mode is Mode.GREEDY:
-        return Drawn(_mark_poisoned(argmax(logits), logits))
+        return Drawn(_mark_poisoned(best.tokens, best))
     if mode is Mode.PLAIN:
-        return Drawn(_mark_poisoned(_choose(logits, positions, rules), logits))
+        return Drawn(_mark_poisoned(_choose(logits, best, positions, rules), best))
     assert memory is not None
     # A GPU has other programs for who asks for less; a CPU has this one alone, in which each step would copy all logits.
-    drawn: Drawn = lax.platform_dependent(logits, positions, rules, memory, cpu=_sample_as_asked, default=_sample_fully)
-    return drawn._replace(tokens=_mark_poisoned(drawn.tokens, logits))
+    drawn: Drawn = lax.platform_dependent(
+        logits, best, positions, rules, memory, cpu=_sample_as_asked, default=lambda logits, _, *given: _sample_fully(logits, *given)
+    )
+    return drawn._replace(tokens=_mark_poisoned(drawn.tokens, best))
 
 
-def _sample_as_asked(logits: jax.Array, positions: jax.Array, rules: Rules, memory: Memory) -> Drawn:
+def _sample_as_asked(logits: jax.Array, best: Best, positions: jax.Array, rules: Rules, memory: Memory) -> Drawn:
     def sample_plainly(logits: jax.Array, positions: jax.Array, rules: Rules, _: Memory) -> Drawn:
-        tokens = _choose(logits, positions, rules)
+        tokens = _choose(logits, best, positions, rules)
         return Drawn(tokens, *_no_logprobs(logits, tokens))
 
     def sample_by_parts(*given: Any) -> Drawn:
-        size = math.gcd(logits.shape[0], ROWS_TOGETHER)
+        rows, vocab = logits.shape
+        size = math.gcd(rows, 2 ** int(math.log2(max(MOST_LOGITS // vocab, 1))))
         parts = jax.tree.map(lambda array: array.reshape(-1, size, *array.shape[1:]), given)
         drawn = lax.map(lambda part: _sample_fully(*part), parts)
         return jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), drawn)
@@ -109,7 +125,8 @@ def _sample_as_asked(logits: jax.Array, positions: jax.Array, rules: Rules, memo
 
 def _sample_fully(logits: jax.Array, positions: jax.Array, rules: Rules, memory: Memory) -> Drawn:
     edited = _edit(_penalise(logits, positions, rules, memory), positions, rules, memory)
-    tokens = _choose(_truncate(edited, rules), positions, rules)
+    allowed = _truncate(edited, rules)
+    tokens = _choose(allowed, best_of(allowed), positions, rules)
     return Drawn(tokens, *lax.cond((rules.wants_logprobs != 0).any(), logprobs_of, _no_logprobs, logits, tokens))
 
 
@@ -121,16 +138,18 @@ def _is_truncated(rules: Rules) -> jax.Array:
     return (rules.top_k > 0) | (rules.top_p < 1) | (rules.min_p > 0)
 
 
-def _mark_poisoned(tokens: jax.Array, logits: jax.Array) -> jax.Array:
-    """A NaN anywhere makes the row's maximum one, which `argmax` needs anyway; single tokens may well be -inf."""
-    return jnp.where(jnp.isfinite(_chunked(logits, -jnp.inf).max((-2, -1))), tokens, POISONED)
+def _mark_poisoned(tokens: jax.Array, best: Best) -> jax.Array:
+    """A NaN anywhere makes the row's largest logit one; single tokens may well be -inf."""
+    return jnp.where(jnp.isfinite(best.values), tokens, POISONED)
 
 
-def argmax(logits: jax.Array) -> jax.Array:
+def best_of(logits: jax.Array) -> Best:
     """The largest entry of each row, in two levels: several times faster than one argmax on CPU."""
     chunks = _chunked(logits, -jnp.inf)
-    best = jnp.argmax(chunks.max(-1), axis=-1)
-    return (best * chunks.shape[-1] + jnp.argmax(_row_of(chunks, best), axis=-1)).astype(jnp.int32)
+    tops = chunks.max(-1)
+    best = jnp.argmax(tops, axis=-1)
+    tokens = best * chunks.shape[-1] + jnp.argmax(_row_of(chunks, best), axis=-1)
+    return Best(tokens.astype(jnp.int32), tops.max(-1))
 
 
 def largest(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
@@ -165,18 +184,17 @@ def _no_logprobs(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.A
     return top[:, 0], top.astype(jnp.int32), top
 
 
-def _choose(logits: jax.Array, positions: jax.Array, rules: Rules) -> jax.Array:
+def _choose(logits: jax.Array, best: Best, positions: jax.Array, rules: Rules) -> jax.Array:
     """Greedy for rows at temperature 0, else a draw from the softmax."""
-    greedy = argmax(logits)
 
     def draw() -> jax.Array:
         temperature = jnp.maximum(rules.temperature, 1e-5)[:, None]
-        weights = jnp.exp((logits - logits.max(-1, keepdims=True)) / temperature)
+        weights = jnp.exp((logits - best.values[:, None]) / temperature)
         keys = jax.vmap(lambda seed, position: jax.random.fold_in(jax.random.wrap_key_data(seed), position))(rules.seed, positions)
         points = jax.vmap(lambda key: jax.random.uniform(key, (2,)))(keys)
-        return jnp.where(rules.temperature > 0, _draw(weights, points), greedy)
+        return jnp.where(rules.temperature > 0, _draw(weights, points), best.tokens)
 
-    return lax.cond((rules.temperature > 0).any(), draw, lambda: greedy)
+    return lax.cond((rules.temperature > 0).any(), draw, lambda: best.tokens)
 
 
 def _draw(weights: jax.Array, points: jax.Array) -> jax.Array:
