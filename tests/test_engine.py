@@ -110,7 +110,7 @@ def test_a_prompt_that_would_leave_a_large_program_mostly_empty_takes_small_ones
     used: list[Shape] = []
     take = Programs.__getitem__
     monkeypatch.setattr(Programs, "__getitem__", lambda self, shape: used.append(shape) or take(self, shape))
-    with running_engine(GOLDEN / "llama", "--page-size", "8", rows=2) as running:
+    with running_engine(GOLDEN / "llama", "--page-size", "8", "--prefill-chunk", "128", rows=2) as running:
         programs = running.loaded.runner.programs
         wait_until(lambda: programs.is_complete and not programs.has_cold, 240)
         running.run(ask([1], 1))  # and so the last first run is over
