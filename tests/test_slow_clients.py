@@ -235,7 +235,7 @@ def test_a_reader_that_takes_its_answer_in_sips_is_cut_when_the_requests_time_is
 
             def sip() -> bool:
                 with suppress(ConnectionError):
-                    client.recv(4096)
+                    client.recv(512)  # so slowly that all of it would take longer than the request may
                 return metric(server, "connections_cut_total", reason="request") == 1
 
             wait_until(sip)
