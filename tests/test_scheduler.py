@@ -203,6 +203,19 @@ def test_where_there_is_time_for_little_a_prompt_moves_by_less_the_deeper_it_is(
     assert sum(chunk.count for chunk in chunks) == 300
 
 
+def test_beside_streams_a_deep_token_counts_for_more_and_alone_it_does_not() -> None:
+    server = make(num_pages=256, busy_tokens=8, idle_tokens=8, double_at=16)
+    server.submit(ask("alone", tuple(range(2, 66)), 1))
+    assert [server.step().chunks[0].count for _ in range(8)] == [8] * 8
+    server.submit(ask("stream", max_tokens=100))
+    server.step()
+    server.submit(ask("beside", tuple(range(100, 164)), 1))
+    server.submit(ask("after", (7, 8), 1))
+    chunks = [[(chunk.start, chunk.count) for chunk in server.step().chunks] for _ in range(27)]
+    assert chunks[:4] == [[(0, 8)], [(8, 4)], [(12, 4)], [(16, 4)]], "at 16 a token counts as two"
+    assert chunks[-4:] == [[(58, 2)], [(60, 2)], [(62, 2)], [(0, 2)]], "each round does something, and too little is left for a second"
+
+
 @pytest.mark.parametrize(("overhead", "counts"), [(0, [4, 3]), (1, [4, 2]), (2, [4])])
 def test_a_second_chunk_is_left_for_later_if_to_begin_it_takes_longer_than_its_tokens(overhead: int, counts: list[int]) -> None:
     server = make(busy_tokens=8, chunk_overhead=overhead)

@@ -91,8 +91,8 @@ def test_programs_are_few_and_chunks_of_many_sizes_where_padding_costs_nothing()
     machine = Machine("cpu", 100 * GIB, skips_padding=True)
     sizes = plan(rows=32, machine=machine)
     assert (sizes.row_sizes, sizes.chunk_sizes) == ((2, 8, 32), (128,))
-    assert sizes.chunk_costs == tuple(range(4, 129, 4))
-    assert plan("--prefill-chunk", "10", rows=1, machine=machine).chunk_costs == (4, 8, 10), "the last one holds any chunk"
+    assert sizes.chunk_costs == tuple(range(8, 129, 8))
+    assert plan("--prefill-chunk", "10", rows=1, machine=machine).chunk_costs == (8, 10), "the last one holds any chunk"
     assert plan("--prefill-chunk", "3", rows=1, machine=machine).chunk_costs == (3,)
 
 

@@ -19,7 +19,7 @@ TOKENS_PER_ROW = 1024
 
 CPU_CHUNKS = (8, 16)
 """Of a prompt on a CPU, beside those of `--prefill-chunk`: every program takes some 40 MB, so there are few."""
-CHUNK_STEP = 4
+CHUNK_STEP = 8
 """Tokens by which chunks differ where a program takes no longer than what is in it needs."""
 CPU_VERIFY_TOKENS = 32
 VERIFY_TOKENS = 256

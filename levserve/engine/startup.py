@@ -48,6 +48,8 @@ DEVICE_FAULT = 70
 """Exit code of a process whose device thread died; systemd restarts it."""
 CPU_CHUNK_OVERHEAD = 24
 """Tokens: of the bundled model a chunk takes 12 ms to read the weights, and 0.33 for each token."""
+CPU_DOUBLE_AT = 512
+"""There attention takes a CPU as long as the rest of a token."""
 LAST_WORDS_SECONDS = 1.0
 """How long HTTP threads get to tell their clients that the device failed."""
 
@@ -247,6 +249,7 @@ def load(
         busy_tokens=sizes.num_tokens,
         idle_tokens=sizes.chunk_sizes[-1],
         chunk_overhead=CPU_CHUNK_OVERHEAD if device.platform == "cpu" and not sizes.mixed_tokens else 0,
+        double_at=CPU_DOUBLE_AT if device.platform == "cpu" else None,
     )
     scheduler = Scheduler(PagePool(sizes.num_pages, sizes.page_size), budget, speculation)
     name = settings.served_model_name or files.name

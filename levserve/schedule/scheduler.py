@@ -12,6 +12,7 @@ number is known: its sequence waits until it is read.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence as Seq
@@ -43,6 +44,12 @@ class Budget:
     """Prefill tokens in a round with nothing to decode."""
     chunk_overhead: int = 0
     """Prefill tokens that could be computed in the time a second chunk takes to begin: one that has no more is left for later."""
+    double_at: int | None = None
+    """After so many tokens of its prompt one counts as two, for it looks at all of them; after twice as many as three, and so on."""
+
+    def weight_at(self, start: int) -> float:
+        """What a token there counts as, while others wait for it."""
+        return 1.0 if self.double_at is None else 1.0 + start / self.double_at
 
 
 class Sampled(NamedTuple):
@@ -145,7 +152,7 @@ class Scheduler:
         admitted: list[Sequence] = []
         forks: list[Fork] = []
         busy_tokens = self.budget.busy_tokens if max_prefill is None else min(self.budget.busy_tokens, max_prefill)
-        chunks = self._plan_chunks(busy_tokens if rows else self.budget.idle_tokens, admitted, forks)
+        chunks = self._plan_chunks(busy_tokens, admitted, forks) if rows else self._plan_chunks(None, admitted, forks)
         tainted, self._tainted = self._tainted, []
         return RoundPlan(tuple(chunks), tuple(rows), tuple(admitted), tuple(preempted), tuple(forks), tuple(tainted))
 
@@ -231,15 +238,16 @@ class Scheduler:
         sequence.pages += pages
         return True
 
-    def _plan_chunks(self, budget: int, admitted: list[Sequence], forks: list[Fork]) -> list[Chunk]:
+    def _plan_chunks(self, busy_tokens: int | None, admitted: list[Sequence], forks: list[Fork]) -> list[Chunk]:
         """Spends the prefill budget on those who prefill already, then on the queue; never less than one small chunk.
 
-        Who finds its prompt computed by another costs nothing.
+        Who finds its prompt computed by another costs nothing. Without streams that wait for it there are no `busy_tokens`.
         """
         sizes, overhead = self.budget.chunk_sizes, self.budget.chunk_overhead
         chunks: list[Chunk] = []
         prefilling = [sequence for sequence in self._running.values() if not sequence.is_primed]
         is_deep = bool(prefilling) and prefilling[0].num_computed >= DEEP_TOKENS
+        budget = self.budget.idle_tokens if busy_tokens is None else busy_tokens
         left = max(budget, sizes[0] if is_deep or len(sizes) < 3 else sizes[1])
         while left >= sizes[0] and (left > overhead or not chunks):
             if not prefilling:
@@ -252,9 +260,12 @@ class Scheduler:
                     forks.append(fork)
                     continue
                 prefilling.append(sequence)
-            chunk = self._next_chunk(prefilling[0], sizes[bisect_right(sizes, left) - 1])
+            weight = 1.0 if busy_tokens is None else self.budget.weight_at(prefilling[0].num_computed)
+            if chunks and left < weight * sizes[0]:
+                break
+            chunk = self._next_chunk(prefilling[0], sizes[max(bisect_right(sizes, left / weight) - 1, 0)])
             chunks.append(chunk)
-            left -= sizes[bisect_left(sizes, chunk.count)] + overhead
+            left -= math.ceil(weight * sizes[bisect_left(sizes, chunk.count)]) + overhead
             if chunk.is_last:
                 prefilling.pop(0)
         return chunks
