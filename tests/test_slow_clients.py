@@ -234,8 +234,9 @@ def test_a_reader_that_takes_its_answer_in_sips_is_cut_when_the_requests_time_is
         with open_socket(server, post("/apply_template", BIG), is_small=True) as client:
 
             def sip() -> bool:
+                time.sleep(0.008)  # so that all of it takes longer than the request may, on a quick machine too
                 with suppress(ConnectionError):
-                    client.recv(512)  # so slowly that all of it would take longer than the request may
+                    client.recv(4096)
                 return metric(server, "connections_cut_total", reason="request") == 1
 
             wait_until(sip)
