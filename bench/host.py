@@ -88,9 +88,10 @@ def run_timed_device(settings: Settings, engine: Engine) -> None:
     from levserve.engine.sizing import Sizes
     from levserve.engine.startup import Loaded
     from levserve.model.sampler import Mode
+    from levserve.schedule.budget import Budget
     from levserve.schedule.pace import Pace
     from levserve.schedule.pages import PagePool
-    from levserve.schedule.scheduler import Budget, Scheduler
+    from levserve.schedule.scheduler import Scheduler
     from levserve.text.tokenizer import load_tokenizer
     from levserve.weights.source import find_source
 

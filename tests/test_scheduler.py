@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from levserve.schedule.budget import Budget
 from levserve.schedule.pages import PagePool
 from levserve.schedule.request import FinishReason, GenerationRequest, TokenLogprob
-from levserve.schedule.scheduler import DEEP_TOKENS, Budget, Sampled, Scheduler
+from levserve.schedule.scheduler import DEEP_TOKENS, Sampled, Scheduler
 from levserve.schedule.sequence import Progress, RoundPlan, Sequence
 from levserve.schedule.speculation import Speculation
 

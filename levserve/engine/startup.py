@@ -27,10 +27,11 @@ from levserve.engine.sizing import Machine, Sizes, cpu_features, free_memory, hu
 from levserve.errors import ConfigError, StartupError
 from levserve.logs import adopt_libraries, complain
 from levserve.metrics import Metrics
+from levserve.schedule.budget import Budget
 from levserve.schedule.pace import Pace
 from levserve.schedule.pages import PagePool
 from levserve.schedule.request import GenerationRequest, Sampling
-from levserve.schedule.scheduler import Budget, Scheduler
+from levserve.schedule.scheduler import Scheduler
 from levserve.schedule.speculation import Speculation
 
 if TYPE_CHECKING:

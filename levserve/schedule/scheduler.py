@@ -16,9 +16,9 @@ import math
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from typing import NamedTuple
 
+from levserve.schedule.budget import Budget
 from levserve.schedule.pace import Backlog
 from levserve.schedule.pages import PagePool
 from levserve.schedule.request import FinishReason, GenerationRequest, PooledHidden, TokenBatch, TokenLogprob
@@ -27,29 +27,6 @@ from levserve.schedule.speculation import Drafter, Speculation
 
 DEEP_TOKENS = 256
 """From here on a token of a prompt has so many to look at that fewer are computed in a round, if there is time for few."""
-
-
-@dataclass(frozen=True, slots=True)
-class Budget:
-    """How much one round may do."""
-
-    num_slots: int
-    steps: int
-    """Decode steps in one round."""
-    chunk_sizes: tuple[int, ...]
-    """What a chunk may count as, ascending; it counts as the smallest that holds it."""
-    busy_tokens: int
-    """Prefill tokens in a round that also decodes: what keeps running streams moving."""
-    idle_tokens: int
-    """Prefill tokens in a round with nothing to decode."""
-    chunk_overhead: int = 0
-    """Prefill tokens that could be computed in the time a second chunk takes to begin: one that has no more is left for later."""
-    double_at: int | None = None
-    """After so many tokens of its prompt one counts as two, for it looks at all of them; after twice as many as three, and so on."""
-
-    def weight_at(self, start: int) -> float:
-        """What a token there counts as, while others wait for it."""
-        return 1.0 if self.double_at is None else 1.0 + start / self.double_at
 
 
 class Sampled(NamedTuple):
@@ -152,7 +129,7 @@ class Scheduler:
         admitted: list[Sequence] = []
         forks: list[Fork] = []
         busy_tokens = self.budget.busy_tokens if max_prefill is None else min(self.budget.busy_tokens, max_prefill)
-        chunks = self._plan_chunks(busy_tokens, admitted, forks) if rows else self._plan_chunks(None, admitted, forks)
+        chunks = self._plan_chunks(busy_tokens if rows else None, admitted, forks)
         tainted, self._tainted = self._tainted, []
         return RoundPlan(tuple(chunks), tuple(rows), tuple(admitted), tuple(preempted), tuple(forks), tuple(tainted))
 

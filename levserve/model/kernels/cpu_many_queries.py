@@ -19,8 +19,9 @@ from levserve.model.kernels.writer import F32, I32, Value, Writer, add_up, vecto
 MOST = 2 * (vector_bytes() // 4)
 """Queries, in two registers."""
 KEYS = 2
+"""That a vector of queries meets before the next: of each there are several sums at a time, until they are added up."""
 TOGETHER = 8 if vector_bytes() == 64 else 4
-"""Keys, and numbers of values, that a vector of queries meets before the next: so many sums, of two registers each."""
+"""Numbers of values that a vector of weights meets before the next: so many sums, of two registers each."""
 
 
 def own_bytes(heads: Heads, given: Given) -> Value:
