@@ -18,7 +18,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from levserve.model.cache import multiplied_in, to_storage
-from levserve.model.kernels.paged_attention import MASKED, MIN_ROWS, Columns, bend, choose_splits, choose_tiling, cover, merge, walk
+from levserve.model.kernels.paged_attention import (
+    FEW_WARPS, MASKED, MIN_ROWS, Columns, bend, choose_splits, choose_tiling, cover, merge, share, walk,
+)  # fmt: skip
 from levserve.model.rotary import Angles
 
 
@@ -57,7 +59,7 @@ def decode_attention(
     num_pages, _, _, page_size, _ = pool.shape
     tiling = choose_tiling(1, size * pool.dtype.itemsize)
     table, num_steps = cover(table, page_size, tiling.keys)
-    splits = splits or choose_splits(rows * kv_heads, num_steps)
+    splits = splits or choose_splits(rows * kv_heads, num_steps, FEW_WARPS)
     dtype = multiplied_in(pool.dtype)
 
     def of_row(*shape: int) -> pl.BlockSpec:
@@ -80,7 +82,8 @@ def decode_attention(
         has_angles=angles is not None,
         has_norms=norms is not None,
         keys=tiling.keys,
-        steps_per_split=-(-num_steps // splits),
+        splits=splits,
+        num_steps=num_steps,
         scale=scale,
         eps=eps,
         window=window,
@@ -111,7 +114,8 @@ def _kernel(
     has_angles: bool,
     has_norms: bool,
     keys: int,
-    steps_per_split: int,
+    splits: int,
+    num_steps: int,
     scale: float,
     eps: float,
     window: int | None,
@@ -167,13 +171,13 @@ def _kernel(
         jnp.where(is_first, score, MASKED),
         jnp.where(is_first, jnp.ones_like(score), 0.0),
     )
-    start = split * steps_per_split
-    end = jnp.minimum(start + steps_per_split, (position + keys - 1) // keys)
+    start, end = jnp.int32(0), (position + keys - 1) // keys
     first = None
     if window is not None:
         first = position - window + 1
-        start = jnp.maximum(start, first // keys)
-    mixed, top, total = walk(q, pool_ref, table_ref, (start, end), (first, position - 1), carry, keys=keys, softcap=softcap)
+        start = jnp.maximum(first // keys, 0)
+    steps = share(start, end, splits, num_steps)
+    mixed, top, total = walk(q, pool_ref, table_ref, steps, (first, position - 1), carry, keys=keys, softcap=softcap)
     if sum_refs:
         top_ref, total_ref = sum_refs
         top_ref[row], total_ref[row] = top, total

@@ -3,7 +3,7 @@
 Every program of the grid takes a block of neighbouring queries of one row, one key-value head and one split of the row's
 positions, and walks the keys a step at a time with a running softmax. Keys are read where they lie, by one index per
 position: loads of two dimensions, which Triton pipelines; a load of whole pages that is reshaped costs half the bandwidth.
-Splits exist so that a few long rows still fill the card; their partial results are merged afterwards.
+Splits exist so that a few rows still fill the card: each has an equal part of the row's keys, and what they found is merged afterwards.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ QUERY_BLOCK = 16
 """Queries of one row that prefill takes together."""
 NUM_PROCESSORS = 132
 """Of an H200; what splits are chosen for."""
+MANY_WARPS, FEW_WARPS = 2 * NUM_PROCESSORS, 8 * NUM_PROCESSORS
+"""So many programs fill the card: those of many queries, which have 4 warps and more, and those of one, which have 1 or 2."""
 
 Carry = tuple[jax.Array, jax.Array, jax.Array]
 """Of a running softmax: the values mixed so far, the largest score and the sum of the weights."""
@@ -76,15 +78,9 @@ def paged_attention(
     tiling = choose_tiling(queries, size * pool.dtype.itemsize)
     table, num_steps = cover(table, page_size, tiling.keys)
     num_blocks = rows * chunk // queries
-    splits = splits or choose_splits(num_blocks * kv_heads, num_steps)
+    splits = splits or choose_splits(num_blocks * kv_heads, num_steps, FEW_WARPS if queries == 1 else MANY_WARPS)
 
-    kernel = functools.partial(
-        _kernel,
-        keys=tiling.keys,
-        steps_per_split=-(-num_steps // splits),
-        window=window,
-        softcap=softcap,
-    )
+    kernel = functools.partial(_kernel, keys=tiling.keys, splits=splits, num_steps=num_steps, window=window, softcap=softcap)
     flat = (num_blocks * queries, kv_heads, group, size)
     dtype = multiplied_in(pool.dtype)
     by_block = pl.BlockSpec((queries, None, group, size), lambda b, h, s: (b, h, 0, 0))
@@ -121,9 +117,20 @@ def choose_tiling(queries: int, key_bytes: int) -> Tiling:
     return Tiling(32 if key_bytes <= 512 else 16, num_warps=8, num_stages=2)
 
 
-def choose_splits(num_programs: int, num_steps: int) -> int:
-    splits = min(max(2 * NUM_PROCESSORS // num_programs, 1), 16, num_steps)
+def choose_splits(num_programs: int, num_steps: int, wanted: int) -> int:
+    most = 8 if num_programs >= NUM_PROCESSORS // 4 else 16  # more than 8 are merged by two kernels
+    splits = min(max(wanted // num_programs, 1), most, num_steps)
     return 1 << (splits.bit_length() - 1)
+
+
+def share(start: jax.Array, end: jax.Array, splits: int, num_steps: int) -> tuple[jax.Array, jax.Array]:
+    """The steps of those from `start` to `end` that are this program's, whose split is the last axis of the grid.
+
+    That one split has all is said by a constant: fp8 is read a quarter slower where it is computed.
+    """
+    each = num_steps if splits == 1 else (end - start + splits - 1) // splits
+    start = start + pl.program_id(2) * each
+    return start, jnp.minimum(start + each, end)
 
 
 def cover(table: jax.Array, page_size: int, keys: int) -> tuple[jax.Array, int]:
@@ -134,10 +141,13 @@ def cover(table: jax.Array, page_size: int, keys: int) -> tuple[jax.Array, int]:
 
 
 def merge(mixed: jax.Array, tops: jax.Array, totals: jax.Array) -> jax.Array:
-    """What the splits, which come first, found together."""
-    weights = jnp.exp2(tops - tops.max(0, keepdims=True))  # an empty split weighs nothing
-    total = (totals * weights).sum(0)
-    return (mixed * weights[..., None]).sum(0) / jnp.maximum(total, 1e-30)[..., None]
+    """What the splits, which come first, found together; split by split, because of sums over that axis XLA makes kernels of their own."""
+    splits = range(len(tops))
+    top = functools.reduce(jnp.maximum, (tops[split] for split in splits))
+    weights = [jnp.exp2(tops[split] - top) for split in splits]  # an empty split weighs nothing
+    total = functools.reduce(jnp.add, (totals[split] * weights[split] for split in splits))
+    summed = functools.reduce(jnp.add, (mixed[split] * weights[split][..., None] for split in splits))
+    return summed / jnp.maximum(total, 1e-30)[..., None]
 
 
 class Columns(NamedTuple):
@@ -214,7 +224,8 @@ def _kernel(
     total_ref: jax.Ref | None = None,
     *,
     keys: int,
-    steps_per_split: int,
+    splits: int,
+    num_steps: int,
     window: int | None,
     softcap: float | None,
 ) -> None:
@@ -226,11 +237,10 @@ def _kernel(
     columns = Columns(size)
     place = (query[:, None], head[:, None], columns.numbers[None, :])
     position = position_ref[query][:, None]
-    start = pl.program_id(2) * steps_per_split
-    end = jnp.minimum(start + steps_per_split, jnp.max(position_ref[jnp.arange(queries)]) // keys + 1)
+    start, end = jnp.int32(0), jnp.max(position_ref[jnp.arange(queries)]) // keys + 1
     first = None
     if window is not None:
-        start = jnp.maximum(start, (position_ref[0] - window + 1) // keys)
+        start = jnp.maximum((position_ref[0] - window + 1) // keys, 0)
         first = position - window + 1
     nothing = (
         jnp.zeros((queries * heads, columns.padded), jnp.float32),
@@ -238,7 +248,8 @@ def _kernel(
         jnp.zeros((queries * heads,), jnp.float32),
     )
     q = columns.masked(q_ref[place])
-    mixed, top, total = walk(q, pool_ref, table_ref, (start, end), (first, position), nothing, keys=keys, softcap=softcap)
+    steps = share(start, end, splits, num_steps)
+    mixed, top, total = walk(q, pool_ref, table_ref, steps, (first, position), nothing, keys=keys, softcap=softcap)
     if top_ref is None or total_ref is None:
         mixed = mixed / jnp.maximum(total, 1e-30)[:, None]
     else:
