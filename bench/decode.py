@@ -4,17 +4,20 @@
     python bench/decode.py --shape llama-1b --rows 2 64 256 --context 576 --steps 16
     python bench/decode.py --shape llama-8b --rows 64 --context 576 --steps 16 --quantize fp8 --kv-dtype fp8
 
-Weights are random, so any shape can be measured without its checkpoint; the programs are the ones the server runs. The
-floor is the time to read the weights once and every row's KV once at the memory speed that this program measures first.
+Weights are random, so any shape can be measured without its checkpoint; the programs are the ones the server runs. How fast
+the machine reads memory and multiplies large matrices is measured first. The floor is the time to read the weights once and
+every row's KV once at that speed.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import math
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -54,22 +57,47 @@ def main() -> None:
     device = jax.devices()[0]
     bandwidth = measure_bandwidth()
     kind = f"{dtype.name if options.quantize == 'none' else options.quantize}, KV {cache.kv_dtype(options.kv_dtype, dtype)}"
-    print(f"{options.shape} in {kind}, on {device.device_kind}, jax {jax.__version__}; memory reads {bandwidth / 1e9:.1f} GB/s")
+    factors = jnp.dtype(jnp.float32) if device.platform == "cpu" else dtype  # few CPUs multiply anything else as fast
+    print(
+        f"{options.shape} in {kind}, on {device.device_kind}, jax {jax.__version__}; "
+        f"memory reads {bandwidth / 1e9:.1f} GB/s, products of {factors} make {measure_products(factors) / 1e9:.0f} GFLOP/s"
+    )
     runner, sizes = build(config, dtype, device.platform, options)
     weight_bytes = sizes.weight_bytes
     for rows in options.rows:
         step_seconds = measure_decode(runner, sizes, rows, options)
         kv_bytes = rows * options.context * sizes.page_bytes // PAGE_SIZE
         floor = (weight_bytes + kv_bytes) / bandwidth
+        flops = rows * (2 * (num_weights(config) + num_head_weights(config)) + num_attention_flops(config, options.context))
         print(
             f"decode  rows {rows:4d}  context {options.context:5d}  {step_seconds * 1e3:8.2f} ms/step  {rows / step_seconds:9.0f} tok/s  "
-            f"floor {floor * 1e3:7.2f} ms  {floor / step_seconds:5.0%} of it",
+            f"floor {floor * 1e3:7.2f} ms  {floor / step_seconds:5.0%} of it  {(weight_bytes + kv_bytes) / step_seconds / 1e9:7.1f} GB/s  "
+            f"{flops / step_seconds / 1e9:8.0f} GFLOP/s",
             flush=True,
         )
     for size in options.chunks:
         seconds = measure_prefill(runner, sizes, size, options)
         total = size * options.prompts
-        print(f"prefill {options.prompts:3d} x {size:5d} tokens  {seconds * 1e3:8.2f} ms  {total / seconds:9.0f} tok/s", flush=True)
+        flops = total * (2 * num_weights(config) + num_attention_flops(config, size / 2)) + 2 * options.prompts * num_head_weights(config)
+        print(
+            f"prefill {options.prompts:3d} x {size:5d} tokens  {seconds * 1e3:8.2f} ms  {total / seconds:9.0f} tok/s  "
+            f"{flops / seconds / 1e9:8.0f} GFLOP/s",
+            flush=True,
+        )
+
+
+def num_weights(config: ModelConfig) -> int:
+    """In the matrices of all layers, each of which a token meets once."""
+    return sum(math.prod(shape) for name, shape in parameter_shapes(config).items() if len(shape) == 2 and name not in ("embed", "head"))
+
+
+def num_head_weights(config: ModelConfig) -> int:
+    return config.vocab_size * config.hidden_size
+
+
+def num_attention_flops(config: ModelConfig, context: float) -> float:
+    """Of one token that sees so many: a product with each key, and one with each value."""
+    return 4 * context * config.num_layers * config.num_heads * config.head_dim
 
 
 def build(config: ModelConfig, dtype: jnp.dtype, platform: str, options: argparse.Namespace) -> tuple[Runner, Sizes]:
@@ -174,19 +202,30 @@ def measure_prefill(runner: Runner, sizes: Sizes, size: int, options: argparse.N
 
 
 def measure_bandwidth() -> float:
-    """Bytes per second of reading a large array, from the difference between reading it eight times and once."""
+    """Bytes per second of reading a large array."""
     array = jnp.ones((256 << 20) // 4 if jax.devices()[0].platform == "cpu" else (4 << 30) // 4, jnp.float32)
-    total = jax.jit(jnp.sum)
+    num_bytes: float = array.nbytes
+    return num_bytes / measure_call(jax.jit(jnp.sum), array)
+
+
+def measure_products(dtype: jnp.dtype) -> float:
+    """Floating-point operations per second of multiplying two large matrices."""
+    width = 1024 if jax.devices()[0].platform == "cpu" else 8192
+    matrix = jnp.ones((width, width), dtype)
+    return 2.0 * width**3 / measure_call(jax.jit(lambda a: jnp.dot(a, a, preferred_element_type=jnp.float32)), matrix)
+
+
+def measure_call(function: Callable[[jax.Array], jax.Array], array: jax.Array) -> float:
+    """Seconds, from the difference between nine calls and one."""
 
     def seconds_for(times: int) -> float:
         start = time.perf_counter()
-        jax.block_until_ready([total(array) for _ in range(times)])
+        jax.block_until_ready([function(array) for _ in range(times)])
         return time.perf_counter() - start
 
     seconds_for(1)
     once, often = (min(seconds_for(times) for _ in range(5)) for times in (1, 9))
-    num_bytes: float = array.nbytes
-    return num_bytes * 8 / (often - once)
+    return (often - once) / 8
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -90,9 +90,11 @@ class Settings:
     warmup: int = option(0, "requests before those, which do not", type=int, least=0)
     rate: float | None = option(None, "arrivals a second, as a Poisson process that waits for no answer", type=float, least=1e-3)
     prompt_tokens: int = option(100, "words in a prompt, each about a token; usage has the true number", type=int, least=1)
+    prompt_spread: float = option(0.0, "by what share of that they differ", type=float, least=0)
     shared_prefix: int = option(0, "how many of them, from the first, all prompts share; the rest differ", type=int, least=0)
     output_tokens: int = option(64, "max_tokens of each request", type=int, least=1)
     output_spread: float = option(0.0, "by what share of that they differ, so that they do not end together", type=float, least=0)
+    temperature: float = option(0.0, "of each request; 0 is greedy", type=float, least=0)
     ignore_eos: bool = option(True, "send ignore_eos for a fixed length; OpenAI itself refuses it", action=argparse.BooleanOptionalAction)
     seed: int | None = option(None, "fixes prompts and arrivals (default: new each run; a prefix cache may know an old one)", type=int)
     keep_alive: bool = option(False, "ask again on the same connection, as SDKs do, and not on a new one each time", action="store_true")
@@ -357,11 +359,12 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
 
 def make_job(settings: Settings, model: str, index: int, arrival_seconds: float | None = None) -> Job:
     shared = random.Random(f"{settings.seed} shared").choices(WORDS, k=settings.shared_prefix)
-    own = random.Random(f"{settings.seed} {index}").choices(WORDS, k=settings.prompt_tokens - settings.shared_prefix)
+    rng = random.Random(f"{settings.seed} {index}")
+    own = rng.choices(WORDS, k=spread_length(settings.prompt_tokens, settings.prompt_spread, rng) - settings.shared_prefix)
     prompt = " ".join(shared + own)
     ask = {"prompt": prompt} if settings.endpoint == "completions" else {"messages": [{"role": "user", "content": prompt}]}
-    output_tokens = spread_length(settings.output_tokens, settings.output_spread, random.Random(f"{settings.seed} {index} length"))
-    body = {"model": model, **ask, "max_tokens": output_tokens, "temperature": 0, "stream": True,
+    output_tokens = spread_length(settings.output_tokens, settings.output_spread, rng)
+    body = {"model": model, **ask, "max_tokens": output_tokens, "temperature": settings.temperature, "stream": True,
             "stream_options": {"include_usage": True}, **({"ignore_eos": True} if settings.ignore_eos else {})}
     return Job(index, json.dumps(body).encode(), output_tokens, arrival_seconds)
 
@@ -420,15 +423,16 @@ def find_notes(load: Load, settings: Settings, wall_seconds: float) -> list[str]
 
 def make_table(settings: Settings, model: str, summary: dict[str, Any]) -> str:
     pace = f"{settings.concurrency} streams" if settings.rate is None else f"{settings.rate:g} requests/s"
-    spread = f" (+-{settings.output_spread:.0%})" if settings.output_spread else ""
-    lengths = f"{settings.prompt_tokens} words in, {settings.output_tokens}{spread} tokens out"
+    words, tokens = (f"{length} (+-{spread:.0%})" if spread else length for length, spread in (
+        (settings.prompt_tokens, settings.prompt_spread), (settings.output_tokens, settings.output_spread)))
+    lengths = f"{words} words in, {tokens} tokens out"
     title = f"{model} at {settings.url}: {settings.endpoint}, {pace}, {lengths}, seed {settings.seed}\n"
     figures = [f"{name.replace('tokens_per_second', 'tok/s').replace('_', ' '):<16}{value:>10{'.2f' if isinstance(value, float) else ''}}"
                for name, value in summary.items() if isinstance(value, (int, float))]
-    spreads = [f"{name:<16}" + ("".join(f"{value:>10.2f}" for value in spread.values()) or f"{'-':>10}")
-               for name, spread in summary["latency_ms"].items()]
+    latencies = [f"{name:<16}" + ("".join(f"{value:>10.2f}" for value in ranks.values()) or f"{'-':>10}")
+                 for name, ranks in summary["latency_ms"].items()]
     header = f"\n{'ms':<16}{'p50':>10}{'p90':>10}{'p99':>10}{'max':>10}"
-    return "\n".join([title, *figures, header, *spreads, "", *summary["notes"]]).rstrip()
+    return "\n".join([title, *figures, header, *latencies, "", *summary["notes"]]).rstrip()
 
 
 def wait_ready(settings: Settings) -> None:
@@ -470,8 +474,10 @@ def parse(argv: Sequence[str] | None) -> Settings:
         value, least = getattr(given, setting.name), setting.metadata["least"]
         if isinstance(value, (int, float)) and not value >= least:
             parser.error(f"--{setting.name.replace('_', '-')} {value} is below {least}")
-    if given.shared_prefix >= given.prompt_tokens:
-        parser.error(f"--shared-prefix {given.shared_prefix} leaves nothing of --prompt-tokens {given.prompt_tokens} to differ")
+    shortest = max(round(given.prompt_tokens * (1 - given.prompt_spread)), 1)
+    if given.shared_prefix >= shortest:
+        parser.error(f"--shared-prefix {given.shared_prefix} leaves nothing to differ of a prompt of {shortest} words, the shortest that "
+                     "--prompt-tokens and --prompt-spread make")
     if not given.url.startswith(("http://", "https://")):
         parser.error(f"--url {given.url} does not start with http:// or https://")
     if given.json and not Path(given.json).absolute().parent.is_dir():  # better now than after the run

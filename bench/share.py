@@ -3,6 +3,7 @@
 
     python bench/share.py
     python bench/share.py --loads 64,512,128 256,512,128 256,128,512 --output-spread 0.5 --clients 8 --model ./my-model
+    python bench/share.py --loads 256,562,562 --requests 1 --prompt-spread 0.82 --output-spread 0.82 --temperature 0.6 --clients 8
 
 The engine alone is the device thread's loop and nothing else: it takes the next request when one ends and hands its tokens to nobody.
 So what is missing over HTTP went to Python's other threads. Flags that are not listed are levserve's own.
@@ -40,7 +41,7 @@ START_SECONDS = 600
 
 
 class Streams(NamedTuple):
-    """So many at a time; of each request the tokens that go in, and those that come out on average."""
+    """So many at a time; of each request the tokens that go in and those that come out, on average."""
 
     at_once: int
     prompt_tokens: int
@@ -53,9 +54,9 @@ class Streams(NamedTuple):
 class Alone(Courier):
     """In place of HTTP: who ends is followed by the next at once."""
 
-    def __init__(self, loaded: Loaded, spread: float) -> None:
+    def __init__(self, loaded: Loaded, options: argparse.Namespace) -> None:
         self._lane = Lane(loaded.scheduler, loaded.runner, loaded.pace, self, Metrics())
-        self._spread = spread
+        self._options = options
         self._random = random.Random(0)
         self._numbers = count()
         self._nobody = TokenStream((), lambda request_id, finish: None)
@@ -79,10 +80,12 @@ class Alone(Courier):
         if not self._num_left:
             return
         self._num_left -= 1
-        prompt = tuple(self._random.choices(range(300, 2000), k=self._streams.prompt_tokens))
-        length = spread_length(self._streams.output_tokens, self._spread, self._random)
+        prompt_length = spread_length(self._streams.prompt_tokens, self._options.prompt_spread, self._random)
+        prompt = tuple(self._random.choices(range(300, 2000), k=prompt_length))
+        length = spread_length(self._streams.output_tokens, self._options.output_spread, self._random)
         self._num_tokens += length
-        request = GenerationRequest(str(next(self._numbers)), prompt, length, Sampling(temperature=0.0))
+        sampling = Sampling(self._options.temperature, seed=self._random.getrandbits(64))
+        request = GenerationRequest(str(next(self._numbers)), prompt, length, sampling)
         self._lane.accept(Submit(request, self._nobody, 0, time.monotonic(), ""))
 
 
@@ -97,7 +100,7 @@ def main() -> int:
         time.sleep(0.1)
     while loaded.runner.programs.has_cold:
         loaded.runner.warm_one()
-    alone = Alone(loaded, options.output_spread)
+    alone = Alone(loaded, options)
     for streams, http in zip(options.loads, over_http):
         own = [alone.run(streams, streams.at_once * options.requests) for _ in range(options.repetitions)]
         print(f"{streams}: HTTP {_shown(http)} tok/s, the engine alone {_shown(own)}, share {max(http) / max(own):.0%}", flush=True)
@@ -125,7 +128,8 @@ def _measure_http(options: argparse.Namespace, flags: list[str]) -> list[list[fl
 def _clients_speed(url: str, streams: Streams, options: argparse.Namespace) -> float:
     given = argparse.Namespace(**streams._asdict(), clients=options.clients)
     num_requests = streams.at_once * options.requests
-    tokens, seconds = run_clients(url, given, streams.at_once, num_requests, "--output-spread", str(options.output_spread))
+    more = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in ("prompt_spread", "output_spread", "temperature")]
+    tokens, seconds = run_clients(url, given, streams.at_once, num_requests, *more)
     return tokens / seconds
 
 
@@ -153,7 +157,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     loads = [Streams(8, 128, 128), Streams(32, 128, 128)]
     parser.add_argument("--loads", type=_streams, nargs="+", default=loads, metavar="STREAMS,IN,OUT", help="default: 8,128,128 32,128,128")
+    parser.add_argument("--prompt-spread", type=float, default=0.0, help="by what share prompts differ in length (default: %(default)s)")
     parser.add_argument("--output-spread", type=float, default=0.0, help="by what share outputs differ in length (default: %(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: %(default)s)")
     parser.add_argument("--requests", type=int, default=12, help="for each stream (default: %(default)s)")
     parser.add_argument("--repetitions", type=int, default=2, help="of each measurement; the best counts (default: %(default)s)")
     parser.add_argument("--clients", type=int, default=1, help="processes that share the streams (default: %(default)s)")

@@ -241,6 +241,11 @@ def test_answer_that_stops_early_is_right_only_when_eos_counts(server: FakeServe
     assert run("--model", "more-tokens", "--no-ignore-eos")[0] == 1
 
 
+def test_the_temperature_is_what_was_said(server: FakeServer, run: Run) -> None:
+    run("--requests", "1", "--temperature", "0.6")
+    assert server.asked[0]["temperature"] == 0.6
+
+
 def test_request_asks_for_a_greedy_stream_of_fixed_length(server: FakeServer, run: Run) -> None:
     run("--requests", "1")
     ask = server.asked[0]
@@ -250,9 +255,11 @@ def test_request_asks_for_a_greedy_stream_of_fixed_length(server: FakeServer, ru
 
 
 def test_lengths_differ_by_the_spread_and_each_answer_is_held_to_its_own(server: FakeServer, run: Run) -> None:
-    code, result = run("--requests", "40", "--output-tokens", "20", "--output-spread", "0.5")
-    lengths = [ask["max_tokens"] for ask in server.asked]
-    assert code == 0 and len(set(lengths)) > 5 and 10 <= min(lengths) < 15 < 25 < max(lengths) <= 30
+    outputs, prompts = ("--output-tokens", "20", "--output-spread", "0.5"), ("--prompt-tokens", "20", "--prompt-spread", "0.5")
+    code, result = run("--requests", "40", *outputs, *prompts)
+    lengths, words = [ask["max_tokens"] for ask in server.asked], [len(ask["prompt"].split()) for ask in server.asked]
+    for found in (lengths, words):
+        assert code == 0 and len(set(found)) > 5 and 10 <= min(found) < 15 < 25 < max(found) <= 30
     assert result["summary"]["output_tokens"] == sum(lengths)
 
 
@@ -394,7 +401,8 @@ def test_no_server_at_all_is_one_line_or_failures() -> None:
     assert load.main(["--url", url, "--model", "any", "--requests", "2"]) == 1
 
 
-@pytest.mark.parametrize("flags", [["--requests", "0"], ["--rate", "nan"], ["--shared-prefix", "100"], ["--url", "localhost:8000"],
+@pytest.mark.parametrize("flags", [["--requests", "0"], ["--rate", "nan"], ["--shared-prefix", "100"],
+                                   ["--shared-prefix", "60", "--prompt-spread", "0.4"], ["--url", "localhost:8000"],
                                    ["--json", "/no/such/folder/x"], ["--endpoint", "embeddings"]])
 def test_impossible_flag_is_wrong_usage(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
