@@ -13,7 +13,7 @@ from levserve.model import cache
 from levserve.model.attention import Kernel, attend, choose_kernel
 from levserve.model.config import ModelConfig
 from levserve.model.kernels.decode_attention import HeadNorms, decode_attention
-from levserve.model.kernels.paged_attention import paged_attention
+from levserve.model.kernels.paged_attention import choose_splits, paged_attention, share
 from levserve.model.rotary import Angles, rotate
 
 pytestmark = pytest.mark.tiny
@@ -164,6 +164,24 @@ def test_the_gpu_kernel_for_decoding_equals_norming_turning_writing_and_attendin
     put, wanted_put = (np.asarray(array, np.float32) for array in (written, wanted_pool))
     np.testing.assert_allclose(put, wanted_put, atol=1e-6, rtol=1e-5 if is_exact else 0.13)
     assert is_exact or (put != wanted_put).sum() <= 2, "but for what rounding makes of a sum in another order"
+
+
+@pytest.mark.parametrize("splits", [1, 2, 8])
+@pytest.mark.parametrize(("start", "end"), [(0, 0), (0, 1), (0, 7), (3, 64)])
+def test_splits_have_equal_parts_of_the_steps_a_row_has(start: int, end: int, splits: int) -> None:
+    """And not of those of the longest context: a row of 1,000 tokens would be one split's in a model that takes 128,000."""
+    shares = [share(jnp.int32(start), jnp.int32(end), jnp.int32(split), splits, 4096) for split in range(splits)]
+    steps = [list(range(int(first), int(last))) for first, last in shares]
+    assert sum(steps, []) == list(range(start, end))
+    assert max(map(len, steps)) == -(-(end - start) // splits)
+
+
+@pytest.mark.parametrize(
+    ("programs", "steps", "splits"),
+    [(2048, 64, 1), (512, 64, 2), (256, 64, 4), (64, 64, 8), (64, 1, 1), (8, 64, 16)],
+)
+def test_a_few_rows_are_split_until_they_fill_the_card(programs: int, steps: int, splits: int) -> None:
+    assert choose_splits(programs, steps, 1056) == splits
 
 
 @pytest.mark.parametrize("chunk", [1, 16])

@@ -19,7 +19,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from levserve.model.cache import multiplied_in, to_storage
 from levserve.model.kernels.paged_attention import (
-    FEW_WARPS, MASKED, MIN_ROWS, Columns, bend, choose_splits, choose_tiling, cover, merge, share, walk,
+    MASKED, MIN_ROWS, ONE_QUERY_PROGRAMS, Columns, bend, choose_splits, choose_tiling, cover, merge, share, walk,
 )  # fmt: skip
 from levserve.model.rotary import Angles
 
@@ -59,7 +59,7 @@ def decode_attention(
     num_pages, _, _, page_size, _ = pool.shape
     tiling = choose_tiling(1, size * pool.dtype.itemsize)
     table, num_steps = cover(table, page_size, tiling.keys)
-    splits = splits or choose_splits(rows * kv_heads, num_steps, FEW_WARPS)
+    splits = splits or choose_splits(rows * kv_heads, num_steps, ONE_QUERY_PROGRAMS)
     dtype = multiplied_in(pool.dtype)
 
     def of_row(*shape: int) -> pl.BlockSpec:
@@ -176,7 +176,7 @@ def _kernel(
     if window is not None:
         first = position - window + 1
         start = jnp.maximum(first // keys, 0)
-    steps = share(start, end, splits, num_steps)
+    steps = share(start, end, split, splits, num_steps)
     mixed, top, total = walk(q, pool_ref, table_ref, steps, (first, position - 1), carry, keys=keys, softcap=softcap)
     if sum_refs:
         top_ref, total_ref = sum_refs

@@ -27,8 +27,8 @@ QUERY_BLOCK = 16
 """Queries of one row that prefill takes together."""
 NUM_PROCESSORS = 132
 """Of an H200; what splits are chosen for."""
-MANY_WARPS, FEW_WARPS = 2 * NUM_PROCESSORS, 8 * NUM_PROCESSORS
-"""So many programs fill the card: those of many queries, which have 4 warps and more, and those of one, which have 1 or 2."""
+MANY_QUERY_PROGRAMS, ONE_QUERY_PROGRAMS = 2 * NUM_PROCESSORS, 8 * NUM_PROCESSORS
+"""How many fill the card: the former have 4 warps or 8, the latter 1 or 2."""
 
 Carry = tuple[jax.Array, jax.Array, jax.Array]
 """Of a running softmax: the values mixed so far, the largest score and the sum of the weights."""
@@ -78,7 +78,7 @@ def paged_attention(
     tiling = choose_tiling(queries, size * pool.dtype.itemsize)
     table, num_steps = cover(table, page_size, tiling.keys)
     num_blocks = rows * chunk // queries
-    splits = splits or choose_splits(num_blocks * kv_heads, num_steps, FEW_WARPS if queries == 1 else MANY_WARPS)
+    splits = splits or choose_splits(num_blocks * kv_heads, num_steps, ONE_QUERY_PROGRAMS if queries == 1 else MANY_QUERY_PROGRAMS)
 
     kernel = functools.partial(_kernel, keys=tiling.keys, splits=splits, num_steps=num_steps, window=window, softcap=softcap)
     flat = (num_blocks * queries, kv_heads, group, size)
@@ -123,13 +123,13 @@ def choose_splits(num_programs: int, num_steps: int, wanted: int) -> int:
     return 1 << (splits.bit_length() - 1)
 
 
-def share(start: jax.Array, end: jax.Array, splits: int, num_steps: int) -> tuple[jax.Array, jax.Array]:
-    """The steps of those from `start` to `end` that are this program's, whose split is the last axis of the grid.
+def share(start: jax.Array, end: jax.Array, split: jax.Array, splits: int, num_steps: int) -> tuple[jax.Array, jax.Array]:
+    """This split's part of the steps from `start` to `end`, of which there are at most so many.
 
     That one split has all is said by a constant: fp8 is read a quarter slower where it is computed.
     """
     each = num_steps if splits == 1 else (end - start + splits - 1) // splits
-    start = start + pl.program_id(2) * each
+    start = start + split * each
     return start, jnp.minimum(start + each, end)
 
 
@@ -248,7 +248,7 @@ def _kernel(
         jnp.zeros((queries * heads,), jnp.float32),
     )
     q = columns.masked(q_ref[place])
-    steps = share(start, end, splits, num_steps)
+    steps = share(start, end, pl.program_id(2), splits, num_steps)
     mixed, top, total = walk(q, pool_ref, table_ref, steps, (first, position), nothing, keys=keys, softcap=softcap)
     if top_ref is None or total_ref is None:
         mixed = mixed / jnp.maximum(total, 1e-30)[:, None]
