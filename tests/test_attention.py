@@ -13,7 +13,7 @@ from levserve.model import cache
 from levserve.model.attention import Kernel, attend, choose_kernel
 from levserve.model.config import ModelConfig
 from levserve.model.kernels.decode_attention import HeadNorms, decode_attention
-from levserve.model.kernels.paged_attention import choose_splits, paged_attention, share
+from levserve.model.kernels.paged_attention import ONE_QUERY_PROGRAMS, choose_splits, paged_attention, share
 from levserve.model.rotary import Angles, rotate
 
 pytestmark = pytest.mark.tiny
@@ -181,7 +181,7 @@ def test_splits_have_equal_parts_of_the_steps_a_row_has(start: int, end: int, sp
     [(2048, 64, 1), (512, 64, 2), (256, 64, 4), (64, 64, 8), (64, 1, 1), (8, 64, 16)],
 )
 def test_a_few_rows_are_split_until_they_fill_the_card(programs: int, steps: int, splits: int) -> None:
-    assert choose_splits(programs, steps, 1056) == splits
+    assert choose_splits(programs, steps, ONE_QUERY_PROGRAMS) == splits
 
 
 @pytest.mark.parametrize("chunk", [1, 16])
