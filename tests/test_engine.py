@@ -17,7 +17,7 @@ import pytest
 
 from levserve.engine.programs import Programs, Shape
 from levserve.engine.rounds import ChunkOutput
-from levserve.engine.runner import Flight, Piece
+from levserve.engine.runner import Flight, Piece, Runner
 from levserve.engine.sizing import Sizes, plan_sizes
 from levserve.model import cache
 from levserve.model.sampler import Mode
@@ -36,6 +36,11 @@ ROWS = 16
 def cases_of(family: str) -> list[dict[str, Any]]:
     cases: list[dict[str, Any]] = json.loads((GOLDEN / family / "golden.json").read_text())["cases"]
     return cases
+
+
+def in_pieces(*args: Any, **given: Any) -> Sizes:
+    """As on a GPU, but small."""
+    return replace(plan_sizes(*args, **given), chunk_sizes=(8, 32), piece_tokens=8)
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +68,6 @@ def test_a_family_served_in_one_batch_matches_its_reference(family: str) -> None
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_prompts_that_share_prefill_programs_in_pieces_match_their_references(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def in_pieces(*args: Any, **given: Any) -> Sizes:
-        return replace(plan_sizes(*args, **given), chunk_sizes=(8, 32), piece_tokens=8)
-
     monkeypatch.setattr("levserve.engine.startup.plan_sizes", in_pieces)
     cases = cases_of(family)
     with running_engine(GOLDEN / family) as running:
@@ -74,6 +76,25 @@ def test_prompts_that_share_prefill_programs_in_pieces_match_their_references(fa
         assert answer.tokens == case["greedy"]
         np.testing.assert_allclose([entry.logprob for entry in answer.logprobs], case["greedy_logprobs"], atol=1e-3)
         assert len(answer.prompt_logprobs) == len(case["prompt"]) - 1
+
+
+def test_where_rows_are_computed_in_their_order_the_longest_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    computed: list[list[int]] = []
+
+    def read_rows(runner: Runner, flight: Flight) -> list[Sampled]:
+        computed.append([row.position for group, _ in flight.rows for row in group])
+        return as_ever(runner, flight)
+
+    as_ever = Runner.read_rows
+    monkeypatch.setattr("levserve.engine.startup.plan_sizes", in_pieces)
+    monkeypatch.setattr(Runner, "read_rows", read_rows)
+    prompts = [[5, 6, 7], [*range(10, 40)], [8], [*range(20, 36)]]
+    with running_engine(GOLDEN / "llama") as running:
+        together = running.run(*(ask(prompt) for prompt in prompts))
+        alone = [running.run(ask(prompt))[0] for prompt in prompts]
+    assert any(len(positions) == len(prompts) for positions in computed)
+    assert all(positions == sorted(positions, reverse=True) for positions in computed)
+    assert [answer.tokens for answer in together] == [answer.tokens for answer in alone]
 
 
 def test_a_first_token_does_not_wait_for_the_rows_of_its_round(llama: Running, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +144,7 @@ def test_a_prompt_that_would_leave_a_large_program_mostly_empty_takes_small_ones
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral"])
 def test_prompts_of_which_only_the_next_token_is_wanted_get_it_from_quiet_programs(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def as_on_a_gpu(*args: Any, **given: Any) -> Sizes:
-        return replace(plan_sizes(*args, **given), chunk_sizes=(8, 32), piece_tokens=8, row_sizes=(4,), has_all_modes=True)
+        return replace(in_pieces(*args, **given), row_sizes=(4,), has_all_modes=True)
 
     monkeypatch.setattr("levserve.engine.startup.plan_sizes", as_on_a_gpu)
     used: list[Shape] = []

@@ -11,7 +11,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import NamedTuple
 
@@ -48,7 +48,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A round on its way: what was asked, and the arrays its tokens will be in.
+    """A round on its way: what was asked, its rows in the order in which they are computed, and the arrays its tokens will be in.
 
     Chunks are computed in pieces that fit the programs, and rows in groups where no program was large enough.
     """
@@ -111,6 +111,8 @@ class Runner:
 
     def dispatch(self, plan: RoundPlan, *, may_mix: bool = False) -> Flight:
         """Starts a planned round behind whatever the device is doing; prompts beside the rows in one program, if that may be."""
+        if self._sizes.takes_longest_first:
+            plan = replace(plan, rows=tuple(sorted(plan.rows, key=lambda row: row.position, reverse=True)))
         if plan.tainted:
             self.fill_pages(plan.tainted, 0.0)
         for sequence in plan.admitted:

@@ -77,6 +77,11 @@ class Sizes:
     """Where a prompt's chunk may begin, at most, to be computed beside the rows of a decode program."""
 
     @property
+    def takes_longest_first(self) -> bool:
+        """Whether rows are computed in their order, many at a time, as on a GPU: a long one that began last would keep all waiting."""
+        return self.piece_tokens is not None
+
+    @property
     def table_width(self) -> int:
         return -(-self.max_seq_len // self.page_size)
 

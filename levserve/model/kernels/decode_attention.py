@@ -2,7 +2,8 @@
 
 Every program of the grid takes one row, one key-value head and one split of the row's positions. It norms and turns the row's
 queries and its new key, writes that key and its value to the pool, and mixes what was there before with the new pair, which it
-has at hand: nobody reads what another program writes.
+has at hand: nobody reads what another program writes. Rows are begun in their order: where the longest come first, no long one
+begins when all others are done.
 """
 
 from __future__ import annotations
@@ -57,23 +58,23 @@ def decode_attention(
     rows, num_heads, size = qkv.shape
     num_queries = num_heads - 2 * kv_heads
     num_pages, _, _, page_size, _ = pool.shape
-    tiling = choose_tiling(1, size * pool.dtype.itemsize)
+    tiling = choose_tiling(1, size, pool.dtype)
     table, num_steps = cover(table, page_size, tiling.keys)
     splits = splits or choose_splits(rows * kv_heads, num_steps, ONE_QUERY_PROGRAMS)
     dtype = multiplied_in(pool.dtype)
 
     def of_row(*shape: int) -> pl.BlockSpec:
-        return pl.BlockSpec((None, *shape), lambda row, head, split: (row, *(0 for _ in shape)))
+        return pl.BlockSpec((None, *shape), lambda head, split, row: (row, *(0 for _ in shape)))
 
-    of_pool = pl.BlockSpec((num_pages, 2, None, page_size, size), lambda row, head, split: (0, 0, head, 0, 0))
+    of_pool = pl.BlockSpec((num_pages, 2, None, page_size, size), lambda head, split, row: (0, 0, head, 0, 0))
     given = [(qkv, of_row(num_heads, size)), (pool, of_pool), (table, of_row(table.shape[1])), (positions, of_row())]
     given += [(part[:, 0, 0], of_row(part.shape[-1])) for part in angles or ()]
-    given += [(weight, pl.BlockSpec((size,), lambda row, head, split: (0,))) for weight in norms or ()]
+    given += [(weight, pl.BlockSpec((size,), lambda head, split, row: (0,))) for weight in norms or ()]
     flat = (rows, kv_heads, num_queries // kv_heads, size)
-    made = [(jax.ShapeDtypeStruct(flat, dtype), pl.BlockSpec((None, None, *flat[2:]), lambda row, head, split: (row, head, 0, 0)))]
+    made = [(jax.ShapeDtypeStruct(flat, dtype), pl.BlockSpec((None, None, *flat[2:]), lambda head, split, row: (row, head, 0, 0)))]
     if splits > 1:
-        of_split = [pl.BlockSpec((None, None, None, *flat[2:]), lambda row, head, split: (split, row, head, 0, 0))]
-        of_split += [pl.BlockSpec((None, None, None, flat[2]), lambda row, head, split: (split, row, head, 0))] * 2
+        of_split = [pl.BlockSpec((None, None, None, *flat[2:]), lambda head, split, row: (split, row, head, 0, 0))]
+        of_split += [pl.BlockSpec((None, None, None, flat[2]), lambda head, split, row: (split, row, head, 0))] * 2
         made = [(jax.ShapeDtypeStruct((splits, *shape), jnp.float32), spec) for shape, spec in zip((flat, flat[:3], flat[:3]), of_split)]
     made = [(jax.ShapeDtypeStruct(pool.shape, pool.dtype), of_pool), *made]
     kernel = functools.partial(
@@ -88,10 +89,11 @@ def decode_attention(
         eps=eps,
         window=window,
         softcap=softcap,
+        interpret=interpret,
     )
     pool, *parts = pl.pallas_call(
         kernel,
-        grid=(rows, kv_heads, splits),
+        grid=(kv_heads, splits, rows),
         in_specs=[spec for _, spec in given],
         out_specs=[spec for _, spec in made],
         out_shape=[shape for shape, _ in made],
@@ -120,12 +122,13 @@ def _kernel(
     eps: float,
     window: int | None,
     softcap: float | None,
+    interpret: bool,
 ) -> None:
     angle_refs, refs = refs[: 2 * has_angles], refs[2 * has_angles :]
     norm_refs, (written_ref, mixed_ref, *sum_refs) = refs[: 2 * has_norms] or (None, None), refs[2 * has_norms :]
     num_queries, (page_size, size) = qkv_ref.shape[0] - 2 * kv_heads, pool_ref.shape[2:]
     group, columns = num_queries // kv_heads, Columns(size)
-    kv_head, split, position = pl.program_id(1), pl.program_id(2), position_ref[...]
+    kv_head, split, position = pl.program_id(0), pl.program_id(1), position_ref[...]
 
     def load(heads: jax.Array, norm_ref: jax.Ref | None) -> jax.Array:
         """These heads [head, column], normed and turned, in float32."""
@@ -148,8 +151,15 @@ def _kernel(
             x = x * lax.rsqrt((plain * plain).sum(-1, keepdims=True) / size + eps)
         return x
 
-    row = jnp.arange(max(1 << (group - 1).bit_length(), MIN_ROWS)) % group  # who is there twice computes and stores the same twice
-    q = load(kv_head * group + row, norm_refs[0]) * (scale * math.log2(math.e))
+    heads = 1 << (group - 1).bit_length()
+    rows = max(heads, MIN_ROWS)
+
+    def repeated(x: jax.Array) -> jax.Array:
+        """[head, ...] for as many rows as a tensor core takes."""
+        return jnp.broadcast_to(x[None], (rows // heads, *x.shape)).reshape(rows, *x.shape[1:])
+
+    # A group that is no power of two is rounded up by repeating the last one.
+    q = load(kv_head * group + jnp.minimum(jnp.arange(heads), group - 1), norm_refs[0]) * (scale * math.log2(math.e))
     q = columns.masked(q).astype(multiplied_in(pool_ref.dtype))
     alone = jnp.arange(1)
     key = to_storage(load(alone + num_queries + kv_head, norm_refs[1]), pool_ref.dtype)
@@ -165,7 +175,8 @@ def _kernel(
     score = (q.astype(jnp.float32) * key.astype(jnp.float32)).sum(-1)
     if softcap is not None:
         score = bend(score, softcap)
-    is_first = jnp.full(row.shape, split) == 0  # of the splits: that one has the new pair
+    q, score = repeated(q), repeated(score)
+    is_first = jnp.full(score.shape, split) == 0  # of the splits: that one has the new pair
     carry = (
         jnp.where(is_first[:, None], value.astype(jnp.float32), 0.0),
         jnp.where(is_first, score, MASKED),
@@ -177,10 +188,11 @@ def _kernel(
         first = position - window + 1
         start = jnp.maximum(first // keys, 0)
     steps = share(start, end, split, splits, num_steps)
-    mixed, top, total = walk(q, pool_ref, table_ref, steps, (first, position - 1), carry, keys=keys, softcap=softcap)
+    mixed, top, total = walk(q, pool_ref, table_ref, steps, (first, position - 1), carry, keys=keys, softcap=softcap, interpret=interpret)
+    head = jnp.minimum(jnp.arange(rows) % heads, group - 1)  # who is there twice stores the same twice
     if sum_refs:
         top_ref, total_ref = sum_refs
-        top_ref[row], total_ref[row] = top, total
+        top_ref[head], total_ref[head] = top, total
     else:
         mixed = mixed / jnp.maximum(total, 1e-30)[:, None]
-    mixed_ref[row[:, None], columns.numbers[None, :]] = mixed.astype(mixed_ref.dtype)
+    mixed_ref[head[:, None], columns.numbers[None, :]] = mixed.astype(mixed_ref.dtype)

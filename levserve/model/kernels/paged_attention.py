@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from levserve.model.cache import multiplied_in
+from levserve.model.cache import FP8, multiplied_in
 
 MASKED = -1e30
 MIN_ROWS = 16
@@ -43,8 +43,10 @@ class Tiling(NamedTuple):
     num_stages: int
 
 
-FEW_QUERIES = {64: Tiling(32, 1, 3), 128: Tiling(64, 1, 3), 256: Tiling(32, 2, 4), 512: Tiling(32, 2, 3), 1024: Tiling(16, 2, 3)}
+FEW_QUERIES = {128: Tiling(64, 1, 2), 256: Tiling(32, 1, 3), 512: Tiling(32, 2, 2), 1024: Tiling(16, 2, 2)}
 """For one query of a row and keys of at most so many bytes: then there is nothing but reading."""
+FEW_QUERIES_OF_FP8 = Tiling(32, 1, 3)
+WIDEN_FP8 = "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }"
 
 
 def refuse_unservable(head_dim: int) -> str | None:
@@ -75,12 +77,14 @@ def paged_attention(
     rows, chunk, kv_heads, group, size = q.shape
     page_size = pool.shape[3]
     queries = math.gcd(chunk, QUERY_BLOCK)
-    tiling = choose_tiling(queries, size * pool.dtype.itemsize)
+    tiling = choose_tiling(queries, size, pool.dtype)
     table, num_steps = cover(table, page_size, tiling.keys)
     num_blocks = rows * chunk // queries
     splits = splits or choose_splits(num_blocks * kv_heads, num_steps, ONE_QUERY_PROGRAMS if queries == 1 else MANY_QUERY_PROGRAMS)
 
-    kernel = functools.partial(_kernel, keys=tiling.keys, splits=splits, num_steps=num_steps, window=window, softcap=softcap)
+    kernel = functools.partial(
+        _kernel, keys=tiling.keys, splits=splits, num_steps=num_steps, window=window, softcap=softcap, interpret=interpret
+    )
     flat = (num_blocks * queries, kv_heads, group, size)
     dtype = multiplied_in(pool.dtype)
     by_block = pl.BlockSpec((queries, None, group, size), lambda b, h, s: (b, h, 0, 0))
@@ -108,12 +112,13 @@ def paged_attention(
     return (result[0] if splits == 1 else merge(*result).astype(dtype)).reshape(q.shape)
 
 
-def choose_tiling(queries: int, key_bytes: int) -> Tiling:
+def choose_tiling(queries: int, size: int, dtype: jnp.dtype) -> Tiling:
     """Larger keys take shorter steps: keys and values of all stages share a processor's 227 KB."""
+    key_bytes = size * dtype.itemsize
     if queries == 1:
-        return next(tiling for most, tiling in FEW_QUERIES.items() if key_bytes <= most)
+        return FEW_QUERIES_OF_FP8 if dtype == FP8 else next(tiling for most, tiling in FEW_QUERIES.items() if key_bytes <= most)
     if key_bytes <= 256:
-        return Tiling(64, num_warps=4, num_stages=3 if key_bytes <= 128 else 2)
+        return Tiling(64, num_warps=4, num_stages=2)
     return Tiling(32 if key_bytes <= 512 else 16, num_warps=8, num_stages=2)
 
 
@@ -178,6 +183,7 @@ def walk(
     *,
     keys: int,
     softcap: float | None,
+    interpret: bool,
 ) -> Carry:
     """Mixes q [query, column] with these steps of so many keys: those from the first that is seen, if there is one, to the last."""
     page_size, size = pool_ref.shape[2:]
@@ -186,13 +192,18 @@ def walk(
 
     def load(half: int, page: jax.Array, slot: jax.Array) -> jax.Array:
         if columns.padded == size:
-            return pool_ref[page, half, slot, :].astype(q.dtype)
-        return pool_ref[page[:, None], half, slot[:, None], columns.numbers[None, :]].astype(q.dtype)
+            return widen(pool_ref[page, half, slot, :], q.dtype, interpret)
+        return widen(pool_ref[page[:, None], half, slot[:, None], columns.numbers[None, :]], q.dtype, interpret)
 
-    def mix(step: jax.Array, carry: Carry) -> Carry:
-        mixed, top, total = carry
+    def find(step: jax.Array) -> jax.Array:
+        """The page of each of the step's keys, or any page if there is no such step."""
+        return table_ref[jnp.minimum((step * keys + jnp.arange(keys)) // page_size, table_ref.shape[0] - 1)]
+
+    def mix(step: jax.Array, carry: tuple[jax.Array, Carry]) -> tuple[jax.Array, Carry]:
+        page, (mixed, top, total) = carry
         at = step * keys + jnp.arange(keys)
-        page, slot = table_ref[at // page_size], at % page_size
+        slot = at % page_size
+        following = find(step + 1)  # a step ahead: else keys wait for their page's number, and no more than one step is under way
         scores = jnp.dot(q, load(0, page, slot).T, preferred_element_type=jnp.float32)
         if softcap is not None:
             scores = bend(scores, softcap)
@@ -204,9 +215,18 @@ def walk(
         shrink = jnp.exp2(top - new_top)
         weights = jnp.exp2(scores - new_top[:, None])
         new = jnp.dot(weights.astype(q.dtype), load(1, page, slot), preferred_element_type=jnp.float32)
-        return mixed * shrink[:, None] + new, new_top, total * shrink + weights.sum(-1)
+        return following, (mixed * shrink[:, None] + new, new_top, total * shrink + weights.sum(-1))
 
-    return lax.fori_loop(*steps, mix, carry)
+    return lax.fori_loop(*steps, mix, (find(steps[0]), carry))[1]
+
+
+def widen(x: jax.Array, dtype: jnp.dtype, interpret: bool) -> jax.Array:
+    """Of fp8 four numbers at a time: where Triton converts them it takes them apart first and puts them together again."""
+    if x.dtype != FP8 or interpret:
+        return x.astype(dtype)
+    given = jax.ShapeDtypeStruct(x.shape, jnp.float16)
+    (wide,) = plgpu.elementwise_inline_asm(WIDEN_FP8, args=[x], constraints="=r,=r,r", pack=4, result_shape_dtypes=[given])
+    return wide.astype(dtype)
 
 
 def bend(scores: jax.Array, softcap: float) -> jax.Array:
@@ -228,6 +248,7 @@ def _kernel(
     num_steps: int,
     window: int | None,
     softcap: float | None,
+    interpret: bool,
 ) -> None:
     queries, group, size = q_ref.shape
     # Sizes that are no power of two are rounded up by repeating: who is there twice computes and stores the same twice.
@@ -249,7 +270,7 @@ def _kernel(
     )
     q = columns.masked(q_ref[place])
     steps = share(start, end, pl.program_id(2), splits, num_steps)
-    mixed, top, total = walk(q, pool_ref, table_ref, steps, (first, position), nothing, keys=keys, softcap=softcap)
+    mixed, top, total = walk(q, pool_ref, table_ref, steps, (first, position), nothing, keys=keys, softcap=softcap, interpret=interpret)
     if top_ref is None or total_ref is None:
         mixed = mixed / jnp.maximum(total, 1e-30)[:, None]
     else:
