@@ -9,8 +9,9 @@ from __future__ import annotations
 import functools
 import math
 import tempfile
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,8 @@ from levserve.model import cache
 from levserve.model.attention import choose_kernel
 from levserve.model.config import ModelConfig, parameter_shapes
 from levserve.model.decoder import Decoder
+from levserve.model.kernels.decode_attention import decode_attention
+from levserve.model.kernels.paged_attention import WIDEN_FP8, paged_attention
 from levserve.model.sampler import Mode
 from levserve.options import parse_settings
 from tests.h200 import HOLDERS, SPECIFICATION, Thunk, inside, read_thunks
@@ -90,12 +93,17 @@ def given() -> Given:
     return Given(tuple(leaves), state, Programs(tuple(leaves), state, Skeleton(tree, sizes.table_width), sizes, Metrics()))
 
 
+def on_the_card() -> AbstractContextManager[None]:
+    """Else Pallas looks for one here."""
+    card = jax.sharding.AbstractDevice("NVIDIA H200", num_cores=132, platform="gpu")
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=card))
+
+
 @functools.cache
 def compile_there(shape: Shape) -> Compiled:
     programs = given().programs
     assert shape in programs.all_shapes, "a server has this program"
-    card = jax.sharding.AbstractDevice("NVIDIA H200", num_cores=132, platform="gpu")  # else Pallas looks for one here
-    with tempfile.TemporaryDirectory() as folder, jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=card)):
+    with tempfile.TemporaryDirectory() as folder, on_the_card():
         compiled = programs.lower(shape).compile(programs.compiler_options(shape) | {"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
         thunks = read_thunks(Path(folder))
     memory = compiled.memory_analysis()
@@ -162,3 +170,19 @@ def test_the_memory_in_between_is_a_layer_or_the_logits(shape: Shape) -> None:
         of_each = 4 * CONFIG.vocab_size * (6 if shape.mode is Mode.FULL else 1) + 4 * narrow
     temp_bytes = compile_there(shape).temp_bytes
     assert temp_bytes <= shape.size * of_each + WORKSPACE_BYTES + (1 << 20)
+
+
+@pytest.mark.parametrize("size", [64, 80, 128])
+def test_the_kernels_take_a_cache_in_fp8_and_widen_it_by_instructions_of_their_own(size: int) -> None:
+    rows, chunk, heads, group, width = 8, 64, 4, 2, 8
+
+    def placed(*shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=given().leaves[0].sharding)
+
+    pool, table = placed(99, 2, heads, 32, size, dtype=cache.FP8), placed(rows, width)
+    decode = jax.jit(functools.partial(decode_attention, kv_heads=heads, scale=1.0), donate_argnums=1)
+    qkv, q = (placed(rows, heads * (group + 2), size, dtype=jnp.bfloat16), placed(rows, chunk, heads, group, size, dtype=jnp.bfloat16))
+    with on_the_card():
+        for lowered in (decode.lower(qkv, pool, table, placed(rows)), paged_attention.lower(q, pool, table, placed(rows, chunk))):
+            assert WIDEN_FP8 in lowered.as_text()
+            lowered.compile()
