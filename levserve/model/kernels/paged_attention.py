@@ -46,7 +46,9 @@ class Tiling(NamedTuple):
 FEW_QUERIES = {128: Tiling(64, 1, 2), 256: Tiling(32, 1, 3), 512: Tiling(32, 2, 2), 1024: Tiling(16, 2, 2)}
 """For one query of a row and keys of at most so many bytes: then there is nothing but reading."""
 FEW_QUERIES_OF_FP8 = Tiling(32, 1, 3)
+"""The same for keys in fp8 of any size."""
 WIDEN_FP8 = "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }"
+"""Four numbers in a register become float16 in two."""
 
 
 def refuse_unservable(head_dim: int) -> str | None:
@@ -221,7 +223,7 @@ def walk(
 
 
 def widen(x: jax.Array, dtype: jnp.dtype, interpret: bool) -> jax.Array:
-    """Of fp8 four numbers at a time: where Triton converts them it takes them apart first and puts them together again."""
+    """Of fp8 four numbers at a time: where Triton converts them, it takes them apart first and puts them together again."""
     if x.dtype != FP8 or interpret:
         return x.astype(dtype)
     given = jax.ShapeDtypeStruct(x.shape, jnp.float16)
