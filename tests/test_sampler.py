@@ -109,6 +109,19 @@ def test_temperature_draws_from_the_softened_softmax(mode: Mode, temperature: fl
     check_distribution(draw_many(mode=mode, temperature=temperature), softmax(LOGITS / temperature))
 
 
+@pytest.mark.parametrize("vocab", [301, 320, 384, 512])
+def test_a_draw_is_from_the_softmax_however_the_vocabulary_divides(vocab: int) -> None:
+    logits = np.linspace(0, 2, vocab).astype(np.float32)
+    check_distribution(draw_many(logits, Mode.PLAIN), softmax(logits))
+
+
+def test_a_vocabulary_that_chunks_divide_is_not_copied() -> None:
+    rows, vocab = 8, 151_936  # 1,187 chunks of 128
+    logits, given = jax.ShapeDtypeStruct((rows, vocab), jnp.float32), (jnp.zeros(rows, jnp.int32), make_rules(rows), make_memory(rows))
+    needed = draw.lower(logits, *given, Mode.PLAIN).compile().memory_analysis().temp_size_in_bytes
+    assert needed < 1.5 * 4 * rows * vocab, "the weights, and no more"
+
+
 @pytest.mark.parametrize("top_k", [1, 3, 12, VOCAB])
 def test_top_k_keeps_the_k_likeliest(top_k: int) -> None:
     check_distribution(draw_many(top_k=top_k), keep_top_k(softmax(LOGITS), top_k))
@@ -195,10 +208,11 @@ def test_seeds_and_positions_are_not_confused() -> None:
     assert (at_five[1:] != at_six[:-1]).any()
 
 
+@pytest.mark.parametrize("vocab", [9_999, 9_992, 9_984])
 @pytest.mark.parametrize("count", [NUM_TOP, NUM_CANDIDATES])
-def test_the_largest_are_found_in_order_and_of_equals_the_first(count: int) -> None:
+def test_the_largest_are_found_in_order_and_of_equals_the_first(count: int, vocab: int) -> None:
     rng = np.random.default_rng(count)
-    rows = np.stack([rng.integers(0, 40, 9_999), rng.integers(0, 5_000, 9_999), np.arange(9_999)]).astype(np.float32)
+    rows = np.stack([rng.integers(0, 40, vocab), rng.integers(0, 5_000, vocab), np.arange(vocab)]).astype(np.float32)
     rows[0, 100:] = -np.inf  # fewer than are looked for
     values, places = largest(jnp.asarray(rows), count)
     wanted = np.argsort(-rows, axis=1, kind="stable")[:, :count]

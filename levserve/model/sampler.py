@@ -23,7 +23,7 @@ NUM_TOP = 20
 NUM_CANDIDATES = 128
 """Likeliest tokens looked at for top-k and top-p before falling back to a search over the vocabulary."""
 CHUNK, SMALL_CHUNK = 256, 32
-"""Tokens of the vocabulary looked at together, to find one of them or several."""
+"""Tokens of the vocabulary looked at together, at most, to find one of them or several."""
 MOST_LOGITS = 2**18
 """For which a CPU does at once what rows may ask for: the memory for more would be taken from the system and returned each step."""
 MAX_EDITS = 332
@@ -164,7 +164,8 @@ def largest(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     chosen = jnp.sort(lax.top_k(chunks.max(-1), count)[1], axis=-1)
     near = jnp.take_along_axis(chunks, chosen[:, :, None], axis=1).reshape(x.shape[0], -1)
     values, at = lax.top_k(near, count)
-    places = jnp.take_along_axis(chosen, at // SMALL_CHUNK, axis=1) * SMALL_CHUNK + at % SMALL_CHUNK
+    size = chunks.shape[-1]
+    places = jnp.take_along_axis(chosen, at // size, axis=1) * size + at % size
     return values, places.astype(jnp.int32)
 
 
@@ -316,7 +317,12 @@ def _from_ordered(bits: jax.Array) -> jax.Array:
 
 
 def _chunked(x: jax.Array, fill: float, size: int = CHUNK) -> jax.Array:
-    """[row, vocab] as [row, chunk, size], the end filled up."""
+    """[row, vocab] as [row, chunk, size], or with chunks of down to a quarter of that if they divide it, or the end filled up.
+
+    To fill it up a CPU copies it: a draw for 32 rows of 151,936 tokens takes 46 ms with that and 14 without.
+    """
+    fitting = math.gcd(size, x.shape[1])
+    size = fitting if 4 * fitting >= size else size
     x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % size)), constant_values=fill)
     return x.reshape(x.shape[0], -1, size)
 
