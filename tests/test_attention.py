@@ -115,6 +115,18 @@ def test_the_gpu_kernel_equals_the_plain_one(
     np.testing.assert_allclose(np.asarray(kernel)[is_given], np.asarray(plain)[is_given], atol=1e-5, rtol=1e-5)
 
 
+def test_the_gpu_kernel_for_decoding_begins_a_row_when_all_before_it_have_begun() -> None:
+    """A card begins programs with the first of the grid's dimensions fastest."""
+    rows, kv_heads, splits = 5, 2, 4
+    qkv, pool, table = jnp.zeros((rows, 4 * kv_heads, 64)), jnp.zeros((9, 2, kv_heads, 32, 64)), jnp.zeros((rows, 8), jnp.int32)
+    traced = jax.make_jaxpr(lambda *given: decode_attention(*given, kv_heads=kv_heads, scale=1.0, splits=splits))(
+        qkv, pool, table, jnp.zeros(rows, jnp.int32)
+    )
+    (inner,) = (equation.params["jaxpr"] for equation in traced.eqns)
+    (call,) = (equation for equation in inner.eqns if equation.primitive.name == "pallas_call")
+    assert call.params["grid_mapping"].grid == (kv_heads, splits, rows)
+
+
 @pytest.mark.parametrize(
     ("page_size", "kv_heads", "group", "size", "turned", "is_normed", "window", "softcap", "splits", "storage"),
     [

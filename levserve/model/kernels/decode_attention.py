@@ -20,7 +20,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from levserve.model.cache import multiplied_in, to_storage
 from levserve.model.kernels.paged_attention import (
-    MASKED, MIN_ROWS, ONE_QUERY_PROGRAMS, Columns, bend, choose_splits, choose_tiling, cover, merge, share, walk,
+    MASKED, MIN_ROWS, ONE_QUERY_PROGRAMS, Columns, bend, choose_splits, choose_tiling, cover, merge, power_of_two, share, walk,
 )  # fmt: skip
 from levserve.model.rotary import Angles
 
@@ -151,7 +151,7 @@ def _kernel(
             x = x * lax.rsqrt((plain * plain).sum(-1, keepdims=True) / size + eps)
         return x
 
-    heads = 1 << (group - 1).bit_length()
+    heads = power_of_two(group)
     rows = max(heads, MIN_ROWS)
 
     def repeated(x: jax.Array) -> jax.Array:

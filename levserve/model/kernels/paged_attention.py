@@ -157,6 +157,11 @@ def merge(mixed: jax.Array, tops: jax.Array, totals: jax.Array) -> jax.Array:
     return summed / jnp.maximum(total, 1e-30)[..., None]
 
 
+def power_of_two(number: int) -> int:
+    """The number, rounded up to one: Triton takes no other sizes."""
+    return 1 << (number - 1).bit_length()
+
+
 class Columns(NamedTuple):
     """The numbers of a head. A size that is no power of two is rounded up by repeating the last one."""
 
@@ -164,7 +169,7 @@ class Columns(NamedTuple):
 
     @property
     def padded(self) -> int:
-        return 1 << (self.size - 1).bit_length()
+        return power_of_two(self.size)
 
     @property
     def numbers(self) -> jax.Array:
@@ -205,7 +210,7 @@ def walk(
         page, (mixed, top, total) = carry
         at = step * keys + jnp.arange(keys)
         slot = at % page_size
-        following = find(step + 1)  # a step ahead: else keys wait for their page's number, and no more than one step is under way
+        following = find(step + 1)  # a step ahead: else Triton counts that load as stages too, and keys of one step are under way
         scores = jnp.dot(q, load(0, page, slot).T, preferred_element_type=jnp.float32)
         if softcap is not None:
             scores = bend(scores, softcap)
@@ -254,7 +259,7 @@ def _kernel(
 ) -> None:
     queries, group, size = q_ref.shape
     # Sizes that are no power of two are rounded up by repeating: who is there twice computes and stores the same twice.
-    heads = max(1 << (group - 1).bit_length(), MIN_ROWS // queries)
+    heads = max(power_of_two(group), MIN_ROWS // queries)
     row = jnp.arange(queries * heads)
     query, head = row // heads, row % group if queries == 1 else jnp.minimum(row % heads, group - 1)
     columns = Columns(size)
