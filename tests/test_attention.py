@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,8 +14,9 @@ import pytest
 from levserve.model import cache
 from levserve.model.attention import Kernel, attend, choose_kernel
 from levserve.model.config import ModelConfig
-from levserve.model.kernels.decode_attention import HeadNorms, decode_attention
-from levserve.model.kernels.paged_attention import ONE_QUERY_PROGRAMS, choose_splits, paged_attention, share
+from levserve.model.kernels.decode_attention import decode_attention
+from levserve.model.kernels.gpu_heads import HeadNorms, place_heads
+from levserve.model.kernels.paged_attention import LOG2_E, ONE_QUERY_PROGRAMS, choose_splits, paged_attention, share
 from levserve.model.rotary import Angles, rotate
 
 pytestmark = pytest.mark.tiny
@@ -110,21 +113,82 @@ def test_the_gpu_kernel_equals_the_plain_one(
     positions = np.maximum(lengths - chunk, 0) + np.arange(chunk)[None]
     positions = np.where(positions < lengths, positions, -1).astype(np.int32)
     plain = attend(q, pool, table, jnp.asarray(positions), window=window, softcap=softcap)
-    kernel = paged_attention(q, pool, table, jnp.asarray(positions), window=window, softcap=softcap, splits=splits, interpret=True)
+    kernel = paged_attention(q * LOG2_E, pool, table, jnp.asarray(positions), window=window, softcap=softcap, splits=splits, interpret=True)
     is_given = positions >= 0
     np.testing.assert_allclose(np.asarray(kernel)[is_given], np.asarray(plain)[is_given], atol=1e-5, rtol=1e-5)
 
 
+def grid_of(function: Callable[..., Any], *given: jax.Array) -> tuple[int, ...]:
+    """Of the kernel in it. A card begins programs with the first of the grid's dimensions fastest."""
+    (inner,) = (equation.params["jaxpr"] for equation in jax.make_jaxpr(function)(*given).eqns)
+    (call,) = (equation for equation in inner.eqns if equation.primitive.name == "pallas_call")
+    grid: tuple[int, ...] = call.params["grid_mapping"].grid
+    return grid
+
+
 def test_the_gpu_kernel_for_decoding_begins_a_row_when_all_before_it_have_begun() -> None:
-    """A card begins programs with the first of the grid's dimensions fastest."""
     rows, kv_heads, splits = 5, 2, 4
     qkv, pool, table = jnp.zeros((rows, 4 * kv_heads, 64)), jnp.zeros((9, 2, kv_heads, 32, 64)), jnp.zeros((rows, 8), jnp.int32)
-    traced = jax.make_jaxpr(lambda *given: decode_attention(*given, kv_heads=kv_heads, scale=1.0, splits=splits))(
-        qkv, pool, table, jnp.zeros(rows, jnp.int32)
-    )
-    (inner,) = (equation.params["jaxpr"] for equation in traced.eqns)
-    (call,) = (equation for equation in inner.eqns if equation.primitive.name == "pallas_call")
-    assert call.params["grid_mapping"].grid == (kv_heads, splits, rows)
+    decode = functools.partial(decode_attention, kv_heads=kv_heads, scale=1.0, splits=splits)
+    assert grid_of(decode, qkv, pool, table, jnp.zeros(rows, jnp.int32)) == (kv_heads, splits, rows)
+
+
+@pytest.mark.parametrize(("group", "blocks"), [(1, 1), (2, 2), (4, 4), (8, 4)])
+def test_the_gpu_kernel_for_prompts_takes_more_queries_together_where_a_group_is_small(group: int, blocks: int) -> None:
+    rows, chunk, kv_heads, splits = 3, 64, 2, 2
+    q, pool = jnp.zeros((rows, chunk, kv_heads, group, 64)), jnp.zeros((9, 2, kv_heads, 32, 64))
+    attention = functools.partial(paged_attention, splits=splits)
+    grid = grid_of(attention, q, pool, jnp.zeros((rows, 8), jnp.int32), jnp.zeros((rows, chunk), jnp.int32))
+    assert grid == (kv_heads, splits, rows * blocks), "and begins with all heads of the same queries"
+
+
+def prepare(x: jax.Array, weight: jax.Array | None, angles: Angles | None) -> jax.Array:
+    """Heads [row, chunk, head, head_size], normed and turned by what there is to norm and turn them by."""
+    if weight is not None:
+        x = x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-3) * weight[None, None, None]
+    return x if angles is None else rotate(x, angles)
+
+
+@pytest.mark.parametrize(
+    ("rows", "chunk", "page_size", "kv_heads", "group", "size", "turned", "is_normed", "storage"),
+    [
+        (3, 32, 16, 2, 4, 64, 64, False, jnp.float32),
+        (2, 16, 4, 3, 3, 64, 64, True, jnp.float32),
+        (3, 5, 32, 2, 1, 80, 40, True, jnp.float32),
+        (1, 48, 16, 1, 2, 96, 0, True, cache.FP8),
+        (2, 24, 16, 2, 2, 128, 128, False, jnp.bfloat16),
+    ],
+)
+def test_the_gpu_kernel_for_heads_equals_norming_turning_and_writing(
+    rows: int, chunk: int, page_size: int, kv_heads: int, group: int, size: int, turned: int, is_normed: bool, storage: type
+) -> None:
+    rng = np.random.default_rng(group)
+
+    def normal(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(shape, dtype=np.float32))
+
+    width = -(-chunk // page_size) + 1
+    num_pages = width * rows + 1
+    table = jnp.asarray(rng.permutation(num_pages)[: width * rows].reshape(rows, width), jnp.int32)
+    pool = cache.to_storage(normal(num_pages, 2, kv_heads, page_size, size), jnp.dtype(storage))
+    positions = np.arange(chunk)[None] + np.arange(rows)[:, None]
+    positions[-1, chunk // 2 :] = -1  # padding, which is written nowhere
+    place = cache.place(table, jnp.asarray(positions, jnp.int32), pool)
+    heads, by = normal(rows, chunk, (group + 2) * kv_heads, size), normal(rows, chunk, 1, turned // 2)
+    angles = Angles(jnp.cos(by), jnp.sin(by)) if turned else None
+    norms = HeadNorms(normal(size), normal(size)) if is_normed else None
+    flat = heads.reshape(rows * chunk, -1, size)
+    got, written = place_heads(flat, pool, place, angles, norms, kv_heads=kv_heads, scale=0.25, eps=1e-3, interpret=True)
+
+    queries, keys, values = jnp.split(heads, [group * kv_heads, (group + 1) * kv_heads], axis=2)
+    queries, keys = (prepare(x, weight, angles) for x, weight in zip((queries, keys), norms or (None, None)))
+    wanted = queries.reshape(rows, chunk, kv_heads, group, size) * (0.25 * LOG2_E)
+    spread = {jnp.float32: 2e-6, jnp.bfloat16: 2**-8, cache.FP8: 2**-11}[storage]  # fp8 is multiplied in float16
+    np.testing.assert_allclose(np.asarray(got, np.float32), wanted, atol=2e-6, rtol=spread)
+    put, wanted_put = (np.asarray(array, np.float32) for array in (written, cache.write(pool, keys, values, place)))
+    assert (put != np.asarray(pool, np.float32)).any((0, 3, 4)).all(), "keys and values of every head"
+    np.testing.assert_allclose(put, wanted_put, atol=2e-6, rtol={jnp.float32: 1e-5, jnp.bfloat16: 2**-7, cache.FP8: 0.13}[storage])
+    assert storage is jnp.float32 or (put != wanted_put).mean() < 1e-3, "but for what rounding makes of a sum in another order"
 
 
 @pytest.mark.parametrize(
@@ -161,13 +225,8 @@ def test_the_gpu_kernel_for_decoding_equals_norming_turning_writing_and_attendin
         heads, pool, table, positions, angles, norms, kv_heads=kv_heads, eps=1e-3, splits=splits, interpret=True, **rules
     )
 
-    def prepare(x: jax.Array, weight: jax.Array | None) -> jax.Array:
-        if weight is not None:
-            x = x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-3) * weight[None, None]
-        return x[:, None] if angles is None else rotate(x[:, None], angles)
-
     queries, keys, values = jnp.split(heads, [group * kv_heads, (group + 1) * kv_heads], axis=1)
-    queries, keys = (prepare(x, weight) for x, weight in zip((queries, keys), norms or (None, None)))
+    queries, keys = (prepare(x[:, None], weight, angles) for x, weight in zip((queries, keys), norms or (None, None)))
     wanted_pool = cache.write(pool, keys, values[:, None], cache.place(table, positions[:, None], pool))
     grouped = queries.reshape(rows, 1, kv_heads, group, size)
     wanted = attend(grouped, wanted_pool, table, positions[:, None], **rules).reshape(got.shape)
@@ -208,7 +267,7 @@ def test_fp8_is_mixed_like_the_numbers_it_stands_for(way: str, chunk: int) -> No
     q = jnp.asarray(rng.standard_normal((3, chunk, 2, 3, size)) / 8, jnp.bfloat16).astype(jnp.float32)
     positions = np.stack([np.arange(length - chunk, length) for length in lengths]).astype(np.int32)
     if way == "kernel":
-        got = paged_attention(q, pool, jnp.asarray(table), jnp.asarray(positions), interpret=True)
+        got = paged_attention(q * LOG2_E, pool, jnp.asarray(table), jnp.asarray(positions), interpret=True)
         assert got.dtype == jnp.float16
     else:
         kernel = Kernel.LLVM if way.startswith("llvm") else Kernel.XLA

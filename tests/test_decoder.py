@@ -17,7 +17,7 @@ from levserve.model import cache, decoder
 from levserve.model.attention import Kernel
 from levserve.model.config import LongScaling, Rope, parameter_shapes
 from levserve.model.decoder import CHUNK, ROW, Decoder, Experts
-from levserve.model.kernels import paged_attention
+from levserve.model.kernels.gpu_attention import attend_heads
 from levserve.model.quantize import NARROW, choose_narrowing
 from levserve.model.rotary import angles_at, rotate
 from levserve.weights.load import load_arrays, read_config
@@ -90,8 +90,7 @@ def test_a_family_matches_its_reference_in_chunks_of_every_size(family: str, pag
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The GPU's kernels, run by jax wherever the test runs."""
-    for module, name in ((paged_attention, "paged_attention"), (decoder, "decode_attention")):
-        monkeypatch.setattr(module, name, functools.partial(getattr(module, name), interpret=True))
+    monkeypatch.setattr(decoder, "attend_heads", functools.partial(attend_heads, interpret=True))
 
 
 def run_prompt_then_tokens(model: Decoder, tokens: list[int], length: int) -> np.ndarray:

@@ -84,8 +84,6 @@ def attend(
     type that a kernel computes in.
     """
     q = q * scale
-    if kernel is Kernel.TRITON:
-        return paged_attention.paged_attention(q, pool, table, positions, window=window, softcap=softcap)
     has_few = q.shape[1] * q.shape[3] <= FEW_QUERIES
     if kernel in (Kernel.LLVM, Kernel.LLVM_DOT, Kernel.LLVM_VNNI) or (kernel is Kernel.LLVM_AMX and has_few):
         from levserve.model.kernels import cpu_attention

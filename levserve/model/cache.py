@@ -74,6 +74,11 @@ def num_used(is_used: jax.Array) -> jax.Array:
     return jnp.max(jnp.where(flat, jnp.arange(1, flat.size + 1, dtype=jnp.int32), 0), keepdims=True)
 
 
+def take_ends(x: jax.Array, ends: jax.Array) -> jax.Array:
+    """One place of each row's chunk: [row, chunk, ...] becomes [row, 1, ...]."""
+    return x[jnp.arange(x.shape[0]), ends][:, None]
+
+
 def write(pool: jax.Array, keys: jax.Array, values: jax.Array, place: Place) -> jax.Array:
     """Puts a layer's keys and values [row, chunk, kv_head, head_size] in their place: one scatter, in place when donated."""
     entries = jnp.stack([keys, values], axis=2).reshape(-1, 2, *keys.shape[2:])  # [row * chunk, 2, kv_head, head_size]

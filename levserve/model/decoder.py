@@ -17,9 +17,10 @@ from haliax import Axis, NamedArray
 
 from levserve.model import cache, experts
 from levserve.model.attention import Kernel, attend
-from levserve.model.cache import Place
+from levserve.model.cache import Place, take_ends
 from levserve.model.config import Activation, ModelConfig, parameter_shapes
-from levserve.model.kernels.decode_attention import HeadNorms, decode_attention
+from levserve.model.kernels.gpu_attention import attend_heads
+from levserve.model.kernels.gpu_heads import HeadNorms
 from levserve.model.linear import Linear
 from levserve.model.quantize import Narrowing, QuantizedLinear
 from levserve.model.rotary import Angles, angles_at, rotate
@@ -65,9 +66,23 @@ class Attention(eqx.Module):
     ) -> tuple[NamedArray, jax.Array]:
         """Writes this chunk's keys and values to the pool, then reads everything the chunk, or its `ends`, may see from it."""
         config = self.config
-        if self.kernel is Kernel.TRITON and place.positions.shape[1] == 1:
-            mixed, pool = self._decode(x, pool, place, angles, window)
-            return self.out(hax.named(mixed.reshape(-1, 1, config.Mixed.size), (ROW, CHUNK, config.Mixed.name))), pool
+        if self.kernel is Kernel.TRITON:
+            heads, norms = self._heads(x)
+            mixed, pool = attend_heads(
+                heads,
+                pool,
+                place,
+                angles,
+                norms,
+                ends,
+                kv_heads=config.num_kv_heads,
+                scale=config.score_scale,
+                eps=config.norm_eps,
+                window=window,
+                softcap=config.attention_softcap,
+            )
+            mixed = mixed.reshape(place.positions.shape[0], -1, config.Mixed.size)
+            return self.out(hax.named(mixed, (ROW, CHUNK, config.Mixed.name))), pool
         queries, keys, values = self._split(self.qkv(x, place.num_used))
         axes = (ROW, CHUNK, ..., config.HeadSize)
 
@@ -94,35 +109,19 @@ class Attention(eqx.Module):
         mixed = mixed.reshape(*mixed.shape[:2], config.Mixed.size)
         return self.out(hax.named(mixed, (ROW, CHUNK, config.Mixed.name)), place.num_used if ends is None else None), pool
 
-    def _decode(
-        self, x: NamedArray, pool: jax.Array, place: Place, angles: Angles | None, window: int | None
-    ) -> tuple[jax.Array, jax.Array]:
-        """One position of each row, all in one kernel but for norms that it does not know."""
-        config = self.config
-        qkv, norms = self.qkv(x), None
+    def _heads(self, x: NamedArray) -> tuple[jax.Array, HeadNorms | None]:
+        """[row * chunk, head, head_size] for the GPU's kernels, and the norms that these are to apply: those of a head."""
+        config, qkv = self.config, self.qkv(x)
         if config.qk_norm_spans_heads:
             queries, keys, values = self._split(qkv)
             parts = [apply(self.q_norm, queries), apply(self.k_norm, keys), values]
-            heads = jnp.concatenate([part.rearrange((ROW, CHUNK, ..., config.HeadSize)).array[:, 0] for part in parts], axis=1)
-        else:
-            heads = qkv.rearrange((ROW, CHUNK, "qkv")).array.reshape(place.positions.shape[0], -1, config.head_dim)
-            if self.q_norm is not None and self.k_norm is not None:
-                norms = HeadNorms(self.q_norm.weight.array, self.k_norm.weight.array)
-            if self.qkv.bias is None:
-                heads = heads.astype(self.qkv.product_dtype)  # as it comes: another type would be another kernel
-        return decode_attention(
-            heads,
-            pool,
-            place.table,
-            place.positions[:, 0],
-            angles,
-            norms,
-            kv_heads=config.num_kv_heads,
-            scale=config.score_scale,
-            eps=config.norm_eps,
-            window=window,
-            softcap=config.attention_softcap,
-        )
+            heads = [part.rearrange((ROW, CHUNK, ..., config.HeadSize)).array for part in parts]
+            return jnp.concatenate([part.reshape(-1, *part.shape[2:]) for part in heads], axis=1), None
+        array = qkv.rearrange((ROW, CHUNK, "qkv")).array.reshape(-1, config.QKV.size // config.head_dim, config.head_dim)
+        if self.qkv.bias is None:
+            array = array.astype(self.qkv.product_dtype)  # as it comes: another type would be another kernel
+        has_norms = self.q_norm is not None and self.k_norm is not None
+        return array, HeadNorms(self.q_norm.weight.array, self.k_norm.weight.array) if has_norms else None
 
     def _split(self, qkv: NamedArray) -> tuple[NamedArray, NamedArray, NamedArray]:
         """Cuts the fused projection into queries, keys and values by head."""
@@ -218,11 +217,6 @@ class Layer(eqx.Module):
     def _linears(self) -> dict[str, Linear]:
         assert isinstance(self.mlp, Mlp)
         return {"qkv": self.attention.qkv, "out": self.attention.out, "gate_up": self.mlp.gate_up, "down": self.mlp.down}
-
-
-def take_ends(x: jax.Array, ends: jax.Array) -> jax.Array:
-    """One place of each row's chunk: [row, chunk, ...] becomes [row, 1, ...]."""
-    return x[jnp.arange(x.shape[0]), ends][:, None]
 
 
 @functools.partial(jax.jit, static_argnames=("window",))

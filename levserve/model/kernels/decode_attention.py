@@ -9,8 +9,7 @@ begins when all others are done.
 from __future__ import annotations
 
 import functools
-import math
-from typing import NamedTuple
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -19,17 +18,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from levserve.model.cache import multiplied_in, to_storage
+from levserve.model.kernels.gpu_heads import HeadNorms, Turn, turned
 from levserve.model.kernels.paged_attention import (
-    MASKED, MIN_ROWS, ONE_QUERY_PROGRAMS, Columns, bend, choose_splits, choose_tiling, cover, merge, power_of_two, share, walk,
+    LOG2_E, MASKED, MIN_ROWS, ONE_QUERY_PROGRAMS, Columns, bend, choose_splits, choose_tiling, cover, merge, power_of_two, share, walk,
 )  # fmt: skip
 from levserve.model.rotary import Angles
-
-
-class HeadNorms(NamedTuple):
-    """Weights [head_size] of the RMS norms that queries and keys go through before they are turned."""
-
-    queries: jax.Array
-    keys: jax.Array
 
 
 @functools.partial(jax.jit, static_argnames=("kv_heads", "scale", "eps", "window", "softcap", "splits", "interpret"))
@@ -130,26 +123,10 @@ def _kernel(
     group, columns = num_queries // kv_heads, Columns(size)
     kv_head, split, position = pl.program_id(0), pl.program_id(1), position_ref[...]
 
-    def load(heads: jax.Array, norm_ref: jax.Ref | None) -> jax.Array:
-        """These heads [head, column], normed and turned, in float32."""
-        column = columns.numbers
+    column, turn = columns.numbers, Turn.read(angle_refs, columns)
 
-        def weighed(column: jax.Array) -> jax.Array:
-            x = qkv_ref[heads[:, None], column[None, :]].astype(jnp.float32)
-            return x if norm_ref is None else x * norm_ref[column][None, :]
-
-        x = weighed(column)
-        if angle_refs:
-            half = angle_refs[0].shape[0]
-            cos, sin = (ref[column % half][None, :] for ref in angle_refs)
-            is_low, is_turned = column < half, column < 2 * half
-            partner = weighed(jnp.where(is_low, column + half, jnp.where(is_turned, column - half, column)))
-            turned = x * cos + partner * jnp.where(is_low[None, :], -sin, sin)
-            x = turned if 2 * half == size else jnp.where(is_turned[None, :], turned, x)
-        if norm_ref is not None:  # its factor is the same for a head's every number
-            plain = columns.masked(qkv_ref[heads[:, None], column[None, :]].astype(jnp.float32))
-            x = x * lax.rsqrt((plain * plain).sum(-1, keepdims=True) / size + eps)
-        return x
+    def load(heads: jax.Array) -> Callable[[jax.Array], jax.Array]:
+        return lambda column: qkv_ref[heads[:, None], column[None, :]]
 
     heads = power_of_two(group)
     rows = max(heads, MIN_ROWS)
@@ -159,18 +136,18 @@ def _kernel(
         return jnp.broadcast_to(x[None], (rows // heads, *x.shape)).reshape(rows, *x.shape[1:])
 
     # A group that is no power of two is rounded up by repeating the last one.
-    q = load(kv_head * group + jnp.minimum(jnp.arange(heads), group - 1), norm_refs[0]) * (scale * math.log2(math.e))
+    of_group = load(kv_head * group + jnp.minimum(jnp.arange(heads), group - 1))
+    q = turned(of_group, columns, turn, norm_refs[0], eps) * (scale * LOG2_E)
     q = columns.masked(q).astype(multiplied_in(pool_ref.dtype))
     alone = jnp.arange(1)
-    key = to_storage(load(alone + num_queries + kv_head, norm_refs[1]), pool_ref.dtype)
-    value = qkv_ref[(alone + num_queries + kv_heads + kv_head)[:, None], columns.numbers[None, :]].astype(jnp.float32)
-    value = to_storage(value, pool_ref.dtype)
+    key = to_storage(turned(load(alone + num_queries + kv_head), columns, turn, norm_refs[1], eps), pool_ref.dtype)
+    value = to_storage(load(alone + num_queries + kv_heads + kv_head)(column).astype(jnp.float32), pool_ref.dtype)
 
     @pl.when((position >= 0) & (split == 0))
     def _write() -> None:
         page, slot = table_ref[position // page_size], position % page_size
-        written_ref[page, 0, slot, columns.numbers] = key.reshape(-1)
-        written_ref[page, 1, slot, columns.numbers] = value.reshape(-1)
+        written_ref[page, 0, slot, column] = key.reshape(-1)
+        written_ref[page, 1, slot, column] = value.reshape(-1)
 
     score = (q.astype(jnp.float32) * key.astype(jnp.float32)).sum(-1)
     if softcap is not None:
@@ -195,4 +172,4 @@ def _kernel(
         top_ref[head], total_ref[head] = top, total
     else:
         mixed = mixed / jnp.maximum(total, 1e-30)[:, None]
-    mixed_ref[head[:, None], columns.numbers[None, :]] = mixed.astype(mixed_ref.dtype)
+    mixed_ref[head[:, None], column[None, :]] = mixed.astype(mixed_ref.dtype)

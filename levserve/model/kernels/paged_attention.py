@@ -21,10 +21,12 @@ from jax.experimental.pallas import triton as plgpu
 from levserve.model.cache import FP8, multiplied_in
 
 MASKED = -1e30
+LOG2_E = math.log2(math.e)
+"""Queries are multiplied by it, so that weights are powers of two."""
 MIN_ROWS = 16
 """Rows of the smallest matrix product a tensor core takes; a group of query heads is repeated to fill it."""
-QUERY_BLOCK = 16
-"""Queries of one row that prefill takes together."""
+QUERY_BLOCK, BLOCK_ROWS = 16, 64
+"""Queries of one row that prefill takes together: so many, or more while that makes no more than so many rows of a product."""
 NUM_PROCESSORS = 132
 """Of an H200; what splits are chosen for."""
 MANY_QUERY_PROGRAMS, ONE_QUERY_PROGRAMS = 2 * NUM_PROCESSORS, 8 * NUM_PROCESSORS
@@ -43,7 +45,7 @@ class Tiling(NamedTuple):
     num_stages: int
 
 
-FEW_QUERIES = {128: Tiling(64, 1, 2), 256: Tiling(32, 1, 3), 512: Tiling(32, 2, 2), 1024: Tiling(16, 2, 2)}
+FEW_QUERIES = {128: Tiling(64, 2, 2), 512: Tiling(32, 2, 2), 1024: Tiling(16, 2, 2)}
 """For one query of a row and keys of at most so many bytes: then there is nothing but reading."""
 FEW_QUERIES_OF_FP8 = Tiling(32, 1, 3)
 """The same for keys in fp8 of any size."""
@@ -70,15 +72,15 @@ def paged_attention(
     splits: int | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """q [row, chunk, kv_head, group, head_size] scaled; pool [page, 2, kv_head, page_size, head_size]; table [row, page];
-    positions [row, chunk] of the queries, negative for padding, which comes last. Computes and answers in the pool's type, or
-    in float16 if that is fp8, and sums in float32.
+    """q [row, chunk, kv_head, group, head_size], scaled and multiplied by `LOG2_E`; pool [page, 2, kv_head, page_size, head_size];
+    table [row, page]; positions [row, chunk] of the queries, negative for padding, which comes last. Computes and answers in the
+    pool's type, or in float16 if that is fp8, and sums in float32.
 
     Scores are bent to stay within `softcap`. Without `splits` there are as many as fill the card.
     """
     rows, chunk, kv_heads, group, size = q.shape
     page_size = pool.shape[3]
-    queries = math.gcd(chunk, QUERY_BLOCK)
+    queries = math.gcd(chunk, max(QUERY_BLOCK, BLOCK_ROWS >> (group - 1).bit_length()))
     tiling = choose_tiling(queries, size, pool.dtype)
     table, num_steps = cover(table, page_size, tiling.keys)
     num_blocks = rows * chunk // queries
@@ -89,28 +91,28 @@ def paged_attention(
     )
     flat = (num_blocks * queries, kv_heads, group, size)
     dtype = multiplied_in(pool.dtype)
-    by_block = pl.BlockSpec((queries, None, group, size), lambda b, h, s: (b, h, 0, 0))
-    blocks_per_row = chunk // queries
+    by_block = pl.BlockSpec((queries, None, group, size), lambda h, s, b: (last - b, h, 0, 0))
+    blocks_per_row, last = chunk // queries, num_blocks - 1  # a prompt's last queries see most, so they begin first
     out_specs, out_shape = [by_block], [jax.ShapeDtypeStruct(flat, dtype)]
     if splits > 1:
-        out_specs = [pl.BlockSpec((None, queries, None, group, size), lambda b, h, s: (s, b, h, 0, 0))]
-        out_specs += [pl.BlockSpec((None, queries, None, group), lambda b, h, s: (s, b, h, 0))] * 2
+        out_specs = [pl.BlockSpec((None, queries, None, group, size), lambda h, s, b: (s, last - b, h, 0, 0))]
+        out_specs += [pl.BlockSpec((None, queries, None, group), lambda h, s, b: (s, last - b, h, 0))] * 2
         out_shape = [jax.ShapeDtypeStruct((splits, *shape), jnp.float32) for shape in (flat, flat[:3], flat[:3])]
     result = pl.pallas_call(
         kernel,
-        grid=(num_blocks, kv_heads, splits),
+        grid=(kv_heads, splits, num_blocks),
         in_specs=[
             by_block,
-            pl.BlockSpec((pool.shape[0], 2, None, page_size, size), lambda b, h, s: (0, 0, h, 0, 0)),
-            pl.BlockSpec((None, table.shape[1]), lambda b, h, s: (b // blocks_per_row, 0)),
-            pl.BlockSpec((queries,), lambda b, h, s: (b,)),
+            pl.BlockSpec((pool.shape[0], 2, None, page_size, size), lambda h, s, b: (0, 0, h, 0, 0)),
+            pl.BlockSpec((None, table.shape[1]), lambda h, s, b: ((last - b) // blocks_per_row, 0)),
+            pl.BlockSpec((queries,), lambda h, s, b: (last - b,)),
         ],
         out_specs=out_specs,
         out_shape=out_shape,
         compiler_params=plgpu.CompilerParams(num_warps=tiling.num_warps, num_stages=tiling.num_stages),
         interpret=interpret,
         name="paged_attention",
-    )((q.reshape(flat) * math.log2(math.e)).astype(dtype), pool, table, positions.reshape(-1))
+    )(q.reshape(flat).astype(dtype), pool, table, positions.reshape(-1))
     return (result[0] if splits == 1 else merge(*result).astype(dtype)).reshape(q.shape)
 
 
@@ -120,7 +122,7 @@ def choose_tiling(queries: int, size: int, dtype: jnp.dtype) -> Tiling:
     if queries == 1:
         return FEW_QUERIES_OF_FP8 if dtype == FP8 else next(tiling for most, tiling in FEW_QUERIES.items() if key_bytes <= most)
     if key_bytes <= 256:
-        return Tiling(64, num_warps=4, num_stages=2)
+        return Tiling(64, num_warps=4, num_stages=3)
     return Tiling(32 if key_bytes <= 512 else 16, num_warps=8, num_stages=2)
 
 
@@ -173,7 +175,8 @@ class Columns(NamedTuple):
 
     @property
     def numbers(self) -> jax.Array:
-        return jnp.minimum(jnp.arange(self.padded), self.size - 1)
+        numbers = jnp.arange(self.padded)
+        return numbers if self.padded == self.size else jnp.minimum(numbers, self.size - 1)  # which Triton takes for single numbers
 
     def masked(self, x: jax.Array) -> jax.Array:
         """[row, column] with zeros for those that are repeated."""
@@ -237,7 +240,7 @@ def widen(x: jax.Array, dtype: jnp.dtype, interpret: bool) -> jax.Array:
 
 
 def bend(scores: jax.Array, softcap: float) -> jax.Array:
-    cap = softcap * math.log2(math.e)
+    cap = softcap * LOG2_E
     return cap * jnp.tanh(scores / cap)
 
 
@@ -276,7 +279,7 @@ def _kernel(
         jnp.zeros((queries * heads,), jnp.float32),
     )
     q = columns.masked(q_ref[place])
-    steps = share(start, end, pl.program_id(2), splits, num_steps)
+    steps = share(start, end, pl.program_id(1), splits, num_steps)
     mixed, top, total = walk(q, pool_ref, table_ref, steps, (first, position), nothing, keys=keys, softcap=softcap, interpret=interpret)
     if top_ref is None or total_ref is None:
         mixed = mixed / jnp.maximum(total, 1e-30)[:, None]
