@@ -16,7 +16,7 @@ from levserve.model.attention import Kernel, attend, choose_kernel
 from levserve.model.config import ModelConfig
 from levserve.model.kernels.decode_attention import decode_attention
 from levserve.model.kernels.gpu_heads import HeadNorms, place_heads
-from levserve.model.kernels.paged_attention import LOG2_E, ONE_QUERY_PROGRAMS, choose_splits, paged_attention, share
+from levserve.model.kernels.paged_attention import LOG2_E, ONE_QUERY_PROGRAMS, choose_splits, choose_tiling, paged_attention, share
 from levserve.model.rotary import Angles, rotate
 
 pytestmark = pytest.mark.tiny
@@ -253,6 +253,12 @@ def test_splits_have_equal_parts_of_the_steps_a_row_has(start: int, end: int, sp
 )
 def test_a_few_rows_are_split_until_they_fill_the_card(programs: int, steps: int, splits: int) -> None:
     assert choose_splits(programs, steps, ONE_QUERY_PROGRAMS) == splits
+
+
+@pytest.mark.parametrize(("size", "few", "crowded"), [(64, 64, 64), (80, 64, 32), (128, 64, 32), (256, 32, 32)])
+def test_a_step_is_shorter_where_more_programs_than_fill_the_card_wait_for_memory(size: int, few: int, crowded: int) -> None:
+    for num_programs, keys in ((ONE_QUERY_PROGRAMS, few), (ONE_QUERY_PROGRAMS + 1, crowded)):
+        assert choose_tiling(1, size, jnp.dtype(jnp.bfloat16), num_programs).keys == keys
 
 
 @pytest.mark.parametrize("chunk", [1, 16])

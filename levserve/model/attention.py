@@ -1,8 +1,9 @@
 """Attention of a few queries per row over the row's pages.
 
-One function, `attend`, behind which a backend's own kernel may stand; which one is chosen once, at start. The plain XLA one
-walks the page tables in blocks with a running softmax and stops after the last block any row needs. So a batch pays for its
-longest row, not for the model's maximum length, and one compiled program serves every context length.
+One function, `attend`, behind which a CPU's own kernel may stand; an NVIDIA GPU's, which norm, turn and write as well, stand
+behind `gpu_attention.attend_heads`. Which one it is, is chosen once, at start. The plain XLA one walks the page tables in
+blocks with a running softmax and stops after the last block any row needs. So a batch pays for its longest row, not for the
+model's maximum length, and one compiled program serves every context length.
 """
 
 from __future__ import annotations

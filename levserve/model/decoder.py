@@ -115,13 +115,14 @@ class Attention(eqx.Module):
         if config.qk_norm_spans_heads:
             queries, keys, values = self._split(qkv)
             parts = [apply(self.q_norm, queries), apply(self.k_norm, keys), values]
-            heads = [part.rearrange((ROW, CHUNK, ..., config.HeadSize)).array for part in parts]
-            return jnp.concatenate([part.reshape(-1, *part.shape[2:]) for part in heads], axis=1), None
+            arrays = [part.rearrange((ROW, CHUNK, ..., config.HeadSize)).array for part in parts]
+            return jnp.concatenate([array.reshape(-1, *array.shape[2:]) for array in arrays], axis=1), None
         array = qkv.rearrange((ROW, CHUNK, "qkv")).array.reshape(-1, config.QKV.size // config.head_dim, config.head_dim)
         if self.qkv.bias is None:
             array = array.astype(self.qkv.product_dtype)  # as it comes: another type would be another kernel
-        has_norms = self.q_norm is not None and self.k_norm is not None
-        return array, HeadNorms(self.q_norm.weight.array, self.k_norm.weight.array) if has_norms else None
+        if self.q_norm is None or self.k_norm is None:
+            return array, None
+        return array, HeadNorms(self.q_norm.weight.array, self.k_norm.weight.array)
 
     def _split(self, qkv: NamedArray) -> tuple[NamedArray, NamedArray, NamedArray]:
         """Cuts the fused projection into queries, keys and values by head."""

@@ -13,7 +13,6 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
@@ -51,7 +50,7 @@ def decode_attention(
     rows, num_heads, size = qkv.shape
     num_queries = num_heads - 2 * kv_heads
     num_pages, _, _, page_size, _ = pool.shape
-    tiling = choose_tiling(1, size, pool.dtype)
+    tiling = choose_tiling(1, size, pool.dtype, rows * kv_heads)
     table, num_steps = cover(table, page_size, tiling.keys)
     splits = splits or choose_splits(rows * kv_heads, num_steps, ONE_QUERY_PROGRAMS)
     dtype = multiplied_in(pool.dtype)

@@ -45,8 +45,10 @@ class Tiling(NamedTuple):
     num_stages: int
 
 
-FEW_QUERIES = {128: Tiling(64, 2, 2), 512: Tiling(32, 2, 2), 1024: Tiling(16, 2, 2)}
+FEW_QUERIES = {128: Tiling(64, 1, 2), 256: Tiling(64, 2, 2), 512: Tiling(32, 2, 2), 1024: Tiling(16, 2, 2)}
 """For one query of a row and keys of at most so many bytes: then there is nothing but reading."""
+CROWDED = {256: Tiling(32, 2, 2)}
+"""What to take instead where programs wait for others to end: half the memory, so that more are under way."""
 FEW_QUERIES_OF_FP8 = Tiling(32, 1, 3)
 """The same for keys in fp8 of any size."""
 WIDEN_FP8 = "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }"
@@ -81,9 +83,9 @@ def paged_attention(
     rows, chunk, kv_heads, group, size = q.shape
     page_size = pool.shape[3]
     queries = math.gcd(chunk, max(QUERY_BLOCK, BLOCK_ROWS >> (group - 1).bit_length()))
-    tiling = choose_tiling(queries, size, pool.dtype)
-    table, num_steps = cover(table, page_size, tiling.keys)
     num_blocks = rows * chunk // queries
+    tiling = choose_tiling(queries, size, pool.dtype, num_blocks * kv_heads)
+    table, num_steps = cover(table, page_size, tiling.keys)
     splits = splits or choose_splits(num_blocks * kv_heads, num_steps, ONE_QUERY_PROGRAMS if queries == 1 else MANY_QUERY_PROGRAMS)
 
     kernel = functools.partial(
@@ -116,11 +118,14 @@ def paged_attention(
     return (result[0] if splits == 1 else merge(*result).astype(dtype)).reshape(q.shape)
 
 
-def choose_tiling(queries: int, size: int, dtype: jnp.dtype) -> Tiling:
+def choose_tiling(queries: int, size: int, dtype: jnp.dtype, num_programs: int) -> Tiling:
     """Larger keys take shorter steps: keys and values of all stages share a processor's 227 KB."""
     key_bytes = size * dtype.itemsize
+    if queries == 1 and dtype == FP8:
+        return FEW_QUERIES_OF_FP8
     if queries == 1:
-        return FEW_QUERIES_OF_FP8 if dtype == FP8 else next(tiling for most, tiling in FEW_QUERIES.items() if key_bytes <= most)
+        by_bytes = FEW_QUERIES | CROWDED if num_programs > ONE_QUERY_PROGRAMS else FEW_QUERIES
+        return next(tiling for most, tiling in by_bytes.items() if key_bytes <= most)
     if key_bytes <= 256:
         return Tiling(64, num_warps=4, num_stages=3)
     return Tiling(32 if key_bytes <= 512 else 16, num_warps=8, num_stages=2)
