@@ -119,7 +119,7 @@ def _kernel(
     angle_refs, refs = refs[: 2 * has_angles], refs[2 * has_angles :]
     norm_refs, (written_ref, mixed_ref, *sum_refs) = refs[: 2 * has_norms] or (None, None), refs[2 * has_norms :]
     num_queries, (page_size, size) = qkv_ref.shape[0] - 2 * kv_heads, pool_ref.shape[2:]
-    group, columns = num_queries // kv_heads, Columns(size)
+    group, columns = num_queries // kv_heads, Columns(size, is_bounded=True)
     kv_head, split, position = pl.program_id(0), pl.program_id(1), position_ref[...]
 
     column, turn = columns.numbers, Turn.read(angle_refs, columns)
