@@ -266,7 +266,7 @@ def test_an_unloaded_model_leaves_nothing_behind(tmp_path: Path) -> None:
         gc.freeze()  # as a server does when it is ready
         engine.library.unload("qwen2")
         wait_until(lambda: abs(num_bytes_besides(arrays) - kept) < taken // 100)
-        assert len(gc_programs()) == len(programs) + 1
+        wait_until(lambda: len(gc_programs()) == len(programs) + 1)  # a thread that compiles for it may end later than its arrays
     finally:
         engine.stop()
         thread.join(60)
@@ -280,4 +280,5 @@ def num_bytes_besides(others: list[jax.Array]) -> int:
 
 
 def gc_programs() -> list[Programs]:
+    gc.collect()
     return [one for one in gc.get_objects() if isinstance(one, Programs)]
