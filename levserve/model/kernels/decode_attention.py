@@ -124,7 +124,7 @@ def _kernel(
 
     column, turn = columns.numbers, Turn.read(angle_refs, columns)
 
-    def load(heads: jax.Array) -> Callable[[jax.Array], jax.Array]:
+    def reader(heads: jax.Array) -> Callable[[jax.Array], jax.Array]:
         return lambda column: qkv_ref[heads[:, None], column[None, :]]
 
     heads = power_of_two(group)
@@ -135,12 +135,12 @@ def _kernel(
         return jnp.broadcast_to(x[None], (rows // heads, *x.shape)).reshape(rows, *x.shape[1:])
 
     # A group that is no power of two is rounded up by repeating the last one.
-    of_group = load(kv_head * group + jnp.minimum(jnp.arange(heads), group - 1))
+    of_group = reader(kv_head * group + jnp.minimum(jnp.arange(heads), group - 1))
     q = turned(of_group, columns, turn, norm_refs[0], eps) * (scale * LOG2_E)
     q = columns.masked(q).astype(multiplied_in(pool_ref.dtype))
     alone = jnp.arange(1)
-    key = to_storage(turned(load(alone + num_queries + kv_head), columns, turn, norm_refs[1], eps), pool_ref.dtype)
-    value = to_storage(load(alone + num_queries + kv_heads + kv_head)(column).astype(jnp.float32), pool_ref.dtype)
+    key = to_storage(turned(reader(alone + num_queries + kv_head), columns, turn, norm_refs[1], eps), pool_ref.dtype)
+    value = to_storage(reader(alone + num_queries + kv_heads + kv_head)(column).astype(jnp.float32), pool_ref.dtype)
 
     @pl.when((position >= 0) & (split == 0))
     def _write() -> None:
