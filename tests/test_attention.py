@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxpr_as_fun
 
 from levserve.model import cache
 from levserve.model.attention import Kernel, attend, choose_kernel
@@ -118,28 +119,31 @@ def test_the_gpu_kernel_equals_the_plain_one(
     np.testing.assert_allclose(np.asarray(kernel)[is_given], np.asarray(plain)[is_given], atol=1e-5, rtol=1e-5)
 
 
-def grid_of(function: Callable[..., Any], *given: jax.Array) -> tuple[int, ...]:
-    """Of the kernel in it. A card begins programs with the first of the grid's dimensions fastest."""
+def mapping_of(function: Callable[..., Any], *given: jax.Array) -> Any:
+    """How the kernel in it is laid out. A card begins programs with the first of the grid's dimensions fastest."""
     (inner,) = (equation.params["jaxpr"] for equation in jax.make_jaxpr(function)(*given).eqns)
     (call,) = (equation for equation in inner.eqns if equation.primitive.name == "pallas_call")
-    grid: tuple[int, ...] = call.params["grid_mapping"].grid
-    return grid
+    return call.params["grid_mapping"]
 
 
 def test_the_gpu_kernel_for_decoding_begins_a_row_when_all_before_it_have_begun() -> None:
     rows, kv_heads, splits = 5, 2, 4
     qkv, pool, table = jnp.zeros((rows, 4 * kv_heads, 64)), jnp.zeros((9, 2, kv_heads, 32, 64)), jnp.zeros((rows, 8), jnp.int32)
     decode = functools.partial(decode_attention, kv_heads=kv_heads, scale=1.0, splits=splits)
-    assert grid_of(decode, qkv, pool, table, jnp.zeros(rows, jnp.int32)) == (kv_heads, splits, rows)
+    assert mapping_of(decode, qkv, pool, table, jnp.zeros(rows, jnp.int32)).grid == (kv_heads, splits, rows)
 
 
 @pytest.mark.parametrize(("group", "blocks"), [(1, 1), (2, 2), (4, 4), (8, 4)])
 def test_the_gpu_kernel_for_prompts_takes_more_queries_together_where_a_group_is_small(group: int, blocks: int) -> None:
+    """And begins with the last of them, which see most, in all heads."""
     rows, chunk, kv_heads, splits = 3, 64, 2, 2
     q, pool = jnp.zeros((rows, chunk, kv_heads, group, 64)), jnp.zeros((9, 2, kv_heads, 32, 64))
     attention = functools.partial(paged_attention, splits=splits)
-    grid = grid_of(attention, q, pool, jnp.zeros((rows, 8), jnp.int32), jnp.zeros((rows, chunk), jnp.int32))
-    assert grid == (kv_heads, splits, rows * blocks), "and begins with all heads of the same queries"
+    mapping = mapping_of(attention, q, pool, jnp.zeros((rows, 8), jnp.int32), jnp.zeros((rows, chunk), jnp.int32))
+    assert mapping.grid == (kv_heads, splits, rows * blocks)
+    of_queries = jaxpr_as_fun(mapping.block_mappings[0].index_map_jaxpr)
+    taken = [int(of_queries(0, 0, block)[0]) for block in range(rows * blocks)]
+    assert taken == list(reversed(range(rows * blocks)))
 
 
 def prepare(x: jax.Array, weight: jax.Array | None, angles: Angles | None) -> jax.Array:
