@@ -156,7 +156,7 @@ def measure_decode(runner: Runner, sizes: Sizes, rows: int, options: argparse.Na
     """Seconds of one decode step: rounds dispatched one ahead of the read, as the server does, over the same positions again."""
     runner.programs.compile_only([Shape(max(2, rows), Mode(options.mode))])
     pages_each = sizes.table_width
-    sampling = Sampling(temperature=0.0 if options.mode == "greedy" else 1.0)
+    sampling = Sampling(temperature=0.0 if options.mode == "greedy" else 1.0, top_k=options.top_k, top_p=options.top_p)
     sequences = [
         Sequence(
             GenerationRequest(str(row), (1,) * options.context, sizes.max_seq_len, sampling),
@@ -237,6 +237,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--chunks", type=int, nargs="*", default=[], help="prefill sizes to measure as well")
     parser.add_argument("--prompts", type=int, default=1, help="prompts of such a size, computed together")
     parser.add_argument("--mode", choices=[mode.value for mode in Mode], default="greedy")
+    parser.add_argument("--top-k", type=int, default=0, help="of a draw, which is made in the modes plain and full")
+    parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--quantize", choices=["none", *NARROW], default="none")
     parser.add_argument("--kv-dtype", choices=["auto", "bfloat16", "fp8"], default="auto")

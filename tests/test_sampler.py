@@ -11,7 +11,11 @@ import numpy as np
 import pytest
 
 from levserve.engine.heaps import LARGE_BYTES
-from levserve.model.sampler import MAX_EDITS, NUM_CANDIDATES, NUM_TOP, POISONED, Drawn, Memory, Mode, Rules, largest, sample
+from levserve.model import sampler
+from levserve.model.kernels.gpu_draw import draw_tokens
+from levserve.model.sampler import (
+    MAX_EDITS, NUM_CANDIDATES, NUM_TOP, POISONED, Drawn, Memory, Mode, Rules, best_of, choose, largest, sample
+)  # fmt: skip
 
 pytestmark = pytest.mark.tiny
 
@@ -21,9 +25,19 @@ LOGITS = np.concatenate([np.linspace(3, 0, 12), np.full(VOCAB - 12, -9.0)]).asty
 """Twelve tokens of some weight and a long flat tail that together weighs little."""
 
 
-@functools.partial(jax.jit, static_argnames="mode")
-def draw(logits: jax.Array, positions: jax.Array, rules: Rules, memory: Memory, mode: Mode) -> Drawn:
-    return sample(logits, positions, rules, memory, mode)
+by_both = pytest.mark.parametrize("has_kernel", [False, True], ids=["xla", "kernel"])
+"""A CPU interprets the kernel for NVIDIA GPUs."""
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In small steps, so that even a small vocabulary takes several, and the last is not full."""
+    monkeypatch.setattr(sampler, "draw_tokens", functools.partial(draw_tokens, lines=2, columns=64, interpret=True))
+
+
+@functools.partial(jax.jit, static_argnames=("mode", "has_kernel"))
+def draw(logits: jax.Array, positions: jax.Array, rules: Rules, memory: Memory, mode: Mode, has_kernel: bool = False) -> Drawn:
+    return sample(logits, positions, rules, memory if mode is Mode.FULL else None, mode, has_kernel=has_kernel)
 
 
 def make_rules(rows: int, **given: object) -> Rules:
@@ -50,27 +64,33 @@ def make_memory(rows: int, history: list[int] = [], edits: list[tuple[int, float
     return Memory(*map(jnp.asarray, (padded, ids.astype(np.int32), values.astype(np.float32), until.astype(np.int32))))
 
 
+@by_both
 @pytest.mark.parametrize("mode", Mode)
 @pytest.mark.parametrize("place", [0, 17, VOCAB - 1])
-def test_a_row_that_is_not_finite_is_marked_and_no_other_row_changes(mode: Mode, place: int) -> None:
-    rules, memory, positions = make_rules(6, top_k=[0, 3, 0, 3, 0, 3]), make_memory(6), jnp.full(6, 5, jnp.int32)
+def test_a_row_that_is_not_finite_is_marked_and_no_other_row_changes(mode: Mode, place: int, has_kernel: bool) -> None:
+    rules, memory, positions = make_rules(6, top_k=[0, 3, 0, 3, 0, 3], top_p=[1, 1, 0.9, 0.9, 0.9, 0.9]), make_memory(6), jnp.full(6, 5, jnp.int32)
     clean = np.tile(LOGITS, (6, 1))
     clean[4, 20:] = -np.inf  # a token that cannot be drawn is no fault
     broken = clean.copy()
     broken[1, place], broken[2, place], broken[3] = np.nan, np.inf, -np.inf
-    wanted = np.asarray(draw(jnp.asarray(clean), positions, rules, memory, mode).tokens)
-    got = np.asarray(draw(jnp.asarray(broken), positions, rules, memory, mode).tokens)
+    wanted = np.asarray(draw(jnp.asarray(clean), positions, rules, memory, mode, has_kernel).tokens)
+    got = np.asarray(draw(jnp.asarray(broken), positions, rules, memory, mode, has_kernel).tokens)
     assert got.tolist() == [wanted[0], POISONED, POISONED, POISONED, wanted[4], wanted[5]]
     assert POISONED not in wanted
 
 
 def draw_many(
-    logits: np.ndarray = LOGITS, mode: Mode = Mode.FULL, position: int = 5, memory: Memory | None = None, **rules: object
+    logits: np.ndarray = LOGITS,
+    mode: Mode = Mode.FULL,
+    position: int = 5,
+    memory: Memory | None = None,
+    has_kernel: bool = False,
+    **rules: object,
 ) -> np.ndarray:
     """One token for each of DRAWS seeds."""
     rows = jnp.broadcast_to(jnp.asarray(logits), (DRAWS, len(logits)))
     positions = jnp.full(DRAWS, position, jnp.int32)
-    return np.asarray(draw(rows, positions, make_rules(DRAWS, **rules), memory or make_memory(DRAWS), mode).tokens)
+    return np.asarray(draw(rows, positions, make_rules(DRAWS, **rules), memory or make_memory(DRAWS), mode, has_kernel).tokens)
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
@@ -103,62 +123,88 @@ def keep_top_p(probabilities: np.ndarray, p: float) -> np.ndarray:
     return kept / kept.sum()
 
 
+@by_both
 @pytest.mark.parametrize("mode", [Mode.PLAIN, Mode.FULL])
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
-def test_temperature_draws_from_the_softened_softmax(mode: Mode, temperature: float) -> None:
-    check_distribution(draw_many(mode=mode, temperature=temperature), softmax(LOGITS / temperature))
+def test_temperature_draws_from_the_softened_softmax(mode: Mode, temperature: float, has_kernel: bool) -> None:
+    check_distribution(draw_many(has_kernel=has_kernel, mode=mode, temperature=temperature), softmax(LOGITS / temperature))
 
 
+@by_both
 @pytest.mark.parametrize("vocab", [301, 320, 384, 512])
-def test_a_draw_is_from_the_softmax_however_the_vocabulary_divides(vocab: int) -> None:
+def test_a_draw_is_from_the_softmax_however_the_vocabulary_divides(vocab: int, has_kernel: bool) -> None:
     logits = np.linspace(0, 2, vocab).astype(np.float32)
-    check_distribution(draw_many(logits, Mode.PLAIN), softmax(logits))
+    check_distribution(draw_many(logits, Mode.PLAIN, has_kernel=has_kernel), softmax(logits))
 
 
 def test_a_vocabulary_that_chunks_divide_is_not_copied() -> None:
     rows, vocab = 8, 151_936  # 1,187 chunks of 128
-    logits, given = jax.ShapeDtypeStruct((rows, vocab), jnp.float32), (jnp.zeros(rows, jnp.int32), make_rules(rows), make_memory(rows))
-    needed = draw.lower(logits, *given, Mode.PLAIN).compile().memory_analysis().temp_size_in_bytes
+    logits, given = jax.ShapeDtypeStruct((rows, vocab), jnp.float32), (jnp.zeros(rows, jnp.int32), make_rules(rows))
+    drawing = jax.jit(lambda logits, positions, rules: choose(logits, None, best_of(logits), positions, rules))
+    needed = drawing.lower(logits, *given).compile().memory_analysis().temp_size_in_bytes
     assert needed < 1.5 * 4 * rows * vocab, "the weights, and no more"
 
 
+@by_both
 @pytest.mark.parametrize("top_k", [1, 3, 12, VOCAB])
-def test_top_k_keeps_the_k_likeliest(top_k: int) -> None:
-    check_distribution(draw_many(top_k=top_k), keep_top_k(softmax(LOGITS), top_k))
+def test_top_k_keeps_the_k_likeliest(top_k: int, has_kernel: bool) -> None:
+    check_distribution(draw_many(has_kernel=has_kernel, top_k=top_k), keep_top_k(softmax(LOGITS), top_k))
 
 
-def test_top_k_beyond_the_candidates_is_exact_too() -> None:
+@by_both
+def test_top_k_beyond_the_candidates_is_exact_too(has_kernel: bool) -> None:
     logits = np.linspace(1, 0, VOCAB).astype(np.float32)
     top_k = NUM_CANDIDATES + 40
-    check_distribution(draw_many(logits, top_k=top_k), keep_top_k(softmax(logits), top_k))
+    check_distribution(draw_many(logits, has_kernel=has_kernel, top_k=top_k), keep_top_k(softmax(logits), top_k))
 
 
+@by_both
 @pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9])
-def test_top_p_keeps_the_smallest_set_that_reaches_it(top_p: float) -> None:
-    check_distribution(draw_many(top_p=top_p), keep_top_p(softmax(LOGITS), top_p))
+def test_top_p_keeps_the_smallest_set_that_reaches_it(top_p: float, has_kernel: bool) -> None:
+    check_distribution(draw_many(has_kernel=has_kernel, top_p=top_p), keep_top_p(softmax(LOGITS), top_p))
 
 
-def test_top_p_beyond_the_candidates_is_exact_too() -> None:
+@by_both
+def test_top_p_beyond_the_candidates_is_exact_too(has_kernel: bool) -> None:
     logits = np.linspace(1, 0, VOCAB).astype(np.float32)
-    check_distribution(draw_many(logits, top_p=0.8), keep_top_p(softmax(logits), 0.8))
+    check_distribution(draw_many(logits, has_kernel=has_kernel, top_p=0.8), keep_top_p(softmax(logits), 0.8))
 
 
-def test_top_p_counts_what_top_k_left() -> None:
-    check_distribution(draw_many(top_k=4, top_p=0.6), keep_top_p(keep_top_k(softmax(LOGITS), 4), 0.6))
+@by_both
+def test_equals_are_kept_or_left_out_together(has_kernel: bool) -> None:
+    logits = np.repeat(np.array([2.0, 1.0, 0.0], np.float32), [3, 5, VOCAB - 8])
+    probabilities = softmax(logits)
+    check_distribution(draw_many(logits, has_kernel=has_kernel, top_k=4), keep_top_k(probabilities, 4))
+    check_distribution(draw_many(logits, has_kernel=has_kernel, top_p=0.1), keep_top_p(probabilities, 0.1))
+    level = np.zeros(VOCAB, np.float32)
+    check_distribution(draw_many(level, has_kernel=has_kernel, top_k=7, top_p=0.5), softmax(level))
 
 
-def test_min_p_keeps_what_is_likely_enough_beside_the_best() -> None:
+@by_both
+@pytest.mark.parametrize("rule", [{"top_p": 0.0}, {"top_k": 1}, {"min_p": 1.0}, {"temperature": 1e-6}])
+def test_the_strictest_rules_leave_the_best(rule: dict[str, float], has_kernel: bool) -> None:
+    assert (draw_many(has_kernel=has_kernel, **rule) == 0).all()
+
+
+@by_both
+def test_top_p_counts_what_top_k_left(has_kernel: bool) -> None:
+    check_distribution(draw_many(has_kernel=has_kernel, top_k=4, top_p=0.6), keep_top_p(keep_top_k(softmax(LOGITS), 4), 0.6))
+
+
+@by_both
+def test_min_p_keeps_what_is_likely_enough_beside_the_best(has_kernel: bool) -> None:
     probabilities = softmax(LOGITS)
     kept = np.where(probabilities >= 0.3 * probabilities.max(), probabilities, 0)
-    check_distribution(draw_many(min_p=0.3), kept / kept.sum())
+    check_distribution(draw_many(has_kernel=has_kernel, min_p=0.3), kept / kept.sum())
 
 
-def test_presence_and_frequency_count_generated_tokens_only() -> None:
+@by_both
+def test_presence_and_frequency_count_generated_tokens_only(has_kernel: bool) -> None:
     history = [0, 0, 1, 1, 2]  # two of the prompt, three generated
     expected = LOGITS.copy()
     expected[1] -= 1.0 + 2 * 0.5
     expected[2] -= 1.0 + 0.5
-    tokens = draw_many(memory=make_memory(DRAWS, history), position=5, prompt_len=2, presence=1.0, frequency=0.5)
+    tokens = draw_many(has_kernel=has_kernel, memory=make_memory(DRAWS, history), position=5, prompt_len=2, presence=1.0, frequency=0.5)
     check_distribution(tokens, softmax(expected))
 
 
@@ -170,10 +216,11 @@ def test_repetition_counts_the_prompt_as_well() -> None:
     check_distribution(tokens, softmax(expected))
 
 
-def test_a_bias_moves_its_token() -> None:
+@by_both
+def test_a_bias_moves_its_token(has_kernel: bool) -> None:
     expected = LOGITS.copy()
     expected[7] += 2.5
-    tokens = draw_many(memory=make_memory(DRAWS, edits=[(7, 2.5, 2**31 - 1)]), num_edits=1)
+    tokens = draw_many(has_kernel=has_kernel, memory=make_memory(DRAWS, edits=[(7, 2.5, 2**31 - 1)]), num_edits=1)
     check_distribution(tokens, softmax(expected))
 
 
@@ -187,24 +234,28 @@ def test_edits_of_an_earlier_guest_of_the_slot_do_nothing() -> None:
     check_distribution(draw_many(memory=make_memory(DRAWS, edits=[(0, -1e30, 99)]), num_edits=0), softmax(LOGITS))
 
 
+@by_both
 @pytest.mark.parametrize("mode", list(Mode))
-def test_temperature_zero_takes_the_best_in_every_mode(mode: Mode) -> None:
+def test_temperature_zero_takes_the_best_in_every_mode(mode: Mode, has_kernel: bool) -> None:
     rng = np.random.default_rng(1)
     logits = rng.standard_normal((8, 1_000)).astype(np.float32)
-    got = draw(jnp.asarray(logits), jnp.zeros(8, jnp.int32), make_rules(8, temperature=0.0), make_memory(8), mode)
+    got = draw(jnp.asarray(logits), jnp.zeros(8, jnp.int32), make_rules(8, temperature=0.0), make_memory(8), mode, has_kernel)
     assert got.tokens.tolist() == logits.argmax(-1).tolist()
 
 
-def test_a_draw_depends_on_seed_and_position_alone() -> None:
-    together = draw_many(top_p=np.where(np.arange(DRAWS) % 2, 0.7, 1.0))
-    plain = draw_many(mode=Mode.PLAIN)
+@by_both
+def test_a_draw_depends_on_seed_and_position_alone(has_kernel: bool) -> None:
+    together = draw_many(has_kernel=has_kernel, top_p=np.where(np.arange(DRAWS) % 2, 0.7, 1.0))
+    plain = draw_many(has_kernel=has_kernel, mode=Mode.PLAIN)
     assert (together[::2] == plain[::2]).all()
-    assert (together == draw_many(top_p=np.where(np.arange(DRAWS) % 2, 0.7, 1.0))).all()
-    assert (draw_many(position=5) != draw_many(position=6)).any()
+    for mode in (Mode.PLAIN, Mode.FULL):
+        assert (together == draw_many(has_kernel=has_kernel, mode=mode, top_p=np.where(np.arange(DRAWS) % 2, 0.7, 1.0))).all()
+    assert (draw_many(has_kernel=has_kernel, position=5) != draw_many(has_kernel=has_kernel, position=6)).any()
 
 
-def test_seeds_and_positions_are_not_confused() -> None:
-    at_five, at_six = draw_many(position=5), draw_many(position=6)
+@by_both
+def test_seeds_and_positions_are_not_confused(has_kernel: bool) -> None:
+    at_five, at_six = draw_many(has_kernel=has_kernel, position=5), draw_many(has_kernel=has_kernel, position=6)
     assert (at_five[1:] != at_six[:-1]).any()
 
 

@@ -169,10 +169,7 @@ def mode_for(request: GenerationRequest) -> Mode:
     sampling = request.sampling
     if sampling.num_logprobs is not None or needs_memory(request):
         return Mode.FULL
-    if sampling.temperature == 0:
-        return Mode.GREEDY
-    is_truncated = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
-    return Mode.FULL if is_truncated else Mode.PLAIN
+    return Mode.GREEDY if sampling.temperature == 0 else Mode.PLAIN
 
 
 def needs_memory(request: GenerationRequest) -> bool:

@@ -257,7 +257,7 @@ def _sample(model: Decoder, hidden: jax.Array, given: RoundInput, positions: jax
     used = cache.num_used(positions > 0)
     logits = model.logits(hax.named(hidden, (ROW, model.config.Embed)), used)[:rows]
     seen = Memory(*(array.at[given.slots].get(mode="clip") for array in memory)) if mode is Mode.FULL else None
-    return sample(logits, positions, given.rules, seen, mode, model.best_of(logits, used))
+    return sample(logits, positions, given.rules, seen, mode, model.best_of(logits, used), has_kernel=model.has_gpu_kernels)
 
 
 def _remember(memory: Memory, slots: jax.Array, positions: jax.Array, tokens: jax.Array) -> jax.Array:

@@ -339,6 +339,10 @@ class Decoder(eqx.Module):
             written.append(pool)
         return self.final_norm(x), tuple(written)
 
+    @property
+    def has_gpu_kernels(self) -> bool:
+        return self.layers[0].attention.kernel is Kernel.TRITON
+
     def skips_padding(self, kept: jnp.dtype) -> bool:
         """Whether one kernel takes all layers, with keys and values in this type, and leaves out what is padding."""
         rope = self.config.rope(0)

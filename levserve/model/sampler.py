@@ -1,7 +1,7 @@
 """Draws one token per row from its logits, on the device, each row by its own rules.
 
-Of three modes the host picks the cheapest that serves every row: greedy, plain (temperature only) and full (everything).
-Full mode skips at run time what no row asks for, so a CPU gets by with that one program. A row draws the same token in any
+Of three modes the host picks the cheapest that serves every row: greedy, plain (temperature, top-k, top-p and min-p) and full
+(everything). Full mode skips at run time what no row asks for, so a CPU gets by with that one program. A row draws the same token in any
 mode that can serve it, next to any neighbours: the draw is an inverse CDF at a number that depends on the request's seed
 and the position alone. The vocabulary is never sorted.
 """
@@ -18,12 +18,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from levserve.model.kernels.gpu_draw import draw_tokens
+
 NUM_TOP = 20
 """Alternatives returned with every token in full mode: the most that OpenAI's API lets a client ask for."""
 NUM_CANDIDATES = 128
 """Likeliest tokens looked at for top-k and top-p before falling back to a search over the vocabulary."""
 CHUNK, SMALL_CHUNK = 256, 32
 """Tokens of the vocabulary looked at together, at most, to find one of them or several."""
+NUM_ATTEMPTS = 8
+"""Draws with numbers of their own that a GPU's kernel makes until one is in the nucleus of top-p; the first is with that probability."""
 MOST_LOGITS = 2**18
 """For which a CPU does at once what rows may ask for: the memory for more would be taken from the system and returned each step."""
 MAX_EDITS = 332
@@ -87,17 +91,26 @@ class Best(NamedTuple):
 
 
 def sample(
-    logits: jax.Array, positions: jax.Array, rules: Rules, memory: Memory | None, mode: Mode, best: Best | None = None
+    logits: jax.Array,
+    positions: jax.Array,
+    rules: Rules,
+    memory: Memory | None,
+    mode: Mode,
+    best: Best | None = None,
+    *,
+    has_kernel: bool = False,
 ) -> Drawn:
     """Draws the token for `positions` [row] from float32 logits [row, vocab]; `POISONED` where they are not finite.
 
-    Who has found the best of the logits already gives it.
+    Who has found the best of the logits already gives it. With a kernel, which NVIDIA GPUs have, that draws.
     """
+    if has_kernel and mode is not Mode.GREEDY:
+        return _sample_by_kernel(logits, positions, rules, memory)
     best = best_of(logits) if best is None else best
     if mode is Mode.GREEDY:
         return Drawn(_mark_poisoned(best.tokens, best))
     if mode is Mode.PLAIN:
-        return Drawn(_mark_poisoned(_choose(logits, best, positions, rules), best))
+        return Drawn(_mark_poisoned(choose(logits, _floor(logits, rules), best, positions, rules), best))
     assert memory is not None
     # A GPU has other programs for who asks for less; a CPU has this one alone, in which each step would copy all logits.
     drawn: Drawn = lax.platform_dependent(
@@ -106,9 +119,17 @@ def sample(
     return drawn._replace(tokens=_mark_poisoned(drawn.tokens, best))
 
 
+def _sample_by_kernel(logits: jax.Array, positions: jax.Array, rules: Rules, memory: Memory | None) -> Drawn:
+    edited = logits if memory is None else _edit(logits, positions, rules, memory)
+    points = _points(positions, rules, NUM_ATTEMPTS, 2)
+    best = Best(*draw_tokens(edited, rules.temperature, rules.top_k, rules.top_p, rules.min_p, points))
+    tokens = _mark_poisoned(best.tokens, best)
+    return Drawn(tokens) if memory is None else Drawn(tokens, *_logprobs_if_wanted(logits, tokens, rules))
+
+
 def _sample_as_asked(logits: jax.Array, best: Best, positions: jax.Array, rules: Rules, memory: Memory) -> Drawn:
     def sample_plainly(logits: jax.Array, positions: jax.Array, rules: Rules, _: Memory) -> Drawn:
-        tokens = _choose(logits, best, positions, rules)
+        tokens = choose(logits, None, best, positions, rules)
         return Drawn(tokens, *_no_logprobs(logits, tokens))
 
     def sample_by_parts(*given: Any) -> Drawn:
@@ -124,10 +145,9 @@ def _sample_as_asked(logits: jax.Array, best: Best, positions: jax.Array, rules:
 
 
 def _sample_fully(logits: jax.Array, positions: jax.Array, rules: Rules, memory: Memory) -> Drawn:
-    edited = _edit(_penalise(logits, positions, rules, memory), positions, rules, memory)
-    allowed = _truncate(edited, rules)
-    tokens = _choose(allowed, best_of(allowed), positions, rules)
-    return Drawn(tokens, *lax.cond((rules.wants_logprobs != 0).any(), logprobs_of, _no_logprobs, logits, tokens))
+    edited = _edit(logits, positions, rules, memory)
+    tokens = choose(edited, _floor(edited, rules), best_of(edited), positions, rules)
+    return Drawn(tokens, *_logprobs_if_wanted(logits, tokens, rules))
 
 
 def _is_penalised(rules: Rules) -> jax.Array:
@@ -180,22 +200,34 @@ def logprobs_of(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Ar
     return chosen - total, top_ids, top - total[:, None]
 
 
+def _logprobs_if_wanted(logits: jax.Array, tokens: jax.Array, rules: Rules) -> tuple[jax.Array, jax.Array, jax.Array]:
+    found: tuple[jax.Array, jax.Array, jax.Array] = lax.cond(
+        (rules.wants_logprobs != 0).any(), logprobs_of, _no_logprobs, logits, tokens
+    )
+    return found
+
+
 def _no_logprobs(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     top = jnp.zeros((logits.shape[0], NUM_TOP), jnp.float32)
     return top[:, 0], top.astype(jnp.int32), top
 
 
-def _choose(logits: jax.Array, best: Best, positions: jax.Array, rules: Rules) -> jax.Array:
-    """Greedy for rows at temperature 0, else a draw from the softmax."""
+def choose(logits: jax.Array, floor: jax.Array | None, best: Best, positions: jax.Array, rules: Rules) -> jax.Array:
+    """Greedy for rows at temperature 0, else a draw from the softmax of what is not below the floor [row], if there is one."""
 
     def draw() -> jax.Array:
-        temperature = jnp.maximum(rules.temperature, 1e-5)[:, None]
-        weights = jnp.exp((logits - best.values[:, None]) / temperature)
-        keys = jax.vmap(lambda seed, position: jax.random.fold_in(jax.random.wrap_key_data(seed), position))(rules.seed, positions)
-        points = jax.vmap(lambda key: jax.random.uniform(key, (2,)))(keys)
-        return jnp.where(rules.temperature > 0, _draw(weights, points), best.tokens)
+        weights = jnp.exp((logits - best.values[:, None]) / _divisor(rules))
+        if floor is not None:
+            weights = jnp.where(logits / _divisor(rules) >= floor[:, None], weights, 0.0)
+        return jnp.where(rules.temperature > 0, _draw(weights, _points(positions, rules, 2)), best.tokens)
 
     return lax.cond((rules.temperature > 0).any(), draw, lambda: best.tokens)
+
+
+def _points(positions: jax.Array, rules: Rules, *shape: int) -> jax.Array:
+    """Random numbers for each row, at least 0 and below 1: [row, *shape]."""
+    keys = jax.vmap(lambda seed, position: jax.random.fold_in(jax.random.wrap_key_data(seed), position))(rules.seed, positions)
+    return jax.vmap(lambda key: jax.random.uniform(key, shape))(keys)
 
 
 def _draw(weights: jax.Array, points: jax.Array) -> jax.Array:
@@ -213,46 +245,52 @@ def _first_beyond(weights: jax.Array, point: jax.Array) -> jax.Array:
     return jnp.where(is_beyond.any(-1), jnp.argmax(is_beyond, axis=-1), jnp.argmax(weights, axis=-1))
 
 
+def _edit(logits: jax.Array, positions: jax.Array, rules: Rules, memory: Memory) -> jax.Array:
+    """Penalties and the rows' own edits."""
+
+    def edit(logits: jax.Array) -> jax.Array:
+        number = jnp.arange(MAX_EDITS, dtype=jnp.int32)[None]
+        is_active = (number < rules.num_edits[:, None]) & (positions[:, None] < memory.edit_until)
+        rows = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
+        logits = lax.cond(_is_penalised(rules).any(), lambda: _penalise(logits, positions, rules, memory), lambda: logits)
+        return logits.at[rows, memory.edit_ids].add(jnp.where(is_active, memory.edit_values, 0.0), mode="drop")
+
+    return lax.cond((_is_penalised(rules) | (rules.num_edits > 0)).any(), edit, lambda logits: logits, logits)
+
+
 def _penalise(logits: jax.Array, positions: jax.Array, rules: Rules, memory: Memory) -> jax.Array:
     """Presence and frequency count what was generated; repetition counts the prompt as well."""
-
-    def apply(logits: jax.Array) -> jax.Array:
-        at = jnp.arange(memory.history.shape[1], dtype=jnp.int32)[None]
-        is_known = at < positions[:, None]
-        is_generated = is_known & (at >= rules.prompt_len[:, None])
-        rows = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
-        nothing = jnp.zeros(logits.shape, jnp.int32)
-        known = nothing.at[rows, memory.history].add(is_known.astype(jnp.int32), mode="drop")
-        generated = nothing.at[rows, memory.history].add(is_generated.astype(jnp.int32), mode="drop")
-        repeated = jnp.where(logits > 0, logits / rules.repetition[:, None], logits * rules.repetition[:, None])
-        logits = jnp.where(known > 0, repeated, logits)
-        logits -= rules.frequency[:, None] * generated.astype(jnp.float32)
-        return logits - rules.presence[:, None] * (generated > 0).astype(jnp.float32)
-
-    return lax.cond(_is_penalised(rules).any(), apply, lambda logits: logits, logits)
-
-
-def _edit(logits: jax.Array, positions: jax.Array, rules: Rules, memory: Memory) -> jax.Array:
-    number = jnp.arange(MAX_EDITS, dtype=jnp.int32)[None]
-    is_active = (number < rules.num_edits[:, None]) & (positions[:, None] < memory.edit_until)
+    at = jnp.arange(memory.history.shape[1], dtype=jnp.int32)[None]
+    is_known = at < positions[:, None]
+    is_generated = is_known & (at >= rules.prompt_len[:, None])
     rows = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
-    return logits.at[rows, memory.edit_ids].add(jnp.where(is_active, memory.edit_values, 0.0), mode="drop")
+    nothing = jnp.zeros(logits.shape, jnp.int32)
+    known = nothing.at[rows, memory.history].add(is_known.astype(jnp.int32), mode="drop")
+    generated = nothing.at[rows, memory.history].add(is_generated.astype(jnp.int32), mode="drop")
+    repeated = jnp.where(logits > 0, logits / rules.repetition[:, None], logits * rules.repetition[:, None])
+    logits = jnp.where(known > 0, repeated, logits)
+    logits -= rules.frequency[:, None] * generated.astype(jnp.float32)
+    return logits - rules.presence[:, None] * (generated > 0).astype(jnp.float32)
 
 
-def _truncate(logits: jax.Array, rules: Rules) -> jax.Array:
-    """Bans what top-k, then top-p of what is left, then min-p would not draw."""
+def _divisor(rules: Rules) -> jax.Array:
+    """Of logits [row, vocab] before they are weighed."""
+    return jnp.maximum(rules.temperature, 1e-5)[:, None]
 
-    def apply(logits: jax.Array) -> jax.Array:
-        scaled = logits / jnp.maximum(rules.temperature, 1e-5)[:, None]
+
+def _floor(logits: jax.Array, rules: Rules) -> jax.Array:
+    """The lowest logit of each row, divided by the temperature, that top-k, then top-p of what is left, then min-p let be drawn."""
+
+    def find() -> jax.Array:
+        scaled = logits / _divisor(rules)
         vocab = logits.shape[1]
         top_k = jnp.where(rules.top_k > 0, jnp.minimum(rules.top_k, vocab), vocab)
         candidates, _ = largest(scaled, min(NUM_CANDIDATES, vocab))
         floor = _top_k_floor(scaled, candidates, top_k)
         floor = jnp.maximum(floor, _top_p_floor(scaled, candidates, floor, rules.top_p))
-        floor = jnp.maximum(floor, candidates[:, 0] + jnp.log(rules.min_p))
-        return jnp.where(scaled >= floor[:, None], logits, BANNED)
+        return jnp.maximum(floor, candidates[:, 0] + jnp.log(rules.min_p))
 
-    return lax.cond(_is_truncated(rules).any(), apply, lambda logits: logits, logits)
+    return lax.cond(_is_truncated(rules).any(), find, lambda: jnp.full(logits.shape[0], -jnp.inf))
 
 
 def _top_k_floor(scaled: jax.Array, candidates: jax.Array, top_k: jax.Array) -> jax.Array:
