@@ -1,13 +1,14 @@
 """A token for every row as one Pallas kernel for NVIDIA GPUs: the best, or a draw from what top-k, top-p and min-p leave.
 
-Every program of the grid takes a row and reads its logits several times: for the largest, for the lowest that may be drawn where
-there is such a floor, and for their weights. By XLA each of these is several kernels, and a floor many.
+Every program of the grid takes a row and reads its logits several times: for the largest, for their weights, with top-p for what is
+likelier than the token that was drawn, and with top-k for the lowest that may be. By XLA each of these is several kernels.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,18 +18,32 @@ from jax.experimental.pallas import triton as plgpu
 
 from levserve.model.kernels.paged_attention import LOG2_E, power_of_two
 
-Range = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
-"""Of floors: the highest known to leave enough, the lowest known not to, and how many logits each leaves."""
-Attempt = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
-"""How many there were; of the last one the logit, the token, and whether that is taken."""
 LINES, COLUMNS = 16, 1024
 """Logits that a program looks at in one step: so many lines, one after the other. Sums over them are within a thread."""
 NUM_WARPS = 8
-NEARLY_EQUAL = 1e-30
-"""Logits whose difference is no more are kept or left out together, lest floors are looked for that a processor may take for 0."""
+NEARLY_EQUAL = 1e-12
+"""Logits whose difference is no more are kept or left out together; around 0 there are floats that differ by much less."""
 NEGLIGIBLE = 17.0
 """Logits this much below the largest, times the temperature, and the logarithm of the vocabulary besides, weigh less together than
 float32 can tell of the whole."""
+
+
+class Range(NamedTuple):
+    """Of floors: the highest known to leave enough logits, the lowest known not to, and how many each leaves."""
+
+    low: jax.Array
+    high: jax.Array
+    num_low: jax.Array
+    num_high: jax.Array
+
+
+class Attempt(NamedTuple):
+    """A token that was drawn, and which attempt follows."""
+
+    token: jax.Array
+    logit: jax.Array
+    is_taken: jax.Array
+    next_number: jax.Array
 
 
 @functools.partial(jax.jit, static_argnames=("lines", "columns", "num_warps", "interpret"))
@@ -114,29 +129,29 @@ def _kernel(
         Every turn looks at three floors between two that are known, until there is no more than one logit between these.
         """
 
-        def is_open(carry: Range) -> jax.Array:
-            low, high, num_low, num_high = carry
-            middle = low + (high - low) / 4 * 2
-            return (num_low - num_high > 1) & (high - low > NEARLY_EQUAL) & (middle > low) & (middle < high)
+        def is_open(known: Range) -> jax.Array:
+            middle = known.low + (known.high - known.low) / 2
+            is_between = (known.high - known.low > NEARLY_EQUAL) & (middle > known.low) & (middle < known.high)
+            return is_between & (known.num_low - known.num_high > 1)
 
-        def narrow(carry: Range) -> Range:
-            low, high, num_low, num_high = carry
-            floors = [low + (high - low) / 4 * quarter for quarter in (1, 2, 3)]
+        def narrow(known: Range) -> Range:
+            floors = [known.low + (known.high - known.low) / 4 * quarter for quarter in (1, 2, 3)]
 
             def count(step: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
                 x = load_step(step)
                 return tuple(number + (x >= floor).astype(jnp.int32).sum(0) for number, floor in zip(sums, floors))
 
-            nobody = jnp.zeros(columns, jnp.int32)
-            found = list(zip(floors, (number.sum() for number in lax.fori_loop(0, num_steps, count, (nobody,) * 3))))
+            sums = lax.fori_loop(0, num_steps, count, (jnp.zeros(columns, jnp.int32),) * 3)
+            low, high, num_low, num_high = known
+            found = [(floor, number.sum()) for floor, number in zip(floors, sums)]
             for floor, number in found:
                 low, num_low = jnp.where(number >= top_k, floor, low), jnp.where(number >= top_k, number, num_low)
             for floor, number in reversed(found):
                 high, num_high = jnp.where(number < top_k, floor, high), jnp.where(number < top_k, number, num_high)
-            return low, high, num_low, num_high
+            return Range(low, high, num_low, num_high)
 
         nobody_above = top + jnp.maximum(temperature, 1e-5)
-        return lax.while_loop(is_open, narrow, (floor, nobody_above, jnp.int32(vocab), jnp.int32(0)))[0]
+        return lax.while_loop(is_open, narrow, Range(floor, nobody_above, jnp.int32(vocab), jnp.int32(0))).low
 
     def first_beyond(weights: jax.Array, point: jax.Array) -> jax.Array:
         """As `sampler._first_beyond`, of a single row."""
@@ -179,15 +194,14 @@ def _kernel(
         floor = lax.cond((top_k > 0) & (top_k < vocab), keep_top_k, lambda floor: floor, floor)
         likely_enough = jnp.maximum(floor, top + jnp.log(min_p_ref[...]) * temperature)
 
-        def attempt(carry: Attempt) -> Attempt:
-            number, beaten, *_ = carry
-            token = draw_from(likely_enough, beaten, number % num_points)
+        def attempt(last: Attempt) -> Attempt:
+            token = draw_from(likely_enough, last.logit, last.next_number % num_points)
             logit = logits_ref[token]
-            is_taken = lax.cond(top_p < 1, is_in_nucleus, lambda logit, _: logit > -jnp.inf, logit, floor)
-            return number + 1, logit, token, is_taken
+            is_taken = lax.cond(top_p < 1, is_in_nucleus, lambda logit, _: logit > -jnp.inf, logit, floor)  # else whoever it is
+            return Attempt(token, logit, is_taken, last.next_number + 1)
 
-        none = (jnp.int32(0), jnp.float32(-jnp.inf), best, jnp.bool_(False))
-        return lax.while_loop(lambda carry: ~carry[3], attempt, none)[2]
+        none = Attempt(best, jnp.float32(-jnp.inf), jnp.bool_(False), jnp.int32(0))
+        return lax.while_loop(lambda last: ~last.is_taken, attempt, none).token
 
     token_ref[...] = lax.cond((temperature > 0) & (jnp.abs(top) < jnp.inf), draw, lambda: best)
     top_ref[...] = top
