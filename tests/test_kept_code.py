@@ -131,7 +131,7 @@ def test_a_program_comes_back_with_the_kernel_it_calls(folder: Path, monkeypatch
     device = jax.devices("cpu")[0]
     rng = np.random.default_rng(0)
     weight, x = rng.standard_normal((64, 80)).astype(jnp.bfloat16), rng.standard_normal((5, 80)).astype(np.float32)
-    monkeypatch.setattr(handler, "_registered", dict[str, object]())  # as in a new process
+    monkeypatch.setattr(handler, "_registered", set[str]())  # as in a new process
     lowered = jax.jit(lambda weight, x: (multiply(weight, None, x) + 1,)).lower(weight, x)
     compiled = lowered.compile()
     keep_program("sum", lowered, compiled)
@@ -145,6 +145,7 @@ def test_a_program_comes_back_with_the_kernel_it_calls(folder: Path, monkeypatch
     handler._registered.clear()
     (folder / "levserve_multiply_bfloat16_80").unlink()
     assert find_program("sum", device) is None, "without its kernel it is of no use"
+    np.testing.assert_array_equal(compiled(weight, x)[0], found(weight, x)[0])  # whoever has it goes on
     assert find_program("another", device) is None
 
 

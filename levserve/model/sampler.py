@@ -2,7 +2,7 @@
 
 Of three modes the host picks the cheapest that serves every row: greedy, plain (temperature, top-k, top-p and min-p) and full
 (everything). Full mode skips at run time what no row asks for, so a CPU gets by with that one program. A row draws the same token in any
-mode that can serve it, next to any neighbours: the draw is an inverse CDF at a number that depends on the request's seed
+mode that can serve it, next to any neighbours: the draw is an inverse CDF at numbers that depend on the request's seed
 and the position alone. The vocabulary is never sorted.
 """
 

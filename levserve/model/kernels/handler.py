@@ -75,7 +75,9 @@ class Kernel:
     own_bytes: Callable[[Call], Value] | None = None
 
 
-_registered: dict[str, Code] = {}
+_registered: set[str] = set()
+_alive: list[Code] = []
+"""As long as the process: XLA forgets no handler, and a thread that was asked to help may come when the call is long over."""
 _registering = Lock()
 """Programs are traced on several threads, and XLA wants to hear of a handler once."""
 
@@ -102,8 +104,9 @@ def recall(name: str) -> bool:
 
 def _introduce(name: str, compiled: bytes) -> None:
     code = Code(compiled)
+    _alive.append(code)
     jax.ffi.register_ffi_target(name, _capsule(code.address("handle")), platform="cpu", api_version=1)
-    _registered[name] = code
+    _registered.add(name)
 
 
 def _compile(kernel: Kernel) -> bytes:
