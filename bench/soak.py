@@ -353,12 +353,12 @@ def print_table(soak: Soak, rows: list[tuple[str, str, bool]]) -> None:
 
 
 @contextmanager
-def started(flags: list[str], faults: str) -> Iterator[str]:
-    """A levserve of our own; gives its URL when it is ready."""
+def started(flags: list[str], faults: str) -> Iterator[tuple[str, threading.Event]]:
+    """A levserve of our own; gives its URL when it is ready, and what tells that all its programs are compiled."""
     command = [sys.executable, "-m", "levserve.cli", "--port", "0", "--max-running", str(ROWS), "--max-waiting", str(WAITING), *flags]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | ({"LEVSERVE_FAULTS": faults} if faults else {}))
     lines: list[str] = []
-    is_ready = threading.Event()
+    is_ready, is_complete = threading.Event(), threading.Event()
 
     def listen() -> None:
         assert process.stderr is not None
@@ -366,8 +366,11 @@ def started(flags: list[str], faults: str) -> Iterator[str]:
             lines.append(line)
             if " ready: " in line:
                 is_ready.set()
+            if "programs are compiled" in line:
+                is_complete.set()
             del lines[:-200]
         is_ready.set()
+        is_complete.set()
 
     listener = threading.Thread(target=listen)
     listener.start()
@@ -376,7 +379,7 @@ def started(flags: list[str], faults: str) -> Iterator[str]:
         found = next((match[1] for match in (re.search(r" ready: .* on (http://\S+);", line) for line in lines) if match), None)
         if found is None:
             raise SystemExit("".join(lines[-5:]) + "soak: levserve did not start")
-        yield found
+        yield found, is_complete
     finally:
         process.send_signal(signal.SIGTERM)
         code = process.wait()
@@ -387,7 +390,7 @@ def started(flags: list[str], faults: str) -> Iterator[str]:
         raise SystemExit("".join(lines[-20:]) + f"soak: levserve ended with {code}")
 
 
-def soak(url: str, minutes: float, concurrency: int, seed: int, faults: str) -> bool:
+def soak(url: str, minutes: float, concurrency: int, seed: int, faults: str, is_complete: threading.Event | None = None) -> bool:
     """Whether everything held."""
     server = Server(url)
     model = json.loads(server.ask("/v1/models"))["data"][0]["id"]
@@ -395,6 +398,8 @@ def soak(url: str, minutes: float, concurrency: int, seed: int, faults: str) -> 
     traffic = Soak(url, model, concurrency=concurrency, seed=seed, chats=chats, may_fail=faults.count("nan"))
     print(f"{concurrency} clients of {model} on {url} for {minutes:g} minutes", flush=True)
     traffic.run(minutes * 60 * WARM_SHARE)
+    if is_complete is not None:
+        is_complete.wait(READY_SECONDS)  # what compiling takes is not what serving leaves behind
     before = server.settle()
     traffic.run(minutes * 60 * (1 - WARM_SHARE))
     rows = judge(traffic, before, server.settle())
@@ -415,8 +420,8 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"{' '.join(flags) or '--faults'}: there is no server to start with --url")
     if options.url:
         return 0 if soak(options.url, options.minutes, options.concurrency, options.seed, "") else 1
-    with started(flags, options.faults) as url:
-        held = soak(url, options.minutes, options.concurrency, options.seed, options.faults)
+    with started(flags, options.faults) as (url, is_complete):
+        held = soak(url, options.minutes, options.concurrency, options.seed, options.faults, is_complete)
     return 0 if held else 1
 
 
