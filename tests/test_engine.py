@@ -155,11 +155,12 @@ def test_prompts_of_which_only_the_next_token_is_wanted_get_it_from_quiet_progra
         wait_until(lambda: running.loaded.runner.programs.is_complete, 240)
         used.clear()
         answers = running.run(*(ask(case["prompt"]) for case in cases))
-        drawn = running.run(*(ask(case["prompt"], temperature=0.7, seed=5, top_p=0.9) for case in cases))
+        drawn = running.run(*(ask(case["prompt"], temperature=0.7, seed=5, top_p=top_p) for case in cases for top_p in (1.0, 0.9)))
         quiet = {shape for shape in used if shape.is_prefill}
         used.clear()
         running.loaded.scheduler.forget_prefixes()
-        told = running.run(*(ask(case["prompt"], temperature=0.7, seed=5, top_p=0.9, num_logprobs=1) for case in cases))
+        both = [(case["prompt"], top_p) for case in cases for top_p in (1.0, 0.9)]
+        told = running.run(*(ask(prompt, temperature=0.7, seed=5, top_p=top_p, num_logprobs=1) for prompt, top_p in both))
     assert [answer.tokens for answer in answers] == [case["greedy"] for case in cases]
     assert [answer.tokens for answer in drawn] == [answer.tokens for answer in told]
     assert quiet and all(shape.is_quiet for shape in quiet)
