@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
@@ -35,6 +36,7 @@ from levserve.engine.stream import TokenStream  # noqa: E402
 from levserve.metrics import Metrics  # noqa: E402
 from levserve.options import parse_settings  # noqa: E402
 from levserve.schedule.request import GenerationRequest, Sampling  # noqa: E402
+from levserve.server import settle  # noqa: E402
 
 COMPLETE = "programs are compiled"
 START_SECONDS = 600
@@ -59,17 +61,20 @@ class Alone(Courier):
         self._options = options
         self._random = random.Random(0)
         self._numbers = count()
+        self._requests: deque[GenerationRequest] = deque()
         self._nobody = TokenStream((), lambda request_id, finish: None)
 
     def run(self, streams: Streams, num_requests: int) -> float:
         """Tokens a second."""
-        self._streams, self._num_left, self._num_tokens = streams, num_requests, 0
+        self._requests = deque(self._request(streams) for _ in range(num_requests))
+        num_tokens = sum(request.max_tokens for request in self._requests)
+        settle()  # as the server does when it is ready
         start = time.perf_counter()
         for _ in range(streams.at_once):
             self._begin()
         while self._lane.has_work:
             self._lane.turn()
-        return self._num_tokens / (time.perf_counter() - start)
+        return num_tokens / (time.perf_counter() - start)
 
     def send(self, news: Sequence[News]) -> None:
         for _, _, batch in news:
@@ -77,16 +82,15 @@ class Alone(Courier):
                 self._begin()
 
     def _begin(self) -> None:
-        if not self._num_left:
-            return
-        self._num_left -= 1
-        prompt_length = spread_length(self._streams.prompt_tokens, self._options.prompt_spread, self._random)
+        if self._requests:
+            self._lane.accept(Submit(self._requests.popleft(), self._nobody, 0, time.monotonic(), ""))
+
+    def _request(self, streams: Streams) -> GenerationRequest:
+        prompt_length = spread_length(streams.prompt_tokens, self._options.prompt_spread, self._random)
         prompt = tuple(self._random.choices(range(300, 2000), k=prompt_length))
-        length = spread_length(self._streams.output_tokens, self._options.output_spread, self._random)
-        self._num_tokens += length
+        length = spread_length(streams.output_tokens, self._options.output_spread, self._random)
         sampling = Sampling(self._options.temperature, seed=self._random.getrandbits(64))
-        request = GenerationRequest(str(next(self._numbers)), prompt, length, sampling)
-        self._lane.accept(Submit(request, self._nobody, 0, time.monotonic(), ""))
+        return GenerationRequest(str(next(self._numbers)), prompt, length, sampling)
 
 
 def main() -> int:
