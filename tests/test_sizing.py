@@ -54,6 +54,13 @@ def test_drafts_are_checked_for_few_rows_and_cost_nothing_where_nobody_asks_for_
     assert plan("--speculate", "7", backend="gpu", free=100 * GIB).verify_sizes == (1, 4, 16, 32)
 
 
+def test_a_gpus_decode_programs_differ_by_few_rows() -> None:
+    machine = Machine("gpu", 100 * GIB, has_kernel=True)
+    assert plan(rows=1, machine=machine).row_sizes == (2,) and plan(rows=20, machine=machine).row_sizes == (8, 16, 20)
+    assert plan(rows=256, machine=machine).row_sizes == (8, 16, 32, 64, 96, 128, 160, 192, 224, 256)
+    assert plan(rows=500, machine=machine).row_sizes[-5:] == (256, 320, 384, 448, 500)
+
+
 def test_one_row_is_decoded_as_two() -> None:
     assert plan(rows=1).row_sizes == (2,)
 
