@@ -259,10 +259,13 @@ def test_a_few_rows_are_split_until_they_fill_the_card(programs: int, steps: int
     assert choose_splits(programs, steps, ONE_QUERY_PROGRAMS) == splits
 
 
-@pytest.mark.parametrize(("size", "few", "crowded"), [(64, 64, 64), (80, 64, 32), (128, 64, 32), (256, 32, 32)])
-def test_a_step_is_shorter_where_more_programs_than_fill_the_card_wait_for_memory(size: int, few: int, crowded: int) -> None:
-    for num_programs, keys in ((ONE_QUERY_PROGRAMS, few), (ONE_QUERY_PROGRAMS + 1, crowded)):
-        assert choose_tiling(1, size, jnp.dtype(jnp.bfloat16), num_programs).keys == keys
+@pytest.mark.parametrize(("size", "dtype", "more"), [(64, jnp.bfloat16, 1), (128, jnp.bfloat16, 1), (256, jnp.bfloat16, 0), (128, cache.FP8, 0)])
+def test_a_row_that_is_not_split_has_more_steps_under_way(size: int, dtype: Any, more: int) -> None:
+    """Where it pays: a long one is then nearly alone for some time."""
+    split, whole = ONE_QUERY_PROGRAMS // 2, ONE_QUERY_PROGRAMS // 2 + 1
+    assert choose_splits(split, 64, ONE_QUERY_PROGRAMS) == 2 and choose_splits(whole, 64, ONE_QUERY_PROGRAMS) == 1
+    few, many = (choose_tiling(1, size, jnp.dtype(dtype), num_programs) for num_programs in (split, whole))
+    assert many == few._replace(num_stages=few.num_stages + more)
 
 
 @pytest.mark.parametrize("chunk", [1, 16])

@@ -47,8 +47,9 @@ class Tiling(NamedTuple):
 
 FEW_QUERIES = {128: Tiling(64, 1, 2), 256: Tiling(64, 2, 2), 512: Tiling(32, 2, 2), 1024: Tiling(16, 2, 2)}
 """For one query of a row and keys of at most so many bytes: then there is nothing but reading."""
-CROWDED = {256: Tiling(32, 2, 2)}
-"""What to take instead where programs wait for others to end: half the memory, so that more are under way."""
+UNSPLIT = {128: Tiling(64, 1, 3), 256: Tiling(64, 2, 3)}
+"""What to take instead where a row has one program for each head. A long row's are the last to end, and then nearly alone: with one
+step more under way they read faster."""
 FEW_QUERIES_OF_FP8 = Tiling(32, 1, 3)
 """The same for keys in fp8 of any size."""
 WIDEN_FP8 = "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }"
@@ -124,7 +125,7 @@ def choose_tiling(queries: int, size: int, dtype: jnp.dtype, num_programs: int) 
     if queries == 1 and dtype == FP8:
         return FEW_QUERIES_OF_FP8
     if queries == 1:
-        by_bytes = FEW_QUERIES | CROWDED if num_programs > ONE_QUERY_PROGRAMS else FEW_QUERIES
+        by_bytes = FEW_QUERIES | UNSPLIT if 2 * num_programs > ONE_QUERY_PROGRAMS else FEW_QUERIES  # see `choose_splits`
         return next(tiling for most, tiling in by_bytes.items() if key_bytes <= most)
     if key_bytes <= 256:
         return Tiling(64, num_warps=4, num_stages=3)
