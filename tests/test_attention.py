@@ -259,7 +259,9 @@ def test_a_few_rows_are_split_until_they_fill_the_card(programs: int, steps: int
     assert choose_splits(programs, steps, ONE_QUERY_PROGRAMS) == splits
 
 
-@pytest.mark.parametrize(("size", "dtype", "more"), [(64, jnp.bfloat16, 1), (128, jnp.bfloat16, 1), (256, jnp.bfloat16, 0), (128, cache.FP8, 0)])
+@pytest.mark.parametrize(
+    ("size", "dtype", "more"), [(64, jnp.bfloat16, 1), (128, jnp.bfloat16, 1), (256, jnp.bfloat16, 0), (128, cache.FP8, 0)]
+)
 def test_a_row_that_is_not_split_has_more_steps_under_way(size: int, dtype: Any, more: int) -> None:
     """Where it pays: a long one is then nearly alone for some time."""
     split, whole = ONE_QUERY_PROGRAMS // 2, ONE_QUERY_PROGRAMS // 2 + 1
