@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import os
 import tempfile
 import threading
 import time
@@ -88,8 +89,13 @@ def live_bytes() -> int:
 
 @functools.cache
 def cache_folder() -> Path:
-    """One folder of compiled programs for all engines of a test run."""
-    return Path(tempfile.mkdtemp(prefix="levserve-test-"))
+    """One folder of compiled programs for all engines of a test run, also if several processes share its files among them."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    if run is None:
+        return Path(tempfile.mkdtemp(prefix="levserve-test-"))
+    folder = Path(tempfile.gettempdir(), f"levserve-test-{run}")
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 @contextmanager
