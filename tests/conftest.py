@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +28,11 @@ QUICK_COMPILE = {"XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_cpu_para
 if version("jaxlib").startswith("0.10."):  # a third of the time; later ones do not know the flag, and end the process that has it
     QUICK_COMPILE["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 os.environ.update(QUICK_COMPILE)
+
+CACHE_VARIABLE = "TESTS_CACHE_FOLDER"
+if CACHE_VARIABLE not in os.environ:  # in the first process of a test run; those that it starts share the folder
+    os.environ[CACHE_VARIABLE] = tempfile.mkdtemp(prefix="levserve-test-")
+    atexit.register(shutil.rmtree, os.environ[CACHE_VARIABLE], ignore_errors=True)
 
 GOLDEN = Path(__file__).parent / "golden"
 FAMILIES = (

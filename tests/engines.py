@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import os
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -23,6 +21,7 @@ from levserve.engine.stream import TokenStream
 from levserve.metrics import Metrics
 from levserve.options import parse_settings
 from levserve.schedule.request import FinishReason, GenerationRequest, PooledHidden, Sampling, TokenLogprob
+from tests.conftest import CACHE_VARIABLE
 
 _numbers = count()
 
@@ -87,15 +86,9 @@ def live_bytes() -> int:
     return sum(array.nbytes for array in jax.live_arrays())
 
 
-@functools.cache
 def cache_folder() -> Path:
-    """One folder of compiled programs for all engines of a test run, also if several processes share its files among them."""
-    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
-    if run is None:
-        return Path(tempfile.mkdtemp(prefix="levserve-test-"))
-    folder = Path(tempfile.gettempdir(), f"levserve-test-{run}")
-    folder.mkdir(exist_ok=True)
-    return folder
+    """One folder of compiled programs for all engines of a test run."""
+    return Path(os.environ[CACHE_VARIABLE])
 
 
 @contextmanager

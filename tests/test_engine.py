@@ -144,7 +144,7 @@ def test_a_prompt_that_would_leave_a_large_program_mostly_empty_takes_small_ones
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral"])
 def test_prompts_of_which_only_the_next_token_is_wanted_get_it_from_quiet_programs(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def as_on_a_gpu(*args: Any, **given: Any) -> Sizes:
-        return replace(in_pieces(*args, **given), row_sizes=(4,), has_all_modes=True)
+        return replace(in_pieces(*args, **given), row_sizes=(4,), chunk_sizes=(32,), has_all_modes=True)
 
     monkeypatch.setattr("levserve.engine.startup.plan_sizes", as_on_a_gpu)
     used: list[Shape] = []
