@@ -25,8 +25,8 @@ os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 # The tiny models of this process take longer to compile than to run; servers that tests start compile as users' do.
 QUICK_COMPILE = {"XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"}
-if version("jaxlib").startswith("0.10."):  # a third of the time; later ones do not know the flag, and end the process that has it
-    QUICK_COMPILE["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
+if version("jaxlib").startswith("0.10."):  # a third of the time; later ones may not know the flags, and end the process that has one
+    QUICK_COMPILE["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false --xla_cpu_prefer_vector_width=128"
 os.environ.update(QUICK_COMPILE)
 
 CACHE_VARIABLE = "TESTS_CACHE_FOLDER"
