@@ -260,13 +260,15 @@ def test_a_few_rows_are_split_until_they_fill_the_card(programs: int, steps: int
 
 
 @pytest.mark.parametrize(
-    ("size", "dtype", "more"), [(64, jnp.bfloat16, 1), (128, jnp.bfloat16, 1), (256, jnp.bfloat16, 0), (128, cache.FP8, 0)]
+    ("size", "dtype", "keys", "more"),
+    [(64, jnp.bfloat16, 64, 1), (80, jnp.bfloat16, 64, 1), (128, jnp.bfloat16, 64, 1), (256, jnp.bfloat16, 32, 0), (128, cache.FP8, 32, 0)],
 )
-def test_a_row_that_is_not_split_has_more_steps_under_way(size: int, dtype: Any, more: int) -> None:
+def test_a_row_that_is_not_split_has_more_steps_under_way(size: int, dtype: Any, keys: int, more: int) -> None:
     """Where it pays: a long one is then nearly alone for some time."""
     split, whole = ONE_QUERY_PROGRAMS // 2, ONE_QUERY_PROGRAMS // 2 + 1
     assert choose_splits(split, 64, ONE_QUERY_PROGRAMS) == 2 and choose_splits(whole, 64, ONE_QUERY_PROGRAMS) == 1
     few, many = (choose_tiling(1, size, jnp.dtype(dtype), num_programs) for num_programs in (split, whole))
+    assert few.keys == keys
     assert many == few._replace(num_stages=few.num_stages + more)
 
 
