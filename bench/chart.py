@@ -19,7 +19,11 @@ THEIRS = ("#8c8c8c", "#b0a18f", "#c9c9c9", "#a9b7a0")
 
 def draw_comparison(document: Mapping[str, Any], path: Path) -> None:
     """A panel for each metric, a bar for each contestant, a whisker from the lowest to the highest repetition."""
-    metrics = {key: metric for key, metric in document["metrics"].items() if any(key in of for of in document["medians"].values())}
+    metrics = {
+        key: metric
+        for key, metric in document["metrics"].items()
+        if any(key in of for of in document["medians"].values())
+    }
     names, columns = list(document["medians"]), 4
     rows = -(-len(metrics) // columns)
     size = (3.6 * columns, rows * (0.8 + 0.34 * len(names)))
@@ -31,16 +35,29 @@ def draw_comparison(document: Mapping[str, Any], path: Path) -> None:
                 continue
             median = document["medians"][name][key]
             error = [[median - min(values)], [max(values) - median]]
-            panel.barh(place, median, color=_color(name, names), xerr=error, error_kw={"ecolor": "#333333", "elinewidth": 1})
+            panel.barh(
+                place,
+                median,
+                color=_color(name, names),
+                xerr=error,
+                error_kw={"ecolor": "#333333", "elinewidth": 1},
+            )
             color = "white" if name.startswith("levserve") else "black"
-            panel.text(0, place, f" {median:{',.0f' if median >= 100 else '.3g'}}", va="center", fontsize=8, color=color)
+            panel.text(
+                0,
+                place,
+                f" {median:{',.0f' if median >= 100 else '.3g'}}",
+                va="center",
+                fontsize=8,
+                color=color,
+            )
         better = "more is better" if metric["more_is_better"] else "less is better"
         panel.set_title(f"{metric['title']}\n{metric['unit']}, {better}".replace("\n, ", "\n"), fontsize=9)
         panel.set_yticks(range(len(names)), names, fontsize=8)
         panel.invert_yaxis()
         panel.tick_params(axis="x", labelsize=7)
         panel.spines[["top", "right"]].set_visible(False)
-    for panel in list(panels.flat)[len(metrics):]:
+    for panel in list(panels.flat)[len(metrics) :]:
         panel.set_visible(False)
     figure.suptitle(f"{_where(document)}, medians of {document['repetitions']}", fontsize=10)
     figure.savefig(path, dpi=130)
@@ -50,15 +67,21 @@ def draw_comparison(document: Mapping[str, Any], path: Path) -> None:
 def draw_growth(document: Mapping[str, Any], path: Path) -> None:
     """Cost against context above, against concurrency below."""
     figure, panels = plt.subplots(2, 2, figsize=(9, 6.4), layout="constrained")
-    asked = (("ttft_at_context", "time to first token, ms", "tokens in the prompt"),
-             ("inter_token_at_context", "ms between tokens, one stream", "tokens in the prompt"),
-             ("tokens_per_second_at_streams", "output tokens a second, all streams", "streams at a time"),
-             ("inter_token_at_streams", "ms between tokens of a stream", "streams at a time"))
+    asked = (
+        ("ttft_at_context", "time to first token, ms", "tokens in the prompt"),
+        ("inter_token_at_context", "ms between tokens, one stream", "tokens in the prompt"),
+        ("tokens_per_second_at_streams", "output tokens a second, all streams", "streams at a time"),
+        ("inter_token_at_streams", "ms between tokens of a stream", "streams at a time"),
+    )
     names = list(document["medians"])
     for panel, (prefix, title, label) in zip(panels.flat, asked):
         ticks: set[int] = set()
         for name, medians in document["medians"].items():
-            points = sorted((int(key.rpartition("_")[2]), value) for key, value in medians.items() if key.startswith(prefix))
+            points = sorted(
+                (int(key.rpartition("_")[2]), value)
+                for key, value in medians.items()
+                if key.startswith(prefix)
+            )
             panel.plot(*zip(*points), marker="o", color=_color(name, names), label=name) if points else None
             ticks |= {at for at, _ in points}
         panel.set_xscale("log", base=2)

@@ -63,7 +63,10 @@ class Metric:
 def metrics_of(streams: Sequence[int]) -> dict[str, Metric]:
     """What there is to tell, in the table's order."""
     return {
-        **{f"tokens_per_second_{count}": Metric(f"{count} stream{'s' * (count > 1)}", "tok/s", True) for count in streams},
+        **{
+            f"tokens_per_second_{count}": Metric(f"{count} stream{'s' * (count > 1)}", "tok/s", True)
+            for count in streams
+        },
         "inter_token": Metric("between tokens, 1 stream", "ms"),
         "ttft_short": Metric(f"TTFT, {PROMPT} tokens", "ms"),
         "ttft_long": Metric(f"TTFT, {LONG_PROMPT} tokens", "ms"),
@@ -88,11 +91,16 @@ def figures(done: load.Load, settings: load.Settings) -> dict[str, Any]:
 
 
 def measure_streams(server: Server, count: int, seed: str) -> dict[str, float]:
-    done = server.ask(seed, requests=max(count, 4), concurrency=count, prompt_tokens=PROMPT, output_tokens=OUTPUT)
+    done = server.ask(
+        seed, requests=max(count, 4), concurrency=count, prompt_tokens=PROMPT, output_tokens=OUTPUT
+    )
     summary = figures(done, server.settings)
     values = {f"tokens_per_second_{count}": summary["output_tokens_per_second"]}
     if count == 1:
-        values |= {"inter_token": summary["latency_ms"]["inter-token"]["p50"], "ttft_short": summary["latency_ms"]["TTFT"]["p50"]}
+        values |= {
+            "inter_token": summary["latency_ms"]["inter-token"]["p50"],
+            "ttft_short": summary["latency_ms"]["TTFT"]["p50"],
+        }
     return values
 
 
@@ -103,7 +111,14 @@ def measure_long(server: Server, seed: str) -> dict[str, float]:
 
 def measure_prefix(server: Server, seed: str) -> dict[str, float]:
     """The first of them computes the prefix, and does not count."""
-    done = server.ask(seed, requests=4, concurrency=1, prompt_tokens=LONG_PROMPT + OWN_WORDS, shared_prefix=LONG_PROMPT, output_tokens=2)
+    done = server.ask(
+        seed,
+        requests=4,
+        concurrency=1,
+        prompt_tokens=LONG_PROMPT + OWN_WORDS,
+        shared_prefix=LONG_PROMPT,
+        output_tokens=2,
+    )
     figures(done, server.settings)
     return {"ttft_prefix": statistics.median(1e3 * row.ttft_seconds for row in done.rows if row.index > 0)}
 
@@ -126,8 +141,12 @@ def loads_of(streams: Sequence[int]) -> dict[str, Callable[[Server, str], dict[s
     def at(count: int) -> Callable[[Server, str], dict[str, float]]:
         return lambda server, seed: measure_streams(server, count, seed)
 
-    return {**{f"{count} streams": at(count) for count in streams}, "a long prompt": measure_long, "a known prefix": measure_prefix,
-            "long prompts among streams": measure_busy}
+    return {
+        **{f"{count} streams": at(count) for count in streams},
+        "a long prompt": measure_long,
+        "a known prefix": measure_prefix,
+        "long prompts among streams": measure_busy,
+    }
 
 
 class Progress:
@@ -137,7 +156,9 @@ class Progress:
         self._total, self._done, self._began = total, 0, time.monotonic()
 
     def step(self, text: str) -> None:
-        left = (time.monotonic() - self._began) / self._done * (self._total - self._done) if self._done else 0.0
+        left = (
+            (time.monotonic() - self._began) / self._done * (self._total - self._done) if self._done else 0.0
+        )
         about = f", about {left / 60:.0f} min left" if left else ""
         print(f"[{self._done + 1}/{self._total}{about}] {text}", file=sys.stderr, flush=True)
         self._done += 1
@@ -154,7 +175,10 @@ class Comparison:
     notes: list[str]
 
     def medians(self) -> dict[str, dict[str, float]]:
-        return {name: {metric: statistics.median(values) for metric, values in of.items() if values} for name, of in self.values.items()}
+        return {
+            name: {metric: statistics.median(values) for metric, values in of.items() if values}
+            for name, of in self.values.items()
+        }
 
 
 def ratio(metric: Metric, ours: float, theirs: float) -> float:
@@ -162,16 +186,24 @@ def ratio(metric: Metric, ours: float, theirs: float) -> float:
     return ours / theirs if metric.more_is_better else theirs / ours
 
 
-def ratios(metrics: Mapping[str, Metric], medians: Mapping[str, Mapping[str, float]], ours: Sequence[str]) -> dict[str, dict[str, Any]]:
+def ratios(
+    metrics: Mapping[str, Metric], medians: Mapping[str, Mapping[str, float]], ours: Sequence[str]
+) -> dict[str, dict[str, Any]]:
     """By metric and contestant of ours: its ratio to each peer, and to the best of them, with its name."""
     result: dict[str, dict[str, Any]] = {}
     for key, metric in metrics.items():
-        theirs = {name: values[key] for name, values in medians.items() if name not in ours and values.get(key)}
+        theirs = {
+            name: values[key] for name, values in medians.items() if name not in ours and values.get(key)
+        }
         for name in ours:
             if value := medians.get(name, {}).get(key):
                 each = {peer: ratio(metric, value, peer_value) for peer, peer_value in theirs.items()}
                 best = min(each, key=each.__getitem__, default=None)
-                result.setdefault(key, {})[name] = {"each": each, "best_peer": best, "best": each[best] if best else None}
+                result.setdefault(key, {})[name] = {
+                    "each": each,
+                    "best_peer": best,
+                    "best": each[best] if best else None,
+                }
     return result
 
 
@@ -180,7 +212,9 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
-def make_table(metrics: Mapping[str, Metric], medians: Mapping[str, Mapping[str, float]], ours: Sequence[str]) -> str:
+def make_table(
+    metrics: Mapping[str, Metric], medians: Mapping[str, Mapping[str, float]], ours: Sequence[str]
+) -> str:
     """Markdown: a line for each metric and contestant of ours; beside each ratio, what the peer has."""
     peers = [name for name in medians if name not in ours]
     compared = ratios(metrics, medians, ours)
@@ -190,11 +224,18 @@ def make_table(metrics: Mapping[str, Metric], medians: Mapping[str, Mapping[str,
         title = f"{metric.title}, {metric.unit}" if metric.unit else metric.title
         for name, found in compared.get(key, {}).items():
             best = f"**{number(found['best'])}** {found['best_peer']}" if found["best_peer"] else "-"
-            each = {peer: f"{number(times)} ({number(medians[peer][key])})" for peer, times in found["each"].items()}
-            lines.append([title, name, number(medians[name][key]), best, *(each.get(peer, "-") for peer in peers)])
+            each = {
+                peer: f"{number(times)} ({number(medians[peer][key])})"
+                for peer, times in found["each"].items()
+            }
+            lines.append(
+                [title, name, number(medians[name][key]), best, *(each.get(peer, "-") for peer in peers)]
+            )
             title = ""
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    return "\n".join("| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths)) + " |" for line in lines)
+    return "\n".join(
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths)) + " |" for line in lines
+    )
 
 
 def choose(names: Sequence[str] | None, setup: Setup) -> tuple[list[tuple[Contestant, Found]], list[str]]:
@@ -212,7 +253,9 @@ def choose(names: Sequence[str] | None, setup: Setup) -> tuple[list[tuple[Contes
     return chosen, skipped
 
 
-def compare(chosen: Sequence[tuple[Contestant, Found]], setup: Setup, options: argparse.Namespace, result: Comparison) -> None:
+def compare(
+    chosen: Sequence[tuple[Contestant, Found]], setup: Setup, options: argparse.Namespace, result: Comparison
+) -> None:
     """Fills `result` as it goes, so that what is there when it is interrupted can be told."""
     loads = loads_of(options.streams)
     progress = Progress(len(chosen) * options.repetitions * (1 + len(loads)))
@@ -232,7 +275,9 @@ def compare(chosen: Sequence[tuple[Contestant, Found]], setup: Setup, options: a
                     warm_up(server, options.streams)
                     for title, measure in loads.items():
                         progress.step(f"{name}, repetition {repetition + 1}: {title}")
-                        for metric, value in attempt(lambda: measure(server, f"{title} {repetition}"), f"{name}, {title}", result).items():
+                        for metric, value in attempt(
+                            lambda: measure(server, f"{title} {repetition}"), f"{name}, {title}", result
+                        ).items():
                             values.setdefault(metric, []).append(value)
             except CannotStart as error:
                 out.add(name)
@@ -255,62 +300,143 @@ def attempt(measure: Callable[[], dict[str, float]], what: str, result: Comparis
         return {}
 
 
-def grow(chosen: Sequence[tuple[Contestant, Found]], setup: Setup, options: argparse.Namespace, result: Comparison) -> None:
+def grow(
+    chosen: Sequence[tuple[Contestant, Found]], setup: Setup, options: argparse.Namespace, result: Comparison
+) -> None:
     """levserve alone: one stream after ever longer prompts, and ever more streams; one server a contestant."""
-    contexts, concurrencies = (CONTEXTS[:2], CONCURRENCIES[:3]) if options.quick else (CONTEXTS, CONCURRENCIES)
+    contexts, concurrencies = (
+        (CONTEXTS[:2], CONCURRENCIES[:3]) if options.quick else (CONTEXTS, CONCURRENCIES)
+    )
     progress = Progress(len(chosen) * (1 + len(contexts) + len(concurrencies)))
     for contestant, found in chosen:
         name = contestant.name
         progress.step(f"{name}: starting")
         values = result.values.setdefault(name, {})
         try:
-            with running(contestant, found, setup, options.out / f"{name.replace(' ', '-')}.log", options.start_timeout) as server:
+            with running(
+                contestant, found, setup, options.out / f"{name.replace(' ', '-')}.log", options.start_timeout
+            ) as server:
                 warm_up(server, [max(concurrencies)])
                 for context in contexts:
                     progress.step(f"{name}: {context} tokens of context")
-                    given = dict(requests=options.repetitions, concurrency=1, prompt_tokens=context, output_tokens=32)
-                    for metric, value in attempt(lambda: grown(server, given), f"{name}, {context} tokens", result).items():
+                    given = dict(
+                        requests=options.repetitions, concurrency=1, prompt_tokens=context, output_tokens=32
+                    )
+                    for metric, value in attempt(
+                        lambda: grown(server, given), f"{name}, {context} tokens", result
+                    ).items():
                         values[f"{metric}_at_context_{context}"] = [value]
                 for count in concurrencies:
                     progress.step(f"{name}: {count} streams")
-                    given = dict(requests=max(count, 4), concurrency=count, prompt_tokens=PROMPT, output_tokens=OUTPUT)
-                    for metric, value in attempt(lambda: grown(server, given), f"{name}, {count} streams", result).items():
+                    given = dict(
+                        requests=max(count, 4), concurrency=count, prompt_tokens=PROMPT, output_tokens=OUTPUT
+                    )
+                    for metric, value in attempt(
+                        lambda: grown(server, given), f"{name}, {count} streams", result
+                    ).items():
                         values[f"{metric}_at_streams_{count}"] = [value]
         except CannotStart as error:
             result.notes.append(f"failed: {name} {error}")
 
 
 def grown(server: Server, given: Mapping[str, Any]) -> dict[str, float]:
-    summary = figures(server.ask(f"grow {given['prompt_tokens']} {given['concurrency']}", **given), server.settings)
+    summary = figures(
+        server.ask(f"grow {given['prompt_tokens']} {given['concurrency']}", **given), server.settings
+    )
     latency = summary["latency_ms"]
     speed = summary["output_tokens_per_second"]
-    return {"ttft": latency["TTFT"]["p50"], "inter_token": latency["inter-token"]["p50"], "tokens_per_second": speed}
+    return {
+        "ttft": latency["TTFT"]["p50"],
+        "inter_token": latency["inter-token"]["p50"],
+        "tokens_per_second": speed,
+    }
 
 
 def describe_machine() -> dict[str, Any]:
     told = subprocess.run(["lscpu"], capture_output=True, text=True).stdout if shutil.which("lscpu") else ""
     names = [line.partition(":")[2].strip() for line in told.splitlines() if line.startswith("Model name:")]
-    return {"cpu": names[0] if names else platform.machine(), "cores": len(os.sched_getaffinity(0)), "platform": platform.platform(),
-            "python": platform.python_version(), "load_average_before": os.getloadavg()[0]}
+    return {
+        "cpu": names[0] if names else platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "load_average_before": os.getloadavg()[0],
+    }
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="compare.py", description=(__doc__ or "").partition("\n")[0], epilog=EPILOG,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="compare.py",
+        description=(__doc__ or "").partition("\n")[0],
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     names = [contestant.name for contestant in CONTESTANTS]
-    parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help="contestants to measure: " + ", ".join(names))
-    parser.add_argument("--repetitions", type=int, default=3, metavar="N", help="starts of each contestant (default: 3)")
-    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32], metavar="N", help="streams at a time (default: 1 8 32)")
-    parser.add_argument("--quick", action="store_true", help="one repetition of 1 and 4 streams: to see that it works, not to publish")
-    parser.add_argument("--growth", action="store_true", help="levserve alone: cost against context and against concurrency, as a plot")
-    parser.add_argument("--model", type=Path, metavar="FILE", help="GGUF file for levserve and llama.cpp (default: the bundled model)")
-    parser.add_argument("--q4-0", type=Path, metavar="FILE", help="the same model in Q4_0, llama.cpp's fastest format, for one more peer")
-    parser.add_argument("--hf-folder", type=Path, metavar="DIR", help="the same model as a Hugging Face folder, for vLLM and transformers")
-    parser.add_argument("--python", action="append", default=[], metavar="NAME=PATH", help="interpreter that a peer is installed for")
-    parser.add_argument("--llama-server", metavar="PATH", help="the llama-server program (default: the one on PATH)")
-    parser.add_argument("--levserve-flags", default="", metavar="FLAGS", help="more flags for levserve, as one text")
-    parser.add_argument("--start-timeout", type=float, default=600, metavar="S", help="seconds a server may take to its first answer")
-    parser.add_argument("--out", type=Path, default=Path("bench-results"), metavar="DIR", help="for JSON, chart and logs")
+    parser.add_argument(
+        "--only", nargs="+", choices=names, metavar="NAME", help="contestants to measure: " + ", ".join(names)
+    )
+    parser.add_argument(
+        "--repetitions", type=int, default=3, metavar="N", help="starts of each contestant (default: 3)"
+    )
+    parser.add_argument(
+        "--streams",
+        type=int,
+        nargs="+",
+        default=[1, 8, 32],
+        metavar="N",
+        help="streams at a time (default: 1 8 32)",
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="one repetition of 1 and 4 streams: to see that it works, not to publish",
+    )
+    parser.add_argument(
+        "--growth",
+        action="store_true",
+        help="levserve alone: cost against context and against concurrency, as a plot",
+    )
+    parser.add_argument(
+        "--model",
+        type=Path,
+        metavar="FILE",
+        help="GGUF file for levserve and llama.cpp (default: the bundled model)",
+    )
+    parser.add_argument(
+        "--q4-0",
+        type=Path,
+        metavar="FILE",
+        help="the same model in Q4_0, llama.cpp's fastest format, for one more peer",
+    )
+    parser.add_argument(
+        "--hf-folder",
+        type=Path,
+        metavar="DIR",
+        help="the same model as a Hugging Face folder, for vLLM and transformers",
+    )
+    parser.add_argument(
+        "--python",
+        action="append",
+        default=[],
+        metavar="NAME=PATH",
+        help="interpreter that a peer is installed for",
+    )
+    parser.add_argument(
+        "--llama-server", metavar="PATH", help="the llama-server program (default: the one on PATH)"
+    )
+    parser.add_argument(
+        "--levserve-flags", default="", metavar="FLAGS", help="more flags for levserve, as one text"
+    )
+    parser.add_argument(
+        "--start-timeout",
+        type=float,
+        default=600,
+        metavar="S",
+        help="seconds a server may take to its first answer",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("bench-results"), metavar="DIR", help="for JSON, chart and logs"
+    )
     options = parser.parse_args(argv)
     if options.quick:
         options.repetitions, options.streams = 1, [1, 4]
@@ -319,7 +445,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     for given in options.python:
         if given.partition("=")[0] not in names or not given.partition("=")[2]:
             parser.error(f"--python {given}: write NAME=PATH, NAME one of {', '.join(names)}")
-    for flag, path in (("--model", options.model), ("--q4-0", options.q4_0), ("--hf-folder", options.hf_folder)):
+    for flag, path in (
+        ("--model", options.model),
+        ("--q4-0", options.q4_0),
+        ("--hf-folder", options.hf_folder),
+    ):
         if path and not path.exists():
             parser.error(f"{flag} {path}: no such file or folder")
     return options
@@ -332,16 +462,26 @@ def make_setup(options: argparse.Namespace) -> Setup:
     streams = max(CONCURRENCIES) if options.growth else max(options.streams)
     flags = shlex.split(options.levserve_flags)
     threads = len(os.sched_getaffinity(0))
-    return Setup(options.model or find_bundled(), options.hf_folder, options.q4_0, streams, threads, tuple(flags), pythons)
+    return Setup(
+        options.model or find_bundled(),
+        options.hf_folder,
+        options.q4_0,
+        streams,
+        threads,
+        tuple(flags),
+        pythons,
+    )
 
 
 def find_bundled() -> Path:
     """The model levserve serves by default, fetched if need be."""
     sys.path.insert(0, str(Path(__file__).parent.parent))
-    from levserve.options import parse_settings
+    from levserve.settings.parse import parse_settings
     from levserve.weights import bundled
 
-    return bundled.find_bundled(parse_settings([], {}).cache_path, lambda progress: print(progress, file=sys.stderr))
+    return bundled.find_bundled(
+        parse_settings([], {}).cache_path, lambda progress: print(progress, file=sys.stderr)
+    )
 
 
 class Ended(BaseException):
@@ -355,6 +495,7 @@ class Ended(BaseException):
 @contextlib.contextmanager
 def ended_by_signals() -> Iterator[None]:
     """SIGTERM and SIGHUP unwind as Ctrl-C does, so that servers are stopped."""
+
     def leave(number: int, _: object) -> None:
         raise Ended(number)
 
@@ -371,7 +512,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     setup, machine = make_setup(options), describe_machine()
     ours = [contestant.name for contestant in CONTESTANTS if contestant.is_ours]
-    chosen, skipped = choose([name for name in options.only or ours if name in ours] if options.growth else options.only, setup)
+    chosen, skipped = choose(
+        [name for name in options.only or ours if name in ours] if options.growth else options.only, setup
+    )
     print("\n".join(skipped), file=sys.stderr)
     result = Comparison({}, list(skipped))
     code = 0
@@ -389,19 +532,31 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def report(
-    options: argparse.Namespace, setup: Setup, machine: Mapping[str, Any], chosen: Sequence[tuple[Contestant, Found]], result: Comparison,
+    options: argparse.Namespace,
+    setup: Setup,
+    machine: Mapping[str, Any],
+    chosen: Sequence[tuple[Contestant, Found]],
+    result: Comparison,
     ours: Sequence[str],
 ) -> None:
     metrics, medians = metrics_of(options.streams), result.medians()
     name = "growth" if options.growth else "compare"
     document = {
-        "machine": machine, "model": setup.gguf.name, "repetitions": options.repetitions, "ended": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "versions": {contestant.name: found.version for contestant, found in chosen}, "notes": result.notes,
-        "metrics": {key: asdict(metric) for key, metric in metrics.items()}, "medians": medians, "values": result.values,
+        "machine": machine,
+        "model": setup.gguf.name,
+        "repetitions": options.repetitions,
+        "ended": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "versions": {contestant.name: found.version for contestant, found in chosen},
+        "notes": result.notes,
+        "metrics": {key: asdict(metric) for key, metric in metrics.items()},
+        "medians": medians,
+        "values": result.values,
         "ratios": {} if options.growth else ratios(metrics, medians, ours),
     }
     (options.out / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
-    print(f"{machine['cpu']}, {machine['cores']} cores; {setup.gguf.name}; medians of {options.repetitions}\n")
+    print(
+        f"{machine['cpu']}, {machine['cores']} cores; {setup.gguf.name}; medians of {options.repetitions}\n"
+    )
     if options.growth:
         print(json.dumps(medians, indent=1))
     else:

@@ -25,17 +25,17 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 
-from levserve.engine.programs import Shape  # noqa: E402
-from levserve.engine.runner import Runner  # noqa: E402
-from levserve.engine.sizing import PIECE_TOKENS, Sizes, cpu_features  # noqa: E402
-from levserve.metrics import Metrics  # noqa: E402
+from levserve.device.programs import Shape  # noqa: E402
+from levserve.device.runner import Runner  # noqa: E402
+from levserve.device.sizing import PIECE_TOKENS, Sizes, cpu_features  # noqa: E402
 from levserve.model import cache  # noqa: E402
 from levserve.model.attention import Kernel, choose_kernel  # noqa: E402
 from levserve.model.config import ModelConfig, parameter_shapes  # noqa: E402
 from levserve.model.decoder import Decoder  # noqa: E402
-from levserve.model.packing import OFFSET, is_packable  # noqa: E402
-from levserve.model.quantize import NARROW, Narrowing, choose_narrowing, is_quantized  # noqa: E402
+from levserve.model.int8_packing import OFFSET, is_packable  # noqa: E402
+from levserve.model.quantize import NARROW, Quantization, choose_quantization, is_quantized  # noqa: E402
 from levserve.model.sampler import Mode  # noqa: E402
+from levserve.observe.metrics import Metrics  # noqa: E402
 from levserve.schedule.request import GenerationRequest, Sampling  # noqa: E402
 from levserve.schedule.sequence import Chunk, RoundPlan, Row, Sequence  # noqa: E402
 
@@ -57,7 +57,9 @@ def main() -> None:
     device = jax.devices()[0]
     bandwidth = measure_bandwidth()
     kind = f"{dtype.name if options.quantize == 'none' else options.quantize}, KV {cache.kv_dtype(options.kv_dtype, dtype)}"
-    factors = jnp.dtype(jnp.float32) if device.platform == "cpu" else dtype  # few CPUs multiply anything else as fast
+    factors = (
+        jnp.dtype(jnp.float32) if device.platform == "cpu" else dtype
+    )  # few CPUs multiply anything else as fast
     print(
         f"{options.shape} in {kind}, on {device.device_kind}, jax {jax.__version__}; "
         f"memory reads {bandwidth / 1e9:.1f} GB/s, products of {factors} make {measure_products(factors) / 1e9:.0f} GFLOP/s"
@@ -68,7 +70,10 @@ def main() -> None:
         step_seconds = measure_decode(runner, sizes, rows, options)
         kv_bytes = rows * options.context * sizes.page_bytes // PAGE_SIZE
         floor = (weight_bytes + kv_bytes) / bandwidth
-        flops = rows * (2 * (num_weights(config) + num_head_weights(config)) + num_attention_flops(config, options.context))
+        flops = rows * (
+            2 * (num_weights(config) + num_head_weights(config))
+            + num_attention_flops(config, options.context)
+        )
         print(
             f"decode  rows {rows:4d}  context {options.context:5d}  {step_seconds * 1e3:8.2f} ms/step  {rows / step_seconds:9.0f} tok/s  "
             f"floor {floor * 1e3:7.2f} ms  {floor / step_seconds:5.0%} of it  {(weight_bytes + kv_bytes) / step_seconds / 1e9:7.1f} GB/s  "
@@ -78,7 +83,9 @@ def main() -> None:
     for size in options.chunks:
         seconds = measure_prefill(runner, sizes, size, options)
         total = size * options.prompts
-        flops = total * (2 * num_weights(config) + num_attention_flops(config, size / 2)) + 2 * options.prompts * num_head_weights(config)
+        flops = total * (
+            2 * num_weights(config) + num_attention_flops(config, size / 2)
+        ) + 2 * options.prompts * num_head_weights(config)
         print(
             f"prefill {options.prompts:3d} x {size:5d} tokens  {seconds * 1e3:8.2f} ms  {total / seconds:9.0f} tok/s  "
             f"{flops / seconds / 1e9:8.0f} GFLOP/s",
@@ -88,7 +95,11 @@ def main() -> None:
 
 def num_weights(config: ModelConfig) -> int:
     """In the matrices of all layers, each of which a token meets once."""
-    return sum(math.prod(shape) for name, shape in parameter_shapes(config).items() if len(shape) == 2 and name not in ("embed", "head"))
+    return sum(
+        math.prod(shape)
+        for name, shape in parameter_shapes(config).items()
+        if len(shape) == 2 and name not in ("embed", "head")
+    )
 
 
 def num_head_weights(config: ModelConfig) -> int:
@@ -100,11 +111,17 @@ def num_attention_flops(config: ModelConfig, context: float) -> float:
     return 4 * context * config.num_layers * config.num_heads * config.head_dim
 
 
-def build(config: ModelConfig, dtype: jnp.dtype, platform: str, options: argparse.Namespace) -> tuple[Runner, Sizes]:
+def build(
+    config: ModelConfig, dtype: jnp.dtype, platform: str, options: argparse.Namespace
+) -> tuple[Runner, Sizes]:
     narrow = NARROW.get(options.quantize)
-    kernel = Kernel(options.kernel) if options.kernel else choose_kernel(platform, config, cpu_features(), narrow)[0]
-    narrowing = choose_narrowing(narrow, platform, dtype, kernel)
-    arrays = random_arrays(config, dtype, narrowing)
+    kernel = (
+        Kernel(options.kernel)
+        if options.kernel
+        else choose_kernel(platform, config, cpu_features(), narrow)[0]
+    )
+    quantization = choose_quantization(narrow, platform, dtype, kernel)
+    arrays = random_arrays(config, dtype, quantization)
     storage = cache.storage_dtype(cache.kv_dtype(options.kv_dtype, dtype), platform)
     chunk_sizes = {size * (options.prompts if kernel is Kernel.TRITON else 1) for size in options.chunks}
     longest = max([options.context + options.steps, *options.chunks])
@@ -122,25 +139,27 @@ def build(config: ModelConfig, dtype: jnp.dtype, platform: str, options: argpars
         round_steps=options.steps,
         piece_tokens=PIECE_TOKENS if kernel is Kernel.TRITON else None,
     )
-    model = Decoder.from_arrays(config, arrays, kernel=kernel, narrowing=narrowing)
+    model = Decoder.from_arrays(config, arrays, kernel=kernel, quantization=quantization)
     return Runner(model, sizes, storage, Metrics()), sizes
 
 
-def random_arrays(config: ModelConfig, dtype: jnp.dtype, narrowing: Narrowing | None) -> dict[str, jax.Array]:
+def random_arrays(
+    config: ModelConfig, dtype: jnp.dtype, quantization: Quantization | None
+) -> dict[str, jax.Array]:
     """What a checkpoint would be loaded as, made on the device in the type it is kept in."""
     shapes = parameter_shapes(config)
-    if narrowing is not None and config.tied_head:
+    if quantization is not None and config.tied_head:
         shapes["head"] = shapes["embed"]
     arrays = {}
     for number, (name, shape) in enumerate(shapes.items()):
         key = jax.random.key(number)
         if len(shape) == 1:
             arrays[name] = jnp.ones(shape, jnp.float32)
-        elif narrowing is None or not is_quantized(name):
+        elif quantization is None or not is_quantized(name):
             arrays[name] = random_matrix(key, shape, dtype, 0.02)
         else:
-            is_packed = narrowing.is_packed and is_packable(*shape)
-            arrays[name] = random_matrix(key, shape, narrowing.kept, NARROW_SPREAD)
+            is_packed = quantization.is_packed and is_packable(*shape)
+            arrays[name] = random_matrix(key, shape, quantization.kept, NARROW_SPREAD)
             arrays[name] = arrays[name].view(jnp.uint8) ^ OFFSET if is_packed else arrays[name]
             arrays[f"{name}_scale"] = jnp.full(shape[0], 0.02 / NARROW_SPREAD, jnp.float32)
     return arrays
@@ -156,7 +175,9 @@ def measure_decode(runner: Runner, sizes: Sizes, rows: int, options: argparse.Na
     """Seconds of one decode step: rounds dispatched one ahead of the read, as the server does, over the same positions again."""
     runner.programs.compile_only([Shape(max(2, rows), Mode(options.mode))])
     pages_each = sizes.table_width
-    sampling = Sampling(temperature=0.0 if options.mode == "greedy" else 1.0, top_k=options.top_k, top_p=options.top_p)
+    sampling = Sampling(
+        temperature=0.0 if options.mode == "greedy" else 1.0, top_k=options.top_k, top_p=options.top_p
+    )
     sequences = [
         Sequence(
             GenerationRequest(str(row), (1,) * options.context, sizes.max_seq_len, sampling),
@@ -168,27 +189,37 @@ def measure_decode(runner: Runner, sizes: Sizes, rows: int, options: argparse.Na
         for row in range(rows)
     ]
     seconds: list[float] = []
-    flight, start = None, time.perf_counter()
+    in_flight, start = None, time.perf_counter()
     position = options.context - options.steps // 2
     planned = tuple(Row(sequence, sequence.slot or 0, position, options.steps) for sequence in sequences)
     for number in range(options.repeats + 3):
-        before, flight = flight, runner.dispatch(RoundPlan((), planned, tuple(sequences) if number == 0 else (), ()))
+        before, in_flight = (
+            in_flight,
+            runner.dispatch(RoundPlan((), planned, tuple(sequences) if number == 0 else (), ())),
+        )
         if before is not None:
             runner.read(before)
             seconds.append(time.perf_counter() - start)
             start = time.perf_counter()
-    assert flight is not None
-    runner.read(flight)
+    assert in_flight is not None
+    runner.read(in_flight)
     return statistics.median(seconds[2:]) / int(options.steps)
 
 
 def measure_prefill(runner: Runner, sizes: Sizes, size: int, options: argparse.Namespace) -> float:
     """Seconds until the first tokens of so many prompts of `size` tokens, submitted together."""
-    is_quiet = sizes.piece_tokens is not None  # as on a GPU
-    runner.programs.compile_only([Shape(size * options.prompts if is_quiet else size, is_quiet=is_quiet)])
+    is_sample_only = sizes.piece_tokens is not None  # as on a GPU
+    runner.programs.compile_only(
+        [Shape(size * options.prompts if is_sample_only else size, is_sample_only=is_sample_only)]
+    )
     pages = -(-size // PAGE_SIZE)
     sequences = [
-        Sequence(GenerationRequest(str(n), (1,) * size, 1), [1] * size, slot=n, pages=list(range(n * pages, (n + 1) * pages)))
+        Sequence(
+            GenerationRequest(str(n), (1,) * size, 1),
+            [1] * size,
+            slot=n,
+            pages=list(range(n * pages, (n + 1) * pages)),
+        )
         for n in range(options.prompts)
     ]
     chunks = tuple(Chunk(sequence, sequence.slot or 0, 0, size, is_last=True) for sequence in sequences)
@@ -212,7 +243,11 @@ def measure_products(dtype: jnp.dtype) -> float:
     """Floating-point operations per second of multiplying two large matrices."""
     width = 1024 if jax.devices()[0].platform == "cpu" else 8192
     matrix = jnp.ones((width, width), dtype)
-    return 2.0 * width**3 / measure_call(jax.jit(lambda a: jnp.dot(a, a, preferred_element_type=jnp.float32)), matrix)
+    return (
+        2.0
+        * width**3
+        / measure_call(jax.jit(lambda a: jnp.dot(a, a, preferred_element_type=jnp.float32)), matrix)
+    )
 
 
 def measure_call(function: Callable[[jax.Array], jax.Array], array: jax.Array) -> float:
@@ -229,20 +264,30 @@ def measure_call(function: Callable[[jax.Array], jax.Array], array: jax.Array) -
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=SHAPES, default="smollm2-135m")
     parser.add_argument("--rows", type=int, nargs="+", default=[4, 8, 16, 32])
-    parser.add_argument("--context", type=int, default=256, help="tokens each row has in the middle of a round")
+    parser.add_argument(
+        "--context", type=int, default=256, help="tokens each row has in the middle of a round"
+    )
     parser.add_argument("--steps", type=int, default=1, help="decode steps in a round")
     parser.add_argument("--chunks", type=int, nargs="*", default=[], help="prefill sizes to measure as well")
     parser.add_argument("--prompts", type=int, default=1, help="prompts of such a size, computed together")
     parser.add_argument("--mode", choices=[mode.value for mode in Mode], default="greedy")
-    parser.add_argument("--top-k", type=int, default=0, help="of a draw, which is made in the modes plain and full")
+    parser.add_argument(
+        "--top-k", type=int, default=0, help="of a draw, which is made in the modes plain and full"
+    )
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--quantize", choices=["none", *NARROW], default="none")
     parser.add_argument("--kv-dtype", choices=["auto", "bfloat16", "fp8"], default="auto")
-    parser.add_argument("--kernel", choices=[kernel.value for kernel in Kernel], help="attention; default: what the server would choose")
+    parser.add_argument(
+        "--kernel",
+        choices=[kernel.value for kernel in Kernel],
+        help="attention; default: what the server would choose",
+    )
     parser.add_argument("--repeats", type=int, default=12)
     return parser
 

@@ -30,8 +30,8 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from levserve import cli  # noqa: E402
-from levserve.config import Settings  # noqa: E402
-from levserve.engine.engine import Engine  # noqa: E402
+from levserve.models.registry import Registry  # noqa: E402
+from levserve.settings.settings import Settings  # noqa: E402
 
 STEP_MS, PREFILL_US = "HOST_BENCH_STEP_MS", "HOST_BENCH_PREFILL_US"
 LEAST_PREFILL_SECONDS = 0.002
@@ -70,24 +70,26 @@ class Later:
         return self._values
 
 
-def start_timed_device(settings: Settings, engine: Engine) -> threading.Thread:
-    thread = threading.Thread(target=run_timed_device, args=(settings, engine), name="levserve-device", daemon=True)
+def start_timed_device(settings: Settings, registry: Registry) -> threading.Thread:
+    thread = threading.Thread(
+        target=run_timed_device, args=(settings, registry), name="levserve-device", daemon=True
+    )
     thread.start()
     return thread
 
 
-def run_timed_device(settings: Settings, engine: Engine) -> None:
+def run_timed_device(settings: Settings, registry: Registry) -> None:
     """What `startup.load` and `serve` do, with programs that compute nothing."""
-    from levserve.engine.batch import COUNT, SlotTable
-    from levserve.engine.engine import Attach, ServedModel
-    from levserve.engine.entry import Resident
-    from levserve.engine.loop import DeviceLoop
-    from levserve.engine.programs import Programs, Shape
-    from levserve.engine.rounds import NUM_OUTPUTS, ChunkOutput
-    from levserve.engine.runner import Runner
-    from levserve.engine.sizing import Sizes
-    from levserve.engine.startup import Loaded
+    from levserve.device.loop import DeviceLoop
+    from levserve.device.packing import COUNT, SlotTable
+    from levserve.device.programs import Programs, Shape
+    from levserve.device.rounds import NUM_OUTPUTS, ChunkOutput
+    from levserve.device.runner import Runner
+    from levserve.device.sizing import Sizes
+    from levserve.device.tasks import Attach
+    from levserve.engine.served_model import ServedModel
     from levserve.model.sampler import Mode
+    from levserve.models.entry import Resident
     from levserve.schedule.budget import Budget
     from levserve.schedule.pace import Pace
     from levserve.schedule.pages import PagePool
@@ -97,8 +99,16 @@ def run_timed_device(settings: Settings, engine: Engine) -> None:
 
     rows = settings.max_running
     sizes = Sizes(
-        rows=rows, max_seq_len=4096, page_size=32, num_pages=rows * 128, page_bytes=1, weight_bytes=1, row_sizes=(rows,),
-        chunk_sizes=(4096,), round_steps=settings.round_steps or 8, piece_tokens=64,
+        rows=rows,
+        max_seq_len=4096,
+        page_size=32,
+        num_pages=rows * 128,
+        page_bytes=1,
+        weight_bytes=1,
+        row_sizes=(rows,),
+        chunk_sizes=(4096,),
+        round_steps=settings.round_steps or 8,
+        piece_tokens=64,
     )
     clock = Clock()
     rng = np.random.default_rng(0)
@@ -135,29 +145,44 @@ def run_timed_device(settings: Settings, engine: Engine) -> None:
             self.prefill_token_seconds = token_seconds
 
     tokenizer = load_tokenizer(find_source(settings, lambda _: None).path)
-    budget = Budget(rows, sizes.round_steps, sizes.chunk_costs, busy_tokens=sizes.num_tokens, idle_tokens=4096)
+    budget = Budget(
+        rows, sizes.round_steps, sizes.chunk_costs, busy_tokens=sizes.num_tokens, idle_tokens=4096
+    )
     scheduler = Scheduler(PagePool(sizes.num_pages, 32), budget)
-    model = ServedModel("timed", tokenizer, sizes.max_seq_len, 1, int(time.time()))
+    model = ServedModel("timed", tokenizer, sizes.max_seq_len, 1, int(time.time()), max_inflight_tokens=10**9)
     pace = Pace(token_seconds, settings.inter_token_goal_ms / 1000)
-    loaded = Loaded(model, scheduler, TimedRunner(), sizes, None, pace)  # type: ignore[arg-type]
+    engine = registry.engine
     loop = DeviceLoop(engine)
-    loop.attach(Attach(loaded))
+    loop.attach(Attach(model.name, scheduler, TimedRunner(), pace))
     cpu_clock = time.pthread_getcpuclockid(threading.get_ident())
-    Gauge(BUSY, "Seconds of work that the device was given.", registry=engine.metrics.registry).set_function(lambda: clock.busy)
+    Gauge(BUSY, "Seconds of work that the device was given.", registry=engine.metrics.registry).set_function(
+        lambda: clock.busy
+    )
     python = Gauge(PYTHON, "CPU seconds of the device thread.", registry=engine.metrics.registry)
     python.set_function(lambda: time.clock_gettime(cpu_clock))
-    engine.publish(Resident(model=model, max_tokens=10**9))
+    registry.publish(Resident(model=model))
     loop.run()
 
 
 def main() -> int:
     options = _parser().parse_args()
     environ = os.environ | {STEP_MS: str(options.step_ms), PREFILL_US: str(options.prefill_us)}
-    flags = ["--port", options.port, "--max-running", options.streams, "--round-steps", options.steps, "--log-level", "warning"]
+    flags = [
+        "--port",
+        options.port,
+        "--max-running",
+        options.streams,
+        "--round-steps",
+        options.steps,
+        "--log-level",
+        "warning",
+    ]
     server = subprocess.Popen([sys.executable, __file__, "serve", *map(str, flags)], env=environ)
     url = f"http://127.0.0.1:{options.port}"
     try:
-        run_clients(url, options, options.streams, options.streams)  # waits until it is ready, and warms it up
+        run_clients(
+            url, options, options.streams, options.streams
+        )  # waits until it is ready, and warms it up
         before, cpu, start = _read_metrics(url), _cpu_seconds(server.pid), time.perf_counter()
         tokens, _ = run_clients(url, options, options.streams, options.requests)
         wall = time.perf_counter() - start
@@ -174,26 +199,46 @@ def main() -> int:
     return 0
 
 
-def run_clients(url: str, options: argparse.Namespace, num_streams: int, num_requests: int, *more: str) -> tuple[int, float]:
+def run_clients(
+    url: str, options: argparse.Namespace, num_streams: int, num_requests: int, *more: str
+) -> tuple[int, float]:
     """Tokens that all clients together got, and the seconds that took; ends the program if one of their answers was wrong."""
     load = {
-        "--url": url, "--concurrency": num_streams // options.clients, "--requests": num_requests // options.clients, "--json": "-",
-        "--prompt-tokens": options.prompt_tokens, "--output-tokens": options.output_tokens, "--wait-ready": 60,
-    }  # fmt: skip
-    command = [sys.executable, str(ROOT / "bench" / "load.py"), *(str(word) for pair in load.items() for word in pair), *more]
-    clients = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(options.clients)]
+        "--url": url,
+        "--concurrency": num_streams // options.clients,
+        "--requests": num_requests // options.clients,
+        "--json": "-",
+        "--prompt-tokens": options.prompt_tokens,
+        "--output-tokens": options.output_tokens,
+        "--wait-ready": 60,
+    }
+    command = [
+        sys.executable,
+        str(ROOT / "bench" / "load.py"),
+        *(str(word) for pair in load.items() for word in pair),
+        *more,
+    ]
+    clients = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(options.clients)
+    ]
     told = [client.communicate() for client in clients]
     for client, (_, errors) in zip(clients, told):
         if client.returncode:
             raise SystemExit(errors)
     summaries = [json.loads(result)["summary"] for result, _ in told]
-    return sum(summary["output_tokens"] for summary in summaries), max(summary["wall_seconds"] for summary in summaries)
+    return sum(summary["output_tokens"] for summary in summaries), max(
+        summary["wall_seconds"] for summary in summaries
+    )
 
 
 def _read_metrics(url: str) -> dict[str, float]:
     with urllib.request.urlopen(url + "/metrics") as response:
         lines = response.read().decode().splitlines()
-    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))}
+    return {
+        name: float(value)
+        for name, value in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    }
 
 
 def _cpu_seconds(arbiter: int) -> float:
@@ -204,12 +249,23 @@ def _cpu_seconds(arbiter: int) -> float:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--step-ms", type=float, default=1.55, help="what a decode step of all streams takes (default: %(default)s)")
-    parser.add_argument("--prefill-us", type=float, default=4.0, help="what a token of prefill takes (default: %(default)s)")
+    parser.add_argument(
+        "--step-ms",
+        type=float,
+        default=1.55,
+        help="what a decode step of all streams takes (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--prefill-us", type=float, default=4.0, help="what a token of prefill takes (default: %(default)s)"
+    )
     parser.add_argument("--steps", type=int, default=8, help="decode steps in a round (default: %(default)s)")
-    parser.add_argument("--clients", type=int, default=1, help="processes that share the streams (default: %(default)s)")
+    parser.add_argument(
+        "--clients", type=int, default=1, help="processes that share the streams (default: %(default)s)"
+    )
     parser.add_argument("--requests", type=int, default=512, help="default: %(default)s")
     parser.add_argument("--prompt-tokens", type=int, default=128, help="default: %(default)s")
     parser.add_argument("--output-tokens", type=int, default=512, help="default: %(default)s")

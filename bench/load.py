@@ -34,7 +34,11 @@ evening window street table paper island forest mountain ocean bridge castle vil
 stone fire light wind rain snow cloud sun moon star earth field green white black small great old young long short early late open quiet
 strong simple happy bright round deep wide high low warm cold new first last next other many few more less red blue gold silver""".split()
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
-TRANSPORT_ERRORS = (OSError, http.client.HTTPException, ValueError)  # ValueError: a TLS socket that Ctrl-C shut under its reader
+TRANSPORT_ERRORS = (
+    OSError,
+    http.client.HTTPException,
+    ValueError,
+)  # ValueError: a TLS socket that Ctrl-C shut under its reader
 TRANSPORT_KINDS = {TimeoutError: "timeout", http.client.IncompleteRead: "truncated"}
 EPILOG = """\
 examples:
@@ -74,7 +78,9 @@ class WrongAnswer(Exception):
 def option(default: Any, text: str, *, least: float = -math.inf, **details: Any) -> Any:
     shown = "" if default in (None, True) else " (default: %(default)s)"
     metavar = {"metavar": "N"} if "type" in details else {}
-    return field(default=default, metadata={"least": least, "flag": {"help": text + shown, **metavar, **details}})
+    return field(
+        default=default, metadata={"least": least, "flag": {"help": text + shown, **metavar, **details}}
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,22 +91,53 @@ class Settings:
     endpoint: str = option("completions", "what to call", choices=tuple(PATHS))
     model: str | None = option(None, "model to ask for (default: the first of GET /v1/models)")
     api_key: str | None = option(None, "sent as a bearer token (default: $OPENAI_API_KEY)")
-    concurrency: int = option(8, "streams at a time; with --rate the most connections, reported when they bind", type=int, least=1)
+    concurrency: int = option(
+        8, "streams at a time; with --rate the most connections, reported when they bind", type=int, least=1
+    )
     requests: int = option(64, "requests that count", type=int, least=1)
     warmup: int = option(0, "requests before those, which do not", type=int, least=0)
-    rate: float | None = option(None, "arrivals a second, as a Poisson process that waits for no answer", type=float, least=1e-3)
-    prompt_tokens: int = option(100, "words in a prompt, each about a token; usage has the true number", type=int, least=1)
+    rate: float | None = option(
+        None, "arrivals a second, as a Poisson process that waits for no answer", type=float, least=1e-3
+    )
+    prompt_tokens: int = option(
+        100, "words in a prompt, each about a token; usage has the true number", type=int, least=1
+    )
     prompt_spread: float = option(0.0, "by what share of that they differ", type=float, least=0)
-    shared_prefix: int = option(0, "how many of them, from the first, all prompts share; the rest differ", type=int, least=0)
+    shared_prefix: int = option(
+        0, "how many of them, from the first, all prompts share; the rest differ", type=int, least=0
+    )
     output_tokens: int = option(64, "max_tokens of each request", type=int, least=1)
-    output_spread: float = option(0.0, "by what share of that they differ, so that they do not end together", type=float, least=0)
+    output_spread: float = option(
+        0.0, "by what share of that they differ, so that they do not end together", type=float, least=0
+    )
     temperature: float = option(0.0, "of each request; 0 is greedy", type=float, least=0)
-    ignore_eos: bool = option(True, "send ignore_eos for a fixed length; OpenAI itself refuses it", action=argparse.BooleanOptionalAction)
-    seed: int | None = option(None, "fixes prompts and arrivals (default: new each run; a prefix cache may know an old one)", type=int)
-    keep_alive: bool = option(False, "ask again on the same connection, as SDKs do, and not on a new one each time", action="store_true")
-    timeout: float = option(600.0, "seconds that a connect, a read or a whole request may take", type=float, least=1e-3)
-    wait_ready: float = option(0.0, "first wait so many seconds for GET /readyz, or /v1/models where that is 404", type=float, least=0)
-    json: str | None = option(None, "write settings, versions, summary and every request here too; - is stdout", metavar="FILE")
+    ignore_eos: bool = option(
+        True,
+        "send ignore_eos for a fixed length; OpenAI itself refuses it",
+        action=argparse.BooleanOptionalAction,
+    )
+    seed: int | None = option(
+        None,
+        "fixes prompts and arrivals (default: new each run; a prefix cache may know an old one)",
+        type=int,
+    )
+    keep_alive: bool = option(
+        False,
+        "ask again on the same connection, as SDKs do, and not on a new one each time",
+        action="store_true",
+    )
+    timeout: float = option(
+        600.0, "seconds that a connect, a read or a whole request may take", type=float, least=1e-3
+    )
+    wait_ready: float = option(
+        0.0,
+        "first wait so many seconds for GET /readyz, or /v1/models where that is 404",
+        type=float,
+        least=0,
+    )
+    json: str | None = option(
+        None, "write settings, versions, summary and every request here too; - is stdout", metavar="FILE"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,10 +173,16 @@ def connect(settings: Settings) -> http.client.HTTPConnection:
     return connection
 
 
-def send(connection: http.client.HTTPConnection, settings: Settings, path: str, body: bytes | None = None) -> http.client.HTTPResponse:
-    prefix = urlsplit(settings.url).path.rstrip("/").removesuffix("/v1")  # so that an OPENAI_BASE_URL works as well
+def send(
+    connection: http.client.HTTPConnection, settings: Settings, path: str, body: bytes | None = None
+) -> http.client.HTTPResponse:
+    prefix = (
+        urlsplit(settings.url).path.rstrip("/").removesuffix("/v1")
+    )  # so that an OPENAI_BASE_URL works as well
     key = {"Authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
-    connection.request("POST" if body else "GET", prefix + path, body, {"Content-Type": "application/json", **key})
+    connection.request(
+        "POST" if body else "GET", prefix + path, body, {"Content-Type": "application/json", **key}
+    )
     return connection.getresponse()
 
 
@@ -182,17 +225,27 @@ class AnswerCheck:
         if self._data or self._tail:
             raise WrongAnswer("truncated", "the stream ends inside an event")
         if not self._is_done:
-            raise WrongAnswer("missing_done", f"the stream ends without [DONE], after {len(self.deltas)} content deltas")
+            raise WrongAnswer(
+                "missing_done", f"the stream ends without [DONE], after {len(self.deltas)} content deltas"
+            )
         if not self._has_finished or not all(self._has_finished.values()):
             raise WrongAnswer("finish", "a choice has no finish chunk")
         if not self.deltas:
             raise WrongAnswer("empty_text", "the answer has no text")
         if not isinstance(self._usage, dict):
-            raise WrongAnswer("missing_usage", "no chunk has usage although stream_options.include_usage was set")
-        self.prompt_tokens, self.completion_tokens = (self._usage.get(name, 0) for name in ("prompt_tokens", "completion_tokens"))
+            raise WrongAnswer(
+                "missing_usage", "no chunk has usage although stream_options.include_usage was set"
+            )
+        self.prompt_tokens, self.completion_tokens = (
+            self._usage.get(name, 0) for name in ("prompt_tokens", "completion_tokens")
+        )
         most = self._settings.output_tokens
         fewest = most if self._settings.ignore_eos else 1
-        if type(self.prompt_tokens) is not int or self.prompt_tokens < 1 or self.completion_tokens not in range(fewest, most + 1):
+        if (
+            type(self.prompt_tokens) is not int
+            or self.prompt_tokens < 1
+            or self.completion_tokens not in range(fewest, most + 1)
+        ):
             raise WrongAnswer("wrong_usage", f"asked for {fewest} to {most} tokens, usage is {self._usage}")
 
     def _read_event(self, event: bytes, at: float) -> None:
@@ -203,7 +256,12 @@ class AnswerCheck:
             return
         try:
             self._read_chunk(json.loads(event), at)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:  # not JSON, or not the shape of a chunk
+        except (
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+        ) as error:  # not JSON, or not the shape of a chunk
             raise WrongAnswer("malformed", f"not a chunk ({error!r}): {event!r}") from error
 
     def _read_chunk(self, chunk: dict[str, Any], at: float) -> None:
@@ -215,7 +273,9 @@ class AnswerCheck:
         self._usage = chunk.get("usage") or self._usage
         for choice in chunk["choices"]:
             index, finish = choice["index"], choice.get("finish_reason")
-            text = choice["text"] if self._settings.endpoint == "completions" else choice["delta"].get("content")
+            text = (
+                choice["text"] if self._settings.endpoint == "completions" else choice["delta"].get("content")
+            )
             if self._has_finished.get(index) and (text or finish):
                 raise WrongAnswer("finish", f"choice {index} goes on after its finish chunk")
             self._has_finished[index] = self._has_finished.get(index, False) or bool(finish)
@@ -231,7 +291,12 @@ class Load:
     `make_check` may forgive what a server is known to leave out.
     """
 
-    def __init__(self, settings: Settings, jobs: Sequence[Job], make_check: Callable[[Settings], AnswerCheck] = AnswerCheck) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        jobs: Sequence[Job],
+        make_check: Callable[[Settings], AnswerCheck] = AnswerCheck,
+    ) -> None:
         self.rows: list[Row] = []
         self.is_interrupted = False
         self.cpu_seconds = 0.0  # this program's own
@@ -242,7 +307,9 @@ class Load:
         self._kept: dict[str, http.client.HTTPConnection] = {}  # each worker's, while it asks nothing
         self._stopped = threading.Event()
         num_workers = min(settings.concurrency, len(jobs))
-        self._workers = [threading.Thread(target=self._work, name=f"load-{i}", daemon=True) for i in range(num_workers)]
+        self._workers = [
+            threading.Thread(target=self._work, name=f"load-{i}", daemon=True) for i in range(num_workers)
+        ]
         for job in (*jobs, *[None] * num_workers):
             self._jobs.put(job)
 
@@ -272,7 +339,10 @@ class Load:
                 self.rows += [row] if row else []
             if (seconds := self._now()) - shown_seconds > (0.2 if is_terminal else 5):
                 shown_seconds = seconds
-                tokens, num_failed = sum(row.completion_tokens for row in self.rows), sum(row.failure is not None for row in self.rows)
+                tokens, num_failed = (
+                    sum(row.completion_tokens for row in self.rows),
+                    sum(row.failure is not None for row in self.rows),
+                )
                 line = f"{len(self.rows)}/{self._total} requests, {num_failed} failed, {tokens / seconds:.1f} tok/s, {seconds:.0f} s"
                 print(f"\r{line}\033[K" if is_terminal else f"{line}\n", end="", file=sys.stderr, flush=True)
 
@@ -283,7 +353,9 @@ class Load:
                 sock.shutdown(socket.SHUT_RDWR)
         for worker in self._workers:
             if worker.ident:
-                worker.join(timeout=5)  # only a connect that hangs takes longer; the thread is a daemon for its sake
+                worker.join(
+                    timeout=5
+                )  # only a connect that hangs takes longer; the thread is a daemon for its sake
 
     def _now(self) -> float:
         return time.perf_counter() - self._began
@@ -296,7 +368,9 @@ class Load:
                 if self._stopped.wait(max(0.0, early_seconds)):
                     return
                 row, was_busy = self._ask(job, max(0.0, -early_seconds) if was_busy else 0.0), True
-                if row.failure is None or not self._stopped.is_set():  # what `_stop` cut off is no failure of the server
+                if (
+                    row.failure is None or not self._stopped.is_set()
+                ):  # what `_stop` cut off is no failure of the server
                     self._done.put(row)
         finally:
             if kept := self._kept.pop(threading.current_thread().name, None):
@@ -315,16 +389,32 @@ class Load:
                     raise ConnectionAbortedError("stopped")
                 self._receive(connection, job.body, check)
                 check.close()
-                if self._settings.keep_alive and connection.sock is not None:  # the server has not asked to close it
+                if (
+                    self._settings.keep_alive and connection.sock is not None
+                ):  # the server has not asked to close it
                     self._kept[name] = connection
                     stack.pop_all()
         except (WrongAnswer, *TRANSPORT_ERRORS) as error:
-            kind = error.kind if isinstance(error, WrongAnswer) else TRANSPORT_KINDS.get(type(error), "connection")
+            kind = (
+                error.kind
+                if isinstance(error, WrongAnswer)
+                else TRANSPORT_KINDS.get(type(error), "connection")
+            )
             return Row(job.index, sent, late_seconds, self._now() - sent, kind, str(error) or repr(error))
         ended, times = self._now(), [at for at, _ in check.deltas]
-        return Row(job.index, sent, late_seconds, ended - sent, None, "", check.prompt_tokens, check.completion_tokens, times[0] - sent,
-                   tokens_per_gap(check.completion_tokens, [chars for _, chars in check.deltas]),
-                   [later - earlier for earlier, later in itertools.pairwise(times)])
+        return Row(
+            job.index,
+            sent,
+            late_seconds,
+            ended - sent,
+            None,
+            "",
+            check.prompt_tokens,
+            check.completion_tokens,
+            times[0] - sent,
+            tokens_per_gap(check.completion_tokens, [chars for _, chars in check.deltas]),
+            [later - earlier for earlier, later in itertools.pairwise(times)],
+        )
 
     def _receive(self, connection: http.client.HTTPConnection, body: bytes, check: AnswerCheck) -> None:
         deadline = self._now() + self._settings.timeout  # the socket's own never passes while heartbeats come
@@ -354,18 +444,35 @@ def tokens_per_gap(completion_tokens: int, chars: Sequence[int]) -> float:
 def percentiles(values: Sequence[float]) -> dict[str, float]:
     """Nearest rank, so always one of the values; empty when there are none."""
     ranked, percents = sorted(values), {"p50": 50, "p90": 90, "p99": 99, "max": 100}
-    return {name: ranked[math.ceil(percent * len(ranked) / 100) - 1] for name, percent in percents.items()} if ranked else {}
+    return (
+        {name: ranked[math.ceil(percent * len(ranked) / 100) - 1] for name, percent in percents.items()}
+        if ranked
+        else {}
+    )
 
 
 def make_job(settings: Settings, model: str, index: int, arrival_seconds: float | None = None) -> Job:
     shared = random.Random(f"{settings.seed} shared").choices(WORDS, k=settings.shared_prefix)
     rng = random.Random(f"{settings.seed} {index}")
-    own = rng.choices(WORDS, k=spread_length(settings.prompt_tokens, settings.prompt_spread, rng) - settings.shared_prefix)
+    own = rng.choices(
+        WORDS, k=spread_length(settings.prompt_tokens, settings.prompt_spread, rng) - settings.shared_prefix
+    )
     prompt = " ".join(shared + own)
-    ask = {"prompt": prompt} if settings.endpoint == "completions" else {"messages": [{"role": "user", "content": prompt}]}
+    ask = (
+        {"prompt": prompt}
+        if settings.endpoint == "completions"
+        else {"messages": [{"role": "user", "content": prompt}]}
+    )
     output_tokens = spread_length(settings.output_tokens, settings.output_spread, rng)
-    body = {"model": model, **ask, "max_tokens": output_tokens, "temperature": settings.temperature, "stream": True,
-            "stream_options": {"include_usage": True}, **({"ignore_eos": True} if settings.ignore_eos else {})}
+    body = {
+        "model": model,
+        **ask,
+        "max_tokens": output_tokens,
+        "temperature": settings.temperature,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        **({"ignore_eos": True} if settings.ignore_eos else {}),
+    }
     return Job(index, json.dumps(body).encode(), output_tokens, arrival_seconds)
 
 
@@ -384,8 +491,13 @@ def make_jobs(settings: Settings, model: str) -> list[Job]:
 
 def summarize(load: Load, settings: Settings) -> dict[str, Any]:
     rows, good = load.rows, [row for row in load.rows if row.failure is None]
-    output_tokens, prompt_tokens = sum(row.completion_tokens for row in good), sum(row.prompt_tokens for row in good)
-    wall = max((row.sent_seconds + row.request_seconds for row in rows), default=0.0) - min((row.sent_seconds for row in rows), default=0.0)
+    output_tokens, prompt_tokens = (
+        sum(row.completion_tokens for row in good),
+        sum(row.prompt_tokens for row in good),
+    )
+    wall = max((row.sent_seconds + row.request_seconds for row in rows), default=0.0) - min(
+        (row.sent_seconds for row in rows), default=0.0
+    )
     latencies = {
         "TTFT": [row.ttft_seconds for row in good],
         "inter-token": [gap / row.tokens_per_gap for row in good for gap in row.gaps_seconds],
@@ -402,35 +514,54 @@ def summarize(load: Load, settings: Settings) -> dict[str, Any]:
         "output_tokens": output_tokens,
         "prompt_tokens": prompt_tokens,
         "tokens_per_delta": output_tokens / (sum(len(row.gaps_seconds) + 1 for row in good) or 1),
-        "latency_ms": {name: percentiles([1e3 * seconds for seconds in values]) for name, values in latencies.items()},
+        "latency_ms": {
+            name: percentiles([1e3 * seconds for seconds in values]) for name, values in latencies.items()
+        },
         "notes": find_notes(load, settings, wall),
     }
 
 
 def find_notes(load: Load, settings: Settings, wall_seconds: float) -> list[str]:
     """Returns what a reader must know before trusting the numbers."""
-    counts, firsts = Counter(row.failure for row in load.rows), {row.failure: row.message for row in reversed(load.rows)}
+    counts, firsts = (
+        Counter(row.failure for row in load.rows),
+        {row.failure: row.message for row in reversed(load.rows)},
+    )
     notes = [f"failed {count} x {kind}, the first: {firsts[kind]}" for kind, count in counts.items() if kind]
     if load.is_interrupted:
         notes.append(f"interrupted when {len(load.rows)} of {settings.requests} requests had ended")
     if late := [row.late_seconds for row in load.rows if row.late_seconds > 0]:
-        notes.append(f"not an open loop: {len(late)} arrivals found all {settings.concurrency} connections busy and waited, one of them "
-                     f"{max(late):.3f} s; raise --concurrency")
+        notes.append(
+            f"not an open loop: {len(late)} arrivals found all {settings.concurrency} connections busy and waited, one of them "
+            f"{max(late):.3f} s; raise --concurrency"
+        )
     if wall_seconds > 0.5 and load.cpu_seconds > 0.7 * wall_seconds:  # Python threads share one core
-        notes.append(f"this program kept {load.cpu_seconds / wall_seconds:.0%} of a core busy: the server may be faster than this")
+        notes.append(
+            f"this program kept {load.cpu_seconds / wall_seconds:.0%} of a core busy: the server may be faster than this"
+        )
     return notes
 
 
 def make_table(settings: Settings, model: str, summary: dict[str, Any]) -> str:
     pace = f"{settings.concurrency} streams" if settings.rate is None else f"{settings.rate:g} requests/s"
-    words, tokens = (f"{length} (+-{spread:.0%})" if spread else length for length, spread in (
-        (settings.prompt_tokens, settings.prompt_spread), (settings.output_tokens, settings.output_spread)))
+    words, tokens = (
+        f"{length} (+-{spread:.0%})" if spread else length
+        for length, spread in (
+            (settings.prompt_tokens, settings.prompt_spread),
+            (settings.output_tokens, settings.output_spread),
+        )
+    )
     lengths = f"{words} words in, {tokens} tokens out"
     title = f"{model} at {settings.url}: {settings.endpoint}, {pace}, {lengths}, seed {settings.seed}\n"
-    figures = [f"{name.replace('tokens_per_second', 'tok/s').replace('_', ' '):<16}{value:>10{'.2f' if isinstance(value, float) else ''}}"
-               for name, value in summary.items() if isinstance(value, (int, float))]
-    latencies = [f"{name:<16}" + ("".join(f"{value:>10.2f}" for value in ranks.values()) or f"{'-':>10}")
-                 for name, ranks in summary["latency_ms"].items()]
+    figures = [
+        f"{name.replace('tokens_per_second', 'tok/s').replace('_', ' '):<16}{value:>10{'.2f' if isinstance(value, float) else ''}}"
+        for name, value in summary.items()
+        if isinstance(value, (int, float))
+    ]
+    latencies = [
+        f"{name:<16}" + ("".join(f"{value:>10.2f}" for value in ranks.values()) or f"{'-':>10}")
+        for name, ranks in summary["latency_ms"].items()
+    ]
     header = f"\n{'ms':<16}{'p50':>10}{'p90':>10}{'p99':>10}{'max':>10}"
     return "\n".join([title, *figures, header, *latencies, "", *summary["notes"]]).rstrip()
 
@@ -465,10 +596,16 @@ def identify(settings: Settings) -> tuple[str, str | None]:
 
 
 def parse(argv: Sequence[str] | None) -> Settings:
-    parser = argparse.ArgumentParser(prog="load.py", description=(__doc__ or "").partition("\n")[0], epilog=EPILOG,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="load.py",
+        description=(__doc__ or "").partition("\n")[0],
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     for setting in fields(Settings):
-        parser.add_argument("--" + setting.name.replace("_", "-"), default=setting.default, **setting.metadata["flag"])
+        parser.add_argument(
+            "--" + setting.name.replace("_", "-"), default=setting.default, **setting.metadata["flag"]
+        )
     given = parser.parse_args(argv)
     for setting in fields(Settings):
         value, least = getattr(given, setting.name), setting.metadata["least"]
@@ -476,8 +613,10 @@ def parse(argv: Sequence[str] | None) -> Settings:
             parser.error(f"--{setting.name.replace('_', '-')} {value} is below {least}")
     shortest = max(round(given.prompt_tokens * (1 - given.prompt_spread)), 1)
     if given.shared_prefix >= shortest:
-        parser.error(f"--shared-prefix {given.shared_prefix} leaves nothing to differ of a prompt of {shortest} words, the shortest that "
-                     "--prompt-tokens and --prompt-spread make")
+        parser.error(
+            f"--shared-prefix {given.shared_prefix} leaves nothing to differ of a prompt of {shortest} words, the shortest that "
+            "--prompt-tokens and --prompt-spread make"
+        )
     if not given.url.startswith(("http://", "https://")):
         parser.error(f"--url {given.url} does not start with http:// or https://")
     if given.json and not Path(given.json).absolute().parent.is_dir():  # better now than after the run
@@ -487,11 +626,25 @@ def parse(argv: Sequence[str] | None) -> Settings:
     return Settings(**vars(given))
 
 
-def write_json(settings: Settings, model: str, software: str | None, summary: dict[str, Any], rows: Sequence[Row]) -> None:
-    versions = {"format": 1, "python": platform.python_version(), "platform": platform.platform(), "server": software}
-    text = json.dumps({
-        "settings": {name: value for name, value in asdict(settings).items() if name != "api_key"}, "model": model, "versions": versions,
-        "ended": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "summary": summary, "requests": [asdict(row) for row in rows]})
+def write_json(
+    settings: Settings, model: str, software: str | None, summary: dict[str, Any], rows: Sequence[Row]
+) -> None:
+    versions = {
+        "format": 1,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "server": software,
+    }
+    text = json.dumps(
+        {
+            "settings": {name: value for name, value in asdict(settings).items() if name != "api_key"},
+            "model": model,
+            "versions": versions,
+            "ended": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "summary": summary,
+            "requests": [asdict(row) for row in rows],
+        }
+    )
     if settings.json == "-":
         print(text)
     elif settings.json:

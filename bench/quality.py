@@ -28,13 +28,13 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 from numpy.typing import NDArray  # noqa: E402
 
-from levserve.engine.sizing import cpu_features  # noqa: E402
+from levserve.device.sizing import cpu_features  # noqa: E402
 from levserve.model import cache  # noqa: E402
 from levserve.model.attention import choose_kernel  # noqa: E402
 from levserve.model.config import ModelConfig  # noqa: E402
 from levserve.model.decoder import CHUNK, ROW, Decoder  # noqa: E402
-from levserve.model.quantize import NARROW, choose_narrowing  # noqa: E402
-from levserve.options import parse_settings  # noqa: E402
+from levserve.model.quantize import NARROW, choose_quantization  # noqa: E402
+from levserve.settings.parse import parse_settings  # noqa: E402
 from levserve.text.tokenizer import load_tokenizer  # noqa: E402
 from levserve.weights.load import load_arrays, read_config  # noqa: E402
 from levserve.weights.source import find_source  # noqa: E402
@@ -52,9 +52,13 @@ class Format(NamedTuple):
 
 
 FORMATS = {
-    "bfloat16": Format(), "fp8-kv": Format(kv_dtype="fp8"), "int8": Format("int8"), "fp8": Format("fp8"),
-    "int8+fp8-kv": Format("int8", "fp8"), "fp8+fp8-kv": Format("fp8", "fp8"),
-}  # fmt: skip
+    "bfloat16": Format(),
+    "fp8-kv": Format(kv_dtype="fp8"),
+    "int8": Format("int8"),
+    "fp8": Format("fp8"),
+    "int8+fp8-kv": Format("int8", "fp8"),
+    "fp8+fp8-kv": Format("fp8", "fp8"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +89,9 @@ def main() -> None:
     config = read_config(files.path, files.config_file)
     tokens = load_tokenizer(files.tokenizer or files.path).encode(text)[: options.tokens]
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
-    print(f"{files.name} on {platform}, jax {jax.__version__}: {len(tokens)} tokens of {options.text.name} (sha256 {digest})\n")
+    print(
+        f"{files.name} on {platform}, jax {jax.__version__}: {len(tokens)} tokens of {options.text.name} (sha256 {digest})\n"
+    )
     reference = score(files.path, config, tokens, Format(dtype="float32"))
     rows = [compare("float32", reference, reference)]
     _show(rows[0])
@@ -93,34 +99,69 @@ def main() -> None:
         rows.append(compare(name, score(files.path, config, tokens, FORMATS[name]), reference))
         _show(rows[-1])
     if options.json:
-        options.json.write_text(json.dumps({"model": files.name, "platform": platform, "tokens": len(tokens), "text_sha256": digest,
-                                            "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+        options.json.write_text(
+            json.dumps(
+                {
+                    "model": files.name,
+                    "platform": platform,
+                    "tokens": len(tokens),
+                    "text_sha256": digest,
+                    "rows": [asdict(row) for row in rows],
+                },
+                indent=1,
+            )
+            + "\n"
+        )
 
 
 def score(path: Path, config: ModelConfig, tokens: list[int], number_format: Format) -> Scores:
     """Runs the text through the model as prefill does, a chunk at a time over paged KV in the type the server would store."""
-    platform, dtype, narrow = jax.default_backend(), jnp.dtype(number_format.dtype), NARROW.get(number_format.quantize)
+    platform, dtype, narrow = (
+        jax.default_backend(),
+        jnp.dtype(number_format.dtype),
+        NARROW.get(number_format.quantize),
+    )
     began = time.monotonic()
-    jax.config.update("jax_default_matmul_precision", "highest" if dtype == jnp.float32 else None)  # as the server does
+    jax.config.update(
+        "jax_default_matmul_precision", "highest" if dtype == jnp.float32 else None
+    )  # as the server does
     kernel, _ = choose_kernel(platform, config, cpu_features(), narrow)
-    narrowing = choose_narrowing(narrow, platform, dtype, kernel)
-    arrays = load_arrays(path, config, dtype, report=lambda _: None, narrowing=narrowing)
-    model = Decoder.from_arrays(config, arrays, kernel=kernel, narrowing=narrowing)
+    quantization = choose_quantization(narrow, platform, dtype, kernel)
+    arrays = load_arrays(path, config, dtype, report=lambda _: None, quantization=quantization)
+    model = Decoder.from_arrays(config, arrays, kernel=kernel, quantization=quantization)
     num_pages = -(-len(tokens) // PAGE_SIZE)
-    pools = cache.make_pool(config, num_pages, PAGE_SIZE, cache.storage_dtype(cache.kv_dtype(number_format.kv_dtype, dtype), platform))
+    pools = cache.make_pool(
+        config,
+        num_pages,
+        PAGE_SIZE,
+        cache.storage_dtype(cache.kv_dtype(number_format.kv_dtype, dtype), platform),
+    )
     table = jnp.arange(num_pages, dtype=jnp.int32)[None]
 
     @jax.jit
-    def run(model: Decoder, given: jax.Array, positions: jax.Array, following: jax.Array, pools: tuple[jax.Array, ...]) -> Any:
+    def run(
+        model: Decoder,
+        given: jax.Array,
+        positions: jax.Array,
+        following: jax.Array,
+        pools: tuple[jax.Array, ...],
+    ) -> Any:
         hidden, pools = model(given, pools, table, positions)
         logits = jax.nn.log_softmax(model.logits(hidden[ROW, 0].rename({CHUNK: ROW})))
-        return jnp.take_along_axis(logits, following[0][:, None], axis=1)[:, 0], logits.argmax(-1).astype(jnp.int32), pools
+        return (
+            jnp.take_along_axis(logits, following[0][:, None], axis=1)[:, 0],
+            logits.argmax(-1).astype(jnp.int32),
+            pools,
+        )
 
     parts: list[tuple[NDArray[np.float32], NDArray[np.int32]]] = []
     for start in range(0, len(tokens) - 1, CHUNK_TOKENS):
         count = min(CHUNK_TOKENS, len(tokens) - 1 - start)
         given, following = np.zeros((2, 1, CHUNK_TOKENS), np.int32)
-        given[0, :count], following[0, :count] = tokens[start : start + count], tokens[start + 1 : start + 1 + count]
+        given[0, :count], following[0, :count] = (
+            tokens[start : start + count],
+            tokens[start + 1 : start + 1 + count],
+        )
         positions = np.full((1, CHUNK_TOKENS), -1, np.int32)
         positions[0, :count] = np.arange(start, start + count)
         logprobs, likeliest, pools = run(model, given, positions, following, pools)
@@ -133,20 +174,41 @@ def compare(kind: str, scores: Scores, reference: Scores) -> Quality:
     mean, wanted = float(scores.logprobs.mean()), float(reference.logprobs.mean())
     difference = np.abs(scores.logprobs - reference.logprobs)
     same = float((scores.likeliest == reference.likeliest).mean())
-    return Quality(kind, math.exp(-mean), math.exp(wanted - mean) - 1, float(difference.mean()), float(difference.max()), same)
+    return Quality(
+        kind,
+        math.exp(-mean),
+        math.exp(wanted - mean) - 1,
+        float(difference.mean()),
+        float(difference.max()),
+        same,
+    )
 
 
 def _show(row: Quality) -> None:
-    print(f"{row.kind:<11} perplexity {row.perplexity:8.4f}  {row.above_float32:+8.3%}  |difference| mean {row.mean_difference:.4f}  "
-          f"largest {row.largest_difference:.3f}  same likeliest token {row.same_first:.1%}", flush=True)
+    print(
+        f"{row.kind:<11} perplexity {row.perplexity:8.4f}  {row.above_float32:+8.3%}  |difference| mean {row.mean_difference:.4f}  "
+        f"largest {row.largest_difference:.3f}  same likeliest token {row.same_first:.1%}",
+        flush=True,
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2-135m", help="as levserve's --model (default: the bundled one)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", default="smollm2-135m", help="as levserve's --model (default: the bundled one)"
+    )
     parser.add_argument("--text", type=Path, default=TEXT)
     parser.add_argument("--tokens", type=int, default=4096, help="of the text, at most (default: 4096)")
-    parser.add_argument("--formats", choices=FORMATS, nargs="+", default=list(FORMATS), metavar="FORMAT", help=" ".join(FORMATS))
+    parser.add_argument(
+        "--formats",
+        choices=FORMATS,
+        nargs="+",
+        default=list(FORMATS),
+        metavar="FORMAT",
+        help=" ".join(FORMATS),
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
     return parser
 

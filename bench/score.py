@@ -16,7 +16,9 @@ from typing import Any
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--tokens", type=int, default=4000)
     options = parser.parse_args()
@@ -24,7 +26,10 @@ def main() -> None:
     pid = find_worker(options.url)
     before = score(options.url, model, pid, 200)
     after = score(options.url, model, pid, options.tokens)
-    print(f"peak memory rose by {(after - before) / 1e6:.0f} MB over the usual peak; a table of length x vocabulary would take", end=" ")
+    print(
+        f"peak memory rose by {(after - before) / 1e6:.0f} MB over the usual peak; a table of length x vocabulary would take",
+        end=" ",
+    )
     print(f"{options.tokens * call(options.url + '/tokenizer_info')['vocab_size'] * 4 / 1e6:.0f} MB")
 
 
@@ -40,7 +45,10 @@ def score(url: str, model: str, pid: int, num_tokens: int) -> int:
     status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     peak = int(status["VmHWM"].split()[0]) * 1024
     rate = num_tokens / seconds
-    print(f"{num_tokens:6d} tokens scored in {seconds:6.1f} s ({rate:.0f} tok/s); peak memory {peak / 1e6:.0f} MB", flush=True)
+    print(
+        f"{num_tokens:6d} tokens scored in {seconds:6.1f} s ({rate:.0f} tok/s); peak memory {peak / 1e6:.0f} MB",
+        flush=True,
+    )
     return peak
 
 
@@ -60,7 +68,9 @@ def find_worker(url: str) -> int:
 
 def call(url: str, body: object = None) -> Any:
     data = None if body is None else json.dumps(body).encode()
-    with urllib.request.urlopen(urllib.request.Request(url, data, {"Content-Type": "application/json"}), timeout=600) as response:
+    with urllib.request.urlopen(
+        urllib.request.Request(url, data, {"Content-Type": "application/json"}), timeout=600
+    ) as response:
         return json.load(response)
 
 

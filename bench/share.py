@@ -28,15 +28,15 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 from host import run_clients  # noqa: E402
 from load import spread_length  # noqa: E402
 
-from levserve.engine.courier import Courier, News  # noqa: E402
-from levserve.engine.engine import Submit  # noqa: E402
-from levserve.engine.lane import Lane  # noqa: E402
-from levserve.engine.startup import Loaded, load  # noqa: E402
+from levserve.device.delivery import Delivered, Delivery  # noqa: E402
+from levserve.device.model_loop import ModelLoop  # noqa: E402
+from levserve.engine.messages import Submit  # noqa: E402
 from levserve.engine.stream import TokenStream  # noqa: E402
-from levserve.metrics import Metrics  # noqa: E402
-from levserve.options import parse_settings  # noqa: E402
+from levserve.models.load import Loaded, load  # noqa: E402
+from levserve.observe.metrics import Metrics  # noqa: E402
 from levserve.schedule.request import GenerationRequest, Sampling  # noqa: E402
 from levserve.server import settle  # noqa: E402
+from levserve.settings.parse import parse_settings  # noqa: E402
 
 COMPLETE = "programs are compiled"
 START_SECONDS = 600
@@ -53,11 +53,11 @@ class Streams(NamedTuple):
         return f"{self.at_once} streams, {self.prompt_tokens} tokens in, {self.output_tokens} out"
 
 
-class Alone(Courier):
+class Alone(Delivery):
     """In place of HTTP: who ends is followed by the next at once."""
 
     def __init__(self, loaded: Loaded, options: argparse.Namespace) -> None:
-        self._lane = Lane(loaded.scheduler, loaded.runner, loaded.pace, self, Metrics())
+        self._lane = ModelLoop(loaded.scheduler, loaded.runner, loaded.pace, self, Metrics())
         self._options = options
         self._random = random.Random(0)
         self._numbers = count()
@@ -76,7 +76,7 @@ class Alone(Courier):
             self._lane.turn()
         return num_tokens / (time.perf_counter() - start)
 
-    def send(self, news: Sequence[News]) -> None:
+    def send(self, news: Sequence[Delivered]) -> None:
         for _, _, batch in news:
             if batch.finish is not None:
                 self._begin()
@@ -107,7 +107,10 @@ def main() -> int:
     alone = Alone(loaded, options)
     for streams, http in zip(options.loads, over_http):
         own = [alone.run(streams, streams.at_once * options.requests) for _ in range(options.repetitions)]
-        print(f"{streams}: HTTP {_shown(http)} tok/s, the engine alone {_shown(own)}, share {max(http) / max(own):.0%}", flush=True)
+        print(
+            f"{streams}: HTTP {_shown(http)} tok/s, the engine alone {_shown(own)}, share {max(http) / max(own):.0%}",
+            flush=True,
+        )
     loaded.runner.programs.stop()
     return 0
 
@@ -132,7 +135,10 @@ def _measure_http(options: argparse.Namespace, flags: list[str]) -> list[list[fl
 def _clients_speed(url: str, streams: Streams, options: argparse.Namespace) -> float:
     given = argparse.Namespace(**streams._asdict(), clients=options.clients)
     num_requests = streams.at_once * options.requests
-    more = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in ("prompt_spread", "output_spread", "temperature")]
+    more = [
+        f"--{name.replace('_', '-')}={getattr(options, name)}"
+        for name in ("prompt_spread", "output_spread", "temperature")
+    ]
     tokens, seconds = run_clients(url, given, streams.at_once, num_requests, *more)
     return tokens / seconds
 
@@ -158,15 +164,41 @@ def _tell(progress: str) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     loads = [Streams(8, 128, 128), Streams(32, 128, 128)]
-    parser.add_argument("--loads", type=_streams, nargs="+", default=loads, metavar="STREAMS,IN,OUT", help="default: 8,128,128 32,128,128")
-    parser.add_argument("--prompt-spread", type=float, default=0.0, help="by what share prompts differ in length (default: %(default)s)")
-    parser.add_argument("--output-spread", type=float, default=0.0, help="by what share outputs differ in length (default: %(default)s)")
+    parser.add_argument(
+        "--loads",
+        type=_streams,
+        nargs="+",
+        default=loads,
+        metavar="STREAMS,IN,OUT",
+        help="default: 8,128,128 32,128,128",
+    )
+    parser.add_argument(
+        "--prompt-spread",
+        type=float,
+        default=0.0,
+        help="by what share prompts differ in length (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--output-spread",
+        type=float,
+        default=0.0,
+        help="by what share outputs differ in length (default: %(default)s)",
+    )
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: %(default)s)")
     parser.add_argument("--requests", type=int, default=12, help="for each stream (default: %(default)s)")
-    parser.add_argument("--repetitions", type=int, default=2, help="of each measurement; the best counts (default: %(default)s)")
-    parser.add_argument("--clients", type=int, default=1, help="processes that share the streams (default: %(default)s)")
+    parser.add_argument(
+        "--repetitions",
+        type=int,
+        default=2,
+        help="of each measurement; the best counts (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--clients", type=int, default=1, help="processes that share the streams (default: %(default)s)"
+    )
     parser.add_argument("--port", type=int, default=8765)
     return parser
 

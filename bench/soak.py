@@ -31,10 +31,17 @@ WARM_SHARE = 0.3  # of the time, before memory and descriptors are first looked 
 ANSWER_SECONDS = 120  # for an answer; a server that holds up gives every one far sooner
 READY_SECONDS = 600
 IDLE_SECONDS = 60
-SPARE_FILES = 8  # that may be open at the end and were not before: the log, a compiled program, our own scrape
+SPARE_FILES = (
+    8  # that may be open at the end and were not before: the log, a compiled program, our own scrape
+)
 GROWTH = 0.05  # of memory; and never less than
 GROWTH_BYTES = 48 << 20  # threads that come to life late, and arenas of malloc's
-ZERO = ("levserve_requests_running", "levserve_requests_waiting", "levserve_kv_pages_used", "levserve_websockets")
+ZERO = (
+    "levserve_requests_running",
+    "levserve_requests_waiting",
+    "levserve_kv_pages_used",
+    "levserve_websockets",
+)
 TRANSPORT = (OSError, http.client.HTTPException)
 EPILOG = """\
 examples:
@@ -81,11 +88,19 @@ class Acts:
         self._makers: list[tuple[int, Callable[[], Act]]] = [
             (30, self._answer),
             (10, self._score),
-            (5, lambda: Act("embeddings", "/v1/embeddings", {"model": model, "input": [self._text(), self._text()]})),
+            (
+                5,
+                lambda: Act(
+                    "embeddings", "/v1/embeddings", {"model": model, "input": [self._text(), self._text()]}
+                ),
+            ),
             (15, self._hurry),
             (20, self._leave),
             (12, self._rubbish),
-            (8, lambda: Act("ops", self._random.choice(("/healthz", "/readyz", "/metrics")), statuses=(200,))),
+            (
+                8,
+                lambda: Act("ops", self._random.choice(("/healthz", "/readyz", "/metrics")), statuses=(200,)),
+            ),
         ]
 
     def draw(self) -> Act:
@@ -96,18 +111,31 @@ class Acts:
         return " ".join(f"t{self._random.randrange(10, 300)}" for _ in range(self._random.randrange(1, 24)))
 
     def _body(self, **fields: Any) -> tuple[str, dict[str, Any]]:
-        limits = {"model": self._model, "max_tokens": self._random.randrange(1, 33), "ignore_eos": True, **fields}
+        limits = {
+            "model": self._model,
+            "max_tokens": self._random.randrange(1, 33),
+            "ignore_eos": True,
+            **fields,
+        }
         if not self._chats or self._random.random() < 0.5:
             return "/v1/completions", {"prompt": self._text(), **limits}
         return "/v1/chat/completions", {"messages": [{"role": "user", "content": self._text()}], **limits}
 
     def _answer(self, **fields: Any) -> Act:
-        extra: list[dict[str, Any]] = [{}, {"n": 2}, {"temperature": 0}, {"top_k": 5, "seed": 1}, {"repetition_penalty": 1.2}]
+        extra: list[dict[str, Any]] = [
+            {},
+            {"n": 2},
+            {"temperature": 0},
+            {"top_k": 5, "seed": 1},
+            {"repetition_penalty": 1.2},
+        ]
         path, body = self._body(**self._random.choice(extra), **fields)
         is_stream = self._random.random() < 0.6
         if is_stream:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
-        return Act("stream" if is_stream else "answer", path, body, num_tokens=body["max_tokens"] * body.get("n", 1))
+        return Act(
+            "stream" if is_stream else "answer", path, body, num_tokens=body["max_tokens"] * body.get("n", 1)
+        )
 
     def _score(self) -> Act:
         pairs = {"prompts": [self._text()] * 3, "continuations": [f" {self._text()}" for _ in range(3)]}
@@ -144,7 +172,9 @@ class Acts:
 class Soak:
     """The traffic. `outcomes` counts what became of each kind of act, `wrong` says what should not have been."""
 
-    def __init__(self, url: str, model: str, *, concurrency: int, seed: int, chats: bool = True, may_fail: int = 0) -> None:
+    def __init__(
+        self, url: str, model: str, *, concurrency: int, seed: int, chats: bool = True, may_fail: int = 0
+    ) -> None:
         self._address = urlsplit(url)
         self._model = model
         self._concurrency = concurrency
@@ -159,7 +189,10 @@ class Soak:
         """Keeps all clients busy for so long, and waits for their last answers."""
         end = time.monotonic() + seconds
         self._seed += self._concurrency
-        threads = [threading.Thread(target=self._live, args=(end, self._seed + number)) for number in range(self._concurrency)]
+        threads = [
+            threading.Thread(target=self._live, args=(end, self._seed + number))
+            for number in range(self._concurrency)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -187,7 +220,9 @@ class Soak:
             self.wrong.append(text)
 
     def _do(self, act: Act) -> str:
-        connection = http.client.HTTPConnection(self._address.hostname or "", self._address.port, timeout=ANSWER_SECONDS)
+        connection = http.client.HTTPConnection(
+            self._address.hostname or "", self._address.port, timeout=ANSWER_SECONDS
+        )
         try:
             if act.leaves_after is not None:
                 return self._leave(connection, act)
@@ -212,7 +247,11 @@ class Soak:
         try:
             self._send(connection, act).read()
             return "too late"
-        except (*TRANSPORT, ValueError, AttributeError):  # the last two are http.client's, when its socket goes under its hands
+        except (
+            *TRANSPORT,
+            ValueError,
+            AttributeError,
+        ):  # the last two are http.client's, when its socket goes under its hands
             return "left"
         finally:
             timer.cancel()
@@ -260,7 +299,12 @@ def check_stream(act: Act, text: str) -> None:
         if act.name == "deadline" and errors[0]["code"] == "deadline_exceeded":
             return
         raise Failed(f"an error in a stream: {errors[0]['message']}")
-    ends = Counter(choice["index"] for chunk in chunks for choice in chunk["choices"] if choice["finish_reason"] is not None)
+    ends = Counter(
+        choice["index"]
+        for chunk in chunks
+        for choice in chunk["choices"]
+        if choice["finish_reason"] is not None
+    )
     if ends != Counter(range(act.body.get("n", 1))):
         raise Wrong(f"ends of choices: {dict(ends)}")
     if "stream_options" in act.body:
@@ -268,7 +312,10 @@ def check_stream(act: Act, text: str) -> None:
 
 
 def check_usage(act: Act, usage: dict[str, int]) -> None:
-    if usage["prompt_tokens"] < 1 or usage["total_tokens"] != usage["prompt_tokens"] + usage["completion_tokens"]:
+    if (
+        usage["prompt_tokens"] < 1
+        or usage["total_tokens"] != usage["prompt_tokens"] + usage["completion_tokens"]
+    ):
         raise Wrong(f"usage does not add up: {usage}")
     if act.num_tokens is not None and usage["completion_tokens"] != act.num_tokens:
         raise Wrong(f"{usage['completion_tokens']} tokens, not {act.num_tokens}")
@@ -289,7 +336,9 @@ class Server:
         self._address = urlsplit(url)
 
     def ask(self, path: str) -> bytes:
-        connection = http.client.HTTPConnection(self._address.hostname or "", self._address.port, timeout=ANSWER_SECONDS)
+        connection = http.client.HTTPConnection(
+            self._address.hostname or "", self._address.port, timeout=ANSWER_SECONDS
+        )
         try:
             connection.request("GET", path)
             return connection.getresponse().read()
@@ -308,7 +357,10 @@ class Server:
         while time.monotonic() < deadline:
             time.sleep(0.5)
             now = self.scrape()
-            is_steady = not any(now.get(name) for name in ZERO) and now["process_open_fds"] == before["process_open_fds"]
+            is_steady = (
+                not any(now.get(name) for name in ZERO)
+                and now["process_open_fds"] == before["process_open_fds"]
+            )
             steady, before = steady + 1 if is_steady else 0, now
             if steady == 4:
                 break
@@ -323,7 +375,10 @@ def judge(soak: Soak, before: dict[str, float], after: dict[str, float]) -> list
         if re.match(r'levserve_requests_total{.*status="5(0[0-35-9]|[1-9].)"', name)
     )
     late = after.get('levserve_compiles_total{when="serving"}', 0)
-    memory, limit = after["process_resident_memory_bytes"] - before["process_resident_memory_bytes"], GROWTH_BYTES
+    memory, limit = (
+        after["process_resident_memory_bytes"] - before["process_resident_memory_bytes"],
+        GROWTH_BYTES,
+    )
     limit = max(limit, int(GROWTH * before["process_resident_memory_bytes"]))
     files = after["process_open_fds"] - before["process_open_fds"]
     complete = sum(count for (_, outcome), count in soak.outcomes.items() if outcome == "200")
@@ -336,7 +391,14 @@ def judge(soak: Soak, before: dict[str, float], after: dict[str, float]) -> list
         ("memory grown", f"{memory / 2**20:+.1f} MiB of {limit / 2**20:.0f} allowed", memory <= limit),
         ("descriptors grown", f"{files:+.0f} of {SPARE_FILES} allowed", files <= SPARE_FILES),
     ]
-    rows += [(name.removeprefix("levserve_").replace("_", " ") + " at the end", f"{after[name]:.0f}", after[name] == 0) for name in ZERO]
+    rows += [
+        (
+            name.removeprefix("levserve_").replace("_", " ") + " at the end",
+            f"{after[name]:.0f}",
+            after[name] == 0,
+        )
+        for name in ZERO
+    ]
     return rows
 
 
@@ -355,8 +417,24 @@ def print_table(soak: Soak, rows: list[tuple[str, str, bool]]) -> None:
 @contextmanager
 def started(flags: list[str], faults: str) -> Iterator[tuple[str, threading.Event]]:
     """A levserve of our own; gives its URL when it is ready, and what tells that all its programs are compiled."""
-    command = [sys.executable, "-m", "levserve.cli", "--port", "0", "--max-running", str(ROWS), "--max-waiting", str(WAITING), *flags]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | ({"LEVSERVE_FAULTS": faults} if faults else {}))
+    command = [
+        sys.executable,
+        "-m",
+        "levserve.cli",
+        "--port",
+        "0",
+        "--max-running",
+        str(ROWS),
+        "--max-waiting",
+        str(WAITING),
+        *flags,
+    ]
+    process = subprocess.Popen(
+        command,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | ({"LEVSERVE_FAULTS": faults} if faults else {}),
+    )
     lines: list[str] = []
     is_ready, is_complete = threading.Event(), threading.Event()
 
@@ -376,7 +454,14 @@ def started(flags: list[str], faults: str) -> Iterator[tuple[str, threading.Even
     listener.start()
     try:
         is_ready.wait(READY_SECONDS)
-        found = next((match[1] for match in (re.search(r" ready: .* on (http://\S+);", line) for line in lines) if match), None)
+        found = next(
+            (
+                match[1]
+                for match in (re.search(r" ready: .* on (http://\S+);", line) for line in lines)
+                if match
+            ),
+            None,
+        )
         if found is None:
             raise SystemExit("".join(lines[-5:]) + "soak: levserve did not start")
         yield found, is_complete
@@ -390,7 +475,14 @@ def started(flags: list[str], faults: str) -> Iterator[tuple[str, threading.Even
         raise SystemExit("".join(lines[-20:]) + f"soak: levserve ended with {code}")
 
 
-def soak(url: str, minutes: float, concurrency: int, seed: int, faults: str, is_complete: threading.Event | None = None) -> bool:
+def soak(
+    url: str,
+    minutes: float,
+    concurrency: int,
+    seed: int,
+    faults: str,
+    is_complete: threading.Event | None = None,
+) -> bool:
     """Whether everything held."""
     server = Server(url)
     model = json.loads(server.ask("/v1/models"))["data"][0]["id"]
@@ -409,12 +501,21 @@ def soak(url: str, minutes: float, concurrency: int, seed: int, faults: str, is_
 
 def main(argv: list[str] | None = None) -> int:
     shape = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, epilog=EPILOG, formatter_class=shape, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=EPILOG, formatter_class=shape, allow_abbrev=False
+    )
     parser.add_argument("--minutes", type=float, default=10, help="how long (default: %(default)s)")
     parser.add_argument("--url", help="of a server that runs already; else one is started, and ended")
-    parser.add_argument("--concurrency", type=int, default=2 * (ROWS + WAITING), help="clients at a time (default: %(default)s)")
+    parser.add_argument(
+        "--concurrency",
+        type=int,
+        default=2 * (ROWS + WAITING),
+        help="clients at a time (default: %(default)s)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of what the clients do (default: %(default)s)")
-    parser.add_argument("--faults", default="", help="for the server that is started, such as nan:300,stall:500:2")
+    parser.add_argument(
+        "--faults", default="", help="for the server that is started, such as nan:300,stall:500:2"
+    )
     options, flags = parser.parse_known_args(argv)
     if options.url and (flags or options.faults):
         parser.error(f"{' '.join(flags) or '--faults'}: there is no server to start with --url")

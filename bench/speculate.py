@@ -23,13 +23,15 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from levserve.engine.engine import Engine  # noqa: E402
-from levserve.engine.startup import Loaded, load, serve  # noqa: E402
-from levserve.metrics import Metrics  # noqa: E402
-from levserve.options import parse_settings  # noqa: E402
+from levserve.models.load import Loaded, load  # noqa: E402
+from levserve.models.registry import Registry  # noqa: E402
+from levserve.models.startup import serve  # noqa: E402
+from levserve.observe.metrics import Metrics  # noqa: E402
 from levserve.schedule.request import GenerationRequest, Sampling  # noqa: E402
+from levserve.settings.parse import parse_settings  # noqa: E402
 from levserve.text.chat import render_chat  # noqa: E402
 
-CODE = '''\
+CODE = """\
 class Account:
     def __init__(self, owner, balance=0):
         self.owner = owner
@@ -47,7 +49,7 @@ class Account:
             raise ValueError("not enough money")
         self.balance -= amount
         self.history.append(("withdraw", amount))
-'''
+"""
 TEXT = (Path(__file__).parent / "quality.txt").read_text()[:1200]
 PROMPTS = {
     "edit code": f"Add a docstring to every method and give the whole class back:\n\n```python\n{CODE}```",
@@ -67,7 +69,10 @@ class Run(NamedTuple):
 def main() -> None:
     options, flags = _parser().parse_known_args()
     with running(options.speculate, flags) as (engine, loaded):
-        print(f"{loaded.model.name}, drafts of {options.speculate}, temperature {options.temperature} {' '.join(flags)}", flush=True)
+        print(
+            f"{loaded.model.name}, drafts of {options.speculate}, temperature {options.temperature} {' '.join(flags)}",
+            flush=True,
+        )
         speculation = loaded.scheduler.speculation
         for streams in options.streams:
             for name, text in PROMPTS.items():
@@ -81,16 +86,24 @@ def main() -> None:
                 show(streams, name, plain[1:], drafted[1:])  # the first ones filled the prefix cache
 
 
-def measure(engine: Engine, loaded: Loaded, prompt: tuple[int, ...], streams: int, options: argparse.Namespace) -> Run:
+def measure(
+    engine: Engine, loaded: Loaded, prompt: tuple[int, ...], streams: int, options: argparse.Namespace
+) -> Run:
     """All streams have the same prompt; each has its own seed."""
     stops = loaded.model.tokenizer.eos_ids
     requests = [
-        GenerationRequest(f"{time.monotonic_ns()}-{seed}", prompt, options.tokens, Sampling(options.temperature, seed=seed), stops)
+        GenerationRequest(
+            f"{time.monotonic_ns()}-{seed}",
+            prompt,
+            options.tokens,
+            Sampling(options.temperature, seed=seed),
+            stops,
+        )
         for seed in range(streams)
     ]
     before = _counts(engine.metrics)
     clock = time.process_time if options.cpu_time else time.monotonic
-    stream = engine.submit(requests)
+    stream = engine.submit(requests, loaded.model)
     num_tokens, first, last = 0, 0.0, 0.0
     for _, batch in stream:
         last = clock()
@@ -105,7 +118,11 @@ def measure(engine: Engine, loaded: Loaded, prompt: tuple[int, ...], streams: in
 def show(streams: int, name: str, plain: list[Run], drafted: list[Run]) -> None:
     slow, fast = (statistics.median(run.tokens_per_second for run in runs) for runs in (plain, drafted))
     run = drafted[-1]
-    right = f"{run.accepted / run.drafted:4.0%} of {run.drafted:4.0f} drafted tokens right" if run.drafted else "nothing drafted"
+    right = (
+        f"{run.accepted / run.drafted:4.0%} of {run.drafted:4.0f} drafted tokens right"
+        if run.drafted
+        else "nothing drafted"
+    )
     print(
         f"{streams:2d} x {name:10s} {run.num_tokens:4d} tokens  {slow:6.1f} -> {fast:6.1f} tok/s  x {fast / slow:4.2f}  {right}, "
         f"{run.num_tokens / streams / max(run.rounds, 1):4.2f} tokens a step",
@@ -116,7 +133,11 @@ def show(streams: int, name: str, plain: list[Run], drafted: list[Run]) -> None:
 def _counts(metrics: Metrics) -> list[float]:
     value = metrics.registry.get_sample_value
     rounds = sum(value("levserve_rounds_total", {"kind": kind}) or 0 for kind in ("decode", "verify"))
-    return [value("levserve_draft_tokens_total") or 0, value("levserve_draft_accepted_tokens_total") or 0, rounds]
+    return [
+        value("levserve_draft_tokens_total") or 0,
+        value("levserve_draft_accepted_tokens_total") or 0,
+        rounds,
+    ]
 
 
 @contextmanager
@@ -127,8 +148,15 @@ def running(num_draft: int, flags: list[str]) -> Iterator[tuple[Engine, Loaded]]
     loaded: list[Loaded] = []
 
     def work() -> None:
-        loaded.append(load(settings, engine.metrics, rows=settings.max_running or 8, report=lambda text: print(text, file=sys.stderr)))
-        serve(engine, loaded[0])
+        loaded.append(
+            load(
+                settings,
+                engine.metrics,
+                rows=settings.max_running or 8,
+                report=lambda text: print(text, file=sys.stderr),
+            )
+        )
+        serve(Registry(engine), loaded[0])
 
     thread = threading.Thread(target=work, name="levserve-device", daemon=True)
     thread.start()
@@ -149,11 +177,19 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="Options that are not listed here are levserve's, such as --model and --quantize.",
     )
-    parser.add_argument("--speculate", type=int, default=7, metavar="N", help="tokens of a draft (default: 7)")
-    parser.add_argument("--streams", type=int, nargs="+", default=[1], help="requests that run together (default: 1)")
+    parser.add_argument(
+        "--speculate", type=int, default=7, metavar="N", help="tokens of a draft (default: 7)"
+    )
+    parser.add_argument(
+        "--streams", type=int, nargs="+", default=[1], help="requests that run together (default: 1)"
+    )
     parser.add_argument("--tokens", type=int, default=160, help="of an answer, at most (default: 160)")
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--cpu-time", action="store_true", help="count this process's CPU seconds, where others use the machine too")
+    parser.add_argument(
+        "--cpu-time",
+        action="store_true",
+        help="count this process's CPU seconds, where others use the machine too",
+    )
     parser.add_argument("--repeats", type=int, default=3)
     return parser
 

@@ -1,3 +1,3 @@
 """An OpenAI-compatible inference server for JAX models."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -10,12 +10,12 @@ import sys
 import threading
 from collections.abc import Sequence
 
-from levserve.config import Settings
-from levserve.engine.engine import Engine
 from levserve.errors import StartupError
-from levserve.logs import complain, start_logging
-from levserve.options import parse_settings
+from levserve.models.registry import Registry
+from levserve.observe.logs import complain, start_logging
 from levserve.server import num_threads, resolve_rows, serve
+from levserve.settings.parse import parse_settings
+from levserve.settings.settings import Settings
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ def _run(settings: Settings) -> int:
 
     start_logging(settings.log_level, settings.log_format)
     if settings.has_several:
-        from levserve.weights.catalogue import check_models
+        from levserve.models.catalogue import check_models
 
         check_models(settings)
     else:
@@ -46,7 +46,7 @@ def _run(settings: Settings) -> int:
         _announce_faults(settings.faults)
     settings = resolve_rows(settings)
     if settings.dry_run:
-        from levserve.engine.startup import dry_run
+        from levserve.models.startup import dry_run
 
         dry_run(settings, num_threads=num_threads(settings))
         return 0
@@ -54,17 +54,17 @@ def _run(settings: Settings) -> int:
 
 
 def _announce_faults(faults: str) -> None:
-    from levserve.engine.faults import parse_faults
+    from levserve.device.faults import parse_faults
 
     parse_faults(faults)
     log.warning("FAULT INJECTION IS ON: this server will break on purpose: %s", faults)
 
 
-def _start_device(settings: Settings, engine: Engine) -> threading.Thread:
+def _start_device(settings: Settings, registry: Registry) -> threading.Thread:
     """Called in the worker: jax must not be touched before the fork."""
-    from levserve.engine.startup import start_device_thread
+    from levserve.models.startup import start_device_thread
 
-    return start_device_thread(settings, engine, rows=settings.max_running)
+    return start_device_thread(settings, registry, rows=settings.max_running)
 
 
 if __name__ == "__main__":

@@ -18,10 +18,16 @@
     StartupError               the process ends with exit code 1 and one line
     └── ConfigError            the same with exit code 2
 
-Views raise these; one handler in `web/app.py` makes the body.
+Views raise these; one handler in `web/app.py` answers with `body` and `headers`.
 """
 
 from __future__ import annotations
+
+import json
+import math
+
+NO_RETRY = {"x-should-retry": "false"}
+"""For OpenAI's SDK, which would otherwise send a request again that fails again."""
 
 
 class ServeError(Exception):
@@ -37,11 +43,25 @@ class ServeError(Exception):
         self.param = param
         self.code = code or self.code
 
+    @property
+    def headers(self) -> dict[str, str]:
+        """What the answer says of the error besides its body."""
+        return {}
+
+    def body(self) -> bytes:
+        """OpenAI's error object, as JSON."""
+        detail = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return json.dumps({"error": detail}, separators=(",", ":")).encode()
+
 
 class Poisoned(ServeError):
     """The model's numbers for a request were not finite."""
 
     code = "non_finite_output"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return NO_RETRY
 
 
 class BadRequest(ServeError):
@@ -54,7 +74,9 @@ class ContextTooLong(BadRequest):
 
     code = "context_length_exceeded"
 
-    def __init__(self, num_tokens: int, max_tokens: int, max_seq_len: int, *, param: str, at_least: str = "") -> None:
+    def __init__(
+        self, num_tokens: int, max_tokens: int, max_seq_len: int, *, param: str, at_least: str = ""
+    ) -> None:
         super().__init__(
             f"This model's maximum context length is {max_seq_len} tokens. "
             f"However, you requested {at_least}{num_tokens + max_tokens} tokens "
@@ -67,6 +89,10 @@ class Unauthorized(ServeError):
     status = 401
     type = "invalid_request_error"
     code = "invalid_api_key"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"WWW-Authenticate": "Bearer"}
 
 
 class Forbidden(ServeError):
@@ -108,6 +134,10 @@ class UpgradeRequired(ServeError):
     status = 426
     type = "invalid_request_error"
 
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Upgrade": "websocket", "Sec-WebSocket-Version": "13"}
+
 
 class RetryLater(ServeError):
     """A refusal that time may mend; `retry_after_seconds` becomes the Retry-After header."""
@@ -115,6 +145,11 @@ class RetryLater(ServeError):
     def __init__(self, message: str, *, retry_after_seconds: float) -> None:
         super().__init__(message)
         self.retry_after_seconds = retry_after_seconds
+
+    @property
+    def headers(self) -> dict[str, str]:
+        seconds = self.retry_after_seconds
+        return {"Retry-After": str(math.ceil(seconds)), "retry-after-ms": str(math.ceil(seconds * 1000))}
 
 
 class Overloaded(RetryLater):
@@ -133,6 +168,10 @@ class DeadlineExceeded(ServeError):
     status = 504
     type = "server_error"
     code = "deadline_exceeded"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return NO_RETRY
 
 
 class StartupError(Exception):

@@ -112,11 +112,17 @@ class Choice:
         echo, self._echo = self._echo, None
         scores = () if self._num_logprobs is None else (None, *self._show(self._scored_by.prompt_logprobs))
         return Delta(
-            echo.text + delta.text, echo.tokens + delta.tokens, scores + delta.logprobs, delta.finish, echo.offsets + delta.offsets
+            echo.text + delta.text,
+            echo.tokens + delta.tokens,
+            scores + delta.logprobs,
+            delta.finish,
+            echo.offsets + delta.offsets,
         )
 
     def _continue(self, batch: TokenBatch) -> Delta:
-        if self._is_plain and not batch.logprobs:  # almost always: then a round's tokens cost little more than one
+        if (
+            self._is_plain and not batch.logprobs
+        ):  # almost always: then a round's tokens cost little more than one
             self.num_tokens += len(batch.tokens)
             text = self._detokenizer.add(batch.tokens)
             if batch.finish is not None:
@@ -127,7 +133,9 @@ class Choice:
         offsets = []
         num_before = self.num_tokens
         end = batch.finish
-        for token in batch.tokens:  # one at a time: the token that completes a stop string is the last one counted
+        for (
+            token
+        ) in batch.tokens:  # one at a time: the token that completes a stop string is the last one counted
             offsets.append(self._num_chars)
             if token in self._stop_ids:
                 end = FinishReason.STOP
@@ -139,19 +147,25 @@ class Choice:
             if self._stops.is_matched:
                 self.finish = FinishReason.STOP
                 break
-        self._sum_logprobs += sum(logprob.logprob for logprob in batch.logprobs[: self.num_tokens - num_before])
+        self._sum_logprobs += sum(
+            logprob.logprob for logprob in batch.logprobs[: self.num_tokens - num_before]
+        )
         if self.finish is None and end is not None:
             text += self._stops.add(self._detokenizer.flush()) + self._stops.flush()
             self.finish = FinishReason.STOP if self._stops.is_matched else self._end(end)
         used = len(offsets)
-        return Delta(text, batch.tokens[:used], self._show(batch.logprobs[:used]), self.finish, tuple(offsets))
+        return Delta(
+            text, batch.tokens[:used], self._show(batch.logprobs[:used]), self.finish, tuple(offsets)
+        )
 
     def _show(self, logprobs: tuple[TokenLogprob, ...]) -> tuple[TokenLogprob, ...]:
         """What was asked to be shown of them: the device may have been asked for more, for another field or for `best_of`."""
         count = self._num_logprobs
         if count is None:
             return ()
-        return tuple(one if len(one.top) <= count else TokenLogprob(one.logprob, one.top[:count]) for one in logprobs)
+        return tuple(
+            one if len(one.top) <= count else TokenLogprob(one.logprob, one.top[:count]) for one in logprobs
+        )
 
     def _end(self, finish: FinishReason) -> FinishReason:
         """Turns an end that is nobody's answer into an error."""
@@ -159,11 +173,15 @@ class Choice:
             case FinishReason.CANCELLED:
                 raise ClientGone("The client closed the connection.")
             case FinishReason.SHUTDOWN:
-                raise Unavailable("The server shut down before the request was done.", retry_after_seconds=10.0)
+                raise Unavailable(
+                    "The server shut down before the request was done.", retry_after_seconds=10.0
+                )
             case FinishReason.FAILED:
                 raise ServeError("The device failed while the request was running.")
             case FinishReason.POISONED:
-                raise Poisoned("The model gave numbers that are not finite for this request; no other request was touched.")
+                raise Poisoned(
+                    "The model gave numbers that are not finite for this request; no other request was touched."
+                )
             case FinishReason.DEADLINE if self._echo is not None:
                 raise DeadlineExceeded("The request's time ran out before its prompt was scored.")
         return finish
@@ -223,7 +241,9 @@ class Deltas(Iterator[tuple[int, Delta]]):
             elif self._next is None and self._num_open:
                 if until <= self._give_up_at:
                     return False
-                raise DeadlineExceeded("The request's time ran out, and the device does not answer.") from None
+                raise DeadlineExceeded(
+                    "The request's time ran out, and the device does not answer."
+                ) from None
         return True
 
     def _carrier(self, carry: Carry) -> Carrier:
@@ -237,7 +257,9 @@ class Deltas(Iterator[tuple[int, Delta]]):
                 if self._next[1].finish is None and carry(*self._next):
                     self._next = None
                     return None
-            except Exception as error:  # the reader's to tell: it must not end the thread that brings everyone's tokens
+            except (
+                Exception
+            ) as error:  # the reader's to tell: it must not end the thread that brings everyone's tokens
                 self._failure = error
             return NO_NEWS
 

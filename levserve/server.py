@@ -24,23 +24,27 @@ from flask import Flask
 from gunicorn.app.base import BaseApplication
 from gunicorn.glogging import Logger
 
-from levserve.config import KEY_VARIABLE, OTHER_KEY_VARIABLE, Settings
-from levserve.engine.engine import Engine, Phase
+from levserve.engine.engine import Engine
 from levserve.errors import StartupError
-from levserve.logs import log_settings
-from levserve.metrics import Metrics
-from levserve.systemd import Notifier, Supervision, take_supervision
+from levserve.models.registry import Registry
+from levserve.observe.health import Phase
+from levserve.observe.logs import log_settings
+from levserve.observe.metrics import Metrics
+from levserve.observe.systemd import Notifier, Supervision, take_supervision
+from levserve.observe.tracing import start_tracing
+from levserve.observe.vllm_metrics import VllmMetrics
+from levserve.settings.settings import KEY_VARIABLE, OTHER_KEY_VARIABLE, Settings
 from levserve.text.chat import template_of
-from levserve.vllm_names import VllmNames
 from levserve.web.app import create_app
-from levserve.web.tracing import start_tracing
+from levserve.web.hijack import PATH as SOCKET_PATH
+from levserve.web.ops import OPS_PATHS
 from levserve.web.watcher import Watcher
 from levserve.wire.arbiter import OneWorkerArbiter
 from levserve.wire.worker import MAX_QUEUED, OPS_THREADS, Worker
 
 log = logging.getLogger(__name__)
 
-StartDevice = Callable[[Settings, Engine], threading.Thread]
+StartDevice = Callable[[Settings, Registry], threading.Thread]
 
 ACCELERATORS = ("/dev/nvidiactl", "/dev/accel0", "/dev/vfio/0")  # NVIDIA's driver, and TPUs
 SPARE_THREADS = 16  # for refusals and questions about the model while every place is taken
@@ -48,7 +52,9 @@ IDLE_CONNECTIONS = 1000
 OTHER_FILES = 256  # open at a time besides connections: weights, compiled programs, the device
 BACKLOG = 2048
 EXIT_SECONDS = 10  # from the end of a drain to the end of the process
-COLLECT_AFTER = 10_000  # new objects: Python's 700 are a few requests', which all live until they are answered
+COLLECT_AFTER = (
+    10_000  # new objects: Python's 700 are a few requests', which all live until they are answered
+)
 JOIN_SECONDS = 3.0  # a device thread that is inside a compile cannot be told to stop
 
 
@@ -58,9 +64,15 @@ def serve(settings: Settings, start_device: StartDevice) -> NoReturn:
     supervision = take_supervision(os.environ)
     listener = supervision.listener or listen(settings.host, settings.port)
     url = _url(listener)
-    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0))  # until gunicorn listens for it; there is nothing to end yet
+    signal.signal(
+        signal.SIGTERM, lambda number, frame: os._exit(0)
+    )  # until gunicorn listens for it; there is nothing to end yet
     log_settings({row.name: (row.value, row.source) for row in settings.describe()})
-    log.info("listening on %s, loading %s", url, "the first of several models" if settings.has_several else settings.model)
+    log.info(
+        "listening on %s, loading %s",
+        url,
+        "the first of several models" if settings.has_several else settings.model,
+    )
     Application(settings, listener, url, start_device, supervision, max_connections).run()
     raise AssertionError("the arbiter ends with SystemExit")
 
@@ -70,7 +82,9 @@ def resolve_rows(settings: Settings) -> Settings:
 
     The size of the thread pool depends on them, so they are chosen before jax can tell what the device is.
     """
-    has_accelerator = settings.device in ("gpu", "tpu") or (settings.device == "auto" and any(map(os.path.exists, ACCELERATORS)))
+    has_accelerator = settings.device in ("gpu", "tpu") or (
+        settings.device == "auto" and any(map(os.path.exists, ACCELERATORS))
+    )
     rows = settings.max_running or (256 if has_accelerator else 32)
     return replace(settings, max_running=rows, max_waiting=settings.max_waiting or 4 * rows)
 
@@ -86,7 +100,9 @@ def allow_files(num_threads: int) -> int:
     least = num_threads + MAX_QUEUED + OPS_THREADS + OTHER_FILES
     most = least + IDLE_CONNECTIONS if hard == resource.RLIM_INFINITY else min(hard, least + IDLE_CONNECTIONS)
     if most < least:
-        raise StartupError(f"{num_threads} HTTP threads need {least} open files, and the limit is {hard} (ulimit -Hn)")
+        raise StartupError(
+            f"{num_threads} HTTP threads need {least} open files, and the limit is {hard} (ulimit -Hn)"
+        )
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     return most - OTHER_FILES
@@ -95,12 +111,16 @@ def allow_files(num_threads: int) -> int:
 def listen(host: str, port: int) -> socket.socket:
     """Opens the port before anything slow is done; gunicorn would try five times over five seconds."""
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        family, _, _, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
         listener = socket.create_server(address[:2], family=family, backlog=BACKLOG)
     except OSError as error:
         reason = str(error.strerror).partition(" (")[0]  # Python adds the address, which we have said
         raise StartupError(f"cannot listen on {host}:{port}: {reason}") from None
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # connections inherit it; events are small and must not wait
+    listener.setsockopt(
+        socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
+    )  # connections inherit it; events are small and must not wait
     return listener
 
 
@@ -116,6 +136,9 @@ class Application(BaseApplication):  # type: ignore[misc]
 
     Made in the arbiter; from `load` on it lives in the worker, on gunicorn's main thread.
     """
+
+    ops_paths = OPS_PATHS
+    socket_path = SOCKET_PATH.encode()
 
     def __init__(
         self,
@@ -168,17 +191,18 @@ class Application(BaseApplication):  # type: ignore[misc]
             stall_seconds=settings.stall_seconds,
             metrics=Metrics(),
         )
+        self.registry = Registry(self.engine)
         if settings.vllm_metrics:
-            VllmNames(self.engine.metrics)
+            VllmMetrics(self.engine.metrics)
         self._tracing = start_tracing(settings.tracing)
         self._notifier = Notifier(self._supervision, self.engine)
         self._watcher = Watcher()
-        return create_app(self.engine, settings, self._watcher, self._tracing)
+        return create_app(self.registry, settings, self._watcher, self._tracing)
 
     def on_start(self) -> None:
         """Called by the worker before its main loop, which this must not keep waiting."""
         self._notifier.start()
-        self._device = self._start_device(self.settings, self.engine)
+        self._device = self._start_device(self.settings, self.registry)
 
     def on_tick(self) -> None:
         """Called by the main loop four times a second, until the end; it must not block."""
@@ -204,18 +228,26 @@ class Application(BaseApplication):  # type: ignore[misc]
         """Ends what `load` and `start` began; no HTTP thread waits for tokens any more."""
         self.engine.begin_drain(time.monotonic())
         self.engine.stop()
+        self.registry.join()
         self._notifier.stop()
         self._watcher.stop()
         if self._tracing is not None:
             self._tracing.stop()
-        self._device.join(JOIN_SECONDS if self._is_announced else 0)  # one that still loads has nobody to serve
+        self._device.join(
+            JOIN_SECONDS if self._is_announced else 0
+        )  # one that still loads has nobody to serve
 
     def _announce(self) -> None:
         """Tells where the model is served and what to try."""
-        variable = OTHER_KEY_VARIABLE if OTHER_KEY_VARIABLE in self.settings.sources.get("api_key", "") else KEY_VARIABLE
-        key = f" -H \"Authorization: Bearer ${variable}\"" if self.settings.api_keys else ""
-        name = self.engine.model.name
-        can_chat = template_of(self.engine.model.tokenizer) is not None
+        variable = (
+            OTHER_KEY_VARIABLE
+            if OTHER_KEY_VARIABLE in self.settings.sources.get("api_key", "")
+            else KEY_VARIABLE
+        )
+        key = f' -H "Authorization: Bearer ${variable}"' if self.settings.api_keys else ""
+        model = self.registry.default
+        name = model.name
+        can_chat = template_of(model.tokenizer) is not None
         ask = '"messages": [{"role": "user", "content": "Hello!"}]' if can_chat else '"prompt": "Hello"'
         path, body = "chat/completions" if can_chat else "completions", f'{{"model": "{name}", {ask}}}'
         log.info("ready: %s on %s; try:", name, self._url)

@@ -13,6 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+
 from tests.h200 import find_plugin
 from tests.nginx import find_nginx
 from tests.node import NotHad, package_folder
@@ -25,24 +26,50 @@ os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 # The tiny models of this process take longer to compile than to run; servers that tests start compile as users' do.
 QUICK_COMPILE = {"XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"}
-if version("jaxlib").startswith("0.10."):  # a third of the time; later ones may not know the flags, and end the process that has one
+if version("jaxlib").startswith(
+    "0.10."
+):  # a third of the time; later ones may not know the flags, and end the process that has one
     QUICK_COMPILE["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false --xla_cpu_prefer_vector_width=128"
 os.environ.update(QUICK_COMPILE)
 
 CACHE_VARIABLE = "TESTS_CACHE_FOLDER"
-if CACHE_VARIABLE not in os.environ:  # in the first process of a test run; those that it starts share the folder
+if (
+    CACHE_VARIABLE not in os.environ
+):  # in the first process of a test run; those that it starts share the folder
     os.environ[CACHE_VARIABLE] = tempfile.mkdtemp(prefix="levserve-test-")
     atexit.register(shutil.rmtree, os.environ[CACHE_VARIABLE], ignore_errors=True)
 
 GOLDEN = Path(__file__).parent / "golden"
 FAMILIES = (
-    "llama", "llama3-rope", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "olmo2", "mixtral", "qwen3-moe", "gpt2",
-)  # fmt: skip
+    "llama",
+    "llama3-rope",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma2",
+    "gemma3",
+    "phi3",
+    "olmo2",
+    "mixtral",
+    "qwen3-moe",
+    "gpt2",
+)
 
 HEAVY = {
-    "equinox", "gguf", "haliax", "huggingface_hub", "jax", "jaxlib", "llvmlite", "ml_dtypes", "numpy", "safetensors", "tensorstore",
-    "torch", "transformers",
-}  # fmt: skip
+    "equinox",
+    "gguf",
+    "haliax",
+    "huggingface_hub",
+    "jax",
+    "jaxlib",
+    "llvmlite",
+    "ml_dtypes",
+    "numpy",
+    "safetensors",
+    "tensorstore",
+    "torch",
+    "transformers",
+}
 """Not to be imported before the fork: jax must not be, and the others would make the server's first answer wait."""
 
 LEFT_OUT = pytest.StashKey[list[str]]()
@@ -53,7 +80,12 @@ RINGS = {"pure": 0, "tiny": 1, "real": 2}
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     config.stash[LEFT_OUT] = []
     if not config.option.collectonly:
-        for mark, find in (("node", package_folder), ("nginx", find_nginx), ("systemd", find_analyzer), ("h200", find_plugin)):
+        for mark, find in (
+            ("node", package_folder),
+            ("nginx", find_nginx),
+            ("systemd", find_analyzer),
+            ("h200", find_plugin),
+        ):
             _leave_out(config, items, mark, find)
     items.sort(key=lambda item: max((RINGS.get(mark.name, 0) for mark in item.iter_markers()), default=0))
 
@@ -82,7 +114,11 @@ def no_leaked_threads(request: pytest.FixtureRequest) -> Iterator[None]:
     before = set(threading.enumerate())
     yield
     deadline = time.monotonic() + 5
-    while leaked := [thread for thread in threading.enumerate() if thread not in before and thread.name.startswith("levserve")]:
+    while leaked := [
+        thread
+        for thread in threading.enumerate()
+        if thread not in before and thread.name.startswith("levserve")
+    ]:
         assert time.monotonic() < deadline, f"leaked threads: {leaked}"
         leaked[0].join(timeout=0.1)
 
@@ -90,7 +126,7 @@ def no_leaked_threads(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def bundled_gguf() -> Path:
     """The bundled model, fetched once into the user's cache as a first start would."""
-    from levserve.options import parse_settings
+    from levserve.settings.parse import parse_settings
     from levserve.weights.source import find_model
 
     settings = parse_settings([], {})

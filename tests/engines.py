@@ -16,11 +16,13 @@ from typing import Any
 import jax
 
 from levserve.engine.engine import Engine
-from levserve.engine.startup import Loaded, load, serve
 from levserve.engine.stream import TokenStream
-from levserve.metrics import Metrics
-from levserve.options import parse_settings
+from levserve.models.load import Loaded, load
+from levserve.models.registry import Registry
+from levserve.models.startup import serve
+from levserve.observe.metrics import Metrics
 from levserve.schedule.request import FinishReason, GenerationRequest, PooledHidden, Sampling, TokenLogprob
+from levserve.settings.parse import parse_settings
 from tests.conftest import CACHE_VARIABLE
 
 _numbers = count()
@@ -39,12 +41,16 @@ class Answer:
 
 @dataclass
 class Running:
-    engine: Engine
+    registry: Registry
     loaded: Loaded
     failures: list[BaseException] = field(default_factory=list)
 
+    @property
+    def engine(self) -> Engine:
+        return self.registry.engine
+
     def submit(self, *requests: GenerationRequest) -> TokenStream:
-        return self.engine.submit(requests)
+        return self.engine.submit(requests, self.loaded.model)
 
     def run(self, *requests: GenerationRequest) -> list[Answer]:
         """Submits all at once and waits for every end."""
@@ -56,16 +62,26 @@ class Running:
     def wait_idle(self) -> None:
         """Until the device thread has seen to everything; gauges are set at the end of each of its turns."""
         deadline = time.monotonic() + 20
-        while self.metric("requests_running") + self.metric("requests_waiting") or not self.engine.inbox.empty():
+        while (
+            self.metric("requests_running") + self.metric("requests_waiting") or not self.engine.inbox.empty()
+        ):
             assert time.monotonic() < deadline, "the engine did not become idle"
             threading.Event().wait(0.01)
 
 
-def ask(prompt: Sequence[int], max_tokens: int = 24, *, stop_ids: Sequence[int] = (), **given: Any) -> GenerationRequest:
+def ask(
+    prompt: Sequence[int], max_tokens: int = 24, *, stop_ids: Sequence[int] = (), **given: Any
+) -> GenerationRequest:
     """A greedy request unless told otherwise; sampling fields and the request's own may be given alike."""
-    own = {name: given.pop(name) for name in ("deadline", "score_from", "wants_hidden", "shares_prompt_of") if name in given}
+    own = {
+        name: given.pop(name)
+        for name in ("deadline", "score_from", "wants_hidden", "shares_prompt_of")
+        if name in given
+    }
     rules = Sampling(**({"temperature": 0.0} | given))
-    return GenerationRequest(f"r{next(_numbers)}", tuple(prompt), max_tokens, rules, frozenset(stop_ids), **own)
+    return GenerationRequest(
+        f"r{next(_numbers)}", tuple(prompt), max_tokens, rules, frozenset(stop_ids), **own
+    )
 
 
 def read(stream: TokenStream, count: int = 1) -> list[Answer]:
@@ -94,15 +110,18 @@ def cache_folder() -> Path:
 @contextmanager
 def running_engine(folder: Path, *flags: str, rows: int = 4) -> Iterator[Running]:
     """Loads a model and serves it on a device thread, in float32 unless told otherwise; stops and joins it afterwards."""
-    settings = parse_settings(["--model", str(folder), "--dtype", "float32", "--cache-dir", str(cache_folder()), *flags], {})
+    settings = parse_settings(
+        ["--model", str(folder), "--dtype", "float32", "--cache-dir", str(cache_folder()), *flags], {}
+    )
     engine = Engine(max_inflight=256, metrics=Metrics())
+    registry = Registry(engine)
     loaded: list[Loaded] = []
     failures: list[BaseException] = []
 
     def work() -> None:
         try:
             loaded.append(load(settings, engine.metrics, rows=rows, report=lambda _: None))
-            serve(engine, loaded[0])
+            serve(registry, loaded[0])
         except BaseException as error:
             failures.append(error)
             engine.fail()
@@ -113,8 +132,10 @@ def running_engine(folder: Path, *flags: str, rows: int = 4) -> Iterator[Running
     try:
         if not is_ready:
             raise failures[0]
-        yield Running(engine, loaded[0], failures)
+        yield Running(registry, loaded[0], failures)
     finally:
         engine.stop()
+        registry.close()
+        registry.join()
         thread.join(timeout=60)
         assert not thread.is_alive(), "the device thread did not stop"

@@ -10,11 +10,12 @@ from typing import Any
 from flask.testing import FlaskClient
 from werkzeug.test import TestResponse
 
-from levserve.config import Settings
 from levserve.engine.engine import Engine
-from levserve.metrics import Metrics
+from levserve.models.registry import Registry
+from levserve.observe.metrics import Metrics
+from levserve.observe.tracing import Tracing
+from levserve.settings.settings import Settings
 from levserve.web.app import create_app
-from levserve.web.tracing import Tracing
 from levserve.web.watcher import Watcher
 from tests.fake_device import FakeDevice
 from tests.fake_server import completion
@@ -23,10 +24,11 @@ from tests.fake_server import completion
 class App:
     """A running application; `device.requests` is what reached the device."""
 
-    def __init__(self, client: FlaskClient, device: FakeDevice, engine: Engine) -> None:
+    def __init__(self, client: FlaskClient, device: FakeDevice, registry: Registry) -> None:
         self.client = client
         self.device = device
-        self.engine = engine
+        self.registry = registry
+        self.engine = registry.engine
 
     def post(self, path: str, body: Any) -> TestResponse:
         return self.client.post(path, json=body, buffered=True)  # read and closed, as a server does it
@@ -41,7 +43,9 @@ class App:
         """The chunks of a stream that must end with [DONE]."""
         reply = self.post(path, body | {"stream": True})
         assert reply.status_code == 200, reply.text
-        *events, done = [line.removeprefix("data: ") for line in reply.text.splitlines() if line.startswith("data: ")]
+        *events, done = [
+            line.removeprefix("data: ") for line in reply.text.splitlines() if line.startswith("data: ")
+        ]
         assert done == "[DONE]"
         return [json.loads(event) for event in events]
 
@@ -55,14 +59,22 @@ class App:
 
 @contextmanager
 def serving(
-    *, obeys: bool = True, max_inflight: int = 8, max_tokens: int = 0, tracing: Tracing | None = None, **settings: Any
+    *,
+    obeys: bool = True,
+    max_inflight: int = 8,
+    max_tokens: int = 0,
+    tracing: Tracing | None = None,
+    **settings: Any,
 ) -> Iterator[App]:
     engine = Engine(max_inflight=max_inflight, max_tokens=max_tokens, metrics=Metrics())
     watcher = Watcher()
-    device = FakeDevice(engine, obeys=obeys)
+    registry = Registry(engine)
+    device = FakeDevice(registry, obeys=obeys)
     device.start()
     try:
-        yield App(create_app(engine, Settings(**settings), watcher, tracing).test_client(), device, engine)
+        yield App(
+            create_app(registry, Settings(**settings), watcher, tracing).test_client(), device, registry
+        )
     finally:
         engine.stop()
         device.join()

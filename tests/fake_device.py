@@ -23,11 +23,13 @@ from pathlib import Path
 import tokenizers
 
 from levserve import cli
-from levserve.config import Settings
-from levserve.engine.engine import Cancel, Drain, Engine, ServedModel, Stop, Submit
-from levserve.engine.entry import Resident
+from levserve.engine.messages import Cancel, Drain, Stop, Submit
+from levserve.engine.served_model import ServedModel
 from levserve.errors import ConfigError
+from levserve.models.entry import Resident
+from levserve.models.registry import Registry
 from levserve.schedule.request import FinishReason, GenerationRequest, PooledHidden, TokenBatch, TokenLogprob
+from levserve.settings.settings import Settings
 from levserve.text.tokenizer import Tokenizer
 
 GOLDEN = Path(__file__).parent / "golden" / "llama"
@@ -108,13 +110,18 @@ class Row:
     def _logprob(self, previous: int, token: int) -> TokenLogprob:
         values = {1: -0.5, 2: -1.5}
         count = self.request.sampling.num_logprobs or 0
-        top = tuple(((previous + step) % self._vocab_size, values.get(step, -math.inf)) for step in range(1, count + 1))
+        top = tuple(
+            ((previous + step) % self._vocab_size, values.get(step, -math.inf))
+            for step in range(1, count + 1)
+        )
         return TokenLogprob(values.get((token - previous) % self._vocab_size, -math.inf), top)
 
     def _pool(self) -> PooledHidden:
         prompt = self.request.prompt
         states = [[float(token % HIDDEN_SIZE == place) for place in range(HIDDEN_SIZE)] for token in prompt]
-        return PooledHidden(array("f", [sum(column) / len(prompt) for column in zip(*states)]), array("f", states[-1]))
+        return PooledHidden(
+            array("f", [sum(column) / len(prompt) for column in zip(*states)]), array("f", states[-1])
+        )
 
     def _put(self, batch: TokenBatch) -> None:
         self._stream.put(self._index, batch)
@@ -126,18 +133,20 @@ class FakeDevice(threading.Thread):
     `requests` are all that it was given. It can be made not to obey the orders in prompts.
     """
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer | None = None, *, obeys: bool = True) -> None:
+    def __init__(self, registry: Registry, tokenizer: Tokenizer | None = None, *, obeys: bool = True) -> None:
         super().__init__(name="levserve-device", daemon=True)
         self.events: queue.Queue[tuple[str, str]] = queue.Queue()
         self.requests: list[GenerationRequest] = []
-        self._engine = engine
+        engine = self._engine = registry.engine
         self._obeys = obeys
         self._tokenizer = tokenizer or load_toy_tokenizer()
         self._rows: dict[str, Row] = {}
         self._drain_deadline: float | None = None
         engine.metrics.kv_pages_total.set(16)
         engine.metrics.model_info.labels(MODEL, 4, 16).set(1)
-        engine.publish(Resident(model=ServedModel(MODEL, self._tokenizer, MAX_SEQ_LEN, HIDDEN_SIZE, 1700000000)))
+        registry.publish(
+            Resident(model=ServedModel(MODEL, self._tokenizer, MAX_SEQ_LEN, HIDDEN_SIZE, 1700000000))
+        )
 
     def tell(self, event: str, request_id: str = "") -> None:
         self.events.put((event, request_id))
@@ -153,7 +162,11 @@ class FakeDevice(threading.Thread):
                     self._end(request_id, FinishReason.SHUTDOWN)
                 elif row.is_told(DIE):
                     self._die()
-                elif self._is_shared_prompt_scored(row) and not row.is_held(self._drain_deadline is not None) and row.step():
+                elif (
+                    self._is_shared_prompt_scored(row)
+                    and not row.is_held(self._drain_deadline is not None)
+                    and row.step()
+                ):
                     self._forget(request_id)
 
     def _is_shared_prompt_scored(self, row: Row) -> bool:
@@ -207,7 +220,7 @@ class TellingDevice(FakeDevice):
         print(json.dumps([event, request_id]), flush=True)
 
 
-def start_fake_device(settings: Settings, engine: Engine) -> threading.Thread:
+def start_fake_device(settings: Settings, registry: Registry) -> threading.Thread:
     """As the real one; the name to serve under may order a start that fails, one that never ends, or a template of a megabyte."""
     match settings.served_model_name:
         case "broken":
@@ -217,9 +230,9 @@ def start_fake_device(settings: Settings, engine: Engine) -> threading.Thread:
         case "endless":
             thread = threading.Thread(target=threading.Event().wait, daemon=True)
         case "talkative":
-            thread = TellingDevice(engine, load_toy_tokenizer(TEMPLATE + "{#" + "x" * 1_000_000 + "#}"))
+            thread = TellingDevice(registry, load_toy_tokenizer(TEMPLATE + "{#" + "x" * 1_000_000 + "#}"))
         case _:
-            thread = TellingDevice(engine)
+            thread = TellingDevice(registry)
     thread.start()
     return thread
 

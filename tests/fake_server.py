@@ -97,7 +97,9 @@ class Client:
 
     def receive(self) -> Reply:
         response = self._connection.getresponse()
-        return Reply(response.status, {name.lower(): value for name, value in response.getheaders()}, response.read())
+        return Reply(
+            response.status, {name.lower(): value for name, value in response.getheaders()}, response.read()
+        )
 
     def stream(self) -> Iterator[str]:
         """The data of each event as it comes, after a 200."""
@@ -117,7 +119,9 @@ class Client:
     def __enter__(self) -> Client:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 
@@ -134,7 +138,11 @@ class ServerProcess:
         environ: Mapping[str, str] | None = None,
         listener: socket.socket | None = None,
     ) -> None:
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("LEVSERVE_", "LEVANTER_"))}
+        inherited = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("LEVSERVE_", "LEVANTER_"))
+        }
         limits = [] if files_limit is None else ["prlimit", f"--nofile={files_limit}", "--"]
         command = [*limits, sys.executable, "-W", "error", str(PROGRAM), "--port", "0", *options]
         if listener is not None:
@@ -145,7 +153,9 @@ class ServerProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             bufsize=0,
-            env=inherited | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)} | dict(environ or {}),
+            env=inherited
+            | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+            | dict(environ or {}),
             pass_fds=() if listener is None else (listener.fileno(),),
             start_new_session=True,
         )
@@ -174,8 +184,13 @@ class ServerProcess:
 
     def cpu_seconds(self) -> float:
         """What arbiter and worker have computed so far."""
-        stats = (Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in (self._process.pid, self.worker_pid))
-        return sum(int(user) + int(system) for user, system in (fields[11:13] for fields in stats)) / os.sysconf("SC_CLK_TCK")
+        stats = (
+            Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            for pid in (self._process.pid, self.worker_pid)
+        )
+        return sum(
+            int(user) + int(system) for user, system in (fields[11:13] for fields in stats)
+        ) / os.sysconf("SC_CLK_TCK")
 
     def native_packages(self) -> set[str]:
         """Those of which arbiter or worker have compiled code in their memory."""
@@ -229,13 +244,17 @@ class ServerProcess:
     def __enter__(self) -> ServerProcess:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._process.terminate()
         try:
             self._process.wait(timeout=PATIENCE_SECONDS)
         finally:
             with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)  # the worker too, should it have outlived the arbiter
+                os.killpg(
+                    self._process.pid, signal.SIGKILL
+                )  # the worker too, should it have outlived the arbiter
             self._process.wait()
             self._events.close()
             self.log.close()

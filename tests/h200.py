@@ -27,7 +27,9 @@ def find_plugin() -> Path:
     found = importlib.util.find_spec(PLUGIN)
     if found is None or found.origin is None:
         jax = version("jax")
-        raise NotHad(f"jax's CUDA plugin is not installed (pip install --no-deps jax-cuda13-pjrt=={jax} jax-cuda13-plugin=={jax})")
+        raise NotHad(
+            f"jax's CUDA plugin is not installed (pip install --no-deps jax-cuda13-pjrt=={jax} jax-cuda13-plugin=={jax})"
+        )
     return Path(found.origin)
 
 

@@ -49,7 +49,9 @@ def instructions(text: str) -> Iterator[Instruction]:
                 roots[computation] = operation
             if computation not in fused:
                 called = CALLED.search(line)
-                shapes = tuple(tuple(int(size) for size in shape.split(",") if size) for shape in SHAPE.findall(result))
+                shapes = tuple(
+                    tuple(int(size) for size in shape.split(",") if size) for shape in SHAPE.findall(result)
+                )
                 waiting.append((Instruction(shapes, operation, line.strip()), called[1] if called else ""))
     for instruction, called_name in waiting:
         yield replace(instruction, operation=roots[called_name]) if called_name else instruction

@@ -31,20 +31,37 @@ from levanter.models.qwen import Qwen3Config, QwenConfig
 
 GOLDEN = Path(__file__).parent / "golden"
 VOCAB, LENGTH, NUM_GREEDY = 384, 64, 24
-TINY = dict(max_seq_len=128, hidden_dim=32, intermediate_dim=64, num_layers=2, num_heads=4, num_kv_heads=2, gradient_checkpointing=False)
+TINY = dict(
+    max_seq_len=128,
+    hidden_dim=32,
+    intermediate_dim=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    gradient_checkpointing=False,
+)
 MODELS: dict[str, LmConfig] = {
     # Layers that are not stacked, Llama 3's rotary scaling, and the q and k norms that Levanter's Llama may have.
     "levanter-llama-blocks": LlamaConfig(
-        **TINY, scan_layers=False, use_qk_norm=True, tie_word_embeddings=True,
+        **TINY,
+        scan_layers=False,
+        use_qk_norm=True,
+        tie_word_embeddings=True,
         rope=Llama3RotaryEmbeddingsConfig(theta=10_000.0, factor=4.0, original_max_position_embeddings=32),
     ),
     "levanter-qwen3": Qwen3Config(**TINY, head_dim=16, layer_norm_epsilon=1e-6),
     "levanter-qwen": QwenConfig(**TINY, tie_word_embeddings=True),
-    "levanter-mistral": MistralConfig(**TINY, sliding_window=4),  # Levanter's forward pass has no window: see levanter_config.py
-    "levanter-gemma2": Gemma2Config(**TINY, head_dim=16, query_pre_attn_scalar=24.0, attn_logit_softcapping=2.0, sliding_window=4),
+    "levanter-mistral": MistralConfig(
+        **TINY, sliding_window=4
+    ),  # Levanter's forward pass has no window: see levanter_config.py
+    "levanter-gemma2": Gemma2Config(
+        **TINY, head_dim=16, query_pre_attn_scalar=24.0, attn_logit_softcapping=2.0, sliding_window=4
+    ),
     "levanter-gemma3": Gemma3Config(**TINY, head_dim=16, query_pre_attn_scalar=24.0, sliding_window=4),
     "levanter-olmo2": Olmo2Config(**TINY),
-    "levanter-gpt2": Gpt2Config(max_seq_len=128, hidden_dim=32, num_layers=2, num_heads=4, gradient_checkpointing=False),
+    "levanter-gpt2": Gpt2Config(
+        max_seq_len=128, hidden_dim=32, num_layers=2, num_heads=4, gradient_checkpointing=False
+    ),
 }
 
 
@@ -98,10 +115,14 @@ def make(name: str, config: LmConfig) -> None:
             tokens.append(int(scores.argmax()))
         scores = np.asarray(logprobs(jnp.asarray(tokens + [0] * (LENGTH - len(tokens)))))
         chosen = [round(float(scores[at - 1, tokens[at]]), 6) for at in range(1, len(tokens))]
-        cases.append({
-            "prompt": prompt, "greedy": tokens[length:],
-            "prompt_logprobs": [None, *chosen[: length - 1]], "greedy_logprobs": chosen[length - 1 :],
-        })
+        cases.append(
+            {
+                "prompt": prompt,
+                "greedy": tokens[length:],
+                "prompt_logprobs": [None, *chosen[: length - 1]],
+                "greedy_logprobs": chosen[length - 1 :],
+            }
+        )
 
     folder = GOLDEN / name
     shutil.rmtree(folder, ignore_errors=True)

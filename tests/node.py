@@ -26,8 +26,20 @@ def package_folder() -> Path:
     if (folder / "node_modules" / "openai").exists():
         return folder
     folder.parent.mkdir(mode=0o700, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, ignore_cleanup_errors=True) as fresh:  # no run ever sees half of it
-        command = ["npm", "install", "--no-audit", "--no-fund", "--ignore-scripts", "--fetch-retries=0", "--prefix", fresh, PACKAGE]
+    with tempfile.TemporaryDirectory(
+        dir=folder.parent, ignore_cleanup_errors=True
+    ) as fresh:  # no run ever sees half of it
+        command = [
+            "npm",
+            "install",
+            "--no-audit",
+            "--no-fund",
+            "--ignore-scripts",
+            "--fetch-retries=0",
+            "--prefix",
+            fresh,
+            PACKAGE,
+        ]
         try:
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=INSTALL_SECONDS)
         except subprocess.CalledProcessError as error:

@@ -55,7 +55,14 @@ class Server:
         with urllib.request.urlopen(self.url + "/metrics", timeout=10) as response:
             families = text_string_to_metric_families(response.read().decode())
         samples = [sample for family in families for sample in family.samples]
-        return next((sample.value for sample in samples if sample.name == f"levserve_{name}" and sample.labels == labels), 0.0)
+        return next(
+            (
+                sample.value
+                for sample in samples
+                if sample.name == f"levserve_{name}" and sample.labels == labels
+            ),
+            0.0,
+        )
 
     def end(self, how: signal.Signals = signal.SIGTERM) -> int:
         """Sends a signal and waits for the exit code."""
@@ -66,8 +73,21 @@ class Server:
 @contextmanager
 def running_server(*flags: str, **variables: str) -> Iterator[Server]:
     """Starts `levserve` on a free port and waits until it says it is ready; kills it afterwards if nothing else did."""
-    command = [sys.executable, "-m", "levserve.cli", "--port", "0", "--cache-dir", str(cache_folder()), *flags]
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(("LEVSERVE_", "LEVANTER_", "XLA_"))}
+    command = [
+        sys.executable,
+        "-m",
+        "levserve.cli",
+        "--port",
+        "0",
+        "--cache-dir",
+        str(cache_folder()),
+        *flags,
+    ]
+    environ = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("LEVSERVE_", "LEVANTER_", "XLA_"))
+    }
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environ | variables)
     server = Server(process)
     is_ready = threading.Event()

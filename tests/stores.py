@@ -42,7 +42,11 @@ def amazon_store() -> Iterator[Any]:
     host, port = server.get_host_and_port()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-        for name, value in {"ACCESS_KEY_ID": "test", "SECRET_ACCESS_KEY": "test", "DEFAULT_REGION": "us-east-1"}.items():
+        for name, value in {
+            "ACCESS_KEY_ID": "test",
+            "SECRET_ACCESS_KEY": "test",
+            "DEFAULT_REGION": "us-east-1",
+        }.items():
             patch.setenv(f"AWS_{name}", value)
         import s3fs
 
@@ -104,7 +108,9 @@ class WebHandler(SimpleHTTPRequestHandler):
             if self.server.gate is not None:
                 self.server.gate.wait(timeout=20)
         size = len(data)
-        first, last = (int(number) for number in asked.removeprefix("bytes=").split("-")) if asked else (0, size - 1)
+        first, last = (
+            (int(number) for number in asked.removeprefix("bytes=").split("-")) if asked else (0, size - 1)
+        )
         data = data[first : last + 1]
         self.send_response(206 if asked else 200)
         if asked:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from levserve.engine.admission import BYTES_PER_TOKEN, MAX_RETRY_SECONDS, Admission
 from levserve.errors import BadRequest, Overloaded
-from levserve.metrics import Metrics
+from levserve.observe.metrics import Metrics
 from levserve.schedule.pace import Backlog, Pace
 from tests.fake_app import App, serving
 from tests.fake_server import ServerProcess, completion
@@ -35,7 +35,9 @@ def limits_of(headers: Any) -> list[int]:
     return [int(headers[f"x-ratelimit-{name}"]) for name in LIMITS]
 
 
-@pytest.mark.parametrize("size, accepted", [(1, 8), (30, 3)])  # the first are stopped by their number, the others by their tokens
+@pytest.mark.parametrize(
+    "size, accepted", [(1, 8), (30, 3)]
+)  # the first are stopped by their number, the others by their tokens
 def test_of_a_burst_of_three_times_the_limit_exactly_as_many_get_in_as_fit(size: int, accepted: int) -> None:
     admission = make(8, 100)
     start, leave = threading.Barrier(24), threading.Event()
@@ -92,13 +94,17 @@ class TestReservation:
         assert in_use(admission) == (2, 100, 0)
 
     @pytest.mark.parametrize("requests, tokens, numbers", [(5, 0, ("5", "4")), (2, 101, ("101", "100"))])
-    def test_what_never_fits_is_a_mistake_and_told_with_both_numbers(self, requests: int, tokens: int, numbers: tuple[str, str]) -> None:
+    def test_what_never_fits_is_a_mistake_and_told_with_both_numbers(
+        self, requests: int, tokens: int, numbers: tuple[str, str]
+    ) -> None:
         with make().reserve(0, 0) as reservation, pytest.raises(BadRequest) as refused:
             reservation.grow_to(requests, tokens, "n")
         assert refused.value.param == "n" and all(number in refused.value.message for number in numbers)
 
     @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 6), st.integers(0, 120)), max_size=30))
-    def test_counts_are_never_past_their_bounds_and_end_at_zero(self, steps: list[tuple[int, int, int]]) -> None:
+    def test_counts_are_never_past_their_bounds_and_end_at_zero(
+        self, steps: list[tuple[int, int, int]]
+    ) -> None:
         admission = make()
         held = {}
         for who, requests, tokens in steps:
@@ -132,7 +138,9 @@ class TestPace:
         assert pace.prefill.token_seconds == pytest.approx(0.004, rel=0.01)
         assert pace.seconds_for(Backlog(1_000, 80)) == pytest.approx(4 + 1, rel=0.01)
 
-    def test_prompts_get_half_as_much_again_as_the_decoding_beside_them_and_no_more_than_streams_will_wait(self) -> None:
+    def test_prompts_get_half_as_much_again_as_the_decoding_beside_them_and_no_more_than_streams_will_wait(
+        self,
+    ) -> None:
         pace = Pace(0.01, patience_seconds=0.1)
         assert pace.max_prefill(0.001, 4) == pytest.approx(100, abs=1) and not pace.knows_decoding
         for _ in range(20):
@@ -171,7 +179,9 @@ class TestPace:
         assert pace.seconds_for(Backlog(0, 1_000)) == pytest.approx(before / 10, rel=0.01)
         pace.note_end(0, 0)
 
-    @pytest.mark.parametrize("drain, seconds", [(None, 1.0), (80.0, 20.0), (0.0, 0.05), (1e6, MAX_RETRY_SECONDS)])
+    @pytest.mark.parametrize(
+        "drain, seconds", [(None, 1.0), (80.0, 20.0), (0.0, 0.05), (1e6, MAX_RETRY_SECONDS)]
+    )
     def test_a_refusal_waits_for_its_share_of_the_work(self, drain: float | None, seconds: float) -> None:
         admission = make()
         admission.drain_seconds = drain
@@ -189,7 +199,12 @@ class TestOverHttp:
             yield app
 
     def test_answers_tell_the_limits_and_what_is_left(self, app: App) -> None:
-        assert limits_of(app.post("/v1/completions", completion("t17", max_tokens=9)).headers) == [2, 2, 60, 60]
+        assert limits_of(app.post("/v1/completions", completion("t17", max_tokens=9)).headers) == [
+            2,
+            2,
+            60,
+            60,
+        ]
         body = completion("t17 t18", max_tokens=9, stream=True)
         stream = app.client.post("/v1/completions", json=body)
         assert limits_of(stream.headers) == [2, 1, 60, 49]
@@ -203,15 +218,28 @@ class TestOverHttp:
     def test_a_full_server_refuses_before_it_looks_at_the_body(self, app: App) -> None:
         app.engine.admission.drain_seconds = 7.0
         held = [app.engine.reserve() for _ in range(2)]
-        for path in ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/loglikelihood", "/generate", "/generate_stream"):
+        for path in (
+            "/v1/completions",
+            "/v1/chat/completions",
+            "/v1/embeddings",
+            "/loglikelihood",
+            "/generate",
+            "/generate_stream",
+        ):
             reply = app.client.post(path, data=b"no JSON", content_type="application/json")
             assert reply.status_code == 429 and reply.json is not None
-            assert (reply.json["error"]["type"], reply.json["error"]["code"]) == ("requests", "rate_limit_exceeded")
+            assert (reply.json["error"]["type"], reply.json["error"]["code"]) == (
+                "requests",
+                "rate_limit_exceeded",
+            )
             assert (reply.headers["retry-after"], reply.headers["retry-after-ms"]) == ("4", "3500")
             assert limits_of(reply.headers) == [2, 0, 60, 60]
         for one in held:
             one.release()
-        assert app.client.post("/v1/completions", data=b"no JSON", content_type="application/json").status_code == 400
+        assert (
+            app.client.post("/v1/completions", data=b"no JSON", content_type="application/json").status_code
+            == 400
+        )
 
     def test_tokens_have_a_bound_of_their_own(self, app: App) -> None:
         held = app.engine.reserve()
@@ -221,9 +249,18 @@ class TestOverHttp:
         assert app.post("/v1/completions", completion("t17", max_tokens=19)).status_code == 200
         held.release()
         never = app.post("/v1/completions", completion("t17", max_tokens=30, n=2))
-        assert never.status_code == 400 and never.json is not None and never.json["error"]["param"] == "max_tokens"
-        assert "62 tokens" in never.json["error"]["message"] and "60 at a time" in never.json["error"]["message"]
-        assert app.engine.metrics.registry.get_sample_value("levserve_refused_total", {"reason": "tokens_full"}) == 1
+        assert (
+            never.status_code == 400
+            and never.json is not None
+            and never.json["error"]["param"] == "max_tokens"
+        )
+        assert (
+            "62 tokens" in never.json["error"]["message"] and "60 at a time" in never.json["error"]["message"]
+        )
+        assert (
+            app.engine.metrics.registry.get_sample_value("levserve_refused_total", {"reason": "tokens_full"})
+            == 1
+        )
 
     def test_many_prompts_that_only_compute_take_turns_under_both_bounds(self, app: App) -> None:
         texts = ["t17 " * length for length in (3, 30, 1, 5, 40, 2, 2, 2)]
@@ -232,8 +269,10 @@ class TestOverHttp:
         assert limits_of(reply.headers) == [2, 2, 60, 60]
         assert app.post("/v1/embeddings", {"model": "toy", "input": "t17 " * 61}).status_code == 400
 
-    def test_too_many_prompts_are_refused_before_they_are_tokenized(self, app: App, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(type(app.engine.model.tokenizer), "encode", lambda *_, **__: 1 / 0)
+    def test_too_many_prompts_are_refused_before_they_are_tokenized(
+        self, app: App, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(type(app.registry.default.tokenizer), "encode", lambda *_, **__: 1 / 0)
         assert app.refuse("/v1/completions", completion(["t17"] * 100_000)) == (400, "n")
 
 
@@ -246,16 +285,24 @@ def patient() -> Iterator[App]:
 class TestDeadline:
     @pytest.mark.parametrize("stream", [False, True])
     @pytest.mark.parametrize("by", ["header", "field"])
-    def test_a_client_brings_one_in_a_header_or_a_field_and_the_sooner_counts(self, patient: App, by: str, stream: bool) -> None:
+    def test_a_client_brings_one_in_a_header_or_a_field_and_the_sooner_counts(
+        self, patient: App, by: str, stream: bool
+    ) -> None:
         later = {"timeout": 20.0} if by == "header" else {"timeout": 0.05}
         headers = {"x-request-timeout-ms": "50" if by == "header" else "20000"}
-        queued = patient.client.post("/v1/completions", json=completion("t4", stream=stream, **later), headers=headers)
+        queued = patient.client.post(
+            "/v1/completions", json=completion("t4", stream=stream, **later), headers=headers
+        )
         assert (queued.status_code, queued.headers["x-should-retry"]) == (504, "false")
-        running = patient.client.post("/v1/completions", json=completion("t6", stream=stream, **later), headers=headers)
+        running = patient.client.post(
+            "/v1/completions", json=completion("t6", stream=stream, **later), headers=headers
+        )
         assert running.status_code == 200
         assert '"finish_reason":"length","stop_reason":"deadline"' in running.text and " t7" in running.text
 
-    @pytest.mark.parametrize("path", ["/v1/embeddings", "/loglikelihood", "/generate", "/generate_stream", "/v1/chat/completions"])
+    @pytest.mark.parametrize(
+        "path", ["/v1/embeddings", "/loglikelihood", "/generate", "/generate_stream", "/v1/chat/completions"]
+    )
     def test_every_endpoint_that_runs_the_model_knows_them(self, patient: App, path: str) -> None:
         body: dict[str, Any] = {
             "/v1/embeddings": {"model": "toy", "input": "t4"},
@@ -269,15 +316,24 @@ class TestDeadline:
     def test_one_that_is_as_good_as_none_is_none(self) -> None:
         with serving(request_timeout=0) as app:
             headers = {"x-request-timeout-ms": "1e300"}
-            assert app.client.post("/v1/completions", json=completion("t17", timeout=1e300), headers=headers).status_code == 200
+            assert (
+                app.client.post(
+                    "/v1/completions", json=completion("t17", timeout=1e300), headers=headers
+                ).status_code
+                == 200
+            )
 
     def test_a_script_is_told_the_reason_itself(self, patient: App) -> None:
-        reply = patient.post("/generate", {"prompts": ["t6"], "max_tokens": 9, "timeout": 0.05, "temperature": 0})
+        reply = patient.post(
+            "/generate", {"prompts": ["t6"], "max_tokens": 9, "timeout": 0.05, "temperature": 0}
+        )
         assert reply.json is not None and reply.json["finish_reasons"] == ["deadline"]
 
     @pytest.mark.parametrize("value", ["", "soon", "0", "-1", "nan", "inf", "1e999", "9" * 5000])
     def test_a_header_that_is_no_time_is_refused_by_name(self, patient: App, value: str) -> None:
-        reply = patient.client.post("/v1/completions", json=completion("t17"), headers={"x-request-timeout-ms": value})
+        reply = patient.client.post(
+            "/v1/completions", json=completion("t17"), headers={"x-request-timeout-ms": value}
+        )
         assert reply.status_code == 400 and reply.json is not None
         assert reply.json["error"]["param"] == "x-request-timeout-ms"
 

@@ -9,11 +9,14 @@ import pytest
 from flask.testing import FlaskClient
 from werkzeug.test import TestResponse
 
-from levserve.config import Settings
-from levserve.engine.engine import Engine, ServedModel, Stop
-from levserve.engine.entry import Resident
+from levserve.engine.engine import Engine
+from levserve.engine.messages import Stop
+from levserve.engine.served_model import ServedModel
 from levserve.errors import DeadlineExceeded
-from levserve.metrics import Metrics
+from levserve.models.entry import Resident
+from levserve.models.registry import Registry
+from levserve.observe.metrics import Metrics
+from levserve.settings.settings import Settings
 from levserve.web.app import create_app
 from levserve.web.watcher import Watcher
 from tests.fake_device import FakeDevice, load_toy_tokenizer
@@ -24,8 +27,13 @@ AGE = 31.0  # seconds without a sign of life, one more than are allowed
 
 
 @pytest.fixture
-def engine() -> Engine:
-    return Engine(max_inflight=4, metrics=Metrics())
+def registry() -> Registry:
+    return Registry(Engine(max_inflight=4, metrics=Metrics()))
+
+
+@pytest.fixture
+def engine(registry: Registry) -> Engine:
+    return registry.engine
 
 
 @pytest.fixture
@@ -36,22 +44,22 @@ def watcher() -> Iterator[Watcher]:
 
 
 @pytest.fixture
-def device(engine: Engine) -> Iterator[FakeDevice]:
-    device = FakeDevice(engine)
+def device(registry: Registry) -> Iterator[FakeDevice]:
+    device = FakeDevice(registry)
     device.start()
     yield device
-    engine.stop()
+    registry.engine.stop()
     device.join()
 
 
 @pytest.fixture
-def client(engine: Engine, watcher: Watcher) -> FlaskClient:
-    return create_app(engine, Settings(request_timeout=0.05), watcher).test_client()
+def client(registry: Registry, watcher: Watcher) -> FlaskClient:
+    return create_app(registry, Settings(request_timeout=0.05), watcher).test_client()
 
 
 @pytest.fixture
-def guarded(engine: Engine, watcher: Watcher) -> FlaskClient:
-    return create_app(engine, Settings(api_key=KEY), watcher).test_client()
+def guarded(registry: Registry, watcher: Watcher) -> FlaskClient:
+    return create_app(registry, Settings(api_key=KEY), watcher).test_client()
 
 
 @pytest.mark.parametrize("path", ["/healthz", "/health", "/readyz"])
@@ -60,7 +68,10 @@ def test_probes_need_no_key(guarded: FlaskClient, device: FakeDevice, path: str)
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/", "/nowhere"])
-@pytest.mark.parametrize("header", [None, "", "Bearer", "Bearer ", "Basic " + KEY, KEY, "Bearer wrong", f"Bearer {KEY}x", "Bearer ké"])
+@pytest.mark.parametrize(
+    "header",
+    [None, "", "Bearer", "Bearer ", "Basic " + KEY, KEY, "Bearer wrong", f"Bearer {KEY}x", "Bearer ké"],
+)
 def test_everything_else_needs_the_key(guarded: FlaskClient, path: str, header: str | None) -> None:
     reply = guarded.get(path, headers={} if header is None else {"Authorization": header})
     assert reply.status_code == 401
@@ -74,19 +85,26 @@ def test_the_key_lets_in(guarded: FlaskClient, device: FakeDevice, scheme: str) 
     assert guarded.get("/v1/models", headers={"Authorization": f"{scheme} {KEY}"}).status_code == 200
 
 
-def test_any_of_several_keys_lets_in(engine: Engine, device: FakeDevice, watcher: Watcher) -> None:
-    for settings in (Settings(api_key=KEY, file_keys=("second", "third")), Settings(file_keys=("second", "third"))):
-        client = create_app(engine, settings, watcher).test_client()
+def test_any_of_several_keys_lets_in(registry: Registry, device: FakeDevice, watcher: Watcher) -> None:
+    for settings in (
+        Settings(api_key=KEY, file_keys=("second", "third")),
+        Settings(file_keys=("second", "third")),
+    ):
+        client = create_app(registry, settings, watcher).test_client()
         for key in settings.api_keys:
             assert client.get("/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code == 200
         for wrong in ("", "secon", "second third", "fourth"):
             assert client.get("/v1/models", headers={"Authorization": f"Bearer {wrong}"}).status_code == 401
 
 
-def test_metrics_can_be_opened_and_nothing_else(engine: Engine, device: FakeDevice, watcher: Watcher) -> None:
-    client = create_app(engine, Settings(api_key=KEY, open_metrics=True), watcher).test_client()
+def test_metrics_can_be_opened_and_nothing_else(
+    registry: Registry, device: FakeDevice, watcher: Watcher
+) -> None:
+    client = create_app(registry, Settings(api_key=KEY, open_metrics=True), watcher).test_client()
     assert client.get("/metrics").status_code == 200
-    assert {client.get(path).status_code for path in ("/metrics/", "/v1/models", "/tokenizer_info", "/")} == {401}
+    assert {client.get(path).status_code for path in ("/metrics/", "/v1/models", "/tokenizer_info", "/")} == {
+        401
+    }
 
 
 def test_every_route_but_the_probes_is_guarded(guarded: FlaskClient) -> None:
@@ -98,7 +116,9 @@ def test_every_route_but_the_probes_is_guarded(guarded: FlaskClient) -> None:
         upgrade = {"Connection": "Upgrade", "Upgrade": "websocket"} if rule.websocket else {}
         for method in (rule.methods or set()) | {"OPTIONS"}:
             reply = guarded.open(rule.rule.replace("<path:model_id>", "toy"), method=method, headers=upgrade)
-            assert reply.status_code == (403 if rule.rule.startswith("/admin/") else 401), rule  # there is no admin key
+            assert reply.status_code == (403 if rule.rule.startswith("/admin/") else 401), (
+                rule
+            )  # there is no admin key
 
 
 def test_a_wrong_key_is_not_repeated_to_its_sender(guarded: FlaskClient) -> None:
@@ -107,26 +127,38 @@ def test_a_wrong_key_is_not_repeated_to_its_sender(guarded: FlaskClient) -> None
 
 
 PAGE = "https://page.example"
-PREFLIGHT = {"Origin": PAGE, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
+PREFLIGHT = {
+    "Origin": PAGE,
+    "Access-Control-Request-Method": "POST",
+    "Access-Control-Request-Headers": "authorization,content-type",
+}
 
 
 def cors_headers(reply: TestResponse) -> dict[str, str]:
     prefix = "access-control-"
-    return {name.lower().removeprefix(prefix): value for name, value in reply.headers if name.lower().startswith(prefix)}
+    return {
+        name.lower().removeprefix(prefix): value
+        for name, value in reply.headers
+        if name.lower().startswith(prefix)
+    }
 
 
-def open_to(engine: Engine, watcher: Watcher, *origins: str) -> FlaskClient:
-    return create_app(engine, Settings(api_key=KEY, cors_origins=origins), watcher).test_client()
+def open_to(registry: Registry, watcher: Watcher, *origins: str) -> FlaskClient:
+    return create_app(registry, Settings(api_key=KEY, cors_origins=origins), watcher).test_client()
 
 
-def test_pages_of_other_sites_are_told_nothing_by_default(client: FlaskClient, guarded: FlaskClient, device: FakeDevice) -> None:
+def test_pages_of_other_sites_are_told_nothing_by_default(
+    client: FlaskClient, guarded: FlaskClient, device: FakeDevice
+) -> None:
     assert cors_headers(client.get("/v1/models", headers={"Origin": PAGE})) == {}
     assert cors_headers(client.options("/v1/completions", headers=PREFLIGHT)) == {}
     assert guarded.options("/v1/completions", headers=PREFLIGHT).status_code == 401
 
 
-def test_a_browser_that_asks_first_needs_no_key(engine: Engine, watcher: Watcher) -> None:
-    reply = open_to(engine, watcher, "https://other.example", PAGE).options("/v1/chat/completions", headers=PREFLIGHT)
+def test_a_browser_that_asks_first_needs_no_key(registry: Registry, watcher: Watcher) -> None:
+    reply = open_to(registry, watcher, "https://other.example", PAGE).options(
+        "/v1/chat/completions", headers=PREFLIGHT
+    )
     assert (reply.status_code, reply.data) == (204, b"")
     headers = cors_headers(reply)
     assert headers.pop("expose-headers")
@@ -139,8 +171,10 @@ def test_a_browser_that_asks_first_needs_no_key(engine: Engine, watcher: Watcher
     assert reply.headers["Vary"] == "Origin"
 
 
-def test_a_listed_page_may_read_answers_and_errors(engine: Engine, device: FakeDevice, watcher: Watcher) -> None:
-    client = open_to(engine, watcher, PAGE)
+def test_a_listed_page_may_read_answers_and_errors(
+    registry: Registry, device: FakeDevice, watcher: Watcher
+) -> None:
+    client = open_to(registry, watcher, PAGE)
     with_key = {"Authorization": f"Bearer {KEY}", "Origin": PAGE}
     replies = [
         client.get("/v1/models", headers=with_key),
@@ -156,21 +190,25 @@ def test_a_listed_page_may_read_answers_and_errors(engine: Engine, device: FakeD
         assert reply.headers["Vary"] == "Origin"
 
 
-def test_another_page_is_not_named_but_the_answer_varies(engine: Engine, device: FakeDevice, watcher: Watcher) -> None:
-    client = open_to(engine, watcher, PAGE)
+def test_another_page_is_not_named_but_the_answer_varies(
+    registry: Registry, device: FakeDevice, watcher: Watcher
+) -> None:
+    client = open_to(registry, watcher, PAGE)
     other = PREFLIGHT | {"Origin": "https://evil.example"}
     for headers in (other, {"Origin": f"{PAGE}.evil.example"}, {}):
         reply = client.options("/v1/completions", headers=headers)
         assert cors_headers(reply) == {} and reply.headers["Vary"] == "Origin"
 
 
-def test_a_star_lets_every_page_read(engine: Engine, device: FakeDevice, watcher: Watcher) -> None:
-    client = open_to(engine, watcher, "*")
+def test_a_star_lets_every_page_read(registry: Registry, device: FakeDevice, watcher: Watcher) -> None:
+    client = open_to(registry, watcher, "*")
     assert cors_headers(client.options("/v1/models", headers=PREFLIGHT))["allow-origin"] == "*"
     assert cors_headers(client.get("/v1/models", headers={"Origin": "null"}))["allow-origin"] == "*"
 
 
-def test_health_is_red_when_the_device_has_failed(client: FlaskClient, engine: Engine, device: FakeDevice) -> None:
+def test_health_is_red_when_the_device_has_failed(
+    client: FlaskClient, engine: Engine, device: FakeDevice
+) -> None:
     assert client.get("/healthz").json == {"status": "ok"}
     engine.fail()
     assert client.get("/healthz").status_code == 503
@@ -178,12 +216,12 @@ def test_health_is_red_when_the_device_has_failed(client: FlaskClient, engine: E
 
 
 def test_a_device_that_has_work_and_does_not_move_is_stalled_until_it_moves(
-    client: FlaskClient, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    client: FlaskClient, registry: Registry, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     age = AGE
     monkeypatch.setattr(engine, "heartbeat_age", lambda: age)
     assert client.get("/healthz").status_code == 200, "a compile while loading may take long"
-    engine.publish(Resident(model=ServedModel("toy", load_toy_tokenizer(), 64, 4, 0)))
+    registry.publish(Resident(model=ServedModel("toy", load_toy_tokenizer(), 64, 4, 0)))
     assert client.get("/healthz").status_code == 200, "nobody waits for an idle device"
     engine.beat(is_busy=True)
     health, ready = client.get("/healthz"), client.get("/readyz")
@@ -210,7 +248,9 @@ def test_a_request_whose_time_runs_out_in_the_queue_is_504_and_not_to_be_retried
     assert reply.json is not None and reply.json["error"]["code"] == "deadline_exceeded"
 
 
-def test_a_request_whose_time_runs_out_later_ends_with_what_it_has(client: FlaskClient, device: FakeDevice) -> None:
+def test_a_request_whose_time_runs_out_later_ends_with_what_it_has(
+    client: FlaskClient, device: FakeDevice
+) -> None:
     reply = client.post("/v1/completions", json=completion("t6"))
     assert reply.json is not None
     choice = reply.json["choices"][0]
@@ -229,7 +269,15 @@ def test_a_bug_is_a_500_that_names_the_request_in_the_log(
 
 
 def test_every_way_out_gives_the_places_back(client: FlaskClient, device: FakeDevice) -> None:
-    bodies = (completion("t17"), completion("t17", stream=True), completion("t17", n=5), completion(""), completion("t4"), {}, None)
+    bodies = (
+        completion("t17"),
+        completion("t17", stream=True),
+        completion("t17", n=5),
+        completion(""),
+        completion("t4"),
+        {},
+        None,
+    )
     for body in bodies * 2:
         client.post("/v1/completions", json=body).close()
     unread = client.post("/v1/completions", json=completion("t17", stream=True, n=4), buffered=False)
@@ -237,10 +285,14 @@ def test_every_way_out_gives_the_places_back(client: FlaskClient, device: FakeDe
     assert client.post("/v1/completions", json=completion("t17", n=4)).status_code == 200
 
 
-def test_a_base_seed_makes_a_fixed_sequence_of_seeds(engine: Engine, device: FakeDevice, watcher: Watcher) -> None:
+def test_a_base_seed_makes_a_fixed_sequence_of_seeds(
+    registry: Registry, device: FakeDevice, watcher: Watcher
+) -> None:
     def texts(seed: int) -> list[str]:
-        client = create_app(engine, Settings(seed=seed), watcher).test_client()
-        replies = [client.post("/v1/completions", json=completion("t17", temperature=1)).json for _ in range(8)]
+        client = create_app(registry, Settings(seed=seed), watcher).test_client()
+        replies = [
+            client.post("/v1/completions", json=completion("t17", temperature=1)).json for _ in range(8)
+        ]
         return [reply["choices"][0]["text"] for reply in replies if reply is not None]
 
     first = texts(1)
@@ -257,5 +309,14 @@ def test_the_front_page_and_the_metrics_can_be_read(client: FlaskClient, device:
     assert 'levserve_phase{phase="ready"} 1.0' in metrics.text
     assert client.get("/v1/models").json == {
         "object": "list",
-        "data": [{"id": "toy", "object": "model", "created": 1700000000, "owned_by": "levserve", "max_model_len": 64, "status": "loaded"}],
+        "data": [
+            {
+                "id": "toy",
+                "object": "model",
+                "created": 1700000000,
+                "owned_by": "levserve",
+                "max_model_len": 64,
+                "status": "loaded",
+            }
+        ],
     }

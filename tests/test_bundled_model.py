@@ -18,10 +18,15 @@ CASES = json.loads((GOLDEN / "smollm2-135m.json").read_text())["cases"]
 
 
 def test_the_bundled_model_matches_its_reference_in_float32(bundled_gguf: Path) -> None:
-    with running_engine(bundled_gguf, "--prefill-chunk", "8", *FLAGS, rows=2) as running:  # two programs, as each takes long to compile
+    with running_engine(
+        bundled_gguf, "--prefill-chunk", "8", *FLAGS, rows=2
+    ) as running:  # two programs, as each takes long to compile
         requests = [ask(case["prompt_tokens"], 48, num_logprobs=0) for case in CASES]
         answers = running.run(*requests)
-        texts = [running.engine.model.tokenizer.decode(answer.tokens, skip_special_tokens=False) for answer in answers]
+        texts = [
+            running.loaded.model.tokenizer.decode(answer.tokens, skip_special_tokens=False)
+            for answer in answers
+        ]
     for case, answer, text in zip(CASES, answers, texts):
         # Where the two best tokens are nearly level the reference itself could go either way.
         sure = 48 if case["smallest_top2_gap"] > 1e-3 else 16

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from levserve.config import Settings
 from levserve.errors import ConfigError
-from levserve.options import parse_settings
-from levserve.weights.catalogue import Catalogue, check_models
+from levserve.models.catalogue import Catalogue, check_models
+from levserve.settings.parse import parse_settings
+from levserve.settings.settings import Settings
 from tests.conftest import GOLDEN
 
 
@@ -39,10 +39,17 @@ def found(catalogue: Catalogue, name: str) -> Settings:
 
 
 def test_a_folder_offers_every_model_in_it_and_the_first_is_the_default(folder: Path) -> None:
-    catalogue = Catalogue(settings_of("--models-dir", str(folder), "--tokenizer", "/not/for/them", "--dtype", "float32"))
+    catalogue = Catalogue(
+        settings_of("--models-dir", str(folder), "--tokenizer", "/not/for/them", "--dtype", "float32")
+    )
     assert catalogue.names() == ["beta", "gamma", "run"] and catalogue.default == "beta"
     beta, run = found(catalogue, "beta"), found(catalogue, "run")
-    assert (beta.model, beta.checkpoint_path, beta.tokenizer, beta.dtype) == (str(folder / "beta"), "", "", "float32")
+    assert (beta.model, beta.checkpoint_path, beta.tokenizer, beta.dtype) == (
+        str(folder / "beta"),
+        "",
+        "",
+        "float32",
+    )
     assert run.checkpoint_path == str(folder / "run") and run.served_model_name == "run"
     assert catalogue.find("notes") is None
 
@@ -54,7 +61,9 @@ def test_what_is_put_there_later_is_found_and_what_is_gone_is_not(folder: Path) 
     assert catalogue.names() == ["beta", "alpha", "run"]
 
 
-def test_a_folder_that_vanishes_takes_no_model_with_it(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_folder_that_vanishes_takes_no_model_with_it(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     catalogue = Catalogue(settings_of("--models-dir", str(folder)))
     folder.rename(folder.parent / "elsewhere")
     assert catalogue.names() == ["beta", "gamma", "run"]
@@ -65,21 +74,30 @@ def test_the_model_that_is_named_beside_a_folder_is_the_default(folder: Path) ->
     inside = Catalogue(settings_of("--models-dir", str(folder), "--model", "gamma"))
     assert inside.default == "gamma" and inside.names() == ["gamma", "beta", "run"]
     beside = Catalogue(settings_of("--models-dir", str(folder), "--model", str(GOLDEN / "qwen2")))
-    assert beside.names() == ["qwen2", "beta", "gamma", "run"] and found(beside, "qwen2").model == str(GOLDEN / "qwen2")
+    assert beside.names() == ["qwen2", "beta", "gamma", "run"] and found(beside, "qwen2").model == str(
+        GOLDEN / "qwen2"
+    )
     hub = Catalogue(settings_of("--models-dir", str(folder), "--model", "org/name"))
     assert hub.default == "org/name"
 
 
 def test_sections_come_before_the_folder(folder: Path) -> None:
     base = settings_of("--models-dir", str(folder))
-    catalogue = Catalogue(replace(base, models={"mine": base.for_model("mine", model="org/mine", load="start")}))
+    catalogue = Catalogue(
+        replace(base, models={"mine": base.for_model("mine", model="org/mine", load="start")})
+    )
     assert catalogue.names() == ["mine", "beta", "gamma", "run"] and catalogue.names_at_start() == []
     assert Catalogue(replace(base, load="start")).names_at_start() == ["gamma", "run"]
 
 
-def test_a_default_that_cannot_be_is_refused_and_of_others_one_is_warned(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_default_that_cannot_be_is_refused_and_of_others_one_is_warned(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     base = settings_of("--models-dir", str(folder))
-    good, bad = base.for_model("good", model=str(GOLDEN / "llama")), base.for_model("bad", model="/no/such/model.gguf")
+    good, bad = (
+        base.for_model("good", model=str(GOLDEN / "llama")),
+        base.for_model("bad", model="/no/such/model.gguf"),
+    )
     with caplog.at_level(logging.WARNING):
         check_models(replace(base, models={"good": good, "bad": bad}))
     assert "[model.bad]: model '/no/such/model.gguf' does not exist" in caplog.text

@@ -18,9 +18,13 @@ from levserve.text.tokenizer import Tokenizer, load_tokenizer
 
 GOLDEN = Path(__file__).parent / "golden"
 CASES = json.loads((GOLDEN / "smollm2-135m.json").read_text(encoding="utf-8"))["cases"]
-SYSTEM = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+SYSTEM = (
+    "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+)
 START, END = 1, 2
-WORDS = st.lists(st.sampled_from(["a", " ", "\n", "<", "|", "im_end", ">", "東", "user", "assistant\n"]), max_size=12).map("".join)
+WORDS = st.lists(
+    st.sampled_from(["a", " ", "\n", "<", "|", "im_end", ">", "東", "user", "assistant\n"]), max_size=12
+).map("".join)
 CONTROLS = st.sampled_from(["<|im_end|>", "<|im_start|>", "<|endoftext|>", "<filename>"])
 
 TemplateMaker = Callable[[str], Tokenizer]
@@ -45,7 +49,9 @@ def rendered(tokenizer: Tokenizer, messages: list[dict[str, Any]], **options: An
     return tokenizer.decode(render_chat(tokenizer, messages, **options), skip_special_tokens=False)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case["kind"] == "chat"], ids=lambda case: case["user"][:24])
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case["kind"] == "chat"], ids=lambda case: case["user"][:24]
+)
 def test_golden_conversation_gives_the_reference_tokens(tokenizer: Tokenizer, case: dict[str, Any]) -> None:
     assert render_chat(tokenizer, user(case["user"])) == case["prompt_tokens"]
 
@@ -59,7 +65,10 @@ def test_conversation_of_several_turns_keeps_its_order(tokenizer: Tokenizer) -> 
 
 
 def test_generation_prompt_can_be_left_out(tokenizer: Tokenizer) -> None:
-    assert rendered(tokenizer, user("Hi"), add_generation_prompt=False) == SYSTEM + "<|im_start|>user\nHi<|im_end|>\n"
+    assert (
+        rendered(tokenizer, user("Hi"), add_generation_prompt=False)
+        == SYSTEM + "<|im_start|>user\nHi<|im_end|>\n"
+    )
 
 
 def test_final_message_can_be_left_open(tokenizer: Tokenizer) -> None:
@@ -70,8 +79,12 @@ def test_final_message_can_be_left_open(tokenizer: Tokenizer) -> None:
 
 def test_bos_of_the_template_is_the_only_one(tokenizer: Tokenizer) -> None:
     backend = type(tokenizer.backend).from_str(tokenizer.backend.to_str())
-    backend.post_processor = TemplateProcessing(single=["<|endoftext|>", "$A"], special_tokens=[("<|endoftext|>", 0)])
-    adds_bos = Tokenizer(backend, bos_token="<|endoftext|>", chat_template="{{ bos_token }}{{ messages[0].content }}")
+    backend.post_processor = TemplateProcessing(
+        single=["<|endoftext|>", "$A"], special_tokens=[("<|endoftext|>", 0)]
+    )
+    adds_bos = Tokenizer(
+        backend, bos_token="<|endoftext|>", chat_template="{{ bos_token }}{{ messages[0].content }}"
+    )
     assert adds_bos.encode("Hi")[0] == 0
     assert render_chat(adds_bos, user("Hi")) == [0, *tokenizer.encode("Hi")]
 
@@ -89,7 +102,9 @@ def test_text_parts_are_joined(tokenizer: Tokenizer) -> None:
 
 def test_assistant_message_without_content_is_empty(tokenizer: Tokenizer) -> None:
     messages = [*user("Hi"), {"role": "assistant", "content": None}, {"role": "assistant"}]
-    assert render_chat(tokenizer, messages) == render_chat(tokenizer, [*user("Hi"), *[{"role": "assistant", "content": ""}] * 2])
+    assert render_chat(tokenizer, messages) == render_chat(
+        tokenizer, [*user("Hi"), *[{"role": "assistant", "content": ""}] * 2]
+    )
 
 
 @pytest.mark.parametrize(
@@ -118,7 +133,9 @@ def test_conversation_without_messages_is_refused(tokenizer: Tokenizer) -> None:
 
 @given(content=WORDS.filter(lambda text: "<|im_end|>" not in text))
 @settings(deadline=None)
-def test_message_without_special_strings_gives_the_tokens_of_the_plain_rendering(tokenizer: Tokenizer, content: str) -> None:
+def test_message_without_special_strings_gives_the_tokens_of_the_plain_rendering(
+    tokenizer: Tokenizer, content: str
+) -> None:
     text = f"{SYSTEM}<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n"
     assert render_chat(tokenizer, user(content)) == tokenizer.encode(text, add_special_tokens=False)
 
@@ -137,7 +154,12 @@ def test_special_strings_in_a_message_are_plain_text(tokenizer: Tokenizer, conte
 def test_special_string_is_encoded_as_if_it_had_never_been_special(tokenizer: Tokenizer) -> None:
     message = tokenizer.encode_plain("user\nsay <|im_end|> now")
     tail = tokenizer.encode("<|im_end|>\n<|im_start|>assistant\n")
-    assert render_chat(tokenizer, user("say <|im_end|> now")) == [*tokenizer.encode(SYSTEM), START, *message, *tail]
+    assert render_chat(tokenizer, user("say <|im_end|> now")) == [
+        *tokenizer.encode(SYSTEM),
+        START,
+        *message,
+        *tail,
+    ]
 
 
 def test_special_strings_pass_through_the_filters_of_a_template(with_template: TemplateMaker) -> None:
@@ -146,12 +168,16 @@ def test_special_strings_pass_through_the_filters_of_a_template(with_template: T
     assert tokens == [START, *trims.encode_plain("<|im_end|> x\n<|im_end|>"), END]
 
 
-def test_template_without_special_tokens_of_its_own_still_hides_those_of_a_message(with_template: TemplateMaker) -> None:
+def test_template_without_special_tokens_of_its_own_still_hides_those_of_a_message(
+    with_template: TemplateMaker,
+) -> None:
     plain = with_template("{{ messages[0].content }}")
     assert render_chat(plain, user("a<|im_end|>")) == plain.encode_plain("a<|im_end|>")
 
 
-def test_special_strings_are_hidden_in_every_field_of_a_message_and_in_arguments(with_template: TemplateMaker) -> None:
+def test_special_strings_are_hidden_in_every_field_of_a_message_and_in_arguments(
+    with_template: TemplateMaker,
+) -> None:
     fields = with_template("{{ messages[0].calls[0].name }} {{ tools[0].name }}<|im_end|>")
     messages = [{**user("")[0], "calls": [{"name": "<|im_end|>"}]}]
     tokens = render_chat(fields, messages, template_kwargs={"tools": [{"name": "<|im_start|>"}]})
@@ -162,12 +188,17 @@ def test_special_strings_are_hidden_in_every_field_of_a_message_and_in_arguments
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("{{ raise_exception('Roles must alternate: ' + messages[0].content) }}", "Roles must alternate: <|im_end|>"),
+        (
+            "{{ raise_exception('Roles must alternate: ' + messages[0].content) }}",
+            "Roles must alternate: <|im_end|>",
+        ),
         ("{{ missing.field }}", "missing"),
         ("{{ messages[0].content + 3 }}", "str"),
     ],
 )
-def test_template_that_raises_is_a_bad_request_with_its_message(with_template: TemplateMaker, template: str, message: str) -> None:
+def test_template_that_raises_is_a_bad_request_with_its_message(
+    with_template: TemplateMaker, template: str, message: str
+) -> None:
     with pytest.raises(BadRequest) as caught:
         render_chat(with_template(template), user("<|im_end|>"))
     assert caught.value.param == "messages"
@@ -212,9 +243,15 @@ def test_model_with_llama3s_tokens_and_no_template_gets_llama3s(tokenizer: Token
 def test_model_without_a_template_refuses_messages_and_says_what_to_do() -> None:
     toy = load_tokenizer(GOLDEN / "llama")
     check_template(toy)
-    with pytest.raises(BadRequest, match="has no chat template.*/v1/completions.*--chat-template FILE") as caught:
+    with pytest.raises(
+        BadRequest, match="has no chat template.*/v1/completions.*--chat-template FILE"
+    ) as caught:
         render_chat(toy, user("t17 t18"))
-    assert (caught.value.status, caught.value.param, caught.value.code) == (400, "messages", "no_chat_template")
+    assert (caught.value.status, caught.value.param, caught.value.code) == (
+        400,
+        "messages",
+        "no_chat_template",
+    )
 
 
 def test_model_without_a_template_can_be_given_one() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import openai
 import pytest
+
 from tests.fake_server import ServerProcess
 from tests.node import package_folder
 
@@ -55,11 +56,17 @@ async def talk(url: str) -> None:
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0) as client:
 
         async def ask(number: int) -> str:
-            answer = await client.completions.create(model="toy", prompt=f"t{number}", temperature=0, max_tokens=2)
+            answer = await client.completions.create(
+                model="toy", prompt=f"t{number}", temperature=0, max_tokens=2
+            )
             return answer.choices[0].text
 
-        assert await asyncio.gather(*(ask(number) for number in range(20, 28))) == [f" t{n + 1} t{n + 2}" for n in range(20, 28)]
-        stream = await client.chat.completions.create(model="toy", messages=MESSAGES, temperature=0, max_tokens=3, stream=True)
+        assert await asyncio.gather(*(ask(number) for number in range(20, 28))) == [
+            f" t{n + 1} t{n + 2}" for n in range(20, 28)
+        ]
+        stream = await client.chat.completions.create(
+            model="toy", messages=MESSAGES, temperature=0, max_tokens=3, stream=True
+        )
         assert [chunk.choices[0].delta.content async for chunk in stream] == ["", "t10", " t11", " t12", None]
         with pytest.raises(openai.BadRequestError) as caught:
             await client.chat.completions.create(model="toy", messages=MESSAGES, temperature=3)
@@ -78,11 +85,24 @@ def test_the_node_client_asks_streams_and_reads_errors(server: ServerProcess) ->
     server.skip_events()
     environ = os.environ | {"BASE_URL": f"{server.url}/v1", "KEY": KEY}
     command = ["node", "--input-type=module", "-e", NODE_PROGRAM]
-    done = subprocess.run(command, cwd=package_folder(), env=environ, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(
+        command, cwd=package_folder(), env=environ, capture_output=True, text=True, timeout=30
+    )
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
-    assert (told["whole"], told["streamed"], told["text"], told["models"]) == ("t10 t11 t12", "t10 t11 t12", " t18", ["toy"])
+    assert (told["whole"], told["streamed"], told["text"], told["models"]) == (
+        "t10 t11 t12",
+        "t10 t11 t12",
+        " t18",
+        ["toy"],
+    )
     assert told["usage"]["completion_tokens"] == 3
-    failure = {"kind": "NotFoundError", "status": 404, "code": "model_not_found", "param": "model", "hasId": True}
+    failure = {
+        "kind": "NotFoundError",
+        "status": 404,
+        "code": "model_not_found",
+        "param": "model",
+        "hasId": True,
+    }
     assert told["failure"] == failure
     server.wait_event("cancel")

@@ -22,7 +22,11 @@ import load  # noqa: E402
 import peers  # noqa: E402
 
 METRICS = {"speed": compare.Metric("1 stream", "tok/s", True), "ttft": compare.Metric("TTFT", "ms")}
-MEDIANS = {"levserve": {"speed": 30.0, "ttft": 200.0}, "slow": {"speed": 10.0, "ttft": 100.0}, "fast": {"speed": 15.0, "ttft": 800.0}}
+MEDIANS = {
+    "levserve": {"speed": 30.0, "ttft": 200.0},
+    "slow": {"speed": 10.0, "ttft": 100.0},
+    "fast": {"speed": 15.0, "ttft": 800.0},
+}
 OURS = ["levserve", "levserve bfloat16"]
 SETUP = peers.Setup(Path("model.gguf"), None, None, streams=4, threads=2)
 FAKE = """
@@ -54,13 +58,20 @@ def fake(name: str = "fake", code: str = FAKE, **given: Any) -> tuple[peers.Cont
 
 def test_a_ratio_says_how_many_times_better_we_are() -> None:
     found = compare.ratios(METRICS, MEDIANS, OURS)
-    assert found["speed"]["levserve"] == {"each": {"slow": 3.0, "fast": 2.0}, "best_peer": "fast", "best": 2.0}
+    assert found["speed"]["levserve"] == {
+        "each": {"slow": 3.0, "fast": 2.0},
+        "best_peer": "fast",
+        "best": 2.0,
+    }
     assert found["ttft"]["levserve"] == {"each": {"slow": 0.5, "fast": 4.0}, "best_peer": "slow", "best": 0.5}
     assert "levserve bfloat16" not in found["speed"], "it was not measured"
 
 
 def test_the_table_has_each_ratio_beside_what_the_peer_has() -> None:
-    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in compare.make_table(METRICS, MEDIANS, OURS).splitlines()]
+    lines = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in compare.make_table(METRICS, MEDIANS, OURS).splitlines()
+    ]
     assert lines[0] == ["", "", "", "x best peer", "x slow", "x fast"]
     assert lines[2] == ["1 stream, tok/s", "levserve", "30.0", "**2.00** fast", "3.00 (10.0)", "2.00 (15.0)"]
     assert lines[3] == ["TTFT, ms", "levserve", "200", "**0.50** slow", "0.50 (100)", "4.00 (800)"]
@@ -69,7 +80,10 @@ def test_the_table_has_each_ratio_beside_what_the_peer_has() -> None:
 def test_a_peer_that_failed_a_load_is_not_compared_there() -> None:
     medians = MEDIANS | {"slow": {"speed": 10.0}}
     assert compare.ratios(METRICS, medians, OURS)["ttft"]["levserve"]["each"] == {"fast": 4.0}
-    assert compare.make_table(METRICS, {"levserve": {"speed": 3.0}}, OURS).splitlines()[-1].split("|")[4].strip() == "-"
+    assert (
+        compare.make_table(METRICS, {"levserve": {"speed": 3.0}}, OURS).splitlines()[-1].split("|")[4].strip()
+        == "-"
+    )
 
 
 def test_medians_are_over_repetitions() -> None:
@@ -119,14 +133,22 @@ def test_a_contestant_is_measured_and_one_that_cannot_start_is_told(tmp_path: Pa
     assert result.values["fake"].keys() == compare.metrics_of([1, 4]).keys()
     assert result.notes == [f"failed: broken ended with 1: no such model (all of it: {tmp_path}/broken.log)"]
     is_gone(int((tmp_path / "fake.log").read_text().split()[1]))
-    document = {"metrics": {key: vars_of(metric) for key, metric in compare.metrics_of([1, 4]).items()}, "medians": result.medians(),
-                "values": result.values, "machine": compare.describe_machine(), "model": "m", "repetitions": 1}
+    document = {
+        "metrics": {key: vars_of(metric) for key, metric in compare.metrics_of([1, 4]).items()},
+        "medians": result.medians(),
+        "values": result.values,
+        "machine": compare.describe_machine(),
+        "model": "m",
+        "repetitions": 1,
+    }
     chart.draw_comparison(document, tmp_path / "chart.png")
     assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_server_that_is_never_ready_is_stopped_in_time(tmp_path: Path) -> None:
-    contestant, found = fake(code="import os, time; print('starting', os.getpid(), flush=True); time.sleep(600)")
+    contestant, found = fake(
+        code="import os, time; print('starting', os.getpid(), flush=True); time.sleep(600)"
+    )
     with pytest.raises(peers.CannotStart, match="not ready after 1 s: starting"):
         with peers.running(contestant, found, SETUP, tmp_path / "log", 1):
             pass
@@ -135,12 +157,16 @@ def test_a_server_that_is_never_ready_is_stopped_in_time(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_no_server_is_left_when_the_comparison_is_ended(tmp_path: Path, number: signal.Signals) -> None:
-    code = (f"import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); sys.path[:0] = [{str(BENCH)!r}]\n"
-            "import compare, peers\n"
-            f"found = peers.Found((sys.executable, '-c', 'import os, time; print(1, os.getpid(), flush=True); time.sleep(600)'), '')\n"
-            "compare.CONTESTANTS = (peers.Contestant('fake', lambda _: found, is_ours=True),)\n"
-            f"sys.exit(compare.main(['--quick', '--model', {__file__!r}, '--out', {str(tmp_path)!r}]))")
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    code = (
+        f"import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); sys.path[:0] = [{str(BENCH)!r}]\n"
+        "import compare, peers\n"
+        f"found = peers.Found((sys.executable, '-c', 'import os, time; print(1, os.getpid(), flush=True); time.sleep(600)'), '')\n"
+        "compare.CONTESTANTS = (peers.Contestant('fake', lambda _: found, is_ours=True),)\n"
+        f"sys.exit(compare.main(['--quick', '--model', {__file__!r}, '--out', {str(tmp_path)!r}]))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     deadline, log = time.monotonic() + 60, tmp_path / "fake.log"
     while not (log.exists() and log.read_text().strip()):
         assert time.monotonic() < deadline and process.poll() is None
@@ -159,7 +185,10 @@ def is_gone(pid: int) -> None:
         os.kill(pid, 0)
 
 
-@pytest.mark.parametrize("flags", [["--repetitions", "0"], ["--python", "vllm"], ["--model", "/no/such/file"], ["--only", "nobody"]])
+@pytest.mark.parametrize(
+    "flags",
+    [["--repetitions", "0"], ["--python", "vllm"], ["--model", "/no/such/file"], ["--only", "nobody"]],
+)
 def test_impossible_flag_is_wrong_usage(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         compare.parse(flags)

@@ -10,7 +10,12 @@ import pytest
 from tests.fake_app import App, serving
 from tests.fake_server import completion
 
-CHAT = {"model": "toy", "messages": [{"role": "user", "content": "t17 t18"}], "temperature": 0, "max_tokens": 1}
+CHAT = {
+    "model": "toy",
+    "messages": [{"role": "user", "content": "t17 t18"}],
+    "temperature": 0,
+    "max_tokens": 1,
+}
 
 
 @pytest.fixture
@@ -28,7 +33,10 @@ class TestEcho:
         assert (body["usage"]["prompt_tokens"], body["usage"]["completion_tokens"]) == (2, 2)
 
     def test_shows_a_text_as_it_was_given_and_tokens_as_they_read(self, app: App) -> None:
-        assert app.complete("t17   </s> t18", echo=True, max_tokens=1)["choices"][0]["text"] == "t17   </s> t18 t19"
+        assert (
+            app.complete("t17   </s> t18", echo=True, max_tokens=1)["choices"][0]["text"]
+            == "t17   </s> t18 t19"
+        )
         assert app.complete([17, 2, 18], echo=True, max_tokens=1)["choices"][0]["text"] == "t17 t18 t19"
         shown = app.complete([17, 2, 18], echo=True, max_tokens=1, skip_special_tokens=False)
         assert shown["choices"][0]["text"] == "t17 </s> t18 t19"
@@ -38,14 +46,27 @@ class TestEcho:
         texts: dict[int, list[str]] = {index: [] for index in range(4)}
         for chunk in chunks:
             texts[chunk["choices"][0]["index"]].append(chunk["choices"][0]["text"])
-        assert texts == {0: (first := ["t17 t18", " t19", ""]), 1: first, 2: (second := ["t30 t31", " t32", ""]), 3: second}
+        assert texts == {
+            0: (first := ["t17 t18", " t19", ""]),
+            1: first,
+            2: (second := ["t30 t31", " t32", ""]),
+            3: second,
+        }
 
     def test_lists_the_prompts_tokens_before_the_generated_ones(self, app: App) -> None:
-        logprobs = app.complete("t17 t19 t20 t24", echo=True, max_tokens=1, logprobs=1)["choices"][0]["logprobs"]
+        logprobs = app.complete("t17 t19 t20 t24", echo=True, max_tokens=1, logprobs=1)["choices"][0][
+            "logprobs"
+        ]
         assert logprobs == {
             "tokens": ["t17", "t19", "t20", "t24", "t25"],
             "token_logprobs": [None, -1.5, -0.5, -9999.0, -0.5],
-            "top_logprobs": [None, {"t18": -0.5, "t19": -1.5}, {"t20": -0.5}, {"t21": -0.5, "t24": -9999.0}, {"t25": -0.5}],
+            "top_logprobs": [
+                None,
+                {"t18": -0.5, "t19": -1.5},
+                {"t20": -0.5},
+                {"t21": -0.5, "t24": -9999.0},
+                {"t25": -0.5},
+            ],
             "text_offset": [0, 3, 7, 11, 15],
         }
 
@@ -68,16 +89,28 @@ class TestEcho:
 
     def test_of_a_prompt_of_one_token_has_one_null(self, app: App) -> None:
         logprobs = app.complete([17], echo=True, max_tokens=0, logprobs=5)["choices"][0]["logprobs"]
-        assert (logprobs["token_logprobs"], logprobs["top_logprobs"], logprobs["text_offset"]) == ([None], [None], [0])
+        assert (logprobs["token_logprobs"], logprobs["top_logprobs"], logprobs["text_offset"]) == (
+            [None],
+            [None],
+            [0],
+        )
 
     def test_scores_a_prompt_that_fills_the_context(self, app: App) -> None:
         prompt = list(range(9, 73))
-        assert app.complete(prompt, echo=True, max_tokens=0, logprobs=0)["choices"][0]["logprobs"]["token_logprobs"][1:] == [-0.5] * 63
+        assert (
+            app.complete(prompt, echo=True, max_tokens=0, logprobs=0)["choices"][0]["logprobs"][
+                "token_logprobs"
+            ][1:]
+            == [-0.5] * 63
+        )
         assert app.refuse("/v1/completions", completion(prompt, echo=True, max_tokens=1)) == (400, "prompt")
 
     def test_is_what_nothing_generated_needs(self, app: App) -> None:
         assert app.refuse("/v1/completions", completion("t17", max_tokens=0)) == (400, "max_tokens")
-        assert app.refuse("/v1/completions", completion("t17", max_tokens=0, echo=False)) == (400, "max_tokens")
+        assert app.refuse("/v1/completions", completion("t17", max_tokens=0, echo=False)) == (
+            400,
+            "max_tokens",
+        )
         assert app.refuse("/v1/chat/completions", CHAT | {"max_tokens": 0}) == (400, "max_tokens")
 
     def test_finds_stop_strings_in_what_is_generated_only(self, app: App) -> None:
@@ -97,19 +130,27 @@ class TestHarness:
     def test_reads_sums_and_greedy(self, app: App) -> None:
         prompts = [[17, 18, 19], [17, 18, 20], [17, 18]]
         body = app.complete(prompts, max_tokens=1, logprobs=1, echo=True, seed=1234)
-        assert [self.parse(choice, 1) for choice in body["choices"]] == [(-1.0, True), (-2.0, False), (-0.5, True)]
+        assert [self.parse(choice, 1) for choice in body["choices"]] == [
+            (-1.0, True),
+            (-2.0, False),
+            (-0.5, True),
+        ]
 
     @pytest.mark.parametrize("fields", [{}, {"stop_token_ids": [20]}])
     def test_reads_a_prompt_after_which_the_model_would_stop(self, app: App, fields: dict[str, Any]) -> None:
         last = 19 if fields else 1  # the next token is a stop token
         (choice,) = app.complete([[17, 18, last]], max_tokens=1, logprobs=1, echo=True, **fields)["choices"]
-        assert len(choice["logprobs"]["tokens"]) == 4, "the stop token is listed, so that dropping the last entry drops it"
+        assert len(choice["logprobs"]["tokens"]) == 4, (
+            "the stop token is listed, so that dropping the last entry drops it"
+        )
         assert choice["finish_reason"] == "stop"
         assert "t20" not in choice["text"]
         assert self.parse(choice, 2)[0] == (-0.5 if fields else -9999.0)
 
     def test_gets_no_stop_token_where_one_is_banned(self, app: App) -> None:
-        (choice,) = app.complete([[17, 18, 19]], max_tokens=2, min_tokens=1, stop_token_ids=[20], logprobs=1, echo=True)["choices"]
+        (choice,) = app.complete(
+            [[17, 18, 19]], max_tokens=2, min_tokens=1, stop_token_ids=[20], logprobs=1, echo=True
+        )["choices"]
         assert (choice["logprobs"]["tokens"][3:], choice["finish_reason"]) == (["t20", "t21"], "length")
 
 
@@ -131,7 +172,9 @@ class TestPromptLogprobs:
 
     def test_of_an_echo_are_computed_once_and_shown_in_every_choice(self, app: App) -> None:
         app.device.requests.clear()
-        choices = app.complete("t17 t19 t20 t24 t25 t26 t27", echo=True, logprobs=1, n=3, max_tokens=1)["choices"]
+        choices = app.complete("t17 t19 t20 t24 t25 t26 t27", echo=True, logprobs=1, n=3, max_tokens=1)[
+            "choices"
+        ]
         wanted = [None, -1.5, -0.5, -9999.0, -0.5, -0.5, -0.5]
         assert [choice["logprobs"]["token_logprobs"][:7] for choice in choices] == [wanted] * 3
         assert [request.score_from for request in app.device.requests] == [1, None, None]
@@ -151,20 +194,31 @@ class TestPromptLogprobs:
         assert len(echoed["logprobs"]["top_logprobs"][1]) == 2
 
     def test_are_not_streamed(self, app: App) -> None:
-        assert app.refuse("/v1/completions", completion("t17", prompt_logprobs=1, stream=True)) == (400, "prompt_logprobs")
-        assert app.refuse("/v1/chat/completions", CHAT | {"prompt_logprobs": 1, "stream": True}) == (400, "prompt_logprobs")
+        assert app.refuse("/v1/completions", completion("t17", prompt_logprobs=1, stream=True)) == (
+            400,
+            "prompt_logprobs",
+        )
+        assert app.refuse("/v1/chat/completions", CHAT | {"prompt_logprobs": 1, "stream": True}) == (
+            400,
+            "prompt_logprobs",
+        )
 
 
 class TestBestOf:
     # Seeds 1 to 5 take steps of 2, 3, 4, 5 and 1: steps of 1 are likely, of 2 less likely, the others impossible.
     def test_returns_the_likeliest_sequences_first(self, app: App) -> None:
         body = app.complete("t17", best_of=5, n=2, seed=1, temperature=1, max_tokens=2)
-        assert [(choice["index"], choice["text"]) for choice in body["choices"]] == [(0, " t18 t19"), (1, " t19 t21")]
+        assert [(choice["index"], choice["text"]) for choice in body["choices"]] == [
+            (0, " t18 t19"),
+            (1, " t19 t21"),
+        ]
         assert all(choice["logprobs"] is None for choice in body["choices"])
         assert body["usage"]["completion_tokens"] == 10, "what was not returned was computed all the same"
 
     def test_chooses_for_each_prompt(self, app: App) -> None:
-        choices = app.complete(["t17", "t40"], best_of=3, seed=3, temperature=1, max_tokens=1, logprobs=0)["choices"]
+        choices = app.complete(["t17", "t40"], best_of=3, seed=3, temperature=1, max_tokens=1, logprobs=0)[
+            "choices"
+        ]
         assert [(choice["index"], choice["text"]) for choice in choices] == [(0, " t18"), (1, " t41")]
         assert choices[0]["logprobs"]["token_logprobs"] == [-0.5]
 
@@ -176,23 +230,39 @@ class TestBestOf:
 
 
 class TestTimings:
-    NAMES = ["decode_ms", "first_token_ms", "prefill_ms", "prepare_ms", "queue_ms", "tokens_per_second", "total_ms"]
+    NAMES = [
+        "decode_ms",
+        "first_token_ms",
+        "prefill_ms",
+        "prepare_ms",
+        "queue_ms",
+        "tokens_per_second",
+        "total_ms",
+    ]
 
     def test_come_only_when_asked_for(self, app: App) -> None:
         assert "timings" not in app.complete("t17")
         timings = app.complete("t17", timings=True)["timings"]
         assert sorted(timings) == self.NAMES
         assert 0 <= timings["prepare_ms"] <= timings["first_token_ms"] <= timings["total_ms"]
-        assert timings["first_token_ms"] + timings["decode_ms"] == pytest.approx(timings["total_ms"], abs=0.01)
+        assert timings["first_token_ms"] + timings["decode_ms"] == pytest.approx(
+            timings["total_ms"], abs=0.01
+        )
         assert timings["tokens_per_second"] > 0
 
     def test_of_a_prompt_alone_have_no_first_token(self, app: App) -> None:
         timings = app.complete("t17", echo=True, max_tokens=0, timings=True)["timings"]
-        assert (timings["first_token_ms"], timings["decode_ms"], timings["tokens_per_second"]) == (None, 0, None)
+        assert (timings["first_token_ms"], timings["decode_ms"], timings["tokens_per_second"]) == (
+            None,
+            0,
+            None,
+        )
 
     @pytest.mark.parametrize("options", [None, {"include_usage": True}])
     def test_of_a_stream_come_with_its_usage_at_the_end(self, app: App, options: Any) -> None:
-        *chunks, last = app.stream("/v1/chat/completions", CHAT | {"timings": True, "stream_options": options})
+        *chunks, last = app.stream(
+            "/v1/chat/completions", CHAT | {"timings": True, "stream_options": options}
+        )
         assert (last["choices"], sorted(last["timings"])) == ([], self.NAMES)
         assert last["usage"]["total_tokens"] == 4
         assert not any("timings" in chunk for chunk in chunks)

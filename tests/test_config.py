@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from levserve import __version__
-from levserve.config import SETTINGS, Settings, settings_table
-from levserve.options import parse_settings
+from levserve.settings.parse import parse_settings
+from levserve.settings.settings import SETTINGS, Settings, settings_table
 
 MIB = 2**20
 
@@ -35,23 +35,48 @@ def refuse(capsys: pytest.CaptureFixture[str], argv: list[str], environ: dict[st
 
 
 def run_program(*argv: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    program = [sys.executable, "-W", "error", "-c", "from levserve.options import parse_settings; parse_settings()", *argv]
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("LEVSERVE_", "LEVANTER_"))}
+    program = [
+        sys.executable,
+        "-W",
+        "error",
+        "-c",
+        "from levserve.settings.parse import parse_settings; parse_settings()",
+        *argv,
+    ]
+    clean = {
+        name: value for name, value in os.environ.items() if not name.startswith(("LEVSERVE_", "LEVANTER_"))
+    }
     return subprocess.run(program, env=clean | environ, capture_output=True, text=True, timeout=60)
 
 
 def test_nothing_given_gives_the_defaults() -> None:
     settings = parse_settings([], {})
     assert settings == Settings()
-    assert (settings.model, settings.host, settings.port, settings.max_body_bytes) == ("smollm2-135m", "127.0.0.1", 8000, 4 * MIB)
+    assert (settings.model, settings.host, settings.port, settings.max_body_bytes) == (
+        "smollm2-135m",
+        "127.0.0.1",
+        8000,
+        4 * MIB,
+    )
     assert {row.source for row in settings.describe()} == {"default"}
 
 
 def test_flag_wins_over_environment_over_file_over_default(tmp_path: Path) -> None:
     path = serve_ini(tmp_path, "[server]\nhost = 10.0.0.1\nport = 7001\ndrain-seconds = 5\n")
-    settings = parse_settings(["--config", path, "--host", "10.0.0.3"], {"LEVSERVE_HOST": "10.0.0.2", "LEVSERVE_PORT": "7002"})
-    assert (settings.host, settings.port, settings.drain_seconds, settings.log_level) == ("10.0.0.3", 7002, 5.0, "info")
-    assert settings.sources == {"host": "command line", "port": "environment LEVSERVE_PORT", "drain_seconds": f"file {path}"}
+    settings = parse_settings(
+        ["--config", path, "--host", "10.0.0.3"], {"LEVSERVE_HOST": "10.0.0.2", "LEVSERVE_PORT": "7002"}
+    )
+    assert (settings.host, settings.port, settings.drain_seconds, settings.log_level) == (
+        "10.0.0.3",
+        7002,
+        5.0,
+        "info",
+    )
+    assert settings.sources == {
+        "host": "command line",
+        "port": "environment LEVSERVE_PORT",
+        "drain_seconds": f"file {path}",
+    }
 
 
 @pytest.mark.parametrize("given_in", ["flag", "environment", "file"])
@@ -79,7 +104,12 @@ def test_flag_wins_over_environment_over_file_over_default(tmp_path: Path) -> No
         ("cache_dir", "model", "~/levserve", os.path.expanduser("~/levserve")),
         ("open_metrics", "server", "true", True),
         ("cors_origins", "server", "*", ("*",)),
-        ("cors_origins", "server", "https://A.example  http://localhost:3000", ("https://a.example", "http://localhost:3000")),
+        (
+            "cors_origins",
+            "server",
+            "https://A.example  http://localhost:3000",
+            ("https://a.example", "http://localhost:3000"),
+        ),
         ("cors_origins", "server", "", ()),
     ],
 )
@@ -92,7 +122,9 @@ def test_a_value_reads_the_same_from_every_source(
     elif given_in == "environment":
         settings = parse_settings([], {f"LEVSERVE_{name.upper()}": text})
     else:
-        settings = parse_settings([], {"LEVSERVE_CONFIG": serve_ini(tmp_path, f"[{section}]\n{key} = {text}\n")})
+        settings = parse_settings(
+            [], {"LEVSERVE_CONFIG": serve_ini(tmp_path, f"[{section}]\n{key} = {text}\n")}
+        )
     assert getattr(settings, name) == value
 
 
@@ -137,7 +169,11 @@ def test_a_bad_value_is_refused_with_option_value_and_source(
         line, source = refuse(capsys, [], {variable: text}), f"(environment {variable})"
     else:
         path = serve_ini(tmp_path, f"[{section}]\n{key} = {text}\n")
-        line, source, text = refuse(capsys, ["--config", path]), f"(file {path}, [{section}] {key})", text.strip()
+        line, source, text = (
+            refuse(capsys, ["--config", path]),
+            f"(file {path}, [{section}] {key})",
+            text.strip(),
+        )
     assert f"--{key} must be" in line and repr(text) in line and source in line
 
 
@@ -169,8 +205,12 @@ def test_a_mistake_in_the_file_is_named_with_its_place(
     assert all(word in line for word in [path, *named])
 
 
-@pytest.mark.parametrize("text", ["[server]\napi-key hunter2\n", "api-key = hunter2\n", "[server]\napi-key = 'hunter2'\n"])
-def test_a_mistake_beside_the_secret_does_not_show_it(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
+@pytest.mark.parametrize(
+    "text", ["[server]\napi-key hunter2\n", "api-key = hunter2\n", "[server]\napi-key = 'hunter2'\n"]
+)
+def test_a_mistake_beside_the_secret_does_not_show_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
     assert "hunter2" not in refuse(capsys, ["--config", serve_ini(tmp_path, text)])
 
 
@@ -181,7 +221,9 @@ def test_a_file_that_is_not_utf8_is_refused(tmp_path: Path, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize("path", ["missing.ini", "", "."])
-def test_a_file_that_cannot_be_read_is_refused_with_its_source(capsys: pytest.CaptureFixture[str], path: str) -> None:
+def test_a_file_that_cannot_be_read_is_refused_with_its_source(
+    capsys: pytest.CaptureFixture[str], path: str
+) -> None:
     by_flag = refuse(capsys, ["--config", path])
     by_environment = refuse(capsys, [], {"LEVSERVE_CONFIG": path})
     assert "--config" in by_flag and path in by_flag and "(command line)" in by_flag
@@ -201,7 +243,9 @@ def test_a_file_that_cannot_be_read_is_refused_with_its_source(capsys: pytest.Ca
         (["--dry-run=yes"], ["--dry-run"]),
     ],
 )
-def test_a_mistake_on_the_command_line_is_named(capsys: pytest.CaptureFixture[str], argv: list[str], named: list[str]) -> None:
+def test_a_mistake_on_the_command_line_is_named(
+    capsys: pytest.CaptureFixture[str], argv: list[str], named: list[str]
+) -> None:
     line = refuse(capsys, argv)
     assert all(word in line for word in [*named, "(command line)"])
 
@@ -211,9 +255,16 @@ def test_the_value_of_an_unknown_flag_is_not_shown(capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize(
-    ("variable", "nearest"), [("LEVSERVE_MAX_RUNING", "LEVSERVE_MAX_RUNNING"), ("LEVSERVE_DRY_RUN", ""), ("LEVSERVE_PRINT_CONFIG", "")]
+    ("variable", "nearest"),
+    [
+        ("LEVSERVE_MAX_RUNING", "LEVSERVE_MAX_RUNNING"),
+        ("LEVSERVE_DRY_RUN", ""),
+        ("LEVSERVE_PRINT_CONFIG", ""),
+    ],
 )
-def test_an_unknown_variable_of_ours_is_refused(capsys: pytest.CaptureFixture[str], variable: str, nearest: str) -> None:
+def test_an_unknown_variable_of_ours_is_refused(
+    capsys: pytest.CaptureFixture[str], variable: str, nearest: str
+) -> None:
     line = refuse(capsys, [], {"HOME": "/root", variable: "1"})
     assert variable in line and nearest in line
 
@@ -226,8 +277,16 @@ def test_hf_checkpoint_is_another_name_for_model() -> None:
 @pytest.mark.parametrize(
     ("argv", "environ", "named"),
     [
-        (["--model", "a", "--hf-checkpoint", "b"], {}, ["--model a (command line)", "--hf-checkpoint b (command line)"]),
-        (["--model", "a"], {"LEVSERVE_HF_CHECKPOINT": "b"}, ["--model a", "--hf-checkpoint b (environment LEVSERVE_HF_CHECKPOINT)"]),
+        (
+            ["--model", "a", "--hf-checkpoint", "b"],
+            {},
+            ["--model a (command line)", "--hf-checkpoint b (command line)"],
+        ),
+        (
+            ["--model", "a"],
+            {"LEVSERVE_HF_CHECKPOINT": "b"},
+            ["--model a", "--hf-checkpoint b (environment LEVSERVE_HF_CHECKPOINT)"],
+        ),
         (["--kv-pages", "9", "--kv-memory", "1GiB"], {}, ["--kv-pages 9", "--kv-memory 1GiB"]),
     ],
 )
@@ -261,7 +320,9 @@ def test_the_secret_is_in_no_description_and_no_repr() -> None:
         ([], {"LEVANTER_API_KEY": ""}, "", "default"),
     ],
 )
-def test_levanters_own_variable_is_used_when_ours_is_not_set(argv: list[str], environ: dict[str, str], key: str, source: str) -> None:
+def test_levanters_own_variable_is_used_when_ours_is_not_set(
+    argv: list[str], environ: dict[str, str], key: str, source: str
+) -> None:
     settings = parse_settings(argv, environ)
     assert settings.api_key == key
     assert ("api_key", "***" if key else "(empty)", source) in settings.describe()
@@ -316,7 +377,9 @@ def test_print_config_shows_every_value_with_its_source(tmp_path: Path) -> None:
     assert "api-key = *** (environment LEVSERVE_API_KEY)" in lines
     assert f"kv-memory = 1GiB (file {path})" in lines
     assert "host = 127.0.0.1 (default)" in lines
-    assert [line.split(" ")[0] for line in lines if not line.startswith("[")] == [setting.key for setting in SETTINGS]
+    assert [line.split(" ")[0] for line in lines if not line.startswith("[")] == [
+        setting.key for setting in SETTINGS
+    ]
 
 
 def test_print_config_refuses_what_a_start_would_refuse() -> None:
@@ -349,7 +412,14 @@ def test_help_teaches_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_every_field_of_settings_but_six_is_a_setting_in_the_table() -> None:
-    names = {field.name for field in fields(Settings)} - {"models", "dry_run", "faults", "sources", "file_keys", "admin_file_keys"}
+    names = {field.name for field in fields(Settings)} - {
+        "models",
+        "dry_run",
+        "faults",
+        "sources",
+        "file_keys",
+        "admin_file_keys",
+    }
     assert {setting.name for setting in SETTINGS} == names
     rows = settings_table().splitlines()
     assert {row.count("|") for row in rows} == {6}
@@ -374,7 +444,7 @@ def test_cache_path_follows_cache_dir_then_xdg_then_home(
 
 
 def test_importing_the_settings_does_not_import_jax() -> None:
-    program = "import levserve.options, sys; sys.exit('jax' in sys.modules or 'flask' in sys.modules)"
+    program = "import levserve.settings.parse, sys; sys.exit('jax' in sys.modules or 'flask' in sys.modules)"
     assert subprocess.run([sys.executable, "-W", "error", "-c", program], timeout=60).returncode == 0
 
 
@@ -398,8 +468,20 @@ def test_sections_of_models_have_what_is_meant_for_all_and_their_own(tmp_path: P
     settings = parse_settings(["--config", path], {})
     one, two = settings.models["one"], settings.models["second"]
     assert settings.has_several and not one.has_several
-    assert (one.model, one.dtype, one.tokenizer, one.served_model_name, one.kv_memory) == ("/srv/one", "float32", "", "one", 1024 * MIB)
-    assert (two.model, two.dtype, two.load, two.kv_memory, two.kv_pages) == ("org/two", "float32", "start", 0, 64)
+    assert (one.model, one.dtype, one.tokenizer, one.served_model_name, one.kv_memory) == (
+        "/srv/one",
+        "float32",
+        "",
+        "one",
+        1024 * MIB,
+    )
+    assert (two.model, two.dtype, two.load, two.kv_memory, two.kv_pages) == (
+        "org/two",
+        "float32",
+        "start",
+        0,
+        64,
+    )
     assert parse_settings([], {}).has_several is False
 
 
@@ -407,7 +489,10 @@ def test_sections_of_models_have_what_is_meant_for_all_and_their_own(tmp_path: P
     ("text", "told"),
     [
         ("[model.a]\nmodell = x\n", "[model.a] modell: unknown key; did you mean model?"),
-        ("[model.a]\nport = 1\n", "[model.a] port: this key is for all models together and belongs in [server]"),
+        (
+            "[model.a]\nport = 1\n",
+            "[model.a] port: this key is for all models together and belongs in [server]",
+        ),
         ("[model.a]\nmodels-dir = x\n", "[model.a] models-dir: this key is for all models together"),
         ("[model.a]\ndtype = int3\n", "[model.a] dtype)"),
         ("[model.a]\nmodel = x\ncheckpoint-path = y\n", "exclude each other"),
@@ -416,14 +501,23 @@ def test_sections_of_models_have_what_is_meant_for_all_and_their_own(tmp_path: P
         ("[modell.a]\nmodel = x\n", "unknown section [modell.a]"),
     ],
 )
-def test_mistakes_in_a_models_section_are_named(capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, told: str) -> None:
+def test_mistakes_in_a_models_section_are_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, told: str
+) -> None:
     assert told in refuse(capsys, ["--config", serve_ini(tmp_path, text)])
 
 
-def test_print_config_shows_what_a_models_section_changes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_print_config_shows_what_a_models_section_changes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         parse_settings(["--config", serve_ini(tmp_path, MODELS), "--print-config"], {})
     shown = capsys.readouterr().out.split("[model.second]")[1]
     assert [" ".join(line.split()) for line in shown.strip().splitlines()] == [
-        "model = org/two", "tokenizer = (empty)", "served-model-name = second", "load = start", "kv-memory = 0", "kv-pages = 64",
-    ]  # fmt: skip
+        "model = org/two",
+        "tokenizer = (empty)",
+        "served-model-name = second",
+        "load = start",
+        "kv-memory = 0",
+        "kv-pages = 64",
+    ]

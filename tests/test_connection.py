@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from levserve.config import Settings
+from levserve.settings.settings import Settings
 from levserve.wire.connection import LINGER_BYTES, Connection
 
 Pair = tuple[Connection, socket.socket]
@@ -15,7 +15,10 @@ Pair = tuple[Connection, socket.socket]
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
-    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname(), timeout=5) as peer:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname(), timeout=5) as peer,
+    ):
         sock, address = listener.accept()
         connection = Connection(sock, address, listener.getsockname(), Settings(send_timeout=0.5))
         yield connection, peer
@@ -25,7 +28,10 @@ def pair() -> Iterator[Pair]:
 def test_a_peer_that_vanishes_or_does_not_read_is_the_kernels_to_notice(pair: Pair) -> None:
     sock = pair[0].sock
     assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
-    idle, interval, count = (sock.getsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_KEEP{word}")) for word in ("IDLE", "INTVL", "CNT"))
+    idle, interval, count = (
+        sock.getsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_KEEP{word}"))
+        for word in ("IDLE", "INTVL", "CNT")
+    )
     assert idle + interval * count == 30
     assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 500
     with pytest.raises((BlockingIOError, TimeoutError)):  # whichever limit comes first

@@ -14,16 +14,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from levserve.jit import builder as writers
+from levserve.jit import xla_call
+from levserve.jit.builder import F32, I8, I32
+from levserve.jit.program import Code, Program
 from levserve.model.attention import Kernel, attend
-from levserve.model.kernels import cpu_heads, cpu_linear, handler
-from levserve.model.kernels import writer as writers
-from levserve.model.kernels.cpu_best import find_best
-from levserve.model.kernels.cpu_products import Int8Product
-from levserve.model.kernels.program import Code, Program
-from levserve.model.kernels.writer import F32, I8, I32
-from levserve.model.packing import pack
+from levserve.model.cpu import heads as cpu_heads
+from levserve.model.cpu import linear as cpu_linear
+from levserve.model.cpu.argmax import find_best
+from levserve.model.cpu.products import Int8Product
+from levserve.model.hadamard import turn
+from levserve.model.int8_packing import pack
 from levserve.model.quantize import STEPS, multiply_turned
-from levserve.model.rotation import turn
 from levserve.model.sampler import best_of
 
 pytestmark = pytest.mark.tiny
@@ -33,7 +35,9 @@ SHAPES, PACKED_SHAPES = ((64, 16), (8, 96), (132, 32)), ((64, 16), (32, 96), (16
 
 def matrix(out: int, size: int, seed: int = 0) -> tuple[jax.Array, jax.Array]:
     rng = np.random.default_rng(seed)
-    return jnp.asarray(rng.integers(-127, 128, (out, size)), jnp.int8), jnp.asarray(rng.uniform(0.5, 1, out), jnp.float32)
+    return jnp.asarray(rng.integers(-127, 128, (out, size)), jnp.int8), jnp.asarray(
+        rng.uniform(0.5, 1, out), jnp.float32
+    )
 
 
 @jax.jit
@@ -47,15 +51,20 @@ by_xla = jax.jit(multiply_turned)
 @settings(max_examples=20, deadline=None)
 @given(
     st.sampled_from([(shape, False) for shape in SHAPES] + [(shape, True) for shape in PACKED_SHAPES]),
-    st.sampled_from([1, 2, 17, 40]), st.integers(0, 2**32 - 1), st.floats(-30, 30),
-)  # fmt: skip
+    st.sampled_from([1, 2, 17, 40]),
+    st.integers(0, 2**32 - 1),
+    st.floats(-30, 30),
+)
 def test_a_product_is_xlas_but_for_a_number_that_is_rounded_otherwise(
     case: tuple[tuple[int, int], bool], rows: int, seed: int, power: float
 ) -> None:
     shape, is_packed = case
     weight, scale = matrix(*shape, seed % 100)
     x = jnp.asarray(np.random.default_rng(seed).standard_normal((rows, shape[1])) * 2.0**power, jnp.float32)
-    got, wanted = multiply(jnp.asarray(pack(np.asarray(weight))) if is_packed else weight, scale, x), by_xla(weight, scale, x)
+    got, wanted = (
+        multiply(jnp.asarray(pack(np.asarray(weight))) if is_packed else weight, scale, x),
+        by_xla(weight, scale, x),
+    )
     step = float(jnp.abs(turn(x)).max()) / STEPS
     np.testing.assert_allclose(got, wanted, atol=step * 127, rtol=2e-6)
     exact = np.asarray(turn(x), np.float64) @ np.asarray(weight, np.float64).T * np.asarray(scale)
@@ -79,7 +88,9 @@ def test_a_word_of_activations_meets_each_four_numbers_of_a_matrix(
     program = Program()
     with program.function("add", 3) as writer:
         into, x, four = map(writer.as_pointer, writer.given)
-        dotted = writer.dot_word_into(writer.load(into, I32, lanes), writer.load(x, I8, 4 * lanes), writer.load(four, I32))
+        dotted = writer.dot_word_into(
+            writer.load(into, I32, lanes), writer.load(x, I8, 4 * lanes), writer.load(four, I32)
+        )
         writer.store(into, dotted)
     code = Code(program.compile())
     call_with_arrays(code.address("add"), sums, numbers, word)
@@ -87,12 +98,17 @@ def test_a_word_of_activations_meets_each_four_numbers_of_a_matrix(
 
 
 @given(st.integers(1, 4), st.integers(1, 6), st.integers(0, 2**32 - 1))
-def test_a_matrix_is_packed_by_32_outputs_and_four_numbers_of_each(blocks: int, words: int, seed: int) -> None:
+def test_a_matrix_is_packed_by_32_outputs_and_four_numbers_of_each(
+    blocks: int, words: int, seed: int
+) -> None:
     weight = np.random.default_rng(seed).integers(-128, 128, (32 * blocks, 4 * words), dtype=np.int8)
     packed = pack(weight)
     assert packed.shape == weight.shape and packed.dtype == np.uint8
     for out, size in np.ndindex(*weight.shape):
-        assert packed.reshape(blocks, words, 32, 4)[out // 32, size // 4, out % 32, size % 4] == int(weight[out, size]) + 128
+        assert (
+            packed.reshape(blocks, words, 32, 4)[out // 32, size // 4, out % 32, size % 4]
+            == int(weight[out, size]) + 128
+        )
 
 
 @settings(max_examples=10, deadline=None)
@@ -107,9 +123,13 @@ def test_a_product_with_bfloat16_is_that_of_its_numbers(shape: tuple[int, int], 
 
 @settings(max_examples=10, deadline=None)
 @given(
-    st.sampled_from([(1, 1, 16), (2, 3, 32), (1, 5, 48)]), st.sampled_from([2, 4, 32]), st.sampled_from([None, 1, 7, 40]),
-    st.integers(1, 9), st.lists(st.integers(0, 40), min_size=1, max_size=3), st.integers(0, 2**32 - 1),
-)  # fmt: skip
+    st.sampled_from([(1, 1, 16), (2, 3, 32), (1, 5, 48)]),
+    st.sampled_from([2, 4, 32]),
+    st.sampled_from([None, 1, 7, 40]),
+    st.integers(1, 9),
+    st.lists(st.integers(0, 40), min_size=1, max_size=3),
+    st.integers(0, 2**32 - 1),
+)
 def test_attention_is_xlas_for_any_lengths_and_padding(
     shape: tuple[int, int, int], page_size: int, window: int | None, chunk: int, befores: list[int], seed: int
 ) -> None:
@@ -128,9 +148,13 @@ def test_attention_is_xlas_for_any_lengths_and_padding(
 
 @settings(max_examples=10, deadline=None)
 @given(
-    st.sampled_from([(1, 1, 16), (2, 3, 64), (1, 5, 48)]), st.sampled_from([2, 4, 32]), st.sampled_from([jnp.float32, jnp.bfloat16]),
-    st.sampled_from([None, 7, 40]), st.integers(0, 70), st.integers(0, 2**32 - 1),
-)  # fmt: skip
+    st.sampled_from([(1, 1, 16), (2, 3, 64), (1, 5, 48)]),
+    st.sampled_from([2, 4, 32]),
+    st.sampled_from([jnp.float32, jnp.bfloat16]),
+    st.sampled_from([None, 7, 40]),
+    st.integers(0, 70),
+    st.integers(0, 2**32 - 1),
+)
 def test_a_query_gets_the_same_to_the_last_bit_alone_and_beside_others(
     shape: tuple[int, int, int], page_size: int, numbers: Any, window: int | None, before: int, seed: int
 ) -> None:
@@ -141,7 +165,14 @@ def test_a_query_gets_the_same_to_the_last_bit_alone_and_beside_others(
     q = jnp.asarray(4 * rng.standard_normal((1, chunk, kv_heads, group, size)), jnp.float32)
     positions = jnp.arange(before, before + chunk, dtype=jnp.int32)[None]
     beside = attend(q, pool, table, positions, window=window, kernel=Kernel.LLVM)
-    alone = attend(jnp.swapaxes(q, 0, 1), pool, jnp.repeat(table, chunk, 0), positions.T, window=window, kernel=Kernel.LLVM)
+    alone = attend(
+        jnp.swapaxes(q, 0, 1),
+        pool,
+        jnp.repeat(table, chunk, 0),
+        positions.T,
+        window=window,
+        kernel=Kernel.LLVM,
+    )
     np.testing.assert_array_equal(np.asarray(beside)[0], np.asarray(alone)[:, 0])
 
 
@@ -160,7 +191,9 @@ def test_rows_that_are_not_used_are_not_looked_at(num_used: int) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 300), st.integers(1, 5), st.integers(0, 6), st.integers(0, 2**32 - 1))
-def test_the_best_of_each_row_that_is_used_is_found_and_of_equals_the_first(vocab: int, rows: int, num_used: int, seed: int) -> None:
+def test_the_best_of_each_row_that_is_used_is_found_and_of_equals_the_first(
+    vocab: int, rows: int, num_used: int, seed: int
+) -> None:
     rng = np.random.default_rng(seed)
     logits = rng.integers(-3, 3, (rows, vocab)).astype(np.float32)
     logits[rng.random(logits.shape) < 0.3] = -math.inf
@@ -188,7 +221,9 @@ def test_what_is_not_finite_spoils_its_own_row_alone(bad: float) -> None:
     q, table = jnp.ones((2, 1, 1, 2, 16)), jnp.arange(8, dtype=jnp.int32).reshape(2, 4)
     mixed = attend(q, jnp.asarray(pool), table, jnp.asarray([[9], [9]], jnp.int32), kernel=Kernel.LLVM)
     hidden = attend(q, jnp.asarray(pool), table, jnp.asarray([[9], [4]], jnp.int32), kernel=Kernel.LLVM)
-    assert np.isfinite(mixed[0]).all() and np.isfinite(hidden).all(), "what a query may not see does not matter"
+    assert np.isfinite(mixed[0]).all() and np.isfinite(hidden).all(), (
+        "what a query may not see does not matter"
+    )
     assert bad == -math.inf or np.isnan(mixed[1]).all(), "nothing is mixed of a key that is as far as can be"
 
 
@@ -196,7 +231,7 @@ def test_many_threads_may_call_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """As programs of several models do; and more helpers than XLA has threads are no harm."""
     monkeypatch.setenv("NPROC", "9")
     kernel = cpu_linear.product_kernel(Int8Product(48))
-    handler.register("crowded", kernel)
+    xla_call.register("crowded", kernel)
     weight, scale = matrix(640, 48)
     x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 48)), jnp.float32)
     wanted = multiply_turned(weight, scale, x)
@@ -220,8 +255,13 @@ def test_many_threads_may_call_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_powers_and_tangents_are_right_to_the_last_bits() -> None:
-    x = np.concatenate([np.linspace(-90, 10, 2**12), np.linspace(-1e-3, 1e-3, 2**12), [math.nan] * 16]).astype(np.float32)
-    for function, wanted in ((cpu_heads.exp, np.exp(np.maximum(x, -126 * math.log(2)))), (cpu_heads.tanh, np.tanh(x))):
+    x = np.concatenate(
+        [np.linspace(-90, 10, 2**12), np.linspace(-1e-3, 1e-3, 2**12), [math.nan] * 16]
+    ).astype(np.float32)
+    for function, wanted in (
+        (cpu_heads.exp, np.exp(np.maximum(x, -126 * math.log(2)))),
+        (cpu_heads.tanh, np.tanh(x)),
+    ):
         program = Program()
         with program.function("apply", 2) as writer:
             given, into = map(writer.as_pointer, writer.given)
@@ -234,7 +274,9 @@ def test_powers_and_tangents_are_right_to_the_last_bits() -> None:
 
 
 def call_with_arrays(address: int, *arrays: np.ndarray) -> None:
-    ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * len(arrays))(address)(*(array.ctypes.data for array in arrays))
+    ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * len(arrays))(address)(
+        *(array.ctypes.data for array in arrays)
+    )
 
 
 @pytest.mark.parametrize(("out", "size", "is_refused"), [(64, 32, False), (66, 32, True), (64, 40, True)])

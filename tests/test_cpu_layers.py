@@ -13,11 +13,11 @@ import pytest
 
 from levserve.model import cache
 from levserve.model.attention import Kernel
+from levserve.model.cpu import many_queries as cpu_many_queries
+from levserve.model.cpu.attention import HAS_MANY, join
+from levserve.model.cpu.heads import Heads
 from levserve.model.decoder import Decoder
-from levserve.model.kernels import cpu_many_queries
-from levserve.model.kernels.cpu_attention import HAS_MANY, join
-from levserve.model.kernels.cpu_heads import Heads
-from levserve.model.quantize import NARROW, choose_narrowing
+from levserve.model.quantize import NARROW, choose_quantization
 from levserve.weights.load import load_arrays, read_config
 from tests.conftest import GOLDEN
 
@@ -33,8 +33,12 @@ PAGE_SIZE, WIDTH = 4, 6
 @functools.cache
 def arrays_of(family: str, kind: str) -> tuple[Any, dict[str, jax.Array]]:
     config = read_config(GOLDEN / family)
-    narrowing = choose_narrowing(NARROW.get("int8" if kind == "packed" else kind), "cpu", BFLOAT16, KERNELS[kind])
-    return config, load_arrays(GOLDEN / family, config, BFLOAT16, report=lambda _: None, narrowing=narrowing)
+    quantization = choose_quantization(
+        NARROW.get("int8" if kind == "packed" else kind), "cpu", BFLOAT16, KERNELS[kind]
+    )
+    return config, load_arrays(
+        GOLDEN / family, config, BFLOAT16, report=lambda _: None, quantization=quantization
+    )
 
 
 def model_of(family: str, kind: str, **changes: Any) -> Decoder:
@@ -57,8 +61,13 @@ def run(model: Decoder, positions: np.ndarray, kept: jnp.dtype) -> Ran:
     pools = tuple(jnp.asarray(rng.standard_normal(shape), kept) for _ in model.layers)
     table = jnp.asarray(rng.permutation(rows * WIDTH).reshape(rows, WIDTH), jnp.int32)
     tokens = jnp.asarray(rng.integers(0, model.config.vocab_size, (rows, chunk)), jnp.int32)
-    hidden, written = jax.jit(lambda pools: model(tokens, pools, table, jnp.asarray(positions, jnp.int32)))(pools)
-    return Ran(np.asarray(hidden.array), *([np.asarray(pool, np.float32) for pool in each] for each in (pools, written)))
+    hidden, written = jax.jit(lambda pools: model(tokens, pools, table, jnp.asarray(positions, jnp.int32)))(
+        pools
+    )
+    return Ran(
+        np.asarray(hidden.array),
+        *([np.asarray(pool, np.float32) for pool in each] for each in (pools, written)),
+    )
 
 
 def check(model: Decoder, kept: jnp.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +109,14 @@ def test_only_a_part_of_a_head_may_turn(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_prompts_tokens_get_the_same_in_rows_of_their_own_beside_others_as_in_a_chunk() -> None:
     """To the last bit, wherever the prompt begins in its page, and whether neighbours are attended together or not."""
-    model, rng, page_size, width, start, count = model_of("llama", "int8"), np.random.default_rng(0), 32, 3, 9, 70
+    model, rng, page_size, width, start, count = (
+        model_of("llama", "int8"),
+        np.random.default_rng(0),
+        32,
+        3,
+        9,
+        70,
+    )
     shape = cache.make_pool(model.config, 3 * width, page_size, BFLOAT16)[0].shape
     pools = tuple(jnp.asarray(rng.standard_normal(shape), BFLOAT16) for _ in model.layers)
     table, positions = rng.permutation(3 * width).reshape(3, width), np.arange(start, start + count)
@@ -112,7 +128,9 @@ def test_a_prompts_tokens_get_the_same_in_rows_of_their_own_beside_others_as_in_
         "positions": [[50], [60], *positions[order, None]],
     }
     compute = jax.jit(lambda tokens, table, positions: model(tokens, pools, table, positions))
-    in_chunk, written = compute(*(jnp.asarray(given, jnp.int32)[None] for given in (tokens, table[0], positions)))
+    in_chunk, written = compute(
+        *(jnp.asarray(given, jnp.int32)[None] for given in (tokens, table[0], positions))
+    )
     in_rows, written_by_rows = compute(*(jnp.asarray(np.array(given), jnp.int32) for given in rows.values()))
     np.testing.assert_array_equal(in_rows.array[2:, 0], in_chunk.array[0, order])
     for mine, theirs in zip(written_by_rows, written, strict=True):
@@ -152,7 +170,9 @@ def test_what_is_not_finite_spoils_its_own_row_alone_and_is_kept_as_it_is() -> N
     model = model_of("llama", "int8")
     spoilt = dataclasses.replace(model, embed=model.embed.at["vocab", 5].set(jnp.nan))
     pools = cache.make_pool(model.config, 2, PAGE_SIZE, BFLOAT16)
-    tokens, table, positions = (jnp.asarray(numbers, jnp.int32)[:, None] for numbers in ([5, 6], [0, 1], [2, 2]))
+    tokens, table, positions = (
+        jnp.asarray(numbers, jnp.int32)[:, None] for numbers in ([5, 6], [0, 1], [2, 2])
+    )
     hidden, written = jax.jit(lambda pools: spoilt(tokens, pools, table, positions))(pools)
     assert np.isnan(hidden.array[0]).all() and np.isfinite(hidden.array[1]).all()
     assert all(np.isnan(np.asarray(pool[0, :, :, 2], np.float32)).all() for pool in written)

@@ -17,8 +17,8 @@ from levserve.model import cache, decoder
 from levserve.model.attention import Kernel
 from levserve.model.config import LongScaling, Rope, parameter_shapes
 from levserve.model.decoder import CHUNK, ROW, Decoder, Experts
-from levserve.model.kernels.gpu_attention import attend_heads
-from levserve.model.quantize import NARROW, choose_narrowing
+from levserve.model.gpu.attention import attend_heads
+from levserve.model.quantize import NARROW, choose_quantization
 from levserve.model.rotary import angles_at, rotate
 from levserve.weights.load import load_arrays, read_config
 from tests.conftest import GOLDEN
@@ -35,12 +35,16 @@ SMALL_SHAPE = 16
 def load(family: str) -> tuple[Decoder, list[dict[str, Any]]]:
     folder = GOLDEN / family
     config = read_config(folder)
-    model = Decoder.from_arrays(config, load_arrays(folder, config, jnp.dtype(jnp.float32), report=lambda _: None))
+    model = Decoder.from_arrays(
+        config, load_arrays(folder, config, jnp.dtype(jnp.float32), report=lambda _: None)
+    )
     return model, json.loads((folder / "golden.json").read_text())["cases"]
 
 
 @jax.jit
-def logits_of(model: Decoder, tokens: jax.Array, pools: Any, table: jax.Array, positions: jax.Array) -> tuple[jax.Array, Any]:
+def logits_of(
+    model: Decoder, tokens: jax.Array, pools: Any, table: jax.Array, positions: jax.Array
+) -> tuple[jax.Array, Any]:
     hidden, pools = model(tokens, pools, table, positions)
     return model.logits(hidden[ROW, 0].rename({CHUNK: ROW})), pools
 
@@ -59,7 +63,9 @@ def run_in_chunks(model: Decoder, tokens: list[int], chunk: int, page_size: int)
         part = tokens[start : start + chunk]
         padding = shape - len(part)
         positions = jnp.asarray([[*range(start, start + len(part)), *[-1] * padding]], jnp.int32)
-        logits, pools = logits_of(model, jnp.asarray([part + [0] * padding], jnp.int32), pools, table, positions)
+        logits, pools = logits_of(
+            model, jnp.asarray([part + [0] * padding], jnp.int32), pools, table, positions
+        )
         rows.append(np.asarray(jax.nn.log_softmax(logits))[: len(part)])
     return np.concatenate(rows)
 
@@ -71,7 +77,16 @@ def check(case: dict[str, Any], logprobs: np.ndarray) -> None:
     np.testing.assert_allclose(got, case["prompt_logprobs"][1:] + case["greedy_logprobs"], atol=1e-3)
 
 
-PAGE_SIZES = [("llama", 4), ("llama", 16), ("llama", 32), ("mistral", 4), ("qwen3", 16), ("gemma2", 4), ("gemma3", 32), ("mixtral", 16)]
+PAGE_SIZES = [
+    ("llama", 4),
+    ("llama", 16),
+    ("llama", 32),
+    ("mistral", 4),
+    ("qwen3", 16),
+    ("gemma2", 4),
+    ("gemma3", 32),
+    ("mixtral", 16),
+]
 
 
 @pytest.mark.parametrize(("family", "page_size"), PAGE_SIZES)
@@ -127,11 +142,12 @@ def test_no_number_format_of_the_matrices_takes_anything_from_the_gpu_kernels(ki
     """Products that come rounded are handed on as they came, and scaled ones as they are."""
     folder, dtype = GOLDEN / "llama", jnp.dtype(jnp.bfloat16)
     config = read_config(folder)
-    narrowing = choose_narrowing(NARROW.get(kind), "gpu", dtype)
-    arrays = load_arrays(folder, config, dtype, report=lambda _: None, narrowing=narrowing)
+    quantization = choose_quantization(NARROW.get(kind), "gpu", dtype)
+    arrays = load_arrays(folder, config, dtype, report=lambda _: None, quantization=quantization)
     arrays = {name: cache.from_bits(array) for name, array in arrays.items()}
     plain, kernels = (
-        Decoder.from_arrays(config, arrays, kernel=kernel, narrowing=narrowing) for kernel in (Kernel.XLA, Kernel.TRITON)
+        Decoder.from_arrays(config, arrays, kernel=kernel, quantization=quantization)
+        for kernel in (Kernel.XLA, Kernel.TRITON)
     )
     tokens = max((case["prompt"] for case in load("llama")[1]), key=len)[:6]
     difference = np.abs(run_prompt_then_tokens(kernels, tokens, 2) - run_prompt_then_tokens(plain, tokens, 2))
@@ -143,7 +159,9 @@ def test_a_gguf_file_of_a_gemma_matches_the_reference(family: str, tmp_path: Pat
     """Its arrays differ from the folder's; those of the other families are the same, as tests of the loader show."""
     path, (_, cases) = golden_gguf(tmp_path, family), load(family)
     config = read_config(path)
-    model = Decoder.from_arrays(config, load_arrays(path, config, jnp.dtype(jnp.float32), report=lambda _: None))
+    model = Decoder.from_arrays(
+        config, load_arrays(path, config, jnp.dtype(jnp.float32), report=lambda _: None)
+    )
     for case in cases:
         check(case, run_in_chunks(model, case["prompt"] + case["greedy"], SHAPE, 16))
 
@@ -154,7 +172,9 @@ def test_experts_applied_one_by_one_by_choice_and_all_at_once_agree() -> None:
     tokens = jnp.asarray(np.random.default_rng(0).standard_normal((4, 3, 64), np.float32))
     every = experts.every(tokens)
     for number in range(4):
-        np.testing.assert_allclose(experts.one(jnp.int32(number), tokens[number]), every[number], rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(
+            experts.one(jnp.int32(number), tokens[number]), every[number], rtol=1e-4, atol=1e-4
+        )
     chosen = experts.chosen(jnp.asarray([2, 0], jnp.int32), jnp.stack([tokens[2, 1], tokens[0, 0]]))
     np.testing.assert_allclose(chosen, jnp.stack([every[2, 1], every[0, 0]]), rtol=1e-4, atol=1e-4)
 

@@ -17,7 +17,9 @@ SCRIPTS = st.text(st.sampled_from("ab \n.é東京한국🎉👩\u200d🚀🏽e\u
 # SmolLM2's vocabulary has no token for some control characters and for the bytes that begin characters above U+3FFFF.
 ANY_SCRIPT = st.text(st.characters(exclude_categories=("Cc", "Cs"), max_codepoint=0x3FFFF), max_size=30)
 CUTS = st.lists(st.integers(0, 40), max_size=6)
-TOKENS = st.lists(st.integers(0, 49_200) | st.integers(0, 300), max_size=40)  # the first 17 are special, the last have no text
+TOKENS = st.lists(
+    st.integers(0, 49_200) | st.integers(0, 300), max_size=40
+)  # the first 17 are special, the last have no text
 
 
 @pytest.fixture(scope="module")
@@ -36,15 +38,21 @@ def stream(detokenizer: Detokenizer, pieces: Iterator[Sequence[int]]) -> list[st
 
 @given(tokens=TOKENS, cuts=CUTS, skip=st.booleans())
 @settings(deadline=None)
-def test_streamed_pieces_join_to_the_whole_text(tokenizer: Tokenizer, tokens: list[int], cuts: list[int], skip: bool) -> None:
+def test_streamed_pieces_join_to_the_whole_text(
+    tokenizer: Tokenizer, tokens: list[int], cuts: list[int], skip: bool
+) -> None:
     pieces = stream(tokenizer.detokenizer(skip_special_tokens=skip), split(tokens, cuts))
     assert "".join(pieces) == tokenizer.decode(tokens, skip_special_tokens=skip)
 
 
 @given(tokens=TOKENS, skip=st.booleans())
 @settings(deadline=None)
-def test_whole_text_is_what_the_tokenizers_library_decodes(tokenizer: Tokenizer, tokens: list[int], skip: bool) -> None:
-    assert tokenizer.decode(tokens, skip_special_tokens=skip) == tokenizer.backend.decode(tokens, skip_special_tokens=skip)
+def test_whole_text_is_what_the_tokenizers_library_decodes(
+    tokenizer: Tokenizer, tokens: list[int], skip: bool
+) -> None:
+    assert tokenizer.decode(tokens, skip_special_tokens=skip) == tokenizer.backend.decode(
+        tokens, skip_special_tokens=skip
+    )
 
 
 @given(text=SCRIPTS | ANY_SCRIPT)

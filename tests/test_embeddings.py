@@ -35,8 +35,16 @@ def vectors(app: App, given: Any, **fields: Any) -> list[Any]:
 
 def test_the_mean_of_a_texts_states_has_length_1(app: App) -> None:
     body = embed(app, "t17 t18")  # 1 in places 1 and 2
-    assert body["data"][0] == {"index": 0, "object": "embedding", "embedding": pytest.approx([0, HALF, HALF, 0])}
-    assert (body["object"], body["model"], body["usage"]) == ("list", "toy", {"prompt_tokens": 2, "total_tokens": 2})
+    assert body["data"][0] == {
+        "index": 0,
+        "object": "embedding",
+        "embedding": pytest.approx([0, HALF, HALF, 0]),
+    }
+    assert (body["object"], body["model"], body["usage"]) == (
+        "list",
+        "toy",
+        {"prompt_tokens": 2, "total_tokens": 2},
+    )
 
 
 def test_the_last_state_is_taken_when_asked_for(app: App) -> None:
@@ -51,7 +59,9 @@ def test_the_last_state_is_taken_when_asked_for(app: App) -> None:
 def test_input_has_four_forms_and_keeps_its_order(app: App, given: Any, count: int) -> None:
     body = embed(app, given)
     assert [entry["index"] for entry in body["data"]] == list(range(count))
-    assert body["data"][0]["embedding"] == pytest.approx([0, HALF, HALF, 0] if given == [17, 18] else [0, 1, 0, 0])
+    assert body["data"][0]["embedding"] == pytest.approx(
+        [0, HALF, HALF, 0] if given == [17, 18] else [0, 1, 0, 0]
+    )
 
 
 def test_base64_holds_little_endian_floats(app: App) -> None:
@@ -68,7 +78,9 @@ def test_dimensions_may_be_said_but_not_changed(app: App) -> None:
 
 def test_nothing_is_generated(app: App) -> None:
     embed(app, ["t17", "t18 t19"])
-    assert [(request.prompt, request.max_tokens, request.wants_hidden) for request in app.device.requests] == [
+    assert [
+        (request.prompt, request.max_tokens, request.wants_hidden) for request in app.device.requests
+    ] == [
         ((17,), 0, True),
         ((18, 19), 0, True),
     ]
@@ -105,13 +117,18 @@ def test_a_text_may_fill_the_context(app: App) -> None:
 def test_a_full_server_refuses(app: App) -> None:
     with serving(max_inflight=2, max_running=2) as small:
         assert len(vectors(small, ["t17"] * 9)) == 9
-        unread = small.client.post("/v1/completions", json={"model": "toy", "prompt": "t6", "stream": True}, buffered=False)
+        unread = small.client.post(
+            "/v1/completions", json={"model": "toy", "prompt": "t6", "stream": True}, buffered=False
+        )
         assert small.refuse(PATH, {"model": "toy", "input": ["t17", "t18"]}) == (429, None)
         unread.close()
 
 
 def test_the_openai_sdk_reads_them() -> None:
-    with ServerProcess("--max-running", "2") as server, openai.OpenAI(base_url=f"{server.wait_ready().url}/v1", api_key="none") as client:
+    with (
+        ServerProcess("--max-running", "2") as server,
+        openai.OpenAI(base_url=f"{server.wait_ready().url}/v1", api_key="none") as client,
+    ):
         for encoding in ("float", "base64", openai.NOT_GIVEN):
             reply = client.embeddings.create(model="toy", input=["t17", "t18"], encoding_format=encoding)  # type: ignore[arg-type]
             if encoding != "base64":

@@ -22,7 +22,9 @@ class Scalings:
     """Experts that are a matrix each."""
 
     def __init__(self, count: int) -> None:
-        self.matrices = jnp.asarray(np.random.default_rng(count).standard_normal((count, EMBED, EMBED), np.float32))
+        self.matrices = jnp.asarray(
+            np.random.default_rng(count).standard_normal((count, EMBED, EMBED), np.float32)
+        )
 
     def one(self, number: jax.Array, tokens: jax.Array) -> jax.Array:
         return tokens @ self.matrices[number]
@@ -43,7 +45,9 @@ def plainly(x: np.ndarray, choice: Choice, is_real: np.ndarray, matrices: np.nda
 
 
 @pytest.mark.parametrize("mix", [experts.mix_in_blocks, experts.mix_in_slots, experts.mix_gathered])
-@pytest.mark.parametrize(("num_tokens", "num_experts", "per_token"), [(1, 4, 2), (3, 16, 4), (40, 4, 2), (300, 8, 2)])
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "per_token"), [(1, 4, 2), (3, 16, 4), (40, 4, 2), (300, 8, 2)]
+)
 @pytest.mark.parametrize("bias", [0.0, 9.0])
 def test_every_way_gives_the_sum_of_the_chosen_experts(
     mix: Mix, num_tokens: int, num_experts: int, per_token: int, bias: float
@@ -69,7 +73,9 @@ def test_only_the_chosen_experts_are_computed_in_blocks() -> None:
 
     seen: list[int] = []
     choice = Choice(jnp.asarray([[7, 2], [2, 5], [0, 1]], jnp.int32), jnp.full((3, 2), 0.5, jnp.float32))
-    experts.mix_in_blocks(jnp.ones((3, EMBED), jnp.float32), choice, jnp.asarray([True, True, False]), Counting(64), 64)
+    experts.mix_in_blocks(
+        jnp.ones((3, EMBED), jnp.float32), choice, jnp.asarray([True, True, False]), Counting(64), 64
+    )
     jax.effects_barrier()
     assert sorted(seen) == [2, 5, 7]
 

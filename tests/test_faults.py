@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from levserve.engine.faults import Fault, install, parse_faults
-from levserve.engine.runner import Runner
+from levserve.device.faults import Fault, install, parse_faults
+from levserve.device.runner import Runner
 from levserve.errors import ConfigError
 from levserve.schedule.request import FinishReason
 from tests.conftest import GOLDEN, QUICK_COMPILE
@@ -30,11 +30,27 @@ pytestmark = pytest.mark.tiny
 
 # The same sizes for all, so that they compile the same programs. The pool holds one request of the longest kind and no more.
 SIZES = ("--page-size", "8", "--kv-pages", "32", "--prefill-chunk", "32", "--round-steps", "2")
-TOY = ("--model", str(GOLDEN / "llama"), "--served-model-name", "toy", "--dtype", "float32", "--max-running", "4", *SIZES)
+TOY = (
+    "--model",
+    str(GOLDEN / "llama"),
+    "--served-model-name",
+    "toy",
+    "--dtype",
+    "float32",
+    "--max-running",
+    "4",
+    *SIZES,
+)
 
 
 def body(prompt: list[int], max_tokens: int = 8, **fields: Any) -> dict[str, Any]:
-    return {"model": "toy", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True} | fields
+    return {
+        "model": "toy",
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+    } | fields
 
 
 @pytest.mark.parametrize(
@@ -49,7 +65,9 @@ def test_faults_are_read(text: str, wanted: list[Fault]) -> None:
     assert parse_faults(text) == wanted
 
 
-@pytest.mark.parametrize("text", ["fire", "raise", "raise:x", "raise:-1", "raise:1:2", "oom:1", "oom,", "stall:1"])
+@pytest.mark.parametrize(
+    "text", ["fire", "raise", "raise:x", "raise:-1", "raise:1:2", "oom:1", "oom,", "stall:1"]
+)
 def test_what_is_no_fault_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="LEVSERVE_FAULTS must be of raise:ROUND"):
         parse_faults(text)
@@ -62,7 +80,9 @@ def test_faults_are_refused_with_a_file_of_settings(tmp_path: Path, source: str)
     given = ([source, str(path)], {}) if source == "--config" else ([], {source: str(path)})
     ended = start(*given[0], LEVSERVE_FAULTS="oom", **given[1])
     assert ended.returncode == 2
-    words = f"LEVSERVE_FAULTS breaks the server on purpose and is for tests: it is refused with --config {path}"
+    words = (
+        f"LEVSERVE_FAULTS breaks the server on purpose and is for tests: it is refused with --config {path}"
+    )
     assert ended.stderr == f"levserve: error: {words}\n"
 
 
@@ -75,7 +95,9 @@ def test_a_wrong_fault_ends_the_start_with_one_line() -> None:
 def test_too_little_memory_is_one_line_that_says_what_was_asked_what_is_there_and_what_to_lower() -> None:
     ended = start(*TOY, LEVSERVE_FAULTS="oom")
     assert ended.returncode == 1
-    (line,) = [line for line in ended.stderr.splitlines() if not line.startswith("20")]  # the others are the log's, with their time
+    (line,) = [
+        line for line in ended.stderr.splitlines() if not line.startswith("20")
+    ]  # the others are the log's, with their time
     assert line.startswith("levserve: error: out of memory: ") and "32 KV pages were asked for" in line
     assert "GiB are free; lower --kv-memory, --kv-pages or --max-running" in line
     assert "FAULT INJECTION IS ON" in ended.stderr and "Traceback" not in ended.stderr
@@ -86,7 +108,9 @@ def test_a_poisoned_row_fails_alone_and_leaves_no_trace(monkeypatch: pytest.Monk
     monkeypatch.setattr(Runner, "dispatch", Runner.dispatch)  # put back what `install` replaces
     with running_engine(GOLDEN / "llama", *SIZES) as running:
         programs = running.loaded.runner.programs
-        wait_until(lambda: programs.is_complete and not programs.has_cold)  # a first run exchanges the pages while one counts
+        wait_until(
+            lambda: programs.is_complete and not programs.has_cold
+        )  # a first run exchanges the pages while one counts
         wanted = [running.run(ask(prompt, 12))[0].tokens for prompt in prompts]
         running.wait_idle()
         held = live_bytes()
@@ -103,7 +127,9 @@ def test_a_poisoned_row_fails_alone_and_leaves_no_trace(monkeypatch: pytest.Monk
         assert running.metric("finished_total", reason="poisoned") == 3
         assert running.metric("kv_pages_used") == 0
         for _ in range(2):  # every page is used again, and prompts that were poisoned are found in no cache
-            assert [answer.tokens for answer in running.run(*(ask(prompt, 12) for prompt in prompts))] == wanted
+            assert [
+                answer.tokens for answer in running.run(*(ask(prompt, 12) for prompt in prompts))
+            ] == wanted
             running.run(*(ask([40 + number] * 20, 10) for number in range(4)))
         running.loaded.scheduler.check()
         running.wait_idle()
@@ -115,24 +141,34 @@ def solo() -> dict[int, str]:
     """What each prompt leads to when it is alone."""
     with running_engine(GOLDEN / "llama", *SIZES) as running:
         tokens = {number: running.run(ask([number] * 30, 200))[0].tokens for number in range(10, 18)}
-        return {number: running.loaded.model.tokenizer.detokenizer(continues=True).add(found) for number, found in tokens.items()}
+        return {
+            number: running.loaded.model.tokenizer.detokenizer(continues=True).add(found)
+            for number, found in tokens.items()
+        }
 
 
 @pytest.fixture(scope="module")
 def faulty() -> Iterator[Server]:
     faults = "nan:3,stall:15:3,slow-tokenizer:0.3"
-    with running_server(*TOY, "--stall-seconds", "1", "--max-inflight-tokens", "4000", LEVSERVE_FAULTS=faults, **QUICK_COMPILE) as server:
+    with running_server(
+        *TOY, "--stall-seconds", "1", "--max-inflight-tokens", "4000", LEVSERVE_FAULTS=faults, **QUICK_COMPILE
+    ) as server:
         yield server
 
 
-def test_a_faulty_server_fails_only_what_it_must_and_then_serves_as_ever(faulty: Server, solo: dict[int, str]) -> None:
+def test_a_faulty_server_fails_only_what_it_must_and_then_serves_as_ever(
+    faulty: Server, solo: dict[int, str]
+) -> None:
     """One story, because the faults come by the number of the round: a poisoned row, a stall, and work after both."""
     assert any("FAULT INJECTION IS ON" in line for line in faulty.lines)
     descriptors, threads = resources(faulty)
 
     poisoned = faulty.call("/v1/completions", body([5, 6, 7]))
     assert (poisoned.status, poisoned.headers["x-should-retry"]) == (500, "false")
-    assert (poisoned.body["error"]["type"], poisoned.body["error"]["code"]) == ("server_error", "non_finite_output")
+    assert (poisoned.body["error"]["type"], poisoned.body["error"]["code"]) == (
+        "server_error",
+        "non_finite_output",
+    )
     name = poisoned.headers["x-request-id"]
     wait_until(lambda: any(name in line and "not finite" in line for line in faulty.lines))
 
@@ -142,17 +178,25 @@ def test_a_faulty_server_fails_only_what_it_must_and_then_serves_as_ever(faulty:
         health = faulty.call("/healthz").body
         assert health["status"] == "stalled" and health["heartbeat_age_seconds"] >= 1
         refused = faulty.call("/v1/completions", body([8]))
-        assert refused.status == 503 and "not moved" in refused.body["error"]["message"] and refused.headers["Retry-After"]
+        assert (
+            refused.status == 503
+            and "not moved" in refused.body["error"]["message"]
+            and refused.headers["Retry-After"]
+        )
         assert stalled.result().status == 200
     assert faulty.call("/healthz").body == {"status": "ok"} and faulty.call("/readyz").status == 200
 
     began = time.monotonic()
     slow = faulty.call("/v1/completions", body([3]) | {"prompt": "t17 t18", "timeout": 0.2})
     assert slow.status == 504 and time.monotonic() - began >= 0.3, "tokenizing took all its time"
-    assert faulty.metric("prefill_tokens_total") == faulty.metric("prompt_tokens_total") - 2, "it never reached the device's work"
+    assert faulty.metric("prefill_tokens_total") == faulty.metric("prompt_tokens_total") - 2, (
+        "it never reached the device's work"
+    )
 
     with ThreadPoolExecutor(len(solo)) as pool:
-        answers = list(pool.map(lambda number: faulty.call("/v1/completions", body([number] * 30, 200)), solo))
+        answers = list(
+            pool.map(lambda number: faulty.call("/v1/completions", body([number] * 30, 200)), solo)
+        )
     assert [answer.body["choices"][0]["text"] for answer in answers] == list(solo.values())
     assert faulty.metric("preemptions_total") > 0
 
@@ -162,7 +206,9 @@ def test_a_faulty_server_fails_only_what_it_must_and_then_serves_as_ever(faulty:
     for kind in ("requests", "tokens"):
         assert last[f"x-ratelimit-remaining-{kind}"] == last[f"x-ratelimit-limit-{kind}"]
     wait_until(lambda: resources(faulty)[0] <= descriptors)
-    assert resources(faulty)[1] <= threads + len(solo) + 1, "more threads than gunicorn's pool needed for so many at a time"
+    assert resources(faulty)[1] <= threads + len(solo) + 1, (
+        "more threads than gunicorn's pool needed for so many at a time"
+    )
 
 
 def resources(server: Server) -> tuple[int, int]:
@@ -178,7 +224,9 @@ def test_a_round_that_raises_tells_every_client_and_ends_the_process_with_70_wit
 
         def stream() -> None:
             request = urllib.request.Request(
-                f"{server.url}/v1/completions", json.dumps(body([5], 200, stream=True)).encode(), {"Content-Type": "application/json"}
+                f"{server.url}/v1/completions",
+                json.dumps(body([5], 200, stream=True)).encode(),
+                {"Content-Type": "application/json"},
             )
             with urllib.request.urlopen(request, timeout=60) as response:
                 events = []
@@ -201,12 +249,26 @@ def test_a_round_that_raises_tells_every_client_and_ends_the_process_with_70_wit
         for thread in streams:
             thread.join()
         for *_, error, done in ends:
-            assert json.loads(error)["error"]["message"] == "The device failed while the request was running." and done == "[DONE]"
+            assert (
+                json.loads(error)["error"]["message"] == "The device failed while the request was running."
+                and done == "[DONE]"
+            )
         assert len(ends) == 2
 
 
 def start(*flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """A start that must end by itself."""
-    command = [sys.executable, "-m", "levserve.cli", "--port", "0", "--cache-dir", str(cache_folder()), *flags]
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(("LEVSERVE_", "LEVANTER_"))}
+    command = [
+        sys.executable,
+        "-m",
+        "levserve.cli",
+        "--port",
+        "0",
+        "--cache-dir",
+        str(cache_folder()),
+        *flags,
+    ]
+    environ = {
+        name: value for name, value in os.environ.items() if not name.startswith(("LEVSERVE_", "LEVANTER_"))
+    }
     return subprocess.run(command, env=environ | variables, capture_output=True, text=True, timeout=120)

@@ -16,7 +16,13 @@ from tests.fake_app import App, serving
 
 CHAT, TEXT, EMBED, SCORE = "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/loglikelihood"
 BODIES: dict[str, dict[str, Any]] = {
-    CHAT: {"model": "toy", "messages": [{"role": "user", "content": "t17 t18"}], "max_tokens": 4, "temperature": 0, "seed": 1},
+    CHAT: {
+        "model": "toy",
+        "messages": [{"role": "user", "content": "t17 t18"}],
+        "max_tokens": 4,
+        "temperature": 0,
+        "seed": 1,
+    },
     TEXT: {"model": "toy", "prompt": "</s> t380", "max_tokens": 8, "temperature": 0, "seed": 1},
     EMBED: {"model": "toy", "input": "t17 t18"},
     SCORE: {"prompts": ["t17"], "continuations": [" t18"]},
@@ -61,7 +67,11 @@ VALUES: dict[str, dict[str, Any]] = {
         "add_generation_prompt": False,
         "continue_final_message": True,
         "chat_template_kwargs": {"messages": 1},
-        "skip_special_tokens": {"messages": [{"role": "user", "content": "t382"}], "continue_final_message": True, "ignore_eos": True}
+        "skip_special_tokens": {
+            "messages": [{"role": "user", "content": "t382"}],
+            "continue_final_message": True,
+            "ignore_eos": True,
+        }
         | {"skip_special_tokens": False},
     },
     EMBED: {
@@ -74,7 +84,13 @@ VALUES: dict[str, dict[str, Any]] = {
         "truncate_prompt_tokens": 1,
         "timeout": 1000,
     },
-    SCORE: {"prompts": ["t18"], "continuations": [" t19"], "model": "other", "details": True, "timeout": 1000},
+    SCORE: {
+        "prompts": ["t18"],
+        "continuations": [" t19"],
+        "model": "other",
+        "details": True,
+        "timeout": 1000,
+    },
 }
 UNSEEN = {"add_special_tokens"}  # the toy tokenizer adds none; tests of the tokenizer show the effect
 
@@ -90,18 +106,32 @@ def outcome(app: App, path: str, fields: dict[str, Any]) -> tuple[Any, ...]:
     before = len(app.device.requests)
     reply = app.post(path, BODIES[path] | fields)
     asked = [
-        dataclasses.replace(request, request_id="", shares_prompt_of=None, deadline=None if request.deadline is None else 1.0)
+        dataclasses.replace(
+            request, request_id="", shares_prompt_of=None, deadline=None if request.deadline is None else 1.0
+        )
         for request in app.device.requests[before:]
     ]
     body = json.loads(reply.text) if reply.is_json else [reply.text.count("data: "), "usage" in reply.text]
     if isinstance(body, dict):
-        body = {name: value for name, value in body.items() if name not in ("id", "created", "timings")} | {"timed": "timings" in body}
+        body = {name: value for name, value in body.items() if name not in ("id", "created", "timings")} | {
+            "timed": "timings" in body
+        }
     return reply.status_code, asked, body
 
 
 def cases() -> list[tuple[str, str]]:
-    refused = {TEXT: UNSUPPORTED.keys(), CHAT: UNSUPPORTED.keys() | UNSUPPORTED_IN_CHAT.keys(), EMBED: set(), SCORE: set()}
-    return [(path, name) for path, kind in KINDS.items() for name in kind.__struct_fields__ if name not in IGNORED | refused[path]]
+    refused = {
+        TEXT: UNSUPPORTED.keys(),
+        CHAT: UNSUPPORTED.keys() | UNSUPPORTED_IN_CHAT.keys(),
+        EMBED: set(),
+        SCORE: set(),
+    }
+    return [
+        (path, name)
+        for path, kind in KINDS.items()
+        for name in kind.__struct_fields__
+        if name not in IGNORED | refused[path]
+    ]
 
 
 @pytest.mark.parametrize("path, name", cases())
@@ -111,7 +141,9 @@ def test_every_declared_field_does_something(app: App, path: str, name: str) -> 
     silent = {other: given for other, given in asking.items() if other != name}
     if name not in UNSEEN:
         assert outcome(app, path, asking) != outcome(app, path, silent)
-    assert outcome(app, path, silent | {name: None}) == outcome(app, path, silent) or name in BODIES[path], "null is leaving it out"
+    assert outcome(app, path, silent | {name: None}) == outcome(app, path, silent) or name in BODIES[path], (
+        "null is leaving it out"
+    )
 
 
 @pytest.mark.parametrize("path", [TEXT, CHAT])

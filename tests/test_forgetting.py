@@ -23,7 +23,9 @@ class VersionedRounds(FakeRounds):
         for fork in plan.forks:
             for offset in range(self.page_size):
                 place = fork.target_page, offset
-                self.made[place] = self.fresh.get(place, self.made.get((fork.source_page, offset), self.version))
+                self.made[place] = self.fresh.get(
+                    place, self.made.get((fork.source_page, offset), self.version)
+                )
         for chunk in plan.chunks:
             self._note(chunk.sequence.request.request_id, chunk.sequence.pages, chunk.start + chunk.count)
         for row in plan.rows:
@@ -36,7 +38,9 @@ class VersionedRounds(FakeRounds):
         self.made[place] = self.fresh[place] = self.version
 
     def _note(self, name: str, pages: list[int], length: int) -> None:
-        places = [(pages[position // self.page_size], position % self.page_size) for position in range(length)]
+        places = [
+            (pages[position // self.page_size], position % self.page_size) for position in range(length)
+        ]
         self.oldest[name] = min(self.oldest.get(name, self.version), *(self.made[place] for place in places))
 
 
@@ -109,7 +113,10 @@ def test_a_choice_does_not_begin_on_the_stale_pages_of_its_sibling() -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(
-    events=st.lists(st.one_of(st.just("step"), st.just("reload"), st.tuples(st.integers(1, 14), st.booleans())), max_size=40),
+    events=st.lists(
+        st.one_of(st.just("step"), st.just("reload"), st.tuples(st.integers(1, 14), st.booleans())),
+        max_size=40,
+    ),
     steps=st.integers(1, 3),
     page_size=st.sampled_from([1, 2, 4]),
     budget=st.sampled_from([2, 4]),

@@ -67,14 +67,25 @@ def test_gunicorns_parser_reads_to_the_same_end(body: bytes, size: int) -> None:
 
 
 LINES = [
-    *(b"GET / HTTP/1.1\r\n", POST, b"\r\n", b"\n", b"hello", b"5\r\nhello\r\n", b"05 ;\r\nhello\r\n", b"0\r\n"),
+    *(
+        b"GET / HTTP/1.1\r\n",
+        POST,
+        b"\r\n",
+        b"\n",
+        b"hello",
+        b"5\r\nhello\r\n",
+        b"05 ;\r\nhello\r\n",
+        b"0\r\n",
+    ),
     *(b"Content-Length: 5\r\n", b"Content-Length : 3\r\n", b" Content-Length: 2\r\n"),
     *(b"Transfer-Encoding: chunked\r\n", b"Transfer-Encoding: identity, chunked\r\n"),
 ]
 
 
 @given(st.lists(st.one_of(st.sampled_from(LINES), st.binary(max_size=20)), max_size=12))
-def test_what_is_taken_for_whole_is_refused_by_the_parser_or_read_to_its_last_byte(pieces: list[bytes]) -> None:
+def test_what_is_taken_for_whole_is_refused_by_the_parser_or_read_to_its_last_byte(
+    pieces: list[bytes],
+) -> None:
     """So no byte of one request can pass for the beginning of another."""
     found, _ = feed(pieces)
     for request in found:
@@ -106,7 +117,9 @@ def test_a_length_that_is_in_doubt_is_handed_over_at_once_and_ends_the_connectio
     assert not request.is_whole and len(buffer) == 0
 
 
-@pytest.mark.parametrize("sent", [b"\x16\x03\x01\x02\x00\x01", b"GET / HTTP/1.1\nHost: x\n\n", b"GET / HTTP/1.1\r\nA: b\n"])
+@pytest.mark.parametrize(
+    "sent", [b"\x16\x03\x01\x02\x00\x01", b"GET / HTTP/1.1\nHost: x\n\n", b"GET / HTTP/1.1\r\nA: b\n"]
+)
 def test_what_can_never_become_a_head_is_not_waited_for(sent: bytes) -> None:
     ((request,), _) = feed([sent])
     with pytest.raises((ParseException, NoMoreData)):
@@ -123,7 +136,9 @@ def test_what_can_never_become_a_head_is_not_waited_for(sent: bytes) -> None:
         POST + b"Transfer-Encoding: chunked\r\n\r\n" + b"1;%s\r\nx\r\n" % (b"a" * 5000) * 20,
     ],
 )
-def test_a_body_over_the_limit_is_handed_over_before_it_is_here_and_says_so_to_its_reader(sent: bytes) -> None:
+def test_a_body_over_the_limit_is_handed_over_before_it_is_here_and_says_so_to_its_reader(
+    sent: bytes,
+) -> None:
     found, _ = feed([sent])
     assert not found[0].is_whole
     reader = RawReader(found[0])
@@ -139,7 +154,12 @@ def test_a_body_of_exactly_the_limit_is_taken() -> None:
 
 
 def test_trailers_without_end_are_given_up() -> None:
-    found, _ = feed([POST + b"Transfer-Encoding: chunked\r\n\r\n0\r\n", *[b"X: %s\r\n" % (b"a" * 4000)] * (FRAMING_BYTES // 4000 + 1)])
+    found, _ = feed(
+        [
+            POST + b"Transfer-Encoding: chunked\r\n\r\n0\r\n",
+            *[b"X: %s\r\n" % (b"a" * 4000)] * (FRAMING_BYTES // 4000 + 1),
+        ]
+    )
     assert not found[0].is_whole
 
 

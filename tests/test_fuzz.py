@@ -31,19 +31,28 @@ def app() -> Iterator[App]:
         yield app
 
 
-words = st.lists(st.sampled_from(["t9", "t17", "t18", "t383", "</s>", "<s>", "é"]), min_size=1, max_size=8).map(" ".join)
+words = st.lists(
+    st.sampled_from(["t9", "t17", "t18", "t383", "</s>", "<s>", "é"]), min_size=1, max_size=8
+).map(" ".join)
 strings = words | st.text(max_size=12) | st.sampled_from(["", " ", "\ud800", "\0"])
-numbers = st.integers(-3, 130) | st.floats(-3, 3) | st.sampled_from([2**31, 2**63, -(2**63), 10**30, math.nan, math.inf, 1e308])
+numbers = (
+    st.integers(-3, 130)
+    | st.floats(-3, 3)
+    | st.sampled_from([2**31, 2**63, -(2**63), 10**30, math.nan, math.inf, 1e308])
+)
 junk = st.recursive(
     st.none() | st.booleans() | numbers | strings,
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(strings, inner, max_size=3),
     max_leaves=6,
 )
 token_ids = st.lists(st.integers(0, 383), min_size=1, max_size=20)
-texts = words | st.lists(words, min_size=1, max_size=3) | token_ids | st.lists(token_ids, min_size=1, max_size=3)
+texts = (
+    words | st.lists(words, min_size=1, max_size=3) | token_ids | st.lists(token_ids, min_size=1, max_size=3)
+)
 messages = st.lists(
     st.fixed_dictionaries(
-        {"role": st.sampled_from(["user", "system", "assistant", "developer"]), "content": words}, optional={"name": words}
+        {"role": st.sampled_from(["user", "system", "assistant", "developer"]), "content": words},
+        optional={"name": words},
     ),
     min_size=1,
     max_size=3,
@@ -79,7 +88,9 @@ def values(kind: Type) -> st.SearchStrategy[Any]:
         case inspect.UnionType(types=kinds):
             return st.one_of(*map(values, kinds))
         case inspect.StructType(fields=fields):
-            return st.fixed_dictionaries({}, optional={field.encode_name: values(field.type) for field in fields})
+            return st.fixed_dictionaries(
+                {}, optional={field.encode_name: values(field.type) for field in fields}
+            )
     return st.none()
 
 
@@ -87,13 +98,18 @@ def bodies(path: str) -> st.SearchStrategy[dict[str, Any]]:
     """Most are right in all or all but one of their fields, so that they get past the first checks."""
     kind = inspect.type_info(KINDS[path])
     assert isinstance(kind, inspect.StructType)
-    fields = {field.name: LIKELY[field.name] if field.name in LIKELY else values(field.type) for field in kind.fields}
+    fields = {
+        field.name: LIKELY[field.name] if field.name in LIKELY else values(field.type)
+        for field in kind.fields
+    }
     needed = {field.name: fields[field.name] for field in kind.fields if field.required}
-    others = st.lists(st.sampled_from(sorted(fields.keys() - needed.keys())), unique=True, max_size=6).flatmap(
-        lambda names: st.fixed_dictionaries({name: fields[name] for name in names})
-    )
+    others = st.lists(
+        st.sampled_from(sorted(fields.keys() - needed.keys())), unique=True, max_size=6
+    ).flatmap(lambda names: st.fixed_dictionaries({name: fields[name] for name in names}))
     right = st.builds(dict.__or__, st.fixed_dictionaries(needed), others)
-    wrong = st.builds(lambda body, name, value: body | {name: value}, right, st.sampled_from(sorted(fields)), junk)
+    wrong = st.builds(
+        lambda body, name, value: body | {name: value}, right, st.sampled_from(sorted(fields)), junk
+    )
     return right | wrong
 
 
@@ -139,11 +155,15 @@ def test_bodies_near_the_contract_are_answered_or_refused(app: App, path: str) -
 
 
 def test_any_json_and_any_bytes_are_refused_or_answered_by_every_endpoint(app: App) -> None:
-    paths = sorted(rule.rule for rule in app.client.application.url_map.iter_rules() if "POST" in (rule.methods or ()))
+    paths = sorted(
+        rule.rule for rule in app.client.application.url_map.iter_rules() if "POST" in (rule.methods or ())
+    )
     assert KINDS.keys() <= set(paths)
 
     @FUZZ
-    @given(st.sampled_from(paths), junk.map(lambda value: json.dumps(value).encode()) | st.binary(max_size=40))
+    @given(
+        st.sampled_from(paths), junk.map(lambda value: json.dumps(value).encode()) | st.binary(max_size=40)
+    )
     def fuzz(path: str, data: bytes) -> None:
         check(send(app, path, data))
 
@@ -184,7 +204,9 @@ def roomy() -> Iterator[App]:
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_what_is_huge_is_refused_by_name_in_no_time(roomy: App, path: str, body: dict[str, Any], param: str) -> None:
+def test_what_is_huge_is_refused_by_name_in_no_time(
+    roomy: App, path: str, body: dict[str, Any], param: str
+) -> None:
     data = json.dumps({"model": "toy"} | body).encode()
     began = time.process_time()
     reply = send(roomy, path, data)
@@ -202,8 +224,13 @@ def test_nesting_of_any_depth_has_an_answer(roomy: App, depth: int) -> None:
 
 def test_what_looks_like_a_template_in_a_message_is_text(roomy: App) -> None:
     content = "{{ 7 * 7 }}{% for x in range(10**9) %}x{% endfor %}{{ ''.__class__.__mro__ }}"
-    for messages in ([USER | {"content": content}], [USER | {"content": [{"type": "text", "text": content}]}]):
-        reply = roomy.post("/apply_template", {"messages": messages, "chat_template_kwargs": {"enable_thinking": content}})
+    for messages in (
+        [USER | {"content": content}],
+        [USER | {"content": [{"type": "text", "text": content}]}],
+    ):
+        reply = roomy.post(
+            "/apply_template", {"messages": messages, "chat_template_kwargs": {"enable_thinking": content}}
+        )
         assert reply.json is not None and reply.json["prompt"] == f"{content} t9"
 
 

@@ -30,17 +30,23 @@ def logprobs(*values: float) -> tuple[TokenLogprob, ...]:
     return tuple(TokenLogprob(value, ((9, -0.25), (10, -0.5))) for value in values)
 
 
-def run(batches: list[tuple[int, TokenBatch]], choices: list[Choice]) -> tuple[list[tuple[int, Delta]], list[str]]:
+def run(
+    batches: list[tuple[int, TokenBatch]], choices: list[Choice]
+) -> tuple[list[tuple[int, Delta]], list[str]]:
     """All deltas of a stream that holds these batches, and which sequences were closed on the way."""
     closed: list[str] = []
-    stream = TokenStream([str(index) for index in range(len(choices))], lambda request_id, finish: closed.append(request_id))
+    stream = TokenStream(
+        [str(index) for index in range(len(choices))], lambda request_id, finish: closed.append(request_id)
+    )
     for index, batch in batches:
         stream.put(index, batch)
     return list(Deltas(stream, choices)), closed
 
 
 def test_deltas_join_to_the_text_and_the_last_says_why() -> None:
-    deltas, closed = run([(0, TokenBatch((10, 11))), (0, TokenBatch((12,), finish=FinishReason.LENGTH))], [choice()])
+    deltas, closed = run(
+        [(0, TokenBatch((10, 11))), (0, TokenBatch((12,), finish=FinishReason.LENGTH))], [choice()]
+    )
     assert "".join(delta.text for _, delta in deltas) == "t10 t11 t12"
     assert [delta.finish for _, delta in deltas] == [None, FinishReason.LENGTH]
     assert closed == []
@@ -56,7 +62,9 @@ def test_a_stop_string_ends_a_choice_inside_a_batch_and_closes_its_sequence() ->
 
 
 def test_text_held_back_for_a_stop_that_never_comes_is_shown_at_the_end() -> None:
-    deltas, _ = run([(0, TokenBatch((10,))), (0, TokenBatch((1,), finish=FinishReason.LENGTH))], [choice("t10 t99")])
+    deltas, _ = run(
+        [(0, TokenBatch((10,))), (0, TokenBatch((1,), finish=FinishReason.LENGTH))], [choice("t10 t99")]
+    )
     assert "".join(delta.text for _, delta in deltas) == "t10"
 
 
@@ -96,7 +104,10 @@ def test_a_deadline_after_some_tokens_ends_with_what_there_is() -> None:
 def test_a_deadline_that_some_choices_never_began_before_ends_all_with_what_there_is() -> None:
     late = TokenBatch((), finish=FinishReason.DEADLINE)
     deltas, _ = run([(1, TokenBatch((20,))), (0, late), (1, late)], [choice(), choice()])
-    assert [(index, delta.text, delta.finish) for index, delta in deltas[1:]] == [(0, "", late.finish), (1, "", late.finish)]
+    assert [(index, delta.text, delta.finish) for index, delta in deltas[1:]] == [
+        (0, "", late.finish),
+        (1, "", late.finish),
+    ]
     with pytest.raises(DeadlineExceeded):
         run([(0, late), (1, late)], [choice(), choice()])
 
@@ -111,7 +122,12 @@ def test_a_device_that_does_not_end_a_late_request_is_given_up(monkeypatch: pyte
 
 @pytest.mark.parametrize("count, num_top", [(0, 0), (1, 1), (5, 2)])
 def test_only_as_many_alternatives_as_were_asked_for_are_shown(count: int, num_top: int) -> None:
-    (delta,) = (delta for _, delta in run([(0, TokenBatch((10,), logprobs(-0.5), FinishReason.LENGTH))], [choice(num_logprobs=count)])[0])
+    (delta,) = (
+        delta
+        for _, delta in run(
+            [(0, TokenBatch((10,), logprobs(-0.5), FinishReason.LENGTH))], [choice(num_logprobs=count)]
+        )[0]
+    )
     (shown,) = delta.logprobs
     assert shown is not None and (shown.logprob, len(shown.top)) == (-0.5, num_top)
 
@@ -131,7 +147,9 @@ def test_an_echo_waits_for_the_prompts_scores_and_comes_with_the_first_token() -
         (0, TokenBatch((), finish=FinishReason.LENGTH)),
     ]
     deltas, _ = run(batches, [choice(num_logprobs=0, echo=ECHO)])
-    assert deltas[0][1] == Delta("t7 t8 t9", (7, 8, 9), (None, TokenLogprob(-3.0), TokenLogprob(-0.5)), None, (0, 2, 5))
+    assert deltas[0][1] == Delta(
+        "t7 t8 t9", (7, 8, 9), (None, TokenLogprob(-3.0), TokenLogprob(-0.5)), None, (0, 2, 5)
+    )
     assert len(deltas) == 2 and deltas[1][1].text == ""
 
 
@@ -149,14 +167,19 @@ def test_an_echo_alone_ends_without_a_token() -> None:
 def test_a_stop_token_that_ends_a_choice_here_is_listed_but_neither_shown_nor_counted() -> None:
     only = choice(stop_ids=frozenset((11,)), num_logprobs=0)
     deltas, closed = run([(0, TokenBatch((10, 11, 12), logprobs(-1.0, -2.0, -3.0)))], [only])
-    assert deltas == [(0, Delta("t10", (10, 11), (TokenLogprob(-1.0), TokenLogprob(-2.0)), FinishReason.STOP, (0, 3)))]
+    assert deltas == [
+        (0, Delta("t10", (10, 11), (TokenLogprob(-1.0), TokenLogprob(-2.0)), FinishReason.STOP, (0, 3)))
+    ]
     assert (only.num_tokens, only.mean_logprob, closed) == (1, -1.0, ["0"])
 
 
 def test_scores_and_pooled_states_of_a_prompt_are_kept() -> None:
     pooled = PooledHidden(array("f", [1.0]), array("f", [2.0]))
     only = choice()
-    parts = [TokenBatch((), prompt_logprobs=logprobs(-1.0, -2.0)), TokenBatch((), (), FinishReason.LENGTH, 0, logprobs(-3.0), pooled)]
+    parts = [
+        TokenBatch((), prompt_logprobs=logprobs(-1.0, -2.0)),
+        TokenBatch((), (), FinishReason.LENGTH, 0, logprobs(-3.0), pooled),
+    ]
     run([(0, part) for part in parts], [only])
     assert [score.logprob for score in only.prompt_logprobs] == [-1.0, -2.0, -3.0]
     assert only.hidden is pooled

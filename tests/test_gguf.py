@@ -23,17 +23,27 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
 from levserve.errors import StartupError
+from levserve.gguf.header import Value, read_header
 from levserve.model.config import LinearScaling, Llama3Scaling, LongScaling, Rope, parameter_shapes
 from levserve.weights.gguf import read_tensors
-from levserve.gguf_header import Value, read_header
 from levserve.weights.load import load_arrays, read_config
 
 GOLDEN = Path(__file__).parent / "golden"
 FLOAT32, BFLOAT16 = jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)
 ARCHITECTURES = {
-    "llama": "llama", "llama3-rope": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2",
-    "gemma3": "gemma3", "phi3": "phi3", "olmo2": "olmo2", "mixtral": "llama", "qwen3-moe": "qwen3moe", "gpt2": "gpt2",
-}  # fmt: skip
+    "llama": "llama",
+    "llama3-rope": "llama",
+    "mistral": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "gemma2": "gemma2",
+    "gemma3": "gemma3",
+    "phi3": "phi3",
+    "olmo2": "olmo2",
+    "mixtral": "llama",
+    "qwen3-moe": "qwen3moe",
+    "gpt2": "gpt2",
+}
 
 Tensors = dict[str, tuple[NDArray[np.generic], Kind]]
 
@@ -53,7 +63,9 @@ def metadata_of(family: str) -> dict[str, Value]:
         "attention.key_length": config.head_dim,
         "attention.value_length": config.head_dim,
     }
-    own["attention.layer_norm_epsilon" if arch == "gpt2" else "attention.layer_norm_rms_epsilon"] = config.norm_eps
+    own["attention.layer_norm_epsilon" if arch == "gpt2" else "attention.layer_norm_rms_epsilon"] = (
+        config.norm_eps
+    )
     if config.rope_theta is not None:
         own |= {"rope.dimension_count": config.head_dim, "rope.freq_base": config.rope_theta}
     if config.num_experts:
@@ -75,10 +87,14 @@ def tensors_of(family: str) -> Tensors:
     """A golden folder's weights as llama.cpp's converter writes them, under the names that the gguf package knows."""
     arch, file = ARCHITECTURES[family], load_file(GOLDEN / family / "model.safetensors")
     config = read_config(GOLDEN / family)
-    names = get_tensor_name_map(next(key for key, name in MODEL_ARCH_NAMES.items() if name == arch), config.num_layers)
+    names = get_tensor_name_map(
+        next(key for key, name in MODEL_ARCH_NAMES.items() if name == arch), config.num_layers
+    )
     experts: dict[str, list[NDArray[np.float32]]] = {}
     tensors: Tensors = {}
-    for name in sorted(file, key=lambda name: [int(word) if word.isdigit() else 0 for word in name.split(".")]):
+    for name in sorted(
+        file, key=lambda name: [int(word) if word.isdigit() else 0 for word in name.split(".")]
+    ):
         tensor = file[name]
         if arch == "llama" and ".q_proj" in name or arch == "llama" and ".k_proj" in name:
             tensor = permute(tensor, config.num_heads if ".q_proj" in name else config.num_kv_heads)
@@ -87,7 +103,9 @@ def tensors_of(family: str) -> Tensors:
         if arch.startswith("gemma") and name.endswith("norm.weight"):
             tensor = tensor + 1
         if family == "gemma2" and ".q_proj" in name or family == "gemma3" and ".q_norm" in name:
-            tensor = tensor * np.float32((config.head_dim / 24) ** 0.5)  # llama.cpp knows no other scale than the head size's
+            tensor = tensor * np.float32(
+                (config.head_dim / 24) ** 0.5
+            )  # llama.cpp knows no other scale than the head size's
         converted = names.get_name(re.sub(r"experts\.\d+\.", "experts.", name), (".weight", ".bias"))
         assert converted is not None, name
         if "experts." in name:
@@ -132,7 +150,9 @@ def add_value(writer: GGUFWriter, key: str, value: Value) -> None:
 
 def golden_gguf(folder: Path, family: str = "llama", changes: dict[str, Value] | None = None) -> Path:
     """A golden folder as a GGUF file; `changes` are keys of the architecture."""
-    own: dict[str, Value] = {f"{ARCHITECTURES[family]}.{key}": value for key, value in (changes or {}).items()}
+    own: dict[str, Value] = {
+        f"{ARCHITECTURES[family]}.{key}": value for key, value in (changes or {}).items()
+    }
     return write_gguf(folder / "model.gguf", metadata_of(family) | own, tensors_of(family))
 
 
@@ -140,10 +160,18 @@ def golden_gguf(folder: Path, family: str = "llama", changes: dict[str, Value] |
 
 
 def test_metadata_and_tensors_come_back_as_written(tmp_path: Path) -> None:
-    metadata: dict[str, Value] = {"general.architecture": "llama", "a.text": "grüße", "a.flag": True, "a.whole": 7, "a.real": 0.5}
+    metadata: dict[str, Value] = {
+        "general.architecture": "llama",
+        "a.text": "grüße",
+        "a.flag": True,
+        "a.whole": 7,
+        "a.real": 0.5,
+    }
     metadata |= {"a.words": ["a", "", "ü"], "a.numbers": [1, -2, 3], "a.reals": [0.5, 0.25]}
     numbers = np.arange(6, dtype=np.float32).reshape(2, 3)
-    header = read_header(write_gguf(tmp_path / "x.gguf", metadata, {"t": (numbers, Kind.F32), "u": (numbers, Kind.F32)}))
+    header = read_header(
+        write_gguf(tmp_path / "x.gguf", metadata, {"t": (numbers, Kind.F32), "u": (numbers, Kind.F32)})
+    )
     assert header.metadata == metadata
     assert header.tensors["u"].shape == (2, 3)
     np.testing.assert_array_equal(header.tensors["u"].data.view(np.float32), numbers.reshape(-1))
@@ -188,18 +216,36 @@ def test_tensor_that_lies_beyond_the_end_is_named_with_its_place(tmp_path: Path)
     size = path.stat().st_size
     last = list(read_header(path).tensors)[-1]
     path.write_bytes(path.read_bytes()[: size - 1000])
-    with pytest.raises(StartupError, match=rf"it has {size - 1000:,} bytes, and {re.escape(last)} lies at [\d,]+ to {size:,}: "):
+    with pytest.raises(
+        StartupError,
+        match=rf"it has {size - 1000:,} bytes, and {re.escape(last)} lies at [\d,]+ to {size:,}: ",
+    ):
         read_config(path)
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "named"), [(32, 33, "b lies at .*, which is not a multiple of 32"), (b"b", b"a", "a is there twice")]
+    ("old", "new", "named"),
+    [(32, 33, "b lies at .*, which is not a multiple of 32"), (b"b", b"a", "a is there twice")],
 )
-def test_tensor_in_a_wrong_place_is_named(old: int | bytes, new: int | bytes, named: str, tmp_path: Path) -> None:
+def test_tensor_in_a_wrong_place_is_named(
+    old: int | bytes, new: int | bytes, named: str, tmp_path: Path
+) -> None:
     def entry(name: int | bytes, offset: int | bytes) -> bytes:
-        return struct.pack("<Q1sIQIQ", 1, name if isinstance(name, bytes) else b"b", 1, 4, 0, offset if isinstance(offset, int) else 32)
+        return struct.pack(
+            "<Q1sIQIQ",
+            1,
+            name if isinstance(name, bytes) else b"b",
+            1,
+            4,
+            0,
+            offset if isinstance(offset, int) else 32,
+        )
 
-    path = write_gguf(tmp_path / "x.gguf", {"general.architecture": "llama"}, {name: (np.zeros(4, np.float32), Kind.F32) for name in "ab"})
+    path = write_gguf(
+        tmp_path / "x.gguf",
+        {"general.architecture": "llama"},
+        {name: (np.zeros(4, np.float32), Kind.F32) for name in "ab"},
+    )
     whole = path.read_bytes()
     assert whole.count(entry(old, old)) == 1
     path.write_bytes(whole.replace(entry(old, old), entry(new, new)))
@@ -224,7 +270,9 @@ def test_damaged_header_is_never_more_than_one_line(tmp_path: Path) -> None:
 # The configuration and whole models
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "phi3", "olmo2", "mixtral", "qwen3-moe", "gpt2"])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen2", "qwen3", "phi3", "olmo2", "mixtral", "qwen3-moe", "gpt2"]
+)
 def test_gguf_says_the_same_as_the_folder_it_came_from(family: str, tmp_path: Path) -> None:
     assert read_config(golden_gguf(tmp_path, family)) == read_config(GOLDEN / family)
 
@@ -256,8 +304,14 @@ def test_biases_of_a_llama_are_found_and_put_in_order(tmp_path: Path) -> None:
     bias = np.arange(64, dtype=np.float32)
     tensors = tensors_of("llama")
     for layer in range(3):
-        tensors |= {f"blk.{layer}.attn_q.bias": (permute(bias, 4), Kind.F32), f"blk.{layer}.attn_output.bias": (bias + 100, Kind.F32)}
-        tensors |= {f"blk.{layer}.attn_k.bias": (permute(bias[:32], 2), Kind.F32), f"blk.{layer}.attn_v.bias": (bias[:32], Kind.F32)}
+        tensors |= {
+            f"blk.{layer}.attn_q.bias": (permute(bias, 4), Kind.F32),
+            f"blk.{layer}.attn_output.bias": (bias + 100, Kind.F32),
+        }
+        tensors |= {
+            f"blk.{layer}.attn_k.bias": (permute(bias[:32], 2), Kind.F32),
+            f"blk.{layer}.attn_v.bias": (bias[:32], Kind.F32),
+        }
     path = write_gguf(tmp_path / "model.gguf", metadata_of("llama"), tensors)
     arrays = load_arrays(path, read_config(path), FLOAT32, report=print)
     np.testing.assert_array_equal(arrays["layers.2.qkv_bias"], np.concatenate([bias, bias[:32], bias[:32]]))
@@ -281,17 +335,25 @@ def llama3_factors(head_dim: int, theta: float, factor: float, original: int) ->
 
 @pytest.mark.parametrize(("factor", "original"), [(8.0, 8192), (32.0, 8192), (8.0, 32)])
 def test_llama3_scaling_is_known_by_its_factors(factor: float, original: int, tmp_path: Path) -> None:
-    metadata = metadata_of("llama3-rope") | ({} if original == 8192 else {"llama.rope.scaling.original_context_length": original})
-    tensors = tensors_of("llama3-rope") | {"rope_freqs.weight": (llama3_factors(32, 500_000.0, factor, original), Kind.F32)}
+    metadata = metadata_of("llama3-rope") | (
+        {} if original == 8192 else {"llama.rope.scaling.original_context_length": original}
+    )
+    tensors = tensors_of("llama3-rope") | {
+        "rope_freqs.weight": (llama3_factors(32, 500_000.0, factor, original), Kind.F32)
+    }
     path = write_gguf(tmp_path / "model.gguf", metadata, tensors)
     config = read_config(path)
-    assert config.rope_scaling == Llama3Scaling(factor, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=original)
+    assert config.rope_scaling == Llama3Scaling(
+        factor, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=original
+    )
     assert load_arrays(path, config, FLOAT32, report=print).keys() == parameter_shapes(config).keys()
 
 
 def test_factors_that_are_all_one_mean_no_scaling(tmp_path: Path) -> None:
     tensors = tensors_of("llama") | {"rope_freqs.weight": (np.ones(8, np.float32), Kind.F32)}
-    assert read_config(write_gguf(tmp_path / "model.gguf", metadata_of("llama"), tensors)).rope_scaling is None
+    assert (
+        read_config(write_gguf(tmp_path / "model.gguf", metadata_of("llama"), tensors)).rope_scaling is None
+    )
 
 
 def test_other_rotary_factors_are_refused(tmp_path: Path) -> None:
@@ -301,14 +363,26 @@ def test_other_rotary_factors_are_refused(tmp_path: Path) -> None:
 
 
 def test_head_counts_written_once_a_layer_are_read_when_equal(tmp_path: Path) -> None:
-    assert read_config(golden_gguf(tmp_path, changes={"attention.head_count_kv": [2, 2, 2]})).num_kv_heads == 2
+    assert (
+        read_config(golden_gguf(tmp_path, changes={"attention.head_count_kv": [2, 2, 2]})).num_kv_heads == 2
+    )
     with pytest.raises(StartupError, match=r"attention\.head_count_kv = \[2, 1, 2\]"):
         read_config(golden_gguf(tmp_path, changes={"attention.head_count_kv": [2, 1, 2]}))
 
 
 def test_absent_optional_keys_follow_from_the_others(tmp_path: Path) -> None:
-    optional = ("attention.head_count_kv", "attention.key_length", "attention.value_length", "rope.dimension_count", "rope.freq_base")
-    metadata = {key: value for key, value in metadata_of("llama").items() if key.removeprefix("llama.") not in optional}
+    optional = (
+        "attention.head_count_kv",
+        "attention.key_length",
+        "attention.value_length",
+        "rope.dimension_count",
+        "rope.freq_base",
+    )
+    metadata = {
+        key: value
+        for key, value in metadata_of("llama").items()
+        if key.removeprefix("llama.") not in optional
+    }
     config = read_config(write_gguf(tmp_path / "model.gguf", metadata, tensors_of("llama")))
     assert (config.num_kv_heads, config.head_dim, config.rope_theta) == (4, 16, 10_000.0)
 
@@ -337,13 +411,19 @@ def test_unsupported_metadata_is_refused_by_name_and_value(key: str, value: Valu
 
 
 def test_keys_of_one_architecture_are_refused_in_another(tmp_path: Path) -> None:
-    for family, key in (("qwen2", "expert_count"), ("olmo2", "attention.sliding_window"), ("phi3", "attn_logit_softcapping")):
+    for family, key in (
+        ("qwen2", "expert_count"),
+        ("olmo2", "attention.sliding_window"),
+        ("phi3", "attn_logit_softcapping"),
+    ):
         with pytest.raises(StartupError, match=f"{ARCHITECTURES[family]}: {key} = 8 is not supported"):
             read_config(golden_gguf(tmp_path, family, {key: 8}))
 
 
 def test_linear_scaling_is_read(tmp_path: Path) -> None:
-    config = read_config(golden_gguf(tmp_path, "gemma3", {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0}))
+    config = read_config(
+        golden_gguf(tmp_path, "gemma3", {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0})
+    )
     assert config.rope_scaling == LinearScaling(8.0)
     assert config.rope(0) == Rope(16, 10_000.0, None) and config.rope(5) == Rope(16, 1e6, LinearScaling(8.0))
 
@@ -357,21 +437,35 @@ def test_layers_with_a_window_may_be_listed(tmp_path: Path) -> None:
 
 
 def test_largest_gemmas_scale_scores_by_their_width(tmp_path: Path) -> None:
-    path = golden_gguf(tmp_path, "gemma2", {"block_count": 46, "embedding_length": 4608, "attention.head_count": 32})
+    path = golden_gguf(
+        tmp_path, "gemma2", {"block_count": 46, "embedding_length": 4608, "attention.head_count": 32}
+    )
     assert read_config(path).attention_scale == 144**-0.5
 
 
 def test_factors_of_phi3_are_read_and_counted(tmp_path: Path) -> None:
     def write(num_factors: int) -> Path:
-        factors = {f"rope_factors_{kind}.weight": np.full(num_factors, size, np.float32) for kind, size in (("short", 1.5), ("long", 4))}
-        metadata = metadata_of("phi3") | {"phi3.rope.scaling.original_context_length": 64, "phi3.rope.scaling.attn_factor": 1.25}
-        return write_gguf(tmp_path / "model.gguf", metadata, tensors_of("phi3") | {name: (f, Kind.F32) for name, f in factors.items()})
+        factors = {
+            f"rope_factors_{kind}.weight": np.full(num_factors, size, np.float32)
+            for kind, size in (("short", 1.5), ("long", 4))
+        }
+        metadata = metadata_of("phi3") | {
+            "phi3.rope.scaling.original_context_length": 64,
+            "phi3.rope.scaling.attn_factor": 1.25,
+        }
+        return write_gguf(
+            tmp_path / "model.gguf",
+            metadata,
+            tensors_of("phi3") | {name: (f, Kind.F32) for name, f in factors.items()},
+        )
 
     path = write(8)
     config = read_config(path)
     assert config.rope_scaling == LongScaling((1.5,) * 8, (4.0,) * 8, 64, 1.25)
     assert load_arrays(path, config, FLOAT32, report=print).keys() == parameter_shapes(config).keys()
-    with pytest.raises(StartupError, match="rope_factors_short.weight and rope_factors_long.weight must have 8 numbers each"):
+    with pytest.raises(
+        StartupError, match="rope_factors_short.weight and rope_factors_long.weight must have 8 numbers each"
+    ):
         read_config(write(7))
 
 
@@ -379,9 +473,13 @@ def test_experts_in_tensors_of_their_own_are_read(tmp_path: Path) -> None:
     tensors = tensors_of("mixtral")
     for name in [name for name in tensors if "_exps" in name]:
         stacked, kind = tensors.pop(name)
-        tensors |= {name.replace("_exps", f".{expert}"): (matrix, kind) for expert, matrix in enumerate(stacked)}
+        tensors |= {
+            name.replace("_exps", f".{expert}"): (matrix, kind) for expert, matrix in enumerate(stacked)
+        }
     path = write_gguf(tmp_path / "model.gguf", metadata_of("mixtral"), tensors)
-    arrays, expected = (load_arrays(at, read_config(at), FLOAT32, report=print) for at in (path, GOLDEN / "mixtral"))
+    arrays, expected = (
+        load_arrays(at, read_config(at), FLOAT32, report=print) for at in (path, GOLDEN / "mixtral")
+    )
     for name in expected:
         np.testing.assert_array_equal(arrays[name], expected[name], err_msg=name)
 
@@ -392,8 +490,13 @@ def test_neutral_metadata_is_accepted(tmp_path: Path) -> None:
 
 
 def test_other_architecture_is_refused_with_the_list_of_ours(tmp_path: Path) -> None:
-    path = write_gguf(tmp_path / "model.gguf", metadata_of("llama") | {"general.architecture": "mamba"}, tensors_of("llama"))
-    with pytest.raises(StartupError, match="'mamba' is not supported; supported are llama, qwen2, qwen3, qwen3moe, gemma2, gemma3, phi3"):
+    path = write_gguf(
+        tmp_path / "model.gguf", metadata_of("llama") | {"general.architecture": "mamba"}, tensors_of("llama")
+    )
+    with pytest.raises(
+        StartupError,
+        match="'mamba' is not supported; supported are llama, qwen2, qwen3, qwen3moe, gemma2, gemma3, phi3",
+    ):
         read_config(path)
 
 
@@ -411,7 +514,11 @@ def test_missing_extra_and_misshapen_tensors_are_listed(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "model.gguf", metadata_of("llama"), tensors)
     with pytest.raises(StartupError) as refusal:
         load_arrays(path, read_config(path), FLOAT32, report=print)
-    for part in ("missing blk.1.ffn_up.weight", "unexpected blk.0.ffn_gate_inp.weight", "output_norm.weight is [32], expected [64]"):
+    for part in (
+        "missing blk.1.ffn_up.weight",
+        "unexpected blk.0.ffn_gate_inp.weight",
+        "output_norm.weight is [32], expected [64]",
+    ):
         assert part in str(refusal.value)
 
 
@@ -429,7 +536,7 @@ def decode_q4(block: bytes, *, offset: int, scale: float, low: float) -> list[fl
 
 def decode_q5(block: bytes, *, offset: int, scale: float, low: float) -> list[float]:
     (high,) = struct.unpack_from("<I", block, offset)
-    quads = [b & 15 for b in block[offset + 4:]] + [b >> 4 for b in block[offset + 4:]]
+    quads = [b & 15 for b in block[offset + 4 :]] + [b >> 4 for b in block[offset + 4 :]]
     return [scale * (quad | (high >> index & 1) << 4) + low for index, quad in enumerate(quads)]
 
 
@@ -457,7 +564,9 @@ def scale_and_min(scales: bytes, index: int) -> tuple[int, int]:
     """ggml's get_scale_min_k4: eight scales and eight minima of 6 bits in 12 bytes."""
     if index < 4:
         return scales[index] & 63, scales[index + 4] & 63
-    return (scales[index + 4] & 15) | (scales[index - 4] >> 6) << 4, scales[index + 4] >> 4 | (scales[index] >> 6) << 4
+    return (scales[index + 4] & 15) | (scales[index - 4] >> 6) << 4, scales[index + 4] >> 4 | (
+        scales[index] >> 6
+    ) << 4
 
 
 def decode_k(block: bytes, high: bytes, low: bytes) -> list[float]:
@@ -506,7 +615,9 @@ def decode_q3_k(block: bytes) -> list[float]:
     for index in range(256):
         part, quarter, column = index // 128, index % 128 // 32, index % 32
         at = part * 8 + quarter * 2 + column // 16
-        scale = (block[96 + at % 8] >> 4 * (at // 8) & 15 | (block[104 + at % 4] >> 2 * (at // 4) & 3) << 4) - 32
+        scale = (
+            block[96 + at % 8] >> 4 * (at // 8) & 15 | (block[104 + at % 4] >> 2 * (at // 4) & 3) << 4
+        ) - 32
         third = block[column] >> (part * 4 + quarter) & 1
         number = (block[32 + part * 32 + column] >> 2 * quarter & 3) - (0 if third else 4)
         numbers.append(half(block, 108) * scale * number)
@@ -529,7 +640,7 @@ def decode_iq4_xs(block: bytes) -> list[float]:
     numbers = []
     for group in range(8):
         scale = (block[4 + group // 2] >> 4 * (group % 2) & 15 | (high >> 2 * group & 3) << 4) - 32
-        numbers += decode_iq4(block[8 + 16 * group:24 + 16 * group], half(block, 0) * scale)
+        numbers += decode_iq4(block[8 + 16 * group : 24 + 16 * group], half(block, 0) * scale)
     return numbers
 
 
@@ -548,8 +659,14 @@ DECODERS: dict[Kind, Callable[[bytes], list[float]]] = {
     Kind.IQ4_XS: decode_iq4_xs,
 }
 HALVES = {
-    Kind.Q2_K: (80, 82), Kind.Q3_K: (108,), Kind.Q4_1: (0, 2), Kind.Q5_1: (0, 2), Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2), Kind.Q6_K: (208,),
-}  # fmt: skip
+    Kind.Q2_K: (80, 82),
+    Kind.Q3_K: (108,),
+    Kind.Q4_1: (0, 2),
+    Kind.Q5_1: (0, 2),
+    Kind.Q4_K: (0, 2),
+    Kind.Q5_K: (0, 2),
+    Kind.Q6_K: (208,),
+}
 
 
 def random_blocks(kind: Kind, num_rows: int, blocks_per_row: int) -> NDArray[np.uint8]:
@@ -557,7 +674,9 @@ def random_blocks(kind: Kind, num_rows: int, blocks_per_row: int) -> NDArray[np.
     random = np.random.default_rng(kind)
     blocks = random.integers(0, 256, (num_rows, blocks_per_row, GGML_QUANT_SIZES[kind][1]), np.uint8)
     for offset in HALVES.get(kind, (0,)):
-        blocks[..., offset:offset + 2] = random.uniform(-1, 1, blocks.shape[:2]).astype(np.float16)[..., None].view(np.uint8)
+        blocks[..., offset : offset + 2] = (
+            random.uniform(-1, 1, blocks.shape[:2]).astype(np.float16)[..., None].view(np.uint8)
+        )
     return blocks.reshape(num_rows, -1)
 
 
@@ -567,13 +686,23 @@ def test_quantised_blocks_decode_as_ggml_says(kind: Kind, tmp_path: Path) -> Non
     path = write_gguf(tmp_path / "x.gguf", {"general.architecture": "llama"}, {"t": (packed, kind)})
     tensor = dict(read_tensors(path, head_dim=16))["t"]
     block_bytes = GGML_QUANT_SIZES[kind][1]
-    expected = [sum((DECODERS[kind](bytes(block)) for block in row.reshape(-1, block_bytes)), []) for row in packed]
+    expected = [
+        sum((DECODERS[kind](bytes(block)) for block in row.reshape(-1, block_bytes)), []) for row in packed
+    ]
     assert tensor.shape == np.shape(expected)
     for start, stop in ((0, 5), (3, 4)):
-        np.testing.assert_allclose(tensor.read(start, stop).astype(np.float64), np.array(expected[start:stop]), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(
+            tensor.read(start, stop).astype(np.float64), np.array(expected[start:stop]), rtol=1e-5, atol=1e-6
+        )
 
 
-STEPS = [(Kind.Q8_0, 2 / 127), (Kind.Q4_0, 2 / 8), (Kind.Q4_1, 2 / 15), (Kind.Q5_0, 2 / 16), (Kind.Q5_1, 2 / 31)]
+STEPS = [
+    (Kind.Q8_0, 2 / 127),
+    (Kind.Q4_0, 2 / 8),
+    (Kind.Q4_1, 2 / 15),
+    (Kind.Q5_0, 2 / 16),
+    (Kind.Q5_1, 2 / 31),
+]
 
 
 @pytest.mark.parametrize(("kind", "step"), STEPS)
@@ -596,13 +725,19 @@ def test_half_precision_is_read_exactly(kind: Kind, dtype: jnp.dtype, tmp_path: 
     exact = np.random.default_rng(0).integers(-128, 128, (384, 64)).astype(np.float32)
     tensors = tensors_of("llama") | {"token_embd.weight": (quants.quantize(exact, kind), kind)}
     path = write_gguf(tmp_path / "model.gguf", metadata_of("llama"), tensors)
-    np.testing.assert_array_equal(load_arrays(path, read_config(path), dtype, report=print)["embed"], exact.astype(dtype))
+    np.testing.assert_array_equal(
+        load_arrays(path, read_config(path), dtype, report=print)["embed"], exact.astype(dtype)
+    )
 
 
 def test_kind_we_do_not_read_is_named(tmp_path: Path) -> None:
-    tensors = tensors_of("llama") | {"token_embd.weight": (quants.quantize(np.zeros((384, 256), np.float32), Kind.TQ1_0), Kind.TQ1_0)}
+    tensors = tensors_of("llama") | {
+        "token_embd.weight": (quants.quantize(np.zeros((384, 256), np.float32), Kind.TQ1_0), Kind.TQ1_0)
+    }
     path = write_gguf(tmp_path / "model.gguf", metadata_of("llama"), tensors)
-    with pytest.raises(StartupError, match=r"token_embd\.weight is stored as TQ1_0; supported are F32, F16, BF16, Q8_0"):
+    with pytest.raises(
+        StartupError, match=r"token_embd\.weight is stored as TQ1_0; supported are F32, F16, BF16, Q8_0"
+    ):
         load_arrays(path, read_config(path), FLOAT32, report=print)
 
 
@@ -625,5 +760,16 @@ def test_bundled_model_loads_in_the_memory_of_one_copy(bundled_gguf: Path) -> No
 
 def test_bundled_model_is_a_tied_llama(bundled_gguf: Path) -> None:
     config = read_config(bundled_gguf)
-    assert (config.num_layers, config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim) == (30, 576, 9, 3, 64)
-    assert (config.norm_eps, config.rope_theta, config.max_position, config.tied_head) == (1e-5, 100_000.0, 8192, True)
+    assert (
+        config.num_layers,
+        config.hidden_size,
+        config.num_heads,
+        config.num_kv_heads,
+        config.head_dim,
+    ) == (30, 576, 9, 3, 64)
+    assert (config.norm_eps, config.rope_theta, config.max_position, config.tied_head) == (
+        1e-5,
+        100_000.0,
+        8192,
+        True,
+    )

@@ -18,30 +18,33 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import topologies
 
-from levserve.engine.programs import Programs, Shape
-from levserve.engine.rounds import Arrays, Skeleton, State
-from levserve.engine.runner import make_state
-from levserve.engine.sizing import Machine, plan_sizes
-from levserve.metrics import Metrics
+from levserve.device.programs import Programs, Shape
+from levserve.device.rounds import Arrays, Skeleton, State
+from levserve.device.runner import make_state
+from levserve.device.sizing import Machine, plan_sizes
 from levserve.model import cache
 from levserve.model.attention import choose_kernel
 from levserve.model.config import ModelConfig, parameter_shapes
 from levserve.model.decoder import Decoder
-from levserve.model.kernels.decode_attention import decode_attention
-from levserve.model.kernels.paged_attention import WIDEN_FP8, paged_attention
+from levserve.model.gpu.decode_attention import decode_attention
+from levserve.model.gpu.paged_attention import WIDEN_FP8, paged_attention
 from levserve.model.sampler import Mode
-from levserve.options import parse_settings
+from levserve.observe.metrics import Metrics
+from levserve.settings.parse import parse_settings
 from tests.h200 import HOLDERS, SPECIFICATION, Thunk, inside, read_thunks
 from tests.hlo import Instruction, computed
 
-pytestmark = [pytest.mark.h200, pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")]
+pytestmark = [
+    pytest.mark.h200,
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
+]
 
 CONFIG = ModelConfig(128256, 2048, 8192, 2, 32, 8, 64, 1e-5, 5e5, 8192, True)
 ROWS = 256
 NUM_PAGES = 5003  # so that nothing else has the pool's shape
 FEW, MANY, MOST = (Shape(rows, Mode.GREEDY) for rows in (8, 64, ROWS))
 DRAWN, ANYHOW = Shape(64, Mode.PLAIN), Shape(8, Mode.FULL)
-PREFILL, QUIET = Shape(4096), Shape(4096, is_quiet=True)
+PREFILL, QUIET = Shape(4096), Shape(4096, is_sample_only=True)
 ATTENTION = ("paged_attention", "decode_attention")
 LAYER_KERNELS = {FEW: 12, MANY: 9, MOST: 8, DRAWN: 9, ANYHOW: 12, PREFILL: 9, QUIET: 9}
 """Four products, attention, two norms, the gated activation; in prefill one that turns queries and keys and writes to the cache. Up to
@@ -70,7 +73,9 @@ class Compiled(NamedTuple):
 
 @functools.cache
 def given() -> Given:
-    topology = topologies.get_topology_desc(platform="cuda", target_config=SPECIFICATION.read_text(), topology="1x1x1")
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=SPECIFICATION.read_text(), topology="1x1x1"
+    )
     there = jax.sharding.SingleDeviceSharding(topology.devices[0])
 
     def placed(array: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -80,17 +85,26 @@ def given() -> Given:
     storage = cache.storage_dtype(dtype, "gpu")
     settings = parse_settings(["--kv-pages", str(NUM_PAGES)], {})
     sizes = plan_sizes(
-        settings, Machine("gpu", 100 << 30, has_kernel=True), rows=ROWS, max_position=CONFIG.max_position,
-        page_bytes=cache.page_bytes(CONFIG, settings.page_size, storage), weight_bytes=0,
-    )  # fmt: skip
+        settings,
+        Machine("gpu", 100 << 30, has_kernel=True),
+        rows=ROWS,
+        max_position=CONFIG.max_position,
+        page_bytes=cache.page_bytes(CONFIG, settings.page_size, storage),
+        weight_bytes=0,
+    )
     arrays = {
-        name: jax.ShapeDtypeStruct(shape, dtype if len(shape) > 1 else jnp.float32) for name, shape in parameter_shapes(CONFIG).items()
+        name: jax.ShapeDtypeStruct(shape, dtype if len(shape) > 1 else jnp.float32)
+        for name, shape in parameter_shapes(CONFIG).items()
     }
     kernel, _ = choose_kernel("gpu", CONFIG)
     model = jax.eval_shape(lambda arrays: Decoder.from_arrays(CONFIG, arrays, kernel=kernel), arrays)
     state = jax.tree.map(placed, jax.eval_shape(lambda: make_state(model, sizes, storage)))
     leaves, tree = jax.tree.flatten(jax.tree.map(placed, model))
-    return Given(tuple(leaves), state, Programs(tuple(leaves), state, Skeleton(tree, sizes.table_width), sizes, Metrics()))
+    return Given(
+        tuple(leaves),
+        state,
+        Programs(tuple(leaves), state, Skeleton(tree, sizes.table_width), sizes, Metrics()),
+    )
 
 
 def on_the_card() -> AbstractContextManager[None]:
@@ -104,10 +118,14 @@ def compile_there(shape: Shape) -> Compiled:
     programs = given().programs
     assert shape in programs.all_shapes, "a server has this program"
     with tempfile.TemporaryDirectory() as folder, on_the_card():
-        compiled = programs.lower(shape).compile(programs.compiler_options(shape) | {"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
+        compiled = programs.lower(shape).compile(
+            programs.compiler_options(shape) | {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+        )
         thunks = read_thunks(Path(folder))
     memory = compiled.memory_analysis()
-    return Compiled(computed(compiled.as_text()), thunks, memory.alias_size_in_bytes, memory.temp_size_in_bytes)
+    return Compiled(
+        computed(compiled.as_text()), thunks, memory.alias_size_in_bytes, memory.temp_size_in_bytes
+    )
 
 
 def kernels(shape: Shape) -> list[str]:
@@ -126,7 +144,10 @@ def test_a_decode_step_is_one_graph_that_needs_no_host(shape: Shape) -> None:
     loops = [index for index, thunk in enumerate(thunks) if thunk.kind == "kWhile"]
     assert len(loops) == 1, "the steps of a round are the only loop"
     steps = inside(thunks, loops[0])
-    assert [thunk.kind for thunk in steps if thunk.depth == steps[0].depth] == ["kCustomKernel", "kCommandBuffer"], "the count and a step"
+    assert [thunk.kind for thunk in steps if thunk.depth == steps[0].depth] == [
+        "kCustomKernel",
+        "kCommandBuffer",
+    ], "the count and a step"
 
 
 def test_prefill_of_which_only_the_next_token_is_wanted_is_one_graph() -> None:
@@ -138,7 +159,9 @@ def test_prefill_of_which_only_the_next_token_is_wanted_is_one_graph() -> None:
 def test_a_program_has_no_more_kernels_than_it_had(shape: Shape) -> None:
     names = kernels(shape)
     assert sum(name.startswith(ATTENTION) for name in names) == CONFIG.num_layers
-    assert sum(name.startswith("draw_tokens") for name in names) == (shape.mode is not Mode.GREEDY and shape != PREFILL)
+    assert sum(name.startswith("draw_tokens") for name in names) == (
+        shape.mode is not Mode.GREEDY and shape != PREFILL
+    )
     assert len(names) <= CONFIG.num_layers * LAYER_KERNELS[shape] + OTHER_KERNELS[shape], names
 
 
@@ -149,7 +172,10 @@ def test_state_is_written_in_place(shape: Shape) -> None:
     assert alias_bytes == sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
     of_pool = [instruction for instruction in compiled.made if instruction.holds(state.pools[0].shape)]
     assert len(of_pool) == CONFIG.num_layers, [instruction.text for instruction in of_pool]
-    assert {instruction.operation for instruction in of_pool} <= {"scatter", "custom-call"}  # by XLA, or by a kernel
+    assert {instruction.operation for instruction in of_pool} <= {
+        "scatter",
+        "custom-call",
+    }  # by XLA, or by a kernel
 
 
 @pytest.mark.parametrize("shape", LAYER_KERNELS, ids=str)
@@ -159,13 +185,19 @@ def test_weights_are_read_as_they_lie(shape: Shape) -> None:
     assert [instruction.text for instruction in made if any(map(instruction.holds, weights))] == []
     sizes = {math.prod(weight) for weight in weights}  # a product's parts see them in other shapes
     moved = [instruction for instruction in made if instruction.operation in ("copy", "transpose")]
-    assert [instruction.text for instruction in moved if any(math.prod(shape) in sizes for shape in instruction.shapes)] == []
+    assert [
+        instruction.text
+        for instruction in moved
+        if any(math.prod(shape) in sizes for shape in instruction.shapes)
+    ] == []
 
 
 @pytest.mark.parametrize("shape", LAYER_KERNELS, ids=str)
 def test_the_memory_in_between_is_a_layer_or_the_logits(shape: Shape) -> None:
     narrow, wide = CONFIG.hidden_size, CONFIG.intermediate_size
-    if shape.is_prefill:  # gate and up, what they give, the hidden states before and after attention, and normed
+    if (
+        shape.is_prefill
+    ):  # gate and up, what they give, the hidden states before and after attention, and normed
         of_each = 2 * 2 * wide + 2 * wide + (4 + 4 + 2) * narrow
     else:  # the logits; in full mode also as they are changed and sorted, with their numbers
         of_each = 4 * CONFIG.vocab_size * (6 if shape.mode is Mode.FULL else 1) + 4 * narrow
@@ -182,8 +214,14 @@ def test_the_kernels_take_a_cache_in_fp8_and_widen_it_by_instructions_of_their_o
 
     pool, table = placed(99, 2, heads, 32, size, dtype=cache.FP8), placed(rows, width)
     decode = jax.jit(functools.partial(decode_attention, kv_heads=heads, scale=1.0), donate_argnums=1)
-    qkv, q = (placed(rows, heads * (group + 2), size, dtype=jnp.bfloat16), placed(rows, chunk, heads, group, size, dtype=jnp.bfloat16))
+    qkv, q = (
+        placed(rows, heads * (group + 2), size, dtype=jnp.bfloat16),
+        placed(rows, chunk, heads, group, size, dtype=jnp.bfloat16),
+    )
     with on_the_card():
-        for lowered in (decode.lower(qkv, pool, table, placed(rows)), paged_attention.lower(q, pool, table, placed(rows, chunk))):
+        for lowered in (
+            decode.lower(qkv, pool, table, placed(rows)),
+            paged_attention.lower(q, pool, table, placed(rows, chunk)),
+        ):
             assert WIDEN_FP8 in lowered.as_text()
             lowered.compile()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import openai
 import pytest
 
-from levserve.web.sse import PING
+from levserve.web.events import PING
 from tests.fake_app import App, serving
 from tests.fake_server import ServerProcess, completion
 
@@ -23,7 +23,11 @@ def app() -> Iterator[App]:
 
 def stream(app: App, prompt: str, path: str = "/v1/completions", **fields: object) -> tuple[int, list[str]]:
     """The status and the events, comments too."""
-    body = completion(prompt) if path == "/v1/completions" else {"model": "toy", "messages": [{"role": "user", "content": prompt}]}
+    body = (
+        completion(prompt)
+        if path == "/v1/completions"
+        else {"model": "toy", "messages": [{"role": "user", "content": prompt}]}
+    )
     reply = app.post(path, body | {"stream": True} | fields)
     return reply.status_code, reply.text.split("\n\n")
 
@@ -45,7 +49,9 @@ def test_a_gap_between_tokens_gets_comments_too(app: App) -> None:
 
 
 @pytest.mark.parametrize("seconds", [1e-9, 1e-3])
-def test_a_heart_that_beats_too_fast_does_not_stop_a_stream_nor_a_chat_from_beginning_with_its_role(seconds: float) -> None:
+def test_a_heart_that_beats_too_fast_does_not_stop_a_stream_nor_a_chat_from_beginning_with_its_role(
+    seconds: float,
+) -> None:
     with serving(sse_heartbeat=seconds) as app:
         _, events = stream(app, "t17", "/v1/chat/completions")
     chunks = [json.loads(event.removeprefix("data: ")) for event in events if event.startswith("data: {")]
@@ -55,7 +61,9 @@ def test_a_heart_that_beats_too_fast_does_not_stop_a_stream_nor_a_chat_from_begi
 
 def test_tokens_without_text_are_silence_too() -> None:
     with serving(sse_heartbeat=1e-9) as app:
-        _, events = stream(app, "t17", stop=" " + " ".join(f"t{number}" for number in range(18, 60)), max_tokens=30)
+        _, events = stream(
+            app, "t17", stop=" " + " ".join(f"t{number}" for number in range(18, 60)), max_tokens=30
+        )
     assert events.count(": ping") >= 29, "one for every token that is held back"
 
 
@@ -82,8 +90,18 @@ def test_0_seconds_are_for_none(prompt: str) -> None:
 
 
 def test_the_openai_sdk_passes_over_them() -> None:
-    options = ("--max-running", "2", "--sse-heartbeat", str(BEAT_SECONDS), "--request-timeout", str(6 * BEAT_SECONDS))
-    with ServerProcess(*options) as server, openai.OpenAI(base_url=f"{server.wait_ready().url}/v1", api_key="none") as client:
+    options = (
+        "--max-running",
+        "2",
+        "--sse-heartbeat",
+        str(BEAT_SECONDS),
+        "--request-timeout",
+        str(6 * BEAT_SECONDS),
+    )
+    with (
+        ServerProcess(*options) as server,
+        openai.OpenAI(base_url=f"{server.wait_ready().url}/v1", api_key="none") as client,
+    ):
         chunks = client.completions.create(model="toy", prompt="t6", stream=True, temperature=0)
         assert [chunk.choices[0].text for chunk in chunks] == [" t7", ""]
         with pytest.raises(openai.APIError, match="time ran out"):

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from levserve.engine.faults import Fault, install
-from levserve.engine.runner import Runner
+from levserve.device.faults import Fault, install
+from levserve.device.runner import Runner
 from levserve.model import cache
 from levserve.schedule.request import FinishReason
 from levserve.weights.load import read_config
@@ -19,7 +19,16 @@ from tests.engines import Running, ask, running_engine
 pytestmark = pytest.mark.tiny
 
 PAGE_SIZE, KV_BYTES = 8, 1 << 17
-SIZES = ("--page-size", str(PAGE_SIZE), "--kv-memory", str(KV_BYTES), "--prefill-chunk", "32", "--round-steps", "2")
+SIZES = (
+    "--page-size",
+    str(PAGE_SIZE),
+    "--kv-memory",
+    str(KV_BYTES),
+    "--prefill-chunk",
+    "32",
+    "--round-steps",
+    "2",
+)
 
 
 @pytest.fixture(scope="module")
@@ -29,14 +38,21 @@ def running() -> Iterator[Running]:
 
 
 def test_the_same_memory_holds_twice_the_tokens(running: Running) -> None:
-    page_bytes = cache.page_bytes(read_config(GOLDEN / "qwen3"), PAGE_SIZE, cache.kv_dtype("bfloat16", cache.FP8))
+    page_bytes = cache.page_bytes(
+        read_config(GOLDEN / "qwen3"), PAGE_SIZE, cache.kv_dtype("bfloat16", cache.FP8)
+    )
     assert running.loaded.sizes.num_tokens == 2 * KV_BYTES // page_bytes * PAGE_SIZE
 
 
 def test_log_probabilities_are_close_to_the_reference(running: Running) -> None:
     """Measured: 0.11 on average, of a random model, where a bfloat16 cache moves them by 0.02."""
     cases = json.loads((GOLDEN / "qwen3" / "golden.json").read_text())["cases"]
-    scored = running.run(*(ask(case["prompt"] + case["greedy"], 0, score_from=len(case["prompt"]), num_logprobs=0) for case in cases))
+    scored = running.run(
+        *(
+            ask(case["prompt"] + case["greedy"], 0, score_from=len(case["prompt"]), num_logprobs=0)
+            for case in cases
+        )
+    )
     differences = [
         abs(got.logprob - wanted)
         for answer, case in zip(scored, cases)
@@ -55,7 +71,9 @@ def test_known_prompts_are_read_back_and_choices_share_them(running: Running) ->
     assert [answer.tokens for answer in both] == [alone.tokens] * 2
 
 
-def test_what_is_not_finite_is_seen_and_its_pages_are_cleared(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_finite_is_seen_and_its_pages_are_cleared(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prompts = [[number, 9, 8, 7, 6, 5, 4, 3, number] for number in range(20, 24)]
     wanted = [answer.tokens for answer in running.run(*(ask(prompt, 12) for prompt in prompts))]
     monkeypatch.setattr(Runner, "dispatch", Runner.dispatch)  # put back what `install` replaces

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import yaml
 
-from levserve.config import Settings
 from levserve.errors import StartupError
+from levserve.settings.settings import Settings
 from levserve.weights.levanter_folder import newest_checkpoint
 from levserve.weights.load import load_arrays, load_order, read_config
 from levserve.weights.source import ModelFiles, find_source
@@ -41,7 +41,9 @@ def arrays_of(folder: Path, dtype: jnp.dtype = FLOAT32) -> dict[str, np.ndarray]
 def change_config(folder: Path, **changes: object) -> Path:
     """Writes `changes` into the model part of a run's config.yaml; a value of `...` takes the key out."""
     values = yaml.safe_load((folder / "config.yaml").read_text())
-    values["model"] = {key: value for key, value in {**values["model"], **changes}.items() if value is not ...}
+    values["model"] = {
+        key: value for key, value in {**values["model"], **changes}.items() if value is not ...
+    }
     (folder / "config.yaml").write_text(yaml.safe_dump(values))
     return folder
 
@@ -86,7 +88,9 @@ def test_matrices_are_served_in_bfloat16_and_norms_in_float32() -> None:
     wanted = arrays_of(LLAMA)
     for name, array in arrays_of(LLAMA, BFLOAT16).items():
         assert array.dtype == (BFLOAT16 if array.ndim > 1 else FLOAT32)
-        np.testing.assert_array_equal(array.astype(np.float32), wanted[name].astype(array.dtype).astype(np.float32))
+        np.testing.assert_array_equal(
+            array.astype(np.float32), wanted[name].astype(array.dtype).astype(np.float32)
+        )
 
 
 def test_nothing_but_the_model_is_read(old: Path, llama: Path) -> None:
@@ -99,13 +103,22 @@ def test_nothing_but_the_model_is_read(old: Path, llama: Path) -> None:
 
 def test_layers_are_loaded_kind_by_kind() -> None:
     names = ["embed", "layers.0.qkv", "layers.0.out", "layers.1.qkv", "layers.1.out", "head"]
-    assert load_order(names) == ["embed", "layers.0.qkv", "layers.1.qkv", "layers.0.out", "layers.1.out", "head"]
+    assert load_order(names) == [
+        "embed",
+        "layers.0.qkv",
+        "layers.1.qkv",
+        "layers.0.out",
+        "layers.1.out",
+        "head",
+    ]
 
 
 # Which checkpoint
 
 
-def test_a_folder_of_checkpoints_means_the_newest_complete_one(tmp_path: Path, model: dict[str, np.ndarray]) -> None:
+def test_a_folder_of_checkpoints_means_the_newest_complete_one(
+    tmp_path: Path, model: dict[str, np.ndarray]
+) -> None:
     small = {"model/embeddings/token_embeddings/weight": np.ones((2, 2), np.float32)}
     for step in (90, 200, 1000):
         write_checkpoint(tmp_path / f"step-{step}", small, step)
@@ -133,13 +146,18 @@ def test_a_folder_without_a_complete_checkpoint_is_refused(tmp_path: Path, conte
 # Its config and tokenizer
 
 
-def test_the_config_is_found_in_the_checkpoint_or_above_it_or_where_the_flag_says(tmp_path: Path, old: Path, llama: Path) -> None:
+def test_the_config_is_found_in_the_checkpoint_or_above_it_or_where_the_flag_says(
+    tmp_path: Path, old: Path, llama: Path
+) -> None:
     assert find(llama).config_file == llama / "config.yaml"
     assert find(old).config_file == tmp_path / "config.yaml"
     moved = (tmp_path / "config.yaml").rename(tmp_path / "elsewhere.yaml")
     assert find(old, model_config=str(moved)).config_file == moved
     shutil.rmtree(llama)
-    with pytest.raises(StartupError, match="no config.yaml in the checkpoint or the two folders above it; name the run's with"):
+    with pytest.raises(
+        StartupError,
+        match="no config.yaml in the checkpoint or the two folders above it; name the run's with",
+    ):
         find(old)
 
 
@@ -154,7 +172,9 @@ def test_the_tokenizer_is_the_one_the_run_names_or_the_flag(llama: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["/no/such/folder", "http://127.0.0.1:9/tokenizer", None])
-def test_a_tokenizer_that_cannot_be_had_is_told_with_the_way_out(llama: Path, tmp_path: Path, name: str | None) -> None:
+def test_a_tokenizer_that_cannot_be_had_is_told_with_the_way_out(
+    llama: Path, tmp_path: Path, name: str | None
+) -> None:
     values = yaml.safe_load((llama / "config.yaml").read_text()) | {"tokenizer": name}
     (llama / "config.yaml").write_text(yaml.safe_dump(values))
     with pytest.raises(StartupError, match="tokenizer.*give one with --tokenizer"):
@@ -176,7 +196,10 @@ def test_enums_that_levanter_writes_as_python_objects_are_read_as_data(llama: Pa
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"type": "snowball"}, "type = 'snowball' is not supported; supported are llama, mistral, qwen, qwen3"),
+        (
+            {"type": "snowball"},
+            "type = 'snowball' is not supported; supported are llama, mistral, qwen, qwen3",
+        ),
         ({"hybrid_norm": True}, "hybrid_norm = True is not supported"),
         ({"input_embedding_norm": True}, "input_embedding_norm = True is not supported"),
         ({"use_bias": True}, "use_bias = True is not supported"),
@@ -187,7 +210,9 @@ def test_enums_that_levanter_writes_as_python_objects_are_read_as_data(llama: Pa
         ({"num_layers": "three"}, "num_layers = 'three' is not a whole number"),
     ],
 )
-def test_a_config_that_cannot_be_served_is_refused_by_its_own_words(llama: Path, changes: dict[str, object], told: str) -> None:
+def test_a_config_that_cannot_be_served_is_refused_by_its_own_words(
+    llama: Path, changes: dict[str, object], told: str
+) -> None:
     with pytest.raises(StartupError) as refusal:
         read_config(change_config(llama, **changes))
     assert told in str(refusal.value) and "config.yaml" in str(refusal.value)

@@ -69,19 +69,47 @@ def evaluate(url: str, folder: Path) -> dict[str, list[dict[str, object]]]:
     data = folder / "data.jsonl"
     data.write_text("".join(json.dumps(document) + "\n" for document in DOCUMENTS))
     for name, task in TASKS.items():
-        shared = {"task": name, "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}, "test_split": "test"}
+        shared = {
+            "task": name,
+            "dataset_path": "json",
+            "dataset_kwargs": {"data_files": {"test": str(data)}},
+            "test_split": "test",
+        }
         (folder / f"{name}.yaml").write_text(json.dumps(shared | task))  # JSON is YAML
     subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
     subprocess.run([folder / "venv/bin/pip", "install", "-q", "lm-eval[api]>=0.4.9"], check=True)
     model = f"model=llama,base_url={url}/v1/completions,tokenizer_backend=remote,num_concurrent=1,max_retries=1,max_length=250"
-    command = [folder / "venv/bin/lm_eval", "--model", "local-completions", "--model_args", model, "--tasks", ",".join(TASKS)]
-    subprocess.run([*command, "--include_path", folder, "--output_path", folder / "out", "--log_samples"], check=True, cwd=folder)
+    command = [
+        folder / "venv/bin/lm_eval",
+        "--model",
+        "local-completions",
+        "--model_args",
+        model,
+        "--tasks",
+        ",".join(TASKS),
+    ]
+    subprocess.run(
+        [*command, "--include_path", folder, "--output_path", folder / "out", "--log_samples"],
+        check=True,
+        cwd=folder,
+    )
     samples = {name: next((folder / "out").rglob(f"samples_{name}_*.jsonl")) for name in TASKS}
-    return {name: [json.loads(line) for line in path.read_text().splitlines()] for name, path in samples.items()}
+    return {
+        name: [json.loads(line) for line in path.read_text().splitlines()] for name, path in samples.items()
+    }
 
 
 def test_lm_eval_gets_the_models_own_scores_and_text(tmp_path: Path) -> None:
-    flags = ("--model", str(GOLDEN / "llama"), "--dtype", "float32", "--max-running", "4", "--prefill-chunk", "32")
+    flags = (
+        "--model",
+        str(GOLDEN / "llama"),
+        "--dtype",
+        "float32",
+        "--max-running",
+        "4",
+        "--prefill-chunk",
+        "32",
+    )
     with running_server(*flags) as server:
         samples = evaluate(server.url, tmp_path)
     for document, sample in zip(DOCUMENTS, samples["lev_choice"], strict=True):

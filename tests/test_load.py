@@ -56,7 +56,12 @@ def good_answer(ask: dict[str, Any]) -> list[str]:
     """Deltas, then one finish chunk, one usage chunk and [DONE]: the last three are what most rules change."""
     num_tokens = ask["max_tokens"]
     deltas = [choice(f"word{i} ") for i in range(num_tokens)]
-    return [*deltas, choice(finish="length"), usage(len(ask["prompt"].split()), num_tokens), "data: [DONE]\n\n"]
+    return [
+        *deltas,
+        choice(finish="length"),
+        usage(len(ask["prompt"].split()), num_tokens),
+        "data: [DONE]\n\n",
+    ]
 
 
 def chat_answer(ask: dict[str, Any]) -> list[str]:
@@ -64,15 +69,26 @@ def chat_answer(ask: dict[str, Any]) -> list[str]:
     deltas = [{"role": "assistant", "content": ""}, *[{"content": "word "}] * num_tokens]
     chunks = [data(choices=[{"index": 0, "delta": delta, "finish_reason": None}]) for delta in deltas]
     finish = data(choices=[{"index": 0, "delta": {}, "finish_reason": "stop"}])
-    return [*chunks, finish, usage(len(ask["messages"][0]["content"].split()), num_tokens), "data: [DONE]\n\n"]
+    return [
+        *chunks,
+        finish,
+        usage(len(ask["messages"][0]["content"].split()), num_tokens),
+        "data: [DONE]\n\n",
+    ]
 
 
 RULES: dict[str, Callable[[list[str]], list[str]]] = {
-    "heartbeats": lambda good: [frame for pair in zip(itertools.repeat(": ping\n\n"), good) for frame in pair],
+    "heartbeats": lambda good: [
+        frame for pair in zip(itertools.repeat(": ping\n\n"), good) for frame in pair
+    ],
     "crlf": lambda good: [frame.replace("\n", "\r\n") for frame in good],
     "one-write": lambda good: ["".join(good)],
     "bytewise": lambda good: list("".join(good)),
-    "error-event": lambda good: [good[0], 'data: {"error": {"message": "out of pages"}}\n\n', "data: [DONE]\n\n"],
+    "error-event": lambda good: [
+        good[0],
+        'data: {"error": {"message": "out of pages"}}\n\n',
+        "data: [DONE]\n\n",
+    ],
     "fewer-tokens": lambda good: [*good[:-2], usage(10, 4), good[-1]],
     "more-tokens": lambda good: [*good[:-2], usage(10, 6), good[-1]],
     "no-usage": lambda good: [*good[:-2], good[-1]],
@@ -186,6 +202,7 @@ def run(server: FakeServer, tmp_path: Path) -> Callable[..., tuple[int, dict[str
     def run_program(*flags: str) -> tuple[int, dict[str, Any]]:
         code = load.main(["--url", server.url, *SMALL, "--json", str(tmp_path / "out.json"), *flags])
         return code, json.loads((tmp_path / "out.json").read_text())
+
     return run_program
 
 
@@ -197,8 +214,12 @@ def test_totals_are_those_the_server_counted(run: Run, endpoint: str) -> None:
     code, result = run("--endpoint", endpoint)
     assert code == 0
     assert {name: result["summary"][name] for name in TOTALS} == TOTALS
-    assert result["summary"]["output_tokens_per_second"] == pytest.approx(30 / result["summary"]["wall_seconds"])
-    assert result["summary"]["prompt_tokens_per_second"] == pytest.approx(60 / result["summary"]["wall_seconds"])
+    assert result["summary"]["output_tokens_per_second"] == pytest.approx(
+        30 / result["summary"]["wall_seconds"]
+    )
+    assert result["summary"]["prompt_tokens_per_second"] == pytest.approx(
+        60 / result["summary"]["wall_seconds"]
+    )
 
 
 @pytest.mark.parametrize("rule", ["heartbeats", "crlf", "one-write", "bytewise"])
@@ -207,13 +228,30 @@ def test_every_legal_way_to_frame_a_stream_is_accepted(run: Run, rule: str) -> N
     assert (code, result["summary"]["output_tokens"]) == (0, 30)
 
 
-@pytest.mark.parametrize(("rule", "kind"), [
-    ("busy", "http_429"), ("hang-up", "connection"), ("cut-off", "truncated"), ("half-event", "truncated"), ("json", "malformed"),
-    ("error-event", "error_event"), ("fewer-tokens", "wrong_usage"), ("more-tokens", "wrong_usage"), ("no-usage", "missing_usage"),
-    ("no-done", "missing_done"), ("two-ids", "mixed_ids"), ("no-finish", "finish"), ("two-finishes", "finish"),
-    ("text-after-finish", "finish"), ("not-json", "malformed"), ("not-a-chunk", "malformed"), ("named-event", "malformed"),
-    ("after-done", "malformed"), ("no-text", "empty_text"),
-])
+@pytest.mark.parametrize(
+    ("rule", "kind"),
+    [
+        ("busy", "http_429"),
+        ("hang-up", "connection"),
+        ("cut-off", "truncated"),
+        ("half-event", "truncated"),
+        ("json", "malformed"),
+        ("error-event", "error_event"),
+        ("fewer-tokens", "wrong_usage"),
+        ("more-tokens", "wrong_usage"),
+        ("no-usage", "missing_usage"),
+        ("no-done", "missing_done"),
+        ("two-ids", "mixed_ids"),
+        ("no-finish", "finish"),
+        ("two-finishes", "finish"),
+        ("text-after-finish", "finish"),
+        ("not-json", "malformed"),
+        ("not-a-chunk", "malformed"),
+        ("named-event", "malformed"),
+        ("after-done", "malformed"),
+        ("no-text", "empty_text"),
+    ],
+)
 def test_wrong_answer_is_found_and_named(run: Run, rule: str, kind: str) -> None:
     code, result = run("--model", rule)
     assert code == 1
@@ -250,14 +288,28 @@ def test_request_asks_for_a_greedy_stream_of_fixed_length(server: FakeServer, ru
     run("--requests", "1")
     ask = server.asked[0]
     assert len(ask.pop("prompt").split()) == 10
-    assert ask == {"model": "first-model", "max_tokens": 5, "temperature": 0, "ignore_eos": True,
-                   "stream": True, "stream_options": {"include_usage": True}}
+    assert ask == {
+        "model": "first-model",
+        "max_tokens": 5,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
 
 
-def test_lengths_differ_by_the_spread_and_each_answer_is_held_to_its_own(server: FakeServer, run: Run) -> None:
-    outputs, prompts = ("--output-tokens", "20", "--output-spread", "0.5"), ("--prompt-tokens", "20", "--prompt-spread", "0.5")
+def test_lengths_differ_by_the_spread_and_each_answer_is_held_to_its_own(
+    server: FakeServer, run: Run
+) -> None:
+    outputs, prompts = (
+        ("--output-tokens", "20", "--output-spread", "0.5"),
+        ("--prompt-tokens", "20", "--prompt-spread", "0.5"),
+    )
     code, result = run("--requests", "40", *outputs, *prompts)
-    lengths, words = [ask["max_tokens"] for ask in server.asked], [len(ask["prompt"].split()) for ask in server.asked]
+    lengths, words = (
+        [ask["max_tokens"] for ask in server.asked],
+        [len(ask["prompt"].split()) for ask in server.asked],
+    )
     for found in (lengths, words):
         assert code == 0 and len(set(found)) > 5 and 10 <= min(found) < 15 < 25 < max(found) <= 30
     assert result["summary"]["output_tokens"] == sum(lengths)
@@ -308,7 +360,9 @@ def test_times_of_a_slow_stream_are_at_least_what_the_server_waited(run: Run) ->
     _, result = run("--model", "slow", "--requests", "2")
     latency = result["summary"]["latency_ms"]
     assert latency["TTFT"]["p50"] >= 20
-    assert latency["inter-token"]["p50"] == latency["delta gap"]["p50"] >= 15  # a delta that came late shortens the next gap
+    assert (
+        latency["inter-token"]["p50"] == latency["delta gap"]["p50"] >= 15
+    )  # a delta that came late shortens the next gap
     assert latency["request"]["p50"] >= 8 * 20  # five deltas, finish, usage, [DONE]
 
 
@@ -321,7 +375,9 @@ def test_json_has_settings_versions_and_a_row_for_each_request(run: Run) -> None
     assert all(len(row["gaps_seconds"]) == 4 for row in result["requests"])
 
 
-def test_json_to_stdout_leaves_nothing_else_there(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_to_stdout_leaves_nothing_else_there(
+    server: FakeServer, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert load.main(["--url", server.url + "/v1/", *SMALL, "--json", "-"]) == 0
     shown = capsys.readouterr()
     assert json.loads(shown.out)["summary"]["requests"] == 6
@@ -346,7 +402,9 @@ def test_arrivals_are_a_seeded_poisson_process() -> None:
     gaps = [later - earlier for earlier, later in itertools.pairwise(arrivals)]
     mean = sum(gaps) / len(gaps)
     assert mean == pytest.approx(1 / 50, rel=0.05)
-    assert sum((gap - mean) ** 2 for gap in gaps) / len(gaps) == pytest.approx(mean**2, rel=0.15)  # exponential: deviation = mean
+    assert sum((gap - mean) ** 2 for gap in gaps) / len(gaps) == pytest.approx(
+        mean**2, rel=0.15
+    )  # exponential: deviation = mean
     assert arrivals == [job.arrival_seconds for job in load.make_jobs(settings, "m")]
 
 
@@ -356,31 +414,46 @@ def test_percentiles_are_nearest_ranks() -> None:
     assert load.percentiles([]) == {}
 
 
-@pytest.mark.parametrize(("tokens", "chars", "expected"), [
-    (4, [9, 1, 1, 1], 1.0),  # a token a delta, whatever its length
-    (64, [50, 50, 50, 50], 16.0),  # rounds of 16
-    (33, [4, 64, 64], 16.0),  # one token, then rounds of 16
-    (3, [2, 2, 2, 2], 1.0),  # more deltas than tokens: held-back text came late
-])
-def test_tokens_of_later_deltas_are_worked_out_from_usage(tokens: int, chars: list[int], expected: float) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "chars", "expected"),
+    [
+        (4, [9, 1, 1, 1], 1.0),  # a token a delta, whatever its length
+        (64, [50, 50, 50, 50], 16.0),  # rounds of 16
+        (33, [4, 64, 64], 16.0),  # one token, then rounds of 16
+        (3, [2, 2, 2, 2], 1.0),  # more deltas than tokens: held-back text came late
+    ],
+)
+def test_tokens_of_later_deltas_are_worked_out_from_usage(
+    tokens: int, chars: list[int], expected: float
+) -> None:
     assert load.tokens_per_gap(tokens, chars) == pytest.approx(expected)
 
 
 def test_summary_of_rows_worked_out_by_hand() -> None:
-    rows = [load.Row(0, 1.0, 0.0, 2.0, None, "", 10, 33, 0.5, 16.0, [0.16, 0.32]),
-            load.Row(1, 2.0, 0.0, 3.0, None, "", 30, 67, 0.7, 1.0, []),
-            load.Row(2, 2.0, 0.0, 1.0, "timeout", "no end")]
-    summary = load.summarize(SimpleNamespace(rows=rows, is_interrupted=False, cpu_seconds=0.1), load.Settings())
+    rows = [
+        load.Row(0, 1.0, 0.0, 2.0, None, "", 10, 33, 0.5, 16.0, [0.16, 0.32]),
+        load.Row(1, 2.0, 0.0, 3.0, None, "", 30, 67, 0.7, 1.0, []),
+        load.Row(2, 2.0, 0.0, 1.0, "timeout", "no end"),
+    ]
+    summary = load.summarize(
+        SimpleNamespace(rows=rows, is_interrupted=False, cpu_seconds=0.1), load.Settings()
+    )
     assert (summary["wall_seconds"], summary["requests"], summary["failures"]) == (4.0, 3, 1)
     assert (summary["output_tokens_per_second"], summary["prompt_tokens_per_second"]) == (25.0, 10.0)
     assert summary["tokens_per_delta"] == 25.0  # 100 tokens in 3 + 1 deltas
-    assert summary["latency_ms"]["inter-token"] == pytest.approx({"p50": 10.0, "p90": 20.0, "p99": 20.0, "max": 20.0})
-    assert summary["latency_ms"]["TTFT"] == pytest.approx({"p50": 500.0, "p90": 700.0, "p99": 700.0, "max": 700.0})
+    assert summary["latency_ms"]["inter-token"] == pytest.approx(
+        {"p50": 10.0, "p90": 20.0, "p99": 20.0, "max": 20.0}
+    )
+    assert summary["latency_ms"]["TTFT"] == pytest.approx(
+        {"p50": 500.0, "p90": 700.0, "p99": 700.0, "max": 700.0}
+    )
     assert summary["latency_ms"]["request"]["max"] == 3_000.0
 
 
 @pytest.mark.parametrize("statuses", [[503, 503, 200], [503, 404]])
-def test_wait_ready_waits_and_falls_back_to_the_models(server: FakeServer, run: Run, statuses: list[int]) -> None:
+def test_wait_ready_waits_and_falls_back_to_the_models(
+    server: FakeServer, run: Run, statuses: list[int]
+) -> None:
     server.ready_statuses = statuses
     assert run("--wait-ready", "10")[0] == 0
     assert len(statuses) == 1
@@ -401,9 +474,18 @@ def test_no_server_at_all_is_one_line_or_failures() -> None:
     assert load.main(["--url", url, "--model", "any", "--requests", "2"]) == 1
 
 
-@pytest.mark.parametrize("flags", [["--requests", "0"], ["--rate", "nan"], ["--shared-prefix", "100"],
-                                   ["--shared-prefix", "60", "--prompt-spread", "0.4"], ["--url", "localhost:8000"],
-                                   ["--json", "/no/such/folder/x"], ["--endpoint", "embeddings"]])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--requests", "0"],
+        ["--rate", "nan"],
+        ["--shared-prefix", "100"],
+        ["--shared-prefix", "60", "--prompt-spread", "0.4"],
+        ["--url", "localhost:8000"],
+        ["--json", "/no/such/folder/x"],
+        ["--endpoint", "embeddings"],
+    ],
+)
 def test_impossible_flag_is_wrong_usage(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         load.main(flags)
@@ -416,14 +498,19 @@ def test_help_says_how_each_number_is_defined(capsys: pytest.CaptureFixture[str]
         load.main(["--help"])
     shown = capsys.readouterr().out
     assert caught.value.code == 0
-    assert all(name in shown for name in ("python bench/load.py", "TTFT", "inter-token", "nearest rank", "--no-ignore-eos"))
+    assert all(
+        name in shown
+        for name in ("python bench/load.py", "TTFT", "inter-token", "nearest rank", "--no-ignore-eos")
+    )
 
 
 def test_interrupt_prints_what_there_is(server: FakeServer) -> None:
     flags = ["--url", server.url, *SMALL, "--model", "hang", "--concurrency", "1"]
     # A test run started in the background may have SIGINT ignored, and the child would inherit that.
-    script = ("import runpy, signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
-              f"sys.argv = {['load.py', *flags]!r}; runpy.run_path({str(PROGRAM)!r}, run_name='__main__')")
+    script = (
+        "import runpy, signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        f"sys.argv = {['load.py', *flags]!r}; runpy.run_path({str(PROGRAM)!r}, run_name='__main__')"
+    )
     process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     assert server.is_hanging.wait(20)
     process.send_signal(signal.SIGINT)

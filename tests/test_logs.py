@@ -15,12 +15,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from levserve.logs import JsonFormatter, TextFormatter
+from levserve.observe.logs import JsonFormatter, TextFormatter
 from tests.fake_server import Client, ServerProcess, completion
 
 KEY = "secret-key-12345"
 AUTHORIZED = {"Authorization": f"Bearer {KEY}"}
-FLAGS = ("--log-format", "json", "--api-key", KEY, "--max-running", "2", "--max-waiting", "2", "--max-body-bytes", "2000")
+FLAGS = (
+    "--log-format",
+    "json",
+    "--api-key",
+    KEY,
+    "--max-running",
+    "2",
+    "--max-waiting",
+    "2",
+    "--max-body-bytes",
+    "2000",
+)
 FORGED = '%0A{"level": "critical", "message": "forged"}'
 TIMES = ["queue_ms", "prefill_ms", "decode_ms"]
 
@@ -36,11 +47,15 @@ def server() -> Iterator[ServerProcess]:
 
 
 def line_of(server: ServerProcess, request_id: str) -> dict[str, Any]:
-    line: dict[str, Any] = json.loads(server.log.wait_for(lambda line: json.loads(line).get("request_id") == request_id))
+    line: dict[str, Any] = json.loads(
+        server.log.wait_for(lambda line: json.loads(line).get("request_id") == request_id)
+    )
     return line
 
 
-def ask(server: ServerProcess, request_id: str, body: Any, path: str = "/v1/completions", **headers: str) -> dict[str, Any]:
+def ask(
+    server: ServerProcess, request_id: str, body: Any, path: str = "/v1/completions", **headers: str
+) -> dict[str, Any]:
     """The line of a request that is answered."""
     server.ask("POST", path, body, **{"X-Request-Id": request_id}, **AUTHORIZED, **headers)
     return line_of(server, request_id)
@@ -50,7 +65,18 @@ def ask(server: ServerProcess, request_id: str, body: Any, path: str = "/v1/comp
 def test_a_request_leaves_one_line_that_says_what_became_of_it(server: ServerProcess, stream: bool) -> None:
     line = ask(server, f"whole-{stream}", completion("t17 t333", max_tokens=3, n=2, stream=stream))
     assert line["message"] == f"whole-{stream} POST /v1/completions 200 {line['ms']} ms"
-    told = {name: line[name] for name in ("method", "path", "status", "model", "prompt_tokens", "completion_tokens", "finish_reason")}
+    told = {
+        name: line[name]
+        for name in (
+            "method",
+            "path",
+            "status",
+            "model",
+            "prompt_tokens",
+            "completion_tokens",
+            "finish_reason",
+        )
+    }
     assert told == {
         "method": "POST",
         "path": "/v1/completions",
@@ -65,8 +91,18 @@ def test_a_request_leaves_one_line_that_says_what_became_of_it(server: ServerPro
 
 
 def test_scoring_leaves_a_line_too(server: ServerProcess) -> None:
-    line = ask(server, "scored", {"prompts": ["t333", "t17"], "continuations": [" t25", " t19 t20"]}, "/loglikelihood")
-    assert (line["status"], line["prompt_tokens"], line["completion_tokens"], line["decode_ms"]) == (200, 5, 0, 0)
+    line = ask(
+        server,
+        "scored",
+        {"prompts": ["t333", "t17"], "continuations": [" t25", " t19 t20"]},
+        "/loglikelihood",
+    )
+    assert (line["status"], line["prompt_tokens"], line["completion_tokens"], line["decode_ms"]) == (
+        200,
+        5,
+        0,
+        0,
+    )
 
 
 @pytest.mark.parametrize(
@@ -79,7 +115,9 @@ def test_scoring_leaves_a_line_too(server: ServerProcess) -> None:
         ("deadline", completion("t4", max_tokens=1), 504, "deadline_exceeded"),
     ],
 )
-def test_a_refusal_is_told_with_its_code(server: ServerProcess, name: str, body: Any, status: int, error: str) -> None:
+def test_a_refusal_is_told_with_its_code(
+    server: ServerProcess, name: str, body: Any, status: int, error: str
+) -> None:
     if name == "deadline":
         with ServerProcess("--log-format", "json", "--request-timeout", "0.2").wait_ready() as other:
             line = ask(other, name, body)
@@ -89,9 +127,17 @@ def test_a_refusal_is_told_with_its_code(server: ServerProcess, name: str, body:
 
 
 @pytest.mark.parametrize("prompt, stream, status", [("t4", False, 499), ("t6", True, 200)])
-def test_a_client_that_leaves_is_told_as_the_reason(server: ServerProcess, prompt: str, stream: bool, status: int) -> None:
+def test_a_client_that_leaves_is_told_as_the_reason(
+    server: ServerProcess, prompt: str, stream: bool, status: int
+) -> None:
     with server.connect() as client:
-        client.send("POST", "/v1/completions", completion(prompt, stream=stream), **{"X-Request-Id": f"left-{prompt}"}, **AUTHORIZED)
+        client.send(
+            "POST",
+            "/v1/completions",
+            completion(prompt, stream=stream),
+            **{"X-Request-Id": f"left-{prompt}"},
+            **AUTHORIZED,
+        )
         server.wait_event("submit")
         if stream:
             next(client.stream())
@@ -107,11 +153,18 @@ def test_health_checks_are_not_told(server: ServerProcess) -> None:
 
 def test_no_header_and_no_path_can_forge_a_line(server: ServerProcess) -> None:
     """The fixture reads every line when the tests are over; these are of our making alone."""
-    hostile = {"User-Agent": f'curl\t{FORGED}', "Referer": FORGED}
-    assert ask(server, "nowhere", None, f"/v1/{FORGED.replace(' ', '%20')}", **hostile)["path"] == f"/v1/{FORGED.replace('%0A', chr(10))}"
+    hostile = {"User-Agent": f"curl\t{FORGED}", "Referer": FORGED}
+    assert (
+        ask(server, "nowhere", None, f"/v1/{FORGED.replace(' ', '%20')}", **hostile)["path"]
+        == f"/v1/{FORGED.replace('%0A', chr(10))}"
+    )
     server.ask("GET", "/v1/models", **{"X-Request-Id": "bad id\t{}"}, **hostile)
     port = int(server.url.rpartition(":")[2])
-    for rubbish in (b'GET / HTTP/1.1\r\n{"level": "critical"}\r\n\r\n', b'{"level": "critical"}\n\n', b"\x16\x03\x01\n\n"):
+    for rubbish in (
+        b'GET / HTTP/1.1\r\n{"level": "critical"}\r\n\r\n',
+        b'{"level": "critical"}\n\n',
+        b"\x16\x03\x01\n\n",
+    ):
         with socket.create_connection(("127.0.0.1", port)) as raw:
             raw.sendall(rubbish)
             raw.recv(1000)
@@ -147,7 +200,10 @@ def test_a_start_that_fails_is_one_object_too() -> None:
 
 
 def test_only_what_is_severe_enough_is_told() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener, ServerProcess("--log-level", "warning", listener=listener) as server:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        ServerProcess("--log-level", "warning", listener=listener) as server,
+    ):
         with Client(listener.getsockname()[1]) as client:
             client.send("POST", "/v1/completions", completion("t17"))
             client.receive()
@@ -177,7 +233,9 @@ def test_json_is_one_line_that_says_exactly_what_was_logged(text: str, value: st
 
 
 @given(st.text(), st.text(), st.text())
-def test_text_begins_a_line_only_with_a_time_and_shows_no_control_characters(text: str, value: str, error: str) -> None:
+def test_text_begins_a_line_only_with_a_time_and_shows_no_control_characters(
+    text: str, value: str, error: str
+) -> None:
     first, *rest = TextFormatter().format(make_record(text, value, ValueError(error))).split("\n")
     assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} ERROR   ", first)
     assert first.isprintable() and all(line.startswith("    ") and line.isprintable() for line in rest)

@@ -18,15 +18,16 @@ import jax.numpy as jnp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from levserve.engine.compiles import COMPILER_THREAD
-from levserve.engine.library import Library
-from levserve.metrics import LATENCY_BUCKETS, Metrics
+from levserve.device.compile_events import COMPILER_THREAD
+from levserve.engine.engine import Engine
+from levserve.models.registry import Registry
+from levserve.observe.metrics import LATENCY_BUCKETS, Metrics
+from levserve.observe.vllm_metrics import VllmMetrics
 from levserve.schedule.request import FinishReason
-from levserve.vllm_names import VllmNames
 from tests.conftest import GOLDEN
 from tests.engines import Running, ask, read, running_engine
 from tests.fake_server import ServerProcess
-from tests.test_library import FakeLoader
+from tests.test_registry import FakeLoader
 from tests.waiting import wait_until
 
 DASHBOARD = Path(__file__).parent.parent / "deploy" / "grafana" / "levserve.json"
@@ -46,7 +47,11 @@ def parse(text: str) -> dict[str, float]:
 
 
 def families_of(text: str) -> set[str]:
-    return {family.name for family in text_string_to_metric_families(text) if not family.name.startswith(("process_", "vllm:"))}
+    return {
+        family.name
+        for family in text_string_to_metric_families(text)
+        if not family.name.startswith(("process_", "vllm:"))
+    }
 
 
 def counted(metrics: Metrics) -> dict[str, float]:
@@ -65,10 +70,10 @@ class Gate:
         self._read = running.loaded.runner.read_chunks  # with which every read begins
         running.loaded.runner.read_chunks = self  # type: ignore[assignment, method-assign]
 
-    def __call__(self, flight: Any) -> Any:
+    def __call__(self, in_flight: Any) -> Any:
         while not self._is_open and not self._reads.acquire(timeout=0.05):
             pass
-        return self._read(flight)
+        return self._read(in_flight)
 
     @contextmanager
     def closed(self, reads: int) -> Iterator[None]:
@@ -84,7 +89,7 @@ class Gate:
 @pytest.fixture(scope="module")
 def running() -> Iterator[Running]:
     with running_engine(GOLDEN / "llama", *FLAGS, rows=2) as running:
-        VllmNames(running.engine.metrics)
+        VllmMetrics(running.engine.metrics)
         wait_until(lambda: running.loaded.runner.programs.is_complete)
         yield running
 
@@ -164,13 +169,17 @@ class TestEngine:
         ],
         ids=["one answer", "the same again", "a prompt alone", "one that is overdue"],
     )
-    def test_a_request_moves_what_it_should_and_nothing_else(self, running: Running, request_of: Any, expected: dict[str, float]) -> None:
+    def test_a_request_moves_what_it_should_and_nothing_else(
+        self, running: Running, request_of: Any, expected: dict[str, float]
+    ) -> None:
         running.wait_idle()
         before = counted(running.engine.metrics)
         running.run(request_of())
         running.wait_idle()
         after = counted(running.engine.metrics)
-        assert {name: value - before.get(name, 0) for name, value in after.items() if value != before.get(name, 0)} == expected
+        assert {
+            name: value - before.get(name, 0) for name, value in after.items() if value != before.get(name, 0)
+        } == expected
 
     def test_a_stop_seen_by_the_reader_is_no_cancel(self, running: Running, gate: Gate) -> None:
         before = running.metric("finished_total", reason="cancelled")
@@ -187,8 +196,12 @@ class TestEngine:
         finished = running.metric("finished_total", reason="cancelled")
         with gate.closed(reads=4):
             stream = running.submit(*(ask([number, 8, 9], 40) for number in (30, 31, 32)))
-            wait_until(lambda: running.metric("requests_running") == 2 and running.metric("requests_waiting") == 1)
-            assert 2 <= running.metric("kv_pages_used") <= 4  # one each for three tokens, and one for those to come
+            wait_until(
+                lambda: running.metric("requests_running") == 2 and running.metric("requests_waiting") == 1
+            )
+            assert (
+                2 <= running.metric("kv_pages_used") <= 4
+            )  # one each for three tokens, and one for those to come
             wait_until(lambda: running.metric("device_heartbeat_age_seconds") > 0.2)
             stream.close()
         read(stream, 3)
@@ -215,12 +228,18 @@ class TestEngine:
         assert 16 < running.metric("preempted_tokens_total") < 43
 
     def test_compiles_are_counted_wherever_they_happen(self, running: Running) -> None:
-        assert running.metric("compiles_total", when="startup") >= 3 and running.metric("compile_seconds_total", when="startup") > 0
+        assert (
+            running.metric("compiles_total", when="startup") >= 3
+            and running.metric("compile_seconds_total", when="startup") > 0
+        )
         assert running.metric("compiles_total", when="serving") == 0
         programs = running.loaded.runner.programs
         before = running.metric("compiles_total", when="background")
         assert before == len(programs.all_shapes) - len(programs.first_shapes)
-        hits, misses = running.metric("compile_cache_hits_total"), running.metric("compile_cache_misses_total")
+        hits, misses = (
+            running.metric("compile_cache_hits_total"),
+            running.metric("compile_cache_misses_total"),
+        )
         factor = random.random()
 
         def work() -> None:
@@ -231,7 +250,10 @@ class TestEngine:
         thread.join()
         work()
         for when, count in (("background", before + 1), ("serving", 1)):
-            assert running.metric("compiles_total", when=when) == count and running.metric("compile_seconds_total", when=when) > 0
+            assert (
+                running.metric("compiles_total", when=when) == count
+                and running.metric("compile_seconds_total", when=when) > 0
+            )
         assert running.metric("compile_cache_misses_total") == misses + 1
         assert running.metric("compile_cache_hits_total") == hits + 1
 
@@ -243,10 +265,18 @@ class TestEngine:
         assert sum(value > 0 for value in seen.values()) > 15
         assert samples['levserve_model_info{model="llama",page_size="4",pages="16"}'] == 1
         assert samples['vllm:kv_cache_usage_perc{engine="0",model_name="llama"}'] == 0
-        assert samples['vllm:cache_config_info{block_size="4",engine="0",model_name="llama",num_gpu_blocks="16"}'] == 1
+        assert (
+            samples[
+                'vllm:cache_config_info{block_size="4",engine="0",model_name="llama",num_gpu_blocks="16"}'
+            ]
+            == 1
+        )
         success = 'vllm:request_success_total{{engine="0",finished_reason="{}",model_name="llama"}}'
         reasons = {reason: samples[success.format(reason)] for reason in REASONS}
-        ended = {reason: running.metric("finished_total", reason=reason) for reason in (*REASONS, "cancelled", "deadline", "failed")}
+        ended = {
+            reason: running.metric("finished_total", reason=reason)
+            for reason in (*REASONS, "cancelled", "deadline", "failed")
+        }
         assert reasons == {
             "stop": ended["stop"],
             "length": ended["length"],
@@ -259,7 +289,12 @@ class TestEngine:
             stream = running.submit(ask([70, 71, 72], 40))
             wait_until(lambda: running.metric("kv_pages_used") > 0)
             share = running.metric("kv_pages_used") / 16
-            assert parse(running.engine.metrics.render().decode())['vllm:kv_cache_usage_perc{engine="0",model_name="llama"}'] == share
+            assert (
+                parse(running.engine.metrics.render().decode())[
+                    'vllm:kv_cache_usage_perc{engine="0",model_name="llama"}'
+                ]
+                == share
+            )
             stream.close()
         read(stream)
 
@@ -318,21 +353,38 @@ def fill(server: ServerProcess) -> None:
     server.wait_event("cancel")
 
 
-UPGRADE = {"Upgrade": "websocket", "Connection": "Upgrade", "Sec-WebSocket-Key": "dGhlIHNhbXBsZSBub25jZQ==", "Sec-WebSocket-Version": "13"}
+UPGRADE = {
+    "Upgrade": "websocket",
+    "Connection": "Upgrade",
+    "Sec-WebSocket-Key": "dGhlIHNhbXBsZSBub25jZQ==",
+    "Sec-WebSocket-Version": "13",
+}
 
 
 @pytest.mark.parametrize(
     "act, expected",
     [
-        (lambda server: server.complete("t17"), {'levserve_requests_total{route="/v1/completions",status="200"}': 1}),
-        (lambda server: server.complete(""), {'levserve_requests_total{route="/v1/completions",status="400"}': 1}),
+        (
+            lambda server: server.complete("t17"),
+            {'levserve_requests_total{route="/v1/completions",status="200"}': 1},
+        ),
+        (
+            lambda server: server.complete(""),
+            {'levserve_requests_total{route="/v1/completions",status="400"}': 1},
+        ),
         (
             lambda server: give_up(server, "t4"),
-            {'levserve_disconnects_total{phase="prefill"}': 1, 'levserve_requests_total{route="/v1/completions",status="499"}': 1},
+            {
+                'levserve_disconnects_total{phase="prefill"}': 1,
+                'levserve_requests_total{route="/v1/completions",status="499"}': 1,
+            },
         ),
         (
             lambda server: give_up(server, "t6"),
-            {'levserve_disconnects_total{phase="decode"}': 1, 'levserve_requests_total{route="/v1/completions",status="200"}': 1},
+            {
+                'levserve_disconnects_total{phase="decode"}': 1,
+                'levserve_requests_total{route="/v1/completions",status="200"}': 1,
+            },
         ),
         (
             fill,
@@ -345,7 +397,10 @@ UPGRADE = {"Upgrade": "websocket", "Connection": "Upgrade", "Sec-WebSocket-Key":
         ),
         (
             lambda server: server.ask("GET", "/v1/ws", **UPGRADE),
-            {'levserve_refused_total{reason="sockets_full"}': 1, 'levserve_requests_total{route="/v1/ws",status="503"}': 1},
+            {
+                'levserve_refused_total{reason="sockets_full"}': 1,
+                'levserve_requests_total{route="/v1/ws",status="503"}': 1,
+            },
         ),
     ],
     ids=["answered", "refused", "left in prefill", "left in decode", "full", "no socket"],
@@ -356,8 +411,16 @@ def test_what_clients_do_is_counted(server: ServerProcess, act: Any, expected: d
     act(server)
 
     def moved() -> dict[str, float]:
-        after = {name: value for name, value in scrape(server).items() if re.search(r"_total($|{)", name) and name.startswith("levserve")}
-        return {name: value - before.get(name, 0) for name, value in after.items() if value != before.get(name, 0) and name != scrapes}
+        after = {
+            name: value
+            for name, value in scrape(server).items()
+            if re.search(r"_total($|{)", name) and name.startswith("levserve")
+        }
+        return {
+            name: value - before.get(name, 0)
+            for name, value in after.items()
+            if value != before.get(name, 0) and name != scrapes
+        }
 
     wait_until(lambda: moved() == expected or sum(moved().values()) > sum(expected.values()))
     assert moved() == expected
@@ -366,9 +429,10 @@ def test_what_clients_do_is_counted(server: ServerProcess, act: Any, expected: d
 def test_the_phase_and_the_version_are_told(server: ServerProcess) -> None:
     samples = scrape(server)
     assert {name: value for name, value in samples.items() if "phase{" in name} == {
-        f'levserve_phase{{phase="{phase}"}}': float(phase == "ready") for phase in ("loading", "ready", "draining", "failed")
+        f'levserve_phase{{phase="{phase}"}}': float(phase == "ready")
+        for phase in ("loading", "ready", "draining", "failed")
     }
-    assert samples['levserve_build_info{version="0.1.0"}'] == 1
+    assert samples['levserve_build_info{version="0.2.0"}'] == 1
     assert samples["levserve_websockets"] == 0
     assert samples["process_open_fds"] > 5 and samples["process_resident_memory_bytes"] > 1e6
 
@@ -380,7 +444,11 @@ def test_connections_that_are_cut_are_counted() -> None:
             late.settimeout(15)
             while late.recv(1000):
                 pass
-        cut = [value for name, value in scrape(server).items() if name.startswith("levserve_connections_cut_total")]
+        cut = [
+            value
+            for name, value in scrape(server).items()
+            if name.startswith("levserve_connections_cut_total")
+        ]
     assert cut == [1]
 
 
@@ -393,13 +461,13 @@ def test_vllms_names_are_there_if_they_are_wanted(server: ServerProcess) -> None
 
 def test_models_are_counted_as_they_come_and_go() -> None:
     metrics, loader = Metrics(), FakeLoader()
-    library = Library(metrics, lambda residents: None)
-    library.stock(loader, budget=100)
+    registry = Registry(Engine(max_inflight=1, metrics=metrics))
+    registry.stock(loader, budget=100)
     for name in ("a", "b", "bad", "c"):
-        with library.borrow(name) as loan:
-            assert loan.wait(20)
-    library.close()
-    library.join()
+        with registry.borrow(name) as handle:
+            assert handle.wait(20)
+    registry.close()
+    registry.join()
     samples = parse(metrics.render().decode())
     assert samples["levserve_models_loaded"] == 2 and samples["levserve_model_unloads_total"] == 1
     assert samples['levserve_model_loads_total{outcome="done"}'] == 3
@@ -432,14 +500,25 @@ def test_what_rows_have_in_common_counts_as_often_as_there_are_rows(amount: floa
 
 def test_the_dashboard_asks_only_for_metrics_that_exist_and_for_every_kind_of_them() -> None:
     board = json.loads(DASHBOARD.read_text())
-    asked = {name for panel in board["panels"] for target in panel["targets"] for name in re.findall(r"levserve_\w+", target["expr"])}
+    asked = {
+        name
+        for panel in board["panels"]
+        for target in panel["targets"]
+        for name in re.findall(r"levserve_\w+", target["expr"])
+    }
     metrics = Metrics()
     known = set()
     for family in text_string_to_metric_families(metrics.render().decode()):
-        suffixes = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}.get(family.type, ("",))
+        suffixes = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}.get(
+            family.type, ("",)
+        )
         known |= {family.name + suffix for suffix in suffixes}
     assert asked <= known, asked - known
     families = asked | {re.sub(r"_(total|bucket|sum|count)$", "", name) for name in asked}
-    assert families_of(metrics.render().decode()) - families <= {"levserve_build_info", "levserve_model_info", "levserve_websockets"}
+    assert families_of(metrics.render().decode()) - families <= {
+        "levserve_build_info",
+        "levserve_model_info",
+        "levserve_websockets",
+    }
     ids = [panel["id"] for panel in board["panels"]]
     assert len(set(ids)) == len(ids)

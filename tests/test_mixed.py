@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from levserve.engine import startup
-from levserve.engine.runner import Flight, Runner
+from levserve.device.runner import InFlightRound, Runner
+from levserve.models import load
 from levserve.schedule.request import GenerationRequest
 from levserve.schedule.sequence import RoundPlan
 from tests.conftest import GOLDEN
@@ -26,7 +26,7 @@ class Mixed:
         self.plans: list[RoundPlan] = []
         dispatch = Runner._dispatch_mixed
 
-        def note(self_: Runner, plan: RoundPlan, *given: Any) -> Flight:
+        def note(self_: Runner, plan: RoundPlan, *given: Any) -> InFlightRound:
             self.plans.append(plan)
             return dispatch(self_, plan, *given)
 
@@ -36,7 +36,9 @@ class Mixed:
 @pytest.fixture(scope="module")
 def running() -> Iterator[Running]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(startup, "cpu_features", lambda: "asimddp")  # the kernels are LLVM's, which knows every CPU
+        patch.setattr(
+            load, "cpu_features", lambda: "asimddp"
+        )  # the kernels are LLVM's, which knows every CPU
         with running_engine(GOLDEN / "llama", "--quantize", "int8") as running:
             wait_until(lambda: running.loaded.runner.programs.is_complete)
             running.run(ask((1, 2, 3), 4))
@@ -71,7 +73,9 @@ KINDS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("kind", range(len(KINDS)))
-def test_a_prompt_beside_a_stream_is_answered_as_it_is_alone(running: Running, mixed: Mixed, kind: int) -> None:
+def test_a_prompt_beside_a_stream_is_answered_as_it_is_alone(
+    running: Running, mixed: Mixed, kind: int
+) -> None:
     given = [prompt(kind, length) for length in (3, 21, 40)]
     together = beside_a_stream(running, *(ask(tokens, 8, **KINDS[kind]) for tokens in given))
     assert sum(plan.num_prefill for plan in mixed.plans) >= 40
@@ -88,7 +92,9 @@ def test_a_prompt_beside_a_stream_is_answered_as_it_is_alone(running: Running, m
             assert one.logprob == pytest.approx(other.logprob, abs=1e-3)
 
 
-def test_of_a_long_prompt_the_first_part_is_mixed(running: Running, mixed: Mixed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_long_prompt_the_first_part_is_mixed(
+    running: Running, mixed: Mixed, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = running.loaded.runner
     monkeypatch.setattr(engine, "_sizes", dataclasses.replace(engine._sizes, mixed_context=16))
     tokens = prompt(50, 80)
@@ -109,14 +115,18 @@ def test_the_stream_beside_it_goes_on_as_if_nobody_had_come(running: Running, mi
     assert [*first.tokens, *read(stream)[0].tokens] == wanted
 
 
-@pytest.mark.parametrize("given", [{"score_from": 1, "num_logprobs": 0}, {"wants_hidden": True}], ids=["scored", "pooled"])
+@pytest.mark.parametrize(
+    "given", [{"score_from": 1, "num_logprobs": 0}, {"wants_hidden": True}], ids=["scored", "pooled"]
+)
 def test_a_prompt_of_which_more_is_wanted_than_its_next_token_is_computed_by_itself(
     running: Running, mixed: Mixed, given: dict[str, Any]
 ) -> None:
     tokens = prompt(30 + len(given), 20)
     (answer,) = beside_a_stream(running, ask(tokens, 2, **given))
     assert not mixed.plans
-    assert len(answer.prompt_logprobs) == (19 if "score_from" in given else 0) and (answer.hidden is not None) == ("wants_hidden" in given)
+    assert len(answer.prompt_logprobs) == (19 if "score_from" in given else 0) and (
+        answer.hidden is not None
+    ) == ("wants_hidden" in given)
 
 
 def test_choices_of_one_prompt_are_forked_from_it(running: Running, mixed: Mixed) -> None:

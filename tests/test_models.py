@@ -18,20 +18,35 @@ import jax
 import pytest
 from simple_websocket import Client
 
+from levserve.device.programs import Programs
 from levserve.engine.engine import Engine
-from levserve.engine.loader import load_first
-from levserve.engine.programs import Programs
-from levserve.engine.startup import serve
-from levserve.metrics import Metrics
-from levserve.options import parse_settings
+from levserve.models.loader import load_first
+from levserve.models.registry import Registry
+from levserve.models.startup import serve
+from levserve.observe.metrics import Metrics
 from levserve.schedule.request import GenerationRequest, Sampling
+from levserve.settings.parse import parse_settings
 from tests.conftest import GOLDEN, QUICK_COMPILE
 from tests.engines import cache_folder, read
 from tests.servers import Reply, Server, running_server
 from tests.waiting import wait_until
 
-FLAGS = ("--dtype", "float32", "--max-running", "4", "--prefill-chunk", "32", "--page-size", "8", "--device", "cpu")
-CASES = {family: json.loads((GOLDEN / family / "golden.json").read_text())["cases"][2] for family in ("llama", "qwen2")}
+FLAGS = (
+    "--dtype",
+    "float32",
+    "--max-running",
+    "4",
+    "--prefill-chunk",
+    "32",
+    "--page-size",
+    "8",
+    "--device",
+    "cpu",
+)
+CASES = {
+    family: json.loads((GOLDEN / family / "golden.json").read_text())["cases"][2]
+    for family in ("llama", "qwen2")
+}
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +54,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Llama and Qwen2 by sections, and two models in a folder that cannot be loaded; at most two at a time."""
     folder = tmp_path_factory.mktemp("models")
     shutil.copytree(GOLDEN / "llama", folder / "broken")
-    (folder / "broken" / "model.safetensors").write_bytes((GOLDEN / "llama" / "model.safetensors").read_bytes()[:300_000])
+    (folder / "broken" / "model.safetensors").write_bytes(
+        (GOLDEN / "llama" / "model.safetensors").read_bytes()[:300_000]
+    )
     (folder / "spare").symlink_to(GOLDEN / "llama")
     ini = folder / "serve.ini"
     ini.write_text(
@@ -63,7 +80,8 @@ def ask(model: str, **fields: Any) -> dict[str, Any]:
 def open_stream(server: Server, body: dict[str, Any]) -> Any:
     data = json.dumps(body | {"stream": True}).encode()
     return urllib.request.urlopen(
-        urllib.request.Request(f"{server.url}/v1/completions", data, {"Content-Type": "application/json"}), timeout=120
+        urllib.request.Request(f"{server.url}/v1/completions", data, {"Content-Type": "application/json"}),
+        timeout=120,
     )
 
 
@@ -82,7 +100,12 @@ def statuses(server: Server) -> dict[str, str]:
 
 @pytest.mark.real
 def test_models_load_on_first_use_and_streams_of_both_are_exact(server: Server) -> None:
-    assert statuses(server) == {"llama": "loaded", "qwen2": "loadable", "broken": "loadable", "spare": "loadable"}
+    assert statuses(server) == {
+        "llama": "loaded",
+        "qwen2": "loadable",
+        "broken": "loadable",
+        "spare": "loadable",
+    }
     assert server.call("/v1/models/qwen2").body["max_model_len"] is None
     running, first = stream_while_another_loads(server)
     assert first == CASES["qwen2"]["greedy"]
@@ -99,7 +122,9 @@ def stream_while_another_loads(server: Server) -> tuple[list[int], list[int]]:
     with ThreadPoolExecutor(2) as pool:
         running = pool.submit(stream, server, ask("llama", max_tokens=230))
         text, first = stream(server, ask("qwen2"))
-        assert text.startswith(": ping\n\n"), "it took longer to load than a client waits without a sign of life"
+        assert text.startswith(": ping\n\n"), (
+            "it took longer to load than a client waits without a sign of life"
+        )
         return running.result()[1], first
 
 
@@ -128,7 +153,10 @@ def test_a_corrupt_model_is_told_and_the_others_go_on(server: Server) -> None:
     for _ in range(2):
         reply = server.call("/v1/completions", ask("broken"))
         assert (reply.status, reply.body["error"]["code"]) == (503, "model_not_loadable")
-        assert "broken/model.safetensors" in reply.body["error"]["message"] and int(reply.headers["Retry-After"]) > 0
+        assert (
+            "broken/model.safetensors" in reply.body["error"]["message"]
+            and int(reply.headers["Retry-After"]) > 0
+        )
     assert "model.safetensors" in server.call("/v1/models/broken").body["error"]
     assert stream(server, ask("llama"))[1] == CASES["llama"]["greedy"]
     assert admin(server, "POST", "load/broken").status == 503
@@ -137,7 +165,10 @@ def test_a_corrupt_model_is_told_and_the_others_go_on(server: Server) -> None:
 @pytest.mark.real
 def test_what_runs_is_not_unloaded_and_what_is_idle_is(server: Server) -> None:
     assert admin(server, "POST", "load/qwen2").body["status"] == "loaded"
-    with open_stream(server, ask("llama", max_tokens=230)) as one, open_stream(server, ask("qwen2", max_tokens=230)) as other:
+    with (
+        open_stream(server, ask("llama", max_tokens=230)) as one,
+        open_stream(server, ask("qwen2", max_tokens=230)) as other,
+    ):
         assert one.readline() and other.readline()
         refused = admin(server, "POST", "unload/llama")
         assert refused.status == 409 and "requests running or waiting" in refused.body["error"]["message"]
@@ -146,7 +177,11 @@ def test_what_runs_is_not_unloaded_and_what_is_idle_is(server: Server) -> None:
         assert int(full.headers["Retry-After"]) > 0
     body = admin(server, "GET", "stats").body
     stats = {one["id"]: one for one in body["models"]}
-    assert stats["llama"]["kv_pages"] > 0 and body["memory"]["models_bytes"] > 1_000_000 and body["memory"]["process_bytes"] > 10**8
+    assert (
+        stats["llama"]["kv_pages"] > 0
+        and body["memory"]["models_bytes"] > 1_000_000
+        and body["memory"]["process_bytes"] > 10**8
+    )
     wait_until_idle(server)
     assert admin(server, "POST", "unload/qwen2").body["kv_pages"] == 0
     assert statuses(server)["qwen2"] == "loadable" and server.metric("models_loaded") == 1
@@ -166,9 +201,18 @@ def test_a_third_model_takes_the_place_of_the_least_recently_used(server: Server
     wait_until_idle(server)
     for name in ("qwen2", "llama", "spare"):
         assert stream(server, ask(name))[1] == CASES.get(name, CASES["llama"])["greedy"]
-    assert statuses(server) == {"llama": "loaded", "qwen2": "loadable", "broken": "loadable", "spare": "loaded"}
+    assert statuses(server) == {
+        "llama": "loaded",
+        "qwen2": "loadable",
+        "broken": "loadable",
+        "spare": "loaded",
+    }
     reply = server.call("/v1/completions", ask("qwen2", timeout=0.001))
-    assert reply.status == 503 and "still loading" in reply.body["error"]["message"] and "Retry-After" in reply.headers
+    assert (
+        reply.status == 503
+        and "still loading" in reply.body["error"]["message"]
+        and "Retry-After" in reply.headers
+    )
     assert stream(server, ask("qwen2"))[1] == CASES["qwen2"]["greedy"]
     assert any("unloaded to make room for qwen2" in line for line in server.lines)
 
@@ -247,29 +291,41 @@ def test_an_unloaded_model_leaves_nothing_behind(tmp_path: Path) -> None:
     for name in ("llama", "qwen2"):
         (tmp_path / name).symlink_to(GOLDEN / name)
     settings = parse_settings(["--models-dir", str(tmp_path), "--cache-dir", str(cache_folder()), *FLAGS], {})
-    arrays, programs = jax.live_arrays(), gc_programs()  # held: what other tests left may not go between two counts
+    arrays, programs = (
+        jax.live_arrays(),
+        gc_programs(),
+    )  # held: what other tests left may not go between two counts
     engine = Engine(max_inflight=8, metrics=Metrics())
-    thread = threading.Thread(target=lambda: serve(engine, *load_first(settings, engine, rows=4, report=lambda _: None)))
+    registry = Registry(engine)
+    thread = threading.Thread(
+        target=lambda: serve(registry, *load_first(settings, registry, rows=4, report=lambda _: None))
+    )
     thread.start()
     try:
         assert engine.wait_ready(240)
-        with engine.library.borrow("llama") as loan:
-            kept = loan.resident.num_bytes
-        with engine.library.borrow("qwen2") as loan:
-            assert loan.wait(240) and loan.model.name == "qwen2"
-            taken = loan.resident.num_bytes
-            wait_until(lambda: num_bytes_besides(arrays) >= kept + taken)  # a program's first run exchanges its model's pages
+        with registry.borrow("llama") as handle:
+            kept = handle.resident.num_bytes
+        with registry.borrow("qwen2") as handle:
+            assert handle.wait(240) and handle.model.name == "qwen2"
+            taken = handle.resident.num_bytes
+            wait_until(
+                lambda: num_bytes_besides(arrays) >= kept + taken
+            )  # a program's first run exchanges its model's pages
             request = GenerationRequest("one", tuple(CASES["qwen2"]["prompt"]), 24, Sampling(temperature=0.0))
-            (answer,) = read(engine.submit([request], loan.model))
+            (answer,) = read(engine.submit([request], handle.model))
             assert answer.tokens == CASES["qwen2"]["greedy"]
         assert len(gc_programs()) == len(programs) + 2
         gc.freeze()  # as a server does when it is ready
-        engine.library.unload("qwen2")
+        registry.unload("qwen2")
         wait_until(lambda: abs(num_bytes_besides(arrays) - kept) < taken // 100)
-        wait_until(lambda: len(gc_programs()) == len(programs) + 1)  # a thread that compiles for it may end later than its arrays
+        wait_until(
+            lambda: len(gc_programs()) == len(programs) + 1
+        )  # a thread that compiles for it may end later than its arrays
     finally:
         engine.stop()
         thread.join(60)
+        registry.close()
+        registry.join()
     assert not thread.is_alive()
 
 

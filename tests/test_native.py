@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+
 from tests.fake_server import ServerProcess
 
 
@@ -50,7 +51,9 @@ def test_the_stream_has_the_same_texts_in_pieces(server: ServerProcess) -> None:
 
 
 def test_tokens_are_drawn_unless_the_temperature_is_zero(server: ServerProcess) -> None:
-    texts = [generate(server, prompts=["t17"], max_tokens=1, seed=seed)["completions"][0] for seed in range(5)]
+    texts = [
+        generate(server, prompts=["t17"], max_tokens=1, seed=seed)["completions"][0] for seed in range(5)
+    ]
     assert texts == [" t18", " t19", " t20", " t21", " t22"], "the default temperature is 0.7"
 
 
@@ -79,17 +82,25 @@ def test_128_tokens_are_the_default_and_refused_where_they_do_not_fit(server: Se
         ({"prompts": ["t17"], "model": "other"}, 404, "model", "model_not_found"),
     ],
 )
-def test_a_mistake_is_named(server: ServerProcess, path: str, body: Any, status: int, param: str, code: str | None) -> None:
+def test_a_mistake_is_named(
+    server: ServerProcess, path: str, body: Any, status: int, param: str, code: str | None
+) -> None:
     reply = server.ask("POST", path, {"max_tokens": 4} | body)
     assert reply.status == status
     assert (reply.json["error"]["param"], reply.json["error"]["code"]) == (param, code)
 
 
 def test_each_path_streams_or_does_not(server: ServerProcess) -> None:
-    for path, stream, other in (("/generate", True, "/generate_stream"), ("/generate_stream", False, "/generate")):
+    for path, stream, other in (
+        ("/generate", True, "/generate_stream"),
+        ("/generate_stream", False, "/generate"),
+    ):
         error = server.ask("POST", path, {"prompts": ["t17"], "stream": stream}).json["error"]
         assert error["param"] == "stream" and f"ask {other} instead" in error["message"]
-        assert server.ask("POST", path, {"prompts": ["t17"], "stream": not stream, "max_tokens": 1}).status == 200
+        assert (
+            server.ask("POST", path, {"prompts": ["t17"], "stream": not stream, "max_tokens": 1}).status
+            == 200
+        )
 
 
 @pytest.mark.parametrize("path", ["/generate", "/generate_stream"])

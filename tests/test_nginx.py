@@ -32,7 +32,10 @@ def port(server: ServerProcess, tmp_path_factory: pytest.TempPathFactory) -> Ite
     folder = tmp_path_factory.mktemp("nginx")
     port = free_port()
     config = CONFIG.read_text()
-    for old, new in (("127.0.0.1:8000", server.url.removeprefix("http://")), ("listen 80;", f"listen 127.0.0.1:{port};")):
+    for old, new in (
+        ("127.0.0.1:8000", server.url.removeprefix("http://")),
+        ("listen 80;", f"listen 127.0.0.1:{port};"),
+    ):
         assert config.count(old) == 1
         config = config.replace(old, new)
     (folder / "levserve.conf").write_text(config)
@@ -40,7 +43,9 @@ def port(server: ServerProcess, tmp_path_factory: pytest.TempPathFactory) -> Ite
     temp = " ".join(f"{kind}_temp_path {folder}/{kind};" for kind in kinds)
     main = f"daemon off; pid {folder}/pid; error_log stderr; events {{}} http {{ access_log off; {temp} include {folder}/levserve.conf; }}"
     (folder / "nginx.conf").write_text(main)
-    with subprocess.Popen([find_nginx(), "-p", str(folder), "-c", str(folder / "nginx.conf"), "-e", "stderr"]) as process:
+    with subprocess.Popen(
+        [find_nginx(), "-p", str(folder), "-c", str(folder / "nginx.conf"), "-e", "stderr"]
+    ) as process:
         try:
             wait_open(port, process)
             yield port

@@ -27,7 +27,11 @@ def test_a_drain_lets_running_requests_finish_and_exits_0() -> None:
         blocking = server.start_completion("t3", max_tokens=3)
         server.send_signal(signal.SIGTERM)
         rest = list(events)
-        assert first["choices"][0]["text"] + "".join(json.loads(event)["choices"][0]["text"] for event in rest[:-1]) == " t4 t5 t6"
+        assert (
+            first["choices"][0]["text"]
+            + "".join(json.loads(event)["choices"][0]["text"] for event in rest[:-1])
+            == " t4 t5 t6"
+        )
         assert rest[-1] == "[DONE]"
         reply = blocking.receive()
         assert (reply.status, reply.json["choices"][0]["text"]) == (200, " t4 t5 t6")
@@ -72,7 +76,11 @@ def test_who_comes_during_a_drain_is_told_to_go_elsewhere_and_after_it_finds_nob
                 with client:
                     client.send("POST", "/v1/completions", completion("t17"))
                     refused = client.receive()
-                    assert (refused.status, refused.headers["retry-after"], refused.headers["connection"]) == (503, "10", "close")
+                    assert (
+                        refused.status,
+                        refused.headers["retry-after"],
+                        refused.headers["connection"],
+                    ) == (503, "10", "close")
         assert server.ask("GET", "/healthz").status == 200
         assert server.ask("GET", "/readyz").json["status"] == "draining"
         streaming.close()  # the last one
@@ -86,7 +94,9 @@ def test_a_second_signal_ends_the_drain_but_not_the_same_one_heard_twice() -> No
         streaming = server.start_completion("t6", stream=True)
         events = streaming.stream()
         next(events)
-        server.send_signal(signal.SIGTERM, to_group=True)  # as systemd does by default: the worker hears it from two sides
+        server.send_signal(
+            signal.SIGTERM, to_group=True
+        )  # as systemd does by default: the worker hears it from two sides
         server.wait_event("drain")
         assert not select.select([streaming], [], [], 2 * REPEAT_SECONDS)[0], "it is still running"
         started = time.monotonic()
@@ -149,7 +159,9 @@ def test_clients_that_keep_their_connections_open_do_not_hold_up_the_exit() -> N
         clients = [server.start_completion("t3", max_tokens=2) for _ in range(8)]
         server.send_signal(signal.SIGTERM)
         assert [client.receive().status for client in clients] == [200] * 8
-        assert server.wait_exit() == 0  # 2 s for them all; one after the other would take 16, more than we wait
+        assert (
+            server.wait_exit() == 0
+        )  # 2 s for them all; one after the other would take 16, more than we wait
         for client in clients:
             client.close()
 
@@ -248,6 +260,8 @@ def test_a_ready_server_shows_a_curl_line_that_works() -> None:
         line = server.log.wait_for(lambda line: " curl " in line)
         command = "curl " + line.partition(" curl ")[2]
         environ = os.environ | {"LEVSERVE_API_KEY": "secret-key-123"}
-        output = subprocess.run(["bash", "-c", f"{command} -s"], env=environ, capture_output=True, check=True, timeout=15).stdout
+        output = subprocess.run(
+            ["bash", "-c", f"{command} -s"], env=environ, capture_output=True, check=True, timeout=15
+        ).stdout
         assert json.loads(output)["choices"][0]["message"]["role"] == "assistant"
         assert not any("secret-key-123" in line for line in server.log.seen)

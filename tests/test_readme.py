@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from levserve.config import settings_table
+from levserve.settings.settings import settings_table
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -18,21 +18,27 @@ def test_the_settings_table_is_the_settings() -> None:
 
 
 def test_every_endpoint_it_names_exists_and_every_endpoint_is_named() -> None:
-    from levserve.options import parse_settings
     from levserve.engine.engine import Engine
-    from levserve.metrics import Metrics
+    from levserve.models.registry import Registry
+    from levserve.observe.metrics import Metrics
+    from levserve.settings.parse import parse_settings
     from levserve.web.app import create_app
     from levserve.web.watcher import Watcher
 
     watcher = Watcher()
     try:
-        app = create_app(Engine(max_inflight=1, metrics=Metrics()), parse_settings([], {}), watcher)
+        app = create_app(Registry(Engine(max_inflight=1, metrics=Metrics())), parse_settings([], {}), watcher)
     finally:
         watcher.stop()
     routes = {re.sub(r"<.*?>", "{id}", rule.rule) for rule in app.url_map.iter_rules()} - {"/"}
     table = README.split("## Endpoints")[1].split("\n\n")[1]
     named = {path for row in table.splitlines() for path in re.findall(r"`(?:GET|POST) (/\S+)`", row)}
-    also_under_v1 = {f"/v1{path}" for row in table.splitlines() if "also under `/v1`" in row for path in re.findall(r"T (/\S+)`", row)}
+    also_under_v1 = {
+        f"/v1{path}"
+        for row in table.splitlines()
+        if "also under `/v1`" in row
+        for path in re.findall(r"T (/\S+)`", row)
+    }
     assert named | also_under_v1 == routes
 
 

@@ -12,11 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 
 import pytest
-from hypothesis import given, settings, strategies as st
-from tests.fake_device import load_toy_tokenizer
-from tests.waiting import wait_until
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from levserve.engine.engine import ServedModel
+from levserve.engine.served_model import ServedModel
 from levserve.engine.stream import TokenStream
 from levserve.generation import Choice, Deltas
 from levserve.schedule.request import FinishReason, TokenBatch
@@ -24,8 +23,11 @@ from levserve.text.detokenizer import Detokenizer, Spelling
 from levserve.text.stops import StopStrings
 from levserve.web import sse
 from levserve.web.answer import ChatAnswer
-from levserve.web.record import Record
+from levserve.web.events import Events, Heartbeat
+from levserve.web.request_log import RequestLog
 from levserve.web.run import Run
+from tests.fake_device import load_toy_tokenizer
+from tests.waiting import wait_until
 
 HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 MODEL = ServedModel("toy", load_toy_tokenizer(), 64, 4, 0)
@@ -35,7 +37,12 @@ class Wire:
     """A stream over a pair of sockets, from the device's end to the client's; gunicorn's part is played by `write`."""
 
     def __init__(
-        self, spell: Callable[[int], bytes], *, heartbeat: float = 0, stops: Sequence[str] = (), is_narrow: bool = False
+        self,
+        spell: Callable[[int], bytes],
+        *,
+        heartbeat: float = 0,
+        stops: Sequence[str] = (),
+        is_narrow: bool = False,
     ) -> None:
         self.ours, self.clients = socket.socketpair()
         if is_narrow:
@@ -43,11 +50,13 @@ class Wire:
         self.closed: list[str] = []
         self.tokens = TokenStream(["0"], lambda request_id, finish: self.closed.append(finish))
         choice = Choice(Detokenizer(spell, Spelling(is_byte_level=True)), StopStrings(stops))
-        record = Record("id", "POST", "/", choices=[choice])
+        record = RequestLog("id", "POST", "/", choices=[choice])
         run = Run([[1]], [choice], Deltas(self.tokens, [choice]), 1, record)
-        events = sse.Events(ChatAnswer(MODEL), 1, with_usage=False)
-        beat = sse.Heartbeat(heartbeat, time.monotonic())
-        self.pieces = sse.stream(run, events, beat, with_usage=False, with_timings=False, request_id="id", client=self.ours)
+        events = Events(ChatAnswer(MODEL), 1, with_usage=False)
+        beat = Heartbeat(heartbeat, time.monotonic())
+        self.pieces = sse.stream(
+            run, events, beat, with_usage=False, with_timings=False, request_id="id", client=self.ours
+        )
         self.num_written = 0
 
     def write(self) -> None:
@@ -89,12 +98,18 @@ def text_of(events: Sequence[str]) -> str:
     assert json.loads(opening.removeprefix("data: "))["choices"][0]["delta"]["role"] == "assistant"
     assert json.loads(ending.removeprefix("data: "))["choices"][0]["finish_reason"] is not None
     assert done == "data: [DONE]"
-    return "".join(json.loads(event.removeprefix("data: "))["choices"][0]["delta"]["content"] for event in middle)
+    return "".join(
+        json.loads(event.removeprefix("data: "))["choices"][0]["delta"]["content"] for event in middle
+    )
 
 
 @settings(max_examples=30, deadline=None)
-@given(sizes=st.lists(st.integers(0, 6000), min_size=1, max_size=12), read_size=st.sampled_from([7, 500, 2**16]))
-def test_a_client_gets_every_byte_once_and_in_order_however_slowly_it_reads(sizes: list[int], read_size: int) -> None:
+@given(
+    sizes=st.lists(st.integers(0, 6000), min_size=1, max_size=12), read_size=st.sampled_from([7, 500, 2**16])
+)
+def test_a_client_gets_every_byte_once_and_in_order_however_slowly_it_reads(
+    sizes: list[int], read_size: int
+) -> None:
     def spell(token: int) -> bytes:
         return (b"%d:" % token).ljust(sizes[token], b"x") if sizes[token] else b""
 
@@ -172,7 +187,10 @@ def test_what_fails_on_the_way_is_told_in_the_stream_and_stops_nobody_else() -> 
             wire.tokens.put(0, TokenBatch((token,)))
         written.result(20)
         *_, error, done = answer.result(20)
-        assert json.loads(error.removeprefix("data: "))["error"]["type"] == "server_error" and done == "data: [DONE]"
+        assert (
+            json.loads(error.removeprefix("data: "))["error"]["type"] == "server_error"
+            and done == "data: [DONE]"
+        )
 
 
 def test_a_client_that_has_gone_ends_the_stream_where_every_write_to_it_fails() -> None:

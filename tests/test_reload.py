@@ -17,11 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from levserve.engine.engine import Reloaded
-from levserve.engine.entry import Resident
-from levserve.engine.reload import check_memory, host_leaves
 from levserve.errors import ConfigError, StartupError
 from levserve.model.decoder import Decoder
+from levserve.models.entry import Reloaded, Resident
+from levserve.models.reload import check_memory, host_leaves
 from levserve.weights.load import load_arrays, read_arrays, read_config
 from tests.conftest import FAMILIES, GOLDEN
 from tests.fake_app import serving
@@ -53,7 +52,18 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(run: Path) -> Iterator[Server]:
-    flags = ("--dtype", "float32", "--max-running", "4", "--prefill-chunk", "32", "--page-size", "8", "--device", "cpu")
+    flags = (
+        "--dtype",
+        "float32",
+        "--max-running",
+        "4",
+        "--prefill-chunk",
+        "32",
+        "--page-size",
+        "8",
+        "--device",
+        "cpu",
+    )
     with running_server("--checkpoint-path", str(run), "--admin-key", "sesame", *flags) as server:
         yield server
 
@@ -71,7 +81,14 @@ def reload(server: Server, *, key: str = "sesame", **body: str) -> Reply:
 
 
 def complete(server: Server, prompt: list[int], max_tokens: int = 24) -> Any:
-    body = {"model": "run", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "logprobs": 1, "ignore_eos": True}
+    body = {
+        "model": "run",
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "logprobs": 1,
+        "ignore_eos": True,
+    }
     reply = server.call("/v1/completions", body)
     assert reply.status == 200, reply.body
     return reply.body
@@ -91,15 +108,21 @@ def newer(folder: Path, model: dict[str, np.ndarray], step: int, **changes: np.n
 def test_a_checkpoint_answers_over_http_as_levanter_computes(server: Server) -> None:
     answer = complete(server, PROMPT)
     assert tokens_of(answer) == CASE["greedy"] and answer["model"] == "run"
-    np.testing.assert_allclose(answer["choices"][0]["logprobs"]["token_logprobs"], CASE["greedy_logprobs"], atol=1e-3)
+    np.testing.assert_allclose(
+        answer["choices"][0]["logprobs"]["token_logprobs"], CASE["greedy_logprobs"], atol=1e-3
+    )
     assert [line for line in server.lines if "probe" in line and "mean log-probability -8.2" in line]
 
 
 @pytest.mark.real
-def test_a_newer_step_is_served_without_dropping_what_runs(server: Server, run: Path, model: dict[str, np.ndarray]) -> None:
+def test_a_newer_step_is_served_without_dropping_what_runs(
+    server: Server, run: Path, model: dict[str, np.ndarray]
+) -> None:
     whole = tokens_of(complete(server, PROMPT, 230))
     folder = newer(run / "step-20", model, 20)
-    for _ in range(10):  # until the reload falls into the stream, which a fast device may have ended before it
+    for _ in range(
+        10
+    ):  # until the reload falls into the stream, which a fast device may have ended before it
         assert reload(server, checkpoint_path=str(run / "step-7")).status == 200
         streamed, report = stream_across_reload(server, run)
         assert len(streamed) == 230 and streamed[:3] == whole[:3]
@@ -110,7 +133,9 @@ def test_a_newer_step_is_served_without_dropping_what_runs(server: Server, run: 
     else:
         pytest.fail("no reload fell into a stream")
     config = read_config(folder)
-    decoder = Decoder.from_arrays(config, load_arrays(folder, config, jnp.dtype(jnp.float32), report=lambda _: None))
+    decoder = Decoder.from_arrays(
+        config, load_arrays(folder, config, jnp.dtype(jnp.float32), report=lambda _: None)
+    )
     tokens = tokens_of(complete(server, PROMPT))
     logprobs = run_in_chunks(decoder, PROMPT + tokens, SHAPE, 16)
     assert logprobs[len(PROMPT) - 1 : -1].argmax(-1).tolist() == tokens != CASE["greedy"]
@@ -119,13 +144,24 @@ def test_a_newer_step_is_served_without_dropping_what_runs(server: Server, run: 
 
 def stream_across_reload(server: Server, run: Path) -> tuple[list[int], Any]:
     """Begins a stream, reloads after its first tokens, and reads it to its end."""
-    body = {"model": "run", "prompt": PROMPT, "max_tokens": 230, "temperature": 0, "ignore_eos": True, "stream": True}
-    request = urllib.request.Request(f"{server.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    body = {
+        "model": "run",
+        "prompt": PROMPT,
+        "max_tokens": 230,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    request = urllib.request.Request(
+        f"{server.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
     with urllib.request.urlopen(request, timeout=120) as stream:
         lines = [next(stream) for _ in range(4)]
         report = reload(server, checkpoint_path=str(run)).body
         lines += stream.readlines()
-    *events, done = [line.decode().removeprefix("data: ").strip() for line in lines if line.startswith(b"data: ")]
+    *events, done = [
+        line.decode().removeprefix("data: ").strip() for line in lines if line.startswith(b"data: ")
+    ]
     assert done == "[DONE]"
     text = "".join(json.loads(event)["choices"][0]["text"] for event in events)
     return [int(word.removeprefix("t")) for word in text.split()], report
@@ -136,12 +172,16 @@ def test_of_several_reloads_at_once_one_is_done_and_the_others_are_told(server: 
     with ThreadPoolExecutor(8) as pool:
         replies = list(pool.map(lambda _: reload(server), range(8)))
     assert sorted({reply.status for reply in replies}) == [200, 409]
-    assert all("A reload is under way" in reply.body["error"]["message"] for reply in replies if reply.status == 409)
+    assert all(
+        "A reload is under way" in reply.body["error"]["message"] for reply in replies if reply.status == 409
+    )
     assert tokens_of(complete(server, PROMPT)) == CASE["greedy"]
 
 
 @pytest.mark.real
-def test_prompts_that_the_old_weights_computed_are_computed_again(server: Server, run: Path, model: dict[str, np.ndarray]) -> None:
+def test_prompts_that_the_old_weights_computed_are_computed_again(
+    server: Server, run: Path, model: dict[str, np.ndarray]
+) -> None:
     def num_cached() -> int:
         return int(complete(server, PROMPT, 1)["usage"]["prompt_tokens_details"]["cached_tokens"])
 
@@ -185,7 +225,9 @@ def test_what_does_not_fit_is_refused_and_the_old_weights_go_on(
         message = reply.body["error"]["message"]
         assert told[name] in message and str(folder) in message and "the old weights go on serving" in message
     other = reload(server, model=str(GOLDEN / "mistral"))
-    assert other.status == 409 and "another model than the one that is served" in other.body["error"]["message"]
+    assert (
+        other.status == 409 and "another model than the one that is served" in other.body["error"]["message"]
+    )
     assert reload(server, checkpoint_path="/no/such/folder").status == 400
     assert reload(server, checkpoint="typo").status == 400
     assert tokens_of(complete(server, PROMPT)) == CASE["greedy"]
@@ -216,7 +258,9 @@ def test_the_leaves_on_the_host_are_those_on_the_device(family: str) -> None:
     folder, dtype = GOLDEN / family, jnp.dtype(jnp.bfloat16)
     config = read_config(folder)
     on_host = host_leaves(config, read_arrays(folder, config, dtype, report=lambda _: None))
-    on_device = jax.tree.leaves(Decoder.from_arrays(config, load_arrays(folder, config, dtype, report=lambda _: None)))
+    on_device = jax.tree.leaves(
+        Decoder.from_arrays(config, load_arrays(folder, config, dtype, report=lambda _: None))
+    )
     for one, other in zip(on_host, on_device, strict=True):
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
 
@@ -224,7 +268,9 @@ def test_the_leaves_on_the_host_are_those_on_the_device(family: str) -> None:
 def test_weights_that_the_host_cannot_hold_are_refused() -> None:
     config, dtype = read_config(GOLDEN / "llama"), jnp.dtype(jnp.float32)
     check_memory(config, dtype, 1 << 20)
-    with pytest.raises(StartupError, match="the new weights take 0.0 GB of the host's memory and 0.0 GB are free"):
+    with pytest.raises(
+        StartupError, match="the new weights take 0.0 GB of the host's memory and 0.0 GB are free"
+    ):
         check_memory(config, dtype, 100_000)
 
 
@@ -242,14 +288,17 @@ class StandIn:
         return Reloaded("toy", "/new", 1.0, 0.1, 31, 0.5, -1.0, -1.5)
 
 
-@pytest.mark.parametrize("refusal", [None, StartupError("does not fit"), ConfigError("does not exist"), ValueError("a bug")])
+@pytest.mark.parametrize(
+    "refusal", [None, StartupError("does not fit"), ConfigError("does not exist"), ValueError("a bug")]
+)
 def test_a_reload_for_a_signal_runs_beside_and_ends_whatever_happens(refusal: Exception | None) -> None:
     with serving() as app:
-        engine, reloader = app.device._engine, StandIn(refusal)
-        model = engine.model
-        engine.library.put(Resident(model=model, reloader=reloader))  # type: ignore[arg-type]
-        engine.begin_reload().join(timeout=10)
-        assert len(reloader.asked) == 1 and app.complete("t17", max_tokens=2)["choices"][0]["text"] == " t18 t19"
+        registry, reloader = app.registry, StandIn(refusal)
+        registry.put(Resident(model=registry.default, reloader=reloader))  # type: ignore[arg-type]
+        registry.begin_reload().join(timeout=10)
+        assert (
+            len(reloader.asked) == 1 and app.complete("t17", max_tokens=2)["choices"][0]["text"] == " t18 t19"
+        )
 
 
 def test_admin_endpoints_are_off_without_an_admin_key() -> None:
@@ -260,7 +309,9 @@ def test_admin_endpoints_are_off_without_an_admin_key() -> None:
 
 def test_a_clients_key_is_no_admin_key() -> None:
     with serving(api_key="client", admin_key="sesame") as app:
-        statuses = {key: app.client.post("/admin/reload", headers={"Authorization": f"Bearer {key}"}).status_code
-                    for key in ("client", "sesame")}
+        statuses = {
+            key: app.client.post("/admin/reload", headers={"Authorization": f"Bearer {key}"}).status_code
+            for key in ("client", "sesame")
+        }
         assert statuses == {"client": 401, "sesame": 503}  # the fake device has nothing to reload
         assert app.client.get("/v1/models", headers={"Authorization": "Bearer sesame"}).status_code == 401

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from levserve.config import Settings
 from levserve.errors import ConfigError, StartupError
-from levserve.options import parse_settings
+from levserve.models.catalogue import Catalogue
+from levserve.settings.parse import parse_settings
+from levserve.settings.settings import Settings
 from levserve.weights import remote
-from levserve.weights.catalogue import Catalogue
 from levserve.weights.source import ModelFiles, check_model, check_source, find_source, stored_name
 from tests.conftest import GOLDEN
 from tests.stores import WebServer, amazon_store, google_store, upload, web_store
@@ -66,7 +66,9 @@ class Cache:
         return find_source(Settings(cache_dir=str(self.path), model=model, **settings), self.told.append)
 
     def find_run(self, checkpoint_path: str, **settings: Any) -> ModelFiles:
-        return find_source(Settings(cache_dir=str(self.path), checkpoint_path=checkpoint_path, **settings), self.told.append)
+        return find_source(
+            Settings(cache_dir=str(self.path), checkpoint_path=checkpoint_path, **settings), self.told.append
+        )
 
     @property
     def folders(self) -> list[Path]:
@@ -111,7 +113,9 @@ def test_a_single_file_comes_from_a_web_server(web: WebServer, cache: Cache) -> 
     assert files.name == "tiny.Q8_0" and files.path.read_bytes() == content
 
 
-def test_a_checkpoint_comes_from_a_store_with_the_config_above_it(google: Any, amazon: Any, cache: Cache) -> None:
+def test_a_checkpoint_comes_from_a_store_with_the_config_above_it(
+    google: Any, amazon: Any, cache: Cache
+) -> None:
     golden = GOLDEN / "levanter-llama"
     for address, files in (("gs://models/runs/one", google), ("s3://models/runs/one", amazon)):
         target = address.partition("://")[2]
@@ -129,14 +133,25 @@ def test_a_checkpoint_comes_from_a_store_with_the_config_above_it(google: Any, a
 
 def test_of_a_checkpoint_in_the_older_layout_only_the_model_is_fetched(web: WebServer, cache: Cache) -> None:
     folder = web.folder / "run" / "step-5"
-    for name in ("model/norm/weight/.zarray", "model/norm/weight/0", "opt_state/mu/weight/0", "training_key/0"):
+    for name in (
+        "model/norm/weight/.zarray",
+        "model/norm/weight/0",
+        "opt_state/mu/weight/0",
+        "training_key/0",
+    ):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(b"x")
     (folder / "metadata.json").write_text('{"step": 5}')
     (folder / "config.yaml").write_text("tokenizer: /")
     found = cache.find_run(f"{web.address}/run", tokenizer=str(LLAMA))
     names = {str(path.relative_to(found.path)) for path in found.path.rglob("*") if path.is_file()}
-    assert names == {".lock", "config.yaml", "metadata.json", "model/norm/weight/0", "model/norm/weight/.zarray"}
+    assert names == {
+        ".lock",
+        "config.yaml",
+        "metadata.json",
+        "model/norm/weight/0",
+        "model/norm/weight/.zarray",
+    }
 
 
 # Names
@@ -148,7 +163,9 @@ def test_names_with_slashes_are_kept_with_hyphens(google: Any, cache: Cache) -> 
 
 
 def test_every_folder_of_a_store_is_a_model_that_may_be_asked_for(google: Any, cache: Cache) -> None:
-    catalogue = Catalogue(parse_settings(["--models-dir", "gs://models/names", "--cache-dir", str(cache.path)], {}))
+    catalogue = Catalogue(
+        parse_settings(["--models-dir", "gs://models/names", "--cache-dir", str(cache.path)], {})
+    )
     assert catalogue.names() == ["org-llama"]
     settings = catalogue.find("org-llama")
     assert settings is not None
@@ -165,8 +182,12 @@ def test_a_store_may_be_a_folder_and_does_not_hide_paths(tmp_path: Path, cache: 
         check_source(Settings(model="org/missing", model_store=str(tmp_path)))
 
 
-def test_addresses_that_cannot_be_read_are_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="ftp:// is not supported; supported are gs://, s3://, http://, https://"):
+def test_addresses_that_cannot_be_read_are_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(
+        ConfigError, match="ftp:// is not supported; supported are gs://, s3://, http://, https://"
+    ):
         check_model("ftp://host/model")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"needs gcsfs; pip install 'levserve\[gcs\]'"):
@@ -174,7 +195,9 @@ def test_addresses_that_cannot_be_read_are_refused_before_anything_starts(monkey
 
 
 @pytest.mark.parametrize("others", [["--model", "x"], ["--hf-checkpoint", "x"]])
-def test_a_checkpoint_and_a_model_exclude_each_other(others: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_and_a_model_exclude_each_other(
+    others: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         parse_settings(["--checkpoint-path", "run", *others], {})
     assert "exclude each other; give one of them" in capsys.readouterr().err
@@ -190,7 +213,9 @@ def test_a_second_start_fetches_nothing(web: WebServer, cache: Cache) -> None:
     assert (second.path, len(web.asked), len(cache.told)) == (first.path, num_asked, num_told)
 
 
-def test_a_model_that_changed_in_its_store_is_fetched_to_a_folder_of_its_own(amazon: Any, cache: Cache) -> None:
+def test_a_model_that_changed_in_its_store_is_fetched_to_a_folder_of_its_own(
+    amazon: Any, cache: Cache
+) -> None:
     upload(amazon, LLAMA, "models/changing")
     first = cache.find("s3://models/changing").path
     amazon.pipe_file("models/changing/config.json", b'{"changed": true}')
@@ -216,7 +241,9 @@ def test_an_interrupted_download_goes_on_where_it_was(web: WebServer, cache: Cac
 
 
 @pytest.mark.usefixtures("small_blocks")
-def test_a_failure_that_passes_is_tried_again(web: WebServer, cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_that_passes_is_tried_again(
+    web: WebServer, cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
     content = some_bytes(3 << 16)
     (web.folder / "big.gguf").write_bytes(content)
     web.fails_after = 0
@@ -240,8 +267,9 @@ def test_a_web_server_without_ranges_sends_a_large_file_whole(web: WebServer, ca
 
 
 @pytest.mark.parametrize("scheme", ["gs", "s3"])
-def test_a_file_whose_checksum_is_wrong_is_thrown_away(google: Any, amazon: Any, cache: Cache, scheme: str,
-                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_whose_checksum_is_wrong_is_thrown_away(
+    google: Any, amazon: Any, cache: Cache, scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     files = {"gs": google, "s3": amazon}[scheme]
     content = some_bytes(100_000)
     files.pipe_file("models/sum.gguf", content)
@@ -254,13 +282,18 @@ def test_a_file_whose_checksum_is_wrong_is_thrown_away(google: Any, amazon: Any,
 
     with monkeypatch.context() as patch:
         patch.setattr(remote.Store, "read_range", read_wrong)
-        with pytest.raises(StartupError, match=r"sum.gguf: its md5 is [0-9a-f]{32}, expected [0-9a-f]{32}; the copy was thrown away"):
+        with pytest.raises(
+            StartupError,
+            match=r"sum.gguf: its md5 is [0-9a-f]{32}, expected [0-9a-f]{32}; the copy was thrown away",
+        ):
             cache.find(f"{scheme}://models/sum.gguf")
     assert not [path for folder in cache.folders for path in folder.glob("sum.gguf*")]
     assert cache.find(f"{scheme}://models/sum.gguf").path.read_bytes() == content
 
 
-def test_googles_other_checksum_is_checked_where_there_is_no_md5(google: Any, cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_googles_other_checksum_is_checked_where_there_is_no_md5(
+    google: Any, cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
     google.pipe_file("models/composed.gguf", b"in several parts")
     monkeypatch.setattr(remote, "_md5", lambda info, etag: None)
     assert cache.find("gs://models/composed.gguf").path.read_bytes() == b"in several parts"
@@ -281,7 +314,10 @@ def test_an_object_in_parts_on_amazon_has_no_md5_to_check(amazon: Any, cache: Ca
 @pytest.mark.parametrize(
     ("address", "told"),
     [
-        ("gs://models/none", "model gs://models/none: expected config.json and *.safetensors; there is nothing"),
+        (
+            "gs://models/none",
+            "model gs://models/none: expected config.json and *.safetensors; there is nothing",
+        ),
         ("gs://models/none.gguf", "model gs://models/none.gguf does not exist"),
         ("gs://models/broken", "expected config.json and *.safetensors; it holds config.json"),
     ],
@@ -298,7 +334,9 @@ def test_a_store_that_does_not_answer_is_one_line(cache: Cache) -> None:
     for name in ("llama", "llama.gguf"):
         with pytest.raises(StartupError) as refusal:
             cache.find(f"http://127.0.0.1:9/{name}")
-        assert str(refusal.value).startswith(f"cannot fetch http://127.0.0.1:9/{name}") and "\n" not in str(refusal.value)
+        assert str(refusal.value).startswith(f"cannot fetch http://127.0.0.1:9/{name}") and "\n" not in str(
+            refusal.value
+        )
 
 
 def test_a_run_without_a_complete_checkpoint_is_told(google: Any, cache: Cache) -> None:
@@ -315,7 +353,9 @@ def gguf_files(web: WebServer, *names: str) -> list[str]:
     return [f"{web.address}/{name}.gguf" for name in names]
 
 
-def test_the_least_recently_used_is_cleared_for_a_newcomer_but_never_what_is_served(web: WebServer, cache: Cache) -> None:
+def test_the_least_recently_used_is_cleared_for_a_newcomer_but_never_what_is_served(
+    web: WebServer, cache: Cache
+) -> None:
     first, second, third = gguf_files(web, "first", "second", "third")
     limit = 2_500_000
     serving = cache.find(first, cache_size=limit)
@@ -324,7 +364,9 @@ def test_the_least_recently_used_is_cleared_for_a_newcomer_but_never_what_is_ser
     used.lease.close()
     newest = cache.find(third, cache_size=limit)
     assert serving.path.exists() and newest.path.exists() and not used.path.exists()
-    with pytest.raises(StartupError, match=r"needs 1\.0 MB in .*; --cache-size allows 2\.5 MB, and 2\.0 MB are in use"):
+    with pytest.raises(
+        StartupError, match=r"needs 1\.0 MB in .*; --cache-size allows 2\.5 MB, and 2\.0 MB are in use"
+    ):
         cache.find(second, cache_size=limit)
     serving.lease.close()
     assert cache.find(second, cache_size=limit).path.exists() and not serving.path.exists()
@@ -355,7 +397,9 @@ def test_two_starts_at_once_fetch_a_model_once(web: WebServer, cache: Cache) -> 
     content = some_bytes(20 << 16)
     (web.folder / "big.gguf").write_bytes(content)
     found: list[ModelFiles] = []
-    threads = [threading.Thread(target=lambda: found.append(cache.find(f"{web.address}/big.gguf"))) for _ in range(4)]
+    threads = [
+        threading.Thread(target=lambda: found.append(cache.find(f"{web.address}/big.gguf"))) for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -10,12 +10,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from levserve.engine.heaps import LARGE_BYTES
+from levserve.device.malloc import LARGE_BYTES
 from levserve.model import sampler
-from levserve.model.kernels.gpu_draw import draw_tokens
+from levserve.model.gpu.draw import draw_tokens
 from levserve.model.sampler import (
-    MAX_EDITS, NUM_CANDIDATES, NUM_TOP, POISONED, Drawn, Memory, Mode, Rules, best_of, choose, largest, sample
-)  # fmt: skip
+    MAX_EDITS,
+    NUM_CANDIDATES,
+    NUM_TOP,
+    POISONED,
+    Drawn,
+    Memory,
+    Mode,
+    Rules,
+    best_of,
+    choose,
+    largest,
+    sample,
+)
 
 pytestmark = pytest.mark.tiny
 
@@ -32,22 +43,43 @@ by_both = pytest.mark.parametrize("has_kernel", [False, True], ids=["xla", "kern
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """In small steps, so that even a small vocabulary takes several, and the last is not full."""
-    monkeypatch.setattr(sampler, "draw_tokens", functools.partial(draw_tokens, lines=2, columns=64, interpret=True))
+    monkeypatch.setattr(
+        sampler, "draw_tokens", functools.partial(draw_tokens, lines=2, columns=64, interpret=True)
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("mode", "has_kernel"))
-def draw(logits: jax.Array, positions: jax.Array, rules: Rules, memory: Memory, mode: Mode, has_kernel: bool = False) -> Drawn:
-    return sample(logits, positions, rules, memory if mode is Mode.FULL else None, mode, has_kernel=has_kernel)
+def draw(
+    logits: jax.Array,
+    positions: jax.Array,
+    rules: Rules,
+    memory: Memory,
+    mode: Mode,
+    has_kernel: bool = False,
+) -> Drawn:
+    return sample(
+        logits, positions, rules, memory if mode is Mode.FULL else None, mode, has_kernel=has_kernel
+    )
 
 
 def make_rules(rows: int, **given: object) -> Rules:
     defaults = dict(
-        temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, presence=0.0, frequency=0.0, repetition=1.0,
-        prompt_len=0, num_edits=0, wants_logprobs=1
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        min_p=0.0,
+        presence=0.0,
+        frequency=0.0,
+        repetition=1.0,
+        prompt_len=0,
+        num_edits=0,
+        wants_logprobs=1,
     )
     integers = {"top_k", "prompt_len", "num_edits", "wants_logprobs"}
     columns = {
-        name: jnp.asarray(np.broadcast_to(given.get(name, value), rows), jnp.int32 if name in integers else jnp.float32)
+        name: jnp.asarray(
+            np.broadcast_to(given.get(name, value), rows), jnp.int32 if name in integers else jnp.float32
+        )
         for name, value in defaults.items()
     }
     seeds = np.stack([np.zeros(rows), np.arange(rows)], axis=1)
@@ -61,13 +93,17 @@ def make_memory(rows: int, history: list[int] = [], edits: list[tuple[int, float
     for index, edit in enumerate(edits):
         columns[:, :, index] = np.asarray(edit)[:, None]
     ids, values, until = columns
-    return Memory(*map(jnp.asarray, (padded, ids.astype(np.int32), values.astype(np.float32), until.astype(np.int32))))
+    return Memory(
+        *map(jnp.asarray, (padded, ids.astype(np.int32), values.astype(np.float32), until.astype(np.int32)))
+    )
 
 
 @by_both
 @pytest.mark.parametrize("mode", Mode)
 @pytest.mark.parametrize("place", [0, 17, VOCAB - 1])
-def test_a_row_that_is_not_finite_is_marked_and_no_other_row_changes(mode: Mode, place: int, has_kernel: bool) -> None:
+def test_a_row_that_is_not_finite_is_marked_and_no_other_row_changes(
+    mode: Mode, place: int, has_kernel: bool
+) -> None:
     rules = make_rules(6, top_k=[0, 3, 0, 3, 0, 3], top_p=[1, 1, 0.9, 0.9, 0.9, 0.9])
     memory, positions = make_memory(6), jnp.full(6, 5, jnp.int32)
     clean = np.tile(LOGITS, (6, 1))
@@ -91,7 +127,11 @@ def draw_many(
     """One token for each of DRAWS seeds."""
     rows = jnp.broadcast_to(jnp.asarray(logits), (DRAWS, len(logits)))
     positions = jnp.full(DRAWS, position, jnp.int32)
-    return np.asarray(draw(rows, positions, make_rules(DRAWS, **rules), memory or make_memory(DRAWS), mode, has_kernel).tokens)
+    return np.asarray(
+        draw(
+            rows, positions, make_rules(DRAWS, **rules), memory or make_memory(DRAWS), mode, has_kernel
+        ).tokens
+    )
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
@@ -127,11 +167,18 @@ def keep_top_p(probabilities: np.ndarray, p: float) -> np.ndarray:
 @by_both
 @pytest.mark.parametrize("mode", [Mode.PLAIN, Mode.FULL])
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
-def test_temperature_draws_from_the_softened_softmax(mode: Mode, temperature: float, has_kernel: bool) -> None:
-    check_distribution(draw_many(has_kernel=has_kernel, mode=mode, temperature=temperature), softmax(LOGITS / temperature))
+def test_temperature_draws_from_the_softened_softmax(
+    mode: Mode, temperature: float, has_kernel: bool
+) -> None:
+    check_distribution(
+        draw_many(has_kernel=has_kernel, mode=mode, temperature=temperature), softmax(LOGITS / temperature)
+    )
 
 
-@pytest.mark.parametrize(("vocab", "has_kernel"), [(301, False), (320, False), (384, False), (512, False), (301, True), (384, True)])
+@pytest.mark.parametrize(
+    ("vocab", "has_kernel"),
+    [(301, False), (320, False), (384, False), (512, False), (301, True), (384, True)],
+)
 def test_a_draw_is_from_the_softmax_however_the_vocabulary_divides(vocab: int, has_kernel: bool) -> None:
     logits = np.linspace(0, 2, vocab).astype(np.float32)
     check_distribution(draw_many(logits, Mode.PLAIN, has_kernel=has_kernel), softmax(logits))
@@ -139,8 +186,13 @@ def test_a_draw_is_from_the_softmax_however_the_vocabulary_divides(vocab: int, h
 
 def test_a_vocabulary_that_chunks_divide_is_not_copied() -> None:
     rows, vocab = 8, 151_936  # 1,187 chunks of 128
-    logits, given = jax.ShapeDtypeStruct((rows, vocab), jnp.float32), (jnp.zeros(rows, jnp.int32), make_rules(rows))
-    drawing = jax.jit(lambda logits, positions, rules: choose(logits, None, best_of(logits), positions, rules))
+    logits, given = (
+        jax.ShapeDtypeStruct((rows, vocab), jnp.float32),
+        (jnp.zeros(rows, jnp.int32), make_rules(rows)),
+    )
+    drawing = jax.jit(
+        lambda logits, positions, rules: choose(logits, None, best_of(logits), positions, rules)
+    )
     needed = drawing.lower(logits, *given).compile().memory_analysis().temp_size_in_bytes
     assert needed < 1.5 * 4 * rows * vocab, "the weights, and no more"
 
@@ -155,7 +207,9 @@ def test_top_k_keeps_the_k_likeliest(top_k: int, has_kernel: bool) -> None:
 def test_top_k_beyond_the_candidates_is_exact_too(has_kernel: bool) -> None:
     logits = np.linspace(1, 0, VOCAB).astype(np.float32)
     top_k = NUM_CANDIDATES + 40
-    check_distribution(draw_many(logits, has_kernel=has_kernel, top_k=top_k), keep_top_k(softmax(logits), top_k))
+    check_distribution(
+        draw_many(logits, has_kernel=has_kernel, top_k=top_k), keep_top_k(softmax(logits), top_k)
+    )
 
 
 @by_both
@@ -188,7 +242,9 @@ def test_the_strictest_rules_leave_the_best(rule: dict[str, float], has_kernel: 
 
 @by_both
 def test_top_p_counts_what_top_k_left(has_kernel: bool) -> None:
-    check_distribution(draw_many(has_kernel=has_kernel, top_k=4, top_p=0.6), keep_top_p(keep_top_k(softmax(LOGITS), 4), 0.6))
+    check_distribution(
+        draw_many(has_kernel=has_kernel, top_k=4, top_p=0.6), keep_top_p(keep_top_k(softmax(LOGITS), 4), 0.6)
+    )
 
 
 @by_both
@@ -204,7 +260,14 @@ def test_presence_and_frequency_count_generated_tokens_only(has_kernel: bool) ->
     expected = LOGITS.copy()
     expected[1] -= 1.0 + 2 * 0.5
     expected[2] -= 1.0 + 0.5
-    tokens = draw_many(has_kernel=has_kernel, memory=make_memory(DRAWS, history), position=5, prompt_len=2, presence=1.0, frequency=0.5)
+    tokens = draw_many(
+        has_kernel=has_kernel,
+        memory=make_memory(DRAWS, history),
+        position=5,
+        prompt_len=2,
+        presence=1.0,
+        frequency=0.5,
+    )
     check_distribution(tokens, softmax(expected))
 
 
@@ -220,7 +283,9 @@ def test_repetition_counts_the_prompt_as_well() -> None:
 def test_a_bias_moves_its_token(has_kernel: bool) -> None:
     expected = LOGITS.copy()
     expected[7] += 2.5
-    tokens = draw_many(has_kernel=has_kernel, memory=make_memory(DRAWS, edits=[(7, 2.5, 2**31 - 1)]), num_edits=1)
+    tokens = draw_many(
+        has_kernel=has_kernel, memory=make_memory(DRAWS, edits=[(7, 2.5, 2**31 - 1)]), num_edits=1
+    )
     check_distribution(tokens, softmax(expected))
 
 
@@ -231,7 +296,9 @@ def test_a_banned_token_comes_back_when_its_time_is_over() -> None:
 
 
 def test_edits_of_an_earlier_guest_of_the_slot_do_nothing() -> None:
-    check_distribution(draw_many(memory=make_memory(DRAWS, edits=[(0, -1e30, 99)]), num_edits=0), softmax(LOGITS))
+    check_distribution(
+        draw_many(memory=make_memory(DRAWS, edits=[(0, -1e30, 99)]), num_edits=0), softmax(LOGITS)
+    )
 
 
 @by_both
@@ -239,7 +306,14 @@ def test_edits_of_an_earlier_guest_of_the_slot_do_nothing() -> None:
 def test_temperature_zero_takes_the_best_in_every_mode(mode: Mode, has_kernel: bool) -> None:
     rng = np.random.default_rng(1)
     logits = rng.standard_normal((8, 1_000)).astype(np.float32)
-    got = draw(jnp.asarray(logits), jnp.zeros(8, jnp.int32), make_rules(8, temperature=0.0), make_memory(8), mode, has_kernel)
+    got = draw(
+        jnp.asarray(logits),
+        jnp.zeros(8, jnp.int32),
+        make_rules(8, temperature=0.0),
+        make_memory(8),
+        mode,
+        has_kernel,
+    )
     assert got.tokens.tolist() == logits.argmax(-1).tolist()
 
 
@@ -249,13 +323,21 @@ def test_a_draw_depends_on_seed_and_position_alone(has_kernel: bool) -> None:
     plain = draw_many(has_kernel=has_kernel, mode=Mode.PLAIN)
     assert (together[::2] == plain[::2]).all()
     for mode in (Mode.PLAIN, Mode.FULL):
-        assert (together == draw_many(has_kernel=has_kernel, mode=mode, top_p=np.where(np.arange(DRAWS) % 2, 0.7, 1.0))).all()
-    assert (draw_many(has_kernel=has_kernel, position=5) != draw_many(has_kernel=has_kernel, position=6)).any()
+        assert (
+            together
+            == draw_many(has_kernel=has_kernel, mode=mode, top_p=np.where(np.arange(DRAWS) % 2, 0.7, 1.0))
+        ).all()
+    assert (
+        draw_many(has_kernel=has_kernel, position=5) != draw_many(has_kernel=has_kernel, position=6)
+    ).any()
 
 
 @by_both
 def test_seeds_and_positions_are_not_confused(has_kernel: bool) -> None:
-    at_five, at_six = draw_many(has_kernel=has_kernel, position=5), draw_many(has_kernel=has_kernel, position=6)
+    at_five, at_six = (
+        draw_many(has_kernel=has_kernel, position=5),
+        draw_many(has_kernel=has_kernel, position=6),
+    )
     assert (at_five[1:] != at_six[:-1]).any()
 
 
@@ -263,7 +345,9 @@ def test_seeds_and_positions_are_not_confused(has_kernel: bool) -> None:
 @pytest.mark.parametrize("count", [NUM_TOP, NUM_CANDIDATES])
 def test_the_largest_are_found_in_order_and_of_equals_the_first(count: int, vocab: int) -> None:
     rng = np.random.default_rng(count)
-    rows = np.stack([rng.integers(0, 40, vocab), rng.integers(0, 5_000, vocab), np.arange(vocab)]).astype(np.float32)
+    rows = np.stack([rng.integers(0, 40, vocab), rng.integers(0, 5_000, vocab), np.arange(vocab)]).astype(
+        np.float32
+    )
     rows[0, 100:] = -np.inf  # fewer than are looked for
     values, places = largest(jnp.asarray(rows), count)
     wanted = np.argsort(-rows, axis=1, kind="stable")[:, :count]
@@ -273,7 +357,13 @@ def test_the_largest_are_found_in_order_and_of_equals_the_first(count: int, voca
 
 def test_logprobs_are_the_raw_models_and_hold_the_best() -> None:
     memory = make_memory(1, edits=[(0, -5.0, 99)])
-    got = draw(jnp.asarray(LOGITS)[None], jnp.zeros(1, jnp.int32), make_rules(1, temperature=0.0, num_edits=1), memory, Mode.FULL)
+    got = draw(
+        jnp.asarray(LOGITS)[None],
+        jnp.zeros(1, jnp.int32),
+        make_rules(1, temperature=0.0, num_edits=1),
+        memory,
+        Mode.FULL,
+    )
     expected = np.log(softmax(LOGITS))
     assert got.logprobs is not None and got.top_ids is not None and got.top_logprobs is not None
     assert got.tokens.tolist() == [1]

@@ -57,7 +57,9 @@ class FakeRounds:
             self.last[fork.slot] = fork.sequence.tokens[-1]
         rows = []
         for row in plan.rows:
-            assert not row.draft or row.position == len(row.sequence.tokens) - 1, "a draft follows tokens that are known"
+            assert not row.draft or row.position == len(row.sequence.tokens) - 1, (
+                "a draft follows tokens that are known"
+            )
             tokens: list[int] = []
             for offset, token in enumerate(row.draft, start=1):
                 self._write(row.sequence.pages, row.position + offset, token)
@@ -137,10 +139,17 @@ class Server:
 
 
 def make(
-    num_pages: int = 32, page_size: int = 4, num_slots: int = 4, steps: int = 1, speculation: Speculation | None = None, **budget: int
+    num_pages: int = 32,
+    page_size: int = 4,
+    num_slots: int = 4,
+    steps: int = 1,
+    speculation: Speculation | None = None,
+    **budget: int,
 ) -> Server:
     limits = {"busy_tokens": 4, "idle_tokens": 16} | budget
-    return Server(Scheduler(PagePool(num_pages, page_size), Budget(num_slots, steps, (2, 4, 8), **limits), speculation))
+    return Server(
+        Scheduler(PagePool(num_pages, page_size), Budget(num_slots, steps, (2, 4, 8), **limits), speculation)
+    )
 
 
 def eager(num_draft: int, max_rows: int = 8) -> Speculation:
@@ -152,7 +161,9 @@ def eager(num_draft: int, max_rows: int = 8) -> Speculation:
     return speculation
 
 
-def ask(name: str, prompt: tuple[int, ...] = (1, 2, 3), max_tokens: int = 5, **more: object) -> GenerationRequest:
+def ask(
+    name: str, prompt: tuple[int, ...] = (1, 2, 3), max_tokens: int = 5, **more: object
+) -> GenerationRequest:
     return GenerationRequest(name, prompt, max_tokens, **more)  # type: ignore[arg-type]
 
 
@@ -214,11 +225,15 @@ def test_beside_streams_a_deep_token_counts_for_more_and_alone_it_does_not() -> 
     server.submit(ask("after", (7, 8), 1))
     chunks = [[(chunk.start, chunk.count) for chunk in server.step().chunks] for _ in range(27)]
     assert chunks[:4] == [[(0, 8)], [(8, 4)], [(12, 4)], [(16, 4)]], "at 16 a token counts as two"
-    assert chunks[-4:] == [[(58, 2)], [(60, 2)], [(62, 2)], [(0, 2)]], "each round does something, and too little is left for a second"
+    assert chunks[-4:] == [[(58, 2)], [(60, 2)], [(62, 2)], [(0, 2)]], (
+        "each round does something, and too little is left for a second"
+    )
 
 
 @pytest.mark.parametrize(("overhead", "counts"), [(0, [4, 3]), (1, [4, 2]), (2, [4])])
-def test_a_second_chunk_is_left_for_later_if_to_begin_it_takes_longer_than_its_tokens(overhead: int, counts: list[int]) -> None:
+def test_a_second_chunk_is_left_for_later_if_to_begin_it_takes_longer_than_its_tokens(
+    overhead: int, counts: list[int]
+) -> None:
     server = make(busy_tokens=8, chunk_overhead=overhead)
     server.submit(ask("running", max_tokens=20))
     server.step()
@@ -288,8 +303,12 @@ def test_a_sequence_preempted_while_its_draft_is_checked_keeps_the_tokens_and_be
     server.reads_first = True
     while server.in_flight is None or not any(row.draft for row in server.in_flight[0].rows):
         server.step()
-    ((row, sampled),) = [(row, sampled) for row, sampled in zip(server.in_flight[0].rows, server.in_flight[2]) if row.draft]
-    assert row.sequence.request.request_id == "young" and len(sampled.tokens) == 5, "all of the draft is right"
+    ((row, sampled),) = [
+        (row, sampled) for row, sampled in zip(server.in_flight[0].rows, server.in_flight[2]) if row.draft
+    ]
+    assert row.sequence.request.request_id == "young" and len(sampled.tokens) == 5, (
+        "all of the draft is right"
+    )
     server.reads_first = False
     (preempted,) = server.step().preempted
     assert preempted == (row.sequence, row.position + 1)
@@ -332,7 +351,7 @@ def test_a_request_larger_than_the_pool_does_not_fit() -> None:
 
 
 def poison(server: Server, request: GenerationRequest) -> list[int]:
-    """Makes what is in flight for a request not finite; gives its pages, none if nothing is in flight."""
+    """Makes what is in in_flight for a request not finite; gives its pages, none if nothing is in in_flight."""
     if server.in_flight is None:
         return []
     plan, chunks, rows = server.in_flight
@@ -410,7 +429,13 @@ def schedules(draw: st.DrawFn) -> tuple[Server, list[tuple[str, object]]]:
         more = {"stop_ids": stops, "deadline": deadline, "score_from": scored}
         events.append(("submit", ask(str(number), prompt, draw(st.integers(0, 20)), **more)))
         if draw(st.booleans()):
-            twin = ask(f"{number}-twin", prompt, draw(st.integers(0, 20)), shares_prompt_of=str(number), deadline=deadline)
+            twin = ask(
+                f"{number}-twin",
+                prompt,
+                draw(st.integers(0, 20)),
+                shares_prompt_of=str(number),
+                deadline=deadline,
+            )
             events.append(("submit", twin))
         events += [("step", reads_first) for reads_first in draw(st.lists(st.booleans(), max_size=4))]
         if draw(st.integers(0, 4)) == 0:
@@ -422,7 +447,9 @@ def schedules(draw: st.DrawFn) -> tuple[Server, list[tuple[str, object]]]:
 
 @settings(max_examples=300, deadline=None)
 @given(schedules())
-def test_every_request_ends_once_with_its_own_tokens_over_random_schedules(schedule: tuple[Server, list[tuple[str, object]]]) -> None:
+def test_every_request_ends_once_with_its_own_tokens_over_random_schedules(
+    schedule: tuple[Server, list[tuple[str, object]]],
+) -> None:
     server, events = schedule
     requests: dict[str, GenerationRequest] = {}
     for clock, (kind, value) in enumerate(events):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from levserve.errors import BadRequest
-from levserve.web.decode import decode
+from levserve.web.json_body import decode
 from levserve.web.schema import UNSUPPORTED, UNSUPPORTED_IN_CHAT, ChatBody, CompletionBody
 
 USER = {"role": "user", "content": "hello"}
@@ -54,15 +54,29 @@ def test_a_prompt_list_holds_one_kind_of_thing(prompt: Any) -> None:
     assert (error.param, error.code) == ("prompt", "invalid_type")
 
 
-@pytest.mark.parametrize("field", ["max_tokens", "n", "stop", "stream", "temperature", "top_p", "seed", "logit_bias", "echo", "user"])
+@pytest.mark.parametrize(
+    "field",
+    ["max_tokens", "n", "stop", "stream", "temperature", "top_p", "seed", "logit_bias", "echo", "user"],
+)
 def test_null_is_the_same_as_leaving_a_field_out(field: str) -> None:
     assert completion(**{field: None}) == completion()
     assert chat(**{field: None}) == chat()
 
 
 def test_unknown_and_ignorable_fields_are_accepted() -> None:
-    fields = ("metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_options", "verbosity")
-    extra = {name: {"any": ["thing"]} for name in (*fields, "moderation", "parallel_tool_calls", "prediction", "made_up")}
+    fields = (
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "verbosity",
+    )
+    extra = {
+        name: {"any": ["thing"]}
+        for name in (*fields, "moderation", "parallel_tool_calls", "prediction", "made_up")
+    }
     assert chat(**extra) == chat()
     assert completion(**extra) == completion()
 
@@ -87,8 +101,16 @@ def test_unknown_and_ignorable_fields_are_accepted() -> None:
         ({"n": 129}, "n", None),
         ({"stream": "yes"}, "stream", "invalid_type"),
         ({"stream_options": {"include_usage": True}}, "stream_options", None),
-        ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage", "invalid_type"),
-        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation", None),
+        (
+            {"stream": True, "stream_options": {"include_usage": 1}},
+            "stream_options.include_usage",
+            "invalid_type",
+        ),
+        (
+            {"stream": True, "stream_options": {"include_obfuscation": True}},
+            "stream_options.include_obfuscation",
+            None,
+        ),
         ({"temperature": -0.1}, "temperature", None),
         ({"temperature": 2.1}, "temperature", None),
         ({"temperature": "hot"}, "temperature", "invalid_type"),
@@ -133,10 +155,22 @@ def test_unknown_and_ignorable_fields_are_accepted() -> None:
         ({"messages": [USER, {"role": "user"}]}, "messages[1].content", "missing_required_parameter"),
         ({"messages": [{"role": "king", "content": "hello"}]}, "messages[0].role", None),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "invalid_type"),
-        ({"messages": [{"role": "tool", "content": "42"}]}, "messages[0].tool_call_id", "missing_required_parameter"),
+        (
+            {"messages": [{"role": "tool", "content": "42"}]},
+            "messages[0].tool_call_id",
+            "missing_required_parameter",
+        ),
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls", None),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type", None),
-        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text", "missing_required_parameter"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content[0].type",
+            None,
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+            "messages[0].content[0].text",
+            "missing_required_parameter",
+        ),
         ({"messages": [USER], "logprobs": 5}, "logprobs", "invalid_type"),
         ({"messages": [USER], "max_tokens": 0}, "max_tokens", None),
         ({"top_logprobs": 5}, "top_logprobs", None),
@@ -172,14 +206,25 @@ def test_a_known_field_that_cannot_be_honoured_is_refused_by_name_only_when_it_a
 
 
 def test_the_message_names_the_wanted_and_the_given_type() -> None:
-    assert refused(stop=7).message == "Invalid type for 'stop': expected a string or an array, but got an integer instead."
+    assert (
+        refused(stop=7).message
+        == "Invalid type for 'stop': expected a string or an array, but got an integer instead."
+    )
     assert refused(n=0).message == "Invalid value for 'n': expected an integer >= 1."
     assert refused(messages=[{"content": ""}]).message == "Missing required parameter: 'messages[0].role'."
 
 
 @pytest.mark.parametrize(
     "data",
-    [b"", b"{", b"hello", b'{"model": NaN}', b'{"model": "m", "temperature": Infinity}', b'{"model": "\xff"}', b'{"a":' + b"[" * 100_000],
+    [
+        b"",
+        b"{",
+        b"hello",
+        b'{"model": NaN}',
+        b'{"model": "m", "temperature": Infinity}',
+        b'{"model": "\xff"}',
+        b'{"a":' + b"[" * 100_000,
+    ],
 )
 def test_what_is_not_json_has_neither_param_nor_code(data: bytes) -> None:
     with pytest.raises(BadRequest) as caught:
@@ -195,9 +240,16 @@ def test_a_body_that_is_no_object_is_refused(data: bytes) -> None:
 
 @pytest.mark.parametrize(
     "fields, max_length",
-    [({}, None), ({"max_tokens": 5}, 5), ({"max_completion_tokens": 7}, 7), ({"max_tokens": 5, "max_completion_tokens": 7}, 7)],
+    [
+        ({}, None),
+        ({"max_tokens": 5}, 5),
+        ({"max_completion_tokens": 7}, 7),
+        ({"max_tokens": 5, "max_completion_tokens": 7}, 7),
+    ],
 )
-def test_max_completion_tokens_wins_and_none_means_the_whole_context(fields: dict[str, int], max_length: int | None) -> None:
+def test_max_completion_tokens_wins_and_none_means_the_whole_context(
+    fields: dict[str, int], max_length: int | None
+) -> None:
     assert chat(**fields).max_length == max_length
 
 
@@ -207,7 +259,9 @@ def test_completions_are_16_tokens_long_unless_told() -> None:
     assert completion(max_tokens=0, echo=True).max_length == 0
 
 
-@pytest.mark.parametrize("fields, count", [({}, None), ({"logprobs": True}, 0), ({"logprobs": True, "top_logprobs": 3}, 3)])
+@pytest.mark.parametrize(
+    "fields, count", [({}, None), ({"logprobs": True}, 0), ({"logprobs": True, "top_logprobs": 3}, 3)]
+)
 def test_chat_logprobs_are_a_switch_and_a_number(fields: dict[str, Any], count: int | None) -> None:
     assert chat(**fields).num_logprobs == count
 
@@ -224,14 +278,18 @@ def test_chat_logprobs_are_a_switch_and_a_number(fields: dict[str, Any], count: 
         ({"best_of": 2, "n": 2}, None, None),
     ],
 )
-def test_the_device_finds_out_what_is_shown_and_what_ranks(fields: dict[str, Any], shown: int | None, computed: int | None) -> None:
+def test_the_device_finds_out_what_is_shown_and_what_ranks(
+    fields: dict[str, Any], shown: int | None, computed: int | None
+) -> None:
     body = completion(**fields)
     assert (body.num_logprobs, body.num_computed_logprobs) == (shown, computed)
 
 
 def test_text_parts_are_joined_and_names_kept() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    body = chat(messages=[{"role": "user", "content": parts, "name": "ann"}, {"role": "assistant", "content": None}])
+    body = chat(
+        messages=[{"role": "user", "content": parts, "name": "ann"}, {"role": "assistant", "content": None}]
+    )
     assert [message.to_template() for message in body.messages] == [
         {"role": "user", "content": "ab", "name": "ann"},
         {"role": "assistant", "content": ""},
@@ -245,7 +303,7 @@ def test_stop_is_a_string_or_a_list(stop: Any, stops: tuple[str, ...]) -> None:
 
 FIRST_BODIES = """
 import sys, threading
-from levserve.web.decode import decode
+from levserve.web.json_body import decode
 from levserve.web.schema import ChatBody, CompletionBody
 sys.setswitchinterval(1e-6)
 start = threading.Barrier(16)

@@ -45,7 +45,12 @@ def test_gives_each_token_and_whether_it_was_the_likeliest_when_asked(app: App) 
 def test_generates_nothing_and_scores_the_continuation_only(app: App) -> None:
     app.post(PATH, pairs(["t17 t18"], [" t19 t20"]))
     (request,) = app.device.requests
-    assert (request.prompt, request.score_from, request.max_tokens, request.sampling.num_logprobs) == ((17, 18, 19, 20), 2, 0, 0)
+    assert (request.prompt, request.score_from, request.max_tokens, request.sampling.num_logprobs) == (
+        (17, 18, 19, 20),
+        2,
+        0,
+        0,
+    )
 
 
 def test_many_pairs_are_computed_as_rows_become_free(app: App) -> None:
@@ -99,7 +104,9 @@ def test_time_that_runs_out_is_an_error_and_not_half_a_sum() -> None:
 
 def make_tokenizer(*, bos: str | None) -> Tokenizer:
     """Bytes with spaces kept at the front of words, as most models have it; " ab" and "ab" are single tokens."""
-    vocabulary = {token: number for number, token in enumerate(["a", "b", "c", "Ġ", "ab", "Ġab", "Ġa", "<s>"])}
+    vocabulary = {
+        token: number for number, token in enumerate(["a", "b", "c", "Ġ", "ab", "Ġab", "Ġa", "<s>"])
+    }
     backend = tokenizers.Tokenizer(models.BPE(vocabulary, [("a", "b"), ("Ġ", "ab"), ("Ġ", "a")]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -115,12 +122,18 @@ def make_tokenizer(*, bos: str | None) -> Tokenizer:
         ("c", " ab", Pair([7, 2, 5], 2)),
         ("c ", "ab", Pair([7, 2, 5], 2)),  # the space goes to the continuation, which it is one token with
         ("c", "ab", Pair([7, 2, 4], 2)),
-        ("a", "bc", Pair([7, 4, 2], 2)),  # joined, "ab" is one token; as many as the prompt has alone are its own
+        (
+            "a",
+            "bc",
+            Pair([7, 4, 2], 2),
+        ),  # joined, "ab" is one token; as many as the prompt has alone are its own
         ("", " ab", Pair([7, 5], 1)),
         ("  ", "ab", Pair([7, 3, 5], 1)),
     ],
 )
-def test_a_pair_is_split_as_lm_evaluation_harness_splits_it(prompt: str, continuation: str, pair: Pair) -> None:
+def test_a_pair_is_split_as_lm_evaluation_harness_splits_it(
+    prompt: str, continuation: str, pair: Pair
+) -> None:
     assert split_pair(prompt, continuation, make_tokenizer(bos="<s>")) == pair
 
 

@@ -24,13 +24,25 @@ from tests.waiting import wait_until
 pytestmark = pytest.mark.real
 
 MODEL = "smollm2-135m"
-QUESTIONS = [f"What is the capital of {country}?" for country in ("France", "Italy", "Japan", "Spain", "Peru", "Egypt", "Chile", "Kenya")]
+QUESTIONS = [
+    f"What is the capital of {country}?"
+    for country in ("France", "Italy", "Japan", "Spain", "Peru", "Egypt", "Chile", "Kenya")
+]
 
 
 @pytest.fixture(scope="module")
 def server(bundled_gguf: Path) -> Iterator[Server]:
     """The bundled model as a newcomer gets it, with fewer rows so that a test run compiles less."""
-    flags = ("--model", str(bundled_gguf), "--served-model-name", MODEL, "--max-running", "8", "--prefill-chunk", "128")
+    flags = (
+        "--model",
+        str(bundled_gguf),
+        "--served-model-name",
+        MODEL,
+        "--max-running",
+        "8",
+        "--prefill-chunk",
+        "128",
+    )
     with running_server(*flags) as server:
         yield server
 
@@ -50,7 +62,10 @@ def chat(client: openai.OpenAI, question: str, max_tokens: int = 12) -> str:
 
 def test_the_sdk_chats(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
-        model=MODEL, messages=[{"role": "user", "content": "What is the capital of France?"}], max_tokens=20, temperature=0
+        model=MODEL,
+        messages=[{"role": "user", "content": "What is the capital of France?"}],
+        max_tokens=20,
+        temperature=0,
     )
     assert "Paris" in str(answer.choices[0].message.content)
     assert answer.choices[0].finish_reason in ("stop", "length")
@@ -71,11 +86,15 @@ def test_the_sdk_streams_what_it_would_get_whole(client: openai.OpenAI) -> None:
     chunks = list(stream)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == whole
     assert chunks[0].choices[0].delta.role == "assistant"
-    assert len([chunk for chunk in chunks if chunk.choices and chunk.choices[0].delta.content]) > 3, "tokens come one by one"
+    assert len([chunk for chunk in chunks if chunk.choices and chunk.choices[0].delta.content]) > 3, (
+        "tokens come one by one"
+    )
     assert chunks[-1].choices == [] and chunks[-1].usage is not None
 
 
-def test_eight_bits_find_the_reference_likeliest_in_nineteen_of_twenty_places_and_go_its_way_in_half_of_the_cases(server: Server) -> None:
+def test_eight_bits_find_the_reference_likeliest_in_nineteen_of_twenty_places_and_go_its_way_in_half_of_the_cases(
+    server: Server,
+) -> None:
     """Measured: 368 of 384, and for sixteen tokens in 4 of 8, where two tokens are often about as likely."""
     cases = json.loads((GOLDEN / "smollm2-135m.json").read_text())["cases"]
     asked = {"model": MODEL, "temperature": 0, "ignore_eos": True, "skip_special_tokens": False}
@@ -87,7 +106,9 @@ def test_eight_bits_find_the_reference_likeliest_in_nineteen_of_twenty_places_an
     assert sum(agreeing) >= 4, [(case["greedy_text"][:60], text) for case, text in zip(cases, texts)]
 
     whole = [case["prompt_tokens"] + case["greedy"] for case in cases]
-    reply = server.call("/v1/completions", {**asked, "prompt": whole, "max_tokens": 0, "echo": True, "logprobs": 1})
+    reply = server.call(
+        "/v1/completions", {**asked, "prompt": whole, "max_tokens": 0, "echo": True, "logprobs": 1}
+    )
     is_found: list[bool] = []
     for case, choice in zip(cases, reply.body["choices"]):
         start, scored = len(case["prompt_tokens"]), choice["logprobs"]
@@ -97,7 +118,9 @@ def test_eight_bits_find_the_reference_likeliest_in_nineteen_of_twenty_places_an
     assert sum(is_found) >= 0.95 * len(is_found)
 
 
-def test_eight_requests_at_once_are_batched_and_get_the_text_they_would_get_alone(server: Server, client: openai.OpenAI) -> None:
+def test_eight_requests_at_once_are_batched_and_get_the_text_they_would_get_alone(
+    server: Server, client: openai.OpenAI
+) -> None:
     alone = [chat(client, question) for question in QUESTIONS]
     rounds, rows = server.metric("batch_rows_count"), server.metric("batch_rows_sum")
     with ThreadPoolExecutor(len(QUESTIONS)) as pool:
@@ -116,13 +139,21 @@ def test_curl_gets_an_answer_and_a_stream(server: Server) -> None:
     streamed = subprocess.run(command, capture_output=True, check=True, text=True, timeout=60).stdout
     events = [line.removeprefix("data: ") for line in streamed.splitlines() if line]
     assert events[-1] == "[DONE]"
-    assert "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1]) == whole["choices"][0]["text"]
+    assert (
+        "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1])
+        == whole["choices"][0]["text"]
+    )
 
 
 def test_sampling_with_a_seed_repeats_itself_and_without_one_does_not(client: openai.OpenAI) -> None:
     def draw(seed: int | None) -> str:
         answer = client.completions.create(
-            model=MODEL, prompt="My favourite", max_tokens=12, temperature=1.0, top_p=0.95, seed=seed  # type: ignore[arg-type]
+            model=MODEL,
+            prompt="My favourite",
+            max_tokens=12,
+            temperature=1.0,
+            top_p=0.95,
+            seed=seed,  # type: ignore[arg-type]
         )
         return answer.choices[0].text
 
@@ -133,7 +164,9 @@ def test_sampling_with_a_seed_repeats_itself_and_without_one_does_not(client: op
 def test_a_client_that_hangs_up_stops_its_request(server: Server) -> None:
     before = server.metric("finished_total", reason="cancelled")
     for stream in (True, False):
-        body = json.dumps({"model": MODEL, "prompt": "Count", "max_tokens": 2000, "ignore_eos": True, "stream": stream})
+        body = json.dumps(
+            {"model": MODEL, "prompt": "Count", "max_tokens": 2000, "ignore_eos": True, "stream": stream}
+        )
         host, port = server.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=30) as connection:
             head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -159,12 +192,23 @@ def test_mistakes_get_the_openai_error_shape(client: openai.OpenAI, server: Serv
     assert unknown.value.code == "model_not_found"
     with pytest.raises(openai.BadRequestError) as long:
         client.completions.create(model=MODEL, prompt=[5] * 8190, max_tokens=16)
-    assert long.value.code == "context_length_exceeded" and "maximum context length is 8192" in str(long.value)
+    assert long.value.code == "context_length_exceeded" and "maximum context length is 8192" in str(
+        long.value
+    )
     assert server.call("/nowhere").body["error"]["type"] == "invalid_request_error"
 
 
 def test_a_full_queue_answers_429_and_a_drain_lets_a_request_finish() -> None:
-    flags = ("--model", str(GOLDEN / "llama"), "--max-running", "1", "--max-waiting", "1", "--prefill-chunk", "16")
+    flags = (
+        "--model",
+        str(GOLDEN / "llama"),
+        "--max-running",
+        "1",
+        "--max-waiting",
+        "1",
+        "--prefill-chunk",
+        "16",
+    )
     with running_server(*flags, **QUICK_COMPILE) as server:
         body = {"model": "llama", "prompt": [5, 6], "max_tokens": 250, "ignore_eos": True}
         with ThreadPoolExecutor(12) as pool:
@@ -172,7 +216,10 @@ def test_a_full_queue_answers_429_and_a_drain_lets_a_request_finish() -> None:
             statuses = [reply.status for reply in replies]
             assert set(statuses) == {200, 429}
             refused = replies[statuses.index(429)]
-            assert refused.body["error"]["code"] == "rate_limit_exceeded" and int(refused.headers["Retry-After"]) >= 1
+            assert (
+                refused.body["error"]["code"] == "rate_limit_exceeded"
+                and int(refused.headers["Retry-After"]) >= 1
+            )
             last = pool.submit(server.call, "/v1/completions", body)
             wait_until(lambda: server.metric("requests_running") == 1)
             assert server.end(signal.SIGTERM) == 0
@@ -180,27 +227,58 @@ def test_a_full_queue_answers_429_and_a_drain_lets_a_request_finish() -> None:
 
 
 def run_cli(*flags: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "levserve.cli", *flags], capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        [sys.executable, "-m", "levserve.cli", *flags], capture_output=True, text=True, timeout=120
+    )
 
 
 def test_a_dry_run_prints_the_memory_plan_and_exits_0(tmp_path: Path) -> None:
-    flags = ("--model", str(GOLDEN / "qwen3"), "--max-running", "4", "--prefill-chunk", "16", "--cache-dir", str(tmp_path))
+    flags = (
+        "--model",
+        str(GOLDEN / "qwen3"),
+        "--max-running",
+        "4",
+        "--prefill-chunk",
+        "16",
+        "--cache-dir",
+        str(tmp_path),
+    )
     result = run_cli("--dry-run", *flags)
     assert result.returncode == 0, result.stderr
-    for word in ("weights", "KV pages", "decode shapes 2, 4", "threads     52 for HTTP", "one token generated"):
+    for word in (
+        "weights",
+        "KV pages",
+        "decode shapes 2, 4",
+        "threads     52 for HTTP",
+        "one token generated",
+    ):
         assert word in result.stdout
 
 
 def test_a_dry_run_tries_every_model_that_has_a_section(tmp_path: Path) -> None:
     shutil.copytree(GOLDEN / "qwen3", tmp_path / "broken")
     os.truncate(tmp_path / "broken" / "model.safetensors", 5000)
-    sections = "".join(f"[model.{name}]\nmodel = {folder / name}\n" for name, folder in (("qwen3", GOLDEN), ("broken", tmp_path)))
+    sections = "".join(
+        f"[model.{name}]\nmodel = {folder / name}\n"
+        for name, folder in (("qwen3", GOLDEN), ("broken", tmp_path))
+    )
     (tmp_path / "serve.ini").write_text(f"[engine]\nprefill-chunk = 16\ndevice = cpu\n{sections}")
-    result = run_cli("--dry-run", "--config", str(tmp_path / "serve.ini"), "--cache-dir", str(cache_folder()), "--log-level", "error")
+    result = run_cli(
+        "--dry-run",
+        "--config",
+        str(tmp_path / "serve.ini"),
+        "--cache-dir",
+        str(cache_folder()),
+        "--log-level",
+        "error",
+    )
     assert result.returncode == 1
     assert "models      qwen3, broken" in result.stdout and "qwen3: one token generated" in result.stdout
     (line,) = result.stderr.strip().splitlines()
-    assert line.startswith("levserve: error: model broken: ") and str(tmp_path / "broken" / "model.safetensors") in line
+    assert (
+        line.startswith("levserve: error: model broken: ")
+        and str(tmp_path / "broken" / "model.safetensors") in line
+    )
 
 
 @pytest.mark.parametrize(
@@ -209,10 +287,16 @@ def test_a_dry_run_tries_every_model_that_has_a_section(tmp_path: Path) -> None:
         (("--model", "/no/such/folder"), 2, ("'/no/such/folder' does not exist",)),
         (("--model", str(GOLDEN)), 2, ("config.json",)),
         (("--model", str(GOLDEN / "llama"), "--max-seq-len", "100000"), 2, ("--max-seq-len 100000", "256")),
-        (("--model", str(GOLDEN / "llama"), "--chat-template", "/no/such.jinja"), 1, ("--chat-template /no/such.jinja",)),
+        (
+            ("--model", str(GOLDEN / "llama"), "--chat-template", "/no/such.jinja"),
+            1,
+            ("--chat-template /no/such.jinja",),
+        ),
     ],
 )
-def test_a_model_that_cannot_be_served_ends_with_one_line(flags: tuple[str, ...], code: int, words: tuple[str, ...]) -> None:
+def test_a_model_that_cannot_be_served_ends_with_one_line(
+    flags: tuple[str, ...], code: int, words: tuple[str, ...]
+) -> None:
     result = run_cli("--port", "0", "--log-level", "error", *flags)
     assert result.returncode == code
     lines = result.stderr.strip().splitlines()

@@ -4,18 +4,30 @@ from __future__ import annotations
 
 import pytest
 
-from levserve.engine.sizing import Machine, Sizes, free_memory, plan_sizes
+from levserve.device.sizing import Machine, Sizes, free_memory, plan_sizes
 from levserve.errors import ConfigError
-from levserve.options import parse_settings
+from levserve.settings.parse import parse_settings
 
 GIB = 1 << 30
 
 
 def plan(
-    *flags: str, backend: str = "cpu", free: int = 8 * GIB, rows: int = 32, page_bytes: int = 1 << 20, machine: Machine | None = None
+    *flags: str,
+    backend: str = "cpu",
+    free: int = 8 * GIB,
+    rows: int = 32,
+    page_bytes: int = 1 << 20,
+    machine: Machine | None = None,
 ) -> Sizes:
     settings = parse_settings(list(flags), {})
-    return plan_sizes(settings, machine or Machine(backend, free), rows=rows, max_position=8192, page_bytes=page_bytes, weight_bytes=GIB)
+    return plan_sizes(
+        settings,
+        machine or Machine(backend, free),
+        rows=rows,
+        max_position=8192,
+        page_bytes=page_bytes,
+        weight_bytes=GIB,
+    )
 
 
 def test_a_cpu_gets_a_long_chat_per_row_and_the_models_whole_context() -> None:
@@ -37,7 +49,13 @@ def test_a_gpu_gets_most_of_what_is_free() -> None:
 def test_where_a_kernel_reads_pages_in_place_prompts_share_prefill_programs_in_pieces() -> None:
     sizes = plan("--prefill-chunk", "1000", machine=Machine("gpu", 100 * GIB, has_kernel=True))
     assert sizes.chunk_sizes == (64, 128, 256, 512, 1024) and sizes.chunk_costs == tuple(range(64, 1025, 64))
-    assert [sizes.prefill_rows(size) for size in sizes.chunk_sizes] == [(1, 64), (2, 64), (4, 64), (8, 64), (16, 64)]
+    assert [sizes.prefill_rows(size) for size in sizes.chunk_sizes] == [
+        (1, 64),
+        (2, 64),
+        (4, 64),
+        (8, 64),
+        (16, 64),
+    ]
 
 
 def test_a_gpu_gets_no_more_than_its_rows_can_fill() -> None:
@@ -56,7 +74,11 @@ def test_drafts_are_checked_for_few_rows_and_cost_nothing_where_nobody_asks_for_
 
 def test_a_gpus_decode_programs_differ_by_few_rows() -> None:
     machine = Machine("gpu", 100 * GIB, has_kernel=True)
-    assert plan(rows=1, machine=machine).row_sizes == (2,) and plan(rows=20, machine=machine).row_sizes == (8, 16, 20)
+    assert plan(rows=1, machine=machine).row_sizes == (2,) and plan(rows=20, machine=machine).row_sizes == (
+        8,
+        16,
+        20,
+    )
     assert plan(rows=256, machine=machine).row_sizes == (8, 16, 32, 64, 96, 128, 160, 192, 224, 256)
     assert plan(rows=500, machine=machine).row_sizes[-5:] == (256, 320, 384, 448, 500)
 
@@ -79,7 +101,9 @@ def test_chunks_are_no_longer_than_the_context() -> None:
         ((), 1 << 20, ("a quarter of the free 1 MiB",)),
     ],
 )
-def test_what_cannot_be_is_refused_with_its_arithmetic(flags: tuple[str, ...], free: int, words: tuple[str, ...]) -> None:
+def test_what_cannot_be_is_refused_with_its_arithmetic(
+    flags: tuple[str, ...], free: int, words: tuple[str, ...]
+) -> None:
     with pytest.raises(ConfigError) as refusal:
         plan(*flags, free=free)
     for word in words:
@@ -99,7 +123,9 @@ def test_programs_are_few_and_chunks_of_many_sizes_where_padding_costs_nothing()
     sizes = plan(rows=32, machine=machine)
     assert (sizes.row_sizes, sizes.chunk_sizes) == ((2, 8, 32), (128,))
     assert sizes.chunk_costs == tuple(range(8, 129, 8))
-    assert plan("--prefill-chunk", "10", rows=1, machine=machine).chunk_costs == (8, 10), "the last one holds any chunk"
+    assert plan("--prefill-chunk", "10", rows=1, machine=machine).chunk_costs == (8, 10), (
+        "the last one holds any chunk"
+    )
     assert plan("--prefill-chunk", "3", rows=1, machine=machine).chunk_costs == (3,)
 
 

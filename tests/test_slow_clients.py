@@ -20,7 +20,9 @@ from tests.waiting import wait_until
 
 CROWD = 40
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-BIG = json.dumps({"messages": [{"role": "user", "content": "x" * 600_000}]}).encode()  # more than the kernel keeps for a reader
+BIG = json.dumps(
+    {"messages": [{"role": "user", "content": "x" * 600_000}]}
+).encode()  # more than the kernel keeps for a reader
 LIMITS = ("--header-timeout", "1.5", "--body-timeout", "1.5", "--send-timeout", "1.5")
 NUM_THREADS = 2 + 2 + 0 + 16  # rows, requests that wait, WebSockets, and the spare ones
 NUM_QUEUED = 64
@@ -36,7 +38,9 @@ def server() -> Iterator[ServerProcess]:
 @pytest.fixture(scope="module")
 def patient_server() -> Iterator[ServerProcess]:
     """The limits as they are unless someone changes them."""
-    with ServerProcess("--max-running", "2", "--max-waiting", "2", "--max-sockets", "0", "--served-model-name", "talkative") as process:
+    with ServerProcess(
+        "--max-running", "2", "--max-waiting", "2", "--max-sockets", "0", "--served-model-name", "talkative"
+    ) as process:
         yield process.wait_ready()
 
 
@@ -62,7 +66,9 @@ def open_socket(server: ServerProcess, sent: bytes = b"", *, is_small: bool = Fa
 
 
 @contextmanager
-def crowd(server: ServerProcess, sent: bytes, count: int = CROWD, *, is_small: bool = False) -> Iterator[list[socket.socket]]:
+def crowd(
+    server: ServerProcess, sent: bytes, count: int = CROWD, *, is_small: bool = False
+) -> Iterator[list[socket.socket]]:
     with ExitStack() as held:
         yield [held.enter_context(open_socket(server, sent, is_small=is_small)) for _ in range(count)]
 
@@ -86,7 +92,10 @@ def num_files(server: ServerProcess) -> int:
 def metric(server: ServerProcess, name: str, **labels: str) -> float:
     families = text_string_to_metric_families(server.ask("GET", "/metrics").body.decode())
     samples = [sample for family in families for sample in family.samples]
-    return next((sample.value for sample in samples if sample.name == f"levserve_{name}" and sample.labels == labels), 0.0)
+    return next(
+        (sample.value for sample in samples if sample.name == f"levserve_{name}" and sample.labels == labels),
+        0.0,
+    )
 
 
 def check_speed(server: ServerProcess, *paths: str) -> None:
@@ -145,7 +154,9 @@ def test_a_crowd_that_sends_a_byte_now_and_then_is_cut(server: ServerProcess) ->
         check_service(server)
 
 
-def test_a_crowd_that_stays_after_the_last_answer_disturbs_nobody_and_is_closed(server: ServerProcess) -> None:
+def test_a_crowd_that_stays_after_the_last_answer_disturbs_nobody_and_is_closed(
+    server: ServerProcess,
+) -> None:
     with crowd(server, b"GET /v1/models HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n") as clients:
         assert all(read_to_end(client).startswith(b"HTTP/1.1 200 ") for client in clients)
         check_service(server)
@@ -164,7 +175,9 @@ def test_what_a_client_sends_after_its_answer_does_not_destroy_it(server: Server
 def test_a_stream_to_a_reader_that_is_stuck_is_cut_and_its_request_ends(server: ServerProcess) -> None:
     before = metric(server, "connections_cut_total", reason="send")
     server.skip_events()
-    with open_socket(server, post("/v1/completions", json.dumps(completion("t4", stream=True)).encode()), is_small=True) as stuck:
+    with open_socket(
+        server, post("/v1/completions", json.dumps(completion("t4", stream=True)).encode()), is_small=True
+    ) as stuck:
         server.wait_event("submit")
         server.wait_event("cancel")
         wait_until(lambda: metric(server, "connections_cut_total", reason="send") == before + 1)
@@ -184,17 +197,29 @@ def test_one_byte_readers_are_cut_too(server: ServerProcess) -> None:
         wait_until(read_a_byte)
 
 
-def test_when_no_thread_is_free_health_is_answered_and_the_rest_is_refused_by_the_main_loop(patient_server: ServerProcess) -> None:
+def test_when_no_thread_is_free_health_is_answered_and_the_rest_is_refused_by_the_main_loop(
+    patient_server: ServerProcess,
+) -> None:
     server = patient_server
     with ExitStack() as held:
         # An answer of a megabyte that needs no place in the queue, so that every thread can be held by one.
-        stuck = held.enter_context(crowd(server, b"GET /tokenizer_info HTTP/1.1\r\nHost: x\r\n\r\n", NUM_THREADS, is_small=True))
+        stuck = held.enter_context(
+            crowd(server, b"GET /tokenizer_info HTTP/1.1\r\nHost: x\r\n\r\n", NUM_THREADS, is_small=True)
+        )
         assert all(client.recv(1) for client in stuck)
-        waiting = held.enter_context(crowd(server, b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n", NUM_QUEUED + 1))
-        wait_until(lambda: metric(server, "refused_total", reason="threads_full") == 1)  # so the others are in the queue
+        waiting = held.enter_context(
+            crowd(server, b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n", NUM_QUEUED + 1)
+        )
+        wait_until(
+            lambda: metric(server, "refused_total", reason="threads_full") == 1
+        )  # so the others are in the queue
         check_speed(server, "/healthz", "/readyz", "/metrics")
         refused = server.complete("t17")
-        assert (refused.status, refused.headers["retry-after"], refused.headers["connection"]) == (503, "1", "close")
+        assert (refused.status, refused.headers["retry-after"], refused.headers["connection"]) == (
+            503,
+            "1",
+            "close",
+        )
         assert sorted(refused.json["error"]) == ["code", "message", "param", "type"]
         assert metric(server, "refused_total", reason="threads_full") == 2
         for client in stuck:
@@ -204,7 +229,9 @@ def test_when_no_thread_is_free_health_is_answered_and_the_rest_is_refused_by_th
     check_service(server)
 
 
-def test_who_asks_for_metrics_on_and_on_and_reads_nothing_does_not_keep_them_from_others(patient_server: ServerProcess) -> None:
+def test_who_asks_for_metrics_on_and_on_and_reads_nothing_does_not_keep_them_from_others(
+    patient_server: ServerProcess,
+) -> None:
     before = metric(patient_server, "connections_cut_total", reason="send")
     with crowd(patient_server, b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n" * 300, 12, is_small=True):
         seconds = []
@@ -230,11 +257,15 @@ def test_unfinished_bodies_have_only_so_much_memory_together(server: ServerProce
 
 
 def test_a_reader_that_takes_its_answer_in_sips_is_cut_when_the_requests_time_is_over() -> None:
-    with ServerProcess("--max-running", "2", "--request-timeout", "0.5", "--send-timeout", "1").wait_ready() as server:
+    with ServerProcess(
+        "--max-running", "2", "--request-timeout", "0.5", "--send-timeout", "1"
+    ).wait_ready() as server:
         with open_socket(server, post("/apply_template", BIG), is_small=True) as client:
 
             def sip() -> bool:
-                time.sleep(0.008)  # so that all of it takes longer than the request may, on a quick machine too
+                time.sleep(
+                    0.008
+                )  # so that all of it takes longer than the request may, on a quick machine too
                 with suppress(ConnectionError):
                     client.recv(4096)
                 return metric(server, "connections_cut_total", reason="request") == 1
@@ -266,7 +297,9 @@ def test_a_leaver_is_noticed_within_ten_milliseconds(server: ServerProcess) -> N
         assert min(seconds) < 0.01, seconds
 
 
-def test_clients_that_reset_their_connections_at_any_moment_leave_nothing_behind(server: ServerProcess) -> None:
+def test_clients_that_reset_their_connections_at_any_moment_leave_nothing_behind(
+    server: ServerProcess,
+) -> None:
     sent = post("/v1/completions", json.dumps(completion("t17", stream=True)).encode())
     for length in range(0, len(sent), 3):
         client = open_socket(server, sent[:length])
@@ -276,7 +309,9 @@ def test_clients_that_reset_their_connections_at_any_moment_leave_nothing_behind
 
 
 def test_more_connections_than_there_is_room_for_push_out_the_oldest() -> None:
-    with ServerProcess("--max-running", "2", "--max-waiting", "2", files_limit=20 + 64 + 4 + 256 + 16 + 30) as server:
+    with ServerProcess(
+        "--max-running", "2", "--max-waiting", "2", files_limit=20 + 64 + 4 + 256 + 16 + 30
+    ) as server:
         server.wait_ready()
         with crowd(server, b"", 160) as clients:
             assert read_to_end(clients[0]) == b""

@@ -37,8 +37,22 @@ GAUGES = dict.fromkeys(soak.ZERO, 0.0) | {"process_open_fds": 20.0, "process_res
 def test_a_server_holds_up_under_twice_what_it_can_hold(tmp_path: Path) -> None:
     template = tmp_path / "template.jinja"
     template.write_text(TEMPLATE)
-    flags = ["--model", str(GOLDEN / "llama"), "--chat-template", str(template), "--dtype", "float32", "--cache-dir", str(cache_folder())]
-    result = subprocess.run([sys.executable, str(PROGRAM), "--minutes", "0.1", *flags], capture_output=True, text=True, timeout=300)
+    flags = [
+        "--model",
+        str(GOLDEN / "llama"),
+        "--chat-template",
+        str(template),
+        "--dtype",
+        "float32",
+        "--cache-dir",
+        str(cache_folder()),
+    ]
+    result = subprocess.run(
+        [sys.executable, str(PROGRAM), "--minutes", "0.1", *flags],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     lines = result.stdout.splitlines()
     for act in ("answer", "stream", "deadline", "leaves", "rubbish", "ops"):
@@ -57,7 +71,9 @@ def end(index: int, reason: str | None = "length") -> dict[str, object]:
 
 
 def test_a_complete_stream_is_right() -> None:
-    soak.check_stream(STREAM, ": ping\n\n" + events(end(0, None), end(1), end(0), {"choices": [], "usage": USAGE}))
+    soak.check_stream(
+        STREAM, ": ping\n\n" + events(end(0, None), end(1), end(0), {"choices": [], "usage": USAGE})
+    )
 
 
 @pytest.mark.parametrize(
@@ -84,7 +100,10 @@ def test_a_stream_that_is_not_complete_is_wrong(text: str) -> None:
         ({"process_open_fds": 29.0}, ["descriptors grown"]),
         ({"process_resident_memory_bytes": 2.0**28 + 2**26}, ["memory grown"]),
         ({"levserve_kv_pages_used": 1.0}, ["kv pages used at the end"]),
-        ({'levserve_requests_total{route="/v1/completions",status="500"}': 1.0}, ["5xx by the server's own count"]),
+        (
+            {'levserve_requests_total{route="/v1/completions",status="500"}': 1.0},
+            ["5xx by the server's own count"],
+        ),
         ({'levserve_requests_total{route="/v1/completions",status="504"}': 1.0}, []),
         ({'levserve_compiles_total{when="serving"}': 1.0}, ["compiles that a request waited for"]),
     ],
@@ -100,4 +119,8 @@ def test_a_server_that_does_not_start_is_told() -> None:
     command = [sys.executable, str(PROGRAM), "--minutes", "0.1", "--model", "/nowhere/at/all"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert result.returncode == 1
-    assert "/nowhere/at/all" in result.stderr and "did not start" in result.stderr and "Traceback" not in result.stderr
+    assert (
+        "/nowhere/at/all" in result.stderr
+        and "did not start" in result.stderr
+        and "Traceback" not in result.stderr
+    )

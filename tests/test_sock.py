@@ -17,9 +17,10 @@ import pytest
 from simple_websocket import Client, ConnectionClosed, ConnectionError
 from werkzeug.test import EnvironBuilder
 
-from levserve.config import Settings
 from levserve.engine.engine import Engine
-from levserve.metrics import Metrics
+from levserve.models.registry import Registry
+from levserve.observe.metrics import Metrics
+from levserve.settings.settings import Settings
 from levserve.web.app import create_app
 from levserve.web.hijack import HijackedSocket
 from levserve.web.watcher import Watcher
@@ -27,7 +28,12 @@ from tests.fake_device import FakeDevice
 from tests.fake_server import PATIENCE_SECONDS, Reply, ServerProcess, completion
 from tests.waiting import wait_until
 
-CHAT = {"model": "toy", "messages": [{"role": "user", "content": "t17 t18"}], "temperature": 0, "max_tokens": 3}
+CHAT = {
+    "model": "toy",
+    "messages": [{"role": "user", "content": "t17 t18"}],
+    "temperature": 0,
+    "max_tokens": 3,
+}
 UPGRADE = {
     "Connection": "Upgrade",
     "Upgrade": "websocket",
@@ -40,7 +46,16 @@ MAX_SOCKETS = 3
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[ServerProcess]:
-    limits = ("--max-running", "2", "--max-waiting", "4", "--max-sockets", str(MAX_SOCKETS), "--max-body-bytes", "4KiB")
+    limits = (
+        "--max-running",
+        "2",
+        "--max-waiting",
+        "4",
+        "--max-sockets",
+        str(MAX_SOCKETS),
+        "--max-body-bytes",
+        "4KiB",
+    )
     with ServerProcess(*limits, "--cors-origins", "https://page.example") as process:
         yield process.wait_ready()
         assert not any("Traceback" in line for line in process.log.seen), "\n".join(process.log.seen)
@@ -70,7 +85,9 @@ class Socket:
         deadline = time.monotonic() + PATIENCE_SECONDS
         while True:
             try:
-                self._client = TidyClient.connect(server.url.replace("http", "ws") + "/v1/ws", headers=headers)
+                self._client = TidyClient.connect(
+                    server.url.replace("http", "ws") + "/v1/ws", headers=headers
+                )
                 return
             except ConnectionError as error:
                 assert error.status_code == 503 and time.monotonic() < deadline
@@ -139,7 +156,9 @@ def read_stream(server: ServerProcess, path: str, body: dict[str, Any]) -> list[
 
 def without_names(chunks: list[dict[str, Any]]) -> list[dict[str, Any]]:
     assert len({chunk["id"] for chunk in chunks}) == 1
-    return [{name: value for name, value in chunk.items() if name not in ("id", "created")} for chunk in chunks]
+    return [
+        {name: value for name, value in chunk.items() if name not in ("id", "created")} for chunk in chunks
+    ]
 
 
 @pytest.mark.parametrize(
@@ -153,13 +172,19 @@ def without_names(chunks: list[dict[str, Any]]) -> list[dict[str, Any]]:
         ("/v1/completions", completion("t6", timeout=0.2)),
     ],
 )
-def test_the_frames_are_the_chunks_of_the_stream(server: ServerProcess, path: str, body: dict[str, Any]) -> None:
+def test_the_frames_are_the_chunks_of_the_stream(
+    server: ServerProcess, path: str, body: dict[str, Any]
+) -> None:
     def by_choice(chunk: dict[str, Any]) -> list[int]:
-        return [choice["index"] for choice in chunk["choices"]] or [99]  # the order of choices among each other is chance
+        return [choice["index"] for choice in chunk["choices"]] or [
+            99
+        ]  # the order of choices among each other is chance
 
     with opened(server) as ws:
         frames = without_names(ws.ask(path, body))
-    assert sorted(frames, key=by_choice) == sorted(without_names(read_stream(server, path, body)), key=by_choice)
+    assert sorted(frames, key=by_choice) == sorted(
+        without_names(read_stream(server, path, body)), key=by_choice
+    )
 
 
 def test_one_socket_takes_requests_one_after_another(server: ServerProcess) -> None:
@@ -190,7 +215,9 @@ def test_one_socket_takes_requests_one_after_another(server: ServerProcess) -> N
         (CHAT | {"path": "/v1/chat/completions", "messages": []}, "messages", None),
     ],
 )
-def test_a_mistake_is_told_and_the_socket_stays_open(server: ServerProcess, message: Any, param: str | None, code: str | None) -> None:
+def test_a_mistake_is_told_and_the_socket_stays_open(
+    server: ServerProcess, message: Any, param: str | None, code: str | None
+) -> None:
     with opened(server) as ws:
         ws.send(message)
         ((error,),) = (frame.values() for frame in ws.answer())
@@ -225,7 +252,9 @@ def test_a_request_that_waits_can_be_cancelled_too(server: ServerProcess) -> Non
 
 
 @pytest.mark.parametrize("leave", [Socket.close, Socket.vanish])
-def test_a_client_that_leaves_cancels_its_request(server: ServerProcess, leave: Callable[[Socket], None]) -> None:
+def test_a_client_that_leaves_cancels_its_request(
+    server: ServerProcess, leave: Callable[[Socket], None]
+) -> None:
     with opened(server) as ws:
         ws.send(completion("t6", n=2) | {"path": "/v1/completions"})
         server.wait_event("submit")
@@ -253,14 +282,19 @@ def test_too_many_sockets_are_refused_before_the_upgrade(server: ServerProcess) 
 
 
 def test_an_oversize_message_closes_the_socket_with_1009(server: ServerProcess) -> None:
-    for message in ("t17 " * 10_000, "ü" * 3000):  # the second has fewer characters than the limit and more bytes
+    for message in (
+        "t17 " * 10_000,
+        "ü" * 3000,
+    ):  # the second has fewer characters than the limit and more bytes
         with opened(server) as ws:
             ws.send(message)
             assert ws.wait_close() == 1009
 
 
 @pytest.mark.parametrize(("number", "length"), [(17, 1), (3, 2000), (500, 1)])
-def test_a_client_that_sends_more_than_can_wait_is_cut_off(server: ServerProcess, number: int, length: int) -> None:
+def test_a_client_that_sends_more_than_can_wait_is_cut_off(
+    server: ServerProcess, number: int, length: int
+) -> None:
     with opened(server) as ws:
         ws.send(completion("t4") | {"path": "/v1/completions"})
         server.wait_event("submit")
@@ -285,7 +319,9 @@ def test_a_client_that_sends_more_than_can_wait_is_cut_off(server: ServerProcess
         ({"Upgrade": "h2c"}, 426),
     ],
 )
-def test_who_may_open_a_socket_is_decided_before_the_upgrade(server: ServerProcess, headers: dict[str, str], status: int) -> None:
+def test_who_may_open_a_socket_is_decided_before_the_upgrade(
+    server: ServerProcess, headers: dict[str, str], status: int
+) -> None:
     replies: list[Any] = []
 
     def has_room() -> bool:  # sockets that other tests left give their places back a little later
@@ -358,7 +394,11 @@ def test_a_request_that_outlives_the_drain_ends_with_an_error() -> None:
 
 def test_the_key_is_asked_for_before_the_upgrade() -> None:
     with ServerProcess("--max-running", "2", "--api-key", KEY).wait_ready() as server:
-        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Sec-WebSocket-Protocol": "levserve, openai-insecure-api-key.wrong"}):
+        for headers in (
+            {},
+            {"Authorization": "Bearer wrong"},
+            {"Sec-WebSocket-Protocol": "levserve, openai-insecure-api-key.wrong"},
+        ):
             reply = knock(server, **headers)
             assert (reply.status, reply.json["error"]["code"]) == (401, "invalid_api_key")
         with opened(server, Authorization=f"Bearer {KEY}") as ws:
@@ -367,15 +407,19 @@ def test_the_key_is_asked_for_before_the_upgrade() -> None:
         assert (reply.status, reply.headers["sec-websocket-protocol"]) == (101, "levserve")
 
 
-def test_a_bug_closes_the_socket_and_writes_no_http_answer_on_it(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    engine, watcher = Engine(max_inflight=1, metrics=Metrics()), Watcher()
-    FakeDevice(engine)  # publishes the model
-    app = create_app(engine, Settings(), watcher)
+def test_a_bug_closes_the_socket_and_writes_no_http_answer_on_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    registry, watcher = Registry(Engine(max_inflight=1, metrics=Metrics())), Watcher()
+    FakeDevice(registry)  # publishes the model
+    app = create_app(registry, Settings(), watcher)
     watcher.stop()
-    monkeypatch.setattr(engine, "reserve", lambda body_bytes: 1 / 0)
+    monkeypatch.setattr(registry.engine, "reserve", lambda body_bytes: 1 / 0)
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        environ = EnvironBuilder("/v1/ws", headers=UPGRADE, environ_base={"gunicorn.socket": theirs}).get_environ()
+        environ = EnvironBuilder(
+            "/v1/ws", headers=UPGRADE, environ_base={"gunicorn.socket": theirs}
+        ).get_environ()
         view = threading.Thread(target=lambda: pytest.raises(StopIteration, app, environ, None))
         view.start()
         assert ours.recv(4096).startswith(b"HTTP/1.1 101")
@@ -385,7 +429,9 @@ def test_a_bug_closes_the_socket_and_writes_no_http_answer_on_it(monkeypatch: py
         while data := ours.recv(4096):
             received += data
         view.join(PATIENCE_SECONDS)
-        assert (received[0], int.from_bytes(received[2:4]), len(received)) == (0x88, 1011, received[1] + 2), "one close frame"
+        assert (received[0], int.from_bytes(received[2:4]), len(received)) == (0x88, 1011, received[1] + 2), (
+            "one close frame"
+        )
         assert theirs.fileno() == -1, "gunicorn finds it closed"
     assert "ZeroDivisionError" in caplog.text
 

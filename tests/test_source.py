@@ -45,17 +45,26 @@ def test_home_folder_may_be_written_as_a_tilde(tmp_path: Path, monkeypatch: pyte
     assert find("~/llama", tmp_path) == ModelFiles("llama", GOLDEN / "llama")
 
 
-@pytest.mark.parametrize("model", ["smollm2-135m", "HuggingFaceTB/SmolLM2-135M-Instruct", "org/name_1.5", str(GOLDEN / "llama")])
+@pytest.mark.parametrize(
+    "model", ["smollm2-135m", "HuggingFaceTB/SmolLM2-135M-Instruct", "org/name_1.5", str(GOLDEN / "llama")]
+)
 def test_what_may_be_a_model_passes_the_check(model: str) -> None:
     check_model(model)
 
 
-@pytest.mark.parametrize("model", ["", "smollm3", "/no/such/folder", "./missing", "a/b/c", "models/missing.gguf", "org/na me", "-/x"])
-def test_model_that_cannot_be_is_refused_with_what_is_accepted(model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "model",
+    ["", "smollm3", "/no/such/folder", "./missing", "a/b/c", "models/missing.gguf", "org/na me", "-/x"],
+)
+def test_model_that_cannot_be_is_refused_with_what_is_accepted(
+    model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as refusal:
         check_model(model)
-    assert repr(model) in str(refusal.value) and "smollm2-135m, a folder with config.json" in str(refusal.value)
+    assert repr(model) in str(refusal.value) and "smollm2-135m, a folder with config.json" in str(
+        refusal.value
+    )
 
 
 @pytest.mark.parametrize(
@@ -90,16 +99,30 @@ def test_choosing_a_model_does_not_import_jax() -> None:
 class FakeHub(BaseHTTPRequestHandler):
     """Serves the llama folder as org/llama, in the few answers of the Hub's protocol that a download takes."""
 
-    files = {path.name: path.read_bytes() for path in (GOLDEN / "llama").iterdir()} | {"pytorch_model.bin": b"x", "onnx/model.json": b"{}"}
+    files = {path.name: path.read_bytes() for path in (GOLDEN / "llama").iterdir()} | {
+        "pytorch_model.bin": b"x",
+        "onnx/model.json": b"{}",
+    }
 
     def do_GET(self) -> None:
         api, resolve = "/api/models/org/llama", f"/org/llama/resolve/{COMMIT}/"
         if self.path.startswith(f"{api}/revision/main"):
-            self.answer(json.dumps({"id": "org/llama", "sha": COMMIT, "siblings": [{"rfilename": name} for name in self.files]}).encode())
+            self.answer(
+                json.dumps(
+                    {
+                        "id": "org/llama",
+                        "sha": COMMIT,
+                        "siblings": [{"rfilename": name} for name in self.files],
+                    }
+                ).encode()
+            )
         elif self.path.startswith(f"{api}/revision/"):
             self.answer(b"{}", status=404, headers={"X-Error-Code": "RevisionNotFound"})
         elif self.path.startswith(f"{api}/tree/"):
-            entries = [{"type": "file", "path": name, "size": len(data), "oid": oid(data)} for name, data in self.files.items()]
+            entries = [
+                {"type": "file", "path": name, "size": len(data), "oid": oid(data)}
+                for name, data in self.files.items()
+            ]
             self.answer(json.dumps(entries).encode())
         elif self.path.startswith(resolve):
             data = self.files[self.path.removeprefix(resolve)]
@@ -111,7 +134,9 @@ class FakeHub(BaseHTTPRequestHandler):
 
     def answer(self, body: bytes, *, status: int = 200, headers: dict[str, str] | None = None) -> None:
         self.send_response(status)
-        for name, value in ({"Content-Length": str(len(body)), "Content-Type": "application/json"} | (headers or {})).items():
+        for name, value in (
+            {"Content-Length": str(len(body)), "Content-Type": "application/json"} | (headers or {})
+        ).items():
             self.send_header(name, value)
         self.end_headers()
         if self.command == "GET":
@@ -138,7 +163,11 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadingHTTPServer]:
 
 
 def use_endpoint(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, url))
+    monkeypatch.setattr(
+        constants,
+        "HUGGINGFACE_CO_URL_TEMPLATE",
+        constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, url),
+    )
     monkeypatch.setattr(constants, "ENDPOINT", url)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
@@ -157,13 +186,17 @@ def test_empty_revision_is_the_main_branch(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("hub")
-def test_repository_in_the_cache_is_found_without_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repository_in_the_cache_is_found_without_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     files = find("org/llama", tmp_path)
     use_endpoint(monkeypatch, "http://127.0.0.1:9")
     assert find("org/llama", tmp_path) == files
 
 
-def test_unreachable_hub_is_one_line_that_names_the_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_hub_is_one_line_that_names_the_repository(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     use_endpoint(monkeypatch, "http://127.0.0.1:9")
     with pytest.raises(StartupError) as refusal:
         find("org/name", tmp_path)
@@ -173,7 +206,9 @@ def test_unreachable_hub_is_one_line_that_names_the_repository(tmp_path: Path, m
 
 @pytest.mark.usefixtures("hub")
 def test_unknown_repository_and_revision_are_told_apart(tmp_path: Path) -> None:
-    with pytest.raises(StartupError, match="cannot fetch org/other: no such model on the Hub, or a private one"):
+    with pytest.raises(
+        StartupError, match="cannot fetch org/other: no such model on the Hub, or a private one"
+    ):
         find("org/other", tmp_path)
     with pytest.raises(StartupError, match="cannot fetch org/llama: it has no revision 'v9'"):
         find("org/llama", tmp_path, revision="v9")
@@ -182,5 +217,7 @@ def test_unknown_repository_and_revision_are_told_apart(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("hub")
 def test_repository_without_safetensors_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeHub, "files", {"config.json": b"{}", "pytorch_model.bin": b"x"})
-    with pytest.raises(StartupError, match=r"'org/llama' on the Hugging Face Hub is a folder without \*\.safetensors"):
+    with pytest.raises(
+        StartupError, match=r"'org/llama' on the Hugging Face Hub is a folder without \*\.safetensors"
+    ):
         find("org/llama", tmp_path)

@@ -55,11 +55,15 @@ def test_what_drafts_would_gain_is_known_without_checking_them(prompt: list[int]
         place += accepted + 1
     drafter = Drafter(NUM_DRAFT)
     drafter.follow(prompt)
-    followed = [count for end in range(len(prompt), len(tokens)) for count in drafter.follow(tokens[: end + 1])]
+    followed = [
+        count for end in range(len(prompt), len(tokens)) for count in drafter.follow(tokens[: end + 1])
+    ]
     assert followed == steps
 
 
-@given(draft=st.lists(st.integers(0, 1), max_size=6), more=st.lists(st.integers(0, 1), min_size=1, max_size=3))
+@given(
+    draft=st.lists(st.integers(0, 1), max_size=6), more=st.lists(st.integers(0, 1), min_size=1, max_size=3)
+)
 def test_a_draft_is_accepted_up_to_its_first_wrong_token(draft: list[int], more: list[int]) -> None:
     assert num_accepted(draft, [*draft, *more]) == len(draft)
     for wrong in range(len(draft)):
@@ -78,7 +82,9 @@ def share_checked(speculation: Speculation, accepted: int, cost: float, num_roun
 
 
 @given(before=st.integers(0, 5), accepted=st.integers(0, 5), cost=st.floats(0.5, 8.0))
-def test_drafts_are_checked_where_that_is_faster_and_next_to_never_where_it_is_not(before: int, accepted: int, cost: float) -> None:
+def test_drafts_are_checked_where_that_is_faster_and_next_to_never_where_it_is_not(
+    before: int, accepted: int, cost: float
+) -> None:
     speculation = Speculation(NUM_DRAFT)
     assert not speculation.pays(2), "no program is ready"
     speculation.max_rows = 2
@@ -91,7 +97,9 @@ def test_drafts_are_checked_where_that_is_faster_and_next_to_never_where_it_is_n
     assert not speculation.pays(3) and not speculation.pays(0)
 
 
-@pytest.mark.parametrize(("steps", "pays"), [([None] * 8 + [3], True), ([None] * 8 + [1], False), ([None] * 50 + [3], False)])
+@pytest.mark.parametrize(
+    ("steps", "pays"), [([None] * 8 + [3], True), ([None] * 8 + [1], False), ([None] * 50 + [3], False)]
+)
 def test_steps_without_a_draft_cost_nothing_but_for_the_wait(steps: list[int | None], pays: bool) -> None:
     speculation = Speculation(NUM_DRAFT)
     speculation.max_rows = 1
@@ -140,7 +148,11 @@ def checked(running: Running) -> Iterator[None]:
     """Sees that drafts are checked inside, and that some of their tokens are right and some are not."""
 
     def counts() -> tuple[float, float, float]:
-        return running.metric("drafts_total"), running.metric("draft_tokens_total"), running.metric("draft_accepted_tokens_total")
+        return (
+            running.metric("drafts_total"),
+            running.metric("draft_tokens_total"),
+            running.metric("draft_accepted_tokens_total"),
+        )
 
     before = counts()
     yield
@@ -155,7 +167,9 @@ def run_without(running: Running, *requests: GenerationRequest) -> list[Answer]:
     assert isinstance(switch, Switch)
     switch.is_on = False
     rounds = running.metric("rounds_total", kind="verify")
-    answers = running.run(*(replace(request, request_id=f"{request.request_id}-plain") for request in requests))
+    answers = running.run(
+        *(replace(request, request_id=f"{request.request_id}-plain") for request in requests)
+    )
     assert running.metric("rounds_total", kind="verify") == rounds
     switch.is_on = True
     return answers
@@ -179,15 +193,21 @@ def test_greedy_text_is_the_references(mistral: Running, monkeypatch: pytest.Mon
         answers = mistral.run(*(ask(case["prompt"], num_logprobs=0) for case in cases))
     for case, answer in zip(cases, answers):
         assert answer.tokens == case["greedy"]
-        np.testing.assert_allclose([entry.logprob for entry in answer.logprobs], case["greedy_logprobs"], atol=1e-3)
+        np.testing.assert_allclose(
+            [entry.logprob for entry in answer.logprobs], case["greedy_logprobs"], atol=1e-3
+        )
 
 
 LOOP = [5, 6, 7, 8] * 4
-FEW = {"temperature": 1.0, "logit_bias": ((17, 20.0), (18, 20.0), (19, 20.0))}  # so that a draw repeats what was drawn before
+FEW = {
+    "temperature": 1.0,
+    "logit_bias": ((17, 20.0), (18, 20.0), (19, 20.0)),
+}  # so that a draw repeats what was drawn before
 RULES: dict[str, dict[str, Any]] = {
     "temperature": FEW | {"seed": 11},
     "truncated": FEW | {"seed": 12, "top_k": 2, "top_p": 0.9, "min_p": 0.01},
-    "penalties": FEW | {"seed": 13, "presence_penalty": 0.3, "frequency_penalty": 0.1, "repetition_penalty": 1.02},
+    "penalties": FEW
+    | {"seed": 13, "presence_penalty": 0.3, "frequency_penalty": 0.1, "repetition_penalty": 1.02},
     "min_tokens": FEW | {"seed": 14, "min_tokens": 20, "stop_ids": [18]},
     "logprobs": FEW | {"seed": 15, "num_logprobs": 3},
 }
@@ -202,8 +222,12 @@ def test_a_text_is_the_same_with_drafts_alone_and_in_company(mistral: Running, r
         (alone,) = mistral.run(replace(requests[0], request_id=f"alone-{rules}"))
     for answer, plain in zip([*together, alone], [*(wanted := run_without(mistral, *requests)), wanted[0]]):
         assert answer.tokens == plain.tokens and answer.finish is plain.finish
-        np.testing.assert_allclose([one.logprob for one in answer.logprobs], [one.logprob for one in plain.logprobs], atol=1e-4)
-        assert [[token for token, _ in one.top] for one in answer.logprobs] == [[token for token, _ in one.top] for one in plain.logprobs]
+        np.testing.assert_allclose(
+            [one.logprob for one in answer.logprobs], [one.logprob for one in plain.logprobs], atol=1e-4
+        )
+        assert [[token for token, _ in one.top] for one in answer.logprobs] == [
+            [token for token, _ in one.top] for one in plain.logprobs
+        ]
 
 
 @pytest.mark.tiny
@@ -215,7 +239,10 @@ def test_limits_and_stop_tokens_cut_an_accepted_draft_where_they_would_cut_steps
             assert answer.tokens == whole.tokens[:limit] and answer.finish is FinishReason.LENGTH
         for token in dict.fromkeys(whole.tokens):
             (answer,) = mistral.run(ask(LOOP, 40, stop_ids=[token], seed=5, **FEW))
-            assert answer.tokens == whole.tokens[: whole.tokens.index(token)] and answer.finish is FinishReason.STOP
+            assert (
+                answer.tokens == whole.tokens[: whole.tokens.index(token)]
+                and answer.finish is FinishReason.STOP
+            )
 
 
 @pytest.mark.tiny
@@ -234,7 +261,9 @@ def test_a_stop_string_inside_an_accepted_draft_ends_the_text_where_it_begins(mi
             deltas = Deltas(mistral.submit(ask(LOOP, 40, seed=5, **FEW)), [choice])
             assert "".join(delta.text for _, delta in deltas) == text[: text.find(stop)]
             assert choice.finish is FinishReason.STOP
-            assert len(spell().add(whole[: choice.num_tokens])) == text.find(stop) + len(stop), "the last one counted completes it"
+            assert len(spell().add(whole[: choice.num_tokens])) == text.find(stop) + len(stop), (
+                "the last one counted completes it"
+            )
             num_inside += choice.num_tokens not in ends
     assert num_inside > 0
     mistral.wait_idle()
@@ -243,12 +272,16 @@ def test_a_stop_string_inside_an_accepted_draft_ends_the_text_where_it_begins(mi
 
 @pytest.mark.tiny
 def test_a_preemption_among_drafts_loses_nothing(mistral: Running) -> None:
-    requests = [ask([number, *LOOP], 90, seed=number, **FEW) for number in range(20, 24)]  # 27 pages each, of 40
+    requests = [
+        ask([number, *LOOP], 90, seed=number, **FEW) for number in range(20, 24)
+    ]  # 27 pages each, of 40
     before = mistral.metric("preemptions_total")
     with checked(mistral):
         answers = mistral.run(*requests)
     assert mistral.metric("preemptions_total") > before
-    assert [answer.tokens for answer in answers] == [run_without(mistral, request)[0].tokens for request in requests]
+    assert [answer.tokens for answer in answers] == [
+        run_without(mistral, request)[0].tokens for request in requests
+    ]
 
 
 @pytest.mark.tiny
@@ -270,6 +303,10 @@ def test_pages_that_held_wrong_drafts_are_found_again_with_the_right_tokens(mist
     before = mistral.metric("prefix_hit_tokens_total")
     (found,) = mistral.run(ask([*prompt, *first.tokens], 8, num_logprobs=0))
     assert mistral.metric("prefix_hit_tokens_total") - before >= len(prompt) + 48
-    (computed,) = run_without(mistral, ask([*prompt, *first.tokens], 8, num_logprobs=0, score_from=1))  # which reuses nothing
+    (computed,) = run_without(
+        mistral, ask([*prompt, *first.tokens], 8, num_logprobs=0, score_from=1)
+    )  # which reuses nothing
     assert found.tokens == computed.tokens
-    np.testing.assert_allclose([one.logprob for one in found.logprobs], [one.logprob for one in computed.logprobs], atol=1e-4)
+    np.testing.assert_allclose(
+        [one.logprob for one in found.logprobs], [one.logprob for one in computed.logprobs], atol=1e-4
+    )

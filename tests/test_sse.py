@@ -6,16 +6,24 @@ import json
 from typing import Any
 
 import pytest
-from tests.fake_device import load_toy_tokenizer
 
-from levserve.engine.engine import ServedModel
+from levserve.engine.served_model import ServedModel
 from levserve.errors import ServeError
 from levserve.generation import Delta
 from levserve.schedule.request import FinishReason, TokenLogprob
-from levserve.web import sse
 from levserve.web.answer import Answer, CachedTokens, ChatAnswer, TextAnswer, Usage
+from levserve.web.events import Events, error_event
+from tests.fake_device import load_toy_tokenizer
 
-TEXTS = ["plain", 'quotes " and \\', "new\nline\ttab \x00 \x1f", "grüße 日本 👍", "</script>", "\u2028", "data: x\n\n"]
+TEXTS = [
+    "plain",
+    'quotes " and \\',
+    "new\nline\ttab \x00 \x1f",
+    "grüße 日本 👍",
+    "</script>",
+    "\u2028",
+    "data: x\n\n",
+]
 
 
 @pytest.fixture(params=[ChatAnswer, TextAnswer])
@@ -39,7 +47,7 @@ def text_of(chunk: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_any_text_comes_out_as_it_went_in(answer: Answer, text: str) -> None:
-    (chunk,) = chunks(sse.Events(answer, 2, with_usage=False).delta(1, Delta(text, (17,))))
+    (chunk,) = chunks(Events(answer, 2, with_usage=False).delta(1, Delta(text, (17,))))
     assert text_of(chunk) == text
     assert chunk["model"] == 'mo"del\n'
     assert chunk["choices"][0]["index"] == 1
@@ -48,7 +56,7 @@ def test_any_text_comes_out_as_it_went_in(answer: Answer, text: str) -> None:
 
 @pytest.mark.parametrize("with_usage", [False, True])
 def test_a_templated_event_is_the_object_it_stands_for(answer: Answer, with_usage: bool) -> None:
-    events = sse.Events(answer, 1, with_usage=with_usage)
+    events = Events(answer, 1, with_usage=with_usage)
     (chunk,) = chunks(events.delta(0, Delta("hi", (17,))))
     (whole,) = chunks(events.delta(0, Delta("hi", (17,), (TokenLogprob(-0.5),), offsets=(0,))))
     assert whole["choices"][0].pop("logprobs") is not None
@@ -58,37 +66,49 @@ def test_a_templated_event_is_the_object_it_stands_for(answer: Answer, with_usag
 
 
 def test_a_delta_without_text_makes_no_event(answer: Answer) -> None:
-    assert sse.Events(answer, 1, with_usage=True).delta(0, Delta("", (17,))) == b""
+    assert Events(answer, 1, with_usage=True).delta(0, Delta("", (17,))) == b""
 
 
 def test_the_last_delta_makes_a_text_event_and_a_finish_event(answer: Answer) -> None:
-    text, end = chunks(sse.Events(answer, 1, with_usage=False).delta(0, Delta("bye", (17,), finish=FinishReason.LENGTH)))
+    text, end = chunks(
+        Events(answer, 1, with_usage=False).delta(0, Delta("bye", (17,), finish=FinishReason.LENGTH))
+    )
     assert (text_of(text), text["choices"][0]["finish_reason"]) == ("bye", None)
     assert end["choices"][0]["finish_reason"] == "length"
     assert end["choices"][0].get("text", "") == "" and end["choices"][0].get("delta", {}) == {}
 
 
 def test_log_probabilities_of_held_back_text_are_sent_at_once(answer: Answer) -> None:
-    (chunk,) = chunks(sse.Events(answer, 1, with_usage=False).delta(0, Delta("", (17,), (TokenLogprob(-0.5),), offsets=(0,))))
+    (chunk,) = chunks(
+        Events(answer, 1, with_usage=False).delta(0, Delta("", (17,), (TokenLogprob(-0.5),), offsets=(0,)))
+    )
     assert chunk["choices"][0]["logprobs"] is not None
 
 
 def test_usage_comes_without_choices(answer: Answer) -> None:
-    (chunk,) = chunks(sse.Events(answer, 1, with_usage=True).closing(Usage(3, 2, 5, CachedTokens(1))))
+    (chunk,) = chunks(Events(answer, 1, with_usage=True).closing(Usage(3, 2, 5, CachedTokens(1))))
     assert chunk["choices"] == []
     assert chunk["usage"]["total_tokens"] == 5
 
 
 def test_only_chat_opens_each_choice_with_a_role() -> None:
     model = ServedModel("m", load_toy_tokenizer(), 64, 4, 0)
-    opened = chunks(sse.Events(ChatAnswer(model), 2, with_usage=False).opening())
+    opened = chunks(Events(ChatAnswer(model), 2, with_usage=False).opening())
     assert [chunk["choices"] for chunk in opened] == [
-        [{"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}] for index in (0, 1)
+        [
+            {
+                "index": index,
+                "delta": {"role": "assistant", "content": ""},
+                "logprobs": None,
+                "finish_reason": None,
+            }
+        ]
+        for index in (0, 1)
     ]
-    assert sse.Events(TextAnswer(model), 2, with_usage=False).opening() == b""
+    assert Events(TextAnswer(model), 2, with_usage=False).opening() == b""
 
 
 def test_an_error_event_has_the_whole_error_shape() -> None:
-    assert chunks(sse.error_event(ServeError("no"))) == [
+    assert chunks(error_event(ServeError("no"))) == [
         {"error": {"message": "no", "type": "server_error", "param": None, "code": None}}
     ]

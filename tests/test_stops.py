@@ -30,7 +30,9 @@ def first_match(text: str, stops: Sequence[str]) -> tuple[int, int] | None:
 
 @given(pieces=st.lists(LETTERS, max_size=8), stops=STOPS, include=st.booleans())
 @settings(deadline=None)
-def test_text_is_cut_at_the_first_match_however_it_is_split(pieces: list[str], stops: list[str], include: bool) -> None:
+def test_text_is_cut_at_the_first_match_however_it_is_split(
+    pieces: list[str], stops: list[str], include: bool
+) -> None:
     text = "".join(pieces)
     match = first_match(text, stops)
     filter_ = StopStrings(stops, include=include)

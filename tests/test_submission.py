@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from levserve.engine.engine import ServedModel
+from levserve.engine.served_model import ServedModel
 from levserve.generation import Choice
 from levserve.schedule.request import FinishReason, GenerationRequest, Sampling, TokenBatch, TokenLogprob
 from levserve.text.stops import StopStrings
 from levserve.web.answer import count_usage
 from levserve.web.choices import make_choices
-from levserve.web.decode import decode
+from levserve.web.json_body import decode
 from levserve.web.schema import ChatBody, CompletionBody
 from levserve.web.submission import Defaults, Seeds, prepare
 from tests.fake_device import MAX_SEQ_LEN, MODEL, load_toy_tokenizer
@@ -21,8 +21,14 @@ from tests.fake_device import MAX_SEQ_LEN, MODEL, load_toy_tokenizer
 SERVED = ServedModel(MODEL, load_toy_tokenizer(), MAX_SEQ_LEN, 4, 0)
 
 
-def requests(kind: type[ChatBody] | type[CompletionBody] = CompletionBody, **fields: Any) -> list[GenerationRequest]:
-    start = {"prompt": "t17 t18"} if kind is CompletionBody else {"messages": [{"role": "user", "content": "t17 t18"}]}
+def requests(
+    kind: type[ChatBody] | type[CompletionBody] = CompletionBody, **fields: Any
+) -> list[GenerationRequest]:
+    start = (
+        {"prompt": "t17 t18"}
+        if kind is CompletionBody
+        else {"messages": [{"role": "user", "content": "t17 t18"}]}
+    )
     body = decode(json.dumps({"model": MODEL} | start | fields).encode(), kind)
     return prepare(body, SERVED, Seeds(None), "id", 12.5).requests
 
@@ -47,10 +53,16 @@ def requests(kind: type[ChatBody] | type[CompletionBody] = CompletionBody, **fie
         ("prompt_logprobs", 3, "num_logprobs", 3),
     ],
 )
-def test_each_sampling_field_arrives_and_changes_nothing_else(field: str, value: Any, name: str, wanted: Any) -> None:
+def test_each_sampling_field_arrives_and_changes_nothing_else(
+    field: str, value: Any, name: str, wanted: Any
+) -> None:
     (request,) = requests(**({"seed": 0} | {field: value}))
     (plain,) = requests(seed=0)
-    changed = {key for key in Sampling.__dataclass_fields__ if getattr(request.sampling, key) != getattr(plain.sampling, key)}
+    changed = {
+        key
+        for key in Sampling.__dataclass_fields__
+        if getattr(request.sampling, key) != getattr(plain.sampling, key)
+    }
     assert getattr(request.sampling, name) == wanted
     assert changed <= {name}
 
@@ -98,15 +110,24 @@ def test_best_of_runs_more_sequences_than_are_answered() -> None:
         ({"prompt_logprobs": 0, "prompt": "t17"}, [None, None]),
     ],
 )
-def test_a_prompt_is_scored_once_where_its_scores_are_shown(fields: dict[str, Any], wanted: list[int | None]) -> None:
+def test_a_prompt_is_scored_once_where_its_scores_are_shown(
+    fields: dict[str, Any], wanted: list[int | None]
+) -> None:
     assert [one.score_from for one in requests(n=2, **fields)] == wanted
 
 
 @pytest.mark.parametrize(
     "fields, on_device",
-    [({}, {2}), ({"echo": True}, {2}), ({"echo": True, "logprobs": 1}, set()), ({"echo": True, "logprobs": 1, "min_tokens": 1}, {2})],
+    [
+        ({}, {2}),
+        ({"echo": True}, {2}),
+        ({"echo": True, "logprobs": 1}, set()),
+        ({"echo": True, "logprobs": 1, "min_tokens": 1}, {2}),
+    ],
 )
-def test_stop_tokens_that_must_be_listed_are_left_to_the_choice(fields: dict[str, Any], on_device: set[int]) -> None:
+def test_stop_tokens_that_must_be_listed_are_left_to_the_choice(
+    fields: dict[str, Any], on_device: set[int]
+) -> None:
     assert requests(**fields)[0].stop_ids == on_device
     body = decode(json.dumps({"model": MODEL, "prompt": "t17"} | fields).encode(), CompletionBody)
     (choice,) = make_choices(body, SERVED.tokenizer, [[17]])
@@ -123,7 +144,9 @@ def test_stop_tokens_that_must_be_listed_are_left_to_the_choice(fields: dict[str
         ("t17", [17, 18, 19], (0, 3, 3)),  # a tokenizer that makes more of a text than it is
     ],
 )
-def test_offsets_of_an_echo_never_pass_its_end(prompt: Any, tokens: list[int], offsets: tuple[int, ...]) -> None:
+def test_offsets_of_an_echo_never_pass_its_end(
+    prompt: Any, tokens: list[int], offsets: tuple[int, ...]
+) -> None:
     body = decode(json.dumps({"model": MODEL, "prompt": prompt, "echo": True}).encode(), CompletionBody)
     (choice,) = make_choices(body, SERVED.tokenizer, [tokens])
     delta = choice.add(TokenBatch((), finish=FinishReason.LENGTH))
@@ -158,7 +181,9 @@ def test_cached_tokens_count_once_for_each_prompt() -> None:
 def test_the_operators_defaults_are_for_those_who_say_nothing(
     kind: type[ChatBody] | type[CompletionBody], fields: dict[str, Any], wanted: tuple[int, float]
 ) -> None:
-    start = {"prompt": "t17"} if kind is CompletionBody else {"messages": [{"role": "user", "content": "t17"}]}
+    start = (
+        {"prompt": "t17"} if kind is CompletionBody else {"messages": [{"role": "user", "content": "t17"}]}
+    )
     body = decode(json.dumps({"model": MODEL} | start | fields).encode(), kind)
     (request,) = prepare(Defaults(7, 0.25).apply_to(body), SERVED, Seeds(None), "id", None).requests
     assert (request.max_tokens, request.sampling.temperature) == wanted

@@ -16,9 +16,9 @@ import pytest
 
 from levserve.engine.engine import Engine
 from levserve.errors import StartupError
-from levserve.metrics import Metrics
-from levserve.options import parse_settings
-from levserve.systemd import Notifier, Supervision, take_supervision
+from levserve.observe.metrics import Metrics
+from levserve.observe.systemd import Notifier, Supervision, take_supervision
+from levserve.settings.parse import parse_settings
 from tests.fake_server import PATIENCE_SECONDS, ServerProcess
 
 UNITS = Path(__file__).parent.parent / "systemd"
@@ -80,8 +80,12 @@ def test_a_server_tells_of_its_start_its_readiness_and_its_end(systemd: Systemd)
         client.close()
         systemd.wait_for("STOPPING=1")
         assert server.wait_exit() == 0
-    assert [line for line in systemd.heard if "READY" in line or "unicorn" in line] == ["READY=1"], "gunicorn says nothing"
-    assert systemd.heard.index("READY=1") < systemd.heard.index("WATCHDOG=1") < systemd.heard.index("STOPPING=1")
+    assert [line for line in systemd.heard if "READY" in line or "unicorn" in line] == ["READY=1"], (
+        "gunicorn says nothing"
+    )
+    assert (
+        systemd.heard.index("READY=1") < systemd.heard.index("WATCHDOG=1") < systemd.heard.index("STOPPING=1")
+    )
 
 
 def test_a_long_start_asks_for_time_and_is_not_ready(systemd: Systemd) -> None:
@@ -155,7 +159,9 @@ def test_a_socket_that_cannot_be_served_ends_the_start_with_one_line(tmp_path: P
         ({"LISTEN_FDS": "0", "LISTEN_PID": str(os.getpid())}, None),
     ],
 )
-def test_only_what_is_meant_for_this_process_is_taken(environ: dict[str, str], watchdog_seconds: float | None) -> None:
+def test_only_what_is_meant_for_this_process_is_taken(
+    environ: dict[str, str], watchdog_seconds: float | None
+) -> None:
     left = environ | {"HOME": "/"}
     assert take_supervision(left) == Supervision("", watchdog_seconds, None)
     assert left == {"HOME": "/"}
@@ -171,12 +177,16 @@ def test_two_sockets_are_one_too_many() -> None:
 def test_the_units_have_no_mistakes_and_a_small_surface(tmp_path: Path, drop_in: str | None) -> None:
     """`verify` exits 0 for unknown keys and bad values; it only complains."""
     for name in ("levserve.service", "levserve.socket"):
-        (tmp_path / name).write_text((UNITS / name).read_text().replace("/opt/levserve/bin/levserve", "/bin/true"))
+        (tmp_path / name).write_text(
+            (UNITS / name).read_text().replace("/opt/levserve/bin/levserve", "/bin/true")
+        )
     if drop_in:
         (tmp_path / "levserve.service.d").mkdir()
         shutil.copy(UNITS / drop_in, tmp_path / "levserve.service.d")
     units = [str(tmp_path / name) for name in ("levserve.service", "levserve.socket")]
-    verified = subprocess.run(["systemd-analyze", "verify", "--man=no", *units], capture_output=True, text=True)
+    verified = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", *units], capture_output=True, text=True
+    )
     assert (verified.returncode, verified.stderr) == (0, "")
     command = ["systemd-analyze", "security", "--offline=true", "--threshold=25", "--no-pager", units[0]]
     secured = subprocess.run(command, capture_output=True, text=True)
@@ -184,7 +194,9 @@ def test_the_units_have_no_mistakes_and_a_small_surface(tmp_path: Path, drop_in:
 
 
 def test_the_unit_allows_what_xla_needs() -> None:
-    settings = [line for line in (UNITS / "levserve.service").read_text().splitlines() if not line.startswith("#")]
+    settings = [
+        line for line in (UNITS / "levserve.service").read_text().splitlines() if not line.startswith("#")
+    ]
     assert "Type=notify" in settings and "NotifyAccess=all" in settings
     assert not any(line.startswith("MemoryDenyWriteExecute") for line in settings)
 

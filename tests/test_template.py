@@ -28,7 +28,9 @@ CHATML = """
 <|im_start|>assistant
 {% endif %}
 """
-TRIMS = "{% for message in messages %}[{{ message['role'] }}]{{ message['content'] | trim }}[end]\n{% endfor %}"
+TRIMS = (
+    "{% for message in messages %}[{{ message['role'] }}]{{ message['content'] | trim }}[end]\n{% endfor %}"
+)
 LOOPS = """{% for message in messages %}
 {% if message.role == 'system' %}{% continue %}{% endif %}
 {{ loop.index }}: {{ message.content }}
@@ -41,44 +43,78 @@ JSON = """{{ messages | tojson(indent=2) }}
 {{ tools | tojson(separators=(',', ':'), sort_keys=True) }} {{ tools | tojson(ensure_ascii=True) }}
 {{ dict(a=1) | tojson }} {{ dict.fromkeys('ab', 0) }} {{ documents is none }} {{ tools is defined }}"""
 DATED = "{% set day = strftime_now('%d %b %Y') %}{{ bos_token }}Today is {{ day }}.{% for m in messages %}{{ m.content }}{% endfor %}"
-TEMPLATES = {"chatml": CHATML, "trims": TRIMS, "loops": LOOPS, "reasons": REASONS, "json": JSON, "dated": DATED}
+TEMPLATES = {
+    "chatml": CHATML,
+    "trims": TRIMS,
+    "loops": LOOPS,
+    "reasons": REASONS,
+    "json": JSON,
+    "dated": DATED,
+}
 
-TOOLS = [{"type": "function", "function": {"name": "find", "description": "<b>für</b> 東京 & 'more'", "parameters": {"type": "object"}}}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "find",
+            "description": "<b>für</b> 東京 & 'more'",
+            "parameters": {"type": "object"},
+        },
+    }
+]
 MESSAGES = [
     {"role": "system", "content": "Be brief. "},
-    {"role": "user", "content": "Is 1 < 2 & \"3\" é?"},
+    {"role": "user", "content": 'Is 1 < 2 & "3" é?'},
     {"role": "assistant", "content": "Yes", "reasoning": "one\ntwo"},
     {"role": "user", "content": "  Why?\n"},
     {"role": "assistant", "content": " Because of  \n"},
 ]
 
 
-def rendered(template: str, messages: list[dict[str, Any]] = MESSAGES, *, continues: bool = False, **names: Any) -> str:
-    return render_template(template, messages, names, add_generation_prompt=not continues, continue_final_message=continues)
+def rendered(
+    template: str, messages: list[dict[str, Any]] = MESSAGES, *, continues: bool = False, **names: Any
+) -> str:
+    return render_template(
+        template, messages, names, add_generation_prompt=not continues, continue_final_message=continues
+    )
 
 
-@pytest.mark.parametrize("names", [{}, {"tools": TOOLS}, {"tools": TOOLS, "documents": [{"title": "é"}]}], ids=["bare", "tools", "all"])
 @pytest.mark.parametrize(
-    ("name", "continues"), [*((name, False) for name in TEMPLATES), ("chatml", True), ("trims", True), ("dated", True)]
+    "names",
+    [{}, {"tools": TOOLS}, {"tools": TOOLS, "documents": [{"title": "é"}]}],
+    ids=["bare", "tools", "all"],
+)
+@pytest.mark.parametrize(
+    ("name", "continues"),
+    [*((name, False) for name in TEMPLATES), ("chatml", True), ("trims", True), ("dated", True)],
 )
 def test_text_is_the_one_transformers_renders(name: str, continues: bool, names: dict[str, Any]) -> None:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     names = {**names, "bos_token": "<s>"}
     (expected,), _ = render_jinja_template(
-        [MESSAGES], chat_template=TEMPLATES[name], add_generation_prompt=not continues, continue_final_message=continues, **names
+        [MESSAGES],
+        chat_template=TEMPLATES[name],
+        add_generation_prompt=not continues,
+        continue_final_message=continues,
+        **names,
     )
     assert expected
     assert rendered(TEMPLATES[name], continues=continues, **names) == expected
 
 
 def test_final_message_is_left_open_with_its_spaces_or_without_as_the_template_has_it() -> None:
-    assert rendered("{% for m in messages %}{{ m.content }}|{% endfor %}", continues=True).endswith("|  Why?\n| Because of  \n")
+    assert rendered("{% for m in messages %}{{ m.content }}|{% endfor %}", continues=True).endswith(
+        "|  Why?\n| Because of  \n"
+    )
     assert rendered(TRIMS, continues=True).endswith("[assistant]Because of")
     assert MESSAGES[-1]["content"] == " Because of  \n"
 
 
-@pytest.mark.parametrize("template", ["{{ messages[0].content }}", "{{ messages[-1].content[:3] }}", "{{ messages[-1].content[3:] }}"])
+@pytest.mark.parametrize(
+    "template",
+    ["{{ messages[0].content }}", "{{ messages[-1].content[:3] }}", "{{ messages[-1].content[3:] }}"],
+)
 def test_final_message_that_the_template_leaves_out_cannot_be_continued(template: str) -> None:
     with pytest.raises(ValueError, match="final message"):
         rendered(template, continues=True)
@@ -118,7 +154,8 @@ def test_template_cannot_leave_its_sandbox(template: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("template", "told"), [("\n{% if %}", "line 2: Expected"), ("{% generation %}", "line 1"), ("{% break %}", "'break'")]
+    ("template", "told"),
+    [("\n{% if %}", "line 2: Expected"), ("{% generation %}", "line 1"), ("{% break %}", "'break'")],
 )
 def test_broken_template_stops_the_start(template: str, told: str) -> None:
     with pytest.raises(StartupError, match=f"the chat template is broken.*{told}"):

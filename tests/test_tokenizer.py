@@ -45,7 +45,10 @@ def test_bytes_of_the_tokens_are_the_bytes_of_the_text(tokenizer: Tokenizer, tex
 
 
 def test_token_bytes_are_true_utf8_and_not_the_display_form(tokenizer: Tokenizer) -> None:
-    assert [tokenizer.token_bytes(token) for token in tokenizer.encode("The capital")] == [b"The", b" capital"]
+    assert [tokenizer.token_bytes(token) for token in tokenizer.encode("The capital")] == [
+        b"The",
+        b" capital",
+    ]
     assert [tokenizer.token_bytes(token) for token in tokenizer.encode("東")] == [b"\xe6\x9d", b"\xb1"]
     assert tokenizer.token_bytes(2) == b"<|im_end|>"
 
@@ -57,7 +60,11 @@ def test_id_beyond_the_vocabulary_has_no_text(tokenizer: Tokenizer) -> None:
 
 
 def test_bundled_model_names_its_special_tokens(tokenizer: Tokenizer) -> None:
-    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == ("<|im_start|>", "<|im_end|>", "<|im_end|>")
+    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == (
+        "<|im_start|>",
+        "<|im_end|>",
+        "<|im_end|>",
+    )
     assert tokenizer.eos_ids == {0, 2}  # <|endoftext|> and <|im_end|>
     assert tokenizer.chat_template is not None and "<|im_start|>" in tokenizer.chat_template
 
@@ -81,7 +88,14 @@ def test_threads_share_one_tokenizer(bundled_gguf: Path) -> None:
     fresh = load_tokenizer(bundled_gguf)
     prompts = [case["prompt"] for case in CASES] * 20
     with ThreadPoolExecutor(8) as threads:
-        assert list(threads.map(lambda prompt: fresh.decode(fresh.encode(prompt), skip_special_tokens=False), prompts)) == prompts
+        assert (
+            list(
+                threads.map(
+                    lambda prompt: fresh.decode(fresh.encode(prompt), skip_special_tokens=False), prompts
+                )
+            )
+            == prompts
+        )
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -104,7 +118,9 @@ def save_folder(path: Path, backend: tokenizers.Tokenizer, **files: Any) -> Path
 
 
 def word_level() -> tokenizers.Tokenizer:
-    backend = tokenizers.Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1, "<end>": 2, "word": 3}, unk_token="<s>"))
+    backend = tokenizers.Tokenizer(
+        models.WordLevel({"<s>": 0, "</s>": 1, "<end>": 2, "word": 3}, unk_token="<s>")
+    )
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     backend.add_special_tokens(["<s>", "</s>"])
     return backend
@@ -114,18 +130,30 @@ def sentencepiece(prepend_scheme: str = "first") -> tokenizers.Tokenizer:
     """What a Llama 2 tokenizer.json holds, in small: a marker for spaces, and bytes for what is not in the vocabulary."""
     pieces = ["<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "▁a", "é"]
     backend = tokenizers.Tokenizer(
-        models.BPE({piece: token for token, piece in enumerate(pieces)}, [("▁", "a")], byte_fallback=True, fuse_unk=True)
+        models.BPE(
+            {piece: token for token, piece in enumerate(pieces)},
+            [("▁", "a")],
+            byte_fallback=True,
+            fuse_unk=True,
+        )
     )
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prepend_scheme, split=False)
     backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(content=" ", left=1)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(content=" ", left=1),
+        ]
     )
     backend.add_special_tokens(["<s>", "</s>"])
     return backend
 
 
 @pytest.mark.parametrize(("configured", "expected"), [(2, {1, 2}), ([2, 3], {1, 2, 3}), (None, {1})])
-def test_generation_config_adds_to_the_tokens_that_end_generation(tmp_path: Path, configured: Any, expected: set[int]) -> None:
+def test_generation_config_adds_to_the_tokens_that_end_generation(
+    tmp_path: Path, configured: Any, expected: set[int]
+) -> None:
     folder = save_folder(tmp_path, word_level(), generation_config={"eos_token_id": configured})
     assert load_tokenizer(folder).eos_ids == expected
 
@@ -143,7 +171,9 @@ SEVERAL = [{"name": "tool_use", "template": "x"}, {"name": "default", "template"
 @pytest.mark.parametrize("template", ["{{ messages }}", SEVERAL])
 def test_chat_template_is_found_in_a_json_file_of_its_own(tmp_path: Path, template: Any) -> None:
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": "older"}
-    folder = save_folder(tmp_path, word_level(), tokenizer_config=config, chat_template={"chat_template": template})
+    folder = save_folder(
+        tmp_path, word_level(), tokenizer_config=config, chat_template={"chat_template": template}
+    )
     assert load_tokenizer(folder).chat_template == "{{ messages }}"
     (folder / "chat_template.jinja").write_text("newest")
     assert load_tokenizer(folder).chat_template == "newest"
@@ -156,10 +186,15 @@ def test_chat_template_that_is_not_text_is_refused(tmp_path: Path) -> None:
 
 def test_chat_template_is_found_in_the_tokenizer_config(tmp_path: Path) -> None:
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": "{{ messages }}"}
-    assert load_tokenizer(save_folder(tmp_path, word_level(), tokenizer_config=config)).chat_template == "{{ messages }}"
+    assert (
+        load_tokenizer(save_folder(tmp_path, word_level(), tokenizer_config=config)).chat_template
+        == "{{ messages }}"
+    )
 
 
-@given(text=st.text(st.sampled_from("ab é東🎉\n")).filter(lambda text: not text.startswith(" ")))  # Metaspace puts no space before one
+@given(
+    text=st.text(st.sampled_from("ab é東🎉\n")).filter(lambda text: not text.startswith(" "))
+)  # Metaspace puts no space before one
 @settings(deadline=None)
 def test_byte_fallback_round_trips(text: str) -> None:
     spm = Tokenizer(sentencepiece())
@@ -214,8 +249,32 @@ def test_path_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
 
 # Sentencepiece
 
-PIECES = [("<unk>", 0.0, 2), ("<s>", 0.0, 3), ("</s>", 0.0, 3), *((f"<0x{byte:02X}>", 0.0, 6) for byte in range(256))]
-WORDS = ["▁t", "he", "▁the", "in", "▁a", "er", "▁there", "▁", "e", "t", "h", "r", "a", "n", "i", "</", "s", ">"]
+PIECES = [
+    ("<unk>", 0.0, 2),
+    ("<s>", 0.0, 3),
+    ("</s>", 0.0, 3),
+    *((f"<0x{byte:02X}>", 0.0, 6) for byte in range(256)),
+]
+WORDS = [
+    "▁t",
+    "he",
+    "▁the",
+    "in",
+    "▁a",
+    "er",
+    "▁there",
+    "▁",
+    "e",
+    "t",
+    "h",
+    "r",
+    "a",
+    "n",
+    "i",
+    "</",
+    "s",
+    ">",
+]
 PIECES += [(word, -float(rank), 1) for rank, word in enumerate(WORDS)]
 PIECES += [("<|user|>", -1000.0, 3), ("<tab>", -1000.0, 4)]
 IDS = {text: token for token, (text, _, _) in enumerate(PIECES)}
@@ -231,8 +290,13 @@ def protobuf(**changes: bool) -> bytes:
             return bytes([number << 3, value])
         return bytes([number << 3 | 2]) + (bytes([len(value)]) if len(value) < 128 else b"") + value
 
-    pieces = [field(1, field(1, text.encode()) + field(2, score) + field(3, kind)) for text, score, kind in PIECES]
-    trainer, normalizer = field(3, 1 if changes.get("is_unigram") else 2), field(3, int(changes.get("adds_space", True)))
+    pieces = [
+        field(1, field(1, text.encode()) + field(2, score) + field(3, kind)) for text, score, kind in PIECES
+    ]
+    trainer, normalizer = (
+        field(3, 1 if changes.get("is_unigram") else 2),
+        field(3, int(changes.get("adds_space", True))),
+    )
     return b"".join(pieces) + field(2, trainer) + field(3, normalizer)
 
 
@@ -254,7 +318,9 @@ def spm_gguf(path: Path, *, architecture: str = "llama", adds_space: bool | None
 
 def spm_folder(path: Path, **changes: bool) -> Path:
     (path / "tokenizer.model").write_bytes(protobuf(**changes))
-    (path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": {"content": "</s>"}}))
+    (path / "tokenizer_config.json").write_text(
+        json.dumps({"bos_token": "<s>", "eos_token": {"content": "</s>"}})
+    )
     return path
 
 
@@ -302,15 +368,30 @@ def test_sentencepiece_without_a_first_space(reader: Any, flag: str, tmp_path: P
 
 
 def test_special_tokens_of_phi3_take_the_spaces_after_them(tmp_path: Path) -> None:
-    assert spelt(load_tokenizer(spm_gguf(tmp_path, architecture="phi3")), "<|user|>\n the") == ["<s>", "<|user|>", "▁the"]
+    assert spelt(load_tokenizer(spm_gguf(tmp_path, architecture="phi3")), "<|user|>\n the") == [
+        "<s>",
+        "<|user|>",
+        "▁the",
+    ]
     assert spelt(load_tokenizer(spm_gguf(tmp_path)), "<|user|> a") == ["<s>", "<|user|>", "▁", "▁a"]
 
 
 def test_sentencepiece_folder_takes_the_tokens_that_its_configuration_adds(tmp_path: Path) -> None:
-    config = {"added_tokens_decoder": {f"{len(PIECES)}": {"content": "<|end|>", "rstrip": True, "special": True, "normalized": True}}}
-    (spm_folder(tmp_path) / "tokenizer_config.json").write_text(json.dumps({**config, "eos_token": "<|end|>", "pad_token": "[PAD]"}))
+    config = {
+        "added_tokens_decoder": {
+            f"{len(PIECES)}": {"content": "<|end|>", "rstrip": True, "special": True, "normalized": True}
+        }
+    }
+    (spm_folder(tmp_path) / "tokenizer_config.json").write_text(
+        json.dumps({**config, "eos_token": "<|end|>", "pad_token": "[PAD]"})
+    )
     loaded = load_tokenizer(tmp_path)
-    assert (loaded.bos_token, loaded.eos_token, loaded.pad_token, loaded.eos_ids) == ("<s>", "<|end|>", None, {len(PIECES)})
+    assert (loaded.bos_token, loaded.eos_token, loaded.pad_token, loaded.eos_ids) == (
+        "<s>",
+        "<|end|>",
+        None,
+        {len(PIECES)},
+    )
     assert loaded.encode("the<|end|>  the") == [IDS["<s>"], IDS["▁the"], len(PIECES), IDS["▁the"]]
 
 
@@ -319,18 +400,32 @@ def test_unigram_model_takes_the_likeliest_pieces(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"IQ== 0\nIg== 1\n", protobuf()[:-7], b"\x0a\x03\x0a\x01\xff"])
-def test_tokenizer_model_that_is_not_sentencepiece_is_refused_in_one_line(content: bytes, tmp_path: Path) -> None:
+def test_tokenizer_model_that_is_not_sentencepiece_is_refused_in_one_line(
+    content: bytes, tmp_path: Path
+) -> None:
     (tmp_path / "tokenizer.model").write_bytes(content)
-    with pytest.raises(StartupError, match="tokenizer.model is not a sentencepiece model.*--tokenizer") as caught:
+    with pytest.raises(
+        StartupError, match="tokenizer.model is not a sentencepiece model.*--tokenizer"
+    ) as caught:
         load_tokenizer(tmp_path)
     assert "\n" not in str(caught.value)
 
 
 def save_gguf(
-    path: Path, *, pre: str | None = "smollm", model: str = "gpt2", add_bos: bool | None = None, merges: tuple[str, ...] = ("a b",)
+    path: Path,
+    *,
+    pre: str | None = "smollm",
+    model: str = "gpt2",
+    add_bos: bool | None = None,
+    merges: tuple[str, ...] = ("a b",),
 ) -> Path:
     """A vocabulary of single bytes, whatever `merges` make, and one control and one user-defined token."""
-    tokens = ["<bos>", "<think>", *sorted(pre_tokenizers.ByteLevel.alphabet()), *(merge.replace(" ", "") for merge in merges)]
+    tokens = [
+        "<bos>",
+        "<think>",
+        *sorted(pre_tokenizers.ByteLevel.alphabet()),
+        *(merge.replace(" ", "") for merge in merges),
+    ]
     writer = GGUFWriter(path / "model.gguf", "llama")
     writer.add_tokenizer_model(model)
     if pre is not None:
@@ -361,20 +456,30 @@ def save_gguf(
         ("default", ["1234"]),
     ],
 )
-def test_gguf_pre_tokenizer_splits_digits_as_its_model_does(tmp_path: Path, pre: str, words: list[str]) -> None:
+def test_gguf_pre_tokenizer_splits_digits_as_its_model_does(
+    tmp_path: Path, pre: str, words: list[str]
+) -> None:
     path = save_gguf(tmp_path, pre=pre, merges=("1 2", "12 3", "123 4"), add_bos=False)
     loaded = load_tokenizer(path)
     assert [loaded.decode([token]) for token in loaded.encode("1234")] == words
 
 
-@pytest.mark.parametrize(("pre", "words"), [("llama-bpe", ["abAB"]), ("gpt-4o", ["ab", "AB"]), ("tekken", ["ab", "AB"])])
-def test_gguf_pre_tokenizer_splits_words_where_its_model_does(tmp_path: Path, pre: str, words: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("pre", "words"), [("llama-bpe", ["abAB"]), ("gpt-4o", ["ab", "AB"]), ("tekken", ["ab", "AB"])]
+)
+def test_gguf_pre_tokenizer_splits_words_where_its_model_does(
+    tmp_path: Path, pre: str, words: list[str]
+) -> None:
     loaded = load_tokenizer(save_gguf(tmp_path, pre=pre, merges=("a b", "A B", "ab AB"), add_bos=False))
     assert [loaded.decode([token]) for token in loaded.encode("abAB")] == words
 
 
-@pytest.mark.parametrize(("name", "kind", "is_end"), [("<end_of_turn>", 4, True), ("<|end|>", 3, True), ("<|end|>", 1, False)])
-def test_gguf_ends_at_the_tokens_llama_cpp_ends_at(tmp_path: Path, name: str, kind: int, is_end: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "kind", "is_end"), [("<end_of_turn>", 4, True), ("<|end|>", 3, True), ("<|end|>", 1, False)]
+)
+def test_gguf_ends_at_the_tokens_llama_cpp_ends_at(
+    tmp_path: Path, name: str, kind: int, is_end: bool
+) -> None:
     tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), name, "ab"]
     writer = GGUFWriter(tmp_path / "model.gguf", "llama")
     writer.add_tokenizer_model("gpt2")
@@ -389,9 +494,12 @@ def test_gguf_ends_at_the_tokens_llama_cpp_ends_at(tmp_path: Path, name: str, ki
 
 
 @pytest.mark.parametrize(
-    ("pre", "add_bos", "expected"), [("smollm", None, 0), ("smollm", True, 1), ("llama-bpe", None, 1), ("llama-bpe", False, 0)]
+    ("pre", "add_bos", "expected"),
+    [("smollm", None, 0), ("smollm", True, 1), ("llama-bpe", None, 1), ("llama-bpe", False, 0)],
 )
-def test_gguf_bos_is_added_as_the_file_says_or_as_its_kind_does(tmp_path: Path, pre: str, add_bos: bool | None, expected: int) -> None:
+def test_gguf_bos_is_added_as_the_file_says_or_as_its_kind_does(
+    tmp_path: Path, pre: str, add_bos: bool | None, expected: int
+) -> None:
     loaded = load_tokenizer(save_gguf(tmp_path, pre=pre, add_bos=add_bos))
     assert loaded.encode("ab").count(0) == expected
     assert loaded.encode("ab", add_special_tokens=False).count(0) == 0
@@ -409,9 +517,12 @@ def test_gguf_user_defined_token_is_one_token_and_is_shown(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("model", "pre", "named"), [("bert", "default", "'bert'"), ("gpt2", "chatglm-bpe", "'chatglm-bpe'"), ("gpt2", None, "None")]
+    ("model", "pre", "named"),
+    [("bert", "default", "'bert'"), ("gpt2", "chatglm-bpe", "'chatglm-bpe'"), ("gpt2", None, "None")],
 )
-def test_gguf_vocabulary_of_another_kind_is_refused_by_name(tmp_path: Path, model: str, pre: str | None, named: str) -> None:
+def test_gguf_vocabulary_of_another_kind_is_refused_by_name(
+    tmp_path: Path, model: str, pre: str | None, named: str
+) -> None:
     path = save_gguf(tmp_path, model=model, pre=pre)
     with pytest.raises(StartupError, match=f"{named}.*--tokenizer"):
         load_tokenizer(path)

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from flask.testing import FlaskClient
 
-from levserve.config import Settings
 from levserve.engine.engine import Engine
-from levserve.metrics import Metrics
+from levserve.models.registry import Registry
+from levserve.observe.metrics import Metrics
+from levserve.settings.settings import Settings
 from levserve.web.app import create_app
 from levserve.web.watcher import Watcher
 from tests.fake_device import TEMPLATE, FakeDevice
@@ -19,15 +20,15 @@ MESSAGES = [{"role": "user", "content": "t17 t18"}]
 
 
 @pytest.fixture
-def engine() -> Engine:
-    return Engine(max_inflight=1, metrics=Metrics())
+def registry() -> Registry:
+    return Registry(Engine(max_inflight=1, metrics=Metrics()))
 
 
 @pytest.fixture
-def client(engine: Engine) -> Iterator[FlaskClient]:
+def client(registry: Registry) -> Iterator[FlaskClient]:
     watcher = Watcher()
-    FakeDevice(engine)  # publishes the model; tokenizing needs no thread of it
-    yield create_app(engine, Settings(max_body_bytes=1000), watcher).test_client()
+    FakeDevice(registry)  # publishes the model; tokenizing needs no thread of it
+    yield create_app(registry, Settings(max_body_bytes=1000), watcher).test_client()
     watcher.stop()
 
 
@@ -48,18 +49,26 @@ def test_the_string_of_a_special_token_is_its_one_id(client: FlaskClient) -> Non
     info = client.get("/tokenizer_info").json
     assert info is not None
     for name, token in (("pad_token", 0), ("bos_token", 1), ("eos_token", 2)):
-        assert ask(client, "/tokenize", {"prompt": info[name], "add_special_tokens": False})["tokens"] == [token]
+        assert ask(client, "/tokenize", {"prompt": info[name], "add_special_tokens": False})["tokens"] == [
+            token
+        ]
         assert ask(client, "/detokenize", {"tokens": [token]})["prompt"] == info[name]
     assert ask(client, "/detokenize", {"tokens": [1, 17, 2], "skip_special_tokens": True})["prompt"] == "t17"
 
 
 def test_tokens_are_named_when_asked(client: FlaskClient) -> None:
-    assert ask(client, "/tokenize", {"prompt": "t17 t18", "return_token_strs": True})["token_strs"] == ["t17", "t18"]
+    assert ask(client, "/tokenize", {"prompt": "t17 t18", "return_token_strs": True})["token_strs"] == [
+        "t17",
+        "t18",
+    ]
 
 
 def test_a_conversation_is_tokenized_with_the_template(client: FlaskClient) -> None:
     assert ask(client, "/tokenize", {"messages": MESSAGES})["tokens"] == [17, 18, 9]
-    assert ask(client, "/tokenize", {"messages": MESSAGES, "add_generation_prompt": False})["tokens"] == [17, 18]
+    assert ask(client, "/tokenize", {"messages": MESSAGES, "add_generation_prompt": False})["tokens"] == [
+        17,
+        18,
+    ]
 
 
 def test_the_template_can_be_read_as_text(client: FlaskClient) -> None:
@@ -87,12 +96,24 @@ def test_the_tokenizer_tells_of_itself(client: FlaskClient) -> None:
         ("/tokenize", {"prompt": "\ud800"}, 400, None, None),
         ("/tokenize", {"prompt": "t17 " * 300}, 413, None, "body_too_large"),
         ("/tokenize", {"messages": []}, 400, "messages", None),
-        ("/tokenize", {"messages": [{"content": "t17"}]}, 400, "messages[0].role", "missing_required_parameter"),
+        (
+            "/tokenize",
+            {"messages": [{"content": "t17"}]},
+            400,
+            "messages[0].role",
+            "missing_required_parameter",
+        ),
         ("/tokenize", {"messages": [{"role": "robot", "content": "t17"}]}, 400, "messages[0].role", None),
         ("/tokenize", {"messages": MESSAGES, "add_special_tokens": True}, 400, "add_special_tokens", None),
         ("/apply_template", {}, 400, "messages", "missing_required_parameter"),
         ("/apply_template", {"messages": MESSAGES, "chat_template": "x"}, 400, "chat_template", None),
-        ("/apply_template", {"messages": MESSAGES, "chat_template_kwargs": {"messages": 1}}, 400, "chat_template_kwargs", None),
+        (
+            "/apply_template",
+            {"messages": MESSAGES, "chat_template_kwargs": {"messages": 1}},
+            400,
+            "chat_template_kwargs",
+            None,
+        ),
         (
             "/apply_template",
             {"messages": MESSAGES, "add_generation_prompt": True, "continue_final_message": True},
@@ -107,7 +128,9 @@ def test_the_tokenizer_tells_of_itself(client: FlaskClient) -> None:
         ("/detokenize", {"tokens": [10**30]}, 400, "tokens", None),
     ],
 )
-def test_a_mistake_is_named(client: FlaskClient, path: str, body: Any, status: int, param: str | None, code: str | None) -> None:
+def test_a_mistake_is_named(
+    client: FlaskClient, path: str, body: Any, status: int, param: str | None, code: str | None
+) -> None:
     reply = client.post(path, json=body)
     assert reply.status_code == status
     assert reply.json is not None
@@ -116,7 +139,9 @@ def test_a_mistake_is_named(client: FlaskClient, path: str, body: Any, status: i
 
 def test_nobody_tokenizes_before_the_model_is_loaded() -> None:
     watcher = Watcher()
-    client = create_app(Engine(max_inflight=1, metrics=Metrics()), Settings(), watcher).test_client()
+    client = create_app(
+        Registry(Engine(max_inflight=1, metrics=Metrics())), Settings(), watcher
+    ).test_client()
     watcher.stop()
     assert client.post("/tokenize", json={"prompt": "t17"}).status_code == 503
     assert client.get("/tokenizer_info").status_code == 503

@@ -14,7 +14,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from levserve.errors import ConfigError
-from levserve.web.tracing import Tracing, start_tracing
+from levserve.observe.tracing import Tracing, start_tracing
 from tests.fake_app import App, serving
 from tests.fake_server import ServerProcess, completion
 
@@ -49,7 +49,9 @@ def app(traced: Traced) -> Iterator[App]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_request_is_a_span_with_its_queue_its_prefill_and_its_decode_in_it(app: App, traced: Traced, stream: bool) -> None:
+def test_a_request_is_a_span_with_its_queue_its_prefill_and_its_decode_in_it(
+    app: App, traced: Traced, stream: bool
+) -> None:
     app.post("/v1/completions", completion("t17 t18", max_tokens=3, stream=stream))
     *parts, span = traced.take()
     assert [part.name for part in parts] == ["queue", "prefill", "decode"]
@@ -71,11 +73,20 @@ def test_a_request_is_a_span_with_its_queue_its_prefill_and_its_decode_in_it(app
 def test_a_request_is_part_of_the_trace_that_its_client_names(app: App, traced: Traced) -> None:
     app.client.get("/v1/models", headers=TRACEPARENT, buffered=True)
     (span,) = traced.take()
-    assert f"{span.context.trace_id:032x}" == TRACE and span.parent is not None and f"{span.parent.span_id:016x}" == PARENT
+    assert (
+        f"{span.context.trace_id:032x}" == TRACE
+        and span.parent is not None
+        and f"{span.parent.span_id:016x}" == PARENT
+    )
 
 
-@pytest.mark.parametrize("given", [TRACEPARENT["traceparent"][:-1] + "0", "rubbish", "00-" + "0" * 32 + f"-{PARENT}-01", "x" * 5000])
-def test_what_is_no_parent_or_is_not_sampled_makes_no_part_of_it(app: App, traced: Traced, given: str) -> None:
+@pytest.mark.parametrize(
+    "given",
+    [TRACEPARENT["traceparent"][:-1] + "0", "rubbish", "00-" + "0" * 32 + f"-{PARENT}-01", "x" * 5000],
+)
+def test_what_is_no_parent_or_is_not_sampled_makes_no_part_of_it(
+    app: App, traced: Traced, given: str
+) -> None:
     app.client.get("/v1/models", headers={"traceparent": given}, buffered=True)
     spans = traced.take()
     if given.startswith(f"00-{TRACE}"):
@@ -109,5 +120,10 @@ def test_a_server_tells_its_last_spans_before_it_leaves() -> None:
     with ServerProcess("--tracing", "console", environ=environ).wait_ready() as server:
         assert server.complete("t17", max_tokens=2).status == 200
     output = "\n".join(server.events)
-    assert sorted(re.findall(r'^    "name": "(.*)"', output, re.MULTILINE)) == ["POST /v1/completions", "decode", "prefill", "queue"]
+    assert sorted(re.findall(r'^    "name": "(.*)"', output, re.MULTILINE)) == [
+        "POST /v1/completions",
+        "decode",
+        "prefill",
+        "queue",
+    ]
     assert output.count('"service.name": "my-service"') == 4

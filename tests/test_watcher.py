@@ -37,7 +37,9 @@ def wait_until_idle(watcher: Watcher) -> None:
 
 
 @pytest.mark.parametrize("leaves_first", [False, True])
-def test_a_peer_that_leaves_is_noticed_also_if_it_left_before(watcher: Watcher, gone: queue.Queue[str], leaves_first: bool) -> None:
+def test_a_peer_that_leaves_is_noticed_also_if_it_left_before(
+    watcher: Watcher, gone: queue.Queue[str], leaves_first: bool
+) -> None:
     ours, theirs = socket.socketpair()
     with ours:
         if leaves_first:
@@ -77,7 +79,9 @@ def test_nobody_is_told_after_unwatching(watcher: Watcher, gone: queue.Queue[str
         assert gone.empty()
 
 
-def test_an_old_watch_does_not_end_the_one_that_took_its_descriptor(watcher: Watcher, gone: queue.Queue[str]) -> None:
+def test_an_old_watch_does_not_end_the_one_that_took_its_descriptor(
+    watcher: Watcher, gone: queue.Queue[str]
+) -> None:
     ours, theirs = socket.socketpair()
     with ours:
         old = watcher.watch(ours, lambda: gone.put("old"))

@@ -10,9 +10,15 @@ from typing import Any
 
 import openai
 import pytest
+
 from tests.fake_server import PATIENCE_SECONDS, Client, ServerProcess, completion
 
-CHAT = {"model": "toy", "messages": [{"role": "user", "content": "t17 t18"}], "temperature": 0, "max_tokens": 3}
+CHAT = {
+    "model": "toy",
+    "messages": [{"role": "user", "content": "t17 t18"}],
+    "temperature": 0,
+    "max_tokens": 3,
+}
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +54,16 @@ class TestCompletions:
         reply = server.complete("t7 t17 t18", max_tokens=3)
         assert reply.status == 200
         body = reply.json
-        assert body["choices"] == [{"index": 0, "text": " t19 t20 t21", "logprobs": None, "finish_reason": "length"}]
+        assert body["choices"] == [
+            {"index": 0, "text": " t19 t20 t21", "logprobs": None, "finish_reason": "length"}
+        ]
         details = {"cached_tokens": 1}
-        assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6, "prompt_tokens_details": details}
+        assert body["usage"] == {
+            "prompt_tokens": 3,
+            "completion_tokens": 3,
+            "total_tokens": 6,
+            "prompt_tokens_details": details,
+        }
         assert (body["object"], body["model"], body["id"][:5]) == ("text_completion", "toy", "cmpl-")
         assert int(reply.headers["openai-processing-ms"]) >= 0
 
@@ -85,7 +98,10 @@ class TestCompletions:
 
     def test_streams_the_same_text_as_it_answers(self, server: ServerProcess) -> None:
         body = completion(["t10", "t20"], n=2, max_tokens=8, stop="t25", seed=3)
-        whole = {choice["index"]: choice["text"] for choice in server.ask("POST", "/v1/completions", body).json["choices"]}
+        whole = {
+            choice["index"]: choice["text"]
+            for choice in server.ask("POST", "/v1/completions", body).json["choices"]
+        }
         streamed = dict.fromkeys(whole, "")
         finished = []
         for chunk in read_stream(server, "/v1/completions", body):
@@ -102,14 +118,19 @@ class TestCompletions:
         assert logprobs == {
             "tokens": ["t18", "t19"],
             "token_logprobs": [-0.5, -0.5],
-            "top_logprobs": [{"t18": -0.5, "t19": -1.5, "t20": -9999.0}, {"t19": -0.5, "t20": -1.5, "t21": -9999.0}],
+            "top_logprobs": [
+                {"t18": -0.5, "t19": -1.5, "t20": -9999.0},
+                {"t19": -0.5, "t20": -1.5, "t21": -9999.0},
+            ],
             "text_offset": [0, 4],
         }
         pieces = [chunk["choices"][0]["logprobs"] for chunk in read_stream(server, "/v1/completions", body)]
         assert [offset for piece in pieces if piece for offset in piece["text_offset"]] == [0, 4]
 
     def test_equal_requests_without_a_seed_differ(self, server: ServerProcess) -> None:
-        texts = {server.complete("t17", temperature=1, max_tokens=1).json["choices"][0]["text"] for _ in range(20)}
+        texts = {
+            server.complete("t17", temperature=1, max_tokens=1).json["choices"][0]["text"] for _ in range(20)
+        }
         assert len(texts) > 1
 
 
@@ -117,12 +138,16 @@ class TestChat:
     def test_answers_with_a_message(self, server: ServerProcess) -> None:
         body = server.ask("POST", "/v1/chat/completions", CHAT).json
         message = {"role": "assistant", "content": "t10 t11 t12", "refusal": None}
-        assert body["choices"] == [{"index": 0, "message": message, "logprobs": None, "finish_reason": "length"}]
+        assert body["choices"] == [
+            {"index": 0, "message": message, "logprobs": None, "finish_reason": "length"}
+        ]
         assert body["usage"]["prompt_tokens"] == 3
         assert (body["object"], body["id"][:9]) == ("chat.completion", "chatcmpl-")
 
     def test_streams_role_text_finish_usage_in_this_order(self, server: ServerProcess) -> None:
-        chunks = read_stream(server, "/v1/chat/completions", CHAT | {"stream_options": {"include_usage": True}})
+        chunks = read_stream(
+            server, "/v1/chat/completions", CHAT | {"stream_options": {"include_usage": True}}
+        )
         assert [chunk["choices"][0]["delta"] for chunk in chunks[:-1]] == [
             {"role": "assistant", "content": ""},
             {"content": "t10"},
@@ -130,7 +155,13 @@ class TestChat:
             {"content": " t12"},
             {},
         ]
-        assert [chunk["choices"][0]["finish_reason"] for chunk in chunks[:-1]] == [None, None, None, None, "length"]
+        assert [chunk["choices"][0]["finish_reason"] for chunk in chunks[:-1]] == [
+            None,
+            None,
+            None,
+            None,
+            "length",
+        ]
         assert [chunk["usage"] for chunk in chunks[:-1]] == [None] * 5
         assert chunks[-1]["choices"] == []
         assert chunks[-1]["usage"]["total_tokens"] == 6
@@ -150,22 +181,38 @@ class TestChat:
 
     def test_continues_the_last_message_when_asked(self, server: ServerProcess) -> None:
         messages = [*CHAT["messages"], {"role": "assistant", "content": "t40"}]  # type: ignore[misc]
-        body = server.ask("POST", "/v1/chat/completions", CHAT | {"messages": messages, "continue_final_message": True}).json
+        body = server.ask(
+            "POST", "/v1/chat/completions", CHAT | {"messages": messages, "continue_final_message": True}
+        ).json
         assert body["choices"][0]["message"]["content"] == " t41 t42 t43"
 
     def test_log_probabilities_carry_bytes(self, server: ServerProcess) -> None:
-        body = server.ask("POST", "/v1/chat/completions", CHAT | {"max_tokens": 1, "logprobs": True, "top_logprobs": 2}).json
-        top = [{"token": text, "logprob": value, "bytes": list(text.encode())} for text, value in (("t10", -0.5), ("t11", -1.5))]
-        assert body["choices"][0]["logprobs"] == {"content": [top[0] | {"top_logprobs": top}], "refusal": None}
+        body = server.ask(
+            "POST", "/v1/chat/completions", CHAT | {"max_tokens": 1, "logprobs": True, "top_logprobs": 2}
+        ).json
+        top = [
+            {"token": text, "logprob": value, "bytes": list(text.encode())}
+            for text, value in (("t10", -0.5), ("t11", -1.5))
+        ]
+        assert body["choices"][0]["logprobs"] == {
+            "content": [top[0] | {"top_logprobs": top}],
+            "refusal": None,
+        }
 
     def test_the_openai_sdk_reads_answers_streams_and_errors(self, server: ServerProcess) -> None:
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as client:
             messages: Any = CHAT["messages"]
-            whole = client.chat.completions.create(model="toy", messages=messages, temperature=0, max_completion_tokens=3)
+            whole = client.chat.completions.create(
+                model="toy", messages=messages, temperature=0, max_completion_tokens=3
+            )
             assert whole.choices[0].message.content == "t10 t11 t12"
-            stream = client.chat.completions.create(model="toy", messages=messages, temperature=0, max_tokens=3, stream=True)
+            stream = client.chat.completions.create(
+                model="toy", messages=messages, temperature=0, max_tokens=3, stream=True
+            )
             assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == "t10 t11 t12"
-            text = client.completions.create(model="toy", prompt="t17", temperature=0, max_tokens=1, extra_body={"top_k": 3})
+            text = client.completions.create(
+                model="toy", prompt="t17", temperature=0, max_tokens=1, extra_body={"top_k": 3}
+            )
             assert text.choices[0].text == " t18"
             assert [model.id for model in client.models.list()] == ["toy"]
             with pytest.raises(openai.NotFoundError) as caught:
@@ -188,20 +235,55 @@ class TestErrors:
             ("POST", "/v1/completions", completion([384]), 400, "prompt", None),
             ("POST", "/v1/completions", completion([10**30]), 400, "prompt", None),
             ("POST", "/v1/completions", completion([[]]), 400, "prompt", None),
-            ("POST", "/v1/completions", completion("t17", max_tokens=64), 400, "prompt", "context_length_exceeded"),
+            (
+                "POST",
+                "/v1/completions",
+                completion("t17", max_tokens=64),
+                400,
+                "prompt",
+                "context_length_exceeded",
+            ),
             ("POST", "/v1/completions", completion("t17", min_tokens=17), 400, "min_tokens", None),
             ("POST", "/v1/completions", completion("t17", logit_bias={"384": 1}), 400, "logit_bias", None),
             ("POST", "/v1/completions", completion("t17", stop_token_ids=[384]), 400, "stop_token_ids", None),
             ("POST", "/v1/completions", completion("t17", n=7), 400, "n", None),
             ("POST", "/v1/completions", completion("t17" * 4096), 413, None, "body_too_large"),
             ("POST", "/v1/chat/completions", CHAT | {"tools": [{}]}, 400, "tools", None),
-            ("POST", "/v1/chat/completions", CHAT | {"max_tokens": 62}, 400, "messages", "context_length_exceeded"),
-            ("POST", "/v1/chat/completions", CHAT | {"stream": True, "max_tokens": 62}, 400, "messages", "context_length_exceeded"),
-            ("POST", "/v1/chat/completions", CHAT | {"chat_template_kwargs": {"messages": []}}, 400, "chat_template_kwargs", None),
+            (
+                "POST",
+                "/v1/chat/completions",
+                CHAT | {"max_tokens": 62},
+                400,
+                "messages",
+                "context_length_exceeded",
+            ),
+            (
+                "POST",
+                "/v1/chat/completions",
+                CHAT | {"stream": True, "max_tokens": 62},
+                400,
+                "messages",
+                "context_length_exceeded",
+            ),
+            (
+                "POST",
+                "/v1/chat/completions",
+                CHAT | {"chat_template_kwargs": {"messages": []}},
+                400,
+                "chat_template_kwargs",
+                None,
+            ),
         ],
     )
     def test_have_one_shape(
-        self, server: ServerProcess, method: str, path: str, body: Any, status: int, param: str | None, code: str | None
+        self,
+        server: ServerProcess,
+        method: str,
+        path: str,
+        body: Any,
+        status: int,
+        param: str | None,
+        code: str | None,
     ) -> None:
         reply = server.ask(method, path, body)
         assert reply.status == status
@@ -211,9 +293,13 @@ class TestErrors:
         assert reply.headers["content-type"] == "application/json"
         assert reply.headers["x-request-id"]
 
-    @pytest.mark.parametrize("depth", [900, 1500])  # on Python 3.11 the first is too deep for the template, the second for JSON
+    @pytest.mark.parametrize(
+        "depth", [900, 1500]
+    )  # on Python 3.11 the first is too deep for the template, the second for JSON
     def test_deep_nesting_is_never_the_servers_fault(self, server: ServerProcess, depth: int) -> None:
-        data = json.dumps(CHAT).replace("{", '{"chat_template_kwargs": {"deep": ' + "[" * depth + "]" * depth + "}, ", 1)
+        data = json.dumps(CHAT).replace(
+            "{", '{"chat_template_kwargs": {"deep": ' + "[" * depth + "]" * depth + "}, ", 1
+        )
         assert server.ask("POST", "/v1/chat/completions", data.encode()).status in (200, 400)
 
     def test_an_overlong_prompt_is_told_both_numbers(self, server: ServerProcess) -> None:
@@ -230,14 +316,19 @@ class TestErrors:
         assert "application/json" in reply.json["error"]["message"]
 
     @pytest.mark.parametrize("length, status", [(1, 200), (1500, 413)])
-    def test_a_chunked_body_is_read_whole_or_refused(self, server: ServerProcess, length: int, status: int) -> None:
+    def test_a_chunked_body_is_read_whole_or_refused(
+        self, server: ServerProcess, length: int, status: int
+    ) -> None:
         data = json.dumps(completion("t17 " * length)).encode()
         with server.connect() as client:
             client.send_chunked("/v1/completions", data)
             assert client.receive().status == status
 
     def test_a_request_id_is_echoed_if_it_is_harmless(self, server: ServerProcess) -> None:
-        assert server.ask("GET", "/v1/models", **{"X-Request-Id": "my-1.id_"}).headers["x-request-id"] == "my-1.id_"
+        assert (
+            server.ask("GET", "/v1/models", **{"X-Request-Id": "my-1.id_"}).headers["x-request-id"]
+            == "my-1.id_"
+        )
         for bad in ("a" * 65, "sp ace", "semi;colon"):
             made = server.ask("GET", "/v1/nowhere", **{"X-Request-Id": bad}).headers["x-request-id"]
             assert len(made) == 16 and made != bad
@@ -261,7 +352,9 @@ class TestErrors:
 class TestLeaving:
     @pytest.mark.parametrize("stream", [False, True])
     @pytest.mark.parametrize("prompt", ["t4", "t6"])
-    def test_a_client_that_hangs_up_cancels_its_request(self, server: ServerProcess, prompt: str, stream: bool) -> None:
+    def test_a_client_that_hangs_up_cancels_its_request(
+        self, server: ServerProcess, prompt: str, stream: bool
+    ) -> None:
         client = server.start_completion(prompt, stream=stream, n=2)
         client.close()
         first, second = server.wait_event("cancel"), server.wait_event("cancel")
@@ -278,7 +371,9 @@ class TestLeaving:
             first.send("POST", "/v1/completions", completion("t4"), **{"X-Request-Id": "same"})
             held = server.wait_event("submit")
             assert held.startswith("same.")
-            reply = server.ask("POST", "/v1/completions", completion("t17", max_tokens=1), **{"X-Request-Id": "same"})
+            reply = server.ask(
+                "POST", "/v1/completions", completion("t17", max_tokens=1), **{"X-Request-Id": "same"}
+            )
             assert reply.json["choices"][0]["text"] == " t18"
         assert held in iter(lambda: server.wait_event("cancel"), None)
 

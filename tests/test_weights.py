@@ -19,7 +19,14 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 from levserve.errors import StartupError
-from levserve.model.config import Activation, LinearScaling, Llama3Scaling, LongScaling, ModelConfig, parameter_shapes
+from levserve.model.config import (
+    Activation,
+    LinearScaling,
+    Llama3Scaling,
+    LongScaling,
+    ModelConfig,
+    parameter_shapes,
+)
 from levserve.weights.load import load_arrays, read_config
 from levserve.weights.names import Format, find_targets
 from levserve.weights.progress import Progress
@@ -28,14 +35,28 @@ from tests.conftest import FAMILIES, GOLDEN
 FLOAT32, BFLOAT16 = jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)
 
 LLAMA = ModelConfig(
-    vocab_size=384, hidden_size=64, intermediate_size=128, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16,
-    norm_eps=1e-5, rope_theta=10_000.0, max_position=256, tied_head=True,
-)  # fmt: skip
+    vocab_size=384,
+    hidden_size=64,
+    intermediate_size=128,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    norm_eps=1e-5,
+    rope_theta=10_000.0,
+    max_position=256,
+    tied_head=True,
+)
 
 
 GEMMA = dataclasses.replace(
-    LLAMA, activation=Activation.GELU_TANH, has_offset_norms=True, has_post_norms=True, embed_scale=8.0, attention_scale=24**-0.5,
-)  # fmt: skip
+    LLAMA,
+    activation=Activation.GELU_TANH,
+    has_offset_norms=True,
+    has_post_norms=True,
+    embed_scale=8.0,
+    attention_scale=24**-0.5,
+)
 
 
 def load(path: Path, dtype: jnp.dtype = FLOAT32) -> dict[str, jax.Array]:
@@ -77,50 +98,97 @@ def folder_of(family: str, tmp_path: Path) -> Path:
         (
             "llama3-rope",
             dataclasses.replace(
-                LLAMA, head_dim=32, rope_theta=500_000.0, tied_head=False,
-                rope_scaling=Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=32),
-            ),  # fmt: skip
+                LLAMA,
+                head_dim=32,
+                rope_theta=500_000.0,
+                tied_head=False,
+                rope_scaling=Llama3Scaling(
+                    factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=32
+                ),
+            ),
         ),
         ("mistral", dataclasses.replace(LLAMA, tied_head=False, windows=(8, 8, 8))),
         ("qwen2", dataclasses.replace(LLAMA, qkv_bias=True)),
         ("qwen3", dataclasses.replace(LLAMA, head_dim=32, qk_norm=True)),
-        ("gemma2", dataclasses.replace(GEMMA, windows=(8, None, 8), attention_softcap=30.0, logit_softcap=20.0)),
+        (
+            "gemma2",
+            dataclasses.replace(GEMMA, windows=(8, None, 8), attention_softcap=30.0, logit_softcap=20.0),
+        ),
         (
             "gemma3",
             dataclasses.replace(
-                GEMMA, num_layers=7, windows=(8, 8, 8, 8, 8, None, 8), rope_theta=1e6, local_rope_theta=10_000.0, qk_norm=True
+                GEMMA,
+                num_layers=7,
+                windows=(8, 8, 8, 8, 8, None, 8),
+                rope_theta=1e6,
+                local_rope_theta=10_000.0,
+                qk_norm=True,
             ),
         ),
         ("phi3", dataclasses.replace(LLAMA, tied_head=False)),
         (
             "olmo2",
-            dataclasses.replace(LLAMA, tied_head=False, has_pre_norms=False, has_post_norms=True, qk_norm=True, qk_norm_spans_heads=True),
+            dataclasses.replace(
+                LLAMA,
+                tied_head=False,
+                has_pre_norms=False,
+                has_post_norms=True,
+                qk_norm=True,
+                qk_norm_spans_heads=True,
+            ),
         ),
-        ("mixtral", dataclasses.replace(LLAMA, tied_head=False, rope_theta=1e6, num_experts=4, experts_per_token=2)),
-        ("qwen3-moe", dataclasses.replace(LLAMA, tied_head=False, intermediate_size=96, qk_norm=True, num_experts=6, experts_per_token=2)),
+        (
+            "mixtral",
+            dataclasses.replace(LLAMA, tied_head=False, rope_theta=1e6, num_experts=4, experts_per_token=2),
+        ),
+        (
+            "qwen3-moe",
+            dataclasses.replace(
+                LLAMA, tied_head=False, intermediate_size=96, qk_norm=True, num_experts=6, experts_per_token=2
+            ),
+        ),
         (
             "gpt2",
             dataclasses.replace(
-                LLAMA, num_kv_heads=4, intermediate_size=256, rope_theta=None, has_position_table=True, has_layer_norms=True,
-                qkv_bias=True, out_bias=True, mlp_bias=True, is_gated=False, activation=Activation.GELU_TANH,
+                LLAMA,
+                num_kv_heads=4,
+                intermediate_size=256,
+                rope_theta=None,
+                has_position_table=True,
+                has_layer_norms=True,
+                qkv_bias=True,
+                out_bias=True,
+                mlp_bias=True,
+                is_gated=False,
+                activation=Activation.GELU_TANH,
             ),
         ),
     ],
-)  # fmt: skip
+)
 def test_config_of_each_family_is_read(family: str, expected: ModelConfig) -> None:
     assert read_config(GOLDEN / family) == expected
 
 
 def test_older_rope_keys_mean_the_same_as_rope_parameters(tmp_path: Path) -> None:
     folder = folder_of("llama3-rope", tmp_path)
-    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+    scaling = {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }
     for key in ("rope_type", "type"):
-        change_config(folder, rope_parameters=..., rope_theta=500_000, rope_scaling={key: "llama3", **scaling})
+        change_config(
+            folder, rope_parameters=..., rope_theta=500_000, rope_scaling={key: "llama3", **scaling}
+        )
         assert read_config(folder) == read_config(GOLDEN / "llama3-rope")
 
 
 def test_older_config_without_scaling_is_read(llama: Path) -> None:
-    assert read_config(change_config(llama, rope_parameters=..., rope_theta=10_000.0, rope_scaling=None)) == LLAMA
+    assert (
+        read_config(change_config(llama, rope_parameters=..., rope_theta=10_000.0, rope_scaling=None))
+        == LLAMA
+    )
 
 
 def test_absent_head_counts_follow_from_the_others(llama: Path) -> None:
@@ -134,18 +202,26 @@ def test_absent_theta_and_tie_take_the_defaults_of_transformers(llama: Path) -> 
 
 
 def test_keys_that_do_not_change_the_result_are_accepted(llama: Path) -> None:
-    change_config(llama, attention_dropout=0.1, torch_dtype="float16", _name_or_path="x", pretraining_tp=2, unheard_of=1)
+    change_config(
+        llama, attention_dropout=0.1, torch_dtype="float16", _name_or_path="x", pretraining_tp=2, unheard_of=1
+    )
     assert read_config(llama) == LLAMA
 
 
 @pytest.mark.parametrize(("window", "expected"), [(None, ()), (..., (4096,) * 3), (16, (16,) * 3)])
-def test_window_of_mistral_is_in_every_layer_or_none(window: object, expected: tuple[int, ...], tmp_path: Path) -> None:
-    assert read_config(change_config(folder_of("mistral", tmp_path), sliding_window=window)).windows == expected
+def test_window_of_mistral_is_in_every_layer_or_none(
+    window: object, expected: tuple[int, ...], tmp_path: Path
+) -> None:
+    assert (
+        read_config(change_config(folder_of("mistral", tmp_path), sliding_window=window)).windows == expected
+    )
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 def test_window_of_qwen_starts_at_max_window_layers(family: str, tmp_path: Path) -> None:
-    folder = change_config(folder_of(family, tmp_path), layer_types=..., sliding_window=8, max_window_layers=2)
+    folder = change_config(
+        folder_of(family, tmp_path), layer_types=..., sliding_window=8, max_window_layers=2
+    )
     assert read_config(folder).windows == ()
     assert read_config(change_config(folder, use_sliding_window=True)).windows == (None, None, 8)
     types = ["sliding_attention", "full_attention", "sliding_attention"]
@@ -159,18 +235,24 @@ def test_attention_bias_brings_biases_on_both_sides(llama: Path, tmp_path: Path)
 
 
 def test_linear_scaling_is_read(llama: Path) -> None:
-    config = read_config(change_config(llama, rope_parameters=..., rope_scaling={"type": "linear", "factor": 2}))
+    config = read_config(
+        change_config(llama, rope_parameters=..., rope_scaling={"type": "linear", "factor": 2})
+    )
     assert config.rope_scaling == LinearScaling(2.0)
 
 
 def test_older_form_of_gemma3_means_the_same_as_the_newer(tmp_path: Path) -> None:
     folder = folder_of("gemma3", tmp_path)
-    change_config(folder, rope_parameters=..., layer_types=..., _sliding_window_pattern=..., tie_word_embeddings=...)
+    change_config(
+        folder, rope_parameters=..., layer_types=..., _sliding_window_pattern=..., tie_word_embeddings=...
+    )
     change_config(folder, rope_theta=1_000_000, rope_local_base_freq=10_000, sliding_window_pattern=6)
     assert read_config(folder) == read_config(GOLDEN / "gemma3")
     scaled = read_config(change_config(folder, rope_scaling={"rope_type": "linear", "factor": 8.0}))
     assert scaled.rope(0) == read_config(GOLDEN / "gemma3").rope(0)
-    assert scaled.rope(5) == dataclasses.replace(read_config(GOLDEN / "gemma3").rope(5), scaling=LinearScaling(8.0))
+    assert scaled.rope(5) == dataclasses.replace(
+        read_config(GOLDEN / "gemma3").rope(5), scaling=LinearScaling(8.0)
+    )
 
 
 def test_text_model_inside_a_gemma3_that_sees_is_found(tmp_path: Path) -> None:
@@ -178,17 +260,34 @@ def test_text_model_inside_a_gemma3_that_sees_is_found(tmp_path: Path) -> None:
     text = json.loads((folder / "config.json").read_text())
     tensors = load_file(folder / "model.safetensors")
     for prefix in ("language_model.model.", "model.language_model."):
-        (folder / "config.json").write_text(json.dumps({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text}))
+        (folder / "config.json").write_text(
+            json.dumps({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text})
+        )
         inside = {prefix + name.removeprefix("model."): tensor for name, tensor in tensors.items()}
-        save_file(inside | {"vision_tower.embedding.weight": np.zeros((2, 2), np.float32)}, folder / "model.safetensors")
+        save_file(
+            inside | {"vision_tower.embedding.weight": np.zeros((2, 2), np.float32)},
+            folder / "model.safetensors",
+        )
         assert read_config(folder) == read_config(GOLDEN / "gemma3")
-        np.testing.assert_array_equal(load(folder)["layers.6.down"], tensors["model.layers.6.mlp.down_proj.weight"])
+        np.testing.assert_array_equal(
+            load(folder)["layers.6.down"], tensors["model.layers.6.mlp.down_proj.weight"]
+        )
 
 
 def test_absent_keys_of_a_gemma2_take_the_defaults_of_transformers(tmp_path: Path) -> None:
-    absent = ("layer_types", "attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "sliding_window")
+    absent = (
+        "layer_types",
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
+        "query_pre_attn_scalar",
+        "sliding_window",
+    )
     config = read_config(change_config(folder_of("gemma2", tmp_path), **{key: ... for key in absent}))
-    assert (config.windows, config.attention_softcap, config.logit_softcap) == ((4096, None, 4096), 50.0, 30.0)
+    assert (config.windows, config.attention_softcap, config.logit_softcap) == (
+        (4096, None, 4096),
+        50.0,
+        30.0,
+    )
     assert config.attention_scale == 1 / 16
 
 
@@ -196,11 +295,16 @@ def test_absent_keys_of_a_gemma2_take_the_defaults_of_transformers(tmp_path: Pat
 def test_long_scaling_of_phi3_is_read(kind: str, tmp_path: Path) -> None:
     factors = {"short_factor": [1.0] * 6, "long_factor": [1.0, 2, 3, 4, 5, 6]}
     folder = change_config(
-        folder_of("phi3", tmp_path), rope_parameters=..., rope_scaling={"type": kind, **factors}, partial_rotary_factor=0.75,
+        folder_of("phi3", tmp_path),
+        rope_parameters=...,
+        rope_scaling={"type": kind, **factors},
+        partial_rotary_factor=0.75,
         original_max_position_embeddings=64,
-    )  # fmt: skip
+    )
     config = read_config(folder)
-    scaling = LongScaling((1.0,) * 6, (1.0, 2.0, 3.0, 4.0, 5.0, 6.0), 64, math.sqrt(1 + math.log(4) / math.log(64)))
+    scaling = LongScaling(
+        (1.0,) * 6, (1.0, 2.0, 3.0, 4.0, 5.0, 6.0), 64, math.sqrt(1 + math.log(4) / math.log(64))
+    )
     assert (config.rope_scaling, config.rotary_size) == (scaling, 12)
     assert config.stretched_for(64).rope_scaling == dataclasses.replace(scaling, is_long=False)
     assert config.stretched_for(65) == config
@@ -261,7 +365,9 @@ REFUSED: list[tuple[str, str, object]] = [
 
 
 @pytest.mark.parametrize(("family", "key", "value"), REFUSED)
-def test_unsupported_value_is_refused_by_name_and_value(family: str, key: str, value: object, tmp_path: Path) -> None:
+def test_unsupported_value_is_refused_by_name_and_value(
+    family: str, key: str, value: object, tmp_path: Path
+) -> None:
     folder = folder_of(family, tmp_path)
     if key == "rope_local_base_freq":
         change_config(folder, rope_parameters=...)
@@ -284,18 +390,27 @@ def test_unsupported_value_is_refused_by_name_and_value(family: str, key: str, v
         ({"rope_type": "llama3", "factor": 8.0}, "low_freq_factor"),
     ],
 )
-def test_unsupported_rotary_scaling_is_refused_by_name(form: str, rope: dict[str, object], key: str, llama: Path) -> None:
+def test_unsupported_rotary_scaling_is_refused_by_name(
+    form: str, rope: dict[str, object], key: str, llama: Path
+) -> None:
     with pytest.raises(StartupError, match=rf"{form}: {key}"):
         read_config(change_config(llama, **{form: rope}))
 
 
-@pytest.mark.parametrize("architectures", [["MambaForCausalLM"], ["LlamaForSequenceClassification"], [], None, ...])
+@pytest.mark.parametrize(
+    "architectures", [["MambaForCausalLM"], ["LlamaForSequenceClassification"], [], None, ...]
+)
 def test_other_architecture_is_refused_with_the_list_of_ours(architectures: object, llama: Path) -> None:
-    with pytest.raises(StartupError, match="supported are LlamaForCausalLM, MistralForCausalLM.*Phi3ForCausalLM.*GPT2LMHeadModel$"):
+    with pytest.raises(
+        StartupError,
+        match="supported are LlamaForCausalLM, MistralForCausalLM.*Phi3ForCausalLM.*GPT2LMHeadModel$",
+    ):
         read_config(change_config(llama, architectures=architectures))
 
 
-@pytest.mark.parametrize("key", ["vocab_size", "hidden_size", "num_hidden_layers", "rms_norm_eps", "max_position_embeddings"])
+@pytest.mark.parametrize(
+    "key", ["vocab_size", "hidden_size", "num_hidden_layers", "rms_norm_eps", "max_position_embeddings"]
+)
 def test_missing_key_is_named(key: str, llama: Path) -> None:
     with pytest.raises(StartupError, match=f"{key} is missing"):
         read_config(change_config(llama, **{key: ...}))
@@ -334,7 +449,9 @@ def test_tensors_are_looked_for_under_the_names_the_checkpoint_uses() -> None:
     assert {name for name in fused if "self_attn" in name and "o_proj" not in name} == {
         f"model.layers.{layer}.self_attn.qkv_proj.weight" for layer in range(3)
     }
-    apart = find_targets(config, Format.HUGGING_FACE, [f"model.layers.1.self_attn.{part}_proj.weight" for part in "qkv"])
+    apart = find_targets(
+        config, Format.HUGGING_FACE, [f"model.layers.1.self_attn.{part}_proj.weight" for part in "qkv"]
+    )
     assert "model.layers.0.self_attn.k_proj.weight" in apart
 
 
@@ -345,7 +462,9 @@ def test_tensors_are_looked_for_under_the_names_the_checkpoint_uses() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_arrays_have_the_names_shapes_and_types_of_the_model(family: str, dtype: jnp.dtype) -> None:
     arrays = load(GOLDEN / family, dtype)
-    assert {name: array.shape for name, array in arrays.items()} == parameter_shapes(read_config(GOLDEN / family))
+    assert {name: array.shape for name, array in arrays.items()} == parameter_shapes(
+        read_config(GOLDEN / family)
+    )
     bits = np.dtype(np.uint16) if dtype == BFLOAT16 else dtype
     assert all(array.dtype == {1: FLOAT32, 2: dtype, 3: bits}[array.ndim] for array in arrays.values())
 
@@ -358,8 +477,16 @@ def test_every_tensor_lands_where_it_should(family: str) -> None:
     gpt2, gemma = family == "gpt2", family.startswith("gemma")
 
     def stored(*names: str) -> NDArray[np.float32]:
-        found = [file[name].T if gpt2 and ".c_" in name and name.endswith("weight") else file[name] for name in names]
-        return np.concatenate([tensor + 1 if gemma and name.endswith("norm.weight") else tensor for name, tensor in zip(names, found)])
+        found = [
+            file[name].T if gpt2 and ".c_" in name and name.endswith("weight") else file[name]
+            for name in names
+        ]
+        return np.concatenate(
+            [
+                tensor + 1 if gemma and name.endswith("norm.weight") else tensor
+                for name, tensor in zip(names, found)
+            ]
+        )
 
     def expected(layer: int, name: str) -> NDArray[np.float32]:
         at, style = f"model.layers.{layer}.", "post" if config.has_post_norms else "pre"
@@ -373,33 +500,53 @@ def test_every_tensor_lands_where_it_should(family: str) -> None:
             own = {"experts_down": ["down"], "experts_gate_up": ["gate", "up"]}[name]
             forms = {"mixtral": "block_sparse_moe.experts.{}.{}", "qwen3-moe": "mlp.experts.{}.{}_proj"}
             words = [mixtral[word] if family == "mixtral" else word for word in own]
-            names = [[f"{at}{forms[family].format(e, word)}.weight" for word in words] for e in range(config.num_experts)]
+            names = [
+                [f"{at}{forms[family].format(e, word)}.weight" for word in words]
+                for e in range(config.num_experts)
+            ]
             return np.stack([stored(*of_expert) for of_expert in names])
         fused = family == "phi3"
-        return stored(*{
-            "input_norm": [at + "input_layernorm.weight"],
-            "mlp_norm": [at + ("pre_feedforward" if style == "post" else "post_attention") + "_layernorm.weight"],
-            "attention_post_norm": [at + "post_attention_layernorm.weight"],
-            "mlp_post_norm": [at + "post_feedforward_layernorm.weight"],
-            "qkv": [f"{at}self_attn.{part}_proj.weight" for part in (["qkv"] if fused else "qkv")],
-            "qkv_bias": [f"{at}self_attn.{part}_proj.bias" for part in "qkv"],
-            "q_norm": [at + "self_attn.q_norm.weight"],
-            "k_norm": [at + "self_attn.k_norm.weight"],
-            "out": [at + "self_attn.o_proj.weight"],
-            "router": [at + ("block_sparse_moe" if family == "mixtral" else "mlp") + ".gate.weight"],
-            "gate_up": [f"{at}mlp.{part}_proj.weight" for part in (["gate_up"] if fused else ["gate", "up"])],
-            "down": [at + "mlp.down_proj.weight"],
-        }[name])  # fmt: skip
+        return stored(
+            *{
+                "input_norm": [at + "input_layernorm.weight"],
+                "mlp_norm": [
+                    at + ("pre_feedforward" if style == "post" else "post_attention") + "_layernorm.weight"
+                ],
+                "attention_post_norm": [at + "post_attention_layernorm.weight"],
+                "mlp_post_norm": [at + "post_feedforward_layernorm.weight"],
+                "qkv": [f"{at}self_attn.{part}_proj.weight" for part in (["qkv"] if fused else "qkv")],
+                "qkv_bias": [f"{at}self_attn.{part}_proj.bias" for part in "qkv"],
+                "q_norm": [at + "self_attn.q_norm.weight"],
+                "k_norm": [at + "self_attn.k_norm.weight"],
+                "out": [at + "self_attn.o_proj.weight"],
+                "router": [at + ("block_sparse_moe" if family == "mixtral" else "mlp") + ".gate.weight"],
+                "gate_up": [
+                    f"{at}mlp.{part}_proj.weight" for part in (["gate_up"] if fused else ["gate", "up"])
+                ],
+                "down": [at + "mlp.down_proj.weight"],
+            }[name]
+        )
 
     for name, array in arrays.items():
         if name.startswith("layers."):
             _, layer, own = name.split(".")
             np.testing.assert_array_equal(array, expected(int(layer), own), err_msg=name)
-    outer = {"embed": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "head": "lm_head.weight"}
+    outer = {
+        "embed": "model.embed_tokens.weight",
+        "final_norm": "model.norm.weight",
+        "head": "lm_head.weight",
+    }
     if gpt2:
-        outer = {"embed": "wte.weight", "positions": "wpe.weight", "final_norm": "ln_f.weight", "final_norm_bias": "ln_f.bias"}
+        outer = {
+            "embed": "wte.weight",
+            "positions": "wpe.weight",
+            "final_norm": "ln_f.weight",
+            "final_norm_bias": "ln_f.bias",
+        }
         outer = {name: f"transformer.{tensor}" for name, tensor in outer.items()}
-    assert {name for name in arrays if not name.startswith("layers.")} == {name for name, tensor in outer.items() if tensor in file}
+    assert {name for name in arrays if not name.startswith("layers.")} == {
+        name for name, tensor in outer.items() if tensor in file
+    }
     for name, tensor in outer.items():
         if name in arrays:
             np.testing.assert_array_equal(arrays[name], stored(tensor), err_msg=name)
@@ -407,7 +554,9 @@ def test_every_tensor_lands_where_it_should(family: str) -> None:
 
 @pytest.mark.parametrize("stored", [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)])
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
-def test_half_precision_files_are_read_exactly(stored: np.dtype[np.generic], dtype: jnp.dtype, llama: Path) -> None:
+def test_half_precision_files_are_read_exactly(
+    stored: np.dtype[np.generic], dtype: jnp.dtype, llama: Path
+) -> None:
     file = {name: tensor.astype(stored) for name, tensor in load_file(llama / "model.safetensors").items()}
     save_file(file, llama / "model.safetensors")
     arrays = load(llama, dtype)
@@ -419,10 +568,14 @@ def test_half_precision_files_are_read_exactly(stored: np.dtype[np.generic], dty
 def test_biases_of_the_output_projection_are_read(llama: Path) -> None:
     change_config(llama, attention_bias=True)
     sizes = {"q": 64, "k": 32, "v": 32, "o": 64}
-    change_tensors(llama, {
-        f"model.layers.{layer}.self_attn.{part}_proj.bias": np.full(size, layer + size, np.float32)
-        for layer in range(3) for part, size in sizes.items()
-    })  # fmt: skip
+    change_tensors(
+        llama,
+        {
+            f"model.layers.{layer}.self_attn.{part}_proj.bias": np.full(size, layer + size, np.float32)
+            for layer in range(3)
+            for part, size in sizes.items()
+        },
+    )
     arrays = load(llama)
     np.testing.assert_array_equal(arrays["layers.1.out_bias"], np.full(64, 65.0))
     np.testing.assert_array_equal(arrays["layers.2.qkv_bias"], np.repeat([66.0, 34.0], [64, 64]))
@@ -440,10 +593,14 @@ def test_sharded_checkpoint_equals_the_single_file(llama: Path) -> None:
 def shard(folder: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
-    weight_map = {name: f"model-{index % 2 + 1:05}-of-00002.safetensors" for index, name in enumerate(tensors)}
+    weight_map = {
+        name: f"model-{index % 2 + 1:05}-of-00002.safetensors" for index, name in enumerate(tensors)
+    }
     for file in set(weight_map.values()):
         save_file({name: tensors[name] for name in tensors if weight_map[name] == file}, folder / file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
 
 
 def test_shard_that_is_not_there_is_named(llama: Path) -> None:
@@ -460,7 +617,9 @@ def test_single_file_of_another_name_is_read(llama: Path) -> None:
 
 def test_missing_tensors_are_listed(llama: Path) -> None:
     change_tensors(llama, {"model.norm.weight": None, "model.layers.1.self_attn.k_proj.weight": None})
-    with pytest.raises(StartupError, match=r"missing model\.layers\.1\.self_attn\.k_proj\.weight, model\.norm\.weight$"):
+    with pytest.raises(
+        StartupError, match=r"missing model\.layers\.1\.self_attn\.k_proj\.weight, model\.norm\.weight$"
+    ):
         load(llama)
 
 
@@ -478,21 +637,68 @@ def test_unexpected_tensors_are_listed(llama: Path) -> None:
 
 def test_misshapen_tensors_are_listed_with_both_shapes(llama: Path) -> None:
     change_tensors(llama, {"model.layers.2.self_attn.q_proj.weight": np.zeros((64, 32), np.float32)})
-    with pytest.raises(StartupError, match=r"layers\.2\.self_attn\.q_proj\.weight is \[64, 32\], expected \[64, 64\]"):
+    with pytest.raises(
+        StartupError, match=r"layers\.2\.self_attn\.q_proj\.weight is \[64, 32\], expected \[64, 64\]"
+    ):
         load(llama)
 
 
 CORRUPT: list[tuple[str, str, tuple[int, ...] | None, str]] = [
-    ("gemma2", "model.layers.1.pre_feedforward_layernorm.weight", None, "missing model.layers.1.pre_feedforward_layernorm.weight"),
-    ("gemma3", "model.layers.6.self_attn.q_norm.weight", (32,), "self_attn.q_norm.weight is [32], expected [16]"),
-    ("phi3", "model.layers.2.self_attn.qkv_proj.weight", None, "missing model.layers.2.self_attn.qkv_proj.weight"),
-    ("phi3", "model.layers.0.mlp.gate_up_proj.weight", (128, 64), "mlp.gate_up_proj.weight is [128, 64], expected [256, 64]"),
-    ("olmo2", "model.layers.0.self_attn.k_norm.weight", (16,), "self_attn.k_norm.weight is [16], expected [32]"),
-    ("olmo2", "model.layers.0.input_layernorm.weight", (64,), "unexpected model.layers.0.input_layernorm.weight"),
-    ("mixtral", "model.layers.1.block_sparse_moe.experts.3.w2.weight", None, "missing model.layers.1.block_sparse_moe.experts.3.w2.weight"),
-    ("mixtral", "model.layers.1.block_sparse_moe.experts.4.w2.weight", (64, 128), "unexpected model.layers.1.block_sparse_moe.experts.4"),
+    (
+        "gemma2",
+        "model.layers.1.pre_feedforward_layernorm.weight",
+        None,
+        "missing model.layers.1.pre_feedforward_layernorm.weight",
+    ),
+    (
+        "gemma3",
+        "model.layers.6.self_attn.q_norm.weight",
+        (32,),
+        "self_attn.q_norm.weight is [32], expected [16]",
+    ),
+    (
+        "phi3",
+        "model.layers.2.self_attn.qkv_proj.weight",
+        None,
+        "missing model.layers.2.self_attn.qkv_proj.weight",
+    ),
+    (
+        "phi3",
+        "model.layers.0.mlp.gate_up_proj.weight",
+        (128, 64),
+        "mlp.gate_up_proj.weight is [128, 64], expected [256, 64]",
+    ),
+    (
+        "olmo2",
+        "model.layers.0.self_attn.k_norm.weight",
+        (16,),
+        "self_attn.k_norm.weight is [16], expected [32]",
+    ),
+    (
+        "olmo2",
+        "model.layers.0.input_layernorm.weight",
+        (64,),
+        "unexpected model.layers.0.input_layernorm.weight",
+    ),
+    (
+        "mixtral",
+        "model.layers.1.block_sparse_moe.experts.3.w2.weight",
+        None,
+        "missing model.layers.1.block_sparse_moe.experts.3.w2.weight",
+    ),
+    (
+        "mixtral",
+        "model.layers.1.block_sparse_moe.experts.4.w2.weight",
+        (64, 128),
+        "unexpected model.layers.1.block_sparse_moe.experts.4",
+    ),
     ("qwen3-moe", "model.layers.0.mlp.gate.weight", (8, 64), "mlp.gate.weight is [8, 64], expected [6, 64]"),
-    ("gpt2", "transformer.h.1.mlp.c_fc.weight", (256, 64), "h.1.mlp.c_fc.weight is [64, 256], expected [256, 64]"),
+    (
+        "gpt2",
+        "transformer.h.1.mlp.c_fc.weight",
+        (256, 64),
+        "h.1.mlp.c_fc.weight is [64, 256], expected [256, 64]",
+    ),
     ("gpt2", "transformer.wpe.weight", None, "missing wpe.weight"),
 ]
 
@@ -501,7 +707,9 @@ CORRUPT: list[tuple[str, str, tuple[int, ...] | None, str]] = [
 def test_wrong_tensors_of_a_family_are_named(
     family: str, name: str, shape: tuple[int, ...] | None, message: str, tmp_path: Path
 ) -> None:
-    folder = change_tensors(folder_of(family, tmp_path), {name: None if shape is None else np.zeros(shape, np.float32)})
+    folder = change_tensors(
+        folder_of(family, tmp_path), {name: None if shape is None else np.zeros(shape, np.float32)}
+    )
     with pytest.raises(StartupError) as refusal:
         load(folder)
     assert message in str(refusal.value) and str(folder) in str(refusal.value)
@@ -514,13 +722,18 @@ def test_more_experts_a_token_than_there_are_is_refused(tmp_path: Path) -> None:
 
 
 def test_harmless_extras_are_accepted(llama: Path) -> None:
-    extras = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(8, np.float32), "lm_head.weight": np.zeros((384, 64), np.float32)}
+    extras = {
+        "model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(8, np.float32),
+        "lm_head.weight": np.zeros((384, 64), np.float32),
+    }
     assert "head" not in load(change_tensors(llama, dict(extras)))
 
 
 def test_number_type_we_do_not_read_is_named(llama: Path) -> None:
     change_tensors(llama, {"model.norm.weight": np.zeros(64, np.float64)})
-    with pytest.raises(StartupError, match=r"model\.norm\.weight is stored as F64; supported are F32, F16, BF16"):
+    with pytest.raises(
+        StartupError, match=r"model\.norm\.weight is stored as F64; supported are F32, F16, BF16"
+    ):
         load(llama)
 
 
@@ -537,9 +750,17 @@ def test_file_that_is_cut_short_is_one_line(llama: Path) -> None:
 
 def write_big_float32_model(folder: Path) -> Path:
     """12 million parameters of zeros, most of them in one embedding; written sparsely."""
-    (folder / "config.json").write_text(json.dumps(json.loads((GOLDEN / "llama" / "config.json").read_text()) | {
-        "hidden_size": 512, "vocab_size": 16_384, "intermediate_size": 512, "head_dim": 128,
-    }))  # fmt: skip
+    (folder / "config.json").write_text(
+        json.dumps(
+            json.loads((GOLDEN / "llama" / "config.json").read_text())
+            | {
+                "hidden_size": 512,
+                "vocab_size": 16_384,
+                "intermediate_size": 512,
+                "head_dim": 128,
+            }
+        )
+    )
     entries, offset = {}, 0
     for name, target in find_targets(read_config(folder), Format.HUGGING_FACE, ()).items():
         end = offset + 4 * int(np.prod(target.shape))

@@ -9,6 +9,7 @@ import socket
 from collections.abc import Iterator
 
 import pytest
+
 from tests.fake_server import PATIENCE_SECONDS, Reply, ServerProcess, completion
 
 BODY = json.dumps(completion("t17")).encode()
@@ -52,7 +53,13 @@ def exchange_all(server: ServerProcess, *pieces: bytes) -> list[Reply]:
     while received.tell() < len(received.getvalue()):
         response = http.client.HTTPResponse(received)  # type: ignore[arg-type]
         response.begin()
-        replies.append(Reply(response.status, {name.lower(): value for name, value in response.getheaders()}, response.read()))
+        replies.append(
+            Reply(
+                response.status,
+                {name.lower(): value for name, value in response.getheaders()},
+                response.read(),
+            )
+        )
     return replies
 
 
@@ -98,7 +105,9 @@ def check_shape(reply: Reply, status: int) -> None:
         (POST + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}{}\r\n0\r\n\r\n", 400),
     ],
 )
-def test_what_cannot_be_parsed_is_refused_in_the_same_shape(server: ServerProcess, sent: bytes, status: int) -> None:
+def test_what_cannot_be_parsed_is_refused_in_the_same_shape(
+    server: ServerProcess, sent: bytes, status: int
+) -> None:
     check_shape(exchange(server, sent), status)
     assert server.ask("GET", "/healthz").status == 200
 
@@ -115,14 +124,27 @@ def test_what_cannot_be_parsed_is_refused_in_the_same_shape(server: ServerProces
         (POST + b"Connection: close\r\nContent-Length: 1\r\n\r\n{", 400),
         (POST + b"Connection: close\r\nContent-Length: 999999\r\n\r\n", 413),
         (POST + b"Connection: close\r\nContent-Length: 99999\r\n\r\n" + b" " * 99_999, 413),
-        (POST + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n1388\r\n%s\r\n0\r\n\r\n" % (b" " * 5000), 413),
+        (
+            POST
+            + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n1388\r\n%s\r\n0\r\n\r\n"
+            % (b" " * 5000),
+            413,
+        ),
         (POST + b"Content-Length: 99999999999999999999999\r\n\r\n", 413),
         (POST + b"Expect: 100-continue\r\nContent-Length: 999999\r\n\r\n", 413),
         (POST + b"Transfer-Encoding: chunked\r\n\r\n" + b"10\r\n0123456789abcdef\r\n" * 300, 413),
-        (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: text/plain\r\n" + LENGTH + b"\r\n" + BODY, 415),
+        (
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: text/plain\r\n"
+            + LENGTH
+            + b"\r\n"
+            + BODY,
+            415,
+        ),
     ],
 )
-def test_what_the_application_refuses_has_the_same_shape(server: ServerProcess, sent: bytes, status: int) -> None:
+def test_what_the_application_refuses_has_the_same_shape(
+    server: ServerProcess, sent: bytes, status: int
+) -> None:
     reply = exchange(server, sent)
     check_shape(reply, status)
     if status == 405:
@@ -140,7 +162,9 @@ def test_a_body_sent_byte_by_byte_is_a_request_like_any_other(server: ServerProc
 
 
 def test_a_client_that_asks_before_it_sends_is_told_to_go_on(server: ServerProcess) -> None:
-    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=PATIENCE_SECONDS) as client:
+    with socket.create_connection(
+        ("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=PATIENCE_SECONDS
+    ) as client:
         client.sendall(POST + LENGTH + b"Expect: 100-continue\r\n\r\n")
         assert client.recv(65536) == b"HTTP/1.1 100 Continue\r\n\r\n"
         client.sendall(BODY)
@@ -148,8 +172,12 @@ def test_a_client_that_asks_before_it_sends_is_told_to_go_on(server: ServerProce
 
 
 def test_a_chunked_body_is_a_body_like_any_other_also_with_trailers(server: ServerProcess) -> None:
-    chunks = b"".join(b"%x\r\n%b\r\n" % (len(BODY[at : at + 7]), BODY[at : at + 7]) for at in range(0, len(BODY), 7))
-    sent = POST + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n" + chunks + b"0\r\nX-Sum: 1\r\n\r\n"
+    chunks = b"".join(
+        b"%x\r\n%b\r\n" % (len(BODY[at : at + 7]), BODY[at : at + 7]) for at in range(0, len(BODY), 7)
+    )
+    sent = (
+        POST + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n" + chunks + b"0\r\nX-Sum: 1\r\n\r\n"
+    )
     assert exchange(server, sent).json["choices"][0]["text"].startswith(" t18")
     assert exchange(server, *(bytes((byte,)) for byte in sent)).json["choices"][0]["text"].startswith(" t18")
 
@@ -166,9 +194,14 @@ def test_old_and_careless_clients_are_served(server: ServerProcess, head: bytes)
     assert exchange(server, head).json["object"] == "list"
 
 
-def test_a_stream_to_an_http_1_0_client_has_no_chunks_and_ends_with_the_connection(server: ServerProcess) -> None:
+def test_a_stream_to_an_http_1_0_client_has_no_chunks_and_ends_with_the_connection(
+    server: ServerProcess,
+) -> None:
     body = json.dumps(completion("t17", max_tokens=40, stream=True)).encode()
-    head = b"POST /v1/completions HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
+    head = (
+        b"POST /v1/completions HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+        % len(body)
+    )
     reply = exchange(server, head + body)
     assert "transfer-encoding" not in reply.headers
     assert reply.body.endswith(b"data: [DONE]\n\n")
@@ -178,7 +211,9 @@ def test_a_stream_to_an_http_1_0_client_has_no_chunks_and_ends_with_the_connecti
 def test_requests_that_come_all_at_once_are_answered_in_their_order(server: ServerProcess) -> None:
     bodies = [json.dumps(completion(f"t{number}", max_tokens=1)).encode() for number in (17, 27, 37)]
     posts = b"".join(POST + b"Content-Length: %d\r\n\r\n" % len(body) + body + b"\r\n" for body in bodies)
-    unread = b"POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nGET / HTT"  # whose body nobody reads
+    unread = (
+        b"POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nGET / HTT"  # whose body nobody reads
+    )
     sent = GET + b"\r\n" + posts + unread + GET + b"Connection: close\r\n\r\n"
     replies = exchange_all(server, sent)
     assert [reply.status for reply in replies] == [200, 200, 200, 200, 404, 200]

@@ -15,7 +15,11 @@ def find_analyzer() -> Path:
     found = shutil.which("systemd-analyze")
     if found is None:
         raise NotHad("systemd-analyze is not installed")
-    version = subprocess.run([found, "--version"], capture_output=True, text=True, check=True).stdout.split()[1]
+    version = subprocess.run([found, "--version"], capture_output=True, text=True, check=True).stdout.split()[
+        1
+    ]
     if int(version.partition(".")[0]) < MIN_VERSION:
-        raise NotHad(f"systemd-analyze is {version}, and {MIN_VERSION} is the first that can judge a unit offline")
+        raise NotHad(
+            f"systemd-analyze is {version}, and {MIN_VERSION} is the first that can judge a unit offline"
+        )
     return Path(found)

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import NamedTuple
 
 from levserve.errors import BadRequest, Overloaded
-from levserve.metrics import Metrics
+from levserve.observe.metrics import Metrics
 
 BYTES_PER_TOKEN = 8
 """Of a body whose tokens are not counted yet: more than text has, so that hardly anyone is refused by the guess alone."""
@@ -50,12 +50,17 @@ class Admission:
 
     def room(self) -> Room:
         with self._lock:
-            free_requests, free_tokens = self.max_requests - self._num_requests, self.max_tokens - self._num_tokens
+            free_requests, free_tokens = (
+                self.max_requests - self._num_requests,
+                self.max_tokens - self._num_tokens,
+            )
         return Room(self.max_requests, free_requests, self.max_tokens, free_tokens, self.drain_seconds)
 
     def reserve(self, body_bytes: int, max_guess: int) -> Reservation:
         """One place for a body of this size, or `Overloaded` at once."""
-        return Reservation(self, min(body_bytes // BYTES_PER_TOKEN, max_guess, self.max_tokens // MAX_GUESS_SHARE))
+        return Reservation(
+            self, min(body_bytes // BYTES_PER_TOKEN, max_guess, self.max_tokens // MAX_GUESS_SHARE)
+        )
 
     def enter(self, guess: int) -> None:
         """Takes one place and notes how many tokens to expect, which keeps others out only until they are counted."""
@@ -84,11 +89,14 @@ class Admission:
             self._metrics.refused.labels("queue_full").inc()
             share = (num_requests - self.max_requests) / self.max_requests
             raise Overloaded(
-                f"The server is at its limit of {self.max_requests} requests; please try again.", retry_after_seconds=self._wait(share)
+                f"The server is at its limit of {self.max_requests} requests; please try again.",
+                retry_after_seconds=self._wait(share),
             )
         self._metrics.refused.labels("tokens_full").inc()
         message = f"The server is at its limit of {self.max_tokens} tokens in all requests together; please try again."
-        error = Overloaded(message, retry_after_seconds=self._wait((num_tokens - self.max_tokens) / self.max_tokens))
+        error = Overloaded(
+            message, retry_after_seconds=self._wait((num_tokens - self.max_tokens) / self.max_tokens)
+        )
         error.type = "tokens"
         raise error
 
@@ -121,7 +129,9 @@ class Reservation:
         admission = self._admission
         if num_requests > admission.max_requests:
             most = admission.max_requests
-            raise BadRequest(f"The request asks for {num_requests} choices in all; this server runs {most}.", param=param)
+            raise BadRequest(
+                f"The request asks for {num_requests} choices in all; this server runs {most}.", param=param
+            )
         if num_tokens > admission.max_tokens:
             raise BadRequest(
                 f"The request may take {num_tokens} tokens, prompts and answers of all its choices together; "
@@ -130,7 +140,9 @@ class Reservation:
             )
         num_requests, num_tokens = max(num_requests, self._num_requests), max(num_tokens, self._num_tokens)
         guess = 0 if num_tokens else self._guess
-        admission.change(num_requests - self._num_requests, num_tokens - self._num_tokens, guess - self._guess)
+        admission.change(
+            num_requests - self._num_requests, num_tokens - self._num_tokens, guess - self._guess
+        )
         self._num_requests, self._num_tokens, self._guess = num_requests, num_tokens, guess
 
     def release(self) -> None:
@@ -140,5 +152,7 @@ class Reservation:
     def __enter__(self) -> Reservation:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.release()

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 
 from levserve.schedule.request import FinishReason, TokenBatch
 
-
 Carrier = Callable[[int, TokenBatch], TokenBatch | None]
 """Deals with a batch in place of the reader who waits for it; gives what is left for that one, which then is woken, or None."""
 
@@ -25,7 +24,9 @@ class TokenStream:
         self._request_ids = tuple(request_ids)
         self._on_close = on_close
         self._batches: queue.Queue[tuple[int, TokenBatch]] = queue.Queue()
-        self._lock = threading.Lock()  # held while a batch is carried: the reader's things are the writer's as long
+        self._lock = (
+            threading.Lock()
+        )  # held while a batch is carried: the reader's things are the writer's as long
         self._carrier: Carrier | None = None
         self._unfinished = set(range(len(request_ids)))
         self.admitted_at: float | None = None
@@ -42,7 +43,9 @@ class TokenStream:
                 self._carrier = None
                 self._batches.put((index, left))
 
-    def get(self, timeout_seconds: float | None = None, carrier: Carrier | None = None) -> tuple[int, TokenBatch]:
+    def get(
+        self, timeout_seconds: float | None = None, carrier: Carrier | None = None
+    ) -> tuple[int, TokenBatch]:
         """The next batch and the number of its sequence; raises `queue.Empty` when none came in time.
 
         Until then what comes is given to the `carrier`, on the writer's thread; so it must neither block nor raise. It also gets

@@ -17,7 +17,7 @@ from jax import lax
 
 from levserve.model.cache import NUMBERS, from_bits, from_storage, multiplied_in
 from levserve.model.config import ModelConfig
-from levserve.model.kernels import paged_attention
+from levserve.model.gpu import paged_attention
 
 FEW_QUERIES = 16
 """Of a row, at most: then attention is all reading of keys and values."""
@@ -44,7 +44,12 @@ class Kernel(StrEnum):
     """A Pallas kernel for NVIDIA GPUs."""
 
 
-CPU_FEATURES = {"amx_bf16": Kernel.LLVM_AMX, "asimddp": Kernel.LLVM_DOT, "avx512_vnni": Kernel.LLVM_VNNI, "avx_vnni": Kernel.LLVM_VNNI}
+CPU_FEATURES = {
+    "amx_bf16": Kernel.LLVM_AMX,
+    "asimddp": Kernel.LLVM_DOT,
+    "avx512_vnni": Kernel.LLVM_VNNI,
+    "avx_vnni": Kernel.LLVM_VNNI,
+}
 """What Linux calls what decides between the CPU's."""
 
 
@@ -53,12 +58,20 @@ def choose_kernel(
 ) -> tuple[Kernel, str]:
     """The best kernel that can serve the model on this platform, and why, in words for the log."""
     if platform == "cpu":
-        from levserve.model.kernels import cpu_attention  # and LLVM with it, which others do without
+        from levserve.model.cpu import attention as cpu_attention  # and LLVM with it, which others do without
 
         reason = cpu_attention.refuse_unservable(config.head_dim)
         has = [kernel for feature, kernel in CPU_FEATURES.items() if feature in cpu_features.split()]
-        kernel = Kernel.LLVM_VNNI if narrow == jnp.int8 and Kernel.LLVM_VNNI in has else next(iter(has), Kernel.LLVM)
-        return (Kernel.XLA, f"the CPU kernel does not take {reason}") if reason is not None else (kernel, "written for this CPU")
+        kernel = (
+            Kernel.LLVM_VNNI
+            if narrow == jnp.int8 and Kernel.LLVM_VNNI in has
+            else next(iter(has), Kernel.LLVM)
+        )
+        return (
+            (Kernel.XLA, f"the CPU kernel does not take {reason}")
+            if reason is not None
+            else (kernel, "written for this CPU")
+        )
     if platform != "gpu":
         return Kernel.XLA, f"the {platform} has no kernel of its own"
     reason = paged_attention.refuse_unservable(config.head_dim)
@@ -87,10 +100,12 @@ def attend(
     q = q * scale
     has_few = q.shape[1] * q.shape[3] <= FEW_QUERIES
     if kernel in (Kernel.LLVM, Kernel.LLVM_DOT, Kernel.LLVM_VNNI) or (kernel is Kernel.LLVM_AMX and has_few):
-        from levserve.model.kernels import cpu_attention
+        from levserve.model.cpu import attention as cpu_attention
 
         return cpu_attention.paged_attention(q, pool, table, positions, window=window, softcap=softcap)
-    return _attend_in_blocks(q, pool, table, positions, window, softcap, in_bfloat16=has_few or kernel is Kernel.LLVM_AMX)
+    return _attend_in_blocks(
+        q, pool, table, positions, window, softcap, in_bfloat16=has_few or kernel is Kernel.LLVM_AMX
+    )
 
 
 def _attend_in_blocks(
@@ -109,7 +124,9 @@ def _attend_in_blocks(
     block_tokens = FEW_BLOCK_TOKENS if queries <= FEW_QUERIES else BLOCK_TOKENS
     block = min(max(block_tokens // page_size, 1), table.shape[1])  # pages
     width = block * page_size
-    table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % block)), mode="edge")  # so that a slice at the end is not moved back
+    table = jnp.pad(
+        table, ((0, 0), (0, -table.shape[1] % block)), mode="edge"
+    )  # so that a slice at the end is not moved back
     tiles = pool.reshape(-1, page_size * size)  # [page * 2 * kv_head, slot * head_size]
     read, dtype = _reader(pool.dtype, is_bfloat16=queries > 1 and in_bfloat16)
 
@@ -118,13 +135,19 @@ def _attend_in_blocks(
 
     def gather(pages: jax.Array, half: int) -> jax.Array:
         """Keys or values of these pages [row, block], as [row, kv_head, token, head_size], in which order no copy is needed."""
-        numbers = ((pages * 2 + half) * kv_heads)[:, None] + jnp.arange(kv_heads, dtype=jnp.int32)[None, :, None]
+        numbers = ((pages * 2 + half) * kv_heads)[:, None] + jnp.arange(kv_heads, dtype=jnp.int32)[
+            None, :, None
+        ]
         stored = tiles.at[numbers].get(mode="promise_in_bounds", wrap_negative_indices=False)
         if stored.dtype not in NUMBERS:
-            stored = lax.optimization_barrier(stored)  # so that tiles are copied as they lie: by rows it takes twice as long
+            stored = lax.optimization_barrier(
+                stored
+            )  # so that tiles are copied as they lie: by rows it takes twice as long
         return read(stored.reshape(rows, kv_heads, width, size))
 
-    def mix_block(index: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def mix_block(
+        index: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         mixed, top, total = carry
         pages = lax.dynamic_slice_in_dim(table, index * block, block, axis=1)
         scores = jnp.einsum("rkmd,rktd->rkmt", q, gather(pages, 0), preferred_element_type=jnp.float32)
@@ -138,7 +161,9 @@ def _attend_in_blocks(
         new_top = jnp.maximum(top, scores.max(-1))
         shrink = jnp.exp(top - new_top)
         weights = jnp.exp(scores - new_top[..., None])
-        new = jnp.einsum("rkmt,rktd->rkmd", weights.astype(dtype), gather(pages, 1), preferred_element_type=jnp.float32)
+        new = jnp.einsum(
+            "rkmt,rktd->rkmd", weights.astype(dtype), gather(pages, 1), preferred_element_type=jnp.float32
+        )
         return mixed * shrink[..., None] + new, new_top, total * shrink + weights.sum(-1)
 
     start = (

@@ -37,10 +37,14 @@ def storage_dtype(dtype: jnp.dtype, backend: str) -> jnp.dtype:
 
 def page_bytes(config: ModelConfig, page_size: int, dtype: jnp.dtype) -> int:
     """Bytes of one page over all layers."""
-    return config.num_layers * 2 * config.num_kv_heads * page_size * config.head_dim * jnp.dtype(dtype).itemsize
+    return (
+        config.num_layers * 2 * config.num_kv_heads * page_size * config.head_dim * jnp.dtype(dtype).itemsize
+    )
 
 
-def make_pool(config: ModelConfig, num_pages: int, page_size: int, storage: jnp.dtype) -> tuple[jax.Array, ...]:
+def make_pool(
+    config: ModelConfig, num_pages: int, page_size: int, storage: jnp.dtype
+) -> tuple[jax.Array, ...]:
     shape = (num_pages, 2, config.num_kv_heads, page_size, config.head_dim)
     return tuple(jnp.zeros(shape, storage) for _ in range(config.num_layers))
 
@@ -64,7 +68,10 @@ def place(table: jax.Array, positions: jax.Array, pool: jax.Array) -> Place:
     num_pages, _, _, page_size, _ = pool.shape
     is_padding = positions < 0
     pages = jnp.take_along_axis(table, jnp.where(is_padding, 0, positions // page_size), axis=1, mode="clip")
-    flat_pages, offsets = jnp.where(is_padding, num_pages, pages).reshape(-1), (positions % page_size).reshape(-1)
+    flat_pages, offsets = (
+        jnp.where(is_padding, num_pages, pages).reshape(-1),
+        (positions % page_size).reshape(-1),
+    )
     return Place(table, positions, flat_pages, offsets, num_used(~is_padding))
 
 
@@ -81,7 +88,9 @@ def take_ends(x: jax.Array, ends: jax.Array) -> jax.Array:
 
 def write(pool: jax.Array, keys: jax.Array, values: jax.Array, place: Place) -> jax.Array:
     """Puts a layer's keys and values [row, chunk, kv_head, head_size] in their place: one scatter, in place when donated."""
-    entries = jnp.stack([keys, values], axis=2).reshape(-1, 2, *keys.shape[2:])  # [row * chunk, 2, kv_head, head_size]
+    entries = jnp.stack([keys, values], axis=2).reshape(
+        -1, 2, *keys.shape[2:]
+    )  # [row * chunk, 2, kv_head, head_size]
     at = pool.at[place.pages, :, :, place.offsets]
     return at.set(to_storage(entries, pool.dtype), mode="drop", wrap_negative_indices=False)
 
@@ -89,7 +98,9 @@ def write(pool: jax.Array, keys: jax.Array, values: jax.Array, place: Place) -> 
 def to_storage(x: jax.Array, storage: jnp.dtype) -> jax.Array:
     dtype = NUMBERS.get(storage, storage)
     if dtype == FP8:
-        x = jnp.clip(x, -LARGEST_FP8, LARGEST_FP8)  # it has no infinity: the cast would make NaN of what is larger
+        x = jnp.clip(
+            x, -LARGEST_FP8, LARGEST_FP8
+        )  # it has no infinity: the cast would make NaN of what is larger
     x = x.astype(dtype)
     return lax.bitcast_convert_type(x, storage) if storage in NUMBERS else x
 
@@ -98,7 +109,9 @@ def from_storage(x: jax.Array) -> jax.Array:
     """Stored keys or values as numbers in `multiplied_in`."""
     if x.dtype == jnp.uint16:  # the upper half of a float32
         return lax.bitcast_convert_type(x.astype(jnp.uint32) << 16, jnp.float32)
-    if x.dtype == jnp.uint8:  # in the places of a float16, whose exponent begins 8 lower; a cast takes four times as long
+    if (
+        x.dtype == jnp.uint8
+    ):  # in the places of a float16, whose exponent begins 8 lower; a cast takes four times as long
         sign, rest = x.astype(jnp.uint16) & 0x80, x.astype(jnp.uint16) & 0x7F
         number = lax.bitcast_convert_type(sign << 8 | rest << 7, jnp.float16).astype(jnp.float32) * 256
         return jnp.where(rest == 0x7F, jnp.nan, number)

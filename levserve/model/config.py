@@ -123,7 +123,12 @@ class ModelConfig:
         """The model as it is served to `max_seq_len` tokens."""
         if not isinstance(self.rope_scaling, LongScaling):
             return self
-        return replace(self, rope_scaling=replace(self.rope_scaling, is_long=max_seq_len > self.rope_scaling.original_max_position))
+        return replace(
+            self,
+            rope_scaling=replace(
+                self.rope_scaling, is_long=max_seq_len > self.rope_scaling.original_max_position
+            ),
+        )
 
     def window(self, layer: int) -> int | None:
         return self.windows[layer] if self.windows else None
@@ -214,7 +219,11 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     gate_up, down = (config.GateUp.size, embed), (embed, config.intermediate_size)
     if config.num_experts:
         count = config.num_experts
-        layer |= {"router": (count, embed), "experts_gate_up": (count, *gate_up), "experts_down": (count, *down)}
+        layer |= {
+            "router": (count, embed),
+            "experts_gate_up": (count, *gate_up),
+            "experts_down": (count, *down),
+        }
     else:
         layer |= {"gate_up": gate_up, "down": down}
     if config.mlp_bias:

@@ -19,10 +19,10 @@ from levserve.model import cache, experts
 from levserve.model.attention import Kernel, attend
 from levserve.model.cache import Place, take_ends
 from levserve.model.config import Activation, ModelConfig, parameter_shapes
-from levserve.model.kernels.gpu_attention import attend_heads
-from levserve.model.kernels.gpu_heads import HeadNorms
+from levserve.model.gpu.attention import attend_heads
+from levserve.model.gpu.heads import HeadNorms
 from levserve.model.linear import Linear
-from levserve.model.quantize import Narrowing, QuantizedLinear
+from levserve.model.quantize import Quantization, QuantizedLinear
 from levserve.model.rotary import Angles, angles_at, rotate
 from levserve.model.sampler import Best, best_of
 
@@ -62,7 +62,14 @@ class Attention(eqx.Module):
     k_norm: Norm | None
 
     def __call__(
-        self, x: NamedArray, pool: jax.Array, place: Place, angles: Angles | None, ends: jax.Array | None, *, window: int | None
+        self,
+        x: NamedArray,
+        pool: jax.Array,
+        place: Place,
+        angles: Angles | None,
+        ends: jax.Array | None,
+        *,
+        window: int | None,
     ) -> tuple[NamedArray, jax.Array]:
         """Writes this chunk's keys and values to the pool, then reads everything the chunk, or its `ends`, may see from it."""
         config = self.config
@@ -107,7 +114,9 @@ class Attention(eqx.Module):
                 kernel=self.kernel,
             )
         mixed = mixed.reshape(*mixed.shape[:2], config.Mixed.size)
-        return self.out(hax.named(mixed, (ROW, CHUNK, config.Mixed.name)), place.num_used if ends is None else None), pool
+        return self.out(
+            hax.named(mixed, (ROW, CHUNK, config.Mixed.name)), place.num_used if ends is None else None
+        ), pool
 
     def _heads(self, x: NamedArray) -> tuple[jax.Array, HeadNorms | None]:
         """[row * chunk, head, head_size] for the GPU's kernels, and the norms that these are to apply: those of a head."""
@@ -117,7 +126,9 @@ class Attention(eqx.Module):
             parts = [apply(self.q_norm, queries), apply(self.k_norm, keys), values]
             arrays = [part.rearrange((ROW, CHUNK, ..., config.HeadSize)).array for part in parts]
             return jnp.concatenate([array.reshape(-1, *array.shape[2:]) for array in arrays], axis=1), None
-        array = qkv.rearrange((ROW, CHUNK, "qkv")).array.reshape(-1, config.QKV.size // config.head_dim, config.head_dim)
+        array = qkv.rearrange((ROW, CHUNK, "qkv")).array.reshape(
+            -1, config.QKV.size // config.head_dim, config.head_dim
+        )
         if self.qkv.bias is None:
             array = array.astype(self.qkv.product_dtype)  # as it comes: another type would be another kernel
         if self.q_norm is None or self.k_norm is None:
@@ -167,17 +178,25 @@ class Experts(eqx.Module):
         return hax.named(mixed.reshape(*place.positions.shape, config.hidden_size), (ROW, CHUNK, "embed"))
 
     def one(self, number: jax.Array, tokens: jax.Array) -> jax.Array:
-        return self._run(self.stacked.gate_up.of_expert(number), self.stacked.down.of_expert(number), tokens, "token")
+        return self._run(
+            self.stacked.gate_up.of_expert(number), self.stacked.down.of_expert(number), tokens, "token"
+        )
 
     def chosen(self, numbers: jax.Array, tokens: jax.Array) -> jax.Array:
         named = hax.named(numbers, "token")
-        return self._run(self.stacked.gate_up.of_each(named), self.stacked.down.of_each(named), tokens, "token")
+        return self._run(
+            self.stacked.gate_up.of_each(named), self.stacked.down.of_each(named), tokens, "token"
+        )
 
     def every(self, tokens: jax.Array) -> jax.Array:
         return self._run(self.stacked.gate_up, self.stacked.down, tokens, "expert", "slot")
 
     def _run(self, gate_up: Linear, down: Linear, tokens: jax.Array, *axes: str) -> jax.Array:
-        return Mlp(self.config, gate_up, down)(hax.named(tokens, (*axes, "embed"))).rearrange((*axes, "embed")).array
+        return (
+            Mlp(self.config, gate_up, down)(hax.named(tokens, (*axes, "embed")))
+            .rearrange((*axes, "embed"))
+            .array
+        )
 
 
 class Layer(eqx.Module):
@@ -195,34 +214,60 @@ class Layer(eqx.Module):
         """Whether it is nothing but norms by size, attention and a gated part, with matrices that a CPU's kernel multiplies."""
         norms = (self.input_norm, self.mlp_norm)
         has_others = self.attention_post_norm is not None or self.mlp_post_norm is not None
-        if has_others or not isinstance(self.mlp, Mlp) or any(norm is None or norm.bias is not None for norm in norms):
+        if (
+            has_others
+            or not isinstance(self.mlp, Mlp)
+            or any(norm is None or norm.bias is not None for norm in norms)
+        ):
             return False
         config, linears = self.attention.config, self._linears()
         is_known = config.is_gated and config.activation is Activation.SILU
         is_known = is_known and not config.attention_softcap and not config.qk_norm_spans_heads
         has_bias = any(linear.bias is not None for name, linear in linears.items() if name != "qkv")
         known = (jnp.int8, jnp.uint8, jnp.bfloat16)
-        is_multiplied = all(linear.is_servable and linear.weight.dtype in known for linear in linears.values())
+        is_multiplied = all(
+            linear.is_servable and linear.weight.dtype in known for linear in linears.values()
+        )
         return is_known and not has_bias and is_multiplied
 
     @property
     def arrays(self) -> dict[str, jax.Array]:
         """Those of a plain layer, by name; what it does not have is not there."""
         named = {"qkv_bias": self.attention.qkv.bias}
-        norms = {"input_norm": self.input_norm, "q_norm": self.attention.q_norm, "k_norm": self.attention.k_norm, "mlp_norm": self.mlp_norm}
+        norms = {
+            "input_norm": self.input_norm,
+            "q_norm": self.attention.q_norm,
+            "k_norm": self.attention.k_norm,
+            "mlp_norm": self.mlp_norm,
+        }
         named |= {name: norm and norm.weight for name, norm in norms.items()}
         for name, linear in self._linears().items():
-            named |= {name: linear.weight, f"{name}_scale": linear.scale if isinstance(linear, QuantizedLinear) else None}
+            named |= {
+                name: linear.weight,
+                f"{name}_scale": linear.scale if isinstance(linear, QuantizedLinear) else None,
+            }
         return {name: array.array for name, array in named.items() if array is not None}
 
     def _linears(self) -> dict[str, Linear]:
         assert isinstance(self.mlp, Mlp)
-        return {"qkv": self.attention.qkv, "out": self.attention.out, "gate_up": self.mlp.gate_up, "down": self.mlp.down}
+        return {
+            "qkv": self.attention.qkv,
+            "out": self.attention.out,
+            "gate_up": self.mlp.gate_up,
+            "down": self.mlp.down,
+        }
 
 
 @functools.partial(jax.jit, static_argnames=("window",))
 def run_layer(
-    layer: Layer, x: NamedArray, pool: jax.Array, place: Place, angles: Angles | None, ends: jax.Array | None, *, window: int | None
+    layer: Layer,
+    x: NamedArray,
+    pool: jax.Array,
+    place: Place,
+    angles: Angles | None,
+    ends: jax.Array | None,
+    *,
+    window: int | None,
 ) -> tuple[NamedArray, jax.Array]:
     """With `ends` only that place of each row's chunk is taken through the layer; the keys and values of all are written."""
     mixed, pool = layer.attention(apply(layer.input_norm, x), pool, place, angles, ends, window=window)
@@ -250,13 +295,19 @@ class Decoder(eqx.Module):
 
     @staticmethod
     def from_arrays(
-        config: ModelConfig, arrays: Mapping[str, jax.Array], *, kernel: Kernel = Kernel.XLA, narrowing: Narrowing | None = None
+        config: ModelConfig,
+        arrays: Mapping[str, jax.Array],
+        *,
+        kernel: Kernel = Kernel.XLA,
+        quantization: Quantization | None = None,
     ) -> Decoder:
         """Arranges the arrays that `parameter_shapes` names, or those that `quantize_arrays` made of them."""
-        assert arrays.keys() == parameter_shapes(config).keys() or any(name.endswith("_scale") for name in arrays)
+        assert arrays.keys() == parameter_shapes(config).keys() or any(
+            name.endswith("_scale") for name in arrays
+        )
 
         has_kernel = kernel in (Kernel.LLVM_DOT, Kernel.LLVM_VNNI)
-        widened = None if narrowing is None else narrowing.widened
+        widened = None if quantization is None else quantization.widened
 
         def optional(name: str, *axes: Axis) -> NamedArray | None:
             return hax.named(arrays[name], axes) if name in arrays else None
@@ -269,7 +320,9 @@ class Decoder(eqx.Module):
             if scale is None:
                 return Linear(weight, bias, rounds, has_kernel)
             is_packed = weight.dtype == jnp.uint8
-            return QuantizedLinear(weight, bias, rounds, is_packed or kernel is Kernel.LLVM_DOT, scale, widened)
+            return QuantizedLinear(
+                weight, bias, rounds, is_packed or kernel is Kernel.LLVM_DOT, scale, widened
+            )
 
         def norm(name: str, *over: Axis) -> Norm | None:
             if name not in arrays:
@@ -282,7 +335,11 @@ class Decoder(eqx.Module):
             return Mlp(config, gate_up, linear(at + "down", config.Embed, config.Mlp, *stacked))
 
         def mixture(at: str) -> Experts:
-            return Experts(config, linear(at + "router", config.Expert, config.Embed), mlp(at + "experts_", config.Expert))
+            return Experts(
+                config,
+                linear(at + "router", config.Expert, config.Embed),
+                mlp(at + "experts_", config.Expert),
+            )
 
         def layer(at: str) -> Layer:
             q_over, k_over = ([config.Heads], [config.KVHeads]) if config.qk_norm_spans_heads else ([], [])
@@ -315,7 +372,12 @@ class Decoder(eqx.Module):
         )
 
     def __call__(
-        self, tokens: jax.Array, pools: tuple[jax.Array, ...], table: jax.Array, positions: jax.Array, ends: jax.Array | None = None
+        self,
+        tokens: jax.Array,
+        pools: tuple[jax.Array, ...],
+        table: jax.Array,
+        positions: jax.Array,
+        ends: jax.Array | None = None,
     ) -> tuple[NamedArray, tuple[jax.Array, ...]]:
         """Runs a chunk of each row: tokens and positions [row, chunk], table [row, page]; gives its hidden states.
 
@@ -325,7 +387,9 @@ class Decoder(eqx.Module):
         config = self.config
         x = self.embed.take("vocab", hax.named(tokens, (ROW, CHUNK))).astype(jnp.float32) * config.embed_scale
         if self.positions is not None:
-            x = x + self.positions.take("position", hax.named(jnp.maximum(positions, 0), (ROW, CHUNK))).astype(jnp.float32)
+            x = x + self.positions.take(
+                "position", hax.named(jnp.maximum(positions, 0), (ROW, CHUNK))
+            ).astype(jnp.float32)
         place = cache.place(table, positions, pools[0])
         ropes = [config.rope(index) for index in range(config.num_layers)]
         angles = {rope: None if rope is None else angles_at(positions, rope) for rope in ropes}
@@ -335,7 +399,9 @@ class Decoder(eqx.Module):
         written = []
         for index, (layer, pool) in enumerate(zip(self.layers, pools, strict=True)):
             last_ends = ends if layer is self.layers[-1] else None
-            x, pool = run_layer(layer, x, pool, place, angles[ropes[index]], last_ends, window=config.window(index))
+            x, pool = run_layer(
+                layer, x, pool, place, angles[ropes[index]], last_ends, window=config.window(index)
+            )
             written.append(pool)
         return self.final_norm(x), tuple(written)
 
@@ -346,24 +412,38 @@ class Decoder(eqx.Module):
     def skips_padding(self, kept: jnp.dtype) -> bool:
         """Whether one kernel takes all layers, with keys and values in this type, and leaves out what is padding."""
         rope = self.config.rope(0)
-        if not self.has_kernel or rope is None or any(self.config.rope(index) != rope for index in range(self.config.num_layers)):
+        if (
+            not self.has_kernel
+            or rope is None
+            or any(self.config.rope(index) != rope for index in range(self.config.num_layers))
+        ):
             return False
-        from levserve.model.kernels import cpu_layers
+        from levserve.model.cpu import layers as cpu_layers
 
         refusal = cpu_layers.refuse_unservable(self.config.head_dim, rope.size, kept)
-        return refusal is None and all(layer.is_plain for layer in self.layers) and len({tuple(layer.arrays) for layer in self.layers}) == 1
+        return (
+            refusal is None
+            and all(layer.is_plain for layer in self.layers)
+            and len({tuple(layer.arrays) for layer in self.layers}) == 1
+        )
 
     def _run_plain(
         self, x: NamedArray, pools: tuple[jax.Array, ...], place: Place, angles: Angles | None
     ) -> tuple[NamedArray, tuple[jax.Array, ...]]:
-        from levserve.model.kernels import cpu_layers
-        from levserve.model.kernels.cpu_heads import Heads
+        from levserve.model.cpu import layers as cpu_layers
+        from levserve.model.cpu.heads import Heads
 
         config, rope = self.config, self.config.rope(0)
         assert rope is not None and angles is not None
         arrays = [layer.arrays for layer in self.layers]
         plan = cpu_layers.Plan(
-            Heads(config.num_kv_heads, config.Group.size, config.head_dim, pools[0].shape[3], cache.numbers_of(pools[0])),
+            Heads(
+                config.num_kv_heads,
+                config.Group.size,
+                config.head_dim,
+                pools[0].shape[3],
+                cache.numbers_of(pools[0]),
+            ),
             num_layers=config.num_layers,
             hidden=config.hidden_size,
             intermediate=config.intermediate_size,
@@ -389,6 +469,6 @@ class Decoder(eqx.Module):
         """The likeliest tokens of the first `num_used` [1] rows."""
         if not self.has_kernel:
             return best_of(logits)
-        from levserve.model.kernels.cpu_best import find_best
+        from levserve.model.cpu.argmax import find_best
 
         return Best(*find_best(logits, num_used))

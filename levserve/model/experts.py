@@ -68,7 +68,9 @@ def _sort(choice: Choice, is_real: jax.Array, num_experts: int) -> _Sorted:
     return _Sorted(jnp.argsort(expert_of), counts, jnp.cumsum(counts))
 
 
-def mix_in_blocks(x: jax.Array, choice: Choice, is_real: jax.Array, experts: Experts, num_experts: int) -> jax.Array:
+def mix_in_blocks(
+    x: jax.Array, choice: Choice, is_real: jax.Array, experts: Experts, num_experts: int
+) -> jax.Array:
     """One expert after another, a few of its pairs at a time: reads the chosen experts only, and multiplies little more than
     the pairs. For devices to which a loop costs nothing."""
     num_tokens, per_token = choice.experts.shape
@@ -89,7 +91,9 @@ def mix_in_blocks(x: jax.Array, choice: Choice, is_real: jax.Array, experts: Exp
         result = experts.one(number, x[tokens]) * weights[pairs][:, None]
         return total.at[jnp.where(at < ends[number], tokens, num_tokens)].add(result, mode="drop")
 
-    return lax.fori_loop(jnp.int32(0), block_ends[-1].astype(jnp.int32), add_block, jnp.zeros(x.shape, jnp.float32))
+    return lax.fori_loop(
+        jnp.int32(0), block_ends[-1].astype(jnp.int32), add_block, jnp.zeros(x.shape, jnp.float32)
+    )
 
 
 def mix_gathered(x: jax.Array, choice: Choice, experts: Experts) -> jax.Array:
@@ -98,7 +102,9 @@ def mix_gathered(x: jax.Array, choice: Choice, experts: Experts) -> jax.Array:
     return (results.reshape(*choice.experts.shape, -1) * choice.weights[..., None]).sum(1)
 
 
-def mix_in_slots(x: jax.Array, choice: Choice, is_real: jax.Array, experts: Experts, num_experts: int) -> jax.Array:
+def mix_in_slots(
+    x: jax.Array, choice: Choice, is_real: jax.Array, experts: Experts, num_experts: int
+) -> jax.Array:
     """All experts in one batched product, each on as many slots as two times the mean of its pairs; an expert with more than
     that asks for another round. A few tokens get a slot each with every expert, so that there is no round to wait for."""
     num_tokens, per_token = choice.experts.shape
@@ -107,7 +113,9 @@ def mix_in_slots(x: jax.Array, choice: Choice, is_real: jax.Array, experts: Expe
     order, counts, ends = _sort(choice, is_real, num_experts)
 
     def add_round(number: jax.Array | int, total: jax.Array) -> jax.Array:
-        at = (ends - counts + number * slots)[:, None] + jnp.arange(slots, dtype=jnp.int32)[None]  # [expert, slot]
+        at = (ends - counts + number * slots)[:, None] + jnp.arange(slots, dtype=jnp.int32)[
+            None
+        ]  # [expert, slot]
         pairs = order[jnp.minimum(at, num_pairs - 1)]
         tokens = pairs // per_token
         results = experts.every(x[tokens]) * weights[pairs][..., None]

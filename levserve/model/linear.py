@@ -35,10 +35,12 @@ class Linear(eqx.Module):
     def _multiply(self, x: NamedArray, num_used: jax.Array | None) -> NamedArray:
         In = self.weight.axes[-1]
         if self.is_servable and self.weight.dtype == jnp.bfloat16:
-            from levserve.model.kernels.cpu_linear import multiply
+            from levserve.model.cpu.linear import multiply
 
             return self._multiply_rows(x, lambda rows: multiply(self.weight.array, None, rows, num_used))
-        product = hax.dot(x.astype(self.weight.dtype), self.weight, axis=In, preferred_element_type=self.product_dtype)
+        product = hax.dot(
+            x.astype(self.weight.dtype), self.weight, axis=In, preferred_element_type=self.product_dtype
+        )
         return product.astype(jnp.float32)
 
     @property
@@ -51,7 +53,7 @@ class Linear(eqx.Module):
         """By a kernel: not those of experts, of which each row may have its own."""
         if not self.has_kernel or self.weight.ndim != 2:
             return False
-        from levserve.model.kernels.cpu_linear import refuse_unservable  # and LLVM with it, which others do without
+        from levserve.model.cpu.linear import refuse_unservable  # and LLVM with it, which others do without
 
         return refuse_unservable(*self.weight.array.shape) is None
 

@@ -19,17 +19,14 @@ import numpy as np
 from haliax import NamedArray
 from numpy.typing import NDArray
 
-from levserve.model.cache import FP8, LARGEST_FP8
 from levserve.model.aligned import aligned_array
 from levserve.model.attention import Kernel
+from levserve.model.cache import FP8, LARGEST_FP8
 from levserve.model.config import ModelConfig
+from levserve.model.hadamard import turn
+from levserve.model.int8_packing import SMALLEST, STEPS, is_packable, pack
 from levserve.model.linear import Linear
-from levserve.model.packing import is_packable, pack
-from levserve.model.rotation import turn
 
-STEPS = 127.0
-SMALLEST = 1e-20
-"""In place of a scale of nothing."""
 ROWS_TOGETHER = 256
 LEAST_ROWS = 2
 """Of an integer product in XLA, which would do one row in a slower way."""
@@ -39,7 +36,7 @@ QUANTIZED = ("qkv", "out", "gate_up", "down", "head")
 
 
 @dataclass(frozen=True)
-class Narrowing:
+class Quantization:
     """How matrices are kept in eight bits, and multiplied."""
 
     kept: jnp.dtype
@@ -52,12 +49,14 @@ class Narrowing:
         return f"{self.kept}, multiplied in {self.widened or self.kept}"
 
 
-def choose_narrowing(kept: jnp.dtype | None, platform: str, dtype: jnp.dtype, kernel: Kernel = Kernel.XLA) -> Narrowing | None:
+def choose_quantization(
+    kept: jnp.dtype | None, platform: str, dtype: jnp.dtype, kernel: Kernel = Kernel.XLA
+) -> Quantization | None:
     """The best for this platform, where other matrices are in `dtype`."""
     if kept is None:
         return None
     is_whole = kept == np.int8 and platform == "cpu"
-    return Narrowing(kept, None if is_whole else dtype, is_packed=is_whole and kernel is Kernel.LLVM_VNNI)
+    return Quantization(kept, None if is_whole else dtype, is_packed=is_whole and kernel is Kernel.LLVM_VNNI)
 
 
 class QuantizedLinear(Linear):
@@ -65,7 +64,7 @@ class QuantizedLinear(Linear):
 
     scale: NamedArray | None = None
     widened: jnp.dtype | None = eqx.field(static=True, default=None)
-    """As in `Narrowing`."""
+    """As in `Quantization`."""
 
     @property
     def product_dtype(self) -> jnp.dtype:
@@ -77,7 +76,7 @@ class QuantizedLinear(Linear):
             return Linear(self.weight.astype(self.widened), rounds=self.rounds)(x) * self.scale
         factors = self.weight.array, self.scale.array
         if self.is_servable:
-            from levserve.model.kernels.cpu_linear import multiply
+            from levserve.model.cpu.linear import multiply
 
             return self._multiply_rows(x, lambda rows: multiply(*factors, rows, num_used))
         return self._multiply_rows(x, lambda rows: multiply_turned(*factors, rows))
@@ -94,7 +93,11 @@ def multiply_turned(weight: jax.Array, scale: jax.Array, x: jax.Array) -> jax.Ar
 
 
 def quantize_arrays(
-    config: ModelConfig, arrays: Iterable[tuple[str, NDArray[np.generic]]], dtype: jnp.dtype, narrowing: Narrowing, num_threads: int = 2
+    config: ModelConfig,
+    arrays: Iterable[tuple[str, NDArray[np.generic]]],
+    dtype: jnp.dtype,
+    quantization: Quantization,
+    num_threads: int = 2,
 ) -> Iterator[tuple[str, NDArray[np.generic]]]:
     """Float32 arrays of a model as they come: matrices in eight bits and with their scales, embeddings in `dtype`, the rest as it was.
 
@@ -104,7 +107,7 @@ def quantize_arrays(
         for name, array in arrays:
             is_head = name == "embed" and config.tied_head
             if is_quantized(name) or is_head:
-                weight, scale = _quantize_rows(array, narrowing, pool)
+                weight, scale = _quantize_rows(array, quantization, pool)
                 target = "head" if is_head else name
                 yield target, weight
                 yield f"{target}_scale", scale
@@ -122,21 +125,21 @@ def is_quantized(name: str) -> bool:
 
 
 def _quantize_rows(
-    matrix: NDArray[np.generic], narrowing: Narrowing, pool: ThreadPoolExecutor
+    matrix: NDArray[np.generic], quantization: Quantization, pool: ThreadPoolExecutor
 ) -> tuple[NDArray[np.generic], NDArray[np.float32]]:
     """Small numbers [out, in] and float32 [out]."""
-    is_packed = narrowing.is_packed and is_packable(*matrix.shape)
-    small = aligned_array(matrix.shape, np.dtype(np.uint8 if is_packed else narrowing.kept))
+    is_packed = quantization.is_packed and is_packable(*matrix.shape)
+    small = aligned_array(matrix.shape, np.dtype(np.uint8 if is_packed else quantization.kept))
     scale = np.empty(len(matrix), np.float32)
-    steps, fill = (STEPS, _fill_int8) if narrowing.kept == np.int8 else (LARGEST_FP8, _fill_fp8)
+    steps, fill = (STEPS, _fill_int8) if quantization.kept == np.int8 else (LARGEST_FP8, _fill_fp8)
 
     def work(start: int) -> None:
         rows = np.asarray(matrix[start : start + ROWS_TOGETHER], np.float32)
-        rows = turn(rows) if narrowing.widened is None else rows
+        rows = turn(rows) if quantization.widened is None else rows
         largest = np.maximum(np.maximum(rows.max(1), -rows.min(1)), SMALLEST)
         scale[start : start + ROWS_TOGETHER] = largest / steps
         into = small[start : start + ROWS_TOGETHER]
-        fill(into.view(narrowing.kept), rows * (steps / largest)[:, None])
+        fill(into.view(quantization.kept), rows * (steps / largest)[:, None])
         if is_packed:
             into[:] = pack(into)
 
@@ -157,7 +160,9 @@ def _fill_fp8(small: NDArray[np.generic], scaled: NDArray[np.float32]) -> None:
     bits = scaled.view(np.uint32)
     upper = bits >> 16
     upper |= (bits & 0xFFFF) != 0
-    np.take(_fp8_of_bfloat16(), upper, out=small.view(np.uint8), mode="clip")  # without a mode it would make a copy
+    np.take(
+        _fp8_of_bfloat16(), upper, out=small.view(np.uint8), mode="clip"
+    )  # without a mode it would make a copy
 
 
 @functools.cache

@@ -34,7 +34,9 @@ class Angles(NamedTuple):
 
 
 def angles_at(positions: jax.Array, rope: Rope) -> Angles:
-    angles = positions.astype(jnp.float32)[..., None, None] * inverse_frequencies(rope)[None, None, None]  # bf16 cannot tell 257 from 256
+    angles = (
+        positions.astype(jnp.float32)[..., None, None] * inverse_frequencies(rope)[None, None, None]
+    )  # bf16 cannot tell 257 from 256
     length = rope.scaling.attention_factor if isinstance(rope.scaling, LongScaling) else 1.0
     return Angles(jnp.cos(angles) * length, jnp.sin(angles) * length)
 

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from levserve.model.kernels.gpu_draw import draw_tokens
+from levserve.model.gpu.draw import draw_tokens
 
 NUM_TOP = 20
 """Alternatives returned with every token in full mode: the most that OpenAI's API lets a client ask for."""
@@ -114,7 +114,13 @@ def sample(
     assert memory is not None
     # A GPU has other programs for who asks for less; a CPU has this one alone, in which each step would copy all logits.
     drawn: Drawn = lax.platform_dependent(
-        logits, best, positions, rules, memory, cpu=_sample_as_asked, default=lambda logits, _, *given: _sample_fully(logits, *given)
+        logits,
+        best,
+        positions,
+        rules,
+        memory,
+        cpu=_sample_as_asked,
+        default=lambda logits, _, *given: _sample_fully(logits, *given),
     )
     return drawn._replace(tokens=_mark_poisoned(drawn.tokens, best))
 
@@ -127,7 +133,9 @@ def _sample_by_kernel(logits: jax.Array, positions: jax.Array, rules: Rules, mem
     return Drawn(tokens) if memory is None else Drawn(tokens, *_logprobs_if_wanted(logits, tokens, rules))
 
 
-def _sample_as_asked(logits: jax.Array, best: Best, positions: jax.Array, rules: Rules, memory: Memory) -> Drawn:
+def _sample_as_asked(
+    logits: jax.Array, best: Best, positions: jax.Array, rules: Rules, memory: Memory
+) -> Drawn:
     def sample_plainly(logits: jax.Array, positions: jax.Array, rules: Rules, _: Memory) -> Drawn:
         tokens = choose(logits, None, best, positions, rules)
         return Drawn(tokens, *_no_logprobs(logits, tokens))
@@ -139,7 +147,9 @@ def _sample_as_asked(logits: jax.Array, best: Best, positions: jax.Array, rules:
         drawn = lax.map(lambda part: _sample_fully(*part), parts)
         return jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), drawn)
 
-    is_asked = _is_penalised(rules) | _is_truncated(rules) | (rules.num_edits > 0) | (rules.wants_logprobs != 0)
+    is_asked = (
+        _is_penalised(rules) | _is_truncated(rules) | (rules.num_edits > 0) | (rules.wants_logprobs != 0)
+    )
     drawn: Drawn = lax.cond(is_asked.any(), sample_by_parts, sample_plainly, logits, positions, rules, memory)
     return drawn
 
@@ -200,7 +210,9 @@ def logprobs_of(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Ar
     return chosen - total, top_ids, top - total[:, None]
 
 
-def _logprobs_if_wanted(logits: jax.Array, tokens: jax.Array, rules: Rules) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _logprobs_if_wanted(
+    logits: jax.Array, tokens: jax.Array, rules: Rules
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     found: tuple[jax.Array, jax.Array, jax.Array] = lax.cond(
         (rules.wants_logprobs != 0).any(), logprobs_of, _no_logprobs, logits, tokens
     )
@@ -212,7 +224,9 @@ def _no_logprobs(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.A
     return top[:, 0], top.astype(jnp.int32), top
 
 
-def choose(logits: jax.Array, floor: jax.Array | None, best: Best, positions: jax.Array, rules: Rules) -> jax.Array:
+def choose(
+    logits: jax.Array, floor: jax.Array | None, best: Best, positions: jax.Array, rules: Rules
+) -> jax.Array:
     """Greedy for rows at temperature 0, else a draw from the softmax of what is not below the floor [row], if there is one."""
 
     def draw() -> jax.Array:
@@ -226,7 +240,9 @@ def choose(logits: jax.Array, floor: jax.Array | None, best: Best, positions: ja
 
 def _points(positions: jax.Array, rules: Rules, *shape: int) -> jax.Array:
     """Random numbers for each row, at least 0 and below 1: [row, *shape]."""
-    keys = jax.vmap(lambda seed, position: jax.random.fold_in(jax.random.wrap_key_data(seed), position))(rules.seed, positions)
+    keys = jax.vmap(lambda seed, position: jax.random.fold_in(jax.random.wrap_key_data(seed), position))(
+        rules.seed, positions
+    )
     return jax.vmap(lambda key: jax.random.uniform(key, shape))(keys)
 
 
@@ -252,8 +268,12 @@ def _edit(logits: jax.Array, positions: jax.Array, rules: Rules, memory: Memory)
         number = jnp.arange(MAX_EDITS, dtype=jnp.int32)[None]
         is_active = (number < rules.num_edits[:, None]) & (positions[:, None] < memory.edit_until)
         rows = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
-        logits = lax.cond(_is_penalised(rules).any(), lambda: _penalise(logits, positions, rules, memory), lambda: logits)
-        return logits.at[rows, memory.edit_ids].add(jnp.where(is_active, memory.edit_values, 0.0), mode="drop")
+        logits = lax.cond(
+            _is_penalised(rules).any(), lambda: _penalise(logits, positions, rules, memory), lambda: logits
+        )
+        return logits.at[rows, memory.edit_ids].add(
+            jnp.where(is_active, memory.edit_values, 0.0), mode="drop"
+        )
 
     return lax.cond((_is_penalised(rules) | (rules.num_edits > 0)).any(), edit, lambda logits: logits, logits)
 
@@ -333,7 +353,9 @@ def _lowest_floor(scaled: jax.Array, is_enough: Callable[[jax.Array], jax.Array]
     def narrow(step: jax.Array | int, floor: jax.Array) -> jax.Array:
         unit = jnp.uint32(1) << (30 - 2 * jnp.uint32(step))
         raised = (floor + unit * jnp.uint32(times) for times in (1, 2, 3))
-        return floor + unit * sum(is_enough(ordered >= higher[:, None]).astype(jnp.uint32) for higher in raised)
+        return floor + unit * sum(
+            is_enough(ordered >= higher[:, None]).astype(jnp.uint32) for higher in raised
+        )
 
     def search(floor: jax.Array, *, is_unrolled: bool) -> jax.Array:
         return lax.fori_loop(0, 16, narrow, floor, unroll=is_unrolled)
@@ -351,7 +373,9 @@ def _ordered(x: jax.Array) -> jax.Array:
 
 
 def _from_ordered(bits: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(jnp.where(bits >> 31 == 1, bits & jnp.uint32((1 << 31) - 1), ~bits), jnp.float32)
+    return lax.bitcast_convert_type(
+        jnp.where(bits >> 31 == 1, bits & jnp.uint32((1 << 31) - 1), ~bits), jnp.float32
+    )
 
 
 def _chunked(x: jax.Array, fill: float, size: int = CHUNK) -> jax.Array:

@@ -98,4 +98,7 @@ class Pace:
             self._used_share += WEIGHT_OF_AN_END * (num_generated / max_tokens - self._used_share)
 
     def seconds_for(self, backlog: Backlog) -> float:
-        return backlog.prefill * self.prefill.token_seconds + backlog.decode * self._used_share * self.decode.token_seconds
+        return (
+            backlog.prefill * self.prefill.token_seconds
+            + backlog.decode * self._used_share * self.decode.token_seconds
+        )

@@ -132,7 +132,9 @@ class PagePool:
         free, idle = set(self._free), set(self._idle)
         assert len(free) == len(self._free), "a page is free twice"
         for page in range(self.num_pages):
-            assert (page in free) + (page in idle) + (holders[page] > 0) == 1, f"page {page} is in {holders[page]} holders, free or idle"
+            assert (page in free) + (page in idle) + (holders[page] > 0) == 1, (
+                f"page {page} is in {holders[page]} holders, free or idle"
+            )
         assert idle <= self._key_of.keys(), "an idle page remembers nothing"
         assert not free & self._key_of.keys(), "a free page remembers something"
         assert {key: page for page, key in self._key_of.items()} == self._page_of, "keys and pages differ"

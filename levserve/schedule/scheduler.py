@@ -3,10 +3,10 @@
 Called by the device loop only. Plain Python over numbers: no arrays, no clock of its own, no threads. The order is first
 come, first served, also after a preemption: a sequence that lost its pages keeps its tokens and its place.
 
-Rounds may be planned before the last one was read back. What is not known yet are the values of the tokens in flight, not
+Rounds may be planned before the last one was read back. What is not known yet are the values of the tokens in in_flight, not
 their number, so positions and pages can be given ahead; a sequence that turns out to have stopped ran one round for
 nothing. Its pages may be given away at once all the same: programs run in the order of dispatch, because each takes the
-KV pool that the one before returned, so a stray write lands before the next holder's own. Of a draft in flight not even the
+KV pool that the one before returned, so a stray write lands before the next holder's own. Of a draft in in_flight not even the
 number is known: its sequence waits until it is read.
 """
 
@@ -70,8 +70,10 @@ class Scheduler:
 
     @property
     def is_speculating(self) -> bool:
-        """Whether the next plan should draft, for which all that is in flight must be read before."""
-        return self.speculation is not None and self.speculation.pays(sum(sequence.is_primed for sequence in self._running.values()))
+        """Whether the next plan should draft, for which all that is in in_flight must be read before."""
+        return self.speculation is not None and self.speculation.pays(
+            sum(sequence.is_primed for sequence in self._running.values())
+        )
 
     @property
     def num_streams(self) -> int:
@@ -81,7 +83,9 @@ class Scheduler:
     def backlog(self) -> Backlog:
         """What is still to do if everyone takes all the tokens they may; looks at every sequence."""
         sequences = (*self._running.values(), *self._waiting.values())
-        prefill = sum(len(sequence.tokens) - sequence.num_computed for sequence in sequences if not sequence.is_primed)
+        prefill = sum(
+            len(sequence.tokens) - sequence.num_computed for sequence in sequences if not sequence.is_primed
+        )
         decode = sum(sequence.max_length - sequence.length for sequence in sequences)
         return Backlog(prefill, max(decode, 0))
 
@@ -128,10 +132,14 @@ class Scheduler:
         rows = self._plan_rows(preempted)
         admitted: list[Sequence] = []
         forks: list[Fork] = []
-        busy_tokens = self.budget.busy_tokens if max_prefill is None else min(self.budget.busy_tokens, max_prefill)
+        busy_tokens = (
+            self.budget.busy_tokens if max_prefill is None else min(self.budget.busy_tokens, max_prefill)
+        )
         chunks = self._plan_chunks(busy_tokens if rows else None, admitted, forks)
         tainted, self._tainted = self._tainted, []
-        return RoundPlan(tuple(chunks), tuple(rows), tuple(admitted), tuple(preempted), tuple(forks), tuple(tainted))
+        return RoundPlan(
+            tuple(chunks), tuple(rows), tuple(admitted), tuple(preempted), tuple(forks), tuple(tainted)
+        )
 
     def commit(self, plan: RoundPlan, chunks: Seq[Sampled], rows: Seq[Sampled]) -> list[Progress]:
         """Takes what a planned round sampled, in the plan's order, and says what each stream gained."""
@@ -156,7 +164,9 @@ class Scheduler:
         """Recomputes slots and pages from the sequences; raises AssertionError on the first difference."""
         self.pool.check(sequence.pages for sequence in self._running.values())
         slots = [sequence.slot for sequence in self._running.values()]
-        assert sorted([*self._free_slots, *(slot for slot in slots if slot is not None)]) == list(range(self.budget.num_slots))
+        assert sorted([*self._free_slots, *(slot for slot in slots if slot is not None)]) == list(
+            range(self.budget.num_slots)
+        )
         for sequence in self._running.values():
             assert not sequence.is_ended and sequence.slot is not None
             assert self._pages_for(sequence.num_computed) <= len(sequence.pages)
@@ -176,21 +186,29 @@ class Scheduler:
                 continue  # preempted a moment ago, or still prefilling
             steps = min(max_steps, sequence.max_length - sequence.length)
             if steps <= 0:
-                continue  # its last tokens are in flight
+                continue  # its last tokens are in in_flight
             position = sequence.num_computed
-            if position + steps > len(sequence.pages) * page_size and not self._grow(sequence, position + steps, preempted):
+            if position + steps > len(sequence.pages) * page_size and not self._grow(
+                sequence, position + steps, preempted
+            ):
                 break  # it was the youngest itself, so nobody is left behind it
             rows.append(Row(sequence, sequence.slot, position, steps))
             sequence.num_computed += steps
             sequence.num_pending += steps
-        return [self._with_draft(row, drafts.get(row.sequence.request.request_id, ())) for row in rows] if drafts else rows
+        return (
+            [self._with_draft(row, drafts.get(row.sequence.request.request_id, ())) for row in rows]
+            if drafts
+            else rows
+        )
 
     def _draft(self) -> dict[str, tuple[int, ...]]:
         """What may follow the tokens of those sequences whose tokens are all known."""
         drafts = {}
         for request_id, sequence in self._running.items():
             if sequence.is_primed and not sequence.num_pending and sequence.drafter is not None:
-                drafts[request_id] = sequence.drafter.propose(sequence.tokens, sequence.max_length - sequence.length - 1)
+                drafts[request_id] = sequence.drafter.propose(
+                    sequence.tokens, sequence.max_length - sequence.length - 1
+                )
         return {request_id: draft for request_id, draft in drafts.items() if draft}
 
     def _with_draft(self, row: Row, draft: tuple[int, ...]) -> Row:
@@ -215,7 +233,9 @@ class Scheduler:
         sequence.pages += pages
         return True
 
-    def _plan_chunks(self, busy_tokens: int | None, admitted: list[Sequence], forks: list[Fork]) -> list[Chunk]:
+    def _plan_chunks(
+        self, busy_tokens: int | None, admitted: list[Sequence], forks: list[Fork]
+    ) -> list[Chunk]:
         """Spends the prefill budget on those who prefill already, then on the queue; never less than one small chunk.
 
         Who finds its prompt computed by another costs nothing. Without streams that wait for it there are no `busy_tokens`.
@@ -263,7 +283,7 @@ class Scheduler:
         """Moves the head of the queue into a slot when there is one and pages for all its tokens and the next."""
         sequence = next(iter(self._waiting.values()), None)
         if sequence is None or not self._free_slots or sequence.num_pending > 0:
-            return None  # tokens in flight at its preemption are read first: they are part of what it must recompute
+            return None  # tokens in in_flight at its preemption are read first: they are part of what it must recompute
         match = self.pool.match(sequence.tokens, sequence.num_reusable)
         length = min(len(sequence.tokens) + 1, sequence.max_length)
         rest = self.pool.take(self._pages_for(length) - len(match.pages))
@@ -288,7 +308,13 @@ class Scheduler:
         """
         source = self._running.get(sequence.request.shares_prompt_of or "")
         tail = (len(sequence.tokens) - 1) // self.pool.page_size
-        if source is None or source.is_stale or not source.is_primed or not sequence.can_fork or sequence.num_remembered < tail:
+        if (
+            source is None
+            or source.is_stale
+            or not source.is_primed
+            or not sequence.can_fork
+            or sequence.num_remembered < tail
+        ):
             return None
         assert sequence.slot is not None
         sequence.num_computed = sequence.num_cached = len(sequence.tokens) - 1
@@ -305,7 +331,9 @@ class Scheduler:
             return self._take(sequence, sampled._replace(prompt_logprobs=scores))
         if not scores or sequence.is_ended:
             return None
-        return Progress(sequence, TokenBatch((), num_cached=sequence.num_cached or 0, prompt_logprobs=tuple(scores)))
+        return Progress(
+            sequence, TokenBatch((), num_cached=sequence.num_cached or 0, prompt_logprobs=tuple(scores))
+        )
 
     def _take_row(self, row: Row, sampled: Sampled) -> Progress | None:
         """What a draft got right counts as if it had been planned."""
@@ -333,7 +361,9 @@ class Scheduler:
             self._drop(sequence)
         logprobs = tuple(sampled.logprobs[: len(kept)]) if sampled.logprobs else ()
         scores, hidden = tuple(sampled.prompt_logprobs), sampled.hidden
-        return Progress(sequence, TokenBatch(tuple(kept), logprobs, finish, sequence.num_cached or 0, scores, hidden))
+        return Progress(
+            sequence, TokenBatch(tuple(kept), logprobs, finish, sequence.num_cached or 0, scores, hidden)
+        )
 
     def _fail(self, sequence: Sequence) -> Progress:
         """Ends a sequence whose numbers are not finite: nobody is to find its pages, and who gets them gets them clean."""
@@ -350,16 +380,22 @@ class Scheduler:
         if not stop_ids.isdisjoint(tokens):
             first = next(index for index, token in enumerate(tokens) if token in stop_ids)
             return tokens[:first], FinishReason.STOP
-        return tokens, FinishReason.LENGTH if len(sequence.tokens) + len(tokens) >= sequence.max_length else None
+        return tokens, FinishReason.LENGTH if len(sequence.tokens) + len(
+            tokens
+        ) >= sequence.max_length else None
 
     def _remember(self, sequence: Sequence) -> None:
         """Makes pages findable whose tokens are known and whose KV is on its way."""
         if sequence.is_stale:
             return
         size = self.pool.page_size
-        while (end := (sequence.num_remembered + 1) * size) <= sequence.num_computed and end <= len(sequence.tokens):
+        while (end := (sequence.num_remembered + 1) * size) <= sequence.num_computed and end <= len(
+            sequence.tokens
+        ):
             tokens = tuple(sequence.tokens[end - size : end])
-            sequence.serial = self.pool.remember(sequence.pages[sequence.num_remembered], sequence.serial, tokens)
+            sequence.serial = self.pool.remember(
+                sequence.pages[sequence.num_remembered], sequence.serial, tokens
+            )
             sequence.num_remembered += 1
 
     def _preempt(self, sequence: Sequence) -> None:

@@ -18,7 +18,7 @@ class Sequence:
     """One request's progress.
 
     `tokens` are known on the host: the prompt and what was read back. `num_pending` more were sampled by rounds that are
-    still in flight; their number is known, their values are not. `num_computed` positions have their KV written by rounds
+    still in in_flight; their number is known, their values are not. `num_computed` positions have their KV written by rounds
     already dispatched.
     """
 
@@ -45,7 +45,7 @@ class Sequence:
     is_ended: bool = False
     drafter: Drafter | None = None
     is_verifying: bool = False
-    """Whether a draft is in flight, so that not even the number of its tokens is known."""
+    """Whether a draft is in in_flight, so that not even the number of its tokens is known."""
     max_length: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -53,7 +53,7 @@ class Sequence:
 
     @property
     def length(self) -> int:
-        """Tokens there are, counting those still in flight."""
+        """Tokens there are, counting those still in in_flight."""
         return len(self.tokens) + self.num_pending
 
     @property
@@ -140,7 +140,7 @@ class RoundPlan:
 
 
 class Progress(NamedTuple):
-    """News for one request's stream."""
+    """Delivered for one request's stream."""
 
     sequence: Sequence
     batch: TokenBatch

@@ -38,7 +38,13 @@ _HIDDEN = re.compile(f"{_OPEN}([0-9]+){_CLOSE}")
 # What a template may do to a client's messages short of a syntax error: `raise_exception`, undefined names, None + str.
 _TEMPLATE_FAILURES = (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 _OWN_ARGUMENTS = frozenset(
-    ("add_generation_prompt", "chat_template", "continue_final_message", "messages", "return_assistant_tokens_mask")
+    (
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "messages",
+        "return_assistant_tokens_mask",
+    )
 )
 
 
@@ -50,12 +56,16 @@ class Options(TypedDict, total=False):
     template_kwargs: Mapping[str, Any] | None
 
 
-def render_chat(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **options: Unpack[Options]) -> list[int]:
+def render_chat(
+    tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **options: Unpack[Options]
+) -> list[int]:
     """Tokens of a conversation, as the template writes it: nothing is added, so there is no second BOS."""
     return _encode(tokenizer, _render_hidden(tokenizer, messages, **options))
 
 
-def render_text(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **options: Unpack[Options]) -> str:
+def render_text(
+    tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **options: Unpack[Options]
+) -> str:
     """The conversation as text, for people: control tokens and what a client wrote to look like them are the same in it."""
     return _reveal(_render_hidden(tokenizer, messages, **options), tokenizer.special_tokens)
 
@@ -98,7 +108,9 @@ def _render_hidden(
             continue_final_message=continue_final_message,
         )
     except RecursionError:
-        raise BadRequest("'chat_template_kwargs' is nested too deeply.", param="chat_template_kwargs") from None
+        raise BadRequest(
+            "'chat_template_kwargs' is nested too deeply.", param="chat_template_kwargs"
+        ) from None
 
 
 def _plain_message(number: int, message: Mapping[str, Any], template: str) -> dict[str, Any]:
@@ -123,7 +135,9 @@ def _plain_content(number: int, role: Any, content: Any) -> str:
 def _part_text(part: Any, where: str) -> str:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind != "text":
-        raise BadRequest(f"This model reads text only: {where}.type must be 'text', not {kind!r}.", param=f"{where}.type")
+        raise BadRequest(
+            f"This model reads text only: {where}.type must be 'text', not {kind!r}.", param=f"{where}.type"
+        )
     text = part.get("text")
     if not isinstance(text, str):
         raise BadRequest(f"{where}.text must be a string.", param=f"{where}.text")
@@ -131,13 +145,19 @@ def _part_text(part: Any, where: str) -> str:
 
 
 def _special_names(tokenizer: Tokenizer) -> dict[str, str]:
-    names = {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token, "pad_token": tokenizer.pad_token}
+    names = {
+        "bos_token": tokenizer.bos_token,
+        "eos_token": tokenizer.eos_token,
+        "pad_token": tokenizer.pad_token,
+    }
     return {name: token for name, token in names.items() if token is not None}
 
 
 def _checked(template_kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
     if taken := _OWN_ARGUMENTS & template_kwargs.keys():
-        raise BadRequest(f"The template argument {min(taken)} is set by the server.", param="chat_template_kwargs")
+        raise BadRequest(
+            f"The template argument {min(taken)} is set by the server.", param="chat_template_kwargs"
+        )
     return template_kwargs
 
 
@@ -152,10 +172,16 @@ def _render(
 ) -> str:
     try:
         return render_template(
-            template, conversation, names, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message
+            template,
+            conversation,
+            names,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
         )
     except _TEMPLATE_FAILURES as error:
-        raise BadRequest(f"The chat template refuses these messages: {_reveal(str(error), specials)}", param="messages") from error
+        raise BadRequest(
+            f"The chat template refuses these messages: {_reveal(str(error), specials)}", param="messages"
+        ) from error
 
 
 def _hide(value: Any, specials: Sequence[str]) -> Any:
@@ -166,7 +192,9 @@ def _hide(value: Any, specials: Sequence[str]) -> Any:
     """
     if isinstance(value, str):
         if not is_unicode(value):
-            raise BadRequest("A message holds half of a surrogate pair, which is not a character.", param="messages")
+            raise BadRequest(
+                "A message holds half of a surrogate pair, which is not a character.", param="messages"
+            )
         for number, special in enumerate(specials):
             value = value.replace(special, f"{_OPEN}{number}{_CLOSE}")
         return value

@@ -47,7 +47,9 @@ class Detokenizer:
     With `continues` the text goes on from a prompt, so a space that stands before its first word is kept.
     """
 
-    def __init__(self, spell: Callable[[int], bytes | None], spelling: Spelling, *, continues: bool = False) -> None:
+    def __init__(
+        self, spell: Callable[[int], bytes | None], spelling: Spelling, *, continues: bool = False
+    ) -> None:
         self._spell = spell
         self._separator = spelling.separator
         self._drops_space = spelling.drops_first_space and not continues
@@ -96,7 +98,9 @@ def read_spelling(decoder: Mapping[str, Any] | None) -> Spelling:
             case {"type": "Strip", "content": " ", "start": 0 | 1 as start, "stop": 0}:
                 drops_first_space = start == 1
             case _:
-                raise StartupError(f"the tokenizer's decoder step {dict(step)} is not supported; give another tokenizer with --tokenizer")
+                raise StartupError(
+                    f"the tokenizer's decoder step {dict(step)} is not supported; give another tokenizer with --tokenizer"
+                )
     kinds = {step["type"] for step in steps}
     return Spelling(
         is_byte_level="ByteLevel" in kinds,
@@ -117,7 +121,9 @@ def _byte_of_char() -> dict[str, int]:
     """GPT-2's alphabet: a printable Latin-1 byte is its own character, the others follow from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + place): byte for place, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | {
+        chr(0x100 + place): byte for place, byte in enumerate(others)
+    }
 
 
 _BYTE_OF_CHAR = _byte_of_char()

@@ -13,19 +13,23 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from levserve.errors import StartupError
-from levserve.gguf_header import read_header
+from levserve.gguf.header import read_header
 from levserve.text.sentencepiece import Pieces, PieceType, build_sentencepiece
 from levserve.text.vocabulary import Vocabulary
 
 # llama.cpp ends at these by name as well: many files name only one of the tokens their model ends with.
 _END_TOKENS = (
-    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|endoftext|>", "<|end_of_text|>", "<|end|>", "<end_of_turn>",
-)  # fmt: skip
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|im_end|>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<|end|>",
+    "<end_of_turn>",
+)
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
-_LLAMA3_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+_LLAMA3_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _QWEN2_WORDS = _LLAMA3_WORDS.replace(r"\p{N}{1,3}", r"\p{N}")
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CASED_WORDS = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+SHORT|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*SHORT"
@@ -48,10 +52,14 @@ def read_vocabulary(path: Path) -> Vocabulary:
     metadata = read_header(path).metadata
     kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
     if kind not in ("gpt2", "llama"):
-        raise StartupError(f"{path}: GGUF vocabulary {kind!r} is not supported (gpt2 and llama are); give the model's own with --tokenizer")
+        raise StartupError(
+            f"{path}: GGUF vocabulary {kind!r} is not supported (gpt2 and llama are); give the model's own with --tokenizer"
+        )
     splitting = None if kind == "llama" else _splittings().get(str(pre))
     if kind == "gpt2" and splitting is None:
-        raise StartupError(f"{path}: GGUF pre-tokenizer {pre!r} is not supported; give the model's own tokenizer with --tokenizer")
+        raise StartupError(
+            f"{path}: GGUF pre-tokenizer {pre!r} is not supported; give the model's own tokenizer with --tokenizer"
+        )
     try:
         return _build_vocabulary(metadata, splitting)
     except Exception as error:  # tokenizers raises bare Exception for a vocabulary that its merges do not fit
@@ -74,9 +82,13 @@ def _build_vocabulary(metadata: Mapping[str, Any], splitting: _Splitting | None)
     else:
         backend = _build_backend(tokens, types, metadata["tokenizer.ggml.merges"], splitting)
     bos_token = named("bos_token_id")
-    if bos_token is not None and metadata.get("tokenizer.ggml.add_bos_token", splitting is None or splitting.adds_bos):
+    if bos_token is not None and metadata.get(
+        "tokenizer.ggml.add_bos_token", splitting is None or splitting.adds_bos
+    ):
         bos = metadata["tokenizer.ggml.bos_token_id"]
-        backend.post_processor = processors.TemplateProcessing(single=[bos_token, "$A"], special_tokens=[(bos_token, bos)])
+        backend.post_processor = processors.TemplateProcessing(
+            single=[bos_token, "$A"], special_tokens=[(bos_token, bos)]
+        )
     ends = {metadata.get(f"tokenizer.ggml.{key}") for key in _END_KEYS}
     added = (PieceType.CONTROL, PieceType.USER_DEFINED)
     ends |= {token for token, text in enumerate(tokens) if types[token] in added and text in _END_TOKENS}
@@ -90,7 +102,9 @@ def _build_vocabulary(metadata: Mapping[str, Any], splitting: _Splitting | None)
     )
 
 
-def _build_backend(tokens: list[str], types: list[int], merges: list[str], splitting: _Splitting) -> Tokenizer:
+def _build_backend(
+    tokens: list[str], types: list[int], merges: list[str], splitting: _Splitting
+) -> Tokenizer:
     backend = Tokenizer(
         models.BPE(
             vocab={text: token for token, text in enumerate(tokens)},
@@ -133,7 +147,9 @@ def _splittings() -> dict[str, _Splitting]:
 
 
 def _split(words: str) -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(words), behavior="isolated"), _byte_level(use_regex=False)])
+    return pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(words), behavior="isolated"), _byte_level(use_regex=False)]
+    )
 
 
 def _byte_level(*, use_regex: bool) -> pre_tokenizers.PreTokenizer:

@@ -49,7 +49,9 @@ def _read_tokenizer_model(path: Path) -> Vocabulary:
     _add_tokens(backend, config, normalized=False)  # normalized, a token would be found only after a space
     bos = _find_named(backend, config, "bos_token")
     if bos is not None and config.get("add_bos_token", True):
-        backend.post_processor = TemplateProcessing(single=[bos, "$A"], special_tokens=[(bos, backend.token_to_id(bos))])
+        backend.post_processor = TemplateProcessing(
+            single=[bos, "$A"], special_tokens=[(bos, backend.token_to_id(bos))]
+        )
     return _describe(path, backend, config)
 
 
@@ -60,8 +62,12 @@ def _read_with_transformers(path: Path) -> Vocabulary:
 
     found = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     if not found.is_fast:
-        raise StartupError(f"{path}: {type(found).__name__} has no tokenizer.json form; give another folder with --tokenizer")
-    return _describe(path, found.backend_tokenizer, found.special_tokens_map | {"chat_template": found.chat_template})
+        raise StartupError(
+            f"{path}: {type(found).__name__} has no tokenizer.json form; give another folder with --tokenizer"
+        )
+    return _describe(
+        path, found.backend_tokenizer, found.special_tokens_map | {"chat_template": found.chat_template}
+    )
 
 
 def _is_not_torch_notice(record: logging.LogRecord) -> bool:
@@ -75,7 +81,9 @@ def _read_config(path: Path, backend: Tokenizer) -> dict[str, Any]:
     if "added_tokens_decoder" in config:
         return config
     added = {token: {"content": text} for text, token in _read_json(path / "added_tokens.json").items()}
-    missing = {token: entry for token, entry in added.items() if backend.token_to_id(entry["content"]) is None}
+    missing = {
+        token: entry for token, entry in added.items() if backend.token_to_id(entry["content"]) is None
+    }
     return {**config, **_read_json(path / "special_tokens_map.json"), "added_tokens_decoder": missing}
 
 
@@ -145,7 +153,9 @@ def _find_template(path: Path, configured: object) -> str | None:
 
 def _configured_eos(path: Path) -> set[int]:
     """The tokens that end generation as the model's configuration has them."""
-    return set().union(*(_eos_in(_read_json(path / name)) for name in ("config.json", "generation_config.json")))
+    return set().union(
+        *(_eos_in(_read_json(path / name)) for name in ("config.json", "generation_config.json"))
+    )
 
 
 def _eos_in(config: dict[str, Any]) -> set[int]:

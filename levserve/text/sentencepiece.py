@@ -45,7 +45,9 @@ def build_sentencepiece(pieces: Pieces, *, strips_after: bool = False) -> Tokeni
     """With `strips_after` a special token takes the spaces after it, as Phi-3's do."""
     backend = Tokenizer(_unigram(pieces) if pieces.is_unigram else _bpe(pieces))
     spaces = normalizers.Replace(" ", SPACE)
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), spaces]) if pieces.adds_space else spaces
+    backend.normalizer = (
+        normalizers.Sequence([normalizers.Prepend(SPACE), spaces]) if pieces.adds_space else spaces
+    )
     if pieces.is_unigram:  # words are looked at alone, or a long text would take long
         backend.pre_tokenizer = pre_tokenizers.Split(Regex(f"{SPACE}[^{SPACE}]*"), behavior="isolated")
     steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -53,7 +55,10 @@ def build_sentencepiece(pieces: Pieces, *, strips_after: bool = False) -> Tokeni
     backend.add_tokens(
         [
             AddedToken(
-                text, special=kind != PieceType.USER_DEFINED, normalized=False, rstrip=strips_after and kind == PieceType.CONTROL
+                text,
+                special=kind != PieceType.USER_DEFINED,
+                normalized=False,
+                rstrip=strips_after and kind == PieceType.CONTROL,
             )
             for text, kind in zip(pieces.texts, pieces.types, strict=True)
             if kind in (PieceType.CONTROL, PieceType.UNKNOWN, PieceType.USER_DEFINED)
@@ -64,13 +69,19 @@ def build_sentencepiece(pieces: Pieces, *, strips_after: bool = False) -> Tokeni
 
 def _bpe(pieces: Pieces) -> models.BPE:
     vocab = {text: token for token, text in enumerate(pieces.texts)}
-    unknown = next((text for text, kind in zip(pieces.texts, pieces.types) if kind == PieceType.UNKNOWN), None)
+    unknown = next(
+        (text for text, kind in zip(pieces.texts, pieces.types) if kind == PieceType.UNKNOWN), None
+    )
     return models.BPE(vocab, _merges(pieces, vocab), unk_token=unknown, fuse_unk=True, byte_fallback=True)
 
 
 def _merges(pieces: Pieces, vocab: dict[str, int]) -> list[tuple[str, str]]:
     """Every way to put an ordinary piece together from two others, best piece first."""
-    mergeable = {text for text, kind in zip(pieces.texts, pieces.types) if kind in (PieceType.NORMAL, PieceType.USER_DEFINED)}
+    mergeable = {
+        text
+        for text, kind in zip(pieces.texts, pieces.types)
+        if kind in (PieceType.NORMAL, PieceType.USER_DEFINED)
+    }
     found: list[tuple[float, int, int, tuple[str, str]]] = []
     for text, score, kind in zip(pieces.texts, pieces.scores, pieces.types, strict=True):
         if kind != PieceType.NORMAL:  # a control token is never made of text
@@ -92,16 +103,24 @@ def read_sentencepiece(path: Path) -> Pieces:
     """Reads a tokenizer.model: the few fields of sentencepiece's protobuf that say how text becomes pieces."""
     try:
         fields = list(_fields(path.read_bytes()))
-        entries = [dict(_fields(value)) for number, value in fields if number == 1 and isinstance(value, bytes)]
+        entries = [
+            dict(_fields(value)) for number, value in fields if number == 1 and isinstance(value, bytes)
+        ]
         trainer, normalizer = (dict(_fields(_bytes(dict(fields).get(number, b"")))) for number in (2, 3))
         texts = [_bytes(entry[1]).decode() for entry in entries]
         scores = [struct.unpack("<f", _bytes(entry.get(2, bytes(4))))[0] for entry in entries]
         types = [int(PieceType(_number(entry.get(3, PieceType.NORMAL)))) for entry in entries]
     except (OSError, ValueError, KeyError, IndexError, TypeError, struct.error) as error:
-        raise StartupError(f"{path} is not a sentencepiece model ({error!r}); give a folder with tokenizer.json by --tokenizer") from error
+        raise StartupError(
+            f"{path} is not a sentencepiece model ({error!r}); give a folder with tokenizer.json by --tokenizer"
+        ) from error
     if not texts:
-        raise StartupError(f"{path} is not a sentencepiece model (no pieces); give a folder with tokenizer.json by --tokenizer")
-    return Pieces(texts, scores, types, adds_space=bool(normalizer.get(3, 1)), is_unigram=trainer.get(3, 1) == 1)
+        raise StartupError(
+            f"{path} is not a sentencepiece model (no pieces); give a folder with tokenizer.json by --tokenizer"
+        )
+    return Pieces(
+        texts, scores, types, adds_space=bool(normalizer.get(3, 1)), is_unigram=trainer.get(3, 1) == 1
+    )
 
 
 def _bytes(value: int | bytes) -> bytes:

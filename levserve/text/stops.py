@@ -65,7 +65,9 @@ class _Matcher:
 
     def __init__(self, stop: str) -> None:
         self.stop = stop
-        self.num_matched = 0  # characters at the end of the text that are the start of `stop`; never all of it between calls
+        self.num_matched = (
+            0  # characters at the end of the text that are the start of `stop`; never all of it between calls
+        )
         self._fallbacks = _fallbacks(stop)
 
     def advance(self, char: str) -> bool:

@@ -40,14 +40,22 @@ def render_template(
     """
     for name in ("tools", "documents"):
         given = names.get(name)
-        if given is not None and not (isinstance(given, list) and all(isinstance(entry, dict) for entry in given)):
+        if given is not None and not (
+            isinstance(given, list) and all(isinstance(entry, dict) for entry in given)
+        ):
             raise ValueError(f"'{name}' must be a list of objects")
     conversation = [_with_reasoning(message) for message in messages]
     if continue_final_message:
         conversation[-1]["content"] += f"{_END} "
     text = _compile(template).render(
         # None and not undefined: some templates ask `tools is not none`.
-        {"tools": None, "documents": None, **names, "messages": conversation, "add_generation_prompt": add_generation_prompt}
+        {
+            "tools": None,
+            "documents": None,
+            **names,
+            "messages": conversation,
+            "add_generation_prompt": add_generation_prompt,
+        }
     )
     return _cut(text, messages[-1]["content"]) if continue_final_message else text
 
@@ -55,7 +63,11 @@ def render_template(
 def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
     """A copy with what the model thought under the two names that templates read, whichever name it came under."""
     thought = next((message[name] for name in _REASONING if message.get(name) is not None), None)
-    return dict(message) if thought is None else {"thinking": thought} | dict(message) | {"reasoning_content": thought}
+    return (
+        dict(message)
+        if thought is None
+        else {"thinking": thought} | dict(message) | {"reasoning_content": thought}
+    )
 
 
 def _cut(text: str, final: str) -> str:
@@ -73,7 +85,10 @@ def _compile(template: str) -> Template:
     )
     environment.filters["tojson"] = _to_json
     environment.globals.update(
-        dict=_Dict(), namespace=_Namespace, raise_exception=_raise_exception, strftime_now=lambda form: datetime.now().strftime(form)
+        dict=_Dict(),
+        namespace=_Namespace,
+        raise_exception=_raise_exception,
+        strftime_now=lambda form: datetime.now().strftime(form),
     )
     try:
         return environment.from_string(template)
@@ -101,7 +116,9 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """Jinja's own filter escapes what HTML would take for markup, which no model was trained on."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _raise_exception(message: str) -> NoReturn:

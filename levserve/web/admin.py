@@ -9,12 +9,12 @@ from __future__ import annotations
 from flask import Blueprint, Response
 from msgspec import Struct
 
-from levserve.engine.engine import Engine
-from levserve.engine.entry import Counts, Described, Status
-from levserve.engine.sizing import process_memory
+from levserve.device.sizing import process_memory
 from levserve.errors import BadRequest, ConfigError, Conflict, StartupError
+from levserve.models.entry import Counts, Described, Status
+from levserve.models.registry import Registry
 from levserve.web.body import read_body
-from levserve.web.decode import decode
+from levserve.web.json_body import decode
 from levserve.web.openai import find_model, list_models
 from levserve.web.ops import json_response
 
@@ -71,50 +71,65 @@ def _stats(one: Described) -> ModelStats:
     resident = one.resident
     counts = resident.counts() if resident is not None and resident.counts is not None else Counts(0, 0, 0, 0)
     return ModelStats(
-        id=one.name, status=one.status, progress=one.progress, error=one.error,
-        weight_bytes=resident.weight_bytes if resident is not None else 0, kv_bytes=resident.kv_bytes if resident is not None else 0,
-        kv_pages=counts.pages_total, kv_pages_used=counts.pages_used, running=counts.running, waiting=counts.waiting,
-        requests=one.num_loans, idle_seconds=None if one.idle_seconds is None else round(one.idle_seconds, 3),
-    )  # fmt: skip
+        id=one.name,
+        status=one.status,
+        progress=one.progress,
+        error=one.error,
+        weight_bytes=resident.weight_bytes if resident is not None else 0,
+        kv_bytes=resident.kv_bytes if resident is not None else 0,
+        kv_pages=counts.pages_total,
+        kv_pages_used=counts.pages_used,
+        running=counts.running,
+        waiting=counts.waiting,
+        requests=one.num_handles,
+        idle_seconds=None if one.idle_seconds is None else round(one.idle_seconds, 3),
+    )
 
 
-def admin_routes(engine: Engine) -> Blueprint:
+def admin_routes(registry: Registry) -> Blueprint:
+    engine = registry.engine
     routes = Blueprint("admin", __name__)
 
     @routes.post("/admin/reload")
     def reload() -> Response:
         body = decode(read_body(MAX_BODY_BYTES) or b"{}", ReloadBody)
         try:
-            reloaded = engine.reload(
+            reloaded = registry.reload(
                 body.name or "",
-                model=body.model or "", checkpoint_path=body.checkpoint_path or "", revision=body.revision or ""
+                model=body.model or "",
+                checkpoint_path=body.checkpoint_path or "",
+                revision=body.revision or "",
             )
         except ConfigError as error:
             raise BadRequest(f"Nothing was reloaded: {error}.", code="reload_refused") from error
         except StartupError as error:
-            raise Conflict(f"Nothing was reloaded, the old weights go on serving: {error}.", code="reload_refused") from error
+            raise Conflict(
+                f"Nothing was reloaded, the old weights go on serving: {error}.", code="reload_refused"
+            ) from error
         return json_response(reloaded)
 
     @routes.get("/admin/stats")
     def show_stats() -> Response:
-        models = list_models(engine)
-        memory = MemoryStats(process_memory(), sum(one.resident.num_bytes for one in models if one.resident is not None))
+        models = list_models(registry)
+        memory = MemoryStats(
+            process_memory(), sum(one.resident.num_bytes for one in models if one.resident is not None)
+        )
         return json_response(Stats(engine.phase, memory, [_stats(one) for one in models]))
 
     @routes.post("/admin/load/<path:model_id>")
     def load(model_id: str) -> Response:
         """Waits until the model is loaded, also if it has just failed to."""
-        engine.require_model()
-        with engine.library.borrow(model_id, insists=True) as loan:
-            loan.wait(None)
-            loan.resident  # raises why there is none
-        return json_response(_stats(find_model(engine, model_id)))
+        engine.require_loaded()
+        with registry.borrow(model_id, insists=True) as handle:
+            handle.wait(None)
+            handle.resident  # raises why there is none
+        return json_response(_stats(find_model(registry, model_id)))
 
     @routes.post("/admin/unload/<path:model_id>")
     def unload(model_id: str) -> Response:
         """Waits until its memory is free; 409 if anyone uses the model."""
-        engine.require_model()
-        engine.library.unload(model_id)
-        return json_response(_stats(find_model(engine, model_id)))
+        engine.require_loaded()
+        registry.unload(model_id)
+        return json_response(_stats(find_model(registry, model_id)))
 
     return routes

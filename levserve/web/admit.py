@@ -33,7 +33,9 @@ def asked_timeout() -> float | None:
     except ValueError:
         milliseconds = math.nan
     if not 0 < milliseconds < math.inf:
-        raise BadRequest(f"The header {TIMEOUT_HEADER} must be a number of milliseconds above 0.", param=TIMEOUT_HEADER)
+        raise BadRequest(
+            f"The header {TIMEOUT_HEADER} must be a number of milliseconds above 0.", param=TIMEOUT_HEADER
+        )
     return milliseconds / 1000
 
 
@@ -42,7 +44,10 @@ def show_limits(engine: Engine, response: Response) -> None:
     if not g.get("is_limited"):
         return
     room = engine.admission.room()
-    for kind, limit, free in (("requests", room.max_requests, room.free_requests), ("tokens", room.max_tokens, room.free_tokens)):
+    for kind, limit, free in (
+        ("requests", room.max_requests, room.free_requests),
+        ("tokens", room.max_tokens, room.free_tokens),
+    ):
         response.headers[f"x-ratelimit-limit-{kind}"] = str(limit)
         response.headers[f"x-ratelimit-remaining-{kind}"] = str(free)
         if room.drain_seconds is not None:

@@ -16,24 +16,12 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from levserve import __version__
-from levserve.engine.engine import ServedModel
-from levserve.errors import ServeError
+from levserve.engine.served_model import ServedModel
 from levserve.generation import Choice, Delta
 from levserve.schedule.request import FinishReason
 from levserve.web.logprobs import ChatLogprobs, PromptLogprobs, TextLogprobs, chat_logprobs, text_logprobs
 
 FINGERPRINT = f"levserve-{__version__}"
-
-
-class ErrorDetail(Struct, frozen=True):
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorBody(Struct, frozen=True):
-    error: ErrorDetail
 
 
 class CachedTokens(Struct, frozen=True):
@@ -128,18 +116,37 @@ class Answer(ABC):
         self._tokenizer = model.tokenizer
 
     def whole(
-        self, deltas: Sequence[Delta], usage: Usage, scores: Sequence[PromptLogprobs] = (), timings: Timings | UnsetType = UNSET
+        self,
+        deltas: Sequence[Delta],
+        usage: Usage,
+        scores: Sequence[PromptLogprobs] = (),
+        timings: Timings | UnsetType = UNSET,
     ) -> bytes:
         """The body of a blocking answer, from each choice's joined delta and, where they are wanted, each prompt's scores."""
         num_choices = len(deltas) // max(len(scores), 1)
-        choices = [self._choice(index, delta, scores[index // num_choices] if scores else UNSET) for index, delta in enumerate(deltas)]
+        choices = [
+            self._choice(index, delta, scores[index // num_choices] if scores else UNSET)
+            for index, delta in enumerate(deltas)
+        ]
         shared = scores[0] if scores and self.has_one_prompt else UNSET
         return msgspec.json.encode(
-            Envelope(self._id, self.whole_object, self._created, self._model, choices, usage, prompt_logprobs=shared, timings=timings)
+            Envelope(
+                self._id,
+                self.whole_object,
+                self._created,
+                self._model,
+                choices,
+                usage,
+                prompt_logprobs=shared,
+                timings=timings,
+            )
         )
 
     def chunk(
-        self, choices: Sequence[TextChoice | ChatPiece], usage: Usage | None | UnsetType, timings: Timings | UnsetType = UNSET
+        self,
+        choices: Sequence[TextChoice | ChatPiece],
+        usage: Usage | None | UnsetType,
+        timings: Timings | UnsetType = UNSET,
     ) -> bytes:
         """The JSON of one event of a stream."""
         return msgspec.json.encode(
@@ -159,7 +166,9 @@ class Answer(ABC):
         """What a stream says of a choice after its last text."""
 
     @abstractmethod
-    def _choice(self, index: int, delta: Delta, scores: PromptLogprobs | UnsetType) -> TextChoice | ChatChoice: ...
+    def _choice(
+        self, index: int, delta: Delta, scores: PromptLogprobs | UnsetType
+    ) -> TextChoice | ChatChoice: ...
 
 
 class TextAnswer(Answer):
@@ -177,7 +186,9 @@ class TextAnswer(Answer):
         return TextChoice(index, "", None, *_reasons(finish))
 
     def _choice(self, index: int, delta: Delta, scores: PromptLogprobs | UnsetType) -> TextChoice:
-        return TextChoice(index, delta.text, text_logprobs(delta, self._tokenizer), *_reasons(delta.finish), scores)
+        return TextChoice(
+            index, delta.text, text_logprobs(delta, self._tokenizer), *_reasons(delta.finish), scores
+        )
 
 
 class ChatAnswer(Answer):
@@ -211,9 +222,8 @@ def count_usage(prompts: Sequence[Sequence[int]], choices: Sequence[Choice]) -> 
     num_prompt = sum(len(prompt) for prompt in prompts)
     num_completion = sum(choice.num_tokens for choice in choices)
     # The later choices of a prompt find it in the cache because the first one has just computed it: the least is what was saved.
-    cached = (min(choice.num_cached for choice in choices[i : i + num_choices]) for i in range(0, len(choices), num_choices))
+    cached = (
+        min(choice.num_cached for choice in choices[i : i + num_choices])
+        for i in range(0, len(choices), num_choices)
+    )
     return Usage(num_prompt, num_completion, num_prompt + num_completion, CachedTokens(sum(cached)))
-
-
-def error_body(error: ServeError) -> bytes:
-    return msgspec.json.encode(ErrorBody(ErrorDetail(error.message, error.type, error.param, error.code)))

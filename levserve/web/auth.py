@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 from flask import request
 
-from levserve.config import Settings
 from levserve.errors import Forbidden, Unauthorized
+from levserve.settings.settings import Settings
 
 OPEN_PATHS = frozenset(("/healthz", "/readyz", "/health"))  # a probe has no key
 ADMIN_PATHS = "/admin/"
@@ -22,21 +22,29 @@ KEY_SUBPROTOCOL = "openai-insecure-api-key."
 
 def key_check(settings: Settings) -> Callable[[], None]:
     """A check for Flask's `before_request`: raises `Unauthorized` unless the request carries one of the keys, if there are any."""
-    client_keys, admin_keys = ([_digest(key) for key in keys] for keys in (settings.api_keys, settings.admin_keys))
+    client_keys, admin_keys = (
+        [_digest(key) for key in keys] for keys in (settings.api_keys, settings.admin_keys)
+    )
     open_paths = OPEN_PATHS | {"/metrics"} if settings.open_metrics else OPEN_PATHS
 
     def check_key() -> None:
         is_admin = request.path.startswith(ADMIN_PATHS)
         wanted = admin_keys if is_admin else client_keys
         if is_admin and not wanted:
-            raise Forbidden("The admin endpoints are off; set LEVSERVE_ADMIN_KEY or --admin-key-file to open them.")
+            raise Forbidden(
+                "The admin endpoints are off; set LEVSERVE_ADMIN_KEY or --admin-key-file to open them."
+            )
         if not wanted or request.path in open_paths:
             return
         given = _given_key()
         if not given:
-            raise Unauthorized("You didn't provide an API key. Send it in the header 'Authorization: Bearer KEY'.")
+            raise Unauthorized(
+                "You didn't provide an API key. Send it in the header 'Authorization: Bearer KEY'."
+            )
         digest = _digest(given)
-        if not sum(hmac.compare_digest(digest, key) for key in wanted):  # all are compared: the time tells nothing of which one
+        if not sum(
+            hmac.compare_digest(digest, key) for key in wanted
+        ):  # all are compared: the time tells nothing of which one
             raise Unauthorized(f"Incorrect API key provided: {_mask(given)}.")
 
     return check_key

@@ -14,7 +14,9 @@ from levserve.text.tokenizer import Tokenizer
 from levserve.web.schema import ChatBody, CompletionBody
 
 
-def make_choices(body: ChatBody | CompletionBody, tokenizer: Tokenizer, prompts: Sequence[list[int]]) -> list[Choice]:
+def make_choices(
+    body: ChatBody | CompletionBody, tokenizer: Tokenizer, prompts: Sequence[list[int]]
+) -> list[Choice]:
     """One choice for each sequence that `submission.prepare` makes, in the same order."""
     # The text of a completion goes on from its prompt, and so does a continued message; a new message starts afresh.
     continues = isinstance(body, CompletionBody) or body.continue_final_message is True
@@ -49,11 +51,15 @@ def stops_here(body: ChatBody | CompletionBody) -> bool:
     return body.shows_prompt and body.num_logprobs is not None and not body.min_tokens
 
 
-def _echoes(body: ChatBody | CompletionBody, tokenizer: Tokenizer, prompts: Sequence[list[int]]) -> list[Echo | None]:
+def _echoes(
+    body: ChatBody | CompletionBody, tokenizer: Tokenizer, prompts: Sequence[list[int]]
+) -> list[Echo | None]:
     if not isinstance(body, CompletionBody) or not body.echo:
         return [None] * len(prompts)
     skips = body.skip_special_tokens is not False
-    return [_echo(given, tokens, tokenizer, skips) for given, tokens in zip(body.prompts, prompts, strict=True)]
+    return [
+        _echo(given, tokens, tokenizer, skips) for given, tokens in zip(body.prompts, prompts, strict=True)
+    ]
 
 
 def _echo(given: str | list[int], tokens: list[int], tokenizer: Tokenizer, skip_special_tokens: bool) -> Echo:

@@ -18,17 +18,19 @@ from msgspec import Raw, Struct
 from simple_websocket import ConnectionClosed, Server
 from wsproto.frame_protocol import CloseReason
 
-from levserve.config import Settings
-from levserve.engine.engine import Engine, Phase
+from levserve.engine.engine import Engine
 from levserve.errors import BadRequest, NotFound, ServeError
+from levserve.observe.health import Phase
+from levserve.observe.tracing import Tracing
+from levserve.settings.settings import Settings
 from levserve.web import sse
-from levserve.web.answer import Answer, ChatAnswer, TextAnswer, error_body
-from levserve.web.decode import decode
+from levserve.web.answer import Answer, ChatAnswer, TextAnswer
+from levserve.web.events import Events, Heartbeat
 from levserve.web.hijack import PATH
-from levserve.web.record import Record
+from levserve.web.json_body import decode
+from levserve.web.request_log import RequestLog
 from levserve.web.run import Runs
 from levserve.web.schema import ChatBody, CompletionBody
-from levserve.web.tracing import Tracing
 
 ENDPOINTS: dict[str, tuple[type[ChatBody] | type[CompletionBody], type[Answer]]] = {
     "/v1/chat/completions": (ChatBody, ChatAnswer),
@@ -73,9 +75,14 @@ class Request:
         if isinstance(self.frame, BadRequest):
             raise self.frame
         if self.frame.path is None:
-            raise BadRequest("Missing required parameter: 'path'.", param="path", code="missing_required_parameter")
+            raise BadRequest(
+                "Missing required parameter: 'path'.", param="path", code="missing_required_parameter"
+            )
         if self.frame.path not in ENDPOINTS:
-            raise NotFound(f"A WebSocket has no path '{self.frame.path[:64]}'; it has {' and '.join(ENDPOINTS)}.", param="path")
+            raise NotFound(
+                f"A WebSocket has no path '{self.frame.path[:64]}'; it has {' and '.join(ENDPOINTS)}.",
+                param="path",
+            )
         if self.frame.stream is False:
             raise BadRequest("A WebSocket always streams; leave 'stream' out.", param="stream")
         body_kind, answer_kind = ENDPOINTS[self.frame.path]
@@ -86,7 +93,15 @@ class Request:
 class Conversation:
     """What is said on one socket. Belongs to its HTTP thread."""
 
-    def __init__(self, ws: Server, engine: Engine, settings: Settings, runs: Runs, tracing: Tracing | None, request_id: str) -> None:
+    def __init__(
+        self,
+        ws: Server,
+        engine: Engine,
+        settings: Settings,
+        runs: Runs,
+        tracing: Tracing | None,
+        request_id: str,
+    ) -> None:
         self._ws = ws
         self._engine = engine
         self._max_bytes = settings.max_body_bytes
@@ -147,35 +162,42 @@ class Conversation:
     def _answer(self, one: Request) -> None:
         self.num_requests += 1
         path = one.frame.path if isinstance(one.frame, Frame) and one.frame.path in ENDPOINTS else "-"
-        record = Record(f"{self._request_id}-{self.num_requests}", "WS", f"{PATH} {path}", route=PATH)
+        record = RequestLog(f"{self._request_id}-{self.num_requests}", "WS", f"{PATH} {path}", route=PATH)
         status = 200
         try:
             self._stream(one, record)
         except ServeError as error:
             status = error.status
             record.note_error(error)
-            self._ws.send(error_body(error).decode())
+            self._ws.send(error.body().decode())
             self._ws.send("[DONE]")
         finally:
             self._engine.metrics.requests.labels(PATH, status).inc()
             record.end(status, self._engine.metrics, self._tracing)
 
-    def _stream(self, one: Request, record: Record) -> None:
+    def _stream(self, one: Request, record: RequestLog) -> None:
         with ExitStack() as held:
             self._check(one)
             reservation = held.enter_context(self._engine.reserve(len(one.message)))
             body, answer_kind = one.read()
             deadline = self._runs.deadline(record.started, body.timeout)
-            loan = held.enter_context(self._engine.library.borrow(body.model))
-            while not loan.wait(TICK_SECONDS) and (deadline is None or time.monotonic() < deadline):
+            handle = held.enter_context(self._runs.registry.borrow(body.model))
+            while not handle.wait(TICK_SECONDS) and (deadline is None or time.monotonic() < deadline):
                 self._receive(0)
                 self._check(one)
-            model = loan.model
-            run = self._runs.start(body, model, reservation, held, record=record, deadline=deadline, client=None)
-            events = sse.Events(answer_kind(model), len(run.choices), with_usage=body.wants_usage)
-            ticks = sse.Heartbeat(TICK_SECONDS, record.started)
+            model = handle.model
+            run = self._runs.start(
+                body, model, reservation, held, record=record, deadline=deadline, client=None
+            )
+            events = Events(answer_kind(model), len(run.choices), with_usage=body.wants_usage)
+            ticks = Heartbeat(TICK_SECONDS, record.started)
             chunks = sse.stream(
-                run, events, ticks, with_usage=body.wants_usage, with_timings=body.timings is True, request_id=record.request_id
+                run,
+                events,
+                ticks,
+                with_usage=body.wants_usage,
+                with_timings=body.timings is True,
+                request_id=record.request_id,
             )
             for chunk in chunks:
                 for event in chunk.decode().split("\n\n"):

@@ -13,9 +13,13 @@ from flask import Flask, Response, request
 from levserve.errors import Forbidden
 
 PREFLIGHT_SECONDS = 600
-LIMITS = [f"x-ratelimit-{what}-{of}" for of in ("requests", "tokens") for what in ("limit", "remaining", "reset")]
+LIMITS = [
+    f"x-ratelimit-{what}-{of}" for of in ("requests", "tokens") for what in ("limit", "remaining", "reset")
+]
 # What a page may read beyond the usual.
-READABLE = ", ".join(["x-request-id", "openai-processing-ms", "retry-after", "retry-after-ms", "x-should-retry", *LIMITS])
+READABLE = ", ".join(
+    ["x-request-id", "openai-processing-ms", "retry-after", "retry-after-ms", "x-should-retry", *LIMITS]
+)
 
 
 class Cors:
@@ -40,12 +44,18 @@ class Cors:
         return "*" in self._origins or origin.lower() in self._origins
 
     def _answer_preflight(self) -> Response | None:
-        if request.method != "OPTIONS" or "Origin" not in request.headers or "Access-Control-Request-Method" not in request.headers:
+        if (
+            request.method != "OPTIONS"
+            or "Origin" not in request.headers
+            or "Access-Control-Request-Method" not in request.headers
+        ):
             return None
         response = Response(status=204)
         if self._allows(request.headers["Origin"]):
             response.headers["Access-Control-Allow-Methods"] = "GET, POST, OPTIONS"
-            response.headers["Access-Control-Allow-Headers"] = request.headers.get("Access-Control-Request-Headers", "")
+            response.headers["Access-Control-Allow-Headers"] = request.headers.get(
+                "Access-Control-Request-Headers", ""
+            )
             response.headers["Access-Control-Max-Age"] = str(PREFLIGHT_SECONDS)
         return response
 

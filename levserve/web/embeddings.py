@@ -14,14 +14,15 @@ import msgspec
 from flask import Blueprint, Response, g, request
 from msgspec import Meta, Struct
 
-from levserve.config import Settings
-from levserve.engine.engine import Engine, ServedModel
+from levserve.engine.engine import Engine
+from levserve.engine.served_model import ServedModel
 from levserve.errors import BadRequest, ContextTooLong
 from levserve.generation import Choice
 from levserve.schedule.request import GenerationRequest
+from levserve.settings.settings import Settings
 from levserve.web.admit import admit, asked_timeout
 from levserve.web.body import read_body
-from levserve.web.decode import decode, unsupported
+from levserve.web.json_body import decode, unsupported
 from levserve.web.run import Runs
 from levserve.web.schema import Seconds, require_choice
 from levserve.web.submission import encode_text
@@ -57,7 +58,10 @@ class EmbeddingBody(Struct, frozen=True, kw_only=True):
             require_choice(self.pooling, POOLINGS, "pooling")
         check_texts(self.input, "input")
         if len(self.inputs) > MAX_INPUTS:
-            raise BadRequest(f"'input' has {len(self.inputs)} texts; at most {MAX_INPUTS} are taken at a time.", param="input")
+            raise BadRequest(
+                f"'input' has {len(self.inputs)} texts; at most {MAX_INPUTS} are taken at a time.",
+                param="input",
+            )
 
     @property
     def inputs(self) -> list[str | list[int]]:
@@ -101,11 +105,16 @@ class Embeddings:
             reservation = held.enter_context(admit(self._engine))
             body = decode(read_body(self._settings.max_body_bytes), EmbeddingBody)
             client = request.environ.get("gunicorn.socket")
-            engine_id, deadline = self._runs.new_id(g.request_id), self._runs.deadline(g.started, asked_timeout(), body.timeout)
+            engine_id, deadline = (
+                self._runs.new_id(g.request_id),
+                self._runs.deadline(g.started, asked_timeout(), body.timeout),
+            )
             model = self._runs.borrow(body.model, held, deadline, client)
             texts = _tokenize(body, model)
             requests = [
-                GenerationRequest(f"{engine_id}-{index}", tuple(tokens), 0, deadline=deadline, wants_hidden=True)
+                GenerationRequest(
+                    f"{engine_id}-{index}", tuple(tokens), 0, deadline=deadline, wants_hidden=True
+                )
                 for index, tokens in enumerate(texts)
             ]
             choices = self._runs.compute(requests, model, reservation, g.record, client)

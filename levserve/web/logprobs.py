@@ -63,7 +63,9 @@ def chat_logprobs(delta: Delta, tokenizer: Tokenizer) -> ChatLogprobs | None:
     if not delta.logprobs:
         return None
     pairs = zip(delta.tokens, delta.logprobs, strict=True)
-    return ChatLogprobs([_chosen_token(token, logprob, tokenizer) for token, logprob in pairs if logprob is not None])
+    return ChatLogprobs(
+        [_chosen_token(token, logprob, tokenizer) for token, logprob in pairs if logprob is not None]
+    )
 
 
 def text_logprobs(delta: Delta, tokenizer: Tokenizer) -> TextLogprobs | None:
@@ -72,13 +74,21 @@ def text_logprobs(delta: Delta, tokenizer: Tokenizer) -> TextLogprobs | None:
     return TextLogprobs(
         [show_token(token, tokenizer) for token in delta.tokens],
         [None if logprob is None else clamp(logprob.logprob) for logprob in delta.logprobs],
-        [_top_by_text(token, logprob, tokenizer) for token, logprob in zip(delta.tokens, delta.logprobs, strict=True)],
+        [
+            _top_by_text(token, logprob, tokenizer)
+            for token, logprob in zip(delta.tokens, delta.logprobs, strict=True)
+        ],
         list(delta.offsets),
     )
 
 
-def prompt_logprobs(prompt: Sequence[int], scores: Sequence[TokenLogprob], num_top: int, tokenizer: Tokenizer) -> PromptLogprobs:
-    return [None, *(_ranked(token, score, num_top, tokenizer) for token, score in zip(prompt[1:], scores, strict=True))]
+def prompt_logprobs(
+    prompt: Sequence[int], scores: Sequence[TokenLogprob], num_top: int, tokenizer: Tokenizer
+) -> PromptLogprobs:
+    return [
+        None,
+        *(_ranked(token, score, num_top, tokenizer) for token, score in zip(prompt[1:], scores, strict=True)),
+    ]
 
 
 def show_token(token: int, tokenizer: Tokenizer) -> str:
@@ -90,8 +100,13 @@ def clamp(logprob: float) -> float:
 
 
 def _chosen_token(token: int, logprob: TokenLogprob, tokenizer: Tokenizer) -> ChosenToken:
-    top = [LikelyToken(show_token(other, tokenizer), clamp(value), list(tokenizer.token_bytes(other))) for other, value in logprob.top]
-    return ChosenToken(show_token(token, tokenizer), clamp(logprob.logprob), list(tokenizer.token_bytes(token)), top)
+    top = [
+        LikelyToken(show_token(other, tokenizer), clamp(value), list(tokenizer.token_bytes(other)))
+        for other, value in logprob.top
+    ]
+    return ChosenToken(
+        show_token(token, tokenizer), clamp(logprob.logprob), list(tokenizer.token_bytes(token)), top
+    )
 
 
 def _top_by_text(token: int, logprob: TokenLogprob | None, tokenizer: Tokenizer) -> dict[str, float] | None:
@@ -107,5 +122,10 @@ def _top_by_text(token: int, logprob: TokenLogprob | None, tokenizer: Tokenizer)
 
 def _ranked(token: int, score: TokenLogprob, num_top: int, tokenizer: Tokenizer) -> dict[int, RankedToken]:
     ranks = {other: (value, rank) for rank, (other, value) in enumerate(score.top[:num_top], start=1)}
-    entries = {token: ranks.get(token, (score.logprob, None))} | ranks  # vLLM's order: the prompt's own token comes first
-    return {other: RankedToken(clamp(value), rank, show_token(other, tokenizer)) for other, (value, rank) in entries.items()}
+    entries = {
+        token: ranks.get(token, (score.logprob, None))
+    } | ranks  # vLLM's order: the prompt's own token comes first
+    return {
+        other: RankedToken(clamp(value), rank, show_token(other, tokenizer))
+        for other, (value, rank) in entries.items()
+    }

@@ -13,16 +13,17 @@ import msgspec
 from flask import Blueprint, Response, g, request
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from levserve.config import Settings
 from levserve.engine.admission import Reservation
-from levserve.engine.engine import Engine, ServedModel
+from levserve.engine.engine import Engine
+from levserve.engine.served_model import ServedModel
 from levserve.errors import BadRequest
 from levserve.schedule.request import FinishReason
+from levserve.settings.settings import Settings
 from levserve.web.admit import admit, asked_timeout
 from levserve.web.answer import ChatPiece, TextAnswer, TextChoice, Timings, Usage
 from levserve.web.body import read_body
-from levserve.web.decode import decode
-from levserve.web.record import Record
+from levserve.web.json_body import decode
+from levserve.web.request_log import RequestLog
 from levserve.web.run import Run, Runs
 from levserve.web.schema import MAX_STOPS, CompletionBody, Count, Seconds, StopString
 from levserve.web.stream import stream_response
@@ -74,7 +75,10 @@ class PieceAnswer(TextAnswer):
     """The events of /generate_stream."""
 
     def chunk(
-        self, choices: Sequence[TextChoice | ChatPiece], usage: Usage | None | UnsetType, timings: Timings | UnsetType = UNSET
+        self,
+        choices: Sequence[TextChoice | ChatPiece],
+        usage: Usage | None | UnsetType,
+        timings: Timings | UnsetType = UNSET,
     ) -> bytes:
         (choice,) = choices
         assert isinstance(choice, TextChoice)
@@ -102,16 +106,18 @@ class Native:
             model = self._runs.borrow(body.model, held, deadline, request.environ.get("gunicorn.socket"))
             run = self._beginner(body, reservation, held, deadline)(model)
             deltas = run.collect()
-            answer = Generated([delta.text for delta in deltas], [delta.finish for delta in deltas], run.usage())
+            answer = Generated(
+                [delta.text for delta in deltas], [delta.finish for delta in deltas], run.usage()
+            )
             return Response(msgspec.json.encode(answer), content_type="application/json")
 
     def generate_stream(self) -> Response:
         with ExitStack() as held:
             body, reservation = self._read(held, stream=True)
             deadline = self._deadline(body)
-            loan = held.enter_context(self._engine.library.borrow(body.model))
+            handle = held.enter_context(self._runs.registry.borrow(body.model))
             begin = self._beginner(body, reservation, held, deadline)
-            return stream_response(loan, begin, PieceAnswer, held, self._settings, deadline=deadline)
+            return stream_response(handle, begin, PieceAnswer, held, self._settings, deadline=deadline)
 
     def _deadline(self, body: GenerateBody) -> float | None:
         return self._runs.deadline(g.record.started, asked_timeout(), body.timeout)
@@ -128,12 +134,14 @@ class Native:
         self, body: GenerateBody, reservation: Reservation, held: ExitStack, deadline: float | None
     ) -> Callable[[ServedModel], Run]:
         client = request.environ.get("gunicorn.socket")  # Flask's test client has none
-        record: Record = g.record
+        record: RequestLog = g.record
 
         def begin(model: ServedModel) -> Run:
             completion = body.to_completion(model.name)
             try:
-                return self._runs.start(completion, model, reservation, held, record=record, deadline=deadline, client=client)
+                return self._runs.start(
+                    completion, model, reservation, held, record=record, deadline=deadline, client=client
+                )
             except BadRequest as error:
                 error.param = NAMES.get(error.param or "", error.param)
                 raise

@@ -12,16 +12,17 @@ import msgspec
 from flask import Blueprint, Response, g, request
 from msgspec import UNSET, UnsetType
 
-from levserve.config import Settings
-from levserve.engine.engine import Engine, ServedModel
-from levserve.engine.entry import Described, Status
-from levserve.engine.library import model_not_found
+from levserve.engine.engine import Engine
+from levserve.engine.served_model import ServedModel
+from levserve.models.entry import Described, Status
+from levserve.models.registry import Registry, model_not_found
+from levserve.settings.settings import Settings
 from levserve.web.admit import admit, asked_timeout
 from levserve.web.answer import Answer, ChatAnswer, TextAnswer
 from levserve.web.body import read_body
-from levserve.web.decode import decode
+from levserve.web.json_body import decode
 from levserve.web.logprobs import PromptLogprobs, prompt_logprobs
-from levserve.web.record import Record
+from levserve.web.request_log import RequestLog
 from levserve.web.run import Run, Runs
 from levserve.web.schema import ChatBody, CompletionBody
 from levserve.web.stream import stream_response
@@ -68,33 +69,47 @@ class OpenAI:
         return self._respond(ChatBody, ChatAnswer)
 
     def list_models(self) -> Response:
-        return _json(msgspec.json.encode(ModelList([_entry(model) for model in list_models(self._engine)])))
+        return _json(
+            msgspec.json.encode(ModelList([_entry(model) for model in list_models(self._runs.registry)]))
+        )
 
     def show_model(self, model_id: str) -> Response:
-        return _json(msgspec.json.encode(_entry(find_model(self._engine, model_id))))
+        return _json(msgspec.json.encode(_entry(find_model(self._runs.registry, model_id))))
 
-    def _respond(self, body_kind: type[ChatBody] | type[CompletionBody], answer_kind: type[Answer]) -> Response:
+    def _respond(
+        self, body_kind: type[ChatBody] | type[CompletionBody], answer_kind: type[Answer]
+    ) -> Response:
         with ExitStack() as held:
             reservation = held.enter_context(admit(self._engine))
             body = decode(read_body(self._settings.max_body_bytes), body_kind)
             client = request.environ.get("gunicorn.socket")  # Flask's test client has none
-            record: Record = g.record
+            record: RequestLog = g.record
             deadline = self._runs.deadline(record.started, asked_timeout(), body.timeout)
 
             def begin(model: ServedModel) -> Run:
-                return self._runs.start(body, model, reservation, held, record=record, deadline=deadline, client=client)
+                return self._runs.start(
+                    body, model, reservation, held, record=record, deadline=deadline, client=client
+                )
 
             if not body.stream:
                 model = self._runs.borrow(body.model, held, deadline, client)
                 run = begin(model)
                 deltas = run.collect()
                 timings = run.record.timings() if body.timings else UNSET
-                return _json(answer_kind(model).whole(deltas, run.usage(), _prompt_logprobs(body, run, model), timings))
-            loan = held.enter_context(self._engine.library.borrow(body.model))
+                return _json(
+                    answer_kind(model).whole(deltas, run.usage(), _prompt_logprobs(body, run, model), timings)
+                )
+            handle = held.enter_context(self._runs.registry.borrow(body.model))
             return stream_response(
-                loan, begin, answer_kind, held, self._settings,
-                deadline=deadline, with_usage=body.wants_usage, with_timings=body.timings is True,
-            )  # fmt: skip
+                handle,
+                begin,
+                answer_kind,
+                held,
+                self._settings,
+                deadline=deadline,
+                with_usage=body.wants_usage,
+                with_timings=body.timings is True,
+            )
 
 
 def _prompt_logprobs(body: ChatBody | CompletionBody, run: Run, model: ServedModel) -> list[PromptLogprobs]:
@@ -102,18 +117,21 @@ def _prompt_logprobs(body: ChatBody | CompletionBody, run: Run, model: ServedMod
     if body.prompt_logprobs is None:
         return []
     scored = zip(run.prompts, run.choices[:: body.num_sequences], strict=True)
-    return [prompt_logprobs(prompt, choice.prompt_logprobs, body.prompt_logprobs, model.tokenizer) for prompt, choice in scored]
+    return [
+        prompt_logprobs(prompt, choice.prompt_logprobs, body.prompt_logprobs, model.tokenizer)
+        for prompt, choice in scored
+    ]
 
 
-def list_models(engine: Engine) -> list[Described]:
+def list_models(registry: Registry) -> list[Described]:
     """Every model that may be asked for; raises `Unavailable` until the first one is loaded."""
-    engine.require_model()
-    engine.library.refresh()
-    return engine.library.describe()
+    registry.engine.require_loaded()
+    registry.refresh()
+    return registry.describe()
 
 
-def find_model(engine: Engine, name: str) -> Described:
-    models = list_models(engine)
+def find_model(registry: Registry, name: str) -> Described:
+    models = list_models(registry)
     for model in models:
         if model.name == name:
             return model

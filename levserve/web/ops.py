@@ -7,7 +7,8 @@ from flask import Blueprint, Response, current_app
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from levserve import __version__
-from levserve.engine.engine import Engine, Phase
+from levserve.engine.engine import Engine
+from levserve.observe.health import Phase
 
 OPS_PATHS = (b"/health", b"/healthz", b"/readyz", b"/metrics")
 """Asked every few seconds, and answered whatever else is going on: by threads of their own, logged at debug level."""
@@ -23,7 +24,9 @@ def ops_routes(engine: Engine) -> Blueprint:
         if engine.phase is Phase.FAILED:
             return json_response({"status": "failed"}, 503)
         if engine.is_stalled:
-            return json_response({"status": "stalled", "heartbeat_age_seconds": round(engine.heartbeat_age(), 1)}, 503)
+            return json_response(
+                {"status": "stalled", "heartbeat_age_seconds": round(engine.heartbeat_age(), 1)}, 503
+            )
         return json_response({"status": "ok"})
 
     @routes.get("/readyz")

@@ -8,12 +8,9 @@ signs of life and whatever a client does not take at once stay with the stream's
 from __future__ import annotations
 
 import socket
-from typing import TYPE_CHECKING
 
 from levserve.generation import Delta
-
-if TYPE_CHECKING:
-    from levserve.web.sse import Events, Heartbeat
+from levserve.web.events import Events, Heartbeat
 
 
 class Relay:

@@ -12,16 +12,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from levserve.config import Settings
+from levserve.device.sizing import TOKENS_PER_ROW
 from levserve.engine.admission import Reservation
-from levserve.engine.engine import Engine, ServedModel
-from levserve.engine.sizing import TOKENS_PER_ROW
+from levserve.engine.served_model import ServedModel
 from levserve.generation import Choice, ClientGone, Delta, Deltas
+from levserve.models.registry import Registry
 from levserve.schedule.request import GenerationRequest
+from levserve.settings.settings import Settings
 from levserve.text.stops import StopStrings
 from levserve.web.answer import Usage, count_usage
 from levserve.web.choices import make_choices
-from levserve.web.record import Record
+from levserve.web.request_log import RequestLog
 from levserve.web.schema import ChatBody, CompletionBody
 from levserve.web.submission import Defaults, Seeds, prepare
 from levserve.web.watcher import Watcher
@@ -41,7 +42,7 @@ class Run:
     choices: list[Choice]
     deltas: Deltas
     num_kept: int
-    record: Record
+    record: RequestLog
 
     def collect(self) -> list[Delta]:
         """Waits for the end; one joined delta per answered choice, of each prompt the likeliest first if there was a choice."""
@@ -63,15 +64,19 @@ class Run:
         if num_choices == self.num_kept:
             return list(range(len(self.choices)))
         groups = (range(start, start + num_choices) for start in range(0, len(self.choices), num_choices))
-        ranked = (sorted(group, key=lambda index: self.choices[index].mean_logprob, reverse=True) for group in groups)
+        ranked = (
+            sorted(group, key=lambda index: self.choices[index].mean_logprob, reverse=True)
+            for group in groups
+        )
         return [index for group in ranked for index in group[: self.num_kept]]
 
 
 class Runs:
     """Hands requests to the engine; shared by all HTTP threads."""
 
-    def __init__(self, engine: Engine, settings: Settings, watcher: Watcher) -> None:
-        self._engine = engine
+    def __init__(self, registry: Registry, settings: Settings, watcher: Watcher) -> None:
+        self.registry = registry
+        self._engine = engine = registry.engine
         self._timeout = settings.request_timeout
         self._defaults = Defaults(settings.default_max_tokens, settings.default_temperature)
         self._wave = min(settings.max_running or engine.max_inflight, engine.max_inflight)
@@ -79,17 +84,19 @@ class Runs:
         self._seeds = Seeds(settings.seed)
         self._numbers = itertools.count()
 
-    def borrow(self, name: str | None, held: ExitStack, deadline: float | None, client: socket.socket | None) -> ServedModel:
+    def borrow(
+        self, name: str | None, held: ExitStack, deadline: float | None, client: socket.socket | None
+    ) -> ServedModel:
         """The model of that name, or the default one, held until the end; waits until it is loaded or the deadline is there."""
-        loan = held.enter_context(self._engine.library.borrow(name))
-        if not loan.wait(0):
+        handle = held.enter_context(self.registry.borrow(name))
+        if not handle.wait(0):
             with ExitStack() as watching:
                 if client is not None:
-                    watching.callback(self._watcher.unwatch, self._watcher.watch(client, loan.abandon))
-                loan.wait(None if deadline is None else max(deadline - time.monotonic(), 0))
-        if loan.is_abandoned:
+                    watching.callback(self._watcher.unwatch, self._watcher.watch(client, handle.abandon))
+                handle.wait(None if deadline is None else max(deadline - time.monotonic(), 0))
+        if handle.is_abandoned:
             raise ClientGone("The client closed the connection.")
-        return loan.model
+        return handle.model
 
     def start(
         self,
@@ -98,18 +105,24 @@ class Runs:
         reservation: Reservation,
         held: ExitStack,
         *,
-        record: Record,
+        record: RequestLog,
         deadline: float | None,
         client: socket.socket | None,
     ) -> Run:
         """Hands the request to the engine; whatever must be undone at the end is left in `held`."""
         num_prompts = len(body.prompts) if isinstance(body, CompletionBody) else 1
-        reservation.grow_to(num_prompts * body.num_sequences, 0, "n" if body.num_sequences == body.num_choices else "best_of")
+        reservation.grow_to(
+            num_prompts * body.num_sequences, 0, "n" if body.num_sequences == body.num_choices else "best_of"
+        )
         body = self._defaults.apply_to(body)
         prompts, requests = prepare(body, model, self._seeds, self.new_id(record.request_id), deadline)
         # Who names no limit may take the whole context but hardly will, and is counted as a long chat.
         most = TOKENS_PER_ROW if body.max_length is None else model.max_seq_len
-        reservation.grow_to(len(requests), sum(len(request.prompt) + min(request.max_tokens, most) for request in requests), "max_tokens")
+        reservation.grow_to(
+            len(requests),
+            sum(len(request.prompt) + min(request.max_tokens, most) for request in requests),
+            "max_tokens",
+        )
         choices = make_choices(body, model.tokenizer, prompts)
         record.model, record.prompt_tokens, record.choices = model.name, sum(map(len, prompts)), choices
         deltas = self._submit(requests, model, choices, held, record, client)
@@ -120,12 +133,16 @@ class Runs:
         requests: Sequence[GenerationRequest],
         model: ServedModel,
         reservation: Reservation,
-        record: Record,
+        record: RequestLog,
         client: socket.socket | None,
     ) -> list[Choice]:
         """Runs sequences that only compute their prompts, a wave at a time; gives them back ended, in order."""
         choices = [Choice(model.tokenizer.detokenizer(), StopStrings(())) for _ in requests]
-        record.model, record.prompt_tokens, record.choices = model.name, sum(len(request.prompt) for request in requests), choices
+        record.model, record.prompt_tokens, record.choices = (
+            model.name,
+            sum(len(request.prompt) for request in requests),
+            choices,
+        )
         waves = list(self._waves(requests))
         sizes = [sum(len(request.prompt) for request in requests[wave]) for wave in waves]
         reservation.grow_to(max(len(requests[wave]) for wave in waves), max(sizes))
@@ -149,7 +166,9 @@ class Runs:
         start, num_tokens = 0, 0
         for index, request in enumerate(requests):
             num_tokens += len(request.prompt)
-            if index > start and (index - start == self._wave or num_tokens > self._engine.admission.max_tokens // WAVE_SHARE):
+            if index > start and (
+                index - start == self._wave or num_tokens > self._engine.admission.max_tokens // WAVE_SHARE
+            ):
                 yield slice(start, index)
                 start, num_tokens = index, len(request.prompt)
         yield slice(start, len(requests))
@@ -160,7 +179,7 @@ class Runs:
         model: ServedModel,
         choices: Sequence[Choice],
         held: ExitStack,
-        record: Record,
+        record: RequestLog,
         client: socket.socket | None,
     ) -> Deltas:
         record.submitted = record.submitted or time.monotonic()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from msgspec import Meta, Struct, defstruct
 
 from levserve.errors import BadRequest
-from levserve.web.decode import unsupported
+from levserve.web.json_body import unsupported
 from levserve.web.texts import Texts, check_texts, split_texts
 
 MAX_STOPS = 16
@@ -26,7 +26,9 @@ Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]  # beyond any context; the boun
 NumTop = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 NumChoices = Annotated[int, Meta(ge=1, le=128)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-StopString = Annotated[str, Meta(min_length=1, max_length=1000)]  # each choice prepares each of its own, in time linear in its length
+StopString = Annotated[
+    str, Meta(min_length=1, max_length=1000)
+]  # each choice prepares each of its own, in time linear in its length
 Seconds = Annotated[float, Meta(gt=0)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
@@ -61,14 +63,21 @@ UNSUPPORTED_IN_CHAT: Mapping[str, tuple[object, ...]] = {
     "best_of": (1,),  # the last two are known from completions
     "echo": (False,),
 }
-UNSUPPORTED_IN_MESSAGE: Mapping[str, tuple[object, ...]] = {"audio": (), "function_call": (), "refusal": ("",), "tool_calls": ([],)}
+UNSUPPORTED_IN_MESSAGE: Mapping[str, tuple[object, ...]] = {
+    "audio": (),
+    "function_call": (),
+    "refusal": ("",),
+    "tool_calls": ([],),
+}
 
 if TYPE_CHECKING:
     Refused = Struct
     RefusedInMessage = Struct
 else:  # the tables declare these fields, so that each is named once
     Refused = defstruct("Refused", [(name, Any, None) for name in UNSUPPORTED], frozen=True, kw_only=True)
-    RefusedInMessage = defstruct("RefusedInMessage", [(name, Any, None) for name in UNSUPPORTED_IN_MESSAGE], frozen=True, kw_only=True)
+    RefusedInMessage = defstruct(
+        "RefusedInMessage", [(name, Any, None) for name in UNSUPPORTED_IN_MESSAGE], frozen=True, kw_only=True
+    )
 
 
 class StreamOptions(Struct, frozen=True):
@@ -97,7 +106,9 @@ class GenerationBody(Refused, frozen=True, kw_only=True):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
-    logit_bias: Annotated[dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=300)] | None = None
+    logit_bias: (
+        Annotated[dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=300)] | None
+    ) = None
 
     stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOPS)] | None = None
@@ -109,11 +120,15 @@ class GenerationBody(Refused, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         _refuse_unsupported(self, UNSUPPORTED)
         if self.stream_options and not self.stream:
-            raise BadRequest("'stream_options' is only allowed when 'stream' is true.", param="stream_options")
+            raise BadRequest(
+                "'stream_options' is only allowed when 'stream' is true.", param="stream_options"
+            )
         if self.stream_options and self.stream_options.include_obfuscation:
             raise unsupported("stream_options.include_obfuscation")
         if self.stream and self.prompt_logprobs is not None:
-            raise BadRequest("'prompt_logprobs' is not allowed when 'stream' is true.", param="prompt_logprobs")
+            raise BadRequest(
+                "'prompt_logprobs' is not allowed when 'stream' is true.", param="prompt_logprobs"
+            )
 
     @property
     def max_length(self) -> int | None:
@@ -139,7 +154,9 @@ class GenerationBody(Refused, frozen=True, kw_only=True):
     def num_computed_logprobs(self) -> int | None:
         """What the device has to find out, for all that is shown and for choosing the best."""
         for_choosing = 0 if self.num_sequences > self.num_choices else None
-        wanted = (count for count in (self.num_logprobs, self.prompt_logprobs, for_choosing) if count is not None)
+        wanted = (
+            count for count in (self.num_logprobs, self.prompt_logprobs, for_choosing) if count is not None
+        )
         return max(wanted, default=None)
 
     @property
@@ -171,7 +188,10 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True):
         if self.max_tokens == 0 and not self.echo:
             raise BadRequest("'max_tokens' must be at least 1, or 0 when 'echo' is true.", param="max_tokens")
         if self.best_of is not None and self.best_of < self.num_choices:
-            raise BadRequest(f"'best_of' is {self.best_of}, but must be at least 'n', which is {self.num_choices}.", param="best_of")
+            raise BadRequest(
+                f"'best_of' is {self.best_of}, but must be at least 'n', which is {self.num_choices}.",
+                param="best_of",
+            )
         if self.stream and self.num_sequences > self.num_choices:
             raise BadRequest("'best_of' above 'n' is not allowed when 'stream' is true.", param="best_of")
 
@@ -253,7 +273,10 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
         if self.top_logprobs is not None and not self.logprobs:
             raise BadRequest("'top_logprobs' is only allowed when 'logprobs' is true.", param="top_logprobs")
         if self.add_generation_prompt and self.continue_final_message:
-            raise BadRequest("'add_generation_prompt' and 'continue_final_message' exclude each other.", param="continue_final_message")
+            raise BadRequest(
+                "'add_generation_prompt' and 'continue_final_message' exclude each other.",
+                param="continue_final_message",
+            )
 
     @property
     def max_length(self) -> int | None:
@@ -267,7 +290,9 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
 def require_choice(value: str, choices: tuple[str, ...], param: str) -> None:
     if value not in choices:
         wanted = ", ".join(f"'{choice}'" for choice in choices)
-        raise BadRequest(f"Invalid value for '{param}': '{value[:64]}'. Supported values are: {wanted}.", param=param)
+        raise BadRequest(
+            f"Invalid value for '{param}': '{value[:64]}'. Supported values are: {wanted}.", param=param
+        )
 
 
 def _refuse_unsupported(record: Struct, table: Mapping[str, tuple[object, ...]], path: str = "") -> None:
@@ -278,4 +303,6 @@ def _refuse_unsupported(record: Struct, table: Mapping[str, tuple[object, ...]],
 
 
 def _missing(param: str) -> BadRequest:
-    return BadRequest(f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter")
+    return BadRequest(
+        f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter"
+    )

@@ -13,14 +13,15 @@ import msgspec
 from flask import Blueprint, Response, g, request
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from levserve.config import Settings
-from levserve.engine.engine import Engine, ServedModel
+from levserve.engine.engine import Engine
+from levserve.engine.served_model import ServedModel
 from levserve.errors import BadRequest, ContextTooLong
 from levserve.schedule.request import GenerationRequest, Sampling, TokenLogprob
+from levserve.settings.settings import Settings
 from levserve.text.tokenizer import Tokenizer
 from levserve.web.admit import admit, asked_timeout
 from levserve.web.body import read_body
-from levserve.web.decode import decode
+from levserve.web.json_body import decode
 from levserve.web.logprobs import clamp, show_token
 from levserve.web.run import Runs
 from levserve.web.schema import Seconds
@@ -78,16 +79,31 @@ class Scoring:
             reservation = held.enter_context(admit(self._engine))
             body = decode(read_body(self._settings.max_body_bytes), ScoreBody)
             client = request.environ.get("gunicorn.socket")
-            engine_id, deadline = self._runs.new_id(g.request_id), self._runs.deadline(g.started, asked_timeout(), body.timeout)
+            engine_id, deadline = (
+                self._runs.new_id(g.request_id),
+                self._runs.deadline(g.started, asked_timeout(), body.timeout),
+            )
             model = self._runs.borrow(body.model, held, deadline, client)
             pairs = _make_pairs(body, model)
             sampling = Sampling(num_logprobs=1 if body.details else 0)
             requests = [
-                GenerationRequest(f"{engine_id}-{index}", tuple(pair.tokens), 0, sampling, deadline=deadline, score_from=pair.num_context)
+                GenerationRequest(
+                    f"{engine_id}-{index}",
+                    tuple(pair.tokens),
+                    0,
+                    sampling,
+                    deadline=deadline,
+                    score_from=pair.num_context,
+                )
                 for index, pair in enumerate(pairs)
             ]
             choices = self._runs.compute(requests, model, reservation, g.record, client)
-        scores = _tell(pairs, [choice.prompt_logprobs for choice in choices], model.tokenizer, with_details=body.details is True)
+        scores = _tell(
+            pairs,
+            [choice.prompt_logprobs for choice in choices],
+            model.tokenizer,
+            with_details=body.details is True,
+        )
         return Response(msgspec.json.encode(scores), content_type="application/json")
 
 
@@ -103,7 +119,10 @@ def split_pair(prompt: str, continuation: str, tokenizer: Tokenizer) -> Pair:
     if context_tokens:
         return Pair(tokenizer.encode(context + continuation), len(context_tokens))
     if tokenizer.bos_token is None:
-        raise BadRequest("An empty prompt needs a bos token, which this model does not have; give each prompt a text.", param="prompts")
+        raise BadRequest(
+            "An empty prompt needs a bos token, which this model does not have; give each prompt a text.",
+            param="prompts",
+        )
     bos = tokenizer.encode(tokenizer.bos_token, add_special_tokens=False)
     return Pair(bos + tokenizer.encode(continuation, add_special_tokens=False), len(bos))
 
@@ -122,7 +141,9 @@ def _make_pairs(body: ScoreBody, model: ServedModel) -> list[Pair]:
     return pairs
 
 
-def _tell(pairs: list[Pair], scores: list[tuple[TokenLogprob, ...]], tokenizer: Tokenizer, *, with_details: bool) -> Scores:
+def _tell(
+    pairs: list[Pair], scores: list[tuple[TokenLogprob, ...]], tokenizer: Tokenizer, *, with_details: bool
+) -> Scores:
     logprobs = [[clamp(score.logprob) for score in continuation] for continuation in scores]
     sums = [sum(values) for values in logprobs]
     if not with_details:

@@ -17,14 +17,15 @@ from simple_websocket import ConnectionClosed, Server
 from wsproto.frame_protocol import CloseReason
 from wsproto.utilities import LocalProtocolError
 
-from levserve.config import Settings
-from levserve.engine.engine import Engine, Phase
+from levserve.engine.engine import Engine
 from levserve.errors import BadRequest, Unavailable, UpgradeRequired
+from levserve.observe.health import Phase
+from levserve.observe.tracing import Tracing
+from levserve.settings.settings import Settings
 from levserve.web.conversation import MAX_WAITING, Conversation
 from levserve.web.cors import Cors
 from levserve.web.hijack import PATH, HijackedSocket
 from levserve.web.run import Runs
-from levserve.web.tracing import Tracing
 
 log = logging.getLogger(__name__)
 
@@ -32,13 +33,19 @@ SUBPROTOCOL = "levserve"  # a page that names the key as a subprotocol must name
 VERSION = "13"  # of the WebSocket protocol, the only one there is
 PING_SECONDS = 25
 CLOSE_SECONDS = 2.0  # for the peer's answer to our close
-GONE = (ConnectionClosed, LocalProtocolError, OSError)  # what simple-websocket raises once a socket is closing
+GONE = (
+    ConnectionClosed,
+    LocalProtocolError,
+    OSError,
+)  # what simple-websocket raises once a socket is closing
 
 
 class Sockets:
     """Who may open a WebSocket, and how many; shared by all HTTP threads."""
 
-    def __init__(self, engine: Engine, settings: Settings, runs: Runs, cors: Cors, tracing: Tracing | None) -> None:
+    def __init__(
+        self, engine: Engine, settings: Settings, runs: Runs, cors: Cors, tracing: Tracing | None
+    ) -> None:
         self._engine = engine
         self._settings = settings
         self._runs = runs
@@ -68,11 +75,15 @@ class Sockets:
             if not request.headers.get(name):
                 raise BadRequest(f"A WebSocket needs the header {name}.")
         if self._engine.phase is not Phase.READY:
-            raise Unavailable(f"The server opens no WebSockets while it is {self._engine.phase}.", retry_after_seconds=5.0)
+            raise Unavailable(
+                f"The server opens no WebSockets while it is {self._engine.phase}.", retry_after_seconds=5.0
+            )
         if not self._places.acquire(blocking=False):
             self._engine.metrics.refused.labels("sockets_full").inc()
             most = self._settings.max_sockets
-            raise Unavailable(f"The server is at its limit of {most} WebSockets; please try again.", retry_after_seconds=5.0)
+            raise Unavailable(
+                f"The server is at its limit of {most} WebSockets; please try again.", retry_after_seconds=5.0
+            )
         g.has_socket_place = True
         request.environ["gunicorn.socket"] = HijackedSocket(request.environ["gunicorn.socket"])
         # Compression would be agreed to: work for nothing on frames this small, and a way to send very much in few bytes.

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from msgspec import structs
 
-from levserve.engine.engine import ServedModel
+from levserve.engine.served_model import ServedModel
 from levserve.errors import BadRequest, ContextTooLong
 from levserve.schedule.request import GenerationRequest, Sampling
 from levserve.text.chat import render_chat
@@ -27,12 +27,16 @@ class Seeds:
 
     def __init__(self, base: int | None) -> None:
         self._base = base
-        self._numbers = itertools.count()  # `next` on it is one step under the GIL, so HTTP threads may share it
+        self._numbers = (
+            itertools.count()
+        )  # `next` on it is one step under the GIL, so HTTP threads may share it
 
     def draw(self) -> int:
         if self._base is None:
             return random.getrandbits(64)
-        return int.from_bytes(hashlib.blake2b(b"%d:%d" % (self._base, next(self._numbers)), digest_size=8).digest())
+        return int.from_bytes(
+            hashlib.blake2b(b"%d:%d" % (self._base, next(self._numbers)), digest_size=8).digest()
+        )
 
 
 class Defaults(NamedTuple):
@@ -42,7 +46,9 @@ class Defaults(NamedTuple):
     temperature: float | None
 
     def apply_to(self, body: ChatBody | CompletionBody) -> ChatBody | CompletionBody:
-        has_limit = body.max_tokens is not None or (isinstance(body, ChatBody) and body.max_completion_tokens is not None)
+        has_limit = body.max_tokens is not None or (
+            isinstance(body, ChatBody) and body.max_completion_tokens is not None
+        )
         if self.max_tokens and not has_limit:
             body = structs.replace(body, max_tokens=self.max_tokens)
         if self.temperature is not None and body.temperature is None:
@@ -57,7 +63,9 @@ class Submission(NamedTuple):
     requests: list[GenerationRequest]
 
 
-def prepare(body: ChatBody | CompletionBody, model: ServedModel, seeds: Seeds, engine_id: str, deadline: float | None) -> Submission:
+def prepare(
+    body: ChatBody | CompletionBody, model: ServedModel, seeds: Seeds, engine_id: str, deadline: float | None
+) -> Submission:
     """Checks the body against the model and makes its sequences; raises `BadRequest`."""
     prompts = _tokenize(body, model)
     check_token_ids("logit_bias", body.logit_bias or (), model.tokenizer)
@@ -83,7 +91,9 @@ def prepare(body: ChatBody | CompletionBody, model: ServedModel, seeds: Seeds, e
     return Submission(prompts, requests)
 
 
-def encode_text(text: str | list[int], model: ServedModel, param: str, *, add_special_tokens: bool) -> list[int]:
+def encode_text(
+    text: str | list[int], model: ServedModel, param: str, *, add_special_tokens: bool
+) -> list[int]:
     """Tokens of a text; those that the client gave itself are checked and taken as they are."""
     if isinstance(text, str):
         check_length(len(text), model, param)
@@ -104,15 +114,22 @@ def check_length(num_chars: int, model: ServedModel, param: str, num_messages: i
 def check_token_ids(param: str, tokens: Sequence[int] | dict[int, float], tokenizer: Tokenizer) -> None:
     for token in tokens:
         if not 0 <= token < tokenizer.vocab_size:
-            raise BadRequest(f"'{param}' has the token id {token}; this model's are 0 to {tokenizer.vocab_size - 1}.", param=param)
+            raise BadRequest(
+                f"'{param}' has the token id {token}; this model's are 0 to {tokenizer.vocab_size - 1}.",
+                param=param,
+            )
 
 
 def _tokenize(body: ChatBody | CompletionBody, model: ServedModel) -> list[list[int]]:
     if isinstance(body, CompletionBody):
         adds_special = body.add_special_tokens is not False
-        return [encode_text(prompt, model, "prompt", add_special_tokens=adds_special) for prompt in body.prompts]
+        return [
+            encode_text(prompt, model, "prompt", add_special_tokens=adds_special) for prompt in body.prompts
+        ]
     messages = [message.to_template() for message in body.messages]
-    check_length(sum(len(message["content"]) for message in messages), model, "messages", num_messages=len(messages))
+    check_length(
+        sum(len(message["content"]) for message in messages), model, "messages", num_messages=len(messages)
+    )
     try:
         tokens = render_chat(
             model.tokenizer,
@@ -122,7 +139,9 @@ def _tokenize(body: ChatBody | CompletionBody, model: ServedModel) -> list[list[
             template_kwargs=body.chat_template_kwargs,
         )
     except RecursionError:
-        raise BadRequest("'chat_template_kwargs' is nested too deeply.", param="chat_template_kwargs") from None
+        raise BadRequest(
+            "'chat_template_kwargs' is nested too deeply.", param="chat_template_kwargs"
+        ) from None
     return [tokens]
 
 
@@ -136,7 +155,10 @@ def _fit(prompt: Sequence[int], body: ChatBody | CompletionBody, model: ServedMo
     if limit > room:
         raise ContextTooLong(len(prompt), limit, model.max_seq_len, param=param)
     if (body.min_tokens or 0) > limit:
-        raise BadRequest(f"'min_tokens' is {body.min_tokens}, but at most {limit} tokens are generated.", param="min_tokens")
+        raise BadRequest(
+            f"'min_tokens' is {body.min_tokens}, but at most {limit} tokens are generated.",
+            param="min_tokens",
+        )
     return limit
 
 

@@ -13,14 +13,15 @@ import msgspec
 from flask import Blueprint, Response, g, request
 from msgspec import Meta, Struct
 
-from levserve.config import Settings
-from levserve.engine.engine import Engine, ServedModel
+from levserve.engine.engine import Engine
+from levserve.engine.served_model import ServedModel
 from levserve.errors import BadRequest
+from levserve.settings.settings import Settings
 from levserve.text.chat import Options, render_chat, render_text, template_of
 from levserve.text.tokenizer import Tokenizer
 from levserve.web.admit import admit, asked_timeout
 from levserve.web.body import read_body
-from levserve.web.decode import decode, unsupported
+from levserve.web.json_body import decode, unsupported
 from levserve.web.run import Runs
 from levserve.web.schema import Message
 from levserve.web.submission import check_token_ids
@@ -49,12 +50,17 @@ class ConversationBody(ModelBody, frozen=True, kw_only=True):
         for number, message in enumerate(self.messages or ()):
             message.check(f"messages[{number}]")
         if self.add_generation_prompt and self.continue_final_message:
-            raise BadRequest("'add_generation_prompt' and 'continue_final_message' exclude each other.", param="continue_final_message")
+            raise BadRequest(
+                "'add_generation_prompt' and 'continue_final_message' exclude each other.",
+                param="continue_final_message",
+            )
 
     @property
     def conversation(self) -> list[dict[str, str]]:
         if self.messages is None:
-            raise BadRequest("Missing required parameter: 'messages'.", param="messages", code="missing_required_parameter")
+            raise BadRequest(
+                "Missing required parameter: 'messages'.", param="messages", code="missing_required_parameter"
+            )
         return [message.to_template() for message in self.messages]
 
     @property
@@ -78,7 +84,9 @@ class TokenizeBody(ConversationBody, frozen=True, kw_only=True):
         if self.prompt is not None and self.messages is not None:
             raise BadRequest("'prompt' and 'messages' exclude each other.", param="messages")
         if self.prompt is None and self.messages is None:
-            raise BadRequest("Missing required parameter: 'prompt'.", param="prompt", code="missing_required_parameter")
+            raise BadRequest(
+                "Missing required parameter: 'prompt'.", param="prompt", code="missing_required_parameter"
+            )
         if self.messages is not None and self.add_special_tokens:
             raise unsupported("add_special_tokens")  # the template writes them itself
 
@@ -139,7 +147,9 @@ class Tokens:
             if body.prompt is None:
                 tokens = render_chat(model.tokenizer, body.conversation, **body.options)
             else:
-                tokens = model.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+                tokens = model.tokenizer.encode(
+                    body.prompt, add_special_tokens=body.add_special_tokens is not False
+                )
             names = [_name(token, model.tokenizer) for token in tokens] if body.return_token_strs else None
             return _answer(Tokenized(len(tokens), model.max_seq_len, tokens, names))
 
@@ -147,7 +157,11 @@ class Tokens:
         with ExitStack() as held:
             body, model = self._read(held, DetokenizeBody)
             check_token_ids("tokens", body.tokens, model.tokenizer)
-            return _answer(Prompt(model.tokenizer.decode(body.tokens, skip_special_tokens=body.skip_special_tokens is True)))
+            return _answer(
+                Prompt(
+                    model.tokenizer.decode(body.tokens, skip_special_tokens=body.skip_special_tokens is True)
+                )
+            )
 
     def apply_template(self) -> Response:
         with ExitStack() as held:
@@ -181,8 +195,13 @@ class Tokens:
         return body, self._borrow(body.model, held)
 
     def _borrow(self, name: str | None, held: ExitStack) -> ServedModel:
-        self._engine.require_model()
-        return self._runs.borrow(name, held, self._runs.deadline(g.started, asked_timeout()), request.environ.get("gunicorn.socket"))
+        self._engine.require_loaded()
+        return self._runs.borrow(
+            name,
+            held,
+            self._runs.deadline(g.started, asked_timeout()),
+            request.environ.get("gunicorn.socket"),
+        )
 
 
 def _name(token: int, tokenizer: Tokenizer) -> str:

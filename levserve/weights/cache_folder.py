@@ -32,7 +32,9 @@ class Lease:
             self._descriptor = -1
 
 
-def lease_folder(path: Path, is_whole: Callable[[], bool], fill: Callable[[], None], report: Callable[[str], None]) -> Lease:
+def lease_folder(
+    path: Path, is_whole: Callable[[], bool], fill: Callable[[], None], report: Callable[[str], None]
+) -> Lease:
     """A shared hold on a folder that `is_whole`; if it is not, `fill` is called while nobody else has it."""
     is_told = False
     while True:
@@ -58,7 +60,9 @@ def make_room(path: Path, num_bytes: int, limit_bytes: int) -> None:
     """Clears folders beside `path` until `num_bytes` more fit the limit; 0 is no limit."""
     if not limit_bytes:
         return
-    others = sorted((folder for folder in path.parent.iterdir() if folder.is_dir() and folder != path), key=_last_use)
+    others = sorted(
+        (folder for folder in path.parent.iterdir() if folder.is_dir() and folder != path), key=_last_use
+    )
     used = {folder: _size(folder) for folder in others}
     own = _size(path)
     for folder in others:

@@ -42,7 +42,11 @@ class Fields:
 
     def numbers(self, key: str, count: int) -> tuple[float, ...]:
         value = self.values.get(key)
-        if not isinstance(value, list) or len(value) != count or not all(isinstance(item, (int, float)) for item in value):
+        if (
+            not isinstance(value, list)
+            or len(value) != count
+            or not all(isinstance(item, (int, float)) for item in value)
+        ):
             raise self.wrong(key, f"a list of {count} numbers")
         return tuple(map(float, value))
 

@@ -19,15 +19,26 @@ from gguf.quants import dequantize
 from numpy.typing import NDArray
 
 from levserve.errors import StartupError
-from levserve.gguf_header import TensorEntry, read_header
+from levserve.gguf.header import TensorEntry, read_header
 from levserve.weights.stored import StoredTensor
 
 UNQUANTIZED = (Kind.F32, Kind.F16, Kind.BF16)
 # Q5_0, Q5_1 and IQ4_NL are what llama.cpp falls back to in a file of K-quants where rows are not a multiple of 256.
 KINDS = (
-    *UNQUANTIZED, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1,
-    Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K, Kind.IQ4_NL, Kind.IQ4_XS,
-)  # fmt: skip
+    *UNQUANTIZED,
+    Kind.Q8_0,
+    Kind.Q4_0,
+    Kind.Q4_1,
+    Kind.Q5_0,
+    Kind.Q5_1,
+    Kind.Q2_K,
+    Kind.Q3_K,
+    Kind.Q4_K,
+    Kind.Q5_K,
+    Kind.Q6_K,
+    Kind.IQ4_NL,
+    Kind.IQ4_XS,
+)
 INTERLEAVED_ARCHITECTURE = "llama"
 INTERLEAVED_NAME = re.compile(r"blk\.\d+\.attn_[qk]\.(weight|bias)")
 
@@ -58,7 +69,10 @@ def read_tensors(path: Path, head_dim: int) -> Iterator[tuple[str, StoredTensor]
     is_interleaved = header.metadata.get("general.architecture") == INTERLEAVED_ARCHITECTURE
     for name, entry in header.tensors.items():
         _check_entry(path, name, entry)
-        yield name, GGUFTensor(entry, head_dim if is_interleaved and INTERLEAVED_NAME.fullmatch(name) else None)
+        yield (
+            name,
+            GGUFTensor(entry, head_dim if is_interleaved and INTERLEAVED_NAME.fullmatch(name) else None),
+        )
 
 
 def is_quantized(path: Path) -> bool:
@@ -75,7 +89,9 @@ def interleaved_rows(rows: NDArray[np.int64], head_dim: int) -> NDArray[np.int64
 
 def _check_entry(path: Path, name: str, entry: TensorEntry) -> None:
     if entry.kind not in KINDS:
-        raise StartupError(f"{path}: {name} is stored as {entry.kind.name}; supported are {', '.join(kind.name for kind in KINDS)}")
+        raise StartupError(
+            f"{path}: {name} is stored as {entry.kind.name}; supported are {', '.join(kind.name for kind in KINDS)}"
+        )
     row_size = entry.shape[-1] if len(entry.shape) > 1 else 1
     if row_size % GGML_QUANT_SIZES[entry.kind][0]:
         raise StartupError(f"{path}: {name} has rows of {row_size}, which {entry.kind.name} cannot store")

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from levserve.errors import StartupError
-from levserve.gguf_header import GGUFHeader, Value, read_header
+from levserve.gguf.header import GGUFHeader, Value, read_header
 from levserve.model.config import LinearScaling, Llama3Scaling, LongScaling, ModelConfig, RopeScaling
 from levserve.weights.fields import Fields
 from levserve.weights.hf_config import FAMILIES, Extras, long_attention_factor
@@ -40,10 +40,21 @@ SUPPORTED_VALUES: dict[str, tuple[object, ...]] = {
     "tensor_data_layout": ("Meta AI original pth",),
 }
 READ_KEYS = (
-    "block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size", "attention.head_count",
-    "attention.head_count_kv", "attention.key_length", "attention.value_length", "attention.layer_norm_rms_epsilon",
-    "rope.dimension_count", "rope.freq_base", "rope.scaling.original_context_length", "rope.scaling.finetuned",
-)  # fmt: skip
+    "block_count",
+    "context_length",
+    "embedding_length",
+    "feed_forward_length",
+    "vocab_size",
+    "attention.head_count",
+    "attention.head_count_kv",
+    "attention.key_length",
+    "attention.value_length",
+    "attention.layer_norm_rms_epsilon",
+    "rope.dimension_count",
+    "rope.freq_base",
+    "rope.scaling.original_context_length",
+    "rope.scaling.finetuned",
+)
 # What Llama 3.1 and 3.2 have in common; the file keeps the factors that follow from them, not the numbers themselves.
 LLAMA3_LOW_FREQ_FACTOR, LLAMA3_HIGH_FREQ_FACTOR, LLAMA3_ORIGINAL_CONTEXT = 1.0, 4.0, 8192
 # llama.cpp knows these two by their number of layers: their files do not say that scores are scaled otherwise.
@@ -78,7 +89,9 @@ def _gemma(fields: Fields, layers_of_27b: int) -> Extras:
 
 
 def _gemma3(fields: Fields) -> Extras:
-    return _gemma(fields, GEMMA3_27B_LAYERS) | {"local_rope_theta": fields.number("rope.freq_base_swa", 10_000.0)}
+    return _gemma(fields, GEMMA3_27B_LAYERS) | {
+        "local_rope_theta": fields.number("rope.freq_base_swa", 10_000.0)
+    }
 
 
 def _experts(fields: Fields) -> Extras:
@@ -107,9 +120,14 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen2": Architecture("Qwen2ForCausalLM"),
     "qwen3": Architecture("Qwen3ForCausalLM"),
     "qwen3moe": Architecture("Qwen3MoeForCausalLM", _qwen3_moe, keys=EXPERTS),
-    "gemma2": Architecture("Gemma2ForCausalLM", lambda fields: _gemma(fields, GEMMA2_27B_LAYERS), _gemma2_layers, SOFTCAPS),
+    "gemma2": Architecture(
+        "Gemma2ForCausalLM", lambda fields: _gemma(fields, GEMMA2_27B_LAYERS), _gemma2_layers, SOFTCAPS
+    ),
     "gemma3": Architecture(
-        "Gemma3ForCausalLM", _gemma3, _gemma3_layers, (*SOFTCAPS, "rope.freq_base_swa", "attention.sliding_window_pattern")
+        "Gemma3ForCausalLM",
+        _gemma3,
+        _gemma3_layers,
+        (*SOFTCAPS, "rope.freq_base_swa", "attention.sliding_window_pattern"),
     ),
     "phi3": Architecture("Phi3ForCausalLM", slides=_every_layer, keys=("rope.scaling.attn_factor",)),
     "olmo2": Architecture("Olmo2ForCausalLM"),
@@ -123,10 +141,18 @@ def read_gguf_config(path: Path) -> ModelConfig:
     name = _architecture_name(path, header)
     architecture = ARCHITECTURES[name]
     fields = _architecture_fields(path, header, name)
-    num_heads, num_layers, head_dim = _uniform(fields, "attention.head_count"), fields.integer("block_count"), _head_dim(fields)
+    num_heads, num_layers, head_dim = (
+        _uniform(fields, "attention.head_count"),
+        fields.integer("block_count"),
+        _head_dim(fields),
+    )
     fields.require({"attention.value_length": (head_dim,)})
     always = FAMILIES[architecture.family].always
-    epsilon = "attention.layer_norm_epsilon" if always.get("has_layer_norms") else "attention.layer_norm_rms_epsilon"
+    epsilon = (
+        "attention.layer_norm_epsilon"
+        if always.get("has_layer_norms")
+        else "attention.layer_norm_rms_epsilon"
+    )
     shape: Extras = {
         "vocab_size": _vocab_size(fields, header),
         "hidden_size": fields.integer("embedding_length"),
@@ -151,15 +177,23 @@ def _architecture_name(path: Path, header: GGUFHeader) -> str:
     name = header.metadata.get("general.architecture")
     if isinstance(name, str) and name in ARCHITECTURES:
         return name
-    raise StartupError(f"{path}: general.architecture = {name!r} is not supported; supported are {', '.join(ARCHITECTURES)}")
+    raise StartupError(
+        f"{path}: general.architecture = {name!r} is not supported; supported are {', '.join(ARCHITECTURES)}"
+    )
 
 
 def _architecture_fields(path: Path, header: GGUFHeader, name: str) -> Fields:
     """The keys under the architecture's own prefix, all of them known and with values we can serve."""
     prefix, architecture = f"{name}.", ARCHITECTURES[name]
-    own = {key.removeprefix(prefix): value for key, value in header.metadata.items() if key.startswith(prefix)}
+    own = {
+        key.removeprefix(prefix): value for key, value in header.metadata.items() if key.startswith(prefix)
+    }
     fields = Fields(f"{path}: {name}", own)
-    may_have = {*architecture.keys, *(("attention.sliding_window",) if architecture.slides else ()), *_scaling_keys(own)}
+    may_have = {
+        *architecture.keys,
+        *(("attention.sliding_window",) if architecture.slides else ()),
+        *_scaling_keys(own),
+    }
     fields.require({key: values for key, values in SUPPORTED_VALUES.items() if key not in may_have})
     fields.require_known((*READ_KEYS, *SUPPORTED_VALUES, *may_have))
     return fields
@@ -171,7 +205,9 @@ def _scaling_keys(own: dict[str, Value]) -> tuple[str, ...]:
 
 
 def _head_dim(fields: Fields) -> int:
-    return fields.integer("attention.key_length", fields.integer("embedding_length") // _uniform(fields, "attention.head_count"))
+    return fields.integer(
+        "attention.key_length", fields.integer("embedding_length") // _uniform(fields, "attention.head_count")
+    )
 
 
 def _uniform(fields: Fields, key: str, default: int | None = None) -> int:
@@ -207,9 +243,13 @@ def _windows(fields: Fields, architecture: Architecture, num_layers: int) -> tup
 def _rope(path: Path, header: GGUFHeader, head_dim: int, fields: Fields) -> Extras:
     theta = fields.number("rope.freq_base", 10_000.0)
     size = fields.integer("rope.dimension_count", head_dim)
-    if size != head_dim and LONG_FACTORS not in header.tensors:  # Phi-4-mini turns part of a head, llama.cpp's others all of it
+    if (
+        size != head_dim and LONG_FACTORS not in header.tensors
+    ):  # Phi-4-mini turns part of a head, llama.cpp's others all of it
         raise fields.refused("rope.dimension_count")
-    scaling = _long_scaling(path, header, size, fields) or _llama3_scaling(path, header, head_dim, theta, fields)
+    scaling = _long_scaling(path, header, size, fields) or _llama3_scaling(
+        path, header, head_dim, theta, fields
+    )
     if scaling is None and fields.get("rope.scaling.type") == "linear":
         scaling = LinearScaling(fields.number("rope.scaling.factor"))
     return {"rope_theta": theta, "rope_scaling": scaling, "rotary_size": None if size == head_dim else size}
@@ -229,7 +269,9 @@ def _long_scaling(path: Path, header: GGUFHeader, size: int, fields: Fields) -> 
     return LongScaling(short, long, original, fields.number("rope.scaling.attn_factor", attention_factor))
 
 
-def _llama3_scaling(path: Path, header: GGUFHeader, head_dim: int, rope_theta: float, fields: Fields) -> RopeScaling | None:
+def _llama3_scaling(
+    path: Path, header: GGUFHeader, head_dim: int, rope_theta: float, fields: Fields
+) -> RopeScaling | None:
     """Llama 3's scaling, told by the factors the file keeps in its place; any other factors are refused."""
     entry = header.tensors.get(ROPE_FACTORS)
     if entry is None:
@@ -241,7 +283,9 @@ def _llama3_scaling(path: Path, header: GGUFHeader, head_dim: int, rope_theta: f
     scaling = Llama3Scaling(float(np.max(factors)), LLAMA3_LOW_FREQ_FACTOR, LLAMA3_HIGH_FREQ_FACTOR, original)
     expected = llama3_factors(scaling, head_dim, rope_theta)
     if factors.shape != expected.shape or not np.allclose(factors, expected, rtol=1e-4):
-        raise StartupError(f"{path}: {ROPE_FACTORS} does not follow Llama 3's rotary scaling; other factors are not supported")
+        raise StartupError(
+            f"{path}: {ROPE_FACTORS} does not follow Llama 3's rotary scaling; other factors are not supported"
+        )
     return scaling
 
 

@@ -23,7 +23,9 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 DTYPES = ("F32", "F16", "BF16")
 # Masks that GPT-2's files carry along, and the part of Gemma 3 that sees pictures.
-SKIPPED = re.compile(r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias|(model\.)?(vision_tower|multi_modal_projector)\..*")
+SKIPPED = re.compile(
+    r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias|(model\.)?(vision_tower|multi_modal_projector)\..*"
+)
 # GPT-2 keeps its matrices [in, out].
 TRANSPOSED = re.compile(r"h\.\d+\.(attn|mlp)\.c_\w+\.weight")
 
@@ -76,7 +78,9 @@ def find_files(folder: Path) -> list[Path]:
         return _indexed_files(folder / INDEX_FILE)
     files = sorted(folder.glob("*.safetensors"))
     if len(files) != 1:
-        raise StartupError(f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}, and {len(files)} other .safetensors files")
+        raise StartupError(
+            f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}, and {len(files)} other .safetensors files"
+        )
     return files
 
 
@@ -93,5 +97,7 @@ def _indexed_files(index: Path) -> list[Path]:
 
 def _tensor(path: Path, name: str, mapped: _Slice) -> SafetensorsTensor:
     if mapped.get_dtype() not in DTYPES:
-        raise StartupError(f"{path}: {name} is stored as {mapped.get_dtype()}; supported are {', '.join(DTYPES)}")
+        raise StartupError(
+            f"{path}: {name} is stored as {mapped.get_dtype()}; supported are {', '.join(DTYPES)}"
+        )
     return SafetensorsTensor(mapped, is_transposed=TRANSPOSED.fullmatch(plain_name(name)) is not None)

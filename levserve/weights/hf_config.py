@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from levserve.errors import StartupError
-from levserve.model.config import Activation, LinearScaling, Llama3Scaling, LongScaling, ModelConfig, RopeScaling
+from levserve.model.config import (
+    Activation,
+    LinearScaling,
+    Llama3Scaling,
+    LongScaling,
+    ModelConfig,
+    RopeScaling,
+)
 from levserve.weights.fields import Fields
 
 # Keys that would change the forward pass, each with the values that leave it as we compute it.
@@ -50,7 +57,13 @@ SCALING_KEYS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "longrope": ("short_factor", "long_factor", "factor", "attention_factor", "original_max_position_embeddings"),
+    "longrope": (
+        "short_factor",
+        "long_factor",
+        "factor",
+        "attention_factor",
+        "original_max_position_embeddings",
+    ),
 }
 ROPE_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 QWEN_WINDOW_FROM = 28  # transformers' default of `max_window_layers`
@@ -102,15 +115,22 @@ def _gemma(fields: Fields) -> Extras:
 def _gemma3(fields: Fields) -> Extras:
     local = fields.mapping("rope_parameters").mapping("sliding_attention")
     local.require({"rope_type": ("default", None)})
-    return _gemma(fields) | {"local_rope_theta": local.number("rope_theta", fields.number("rope_local_base_freq", 10_000.0))}
+    return _gemma(fields) | {
+        "local_rope_theta": local.number("rope_theta", fields.number("rope_local_base_freq", 10_000.0))
+    }
 
 
 def _mixtral(fields: Fields) -> Extras:
-    return {"num_experts": fields.integer("num_local_experts"), "experts_per_token": fields.integer("num_experts_per_tok")}
+    return {
+        "num_experts": fields.integer("num_local_experts"),
+        "experts_per_token": fields.integer("num_experts_per_tok"),
+    }
 
 
 def _qwen3_moe(fields: Fields) -> Extras:
-    key = "num_experts" if fields.has("num_experts") else "num_local_experts"  # transformers 5 writes the second
+    key = (
+        "num_experts" if fields.has("num_experts") else "num_local_experts"
+    )  # transformers 5 writes the second
     return _attention_bias(fields) | {
         "num_experts": fields.integer(key),
         "experts_per_token": fields.integer("num_experts_per_tok"),
@@ -155,14 +175,24 @@ GEMMA3 = Family(
     _gemma3_layers,
     GEMMA_KEYS,
     {
-        "vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "query_pre_attn_scalar": 256,
-        "max_position_embeddings": 131_072, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "sliding_window": 4096, "tie_word_embeddings": True,
+        "vocab_size": 262_208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "sliding_window": 4096,
+        "tie_word_embeddings": True,
     },
-)  # fmt: skip
+)
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(),
     "MistralForCausalLM": Family(slides=_every_layer, defaults={"sliding_window": 4096}),
-    "Qwen2ForCausalLM": Family({"qkv_bias": True}, lambda fields: {}, _qwen_layers, defaults={"sliding_window": 4096}),
+    "Qwen2ForCausalLM": Family(
+        {"qkv_bias": True}, lambda fields: {}, _qwen_layers, defaults={"sliding_window": 4096}
+    ),
     "Qwen3ForCausalLM": Family({"qk_norm": True}, slides=_qwen_layers, defaults={"sliding_window": 4096}),
     "Gemma2ForCausalLM": Family(
         GEMMA,
@@ -170,31 +200,53 @@ FAMILIES: dict[str, Family] = {
         _gemma2_layers,
         GEMMA_KEYS,
         {
-            "query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "head_dim": 256,
-            "sliding_window": 4096, "tie_word_embeddings": True,
+            "query_pre_attn_scalar": 256,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+            "head_dim": 256,
+            "sliding_window": 4096,
+            "tie_word_embeddings": True,
         },
-    ),  # fmt: skip
+    ),
     "Gemma3ForCausalLM": GEMMA3,
     "Gemma3ForConditionalGeneration": replace(GEMMA3, inside="text_config"),
-    "Phi3ForCausalLM": Family(read=lambda fields: {}, slides=_every_layer, supported={"partial_rotary_factor": None}),
-    "Olmo2ForCausalLM": Family({"has_pre_norms": False, "has_post_norms": True, "qk_norm": True, "qk_norm_spans_heads": True}),
+    "Phi3ForCausalLM": Family(
+        read=lambda fields: {}, slides=_every_layer, supported={"partial_rotary_factor": None}
+    ),
+    "Olmo2ForCausalLM": Family(
+        {"has_pre_norms": False, "has_post_norms": True, "qk_norm": True, "qk_norm_spans_heads": True}
+    ),
     "MixtralForCausalLM": Family({}, _mixtral, _every_layer, {"num_local_experts": None}),
     "Qwen3MoeForCausalLM": Family(
-        {"qk_norm": True}, _qwen3_moe, _qwen_layers, {"num_experts": None, "num_local_experts": None}, {"sliding_window": 4096}
+        {"qk_norm": True},
+        _qwen3_moe,
+        _qwen_layers,
+        {"num_experts": None, "num_local_experts": None},
+        {"sliding_window": 4096},
     ),
     "GPT2LMHeadModel": Family(
         {
-            "rope_theta": None, "has_position_table": True, "has_layer_norms": True, "qkv_bias": True, "out_bias": True,
-            "mlp_bias": True, "is_gated": False, "activation": Activation.GELU_TANH,
+            "rope_theta": None,
+            "has_position_table": True,
+            "has_layer_norms": True,
+            "qkv_bias": True,
+            "out_bias": True,
+            "mlp_bias": True,
+            "is_gated": False,
+            "activation": Activation.GELU_TANH,
         },
         lambda fields: {"intermediate_size": fields.integer("n_inner", 4 * fields.integer("n_embd"))},
         supported={"activation_function": ("gelu_new", "gelu_pytorch_tanh", None)},
         defaults={"tie_word_embeddings": True},
         keys={
-            "hidden_size": "n_embd", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer",
-            "max_position_embeddings": "n_positions", "rms_norm_eps": "layer_norm_epsilon", "intermediate_size": "n_inner",
+            "hidden_size": "n_embd",
+            "num_attention_heads": "n_head",
+            "num_hidden_layers": "n_layer",
+            "max_position_embeddings": "n_positions",
+            "rms_norm_eps": "layer_norm_epsilon",
+            "intermediate_size": "n_inner",
         },
-    ),  # fmt: skip
+    ),
 }
 
 
@@ -208,7 +260,13 @@ def make_hf_config(written: Fields) -> ModelConfig:
     if family.inside:
         written = written.mapping(family.inside)
     fields = Fields(written.source, {**family.defaults, **written.values})
-    fields.require({key: values for key, values in {**SUPPORTED_VALUES, **family.supported}.items() if values is not None})
+    fields.require(
+        {
+            key: values
+            for key, values in {**SUPPORTED_VALUES, **family.supported}.items()
+            if values is not None
+        }
+    )
     hidden_size = fields.integer(family.key("hidden_size"))
     num_heads = fields.integer(family.key("num_attention_heads"))
     num_layers = fields.integer(family.key("num_hidden_layers"))
@@ -248,7 +306,9 @@ def _family(fields: Fields) -> Family:
     architectures = fields.get("architectures")
     if isinstance(architectures, list) and len(architectures) == 1 and architectures[0] in FAMILIES:
         return FAMILIES[architectures[0]]
-    raise StartupError(f"{fields.source}: architectures = {architectures!r} is not supported; supported are {', '.join(FAMILIES)}")
+    raise StartupError(
+        f"{fields.source}: architectures = {architectures!r} is not supported; supported are {', '.join(FAMILIES)}"
+    )
 
 
 def _rope(fields: Fields, family: Family, head_dim: int, max_position: int) -> Extras:
@@ -281,7 +341,12 @@ def _scaling(rope: Fields, max_position: int, original: int, rotary_size: int) -
         case "linear":
             return LinearScaling(rope.number("factor"))
         case "llama3":
-            return Llama3Scaling(rope.number("factor"), rope.number("low_freq_factor"), rope.number("high_freq_factor"), original)
+            return Llama3Scaling(
+                rope.number("factor"),
+                rope.number("low_freq_factor"),
+                rope.number("high_freq_factor"),
+                original,
+            )
         case "longrope":
             short, long = (rope.numbers(key, rotary_size // 2) for key in ("short_factor", "long_factor"))
             by_length = long_attention_factor(max_position / original, original)
@@ -303,7 +368,9 @@ def _windows(fields: Fields, family: Family, num_layers: int) -> tuple[int | Non
     elif fields.get("sliding_window") is None:
         slides = [False] * num_layers
     if (types := fields.get("layer_types")) is not None:
-        slides = _listed_windows(fields, types, slides, is_free=family.slides not in (_no_layer, _every_layer))
+        slides = _listed_windows(
+            fields, types, slides, is_free=family.slides not in (_no_layer, _every_layer)
+        )
     if not any(slides):
         return ()
     window = fields.integer("sliding_window")

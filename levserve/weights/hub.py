@@ -19,12 +19,22 @@ IGNORE_PATTERNS = ["*/*", "consolidated*.safetensors"]  # Meta's and Mistral's s
 
 
 def fetch_repo(
-    repo: str, *, revision: str, cache_path: Path, report: Callable[[str], None], without: tuple[str, ...] = ()
+    repo: str,
+    *,
+    revision: str,
+    cache_path: Path,
+    report: Callable[[str], None],
+    without: tuple[str, ...] = (),
 ) -> Path:
     """The folder with the repository's files, fetched as far as they are not in the cache; an empty revision is the main branch."""
     # Imported late: it costs 0.3 s, which a start from local files need not pay.
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
 
     # Its bases are OSError and the error of whichever http library this version of the hub is built on.
     http_errors: tuple[type[BaseException], ...] = (*HfHubHTTPError.__bases__, ValueError)
@@ -38,9 +48,13 @@ def fetch_repo(
             tqdm_class=_reporting_bar(repo, report),
         )
     except GatedRepoError as error:
-        raise StartupError(f"cannot fetch {repo}: it is gated; ask for access on huggingface.co and set HF_TOKEN") from error
+        raise StartupError(
+            f"cannot fetch {repo}: it is gated; ask for access on huggingface.co and set HF_TOKEN"
+        ) from error
     except RepositoryNotFoundError as error:
-        raise StartupError(f"cannot fetch {repo}: no such model on the Hub, or a private one (set HF_TOKEN)") from error
+        raise StartupError(
+            f"cannot fetch {repo}: no such model on the Hub, or a private one (set HF_TOKEN)"
+        ) from error
     except RevisionNotFoundError as error:
         raise StartupError(f"cannot fetch {repo}: it has no revision {revision!r}") from error
     except http_errors as error:

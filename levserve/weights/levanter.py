@@ -46,7 +46,9 @@ GPT2_NAMES = {
     "transformer/ln_f/bias": "ln_f.bias",
 }
 VECTOR = re.compile(r".*(bias|norm\.weight|ln_\w\.weight)")
-SPLIT_INPUT = re.compile(r".*\.(o_proj|c_attn)\.weight")  # [embed, head ...]; the other matrices have their heads on the left
+SPLIT_INPUT = re.compile(
+    r".*\.(o_proj|c_attn)\.weight"
+)  # [embed, head ...]; the other matrices have their heads on the left
 TRANSPOSED = re.compile(r"h\.\d+\.(attn|mlp)\.c_\w+\.weight")  # GPT-2 keeps its matrices [in, out]
 
 
@@ -79,10 +81,17 @@ class Checkpoint:
         """Every tensor of the model. Matrices come in `dtype`, so that a stack is not held wider than it will be served."""
         for path, array in self._arrays.items():
             if array.dtype.name not in DTYPES:
-                raise StartupError(f"{self.folder}: {path} is stored as {array.dtype.name}; supported are {', '.join(DTYPES)}")
+                raise StartupError(
+                    f"{self.folder}: {path} is stored as {array.dtype.name}; supported are {', '.join(DTYPES)}"
+                )
             stack = Stack(f"{self.folder}: {path}", array, dtype, is_stacked="/stacked/" in path)
             for name, shape, index in self._layers(path):
-                yield name, LevanterTensor(stack, index, fold(name, shape), is_transposed=TRANSPOSED.fullmatch(name) is not None)
+                yield (
+                    name,
+                    LevanterTensor(
+                        stack, index, fold(name, shape), is_transposed=TRANSPOSED.fullmatch(name) is not None
+                    ),
+                )
 
     def _layers(self, path: str) -> Iterator[tuple[str, tuple[int, ...], int]]:
         """The tensors in one array: name, shape, and the index in a stack."""
@@ -106,17 +115,27 @@ class Checkpoint:
         return sorted(str(path.relative_to(self.folder)) for name in ZARR_FILES for path in root.rglob(name))
 
     def _database(self, path: str) -> dict[str, object]:
-        return {"driver": "ocdbt", "base": {"driver": "file", "path": f"{self.folder.resolve()}/"}, "path": path}
+        return {
+            "driver": "ocdbt",
+            "base": {"driver": "file", "path": f"{self.folder.resolve()}/"},
+            "path": path,
+        }
 
     def _open(self, path: str, driver: str) -> Any:
-        kvstore = self._database(f"{path}/") if self._is_database else {"driver": "file", "path": f"{self.folder.resolve() / path}/"}
+        kvstore = (
+            self._database(f"{path}/")
+            if self._is_database
+            else {"driver": "file", "path": f"{self.folder.resolve() / path}/"}
+        )
         with _told(self.folder, path):
             array = ts.open({"driver": driver, "kvstore": kvstore}, read=True, open=True).result()
             is_matrix = array.ndim - ("/stacked/" in path) >= 2
             if not is_matrix:
                 return array
             # Chunks of nothing but zeros are not stored: right for a bias that never moved, a lost file in a matrix.
-            return ts.open({"driver": driver, "kvstore": kvstore, "fill_missing_data_reads": False}, read=True, open=True).result()
+            return ts.open(
+                {"driver": driver, "kvstore": kvstore, "fill_missing_data_reads": False}, read=True, open=True
+            ).result()
 
 
 class Stack:
@@ -126,13 +145,19 @@ class Stack:
         self._source = source
         is_matrix = array.ndim - is_stacked >= 2
         narrows = is_matrix and dtype == ml_dtypes.bfloat16
-        self._array = ts.cast(array, ts.bfloat16 if narrows else ts.float32) if array.dtype.name != dtype.name else array
+        self._array = (
+            ts.cast(array, ts.bfloat16 if narrows else ts.float32)
+            if array.dtype.name != dtype.name
+            else array
+        )
         self._is_stacked = is_stacked
         self._num_left = array.size
         self._lock = threading.Lock()
         self._data: NDArray[np.generic] | None = None
 
-    def take(self, index: int, shape: tuple[int, ...], part: slice | tuple[slice, slice]) -> NDArray[np.generic]:
+    def take(
+        self, index: int, shape: tuple[int, ...], part: slice | tuple[slice, slice]
+    ) -> NDArray[np.generic]:
         with self._lock:
             if self._data is None:
                 with _told(self._source, "its data"):
@@ -166,7 +191,11 @@ def fold(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape with heads made one axis: [kv_head, group, head, embed] becomes [out, in]."""
     if VECTOR.fullmatch(name):
         return (math.prod(shape),)
-    return (shape[0], math.prod(shape[1:])) if SPLIT_INPUT.fullmatch(name) else (math.prod(shape[:-1]), shape[-1])
+    return (
+        (shape[0], math.prod(shape[1:]))
+        if SPLIT_INPUT.fullmatch(name)
+        else (math.prod(shape[:-1]), shape[-1])
+    )
 
 
 def _check_manifest(folder: Path) -> None:
@@ -176,9 +205,13 @@ def _check_manifest(folder: Path) -> None:
     except FileNotFoundError:
         return  # written before there were manifests
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise StartupError(f"cannot read {folder / MANIFEST_FILE}: expected format_version and array_driver") from error
+        raise StartupError(
+            f"cannot read {folder / MANIFEST_FILE}: expected format_version and array_driver"
+        ) from error
     if version != MAX_FORMAT or driver not in ZARR_FILES.values():
-        raise StartupError(f"{folder / MANIFEST_FILE}: format {version} with {driver} arrays; supported is format {MAX_FORMAT} with zarr3")
+        raise StartupError(
+            f"{folder / MANIFEST_FILE}: format {version} with {driver} arrays; supported is format {MAX_FORMAT} with zarr3"
+        )
 
 
 @contextmanager

@@ -31,7 +31,12 @@ SUPPORTED_VALUES: dict[str, tuple[object, ...]] = {
     "scale_attn_by_inverse_layer_idx": (False, None),
     "attention_bias": (False, None),
 }
-LLAMA3: dict[str, object] = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+LLAMA3: dict[str, object] = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 # What Levanter's classes take where a key is absent and it is not what Hugging Face's reader would take.
 DEFAULTS: dict[str, dict[str, object]] = {
     "llama": {"layer_norm_epsilon": 1e-5, "num_kv_heads": 32},
@@ -41,7 +46,12 @@ DEFAULTS: dict[str, dict[str, object]] = {
     "olmo2": {"layer_norm_epsilon": 1e-6, "num_kv_heads": 32},
     "gemma2": {"layer_norm_epsilon": 1e-5, "num_kv_heads": 1, "attn_logit_softcapping": 50.0},
     "gemma3": {"layer_norm_epsilon": 1e-5, "num_kv_heads": 1},
-    "gpt2": {"layer_norm_epsilon": 1e-5, "mlp_scale": 4, "activation_function": "gelu_new", "max_seq_len": 1024},
+    "gpt2": {
+        "layer_norm_epsilon": 1e-5,
+        "mlp_scale": 4,
+        "activation_function": "gelu_new",
+        "max_seq_len": 1024,
+    },
 }
 GELU_TANH = ("gelu_new", "gelu_pytorch_tanh")
 
@@ -72,9 +82,13 @@ def read_levanter_config(path: Path, shapes: Shapes) -> ModelConfig:
     fields = run.mapping("model") if run.has("model") else run
     kind = fields.get("type")
     if kind not in TRANSLATIONS:
-        raise StartupError(f"{fields.source}: type = {kind!r} is not supported; supported are {', '.join(TRANSLATIONS)}")
+        raise StartupError(
+            f"{fields.source}: type = {kind!r} is not supported; supported are {', '.join(TRANSLATIONS)}"
+        )
     values = DEFAULTS[str(kind)] | {key: value for key, value in fields.values.items() if value is not None}
-    return make_hf_config(Fields(fields.source, TRANSLATIONS[str(kind)](Fields(fields.source, values), shapes)))
+    return make_hf_config(
+        Fields(fields.source, TRANSLATIONS[str(kind)](Fields(fields.source, values), shapes))
+    )
 
 
 def read_tokenizer_name(path: Path) -> str | None:
@@ -106,7 +120,9 @@ def _llama(fields: Fields, shapes: Shapes) -> dict[str, object]:
     _require_activation(fields, ("silu", "swish"))
     has_qk_norm = "model.layers.0.self_attn.q_norm.weight" in shapes
     has_bias = "model.layers.0.self_attn.q_proj.bias" in shapes
-    architecture = "Qwen3ForCausalLM" if has_qk_norm else "Qwen2ForCausalLM" if has_bias else "LlamaForCausalLM"
+    architecture = (
+        "Qwen3ForCausalLM" if has_qk_norm else "Qwen2ForCausalLM" if has_bias else "LlamaForCausalLM"
+    )
     return _common(fields, shapes) | {"architectures": [architecture], "hidden_act": "silu"}
 
 
@@ -163,17 +179,23 @@ def _gpt2(fields: Fields, shapes: Shapes) -> dict[str, object]:
 
 
 def _common(fields: Fields, shapes: Shapes) -> dict[str, object]:
-    return _tied(shapes) | _rope(fields) | {
-        "vocab_size": shapes["model.embed_tokens.weight"][0],
-        "hidden_size": fields.integer("hidden_dim"),
-        "intermediate_size": fields.integer("intermediate_dim"),
-        "num_hidden_layers": fields.integer("num_layers"),
-        "num_attention_heads": fields.integer("num_heads"),
-        "num_key_value_heads": fields.integer("num_kv_heads"),
-        "head_dim": shapes["model.layers.0.self_attn.k_proj.weight"][-2],  # [kv_head, head, embed]; some classes ignore head_dim
-        "rms_norm_eps": fields.number("layer_norm_epsilon"),
-        "max_position_embeddings": fields.integer("max_seq_len"),
-    }
+    return (
+        _tied(shapes)
+        | _rope(fields)
+        | {
+            "vocab_size": shapes["model.embed_tokens.weight"][0],
+            "hidden_size": fields.integer("hidden_dim"),
+            "intermediate_size": fields.integer("intermediate_dim"),
+            "num_hidden_layers": fields.integer("num_layers"),
+            "num_attention_heads": fields.integer("num_heads"),
+            "num_key_value_heads": fields.integer("num_kv_heads"),
+            "head_dim": shapes["model.layers.0.self_attn.k_proj.weight"][
+                -2
+            ],  # [kv_head, head, embed]; some classes ignore head_dim
+            "rms_norm_eps": fields.number("layer_norm_epsilon"),
+            "max_position_embeddings": fields.integer("max_seq_len"),
+        }
+    )
 
 
 def _rope(fields: Fields) -> dict[str, object]:
@@ -182,7 +204,10 @@ def _rope(fields: Fields) -> dict[str, object]:
     kind = rope.get("type") or "default"
     if kind == "llama3":
         scaling = LLAMA3 | {key: rope.values[key] for key in LLAMA3 if rope.has(key)}
-        return {"rope_theta": rope.number("theta", 500_000.0), "rope_scaling": scaling | {"rope_type": "llama3"}}
+        return {
+            "rope_theta": rope.number("theta", 500_000.0),
+            "rope_scaling": scaling | {"rope_type": "llama3"},
+        }
     rope.require({"type": ("default", "linear", None), "factor": (1.0, 1, None)})
     fields.require({"rope_scaling": (None,)})
     return {"rope_theta": rope.number("theta", fields.number("rope_theta", 10_000.0))}

@@ -16,7 +16,9 @@ MODEL = "model"
 
 def is_checkpoint(folder: Path) -> bool:
     """Whether a folder is one whole checkpoint; Levanter writes metadata.json last."""
-    return (folder / METADATA_FILE).is_file() and ((folder / DATABASE_FILE).is_file() or (folder / MODEL).is_dir())
+    return (folder / METADATA_FILE).is_file() and (
+        (folder / DATABASE_FILE).is_file() or (folder / MODEL).is_dir()
+    )
 
 
 def step_of(metadata: str | bytes) -> int | None:
@@ -34,7 +36,11 @@ def newest_checkpoint(folder: Path) -> Path:
         return folder
     if not folder.is_dir():
         raise StartupError(f"checkpoint {folder} does not exist")
-    steps = {path: step_of((path / METADATA_FILE).read_bytes()) for path in sorted(folder.iterdir()) if is_checkpoint(path)}
+    steps = {
+        path: step_of((path / METADATA_FILE).read_bytes())
+        for path in sorted(folder.iterdir())
+        if is_checkpoint(path)
+    }
     known = {path: step for path, step in steps.items() if step is not None}
     if not known:
         raise StartupError(

@@ -10,15 +10,23 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path, PurePosixPath
 
-from levserve.config import Settings
 from levserve.errors import StartupError
+from levserve.settings.settings import Settings
+from levserve.weights.files import ModelFiles, find_tokenizer
 from levserve.weights.levanter_config import read_tokenizer_name
-from levserve.weights.levanter_folder import CONFIG_FILE, METADATA_FILE, find_config, newest_checkpoint, step_of
+from levserve.weights.levanter_folder import (
+    CONFIG_FILE,
+    METADATA_FILE,
+    find_config,
+    newest_checkpoint,
+    step_of,
+)
 from levserve.weights.remote import RemoteFile, Store, fetch_files, is_address
-from levserve.weights.source import ModelFiles, find_tokenizer
 
 STEP = re.compile(r"step-\d+")
-NEEDED = re.compile(r"(d|ocdbt\.process_\d+(/d)?|model(/.+)?|tokenizer)/[^/]+|ocdbt\.process_\d+/[^/]+|[^/]+\.(json|yaml|ocdbt)")
+NEEDED = re.compile(
+    r"(d|ocdbt\.process_\d+(/d)?|model(/.+)?|tokenizer)/[^/]+|ocdbt\.process_\d+/[^/]+|[^/]+\.(json|yaml|ocdbt)"
+)
 
 Report = Callable[[str], None]
 
@@ -32,8 +40,12 @@ def find_run(settings: Settings, report: Report, *, with_tokenizer: bool) -> Mod
         files = ModelFiles(_name(folder.resolve().parts), folder, find_config(folder))
     config_file = Path(settings.model_config) if settings.model_config else files.config_file
     if config_file is None or not config_file.is_file():
-        where = f"--model-config {config_file} does not exist" if config_file else (
-            f"no {CONFIG_FILE} in the checkpoint or the two folders above it; name the run's with --model-config"
+        where = (
+            f"--model-config {config_file} does not exist"
+            if config_file
+            else (
+                f"no {CONFIG_FILE} in the checkpoint or the two folders above it; name the run's with --model-config"
+            )
         )
         raise StartupError(f"{settings.checkpoint_path}: {where}")
     report(f"checkpoint {files.path}, config {config_file}")
@@ -54,7 +66,9 @@ def _find_tokenizer(config_file: Path, folder: Path, settings: Settings, report:
     try:
         found = find_tokenizer(name, settings, report)
     except StartupError as error:
-        raise StartupError(f"{config_file}: tokenizer = {name!r} cannot be had: {error}; give one with --tokenizer") from error
+        raise StartupError(
+            f"{config_file}: tokenizer = {name!r} cannot be had: {error}; give one with --tokenizer"
+        ) from error
     if not found.exists():
         raise StartupError(f"{config_file}: tokenizer = {name!r} does not exist; give one with --tokenizer")
     return found
@@ -69,7 +83,11 @@ def _fetch_checkpoint(settings: Settings, report: Report) -> ModelFiles:
     else:
         extra = []
     lease = fetch_files(
-        store, [*store.describe_all(names), *extra], settings.cache_path, limit_bytes=settings.cache_size, report=report
+        store,
+        [*store.describe_all(names), *extra],
+        settings.cache_path,
+        limit_bytes=settings.cache_size,
+        report=report,
     )
     config_file = lease.path / CONFIG_FILE
     name = _name(store.address.partition("://")[2].split("/"))

@@ -25,7 +25,7 @@ from levserve.errors import StartupError
 from levserve.model import cache
 from levserve.model.aligned import aligned_array
 from levserve.model.config import ModelConfig, parameter_shapes
-from levserve.model.quantize import Narrowing, quantize_arrays
+from levserve.model.quantize import Quantization, quantize_arrays
 from levserve.weights import gguf, hf
 from levserve.weights.gguf_config import read_gguf_config
 from levserve.weights.hf_config import read_hf_config
@@ -56,11 +56,17 @@ def read_config(path: Path, config_file: Path | None = None) -> ModelConfig:
     """The model's shape, from a folder's config.json, a GGUF file's metadata, or the config file of a Levanter run."""
     config = _read_config(path, config_file)
     if config.num_heads % config.num_kv_heads:
-        raise StartupError(f"{path}: {config.num_heads} query heads cannot share {config.num_kv_heads} key and value heads evenly")
+        raise StartupError(
+            f"{path}: {config.num_heads} query heads cannot share {config.num_kv_heads} key and value heads evenly"
+        )
     if config.rope_theta is not None and (config.rotary_size or config.head_dim) % 2:
-        raise StartupError(f"{path}: a head size of {config.rotary_size or config.head_dim} is odd, and rotary positions need pairs")
+        raise StartupError(
+            f"{path}: a head size of {config.rotary_size or config.head_dim} is odd, and rotary positions need pairs"
+        )
     if config.experts_per_token > config.num_experts:
-        raise StartupError(f"{path}: {config.experts_per_token} experts a token are more than the {config.num_experts} there are")
+        raise StartupError(
+            f"{path}: {config.experts_per_token} experts a token are more than the {config.num_experts} there are"
+        )
     return config
 
 
@@ -69,30 +75,40 @@ def is_quantized_file(path: Path) -> bool:
 
 
 def load_arrays(
-    path: Path, config: ModelConfig, dtype: jnp.dtype, *, report: Callable[[str], None], narrowing: Narrowing | None = None
+    path: Path,
+    config: ModelConfig,
+    dtype: jnp.dtype,
+    *,
+    report: Callable[[str], None],
+    quantization: Quantization | None = None,
 ) -> dict[str, jax.Array]:
     """Every array of `parameter_shapes`, on the device: matrices in `dtype` or in eight bits, norms and biases in float32.
 
     The matrices of experts may be the bits of `dtype`: a CPU would convert all of them to take one.
     """
     # Waiting keeps a slow transfer from holding several arrays on the host.
-    arrays = read_arrays(path, config, dtype, report=report, narrowing=narrowing)
+    arrays = read_arrays(path, config, dtype, report=report, quantization=quantization)
     return {name: jax.device_put(host).block_until_ready() for name, host in arrays}
 
 
 def read_arrays(
-    path: Path, config: ModelConfig, dtype: jnp.dtype, *, report: Callable[[str], None], narrowing: Narrowing | None = None
+    path: Path,
+    config: ModelConfig,
+    dtype: jnp.dtype,
+    *,
+    report: Callable[[str], None],
+    quantization: Quantization | None = None,
 ) -> Iterator[tuple[str, NDArray[np.generic]]]:
     """The same arrays one after another in the host's memory; touches no device, so any thread may call it.
 
     Matrices that are quantized are read in float32, one at a time.
     """
-    if narrowing is None:
+    if quantization is None:
         return _read_plain(path, config, dtype, report=report)
     if config.num_experts:
         raise StartupError(f"{path}: --quantize does not take a mixture of experts")
     plain = _read_plain(path, config, jnp.dtype(jnp.float32), report=report)
-    return quantize_arrays(config, plain, dtype, narrowing, _num_threads())
+    return quantize_arrays(config, plain, dtype, quantization, _num_threads())
 
 
 def load_order(names: Iterable[str]) -> list[str]:
@@ -108,7 +124,9 @@ def _read_plain(
 ) -> Iterator[tuple[str, NDArray[np.generic]]]:
     pieces = _find_pieces(path, config, dtype)
     shapes = parameter_shapes(config)
-    has_offsets = config.has_offset_norms and path.is_dir()  # llama.cpp's converter puts whole weights in a GGUF file
+    has_offsets = (
+        config.has_offset_norms and path.is_dir()
+    )  # llama.cpp's converter puts whole weights in a GGUF file
     # As with the KV pool: jaxlib 0.10 turns a bfloat16 array in a loop into float32 as a whole, on a CPU, to take a slice.
     storage = cache.BITS.get(dtype, dtype) if jax.default_backend() == "cpu" else dtype
     progress = Progress("loading weights", sum(map(math.prod, shapes.values())), report)
@@ -132,12 +150,16 @@ def _read_config(path: Path, config_file: Path | None) -> ModelConfig:
         return read_hf_config(path / "config.json")
     config_file = config_file or find_config(path)
     if config_file is None:
-        raise StartupError(f"{path}: no {CONFIG_FILE} in it or the two folders above; name the run's with --model-config")
+        raise StartupError(
+            f"{path}: no {CONFIG_FILE} in it or the two folders above; name the run's with --model-config"
+        )
     return read_levanter_config(config_file, _open_checkpoint(path).shapes())
 
 
 def _open_checkpoint(path: Path) -> Checkpoint:
-    from levserve.weights.levanter import Checkpoint  # brings tensorstore: 14 MB and 20 ms that other formats need not pay
+    from levserve.weights.levanter import (
+        Checkpoint,  # brings tensorstore: 14 MB and 20 ms that other formats need not pay
+    )
 
     return Checkpoint(path)
 
@@ -166,7 +188,9 @@ def _fill(rows: NDArray[np.generic], piece: _Piece, pool: Executor, path: Path) 
         stop = min(start + step, len(rows))
         part = piece.tensor.read(start, stop)
         if not _is_finite(part):
-            raise StartupError(f"{path}: {piece.name} is corrupt: it holds numbers that are not finite (rows {start} to {stop})")
+            raise StartupError(
+                f"{path}: {piece.name} is corrupt: it holds numbers that are not finite (rows {start} to {stop})"
+            )
         rows[start:stop] = part
 
     for _ in pool.map(copy, range(0, len(rows), step)):  # asking for the results raises what a thread raised
@@ -174,7 +198,9 @@ def _fill(rows: NDArray[np.generic], piece: _Piece, pool: Executor, path: Path) 
 
 
 def _is_finite(part: NDArray[np.generic]) -> bool:
-    if part.dtype == ml_dtypes.bfloat16:  # by its bits: numpy asks one number at a time, 3.6 ns each against 0.4
+    if (
+        part.dtype == ml_dtypes.bfloat16
+    ):  # by its bits: numpy asks one number at a time, 3.6 ns each against 0.4
         return int((part.view(np.uint16) & BFLOAT16_EXPONENT).max()) < BFLOAT16_EXPONENT
     return bool(np.isfinite(part).all())
 

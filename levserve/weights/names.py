@@ -22,7 +22,8 @@ ROPE_FACTORS = "rope_freqs.weight"  # GGUF's form of Llama 3's rotary scaling; r
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"  # and of Phi-3's
 # Tensors a checkpoint may hold without us reading them: rotary frequencies, and a head that is tied to the embedding.
 HARMLESS = re.compile(
-    r".*\.rotary_emb\.inv_freq|lm_head\.weight|" + "|".join(map(re.escape, (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS)))
+    r".*\.rotary_emb\.inv_freq|lm_head\.weight|"
+    + "|".join(map(re.escape, (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS)))
 )
 
 
@@ -202,15 +203,25 @@ def match_tensors(source: str, found: Mapping[str, tuple[int, ...]], targets: Ma
         if names
     ]
     if problems:
-        raise StartupError(f"{source}: the tensors do not fit the model's configuration: {'; '.join(problems)}")
+        raise StartupError(
+            f"{source}: the tensors do not fit the model's configuration: {'; '.join(problems)}"
+        )
 
 
-def _choose_way(lines: list[Line], config: ModelConfig, found: Collection[str], taken: Collection[str]) -> list[Tensor]:
+def _choose_way(
+    lines: list[Line], config: ModelConfig, found: Collection[str], taken: Collection[str]
+) -> list[Tensor]:
     """The first way that the checkpoint goes, if only in some layer; or else the first it could."""
-    ways = [tensors for tensors in (line.tensors(config) for line in lines) if not any(tensor.name in taken for tensor in tensors)]
+    ways = [
+        tensors
+        for tensors in (line.tensors(config) for line in lines)
+        if not any(tensor.name in taken for tensor in tensors)
+    ]
 
     def is_gone(tensors: list[Tensor]) -> bool:
-        return {tensor.part for tensor in tensors if tensor.name in found} == {tensor.part for tensor in tensors}
+        return {tensor.part for tensor in tensors if tensor.name in found} == {
+            tensor.part for tensor in tensors
+        }
 
     return next(filter(is_gone, ways), ways[0])
 
@@ -228,7 +239,11 @@ def _target(array: str, shape: tuple[int, ...], tensor: Tensor, config: ModelCon
 
 def _rows(part: Part, num_rows: int, config: ModelConfig) -> tuple[int, int]:
     """First row and number of rows of a part."""
-    q, kv, mlp = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim, config.intermediate_size
+    q, kv, mlp = (
+        config.num_heads * config.head_dim,
+        config.num_kv_heads * config.head_dim,
+        config.intermediate_size,
+    )
     return {
         Part.ALL: (0, num_rows),
         Part.Q: (0, q),

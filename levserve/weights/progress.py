@@ -14,7 +14,14 @@ INTERVAL_SECONDS = 1.0  # a first start takes a minute: enough to show life, few
 class Progress:
     """Reports `what` with a percentage, at most once an interval and only when the percentage grew."""
 
-    def __init__(self, what: str, total: int, report: Callable[[str], None], *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        what: str,
+        total: int,
+        report: Callable[[str], None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._what = what
         self._total = total
         self._report = report

@@ -29,7 +29,9 @@ from levserve.errors import ConfigError, StartupError
 from levserve.weights.cache_folder import Lease, lease_folder, make_room
 from levserve.weights.progress import Progress
 
-LIBRARIES = {"gs": ("gcsfs", "levserve[gcs]"), "s3": ("s3fs", "levserve[s3]")} | dict.fromkeys(("http", "https"), ("aiohttp", "aiohttp"))
+LIBRARIES = {"gs": ("gcsfs", "levserve[gcs]"), "s3": ("s3fs", "levserve[s3]")} | dict.fromkeys(
+    ("http", "https"), ("aiohttp", "aiohttp")
+)
 ADDRESS = re.compile(r"([a-z][a-z0-9+.-]*)://.+")
 BLOCK_BYTES = 16 << 20
 NUM_READERS = 8
@@ -46,7 +48,9 @@ def check_address(address: str) -> None:
     """Refuses an address of a kind we cannot read, or whose library is not installed."""
     scheme = address.partition("://")[0]
     if scheme not in LIBRARIES:
-        raise ConfigError(f"{address}: {scheme}:// is not supported; supported are {', '.join(f'{name}://' for name in LIBRARIES)}")
+        raise ConfigError(
+            f"{address}: {scheme}:// is not supported; supported are {', '.join(f'{name}://' for name in LIBRARIES)}"
+        )
     library, package = LIBRARIES[scheme]
     if importlib.util.find_spec(library) is None:
         raise ConfigError(f"{address}: reading {scheme}:// needs {library}; pip install '{package}'")
@@ -129,10 +133,14 @@ class Store:
         here = as_name or name or PurePosixPath(path).name
         etag = str(info.get("etag") or info.get("ETag") or "").strip('"')
         return RemoteFile(
-            path, here, int(info["size"]), tag=str(info.get("generation") or etag or info.get("Last-Modified") or ""),
-            md5=_md5(info, etag if self._scheme == "s3" else ""), crc32c=info.get("crc32c"),
+            path,
+            here,
+            int(info["size"]),
+            tag=str(info.get("generation") or etag or info.get("Last-Modified") or ""),
+            md5=_md5(info, etag if self._scheme == "s3" else ""),
+            crc32c=info.get("crc32c"),
             has_ranges=not self._is_web or (int(info["size"]) > BLOCK_BYTES and _serves_ranges(path)),
-        )  # fmt: skip
+        )
 
     def describe_all(self, names: Sequence[str]) -> list[RemoteFile]:
         with ThreadPoolExecutor(NUM_READERS, thread_name_prefix="levserve-fetch") as pool:
@@ -148,7 +156,9 @@ class Store:
                     raise
                 time.sleep(RETRY_SECONDS * 2**attempt)
         if len(data) != stop - start:
-            raise OSError(f"got {len(data)} bytes for the {stop - start} from {start} on; the file changed or the server ignores ranges")
+            raise OSError(
+                f"got {len(data)} bytes for the {stop - start} from {start} on; the file changed or the server ignores ranges"
+            )
         return data
 
     def read_whole(self, file: RemoteFile, path: Path) -> None:
@@ -160,15 +170,26 @@ class Store:
             return False
         bucket, _, key = file.path.partition("/")
         head = self._fs.call_s3("head_object", Bucket=bucket, Key=key)
-        return str(head.get("ServerSideEncryption", "")).startswith("aws:kms") or "SSECustomerAlgorithm" in head
+        return (
+            str(head.get("ServerSideEncryption", "")).startswith("aws:kms") or "SSECustomerAlgorithm" in head
+        )
 
     def _path(self, name: str) -> str:
         return f"{self._root.rstrip('/')}/{name}" if name else self._root
 
 
-def fetch_files(store: Store, files: Sequence[RemoteFile], cache_path: Path, *, limit_bytes: int, report: Callable[[str], None]) -> Lease:
+def fetch_files(
+    store: Store,
+    files: Sequence[RemoteFile],
+    cache_path: Path,
+    *,
+    limit_bytes: int,
+    report: Callable[[str], None],
+) -> Lease:
     """A folder with the files, whole and checked; it is kept from being cleared away for as long as the lease is held."""
-    state = "\n".join(sorted(f"{file.name} {file.num_bytes} {file.tag} {file.md5} {file.crc32c}" for file in files))
+    state = "\n".join(
+        sorted(f"{file.name} {file.num_bytes} {file.tag} {file.md5} {file.crc32c}" for file in files)
+    )
     label = re.sub(r"[^A-Za-z0-9._-]+", "-", store.address.partition("://")[2])[-60:].strip("-.")
     digest = hashlib.sha256("\n".join((store.address, state)).encode()).hexdigest()
     folder = cache_path / "stores" / f"{label}-{digest[:16]}"
@@ -280,7 +301,9 @@ def _md5(info: Mapping[str, Any], etag: str) -> str | None:
 
 def _serves_ranges(url: str) -> bool:
     """Whether a web server sends the part that is asked for; fsspec would take the whole file for it."""
-    with urllib.request.urlopen(urllib.request.Request(url, headers={"Range": "bytes=0-0"}), timeout=60) as response:
+    with urllib.request.urlopen(
+        urllib.request.Request(url, headers={"Range": "bytes=0-0"}), timeout=60
+    ) as response:
         return bool(response.status == HTTPStatus.PARTIAL_CONTENT)
 
 
@@ -298,7 +321,9 @@ def _missing_blocks(folder: Path, file: RemoteFile) -> list[int]:
 def _part_bytes(folder: Path, files: Sequence[RemoteFile]) -> int:
     """How much of the files has arrived already."""
     missing = [(file, index) for file in files for index in _missing_blocks(folder, file)]
-    return sum(file.num_bytes for file in files) - sum(stop - start for start, stop in (file.block(index) for file, index in missing))
+    return sum(file.num_bytes for file in files) - sum(
+        stop - start for start, stop in (file.block(index) for file, index in missing)
+    )
 
 
 def _is_whole(folder: Path, file: RemoteFile) -> bool:
@@ -309,7 +334,9 @@ def _is_whole(folder: Path, file: RemoteFile) -> bool:
 def _check_space(folder: Path, num_bytes: int) -> None:
     free = shutil.disk_usage(folder).free
     if num_bytes > free:
-        raise StartupError(f"{folder}: {num_bytes / 1e9:.1f} GB are to be fetched and {free / 1e9:.1f} GB are free on the disk")
+        raise StartupError(
+            f"{folder}: {num_bytes / 1e9:.1f} GB are to be fetched and {free / 1e9:.1f} GB are free on the disk"
+        )
 
 
 @contextmanager

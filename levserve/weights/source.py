@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 
-from levserve.config import Settings
 from levserve.errors import ConfigError, StartupError
+from levserve.settings.settings import Settings
 from levserve.weights.bundled import SMOLLM2, find_bundled
-from levserve.weights.cache_folder import Lease
-from levserve.weights.hub import ALLOW_PATTERNS, IGNORE_PATTERNS, fetch_repo
+from levserve.weights.files import ModelFiles, find_tokenizer, is_wanted
+from levserve.weights.hub import fetch_repo
 from levserve.weights.remote import Store, check_address, fetch_files, is_address
 
 ACCEPTED = (
@@ -27,25 +25,18 @@ REPO_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 GGUF_SUFFIX = ".gguf"
 # What a web server without listings is asked for.
 KNOWN_FILES = (
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model",
-    "chat_template.jinja", "model.safetensors", "model.safetensors.index.json",
-)  # fmt: skip
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "model.safetensors",
+    "model.safetensors.index.json",
+)
 
 Report = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFiles:
-    """A model on disk: `path` is a folder with config.json and *.safetensors, a .gguf file, or a Levanter checkpoint.
-
-    `name` is what to serve it as. `config_file` is a Levanter run's; `tokenizer` is where the tokenizer is if not at `path`.
-    """
-
-    name: str
-    path: Path
-    config_file: Path | None = None
-    tokenizer: Path | None = None
-    lease: Lease | None = field(default=None, compare=False, repr=False)
 
 
 def check_source(settings: Settings) -> None:
@@ -54,7 +45,9 @@ def check_source(settings: Settings) -> None:
         if is_address(settings.checkpoint_path):
             check_address(settings.checkpoint_path)
         elif not Path(settings.checkpoint_path).is_dir():
-            raise ConfigError(f"--checkpoint-path {settings.checkpoint_path!r} is not a folder with a Levanter checkpoint or several")
+            raise ConfigError(
+                f"--checkpoint-path {settings.checkpoint_path!r} is not a folder with a Levanter checkpoint or several"
+            )
     else:
         check_model(stored_name(settings.model, settings.model_store))
 
@@ -62,13 +55,19 @@ def check_source(settings: Settings) -> None:
 def find_source(settings: Settings, report: Report, *, with_tokenizer: bool = True) -> ModelFiles:
     """The files of what the settings say to serve, fetched when they are not on disk."""
     if settings.checkpoint_path:
-        from levserve.weights.levanter_run import find_run
+        from levserve.weights.levanter_run import (
+            find_run,  # brings jax, which a check before the fork must not
+        )
 
         files = find_run(settings, report, with_tokenizer=with_tokenizer and not settings.tokenizer)
     else:
         address = stored_name(settings.model, settings.model_store)
         files = find_model(
-            address, revision=settings.revision, cache_path=settings.cache_path, report=report, limit_bytes=settings.cache_size
+            address,
+            revision=settings.revision,
+            cache_path=settings.cache_path,
+            report=report,
+            limit_bytes=settings.cache_size,
         )
         if address != settings.model:
             files = ModelFiles(settings.model, files.path, lease=files.lease)
@@ -97,7 +96,9 @@ def check_model(model: str) -> None:
         raise ConfigError(f"model {model!r} {problem}; accepted are {ACCEPTED}")
 
 
-def find_model(model: str, *, revision: str, cache_path: Path, report: Report, limit_bytes: int = 0) -> ModelFiles:
+def find_model(
+    model: str, *, revision: str, cache_path: Path, report: Report, limit_bytes: int = 0
+) -> ModelFiles:
     """The model's files, fetched into `cache_path` when they are not on disk."""
     check_model(model)
     if model == SMOLLM2.name:
@@ -113,19 +114,6 @@ def find_model(model: str, *, revision: str, cache_path: Path, report: Report, l
     if problem := local_problem(folder):
         raise StartupError(f"model {model!r} on the Hugging Face Hub {problem}")
     return ModelFiles(model, folder)
-
-
-def find_tokenizer(name: str, settings: Settings, report: Report) -> Path:
-    """A tokenizer's folder or .gguf file, by path, address or name on the Hub."""
-    if is_address(name):
-        store = Store(name)
-        files = store.describe_all([file for file in store.list_files() if _is_wanted(file) and not file.endswith(".safetensors")])
-        if not files:
-            raise StartupError(f"tokenizer {name}: there are no tokenizer files")
-        return fetch_files(store, files, settings.cache_path, limit_bytes=settings.cache_size, report=report).path
-    if Path(name).exists() or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name, re.ASCII):
-        return Path(name)
-    return fetch_repo(name, revision="", cache_path=settings.cache_path / "hub", report=report, without=("*.safetensors",))
 
 
 def _fetch_model(address: str, cache_path: Path, limit_bytes: int, report: Report) -> ModelFiles:
@@ -148,15 +136,11 @@ def _fetch_model(address: str, cache_path: Path, limit_bytes: int, report: Repor
 
 def _model_files(store: Store) -> list[str]:
     """What serving needs of a Hugging Face folder in a store."""
-    listed = [name for name in store.list_files() if _is_wanted(name)]
+    listed = [name for name in store.list_files() if is_wanted(name)]
     if listed or not store.address.startswith("http"):
         return listed
     index = store.read("model.safetensors.index.json") or b""
     return sorted({*KNOWN_FILES, *re.findall(r'"([\w.-]+\.safetensors)"', index.decode(errors="replace"))})
-
-
-def _is_wanted(name: str) -> bool:
-    return any(fnmatch(name, pattern) for pattern in ALLOW_PATTERNS) and not any(fnmatch(name, pattern) for pattern in IGNORE_PATTERNS)
 
 
 def _is_repo_name(model: str) -> bool:
@@ -168,7 +152,11 @@ def local_problem(path: Path) -> str | None:
     if not path.exists():
         return "does not exist"
     if path.is_file():
-        return None if path.suffix == GGUF_SUFFIX else f"is a file of an unknown type ({path.suffix or 'no suffix'})"
+        return (
+            None
+            if path.suffix == GGUF_SUFFIX
+            else f"is a file of an unknown type ({path.suffix or 'no suffix'})"
+        )
     if not (path / "config.json").is_file():
         return "is a folder without config.json"
     if not any(path.glob("*.safetensors")):

@@ -34,7 +34,9 @@ class OneWorkerArbiter(Arbiter):  # type: ignore[misc]
     def _ignore(self) -> None:
         self.log.warning("signal ignored: restart the service instead")
 
-    handle_hup = handle_ttin = handle_ttou = handle_usr1 = _ignore  # SIGWINCH is passed over: a terminal sends it
+    handle_hup = handle_ttin = handle_ttou = handle_usr1 = (
+        _ignore  # SIGWINCH is passed over: a terminal sends it
+    )
 
     def handle_usr2(self) -> None:
         """Newer weights: the worker has them."""
@@ -71,7 +73,9 @@ class OneWorkerArbiter(Arbiter):  # type: ignore[misc]
         number = signal.SIGTERM if graceful else signal.SIGQUIT
         deadline = time.monotonic() + self.cfg.graceful_timeout
         while self.WORKERS and time.monotonic() < deadline:
-            self.kill_workers(number)  # again and again: one that has just begun hears nothing yet, and twice is as once
+            self.kill_workers(
+                number
+            )  # again and again: one that has just begun hears nothing yet, and twice is as once
             with suppress(queue.Empty):
                 received = self.SIG_QUEUE.get(timeout=REPEAT_SECONDS)
                 if received in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT):
@@ -87,5 +91,7 @@ class OneWorkerArbiter(Arbiter):  # type: ignore[misc]
 
     def halt(self, reason: str | None = None, exit_status: int = 0) -> None:
         self.stop()
-        is_told = self._worker_exit == -signal.SIGTERM  # before it had a handler for it: there was nothing to drain
+        is_told = (
+            self._worker_exit == -signal.SIGTERM
+        )  # before it had a handler for it: there was nothing to drain
         sys.exit(self._worker_exit if self._worker_exit in (0, 1, 2) else 0 if is_told else FAULT)

@@ -15,13 +15,19 @@ from contextlib import suppress
 from enum import Enum, auto
 from typing import Any
 
-from levserve.config import Settings
+from levserve.settings.settings import Settings
 from levserve.wire.framing import RequestBuffer
 
 PIECE_BYTES = 2**16  # read at a time, so that no client keeps the main loop to itself
 LINGER_BYTES = 2**18
-KEEPALIVE_SECONDS = {socket.TCP_KEEPIDLE: 15, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}  # the last is a count
-UNSENT_BYTES = 2**18  # that the kernel keeps for a slow reader, where it would let 2.6 MB pile up on a fast link
+KEEPALIVE_SECONDS = {
+    socket.TCP_KEEPIDLE: 15,
+    socket.TCP_KEEPINTVL: 5,
+    socket.TCP_KEEPCNT: 3,
+}  # the last is a count
+UNSENT_BYTES = (
+    2**18
+)  # that the kernel keeps for a slow reader, where it would let 2.6 MB pile up on a fast link
 ABORT = struct.pack("ii", 1, 0)  # SO_LINGER: forget what is unsent, and tell the peer
 
 
@@ -30,7 +36,9 @@ class State(Enum):
     HEAD = auto()  # a part of a request's head is here, or of a new connection nothing
     BODY = auto()  # the head is here and a part of the body
     RUNNING = auto()  # an HTTP thread has it
-    LINGERING = auto()  # all is said; what the client still sends is thrown away, for a reset would destroy what we said
+    LINGERING = (
+        auto()
+    )  # all is said; what the client still sends is thrown away, for a reset would destroy what we said
     CLOSED = auto()
 
 
@@ -45,7 +53,9 @@ class Connection:
         self.state = State.HEAD
         self.deadline = math.inf
         self._num_discarded = 0
-        sock.setblocking(True)  # for the HTTP threads; the main loop says at each call that it does not want to wait
+        sock.setblocking(
+            True
+        )  # for the HTTP threads; the main loop says at each call that it does not want to wait
         _set_limits(sock, settings.send_timeout)
 
     def fileno(self) -> int:
@@ -105,7 +115,9 @@ class Connection:
 def _set_limits(sock: socket.socket, send_seconds: float) -> None:
     """Lets the kernel end what no main loop sees: sends to a client that does not read, peers that vanish without a word."""
     seconds = int(send_seconds)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", seconds, int((send_seconds - seconds) * 1e6)))
+    sock.setsockopt(
+        socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", seconds, int((send_seconds - seconds) * 1e6))
+    )
     if sock.family == socket.AF_UNIX:
         return
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -107,7 +107,9 @@ class RequestBuffer:
 
     def _find_head(self) -> RawRequest | None:
         end = self._data.find(b"\r\n\r\n", max(self._num_searched - 3, 0))
-        has_bare_newline = self._data.count(b"\n", self._num_searched) != self._data.count(b"\r\n", max(self._num_searched - 1, 0))
+        has_bare_newline = self._data.count(b"\n", self._num_searched) != self._data.count(
+            b"\r\n", max(self._num_searched - 1, 0)
+        )
         self._num_searched = len(self._data)
         if end >= 0 and end + 4 <= MAX_HEAD_BYTES:
             return self._read_head(end + 4)
@@ -118,9 +120,16 @@ class RequestBuffer:
 
     def _read_head(self, head_len: int) -> RawRequest | None:
         first, *lines = self._data[:head_len].split(b"\r\n")
-        fields = [(name.lower(), value.strip(b" \t")) for name, _, value in (line.partition(b":") for line in lines)]
+        fields = [
+            (name.lower(), value.strip(b" \t")) for name, _, value in (line.partition(b":") for line in lines)
+        ]
         lengths = [value for name, value in fields if name == b"content-length"]
-        codings = [coding.strip(b" \t").lower() for name, value in fields if name == b"transfer-encoding" for coding in value.split(b",")]
+        codings = [
+            coding.strip(b" \t").lower()
+            for name, value in fields
+            if name == b"transfer-encoding"
+            for coding in value.split(b",")
+        ]
         expects = [value.lower() for name, value in fields if name == b"expect"]
         length = lengths[0] if lengths else b"0"
         is_number = length.isdigit() and len(length) < 19
@@ -129,7 +138,9 @@ class RequestBuffer:
         self._is_chunked = codings[-1:] == [b"chunked"]
         is_asking = expects == [b"100-continue"]
         self._is_waiting = is_asking and not first.endswith(b"/1.0")  # to which one must not answer that
-        is_unclear = not is_number or len(lengths) > 1 or (lengths and codings) or (codings and not self._is_chunked)
+        is_unclear = (
+            not is_number or len(lengths) > 1 or (lengths and codings) or (codings and not self._is_chunked)
+        )
         return self._give_up(None) if is_unclear or (expects and not is_asking) else None
 
     def _take_counted(self) -> RawRequest | None:
@@ -139,13 +150,17 @@ class RequestBuffer:
         return self._cut(end) if len(self._data) >= end else None
 
     def _take_chunked(self) -> RawRequest | None:
-        while (line_end := self._data.find(b"\r\n", self._chunk_start, self._chunk_start + MAX_LINE_BYTES)) >= 0:
+        while (
+            line_end := self._data.find(b"\r\n", self._chunk_start, self._chunk_start + MAX_LINE_BYTES)
+        ) >= 0:
             match = CHUNK_SIZE.fullmatch(self._data, self._chunk_start, line_end)
             if match is None:
                 return self._give_up(None)
             size = int(match[1], 16)
             if size == 0:
-                end = self._data.find(b"\r\n\r\n", line_end)  # after the trailers, of which there are seldom any
+                end = self._data.find(
+                    b"\r\n\r\n", line_end
+                )  # after the trailers, of which there are seldom any
                 if end >= 0:
                     return self._cut(end + 4)
                 break

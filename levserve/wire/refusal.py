@@ -19,8 +19,6 @@ from gunicorn.http.errors import (
 )
 
 from levserve.errors import BadRequest, ServeError
-from levserve.web.answer import error_body
-from levserve.web.app import error_headers
 
 MAX_QUOTED = 200  # of what a client sent, in the answer that refuses it
 PARSER_STATUS = {
@@ -35,21 +33,25 @@ def explain_refusal(exc: Exception) -> ServeError:
     """What gunicorn's parser could not take, as an error of ours; anything else that comes here is a fault."""
     if isinstance(exc, NoMoreData):
         return BadRequest("The request cannot be read: it is not HTTP, or not all of it is here.")
-    if not isinstance(exc, ParseException) or isinstance(exc, (InvalidResponseHeader, InvalidResponseHeaderName)):
+    if not isinstance(exc, ParseException) or isinstance(
+        exc, (InvalidResponseHeader, InvalidResponseHeaderName)
+    ):
         return ServeError("The server failed to handle the request.")
     told = BadRequest(f"The request cannot be read: {str(exc)[:MAX_QUOTED]}.")
-    told.status = next((status for kind, status in PARSER_STATUS.items() if isinstance(exc, kind)), told.status)
+    told.status = next(
+        (status for kind, status in PARSER_STATUS.items() if isinstance(exc, kind)), told.status
+    )
     return told
 
 
 def render(error: ServeError) -> bytes:
     """The whole answer, head and body."""
-    body = error_body(error)
+    body = error.body()
     fields = {
         "Content-Type": "application/json",
         "Content-Length": str(len(body)),
         "x-request-id": os.urandom(8).hex(),
-        **error_headers(error),
+        **error.headers,
         "Connection": "close",
     }
     head = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n"

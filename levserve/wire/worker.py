@@ -1,6 +1,6 @@
 """gunicorn's threaded worker, made safe for a server that has only one: whole requests for the threads, and an orderly end.
 
-The main thread's loop waits for clients and reads their requests (`lobby.py`). A pool of HTTP threads answers them, one thread
+The main thread's loop waits for clients and reads their requests (`connections.py`). A pool of HTTP threads answers them, one thread
 a request; a small second pool keeps health and metrics answered while the first is full. Stock gthread lends a thread to
 every client that has sent one byte, and waits on the main loop for clients to hang up.
 """
@@ -27,12 +27,10 @@ from gunicorn.http.parser import RequestParser
 from gunicorn.workers.gthread import ThreadWorker
 
 from levserve.errors import StartupError, Unavailable
-from levserve.logs import complain
-from levserve.web.hijack import PATH as SOCKET_PATH
-from levserve.web.ops import OPS_PATHS
+from levserve.observe.logs import complain
 from levserve.wire.connection import Connection, State
+from levserve.wire.connections import LINGER_SECONDS, Connections
 from levserve.wire.framing import RawReader, RawRequest
-from levserve.wire.lobby import LINGER_SECONDS, Lobby
 from levserve.wire.refusal import explain_refusal, render
 
 log = logging.getLogger(__name__)
@@ -69,9 +67,13 @@ class Worker(ThreadWorker):  # type: ignore[misc]
 
     def init_signals(self) -> None:
         super().init_signals()
-        for number in IGNORED_SIGNALS:  # a terminal sends them to the whole group; the arbiter says what there is to say
+        for number in (
+            IGNORED_SIGNALS
+        ):  # a terminal sends them to the whole group; the arbiter says what there is to say
             signal.signal(number, signal.SIG_IGN)
-        signal.signal(signal.SIGUSR2, lambda sig, frame: self.method_queue.defer(self.app.engine.begin_reload))
+        signal.signal(
+            signal.SIGUSR2, lambda sig, frame: self.method_queue.defer(self.app.registry.begin_reload)
+        )
 
     def get_thread_pool(self) -> ThreadPoolExecutor:
         self._ops_pool = start_pool(OPS_THREADS, "levserve-ops")
@@ -79,28 +81,34 @@ class Worker(ThreadWorker):  # type: ignore[misc]
 
     def run(self) -> None:
         settings, metrics = self.app.settings, self.app.engine.metrics
-        self._lobby = Lobby(self.poller, settings, metrics, self._dispatch, max_connections=self.cfg.worker_connections)
+        self._connections = Connections(
+            self.poller, settings, metrics, self._dispatch, max_connections=self.cfg.worker_connections
+        )
         self._awaited: set[Connection] | None = None  # once we are leaving: those whose requests came before
         self._leave_at = math.inf
         self._next_tick = 0.0
-        self.poller.register(self.method_queue.fileno(), selectors.EVENT_READ, self.method_queue.run_callbacks)
+        self.poller.register(
+            self.method_queue.fileno(), selectors.EVENT_READ, self.method_queue.run_callbacks
+        )
         while not self._is_drained():
             self._turn()
         self._close_listeners()
         self._leave_at = time.monotonic() + LINGER_SECONDS
         while self._has_last_words() and time.monotonic() < self._leave_at:
             self._turn()
-        self._lobby.close()
+        self._connections.close()
         self.app.close()
         logging.shutdown()
-        os._exit(0)  # sys.exit would wait for the pool, where a thread may be stuck with a client that does not read
+        os._exit(
+            0
+        )  # sys.exit would wait for the pool, where a thread may be stuck with a client that does not read
 
     def accept(self, listener: socket.socket) -> None:
         try:
-            self._lobby.accept(listener)
+            self._connections.accept(listener)
         except OSError as error:
             log.warning("cannot accept a connection: %s", error.strerror)
-            self._lobby.make_room()
+            self._connections.make_room()
             self.set_accept_enabled(False)  # until the next tick
 
     def handle(self, connection: Connection, request: RawRequest) -> bool:
@@ -154,7 +162,7 @@ class Worker(ThreadWorker):  # type: ignore[misc]
 
     def _tick(self) -> None:
         self.notify()
-        self._lobby.check_deadlines()
+        self._connections.check_deadlines()
         if self.sockets:
             self.set_accept_enabled(True)
         if not self.is_parent_alive():  # whoever comes in its place will want the port
@@ -163,16 +171,19 @@ class Worker(ThreadWorker):  # type: ignore[misc]
 
     def _dispatch(self, connection: Connection, request: RawRequest) -> None:
         """Gives a whole request to a thread; if too many wait for one, refuses it here."""
-        is_ops = request.path in OPS_PATHS
-        if len(self._lobby.running) >= self.cfg.threads + MAX_QUEUED and not is_ops:
+        is_ops = request.path in self.app.ops_paths
+        if len(self._connections.running) >= self.cfg.threads + MAX_QUEUED and not is_ops:
             self.app.engine.metrics.refused.labels("threads_full").inc()
-            self._lobby.refuse(connection, Unavailable("The server is overloaded; please try again.", retry_after_seconds=1.0))
+            self._connections.refuse(
+                connection,
+                Unavailable("The server is overloaded; please try again.", retry_after_seconds=1.0),
+            )
             return
         if is_ops and connection.num_unread() > OPS_UNREAD_BYTES:
-            self._lobby.give_up(connection)
+            self._connections.give_up(connection)
             return
         connection.enter(State.RUNNING, self._deadline_of(request))
-        self._lobby.running.add(connection)
+        self._connections.running.add(connection)
         pool = self._ops_pool if is_ops else self.tpool
         future = pool.submit(self.handle, connection, request)
         future.add_done_callback(lambda future: self.method_queue.defer(self._finish, connection, future))
@@ -180,7 +191,7 @@ class Worker(ThreadWorker):  # type: ignore[misc]
     def _deadline_of(self, request: RawRequest) -> float:
         """When even the sending must have ended. A WebSocket may stay: pings tell whether its peer does."""
         settings = self.app.settings
-        if not settings.request_timeout or request.path == SOCKET_PATH.encode():
+        if not settings.request_timeout or request.path == self.app.socket_path:
             return math.inf
         return float(time.monotonic() + settings.request_timeout + settings.send_timeout)
 
@@ -189,12 +200,12 @@ class Worker(ThreadWorker):  # type: ignore[misc]
             self._awaited.discard(connection)
         match future.exception():
             case None:
-                self._lobby.give_back(connection, keep=future.result())
+                self._connections.give_back(connection, keep=future.result())
             case TimeoutError():
-                self._lobby.give_up(connection)
+                self._connections.give_up(connection)
             case error:
                 log.error("a request failed outside the application", exc_info=error)
-                self._lobby.give_back(connection, keep=False)
+                self._connections.give_back(connection, keep=False)
 
     def _drain(self) -> None:
         if self._awaited is None:
@@ -203,7 +214,7 @@ class Worker(ThreadWorker):  # type: ignore[misc]
     def _leave(self, drain_seconds: float) -> None:
         """Goes on answering, new requests with a refusal, until those that run have ended or their time is up."""
         if self._awaited is None:
-            self._awaited = set(self._lobby.running)
+            self._awaited = set(self._connections.running)
             self.max_keepalived = -1  # from now on every answer says that its connection will close
         self._leave_at = min(self._leave_at, time.monotonic() + drain_seconds + LAST_WORDS_SECONDS)
         self.app.on_drain(drain_seconds)
@@ -213,7 +224,9 @@ class Worker(ThreadWorker):  # type: ignore[misc]
 
     def _has_last_words(self) -> bool:
         """Whether someone is still being refused, or reading what was said; who had the whole drain is not waited for again."""
-        return bool(self._lobby.running - (self._awaited or set())) or self._lobby.num_lingering > 0
+        return (
+            bool(self._connections.running - (self._awaited or set())) or self._connections.num_lingering > 0
+        )
 
     def _close_listeners(self) -> None:
         """Takes what the kernel has accepted for us, to be refused properly; who comes later finds nobody and may ask elsewhere."""

@@ -1,0 +1,115 @@
+"""Breaks the server on purpose, for tests of what happens then: LEVSERVE_FAULTS="nan:3,stall:20:5".
+
+    raise:ROUND             the device round of this number raises; the first few are the probe of the start
+    stall:ROUND:SECONDS     it takes so much longer
+    nan:ROUND               the oldest request that decodes in it, or in the first one after it that does, has NaN in its KV
+    slow-tokenizer:SECONDS  every text takes so much longer to tokenize
+    oom                     the KV cache asks for more memory than any machine has
+
+Read by `cli` before anything starts; `install` is called in the worker, before the model is loaded, and puts the faulty
+functions in the place of the right ones. Without the variable none of this is in the way of anything.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from levserve.errors import ConfigError
+from levserve.settings.settings import FAULTS_VARIABLE
+
+if TYPE_CHECKING:
+    from levserve.device.runner import InFlightRound
+    from levserve.schedule.sequence import RoundPlan
+
+FORMS = {
+    "raise": "raise:ROUND",
+    "stall": "stall:ROUND:SECONDS",
+    "nan": "nan:ROUND",
+    "slow-tokenizer": "slow-tokenizer:SECONDS",
+    "oom": "oom",
+}
+HUGE = 2**40  # pages
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    kind: str
+    at: float = 0
+    seconds: float = 0
+
+
+def parse_faults(text: str) -> list[Fault]:
+    """Raises `ConfigError` for what is no fault."""
+    return [_parse(word.strip()) for word in text.split(",")]
+
+
+def _parse(word: str) -> Fault:
+    kind, *given = word.split(":")
+    try:
+        numbers = [float(number) for number in given]
+    except ValueError:
+        numbers = [-1.0]
+    if (
+        kind not in FORMS
+        or len(numbers) != FORMS[kind].count(":")
+        or not all(number >= 0 for number in numbers)
+    ):
+        raise ConfigError(
+            f"{FAULTS_VARIABLE} must be of {', '.join(FORMS.values())}, separated by commas; not {word!r}"
+        )
+    return Fault(kind, seconds=numbers[0]) if kind == "slow-tokenizer" else Fault(kind, *numbers)
+
+
+def install(faults: list[Fault]) -> None:
+    """Breaks this process as ordered."""
+    for fault in faults:
+        match fault.kind:
+            case "oom":
+                _ask_for_too_much()
+            case "slow-tokenizer":
+                _slow_the_tokenizer(fault.seconds)
+    _break_rounds([fault for fault in faults if fault.kind in ("raise", "stall", "nan")])
+
+
+def _ask_for_too_much() -> None:
+    from levserve.model import cache
+
+    make_pool = cache.make_pool
+    cache.make_pool = lambda config, num_pages, *rest: make_pool(config, HUGE, *rest)
+
+
+def _slow_the_tokenizer(seconds: float) -> None:
+    from levserve.text.tokenizer import Tokenizer
+
+    encode = Tokenizer.encode
+
+    def encode_slowly(tokenizer: Tokenizer, *given: Any, **options: Any) -> list[int]:
+        time.sleep(seconds)
+        return encode(tokenizer, *given, **options)
+
+    setattr(Tokenizer, "encode", encode_slowly)
+
+
+def _break_rounds(faults: list[Fault]) -> None:
+    from levserve.device.runner import Runner
+
+    dispatch = Runner.dispatch
+    numbers = itertools.count(1)
+
+    def dispatch_with_faults(runner: Runner, plan: RoundPlan, *, may_mix: bool = False) -> InFlightRound:
+        number = next(numbers)
+        for fault in [fault for fault in faults if fault.at <= number and (plan.rows or fault.kind != "nan")]:
+            faults.remove(fault)
+            match fault.kind:
+                case "raise":
+                    raise RuntimeError(f"{FAULTS_VARIABLE}: round {number} raises")
+                case "stall":
+                    time.sleep(fault.seconds)
+                case "nan":
+                    runner.fill_pages(plan.rows[0].sequence.pages[:1], float("nan"))
+        return dispatch(runner, plan, may_mix=may_mix)
+
+    setattr(Runner, "dispatch", dispatch_with_faults)

@@ -1,0 +1,169 @@
+"""The device thread's work: take messages, give each loaded model its turn, tell how it goes; until told to stop.
+
+Each model has one round in in_flight while the host plans its next: the device never waits for Python, and several models share
+it round by round. The thread blocks in two places only, on the inbox when there is nothing to do and on the device when there
+is, and never on a reader.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from contextlib import suppress
+
+from levserve.device.delivery import Delivery
+from levserve.device.model_loop import ModelLoop
+from levserve.device.tasks import Attach, Detach, SwapWeights
+from levserve.engine.engine import Engine
+from levserve.engine.messages import Cancel, DeviceTask, Drain, Message, Stop, Submit
+from levserve.errors import Unavailable
+from levserve.schedule.request import FinishReason, TokenBatch
+
+log = logging.getLogger(__name__)
+
+WARM_WAIT_SECONDS = 0.05
+"""How long it must be quiet before a program gets its first run: requests that come together are not kept waiting by one."""
+IDLE_BEAT_SECONDS = 1.0
+"""How often an idle device thread shows that it is alive."""
+PACE_SECONDS = 0.25
+"""How often HTTP threads are told how long the work will take; to count it, every sequence is looked at."""
+
+
+class DeviceLoop:
+    """Owns the lanes, one for each loaded model, by its name. An exception leaves no stream open behind it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._metrics = engine.metrics
+        self._delivery = Delivery()
+        self._model_loops: dict[str, ModelLoop] = {}
+        self._pace_told = 0.0
+        self._drain_deadline: float | None = None
+        self._is_stopped = False
+
+    def attach(self, attach: Attach) -> None:
+        """Serves one model more from here on."""
+        model_loop = ModelLoop(attach.scheduler, attach.runner, attach.pace, self._delivery, self._metrics)
+        self._model_loops[attach.model] = model_loop
+        self._note_models()
+
+    def run(self) -> None:
+        """Serves until `Stop`."""
+        with self._delivery:
+            self._run()
+
+    def _run(self) -> None:
+        try:
+            while not self._is_stopped:
+                self._take_messages(wait=not self._has_work)
+                self._engine.beat(is_busy=self._has_work)
+                for model_loop in self._model_loops.values():
+                    model_loop.turn()
+                self._set_gauges()
+        except BaseException:
+            self._engine.fail()  # before anyone is told: who asks then how the server is hears the same
+            self._end_all(FinishReason.FAILED)
+            raise
+        finally:
+            for model_loop in self._model_loops.values():
+                model_loop.runner.programs.stop()
+        self._end_all(FinishReason.SHUTDOWN)
+
+    @property
+    def _has_work(self) -> bool:
+        return any(model_loop.has_work for model_loop in self._model_loops.values())
+
+    def _take_messages(self, *, wait: bool) -> None:
+        """Empties the inbox; with nothing else to do, waits for the first message."""
+        if self._drain_deadline is not None and time.monotonic() >= self._drain_deadline:
+            for model_loop in self._model_loops.values():
+                model_loop.end_all(FinishReason.SHUTDOWN)
+        try:
+            has_cold = any(model_loop.runner.programs.has_cold for model_loop in self._model_loops.values())
+            patience = WARM_WAIT_SECONDS if has_cold else IDLE_BEAT_SECONDS
+            message = self._engine.inbox.get(block=wait, timeout=patience)
+        except queue.Empty:
+            if wait:
+                for model_loop in self._model_loops.values():
+                    model_loop.runner.warm_one()
+            return
+        with suppress(queue.Empty):
+            while True:
+                self._handle(message)
+                message = self._engine.inbox.get_nowait()
+
+    def _handle(self, message: Message) -> None:
+        match message:
+            case Submit():
+                self._accept(message)
+            case Cancel(request_id, finish):
+                for model_loop in self._model_loops.values():
+                    model_loop.end(request_id, finish)
+            case Drain(deadline):
+                self._drain_deadline = (
+                    deadline if self._drain_deadline is None else min(deadline, self._drain_deadline)
+                )
+            case SwapWeights():
+                self._model_loops[message.model].swap(message)
+            case Attach():
+                self.attach(message)
+            case Detach():
+                self._detach(message)
+            case Stop():
+                self._is_stopped = True
+
+    def _accept(self, submit: Submit) -> None:
+        model_loop = self._model_loops.get(submit.model)
+        if self._drain_deadline is not None:
+            submit.stream.put(submit.index, TokenBatch(tokens=(), finish=FinishReason.SHUTDOWN))
+        elif model_loop is not None:
+            model_loop.accept(submit)
+        else:  # who submits holds the model, so this cannot be; but it must not end everyone else's work
+            log.error("%s: the model %s is not loaded", submit.request.request_id, submit.model)
+            submit.stream.put(submit.index, TokenBatch(tokens=(), finish=FinishReason.FAILED))
+
+    def _detach(self, detach: Detach) -> None:
+        model_loop = self._model_loops.pop(detach.model)
+        model_loop.retire()
+        self._note_models()
+        detach.done.set_result(model_loop.runner)
+
+    def _note_models(self) -> None:
+        """The names and sizes of what is loaded, for the metrics."""
+        self._metrics.kv_pages_total.set(
+            sum(model_loop.scheduler.pool.num_pages for model_loop in self._model_loops.values())
+        )
+        self._metrics.model_info.clear()
+        for name, model_loop in self._model_loops.items():
+            self._metrics.model_info.labels(
+                name, model_loop.scheduler.pool.page_size, model_loop.scheduler.pool.num_pages
+            ).set(1)
+
+    def _set_gauges(self) -> None:
+        """Of all models together."""
+        schedulers = [model_loop.scheduler for model_loop in self._model_loops.values()]
+        self._metrics.running.set(sum(scheduler.num_running for scheduler in schedulers))
+        self._metrics.waiting.set(sum(scheduler.num_waiting for scheduler in schedulers))
+        self._metrics.kv_pages_used.set(sum(scheduler.pool.num_held for scheduler in schedulers))
+        self._metrics.kv_pages_cached.set(sum(scheduler.pool.num_idle for scheduler in schedulers))
+        now = time.monotonic()
+        if now - self._pace_told >= PACE_SECONDS:
+            self._pace_told = now
+            self._engine.admission.drain_seconds = sum(
+                model_loop.drain_seconds for model_loop in self._model_loops.values()
+            )
+
+    def _end_all(self, finish: FinishReason) -> None:
+        """Ends what runs, and what still lies in the inbox."""
+        for model_loop in self._model_loops.values():
+            model_loop.end_all(finish)
+        while True:
+            try:
+                message = self._engine.inbox.get_nowait()
+            except queue.Empty:
+                return
+            if isinstance(message, DeviceTask):
+                message.refuse(Unavailable("The server is shutting down.", retry_after_seconds=10.0))
+            if isinstance(message, Submit):
+                message.stream.put(message.index, TokenBatch(tokens=(), finish=finish))

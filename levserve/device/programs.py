@@ -1,0 +1,375 @@
+"""The compiled programs: which shapes exist, which are ready, and the best ready one for a round.
+
+The smallest are compiled before the server says ready: one after another they can run anything; on a GPU the largest as well, lest a
+crowd that comes at once is served eight at a time. The rest follow on background threads; until the right one is there, the next
+larger one serves in its place, or a smaller one several times. So a round never waits for a compile.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import os
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from levserve.device.compile_events import listen
+from levserve.device.malloc import trim_malloc
+from levserve.device.packing import NUM_COLUMNS
+from levserve.device.program_cache import find_program, keep_program
+from levserve.device.rounds import (
+    Arrays,
+    Skeleton,
+    State,
+    decode_round,
+    fill_pages,
+    fork_slot,
+    mixed_round,
+    prefill_chunk,
+    sample_only_prefill,
+    set_memory,
+    verify_round,
+)
+from levserve.device.sizing import Sizes
+from levserve.model.sampler import MAX_EDITS, Memory, Mode
+from levserve.observe.metrics import Metrics
+from levserve.observe.threads import COMPILER_THREAD
+
+log = logging.getLogger(__name__)
+
+MODES = (Mode.GREEDY, Mode.PLAIN, Mode.FULL)
+"""From the cheapest to the one that can do everything."""
+WELL_FILLED = 0.7
+"""Of a program: what is not filled is computed all the same, but two smaller ones take longer than one that is full."""
+LIBRARY_ROWS = 64
+LIBRARY_TOKENS = 1024
+"""Measured on an H200, ms with XLA's own and with the library's: an 8B model at 2 / 64 / 256 rows 4.35 / 6.22 / 12.1 and 4.88 / 5.95 /
+12.0, a 1B model 1.01 / 1.55 / 3.00 and 1.20 / 1.56 / 2.87; prefill of 512 and 8,192 tokens of the 1B model 3.5 / 28.6 and 3.8 / 28.0."""
+CORES_PER_COMPILER = 4
+"""So many cores for each background compiler: requests are being served meanwhile."""
+COMPILER_STACK_BYTES = 64 << 20
+"""XLA recurses once per layer and more; the default stack of a thread is too small for deep models."""
+
+Options = dict[str, str | bool]
+"""Of the compiler."""
+RoundCall = Callable[[Arrays, State, object], tuple[State, Any]]
+"""Gives a `ChunkOutput` for prefill and an array for decode."""
+
+
+class Shape(NamedTuple):
+    """What one program is compiled for: a prefill chunk of `size` tokens, or `size` rows decoded in `mode`, or verified.
+
+    Prefill that is quiet tells the next token and nothing else, and draws it plainly. Decoding that is mixed takes tokens of
+    prompts as well.
+    """
+
+    size: int
+    mode: Mode | None = None
+    is_verify: bool = False
+    is_sample_only: bool = False
+    is_mixed: bool = False
+
+    @property
+    def is_prefill(self) -> bool:
+        return self.mode is None
+
+    def __str__(self) -> str:
+        if self.is_verify:
+            return f"drafts of {self.size} rows"
+        quiet = "quiet " if self.is_sample_only else ""
+        mixed = " and prefill" if self.is_mixed else ""
+        return (
+            f"{quiet}prefill of {self.size} tokens"
+            if self.mode is None
+            else f"{self.mode} decode of {self.size} rows{mixed}"
+        )
+
+
+class Programs:
+    """Compiles and hands out programs. `_ready` is only added to, so the device thread may look while others compile."""
+
+    def __init__(
+        self, leaves: Arrays, state: State, skeleton: Skeleton, sizes: Sizes, metrics: Metrics
+    ) -> None:
+        self._leaves = jax.tree.map(_aval, leaves)
+        self._state = jax.tree.map(_aval, state)
+        self._skeleton = skeleton
+        self._sizes = sizes
+        self._device = _device_of(leaves[0])
+        self._is_gpu = self._device.platform == "gpu"
+        self._compiles = listen(metrics)
+        self._ready: dict[Shape, RoundCall] = {}
+        self._cold: queue.SimpleQueue[Shape] = queue.SimpleQueue()
+        self._tracing = threading.Lock()
+        """So that of several compilers one at a time runs Python, which those who serve wait for."""
+        self._stopping = threading.Event()
+        self._background: list[threading.Thread] = []
+
+    @property
+    def first_shapes(self) -> list[Shape]:
+        """What is compiled before the server is ready, the smallest prefill first."""
+        chunks, rows = self._sizes.chunk_sizes, self._sizes.row_sizes
+        ends = (0, -1) if self._is_gpu else (0,)
+        return list(
+            dict.fromkeys(
+                [*(Shape(chunks[end]) for end in ends), *(Shape(rows[end], Mode.FULL) for end in ends)]
+            )
+        )
+
+    @property
+    def all_shapes(self) -> list[Shape]:
+        modes = MODES if self._sizes.has_all_modes else (Mode.FULL,)
+        decode = [Shape(size, mode) for mode in modes for size in self._sizes.row_sizes]
+        if self._sizes.mixed_tokens:
+            decode = [shape._replace(is_mixed=shape.size == self._sizes.row_sizes[-1]) for shape in decode]
+        verify = [Shape(size, Mode.FULL, is_verify=True) for size in self._sizes.verify_sizes]
+        quiet = (
+            [Shape(size, is_sample_only=True) for size in self._sizes.chunk_sizes]
+            if self._sizes.has_all_modes
+            else []
+        )
+        return list(
+            dict.fromkeys(
+                [*self.first_shapes, *quiet, *decode, *verify, *map(Shape, self._sizes.chunk_sizes)]
+            )
+        )
+
+    def compile_first(self, report: Callable[[str], None]) -> None:
+        """Compiles what the server needs to be ready, each on a thread of its own: tracing holds the GIL, compiling does not."""
+        failures: list[BaseException] = []
+
+        def work(shape: Shape) -> None:
+            try:
+                self._compile(shape, "startup")
+            except BaseException as error:
+                failures.append(error)
+
+        report("compiling " + " and ".join(map(str, self.first_shapes)))
+        threads = [_compiler_thread(functools.partial(work, shape)) for shape in self.first_shapes]
+        for thread in threads:
+            thread.join()
+        if failures:
+            raise failures[0]
+
+    def compile_only(self, shapes: Sequence[Shape]) -> None:
+        """Compiles these and forgets the others, for measurements."""
+        self._ready.clear()
+        for shape in shapes:
+            self._compile(shape, "startup")
+
+    def start_background(self) -> None:
+        """Compiles the remaining shapes while the server runs; `stop` waits for those under way."""
+        self._compiles.note_ready()
+        rest = deque(shape for shape in self.all_shapes if shape not in self._ready)
+        num_threads = max((os.cpu_count() or 1) // CORES_PER_COMPILER, 1)
+        self._background = [
+            _compiler_thread(functools.partial(self._compile_rest, rest)) for _ in range(num_threads)
+        ]
+
+    def stop(self) -> None:
+        self._stopping.set()
+        for thread in self._background:
+            thread.join()
+        self._compiles.stop()
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self._ready) == len(self.all_shapes)
+
+    @property
+    def has_cold(self) -> bool:
+        return not self._cold.empty()
+
+    def next_cold(self) -> Shape | None:
+        """A program that may not have run yet; its first run takes a second longer, better when nobody waits."""
+        try:
+            return self._cold.get_nowait()
+        except queue.Empty:
+            return None
+
+    def __getitem__(self, shape: Shape) -> RoundCall:
+        return self._ready[shape]
+
+    def prefill(self, num_tokens: int, *, can_split: bool = False, is_sample_only: bool = False) -> Shape:
+        """The smallest ready chunk that holds `num_tokens`, or the largest there is; a quiet one only where that will do.
+
+        Tokens that may go into several are not put into one that would be half empty, but into the largest that they fill.
+        """
+        shapes = (
+            shape
+            for shape in self._ready.copy()
+            if shape.is_prefill and (is_sample_only or not shape.is_sample_only)
+        )
+        ready = {
+            shape.size: shape for shape in sorted(shapes, key=lambda shape: shape.is_sample_only)
+        }  # of two the quiet one
+        whole = min((size for size in ready if size >= num_tokens), default=max(ready))
+        if can_split and num_tokens < WELL_FILLED * whole:
+            whole = max((size for size in ready if size <= num_tokens), default=whole)
+        return ready[whole]
+
+    def decode(self, num_rows: int, mode: Mode) -> Shape:
+        """The cheapest ready decode program for the rows and mode (fewer rows count more than a simpler mode), or the widest."""
+        able = MODES[MODES.index(mode) :]
+        shapes = (shape for shape in self._ready.copy() if shape.mode in able and not shape.is_verify)
+        ready = sorted(shapes, key=lambda shape: (shape.size, shape.mode != mode))
+        return next((shape for shape in ready if shape.size >= num_rows), ready[-1])
+
+    def mixed(self, num_rows: int, num_tokens: int, mode: Mode) -> Shape | None:
+        """A ready program for rows of which so many are sampled and so many tokens of prompts, if there is one."""
+        shapes = (
+            shape
+            for shape in self._ready.copy()
+            if shape.is_mixed and shape.mode in MODES[MODES.index(mode) :]
+        )
+        return next(
+            (shape for shape in shapes if num_rows <= shape.size and num_tokens <= self._sizes.mixed_tokens),
+            None,
+        )
+
+    def verify(self, num_rows: int) -> Shape:
+        """The smallest ready program for the drafts of so many rows, of which there are at most `max_verified`."""
+        return min(shape for shape in self._ready.copy() if shape.is_verify and shape.size >= num_rows)
+
+    @property
+    def max_verified(self) -> int:
+        """Rows whose drafts can be verified together; more than 0 once such a program is ready."""
+        return max((shape.size for shape in self._ready.copy() if shape.is_verify), default=0)
+
+    def set_memory(self) -> Callable[..., Memory]:
+        """The program that seats a row with penalties or edits; small, and compiled with the first ones."""
+        memory = self._state.memory
+        history = jax.ShapeDtypeStruct((memory.history.shape[1],), jnp.int32)
+        ids, values = (jax.ShapeDtypeStruct((MAX_EDITS,), dtype) for dtype in (jnp.int32, jnp.float32))
+        slot = jax.ShapeDtypeStruct((), jnp.int32)
+        return self._get(
+            "set memory",
+            lambda: jax.jit(set_memory, donate_argnums=0).lower(memory, slot, history, ids, values, ids),
+        )
+
+    def fork_slot(self) -> Callable[[State, object], State]:
+        """The program that gives a computed prompt to one more row; as small."""
+        fork = jax.ShapeDtypeStruct((4,), jnp.int32)
+        return self._get("fork slot", lambda: jax.jit(fork_slot, donate_argnums=0).lower(self._state, fork))
+
+    def fill_pages(self) -> Callable[[Arrays, object, object], Arrays]:
+        """The program that clears pages, a table's width of them at a time."""
+        pages = jax.ShapeDtypeStruct((self._sizes.table_width,), jnp.int32)
+        value = jax.ShapeDtypeStruct((), self._state.pools[0].dtype)
+        return self._get(
+            "fill pages", lambda: jax.jit(fill_pages, donate_argnums=0).lower(self._state.pools, pages, value)
+        )
+
+    def lower(self, shape: Shape) -> jax.stages.Lowered:
+        """A program as XLA sees it before compiling; tests look at it too."""
+        width = NUM_COLUMNS + self._sizes.table_width
+        function: Callable[..., tuple[State, Any]]
+        if shape.mode is None:
+            function = functools.partial(
+                sample_only_prefill if shape.is_sample_only else prefill_chunk, skeleton=self._skeleton
+            )
+            rows, chunk = self._sizes.prefill_rows(shape.size)
+            packed = jax.ShapeDtypeStruct((rows, width + chunk + 1), jnp.int32)
+        elif shape.is_verify:
+            function = functools.partial(verify_round, skeleton=self._skeleton)
+            packed = jax.ShapeDtypeStruct((shape.size, width + self._sizes.num_draft), jnp.int32)
+        elif shape.is_mixed:
+            function = functools.partial(
+                mixed_round, skeleton=self._skeleton, num_sampled=shape.size, mode=shape.mode
+            )
+            packed = jax.ShapeDtypeStruct((shape.size + self._sizes.mixed_tokens, width + 1), jnp.int32)
+        else:
+            function = functools.partial(
+                decode_round, skeleton=self._skeleton, num_steps=self._sizes.round_steps, mode=shape.mode
+            )
+            packed = jax.ShapeDtypeStruct((shape.size, width), jnp.int32)
+        return jax.jit(function, donate_argnums=1).lower(self._leaves, self._state, packed)
+
+    def compiler_options(self, shape: Shape) -> Options:
+        """Large products on a GPU are left to its own library, which adds them to the residual stream by the way.
+
+        Of small ones, and of matrices that are widened as they are read, XLA makes better kernels itself.
+        """
+        is_large = shape.size >= (LIBRARY_TOKENS if shape.is_prefill else LIBRARY_ROWS)
+        is_narrow = any(leaf.dtype.itemsize == 1 for leaf in self._leaves)
+        return {"xla_gpu_enable_triton_gemm": False} if self._is_gpu and is_large and not is_narrow else {}
+
+    def _compile(self, shape: Shape, when: str) -> None:
+        start = time.monotonic()
+        program = self._get(str(shape), lambda: self.lower(shape), self.compiler_options(shape))
+        trim_malloc()
+        self._ready[shape] = program
+        if shape not in self.first_shapes:
+            self._cold.put(shape)
+        log.debug("got %s in %.1f s (%s)", shape, time.monotonic() - start, when)
+
+    def _get(
+        self, name: str, lower: Callable[[], jax.stages.Lowered], options: Options | None = None
+    ) -> jax.stages.Compiled:
+        """A program that an earlier start has kept, or a new one."""
+        start = time.monotonic()
+        kept_as = hashlib.sha256(f"{self._made_from} {name} {options}".encode()).hexdigest()
+        program = find_program(kept_as, self._device)
+        if program is not None:
+            self._compiles.note_found(name, time.monotonic() - start)
+            return program
+        with self._tracing:
+            lowered = lower()
+        num_found = self._compiles.num_found_here
+        program = lowered.compile(options)
+        if (
+            self._compiles.num_found_here == num_found
+        ):  # of what jax has found on a CPU, XLA would save only a part
+            keep_program(kept_as, lowered, program)
+        return program
+
+    @functools.cached_property
+    def _made_from(self) -> str:
+        """All that programs depend on besides our sources and others'."""
+        device = self._device.device_kind, self._device.client.platform_version
+        given = self._sizes, self._leaves, self._state, str(self._skeleton.tree)
+        precision = getattr(jax.config, "jax_default_matmul_precision")
+        return hashlib.sha256(repr((device, given, precision)).encode()).hexdigest()
+
+    def _compile_rest(self, shapes: deque[Shape]) -> None:
+        """Takes shapes from a list that several threads share, until it is empty."""
+        while not self._stopping.is_set():
+            try:
+                shape = shapes.popleft()
+            except IndexError:
+                return
+            try:
+                self._compile(shape, "background")
+            except Exception:
+                log.exception(
+                    "could not compile %s; the next larger program goes on serving in its place", shape
+                )
+            if self.is_complete:
+                log.info("all %d programs are compiled", len(self._ready))
+
+
+def _compiler_thread(work: Callable[[], None]) -> threading.Thread:
+    before = threading.stack_size(COMPILER_STACK_BYTES)
+    try:
+        thread = threading.Thread(target=work, name=COMPILER_THREAD, daemon=True)
+        thread.start()
+    finally:
+        threading.stack_size(before)
+    return thread
+
+
+def _device_of(array: jax.Array) -> Any:
+    (device,) = array.sharding.device_set
+    return device
+
+
+def _aval(array: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)

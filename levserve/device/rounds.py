@@ -1,0 +1,306 @@
+"""The programs that run on the device: a prefill chunk, a decode round, both at once, drafts verified, memory set, and so on.
+
+Pure functions over flat tuples of arrays, compiled ahead by `programs.py`; an Equinox or Haliax object through the hot
+call would cost a millisecond and more. State is donated and comes back, so the KV pool is written in place.
+Sampled tokens stay on the device for the next round; the host reads a copy a round later.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
+
+from levserve.device.packing import NUM_COLUMNS, RoundInput, unpack
+from levserve.model import cache
+from levserve.model.decoder import CHUNK, ROW, Decoder
+from levserve.model.sampler import NUM_TOP, Drawn, Memory, Mode, logprobs_of, sample
+
+Arrays = tuple[jax.Array, ...]
+
+SCORE_TILE = 128
+"""Positions scored together: on the bundled model their logits take 25 MB."""
+NUM_OUTPUTS = {Mode.GREEDY: 1, Mode.PLAIN: 1, Mode.FULL: 2 + 2 * NUM_TOP}
+"""Columns of a round's output: the token; in full mode also its log-probability, the likeliest ids and theirs."""
+
+
+class State(NamedTuple):
+    """Everything on the device that changes from round to round."""
+
+    pools: Arrays
+    last_tokens: jax.Array
+    """int32 [slot]: the newest token, not yet in the KV pool."""
+    memory: Memory
+
+
+class Skeleton(NamedTuple):
+    """How to rebuild a model from its leaves inside a trace."""
+
+    tree: jax.tree_util.PyTreeDef
+    table_width: int
+
+    def model(self, leaves: Arrays) -> Decoder:
+        model: Decoder = jax.tree.unflatten(self.tree, leaves)
+        return model
+
+
+class ChunkOutput(NamedTuple):
+    """What a prefill chunk tells; the host copies only what somebody asked for."""
+
+    sampled: jax.Array
+    """int32 [row, outputs] in the mode's columns, after the rows that name a slot"""
+    scores: jax.Array | None = None
+    """int32 [row, chunk, outputs], the same columns for the token that follows each position; zeros where not wanted"""
+    pooled: jax.Array | None = None
+    """float32 [row, 2, embed]: the sum of the chunk's hidden states, and the last of them"""
+
+
+def sample_only_prefill(
+    leaves: Arrays, state: State, packed: jax.Array, *, skeleton: Skeleton
+) -> tuple[State, ChunkOutput]:
+    """The same where nobody wants to know more than the next token, and that is drawn plainly.
+
+    A GPU runs it as one graph; at each branch of the other one it stops until the host has looked which way to go.
+    """
+    model = skeleton.model(leaves)
+    given, tokens, is_given = _unpack_chunks(packed, skeleton)
+    ends = jnp.maximum(given.counts - 1, 0)
+    named, pools = model(tokens[:, :-1], state.pools, given.table, _chunk_positions(given, is_given), ends)
+    hidden = named.rearrange((ROW, CHUNK, "embed")).array[:, 0]
+    drawn = _sample(model, hidden, given, given.positions + given.counts, state.memory, Mode.PLAIN)
+    last_tokens = state.last_tokens.at[given.slots].set(drawn.tokens, mode="drop")
+    return State(pools, last_tokens, state.memory), ChunkOutput(_outputs(drawn))
+
+
+def prefill_chunk(
+    leaves: Arrays, state: State, packed: jax.Array, *, skeleton: Skeleton
+) -> tuple[State, ChunkOutput]:
+    """Computes one chunk per row and samples after those that name a slot; donates `state`."""
+    model = skeleton.model(leaves)
+    given, tokens, is_given = _unpack_chunks(packed, skeleton)
+    rows = tokens.shape[0]
+    named, pools = model(tokens[:, :-1], state.pools, given.table, _chunk_positions(given, is_given))
+    hidden = named.rearrange((ROW, CHUNK, "embed")).array
+    hidden_last = hidden[
+        jnp.arange(rows), jnp.maximum(given.counts - 1, 0)
+    ]  # [row, embed]: a head on every row costs a chunk's worth
+    num_slots = state.last_tokens.shape[0]
+
+    def draw() -> tuple[jax.Array, jax.Array, jax.Array]:
+        drawn = _sample(model, hidden_last, given, given.positions + given.counts, state.memory, Mode.FULL)
+        last_tokens = state.last_tokens.at[given.slots].set(drawn.tokens, mode="drop")
+        history = _remember(state.memory, given.slots, given.positions + given.counts, drawn.tokens)
+        return last_tokens, history, _outputs(drawn)
+
+    def skip() -> tuple[jax.Array, jax.Array, jax.Array]:
+        return state.last_tokens, state.memory.history, jnp.zeros((rows, NUM_OUTPUTS[Mode.FULL]), jnp.int32)
+
+    last_tokens, history, outputs = lax.cond((given.slots < num_slots).any(), draw, skip)
+    # The layout is said because for this sum jax 0.12 would lay the activations of all layers out anew on a GPU.
+    as_computed = with_layout_constraint(hidden, Layout((0, 1, 2)))
+    pooled = jnp.stack([jnp.where(is_given[..., None], as_computed, 0.0).sum(1), hidden_last], axis=1)
+    output = ChunkOutput(outputs, _score(model, hidden, tokens[:, 1:], (given.scored > 0).any()), pooled)
+    return State(pools, last_tokens, state.memory._replace(history=history)), output
+
+
+def _unpack_chunks(packed: jax.Array, skeleton: Skeleton) -> tuple[RoundInput, jax.Array, jax.Array]:
+    """The columns, the tokens [row, chunk + 1] and which of these are the row's [row, chunk]."""
+    given = unpack(packed, skeleton.table_width)
+    tokens = packed[:, NUM_COLUMNS + skeleton.table_width :]
+    return given, tokens, jnp.arange(tokens.shape[1] - 1, dtype=jnp.int32)[None] < given.counts[:, None]
+
+
+def _chunk_positions(given: RoundInput, is_given: jax.Array) -> jax.Array:
+    return jnp.where(
+        is_given, given.positions[:, None] + jnp.arange(is_given.shape[1], dtype=jnp.int32)[None], -1
+    )
+
+
+def _score(model: Decoder, hidden: jax.Array, following: jax.Array, is_wanted: jax.Array) -> jax.Array:
+    """Log-probabilities of the tokens that follow each position, a tile of positions at a time: never length x vocabulary."""
+    rows, chunk, _ = hidden.shape
+    tile = math.gcd(chunk, SCORE_TILE)
+
+    def score_tile(given: tuple[jax.Array, jax.Array]) -> jax.Array:
+        states, tokens = given
+        logits = model.logits(hax.named(states, (ROW, model.config.Embed)))
+        return _outputs(Drawn(tokens, *logprobs_of(logits, tokens)))
+
+    def compute() -> jax.Array:
+        tiles = (hidden.reshape(-1, tile, hidden.shape[-1]), following.reshape(-1, tile))
+        return lax.map(score_tile, tiles).reshape(rows, chunk, -1)
+
+    def skip() -> jax.Array:
+        return jnp.zeros((rows, chunk, NUM_OUTPUTS[Mode.FULL]), jnp.int32)
+
+    return lax.cond(is_wanted, compute, skip)
+
+
+def decode_round(
+    leaves: Arrays, state: State, packed: jax.Array, *, skeleton: Skeleton, num_steps: int, mode: Mode
+) -> tuple[State, jax.Array]:
+    """Runs `num_steps` decode steps for every row; donates `state`. Gives int32 [step, row, outputs].
+
+    A row whose count is reached idles to the end of the round: it writes nowhere and its tokens mean nothing.
+    """
+    model = skeleton.model(leaves)
+    given = unpack(packed, skeleton.table_width)
+    rows = given.slots.shape[0]
+    tokens = state.last_tokens.at[given.slots].get(mode="clip")
+    outputs = jnp.zeros((num_steps, rows, NUM_OUTPUTS[mode]), jnp.int32)
+
+    def step(
+        number: jax.Array | int, carry: tuple[jax.Array, Arrays, jax.Array, jax.Array]
+    ) -> tuple[jax.Array, Arrays, jax.Array, jax.Array]:
+        tokens, pools, history, outputs = carry
+        is_active = number < given.counts
+        positions = jnp.where(is_active, given.positions + number, -1)
+        hidden, pools = model(tokens[:, None], pools, given.table, positions[:, None])
+        memory = state.memory._replace(history=history)
+        drawn = _sample(model, hidden.array[:, 0], given, positions + 1, memory, mode)
+        if mode is Mode.FULL:
+            history = _remember(
+                memory, jnp.where(is_active, given.slots, history.shape[0]), positions + 1, drawn.tokens
+            )
+        tokens = jnp.where(is_active, drawn.tokens, tokens)
+        return tokens, pools, history, outputs.at[number].set(_outputs(drawn))
+
+    carry = (tokens, state.pools, state.memory.history, outputs)
+    carry = step(0, carry) if num_steps == 1 else lax.fori_loop(0, num_steps, step, carry)
+    tokens, pools, history, outputs = carry
+    last_tokens = state.last_tokens.at[given.slots].set(tokens, mode="drop")
+    return State(pools, last_tokens, state.memory._replace(history=history)), outputs
+
+
+def mixed_round(
+    leaves: Arrays, state: State, packed: jax.Array, *, skeleton: Skeleton, num_sampled: int, mode: Mode
+) -> tuple[State, tuple[jax.Array, jax.Array]]:
+    """One decode step and tokens of prompts at once, so that the weights are read once; donates `state`.
+
+    Gives int32 [1, row, outputs] of the first `num_sampled` rows, and the same once more without the step.
+    """
+    model = skeleton.model(leaves)
+    given, fed = unpack(packed, skeleton.table_width), packed[:, -1]
+    tokens = jnp.where(fed < 0, state.last_tokens.at[given.slots].get(mode="clip"), fed)
+    positions = jnp.where(given.counts > 0, given.positions, -1)
+    hidden, pools = model(tokens[:, None], state.pools, given.table, positions[:, None])
+    sampled = jax.tree.map(lambda array: array[:num_sampled], given)
+    following = jnp.where(sampled.slots < state.last_tokens.shape[0], positions[:num_sampled] + 1, 0)
+    drawn = _sample(model, hidden.array[:num_sampled, 0], sampled, following, state.memory, mode)
+    memory = state.memory
+    if mode is Mode.FULL:
+        memory = memory._replace(history=_remember(memory, sampled.slots, following, drawn.tokens))
+    last_tokens = state.last_tokens.at[sampled.slots].set(drawn.tokens, mode="drop")
+    outputs = _outputs(drawn)
+    return State(pools, last_tokens, memory), (outputs[None], outputs)
+
+
+def verify_round(
+    leaves: Arrays, state: State, packed: jax.Array, *, skeleton: Skeleton
+) -> tuple[State, jax.Array]:
+    """Feeds every row's newest token and its draft at once, and draws after each; donates `state`. Gives int32 [place, row, outputs].
+
+    A draw depends on its position and the tokens before it alone. So up to the first token of the draft that was not drawn, all
+    are what decode steps would have drawn, and they are kept; the KV of the others is overwritten when its position comes.
+    """
+    model = skeleton.model(leaves)
+    given = unpack(packed, skeleton.table_width)
+    draft = packed[:, NUM_COLUMNS + skeleton.table_width :]
+    fed = jnp.concatenate(
+        [state.last_tokens.at[given.slots].get(mode="clip")[:, None], draft], axis=1
+    )  # [row, place]
+    rows, places = fed.shape
+    offsets = jnp.arange(places, dtype=jnp.int32)[None]
+    is_fed = offsets < given.counts[:, None]
+    positions = jnp.where(is_fed, given.positions[:, None] + offsets, -1)
+    hidden, pools = model(fed, state.pools, given.table, positions)
+
+    # Each place sees the history before its position, so the whole draft may be in it.
+    nowhere = state.memory.history.shape[1]
+    history = _remember(state.memory, given.slots[:, None], jnp.where(is_fed, positions, nowhere), fed)
+    memory = state.memory._replace(history=history)
+    each = jax.tree.map(lambda array: jnp.repeat(array, places, axis=0), given)
+    flat = hidden.rearrange((ROW, CHUNK, "embed")).array.reshape(rows * places, -1)
+    drawn = _sample(model, flat, each, positions.reshape(-1) + 1, memory, Mode.FULL)
+
+    tokens = drawn.tokens.reshape(rows, places)
+    is_right = (tokens[:, :-1] == draft) & is_fed[:, 1:]
+    accepted = jnp.cumprod(is_right.astype(jnp.int32), axis=1).sum(1)
+    newest = jnp.take_along_axis(tokens, accepted[:, None], axis=1)[:, 0]
+    last_tokens = state.last_tokens.at[given.slots].set(newest, mode="drop")
+    history = _remember(memory, given.slots, given.positions + accepted + 1, newest)
+    outputs = _outputs(drawn).reshape(rows, places, -1).swapaxes(0, 1)
+    return State(pools, last_tokens, state.memory._replace(history=history)), outputs
+
+
+def set_memory(
+    memory: Memory, slot: jax.Array, history: jax.Array, ids: jax.Array, values: jax.Array, until: jax.Array
+) -> Memory:
+    """Gives a slot the tokens and logit edits of the sequence that sits there now; donates `memory`."""
+    return Memory(
+        memory.history.at[slot].set(history),
+        memory.edit_ids.at[slot].set(ids),
+        memory.edit_values.at[slot].set(values),
+        memory.edit_until.at[slot].set(until),
+    )
+
+
+def fork_slot(state: State, packed: jax.Array) -> State:
+    """Copies a page to another and sets a slot's newest token, so that it can decode from there; donates `state`.
+
+    packed: int32 [4], the slot, the token, the page to read and the page to write.
+    """
+    slot, token, source, target = packed
+    pages = (lax.dynamic_slice_in_dim(pool, source, 1) for pool in state.pools)
+    pools = tuple(
+        lax.dynamic_update_slice_in_dim(pool, page, target, 0) for pool, page in zip(state.pools, pages)
+    )
+    return state._replace(pools=pools, last_tokens=state.last_tokens.at[slot].set(token))
+
+
+def fill_pages(pools: Arrays, pages: jax.Array, value: jax.Array) -> Arrays:
+    """Fills pages [page] of every layer with one stored value; donates `pools`. Numbers past the last page are nowhere."""
+    return tuple(pool.at[pages].set(value, mode="drop") for pool in pools)
+
+
+def _sample(
+    model: Decoder, hidden: jax.Array, given: RoundInput, positions: jax.Array, memory: Memory, mode: Mode
+) -> Drawn:
+    rows = hidden.shape[0]
+    if rows == 1:
+        hidden = jnp.concatenate(
+            [hidden, hidden]
+        )  # one row leaves the fast path of the CPU's matrix product: 50 ms, not 15
+    used = cache.num_used(positions > 0)
+    logits = model.logits(hax.named(hidden, (ROW, model.config.Embed)), used)[:rows]
+    seen = (
+        Memory(*(array.at[given.slots].get(mode="clip") for array in memory)) if mode is Mode.FULL else None
+    )
+    return sample(
+        logits,
+        positions,
+        given.rules,
+        seen,
+        mode,
+        model.best_of(logits, used),
+        has_kernel=model.has_gpu_kernels,
+    )
+
+
+def _remember(memory: Memory, slots: jax.Array, positions: jax.Array, tokens: jax.Array) -> jax.Array:
+    return memory.history.at[slots, positions].set(tokens, mode="drop")
+
+
+def _outputs(drawn: Drawn) -> jax.Array:
+    """A row's results side by side, floats as their bits: one array, one copy to the host."""
+    if drawn.logprobs is None or drawn.top_ids is None or drawn.top_logprobs is None:
+        return drawn.tokens[:, None]
+    bits = lax.bitcast_convert_type(
+        jnp.concatenate([drawn.logprobs[:, None], drawn.top_logprobs], axis=1), jnp.int32
+    )
+    return jnp.concatenate([drawn.tokens[:, None], bits[:, :1], drawn.top_ids, bits[:, 1:]], axis=1)

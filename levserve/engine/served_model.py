@@ -1,0 +1,20 @@
+"""What HTTP threads need to know of a loaded model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from levserve.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """Published when the model is ready to run."""
+
+    name: str
+    tokenizer: Tokenizer
+    max_seq_len: int
+    hidden_size: int
+    created: int
+    max_inflight_tokens: int = 0
+    """Tokens of admitted requests that this model can carry; 0: as many as its context allows each request."""

@@ -1,0 +1,223 @@
+"""A token for every row as one Pallas kernel for NVIDIA GPUs: the best, or a draw from what top-k, top-p and min-p leave.
+
+Every program of the grid takes a row and reads its logits several times: for the largest, for their weights, with top-p for what is
+likelier than the token that was drawn, and with top-k for the lowest that may be. By XLA each of these is several kernels.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from levserve.model.gpu.paged_attention import LOG2_E, power_of_two
+
+LINES, COLUMNS = 16, 1024
+"""Logits that a program looks at in one step: so many lines, one after the other. Sums over them are within a thread."""
+NUM_WARPS = 8
+NEARLY_EQUAL = 1e-12
+"""Logits whose difference is no more are kept or left out together; around 0 there are floats that differ by much less."""
+NEGLIGIBLE = 17.0
+"""Logits this much below the largest, times the temperature, and the logarithm of the vocabulary besides, weigh less together than
+float32 can tell of the whole."""
+
+
+class Range(NamedTuple):
+    """Of floors: the highest known to leave enough logits, the lowest known not to, and how many each leaves."""
+
+    low: jax.Array
+    high: jax.Array
+    num_low: jax.Array
+    num_high: jax.Array
+
+
+class Attempt(NamedTuple):
+    """A token that was drawn, and which attempt follows."""
+
+    token: jax.Array
+    logit: jax.Array
+    is_taken: jax.Array
+    next_number: jax.Array
+
+
+@functools.partial(jax.jit, static_argnames=("lines", "columns", "num_warps", "interpret"))
+def draw_tokens(
+    logits: jax.Array,
+    temperature: jax.Array,
+    top_k: jax.Array,
+    top_p: jax.Array,
+    min_p: jax.Array,
+    points: jax.Array,
+    *,
+    lines: int = LINES,
+    columns: int = COLUMNS,
+    num_warps: int = NUM_WARPS,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Tokens [row] from float32 logits [row, vocab], by rules [row] as in `sampler.Rules`, and each row's largest logit, which is not
+    finite where it cannot be drawn from. A token is the likeliest at temperature 0, else an inverse CDF in two levels, first a line,
+    then a token in it, at the first of `points` [row, number, 2] that is in the nucleus of top-p; they are at least 0 and below 1.
+    """
+    rows = len(logits)
+
+    def of_row(*shape: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, *shape), lambda row: (row, *(0 for _ in shape)))
+
+    given = (logits, temperature, top_k, top_p, min_p, points)
+    tokens, tops = pl.pallas_call(
+        functools.partial(_kernel, lines=lines, columns=columns),
+        grid=(rows,),
+        in_specs=[of_row(*array.shape[1:]) for array in given],
+        out_specs=[of_row()] * 2,
+        out_shape=[jax.ShapeDtypeStruct((rows,), jnp.int32), jax.ShapeDtypeStruct((rows,), jnp.float32)],
+        compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=1),
+        interpret=interpret,
+        name="draw_tokens",
+    )(*given)
+    return tokens, tops
+
+
+def _kernel(
+    logits_ref: jax.Ref,
+    temperature_ref: jax.Ref,
+    top_k_ref: jax.Ref,
+    top_p_ref: jax.Ref,
+    min_p_ref: jax.Ref,
+    point_ref: jax.Ref,
+    token_ref: jax.Ref,
+    top_ref: jax.Ref,
+    *,
+    lines: int,
+    columns: int,
+) -> None:
+    (vocab,), num_points = logits_ref.shape, point_ref.shape[0]
+    num_steps = -(-vocab // (lines * columns))
+    token = lax.broadcasted_iota(jnp.int32, (lines, columns), 0) * columns + lax.broadcasted_iota(
+        jnp.int32, (lines, columns), 1
+    )
+
+    def load(at: jax.Array) -> jax.Array:
+        return plgpu.load(logits_ref.at[at], mask=at < vocab, other=-jnp.inf)
+
+    def load_step(step: jax.Array) -> jax.Array:
+        return load(step * lines * columns + token)
+
+    def find_top(step: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        tops, steps = carry
+        x = load_step(step)
+        top = jnp.where(x == x, x, jnp.inf).max(0)  # the maximum of a NaN and a number is the number here
+        return jnp.maximum(tops, top), jnp.where(top > tops, step, steps)
+
+    tops, steps = lax.fori_loop(
+        0, num_steps, find_top, (jnp.full(columns, -jnp.inf, jnp.float32), jnp.zeros(columns, jnp.int32))
+    )
+    top = tops.max()
+    first = jnp.where(tops == top, steps, num_steps).min()
+    best = first * lines * columns + jnp.where(load_step(first) == top, token, vocab).min()
+
+    temperature, top_k, top_p = temperature_ref[...], top_k_ref[...], top_p_ref[...]
+    factor = LOG2_E / jnp.maximum(temperature, 1e-5)
+
+    def weigh(x: jax.Array, floor: jax.Array) -> jax.Array:
+        return jnp.where(x >= floor, jnp.exp2((x - top) * factor), 0.0)
+
+    def keep_top_k(floor: jax.Array) -> jax.Array:
+        """The highest floor that `top_k` logits are not below, or a lower one with no other logits between.
+
+        Every turn looks at three floors between two that are known, until there is no more than one logit between these.
+        """
+
+        def is_open(known: Range) -> jax.Array:
+            middle = known.low + (known.high - known.low) / 2
+            is_between = (
+                (known.high - known.low > NEARLY_EQUAL) & (middle > known.low) & (middle < known.high)
+            )
+            return is_between & (known.num_low - known.num_high > 1)
+
+        def narrow(known: Range) -> Range:
+            floors = [known.low + (known.high - known.low) / 4 * quarter for quarter in (1, 2, 3)]
+
+            def count(step: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+                x = load_step(step)
+                return tuple(
+                    number + (x >= floor).astype(jnp.int32).sum(0) for number, floor in zip(sums, floors)
+                )
+
+            sums = lax.fori_loop(0, num_steps, count, (jnp.zeros(columns, jnp.int32),) * 3)
+            low, high, num_low, num_high = known
+            found = [(floor, number.sum()) for floor, number in zip(floors, sums)]
+            for floor, number in found:
+                low, num_low = (
+                    jnp.where(number >= top_k, floor, low),
+                    jnp.where(number >= top_k, number, num_low),
+                )
+            for floor, number in reversed(found):
+                high, num_high = (
+                    jnp.where(number < top_k, floor, high),
+                    jnp.where(number < top_k, number, num_high),
+                )
+            return Range(low, high, num_low, num_high)
+
+        nobody_above = top + jnp.maximum(temperature, 1e-5)
+        return lax.while_loop(is_open, narrow, Range(floor, nobody_above, jnp.int32(vocab), jnp.int32(0))).low
+
+    def first_beyond(weights: jax.Array, point: jax.Array) -> jax.Array:
+        """As `sampler._first_beyond`, of a single row."""
+        sums, number = jnp.cumsum(weights), lax.iota(jnp.int32, weights.shape[0])
+        is_beyond = (sums > point * sums.max()) & (weights > 0)
+        heaviest = jnp.where(weights == weights.max(), number, weights.shape[0]).min()
+        found = jnp.where(is_beyond, number, weights.shape[0]).min()
+        return jnp.where(found < weights.shape[0], found, heaviest)
+
+    def draw_from(floor: jax.Array, beaten: jax.Array, number: jax.Array) -> jax.Array:
+        """A token that is not below the floor and above what is beaten, at that pair of the points."""
+
+        def weigh_candidates(x: jax.Array) -> jax.Array:
+            return jnp.where(x > beaten, weigh(x, floor), 0.0)
+
+        step_number = lax.broadcasted_iota(jnp.int32, (power_of_two(num_steps), lines), 0)
+
+        def weigh_lines(step: jax.Array, sums: jax.Array) -> jax.Array:
+            return jnp.where(step_number == step, weigh_candidates(load_step(step)).sum(1)[None, :], sums)
+
+        sums = lax.fori_loop(0, num_steps, weigh_lines, jnp.zeros(step_number.shape, jnp.float32))
+        line = first_beyond(sums.reshape(-1), point_ref[number, 0])
+        in_line = line * columns + lax.iota(jnp.int32, columns)
+        return line * columns + first_beyond(weigh_candidates(load(in_line)), point_ref[number, 1])
+
+    def is_in_nucleus(logit: jax.Array, floor: jax.Array) -> jax.Array:
+        """Whether what is above it weighs less than `top_p` of what is not below the floor."""
+
+        def add(step: jax.Array, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            weights = weigh(x := load_step(step), floor)
+            return sums[0] + jnp.where(x > logit, weights, 0.0).sum(0), sums[1] + weights.sum(0)
+
+        nothing = jnp.zeros(columns, jnp.float32)
+        above, left = lax.fori_loop(0, num_steps, add, (nothing, nothing))
+        return (above.sum() < top_p * left.sum()) | (logit >= top)
+
+    def draw() -> jax.Array:
+        """Who is drawn outside of the nucleus is beaten, and with it all below: then it is drawn again from the others."""
+        floor = top - temperature * (NEGLIGIBLE + math.log(vocab))
+        floor = lax.cond((top_k > 0) & (top_k < vocab), keep_top_k, lambda floor: floor, floor)
+        likely_enough = jnp.maximum(floor, top + jnp.log(min_p_ref[...]) * temperature)
+
+        def attempt(last: Attempt) -> Attempt:
+            token = draw_from(likely_enough, last.logit, last.next_number % num_points)
+            logit = logits_ref[token]
+            is_taken = lax.cond(
+                top_p < 1, is_in_nucleus, lambda logit, _: logit > -jnp.inf, logit, floor
+            )  # else whoever it is
+            return Attempt(token, logit, is_taken, last.next_number + 1)
+
+        none = Attempt(best, jnp.float32(-jnp.inf), jnp.bool_(False), jnp.int32(0))
+        return lax.while_loop(lambda last: ~last.is_taken, attempt, none).token
+
+    token_ref[...] = lax.cond((temperature > 0) & (jnp.abs(top) < jnp.inf), draw, lambda: best)
+    top_ref[...] = top

@@ -1,0 +1,179 @@
+"""A chunk's heads as a Pallas kernel for NVIDIA GPUs: from the product with the fused matrix to queries and a written pool.
+
+Every program of the grid takes a few tokens and one key-value head: it norms and turns the queries of that head's group and its
+key, and writes the key and its value to the pool. By XLA that is four kernels, of which the scatter alone takes longer than all
+of this.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from levserve.model.cache import Place, multiplied_in, to_storage
+from levserve.model.gpu.paged_attention import LOG2_E, Columns
+from levserve.model.rotary import Angles
+
+TOKENS = 16
+"""That a program takes, with four warps."""
+
+
+class HeadNorms(NamedTuple):
+    """Weights [head_size] of the RMS norms that queries and keys go through before they are turned."""
+
+    queries: jax.Array
+    keys: jax.Array
+
+
+class Turn(NamedTuple):
+    """Cosines and sines [head or 1, column], of which the columns before `2 * half` are turned."""
+
+    half: int
+    cos: jax.Array
+    sin: jax.Array
+
+    @staticmethod
+    def read(refs: tuple[jax.Ref, ...], columns: Columns, *at: jax.Array) -> Turn | None:
+        """By cosines and sines [..., angle] at some place of theirs, if there are any."""
+        if not refs:
+            return None
+        half, column = refs[0].shape[-1], columns.numbers[None, :]
+        angle = jnp.where(
+            column < half, column, column - half
+        )  # neighbours, which Triton reads together; a rest it would not
+        if 2 * half < columns.size:
+            angle = jnp.where(column < 2 * half, angle, 0)
+        return Turn(half, *(ref[(*at, angle)] for ref in refs))
+
+
+@functools.partial(jax.jit, static_argnames=("kv_heads", "scale", "eps", "interpret"))
+def place_heads(
+    qkv: jax.Array,
+    pool: jax.Array,
+    place: Place,
+    angles: Angles | None = None,
+    norms: HeadNorms | None = None,
+    *,
+    kv_heads: int,
+    scale: float,
+    eps: float = 0.0,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """qkv [row * chunk, head, head_size], queries before keys before values; pool [page, 2, kv_head, page_size, head_size], which
+    is written in place. Gives the queries as `paged_attention` takes them, multiplied by `scale`, and the pool.
+    """
+    num_tokens, num_heads, size = qkv.shape
+    group = num_heads // kv_heads - 2
+    num_pages, _, _, page_size, _ = pool.shape
+    tokens = math.gcd(num_tokens, TOKENS)
+
+    def of_tokens(*shape: int) -> pl.BlockSpec:
+        return pl.BlockSpec((tokens, *shape), lambda head, block: (block, *(0 for _ in shape)))
+
+    of_pool = pl.BlockSpec((num_pages, 2, None, page_size, size), lambda head, block: (0, 0, head, 0, 0))
+    given = [
+        (qkv, of_tokens(num_heads, size)),
+        (pool, of_pool),
+        (place.pages, of_tokens()),
+        (place.offsets, of_tokens()),
+    ]
+    given += [(part.reshape(num_tokens, -1), of_tokens(part.shape[-1])) for part in angles or ()]
+    given += [(weight, pl.BlockSpec((size,), lambda head, block: (0,))) for weight in norms or ()]
+    queries = jax.ShapeDtypeStruct((num_tokens, kv_heads, group, size), multiplied_in(pool.dtype))
+    pool, made = pl.pallas_call(
+        functools.partial(
+            _kernel,
+            group=group,
+            has_angles=angles is not None,
+            has_norms=norms is not None,
+            scale=scale * LOG2_E,
+            eps=eps,
+        ),
+        grid=(kv_heads, num_tokens // tokens),
+        in_specs=[spec for _, spec in given],
+        out_specs=[
+            of_pool,
+            pl.BlockSpec((tokens, None, group, size), lambda head, block: (block, head, 0, 0)),
+        ],
+        out_shape=[jax.ShapeDtypeStruct(pool.shape, pool.dtype), queries],
+        input_output_aliases={1: 0},
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
+        interpret=interpret,
+        name="place_heads",
+    )(*(array for array, _ in given))
+    return made.reshape(*place.positions.shape, *queries.shape[1:]), pool
+
+
+def turned(
+    read: Callable[[jax.Array], jax.Array],
+    columns: Columns,
+    turn: Turn | None,
+    norm_ref: jax.Ref | None,
+    eps: float,
+) -> jax.Array:
+    """Heads [head, column], of which some columns are what `read` gives, normed and turned, in float32."""
+    column = columns.numbers
+
+    def weighed(column: jax.Array) -> jax.Array:
+        x = read(column).astype(jnp.float32)
+        return x if norm_ref is None else x * norm_ref[column][None, :]
+
+    x = weighed(column)
+    if turn is not None:
+        half = turn.half
+        is_low, is_turned = column < half, column < 2 * half
+        partner = weighed(jnp.where(is_low, column + half, jnp.where(is_turned, column - half, column)))
+        moved = x * turn.cos + partner * jnp.where(is_low[None, :], -turn.sin, turn.sin)
+        x = moved if 2 * half == columns.size else jnp.where(is_turned[None, :], moved, x)
+    if norm_ref is not None:  # its factor is the same for a head's every number
+        plain = columns.masked(read(column).astype(jnp.float32))
+        x = x * lax.rsqrt((plain * plain).sum(-1, keepdims=True) / columns.size + eps)
+    return x
+
+
+def _kernel(
+    qkv_ref: jax.Ref,
+    pool_ref: jax.Ref,
+    page_ref: jax.Ref,
+    slot_ref: jax.Ref,
+    *refs: jax.Ref,
+    group: int,
+    has_angles: bool,
+    has_norms: bool,
+    scale: float,
+    eps: float,
+) -> None:
+    angle_refs, refs = refs[: 2 * has_angles], refs[2 * has_angles :]
+    norm_refs, (written_ref, q_ref) = refs[: 2 * has_norms] or (None, None), refs[2 * has_norms :]
+    tokens, num_heads, size = qkv_ref.shape
+    num_pages, columns, kv_head, kv_heads = (
+        pool_ref.shape[0],
+        Columns(size),
+        pl.program_id(0),
+        num_heads // (group + 2),
+    )
+    token, column = jnp.arange(tokens)[:, None], columns.numbers[None, :]
+    turn = Turn.read(angle_refs, columns, token)
+
+    def reader(head: jax.Array) -> Callable[[jax.Array], jax.Array]:
+        return lambda column: qkv_ref[token, head, column[None, :]]
+
+    for number in range(group):
+        q = turned(reader(kv_head * group + number), columns, turn, norm_refs[0], eps) * scale
+        q_ref[token, number, column] = q.astype(q_ref.dtype)
+    key = turned(reader(kv_heads * group + kv_head), columns, turn, norm_refs[1], eps)
+    value = reader(kv_heads * (group + 1) + kv_head)(columns.numbers)
+    page, slot = page_ref[jnp.arange(tokens)][:, None], slot_ref[jnp.arange(tokens)][:, None]
+    is_somewhere = jnp.broadcast_to(page < num_pages, key.shape)
+    for half, x in enumerate((key, value.astype(jnp.float32))):
+        plgpu.store(
+            written_ref.at[page, half, slot, column], to_storage(x, pool_ref.dtype), mask=is_somewhere
+        )

@@ -1,0 +1,334 @@
+"""Queries over their rows' pages, as a Pallas kernel for NVIDIA GPUs: the same one for decoding and for prefill.
+
+Every program of the grid takes a block of neighbouring queries of one row, one key-value head and one split of the row's
+positions, and walks the keys a step at a time with a running softmax. Keys are read where they lie, by one index per
+position: loads of two dimensions, which Triton pipelines; a load of whole pages that is reshaped costs half the bandwidth.
+Splits exist so that a few rows still fill the card: each has an equal part of the row's keys, and what they found is merged afterwards.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from levserve.model.cache import FP8, multiplied_in
+
+MASKED = -1e30
+LOG2_E = math.log2(math.e)
+"""Queries are multiplied by it, so that weights are powers of two."""
+MIN_ROWS = 16
+"""Rows of the smallest matrix product a tensor core takes; a group of query heads is repeated to fill it."""
+QUERY_BLOCK, BLOCK_ROWS = 16, 64
+"""Queries of one row that prefill takes together: so many, or more while that makes no more than so many rows of a product."""
+NUM_PROCESSORS = 132
+"""Of an H200; what splits are chosen for."""
+MANY_QUERY_PROGRAMS, ONE_QUERY_PROGRAMS = 2 * NUM_PROCESSORS, 8 * NUM_PROCESSORS
+"""How many fill the card: the former have 4 warps or 8, the latter 1 or 2."""
+
+Carry = tuple[jax.Array, jax.Array, jax.Array]
+"""Of a running softmax: the values mixed so far, the largest score and the sum of the weights."""
+
+
+class Tiling(NamedTuple):
+    """How a program is cut; measured on an H200 with 32-token pages."""
+
+    keys: int
+    """Positions looked at in one step."""
+    num_warps: int
+    num_stages: int
+
+
+FEW_QUERIES = {128: Tiling(64, 1, 2), 256: Tiling(64, 2, 2), 512: Tiling(32, 2, 2), 1024: Tiling(16, 2, 2)}
+"""For one query of a row and keys of at most so many bytes: then there is nothing but reading."""
+UNSPLIT = {128: Tiling(64, 1, 3), 256: Tiling(64, 2, 3)}
+"""What to take instead where a row has one program for each head. A long row's are the last to end, and then nearly alone: with one
+step more under way they read faster."""
+FEW_QUERIES_OF_FP8 = Tiling(32, 1, 3)
+"""The same for keys in fp8 of any size."""
+WIDEN_FP8 = "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }"
+"""Four numbers in a register become float16 in two."""
+
+
+def refuse_unservable(head_dim: int) -> str | None:
+    """Why this kernel cannot serve a model, or None."""
+    if not 16 <= head_dim <= 256:
+        return f"a head size of {head_dim} (it takes 16 to 256)"
+    return None
+
+
+@functools.partial(jax.jit, static_argnames=("window", "softcap", "splits", "interpret"))
+def paged_attention(
+    q: jax.Array,
+    pool: jax.Array,
+    table: jax.Array,
+    positions: jax.Array,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    splits: int | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """q [row, chunk, kv_head, group, head_size], scaled and multiplied by `LOG2_E`; pool [page, 2, kv_head, page_size, head_size];
+    table [row, page]; positions [row, chunk] of the queries, negative for padding, which comes last. Computes and answers in the
+    pool's type, or in float16 if that is fp8, and sums in float32.
+
+    Scores are bent to stay within `softcap`. Without `splits` there are as many as fill the card.
+    """
+    rows, chunk, kv_heads, group, size = q.shape
+    page_size = pool.shape[3]
+    queries = math.gcd(chunk, max(QUERY_BLOCK, BLOCK_ROWS >> (group - 1).bit_length()))
+    num_blocks = rows * chunk // queries
+    tiling = choose_tiling(queries, size, pool.dtype, num_blocks * kv_heads)
+    table, num_steps = cover(table, page_size, tiling.keys)
+    splits = splits or choose_splits(
+        num_blocks * kv_heads, num_steps, ONE_QUERY_PROGRAMS if queries == 1 else MANY_QUERY_PROGRAMS
+    )
+
+    kernel = functools.partial(
+        _kernel,
+        keys=tiling.keys,
+        splits=splits,
+        num_steps=num_steps,
+        window=window,
+        softcap=softcap,
+        interpret=interpret,
+    )
+    flat = (num_blocks * queries, kv_heads, group, size)
+    dtype = multiplied_in(pool.dtype)
+    by_block = pl.BlockSpec((queries, None, group, size), lambda h, s, b: (last - b, h, 0, 0))
+    blocks_per_row, last = (
+        chunk // queries,
+        num_blocks - 1,
+    )  # a prompt's last queries see most, so they begin first
+    out_specs, out_shape = [by_block], [jax.ShapeDtypeStruct(flat, dtype)]
+    if splits > 1:
+        out_specs = [pl.BlockSpec((None, queries, None, group, size), lambda h, s, b: (s, last - b, h, 0, 0))]
+        out_specs += [pl.BlockSpec((None, queries, None, group), lambda h, s, b: (s, last - b, h, 0))] * 2
+        out_shape = [
+            jax.ShapeDtypeStruct((splits, *shape), jnp.float32) for shape in (flat, flat[:3], flat[:3])
+        ]
+    result = pl.pallas_call(
+        kernel,
+        grid=(kv_heads, splits, num_blocks),
+        in_specs=[
+            by_block,
+            pl.BlockSpec((pool.shape[0], 2, None, page_size, size), lambda h, s, b: (0, 0, h, 0, 0)),
+            pl.BlockSpec((None, table.shape[1]), lambda h, s, b: ((last - b) // blocks_per_row, 0)),
+            pl.BlockSpec((queries,), lambda h, s, b: (last - b,)),
+        ],
+        out_specs=out_specs,
+        out_shape=out_shape,
+        compiler_params=plgpu.CompilerParams(num_warps=tiling.num_warps, num_stages=tiling.num_stages),
+        interpret=interpret,
+        name="paged_attention",
+    )(q.reshape(flat).astype(dtype), pool, table, positions.reshape(-1))
+    return (result[0] if splits == 1 else merge(*result).astype(dtype)).reshape(q.shape)
+
+
+def choose_tiling(queries: int, size: int, dtype: jnp.dtype, num_programs: int) -> Tiling:
+    """Larger keys take shorter steps: keys and values of all stages share a processor's 227 KB."""
+    key_bytes = size * dtype.itemsize
+    if queries == 1 and dtype == FP8:
+        return FEW_QUERIES_OF_FP8
+    if queries == 1:
+        by_bytes = (
+            FEW_QUERIES | UNSPLIT if 2 * num_programs > ONE_QUERY_PROGRAMS else FEW_QUERIES
+        )  # see `choose_splits`
+        return next(tiling for most, tiling in by_bytes.items() if key_bytes <= most)
+    if key_bytes <= 256:
+        return Tiling(64, num_warps=4, num_stages=3)
+    return Tiling(32 if key_bytes <= 512 else 16, num_warps=8, num_stages=2)
+
+
+def choose_splits(num_programs: int, num_steps: int, wanted: int) -> int:
+    most = 8 if num_programs >= NUM_PROCESSORS // 4 else 16  # more than 8 are merged by two kernels
+    splits = min(max(wanted // num_programs, 1), most, num_steps)
+    return 1 << (splits.bit_length() - 1)
+
+
+def share(
+    start: jax.Array, end: jax.Array, split: jax.Array, splits: int, num_steps: int
+) -> tuple[jax.Array, jax.Array]:
+    """This split's part of the steps from `start` to `end`, of which there are at most so many.
+
+    That one split has all is said by a constant: fp8 is read a quarter slower where it is computed.
+    """
+    each = num_steps if splits == 1 else (end - start + splits - 1) // splits
+    start = start + split * each
+    return start, jnp.minimum(start + each, end)
+
+
+def cover(table: jax.Array, page_size: int, keys: int) -> tuple[jax.Array, int]:
+    """The table made so wide that no step reads beyond it, and how many steps it has."""
+    unread = -table.shape[1] % max(keys // page_size, 1)
+    table = jnp.pad(table, ((0, 0), (0, unread)), mode="edge")
+    return table, -(-table.shape[1] * page_size // keys)
+
+
+def merge(mixed: jax.Array, tops: jax.Array, totals: jax.Array) -> jax.Array:
+    """What the splits, which come first, found together; split by split, because of sums over that axis XLA makes kernels of their own."""
+    splits = range(len(tops))
+    top = functools.reduce(jnp.maximum, (tops[split] for split in splits))
+    weights = [jnp.exp2(tops[split] - top) for split in splits]  # an empty split weighs nothing
+    total = functools.reduce(jnp.add, (totals[split] * weights[split] for split in splits))
+    summed = functools.reduce(jnp.add, (mixed[split] * weights[split][..., None] for split in splits))
+    return summed / jnp.maximum(total, 1e-30)[..., None]
+
+
+def power_of_two(number: int) -> int:
+    """The number, rounded up to one: Triton takes no other sizes."""
+    return 1 << (number - 1).bit_length()
+
+
+class Columns(NamedTuple):
+    """The numbers of a head. A size that is no power of two is rounded up by repeating the last one."""
+
+    size: int
+    is_bounded: bool = False
+    """Whether a bound is computed even where there is none, so that Triton takes no two of them for neighbours. Those it would
+    read together, and keep decoding's queries in registers: 168 of them where there are 130, so fewer programs under way."""
+
+    @property
+    def padded(self) -> int:
+        return power_of_two(self.size)
+
+    @property
+    def numbers(self) -> jax.Array:
+        numbers = jnp.arange(self.padded)
+        return jnp.minimum(numbers, self.size - 1) if self.is_bounded or self.padded > self.size else numbers
+
+    def masked(self, x: jax.Array) -> jax.Array:
+        """[row, column] with zeros for those that are repeated."""
+        return (
+            x
+            if self.padded == self.size
+            else jnp.where(jnp.arange(self.padded)[None, :] < self.size, x, jnp.zeros_like(x))
+        )
+
+
+def walk(
+    q: jax.Array,
+    pool_ref: jax.Ref,
+    table_ref: jax.Ref,
+    steps: tuple[jax.Array, jax.Array],
+    seen: tuple[jax.Array | None, jax.Array],
+    carry: Carry,
+    *,
+    keys: int,
+    softcap: float | None,
+    interpret: bool,
+) -> Carry:
+    """Mixes q [query, column] with these steps of so many keys: those from the first that is seen, if there is one, to the last."""
+    page_size, size = pool_ref.shape[2:]
+    columns = Columns(size)
+    first, last = seen
+
+    def load(half: int, page: jax.Array, slot: jax.Array) -> jax.Array:
+        if columns.padded == size:
+            return widen(pool_ref[page, half, slot, :], q.dtype, interpret)
+        return widen(
+            pool_ref[page[:, None], half, slot[:, None], columns.numbers[None, :]], q.dtype, interpret
+        )
+
+    def find(step: jax.Array) -> jax.Array:
+        """The page of each of the step's keys, or any page if there is no such step."""
+        return table_ref[jnp.minimum((step * keys + jnp.arange(keys)) // page_size, table_ref.shape[0] - 1)]
+
+    def mix(step: jax.Array, carry: tuple[jax.Array, Carry]) -> tuple[jax.Array, Carry]:
+        page, (mixed, top, total) = carry
+        at = step * keys + jnp.arange(keys)
+        slot = at % page_size
+        following = find(
+            step + 1
+        )  # a step ahead: else Triton counts that load as stages too, and keys of one step are under way
+        scores = jnp.dot(q, load(0, page, slot).T, preferred_element_type=jnp.float32)
+        if softcap is not None:
+            scores = bend(scores, softcap)
+        is_seen = at[None, :] <= last
+        if first is not None:
+            is_seen &= at[None, :] >= first
+        scores = jnp.where(is_seen, scores, MASKED)
+        new_top = jnp.maximum(top, scores.max(-1))
+        shrink = jnp.exp2(top - new_top)
+        weights = jnp.exp2(scores - new_top[:, None])
+        new = jnp.dot(weights.astype(q.dtype), load(1, page, slot), preferred_element_type=jnp.float32)
+        return following, (mixed * shrink[:, None] + new, new_top, total * shrink + weights.sum(-1))
+
+    return lax.fori_loop(*steps, mix, (find(steps[0]), carry))[1]
+
+
+def widen(x: jax.Array, dtype: jnp.dtype, interpret: bool) -> jax.Array:
+    """Of fp8 four numbers at a time: where Triton converts them, it takes them apart first and puts them together again."""
+    if x.dtype != FP8 or interpret:
+        return x.astype(dtype)
+    given = jax.ShapeDtypeStruct(x.shape, jnp.float16)
+    (wide,) = plgpu.elementwise_inline_asm(
+        WIDEN_FP8, args=[x], constraints="=r,=r,r", pack=4, result_shape_dtypes=[given]
+    )
+    return wide.astype(dtype)
+
+
+def bend(scores: jax.Array, softcap: float) -> jax.Array:
+    cap = softcap * LOG2_E
+    return cap * jnp.tanh(scores / cap)
+
+
+def _kernel(
+    q_ref: jax.Ref,
+    pool_ref: jax.Ref,
+    table_ref: jax.Ref,
+    position_ref: jax.Ref,
+    mixed_ref: jax.Ref,
+    top_ref: jax.Ref | None = None,
+    total_ref: jax.Ref | None = None,
+    *,
+    keys: int,
+    splits: int,
+    num_steps: int,
+    window: int | None,
+    softcap: float | None,
+    interpret: bool,
+) -> None:
+    queries, group, size = q_ref.shape
+    # Sizes that are no power of two are rounded up by repeating: who is there twice computes and stores the same twice.
+    heads = max(power_of_two(group), MIN_ROWS // queries)
+    row = jnp.arange(queries * heads)
+    query, head = row // heads, row % group if queries == 1 else jnp.minimum(row % heads, group - 1)
+    columns = Columns(size)
+    place = (query[:, None], head[:, None], columns.numbers[None, :])
+    position = position_ref[query][:, None]
+    start, end = jnp.int32(0), jnp.max(position_ref[jnp.arange(queries)]) // keys + 1
+    first = None
+    if window is not None:
+        start = jnp.maximum((position_ref[0] - window + 1) // keys, 0)
+        first = position - window + 1
+    nothing = (
+        jnp.zeros((queries * heads, columns.padded), jnp.float32),
+        jnp.full((queries * heads,), MASKED, jnp.float32),
+        jnp.zeros((queries * heads,), jnp.float32),
+    )
+    q = columns.masked(q_ref[place])
+    steps = share(start, end, pl.program_id(1), splits, num_steps)
+    mixed, top, total = walk(
+        q,
+        pool_ref,
+        table_ref,
+        steps,
+        (first, position),
+        nothing,
+        keys=keys,
+        softcap=softcap,
+        interpret=interpret,
+    )
+    if top_ref is None or total_ref is None:
+        mixed = mixed / jnp.maximum(total, 1e-30)[:, None]
+    else:
+        top_ref[query, head], total_ref[query, head] = top, total
+    mixed_ref[place] = mixed.astype(mixed_ref.dtype)

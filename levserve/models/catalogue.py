@@ -1,0 +1,115 @@
+"""Which models may be asked for, and with which settings each is loaded: the sections [model.NAME] and what is in a folder.
+
+The folder, or address, of `--models-dir` is looked at again when somebody lists the models or asks for an unknown one: what is
+put there while the server runs can be asked for at once. No jax here.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
+
+from levserve.errors import ConfigError, StartupError
+from levserve.settings.settings import Settings
+from levserve.weights.remote import Store, check_address, is_address
+from levserve.weights.source import GGUF_SUFFIX, check_source, local_problem
+
+log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 30.0
+"""A store is not asked more often what it has."""
+CHECKPOINT_FILES = ("metadata.json", "*/metadata.json")  # a Levanter checkpoint, and a run of them
+
+
+class Catalogue:
+    """The default is the model that the settings name beside the others, else the first section, else the folder's first."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._folder = settings.models_dir
+        self._sections: Mapping[str, Settings] = settings.models
+        self._found: dict[str, Settings] = {}
+        self._look_at = 0.0
+        self._found = self._look()
+        if "model" in settings.sources and settings.model not in (*self._sections, *self._found):
+            own = replace(settings, served_model_name=settings.served_model_name or _name_of(settings.model))
+            self._sections = {own.served_model_name: own, **self._sections}
+            self.default = own.served_model_name
+        elif "model" in settings.sources:
+            self.default = settings.model
+        else:
+            self.default = next(iter((*self._sections, *self._found)), "")
+        if not self.default:
+            raise ConfigError(
+                f"--models-dir {self._folder!r} holds no model: no folder with config.json or a checkpoint, no .gguf file"
+            )
+
+    def names(self) -> list[str]:
+        """Everything that may be asked for now, the default first."""
+        try:
+            self._found = self._look()
+        except StartupError as error:
+            log.warning("the models that were known stay so: %s", error)
+        return list(dict.fromkeys((self.default, *self._sections, *self._found)))
+
+    def find(self, name: str) -> Settings | None:
+        """What to load a model with."""
+        return self._sections.get(name) or self._found.get(name)
+
+    def names_at_start(self) -> list[str]:
+        """The models beside the default that are not to wait for a request."""
+        named = ((name, self.find(name)) for name in self.names() if name != self.default)
+        return [name for name, settings in named if settings is not None and settings.load == "start"]
+
+    def _look(self) -> dict[str, Settings]:
+        """What the folder holds now."""
+        if not self._folder or time.monotonic() < self._look_at:
+            return self._found
+        if is_address(self._folder):
+            self._look_at = time.monotonic() + LOOK_SECONDS
+            address = self._folder.rstrip("/")
+            return {
+                name: self._settings.for_model(name, model=f"{address}/{name}")
+                for name in Store(address).list_folders()
+            }
+        try:
+            paths = sorted(Path(self._folder).iterdir())
+        except OSError as error:
+            raise ConfigError(f"--models-dir {self._folder!r}: {error.strerror}") from None
+        found = {path.name.removesuffix(GGUF_SUFFIX): path for path in paths if not path.name.startswith(".")}
+        return {
+            name: one for name, path in found.items() if (one := self._settings_of(name, path)) is not None
+        }
+
+    def _settings_of(self, name: str, path: Path) -> Settings | None:
+        if local_problem(path) is None:
+            return self._settings.for_model(name, model=str(path))
+        if path.is_dir() and any(next(path.glob(pattern), None) for pattern in CHECKPOINT_FILES):
+            return self._settings.for_model(name, model=str(path), checkpoint_path=str(path))
+        return None
+
+
+def check_models(settings: Settings) -> None:
+    """Refuses a default model that can be known to be wrong without reading weights or the network; of others it only warns."""
+    if is_address(settings.models_dir):
+        check_address(settings.models_dir)
+        return
+    catalogue = Catalogue(settings)
+    for name in catalogue.names():
+        found = catalogue.find(name)
+        assert found is not None
+        try:
+            check_source(found)
+        except StartupError as error:
+            if name == catalogue.default:
+                raise
+            log.warning("[model.%s]: %s", name, error)
+
+
+def _name_of(model: str) -> str:
+    """The last part of a path or address; a name on the Hub is one already."""
+    is_place = is_address(model) or Path(model).expanduser().exists()
+    return PurePosixPath(model.rstrip("/")).name.removesuffix(GGUF_SUFFIX) if is_place else model

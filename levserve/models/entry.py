@@ -1,0 +1,106 @@
+"""One model as the registry keeps it: how far it is, what it takes when it is loaded, and why it could not be."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple, Protocol
+
+from levserve.engine.served_model import ServedModel
+from levserve.errors import Unavailable
+
+
+class Status(StrEnum):
+    LOADABLE = "loadable"
+    LOADING = "loading"
+    LOADED = "loaded"
+    UNLOADING = "unloading"
+
+
+class Counts(NamedTuple):
+    """What a loaded model is doing."""
+
+    running: int
+    waiting: int
+    pages_used: int
+    pages_total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reloaded:
+    """What a reload did, and how far the new weights are from the old ones on the probe text."""
+
+    model: str
+    path: str
+    load_seconds: float
+    swap_seconds: float
+    probe_tokens: int
+    max_logprob_difference: float
+    mean_logprob: float
+    mean_logprob_before: float
+
+
+class Reloader(Protocol):
+    """Swaps newer weights into a loaded model; see `reload.py`."""
+
+    def reload(self, *, model: str = "", checkpoint_path: str = "", revision: str = "") -> Reloaded: ...
+
+    def close(self) -> None:
+        """The model is unloaded: the cache may drop its files."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resident:
+    """A loaded model: what requests need of it, and what it takes."""
+
+    model: ServedModel
+    weight_bytes: int = 0
+    kv_bytes: int = 0
+    reloader: Reloader | None = None
+    counts: Callable[[], Counts] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return self.weight_bytes + self.kv_bytes
+
+
+class Failure(NamedTuple):
+    """Why a model did not get loaded, for everyone who waits for it."""
+
+    message: str
+    retry_at: float
+    code: str | None
+
+    def to_error(self) -> Unavailable:
+        error = Unavailable(self.message, retry_after_seconds=max(self.retry_at - time.monotonic(), 1.0))
+        error.code = self.code or error.code
+        return error
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One known model; changes under the registry's lock."""
+
+    name: str
+    status: Status = Status.LOADABLE
+    resident: Resident | None = None
+    progress: str = ""
+    failure: Failure | None = None
+    num_handles: int = 0
+    is_asked: bool = False
+    """Whether it waits for the loader, or is being loaded."""
+    last_used: float | None = None
+
+
+class Described(NamedTuple):
+    """How a model is at one moment, for those who list them."""
+
+    name: str
+    status: Status
+    progress: str
+    error: str | None
+    resident: Resident | None
+    num_handles: int
+    idle_seconds: float | None

@@ -1,0 +1,76 @@
+"""Loads and unloads models beside the device thread, for the registry; everything slow happens on the thread that calls.
+
+A finished model is handed to the device thread by a message, and taken back from it by another; the device thread itself only
+adds a model loop or waits for one's last round.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+
+from levserve.engine.engine import Engine
+from levserve.errors import StartupError
+from levserve.models.catalogue import Catalogue
+from levserve.models.entry import Resident
+from levserve.models.load import Loaded, load, resident_of
+from levserve.models.registry import MakeRoom, Registry, Report
+from levserve.settings.settings import Settings
+
+if TYPE_CHECKING:
+    from levserve.device.runner import Runner
+
+DETACH_SECONDS = 60.0
+"""A device thread that has not let go of a model by then never will."""
+
+
+class ModelLoader:
+    """The registry's loader: knows the models by the settings they are to be loaded with."""
+
+    def __init__(self, catalogue: Catalogue, engine: Engine, *, rows: int) -> None:
+        self._catalogue = catalogue
+        self._engine = engine
+        self._rows = rows
+
+    def names(self) -> Sequence[str]:
+        return self._catalogue.names()
+
+    def load(self, name: str, report: Report, make_room: MakeRoom) -> Resident:
+        gc.collect()  # what a load that failed has left
+        loaded = self.read(name, report, make_room)
+        loaded.runner.programs.start_background()
+        resident = resident_of(self._engine, loaded)
+        self._engine.send(loaded.attach())  # before anyone can submit to it
+        return resident
+
+    def read(self, name: str, report: Report, make_room: MakeRoom) -> Loaded:
+        settings = self._catalogue.find(name)
+        if settings is None:
+            raise StartupError(f"{name} is not there any more")
+        return load(settings, self._engine.metrics, rows=self._rows, report=report, make_room=make_room)
+
+    def unload(self, resident: Resident) -> None:
+        from levserve.device.tasks import Detach  # brings jax
+
+        done: Future[Runner] = Future()
+        self._engine.send(Detach(resident.model.name, done))
+        done.result(DETACH_SECONDS).free()
+        if resident.reloader is not None:
+            resident.reloader.close()
+        del done
+        gc.unfreeze()  # see `server.settle`
+        gc.collect()  # the compiled programs, which are in cycles
+
+
+def load_first(
+    settings: Settings, registry: Registry, *, rows: int, report: Callable[[str], None]
+) -> tuple[Loaded, list[str]]:
+    """Makes all models known and loads the default one, on the device thread; gives also the names of those to load next."""
+    catalogue = Catalogue(settings)
+    loader = ModelLoader(catalogue, registry.engine, rows=rows)
+    registry.stock(loader, budget=settings.models_memory, max_loaded=settings.max_loaded_models)
+    loaded = loader.read(catalogue.default, report, functools.partial(registry.make_room, catalogue.default))
+    return loaded, catalogue.names_at_start()

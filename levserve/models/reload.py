@@ -1,0 +1,191 @@
+"""Swaps newer weights of the same shape into a running server.
+
+`WeightReloader.reload` runs on the thread that asks, an HTTP thread or one of its own: it finds and reads the new weights into the
+host's memory while the old ones serve, and hands them to the device thread, which swaps them between two rounds. Programs
+take the weights as arguments, so nothing is compiled. Whatever is wrong with the new weights is found before that, and the
+old ones go on serving.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import threading
+import time
+from collections.abc import Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from levserve.device.sizing import free_memory
+from levserve.device.tasks import SwapWeights
+from levserve.engine.engine import Engine
+from levserve.engine.served_model import ServedModel
+from levserve.errors import Conflict, StartupError
+from levserve.model.config import ModelConfig, parameter_shapes
+from levserve.model.decoder import Decoder
+from levserve.model.quantize import Quantization
+from levserve.models.entry import Reloaded
+from levserve.models.probe import largest_difference, mean, probe_request
+from levserve.settings.settings import Settings
+from levserve.weights.files import ModelFiles
+from levserve.weights.load import read_arrays, read_config
+from levserve.weights.source import check_source, find_source
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where the served weights came from, and what others must be like to take their place."""
+
+    settings: Settings
+    files: ModelFiles
+    config: ModelConfig
+    dtype: jnp.dtype
+    quantization: Quantization | None = None
+
+
+class WeightReloader:
+    """Knows what is served and from where. One reload at a time; a second is refused."""
+
+    def __init__(self, engine: Engine, origin: Origin, model: ServedModel) -> None:
+        self._engine = engine
+        self._origin = origin
+        self._model = model
+        self._turn = threading.Lock()
+
+    def reload(self, *, model: str = "", checkpoint_path: str = "", revision: str = "") -> Reloaded:
+        """Serves what the settings name as it is now, or what is named here; raises `StartupError` if it does not fit."""
+        if not self._turn.acquire(blocking=False):
+            raise Conflict(f"A reload is under way ({self._engine.progress}); please wait for it.")
+        try:
+            reloaded = self._reload(self._settings_for(model, checkpoint_path, revision))
+        except StartupError as error:
+            self._engine.metrics.reloads.labels("refused").inc()
+            log.warning("%s: reload refused, the old weights go on serving: %s", self._model.name, error)
+            raise
+        finally:
+            self._engine.progress = "ready"
+            self._turn.release()
+        self._engine.metrics.reloads.labels("done").inc()
+        log.info(
+            "%s: reloaded %s in %.1f s, swapped in %.2f s: the probe's log-probabilities differ by up to %.4f (mean %.4f, before %.4f)",
+            reloaded.model,
+            reloaded.path,
+            reloaded.load_seconds,
+            reloaded.swap_seconds,
+            reloaded.max_logprob_difference,
+            reloaded.mean_logprob,
+            reloaded.mean_logprob_before,
+        )
+        return reloaded
+
+    def close(self) -> None:
+        """The model is unloaded: the cache may drop its files."""
+        if self._origin.files.lease is not None:
+            self._origin.files.lease.close()
+
+    def _settings_for(self, model: str, checkpoint_path: str, revision: str) -> Settings:
+        settings = replace(self._origin.settings, revision=revision or self._origin.settings.revision)
+        if model:
+            settings = replace(settings, model=model, checkpoint_path="")
+        elif checkpoint_path:
+            settings = replace(settings, checkpoint_path=checkpoint_path)
+        return settings
+
+    def _reload(self, settings: Settings) -> Reloaded:
+        start = time.monotonic()
+        check_source(settings)
+        files = find_source(settings, self._report, with_tokenizer=False)
+        try:
+            config = read_config(files.path, files.config_file)
+            self._check_config(files, config)
+            check_memory(config, self._origin.dtype, free_memory())
+            origin = self._origin
+            arrays = read_arrays(
+                files.path, config, origin.dtype, report=self._report, quantization=origin.quantization
+            )
+            leaves = host_leaves(config, arrays)
+        except BaseException:
+            self._let_go(files)
+            raise
+        loaded = time.monotonic()
+        before = self._probe()
+        done: Future[float] = Future()
+        self._engine.send(SwapWeights(self._model.name, leaves, done))
+        del leaves
+        swap_seconds = done.result()
+        after = self._probe()
+        old, self._origin = self._origin, replace(self._origin, settings=settings, files=files)
+        self._let_go(old.files)
+        return Reloaded(
+            model=self._model.name,
+            path=str(files.path),
+            load_seconds=loaded - start,
+            swap_seconds=swap_seconds,
+            probe_tokens=len(after),
+            max_logprob_difference=largest_difference(before, after),
+            mean_logprob=mean(after),
+            mean_logprob_before=mean(before),
+        )
+
+    def _check_config(self, files: ModelFiles, config: ModelConfig) -> None:
+        served, new = dataclasses.asdict(self._origin.config), dataclasses.asdict(config)
+        different = [
+            f"{key} is {new[key]}, served is {served[key]}" for key in served if new[key] != served[key]
+        ]
+        if different:
+            raise StartupError(
+                f"{files.path}: another model than the one that is served: {'; '.join(different)}"
+            )
+
+    def _probe(self) -> list[float]:
+        """The probe's log-probabilities, computed as any client's request is."""
+        stream = self._engine.submit([probe_request(self._model)], self._model)
+        scores: list[float] = []
+        try:
+            while not stream.is_finished:
+                _, batch = stream.get(timeout_seconds=None)
+                scores += [score.logprob for score in batch.prompt_logprobs]
+        finally:
+            stream.close()
+        return scores
+
+    def _let_go(self, files: ModelFiles) -> None:
+        if files.lease is not None and files.lease is not self._origin.files.lease:
+            files.lease.close()
+
+    def _report(self, progress: str) -> None:
+        self._engine.progress = f"ready; reloading: {progress}"
+        log.info("reloading: %s", progress)
+
+
+def check_memory(config: ModelConfig, dtype: jnp.dtype, free_bytes: int) -> None:
+    """Refuses what the host cannot hold beside what it serves: the system would end the server for it."""
+    needed = parameter_bytes(config, dtype)
+    if needed > free_bytes:
+        raise StartupError(
+            f"the new weights take {needed / 1e9:.1f} GB of the host's memory and {free_bytes / 1e9:.1f} GB are free"
+        )
+
+
+def parameter_bytes(config: ModelConfig, dtype: jnp.dtype) -> int:
+    return sum(
+        math.prod(shape) * (dtype.itemsize if len(shape) > 1 else 4)
+        for shape in parameter_shapes(config).values()
+    )
+
+
+def host_leaves(config: ModelConfig, arrays: Iterable[tuple[str, NDArray[np.generic]]]) -> list[jax.Array]:
+    """A model's leaves in the host's memory: arranged as the device's are, on jax's CPU device, which takes the arrays as they lie."""
+    cpu = jax.local_devices(backend="cpu")[0]
+    with jax.default_device(cpu):
+        return jax.tree.leaves(
+            Decoder.from_arrays(config, {name: jax.device_put(array, cpu) for name, array in arrays})
+        )

@@ -1,0 +1,108 @@
+"""From settings to a running device thread, or to a dry run of what it would serve.
+
+`start_device_thread` is called in the worker process, after the fork; jax is first imported on the thread it starts.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Sequence
+
+from levserve.device.faults import install, parse_faults
+from levserve.errors import StartupError
+from levserve.models.catalogue import Catalogue
+from levserve.models.load import Loaded, load, resident_of
+from levserve.models.loader import load_first
+from levserve.models.registry import Registry
+from levserve.observe.logs import complain
+from levserve.observe.metrics import Metrics
+from levserve.schedule.request import GenerationRequest, Sampling
+from levserve.settings.settings import Settings
+
+log = logging.getLogger(__name__)
+
+DEVICE_FAULT = 70
+"""Exit code of a process whose device thread died; systemd restarts it."""
+LAST_WORDS_SECONDS = 1.0
+"""How long HTTP threads get to tell their clients that the device failed."""
+
+
+def start_device_thread(settings: Settings, registry: Registry, *, rows: int) -> threading.Thread:
+    """Starts the one thread that owns the device. If it cannot start or dies, it ends the process."""
+    thread = threading.Thread(
+        target=_device_main, args=(settings, registry, rows), name="levserve-device", daemon=True
+    )
+    thread.start()
+    return thread
+
+
+def _device_main(settings: Settings, registry: Registry, rows: int) -> None:
+    engine = registry.engine
+
+    def report(progress: str) -> None:
+        engine.progress = progress
+        engine.beat()
+        log.info("%s", progress)
+
+    try:
+        if settings.faults:
+            install(parse_faults(settings.faults))
+        if settings.has_several:
+            loaded, others = load_first(settings, registry, rows=rows, report=report)
+        else:
+            loaded, others = load(settings, engine.metrics, rows=rows, report=report), []
+        serve(registry, loaded, others)
+    except StartupError as error:
+        complain(error)
+        os._exit(error.exit_code)
+    except BaseException:
+        log.critical("the device thread failed", exc_info=True)
+        engine.fail()
+        time.sleep(LAST_WORDS_SECONDS)
+        os._exit(DEVICE_FAULT)
+
+
+def dry_run(settings: Settings, *, num_threads: int) -> None:
+    """Tries the model, or one after another the default and each that has a section; raises `StartupError` for one that cannot be."""
+    if settings.has_several:
+        catalogue = Catalogue(settings)
+        print(f"models      {', '.join(catalogue.names())}")
+        for name in dict.fromkeys((catalogue.default, *settings.models)):
+            try:
+                _try_model(catalogue.find(name) or settings, rows=settings.max_running)
+            except StartupError as error:
+                raise type(error)(f"model {name}: {error}") from error
+    else:
+        _try_model(settings, rows=settings.max_running)
+    print(f"threads     {num_threads} for HTTP, 1 for the device")
+
+
+def _try_model(settings: Settings, *, rows: int) -> None:
+    """Loads, compiles and generates one token, prints the memory plan, and gives the memory back."""
+    loaded = load(settings, Metrics(), rows=rows, report=lambda progress: log.info("%s", progress))
+    prompt = loaded.model.tokenizer.encode("Hello") or [0]
+    loaded.scheduler.add(GenerationRequest("dry-run", tuple(prompt), 1, Sampling(temperature=0.0)))
+    in_flight = loaded.runner.dispatch(loaded.scheduler.plan())
+    (progress,) = loaded.scheduler.commit(in_flight.plan, *loaded.runner.read(in_flight))
+    print(f"model       {loaded.model.name}: one token generated, {progress.batch.tokens or 'a stop token'}")
+    print("\n".join(loaded.sizes.describe()))
+    loaded.runner.free()
+
+
+def serve(registry: Registry, loaded: Loaded, others: Sequence[str] = ()) -> None:
+    """Publishes the model, has the others loaded that are not to wait, and runs the device loop until it is stopped."""
+    from levserve.device.loop import DeviceLoop
+
+    engine = registry.engine
+    loaded.runner.programs.start_background()
+    engine.progress = "ready"
+    loop = DeviceLoop(engine)
+    loop.attach(loaded.attach())
+    registry.publish(resident_of(engine, loaded))
+    log.info("admitting   %d requests, %d tokens", engine.max_inflight, engine.admission.max_tokens)
+    for name in others:
+        registry.begin_load(name)
+    loop.run()

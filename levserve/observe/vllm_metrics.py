@@ -1,0 +1,109 @@
+"""The metrics that dashboards and gateways made for vLLM ask for, under its names, made at each scrape from our own.
+
+Nothing is counted twice: `VllmMetrics` is a collector that reads the other families when it is asked. Histograms keep our buckets,
+which begin at 1 ms where vLLM's begin at 300.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.registry import Collector
+
+from levserve.observe.metrics import Metrics
+
+REASONS = {
+    "stop": "stop",
+    "length": "length",
+    "failed": "error",
+    "poisoned": "error",
+}  # every other end of ours is an abort there
+
+
+class VllmMetrics(Collector):
+    """Exports `metrics` a second time. The label `engine` is always 0: there is one."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        m = metrics
+        self._same: dict[str, MetricWrapperBase] = {
+            "num_requests_running": m.running,
+            "num_requests_waiting": m.waiting,
+            "prompt_tokens": m.prompt_tokens,
+            "generation_tokens": m.generated_tokens,
+            "prefix_cache_queries": m.prompt_tokens,
+            "prefix_cache_hits": m.prefix_hit_tokens,
+            "gpu_prefix_cache_queries": m.prompt_tokens,  # retired in vLLM, and still asked for
+            "gpu_prefix_cache_hits": m.prefix_hit_tokens,
+            "spec_decode_num_drafts": m.drafts,
+            "spec_decode_num_draft_tokens": m.draft_tokens,
+            "spec_decode_num_accepted_tokens": m.accepted_tokens,
+            "num_preemptions": m.preemptions,
+            "time_to_first_token_seconds": m.ttft,
+            "inter_token_latency_seconds": m.inter_token,
+            "time_per_output_token_seconds": m.inter_token,  # retired
+            "e2e_request_latency_seconds": m.request_time,
+            "request_queue_time_seconds": m.queue_time,
+            "request_prefill_time_seconds": m.prefill_time,
+            "request_decode_time_seconds": m.decode_time,
+            "request_prompt_tokens": m.request_prompt,
+            "request_generation_tokens": m.request_generated,
+            "request_max_num_generation_tokens": m.request_max,
+            "iteration_tokens_total": m.round_tokens,
+        }
+        metrics.registry.register(self)
+
+    def describe(self) -> list[Metric]:
+        return []  # else the registry would collect, which it cannot before the model is known
+
+    def collect(self) -> Iterator[Metric]:
+        (info,) = self._metrics.model_info.collect()
+        if not info.samples:
+            return  # still loading
+        told = info.samples[0].labels
+        labels = {"model_name": told["model"], "engine": "0"}
+        for name, metric in self._same.items():
+            yield _renamed(metric, name, labels)
+        used, total = (
+            _value(metric) for metric in (self._metrics.kv_pages_used, self._metrics.kv_pages_total)
+        )
+        for name in ("kv_cache_usage_perc", "gpu_cache_usage_perc"):  # the second is retired
+            yield _gauge(name, "Share of the KV pages held by sequences, 0 to 1.", labels, used / total)
+        cache = {**labels, "block_size": told["page_size"], "num_gpu_blocks": told["pages"]}
+        yield _gauge("cache_config_info", "Always 1; the KV cache is told in labels.", cache, 1)
+        yield self._successes(labels)
+
+    def _successes(self, labels: dict[str, str]) -> Metric:
+        counts = dict.fromkeys(("stop", "length", "abort", "error"), 0.0)
+        (finished,) = self._metrics.finished.collect()
+        for sample in finished.samples:
+            if sample.name.endswith("_total"):
+                counts[REASONS.get(sample.labels["reason"], "abort")] += sample.value
+        names = [*labels, "finished_reason"]
+        family = CounterMetricFamily("vllm:request_success", "Sequences that ended, by reason.", labels=names)
+        for reason, count in counts.items():
+            family.add_metric([*labels.values(), reason], count)
+        return family
+
+
+def _renamed(metric: MetricWrapperBase, name: str, labels: dict[str, str]) -> Metric:
+    (family,) = metric.collect()
+    renamed = Metric(f"vllm:{name}", family.documentation, family.type)
+    for sample in family.samples:
+        suffix = sample.name.removeprefix(family.name)
+        renamed.add_sample(f"vllm:{name}{suffix}", {**labels, **sample.labels}, sample.value)
+    return renamed
+
+
+def _gauge(name: str, text: str, labels: dict[str, str], value: float) -> Metric:
+    family = GaugeMetricFamily(f"vllm:{name}", text, labels=list(labels))
+    family.add_metric(list(labels.values()), value)
+    return family
+
+
+def _value(metric: MetricWrapperBase) -> float:
+    (family,) = metric.collect()
+    return family.samples[0].value

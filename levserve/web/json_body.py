@@ -1,0 +1,83 @@
+"""From the bytes of a request to a checked record, or to the 400 that names what is wrong with them.
+
+Called on HTTP threads. msgspec finds the first mistake and says where; this puts it into OpenAI's words: a dotted path in
+`param`, the wanted and the given type in the message, a code for what is missing or of the wrong type.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from typing import Any, TypeVar
+
+import msgspec
+
+from levserve.errors import BadRequest
+
+Body = TypeVar("Body", bound=msgspec.Struct)
+
+_decoders: dict[type[Any], msgspec.json.Decoder[Any]] = {}
+_making = threading.Lock()
+
+# What msgspec says, from the end: "... - at `$.messages[0].role`", or "- at `key` in `$.logit_bias`".
+PLACE = re.compile(r"(?P<what>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>[^`]*?)(?:\[\.\.\.\])*`)?", re.DOTALL)
+MISSING = re.compile(r"Object missing required field `(.+)`")
+WRONG_TYPE = re.compile(r"Expected `(.+)`, got `(.+)`")
+OUT_OF_RANGE = re.compile(r"Expected `(\w+)` (.+)")
+
+JSON_WORDS = {
+    "int": "an integer",
+    "float": "a number",
+    "str": "a string",
+    "bool": "a boolean",
+    "array": "an array",
+    "object": "an object",
+    "null": "null",
+}
+
+
+def decode(data: bytes, kind: type[Body]) -> Body:
+    """The body as a record of this kind; raises `BadRequest` for the first thing wrong with it."""
+    try:
+        return _decoder(kind).decode(data)
+    except msgspec.ValidationError as error:
+        raise _explain(str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BadRequest(f"The body is not valid JSON: {error}.") from None
+    except RecursionError:
+        raise BadRequest("The body is nested too deeply.") from None
+
+
+def unsupported(param: str) -> BadRequest:
+    """A known field that asks for something this server cannot do."""
+    return BadRequest(f"'{param}' is not supported by this server.", param=param)
+
+
+def _decoder(kind: type[Body]) -> msgspec.json.Decoder[Body]:
+    """Made by one thread at a time: two that meet a type for the first time together crash inside msgspec 0.22."""
+    found = _decoders.get(kind)
+    if found is None:
+        with _making:
+            found = _decoders.setdefault(kind, msgspec.json.Decoder(kind))
+    return found
+
+
+def _explain(text: str) -> BadRequest:
+    place = PLACE.fullmatch(text)
+    assert place is not None  # every part of the pattern is optional
+    what, path = place["what"], place["path"] or None
+    if found := MISSING.fullmatch(what):
+        param = f"{path}.{found[1]}" if path else found[1]
+        return BadRequest(
+            f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter"
+        )
+    name = f"'{path}'" if path else "the body"
+    if found := WRONG_TYPE.fullmatch(what):
+        wanted = " or ".join(JSON_WORDS[word] for word in found[1].split(" | ") if word != "null")
+        message = f"Invalid type for {name}: expected {wanted}, but got {JSON_WORDS[found[2]]} instead."
+        return BadRequest(message, param=path, code="invalid_type")
+    if found := OUT_OF_RANGE.fullmatch(what):
+        return BadRequest(
+            f"Invalid value for {name}: expected {JSON_WORDS[found[1]]} {found[2]}.", param=path
+        )
+    return BadRequest(f"Invalid value for {name}: {what[:1].lower()}{what[1:]}.", param=path)

@@ -1,0 +1,139 @@
+"""One request as it is told when it is over: in a line of the log, in the metrics and, where tracing is on, as a span.
+
+Filled by whoever learns something of the request, on its HTTP thread. Never holds text that a client wrote or got.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from levserve.errors import ServeError
+from levserve.generation import Choice, Deltas
+from levserve.observe.metrics import Metrics
+from levserve.observe.tracing import Tracing
+from levserve.web.answer import Timings
+from levserve.web.ops import OPS_PATHS
+
+log = logging.getLogger(__name__)
+
+CLIENT_LEFT = 499
+
+
+@dataclass(slots=True, eq=False)
+class RequestLog:
+    """Times are on `time.monotonic`'s clock. `abort` is the reason why a client got no complete answer, if it was its own."""
+
+    request_id: str
+    method: str
+    path: str
+    started: float = field(default_factory=time.monotonic)
+    route: str = "unknown"
+    status: int = 0
+    model: str | None = None
+    prompt_tokens: int = 0
+    choices: Sequence[Choice] = ()
+    deltas: list[Deltas] = field(default_factory=list)
+    submitted: float | None = None
+    error: str | None = None
+    abort: str | None = None
+    carrier: Mapping[str, str] = field(default_factory=dict)
+    """The headers by which the client says of which trace this is a part."""
+
+    @property
+    def admitted(self) -> float | None:
+        """When the device began with it."""
+        return min(
+            (deltas.admitted_at for deltas in self.deltas if deltas.admitted_at is not None), default=None
+        )
+
+    @property
+    def first_token(self) -> float | None:
+        return min(
+            (deltas.first_token_at for deltas in self.deltas if deltas.first_token_at is not None),
+            default=None,
+        )
+
+    @property
+    def completion_tokens(self) -> int:
+        return sum(choice.num_tokens for choice in self.choices)
+
+    @property
+    def finish_reasons(self) -> list[str]:
+        return sorted({choice.finish.value for choice in self.choices if choice.finish is not None})
+
+    def note_error(self, error: ServeError) -> None:
+        if error.status == CLIENT_LEFT:
+            self.abort = error.code or "disconnected"
+        else:
+            self.error = error.code or error.type
+
+    def timings(self, now: float | None = None) -> Timings:
+        """Up to now. What has not begun has taken no time; what has not ended goes on."""
+        now = time.monotonic() if now is None else now
+        submitted = self.submitted or now
+        admitted = self.admitted or now
+        first = self.first_token or now
+        num_later = self.completion_tokens - 1
+        return Timings(
+            prepare_ms=_milliseconds(submitted - self.started),
+            queue_ms=_milliseconds(admitted - submitted),
+            prefill_ms=_milliseconds(first - admitted),
+            first_token_ms=None if self.first_token is None else _milliseconds(first - self.started),
+            decode_ms=_milliseconds(now - first),
+            total_ms=_milliseconds(now - self.started),
+            tokens_per_second=round(num_later / (now - first), 2) if num_later > 0 and now > first else None,
+        )
+
+    def end(self, status: int, metrics: Metrics, tracing: Tracing | None) -> None:
+        """Tells of the request; the last byte is written, or nobody takes it any more."""
+        ended = time.monotonic()
+        self.status = status
+        if self.error is None and any(choice.finish is None for choice in self.choices):
+            self.abort = self.abort or "disconnected"  # writing to it failed before the watcher saw it leave
+        if self.abort == "disconnected":
+            metrics.disconnects.labels(self._phase()).inc()
+        if tracing is not None:
+            tracing.tell(self, ended)
+        self._log(ended)
+
+    def _log(self, ended: float) -> None:
+        level = logging.DEBUG if self.path.encode() in OPS_PATHS else logging.INFO
+        if not log.isEnabledFor(level):
+            return
+        milliseconds = round((ended - self.started) * 1000)
+        spoken = {
+            "request_id": self.request_id,
+            "method": self.method,
+            "path": self.path,
+            "status": self.status,
+            "ms": milliseconds,
+        }
+        extra = {"spoken": spoken, "fields": self._fields(ended)}
+        log.log(level, "%s %s %s %s %d ms", *spoken.values(), extra=extra)
+
+    def _fields(self, ended: float) -> dict[str, object]:
+        told: dict[str, object] = {}
+        if self.submitted is not None:
+            timings = self.timings(ended)
+            told = {
+                "model": self.model,
+                "prompt_tokens": self.prompt_tokens,
+                "completion_tokens": self.completion_tokens,
+                "queue_ms": timings.queue_ms,
+                "prefill_ms": timings.prefill_ms,
+                "decode_ms": timings.decode_ms,
+                "finish_reason": ",".join(self.finish_reasons) or None,
+            }
+        return told | {
+            name: value for name, value in (("error", self.error), ("abort", self.abort)) if value is not None
+        }
+
+    def _phase(self) -> str:
+        return "queued" if self.admitted is None else "prefill" if self.first_token is None else "decode"
+
+
+def _milliseconds(seconds: float) -> float:
+    return round(seconds * 1000, 3)
