@@ -79,13 +79,39 @@ def test_flag_wins_over_environment_over_file_over_default(tmp_path: Path) -> No
     }
 
 
+@pytest.mark.parametrize(
+    ("line", "key"),
+    [
+        ("api-key = abc # for staff", "abc"),
+        ("api-key = abc\t# for staff", "abc"),
+        ("api-key = abc#def", "abc#def"),
+        ("api-key = abc#def #ghi", "abc#def"),
+        ("api-key = abc ; def", "abc ; def"),
+        ("api-key = # none", ""),
+        ("# api-key = abc", ""),
+        ("; api-key = abc", ""),
+        ("  # api-key = abc", ""),
+    ],
+)
+def test_a_hash_after_white_space_begins_a_comment_in_the_file(tmp_path: Path, line: str, key: str) -> None:
+    path = serve_ini(tmp_path, f"[server]  # who may call\nport = 7001 # not 8000\n{line}\nhost = ::1\n")
+    settings = parse_settings(["--config", path], {})
+    assert (settings.port, settings.api_key, settings.host) == (7001, key, "::1")
+
+
+def test_a_hash_in_a_flag_or_in_the_environment_stands_for_itself() -> None:
+    key = "100%s # = : key"
+    assert parse_settings(["--api-key", key], {}).api_key == key
+    assert parse_settings([], {"LEVSERVE_API_KEY": key}).api_key == key
+
+
 @pytest.mark.parametrize("given_in", ["flag", "environment", "file"])
 @pytest.mark.parametrize(
     ("name", "section", "text", "value"),
     [
         ("port", "server", "0", 0),
         ("port", "server", "65535", 65535),
-        ("api_key", "server", "100%s # = : key", "100%s # = : key"),
+        ("api_key", "server", "100%s# = : ;key", "100%s# = : ;key"),
         ("api_key", "server", "", ""),
         ("api_key", "server", "--port=1", "--port=1"),
         ("request_timeout", "limits", "0.5", 0.5),
@@ -449,15 +475,15 @@ def test_importing_the_settings_does_not_import_jax() -> None:
 
 
 MODELS = """\
-[model]
+[model]                         # for all of them
 dtype = float32
 tokenizer = /srv/other
 [engine]
 kv-memory = 1GiB
 [model.one]
 model = /srv/one
-[model.org/two]
-kv-pages = 64
+[model.org/two]                 # is looked up by its name
+kv-pages = 64                   # in place of the memory above
 load = start
 served-model-name = second
 """

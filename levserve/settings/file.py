@@ -1,7 +1,7 @@
 """The ini dialect of the settings file: each known key once, in its own section.
 
-`%`, `#` and `:` inside a value stand for themselves. Values are kept as text: what they may be is checked where the settings
-of a start are put together (`options.py`), for flags, environment and file alike.
+A `#` at the start of a line or after white space begins a comment; a `;` does so only at the start of a line. Elsewhere they
+stand for themselves, as do `%` and `:`. Values are kept as text: `parse.py` checks them, for flags, environment and file alike.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ class SettingsFile(configargparse.ConfigFileParser):  # type: ignore[misc]
 
     def parse(self, stream: Path) -> dict[str, str]:
         # No header can be empty, so no section spreads its keys over the others as configparser's [DEFAULT] would.
-        ini = configparser.RawConfigParser(delimiters=("=",), default_section="", empty_lines_in_values=False)
+        ini = configparser.RawConfigParser(
+            delimiters=("=",), inline_comment_prefixes=("#",), default_section="", empty_lines_in_values=False
+        )
         try:
             ini.read_string(stream.read_text("utf-8-sig"))
         except UnicodeDecodeError:
