@@ -76,8 +76,8 @@ class Alone(Delivery):
             self._lane.turn()
         return num_tokens / (time.perf_counter() - start)
 
-    def send(self, news: Sequence[Delivered]) -> None:
-        for _, _, batch in news:
+    def send(self, updates: Sequence[Delivered]) -> None:
+        for _, _, batch in updates:
             if batch.finish is not None:
                 self._begin()
 

@@ -1,4 +1,4 @@
-"""A round's news on their way to the streams: all of them arrive, in order, and nobody's trouble is another's."""
+"""A round's updates on their way to the streams: all of them arrive, in order, and nobody's trouble is another's."""
 
 from __future__ import annotations
 

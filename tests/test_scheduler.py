@@ -12,7 +12,7 @@ from levserve.schedule.budget import Budget
 from levserve.schedule.pages import PagePool
 from levserve.schedule.request import FinishReason, GenerationRequest, TokenLogprob
 from levserve.schedule.scheduler import DEEP_TOKENS, Sampled, Scheduler
-from levserve.schedule.sequence import Progress, RoundPlan, Sequence
+from levserve.schedule.sequence import RoundPlan, Sequence, SequenceUpdate
 from levserve.schedule.speculation import Speculation
 
 STOP = 7
@@ -128,14 +128,14 @@ class Server:
             self.step()
         raise AssertionError("somebody starves")
 
-    def deliver(self, news: list[Progress]) -> None:
-        for progress in news:
-            name = progress.sequence.request.request_id
-            assert not self.finishes[name], "news after the end"
-            self.outputs[name] += progress.batch.tokens
-            self.scores[name] += [entry.logprob for entry in progress.batch.prompt_logprobs]
-            if progress.finish is not None:
-                self.finishes[name].append(progress.finish)
+    def deliver(self, updates: list[SequenceUpdate]) -> None:
+        for update in updates:
+            name = update.sequence.request.request_id
+            assert not self.finishes[name], "updates after the end"
+            self.outputs[name] += update.batch.tokens
+            self.scores[name] += [entry.logprob for entry in update.batch.prompt_logprobs]
+            if update.finish is not None:
+                self.finishes[name].append(update.finish)
 
 
 def make(

@@ -1,4 +1,4 @@
-"""Brings the news of a round to all its streams, so that the device thread does not: that one has the next round to plan."""
+"""Brings the updates of a round to all its streams, so that the device thread does not: that one has the next round to plan."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Delivery:
         self._rounds: queue.SimpleQueue[Sequence[Delivered] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="levserve-delivery", daemon=True)
 
-    def send(self, news: Sequence[Delivered]) -> None:
-        if news:
-            self._rounds.put(news)
+    def send(self, updates: Sequence[Delivered]) -> None:
+        if updates:
+            self._rounds.put(updates)
 
     def __enter__(self) -> Delivery:
         self._thread.start()
@@ -48,8 +48,8 @@ class Delivery:
         self._thread.join()
 
     def _run(self) -> None:
-        for news in iter(self._rounds.get, None):
-            for stream, number, batch in news:
+        for updates in iter(self._rounds.get, None):
+            for stream, number, batch in updates:
                 try:
                     stream.put(number, batch)
                 except Exception:  # no stream may take the others with it

@@ -21,7 +21,7 @@ from levserve.observe.metrics import Metrics
 from levserve.schedule.pace import Pace
 from levserve.schedule.request import FinishReason
 from levserve.schedule.scheduler import Sampled, Scheduler
-from levserve.schedule.sequence import Progress, RoundPlan
+from levserve.schedule.sequence import RoundPlan, SequenceUpdate
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ EARLY_SECONDS = 2e-4
 
 @dataclass(slots=True)
 class Recipient:
-    """Where a sequence's news go, and the times its latencies are counted from."""
+    """Where a sequence's updates go, and the times its latencies are counted from."""
 
     stream: TokenStream
     index: int
@@ -153,30 +153,30 @@ class ModelLoop:
             steps = max(row.steps for row in plan.rows)
             self.scheduler.speculation.note_round(len(plan.rows), seconds / steps, is_verify=plan.is_verify)
 
-    def _deliver(self, news: list[Progress]) -> None:
+    def _deliver(self, updates: list[SequenceUpdate]) -> None:
         """Counts before it tells: who has an answer finds it in the metrics."""
-        if not news:
+        if not updates:
             return
         now = time.monotonic()
-        recipients = [self._recipients[progress.sequence.request.request_id] for progress in news]
-        self._metrics.generated_tokens.inc(sum(len(progress.batch.tokens) for progress in news))
+        recipients = [self._recipients[update.sequence.request.request_id] for update in updates]
+        self._metrics.generated_tokens.inc(sum(len(update.batch.tokens) for update in updates))
         gaps: Counter[float] = Counter()  # most rows had their last tokens at the same time, and as many
-        for recipient, progress in zip(recipients, news):
-            if count := len(progress.batch.tokens):
+        for recipient, update in zip(recipients, updates):
+            if count := len(update.batch.tokens):
                 if recipient.last_token is None:
                     self._note_first(recipient, now)
                 else:
                     gaps[(now - recipient.last_token) / count] += 1
                 recipient.last_token = now
-            if progress.batch.finish is not None:
-                del self._recipients[progress.sequence.request.request_id]
-                self._note_end(recipient, progress, now)
+            if update.batch.finish is not None:
+                del self._recipients[update.sequence.request.request_id]
+                self._note_end(recipient, update, now)
         for gap, num_rows in gaps.items():
             self._metrics.inter_token.observe_rows(gap, num_rows)
         self._delivery.send(
             [
-                Delivered(recipient.stream, recipient.index, progress.batch)
-                for recipient, progress in zip(recipients, news)
+                Delivered(recipient.stream, recipient.index, update.batch)
+                for recipient, update in zip(recipients, updates)
             ]
         )
 
@@ -185,15 +185,15 @@ class ModelLoop:
         self._metrics.ttft.observe(now - recipient.arrival)
         self._metrics.prefill_time.observe(now - (recipient.admitted or now))
 
-    def _note_end(self, recipient: Recipient, progress: Progress, now: float) -> None:
-        metrics, request = self._metrics, progress.sequence.request
-        num_generated = len(progress.sequence.tokens) - len(request.prompt)
-        if progress.finish is FinishReason.POISONED:
+    def _note_end(self, recipient: Recipient, update: SequenceUpdate, now: float) -> None:
+        metrics, request = self._metrics, update.sequence.request
+        num_generated = len(update.sequence.tokens) - len(request.prompt)
+        if update.finish is FinishReason.POISONED:
             log.error(
                 "%s: the model's numbers are not finite; the request has failed, others go on",
                 request.request_id,
             )
-        if progress.finish in (FinishReason.STOP, FinishReason.LENGTH):
+        if update.finish in (FinishReason.STOP, FinishReason.LENGTH):
             self._pace.note_end(num_generated, request.max_tokens)
         metrics.request_time.observe(now - recipient.arrival)
         if recipient.first_token is not None:
@@ -201,9 +201,9 @@ class ModelLoop:
         metrics.request_prompt.observe(len(request.prompt))
         metrics.request_generated.observe(num_generated)
         metrics.request_max.observe(request.max_tokens)
-        assert progress.finish is not None
-        metrics.finished.labels(progress.finish.value).inc()
-        if progress.finish is FinishReason.DEADLINE:
+        assert update.finish is not None
+        metrics.finished.labels(update.finish.value).inc()
+        if update.finish is FinishReason.DEADLINE:
             metrics.deadlines.labels(recipient.phase).inc()
 
     def _note_plan(self, plan: RoundPlan) -> None:

@@ -257,8 +257,8 @@ def _score_probe(scheduler: Scheduler, runner: Runner, model: ServedModel) -> li
     scores: list[float] = []
     while scheduler.has_work:
         in_flight = runner.dispatch(scheduler.plan())
-        news = scheduler.commit(in_flight.plan, *runner.read(in_flight))
-        scores += [score.logprob for progress in news for score in progress.batch.prompt_logprobs]
+        updates = scheduler.commit(in_flight.plan, *runner.read(in_flight))
+        scores += [score.logprob for update in updates for score in update.batch.prompt_logprobs]
     scheduler.forget_prefixes()  # clients begin with an empty cache
     return scores
 

@@ -22,7 +22,7 @@ from levserve.schedule.budget import Budget
 from levserve.schedule.pace import Backlog
 from levserve.schedule.pages import PagePool
 from levserve.schedule.request import FinishReason, GenerationRequest, PooledHidden, TokenBatch, TokenLogprob
-from levserve.schedule.sequence import Chunk, Fork, Progress, RoundPlan, Row, Sequence
+from levserve.schedule.sequence import Chunk, Fork, RoundPlan, Row, Sequence, SequenceUpdate
 from levserve.schedule.speculation import Drafter, Speculation
 
 DEEP_TOKENS = 256
@@ -100,19 +100,19 @@ class Scheduler:
         self._waiting[request.request_id] = sequence
         return sequence
 
-    def end(self, request_id: str, finish: FinishReason) -> Progress | None:
+    def end(self, request_id: str, finish: FinishReason) -> SequenceUpdate | None:
         """Ends a sequence from outside; None when it has ended already."""
         sequence = self._running.get(request_id) or self._waiting.get(request_id)
         if sequence is None:
             return None
         self._drop(sequence)
-        return Progress(sequence, TokenBatch(tokens=(), finish=finish))
+        return SequenceUpdate(sequence, TokenBatch(tokens=(), finish=finish))
 
-    def end_all(self, finish: FinishReason) -> list[Progress]:
+    def end_all(self, finish: FinishReason) -> list[SequenceUpdate]:
         ends = [self.end(request_id, finish) for request_id in (*self._running, *self._waiting)]
         return [end for end in ends if end is not None]
 
-    def expire(self, now: float) -> list[Progress]:
+    def expire(self, now: float) -> list[SequenceUpdate]:
         """Ends every sequence whose deadline has passed, waiting ones before they cost anything."""
         late = [
             request_id
@@ -141,18 +141,20 @@ class Scheduler:
             tuple(chunks), tuple(rows), tuple(admitted), tuple(preempted), tuple(forks), tuple(tainted)
         )
 
-    def commit(self, plan: RoundPlan, chunks: Seq[Sampled], rows: Seq[Sampled]) -> list[Progress]:
+    def commit(self, plan: RoundPlan, chunks: Seq[Sampled], rows: Seq[Sampled]) -> list[SequenceUpdate]:
         """Takes what a planned round sampled, in the plan's order, and says what each stream gained."""
         return self.commit_chunks(plan, chunks) + self.commit_rows(plan, rows)
 
-    def commit_chunks(self, plan: RoundPlan, chunks: Seq[Sampled]) -> list[Progress]:
+    def commit_chunks(self, plan: RoundPlan, chunks: Seq[Sampled]) -> list[SequenceUpdate]:
         """Of the prompts alone, which nothing else of the round is about."""
-        news = [self._take_chunk(chunk, sampled) for chunk, sampled in zip(plan.chunks, chunks, strict=True)]
-        return [progress for progress in news if progress is not None]
+        updates = [
+            self._take_chunk(chunk, sampled) for chunk, sampled in zip(plan.chunks, chunks, strict=True)
+        ]
+        return [update for update in updates if update is not None]
 
-    def commit_rows(self, plan: RoundPlan, rows: Seq[Sampled]) -> list[Progress]:
-        news = [self._take_row(row, sampled) for row, sampled in zip(plan.rows, rows, strict=True)]
-        return [progress for progress in news if progress is not None]
+    def commit_rows(self, plan: RoundPlan, rows: Seq[Sampled]) -> list[SequenceUpdate]:
+        updates = [self._take_row(row, sampled) for row, sampled in zip(plan.rows, rows, strict=True)]
+        return [update for update in updates if update is not None]
 
     def forget_prefixes(self) -> None:
         """For when the weights have changed: what runs goes on with the KV it has, what comes later computes its own."""
@@ -321,8 +323,8 @@ class Scheduler:
         sequence.is_primed = True
         return Fork(sequence, sequence.slot, source.pages[tail], sequence.pages[tail])
 
-    def _take_chunk(self, chunk: Chunk, sampled: Sampled) -> Progress | None:
-        """A chunk that is not the last has news only for those who want scores; one that is recomputed repeats none."""
+    def _take_chunk(self, chunk: Chunk, sampled: Sampled) -> SequenceUpdate | None:
+        """A chunk that is not the last has updates only for those who want scores; one that is recomputed repeats none."""
         sequence = chunk.sequence
         skipped = max(0, (sequence.request.score_from or 0) + sequence.num_scored - chunk.scored.start)
         scores = sampled.prompt_logprobs[skipped:]
@@ -331,11 +333,11 @@ class Scheduler:
             return self._take(sequence, sampled._replace(prompt_logprobs=scores))
         if not scores or sequence.is_ended:
             return None
-        return Progress(
+        return SequenceUpdate(
             sequence, TokenBatch((), num_cached=sequence.num_cached or 0, prompt_logprobs=tuple(scores))
         )
 
-    def _take_row(self, row: Row, sampled: Sampled) -> Progress | None:
+    def _take_row(self, row: Row, sampled: Sampled) -> SequenceUpdate | None:
         """What a draft got right counts as if it had been planned."""
         sequence = row.sequence
         if row.draft:
@@ -346,7 +348,7 @@ class Scheduler:
                 sequence.num_computed += num_more
         return self._take(sequence, sampled)
 
-    def _take(self, sequence: Sequence, sampled: Sampled) -> Progress | None:
+    def _take(self, sequence: Sequence, sampled: Sampled) -> SequenceUpdate | None:
         if sequence.is_ended:
             return None  # cancelled, or it had stopped when this round was already under way
         sequence.num_pending -= len(sampled.tokens)
@@ -361,16 +363,16 @@ class Scheduler:
             self._drop(sequence)
         logprobs = tuple(sampled.logprobs[: len(kept)]) if sampled.logprobs else ()
         scores, hidden = tuple(sampled.prompt_logprobs), sampled.hidden
-        return Progress(
+        return SequenceUpdate(
             sequence, TokenBatch(tuple(kept), logprobs, finish, sequence.num_cached or 0, scores, hidden)
         )
 
-    def _fail(self, sequence: Sequence) -> Progress:
+    def _fail(self, sequence: Sequence) -> SequenceUpdate:
         """Ends a sequence whose numbers are not finite: nobody is to find its pages, and who gets them gets them clean."""
         self._tainted += self.pool.discard(sequence.pages)
         sequence.pages = []
         self._drop(sequence)
-        return Progress(sequence, TokenBatch((), finish=FinishReason.POISONED))
+        return SequenceUpdate(sequence, TokenBatch((), finish=FinishReason.POISONED))
 
     def _trim(self, sequence: Sequence, tokens: Seq[int]) -> tuple[Seq[int], FinishReason | None]:
         """The tokens up to the first stop token or the limit. A stop token cannot come too early: the sampler bans it."""

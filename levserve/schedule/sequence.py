@@ -15,7 +15,7 @@ from levserve.schedule.speculation import Drafter
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One request's progress.
+    """One request and how far it has come.
 
     `tokens` are known on the host: the prompt and what was read back. `num_pending` more were sampled by rounds that are
     still in in_flight; their number is known, their values are not. `num_computed` positions have their KV written by rounds
@@ -139,8 +139,8 @@ class RoundPlan:
         return not self.chunks and not self.rows and not self.forks and not self.tainted
 
 
-class Progress(NamedTuple):
-    """Delivered for one request's stream."""
+class SequenceUpdate(NamedTuple):
+    """What one round gained for one sequence."""
 
     sequence: Sequence
     batch: TokenBatch
