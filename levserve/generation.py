@@ -1,7 +1,15 @@
-"""From a stream of tokens to pieces of text, on the HTTP thread that waits for them.
+"""Turns a stream of tokens into pieces of text, on the HTTP thread that waits for them.
 
-One `Choice` per sequence detokenizes, holds back what may still become a stop string or a whole character, counts tokens
-and says how it ended. `Deltas` runs the choices of one HTTP request over its stream.
+One `Choice` per sequence detokenizes, holds back text that may still become a stop string or a whole
+character, counts tokens and knows how it ended. `Deltas` runs the choices of one HTTP request over its
+stream.
+
+Waking a thread for every token of every stream costs more than the tokens do. So while a stream's HTTP thread
+waits in `Deltas.wait`, the delivery thread runs the choices itself and passes each delta to the `on_delta`
+function that the HTTP thread left: for a stream, one that writes the event to the client's socket
+(`web/relay.py`). The HTTP thread wakes for the first delta, the last one, an error, and any delta that
+`on_delta` could not handle. `TokenStream` holds a lock while the delivery thread does this, so the two
+threads never use the choices at the same time.
 """
 
 from __future__ import annotations
@@ -13,20 +21,20 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from levserve.engine.stream import Carrier, TokenStream
+from levserve.engine.stream import OnBatch, TokenStream
 from levserve.errors import DeadlineExceeded, Poisoned, ServeError, Unavailable
 from levserve.schedule.request import FinishReason, PooledHidden, TokenBatch, TokenLogprob
 from levserve.text.detokenizer import Detokenizer
 from levserve.text.stops import StopStrings
 
 GRACE_SECONDS = 5.0
-"""How much later than its deadline a request is given up that the device thread, which should end it, does not end."""
+"""The device thread ends a request at its deadline; this much later its HTTP thread stops waiting."""
 
+WAKE_UP = TokenBatch(())
+"""Wakes the reader without adding anything: the delta that it is woken for is already in `Deltas`."""
 
-NO_NEWS = TokenBatch(())
-"""Wakes a reader and changes nothing."""
-
-Carry = Callable[[int, "Delta"], bool]
+OnDelta = Callable[[int, "Delta"], bool]
+"""Handles a delta on the delivery thread, without blocking; False wakes the reader for it."""
 
 
 class ClientGone(ServeError):
@@ -37,7 +45,7 @@ class ClientGone(ServeError):
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """A prompt to show before what follows it; `offsets` says for each token how many characters come before it."""
+    """A prompt to show before its continuation; `offsets` gives each token's first character."""
 
     text: str
     tokens: tuple[int, ...]
@@ -45,10 +53,10 @@ class Echo:
 
 
 class Delta(NamedTuple):
-    """What one choice gained: text that may be shown, the tokens behind it, and on the last delta why it ended.
+    """What one choice gained: text to show, the tokens behind it, and on the last delta why it ended.
 
-    `offsets` says for each token how many characters of the choice's text come before it. Text that is held back lags behind
-    its tokens. The first token of an echoed prompt has no log-probability.
+    `offsets` gives each token's first character in the choice's text. Text that is held back lags behind its
+    tokens. The first token of an echoed prompt has no log-probability.
     """
 
     text: str
@@ -59,12 +67,15 @@ class Delta(NamedTuple):
 
 
 class Choice:
-    """One sequence's way into text. Belongs to one HTTP thread.
+    """Turns one sequence into text. Used by one thread at a time.
 
-    With an `echo` its first delta begins with the prompt, for which it waits until the prompt's scores are complete. Tokens in
-    `stop_ids` end it here and not on the device; such a token is listed but neither shown nor counted. Its deltas carry
-    `num_logprobs` alternatives, or with None no log-probabilities, however many the device was asked for. Of several choices
-    of one prompt only the first is scored: the others show its scores, which are complete before they have a token.
+    - With an `echo`, the first delta begins with the prompt; it waits until the prompt's scores are complete.
+    - Tokens in `stop_ids` end the choice here and not on the device; such a token is listed, but its text is
+      not shown and it is not counted.
+    - Deltas carry `num_logprobs` alternatives, or no log-probabilities for None, however many the device
+      computed.
+    - Of several choices of one prompt only the first is scored. The others show the scores of `scored_by`,
+      which are complete before any of them has a token.
     """
 
     def __init__(
@@ -94,11 +105,11 @@ class Choice:
 
     @property
     def mean_logprob(self) -> float:
-        """How likely its tokens were, one with another; one that has none is the least likely of all."""
+        """The mean log-probability of its tokens; minus infinity without tokens."""
         return self._sum_logprobs / self.num_tokens if self.num_tokens else float("-inf")
 
     def add(self, batch: TokenBatch) -> Delta | None:
-        """Takes a batch; None for scores of a part of the prompt, and for what comes after a stop string was found."""
+        """Takes a batch. None if it holds only scores of the prompt, or if the choice ended before it."""
         if self.finish is not None:
             return None
         self.num_cached = max(self.num_cached, batch.num_cached)
@@ -120,22 +131,23 @@ class Choice:
         )
 
     def _continue(self, batch: TokenBatch) -> Delta:
-        if (
-            self._is_plain and not batch.logprobs
-        ):  # almost always: then a round's tokens cost little more than one
-            self.num_tokens += len(batch.tokens)
-            text = self._detokenizer.add(batch.tokens)
-            if batch.finish is not None:
-                text += self._detokenizer.flush()
-                self.finish = self._end(batch.finish)
-            return Delta(text, batch.tokens, finish=self.finish)
+        if not self._is_plain or batch.logprobs:
+            return self._continue_by_token(batch)
+        # Almost every batch: all tokens of a round together cost little more than one.
+        self.num_tokens += len(batch.tokens)
+        text = self._detokenizer.add(batch.tokens)
+        if batch.finish is not None:
+            text += self._detokenizer.flush()
+            self.finish = self._end(batch.finish)
+        return Delta(text, batch.tokens, finish=self.finish)
+
+    def _continue_by_token(self, batch: TokenBatch) -> Delta:
+        """One token at a time: the token that completes a stop string is the last one counted."""
         text = ""
         offsets = []
         num_before = self.num_tokens
         end = batch.finish
-        for (
-            token
-        ) in batch.tokens:  # one at a time: the token that completes a stop string is the last one counted
+        for token in batch.tokens:
             offsets.append(self._num_chars)
             if token in self._stop_ids:
                 end = FinishReason.STOP
@@ -147,19 +159,17 @@ class Choice:
             if self._stops.is_matched:
                 self.finish = FinishReason.STOP
                 break
-        self._sum_logprobs += sum(
-            logprob.logprob for logprob in batch.logprobs[: self.num_tokens - num_before]
-        )
+        counted = batch.logprobs[: self.num_tokens - num_before]
+        self._sum_logprobs += sum(logprob.logprob for logprob in counted)
         if self.finish is None and end is not None:
             text += self._stops.add(self._detokenizer.flush()) + self._stops.flush()
             self.finish = FinishReason.STOP if self._stops.is_matched else self._end(end)
-        used = len(offsets)
-        return Delta(
-            text, batch.tokens[:used], self._show(batch.logprobs[:used]), self.finish, tuple(offsets)
-        )
+        num_used = len(offsets)
+        logprobs = self._show(batch.logprobs[:num_used])
+        return Delta(text, batch.tokens[:num_used], logprobs, self.finish, tuple(offsets))
 
     def _show(self, logprobs: tuple[TokenLogprob, ...]) -> tuple[TokenLogprob, ...]:
-        """What was asked to be shown of them: the device may have been asked for more, for another field or for `best_of`."""
+        """Cuts the alternatives to the number asked for; other fields, such as `best_of`, may need more."""
         count = self._num_logprobs
         if count is None:
             return ()
@@ -168,7 +178,7 @@ class Choice:
         )
 
     def _end(self, finish: FinishReason) -> FinishReason:
-        """Turns an end that is nobody's answer into an error."""
+        """Raises an error for an end that is not an answer."""
         match finish:
             case FinishReason.CANCELLED:
                 raise ClientGone("The client closed the connection.")
@@ -180,7 +190,7 @@ class Choice:
                 raise ServeError("The device failed while the request was running.")
             case FinishReason.POISONED:
                 raise Poisoned(
-                    "The model gave numbers that are not finite for this request; no other request was touched."
+                    "The model computed non-finite numbers for this request; other requests are not affected."
                 )
             case FinishReason.DEADLINE if self._echo is not None:
                 raise DeadlineExceeded("The request's time ran out before its prompt was scored.")
@@ -188,14 +198,11 @@ class Choice:
 
 
 class Deltas(Iterator[tuple[int, Delta]]):
-    """Each choice's deltas as they come, with the choice's number, until all have ended. Belongs to one HTTP thread.
+    """The deltas of one HTTP request, each with the number of its choice, until all choices have ended.
 
-    `wait` is for readers that have something to do when nothing comes. A sequence whose choice ends before the device knows
-    is closed here; who leaves before the end closes the stream.
-
-    A reader that gives `wait` a function need not be woken for what comes between the first delta and the last: that is
-    given to the function, on the thread that brings the tokens, and the reader is woken when it returns False, to find the
-    delta still there. It must not block.
+    Belongs to one HTTP thread, which may wait with a timeout (`wait`) before it takes the next delta. A
+    sequence whose choice ends before the device knows is closed here; a reader that leaves early closes the
+    stream itself.
     """
 
     def __init__(self, stream: TokenStream, choices: Sequence[Choice], deadline: float | None = None) -> None:
@@ -224,14 +231,17 @@ class Deltas(Iterator[tuple[int, Delta]]):
         found, self._next = self._next, None
         return found
 
-    def wait(self, timeout_seconds: float | None, carry: Carry | None = None) -> bool:
-        """Whether the next delta, or the end, has come within this time. What `next` would raise is raised here."""
-        carrier = None if carry is None or self.first_token_at is None else self._carrier(carry)
+    def wait(self, timeout_seconds: float | None, on_delta: OnDelta | None = None) -> bool:
+        """Whether the next delta, or the end, came within this time; raises what `next` would raise.
+
+        Deltas between the first and the last go to `on_delta` while this waits; see the module's docstring.
+        """
+        on_batch = None if on_delta is None or self.first_token_at is None else self._inline(on_delta)
         until = math.inf if timeout_seconds is None else time.monotonic() + timeout_seconds
         while self._next is None and self._num_open:
             seconds = max(min(until, self._give_up_at) - time.monotonic(), 0)
             try:
-                index, batch = self._stream.get(None if seconds == math.inf else seconds, carrier)
+                index, batch = self._stream.get(None if seconds == math.inf else seconds, on_batch)
             except queue.Empty:
                 index, batch = 0, None
             if self._failure is not None:
@@ -246,24 +256,26 @@ class Deltas(Iterator[tuple[int, Delta]]):
                 ) from None
         return True
 
-    def _carrier(self, carry: Carry) -> Carrier:
-        def deal(index: int, batch: TokenBatch) -> TokenBatch | None:
+    def _inline(self, on_delta: OnDelta) -> OnBatch:
+        """What the delivery thread does with a batch while the reader waits."""
+
+        def on_batch(index: int, batch: TokenBatch) -> TokenBatch | None:
             if batch.finish is not None:
                 return batch
             try:
                 self._take(index, batch)
                 if self._next is None:
                     return None
-                if self._next[1].finish is None and carry(*self._next):
+                if self._next[1].finish is None and on_delta(*self._next):
                     self._next = None
                     return None
             except (
                 Exception
-            ) as error:  # the reader's to tell: it must not end the thread that brings everyone's tokens
+            ) as error:  # for the reader to raise: here it would end the delivery of everyone's tokens
                 self._failure = error
-            return NO_NEWS
+            return WAKE_UP
 
-        return deal
+        return on_batch
 
     def _take(self, index: int, batch: TokenBatch) -> None:
         if batch.finish is FinishReason.DEADLINE and not any(choice.num_tokens for choice in self._choices):
@@ -277,5 +289,5 @@ class Deltas(Iterator[tuple[int, Delta]]):
         if delta.finish is None:
             return
         if batch.finish is None:
-            self._stream.close(index, FinishReason.STOP)  # one that the device does not know of
+            self._stream.close(index, FinishReason.STOP)  # the device does not know of this stop
         self._num_open -= 1

@@ -200,7 +200,9 @@ def test_waiting_is_not_prolonged_by_batches_that_say_nothing() -> None:
     class Dripping(TokenStream):
         """Has scores of another part of the prompt as often as it is asked in time."""
 
-        def get(self, timeout_seconds: float | None = None, carrier: object = None) -> tuple[int, TokenBatch]:
+        def get(
+            self, timeout_seconds: float | None = None, on_batch: object = None
+        ) -> tuple[int, TokenBatch]:
             assert timeout_seconds is not None
             time.sleep(min(timeout_seconds, 0.005))
             if timeout_seconds < 0.005:

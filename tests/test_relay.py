@@ -128,7 +128,7 @@ def test_a_streams_own_thread_sends_only_its_first_and_last_words() -> None:
         written, answer = pool.submit(wire.write), pool.submit(wire.read)
         wire.tokens.put(0, TokenBatch((0,)))
         for token in range(1, 50):
-            wait_until(lambda: wire.num_written == 1 and wire.tokens._carrier is not None)
+            wait_until(lambda: wire.num_written == 1 and wire.tokens._on_batch is not None)
             wire.tokens.put(0, TokenBatch((token,)))
         wire.tokens.put(0, TokenBatch((50,), finish=FinishReason.LENGTH))
         written.result(20)
@@ -183,7 +183,7 @@ def test_what_fails_on_the_way_is_told_in_the_stream_and_stops_nobody_else() -> 
     with wired(spell) as (wire, pool):
         written, answer = pool.submit(wire.write), pool.submit(wire.read)
         for token in (1, 2, 13):
-            wait_until(lambda: token == 1 or wire.tokens._carrier is not None)
+            wait_until(lambda: token == 1 or wire.tokens._on_batch is not None)
             wire.tokens.put(0, TokenBatch((token,)))
         written.result(20)
         *_, error, done = answer.result(20)

@@ -1,4 +1,4 @@
-"""One HTTP request's tokens on their way from the device thread to the thread that waits for them."""
+"""One HTTP request's tokens on their way from the device to the HTTP thread that waits for them."""
 
 from __future__ import annotations
 
@@ -8,26 +8,29 @@ from collections.abc import Callable, Iterator, Sequence
 
 from levserve.schedule.request import FinishReason, TokenBatch
 
-Carrier = Callable[[int, TokenBatch], TokenBatch | None]
-"""Deals with a batch in place of the reader who waits for it; gives what is left for that one, which then is woken, or None."""
+OnBatch = Callable[[int, TokenBatch], TokenBatch | None]
+"""Handles a batch in place of the waiting reader; returns None, or a batch to wake the reader with."""
 
 
 class TokenStream:
     """Carries the batches of one HTTP request's sequences (several prompts, or n > 1) to its one reader.
 
-    `put` and `note_admitted` are the writer's and never block; `get` and iterating are the reader's; `close` may be called from any
-    thread, any number of times. The device thread ends every sequence with exactly one batch whose `finish` is set.
-    The queue needs no bound of its own: what can be in it was bounded when the request was admitted.
+    The writer calls `put` and `note_admitted`, which never block; the reader calls `get` or iterates; any
+    thread may call `close`, any number of times. Every sequence ends with exactly one batch whose `finish` is
+    set. The queue needs no bound of its own: admission bounded what can be in it.
+
+    Inline delivery: a reader that waits in `get` may leave an `on_batch` function. `put` then calls it on the
+    writer's thread, and the reader sleeps on until the function returns a batch to wake it with.
     """
 
     def __init__(self, request_ids: Sequence[str], on_close: Callable[[str, FinishReason], None]) -> None:
         self._request_ids = tuple(request_ids)
         self._on_close = on_close
         self._batches: queue.Queue[tuple[int, TokenBatch]] = queue.Queue()
-        self._lock = (
-            threading.Lock()
-        )  # held while a batch is carried: the reader's things are the writer's as long
-        self._carrier: Carrier | None = None
+        # Held while `on_batch` runs: it uses the reader's objects, so the reader must not wake before it
+        # returns.
+        self._lock = threading.Lock()
+        self._on_batch: OnBatch | None = None
         self._unfinished = set(range(len(request_ids)))
         self.admitted_at: float | None = None
         """When the first of the sequences got a row, on `time.monotonic`'s clock."""
@@ -38,31 +41,31 @@ class TokenStream:
 
     def put(self, index: int, batch: TokenBatch) -> None:
         with self._lock:
-            left = batch if self._carrier is None else self._carrier(index, batch)
-            if left is not None:
-                self._carrier = None
-                self._batches.put((index, left))
+            remaining = batch if self._on_batch is None else self._on_batch(index, batch)
+            if remaining is not None:
+                self._on_batch = None
+                self._batches.put((index, remaining))
 
     def get(
-        self, timeout_seconds: float | None = None, carrier: Carrier | None = None
+        self, timeout_seconds: float | None = None, on_batch: OnBatch | None = None
     ) -> tuple[int, TokenBatch]:
         """The next batch and the number of its sequence; raises `queue.Empty` when none came in time.
 
-        Until then what comes is given to the `carrier`, on the writer's thread; so it must neither block nor raise. It also gets
-        what came before, on this thread: a reader that is late for one batch would be late for all that follow, and with
-        enough of them, all would stay late for ever.
+        While this waits, batches go to `on_batch` on the writer's thread, so it must neither block nor raise.
+        Batches that came before go to it on this thread: a reader that returned them one by one would be late
+        for each batch that follows, and many late readers would stay late for good.
         """
         found = None
-        while found is None and not self._lend(carrier):
+        while found is None and not self._deliver_inline(on_batch):
             index, batch = self._batches.get_nowait()
-            left = batch if carrier is None else carrier(index, batch)
-            found = None if left is None else (index, left)
+            remaining = batch if on_batch is None else on_batch(index, batch)
+            found = None if remaining is None else (index, remaining)
         if found is None:
             try:
                 found = self._batches.get(timeout=timeout_seconds)
             finally:
-                with self._lock:  # and not before it has ended
-                    self._carrier = None
+                with self._lock:  # waits for an `on_batch` that is still running
+                    self._on_batch = None
         index, batch = found
         if batch.finish is not None:
             self._unfinished.discard(index)
@@ -77,16 +80,17 @@ class TokenStream:
         return not self._unfinished
 
     def close(self, index: int | None = None, finish: FinishReason = FinishReason.CANCELLED) -> None:
-        """Tells the device thread that nobody wants the sequence (or any of them) any more, and why.
+        """Tells the device thread that one sequence (or all of them) is no longer wanted, and why.
 
-        Its row and pages are free within one round, and a reader blocked on the stream is woken by the batch that ends it.
+        Its row and pages are free within one round, and the batch that ends it wakes a reader blocked on the
+        stream.
         """
         for number in tuple(self._unfinished) if index is None else (index,):
             self._on_close(self._request_ids[number], finish)
 
-    def _lend(self, carrier: Carrier | None) -> bool:
-        """Lets the carrier have what comes, if nothing is here; whether that is so."""
+    def _deliver_inline(self, on_batch: OnBatch | None) -> bool:
+        """Gives the batches that come next to `on_batch` if the queue is empty; whether it is."""
         with self._lock:
             is_empty = self._batches.empty()
-            self._carrier = carrier if is_empty else None
+            self._on_batch = on_batch if is_empty else None
             return is_empty

@@ -16,7 +16,7 @@ from typing import Protocol
 from msgspec import UNSET, UnsetType
 
 from levserve.errors import ServeError
-from levserve.generation import Carry, Delta, Deltas
+from levserve.generation import Delta, Deltas, OnDelta
 from levserve.web.answer import Answer, ChatPiece, TextChoice, Timings, Usage
 
 DONE = b"data: [DONE]\n\n"
@@ -50,7 +50,7 @@ class Heartbeat:
         is_here = awaited.wait(None if until == math.inf else max(until - time.monotonic(), 0))
         return is_here or (deadline is not None and deadline <= time.monotonic())
 
-    def wait_beside(self, deltas: Deltas, relay: Carry | None) -> bool:
+    def wait_beside(self, deltas: Deltas, relay: OnDelta | None) -> bool:
         """The same for deltas of which a relay may send some meanwhile: then the clock starts again behind our back."""
         while not deltas.wait(max(self._due - time.monotonic(), 0) if self._seconds else None, relay):
             if self.is_due():
