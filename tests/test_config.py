@@ -523,7 +523,7 @@ def test_sections_of_models_have_what_is_meant_for_all_and_their_own(tmp_path: P
         ("[model.a]\ndtype = int3\n", "[model.a] dtype)"),
         ("[model.a]\nmodel = x\ncheckpoint-path = y\n", "exclude each other"),
         ("[model.]\nmodel = x\n", "unknown section [model.]"),
-        ("[model.a]\nserved-model-name = b\n[model.b]\nmodel = x\n", "another model is called 'b' already"),
+        ("[model.a]\nserved-model-name = b\n[model.b]\nmodel = x\n", "another model already has the name 'b'"),
         ("[modell.a]\nmodel = x\n", "unknown section [modell.a]"),
     ],
 )

@@ -200,7 +200,7 @@ def test_a_checkpoint_and_a_model_exclude_each_other(
 ) -> None:
     with pytest.raises(SystemExit):
         parse_settings(["--checkpoint-path", "run", *others], {})
-    assert "exclude each other; give one of them" in capsys.readouterr().err
+    assert "exclude each other; give only one of them" in capsys.readouterr().err
 
 
 # Whole, or not at all

@@ -1,4 +1,4 @@
-"""Files of bearer keys, one a line; `#` begins a comment."""
+"""Reads a file of bearer keys: one key per line, and `#` starts a comment."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def read_keys(flag: str, path: str, source: str) -> tuple[str, ...]:
         raise ConfigError(f"{place}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{place}: not UTF-8 text") from None
-    keys = [re.split(r"(?:^|\s)#", line)[0].split() for line in lines]  # a # inside a key is part of it
+    keys = [re.split(r"(?:^|\s)#", line)[0].split() for line in lines]  # a # within a key belongs to it
     for number, words in enumerate(keys, start=1):
         if len(words) > 1:
-            raise ConfigError(f"{place}: line {number} has more than one word; a key has no spaces")
+            raise ConfigError(f"{place}: line {number} has more than one word; a key cannot contain spaces")
     if not any(keys):
-        raise ConfigError(f"{place}: there is no key in it")
+        raise ConfigError(f"{place}: the file contains no key")
     return tuple(key for words in keys for key in words)

@@ -1,9 +1,8 @@
-"""The settings of a start, from the command line, the environment and the file.
+"""Reads the settings from the command line, the environment and the ini file.
 
-A flag wins over the environment, the environment over the file, the file over the default. `parse_settings` is called once,
-before gunicorn forks, and remembers where each value came from: every mistake ends the start with exit code 2 and one line that
-names the option, the value and the source. Nothing else in levserve reads `os.environ`, but for what says where the cache is
-(`config.py`) and what systemd puts there (`systemd.py`).
+A flag overrides the environment, the environment overrides the file, and the file overrides the default.
+`parse_settings` is called once, before gunicorn forks, and remembers where each value came from. A mistake
+ends the process with exit code 2 and one line that names the option, the value and the source.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from levserve import __version__
 from levserve.errors import ConfigError
 from levserve.settings.file import SettingsFile, did_you_mean
 from levserve.settings.key_file import read_keys
-from levserve.settings.setting import ENV_PREFIX, Setting
+from levserve.settings.kind import ENV_PREFIX, Setting
 from levserve.settings.settings import (
     BY_KEY,
     FAULTS_VARIABLE,
@@ -41,18 +40,18 @@ CONFIG_VARIABLE = f"{ENV_PREFIX}CONFIG"
 DESCRIPTION = """\
 Serves a language model over the OpenAI HTTP API.
 
-  levserve                                  the bundled model on 127.0.0.1:8000
-  levserve --config serve.ini --port 9000   what the file says, on port 9000
+  levserve                                  serves the bundled model on 127.0.0.1:8000
+  levserve --config serve.ini --port 9000   takes settings from the file, except for the port
 
-Every setting is a flag, an environment variable and a key of the file:
+Every setting can be given as a flag, an environment variable or a key in the file:
 --max-running 8, LEVSERVE_MAX_RUNNING=8, or "max-running = 8" under [engine].
-Flags win over the environment, that over the file, that over the defaults.
+A flag overrides the environment, and the environment overrides the file.
 """
 OTHER_FLAGS = ("--config", "--print-config", "--dry-run", "--version", "--help")
 
 
 def parse_settings(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> Settings:
-    """The settings of this start. Exits as argparse does: 0 after --help, --version and --print-config, 2 after a mistake."""
+    """Exits as argparse does: with 0 after --help, --version and --print-config, with 2 after a mistake."""
     argv = sys.argv[1:] if argv is None else argv
     environ = os.environ if environ is None else environ
     try:
@@ -69,7 +68,7 @@ def parse_settings(argv: Sequence[str] | None = None, environ: Mapping[str, str]
 
 class _Parser(configargparse.ArgumentParser):  # type: ignore[misc]
     def error(self, message: str) -> NoReturn:
-        # Only what argparse itself finds comes here; all values are plain text to it, so it is about the command line.
+        # Every value is plain text to argparse, so the mistakes it finds are in the command line's syntax.
         raise ConfigError(f"{message} (command line)")
 
 
@@ -83,28 +82,28 @@ def _build_parser(file: SettingsFile) -> _Parser:
         add_config_file_help=False,
         add_env_var_help=False,
         config_file_parser_class=file,
-        config_file_open_func=Path,  # the file is read in `parse`; configargparse would word a failure to open its own way
+        config_file_open_func=Path,  # SettingsFile.parse opens the file and words the error
     )
     config_help = f"Read settings from this ini file. [env {CONFIG_VARIABLE}]"
     parser.add_argument(
         "--config", metavar="FILE", is_config_file_arg=True, env_var=CONFIG_VARIABLE, help=config_help
     )
     parser.add_argument(
-        "--print-config", action="store_true", help="Show every setting with its source, and exit."
+        "--print-config", action="store_true", help="Show every setting with its source and exit."
     )
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="Load, compile, generate one token, show the memory plan, and exit.",
+        help="Load the model, compile it, generate one token, show the memory plan and exit.",
     )
     parser.add_argument(
-        "--version", action="version", version=f"levserve {__version__}", help="Show the version, and exit."
+        "--version", action="version", version=f"levserve {__version__}", help="Show the version and exit."
     )
     for section, title in SECTIONS.items():
         group = parser.add_argument_group(f"[{section}] {title}")
         for s in settings_of(section):
             text = f"{s.help} [default {s.show(s.default)}; env {s.variable}]".replace("%", "%%")
-            # No type and no default here: values are read in `_make_settings`, where the source of each is known.
+            # Without a type or a default: `_make_settings` reads the values and knows their sources.
             group.add_argument(
                 s.flag, dest=s.name, metavar=s.kind.metavar, env_var=s.variable, default=SUPPRESS, help=text
             )
@@ -112,11 +111,13 @@ def _build_parser(file: SettingsFile) -> _Parser:
 
 
 def _read_options(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[Namespace, dict[str, str]]:
-    """What was given, as text, and the source of each; a setting that nobody gave is in neither."""
+    """The given settings, as text, and the source of each; a setting that was not given is in neither."""
     file = SettingsFile()
     parser = _build_parser(file)
     is_other_key = not environ.get(KEY_VARIABLE) and bool(environ.get(OTHER_KEY_VARIABLE))
-    env_vars = {**environ, KEY_VARIABLE: environ[OTHER_KEY_VARIABLE]} if is_other_key else environ
+    env_vars = dict(environ)
+    if is_other_key:
+        env_vars[KEY_VARIABLE] = environ[OTHER_KEY_VARIABLE]
     try:
         options, unknown = parser.parse_known_args(list(argv), env_vars=env_vars)
     except OSError as error:
@@ -126,7 +127,7 @@ def _read_options(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[Name
     if is_other_key and sources["api_key"] == f"environment {KEY_VARIABLE}":
         sources["api_key"] = f"environment {OTHER_KEY_VARIABLE}"
     if unknown:
-        word = unknown[0].partition("=")[0]  # what follows may be a secret
+        word = unknown[0].partition("=")[0]  # the value may be a secret
         hint = did_you_mean(word.replace("_", "-"), [*OTHER_FLAGS, *(s.flag for s in SETTINGS)])
         raise ConfigError(f"unknown option {word!r}{hint} (command line)")
     if options.config == "":
@@ -147,13 +148,13 @@ def _read_faults(environ: Mapping[str, str], config: str | None) -> str:
     faults = environ.get(FAULTS_VARIABLE, "")
     if faults and config is not None:
         raise ConfigError(
-            f"{FAULTS_VARIABLE} breaks the server on purpose and is for tests: it is refused with --config {config}"
+            f"{FAULTS_VARIABLE} breaks the server on purpose, for tests, and excludes --config {config}"
         )
     return faults
 
 
 def _sources(parser: _Parser, config: str) -> dict[str, str]:
-    """The options that the environment or the file gave, as configargparse kept them."""
+    """The sources of the options that configargparse found in the environment or the file."""
     found = {}
     for origin, entries in parser.get_source_to_settings_dict().items():
         for variable, (action, _) in entries.items():
@@ -165,66 +166,56 @@ def _sources(parser: _Parser, config: str) -> dict[str, str]:
 
 
 def _make_settings(options: Namespace, sources: dict[str, str]) -> Settings:
-    given = {
-        s.name: _read_value(s, getattr(options, s.name), sources[s.name])
-        for s in SETTINGS
-        if hasattr(options, s.name)
-    }
-    sources = {name: sources[name] for name in given}  # less --config and its like
+    given = {}
+    for s in SETTINGS:
+        if hasattr(options, s.name):
+            given[s.name] = _read_value(s, getattr(options, s.name), sources[s.name])
+    sources = {name: sources[name] for name in given}  # without --config and other flags that are no settings
     settings = Settings(**given, dry_run=options.dry_run, sources=sources)
     if settings.api_key_file:
-        settings = replace(
-            settings, file_keys=read_keys("--api-key-file", settings.api_key_file, sources["api_key_file"])
-        )
+        keys = read_keys("--api-key-file", settings.api_key_file, sources["api_key_file"])
+        settings = replace(settings, file_keys=keys)
     if settings.admin_key_file:
         keys = read_keys("--admin-key-file", settings.admin_key_file, sources["admin_key_file"])
         settings = replace(settings, admin_file_keys=keys)
-    settings = _settle(settings, given.keys())
-    return (
-        replace(settings, models=_make_models(options.models, settings, f"file {options.config}"))
-        if options.models
-        else settings
-    )
+    settings = _resolve_model(settings, given.keys())
+    return replace(settings, models=_make_models(options.models, settings, f"file {options.config}"))
 
 
 def _make_models(
     sections: Mapping[str, Mapping[str, str]], settings: Settings, source: str
 ) -> dict[str, Settings]:
-    """The settings of each [model.NAME]. One that does not say where its model is has it under its own name."""
+    """The settings of each [model.NAME]; NAME is also its `model` unless the section sets that."""
     models: dict[str, Settings] = {}
     for name, texts in sections.items():
         place = f"{source}, [{MODEL_SECTION}{name}]"
-        given = {
-            BY_KEY[key].name: _read_value(BY_KEY[key], text, f"{place} {key}") for key, text in texts.items()
-        }
-        if "kv_memory" in given or "kv_pages" in given:
+        given: dict[str, Any] = {}
+        for key, text in texts.items():
+            given[BY_KEY[key].name] = _read_value(BY_KEY[key], text, f"{place} {key}")
+        if "kv_memory" in given or "kv_pages" in given:  # either one replaces both of the shared settings
             given = {"kv_memory": 0, "kv_pages": 0, **given}
         own = settings.for_model(name, **{"model": name, **given})
-        own = _settle(replace(own, sources={**settings.sources, **dict.fromkeys(given, place)}), given.keys())
+        own = replace(own, sources={**settings.sources, **dict.fromkeys(given, place)})
+        own = _resolve_model(own, given.keys())
         if own.served_model_name in models:
-            raise ConfigError(f"{place}: another model is called {own.served_model_name!r} already")
+            raise ConfigError(f"{place}: another model already has the name {own.served_model_name!r}")
         models[own.served_model_name] = own
     return models
 
 
-def _settle(settings: Settings, given: Collection[str]) -> Settings:
-    """One name for where the model is; raises `ConfigError` for settings that exclude each other."""
-    sources = settings.sources
+def _resolve_model(settings: Settings, given: Collection[str]) -> Settings:
+    """Copies the path of an alias to `model`; raises `ConfigError` for settings that exclude each other."""
     if settings.kv_memory and settings.kv_pages:
         raise ConfigError(_both("kv_memory", "kv_pages", settings))
-    for other in ("model", "hf_checkpoint"):
-        if settings.checkpoint_path and other in given:
-            raise ConfigError(_both(other, "checkpoint_path", settings))
-    if settings.checkpoint_path:
-        settings = replace(
-            settings, model=settings.checkpoint_path, sources={**sources, "model": sources["checkpoint_path"]}
-        )
-    if settings.hf_checkpoint:
-        if "model" in given:
-            raise ConfigError(_both("model", "hf_checkpoint", settings))
-        return replace(
-            settings, model=settings.hf_checkpoint, sources={**sources, "model": sources["hf_checkpoint"]}
-        )
+    for alias in ("checkpoint_path", "hf_checkpoint"):
+        path = getattr(settings, alias)
+        if not path:
+            continue
+        for other in ("model", "hf_checkpoint"):
+            if other != alias and other in given:
+                raise ConfigError(_both(other, alias, settings))
+        sources = {**settings.sources, "model": settings.sources[alias]}
+        settings = replace(settings, model=path, sources=sources)
     return settings
 
 
@@ -232,20 +223,16 @@ def _read_value(s: Setting, text: str, source: str) -> Any:
     try:
         return s.kind.read(text)
     except (ValueError, KeyError):
-        is_placed = not source.startswith("file ") or f", [{MODEL_SECTION}" in source
-        place = source if is_placed else f"{source}, [{s.section}] {s.key}"
-        raise ConfigError(
-            f"{s.flag} must be {s.kind.words}, not {'***' if s.secret else repr(text)} ({place})"
-        ) from None
+        names_key = not source.startswith("file ") or f", [{MODEL_SECTION}" in source
+        place = source if names_key else f"{source}, [{s.section}] {s.key}"
+        shown = "***" if s.secret else repr(text)
+        raise ConfigError(f"{s.flag} must be {s.kind.words}, not {shown} ({place})") from None
 
 
 def _both(first: str, second: str, settings: Settings) -> str:
-    one, other = (
-        f"--{d.name.replace('_', '-')} {d.value} ({d.source})"
-        for d in settings.describe()
-        if d.name in (first, second)
-    )
-    return f"{one} and {other} exclude each other; give one of them"
+    shown = [row for row in settings.describe() if row.name in (first, second)]
+    one, other = (f"--{name.replace('_', '-')} {value} ({source})" for name, value, source in shown)
+    return f"{one} and {other} exclude each other; give only one of them"
 
 
 def _format_settings(settings: Settings) -> str:
@@ -261,8 +248,7 @@ def _format_settings(settings: Settings) -> str:
     for name, model in settings.models.items():
         lines.append(f"[{MODEL_SECTION}{name}]")
         for s in SETTINGS:
-            if s.name in (*OWN_SETTINGS, *SHARED_SETTINGS) and getattr(model, s.name) != getattr(
-                settings, s.name
-            ):
-                lines.append(f"{s.key:{key_width}} = {s.show(getattr(model, s.name))}")
+            value = getattr(model, s.name)
+            if s.name in (*OWN_SETTINGS, *SHARED_SETTINGS) and value != getattr(settings, s.name):
+                lines.append(f"{s.key:{key_width}} = {s.show(value)}")
     return "\n".join(lines)

@@ -1,7 +1,8 @@
-"""Every setting of the server, declared once, as a field of `Settings`.
+"""Every setting of the server, each declared once, as a field of `Settings`.
 
-A field gives its flag (`--max-running`), its key in the ini file (`max-running` under its section), its environment
-variable (`LEVSERVE_MAX_RUNNING`), its lines in `--help` and its row in README's table. `options.py` reads what was given.
+The field gives the setting its flag (`--max-running`), its key in the ini file (`max-running` in its
+section), its environment variable (`LEVSERVE_MAX_RUNNING`), its help text and its row in the documentation's
+table. `parse.py` reads the values.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from levserve.settings.setting import (
+from levserve.settings.kind import (
     ENV_PREFIX,
     NAME,
     ORIGINS,
@@ -29,20 +30,18 @@ from levserve.settings.setting import (
     size,
 )
 
-FAULTS_VARIABLE = (
-    f"{ENV_PREFIX}FAULTS"  # for tests, so neither a flag nor a key of the file; see engine/faults.py
-)
+FAULTS_VARIABLE = f"{ENV_PREFIX}FAULTS"  # for tests only (device/faults.py), so it is no setting
 KEY_VARIABLE = f"{ENV_PREFIX}API_KEY"
 OTHER_KEY_VARIABLE = "LEVANTER_API_KEY"  # what Levanter's own server reads
 SECTIONS = {
-    "server": "where it listens and who may call",
-    "model": "what it serves",
-    "engine": "how it runs on the device",
-    "limits": "what it refuses",
-    "log": "what it tells",
+    "server": "address, keys and connections",
+    "model": "what to serve",
+    "engine": "how to run on the device",
+    "limits": "queues, sizes and timeouts",
+    "log": "logs, metrics and traces",
 }
 MODEL_SECTION = "model."
-"""[model.NAME] is one of several models; what it does not set of SHARED_SETTINGS it has from [model] and the others."""
+"""[model.NAME] describes one of several models. It may hold OWN_SETTINGS and SHARED_SETTINGS."""
 OWN_SETTINGS = (
     "model",
     "hf_checkpoint",
@@ -53,6 +52,7 @@ OWN_SETTINGS = (
     "chat_template",
     "served_model_name",
 )
+"""Settings that a model's section never inherits."""
 SHARED_SETTINGS = (
     "model_store",
     "dtype",
@@ -63,10 +63,11 @@ SHARED_SETTINGS = (
     "kv_memory",
     "kv_pages",
 )
+"""Settings that a model's section takes from the other sections unless it sets them itself."""
 
 
-class Described(NamedTuple):
-    """One setting of a running server, fit for a log: secrets are masked."""
+class ShownSetting(NamedTuple):
+    """The value of one setting as logs show it, with secrets masked."""
 
     name: str
     value: str
@@ -75,120 +76,120 @@ class Described(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What the operator asked for; 0 and empty stand for "sized from the machine" where the help says so.
+    """What the operator asked for. `parse_settings` makes and checks it; a test may make its own.
 
-    `sources` names the origin of every value that is not a default; `file_keys` and `admin_file_keys` are what the key files
-    hold. Made by `parse_settings`, which checks; a test may make its own.
+    `models` has the settings of each [model.NAME] section, by the name that requests use. `sources` says
+    where the values that are not defaults came from. `file_keys` and `admin_file_keys` are what the key files
+    contain.
     """
 
     host: str = setting("server", NAME, "127.0.0.1", "Address to listen on.")
-    port: int = setting("server", integer(0, 65535), 8000, "Port to listen on; 0 lets the system choose.")
+    port: int = setting("server", integer(0, 65535), 8000, "Port to listen on; 0 lets the system choose one.")
     api_key: str = setting(
         "server",
         TEXT,
         "",
-        f"Bearer key that clients must send, else ${OTHER_KEY_VARIABLE}; no key lets everyone in.",
+        f"Bearer key that clients must send; empty: ${OTHER_KEY_VARIABLE}, or else no key is needed.",
         secret=True,
     )
     api_key_file: str = setting(
-        "server", PATH, "", "File with more keys that let in, one a line; # begins a comment."
+        "server", PATH, "", "File of additional accepted keys, one per line; # starts a comment."
     )
     admin_key: str = setting(
-        "server", TEXT, "", "Bearer key of the /admin endpoints; with no admin key they are off.", secret=True
+        "server", TEXT, "", "Bearer key for the /admin endpoints, which are off without one.", secret=True
     )
     admin_key_file: str = setting(
-        "server", PATH, "", "File with more admin keys, one a line; # begins a comment."
+        "server", PATH, "", "File of additional admin keys, one per line; # starts a comment."
     )
-    open_metrics: bool = setting("server", SWITCH, False, "Let /metrics be read without a key.")
+    open_metrics: bool = setting("server", SWITCH, False, "Serve /metrics without a key.")
     cors_origins: tuple[str, ...] = setting(
-        "server", ORIGINS, (), "Origins whose web pages may call; empty: none, *: all."
+        "server", ORIGINS, (), "Origins whose web pages may call the server; * allows all, empty allows none."
     )
     drain_seconds: float = setting(
-        "server", real(0), 30.0, "How long running requests may go on after SIGTERM."
+        "server", real(0), 30.0, "Seconds that running requests have to finish after SIGTERM."
     )
     keep_alive: float = setting(
-        "server",
-        real(0),
-        75.0,
-        "Seconds that an idle connection is kept; longer than the proxy in front keeps it (nginx: 60).",
+        "server", real(0), 75.0, "Seconds an idle connection stays open; use more than the proxy (nginx: 60)."
     )
     sse_heartbeat: float = setting(
-        "server", real(0), 15.0, "Seconds between comment lines that keep a waiting stream alive; 0: none."
+        "server", real(0), 15.0, "Seconds between comment lines that keep an idle stream open; 0: send none."
     )
 
     model: str = setting(
         "model",
         NAME,
         "smollm2-135m",
-        "Bundled name, Hugging Face folder, .gguf file, org/name on the hub, or gs://, s3://, http(s)://.",
+        "Model to serve: the bundled model's name, a Hugging Face folder, a .gguf file, org/name on the Hub, "
+        "or a gs://, s3:// or http(s):// address.",
     )
-    hf_checkpoint: str = setting("model", PATH, "", "Another name for --model; give one of them.")
+    hf_checkpoint: str = setting("model", PATH, "", "Another name for --model; give only one of the two.")
     checkpoint_path: str = setting(
-        "model", PATH, "", "Levanter checkpoint, or folder of them (the newest), in place of --model."
+        "model", PATH, "", "Levanter checkpoint, or a folder of them (newest is used), instead of --model."
     )
     model_config: str = setting(
         "model",
         PATH,
         "",
-        "The Levanter run's config.yaml; empty: in the checkpoint or up to two folders above.",
+        "config.yaml of the Levanter run; empty: look in the checkpoint and up to two folders above it.",
     )
     model_store: str = setting(
         "model", PATH, "", "Folder or address where --model names are looked up; org/name is org-name there."
     )
-    revision: str = setting("model", TEXT, "", "Branch, tag or commit on the hub; empty: the main branch.")
+    revision: str = setting("model", TEXT, "", "Branch, tag or commit on the Hub; empty: the main branch.")
     tokenizer: str = setting(
-        "model", PATH, "", "Folder, .gguf file or hub name of a tokenizer to use in place of the model's own."
+        "model", PATH, "", "Folder, .gguf file or Hub name of a tokenizer to use instead of the model's own."
     )
     chat_template: str = setting(
-        "model", PATH, "", "Jinja file to use in place of the model's own chat template."
+        "model", PATH, "", "Jinja file to use instead of the model's own chat template."
     )
-    served_model_name: str = setting("model", TEXT, "", "Name that /v1/models tells; empty: the model's own.")
+    served_model_name: str = setting(
+        "model", TEXT, "", "Name of the model in /v1/models and in requests; empty: the model's own name."
+    )
     dtype: str = setting(
-        "model", one_of("auto", "float32", "bfloat16"), "auto", "Number format to compute in."
+        "model", one_of("auto", "float32", "bfloat16"), "auto", "Number format to compute in; auto: bfloat16."
     )
     quantize: str = setting(
         "model",
         one_of("auto", "none", "int8", "fp8"),
         "auto",
-        "Matrices in eight bits, fp8 on GPUs only; auto: int8 on a CPU if the file has no more than that and --dtype is not given.",
+        "Format of the weight matrices; fp8 needs a GPU; auto: int8 on a CPU if the model file is quantized "
+        "and --dtype is auto, else none.",
     )
     max_seq_len: int = setting(
         "model",
         integer(0),
         0,
-        "Most tokens in prompt and answer; 0: the model's own limit, or what memory allows.",
+        "Maximum tokens in prompt and answer together; 0: the model's limit, or what memory allows.",
     )
     default_max_tokens: int = setting(
         "model",
         integer(0),
         0,
-        "Tokens for a request that names no limit; 0: OpenAI's, 16 for a completion, all that fit for a chat.",
+        "max_tokens of requests that set none; 0: OpenAI's, 16 for completions, all that fit for chats.",
     )
     default_temperature: float | None = setting(
-        "model", TEMPERATURE, None, "For a request that names none; empty: OpenAI's, which is 1."
+        "model", TEMPERATURE, None, "Temperature of requests that set none; empty: 1, as OpenAI does."
     )
-    models_dir: str = setting(
-        "model", PATH, "", "Folder, or address, of which every model can be asked for by its name."
-    )
+    models_dir: str = setting("model", PATH, "", "Folder or address; requests may name any model in it.")
     load: str = setting(
         "model",
         one_of("first-use", "start"),
         "first-use",
-        "When one of several models is loaded; the default one is at the start.",
+        "When to load one of several models; the default model is always loaded at the start.",
     )
     cache_dir: str = setting(
         "model",
         PATH,
         "",
-        "Where downloads and compiled programs are kept; empty: $XDG_CACHE_HOME/levserve or ~/.cache/levserve.",
+        "Folder for downloads and compiled programs; empty: $XDG_CACHE_HOME/levserve or ~/.cache/levserve.",
     )
     cache_size: int = setting(
-        "model", size(0), 0, "Most that models fetched from stores may take in the cache; 0: no limit."
+        "model", size(0), 0, "Maximum disk space in the cache for models fetched from stores; 0: no limit."
     )
 
     device: str = setting("engine", one_of("auto", "cpu", "gpu", "tpu"), "auto", "Kind of device to run on.")
     max_running: int = setting(
-        "engine", integer(0), 0, "Requests decoded together (rows); 0: sized from the machine."
+        "engine", integer(0), 0, "Maximum number of requests decoded together; 0: chosen for the machine."
     )
     page_size: int = setting(
         "engine", one_of(4, 8, 16, 32, 64, 128, 256), 32, "Tokens in one page of the KV cache."
@@ -197,88 +198,87 @@ class Settings:
         "engine",
         one_of("auto", "bfloat16", "fp8"),
         "auto",
-        "Number format of the KV cache; auto: --dtype's; fp8 holds twice the tokens.",
+        "Number format of the KV cache; auto: that of --dtype; fp8 holds twice the tokens of bfloat16.",
     )
-    kv_memory: int = setting("engine", size(0), 0, "Memory for the KV cache; 0: sized from the machine.")
+    kv_memory: int = setting("engine", size(0), 0, "Memory for the KV cache; 0: chosen for the machine.")
     kv_pages: int = setting(
-        "engine", integer(0), 0, "Pages of the KV cache, instead of --kv-memory; 0: sized from the machine."
+        "engine", integer(0), 0, "Pages of the KV cache, instead of --kv-memory; 0: chosen for the machine."
     )
     models_memory: int = setting(
-        "engine", size(0), 0, "Most that several models may take, weights and KV; 0: 9/10 of what is free."
+        "engine", size(0), 0, "Maximum memory of all loaded models, weights and KV; 0: 9/10 of what is free."
     )
     max_loaded_models: int = setting(
-        "engine", integer(0), 0, "Most models loaded at a time; 0: as many as there is memory for."
+        "engine", integer(0), 0, "Maximum number of models loaded at once; 0: as many as memory allows."
     )
     round_steps: int = setting(
-        "engine", integer(0), 0, "Decode steps in one device round; 0: 1 on CPU, 8 on an accelerator."
+        "engine", integer(0), 0, "Decode steps per device round; 0: 1 on CPU, 8 on accelerators."
     )
     speculate: int = setting(
         "engine",
         integer(0, 15),
         0,
-        "Tokens drafted from what was said before and checked in one step, where that is faster; 0: none.",
+        "Tokens to draft from the text so far and verify in one step, where that is faster; 0: no drafts.",
     )
     prefill_chunk: int = setting(
-        "engine", integer(0), 0, "Most prompt tokens in a device call; 0: 128 on CPU, 4096 on an accelerator."
+        "engine", integer(0), 0, "Maximum prompt tokens per device call; 0: 128 on CPU, 4096 on accelerators."
     )
     inter_token_goal_ms: float = setting(
-        "engine",
-        real(1),
-        100.0,
-        "Milliseconds that a running stream may wait for other requests' prompts in one round.",
+        "engine", real(1), 100.0, "Milliseconds per round that other prompts may delay a running stream."
     )
     seed: int | None = setting(
-        "engine", SEED, None, "Base of the seeds of requests that bring none; empty: fresh entropy."
+        "engine", SEED, None, "Base of the seeds of requests that set none; empty: each gets a random seed."
     )
     compile_cache: bool = setting(
         "engine", SWITCH, True, "Keep compiled programs on disk for the next start."
     )
 
     max_waiting: int = setting(
-        "limits", integer(0), 0, "Requests that may wait for a row; 0: four times the rows."
+        "limits", integer(0), 0, "Maximum number of waiting requests; 0: four times those that can run."
     )
     max_inflight_tokens: int = setting(
         "limits",
         integer(0),
         0,
-        "Tokens (prompt and max_tokens) of all that run or wait; 0: sized from the KV cache and the queue.",
+        "Maximum number of tokens (prompt and max_tokens) of all running and waiting requests; "
+        "0: chosen from the KV cache and the queue.",
     )
-    max_body_bytes: int = setting("limits", size(1), 4 * 2**20, "Largest request body or WebSocket message.")
+    max_body_bytes: int = setting(
+        "limits", size(1), 4 * 2**20, "Maximum size of a request body or WebSocket message."
+    )
     max_sockets: int = setting(
-        "limits", integer(0), 16, "WebSockets open at a time; each holds a thread of its own."
+        "limits", integer(0), 16, "Maximum number of open WebSockets; each occupies a thread."
     )
-    request_timeout: float = setting(
-        "limits", real(0), 600.0, "Seconds that a request may take; 0 for no limit."
+    request_timeout: float = setting("limits", real(0), 600.0, "Seconds a request may take; 0: no limit.")
+    header_timeout: float = setting(
+        "limits", real(0.1), 10.0, "Seconds a client has to send the headers of a request."
     )
-    header_timeout: float = setting("limits", real(0.1), 10.0, "Seconds until a request's head must be here.")
     body_timeout: float = setting(
-        "limits", real(0.1), 30.0, "Seconds from a request's head to the end of its body."
+        "limits", real(0.1), 30.0, "Seconds a client has to send the body after the headers."
     )
     send_timeout: float = setting(
-        "limits", real(0.1), 30.0, "Seconds that a client may take none of what it is sent."
+        "limits", real(0.1), 30.0, "Seconds before a client that reads nothing of its answer is disconnected."
     )
     stall_seconds: float = setting(
         "limits",
         real(0),
         30.0,
-        "Seconds that the device may have work and not move before the server counts as stalled; 0: never.",
+        "Seconds without progress before a device that has work counts as stalled; 0: never.",
     )
 
     log_level: str = setting(
-        "log", one_of("debug", "info", "warning", "error"), "info", "Least severity that is logged."
+        "log", one_of("debug", "info", "warning", "error"), "info", "Lowest severity that is logged."
     )
     log_format: str = setting(
-        "log", one_of("text", "json"), "text", "Lines for people, or one JSON object a line."
+        "log", one_of("text", "json"), "text", "Log lines for people, or one JSON object per line."
     )
     vllm_metrics: bool = setting(
-        "log", SWITCH, False, "Export metrics under vLLM's names too, for dashboards made for it."
+        "log", SWITCH, False, "Also export metrics under vLLM's names, for dashboards made for vLLM."
     )
     tracing: str = setting(
         "log", one_of("off", "otlp", "console"), "off", "Where OpenTelemetry spans go; OTEL_ variables apply."
     )
 
     models: Mapping[str, Settings] = field(default_factory=dict)
-    """Of the sections [model.NAME], by the name that requests call the model."""
     dry_run: bool = False
     faults: str = ""
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
@@ -287,12 +287,12 @@ class Settings:
 
     @property
     def api_keys(self) -> tuple[str, ...]:
-        """Every key that lets in; none lets everyone in."""
+        """Every accepted key; without one, anyone may call."""
         return (self.api_key, *self.file_keys) if self.api_key else self.file_keys
 
     @property
     def admin_keys(self) -> tuple[str, ...]:
-        """Every key that lets in to /admin; none closes it."""
+        """Every key for /admin; without one, /admin is off."""
         return (self.admin_key, *self.admin_file_keys) if self.admin_key else self.admin_file_keys
 
     @property
@@ -301,7 +301,7 @@ class Settings:
         return bool(self.models or self.models_dir)
 
     def for_model(self, name: str, **own: Any) -> Settings:
-        """The settings of one of several models: nothing that was meant for another model, and what is given here."""
+        """The settings of one of several models: `own` on top of what all models share."""
         fresh = {s.name: s.default for s in SETTINGS if s.name in OWN_SETTINGS}
         return replace(self, **{**fresh, "served_model_name": name, **own, "models": {}, "models_dir": ""})
 
@@ -310,16 +310,20 @@ class Settings:
         if self.cache_dir:
             return Path(self.cache_dir)
         base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-        return (
-            base if base.is_absolute() else Path.home() / ".cache"
-        ) / "levserve"  # XDG: a relative path is to be ignored
+        if not base.is_absolute():  # unset, or to be ignored according to the XDG specification
+            base = Path.home() / ".cache"
+        return base / "levserve"
 
-    def describe(self) -> list[Described]:
-        """Every setting in order of declaration, with its source: "default", "command line", "environment X" or "file PATH"."""
-        return [
-            Described(s.name, s.show(getattr(self, s.name)), self.sources.get(s.name, "default"))
-            for s in SETTINGS
-        ]
+    def describe(self) -> list[ShownSetting]:
+        """Every setting in order of declaration.
+
+        The source is "default", "command line", "environment VARIABLE" or "file PATH".
+        """
+        shown = []
+        for s in SETTINGS:
+            value = s.show(getattr(self, s.name))
+            shown.append(ShownSetting(s.name, value, self.sources.get(s.name, "default")))
+        return shown
 
 
 SETTINGS = tuple(Setting(f.name, f.default, **f.metadata) for f in fields(Settings) if f.metadata)
@@ -327,14 +331,13 @@ BY_KEY = {s.key: s for s in SETTINGS}
 
 
 def settings_table() -> str:
-    """README's table of the settings, in Markdown."""
+    """The documentation's table of the settings, in Markdown."""
     lines = ["| option | environment | value | default | meaning |", "|---|---|---|---|---|"]
     for section, title in SECTIONS.items():
         lines.append(f"| **`[{section}]`** | | | | *{title}* |")
         for s in settings_of(section):
-            lines.append(
-                f"| `{s.flag}` | `{s.variable}` | {s.kind.words} | `{s.show(s.default)}` | {s.help} |"
-            )
+            default = s.show(s.default)
+            lines.append(f"| `{s.flag}` | `{s.variable}` | {s.kind.words} | `{default}` | {s.help} |")
     return "\n".join(lines) + "\n"
 
 

@@ -1,7 +1,7 @@
-"""What a setting is: the names it goes by, the values it may take, and how they are read and shown.
+"""What a setting is: its names, the values it may take, and how they are read and shown.
 
-`config.py` declares the settings themselves with these words. A kind turns text into a value, whichever of flag,
-environment or file the text came from, so that all three accept the same and are refused with the same sentence.
+`settings.py` declares the settings with these. A kind turns text into a value, so flags, environment
+variables and the file accept the same values and refuse a bad one with the same sentence.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any, Generic, TypeVar
 
@@ -26,7 +26,10 @@ ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/*]+")
 
 @dataclass(frozen=True, slots=True)
 class Kind(Generic[T]):
-    """The values a setting may take: `words` completes "must be"; `read` raises ValueError or KeyError for other text."""
+    """The values a setting may take.
+
+    `words` completes the sentence "must be ..."; `read` raises ValueError or KeyError for any other text.
+    """
 
     words: str
     metavar: str
@@ -58,7 +61,7 @@ class Setting:
         return ENV_PREFIX + self.name.upper()
 
     def show(self, value: object) -> str:
-        """The value on one line, as a person would write it; a secret that is set is masked."""
+        """The value on one line, as a person would write it; a secret is masked."""
         text = self.kind.show(value)
         if self.secret and text:
             return "***"
@@ -66,25 +69,22 @@ class Setting:
 
 
 def setting(section: str, kind: Kind[T], default: T, help: str, *, secret: bool = False) -> T:
-    """Declares a dataclass field; mypy holds the field's type against what its kind reads."""
-    return field(
-        default=default,
-        repr=not secret,
-        metadata={"section": section, "kind": kind, "help": help, "secret": secret},
-    )
+    """Declares a dataclass field. The return type lets mypy compare the field's type with its kind's."""
+    metadata = {"section": section, "kind": kind, "help": help, "secret": secret}
+    return field(default=default, repr=not secret, metadata=metadata)
 
 
 def integer(low: int, high: int | None = None) -> Kind[int]:
     return _bounded("an integer", "N", int, low, high)
 
 
-def real(low: float) -> Kind[float]:
-    return replace(_bounded("a number", "X", float, low), show=lambda value: str(value).removesuffix(".0"))
+def real(low: float, high: float | None = None) -> Kind[float]:
+    return _bounded("a number", "X", float, low, high, show=lambda value: str(value).removesuffix(".0"))
 
 
 def size(low: int) -> Kind[int]:
-    """Bytes, with or without a unit; k, M, G, T count in thousands, Ki, Mi, Gi, Ti in 1024s."""
-    return replace(_bounded("a size such as 512MiB, 1.5GB or 4096", "SIZE", _read_size, low), show=_show_size)
+    """Bytes with an optional unit: k, M, G and T are powers of 1000; Ki, Mi, Gi and Ti are powers of 1024."""
+    return _bounded("a size such as 512MiB, 1.5GB or 4096", "SIZE", _read_size, low, show=_show_size)
 
 
 def one_of(*values: T) -> Kind[T]:
@@ -93,20 +93,30 @@ def one_of(*values: T) -> Kind[T]:
 
 
 def _bounded(
-    noun: str, metavar: str, read: Callable[[str], Number], low: Number, high: Number | None = None
+    noun: str,
+    metavar: str,
+    read: Callable[[str], Number],
+    low: Number,
+    high: Number | None = None,
+    show: Callable[[Number], str] = str,
 ) -> Kind[Number]:
     def read_bounded(text: str) -> Number:
         value = read(text)
-        if not low <= value < math.inf or (
-            high is not None and value > high
-        ):  # this way round nan is refused too
+        is_allowed = low <= value < math.inf and (high is None or value <= high)  # False for nan
+        if not is_allowed:
             raise ValueError
         return value
 
+    bounds = f", at least {low}" if high is None else f" from {low} to {high}"
+    return Kind(noun + bounds, metavar, read_bounded, show)
+
+
+def _optional(kind: Kind[T]) -> Kind[T | None]:
     return Kind(
-        f"{noun} from {low} to {high}" if high is not None else f"{noun}, at least {low}",
-        metavar,
-        read_bounded,
+        f"{kind.words}, or empty",
+        kind.metavar,
+        lambda text: kind.read(text) if text else None,
+        lambda value: "" if value is None else kind.show(value),
     )
 
 
@@ -133,7 +143,7 @@ def _read_name(text: str) -> str:
 
 
 def _read_origins(text: str) -> tuple[str, ...]:
-    """As browsers write them in the header Origin: lower case, no path, not even a slash."""
+    """Origins as browsers write them in the Origin header: lower case, without a path or a final slash."""
     origins = tuple(text.lower().split())
     if origins != ("*",) and not all(ORIGIN.fullmatch(origin) for origin in origins):
         raise ValueError
@@ -146,22 +156,10 @@ def _read_switch(text: str) -> bool:
 
 TEXT = Kind("text", "TEXT", str)
 NAME = Kind("text that is not empty", "NAME", _read_name)
-PATH = Kind(
-    "a path or a name", "PATH", os.path.expanduser
-)  # the shell expands ~ for a flag, nobody does for the file
+PATH = Kind("a path or a name", "PATH", os.path.expanduser)  # no shell expands ~ in the file
 SWITCH = Kind("true or false", "true|false", _read_switch, lambda value: str(value).lower())
 ORIGINS = Kind(
     "* or origins such as https://example.org, separated by spaces", "ORIGINS", _read_origins, " ".join
 )
-TEMPERATURE: Kind[float | None] = Kind(
-    "a number from 0 to 2, or empty",
-    "X",
-    lambda text: _bounded("a number", "X", float, 0.0, 2.0).read(text) if text else None,
-    lambda value: "" if value is None else str(value),
-)
-SEED: Kind[int | None] = Kind(
-    f"an integer from 0 to {MAX_SEED}, or empty",
-    "N",
-    lambda text: integer(0, MAX_SEED).read(text) if text else None,
-    lambda value: "" if value is None else str(value),
-)
+TEMPERATURE = _optional(real(0, 2))
+SEED = _optional(integer(0, MAX_SEED))
