@@ -517,13 +517,16 @@ def test_sections_of_models_have_what_is_meant_for_all_and_their_own(tmp_path: P
         ("[model.a]\nmodell = x\n", "[model.a] modell: unknown key; did you mean model?"),
         (
             "[model.a]\nport = 1\n",
-            "[model.a] port: this key is for all models together and belongs in [server]",
+            "[model.a] port: this key applies to all models and belongs in [server]",
         ),
-        ("[model.a]\nmodels-dir = x\n", "[model.a] models-dir: this key is for all models together"),
+        ("[model.a]\nmodels-dir = x\n", "[model.a] models-dir: this key applies to all models"),
         ("[model.a]\ndtype = int3\n", "[model.a] dtype)"),
         ("[model.a]\nmodel = x\ncheckpoint-path = y\n", "exclude each other"),
         ("[model.]\nmodel = x\n", "unknown section [model.]"),
-        ("[model.a]\nserved-model-name = b\n[model.b]\nmodel = x\n", "another model already has the name 'b'"),
+        (
+            "[model.a]\nserved-model-name = b\n[model.b]\nmodel = x\n",
+            "another model already has the name 'b'",
+        ),
         ("[modell.a]\nmodel = x\n", "unknown section [modell.a]"),
     ],
 )

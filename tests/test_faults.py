@@ -80,9 +80,7 @@ def test_faults_are_refused_with_a_file_of_settings(tmp_path: Path, source: str)
     given = ([source, str(path)], {}) if source == "--config" else ([], {source: str(path)})
     ended = start(*given[0], LEVSERVE_FAULTS="oom", **given[1])
     assert ended.returncode == 2
-    words = (
-        f"LEVSERVE_FAULTS breaks the server on purpose and is for tests: it is refused with --config {path}"
-    )
+    words = f"LEVSERVE_FAULTS breaks the server on purpose, for tests, and excludes --config {path}"
     assert ended.stderr == f"levserve: error: {words}\n"
 
 

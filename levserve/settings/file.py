@@ -1,7 +1,7 @@
-"""The ini dialect of the settings file: each known key once, in its own section.
+"""Reads the settings file, which is an ini file with each key at most once and in its own section.
 
-A `#` at the start of a line or after white space begins a comment; a `;` does so only at the start of a line. Elsewhere they
-stand for themselves, as do `%` and `:`. Values are kept as text: `parse.py` checks them, for flags, environment and file alike.
+A `#` at the start of a line or after white space starts a comment; a `;` does so only at the start of a line.
+Elsewhere they are ordinary characters, as are `%` and `:`. Values stay text here; `parse.py` checks them.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from levserve.settings.settings import BY_KEY, MODEL_SECTION, OWN_SETTINGS, SECT
 
 
 class SettingsFile(configargparse.ConfigFileParser):  # type: ignore[misc]
-    """Reads one file; `models` are its sections of single models, which are kept apart."""
+    """Reads one file. `models` holds the [model.NAME] sections; `parse` returns all other keys."""
 
     def __init__(self) -> None:
         super().__init__()
         self.models: dict[str, dict[str, str]] = {}
 
     def parse(self, stream: Path) -> dict[str, str]:
-        # No header can be empty, so no section spreads its keys over the others as configparser's [DEFAULT] would.
+        # No section can be named "", so none is like configparser's [DEFAULT], whose keys apply everywhere.
         ini = configparser.RawConfigParser(
             delimiters=("=",), inline_comment_prefixes=("#",), default_section="", empty_lines_in_values=False
         )
@@ -35,19 +35,20 @@ class SettingsFile(configargparse.ConfigFileParser):  # type: ignore[misc]
             raise ConfigError(f"{stream}: not UTF-8 text") from None
         except configparser.Error as error:
             raise ConfigError(f"{stream}, {_explain_ini(error)}") from None
+        found: dict[str, str] = {}
         for section in ini.sections():
             name = section.removeprefix(MODEL_SECTION)
             if section not in SECTIONS and (name == section or not name.strip()):
-                raise ConfigError(
-                    f"{stream}: unknown section [{section}]{did_you_mean(section.lower(), SECTIONS)}"
-                )
-            for key, text in ini.items(section):
+                hint = did_you_mean(section.lower(), SECTIONS)
+                raise ConfigError(f"{stream}: unknown section [{section}]{hint}")
+            entries = dict(ini.items(section))
+            for key, text in entries.items():
                 _check_entry(f"{stream}, [{section}] {key}", section, key, text)
-            if section not in SECTIONS:
-                self.models[name] = dict(ini.items(section))
-        return {
-            key: text for section in ini.sections() if section in SECTIONS for key, text in ini.items(section)
-        }
+            if section in SECTIONS:
+                found.update(entries)
+            else:
+                self.models[name] = entries
+        return found
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -56,32 +57,29 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def _explain_ini(error: configparser.Error) -> str:
-    """What is wrong at which line; configparser's own words take several lines and may quote a secret."""
+    """One line that names the mistake; configparser's own message has several and may quote a secret."""
     match error:
         case configparser.DuplicateOptionError():
             return f"line {error.lineno}: {error.option} is given twice in [{error.section}]"
         case configparser.DuplicateSectionError():
             return f"line {error.lineno}: section [{error.section}] appears twice"
         case configparser.MissingSectionHeaderError():
-            return f"line {error.lineno}: something stands before the first [section]"
+            return f"line {error.lineno}: there is text before the first [section]"
         case configparser.ParsingError():
-            return f"line {error.errors[0][0]}: neither a [section] nor key = value"
+            return f"line {error.errors[0][0]}: expected [section] or key = value"
     return " ".join(str(error).split())
 
 
 def _check_entry(place: str, section: str, key: str, text: str) -> None:
     if key not in BY_KEY:
         raise ConfigError(f"{place}: unknown key{did_you_mean(key.replace('_', '-'), BY_KEY)}")
+    setting = BY_KEY[key]
     if section not in SECTIONS:
-        if BY_KEY[key].name not in (*OWN_SETTINGS, *SHARED_SETTINGS):
-            raise ConfigError(
-                f"{place}: this key is for all models together and belongs in [{BY_KEY[key].section}]"
-            )
-    elif BY_KEY[key].section != section:
-        raise ConfigError(f"{place}: this key belongs in [{BY_KEY[key].section}]")
+        if setting.name not in (*OWN_SETTINGS, *SHARED_SETTINGS):
+            raise ConfigError(f"{place}: this key applies to all models and belongs in [{setting.section}]")
+    elif setting.section != section:
+        raise ConfigError(f"{place}: this key belongs in [{setting.section}]")
     if "\n" in text:
-        raise ConfigError(
-            f"{place}: the value goes on over an indented line; begin each key at the left margin"
-        )
+        raise ConfigError(f"{place}: the value continues on an indented line; start each key in column 1")
     if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
-        raise ConfigError(f"{place}: write the value without quotes; they would become part of it")
+        raise ConfigError(f"{place}: write the value without quotes; they would be part of it")
