@@ -1,0 +1,56 @@
+"""The README and the pages under docs/: their code blocks, links and anchors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+PAGES = sorted((ROOT / "docs" / "pages").rglob("*.md"))
+DOCUMENTS = [README, *(ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")), *PAGES]
+
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+CODE = re.compile(r"`[^`\n]*`")
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+
+
+class Block(NamedTuple):
+    """A fenced block; `place` is its file and line, for the name of a test."""
+
+    place: str
+    language: str
+    text: str
+
+
+def blocks(*languages: str) -> list[Block]:
+    """Every block of the documents in one of these languages."""
+    found = []
+    for path in DOCUMENTS:
+        text = path.read_text()
+        for fence in FENCE.finditer(text):
+            line = text.count("\n", 0, fence.start()) + 1
+            if fence[1] in languages:
+                found.append(Block(f"{path.relative_to(ROOT)}:{line}", fence[1], fence[2]))
+    return found
+
+
+def links(path: Path) -> Iterator[str]:
+    """The targets of its links and pictures, those inside of code left out."""
+    prose = FENCE.sub("", path.read_text())
+    without_code = CODE.sub("code", prose)
+    yield from LINK.findall(without_code)
+
+
+def anchors(path: Path) -> set[str]:
+    """What may follow the # of a link to it: only headings of which mkdocs and forges make the same anchor."""
+    found = set()
+    for heading in HEADING.findall(FENCE.sub("", path.read_text())):
+        bare = re.sub(r"[^\w\s-]", "", heading).strip().lower()
+        site, forge = re.sub(r"[-\s]+", "-", bare), bare.replace(" ", "-")
+        if site == forge:
+            found.add(site)
+    return found

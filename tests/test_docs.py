@@ -1,0 +1,127 @@
+"""The README and the documentation: links lead somewhere, generated parts are current, settings files can be read."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from levserve.settings.parse import parse_settings
+from tests.documents import DOCUMENTS, PAGES, README, ROOT, Block, anchors, blocks, links
+
+KEY_FILES = ("/etc/levserve/keys", "/etc/levserve/admin-keys")
+COMMANDS = (
+    "python3 -m venv .venv && .venv/bin/pip install -q . && .venv/bin/levserve\n",
+    "python3 -m venv .venv-test && .venv-test/bin/pip install -q --no-compile -e '.[test]' && .venv-test/bin/python -m pytest\n",
+)
+
+
+def named(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=named)
+def test_every_link_leads_to_a_file_and_every_anchor_to_a_heading(path: Path) -> None:
+    for target in links(path):
+        if target.startswith("https://"):
+            continue
+        name, _, anchor = target.partition("#")
+        file = (path.parent / name).resolve() if name else path
+        assert file.is_relative_to(ROOT) and file.exists(), f"{named(path)} links to {target}"
+        if anchor:
+            assert anchor in anchors(file), f"{named(path)} links to {target}"
+
+
+@pytest.fixture(scope="module")
+def generate() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("path", PAGES, ids=named)
+def test_generated_parts_are_what_the_code_declares(path: Path, generate: ModuleType) -> None:
+    page = path.read_text()
+    assert generate.render(page) == page, "run python docs/generate.py"
+
+
+def test_everything_that_can_be_generated_is_on_a_page(generate: ModuleType) -> None:
+    pages = "".join(path.read_text() for path in PAGES)
+    shown = {name for match in generate.GENERATED.finditer(pages) for name in match[2].split()}
+    assert shown == {"fields", *generate.blocks(), *generate.BODIES}
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "-f",
+        str(ROOT / "docs" / "mkdocs.yml"),
+        "-d",
+        str(tmp_path),
+    ]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    architecture = (tmp_path / "explanation" / "architecture" / "index.html").read_text()
+    assert "architecture.svg" in architecture
+    systemd = (tmp_path / "how-to" / "systemd" / "index.html").read_text()
+    assert (
+        "<code>systemd/</code>" in systemd and "../../../systemd" not in systemd
+    )  # the site does not carry that folder
+
+
+@pytest.mark.parametrize("block", blocks("ini"), ids=lambda block: block.place)
+def test_every_settings_file_can_be_read(block: Block, tmp_path: Path) -> None:
+    text = block.text
+    for name in KEY_FILES:
+        path = tmp_path / Path(name).name
+        path.write_text("a-key\n")
+        text = text.replace(f"{name}\n", f"{path}\n")
+    file = tmp_path / "serve.ini"
+    file.write_text(text)
+    settings = parse_settings(["--config", str(file)], {})
+    keys = re.findall(r"^([a-z-]+) = ", text, re.MULTILINE)
+    given = set(settings.sources).union(*(model.sources for model in settings.models.values()))
+    assert keys and {key.replace("-", "_") for key in keys} <= given
+
+
+def test_shell_blocks_are_commands_that_some_test_runs() -> None:
+    """The rest are marked as `console`; curl's are run in the third ring, and CI runs the README's second command."""
+    others = [block.text for block in blocks("sh") if not block.text.startswith("curl ")]
+    assert tuple(others) == COMMANDS
+    assert {block.language for block in blocks("", "bash", "shell", "py")} == set()
+
+
+def test_ci_runs_the_readmes_test_command() -> None:
+    assert "README.md" in (ROOT / ".ci" / "run").read_text()
+    assert len(re.findall(r"pytest$", README.read_text(), re.MULTILINE)) == 1
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=named)
+def test_every_path_of_the_repository_that_is_named_exists(path: Path) -> None:
+    for name in re.findall(r"`((?:levserve|tests|bench|docs|deploy|systemd)/[\w./-]*)`", path.read_text()):
+        assert (ROOT / name).exists(), f"{named(path)} names {name}"
+
+
+def test_the_core_is_as_long_as_is_said() -> None:
+    tour = (ROOT / "docs" / "pages" / "explanation" / "reading-tour.md").read_text()
+    core = set(re.findall(r"`(levserve/\S+\.py)`", tour.partition("## From here")[0]))
+    num_lines = sum(len((ROOT / name).read_text().splitlines()) for name in core)
+    for text in (tour, README.read_text()):
+        said = re.search(r"about\s+([0-9,]+)\s+lines\s+of\s+Python", text)
+        assert said is not None
+        assert abs(num_lines / int(said[1].replace(",", "")) - 1) < 0.1, f"the core has {num_lines} lines"
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.read_text().splitlines()) <= 150
