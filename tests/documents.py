@@ -27,15 +27,15 @@ class Block(NamedTuple):
 
 
 def blocks(*languages: str) -> list[Block]:
-    """Every block of the documents in one of these languages."""
-    found = []
+    """Every block of the documents in one of these languages; what several have is told once."""
+    found: dict[str, Block] = {}
     for path in DOCUMENTS:
         text = path.read_text()
         for fence in FENCE.finditer(text):
             line = text.count("\n", 0, fence.start()) + 1
             if fence[1] in languages:
-                found.append(Block(f"{path.relative_to(ROOT)}:{line}", fence[1], fence[2]))
-    return found
+                found.setdefault(fence[2], Block(f"{path.relative_to(ROOT)}:{line}", fence[1], fence[2]))
+    return list(found.values())
 
 
 def links(path: Path) -> Iterator[str]:
