@@ -73,11 +73,14 @@ HEAVY = {
 """Not to be imported before the fork: jax must not be, and the others would make the server's first answer wait."""
 
 LEFT_OUT = pytest.StashKey[list[str]]()
-RINGS = {"pure": 0, "tiny": 1, "real": 2}
-"""Tests run from the inside out: pure ones first, the real server last."""
+RINGS = ("pure", "tiny", "real")
+"""The folders of tests, from the inside out: pure tests run first, those of a real server last."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest chooses by `-m`
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        item.add_marker(ring_of(item))
     config.stash[LEFT_OUT] = []
     if not config.option.collectonly:
         for mark, find in (
@@ -87,7 +90,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             ("h200", find_plugin),
         ):
             _leave_out(config, items, mark, find)
-    items.sort(key=lambda item: max((RINGS.get(mark.name, 0) for mark in item.iter_markers()), default=0))
+    items.sort(key=lambda item: RINGS.index(ring_of(item)))
+
+
+def ring_of(item: pytest.Item) -> str:
+    """The ring of a test is the folder that it sits in."""
+    return item.path.relative_to(Path(__file__).parent).parts[0]
 
 
 def _leave_out(config: pytest.Config, items: list[pytest.Item], mark: str, find: Callable[[], Path]) -> None:

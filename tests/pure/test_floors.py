@@ -1,0 +1,106 @@
+"""The house has floors: a room imports only what lies below it, and nothing heavy before the fork."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import HEAVY
+
+PACKAGE = Path(__file__).parents[2] / "levserve"
+FLOORS = {
+    "__init__": 0,
+    "errors": 0,
+    "settings": 1,
+    "observe": 1,
+    "gguf": 1,
+    "schedule": 2,
+    "text": 2,
+    "jit": 2,
+    "model": 3,
+    "weights": 4,
+    "engine": 5,
+    "device": 6,
+    "models": 7,
+    "generation": 8,
+    "wire": 9,
+    "web": 10,
+    "server": 11,
+    "cli": 12,
+    "__main__": 13,
+}
+FORBIDDEN = {
+    "schedule": {"jax", "numpy", "flask", "haliax", "equinox", "transformers", "threading"},
+    "text": {"jax", "flask"},
+    "model": {"threading", "queue", "flask", "pathlib"},
+    "jit": {"haliax", "equinox", "flask"},
+    "engine": {"jax", "numpy", "flask", "haliax", "equinox", "transformers"},
+    "wire": {"jax", "flask"},
+    "web": {"jax", "haliax", "equinox", "transformers"},
+    "generation": {"jax", "flask"},
+}
+
+
+def room_of(path: Path) -> str:
+    first = path.relative_to(PACKAGE).parts[0]
+    return first.removesuffix(".py")
+
+
+def imports_of(path: Path) -> list[str]:
+    names: list[str] = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} imports relatively"
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    return names
+
+
+def imported_by(program: str) -> set[str]:
+    program += "\nimport sys; print('imported', *sys.modules)"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    return set(result.stdout.partition("imported ")[2].split())
+
+
+@pytest.mark.parametrize(
+    "path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE))
+)
+def test_a_room_imports_only_lower_floors(path: Path) -> None:
+    floor = FLOORS[room_of(path)]
+    for name in imports_of(path):
+        parts = name.split(".")
+        if parts[0] == "levserve" and parts[1] in FLOORS and parts[1] != room_of(path):
+            assert FLOORS[parts[1]] < floor, f"{path.relative_to(PACKAGE)} imports {name}"
+        assert parts[0] not in FORBIDDEN.get(room_of(path), set()), (
+            f"{path.relative_to(PACKAGE)} imports {name}"
+        )
+
+
+@pytest.mark.parametrize(
+    "module", ["levserve.cli", "levserve.server", "levserve.web.app", "levserve.models.catalogue"]
+)
+def test_nothing_heavy_is_imported_before_the_fork(module: str) -> None:
+    imported = imported_by(f"import {module}")
+    assert module in imported
+    assert HEAVY.isdisjoint(imported)
+
+
+def test_llvm_is_loaded_only_for_the_kernels_of_a_cpu() -> None:
+    imported = imported_by("import levserve.device.runner")
+    assert "jax" in imported
+    assert "llvmlite" not in imported
+
+
+def test_a_chat_with_the_bundled_model_does_without_transformers(bundled_gguf: Path) -> None:
+    imported = imported_by(
+        "from pathlib import Path; from levserve.text.chat import render_chat; from levserve.text.tokenizer import load_tokenizer\n"
+        f"assert render_chat(load_tokenizer(Path({str(bundled_gguf)!r})), [{{'role': 'user', 'content': 'Hi'}}])"
+    )
+    assert "jinja2.sandbox" in imported
+    assert "transformers" not in imported

@@ -1,0 +1,108 @@
+"""nginx in front, with the configuration that the repository offers. Left out where there is no nginx."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from simple_websocket import Client as WebSocket
+
+from tests.fake_server import PATIENCE_SECONDS, Client, ServerProcess, completion
+from tests.nginx import find_nginx
+
+CONFIG = Path(__file__).parents[2] / "deploy" / "nginx" / "levserve.conf"
+
+pytestmark = pytest.mark.nginx
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    with ServerProcess("--max-running", "4", "--max-waiting", "4") as process:
+        yield process.wait_ready()
+
+
+@pytest.fixture(scope="module")
+def port(server: ServerProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """Where nginx listens; its configuration is ours but for the two ports."""
+    folder = tmp_path_factory.mktemp("nginx")
+    port = free_port()
+    config = CONFIG.read_text()
+    for old, new in (
+        ("127.0.0.1:8000", server.url.removeprefix("http://")),
+        ("listen 80;", f"listen 127.0.0.1:{port};"),
+    ):
+        assert config.count(old) == 1
+        config = config.replace(old, new)
+    (folder / "levserve.conf").write_text(config)
+    kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+    temp = " ".join(f"{kind}_temp_path {folder}/{kind};" for kind in kinds)
+    main = f"daemon off; pid {folder}/pid; error_log stderr; events {{}} http {{ access_log off; {temp} include {folder}/levserve.conf; }}"
+    (folder / "nginx.conf").write_text(main)
+    with subprocess.Popen(
+        [find_nginx(), "-p", str(folder), "-c", str(folder / "nginx.conf"), "-e", "stderr"]
+    ) as process:
+        try:
+            wait_open(port, process)
+            yield port
+        finally:
+            process.terminate()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def wait_open(port: int, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while True:
+        assert process.poll() is None and time.monotonic() < deadline, "nginx did not start"
+        try:
+            socket.create_connection(("127.0.0.1", port)).close()
+            return
+        except OSError:
+            time.sleep(0.02)
+
+
+def test_a_token_arrives_while_the_next_is_not_there_yet(server: ServerProcess, port: int) -> None:
+    with Client(port) as client:
+        client.send("POST", "/v1/completions", completion("t6", stream=True))  # one token, then none
+        assert json.loads(next(client.stream()))["choices"][0]["text"] == " t7"
+    server.wait_event("cancel")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_hangs_up_on_nginx_has_hung_up_on_us(server: ServerProcess, port: int, stream: bool) -> None:
+    server.skip_events()
+    with Client(port) as client:
+        client.send("POST", "/v1/completions", completion("t4", stream=stream))
+        submitted = server.wait_event("submit")
+    assert server.wait_event("cancel") == submitted
+
+
+def test_connections_to_us_are_kept(server: ServerProcess, port: int) -> None:
+    for _ in range(20):
+        with Client(port) as client:
+            client.send("POST", "/v1/completions", completion("t17", max_tokens=1))
+            assert client.receive().json["choices"][0]["text"] == " t18"
+    assert 1 <= server.num_connections() <= 4
+
+
+def test_errors_come_through_as_we_made_them(port: int) -> None:
+    with Client(port) as client:
+        client.send("POST", "/v1/completions", completion("t17", n=-1))
+        reply = client.receive()
+        assert (reply.status, reply.json["error"]["param"]) == (400, "n")
+
+
+def test_a_websocket_comes_through(port: int) -> None:
+    ws = WebSocket.connect(f"ws://127.0.0.1:{port}/v1/ws")
+    ws.send(json.dumps({"path": "/v1/completions", **completion("t17", max_tokens=1)}))
+    first = json.loads(str(ws.receive(timeout=PATIENCE_SECONDS)))
+    assert first["choices"][0]["text"] == " t18"
+    ws.close()

@@ -1,0 +1,96 @@
+"""bench/soak.py sees damage where there is some."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+PROGRAM = Path(__file__).parents[2] / "bench" / "soak.py"
+
+
+def import_program() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("bench_soak", PROGRAM)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+soak = import_program()
+
+
+STREAM = soak.Act("stream", "/v1/completions", {"stream": True, "stream_options": {}, "n": 2}, num_tokens=4)
+USAGE = {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
+GAUGES = dict.fromkeys(soak.ZERO, 0.0) | {"process_open_fds": 20.0, "process_resident_memory_bytes": 2.0**28}
+
+
+def events(*chunks: object, done: bool = True) -> str:
+    lines = [json.dumps(chunk) for chunk in chunks] + ["[DONE]"] * done
+    return "".join(f"data: {line}\n\n" for line in lines)
+
+
+def end(index: int, reason: str | None = "length") -> dict[str, object]:
+    return {"choices": [{"index": index, "finish_reason": reason}]}
+
+
+def test_a_complete_stream_is_right() -> None:
+    soak.check_stream(
+        STREAM, ": ping\n\n" + events(end(0, None), end(1), end(0), {"choices": [], "usage": USAGE})
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        events(end(0), end(1), {"choices": [], "usage": USAGE}, done=False),
+        events(end(0), {"choices": [], "usage": USAGE}),
+        events(end(0), end(0), end(1), {"choices": [], "usage": USAGE}),
+        events(end(0), end(1), {"choices": [], "usage": USAGE | {"completion_tokens": 3, "total_tokens": 6}}),
+        events(end(0), end(1), {"choices": [], "usage": USAGE | {"total_tokens": 6}}),
+        events(end(0), {"error": {"message": "The device failed.", "code": None}}),
+    ],
+    ids=["no done", "one end", "two ends", "a token lost", "a wrong sum", "an error"],
+)
+def test_a_stream_that_is_not_complete_is_wrong(text: str) -> None:
+    with pytest.raises(soak.Wrong):
+        soak.check_stream(STREAM, text)
+
+
+@pytest.mark.parametrize(
+    "change, failed",
+    [
+        ({}, []),
+        ({"process_open_fds": 29.0}, ["descriptors grown"]),
+        ({"process_resident_memory_bytes": 2.0**28 + 2**26}, ["memory grown"]),
+        ({"levserve_kv_pages_used": 1.0}, ["kv pages used at the end"]),
+        (
+            {'levserve_requests_total{route="/v1/completions",status="500"}': 1.0},
+            ["5xx by the server's own count"],
+        ),
+        ({'levserve_requests_total{route="/v1/completions",status="504"}': 1.0}, []),
+        ({'levserve_compiles_total{when="serving"}': 1.0}, ["compiles that a request waited for"]),
+    ],
+)
+def test_what_is_left_behind_or_has_grown_is_seen(change: dict[str, float], failed: list[str]) -> None:
+    traffic = soak.Soak("http://127.0.0.1:1", "toy", concurrency=1, seed=0)
+    traffic.outcomes["answer", "200"] = 1
+    rows = soak.judge(traffic, GAUGES, GAUGES | change)
+    assert [what for what, _, holds in rows if not holds] == failed
+
+
+def test_a_server_that_does_not_start_is_told() -> None:
+    command = [sys.executable, str(PROGRAM), "--minutes", "0.1", "--model", "/nowhere/at/all"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 1
+    assert (
+        "/nowhere/at/all" in result.stderr
+        and "did not start" in result.stderr
+        and "Traceback" not in result.stderr
+    )

@@ -1,0 +1,223 @@
+"""What `--model` may name, and how a model is fetched from the Hugging Face Hub (a small one run here)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from levserve.errors import ConfigError, StartupError
+from levserve.weights.source import ModelFiles, check_model, find_model
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+COMMIT = "c0ffee" * 6 + "cafe"
+
+
+def find(model: str, cache_path: Path, revision: str = "main") -> ModelFiles:
+    return find_model(model, revision=revision, cache_path=cache_path, report=print)
+
+
+# Local files
+
+
+def test_folder_is_served_under_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find(str(GOLDEN / "llama"), tmp_path) == ModelFiles("llama", GOLDEN / "llama")
+    monkeypatch.chdir(GOLDEN / "llama")
+    assert find(".", tmp_path).name == "llama"
+
+
+def test_gguf_file_is_served_under_its_stem(tmp_path: Path) -> None:
+    path = tmp_path / "Tiny.Q4_0.gguf"
+    path.write_bytes(b"GGUF")
+    assert find(str(path), tmp_path) == ModelFiles("Tiny.Q4_0", path)
+
+
+def test_home_folder_may_be_written_as_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(GOLDEN))
+    assert find("~/llama", tmp_path) == ModelFiles("llama", GOLDEN / "llama")
+
+
+@pytest.mark.parametrize(
+    "model", ["smollm2-135m", "HuggingFaceTB/SmolLM2-135M-Instruct", "org/name_1.5", str(GOLDEN / "llama")]
+)
+def test_what_may_be_a_model_passes_the_check(model: str) -> None:
+    check_model(model)
+
+
+@pytest.mark.parametrize(
+    "model",
+    ["", "smollm3", "/no/such/folder", "./missing", "a/b/c", "models/missing.gguf", "org/na me", "-/x"],
+)
+def test_model_that_cannot_be_is_refused_with_what_is_accepted(
+    model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as refusal:
+        check_model(model)
+    assert repr(model) in str(refusal.value) and "smollm2-135m, a folder with config.json" in str(
+        refusal.value
+    )
+
+
+@pytest.mark.parametrize(
+    ("files", "problem"),
+    [
+        ([], "without config.json"),
+        (["model.safetensors"], "without config.json"),
+        (["config.json", "pytorch_model.bin"], r"without \*\.safetensors"),
+    ],
+)
+def test_folder_that_is_not_a_model_is_refused(files: list[str], problem: str, tmp_path: Path) -> None:
+    for name in files:
+        (tmp_path / name).touch()
+    with pytest.raises(ConfigError, match=problem):
+        check_model(str(tmp_path))
+
+
+def test_file_of_an_unknown_type_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.bin").touch()
+    with pytest.raises(ConfigError, match=r"unknown type \(\.bin\)"):
+        check_model(str(tmp_path / "model.bin"))
+
+
+def test_choosing_a_model_does_not_import_jax() -> None:
+    script = "import sys, levserve.weights.source; sys.exit('jax' in sys.modules or 'numpy' in sys.modules)"
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=GOLDEN.parent.parent)
+
+
+# The Hub
+
+
+class FakeHub(BaseHTTPRequestHandler):
+    """Serves the llama folder as org/llama, in the few answers of the Hub's protocol that a download takes."""
+
+    files = {path.name: path.read_bytes() for path in (GOLDEN / "llama").iterdir()} | {
+        "pytorch_model.bin": b"x",
+        "onnx/model.json": b"{}",
+    }
+
+    def do_GET(self) -> None:
+        api, resolve = "/api/models/org/llama", f"/org/llama/resolve/{COMMIT}/"
+        if self.path.startswith(f"{api}/revision/main"):
+            self.answer(
+                json.dumps(
+                    {
+                        "id": "org/llama",
+                        "sha": COMMIT,
+                        "siblings": [{"rfilename": name} for name in self.files],
+                    }
+                ).encode()
+            )
+        elif self.path.startswith(f"{api}/revision/"):
+            self.answer(b"{}", status=404, headers={"X-Error-Code": "RevisionNotFound"})
+        elif self.path.startswith(f"{api}/tree/"):
+            entries = [
+                {"type": "file", "path": name, "size": len(data), "oid": oid(data)}
+                for name, data in self.files.items()
+            ]
+            self.answer(json.dumps(entries).encode())
+        elif self.path.startswith(resolve):
+            data = self.files[self.path.removeprefix(resolve)]
+            self.answer(data, headers={"ETag": f'"{oid(data)}"', "X-Repo-Commit": COMMIT})
+        else:
+            self.answer(b"{}", status=404, headers={"X-Error-Code": "RepoNotFound"})
+
+    do_HEAD = do_GET
+
+    def answer(self, body: bytes, *, status: int = 200, headers: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        for name, value in (
+            {"Content-Length": str(len(body)), "Content-Type": "application/json"} | (headers or {})
+        ).items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def oid(data: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadingHTTPServer]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), FakeHub)
+    use_endpoint(monkeypatch, f"http://127.0.0.1:{server.server_port}")
+    thread = threading.Thread(target=server.serve_forever, name="fake-hub")
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def use_endpoint(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    monkeypatch.setattr(
+        constants,
+        "HUGGINGFACE_CO_URL_TEMPLATE",
+        constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, url),
+    )
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+
+
+@pytest.mark.usefixtures("hub")
+def test_repository_is_fetched_without_what_serving_does_not_need(tmp_path: Path) -> None:
+    files = find("org/llama", tmp_path)
+    assert files.name == "org/llama" and files.path.is_relative_to(tmp_path)
+    fetched = {path.name: path.read_bytes() for path in files.path.iterdir()}
+    assert fetched == {path.name: path.read_bytes() for path in (GOLDEN / "llama").iterdir()}
+
+
+@pytest.mark.usefixtures("hub")
+def test_empty_revision_is_the_main_branch(tmp_path: Path) -> None:
+    assert find("org/llama", tmp_path, revision="") == find("org/llama", tmp_path, revision="main")
+
+
+@pytest.mark.usefixtures("hub")
+def test_repository_in_the_cache_is_found_without_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = find("org/llama", tmp_path)
+    use_endpoint(monkeypatch, "http://127.0.0.1:9")
+    assert find("org/llama", tmp_path) == files
+
+
+def test_unreachable_hub_is_one_line_that_names_the_repository(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_endpoint(monkeypatch, "http://127.0.0.1:9")
+    with pytest.raises(StartupError) as refusal:
+        find("org/name", tmp_path)
+    assert str(refusal.value).startswith("cannot fetch org/name from the Hugging Face Hub: ")
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.usefixtures("hub")
+def test_unknown_repository_and_revision_are_told_apart(tmp_path: Path) -> None:
+    with pytest.raises(
+        StartupError, match="cannot fetch org/other: no such model on the Hub, or a private one"
+    ):
+        find("org/other", tmp_path)
+    with pytest.raises(StartupError, match="cannot fetch org/llama: it has no revision 'v9'"):
+        find("org/llama", tmp_path, revision="v9")
+
+
+@pytest.mark.usefixtures("hub")
+def test_repository_without_safetensors_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeHub, "files", {"config.json": b"{}", "pytorch_model.bin": b"x"})
+    with pytest.raises(
+        StartupError, match=r"'org/llama' on the Hugging Face Hub is a folder without \*\.safetensors"
+    ):
+        find("org/llama", tmp_path)

@@ -1,0 +1,59 @@
+"""Every curl and Python block of the README and the documentation, run as it stands against one real server."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.documents import Block, blocks
+from tests.servers import Server, running_server
+
+URL = "127.0.0.1:8000"
+ADMIN_KEY = "sesame"
+FAILING_CURL = 'curl() { command curl -sS --fail-with-body "$@" && echo; }\n'
+
+
+@pytest.fixture(scope="module")
+def server(bundled_gguf: Path) -> Iterator[Server]:
+    """The bundled model as the documents have it, with fewer rows so that a test run compiles less."""
+    flags = (
+        "--model",
+        str(bundled_gguf),
+        "--served-model-name",
+        "smollm2-135m",
+        "--max-running",
+        "8",
+        "--prefill-chunk",
+        "128",
+    )
+    with running_server(*flags, "--admin-key", ADMIN_KEY) as server:
+        yield server
+
+
+def run(server: Server, command: list[str], text: str) -> str:
+    environ = os.environ | {"LEVSERVE_ADMIN_KEY": ADMIN_KEY, "LEVSERVE_API_KEY": "any"}
+    moved = text.replace(URL, server.url.removeprefix("http://"))
+    result = subprocess.run([*command, moved], capture_output=True, text=True, timeout=120, env=environ)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+@pytest.mark.parametrize(
+    "block", [one for one in blocks("sh") if one.text.startswith("curl ")], ids=lambda block: block.place
+)
+def test_every_curl_command_gets_its_answer(block: Block, server: Server) -> None:
+    output = run(server, ["bash", "-e", "-c"], FAILING_CURL + block.text)
+    assert output.strip()
+    assert '"error":{' not in output
+    if '"stream": true' in block.text:
+        assert output.rstrip().endswith("data: [DONE]")
+
+
+@pytest.mark.parametrize("block", blocks("python"), ids=lambda block: block.place)
+def test_every_python_program_runs(block: Block, server: Server) -> None:
+    assert run(server, [sys.executable, "-c"], block.text).strip()

@@ -1,0 +1,121 @@
+"""lm-evaluation-harness against a live server, with its remote tokenizer, on a task of three lines.
+
+Slow: it makes a virtual environment of its own and installs lm-eval there. Run it with `pytest -m slow`.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.conftest import GOLDEN
+from tests.servers import running_server
+from tests.tiny.test_decoder import load, run_in_chunks
+
+pytestmark = pytest.mark.slow
+
+DOCUMENTS = [
+    {"question": "t10 t11 t12", "choices": ["t13 t14", "t20", "t30 t31 t32"], "answer": 1},
+    {"question": "t40 t41", "choices": ["t42", "t81 t305", "t99"], "answer": 0},
+    {"question": "t275", "choices": ["t81 t305", "t9", "t8 t7"], "answer": 0},
+]
+TASKS = {
+    "lev_choice": {
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{question}}",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": "{{answer}}",
+        "metric_list": [{"metric": "acc"}],
+    },
+    "lev_generate": {
+        "output_type": "generate_until",
+        "doc_to_text": "{{question}}",
+        "doc_to_target": "{{choices[0]}}",
+        "generation_kwargs": {"until": ["t999"], "max_gen_toks": 6, "temperature": 0.0},
+        "metric_list": [{"metric": "exact_match"}],
+    },
+}
+
+
+def tokens_of(text: str) -> list[int]:
+    return [int(word.removeprefix("t")) for word in text.split()]
+
+
+def logprobs_after(tokens: list[int]) -> np.ndarray:
+    model, _ = load("llama")
+    return run_in_chunks(model, tokens, chunk=128, page_size=4)
+
+
+def loglikelihood(question: str, choice: str) -> float:
+    context, tokens = tokens_of(question), tokens_of(f"{question} {choice}")
+    logprobs = logprobs_after(tokens)
+    return float(sum(logprobs[index - 1, tokens[index]] for index in range(len(context), len(tokens))))
+
+
+def continue_greedily(question: str, count: int) -> str:
+    tokens = tokens_of(question)
+    for _ in range(count):
+        tokens.append(int(logprobs_after(tokens)[-1].argmax()))
+    return "".join(f" t{token}" for token in tokens[-count:])
+
+
+def evaluate(url: str, folder: Path) -> dict[str, list[dict[str, object]]]:
+    """The samples of each task as lm-eval logs them."""
+    data = folder / "data.jsonl"
+    data.write_text("".join(json.dumps(document) + "\n" for document in DOCUMENTS))
+    for name, task in TASKS.items():
+        shared = {
+            "task": name,
+            "dataset_path": "json",
+            "dataset_kwargs": {"data_files": {"test": str(data)}},
+            "test_split": "test",
+        }
+        (folder / f"{name}.yaml").write_text(json.dumps(shared | task))  # JSON is YAML
+    subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
+    subprocess.run([folder / "venv/bin/pip", "install", "-q", "lm-eval[api]>=0.4.9"], check=True)
+    model = f"model=llama,base_url={url}/v1/completions,tokenizer_backend=remote,num_concurrent=1,max_retries=1,max_length=250"
+    command = [
+        folder / "venv/bin/lm_eval",
+        "--model",
+        "local-completions",
+        "--model_args",
+        model,
+        "--tasks",
+        ",".join(TASKS),
+    ]
+    subprocess.run(
+        [*command, "--include_path", folder, "--output_path", folder / "out", "--log_samples"],
+        check=True,
+        cwd=folder,
+    )
+    samples = {name: next((folder / "out").rglob(f"samples_{name}_*.jsonl")) for name in TASKS}
+    return {
+        name: [json.loads(line) for line in path.read_text().splitlines()] for name, path in samples.items()
+    }
+
+
+def test_lm_eval_gets_the_models_own_scores_and_text(tmp_path: Path) -> None:
+    flags = (
+        "--model",
+        str(GOLDEN / "llama"),
+        "--dtype",
+        "float32",
+        "--max-running",
+        "4",
+        "--prefill-chunk",
+        "32",
+    )
+    with running_server(*flags) as server:
+        samples = evaluate(server.url, tmp_path)
+    for document, sample in zip(DOCUMENTS, samples["lev_choice"], strict=True):
+        got = [float(score) for ((score, _),) in sample["resps"]]  # type: ignore[attr-defined]
+        wanted = [loglikelihood(str(document["question"]), choice) for choice in document["choices"]]  # type: ignore[attr-defined]
+        np.testing.assert_allclose(got, wanted, atol=1e-3)
+        assert sample["acc"] == 1.0 and wanted.index(max(wanted)) == document["answer"]
+    for document, sample in zip(DOCUMENTS, samples["lev_generate"], strict=True):
+        assert sample["resps"] == [[continue_greedily(str(document["question"]), 6)]]

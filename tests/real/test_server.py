@@ -1,0 +1,312 @@
+"""The real thing through the front door: levserve with the bundled model, curl, and OpenAI's own SDK."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import openai
+import pytest
+
+from tests.conftest import GOLDEN, QUICK_COMPILE
+from tests.engines import cache_folder
+from tests.servers import Server, running_server
+from tests.waiting import wait_until
+
+MODEL = "smollm2-135m"
+QUESTIONS = [
+    f"What is the capital of {country}?"
+    for country in ("France", "Italy", "Japan", "Spain", "Peru", "Egypt", "Chile", "Kenya")
+]
+
+
+@pytest.fixture(scope="module")
+def server(bundled_gguf: Path) -> Iterator[Server]:
+    """The bundled model as a newcomer gets it, with fewer rows so that a test run compiles less."""
+    flags = (
+        "--model",
+        str(bundled_gguf),
+        "--served-model-name",
+        MODEL,
+        "--max-running",
+        "8",
+        "--prefill-chunk",
+        "128",
+    )
+    with running_server(*flags) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=120) as client:
+        yield client
+
+
+def chat(client: openai.OpenAI, question: str, max_tokens: int = 12) -> str:
+    answer = client.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": question}], max_tokens=max_tokens, temperature=0
+    )
+    return str(answer.choices[0].message.content)
+
+
+def test_the_sdk_chats(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "What is the capital of France?"}],
+        max_tokens=20,
+        temperature=0,
+    )
+    assert "Paris" in str(answer.choices[0].message.content)
+    assert answer.choices[0].finish_reason in ("stop", "length")
+    assert answer.usage is not None
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+
+
+def test_the_sdk_streams_what_it_would_get_whole(client: openai.OpenAI) -> None:
+    whole = chat(client, "Tell me a fact about the moon.", 24)
+    stream = client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "Tell me a fact about the moon."}],
+        max_tokens=24,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(stream)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == whole
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert len([chunk for chunk in chunks if chunk.choices and chunk.choices[0].delta.content]) > 3, (
+        "tokens come one by one"
+    )
+    assert chunks[-1].choices == [] and chunks[-1].usage is not None
+
+
+def test_eight_bits_find_the_reference_likeliest_in_nineteen_of_twenty_places_and_go_its_way_in_half_of_the_cases(
+    server: Server,
+) -> None:
+    """Measured: 368 of 384, and for sixteen tokens in 4 of 8, where two tokens are often about as likely."""
+    cases = json.loads((GOLDEN / "smollm2-135m.json").read_text())["cases"]
+    asked = {"model": MODEL, "temperature": 0, "ignore_eos": True, "skip_special_tokens": False}
+    prompts = [case["prompt_tokens"] for case in cases]
+    reply = server.call("/v1/completions", {**asked, "prompt": prompts, "max_tokens": 16})
+    texts = [choice["text"] for choice in reply.body["choices"]]
+    assert reply.body["usage"]["completion_tokens"] == 16 * 8
+    agreeing = [case["greedy_text"].startswith(text) for case, text in zip(cases, texts)]
+    assert sum(agreeing) >= 4, [(case["greedy_text"][:60], text) for case, text in zip(cases, texts)]
+
+    whole = [case["prompt_tokens"] + case["greedy"] for case in cases]
+    reply = server.call(
+        "/v1/completions", {**asked, "prompt": whole, "max_tokens": 0, "echo": True, "logprobs": 1}
+    )
+    is_found: list[bool] = []
+    for case, choice in zip(cases, reply.body["choices"]):
+        start, scored = len(case["prompt_tokens"]), choice["logprobs"]
+        likeliest = [max(top, key=top.get) for top in scored["top_logprobs"][start:]]
+        is_found += [found == token for found, token in zip(likeliest, scored["tokens"][start:], strict=True)]
+    assert len(is_found) == sum(len(case["greedy"]) for case in cases)
+    assert sum(is_found) >= 0.95 * len(is_found)
+
+
+def test_eight_requests_at_once_are_batched_and_get_the_text_they_would_get_alone(
+    server: Server, client: openai.OpenAI
+) -> None:
+    alone = [chat(client, question) for question in QUESTIONS]
+    rounds, rows = server.metric("batch_rows_count"), server.metric("batch_rows_sum")
+    with ThreadPoolExecutor(len(QUESTIONS)) as pool:
+        together = list(pool.map(lambda question: chat(client, question), QUESTIONS))
+    rounds, rows = server.metric("batch_rows_count") - rounds, server.metric("batch_rows_sum") - rows
+    assert rows / rounds > 2, "nothing was batched"
+    assert together == alone
+
+
+def test_curl_gets_an_answer_and_a_stream(server: Server) -> None:
+    body = json.dumps({"model": MODEL, "prompt": "Once upon a time", "max_tokens": 8, "temperature": 0})
+    command = ["curl", "-sS", "-H", "Content-Type: application/json", f"{server.url}/v1/completions", "-d"]
+    whole = json.loads(subprocess.run([*command, body], capture_output=True, check=True, timeout=60).stdout)
+    assert whole["choices"][0]["text"].startswith(", the city of Nova Haven")
+    command = [*command, body[:-1] + ', "stream": true}', "-N"]
+    streamed = subprocess.run(command, capture_output=True, check=True, text=True, timeout=60).stdout
+    events = [line.removeprefix("data: ") for line in streamed.splitlines() if line]
+    assert events[-1] == "[DONE]"
+    assert (
+        "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1])
+        == whole["choices"][0]["text"]
+    )
+
+
+def test_sampling_with_a_seed_repeats_itself_and_without_one_does_not(client: openai.OpenAI) -> None:
+    def draw(seed: int | None) -> str:
+        answer = client.completions.create(
+            model=MODEL,
+            prompt="My favourite",
+            max_tokens=12,
+            temperature=1.0,
+            top_p=0.95,
+            seed=seed,  # type: ignore[arg-type]
+        )
+        return answer.choices[0].text
+
+    assert draw(7) == draw(7)
+    assert len({draw(None) for _ in range(3)}) > 1
+
+
+def test_a_client_that_hangs_up_stops_its_request(server: Server) -> None:
+    before = server.metric("finished_total", reason="cancelled")
+    for stream in (True, False):
+        body = json.dumps(
+            {"model": MODEL, "prompt": "Count", "max_tokens": 2000, "ignore_eos": True, "stream": stream}
+        )
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=30) as connection:
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+            connection.sendall((head + body).encode())
+            wait_until(lambda: server.metric("requests_running") == 1)
+        wait_until(lambda: server.metric("requests_running") == 0)
+    assert server.metric("finished_total", reason="cancelled") == before + 2
+    assert server.metric("kv_pages_used") == 0
+
+
+def test_the_server_says_how_it_is(server: Server) -> None:
+    assert server.call("/healthz").status == 200
+    assert server.call("/readyz").status == 200
+    assert [model["id"] for model in server.call("/v1/models").body["data"]] == [MODEL]
+    assert server.metric("generated_tokens_total") > 0 and server.metric("ttft_seconds_count") > 0
+    assert server.metric("inter_token_seconds_count") > 0 and server.metric("kv_pages_total") > 0
+    assert any("curl" in line for line in server.lines), "it tells a newcomer what to try"
+
+
+def test_mistakes_get_the_openai_error_shape(client: openai.OpenAI, server: Server) -> None:
+    with pytest.raises(openai.NotFoundError) as unknown:
+        client.completions.create(model="gpt-17", prompt="x")
+    assert unknown.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as long:
+        client.completions.create(model=MODEL, prompt=[5] * 8190, max_tokens=16)
+    assert long.value.code == "context_length_exceeded" and "maximum context length is 8192" in str(
+        long.value
+    )
+    assert server.call("/nowhere").body["error"]["type"] == "invalid_request_error"
+
+
+def test_a_full_queue_answers_429_and_a_drain_lets_a_request_finish() -> None:
+    flags = (
+        "--model",
+        str(GOLDEN / "llama"),
+        "--max-running",
+        "1",
+        "--max-waiting",
+        "1",
+        "--prefill-chunk",
+        "16",
+    )
+    with running_server(*flags, **QUICK_COMPILE) as server:
+        body = {"model": "llama", "prompt": [5, 6], "max_tokens": 250, "ignore_eos": True}
+        with ThreadPoolExecutor(12) as pool:
+            replies = list(pool.map(lambda _: server.call("/v1/completions", body), range(12)))
+            statuses = [reply.status for reply in replies]
+            assert set(statuses) == {200, 429}
+            refused = replies[statuses.index(429)]
+            assert (
+                refused.body["error"]["code"] == "rate_limit_exceeded"
+                and int(refused.headers["Retry-After"]) >= 1
+            )
+            last = pool.submit(server.call, "/v1/completions", body)
+            wait_until(lambda: server.metric("requests_running") == 1)
+            assert server.end(signal.SIGTERM) == 0
+            assert last.result().body["usage"]["completion_tokens"] == 250
+
+
+def run_cli(*flags: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "levserve.cli", *flags], capture_output=True, text=True, timeout=120
+    )
+
+
+def test_a_dry_run_prints_the_memory_plan_and_exits_0(tmp_path: Path) -> None:
+    flags = (
+        "--model",
+        str(GOLDEN / "qwen3"),
+        "--max-running",
+        "4",
+        "--prefill-chunk",
+        "16",
+        "--cache-dir",
+        str(tmp_path),
+    )
+    result = run_cli("--dry-run", *flags)
+    assert result.returncode == 0, result.stderr
+    for word in (
+        "weights",
+        "KV pages",
+        "decode shapes 2, 4",
+        "threads     52 for HTTP",
+        "one token generated",
+    ):
+        assert word in result.stdout
+
+
+def test_a_dry_run_tries_every_model_that_has_a_section(tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN / "qwen3", tmp_path / "broken")
+    os.truncate(tmp_path / "broken" / "model.safetensors", 5000)
+    sections = "".join(
+        f"[model.{name}]\nmodel = {folder / name}\n"
+        for name, folder in (("qwen3", GOLDEN), ("broken", tmp_path))
+    )
+    (tmp_path / "serve.ini").write_text(f"[engine]\nprefill-chunk = 16\ndevice = cpu\n{sections}")
+    result = run_cli(
+        "--dry-run",
+        "--config",
+        str(tmp_path / "serve.ini"),
+        "--cache-dir",
+        str(cache_folder()),
+        "--log-level",
+        "error",
+    )
+    assert result.returncode == 1
+    assert "models      qwen3, broken" in result.stdout and "qwen3: one token generated" in result.stdout
+    (line,) = result.stderr.strip().splitlines()
+    assert (
+        line.startswith("levserve: error: model broken: ")
+        and str(tmp_path / "broken" / "model.safetensors") in line
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "words"),
+    [
+        (("--model", "/no/such/folder"), 2, ("'/no/such/folder' does not exist",)),
+        (("--model", str(GOLDEN)), 2, ("config.json",)),
+        (("--model", str(GOLDEN / "llama"), "--max-seq-len", "100000"), 2, ("--max-seq-len 100000", "256")),
+        (
+            ("--model", str(GOLDEN / "llama"), "--chat-template", "/no/such.jinja"),
+            1,
+            ("--chat-template /no/such.jinja",),
+        ),
+    ],
+)
+def test_a_model_that_cannot_be_served_ends_with_one_line(
+    flags: tuple[str, ...], code: int, words: tuple[str, ...]
+) -> None:
+    result = run_cli("--port", "0", "--log-level", "error", *flags)
+    assert result.returncode == code
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("levserve: error: "), result.stderr
+    for word in words:
+        assert word in lines[0]
+
+
+def test_a_model_whose_file_is_cut_off_ends_the_server_with_one_line(tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN / "llama", tmp_path, dirs_exist_ok=True)
+    os.truncate(tmp_path / "model.safetensors", 5000)
+    result = run_cli("--port", "0", "--log-level", "error", "--model", str(tmp_path))
+    assert result.returncode == 1
+    (line,) = result.stderr.strip().splitlines()
+    assert line.startswith("levserve: error: ") and str(tmp_path / "model.safetensors") in line

@@ -1,0 +1,490 @@
+"""Paged attention against a dense one, over tables and lengths of every kind."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import jaxpr_as_fun
+
+from levserve.model import cache
+from levserve.model.attention import Kernel, attend, choose_kernel
+from levserve.model.config import ModelConfig
+from levserve.model.gpu.decode_attention import decode_attention
+from levserve.model.gpu.heads import HeadNorms, place_heads
+from levserve.model.gpu.paged_attention import (
+    LOG2_E,
+    ONE_QUERY_PROGRAMS,
+    choose_splits,
+    choose_tiling,
+    paged_attention,
+    share,
+)
+from levserve.model.rotary import Angles, rotate
+
+INT8 = jnp.dtype(jnp.int8)
+
+
+def dense(
+    q: np.ndarray,
+    keys: np.ndarray,
+    values: np.ndarray,
+    positions: np.ndarray,
+    window: int | None,
+    softcap: float | None = None,
+) -> np.ndarray:
+    """One query at a time in float64: q [chunk, kv, group, size], keys and values [length, kv, size]."""
+    out = np.zeros(q.shape)
+    for index, position in enumerate(positions):
+        if position < 0:
+            continue
+        first = 0 if window is None else max(0, position - window + 1)
+        for head in range(q.shape[1]):
+            scores = keys[first : position + 1, head].astype(np.float64) @ q[index, head].T.astype(np.float64)
+            if softcap is not None:
+                scores = softcap * np.tanh(scores / softcap)
+            weights = np.exp(scores - scores.max(0))
+            out[index, head] = (weights / weights.sum(0)).T @ values[first : position + 1, head]
+    return out
+
+
+@pytest.mark.parametrize(
+    ("page_size", "kernel"), [(4, Kernel.XLA), (16, Kernel.XLA), (32, Kernel.XLA), (16, Kernel.LLVM)]
+)
+@pytest.mark.parametrize(("kv_heads", "group", "size"), [(1, 1, 64), (2, 3, 32), (1, 8, 80)])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (7, None), (7, 2.0)])
+def test_paged_attention_equals_dense_attention(
+    page_size: int,
+    kv_heads: int,
+    group: int,
+    size: int,
+    window: int | None,
+    softcap: float | None,
+    kernel: Kernel,
+) -> None:
+    rng = np.random.default_rng(page_size * 100 + group)
+    chunk, lengths = 3, [3, page_size + 3, 2 * page_size, 290]
+    width = -(-max(lengths) // page_size) + 1
+    num_pages = width * len(lengths) + 3
+    table = rng.permutation(num_pages)[: width * len(lengths)].reshape(len(lengths), width).astype(np.int32)
+    pool = jnp.asarray(rng.standard_normal((num_pages, 2, kv_heads, page_size, size), dtype=np.float32))
+    q = rng.standard_normal((len(lengths), chunk, kv_heads, group, size), dtype=np.float32)
+    positions = np.stack([np.arange(length - chunk, length) for length in lengths]).astype(np.int32)
+    positions[2, 2] = -1  # padding
+    given = jnp.asarray(q * 4), pool, jnp.asarray(table), jnp.asarray(positions)
+    got = attend(*given, window=window, softcap=softcap, scale=0.25, kernel=kernel)
+    for row, length in enumerate(lengths):
+        whole = (
+            np.asarray(pool)[table[row]].transpose(1, 0, 3, 2, 4).reshape(2, -1, kv_heads, size)[:, :length]
+        )
+        np.testing.assert_allclose(
+            got[row], dense(q[row], *whole, positions[row], window, softcap), atol=1e-5, rtol=1e-5
+        )
+
+
+@pytest.mark.parametrize(
+    ("storage", "kernel"),
+    [
+        (jnp.uint16, Kernel.XLA),
+        (jnp.bfloat16, Kernel.XLA),
+        (jnp.bfloat16, Kernel.LLVM_AMX),
+        (jnp.uint16, Kernel.LLVM),
+        (jnp.bfloat16, Kernel.LLVM),
+    ],
+)
+@pytest.mark.parametrize(
+    ("chunk", "kv_heads", "group"), [(1, 2, 1), (1, 3, 3), (5, 1, 3), (1, 1, 16), (1, 2, 17), (40, 1, 2)]
+)
+def test_bfloat16_is_mixed_like_the_numbers_it_stands_for(
+    chunk: int, kv_heads: int, group: int, storage: type, kernel: Kernel
+) -> None:
+    """Whether there is one query, a few or many: each has a road of its own."""
+    rng = np.random.default_rng(group)
+    lengths, page_size, size = [chunk, 64, 65, 290], 32, 64
+    table = rng.permutation(43)[:40].reshape(4, 10).astype(np.int32)
+    numbers = jnp.asarray(rng.standard_normal((43, 2, kv_heads, page_size, size)), jnp.bfloat16)
+    q = jnp.asarray(rng.standard_normal((4, chunk, kv_heads, group, size)), jnp.bfloat16).astype(jnp.float32)
+    positions = np.stack([np.arange(length - chunk, length) for length in lengths]).astype(np.int32)
+    positions[1, 0] = -1  # padding
+    pool = cache.to_storage(numbers, jnp.dtype(storage))
+    got = attend(q, pool, jnp.asarray(table), jnp.asarray(positions), kernel=kernel)
+    for row, length in enumerate(lengths):
+        whole = (
+            np.asarray(numbers, np.float32)[table[row]]
+            .transpose(1, 0, 3, 2, 4)
+            .reshape(2, -1, kv_heads, size)[:, :length]
+        )
+        np.testing.assert_allclose(
+            got[row], dense(np.asarray(q)[row], *whole, positions[row], None), atol=8e-3
+        )
+
+
+@pytest.mark.parametrize(
+    ("chunk", "page_size", "kv_heads", "group", "size", "window", "softcap", "splits"),
+    [
+        (1, 32, 2, 4, 64, None, None, None),
+        (1, 32, 3, 3, 64, 40, None, 1),
+        (1, 4, 2, 2, 80, None, 1.5, 2),
+        (1, 128, 1, 2, 256, 40, None, 4),
+        (32, 32, 2, 3, 64, None, 1.5, 1),
+        (32, 16, 1, 1, 128, 40, None, 2),
+        (16, 64, 1, 8, 96, 40, None, 1),
+    ],
+)
+def test_the_gpu_kernel_equals_the_plain_one(
+    chunk: int,
+    page_size: int,
+    kv_heads: int,
+    group: int,
+    size: int,
+    window: int | None,
+    softcap: float | None,
+    splits: int | None,
+) -> None:
+    rng = np.random.default_rng(group)
+    lengths = np.asarray([1, page_size, page_size + 1, 130, 0])[:, None]  # the last row is padding
+    width = -(-130 // page_size) + 1
+    num_pages = width * len(lengths) + 2
+    table = jnp.asarray(
+        rng.permutation(num_pages)[: width * len(lengths)].reshape(len(lengths), width), jnp.int32
+    )
+    pool = jnp.asarray(rng.standard_normal((num_pages, 2, kv_heads, page_size, size), dtype=np.float32))
+    q = jnp.asarray(
+        rng.standard_normal((len(lengths), chunk, kv_heads, group, size), dtype=np.float32) * size**-0.5
+    )
+    positions = np.maximum(lengths - chunk, 0) + np.arange(chunk)[None]
+    positions = np.where(positions < lengths, positions, -1).astype(np.int32)
+    plain = attend(q, pool, table, jnp.asarray(positions), window=window, softcap=softcap)
+    kernel = paged_attention(
+        q * LOG2_E,
+        pool,
+        table,
+        jnp.asarray(positions),
+        window=window,
+        softcap=softcap,
+        splits=splits,
+        interpret=True,
+    )
+    is_given = positions >= 0
+    np.testing.assert_allclose(
+        np.asarray(kernel)[is_given], np.asarray(plain)[is_given], atol=1e-5, rtol=1e-5
+    )
+
+
+def mapping_of(function: Callable[..., Any], *given: jax.Array) -> Any:
+    """How the kernel in it is laid out. A card begins programs with the first of the grid's dimensions fastest."""
+    (inner,) = (equation.params["jaxpr"] for equation in jax.make_jaxpr(function)(*given).eqns)
+    (call,) = (equation for equation in inner.eqns if equation.primitive.name == "pallas_call")
+    return call.params["grid_mapping"]
+
+
+def test_the_gpu_kernel_for_decoding_begins_a_row_when_all_before_it_have_begun() -> None:
+    rows, kv_heads, splits = 5, 2, 4
+    qkv, pool, table = (
+        jnp.zeros((rows, 4 * kv_heads, 64)),
+        jnp.zeros((9, 2, kv_heads, 32, 64)),
+        jnp.zeros((rows, 8), jnp.int32),
+    )
+    decode = functools.partial(decode_attention, kv_heads=kv_heads, scale=1.0, splits=splits)
+    assert mapping_of(decode, qkv, pool, table, jnp.zeros(rows, jnp.int32)).grid == (kv_heads, splits, rows)
+
+
+@pytest.mark.parametrize(("group", "blocks"), [(1, 1), (2, 2), (4, 4), (8, 4)])
+def test_the_gpu_kernel_for_prompts_takes_more_queries_together_where_a_group_is_small(
+    group: int, blocks: int
+) -> None:
+    """And begins with the last of them, which see most, in all heads."""
+    rows, chunk, kv_heads, splits = 3, 64, 2, 2
+    q, pool = jnp.zeros((rows, chunk, kv_heads, group, 64)), jnp.zeros((9, 2, kv_heads, 32, 64))
+    attention = functools.partial(paged_attention, splits=splits)
+    mapping = mapping_of(
+        attention, q, pool, jnp.zeros((rows, 8), jnp.int32), jnp.zeros((rows, chunk), jnp.int32)
+    )
+    assert mapping.grid == (kv_heads, splits, rows * blocks)
+    of_queries = jaxpr_as_fun(mapping.block_mappings[0].index_map_jaxpr)
+    taken = [int(of_queries(0, 0, block)[0]) for block in range(rows * blocks)]
+    assert taken == list(reversed(range(rows * blocks)))
+
+
+def prepare(x: jax.Array, weight: jax.Array | None, angles: Angles | None) -> jax.Array:
+    """Heads [row, chunk, head, head_size], normed and turned by what there is to norm and turn them by."""
+    if weight is not None:
+        x = x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-3) * weight[None, None, None]
+    return x if angles is None else rotate(x, angles)
+
+
+@pytest.mark.parametrize(
+    ("rows", "chunk", "page_size", "kv_heads", "group", "size", "turned", "is_normed", "storage"),
+    [
+        (3, 32, 16, 2, 4, 64, 64, False, jnp.float32),
+        (2, 16, 4, 3, 3, 64, 64, True, jnp.float32),
+        (3, 5, 32, 2, 1, 80, 40, True, jnp.float32),
+        (1, 48, 16, 1, 2, 96, 0, True, cache.FP8),
+        (2, 24, 16, 2, 2, 128, 128, False, jnp.bfloat16),
+    ],
+)
+def test_the_gpu_kernel_for_heads_equals_norming_turning_and_writing(
+    rows: int,
+    chunk: int,
+    page_size: int,
+    kv_heads: int,
+    group: int,
+    size: int,
+    turned: int,
+    is_normed: bool,
+    storage: type,
+) -> None:
+    rng = np.random.default_rng(group)
+
+    def normal(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(shape, dtype=np.float32))
+
+    width = -(-chunk // page_size) + 1
+    num_pages = width * rows + 1
+    table = jnp.asarray(rng.permutation(num_pages)[: width * rows].reshape(rows, width), jnp.int32)
+    pool = cache.to_storage(normal(num_pages, 2, kv_heads, page_size, size), jnp.dtype(storage))
+    positions = np.arange(chunk)[None] + np.arange(rows)[:, None]
+    positions[-1, chunk // 2 :] = -1  # padding, which is written nowhere
+    place = cache.place(table, jnp.asarray(positions, jnp.int32), pool)
+    heads, by = normal(rows, chunk, (group + 2) * kv_heads, size), normal(rows, chunk, 1, turned // 2)
+    angles = Angles(jnp.cos(by), jnp.sin(by)) if turned else None
+    norms = HeadNorms(normal(size), normal(size)) if is_normed else None
+    flat = heads.reshape(rows * chunk, -1, size)
+    got, written = place_heads(
+        flat, pool, place, angles, norms, kv_heads=kv_heads, scale=0.25, eps=1e-3, interpret=True
+    )
+
+    queries, keys, values = jnp.split(heads, [group * kv_heads, (group + 1) * kv_heads], axis=2)
+    queries, keys = (prepare(x, weight, angles) for x, weight in zip((queries, keys), norms or (None, None)))
+    wanted = queries.reshape(rows, chunk, kv_heads, group, size) * (0.25 * LOG2_E)
+    spread = {jnp.float32: 2e-6, jnp.bfloat16: 2**-8, cache.FP8: 2**-11}[
+        storage
+    ]  # fp8 is multiplied in float16
+    np.testing.assert_allclose(np.asarray(got, np.float32), wanted, atol=2e-6, rtol=spread)
+    put, wanted_put = (
+        np.asarray(array, np.float32) for array in (written, cache.write(pool, keys, values, place))
+    )
+    assert (put != np.asarray(pool, np.float32)).any((0, 3, 4)).all(), "keys and values of every head"
+    np.testing.assert_allclose(
+        put, wanted_put, atol=2e-6, rtol={jnp.float32: 1e-5, jnp.bfloat16: 2**-7, cache.FP8: 0.13}[storage]
+    )
+    assert storage is jnp.float32 or (put != wanted_put).mean() < 1e-3, (
+        "but for what rounding makes of a sum in another order"
+    )
+
+
+@pytest.mark.parametrize(
+    (
+        "page_size",
+        "kv_heads",
+        "group",
+        "size",
+        "turned",
+        "is_normed",
+        "window",
+        "softcap",
+        "splits",
+        "storage",
+    ),
+    [
+        (32, 2, 4, 64, 64, False, None, None, None, jnp.float32),
+        (32, 3, 3, 64, 64, True, 40, None, 1, jnp.float32),
+        (4, 2, 2, 80, 40, False, None, 1.5, 2, jnp.float32),
+        (128, 1, 2, 256, 256, True, 40, None, 4, jnp.float32),
+        (16, 1, 8, 96, 96, True, None, None, 1, cache.FP8),
+        (16, 2, 1, 96, 0, False, 20, None, 2, cache.FP8),
+    ],
+)
+def test_the_gpu_kernel_for_decoding_equals_norming_turning_writing_and_attending(
+    page_size: int,
+    kv_heads: int,
+    group: int,
+    size: int,
+    turned: int,
+    is_normed: bool,
+    window: int | None,
+    softcap: float | None,
+    splits: int | None,
+    storage: type,
+) -> None:
+    rng = np.random.default_rng(group)
+
+    def normal(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(shape, dtype=np.float32))
+
+    lengths = np.asarray([1, page_size, page_size + 1, 130, 0])  # the last row is padding
+    rows, width = len(lengths), -(-130 // page_size) + 1
+    num_pages = width * rows + 2
+    table = jnp.asarray(rng.permutation(num_pages)[: width * rows].reshape(rows, width), jnp.int32)
+    pool = cache.to_storage(normal(num_pages, 2, kv_heads, page_size, size), jnp.dtype(storage))
+    heads, positions = normal(rows, (group + 2) * kv_heads, size), jnp.asarray(lengths - 1, jnp.int32)
+    by = normal(rows, 1, 1, turned // 2)
+    angles = Angles(jnp.cos(by), jnp.sin(by)) if turned else None
+    norms = HeadNorms(normal(size), normal(size)) if is_normed else None
+    rules: dict[str, Any] = dict(scale=size**-0.5, window=window, softcap=softcap)
+    got, written = decode_attention(
+        heads,
+        pool,
+        table,
+        positions,
+        angles,
+        norms,
+        kv_heads=kv_heads,
+        eps=1e-3,
+        splits=splits,
+        interpret=True,
+        **rules,
+    )
+
+    queries, keys, values = jnp.split(heads, [group * kv_heads, (group + 1) * kv_heads], axis=1)
+    queries, keys = (
+        prepare(x[:, None], weight, angles) for x, weight in zip((queries, keys), norms or (None, None))
+    )
+    wanted_pool = cache.write(pool, keys, values[:, None], cache.place(table, positions[:, None], pool))
+    grouped = queries.reshape(rows, 1, kv_heads, group, size)
+    wanted = attend(grouped, wanted_pool, table, positions[:, None], **rules).reshape(got.shape)
+    is_exact = storage is jnp.float32
+    np.testing.assert_allclose(
+        np.asarray(got[:-1], np.float32), wanted[:-1].astype(jnp.float32), atol=2e-5 if is_exact else 2e-2
+    )
+    put, wanted_put = (np.asarray(array, np.float32) for array in (written, wanted_pool))
+    np.testing.assert_allclose(put, wanted_put, atol=1e-6, rtol=1e-5 if is_exact else 0.13)
+    assert is_exact or (put != wanted_put).sum() <= 2, "but for what rounding makes of a sum in another order"
+
+
+@pytest.mark.parametrize("splits", [1, 2, 8])
+@pytest.mark.parametrize(("start", "end"), [(0, 0), (0, 1), (0, 7), (3, 64)])
+def test_splits_have_equal_parts_of_the_steps_a_row_has(start: int, end: int, splits: int) -> None:
+    """And not of those of the longest context: a row of 1,000 tokens would be one split's in a model that takes 128,000."""
+    shares = [
+        share(jnp.int32(start), jnp.int32(end), jnp.int32(split), splits, 4096) for split in range(splits)
+    ]
+    steps = [list(range(int(first), int(last))) for first, last in shares]
+    assert sum(steps, []) == list(range(start, end))
+    assert max(map(len, steps)) == -(-(end - start) // splits)
+
+
+@pytest.mark.parametrize(
+    ("programs", "steps", "splits"),
+    [(2048, 64, 1), (512, 64, 2), (256, 64, 4), (64, 64, 8), (64, 1, 1), (8, 64, 16)],
+)
+def test_a_few_rows_are_split_until_they_fill_the_card(programs: int, steps: int, splits: int) -> None:
+    assert choose_splits(programs, steps, ONE_QUERY_PROGRAMS) == splits
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype", "keys", "more"),
+    [
+        (64, jnp.bfloat16, 64, 1),
+        (80, jnp.bfloat16, 64, 1),
+        (128, jnp.bfloat16, 64, 1),
+        (256, jnp.bfloat16, 32, 0),
+        (128, cache.FP8, 32, 0),
+    ],
+)
+def test_a_row_that_is_not_split_has_more_steps_under_way(
+    size: int, dtype: Any, keys: int, more: int
+) -> None:
+    """Where it pays: a long one is then nearly alone for some time."""
+    split, whole = ONE_QUERY_PROGRAMS // 2, ONE_QUERY_PROGRAMS // 2 + 1
+    assert (
+        choose_splits(split, 64, ONE_QUERY_PROGRAMS) == 2
+        and choose_splits(whole, 64, ONE_QUERY_PROGRAMS) == 1
+    )
+    few, many = (choose_tiling(1, size, jnp.dtype(dtype), num_programs) for num_programs in (split, whole))
+    assert few.keys == keys
+    assert many == few._replace(num_stages=few.num_stages + more)
+
+
+@pytest.mark.parametrize("chunk", [1, 16])
+@pytest.mark.parametrize("way", ["kernel", "xla", "xla on bits", "llvm on bits"])
+def test_fp8_is_mixed_like_the_numbers_it_stands_for(way: str, chunk: int) -> None:
+    """By the GPU's kernel, by the plain one there, and by both on a CPU, which stores bits."""
+    rng = np.random.default_rng(chunk)
+    lengths, page_size, size = [chunk, 64, 130], 32, 64
+    table = rng.permutation(17)[:15].reshape(3, 5).astype(np.int32)
+    given = jnp.asarray(rng.standard_normal((17, 2, 2, page_size, size)), jnp.float32)
+    pool = cache.to_storage(
+        given, cache.storage_dtype(cache.FP8, "cpu" if way.endswith("on bits") else "gpu")
+    )
+    q = jnp.asarray(rng.standard_normal((3, chunk, 2, 3, size)) / 8, jnp.bfloat16).astype(jnp.float32)
+    positions = np.stack([np.arange(length - chunk, length) for length in lengths]).astype(np.int32)
+    if way == "kernel":
+        got = paged_attention(q * LOG2_E, pool, jnp.asarray(table), jnp.asarray(positions), interpret=True)
+        assert got.dtype == jnp.float16
+    else:
+        kernel = Kernel.LLVM if way.startswith("llvm") else Kernel.XLA
+        got = attend(q, pool, jnp.asarray(table), jnp.asarray(positions), kernel=kernel)
+    numbers = np.asarray(given.astype(cache.FP8).astype(jnp.float32))
+    assert (numbers != np.asarray(given)).mean() > 0.9
+    for row, length in enumerate(lengths):
+        whole = numbers[table[row]].transpose(1, 0, 3, 2, 4).reshape(2, -1, 2, size)[:, :length]
+        wanted = dense(np.asarray(q)[row], *whole, positions[row], None)
+        np.testing.assert_allclose(np.asarray(got[row], np.float32), wanted, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("platform", "head_dim", "kernel"),
+    [
+        ("cpu", 64, Kernel.LLVM),
+        ("cpu", 72, Kernel.XLA),
+        ("tpu", 64, Kernel.XLA),
+        ("gpu", 64, Kernel.TRITON),
+        ("gpu", 80, Kernel.TRITON),
+        ("gpu", 512, Kernel.XLA),
+    ],
+)
+def test_the_kernel_is_chosen_by_what_it_can_serve(platform: str, head_dim: int, kernel: Kernel) -> None:
+    config = ModelConfig(100, 64, 64, 1, 2, 1, head_dim, 1e-5, 1e4, 128, True)
+    assert choose_kernel(platform, config)[0] is kernel
+    matrix_units = "avx512_vnni amx_bf16"
+    for features, narrow, better in (
+        (matrix_units, None, Kernel.LLVM_AMX),
+        (matrix_units, INT8, Kernel.LLVM_VNNI),
+        ("avx2 avx512_vnni", None, Kernel.LLVM_VNNI),
+        ("asimd asimddp", INT8, Kernel.LLVM_DOT),
+        ("avx2", INT8, Kernel.LLVM),
+    ):
+        assert choose_kernel(platform, config, features, narrow)[0] is (
+            better if kernel is Kernel.LLVM else kernel
+        )
+
+
+def test_writes_go_to_their_page_and_padding_goes_nowhere() -> None:
+    pool = jnp.zeros((5, 2, 1, 4, 2), jnp.float32)
+    table = jnp.asarray([[3, 1], [0, 2]], jnp.int32)
+    positions = jnp.asarray([[3, 4], [1, -1]], jnp.int32)
+    keys = jnp.arange(8, dtype=jnp.float32).reshape(2, 2, 1, 2) + 1
+    written = np.asarray(cache.write(pool, keys, -keys, cache.place(table, positions, pool)))
+    expected = np.zeros((5, 2, 1, 4, 2), np.float32)
+    expected[3, 0, 0, 3], expected[1, 0, 0, 0], expected[0, 0, 0, 1] = (1, 2), (3, 4), (5, 6)
+    expected[:, 1] = -expected[:, 0]
+    np.testing.assert_array_equal(written, expected)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_fp8_has_no_number_that_is_too_large_and_keeps_what_is_none(platform: str) -> None:
+    given = jnp.asarray([0.0, 0.3, -17.0, 2.0**-9, 448.0, 460.0, 1e9, -jnp.inf, jnp.nan], jnp.float32)
+    stored = cache.to_storage(given, cache.storage_dtype(cache.FP8, platform))
+    assert stored.dtype == (jnp.uint8 if platform == "cpu" else cache.FP8)
+    wanted = np.asarray([0.0, 0.3125, -16.0, 2.0**-9, 448.0, 448.0, 448.0, -448.0, np.nan], np.float32)
+    np.testing.assert_array_equal(cache.from_storage(stored).astype(jnp.float32), wanted)
+
+
+def test_all_bits_of_fp8_are_read_as_the_number_they_stand_for() -> None:
+    bits = np.arange(256, dtype=np.uint8)
+    np.testing.assert_array_equal(
+        cache.from_storage(jnp.asarray(bits)), bits.view(cache.FP8).astype(np.float32)
+    )
+
+
+def test_bfloat16_survives_its_storage_as_bits() -> None:
+    numbers = jnp.asarray([0.0, -0.0, 1.5, -3.25e-20, 3e38, 1 / 3], jnp.bfloat16)
+    bits = cache.to_storage(numbers, cache.BITS[jnp.dtype(jnp.bfloat16)])
+    assert bits.dtype == jnp.uint16
+    np.testing.assert_array_equal(cache.from_storage(bits), numbers.astype(jnp.float32))

@@ -1,0 +1,180 @@
+"""Code that an earlier start compiled is found again, and only as it was kept and as long as nothing has changed."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from levserve.device.program_cache import find_program, keep_program
+from levserve.device.programs import Programs
+from levserve.jit import code_cache, xla_call
+from levserve.jit.code_cache import UNUSED_SECONDS, CodeCache, open_folder
+from levserve.model.cpu.linear import multiply, product_kernel
+from levserve.model.cpu.products import product_for
+from tests.conftest import GOLDEN
+from tests.engines import ask, read, running_engine
+from tests.waiting import wait_until
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """Where code is kept during a test; jax's own folder of programs is another."""
+    before = code_cache.current
+    code_cache.use_cache(CodeCache(tmp_path))
+    yield tmp_path
+    code_cache.use_cache(before)
+
+
+def test_what_was_kept_is_found_under_its_name_alone(tmp_path: Path) -> None:
+    kept = CodeCache(tmp_path)
+    kept.keep("one", b"code")
+    assert (kept.find("one"), kept.find("other")) == (b"code", None)
+    kept.keep("one", b"newer")
+    assert kept.find("one") == b"newer" and len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("data", [b"", b"rubbish", b"\x7fELF" + bytes(200)])
+def test_what_was_spoilt_is_not_found(data: bytes, tmp_path: Path) -> None:
+    CodeCache(tmp_path).keep("one", b"code")
+    (tmp_path / "one").write_bytes(data)
+    assert CodeCache(tmp_path).find("one") is None
+
+
+def test_who_cannot_write_does_without(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    kept = CodeCache(tmp_path / "absent")
+    kept.keep("one", b"code")
+    assert kept.find("one") is None and "cannot keep compiled code" in caplog.text
+
+
+def test_a_folder_is_of_one_version_of_the_sources_the_packages_the_cpu_and_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = tmp_path / "folders"
+    first = open_folder(folders, cpu="this one")
+    assert open_folder(folders, cpu="this one") == first
+    open_folder(folders, cpu="another")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/nowhere")
+    open_folder(folders, cpu="this one")
+    (tmp_path / "site" / "jaxlib-99.dist-info").mkdir(parents=True)
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    open_folder(folders, cpu="this one")
+    monkeypatch.setattr(code_cache, "OUR_SOURCES", tmp_path)
+    for number in range(2):
+        (tmp_path / "source.py").write_text(f"x = {number}\n")
+        open_folder(folders, cpu="this one")
+    assert len(list(folders.iterdir())) == 6, "each change made another"
+
+
+def test_a_folder_that_no_start_has_used_for_a_month_goes(tmp_path: Path) -> None:
+    ages = {"old": UNUSED_SECONDS + 60, "recent": UNUSED_SECONDS - 3600}
+    for name, age in ages.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "code").write_bytes(b"")
+        os.utime(tmp_path / name, times=(0, time.time() - age))
+    folder = open_folder(tmp_path, cpu="")
+    assert set(tmp_path.iterdir()) == {folder, tmp_path / "recent"}
+
+
+WEIGHT = np.arange(64 * 32, dtype=np.float32).reshape(64, 32).astype(jnp.bfloat16)
+X = np.eye(3, 32, dtype=np.float32)
+
+
+def check_kernel(name: str) -> None:
+    """Registers a kernel that multiplies, and lets it."""
+    xla_call.register(name, product_kernel(product_for(WEIGHT.dtype, 32)))
+    product = jax.ffi.ffi_call(name, jax.ShapeDtypeStruct((3, 64), jnp.float32))(
+        X, np.array([3], np.int32), WEIGHT
+    )
+    np.testing.assert_array_equal(product, X @ WEIGHT.astype(np.float32).T)
+
+
+def test_a_kernel_is_compiled_once_and_then_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_kernel("levserve_first")
+    (kept,) = folder.iterdir()
+    (folder / "levserve_second").write_bytes(kept.read_bytes())
+    monkeypatch.setattr(xla_call, "_compile", None)
+    check_kernel("levserve_second")
+    with pytest.raises(TypeError):
+        check_kernel("levserve_third")
+
+
+@pytest.mark.parametrize("data", [b"", b"rubbish", b"\x7fELF" + bytes(200)])
+def test_a_kernel_that_was_kept_and_spoilt_is_compiled_anew(data: bytes, folder: Path) -> None:
+    kept = folder / f"levserve_spoilt_{len(data)}"
+    kept.write_bytes(data)
+    check_kernel(kept.name)
+    assert kept.read_bytes() != data
+
+
+def test_who_cannot_keep_a_kernel_does_without(folder: Path) -> None:
+    code_cache.use_cache(CodeCache(folder / "absent"))
+    check_kernel("levserve_not_kept")
+    assert not list(folder.iterdir())
+
+
+def test_a_program_that_cannot_be_saved_runs_all_the_same_and_says_so(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shape = jax.ShapeDtypeStruct((3,), jnp.float32)
+    lowered = jax.jit(lambda x: jax.pure_callback(lambda given: np.asarray(given) + 1, shape, x)).lower(shape)
+    keep_program("callback", lowered, lowered.compile())
+    assert not list(folder.iterdir()) and "every start will compile it" in caplog.text
+
+
+def test_a_program_comes_back_with_the_kernel_it_calls(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = jax.devices("cpu")[0]
+    rng = np.random.default_rng(0)
+    weight, x = (
+        rng.standard_normal((64, 80)).astype(jnp.bfloat16),
+        rng.standard_normal((5, 80)).astype(np.float32),
+    )
+    monkeypatch.setattr(xla_call, "_registered", set[str]())  # as in a new process
+    lowered = jax.jit(lambda weight, x: (multiply(weight, None, x) + 1,)).lower(weight, x)
+    compiled = lowered.compile()
+    keep_program("sum", lowered, compiled)
+    assert {path.name for path in folder.iterdir()} == {"sum", "levserve_multiply_bfloat16_80"}
+
+    monkeypatch.setattr(xla_call, "_compile", None)  # nothing is compiled any more
+    found = find_program("sum", device)
+    assert found is not None
+    np.testing.assert_array_equal(found(weight, x)[0], compiled(weight, x)[0])
+
+    xla_call._registered.clear()
+    (folder / "levserve_multiply_bfloat16_80").unlink()
+    assert find_program("sum", device) is None, "without its kernel it is of no use"
+    np.testing.assert_array_equal(compiled(weight, x)[0], found(weight, x)[0])  # whoever has it goes on
+    assert find_program("another", device) is None
+
+
+def test_a_program_that_cannot_be_read_back_is_compiled_anew(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    CodeCache(folder).keep("sum", b"not a program, but kept as it was")
+    assert find_program("sum", jax.devices("cpu")[0]) is None
+    assert "compiled anew" in caplog.text
+
+
+def test_a_second_start_traces_nothing_and_says_the_same(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = "--cache-dir", str(folder), "--prefill-chunk", "24"  # a size that no other test has compiled
+
+    def answer() -> list[int]:
+        with running_engine(GOLDEN / "llama", *flags) as running:
+            wait_until(lambda: running.loaded.runner.programs.is_complete)
+            (answer,) = read(running.submit(ask([1, 2, 3], 20)))
+            assert running.metric("compile_cache_misses_total") == 0 or not is_second
+            return list(answer.tokens)
+
+    is_second = False
+    first = answer()
+    is_second = True
+    monkeypatch.setattr(Programs, "lower", None)
+    assert answer() == first

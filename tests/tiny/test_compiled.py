@@ -1,0 +1,179 @@
+"""What XLA made of the programs on a CPU: weights are read as they are stored, and device state is written in place."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from levserve.device.malloc import trim_malloc
+from levserve.device.programs import Programs, Shape
+from levserve.device.runner import Runner
+from levserve.device.sizing import Sizes, process_memory
+from levserve.model import cache
+from levserve.model.attention import Kernel
+from levserve.model.decoder import Decoder
+from levserve.model.quantize import NARROW, choose_quantization
+from levserve.model.sampler import Mode
+from levserve.observe.metrics import Metrics
+from levserve.weights.load import load_arrays, read_config
+from tests.conftest import GOLDEN, QUICK_COMPILE
+from tests.hlo import computed
+
+SERVED = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "int8": jnp.bfloat16}
+"""The number formats that matrices can be asked for in, and in which each computes."""
+WRITTEN = {"bfloat16": Kernel.LLVM_DOT, "int8": Kernel.LLVM_DOT, "uint8": Kernel.LLVM_VNNI}
+"""The numbers of matrices for which all layers are one kernel; int8 that is packed is uint8."""
+POOLS = {
+    "float32": ("auto", jnp.float32),
+    "bfloat16": ("fp8", jnp.uint8),
+    "int8": ("auto", jnp.bfloat16 if jax.__version_info__ >= (0, 11) else jnp.uint16),
+}
+"""The KV cache that is asked for with each, and what it is stored as."""
+# The flag that makes tests compile quickly also makes other fusions than a server has.
+AS_SERVED = {"xla_cpu_use_fusion_emitters": True} if "fusion_emitters" in QUICK_COMPILE["XLA_FLAGS"] else {}
+NUM_PAGES = 333  # so that nothing else has the pool's shape
+
+
+@functools.cache
+def runner_of(kind: str, kernel: Kernel = Kernel.XLA) -> Runner:
+    """The golden model's first layer, as a server on a CPU would hold it."""
+    asked = "int8" if kind == "uint8" else kind
+    folder, dtype = GOLDEN / "llama", jnp.dtype(SERVED[asked])
+    config = read_config(folder)
+    quantization = choose_quantization(NARROW.get(asked), "cpu", dtype, kernel)
+    arrays = load_arrays(folder, config, dtype, report=lambda _: None, quantization=quantization)
+    arrays = {
+        name: array
+        for name, array in arrays.items()
+        if not name.startswith("layers.") or name.startswith("layers.0.")
+    }
+    config = replace(config, num_layers=1)
+    asked_kv = "auto" if kernel in WRITTEN.values() else POOLS[kind][0]  # an fp8 cache is left to XLA
+    storage = cache.storage_dtype(cache.kv_dtype(asked_kv, dtype), "cpu")
+    sizes = Sizes(
+        rows=4,
+        max_seq_len=256,
+        page_size=8,
+        num_pages=NUM_PAGES,
+        page_bytes=cache.page_bytes(config, 8, storage),
+        weight_bytes=0,
+        row_sizes=(4,),
+        chunk_sizes=(24,),
+        round_steps=1,
+        num_draft=5,
+    )
+    return Runner(
+        Decoder.from_arrays(config, arrays, kernel=kernel, quantization=quantization),
+        sizes,
+        storage,
+        Metrics(),
+    )
+
+
+SHAPES = (Shape(24), Shape(4, Mode.GREEDY), Shape(2, Mode.FULL), Shape(2, Mode.FULL, is_verify=True))
+MIXED = Shape(4, Mode.FULL, is_mixed=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"), [*((kind, shape) for kind in SERVED for shape in SHAPES), ("int8", MIXED)], ids=str
+)
+def test_no_weight_is_converted_and_no_pool_copied(kind: str, shape: Shape) -> None:
+    runner = runner_of(kind)
+    pool_shape = runner._state.pools[0].shape
+    weight_shapes = {leaf.shape for leaf in runner._leaves if leaf.ndim == 2}
+    assert runner._state.pools[0].dtype == POOLS[kind][1]
+    assert {str(leaf.dtype) for leaf in runner._leaves if leaf.ndim == 2} >= {kind}
+
+    compiled = runner.programs.lower(shape).compile(AS_SERVED)
+    made = computed(compiled.as_text())
+    of_pool = [instruction for instruction in made if instruction.holds(pool_shape)]
+    assert [instruction.operation for instruction in of_pool] == ["scatter"], [
+        instruction.text for instruction in of_pool
+    ]
+    assert [instruction.text for instruction in made if any(map(instruction.holds, weight_shapes))] == []
+    state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(runner._state))
+    assert compiled.memory_analysis().alias_size_in_bytes == state_bytes
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"), [*((kind, Shape(4, Mode.GREEDY)) for kind in WRITTEN), ("uint8", Shape(24))], ids=str
+)
+def test_a_kernel_of_all_layers_converts_no_weight_and_writes_its_pool_in_place(
+    kind: str, shape: Shape
+) -> None:
+    runner = runner_of(kind, WRITTEN[kind])
+    pool_shape, weight_shapes = (
+        runner._state.pools[0].shape,
+        {leaf.shape for leaf in runner._leaves if leaf.ndim == 2},
+    )
+    assert {str(leaf.dtype) for leaf in runner._leaves if leaf.ndim == 2} >= {kind}
+    compiled = runner.programs.lower(shape).compile(AS_SERVED)
+    assert "levserve_layers_" in compiled.as_text()
+    made = computed(compiled.as_text())
+    assert {instruction.operation for instruction in made if instruction.holds(pool_shape)} <= {"custom-call"}
+    assert [instruction.text for instruction in made if any(map(instruction.holds, weight_shapes))] == []
+    assert compiled.memory_analysis().alias_size_in_bytes == sum(
+        leaf.nbytes for leaf in jax.tree.leaves(runner._state)
+    )
+
+
+def test_of_several_compilers_one_at_a_time_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python that does not serve makes those wait who do."""
+    lower, tracing, seen = Programs.lower, threading.Semaphore(1), []
+
+    def watched(programs: Programs, shape: Shape) -> jax.stages.Lowered:
+        seen.append(tracing.acquire(blocking=False))
+        time.sleep(0.2)  # for the other to come
+        lowered = lower(programs, shape)
+        tracing.release()
+        return lowered
+
+    monkeypatch.setattr(Programs, "lower", watched)
+    runner_of("float32").programs.compile_first(lambda _: None)
+    assert seen == [True, True]
+
+
+LARGE = """
+from levserve.device.malloc import tune_malloc
+from levserve.device.sizing import process_memory
+tune_malloc()
+for _ in range(2):  # after the first glibc itself would no longer map one for itself
+    large, small = b"x" * 20_000_000, [b"x" * 600 for _ in range(10_000)]
+    before = process_memory()
+    del large
+    print(before - process_memory() > 15_000_000)
+"""
+
+
+def test_what_is_large_is_given_back_when_it_is_freed() -> None:
+    assert subprocess.run(
+        [sys.executable, "-c", LARGE], capture_output=True, text=True, check=True
+    ).stdout.split() == ["True", "True"]
+
+
+def test_on_a_gpu_the_largest_programs_are_among_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    programs = runner_of("float32").programs
+    monkeypatch.setattr(
+        programs, "_sizes", replace(programs._sizes, chunk_sizes=(8, 24, 64), row_sizes=(2, 4, 8))
+    )
+    assert programs.first_shapes == [Shape(8), Shape(2, Mode.FULL)]
+    monkeypatch.setattr(programs, "_is_gpu", True)
+    assert programs.first_shapes == [Shape(8), Shape(64), Shape(2, Mode.FULL), Shape(8, Mode.FULL)]
+
+
+def test_what_was_freed_in_the_middle_of_a_heap_is_given_back() -> None:
+    blocks = [bytearray(b"x" * 60_000) for _ in range(3_000)]
+    kept = blocks[::500] + blocks[-1:]
+    blocks.clear()
+    before = process_memory()
+    trim_malloc()
+    assert before - process_memory() > 100_000_000, "of 180 MB"
+    assert len(kept) == 7

@@ -1,0 +1,282 @@
+"""Kernels that are written for the CPU at hand: they say what XLA says, whatever they are given and however many call them."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import threading
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from levserve.jit import builder as writers
+from levserve.jit import xla_call
+from levserve.jit.builder import F32, I8, I32
+from levserve.jit.program import Code, Program
+from levserve.model.attention import Kernel, attend
+from levserve.model.cpu import heads as cpu_heads
+from levserve.model.cpu import linear as cpu_linear
+from levserve.model.cpu.argmax import find_best
+from levserve.model.cpu.products import Int8Product
+from levserve.model.hadamard import turn
+from levserve.model.int8_packing import pack
+from levserve.model.quantize import STEPS, multiply_turned
+from levserve.model.sampler import best_of
+
+SHAPES, PACKED_SHAPES = ((64, 16), (8, 96), (132, 32)), ((64, 16), (32, 96), (160, 64))
+
+
+def matrix(out: int, size: int, seed: int = 0) -> tuple[jax.Array, jax.Array]:
+    rng = np.random.default_rng(seed)
+    return jnp.asarray(rng.integers(-127, 128, (out, size)), jnp.int8), jnp.asarray(
+        rng.uniform(0.5, 1, out), jnp.float32
+    )
+
+
+@jax.jit
+def multiply(weight: jax.Array, scale: jax.Array, x: jax.Array) -> jax.Array:
+    return cpu_linear.multiply(weight, scale, x)
+
+
+by_xla = jax.jit(multiply_turned)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    st.sampled_from([(shape, False) for shape in SHAPES] + [(shape, True) for shape in PACKED_SHAPES]),
+    st.sampled_from([1, 2, 17, 40]),
+    st.integers(0, 2**32 - 1),
+    st.floats(-30, 30),
+)
+def test_a_product_is_xlas_but_for_a_number_that_is_rounded_otherwise(
+    case: tuple[tuple[int, int], bool], rows: int, seed: int, power: float
+) -> None:
+    shape, is_packed = case
+    weight, scale = matrix(*shape, seed % 100)
+    x = jnp.asarray(np.random.default_rng(seed).standard_normal((rows, shape[1])) * 2.0**power, jnp.float32)
+    got, wanted = (
+        multiply(jnp.asarray(pack(np.asarray(weight))) if is_packed else weight, scale, x),
+        by_xla(weight, scale, x),
+    )
+    step = float(jnp.abs(turn(x)).max()) / STEPS
+    np.testing.assert_allclose(got, wanted, atol=step * 127, rtol=2e-6)
+    exact = np.asarray(turn(x), np.float64) @ np.asarray(weight, np.float64).T * np.asarray(scale)
+    most = np.abs(np.asarray(weight, np.float64)).sum(1) * np.asarray(scale) * (step / 2)
+    assert (np.abs(got - exact) <= most * 1.001).all()
+
+
+@pytest.mark.parametrize("has_instruction", [True, False])
+@pytest.mark.parametrize("lanes", [8, 16])
+def test_a_word_of_activations_meets_each_four_numbers_of_a_matrix(
+    lanes: int, has_instruction: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By x86's instruction, where it is there, and by those that every CPU has."""
+    if not has_instruction:
+        monkeypatch.setattr(writers, "host_features", frozenset)
+    rng = np.random.default_rng(lanes)
+    numbers, word = rng.integers(0, 256, 4 * lanes, dtype=np.uint8), rng.integers(-128, 128, 4, dtype=np.int8)
+    numbers[:8], word[:2] = 255, -128
+    sums = rng.integers(-(2**20), 2**20, lanes, dtype=np.int32)
+    wanted = sums + numbers.reshape(lanes, 4).astype(np.int32) @ word.astype(np.int32)
+    program = Program()
+    with program.function("add", 3) as writer:
+        into, x, four = map(writer.as_pointer, writer.given)
+        dotted = writer.dot_word_into(
+            writer.load(into, I32, lanes), writer.load(x, I8, 4 * lanes), writer.load(four, I32)
+        )
+        writer.store(into, dotted)
+    code = Code(program.compile())
+    call_with_arrays(code.address("add"), sums, numbers, word)
+    np.testing.assert_array_equal(sums, wanted)
+
+
+@given(st.integers(1, 4), st.integers(1, 6), st.integers(0, 2**32 - 1))
+def test_a_matrix_is_packed_by_32_outputs_and_four_numbers_of_each(
+    blocks: int, words: int, seed: int
+) -> None:
+    weight = np.random.default_rng(seed).integers(-128, 128, (32 * blocks, 4 * words), dtype=np.int8)
+    packed = pack(weight)
+    assert packed.shape == weight.shape and packed.dtype == np.uint8
+    for out, size in np.ndindex(*weight.shape):
+        assert (
+            packed.reshape(blocks, words, 32, 4)[out // 32, size // 4, out % 32, size % 4]
+            == int(weight[out, size]) + 128
+        )
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.sampled_from(SHAPES), st.sampled_from([1, 2, 3, 17, 40]), st.integers(0, 2**32 - 1))
+def test_a_product_with_bfloat16_is_that_of_its_numbers(shape: tuple[int, int], rows: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    weight = jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
+    x = rng.standard_normal((rows, shape[1])).astype(np.float32)
+    got = jax.jit(lambda x: cpu_linear.multiply(weight, None, x))(jnp.asarray(x))
+    np.testing.assert_allclose(got, x @ np.asarray(weight, np.float32).T, atol=2e-5)
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    st.sampled_from([(1, 1, 16), (2, 3, 32), (1, 5, 48)]),
+    st.sampled_from([2, 4, 32]),
+    st.sampled_from([None, 1, 7, 40]),
+    st.integers(1, 9),
+    st.lists(st.integers(0, 40), min_size=1, max_size=3),
+    st.integers(0, 2**32 - 1),
+)
+def test_attention_is_xlas_for_any_lengths_and_padding(
+    shape: tuple[int, int, int], page_size: int, window: int | None, chunk: int, befores: list[int], seed: int
+) -> None:
+    """To the last token of a table that is no longer than it must be."""
+    (kv_heads, group, size), rows, rng = shape, len(befores), np.random.default_rng(seed)
+    width = -(-(max(befores) + chunk) // page_size)
+    positions = np.asarray(befores)[:, None] + np.arange(chunk)[None]
+    positions[rng.random(positions.shape) < 0.2] = -1
+    pool = jnp.asarray(rng.standard_normal((rows * width, 2, kv_heads, page_size, size)), jnp.float32)
+    table = jnp.asarray(rng.permutation(rows * width).reshape(rows, width), jnp.int32)
+    q = jnp.asarray(rng.standard_normal((rows, chunk, kv_heads, group, size)), jnp.float32)
+    given = q, pool, table, jnp.asarray(positions, jnp.int32)
+    got, wanted = (attend(*given, window=window, kernel=kernel) for kernel in (Kernel.LLVM, Kernel.XLA))
+    np.testing.assert_allclose(got, wanted, atol=1e-5)
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    st.sampled_from([(1, 1, 16), (2, 3, 64), (1, 5, 48)]),
+    st.sampled_from([2, 4, 32]),
+    st.sampled_from([jnp.float32, jnp.bfloat16]),
+    st.sampled_from([None, 7, 40]),
+    st.integers(0, 70),
+    st.integers(0, 2**32 - 1),
+)
+def test_a_query_gets_the_same_to_the_last_bit_alone_and_beside_others(
+    shape: tuple[int, int, int], page_size: int, numbers: Any, window: int | None, before: int, seed: int
+) -> None:
+    (kv_heads, group, size), chunk, rng = shape, 37, np.random.default_rng(seed)
+    width = -(-(before + chunk) // page_size)
+    pool = jnp.asarray(rng.standard_normal((width, 2, kv_heads, page_size, size)), numbers)
+    table = jnp.asarray(rng.permutation(width)[None], jnp.int32)
+    q = jnp.asarray(4 * rng.standard_normal((1, chunk, kv_heads, group, size)), jnp.float32)
+    positions = jnp.arange(before, before + chunk, dtype=jnp.int32)[None]
+    beside = attend(q, pool, table, positions, window=window, kernel=Kernel.LLVM)
+    alone = attend(
+        jnp.swapaxes(q, 0, 1),
+        pool,
+        jnp.repeat(table, chunk, 0),
+        positions.T,
+        window=window,
+        kernel=Kernel.LLVM,
+    )
+    np.testing.assert_array_equal(np.asarray(beside)[0], np.asarray(alone)[:, 0])
+
+
+@pytest.mark.parametrize("num_used", [0, 1, 5, 17, 99])
+def test_rows_that_are_not_used_are_not_looked_at(num_used: int) -> None:
+    """More than there are is all of them."""
+    weight, scale = matrix(132, 32)
+    x = np.random.default_rng(0).standard_normal((17, 32)).astype(np.float32)
+    wanted = np.asarray(multiply(weight, scale, jnp.asarray(x)))[:num_used]
+    x[num_used:] = math.nan
+    used = jnp.asarray([num_used], jnp.int32)
+    got = jax.jit(lambda x: cpu_linear.multiply(weight, scale, x, used))(jnp.asarray(x))
+    np.testing.assert_array_equal(np.asarray(got)[:num_used], wanted)
+    assert num_used >= len(x) or not np.isnan(got[num_used:]).all(), "they were multiplied"
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 300), st.integers(1, 5), st.integers(0, 6), st.integers(0, 2**32 - 1))
+def test_the_best_of_each_row_that_is_used_is_found_and_of_equals_the_first(
+    vocab: int, rows: int, num_used: int, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    logits = rng.integers(-3, 3, (rows, vocab)).astype(np.float32)
+    logits[rng.random(logits.shape) < 0.3] = -math.inf
+    spoilt = rng.random(rows) < 0.3
+    logits[spoilt, rng.integers(0, vocab)] = rng.choice([math.nan, math.inf])
+    used = jnp.asarray([num_used], jnp.int32)
+    tokens, values = (np.asarray(found)[:num_used] for found in jax.jit(find_best)(jnp.asarray(logits), used))
+    best = best_of(jnp.asarray(logits))
+    np.testing.assert_array_equal(values, np.asarray(best.values)[:num_used])
+    is_sound = np.isfinite(values)
+    assert is_sound.tolist() == (~spoilt & (logits > -math.inf).any(1))[:num_used].tolist()
+    np.testing.assert_array_equal(tokens[is_sound], np.asarray(best.tokens)[:num_used][is_sound])
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_spoils_its_own_row_alone(bad: float) -> None:
+    weight, scale = matrix(64, 32)
+    x = np.ones((5, 32), np.float32)
+    x[3, 7] = bad
+    got = np.asarray(multiply(weight, scale, jnp.asarray(x)))
+    assert not np.isfinite(got[3]).any() and np.isfinite(np.delete(got, 3, axis=0)).all()
+
+    pool = np.ones((8, 2, 1, 4, 16), np.float32)
+    pool[5, 0, 0, 1, 2] = bad  # a key of the second row
+    q, table = jnp.ones((2, 1, 1, 2, 16)), jnp.arange(8, dtype=jnp.int32).reshape(2, 4)
+    mixed = attend(q, jnp.asarray(pool), table, jnp.asarray([[9], [9]], jnp.int32), kernel=Kernel.LLVM)
+    hidden = attend(q, jnp.asarray(pool), table, jnp.asarray([[9], [4]], jnp.int32), kernel=Kernel.LLVM)
+    assert np.isfinite(mixed[0]).all() and np.isfinite(hidden).all(), (
+        "what a query may not see does not matter"
+    )
+    assert bad == -math.inf or np.isnan(mixed[1]).all(), "nothing is mixed of a key that is as far as can be"
+
+
+def test_many_threads_may_call_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As programs of several models do; and more helpers than XLA has threads are no harm."""
+    monkeypatch.setenv("NPROC", "9")
+    kernel = cpu_linear.product_kernel(Int8Product(48))
+    xla_call.register("crowded", kernel)
+    weight, scale = matrix(640, 48)
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 48)), jnp.float32)
+    wanted = multiply_turned(weight, scale, x)
+    call = jax.ffi.ffi_call("crowded", jax.ShapeDtypeStruct((4, 640), jnp.float32))
+    crowded = jax.jit(lambda x: call(x, jnp.asarray([4], jnp.int32), weight, scale)).lower(x).compile()
+    failures: list[AssertionError] = []
+
+    def work() -> None:
+        try:
+            for _ in range(200):
+                np.testing.assert_allclose(crowded(x), wanted, atol=1e-4, rtol=1e-6)
+        except AssertionError as failure:
+            failures.append(failure)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not failures and not any(thread.is_alive() for thread in threads)
+
+
+def test_powers_and_tangents_are_right_to_the_last_bits() -> None:
+    x = np.concatenate(
+        [np.linspace(-90, 10, 2**12), np.linspace(-1e-3, 1e-3, 2**12), [math.nan] * 16]
+    ).astype(np.float32)
+    for function, wanted in (
+        (cpu_heads.exp, np.exp(np.maximum(x, -126 * math.log(2)))),
+        (cpu_heads.tanh, np.tanh(x)),
+    ):
+        program = Program()
+        with program.function("apply", 2) as writer:
+            given, into = map(writer.as_pointer, writer.given)
+            with writer.loop(0, x.size, 16) as at:
+                writer.store(into + at * 4, function(writer.load(given + at * 4, F32, 16)))
+        code = Code(program.compile())
+        got = np.zeros_like(x)
+        call_with_arrays(code.address("apply"), x, got)
+        np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-7)
+
+
+def call_with_arrays(address: int, *arrays: np.ndarray) -> None:
+    ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * len(arrays))(address)(
+        *(array.ctypes.data for array in arrays)
+    )
+
+
+@pytest.mark.parametrize(("out", "size", "is_refused"), [(64, 32, False), (66, 32, True), (64, 40, True)])
+def test_a_matrix_that_it_cannot_take_is_refused_by_its_size(out: int, size: int, is_refused: bool) -> None:
+    assert (f"{out} x {size}" in (cpu_linear.refuse_unservable(out, size) or "")) is is_refused

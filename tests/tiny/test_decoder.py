@@ -1,0 +1,215 @@
+"""Every golden family, prefilled in chunks of every size over pages of every size, then decoded."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from levserve.model import cache, decoder
+from levserve.model.attention import Kernel
+from levserve.model.config import LongScaling, Rope, parameter_shapes
+from levserve.model.decoder import CHUNK, ROW, Decoder, Experts
+from levserve.model.gpu.attention import attend_heads
+from levserve.model.quantize import NARROW, choose_quantization
+from levserve.model.rotary import angles_at, rotate
+from levserve.weights.load import load_arrays, read_config
+from tests.conftest import GOLDEN
+from tests.tiny.test_gguf import golden_gguf
+
+SHAPE = 128
+SMALL_SHAPE = 16
+"""Tokens that every chunk is padded to: two programs a family and page size."""
+
+
+@functools.cache
+def load(family: str) -> tuple[Decoder, list[dict[str, Any]]]:
+    folder = GOLDEN / family
+    config = read_config(folder)
+    model = Decoder.from_arrays(
+        config, load_arrays(folder, config, jnp.dtype(jnp.float32), report=lambda _: None)
+    )
+    return model, json.loads((folder / "golden.json").read_text())["cases"]
+
+
+@jax.jit
+def logits_of(
+    model: Decoder, tokens: jax.Array, pools: Any, table: jax.Array, positions: jax.Array
+) -> tuple[jax.Array, Any]:
+    hidden, pools = model(tokens, pools, table, positions)
+    return model.logits(hidden[ROW, 0].rename({CHUNK: ROW})), pools
+
+
+def run_in_chunks(model: Decoder, tokens: list[int], chunk: int, page_size: int) -> np.ndarray:
+    """Log-probabilities after every token, [token, vocab], computed `chunk` tokens at a time on shuffled pages.
+
+    Chunks are padded to a shape, as the engine pads them to its buckets.
+    """
+    shape = SMALL_SHAPE if chunk <= SMALL_SHAPE else SHAPE
+    width = -(-SHAPE // page_size)
+    table = jnp.asarray(np.random.default_rng(0).permutation(width + 2)[None, :width], jnp.int32)
+    pools = cache.make_pool(model.config, width + 2, page_size, jnp.dtype(jnp.float32))
+    rows = []
+    for start in range(0, len(tokens), chunk):
+        part = tokens[start : start + chunk]
+        padding = shape - len(part)
+        positions = jnp.asarray([[*range(start, start + len(part)), *[-1] * padding]], jnp.int32)
+        logits, pools = logits_of(
+            model, jnp.asarray([part + [0] * padding], jnp.int32), pools, table, positions
+        )
+        rows.append(np.asarray(jax.nn.log_softmax(logits))[: len(part)])
+    return np.concatenate(rows)
+
+
+def check(case: dict[str, Any], logprobs: np.ndarray) -> None:
+    tokens, start = case["prompt"] + case["greedy"], len(case["prompt"])
+    assert logprobs[start - 1 : -1].argmax(-1).tolist() == case["greedy"]
+    got = logprobs[np.arange(len(tokens) - 1), tokens[1:]]
+    np.testing.assert_allclose(got, case["prompt_logprobs"][1:] + case["greedy_logprobs"], atol=1e-3)
+
+
+PAGE_SIZES = [
+    ("llama", 4),
+    ("llama", 16),
+    ("llama", 32),
+    ("mistral", 4),
+    ("qwen3", 16),
+    ("gemma2", 4),
+    ("gemma3", 32),
+    ("mixtral", 16),
+]
+
+
+@pytest.mark.parametrize(("family", "page_size"), PAGE_SIZES)
+def test_a_family_matches_its_reference_in_chunks_of_every_size(family: str, page_size: int) -> None:
+    """One of each kind of attention and feed-forward part; the engine's tests go through all families."""
+    model, cases = load(family)
+    for case in cases:
+        tokens = case["prompt"] + case["greedy"]
+        for chunk in (1, 7, SHAPE):
+            check(case, run_in_chunks(model, tokens, chunk, page_size))
+    case = min(cases, key=lambda case: abs(len(case["prompt"]) - 17))
+    for chunk in range(2, len(case["prompt"]) + 1):
+        check(case, run_in_chunks(model, case["prompt"] + case["greedy"], chunk, page_size))
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU's kernels, run by jax wherever the test runs."""
+    monkeypatch.setattr(decoder, "attend_heads", functools.partial(attend_heads, interpret=True))
+
+
+def run_prompt_then_tokens(model: Decoder, tokens: list[int], length: int) -> np.ndarray:
+    """Log-probabilities after every token: so many in one chunk, then one at a time beside a row that is padding."""
+    table = jnp.asarray([[3, 1, 5, 0], [2, 4, 6, 7]], jnp.int32)
+    pools = cache.make_pool(model.config, 8, 16, jnp.dtype(jnp.float32))
+    padding = -length % 16
+    chunk = jnp.asarray([tokens[:length] + [0] * padding], jnp.int32)
+    positions = jnp.asarray([[*range(length), *[-1] * padding]], jnp.int32)
+    logits, pools = logits_of(model, chunk, pools, table[:1], positions)
+    rows = [np.asarray(jax.nn.log_softmax(logits))[:length]]
+    for position in range(length, len(tokens)):
+        fed, at = [[tokens[position]], [7]], jnp.asarray([[position], [-1]], jnp.int32)
+        logits, pools = logits_of(model, jnp.asarray(fed, jnp.int32), pools, table, at)
+        rows.append(np.asarray(jax.nn.log_softmax(logits)))
+    return np.concatenate(rows)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "olmo2", "gemma2"])
+@pytest.mark.usefixtures("interpreted")
+def test_a_family_matches_its_reference_through_the_gpu_kernels(family: str) -> None:
+    """Norms of a head and of all heads, windows and soft caps."""
+    folder = GOLDEN / family
+    config = read_config(folder)
+    arrays = load_arrays(folder, config, jnp.dtype(jnp.float32), report=lambda _: None)
+    model = Decoder.from_arrays(config, arrays, kernel=Kernel.TRITON)
+    case = min(load(family)[1], key=lambda case: abs(len(case["prompt"]) - 17))
+    check(case, run_prompt_then_tokens(model, case["prompt"] + case["greedy"], len(case["prompt"])))
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "int8"])
+@pytest.mark.usefixtures("interpreted")
+def test_no_number_format_of_the_matrices_takes_anything_from_the_gpu_kernels(kind: str) -> None:
+    """Products that come rounded are handed on as they came, and scaled ones as they are."""
+    folder, dtype = GOLDEN / "llama", jnp.dtype(jnp.bfloat16)
+    config = read_config(folder)
+    quantization = choose_quantization(NARROW.get(kind), "gpu", dtype)
+    arrays = load_arrays(folder, config, dtype, report=lambda _: None, quantization=quantization)
+    arrays = {name: cache.from_bits(array) for name, array in arrays.items()}
+    plain, kernels = (
+        Decoder.from_arrays(config, arrays, kernel=kernel, quantization=quantization)
+        for kernel in (Kernel.XLA, Kernel.TRITON)
+    )
+    tokens = max((case["prompt"] for case in load("llama")[1]), key=len)[:6]
+    difference = np.abs(run_prompt_then_tokens(kernels, tokens, 2) - run_prompt_then_tokens(plain, tokens, 2))
+    assert difference.mean() < 0.03, "no more than what products in bfloat16 make"
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3"])
+def test_a_gguf_file_of_a_gemma_matches_the_reference(family: str, tmp_path: Path) -> None:
+    """Its arrays differ from the folder's; those of the other families are the same, as tests of the loader show."""
+    path, (_, cases) = golden_gguf(tmp_path, family), load(family)
+    config = read_config(path)
+    model = Decoder.from_arrays(
+        config, load_arrays(path, config, jnp.dtype(jnp.float32), report=lambda _: None)
+    )
+    for case in cases:
+        check(case, run_in_chunks(model, case["prompt"] + case["greedy"], SHAPE, 16))
+
+
+def test_experts_applied_one_by_one_by_choice_and_all_at_once_agree() -> None:
+    experts = load("mixtral")[0].layers[0].mlp
+    assert isinstance(experts, Experts)
+    tokens = jnp.asarray(np.random.default_rng(0).standard_normal((4, 3, 64), np.float32))
+    every = experts.every(tokens)
+    for number in range(4):
+        np.testing.assert_allclose(
+            experts.one(jnp.int32(number), tokens[number]), every[number], rtol=1e-4, atol=1e-4
+        )
+    chosen = experts.chosen(jnp.asarray([2, 0], jnp.int32), jnp.stack([tokens[2, 1], tokens[0, 0]]))
+    np.testing.assert_allclose(chosen, jnp.stack([every[2, 1], every[0, 0]]), rtol=1e-4, atol=1e-4)
+
+
+def test_experts_stored_as_bits_are_read_as_the_numbers_they_are() -> None:
+    config = read_config(GOLDEN / "mixtral")
+    stored = load_arrays(GOLDEN / "mixtral", config, jnp.dtype(jnp.bfloat16), report=lambda _: None)
+    exact = load_arrays(GOLDEN / "mixtral", config, jnp.dtype(jnp.float32), report=lambda _: None)
+    experts = Decoder.from_arrays(config, stored).layers[1].mlp
+    assert isinstance(experts, Experts) and stored["layers.1.experts_down"].dtype == jnp.uint16
+    matrix = experts.stacked.down.of_expert(jnp.int32(3)).weight.array
+    np.testing.assert_array_equal(matrix, exact["layers.1.experts_down"][3].astype(jnp.bfloat16))
+
+
+def test_part_of_a_head_turns_and_long_factors_slow_it() -> None:
+    scaling = LongScaling((1.0, 1.0), (2.0, 4.0), original_max_position=8, attention_factor=1.5)
+    x = jnp.arange(1.0, 7.0, dtype=jnp.float32).reshape(1, 1, 1, 6)
+    (turned,) = np.asarray(rotate(x, angles_at(jnp.asarray([[3]], jnp.int32), Rope(4, 100.0, scaling))))[0, 0]
+    angles = 3 / np.array([2.0, 10 * 4.0])
+    pairs = (np.array([1 + 3j, 2 + 4j]) * np.exp(1j * angles)) * 1.5
+    np.testing.assert_allclose(turned, [*pairs.real, *pairs.imag, 5, 6], rtol=1e-6)
+
+
+def test_a_model_has_exactly_the_arrays_it_names() -> None:
+    model, _ = load("qwen3")
+    shapes = sorted(leaf.shape for leaf in jax.tree.leaves(model))
+    assert shapes == sorted(parameter_shapes(model.config).values())
+
+
+def test_neighbours_in_a_batch_do_not_change_a_row() -> None:
+    model, cases = load("llama")
+    config = model.config
+    pools = cache.make_pool(config, 16, 8, jnp.dtype(jnp.float32))
+    table = jnp.arange(16, dtype=jnp.int32).reshape(4, 4)
+    prompts = [case["prompt"][:4] for case in cases if len(case["prompt"]) >= 4]
+    tokens = jnp.asarray([prompts[0], prompts[1], prompts[0], prompts[2]], jnp.int32)
+    positions = jnp.broadcast_to(jnp.arange(4, dtype=jnp.int32), (4, 4))
+    hidden, _ = model(tokens, pools, table, positions)
+    assert isinstance(hidden, hax.NamedArray)
+    np.testing.assert_allclose(hidden.array[0], hidden.array[2], atol=1e-6)

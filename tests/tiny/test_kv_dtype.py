@@ -1,0 +1,83 @@
+"""A KV cache in fp8: served as any other is, in half the memory, and what it costs is known."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from levserve.device.faults import Fault, install
+from levserve.device.runner import Runner
+from levserve.model import cache
+from levserve.schedule.request import FinishReason
+from levserve.weights.load import read_config
+from tests.conftest import GOLDEN
+from tests.engines import Running, ask, running_engine
+
+PAGE_SIZE, KV_BYTES = 8, 1 << 17
+SIZES = (
+    "--page-size",
+    str(PAGE_SIZE),
+    "--kv-memory",
+    str(KV_BYTES),
+    "--prefill-chunk",
+    "32",
+    "--round-steps",
+    "2",
+)
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Running]:
+    with running_engine(GOLDEN / "qwen3", "--dtype", "bfloat16", "--kv-dtype", "fp8", *SIZES) as running:
+        yield running
+
+
+def test_the_same_memory_holds_twice_the_tokens(running: Running) -> None:
+    page_bytes = cache.page_bytes(
+        read_config(GOLDEN / "qwen3"), PAGE_SIZE, cache.kv_dtype("bfloat16", cache.FP8)
+    )
+    assert running.loaded.sizes.num_tokens == 2 * KV_BYTES // page_bytes * PAGE_SIZE
+
+
+def test_log_probabilities_are_close_to_the_reference(running: Running) -> None:
+    """Measured: 0.11 on average, of a random model, where a bfloat16 cache moves them by 0.02."""
+    cases = json.loads((GOLDEN / "qwen3" / "golden.json").read_text())["cases"]
+    scored = running.run(
+        *(
+            ask(case["prompt"] + case["greedy"], 0, score_from=len(case["prompt"]), num_logprobs=0)
+            for case in cases
+        )
+    )
+    differences = [
+        abs(got.logprob - wanted)
+        for answer, case in zip(scored, cases)
+        for got, wanted in zip(answer.prompt_logprobs, case["greedy_logprobs"], strict=True)
+    ]
+    assert 0.05 < np.mean(differences) < 0.2
+
+
+def test_known_prompts_are_read_back_and_choices_share_them(running: Running) -> None:
+    prompt = [*range(30, 51)]
+    (alone,) = running.run(ask(prompt, 12))
+    before = running.metric("prefix_hit_tokens_total")
+    first = ask(prompt, 12)
+    both = running.run(first, ask(prompt, 12, shares_prompt_of=first.request_id))
+    assert running.metric("prefix_hit_tokens_total") - before >= 2 * PAGE_SIZE
+    assert [answer.tokens for answer in both] == [alone.tokens] * 2
+
+
+def test_what_is_not_finite_is_seen_and_its_pages_are_cleared(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [[number, 9, 8, 7, 6, 5, 4, 3, number] for number in range(20, 24)]
+    wanted = [answer.tokens for answer in running.run(*(ask(prompt, 12) for prompt in prompts))]
+    monkeypatch.setattr(Runner, "dispatch", Runner.dispatch)  # put back what `install` replaces
+    install([Fault("nan", 3)])
+    answers = running.run(*(ask(prompt, 12) for prompt in prompts))
+    assert [answer.finish for answer in answers].count(FinishReason.POISONED) == 1
+    for _ in range(3):  # every page is used again
+        running.run(*(ask([40 + number] * 100, 20) for number in range(4)))
+        assert [answer.tokens for answer in running.run(*(ask(prompt, 12) for prompt in prompts))] == wanted

@@ -1,0 +1,93 @@
+"""A model that is unloaded leaves nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import json
+import threading
+from pathlib import Path
+
+import jax
+
+from levserve.device.programs import Programs
+from levserve.engine.engine import Engine
+from levserve.models.loader import load_first
+from levserve.models.registry import Registry
+from levserve.models.startup import serve
+from levserve.observe.metrics import Metrics
+from levserve.schedule.request import GenerationRequest, Sampling
+from levserve.settings.parse import parse_settings
+from tests.conftest import GOLDEN
+from tests.engines import cache_folder, read
+from tests.waiting import wait_until
+
+FLAGS = (
+    "--dtype",
+    "float32",
+    "--max-running",
+    "4",
+    "--prefill-chunk",
+    "32",
+    "--page-size",
+    "8",
+    "--device",
+    "cpu",
+)
+CASES = {
+    family: json.loads((GOLDEN / family / "golden.json").read_text())["cases"][2]
+    for family in ("llama", "qwen2")
+}
+
+
+def test_an_unloaded_model_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Its weights, its pages and its programs: nothing that jax made for it is alive."""
+    for name in ("llama", "qwen2"):
+        (tmp_path / name).symlink_to(GOLDEN / name)
+    settings = parse_settings(["--models-dir", str(tmp_path), "--cache-dir", str(cache_folder()), *FLAGS], {})
+    arrays, programs = (
+        jax.live_arrays(),
+        gc_programs(),
+    )  # held: what other tests left may not go between two counts
+    engine = Engine(max_inflight=8, metrics=Metrics())
+    registry = Registry(engine)
+    thread = threading.Thread(
+        target=lambda: serve(registry, *load_first(settings, registry, rows=4, report=lambda _: None))
+    )
+    thread.start()
+    try:
+        assert engine.wait_ready(240)
+        with registry.borrow("llama") as handle:
+            kept = handle.resident.num_bytes
+        with registry.borrow("qwen2") as handle:
+            assert handle.wait(240) and handle.model.name == "qwen2"
+            taken = handle.resident.num_bytes
+            wait_until(
+                lambda: num_bytes_besides(arrays) >= kept + taken
+            )  # a program's first run exchanges its model's pages
+            request = GenerationRequest("one", tuple(CASES["qwen2"]["prompt"]), 24, Sampling(temperature=0.0))
+            (answer,) = read(engine.submit([request], handle.model))
+            assert answer.tokens == CASES["qwen2"]["greedy"]
+        assert len(gc_programs()) == len(programs) + 2
+        gc.freeze()  # as a server does when it is ready
+        registry.unload("qwen2")
+        wait_until(lambda: abs(num_bytes_besides(arrays) - kept) < taken // 100)
+        wait_until(
+            lambda: len(gc_programs()) == len(programs) + 1
+        )  # a thread that compiles for it may end later than its arrays
+    finally:
+        engine.stop()
+        thread.join(60)
+        registry.close()
+        registry.join()
+    assert not thread.is_alive()
+
+
+def num_bytes_besides(others: list[jax.Array]) -> int:
+    gc.collect()
+    known = {id(array) for array in others}
+    return sum(array.nbytes for array in jax.live_arrays() if id(array) not in known)
+
+
+def gc_programs() -> list[Programs]:
+    gc.collect()
+    return [one for one in gc.get_objects() if isinstance(one, Programs)]
