@@ -32,7 +32,8 @@ from levserve.device.delivery import Delivered, Delivery  # noqa: E402
 from levserve.device.model_loop import ModelLoop  # noqa: E402
 from levserve.engine.messages import Submit  # noqa: E402
 from levserve.engine.stream import TokenStream  # noqa: E402
-from levserve.models.load import Loaded, load  # noqa: E402
+from levserve.models.build import Loaded  # noqa: E402
+from levserve.models.load import load  # noqa: E402
 from levserve.observe.metrics import Metrics  # noqa: E402
 from levserve.schedule.request import GenerationRequest, Sampling  # noqa: E402
 from levserve.server import settle  # noqa: E402

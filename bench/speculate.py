@@ -23,7 +23,8 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from levserve.engine.engine import Engine  # noqa: E402
-from levserve.models.load import Loaded, load  # noqa: E402
+from levserve.models.build import Loaded  # noqa: E402
+from levserve.models.load import load  # noqa: E402
 from levserve.models.registry import Registry  # noqa: E402
 from levserve.models.startup import serve  # noqa: E402
 from levserve.observe.metrics import Metrics  # noqa: E402

@@ -17,7 +17,8 @@ import jax
 
 from levserve.engine.engine import Engine
 from levserve.engine.stream import TokenStream
-from levserve.models.load import Loaded, load
+from levserve.models.build import Loaded
+from levserve.models.load import load
 from levserve.models.registry import Registry
 from levserve.models.startup import serve
 from levserve.observe.metrics import Metrics

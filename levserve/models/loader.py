@@ -16,12 +16,13 @@ from levserve.engine.engine import Engine
 from levserve.errors import StartupError
 from levserve.models.catalogue import Catalogue
 from levserve.models.entry import Resident
-from levserve.models.load import Loaded, load, resident_of
+from levserve.models.load import load, resident_of
 from levserve.models.registry import MakeRoom, Registry, Report
 from levserve.settings.settings import Settings
 
 if TYPE_CHECKING:
     from levserve.device.runner import Runner
+    from levserve.models.build import Loaded
 
 DETACH_SECONDS = 60.0
 """A device thread that has not let go of a model by then never will."""

@@ -1,35 +1,62 @@
-"""A fixed text whose log-probabilities show at a glance what a set of weights makes of language.
+"""The last step of a start, and both sides of a reload: a fixed text is scored, which shows what weights make of language.
 
-A checkpoint that was read wrong gives it about minus the logarithm of the vocabulary's size per token; the largest
-difference between two sets of weights says how far apart they are.
+Weights that were read wrong give it about minus the logarithm of the vocabulary's size per token; the largest difference
+between the scores of two sets of weights says how far apart they are.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 from levserve.engine.served_model import ServedModel
+from levserve.models.build import Loaded
 from levserve.schedule.request import GenerationRequest, Sampling
 
-TEXT = "The sun rises in the east and sets in the west. Water boils at one hundred degrees, and two and two are four."
+TEXT = (
+    "The sun rises in the east and sets in the west. "
+    "Water boils at one hundred degrees, and two and two are four."
+)
 MAX_TOKENS = 32  # one small prefill
 
 
+@dataclass(frozen=True, slots=True)
+class ProbeScores:
+    """The log-probabilities of the text's tokens after the first."""
+
+    logprobs: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        return sum(self.logprobs) / max(len(self.logprobs), 1)
+
+    def largest_difference(self, other: ProbeScores) -> float:
+        pairs = zip(self.logprobs, other.logprobs, strict=True)
+        return max((abs(one - another) for one, another in pairs), default=0.0)
+
+    def __str__(self) -> str:
+        return f"mean log-probability {self.mean:.3f} over {len(self.logprobs)} tokens of a fixed text"
+
+
+def probe(loaded: Loaded) -> ProbeScores:
+    """Runs the model before anyone else does; clients find an empty prefix cache."""
+    scheduler, runner = loaded.scheduler, loaded.runner
+    scheduler.add(probe_request(loaded.model))
+    logprobs: list[float] = []
+    while scheduler.has_work:
+        in_flight = runner.dispatch(scheduler.plan())
+        for update in scheduler.commit(in_flight.plan, *runner.read(in_flight)):
+            logprobs += [score.logprob for score in update.batch.prompt_logprobs]
+    scheduler.forget_prefixes()
+    return ProbeScores(tuple(logprobs))
+
+
 def probe_request(model: ServedModel) -> GenerationRequest:
-    """Scores the text's tokens after the first, and generates nothing."""
+    """Scores the text and generates nothing."""
     tokens = model.tokenizer.encode(TEXT)
-    if len(set(tokens)) < 8:  # a vocabulary that does not know these words
+    if len(set(tokens)) < 8:  # the vocabulary does not know these words
         tokens = [number % model.tokenizer.vocab_size for number in range(3, 3 + MAX_TOKENS)]
     prompt = tuple(tokens[: min(MAX_TOKENS, model.max_seq_len)])
     return GenerationRequest(
         f"probe-{os.urandom(4).hex()}", prompt, 0, Sampling(temperature=0.0, num_logprobs=0), score_from=1
     )
-
-
-def largest_difference(one: Sequence[float], other: Sequence[float]) -> float:
-    return max((abs(a - b) for a, b in zip(one, other, strict=True)), default=0.0)
-
-
-def mean(scores: Sequence[float]) -> float:
-    return sum(scores) / max(len(scores), 1)

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 import threading
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -27,11 +26,11 @@ from levserve.device.tasks import SwapWeights
 from levserve.engine.engine import Engine
 from levserve.engine.served_model import ServedModel
 from levserve.errors import Conflict, StartupError
-from levserve.model.config import ModelConfig, parameter_shapes
+from levserve.model.config import ModelConfig
 from levserve.model.decoder import Decoder
-from levserve.model.quantize import Quantization
+from levserve.models.describe import Description, parameter_bytes
 from levserve.models.entry import Reloaded
-from levserve.models.probe import largest_difference, mean, probe_request
+from levserve.models.probe import ProbeScores, probe_request
 from levserve.settings.settings import Settings
 from levserve.weights.files import ModelFiles
 from levserve.weights.load import read_arrays, read_config
@@ -40,23 +39,12 @@ from levserve.weights.source import check_source, find_source
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """Where the served weights came from, and what others must be like to take their place."""
-
-    settings: Settings
-    files: ModelFiles
-    config: ModelConfig
-    dtype: jnp.dtype
-    quantization: Quantization | None = None
-
-
 class WeightReloader:
     """Knows what is served and from where. One reload at a time; a second is refused."""
 
-    def __init__(self, engine: Engine, origin: Origin, model: ServedModel) -> None:
+    def __init__(self, engine: Engine, description: Description, model: ServedModel) -> None:
         self._engine = engine
-        self._origin = origin
+        self._description = description
         self._model = model
         self._turn = threading.Lock()
 
@@ -88,11 +76,13 @@ class WeightReloader:
 
     def close(self) -> None:
         """The model is unloaded: the cache may drop its files."""
-        if self._origin.files.lease is not None:
-            self._origin.files.lease.close()
+        if self._description.files.lease is not None:
+            self._description.files.lease.close()
 
     def _settings_for(self, model: str, checkpoint_path: str, revision: str) -> Settings:
-        settings = replace(self._origin.settings, revision=revision or self._origin.settings.revision)
+        settings = replace(
+            self._description.settings, revision=revision or self._description.settings.revision
+        )
         if model:
             settings = replace(settings, model=model, checkpoint_path="")
         elif checkpoint_path:
@@ -101,15 +91,15 @@ class WeightReloader:
 
     def _reload(self, settings: Settings) -> Reloaded:
         start = time.monotonic()
+        served = self._description
         check_source(settings)
         files = find_source(settings, self._report, with_tokenizer=False)
         try:
             config = read_config(files.path, files.config_file)
             self._check_config(files, config)
-            check_memory(config, self._origin.dtype, free_memory())
-            origin = self._origin
+            check_memory(config, served.dtype, free_memory())
             arrays = read_arrays(
-                files.path, config, origin.dtype, report=self._report, quantization=origin.quantization
+                files.path, config, served.dtype, report=self._report, quantization=served.quantization
             )
             leaves = host_leaves(config, arrays)
         except BaseException:
@@ -122,21 +112,21 @@ class WeightReloader:
         del leaves
         swap_seconds = done.result()
         after = self._probe()
-        old, self._origin = self._origin, replace(self._origin, settings=settings, files=files)
-        self._let_go(old.files)
+        self._description = replace(served, settings=settings, files=files)
+        self._let_go(served.files)
         return Reloaded(
             model=self._model.name,
             path=str(files.path),
             load_seconds=loaded - start,
             swap_seconds=swap_seconds,
-            probe_tokens=len(after),
-            max_logprob_difference=largest_difference(before, after),
-            mean_logprob=mean(after),
-            mean_logprob_before=mean(before),
+            probe_tokens=len(after.logprobs),
+            max_logprob_difference=after.largest_difference(before),
+            mean_logprob=after.mean,
+            mean_logprob_before=before.mean,
         )
 
     def _check_config(self, files: ModelFiles, config: ModelConfig) -> None:
-        served, new = dataclasses.asdict(self._origin.config), dataclasses.asdict(config)
+        served, new = dataclasses.asdict(self._description.config), dataclasses.asdict(config)
         different = [
             f"{key} is {new[key]}, served is {served[key]}" for key in served if new[key] != served[key]
         ]
@@ -145,20 +135,20 @@ class WeightReloader:
                 f"{files.path}: another model than the one that is served: {'; '.join(different)}"
             )
 
-    def _probe(self) -> list[float]:
-        """The probe's log-probabilities, computed as any client's request is."""
+    def _probe(self) -> ProbeScores:
+        """Scores the probe's text beside the requests of clients."""
         stream = self._engine.submit([probe_request(self._model)], self._model)
-        scores: list[float] = []
+        logprobs: list[float] = []
         try:
             while not stream.is_finished:
                 _, batch = stream.get(timeout_seconds=None)
-                scores += [score.logprob for score in batch.prompt_logprobs]
+                logprobs += [score.logprob for score in batch.prompt_logprobs]
         finally:
             stream.close()
-        return scores
+        return ProbeScores(tuple(logprobs))
 
     def _let_go(self, files: ModelFiles) -> None:
-        if files.lease is not None and files.lease is not self._origin.files.lease:
+        if files.lease is not None and files.lease is not self._description.files.lease:
             files.lease.close()
 
     def _report(self, progress: str) -> None:
@@ -173,13 +163,6 @@ def check_memory(config: ModelConfig, dtype: jnp.dtype, free_bytes: int) -> None
         raise StartupError(
             f"the new weights take {needed / 1e9:.1f} GB of the host's memory and {free_bytes / 1e9:.1f} GB are free"
         )
-
-
-def parameter_bytes(config: ModelConfig, dtype: jnp.dtype) -> int:
-    return sum(
-        math.prod(shape) * (dtype.itemsize if len(shape) > 1 else 4)
-        for shape in parameter_shapes(config).values()
-    )
 
 
 def host_leaves(config: ModelConfig, arrays: Iterable[tuple[str, NDArray[np.generic]]]) -> list[jax.Array]:

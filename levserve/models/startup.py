@@ -10,17 +10,21 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from levserve.device.faults import install, parse_faults
 from levserve.errors import StartupError
 from levserve.models.catalogue import Catalogue
-from levserve.models.load import Loaded, load, resident_of
+from levserve.models.load import load, resident_of
 from levserve.models.loader import load_first
 from levserve.models.registry import Registry
 from levserve.observe.logs import complain
 from levserve.observe.metrics import Metrics
 from levserve.schedule.request import GenerationRequest, Sampling
 from levserve.settings.settings import Settings
+
+if TYPE_CHECKING:
+    from levserve.models.build import Loaded
 
 log = logging.getLogger(__name__)
 

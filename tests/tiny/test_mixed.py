@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from levserve.device import platform
 from levserve.device.runner import InFlightRound, Runner
-from levserve.models import load
+from levserve.models import describe
 from levserve.schedule.request import GenerationRequest
 from levserve.schedule.sequence import RoundPlan
 from tests.conftest import GOLDEN
@@ -34,9 +35,8 @@ class Mixed:
 @pytest.fixture(scope="module")
 def running() -> Iterator[Running]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            load, "cpu_features", lambda: "asimddp"
-        )  # the kernels are LLVM's, which knows every CPU
+        for module in (describe, platform):  # the kernels are LLVM's, which knows every CPU
+            patch.setattr(module, "cpu_features", lambda: "asimddp")
         with running_engine(GOLDEN / "llama", "--quantize", "int8") as running:
             wait_until(lambda: running.loaded.runner.programs.is_complete)
             running.run(ask((1, 2, 3), 4))

@@ -17,7 +17,7 @@ from levserve.errors import ConfigError, StartupError
 from levserve.model.decoder import Decoder
 from levserve.model.hadamard import turn
 from levserve.model.quantize import NARROW, QuantizedLinear, choose_quantization, quantize_arrays
-from levserve.models.load import check_fp8, choose_narrow
+from levserve.models.describe import check_fp8, choose_narrow
 from levserve.settings.parse import parse_settings
 from levserve.weights.load import load_arrays, read_config
 from tests.conftest import GOLDEN

@@ -1,0 +1,75 @@
+"""Sets jax up as the settings ask, finds the device to serve on, and asks it for memory.
+
+Called on the thread that loads a model, before anything else looks at jax's devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import jax
+
+from levserve.device.malloc import tune_malloc
+from levserve.device.sizing import cpu_features, free_memory, human
+from levserve.errors import StartupError
+from levserve.jit.code_cache import CodeCache, open_folder, use_cache
+from levserve.settings.settings import Settings
+
+PLATFORMS = {"gpu": "cuda,cpu", "tpu": "tpu,cpu"}
+"""What jax calls them. The host is a device as well: new weights are arranged there before they are swapped in."""
+
+
+def open_device(settings: Settings) -> jax.Device:
+    """Raises `StartupError` without such a device, and where compiled programs cannot be kept."""
+    tune_malloc()
+    if settings.device != "auto":
+        jax.config.update("jax_platforms", PLATFORMS.get(settings.device, settings.device))
+    if settings.dtype == "float32":
+        # By default a GPU multiplies float32 with ten bits of fraction.
+        jax.config.update("jax_default_matmul_precision", "highest")
+    if settings.compile_cache:
+        _keep_programs(settings)
+    try:
+        return jax.devices()[0]
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise StartupError(f"--device {settings.device}: no such device here ({reason})") from error
+
+
+def free_bytes(device: jax.Device) -> int:
+    """Memory of the device that is free now."""
+    if device.platform == "cpu":
+        return free_memory()
+    stats = device.memory_stats()
+    return int(stats["bytes_limit"] - stats["bytes_in_use"])
+
+
+@contextmanager
+def explained(asked: str, device: jax.Device, advice: str) -> Iterator[None]:
+    """Turns running out of memory into one line that says what was asked for, what is free and what to do."""
+    free = free_bytes(device)
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        # jax raises a kind of RuntimeError, with XLA's code in its text.
+        if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        reason = str(error).splitlines()[0]
+        raise StartupError(
+            f"out of memory: {asked} were asked for and {human(free)} are free; {advice} ({reason})"
+        ) from error
+
+
+def _keep_programs(settings: Settings) -> None:
+    try:
+        folder = open_folder(settings.cache_path / "programs", cpu_features())
+    except OSError as error:
+        raise StartupError(
+            f"the cache folder {settings.cache_path} cannot be written ({error.strerror}): name another one with "
+            f"--cache-dir, or do without compiled programs on disk with --compile-cache false"
+        ) from error
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    use_cache(CodeCache(folder))

@@ -1,0 +1,63 @@
+"""The third step of a start: the weights and the tokenizer, in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+
+from levserve.device.platform import explained
+from levserve.errors import StartupError
+from levserve.models.describe import Description
+from levserve.observe.logs import adopt_libraries
+from levserve.settings.settings import Settings
+from levserve.text.chat import check_template
+from levserve.text.tokenizer import Tokenizer, load_tokenizer
+from levserve.weights.load import load_arrays
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What the model's files hold."""
+
+    arrays: dict[str, jax.Array]
+    tokenizer: Tokenizer
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays.values())
+
+
+def read(description: Description, report: Callable[[str], None]) -> Contents:
+    """Raises `StartupError` for files that cannot be read or do not fit into memory."""
+    settings, files = description.settings, description.files
+    with ThreadPoolExecutor(1, thread_name_prefix="levserve-tokenizer") as beside:
+        tokenizer = beside.submit(_read_tokenizer, settings, files.tokenizer or files.path)
+        with explained("the weights", description.device, "serve a smaller model"):
+            arrays = load_arrays(
+                files.path,
+                description.config,
+                description.dtype,
+                report=report,
+                quantization=description.quantization,
+            )
+    adopt_libraries()  # the tokenizer may have brought some
+    return Contents(arrays, tokenizer.result())
+
+
+def _read_tokenizer(settings: Settings, path: Path) -> Tokenizer:
+    tokenizer = load_tokenizer(path, chat_template=_read_chat_template(settings))
+    check_template(tokenizer)
+    return tokenizer
+
+
+def _read_chat_template(settings: Settings) -> str | None:
+    if not settings.chat_template:
+        return None
+    try:
+        return Path(settings.chat_template).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise StartupError(f"--chat-template {settings.chat_template}: {error}") from error

@@ -1,0 +1,37 @@
+"""The fourth step of a start: how much memory the model may take, and what is made of it."""
+
+from __future__ import annotations
+
+from levserve.device.platform import free_bytes
+from levserve.device.sizing import Sizes, kv_floor, plan_sizes
+from levserve.models.describe import Description
+from levserve.models.read import Contents
+from levserve.models.registry import MakeRoom
+
+
+def reserve(description: Description, make_room: MakeRoom) -> int:
+    """Bytes that one of several models may take, others unloaded where it needs their place; called before it is read."""
+    kv_bytes = kv_floor(
+        description.settings,
+        max_position=description.config.max_position,
+        page_bytes=description.page_bytes,
+    )
+    return make_room(
+        description.expected_weight_bytes + kv_bytes,
+        lambda: free_bytes(description.device),
+    )
+
+
+def size(description: Description, contents: Contents, *, rows: int, allowed_bytes: int | None) -> Sizes:
+    """Shares out what the weights leave free, or what they leave of `allowed_bytes` if that is less."""
+    free = free_bytes(description.device)
+    if allowed_bytes is not None:
+        free = min(free, allowed_bytes - contents.weight_bytes)
+    return plan_sizes(
+        description.settings,
+        description.make_machine(contents.arrays, free),
+        rows=rows,
+        max_position=description.config.max_position,
+        page_bytes=description.page_bytes,
+        weight_bytes=contents.weight_bytes,
+    )
