@@ -1,33 +1,25 @@
 """A round's inputs as one int32 array: what the scheduler decided, laid out for the device.
 
 Sampling rules and page tables are kept per slot and written only when they change, so packing a round is a few numpy
-gathers whatever the number of rows. Floats travel as their bits; `unpack` takes them apart inside the trace.
+gathers whatever the number of rows. `unpack` takes the array apart inside the trace.
 """
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import numpy.typing as npt
-from jax import lax
 
-from levserve.model.sampler import BANNED, MAX_EDITS, Mode, Rules
+from levserve.device.rules import RULE_PACKING, Ints, mode_for
+from levserve.model.sampler import Mode, Rules
 from levserve.schedule.request import GenerationRequest, Sampling
 from levserve.schedule.sequence import Chunk, Row, Sequence
 
 SLOT, POSITION, COUNT, SCORED = 0, 1, 2, 3
 RULES = 4
-NUM_COLUMNS = RULES + len(Rules._fields) + 1  # the seed takes two
-
-FOREVER = np.iinfo(np.int32).max
-
-Ints = npt.NDArray[np.int32]
+NUM_COLUMNS = RULES + RULE_PACKING.num_columns
 
 
 class RoundInput(NamedTuple):
@@ -43,15 +35,6 @@ class RoundInput(NamedTuple):
     table: jax.Array
 
 
-@dataclass(frozen=True, slots=True)
-class Edits:
-    """What a request changes about its logits; see `sampler.Memory`."""
-
-    ids: Ints
-    values: npt.NDArray[np.float32]
-    until: Ints
-
-
 class SlotTable:
     """Every slot's rules and page table, as the device wants them."""
 
@@ -59,7 +42,7 @@ class SlotTable:
         self.num_slots = num_slots
         self.table_width = table_width
         self._rules = np.zeros((num_slots + 1, NUM_COLUMNS - RULES), np.int32)  # the last one is padding's
-        self._rules[num_slots] = _pack_rules(
+        self._rules[num_slots] = RULE_PACKING.pack(
             GenerationRequest("", (), 0, Sampling(temperature=0.0))
         )  # or all would be drawn for it
         self._pages = np.zeros((num_slots + 1, table_width), np.int32)
@@ -69,7 +52,7 @@ class SlotTable:
     def seat(self, sequence: Sequence) -> None:
         """Takes note of who has a slot now."""
         assert sequence.slot is not None
-        self._rules[sequence.slot] = _pack_rules(sequence.request)
+        self._rules[sequence.slot] = RULE_PACKING.pack(sequence.request)
         self._num_pages[sequence.slot] = 0
         self._modes[sequence.slot] = mode_for(sequence.request)
 
@@ -167,84 +150,11 @@ class SlotTable:
 
 def unpack(packed: jax.Array, table_width: int) -> RoundInput:
     """Inside the trace: the columns by name. The tokens of prefill and of drafts are what follows the table."""
-
-    def floats(column: int) -> jax.Array:
-        return lax.bitcast_convert_type(packed[:, RULES + column], jnp.float32)
-
-    fields = Rules._fields
-    seed = lax.bitcast_convert_type(packed[:, NUM_COLUMNS - 2 : NUM_COLUMNS], jnp.uint32)
-    integers = {"top_k", "prompt_len", "num_edits", "wants_logprobs"}
-    values = {
-        name: packed[:, RULES + column] if name in integers else floats(column)
-        for column, name in enumerate(fields)
-        if name != "seed"
-    }
-    table = packed[:, NUM_COLUMNS : NUM_COLUMNS + table_width]
     return RoundInput(
         packed[:, SLOT],
         packed[:, POSITION],
         packed[:, COUNT],
         packed[:, SCORED],
-        Rules(**values, seed=seed),
-        table,
-    )
-
-
-def mode_for(request: GenerationRequest) -> Mode:
-    """The cheapest mode that honours everything the request asks."""
-    sampling = request.sampling
-    if sampling.num_logprobs is not None or needs_memory(request):
-        return Mode.FULL
-    return Mode.GREEDY if sampling.temperature == 0 else Mode.PLAIN
-
-
-def needs_memory(request: GenerationRequest) -> bool:
-    """Whether the device must know the sequence's tokens or logit edits."""
-    sampling = request.sampling
-    has_penalty = (
-        sampling.presence_penalty != 0 or sampling.frequency_penalty != 0 or sampling.repetition_penalty != 1
-    )
-    return has_penalty or _num_edits(request) > 0
-
-
-def edits_for(request: GenerationRequest) -> Edits:
-    """Biases for ever, and stop tokens banned until `min_tokens` were generated."""
-    ids, values, until = (
-        np.zeros(MAX_EDITS, np.int32),
-        np.zeros(MAX_EDITS, np.float32),
-        np.zeros(MAX_EDITS, np.int32),
-    )
-    entries = [(token, value, FOREVER) for token, value in request.sampling.logit_bias]
-    if request.sampling.min_tokens > 0:
-        end = len(request.prompt) + request.sampling.min_tokens
-        entries += [(token, BANNED, end) for token in sorted(request.stop_ids)]
-    for index, entry in enumerate(entries):
-        ids[index], values[index], until[index] = entry
-    return Edits(ids, values, until)
-
-
-def _num_edits(request: GenerationRequest) -> int:
-    banned = len(request.stop_ids) if request.sampling.min_tokens > 0 else 0
-    return len(request.sampling.logit_bias) + banned
-
-
-def _pack_rules(request: GenerationRequest) -> Ints:
-    sampling = request.sampling
-    # In the order of `Rules`; a seed of 64 bits fills its two columns.
-    return np.frombuffer(
-        struct.pack(
-            "=fifffffiiiQ",
-            sampling.temperature,
-            sampling.top_k,
-            sampling.top_p,
-            sampling.min_p,
-            sampling.presence_penalty,
-            sampling.frequency_penalty,
-            sampling.repetition_penalty,
-            len(request.prompt),
-            _num_edits(request),
-            sampling.num_logprobs is not None,
-            sampling.seed % 2**64,
-        ),
-        np.int32,
+        RULE_PACKING.unpack(packed[:, RULES:NUM_COLUMNS]),
+        packed[:, NUM_COLUMNS : NUM_COLUMNS + table_width],
     )

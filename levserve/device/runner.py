@@ -21,9 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from levserve.device.packing import Ints, SlotTable, edits_for, mode_for, needs_memory
+from levserve.device.packing import SlotTable
 from levserve.device.programs import Programs, Shape
 from levserve.device.rounds import Arrays, ChunkOutput, Skeleton, State
+from levserve.device.rules import Ints, edits_for, mode_for, needs_memory
 from levserve.device.sizing import Sizes
 from levserve.model import cache
 from levserve.model.decoder import Decoder

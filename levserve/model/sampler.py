@@ -12,10 +12,11 @@ import functools
 import math
 from collections.abc import Callable
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from levserve.model.gpu.draw import draw_tokens
@@ -43,21 +44,26 @@ class Mode(StrEnum):
     FULL = "full"
 
 
-class Rules(NamedTuple):
-    """How each row is sampled; every field is [row]."""
+Floats = Annotated[jax.Array, np.float32]
+Ints = Annotated[jax.Array, np.int32]
+Seeds = Annotated[jax.Array, np.uint64]
+"""As two words, uint32 [row, 2]."""
 
-    temperature: jax.Array
-    top_k: jax.Array
-    top_p: jax.Array
-    min_p: jax.Array
-    presence: jax.Array
-    frequency: jax.Array
-    repetition: jax.Array
-    prompt_len: jax.Array
-    num_edits: jax.Array
-    wants_logprobs: jax.Array
-    seed: jax.Array
-    """uint32 [row, 2]"""
+
+class Rules(NamedTuple):
+    """How each row is sampled; every field is [row]. Annotations name the types in which `device/rules.py` packs them."""
+
+    temperature: Floats
+    top_k: Ints
+    top_p: Floats
+    min_p: Floats
+    presence: Floats
+    frequency: Floats
+    repetition: Floats
+    prompt_len: Ints
+    num_edits: Ints
+    wants_logprobs: Ints
+    seed: Seeds
 
 
 class Memory(NamedTuple):

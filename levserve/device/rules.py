@@ -1,0 +1,134 @@
+"""How a request's sampling options reach the device: one table, from which their packing and unpacking follow.
+
+To add an option, add a field to `Sampling`, an annotated field to `sampler.Rules`, and its entry to `RULES`. A field
+without an entry, or an entry without a field, is an error at import.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar, get_args, get_type_hints
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+from jax import lax
+
+from levserve.model.sampler import BANNED, MAX_EDITS, Mode, Rules
+from levserve.schedule.request import GenerationRequest
+
+FOREVER = np.iinfo(np.int32).max
+FORMATS = {np.float32: "f", np.int32: "i", np.uint64: "Q"}
+"""How `struct` writes the types that annotations of `Rules` name."""
+
+Ints = npt.NDArray[np.int32]
+Record = TypeVar("Record")
+
+
+class Rule(NamedTuple):
+    """How one field of `Rules` follows from a request, and what it takes to honour it."""
+
+    value: Callable[[GenerationRequest], float]
+    neutral: float = 0.0
+    """The value that asks for nothing."""
+    mode: Mode = Mode.GREEDY
+    """The cheapest mode that honours every other value."""
+    needs_memory: bool = False
+    """Whether every other value is about the sequence's tokens or its logit edits; see `sampler.Memory`."""
+
+
+RULES = {
+    "temperature": Rule(lambda request: request.sampling.temperature, mode=Mode.PLAIN),
+    # The next three say nothing to a greedy draw.
+    "top_k": Rule(lambda request: request.sampling.top_k),
+    "top_p": Rule(lambda request: request.sampling.top_p),
+    "min_p": Rule(lambda request: request.sampling.min_p),
+    "presence": Rule(lambda request: request.sampling.presence_penalty, 0.0, Mode.FULL, needs_memory=True),
+    "frequency": Rule(lambda request: request.sampling.frequency_penalty, 0.0, Mode.FULL, needs_memory=True),
+    "repetition": Rule(
+        lambda request: request.sampling.repetition_penalty, 1.0, Mode.FULL, needs_memory=True
+    ),
+    "prompt_len": Rule(lambda request: len(request.prompt)),
+    "num_edits": Rule(lambda request: len(_edits_of(request)), 0, Mode.FULL, needs_memory=True),
+    "wants_logprobs": Rule(lambda request: request.sampling.num_logprobs is not None, 0, Mode.FULL),
+    "seed": Rule(lambda request: request.sampling.seed % 2**64),
+}
+"""By the fields of `Rules`."""
+
+
+class RulePacking(Generic[Record]):
+    """Writes a table's values as int32 columns in the order of a record's fields, and makes the record of them."""
+
+    def __init__(self, record: Callable[..., Record], rules: Mapping[str, Rule]) -> None:
+        types = get_type_hints(record, include_extras=True)
+        if types.keys() != rules.keys():
+            raise TypeError(f"not both in {record} and in its table: {sorted(types.keys() ^ rules.keys())}")
+        self._record = record
+        self._formats = {name: FORMATS[get_args(hint)[1]] for name, hint in types.items()}
+        self._values = [rules[name].value for name in types]
+        self._struct = struct.Struct("=" + "".join(self._formats.values()))
+        self.num_columns = self._struct.size // 4
+
+    def pack(self, request: GenerationRequest) -> Ints:
+        """Floats as their bits, and a number of 64 bits in two columns."""
+        return np.frombuffer(self._struct.pack(*[value(request) for value in self._values]), np.int32)
+
+    def unpack(self, columns: jax.Array) -> Record:
+        """The record of [row, columns], inside the trace."""
+        fields: dict[str, jax.Array] = {}
+        start = 0
+        for name, code in self._formats.items():
+            match code:
+                case "f":
+                    fields[name] = lax.bitcast_convert_type(columns[:, start], jnp.float32)
+                case "i":
+                    fields[name] = columns[:, start]
+                case "Q":
+                    fields[name] = lax.bitcast_convert_type(columns[:, start : start + 2], jnp.uint32)
+            start += struct.calcsize(code) // 4
+        return self._record(**fields)
+
+
+RULE_PACKING = RulePacking(Rules, RULES)
+
+
+def mode_for(request: GenerationRequest) -> Mode:
+    """The cheapest mode that honours everything the request asks."""
+    modes = {rule.mode for rule in RULES.values() if rule.value(request) != rule.neutral}
+    return max(modes, key=tuple(Mode).index, default=Mode.GREEDY)
+
+
+def needs_memory(request: GenerationRequest) -> bool:
+    """Whether the device must know the sequence's tokens or logit edits."""
+    rules = [rule for rule in RULES.values() if rule.needs_memory]
+    return any(rule.value(request) != rule.neutral for rule in rules)
+
+
+@dataclass(frozen=True, slots=True)
+class Edits:
+    """What a request changes about its logits; see `sampler.Memory`."""
+
+    ids: Ints
+    values: npt.NDArray[np.float32]
+    until: Ints
+
+
+def edits_for(request: GenerationRequest) -> Edits:
+    ids, until = np.zeros(MAX_EDITS, np.int32), np.zeros(MAX_EDITS, np.int32)
+    values = np.zeros(MAX_EDITS, np.float32)
+    for index, entry in enumerate(_edits_of(request)):
+        ids[index], values[index], until[index] = entry
+    return Edits(ids, values, until)
+
+
+def _edits_of(request: GenerationRequest) -> list[tuple[int, float, int]]:
+    """Biases for ever, and stop tokens banned until `min_tokens` were generated: token, value and position."""
+    sampling = request.sampling
+    edits = [(token, value, FOREVER) for token, value in sampling.logit_bias]
+    if sampling.min_tokens > 0:
+        end = len(request.prompt) + sampling.min_tokens
+        edits += [(token, BANNED, end) for token in sorted(request.stop_ids)]
+    return edits
