@@ -27,14 +27,14 @@ import jax.numpy as jnp  # noqa: E402
 
 from levserve.device.programs import Shape  # noqa: E402
 from levserve.device.runner import Runner  # noqa: E402
-from levserve.device.sizing import PIECE_TOKENS, Sizes, cpu_features  # noqa: E402
+from levserve.device.sizing import Sizes  # noqa: E402
 from levserve.model import cache  # noqa: E402
-from levserve.model.attention import Kernel, choose_kernel  # noqa: E402
 from levserve.model.config import ModelConfig, parameter_shapes  # noqa: E402
 from levserve.model.decoder import Decoder  # noqa: E402
 from levserve.model.int8_packing import OFFSET, is_packable  # noqa: E402
 from levserve.model.quantize import NARROW, Quantization, choose_quantization, is_quantized  # noqa: E402
 from levserve.model.sampler import Mode  # noqa: E402
+from levserve.model.select import KERNELS, choose_backend  # noqa: E402
 from levserve.observe.metrics import Metrics  # noqa: E402
 from levserve.schedule.request import GenerationRequest, Sampling  # noqa: E402
 from levserve.schedule.sequence import Chunk, RoundPlan, Row, Sequence  # noqa: E402
@@ -115,15 +115,15 @@ def build(
     config: ModelConfig, dtype: jnp.dtype, platform: str, options: argparse.Namespace
 ) -> tuple[Runner, Sizes]:
     narrow = NARROW.get(options.quantize)
-    kernel = (
-        Kernel(options.kernel)
-        if options.kernel
-        else choose_kernel(platform, config, cpu_features(), narrow)[0]
+    kv_dtype = cache.kv_dtype(options.kv_dtype, dtype)
+    backend, _ = choose_backend(
+        platform, config, kernels=options.kernels, quantized=narrow, dtype=dtype, kv_dtype=kv_dtype
     )
-    quantization = choose_quantization(narrow, platform, dtype, kernel)
+    quantization = choose_quantization(narrow, backend, dtype)
     arrays = random_arrays(config, dtype, quantization)
-    storage = cache.storage_dtype(cache.kv_dtype(options.kv_dtype, dtype), platform)
-    chunk_sizes = {size * (options.prompts if kernel is Kernel.TRITON else 1) for size in options.chunks}
+    storage = backend.kv_storage(kv_dtype)
+    piece_tokens = backend.traits.piece_tokens
+    chunk_sizes = {size * (options.prompts if piece_tokens else 1) for size in options.chunks}
     longest = max([options.context + options.steps, *options.chunks])
     pages_each = -(-longest // PAGE_SIZE)
     rows = max(*options.rows, options.prompts)
@@ -135,11 +135,11 @@ def build(
         page_bytes=cache.page_bytes(config, PAGE_SIZE, storage),
         weight_bytes=sum(array.nbytes for array in arrays.values()),
         row_sizes=tuple(sorted({max(2, rows) for rows in options.rows})),
-        chunk_sizes=tuple(sorted(chunk_sizes)) or (PIECE_TOKENS,),
+        chunk_sizes=tuple(sorted(chunk_sizes)) or (piece_tokens or 64,),
         round_steps=options.steps,
-        piece_tokens=PIECE_TOKENS if kernel is Kernel.TRITON else None,
+        piece_tokens=piece_tokens,
     )
-    model = Decoder.from_arrays(config, arrays, kernel=kernel, quantization=quantization)
+    model = Decoder.from_arrays(config, arrays, backend=backend, quantization=quantization)
     return Runner(model, sizes, storage, Metrics()), sizes
 
 
@@ -283,11 +283,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--quantize", choices=["none", *NARROW], default="none")
     parser.add_argument("--kv-dtype", choices=["auto", "bfloat16", "fp8"], default="auto")
-    parser.add_argument(
-        "--kernel",
-        choices=[kernel.value for kernel in Kernel],
-        help="attention; default: what the server would choose",
-    )
+    parser.add_argument("--kernels", choices=KERNELS, default="auto", help="as the server's option")
     parser.add_argument("--repeats", type=int, default=12)
     return parser
 

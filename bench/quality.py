@@ -28,12 +28,11 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 from numpy.typing import NDArray  # noqa: E402
 
-from levserve.device.sizing import cpu_features  # noqa: E402
 from levserve.model import cache  # noqa: E402
-from levserve.model.attention import choose_kernel  # noqa: E402
 from levserve.model.config import ModelConfig  # noqa: E402
 from levserve.model.decoder import CHUNK, ROW, Decoder  # noqa: E402
 from levserve.model.quantize import NARROW, choose_quantization  # noqa: E402
+from levserve.model.select import choose_backend  # noqa: E402
 from levserve.settings.parse import parse_settings  # noqa: E402
 from levserve.text.tokenizer import load_tokenizer  # noqa: E402
 from levserve.weights.load import load_arrays, read_config  # noqa: E402
@@ -125,16 +124,17 @@ def score(path: Path, config: ModelConfig, tokens: list[int], number_format: For
     jax.config.update(
         "jax_default_matmul_precision", "highest" if dtype == jnp.float32 else None
     )  # as the server does
-    kernel, _ = choose_kernel(platform, config, cpu_features(), narrow)
-    quantization = choose_quantization(narrow, platform, dtype, kernel)
+    kv_dtype = cache.kv_dtype(number_format.kv_dtype, dtype)
+    backend, _ = choose_backend(platform, config, quantized=narrow, dtype=dtype, kv_dtype=kv_dtype)
+    quantization = choose_quantization(narrow, backend, dtype)
     arrays = load_arrays(path, config, dtype, report=lambda _: None, quantization=quantization)
-    model = Decoder.from_arrays(config, arrays, kernel=kernel, quantization=quantization)
+    model = Decoder.from_arrays(config, arrays, backend=backend, quantization=quantization)
     num_pages = -(-len(tokens) // PAGE_SIZE)
     pools = cache.make_pool(
         config,
         num_pages,
         PAGE_SIZE,
-        cache.storage_dtype(cache.kv_dtype(number_format.kv_dtype, dtype), platform),
+        backend.kv_storage(kv_dtype),
     )
     table = jnp.arange(num_pages, dtype=jnp.int32)[None]
 

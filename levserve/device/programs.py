@@ -39,6 +39,7 @@ from levserve.device.rounds import (
     verify_round,
 )
 from levserve.device.sizing import Sizes
+from levserve.model.backend import CompilerOptions
 from levserve.model.sampler import MAX_EDITS, Memory, Mode
 from levserve.observe.metrics import Metrics
 from levserve.observe.threads import COMPILER_THREAD
@@ -49,17 +50,11 @@ MODES = (Mode.GREEDY, Mode.PLAIN, Mode.FULL)
 """From the cheapest to the one that can do everything."""
 WELL_FILLED = 0.7
 """Of a program: what is not filled is computed all the same, but two smaller ones take longer than one that is full."""
-LIBRARY_ROWS = 64
-LIBRARY_TOKENS = 1024
-"""Measured on an H200, ms with XLA's own and with the library's: an 8B model at 2 / 64 / 256 rows 4.35 / 6.22 / 12.1 and 4.88 / 5.95 /
-12.0, a 1B model 1.01 / 1.55 / 3.00 and 1.20 / 1.56 / 2.87; prefill of 512 and 8,192 tokens of the 1B model 3.5 / 28.6 and 3.8 / 28.0."""
 CORES_PER_COMPILER = 4
 """So many cores for each background compiler: requests are being served meanwhile."""
 COMPILER_STACK_BYTES = 64 << 20
 """XLA recurses once per layer and more; the default stack of a thread is too small for deep models."""
 
-Options = dict[str, str | bool]
-"""Of the compiler."""
 RoundCall = Callable[[Arrays, State, object], tuple[State, Any]]
 """Gives a `ChunkOutput` for prefill and an array for decode."""
 
@@ -102,9 +97,9 @@ class Programs:
         self._leaves = jax.tree.map(_aval, leaves)
         self._state = jax.tree.map(_aval, state)
         self._skeleton = skeleton
+        self._backend = skeleton.backend
         self._sizes = sizes
         self._device = _device_of(leaves[0])
-        self._is_gpu = self._device.platform == "gpu"
         self._compiles = listen(metrics)
         self._ready: dict[Shape, RoundCall] = {}
         self._cold: queue.SimpleQueue[Shape] = queue.SimpleQueue()
@@ -117,7 +112,7 @@ class Programs:
     def first_shapes(self) -> list[Shape]:
         """What is compiled before the server is ready, the smallest prefill first."""
         chunks, rows = self._sizes.chunk_sizes, self._sizes.row_sizes
-        ends = (0, -1) if self._is_gpu else (0,)
+        ends = (0, -1) if self._backend.traits.warms_largest else (0,)
         return list(
             dict.fromkeys(
                 [*(Shape(chunks[end]) for end in ends), *(Shape(rows[end], Mode.FULL) for end in ends)]
@@ -293,18 +288,9 @@ class Programs:
             packed = jax.ShapeDtypeStruct((shape.size, width), jnp.int32)
         return jax.jit(function, donate_argnums=1).lower(self._leaves, self._state, packed)
 
-    def compiler_options(self, shape: Shape) -> Options:
-        """Large products on a GPU are left to its own library, which adds them to the residual stream by the way.
-
-        Of small ones, and of matrices that are widened as they are read, XLA makes better kernels itself.
-        """
-        is_large = shape.size >= (LIBRARY_TOKENS if shape.is_prefill else LIBRARY_ROWS)
-        is_narrow = any(leaf.dtype.itemsize == 1 for leaf in self._leaves)
-        return {"xla_gpu_enable_triton_gemm": False} if self._is_gpu and is_large and not is_narrow else {}
-
     def _compile(self, shape: Shape, when: str) -> None:
         start = time.monotonic()
-        program = self._get(str(shape), lambda: self.lower(shape), self.compiler_options(shape))
+        program = self._get(str(shape), lambda: self.lower(shape), self._compiler_options(shape))
         trim_malloc()
         self._ready[shape] = program
         if shape not in self.first_shapes:
@@ -312,7 +298,7 @@ class Programs:
         log.debug("got %s in %.1f s (%s)", shape, time.monotonic() - start, when)
 
     def _get(
-        self, name: str, lower: Callable[[], jax.stages.Lowered], options: Options | None = None
+        self, name: str, lower: Callable[[], jax.stages.Lowered], options: CompilerOptions | None = None
     ) -> jax.stages.Compiled:
         """A program that an earlier start has kept, or a new one."""
         start = time.monotonic()
@@ -330,6 +316,12 @@ class Programs:
         ):  # of what jax has found on a CPU, XLA would save only a part
             keep_program(kept_as, lowered, program)
         return program
+
+    def _compiler_options(self, shape: Shape) -> CompilerOptions:
+        is_quantized = any(leaf.dtype.itemsize == 1 for leaf in self._leaves)
+        return self._backend.compiler_options(
+            num_tokens=shape.size, is_prefill=shape.is_prefill, is_quantized=is_quantized
+        )
 
     @functools.cached_property
     def _made_from(self) -> str:

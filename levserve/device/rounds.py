@@ -18,6 +18,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from levserve.device.packing import NUM_COLUMNS, RoundInput, unpack
 from levserve.model import cache
+from levserve.model.backend import Backend
 from levserve.model.decoder import CHUNK, ROW, Decoder
 from levserve.model.sampler import NUM_TOP, Drawn, Memory, Mode, logprobs_of, sample
 
@@ -43,6 +44,7 @@ class Skeleton(NamedTuple):
 
     tree: jax.tree_util.PyTreeDef
     table_width: int
+    backend: Backend
 
     def model(self, leaves: Arrays) -> Decoder:
         model: Decoder = jax.tree.unflatten(self.tree, leaves)
@@ -273,23 +275,13 @@ def _sample(
 ) -> Drawn:
     rows = hidden.shape[0]
     if rows == 1:
-        hidden = jnp.concatenate(
-            [hidden, hidden]
-        )  # one row leaves the fast path of the CPU's matrix product: 50 ms, not 15
+        hidden = jnp.concatenate([hidden, hidden])  # a CPU's product of one row takes 50 ms, of two 15
     used = cache.num_used(positions > 0)
     logits = model.logits(hax.named(hidden, (ROW, model.config.Embed)), used)[:rows]
-    seen = (
-        Memory(*(array.at[given.slots].get(mode="clip") for array in memory)) if mode is Mode.FULL else None
-    )
-    return sample(
-        logits,
-        positions,
-        given.rules,
-        seen,
-        mode,
-        model.best_of(logits, used),
-        has_kernel=model.has_gpu_kernels,
-    )
+    seen = None
+    if mode is Mode.FULL:
+        seen = Memory(*(array.at[given.slots].get(mode="clip") for array in memory))
+    return sample(logits, positions, given.rules, seen, mode, model.backend, used)
 
 
 def _remember(memory: Memory, slots: jax.Array, positions: jax.Array, tokens: jax.Array) -> jax.Array:

@@ -71,7 +71,10 @@ class Runner:
         self._state = make_state(model, sizes, storage)
         self._slots = SlotTable(sizes.rows, sizes.table_width)
         self._sizes = sizes
-        self.programs = Programs(self._leaves, self._state, Skeleton(tree, sizes.table_width), sizes, metrics)
+        self._traits = model.backend.traits
+        self.programs = Programs(
+            self._leaves, self._state, Skeleton(tree, sizes.table_width, model.backend), sizes, metrics
+        )
         self.prefill_token_seconds = math.inf
         """What a token of a prompt takes in the best of the programs that have run, when they were tried."""
         self._set_memory: Callable[..., Memory] | None = None
@@ -275,13 +278,12 @@ class Runner:
         return self._slots.pack_rows(rows, shape.size)
 
     def _warm(self, shape: Shape, num_tokens: int = 0) -> None:
-        """A GPU's program runs kernel by kernel the first time, records them as a graph the second and replays that the third."""
-        is_cpu = jax.default_backend() == "cpu"
-        num_tokens = min(num_tokens, shape.size) if self._sizes.skips_padding else 0
-        for _ in range(1 if is_cpu else 3):
+        """Gives a program the runs it needs before it has its full speed, and times prefill."""
+        num_tokens = min(num_tokens, shape.size) if self._sizes.leaves_out_padding else 0
+        for _ in range(self._traits.first_runs):
             seconds = self._run_idle(shape, num_tokens)
-        # On a CPU the first one's alone: what is computed beside streams is small, and others' first runs take longer.
-        if shape.is_prefill and not (is_cpu and shape != self.programs.first_shapes[0]):
+        is_timed = self._traits.times_all_prefill or shape == self.programs.first_shapes[0]
+        if shape.is_prefill and is_timed:
             self.prefill_token_seconds = min(self.prefill_token_seconds, seconds / (num_tokens or shape.size))
 
     def _run_idle(self, shape: Shape, num_tokens: int) -> float:

@@ -10,20 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from levserve.errors import ConfigError
+from levserve.model.traits import Traits
 from levserve.settings.settings import Settings
 
-PIECE_TOKENS = 64
-"""Tokens of a row of prefill where several prompts share a program: little is lost at the end of each."""
 TOKENS_PER_ROW = 1024
 """KV room per row when nothing is asked for: a long chat each; the pool is shared, so one row may have much more."""
 
-CPU_CHUNKS = (8, 16)
-"""Of a prompt on a CPU, beside those of `--prefill-chunk`: every program takes some 40 MB, so there are few."""
 CHUNK_STEP = 8
 """Tokens by which chunks differ where a program takes no longer than what is in it needs."""
-CPU_VERIFY_TOKENS = 32
-VERIFY_TOKENS = 256
-"""Drafted and newest tokens of all rows that are checked together: beyond, a step takes longer with each of them."""
 
 ROW_STEP = 32
 """By which decode programs differ on a GPU, where from some 64 rows on those that are not filled take time too. An 8B model on an
@@ -31,26 +25,6 @@ H200 with 130 / 200 rows: 9.8 / 11.0 ms a step in a program of 256, 8.0 / 10.0 i
 
 FLOOR_TOKENS = 4 * TOKENS_PER_ROW
 """Below this a pool of one among several models is not worth having: rather unload another."""
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """What the sizes are made for."""
-
-    backend: str
-    """cpu, gpu or tpu"""
-    free_bytes: int
-    """Memory left once the weights are loaded."""
-    has_kernel: bool = False
-    """Whether attention is a kernel that reads pages in place, so that rows of one prompt cost no more than one long row."""
-    skips_padding: bool = False
-    """Whether a program takes as long as what is in it needs, so that few of them serve all."""
-    mixed_context: int = 0
-    """Where a prompt's chunk may begin, at most, to be computed beside the rows of a decode program; 0: none is."""
-
-    @property
-    def is_cpu(self) -> bool:
-        return self.backend == "cpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +49,7 @@ class Sizes:
     """Rows of the programs that check drafts."""
     piece_tokens: int | None = None
     """If set, a prefill program's rows are pieces of so many tokens, of one prompt or of several; else it is one row."""
-    skips_padding: bool = False
+    leaves_out_padding: bool = False
     """Whether a program takes as long as what is in it needs."""
     mixed_context: int = 0
     """Where a prompt's chunk may begin, at most, to be computed beside the rows of a decode program."""
@@ -101,13 +75,15 @@ class Sizes:
     def mixed_tokens(self) -> int:
         """Of prompts, that the widest decode program computes beside its rows."""
         return (
-            self.chunk_sizes[-1] if self.skips_padding and self.mixed_context and self.round_steps == 1 else 0
+            self.chunk_sizes[-1]
+            if self.leaves_out_padding and self.mixed_context and self.round_steps == 1
+            else 0
         )
 
     @property
     def chunk_costs(self) -> tuple[int, ...]:
         """What a prompt's chunk may count as, ascending: its program, or what it has of that where only that matters."""
-        if self.skips_padding:
+        if self.leaves_out_padding:
             return (*range(CHUNK_STEP, self.chunk_sizes[-1], CHUNK_STEP), self.chunk_sizes[-1])
         if self.piece_tokens is None:
             return self.chunk_sizes
@@ -136,13 +112,20 @@ class Sizes:
 
 
 def plan_sizes(
-    settings: Settings, machine: Machine, *, rows: int, max_position: int, page_bytes: int, weight_bytes: int
+    settings: Settings,
+    traits: Traits,
+    *,
+    free_bytes: int,
+    rows: int,
+    max_position: int,
+    page_bytes: int,
+    weight_bytes: int,
 ) -> Sizes:
-    """Raises `ConfigError` for sizes that cannot be."""
+    """Sizes for a device with `free_bytes` left once the weights are loaded; raises `ConfigError` if nothing fits."""
     max_seq_len = settings.max_seq_len or max_position
     if max_seq_len > max_position:
         raise ConfigError(f"--max-seq-len {max_seq_len} is more than the model's {max_position} positions")
-    num_pages = _num_pages(settings, machine, rows, max_seq_len, page_bytes)
+    num_pages = _num_pages(settings, traits, free_bytes, rows, max_seq_len, page_bytes)
     room = num_pages * settings.page_size
     if room < max_seq_len:
         if settings.max_seq_len:
@@ -151,8 +134,8 @@ def plan_sizes(
                 f"({human(page_bytes)} each), but the pool has {num_pages}: raise --kv-memory or lower --max-seq-len"
             )
         max_seq_len = room
-    most_verified = (CPU_VERIFY_TOKENS if machine.is_cpu else VERIFY_TOKENS) // (settings.speculate + 1)
-    largest_chunk = settings.prefill_chunk or (128 if machine.is_cpu else 4096)
+    most_verified = traits.verify_tokens // (settings.speculate + 1)
+    largest_chunk = settings.prefill_chunk or traits.prefill_chunk
     return Sizes(
         rows=rows,
         max_seq_len=max_seq_len,
@@ -160,15 +143,15 @@ def plan_sizes(
         num_pages=num_pages,
         page_bytes=page_bytes,
         weight_bytes=weight_bytes,
-        row_sizes=_row_sizes(machine, rows),
+        row_sizes=_row_sizes(traits, rows),
         num_draft=settings.speculate,
         verify_sizes=_doublings(1, min(rows, most_verified), by=4) if settings.speculate else (),
-        chunk_sizes=_chunk_sizes(machine, largest_chunk, max_seq_len),
-        piece_tokens=PIECE_TOKENS if machine.has_kernel else None,
-        skips_padding=machine.skips_padding,
-        mixed_context=machine.mixed_context,
-        round_steps=settings.round_steps or (1 if machine.is_cpu else 8),
-        has_all_modes=not machine.is_cpu,  # there full mode skips what nobody asks for, and compiling is what takes long
+        chunk_sizes=_chunk_sizes(traits, largest_chunk, max_seq_len),
+        piece_tokens=traits.piece_tokens,
+        leaves_out_padding=traits.leaves_out_padding,
+        mixed_context=traits.mixed_context,
+        round_steps=settings.round_steps or traits.round_steps,
+        has_all_modes=traits.has_all_modes,
     )
 
 
@@ -205,54 +188,48 @@ def process_memory() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def _num_pages(settings: Settings, machine: Machine, rows: int, max_seq_len: int, page_bytes: int) -> int:
-    if settings.kv_pages or settings.kv_memory:
-        num_pages = settings.kv_pages or settings.kv_memory // page_bytes
-        asked = (
-            f"--kv-pages {settings.kv_pages}"
-            if settings.kv_pages
-            else f"--kv-memory {human(settings.kv_memory)}"
-        )
-    elif machine.is_cpu:
-        wanted = -(-max(rows * TOKENS_PER_ROW, max_seq_len) // settings.page_size)
-        num_pages = min(wanted, machine.free_bytes // 4 // page_bytes)
-        asked = f"a quarter of the free {human(machine.free_bytes)}"
+def _num_pages(
+    settings: Settings, traits: Traits, free_bytes: int, rows: int, max_seq_len: int, page_bytes: int
+) -> int:
+    if settings.kv_pages:
+        num_pages, asked = settings.kv_pages, f"--kv-pages {settings.kv_pages}"
+    elif settings.kv_memory:
+        num_pages, asked = settings.kv_memory // page_bytes, f"--kv-memory {human(settings.kv_memory)}"
     else:
-        every_row = rows * -(
-            -max_seq_len // settings.page_size
-        )  # more than all rows can fill would only slow the start
-        num_pages = min(every_row, machine.free_bytes * 9 // 10 // page_bytes)
-        asked = f"nine tenths of the free {human(machine.free_bytes)}"
+        row_tokens = max_seq_len if traits.fills_memory else TOKENS_PER_ROW
+        pages_per_row = -(-row_tokens // settings.page_size)
+        longest = -(-max_seq_len // settings.page_size)
+        wanted = max(rows * pages_per_row, longest)  # more than all rows can fill would only slow the start
+        num_pages = min(wanted, int(free_bytes * traits.kv_share) // page_bytes)
+        asked = f"{traits.kv_share:.0%} of the free {human(free_bytes)}"
     if num_pages < 1:
+        page = f"one KV page of {settings.page_size} tokens, which takes {human(page_bytes)}"
+        raise ConfigError(f"{asked} does not hold {page}")
+    if num_pages * page_bytes > free_bytes:
+        total = f"{num_pages} pages x {human(page_bytes)} = {human(num_pages * page_bytes)}"
         raise ConfigError(
-            f"{asked} does not hold one KV page of {settings.page_size} tokens, which takes {human(page_bytes)}"
-        )
-    if num_pages * page_bytes > machine.free_bytes:
-        raise ConfigError(
-            f"{asked} asks for {num_pages} pages x {human(page_bytes)} = {human(num_pages * page_bytes)}, "
-            f"but only {human(machine.free_bytes)} are free after the weights"
+            f"{asked} asks for {total}, but only {human(free_bytes)} are free after the weights"
         )
     return num_pages
 
 
-def _row_sizes(machine: Machine, rows: int) -> tuple[int, ...]:
-    if not machine.is_cpu:
+def _row_sizes(traits: Traits, rows: int) -> tuple[int, ...]:
+    if traits.steps_rows:
         return _row_steps(8, max(rows, 2))
-    return _doublings(
-        2, max(rows, 2), by=4 if machine.skips_padding else 2
-    )  # one update of the pool alone would copy all of it
+    # Never a program of one row: XLA would copy the whole pool for it.
+    return _doublings(2, max(rows, 2), by=4 if traits.leaves_out_padding else 2)
 
 
-def _chunk_sizes(machine: Machine, largest: int, max_seq_len: int) -> tuple[int, ...]:
-    if machine.skips_padding:
-        return (min(largest, max_seq_len),)
-    if (
-        machine.is_cpu
-    ):  # a token takes about as long in any of them, and small ones keep the streams beside them waiting less
-        return (*(size for size in CPU_CHUNKS if size < min(largest, max_seq_len)), min(largest, max_seq_len))
-    if not machine.has_kernel:
-        return _doublings(64, min(largest, max_seq_len))
-    return _doublings(PIECE_TOKENS, -(-largest // PIECE_TOKENS) * PIECE_TOKENS)
+def _chunk_sizes(traits: Traits, largest: int, max_seq_len: int) -> tuple[int, ...]:
+    if traits.piece_tokens is not None:
+        return _doublings(traits.piece_tokens, -(-largest // traits.piece_tokens) * traits.piece_tokens)
+    largest = min(largest, max_seq_len)
+    if traits.leaves_out_padding:
+        return (largest,)
+    if not traits.small_chunks:
+        return _doublings(64, largest)
+    # A token takes about as long in any of them, and streams wait less beside small ones.
+    return (*(size for size in traits.small_chunks if size < largest), largest)
 
 
 def _doublings(smallest: int, largest: int, by: int = 2) -> tuple[int, ...]:

@@ -1,86 +1,36 @@
-"""Attention of a few queries per row over the row's pages.
+"""Attention of a few queries per row over the row's pages, by plain XLA operations.
 
-One function, `attend`, behind which a CPU's own kernel may stand; an NVIDIA GPU's, which norm, turn and write as well, stand
-behind `gpu_attention.attend_heads`. Which one it is, is chosen once, at start. The plain XLA one walks the page tables in
-blocks with a running softmax and stops after the last block any row needs. So a batch pays for its longest row, not for the
-model's maximum length, and one compiled program serves every context length.
+It walks the page tables in blocks with a running softmax and stops after the last block that any row needs. So a batch pays for
+its longest row, not for the model's maximum length, and one compiled program serves every context length.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import StrEnum
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from levserve.model.cache import NUMBERS, from_bits, from_storage, multiplied_in
-from levserve.model.config import ModelConfig
-from levserve.model.gpu import paged_attention
 
 FEW_QUERIES = 16
-"""Of a row, at most: then attention is all reading of keys and values."""
+"""Of a row, at most: then reading keys and values takes all of the time."""
 FEW_BLOCK_TOKENS = 64
-"""Tokens of each row looked at together for few queries: the next multiple of it is what a row costs."""
+"""Tokens of each row per block for few queries: a row costs the next multiple of it."""
 BLOCK_TOKENS = 256
-"""The same for many queries, whose running softmax is the cost: fewer, larger steps."""
+"""The same for many queries, where the running softmax is the cost: fewer, larger steps."""
 MASKED = -1e30
 LOWEST = -1e20
 """Where the running maximum starts: below any score, and so far above a masked one that its weight is zero."""
 
 
-class Kernel(StrEnum):
-    XLA = "xla"
-    LLVM = "llvm"
-    """Written for the CPU at hand."""
-    LLVM_DOT = "llvm-dot"
-    """The same on an ARM CPU that sums products of int8 in one instruction: there products with matrices are written too."""
-    LLVM_VNNI = "llvm-vnni"
-    """The same on an x86 CPU that sums products of int8 in one instruction, for which matrices are packed."""
-    LLVM_AMX = "llvm-amx"
-    """The same for few queries on a CPU with matrix units, which multiply bfloat16 many times as fast as float32: many take XLA."""
-    TRITON = "triton"
-    """A Pallas kernel for NVIDIA GPUs."""
+def has_few_queries(q: jax.Array) -> bool:
+    """Whether q [row, chunk, kv_head, group, head_size] has so few queries a row that reading keys dominates."""
+    return q.shape[1] * q.shape[3] <= FEW_QUERIES
 
 
-CPU_FEATURES = {
-    "amx_bf16": Kernel.LLVM_AMX,
-    "asimddp": Kernel.LLVM_DOT,
-    "avx512_vnni": Kernel.LLVM_VNNI,
-    "avx_vnni": Kernel.LLVM_VNNI,
-}
-"""What Linux calls what decides between the CPU's."""
-
-
-def choose_kernel(
-    platform: str, config: ModelConfig, cpu_features: str = "", narrow: jnp.dtype | None = None
-) -> tuple[Kernel, str]:
-    """The best kernel that can serve the model on this platform, and why, in words for the log."""
-    if platform == "cpu":
-        from levserve.model.cpu import attention as cpu_attention  # and LLVM with it, which others do without
-
-        reason = cpu_attention.refuse_unservable(config.head_dim)
-        has = [kernel for feature, kernel in CPU_FEATURES.items() if feature in cpu_features.split()]
-        kernel = (
-            Kernel.LLVM_VNNI
-            if narrow == jnp.int8 and Kernel.LLVM_VNNI in has
-            else next(iter(has), Kernel.LLVM)
-        )
-        return (
-            (Kernel.XLA, f"the CPU kernel does not take {reason}")
-            if reason is not None
-            else (kernel, "written for this CPU")
-        )
-    if platform != "gpu":
-        return Kernel.XLA, f"the {platform} has no kernel of its own"
-    reason = paged_attention.refuse_unservable(config.head_dim)
-    if reason is not None:
-        return Kernel.XLA, f"the GPU kernel does not take {reason}"
-    return Kernel.TRITON, "an NVIDIA GPU"
-
-
-def attend(
+def attend_in_blocks(
     q: jax.Array,
     pool: jax.Array,
     table: jax.Array,
@@ -88,36 +38,15 @@ def attend(
     *,
     window: int | None = None,
     softcap: float | None = None,
-    scale: float = 1.0,
-    kernel: Kernel = Kernel.XLA,
+    on_cpu: bool,
+    in_bfloat16: bool = False,
 ) -> jax.Array:
     """Mixes the values every query may see: those at or before its position, within the window if there is one.
 
-    q [row, chunk, kv_head, group, head_size] float32; pool as in `cache`; table [row, page]; positions [row, chunk], negative
-    for padding. Scores are multiplied by `scale` and then bent to stay within `softcap`. Gives q's shape, in float32 or in the
-    type that a kernel computes in.
+    q [row, chunk, kv_head, group, head_size] float32, scaled; pool as in `cache`; table [row, page]; positions [row, chunk],
+    negative for padding. Scores are bent to stay within `softcap`. Gives q's shape in float32. On a CPU, `in_bfloat16`
+    multiplies many queries in bfloat16 too, which is faster where the CPU has matrix units for it.
     """
-    q = q * scale
-    has_few = q.shape[1] * q.shape[3] <= FEW_QUERIES
-    if kernel in (Kernel.LLVM, Kernel.LLVM_DOT, Kernel.LLVM_VNNI) or (kernel is Kernel.LLVM_AMX and has_few):
-        from levserve.model.cpu import attention as cpu_attention
-
-        return cpu_attention.paged_attention(q, pool, table, positions, window=window, softcap=softcap)
-    return _attend_in_blocks(
-        q, pool, table, positions, window, softcap, in_bfloat16=has_few or kernel is Kernel.LLVM_AMX
-    )
-
-
-def _attend_in_blocks(
-    q: jax.Array,
-    pool: jax.Array,
-    table: jax.Array,
-    positions: jax.Array,
-    window: int | None,
-    softcap: float | None,
-    *,
-    in_bfloat16: bool,
-) -> jax.Array:
     rows, chunk, kv_heads, group, size = q.shape
     queries = chunk * group
     page_size = pool.shape[3]
@@ -128,7 +57,8 @@ def _attend_in_blocks(
         table, ((0, 0), (0, -table.shape[1] % block)), mode="edge"
     )  # so that a slice at the end is not moved back
     tiles = pool.reshape(-1, page_size * size)  # [page * 2 * kv_head, slot * head_size]
-    read, dtype = _reader(pool.dtype, is_bfloat16=queries > 1 and in_bfloat16)
+    is_bfloat16 = queries > 1 and (in_bfloat16 or has_few_queries(q))
+    read, dtype = _reader(pool.dtype, on_cpu=on_cpu, is_bfloat16=is_bfloat16)
 
     q = q.transpose(0, 2, 1, 3, 4).reshape(rows, kv_heads, queries, size).astype(dtype)
     seen_to = jnp.repeat(positions, group, axis=1)[:, None, :, None]  # [row, 1, query, 1]
@@ -177,13 +107,15 @@ def _attend_in_blocks(
     return mixed.reshape(rows, kv_heads, chunk, group, size).transpose(0, 2, 1, 3, 4)
 
 
-def _reader(storage: jnp.dtype, *, is_bfloat16: bool) -> tuple[Callable[[jax.Array], jax.Array], jnp.dtype]:
+def _reader(
+    storage: jnp.dtype, *, on_cpu: bool, is_bfloat16: bool
+) -> tuple[Callable[[jax.Array], jax.Array], jnp.dtype]:
     """How stored keys and values become the factors of a product, and in which type those are multiplied.
 
     On a CPU a few queries are multiplied in bfloat16, which halves what is read. One query alone has no fast bfloat16 product
-    there, and for many the float32 one is faster than what widening costs, but where there are matrix units.
+    there, and for many the float32 product is faster than widening costs.
     """
-    if NUMBERS.get(storage, storage) != jnp.bfloat16 or jax.default_backend() != "cpu":
+    if NUMBERS.get(storage, storage) != jnp.bfloat16 or not on_cpu:
         return from_storage, multiplied_in(storage)
     if is_bfloat16:
         return from_bits, jnp.dtype(jnp.bfloat16)

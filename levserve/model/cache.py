@@ -25,16 +25,6 @@ def kv_dtype(name: str, dtype: jnp.dtype) -> jnp.dtype:
     return {"auto": dtype, "bfloat16": jnp.dtype(jnp.bfloat16), "fp8": FP8}[name]
 
 
-def storage_dtype(dtype: jnp.dtype, backend: str) -> jnp.dtype:
-    """What the pool is stored as.
-
-    On CPU types that it does not compute in are kept as their bits: jaxlib 0.10 converts the whole pool to float32 and back
-    for every bfloat16 scatter (100 ms for 32,768 slots against 10 us). Later ones know bfloat16.
-    """
-    is_known = backend != "cpu" or (dtype == jnp.bfloat16 and jax.__version_info__ >= (0, 11))
-    return dtype if is_known else BITS.get(dtype, dtype)
-
-
 def page_bytes(config: ModelConfig, page_size: int, dtype: jnp.dtype) -> int:
     """Bytes of one page over all layers."""
     return (

@@ -1,7 +1,7 @@
 """The decoder: one forward pass for prefill and decode, over paged KV.
 
 Named-axis Haliax inside. The hot call passes flat tuples of arrays, and the model is rebuilt from its leaves inside the
-trace (`engine/rounds.py`). Every layer goes through one inner jit, so thirty equal layers are traced and lowered once.
+trace (`device/rounds.py`). Every layer goes through one inner jit, so thirty equal layers are traced and lowered once.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
-from levserve.model import cache, experts
-from levserve.model.attention import Kernel, attend
+from levserve.model import cache
+from levserve.model.backend import AttentionShape, Backend, HeadNorms
 from levserve.model.cache import Place, take_ends
 from levserve.model.config import Activation, ModelConfig, parameter_shapes
-from levserve.model.gpu.attention import attend_heads
-from levserve.model.gpu.heads import HeadNorms
+from levserve.model.experts import choose_experts
 from levserve.model.linear import Linear
-from levserve.model.quantize import Quantization, QuantizedLinear
-from levserve.model.rotary import Angles, angles_at, rotate
-from levserve.model.sampler import Best, best_of
+from levserve.model.quantize import Quantization
+from levserve.model.rotary import Angles, angles_at
+from levserve.model.xla import XLA_ON_CPU
 
 ROW, CHUNK = "row", "chunk"
 ACTIVATIONS: dict[Activation, Callable[[NamedArray], NamedArray]] = {
@@ -55,7 +54,7 @@ def apply(norm: Norm | None, x: NamedArray) -> NamedArray:
 
 class Attention(eqx.Module):
     config: ModelConfig = eqx.field(static=True)
-    kernel: Kernel = eqx.field(static=True)
+    backend: Backend = eqx.field(static=True)
     qkv: Linear
     out: Linear
     q_norm: Norm | None
@@ -71,64 +70,26 @@ class Attention(eqx.Module):
         *,
         window: int | None,
     ) -> tuple[NamedArray, jax.Array]:
-        """Writes this chunk's keys and values to the pool, then reads everything the chunk, or its `ends`, may see from it."""
+        """Writes this chunk's keys and values to the pool, then reads everything that the chunk, or its `ends`, may see."""
         config = self.config
-        if self.kernel is Kernel.TRITON:
-            heads, norms = self._heads(x)
-            mixed, pool = attend_heads(
-                heads,
-                pool,
-                place,
-                angles,
-                norms,
-                ends,
-                kv_heads=config.num_kv_heads,
-                scale=config.score_scale,
-                eps=config.norm_eps,
-                window=window,
-                softcap=config.attention_softcap,
-            )
-            mixed = mixed.reshape(place.positions.shape[0], -1, config.Mixed.size)
-            return self.out(hax.named(mixed, (ROW, CHUNK, config.Mixed.name))), pool
-        queries, keys, values = self._split(self.qkv(x, place.num_used))
-        axes = (ROW, CHUNK, ..., config.HeadSize)
+        shape = AttentionShape(
+            config.num_kv_heads, config.score_scale, config.norm_eps, window, config.attention_softcap
+        )
+        heads, norms = self._heads(self.qkv(x, place.num_used))
+        mixed, pool = self.backend.attend(heads, pool, place, angles, norms, ends, shape)
+        num_used = place.num_used if ends is None else None
+        return self.out(hax.named(mixed, (ROW, CHUNK, config.Mixed.name)), num_used), pool
 
-        def placed(norm: Norm | None, heads: NamedArray) -> jax.Array:
-            normed = apply(norm, heads).rearrange(axes).array
-            return normed if angles is None else rotate(normed, angles)
-
-        with jax.named_scope("kv_write"):
-            pool = cache.write(pool, placed(self.k_norm, keys), values.rearrange(axes).array, place)
-        with jax.named_scope("attend"):
-            q, positions = placed(self.q_norm, queries), place.positions
-            if ends is not None:
-                q, positions = take_ends(q, ends), take_ends(positions, ends)
-            mixed = attend(
-                q.reshape(*q.shape[:2], config.num_kv_heads, config.Group.size, config.head_dim),
-                pool,
-                place.table,
-                positions,
-                window=window,
-                softcap=config.attention_softcap,
-                scale=config.score_scale,
-                kernel=self.kernel,
-            )
-        mixed = mixed.reshape(*mixed.shape[:2], config.Mixed.size)
-        return self.out(
-            hax.named(mixed, (ROW, CHUNK, config.Mixed.name)), place.num_used if ends is None else None
-        ), pool
-
-    def _heads(self, x: NamedArray) -> tuple[jax.Array, HeadNorms | None]:
-        """[row * chunk, head, head_size] for the GPU's kernels, and the norms that these are to apply: those of a head."""
-        config, qkv = self.config, self.qkv(x)
+    def _heads(self, qkv: NamedArray) -> tuple[jax.Array, HeadNorms | None]:
+        """[row * chunk, head, head_size], and the norms that are still to be applied to each head."""
+        config = self.config
         if config.qk_norm_spans_heads:
             queries, keys, values = self._split(qkv)
             parts = [apply(self.q_norm, queries), apply(self.k_norm, keys), values]
             arrays = [part.rearrange((ROW, CHUNK, ..., config.HeadSize)).array for part in parts]
             return jnp.concatenate([array.reshape(-1, *array.shape[2:]) for array in arrays], axis=1), None
-        array = qkv.rearrange((ROW, CHUNK, "qkv")).array.reshape(
-            -1, config.QKV.size // config.head_dim, config.head_dim
-        )
+        array = qkv.rearrange((ROW, CHUNK, "qkv")).array
+        array = array.reshape(-1, config.QKV.size // config.head_dim, config.head_dim)
         if self.qkv.bias is None:
             array = array.astype(self.qkv.product_dtype)  # as it comes: another type would be another kernel
         if self.q_norm is None or self.k_norm is None:
@@ -166,6 +127,7 @@ class Experts(eqx.Module):
     """A router, and the feed-forward parts of all experts as one `Mlp` whose matrices are [expert, out, in]."""
 
     config: ModelConfig = eqx.field(static=True)
+    backend: Backend = eqx.field(static=True)
     router: Linear
     stacked: Mlp
 
@@ -173,8 +135,9 @@ class Experts(eqx.Module):
         config = self.config
         flat = x.flatten_axes((ROW, CHUNK), "token").rearrange(("token", "embed"))
         scores = self.router(flat).rearrange(("token", "expert")).array
-        choice = experts.choose(scores, config.experts_per_token, renormalises=config.renormalises_experts)
-        mixed = experts.mix(flat.array, choice, place.positions.reshape(-1) >= 0, self, config.num_experts)
+        choice = choose_experts(scores, config.experts_per_token, renormalises=config.renormalises_experts)
+        is_real = place.positions.reshape(-1) >= 0
+        mixed = self.backend.mix_experts(flat.array, choice, is_real, self, config.num_experts)
         return hax.named(mixed.reshape(*place.positions.shape, config.hidden_size), (ROW, CHUNK, "embed"))
 
     def one(self, number: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -210,52 +173,26 @@ class Layer(eqx.Module):
     mlp_post_norm: Norm | None
 
     @property
-    def is_plain(self) -> bool:
-        """Whether it is nothing but norms by size, attention and a gated part, with matrices that a CPU's kernel multiplies."""
-        norms = (self.input_norm, self.mlp_norm)
-        has_others = self.attention_post_norm is not None or self.mlp_post_norm is not None
-        if (
-            has_others
-            or not isinstance(self.mlp, Mlp)
-            or any(norm is None or norm.bias is not None for norm in norms)
-        ):
-            return False
-        config, linears = self.attention.config, self._linears()
-        is_known = config.is_gated and config.activation is Activation.SILU
-        is_known = is_known and not config.attention_softcap and not config.qk_norm_spans_heads
-        has_bias = any(linear.bias is not None for name, linear in linears.items() if name != "qkv")
-        known = (jnp.int8, jnp.uint8, jnp.bfloat16)
-        is_multiplied = all(
-            linear.is_servable and linear.weight.dtype in known for linear in linears.values()
-        )
-        return is_known and not has_bias and is_multiplied
-
-    @property
     def arrays(self) -> dict[str, jax.Array]:
-        """Those of a plain layer, by name; what it does not have is not there."""
-        named = {"qkv_bias": self.attention.qkv.bias}
-        norms = {
-            "input_norm": self.input_norm,
-            "q_norm": self.attention.q_norm,
-            "k_norm": self.attention.k_norm,
-            "mlp_norm": self.mlp_norm,
-        }
-        named |= {name: norm and norm.weight for name, norm in norms.items()}
-        for name, linear in self._linears().items():
-            named |= {
-                name: linear.weight,
-                f"{name}_scale": linear.scale if isinstance(linear, QuantizedLinear) else None,
-            }
-        return {name: array.array for name, array in named.items() if array is not None}
-
-    def _linears(self) -> dict[str, Linear]:
+        """The arrays of a layer without post-norms and experts, by name; what it does not have is not there."""
         assert isinstance(self.mlp, Mlp)
-        return {
-            "qkv": self.attention.qkv,
-            "out": self.attention.out,
-            "gate_up": self.mlp.gate_up,
-            "down": self.mlp.down,
-        }
+        attention = self.attention
+        named: dict[str, NamedArray | None] = {"qkv_bias": attention.qkv.bias}
+        for name, norm in (
+            ("input_norm", self.input_norm),
+            ("q_norm", attention.q_norm),
+            ("k_norm", attention.k_norm),
+            ("mlp_norm", self.mlp_norm),
+        ):
+            named[name] = None if norm is None else norm.weight
+        for name, linear in (
+            ("qkv", attention.qkv),
+            ("out", attention.out),
+            ("gate_up", self.mlp.gate_up),
+            ("down", self.mlp.down),
+        ):
+            named |= {name: linear.weight, f"{name}_scale": linear.scale}
+        return {name: array.array for name, array in named.items() if array is not None}
 
 
 @functools.partial(jax.jit, static_argnames=("window",))
@@ -291,14 +228,14 @@ class Decoder(eqx.Module):
     layers: tuple[Layer, ...]
     final_norm: Norm
     head: Linear | None
-    has_kernel: bool = eqx.field(static=True, default=False)
+    backend: Backend = eqx.field(static=True)
 
     @staticmethod
     def from_arrays(
         config: ModelConfig,
         arrays: Mapping[str, jax.Array],
         *,
-        kernel: Kernel = Kernel.XLA,
+        backend: Backend = XLA_ON_CPU,
         quantization: Quantization | None = None,
     ) -> Decoder:
         """Arranges the arrays that `parameter_shapes` names, or those that `quantize_arrays` made of them."""
@@ -306,7 +243,6 @@ class Decoder(eqx.Module):
             name.endswith("_scale") for name in arrays
         )
 
-        has_kernel = kernel in (Kernel.LLVM_DOT, Kernel.LLVM_VNNI)
         widened = None if quantization is None else quantization.widened
 
         def optional(name: str, *axes: Axis) -> NamedArray | None:
@@ -315,14 +251,9 @@ class Decoder(eqx.Module):
         def linear(name: str, Out: Axis, In: Axis, *stacked: Axis) -> Linear:
             weight, bias = hax.named(arrays[name], (*stacked, Out, In)), optional(f"{name}_bias", Out)
             scale = optional(f"{name}_scale", Out)
-            # Not what is added to the residual stream, whose every bit counts.
-            rounds = kernel is Kernel.TRITON and Out in (config.QKV, config.GateUp)
-            if scale is None:
-                return Linear(weight, bias, rounds, has_kernel)
-            is_packed = weight.dtype == jnp.uint8
-            return QuantizedLinear(
-                weight, bias, rounds, is_packed or kernel is Kernel.LLVM_DOT, scale, widened
-            )
+            # Products that are added to the residual stream are never rounded: every bit counts there.
+            rounds = backend.rounds_products and Out in (config.QKV, config.GateUp)
+            return Linear(weight, bias, scale, backend, rounds, None if scale is None else widened)
 
         def norm(name: str, *over: Axis) -> Norm | None:
             if name not in arrays:
@@ -337,6 +268,7 @@ class Decoder(eqx.Module):
         def mixture(at: str) -> Experts:
             return Experts(
                 config,
+                backend,
                 linear(at + "router", config.Expert, config.Embed),
                 mlp(at + "experts_", config.Expert),
             )
@@ -347,7 +279,7 @@ class Decoder(eqx.Module):
                 norm(at + "input_norm", config.Embed),
                 Attention(
                     config,
-                    kernel,
+                    backend,
                     linear(at + "qkv", config.QKV, config.Embed),
                     linear(at + "out", config.Embed, config.Mixed),
                     norm(at + "q_norm", *q_over, config.HeadSize),
@@ -368,7 +300,7 @@ class Decoder(eqx.Module):
             tuple(layer(f"layers.{index}.") for index in range(config.num_layers)),
             final_norm,
             linear("head", config.Vocab, config.Embed) if "head" in arrays else None,
-            has_kernel,
+            backend,
         )
 
     def __call__(
@@ -393,9 +325,13 @@ class Decoder(eqx.Module):
         place = cache.place(table, positions, pools[0])
         ropes = [config.rope(index) for index in range(config.num_layers)]
         angles = {rope: None if rope is None else angles_at(positions, rope) for rope in ropes}
-        if ends is None and self.skips_padding(cache.numbers_of(pools[0])):
-            x, pools = self._run_plain(x, pools, place, angles[ropes[0]])
-            return self.final_norm(x), pools
+        if ends is None and self.backend.runs_layers:
+            ordered = x.rearrange((ROW, CHUNK, "embed"))
+            shared = angles[ropes[0]]
+            assert shared is not None  # layers that are run at once have rotary positions, all the same
+            arrays = [layer.arrays for layer in self.layers]
+            run, pools = self.backend.run_layers(config, ordered.array, pools, place, shared, arrays)
+            return self.final_norm(hax.named(run, ordered.axes)), pools
         written = []
         for index, (layer, pool) in enumerate(zip(self.layers, pools, strict=True)):
             last_ends = ends if layer is self.layers[-1] else None
@@ -405,70 +341,9 @@ class Decoder(eqx.Module):
             written.append(pool)
         return self.final_norm(x), tuple(written)
 
-    @property
-    def has_gpu_kernels(self) -> bool:
-        return self.layers[0].attention.kernel is Kernel.TRITON
-
-    def skips_padding(self, kept: jnp.dtype) -> bool:
-        """Whether one kernel takes all layers, with keys and values in this type, and leaves out what is padding."""
-        rope = self.config.rope(0)
-        if (
-            not self.has_kernel
-            or rope is None
-            or any(self.config.rope(index) != rope for index in range(self.config.num_layers))
-        ):
-            return False
-        from levserve.model.cpu import layers as cpu_layers
-
-        refusal = cpu_layers.refuse_unservable(self.config.head_dim, rope.size, kept)
-        return (
-            refusal is None
-            and all(layer.is_plain for layer in self.layers)
-            and len({tuple(layer.arrays) for layer in self.layers}) == 1
-        )
-
-    def _run_plain(
-        self, x: NamedArray, pools: tuple[jax.Array, ...], place: Place, angles: Angles | None
-    ) -> tuple[NamedArray, tuple[jax.Array, ...]]:
-        from levserve.model.cpu import layers as cpu_layers
-        from levserve.model.cpu.heads import Heads
-
-        config, rope = self.config, self.config.rope(0)
-        assert rope is not None and angles is not None
-        arrays = [layer.arrays for layer in self.layers]
-        plan = cpu_layers.Plan(
-            Heads(
-                config.num_kv_heads,
-                config.Group.size,
-                config.head_dim,
-                pools[0].shape[3],
-                cache.numbers_of(pools[0]),
-            ),
-            num_layers=config.num_layers,
-            hidden=config.hidden_size,
-            intermediate=config.intermediate_size,
-            rotated=rope.size,
-            eps=config.norm_eps,
-            scale=config.score_scale,
-            fields=tuple(arrays[0]),
-            matrices=arrays[0]["qkv"].dtype,
-        )
-        windows = [config.window(index) or 0 for index in range(config.num_layers)]
-        ordered = x.rearrange((ROW, CHUNK, "embed"))
-        run, pools = cpu_layers.run_layers(plan, ordered.array, pools, place, angles, windows, arrays)
-        return hax.named(run, ordered.axes), pools
-
     def logits(self, hidden: NamedArray, num_used: jax.Array | None = None) -> jax.Array:
         """Float32 scores [row, vocab] of hidden states [row, embed]; ask only for the rows that are sampled."""
-        head = Linear(self.embed, has_kernel=self.has_kernel) if self.head is None else self.head
+        head = Linear(self.embed, backend=self.backend) if self.head is None else self.head
         scores = head(hidden, num_used).rearrange((ROW, "vocab")).array
         cap = self.config.logit_softcap
         return scores if cap is None else cap * jnp.tanh(scores / cap)
-
-    def best_of(self, logits: jax.Array, num_used: jax.Array) -> Best:
-        """The likeliest tokens of the first `num_used` [1] rows."""
-        if not self.has_kernel:
-            return best_of(logits)
-        from levserve.model.cpu.argmax import find_best
-
-        return Best(*find_best(logits, num_used))

@@ -7,11 +7,13 @@ long as one batched product of all. Which way is fastest depends on the device a
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from levserve.model.backend import ExpertChoice, ExpertLayer
 
 MIN_BLOCK, MAX_BLOCK = 2, 64
 """Pairs of one expert computed together on a CPU: a single one leaves the fast path of its matrix product."""
@@ -19,39 +21,10 @@ FEW_TOKENS = 256
 """Up to here a GPU waits for the weights, whatever it multiplies them with."""
 
 
-class Experts(Protocol):
-    """The experts of a layer; numbers of experts are int32, tokens float32 [..., embed]."""
-
-    def one(self, number: jax.Array, tokens: jax.Array) -> jax.Array:
-        """One expert on [token, embed]."""
-
-    def chosen(self, numbers: jax.Array, tokens: jax.Array) -> jax.Array:
-        """An expert for each token: [token] on [token, embed]."""
-
-    def every(self, tokens: jax.Array) -> jax.Array:
-        """Tokens for each expert: [expert, slot, embed]."""
-
-
-class Choice(NamedTuple):
-    """The experts of each token and what their results weigh, both [token, experts per token]."""
-
-    experts: jax.Array
-    weights: jax.Array
-
-
-def choose(scores: jax.Array, count: int, *, renormalises: bool) -> Choice:
+def choose_experts(scores: jax.Array, count: int, *, renormalises: bool) -> ExpertChoice:
     """The likeliest experts by the router's scores [token, expert]."""
     weights, experts = lax.top_k(jax.nn.softmax(scores, axis=-1), count)
-    return Choice(experts, weights / weights.sum(-1, keepdims=True) if renormalises else weights)
-
-
-def mix(x: jax.Array, choice: Choice, is_real: jax.Array, experts: Experts, num_experts: int) -> jax.Array:
-    """The weighted sum of each token's experts, float32 of the shape of x [token, embed]; nothing where `is_real` is not."""
-    if jax.default_backend() == "cpu":
-        return mix_in_blocks(x, choice, is_real, experts, num_experts)
-    if 3 * choice.experts.size <= num_experts:  # a gathered matrix is read, written and read again
-        return mix_gathered(x, choice, experts)
-    return mix_in_slots(x, choice, is_real, experts, num_experts)
+    return ExpertChoice(experts, weights / weights.sum(-1, keepdims=True) if renormalises else weights)
 
 
 class _Sorted(NamedTuple):
@@ -62,14 +35,14 @@ class _Sorted(NamedTuple):
     ends: jax.Array
 
 
-def _sort(choice: Choice, is_real: jax.Array, num_experts: int) -> _Sorted:
+def _sort(choice: ExpertChoice, is_real: jax.Array, num_experts: int) -> _Sorted:
     expert_of = jnp.where(is_real[:, None], choice.experts, num_experts).reshape(-1)
     counts = jnp.zeros(num_experts, jnp.int32).at[expert_of].add(1, mode="drop")
     return _Sorted(jnp.argsort(expert_of), counts, jnp.cumsum(counts))
 
 
 def mix_in_blocks(
-    x: jax.Array, choice: Choice, is_real: jax.Array, experts: Experts, num_experts: int
+    x: jax.Array, choice: ExpertChoice, is_real: jax.Array, experts: ExpertLayer, num_experts: int
 ) -> jax.Array:
     """One expert after another, a few of its pairs at a time: reads the chosen experts only, and multiplies little more than
     the pairs. For devices to which a loop costs nothing."""
@@ -96,14 +69,14 @@ def mix_in_blocks(
     )
 
 
-def mix_gathered(x: jax.Array, choice: Choice, experts: Experts) -> jax.Array:
+def mix_gathered(x: jax.Array, choice: ExpertChoice, experts: ExpertLayer) -> jax.Array:
     """Every pair with a copy of its expert's matrices: for a few pairs and many experts."""
     results = experts.chosen(choice.experts.reshape(-1), jnp.repeat(x, choice.experts.shape[1], axis=0))
     return (results.reshape(*choice.experts.shape, -1) * choice.weights[..., None]).sum(1)
 
 
 def mix_in_slots(
-    x: jax.Array, choice: Choice, is_real: jax.Array, experts: Experts, num_experts: int
+    x: jax.Array, choice: ExpertChoice, is_real: jax.Array, experts: ExpertLayer, num_experts: int
 ) -> jax.Array:
     """All experts in one batched product, each on as many slots as two times the mean of its pairs; an expert with more than
     that asks for another round. A few tokens get a slot each with every expert, so that there is no round to wait for."""

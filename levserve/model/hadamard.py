@@ -1,8 +1,8 @@
-"""Vectors turned by a Hadamard matrix, a block of their numbers at a time, so that none of them stands out.
+"""Rotates vectors by a Hadamard matrix, block by block, so that no number stands out.
 
-A few channels of a language model's activations are many times larger than the others, and whole numbers that reach to them have
-too few steps for the rest. A turn spreads each over its block. Matrices are turned by the same when they are loaded, before they
-are rounded, so a product stays what it was.
+A few channels of a language model's activations are many times larger than the others, and integers that reach that far have too
+few steps for the rest. The rotation spreads each channel over its block. Matrices are rotated alike when they are loaded, before
+they are rounded, so that products stay the same.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 BLOCK = 64
-"""Of more nothing is gained: the largest of 64 numbers that are mixed is little larger than that of 512."""
+"""Larger blocks gain nothing: the largest of 64 mixed numbers is little larger than the largest of 512."""
 SMALL = 64
-"""Blocks in one of numpy's products: with more it would begin threads, which fight with those that it is called on."""
+"""Blocks in one of numpy's products: with more, numpy would start threads that compete with those that call it."""
 Array = TypeVar("Array", jax.Array, NDArray[np.float32])
 
 
 def block_size(size: int) -> int:
-    """Of vectors of so many numbers: a power of two that divides it."""
+    """The block for vectors of this size: a power of two that divides it."""
     return math.gcd(size, BLOCK)
 
 
-def turn(x: Array) -> Array:
-    """[..., size], along the last axis; done twice it gives what there was."""
+def rotate(x: Array) -> Array:
+    """[..., size] along the last axis; rotating twice gives x again."""
     block = block_size(x.shape[-1])
     if isinstance(x, np.ndarray):
         return (x.reshape(-1, math.gcd(x.size // block, SMALL), block) @ _matrix(block)).reshape(x.shape)

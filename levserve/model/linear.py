@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import equinox as eqx
 import haliax as hax
 import jax
@@ -12,57 +10,53 @@ from haliax import NamedArray
 from jax import lax
 
 from levserve.model import cache
+from levserve.model.backend import Backend, Product
 
 
 class Linear(eqx.Module):
-    """A matrix [out, in]: the layout CPU and GPU matrix products read fastest, and the one checkpoints have.
+    """A matrix [out, in], the layout that checkpoints have and that CPU and GPU products read fastest.
 
-    A product is summed in float32 and stays so, unless it `rounds`: then it comes in the weight's type, which halves what a
-    GPU writes and reads again. On a CPU a bfloat16 result is 20 times slower.
+    A quantized matrix has a `scale` for each output. It is widened to the type `widened` for the product; None leaves the
+    product to the backend. A product is summed in float32 and stays so, unless it `rounds`: then it comes in the weight's
+    type, which halves what a GPU writes and reads again. On a CPU a bfloat16 result is 20 times slower.
     """
 
     weight: NamedArray
     bias: NamedArray | None = None
+    scale: NamedArray | None = None
+    backend: Backend | None = eqx.field(static=True, default=None)
+    """None: XLA multiplies."""
     rounds: bool = eqx.field(static=True, default=False)
-    has_kernel: bool = eqx.field(static=True, default=False)
-    """Whether `cpu_linear` multiplies, if it can."""
+    widened: jnp.dtype | None = eqx.field(static=True, default=None)
 
     def __call__(self, x: NamedArray, num_used: jax.Array | None = None) -> NamedArray:
-        """Where there is a kernel only the first `num_used` [1] of the vectors in `x`, the rest being padding."""
+        """A kernel may skip what comes after the first `num_used` [1] vectors in `x`, which is padding."""
         y = self._multiply(x, num_used)
         return y if self.bias is None else y + self.bias
 
-    def _multiply(self, x: NamedArray, num_used: jax.Array | None) -> NamedArray:
-        In = self.weight.axes[-1]
-        if self.is_servable and self.weight.dtype == jnp.bfloat16:
-            from levserve.model.cpu.linear import multiply
-
-            return self._multiply_rows(x, lambda rows: multiply(self.weight.array, None, rows, num_used))
-        product = hax.dot(
-            x.astype(self.weight.dtype), self.weight, axis=In, preferred_element_type=self.product_dtype
-        )
-        return product.astype(jnp.float32)
-
     @property
     def product_dtype(self) -> jnp.dtype:
-        """What loses nothing of the product."""
-        return self.weight.dtype if self.rounds else jnp.dtype(jnp.float32)
+        """The type that loses nothing of the product."""
+        return self.weight.dtype if self.rounds and self.scale is None else jnp.dtype(jnp.float32)
 
-    @property
-    def is_servable(self) -> bool:
-        """By a kernel: not those of experts, of which each row may have its own."""
-        if not self.has_kernel or self.weight.ndim != 2:
-            return False
-        from levserve.model.cpu.linear import refuse_unservable  # and LLVM with it, which others do without
+    def _multiply(self, x: NamedArray, num_used: jax.Array | None) -> NamedArray:
+        if self.backend is not None and self.widened is None:
+            scale = None if self.scale is None else self.scale.array
+            product = self.backend.product(self.weight.array, scale)
+            if product is not None:
+                return self._multiply_rows(x, product, num_used)
+        weight = self.weight if self.widened is None else self.weight.astype(self.widened)
+        summed = weight.dtype if self.rounds else jnp.float32
+        y = hax.dot(x.astype(weight.dtype), weight, axis=weight.axes[-1], preferred_element_type=summed)
+        y = y.astype(jnp.float32)
+        return y if self.scale is None else y * self.scale
 
-        return refuse_unservable(*self.weight.array.shape) is None
-
-    def _multiply_rows(self, x: NamedArray, multiply: Callable[[jax.Array], jax.Array]) -> NamedArray:
-        """By a function of [row, in] to [row, out]."""
+    def _multiply_rows(self, x: NamedArray, product: Product, num_used: jax.Array | None) -> NamedArray:
         Out, In = self.weight.axes
         others = tuple(axis for axis in x.axes if axis.name != In.name)
-        product = multiply(x.rearrange((*others, In)).array.reshape(-1, In.size))
-        return hax.named(product.reshape([axis.size for axis in (*others, Out)]), (*others, Out))
+        rows = x.rearrange((*others, In)).array.reshape(-1, In.size)
+        y = product(rows, num_used)
+        return hax.named(y.reshape([axis.size for axis in (*others, Out)]), (*others, Out))
 
     def of_expert(self, number: jax.Array) -> Linear:
         """One of the matrices of a weight [expert, out, in]."""

@@ -1,8 +1,8 @@
-"""Matrices in eight bits, int8 or fp8, with one scale per output row, made once at load; and two ways to multiply with them.
+"""Matrices in eight bits, int8 or fp8, with one scale per output row, made once at load; and the product of integers.
 
-A GPU widens them as it reads them, and reading is what takes the time. A CPU multiplies int8 faster than anything else, so
-there a row of activations is rounded to int8 as well, with a scale of its own, after a turn that leaves no number far larger than
-the others (`rotation`). Where the CPU has an instruction for it the product is a kernel of our own.
+A GPU widens matrices as it reads them, and reading takes the time. A CPU multiplies int8 faster than anything else, so there
+a row of activations is rounded to int8 too, with a scale of its own, after a Hadamard rotation that leaves no number far
+larger than the others (`hadamard`).
 """
 
 from __future__ import annotations
@@ -12,20 +12,17 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from haliax import NamedArray
 from numpy.typing import NDArray
 
 from levserve.model.aligned import aligned_array
-from levserve.model.attention import Kernel
+from levserve.model.backend import Backend
 from levserve.model.cache import FP8, LARGEST_FP8
 from levserve.model.config import ModelConfig
-from levserve.model.hadamard import turn
+from levserve.model.hadamard import rotate
 from levserve.model.int8_packing import SMALLEST, STEPS, is_packable, pack
-from levserve.model.linear import Linear
 
 ROWS_TOGETHER = 256
 LEAST_ROWS = 2
@@ -41,52 +38,26 @@ class Quantization:
 
     kept: jnp.dtype
     widened: jnp.dtype | None
-    """The type that they are multiplied in; None for the CPU's whole numbers, which only int8 has, and which are turned."""
+    """The type that they are widened to for a product; None: they are multiplied as integers, after a rotation."""
     is_packed: bool = False
-    """Those that can be are in the order of `packing`."""
+    """Whether those that can be are in the order of `int8_packing`."""
 
     def __str__(self) -> str:
         return f"{self.kept}, multiplied in {self.widened or self.kept}"
 
 
-def choose_quantization(
-    kept: jnp.dtype | None, platform: str, dtype: jnp.dtype, kernel: Kernel = Kernel.XLA
-) -> Quantization | None:
-    """The best for this platform, where other matrices are in `dtype`."""
+def choose_quantization(kept: jnp.dtype | None, backend: Backend, dtype: jnp.dtype) -> Quantization | None:
+    """The backend's way to keep matrices in this type, where other matrices are in `dtype`."""
     if kept is None:
         return None
-    is_whole = kept == np.int8 and platform == "cpu"
-    return Quantization(kept, None if is_whole else dtype, is_packed=is_whole and kernel is Kernel.LLVM_VNNI)
+    return Quantization(kept, backend.multiplied_in(kept, dtype), is_packed=backend.packs(kept))
 
 
-class QuantizedLinear(Linear):
-    """The same matrix [out, in], as small numbers and a scale for each row."""
-
-    scale: NamedArray | None = None
-    widened: jnp.dtype | None = eqx.field(static=True, default=None)
-    """As in `Quantization`."""
-
-    @property
-    def product_dtype(self) -> jnp.dtype:
-        return jnp.dtype(jnp.float32)  # it is scaled
-
-    def _multiply(self, x: NamedArray, num_used: jax.Array | None) -> NamedArray:
-        assert self.scale is not None
-        if self.widened is not None:
-            return Linear(self.weight.astype(self.widened), rounds=self.rounds)(x) * self.scale
-        factors = self.weight.array, self.scale.array
-        if self.is_servable:
-            from levserve.model.cpu.linear import multiply
-
-            return self._multiply_rows(x, lambda rows: multiply(*factors, rows, num_used))
-        return self._multiply_rows(x, lambda rows: multiply_turned(*factors, rows))
-
-
-def multiply_turned(weight: jax.Array, scale: jax.Array, x: jax.Array) -> jax.Array:
-    """x [row, in] with int8 [out, in] that is turned and whose rows have a scale each: float32 [row, out]."""
-    turned = turn(x)
-    share = jnp.maximum(jnp.abs(turned).max(1, keepdims=True), SMALLEST) / STEPS
-    whole = jnp.round(turned / share).astype(jnp.int8)
+def multiply_rotated(weight: jax.Array, scale: jax.Array, x: jax.Array) -> jax.Array:
+    """x [row, in] times a rotated int8 matrix [out, in] with a scale for each output: float32 [row, out]."""
+    rotated = rotate(x)
+    share = jnp.maximum(jnp.abs(rotated).max(1, keepdims=True), SMALLEST) / STEPS
+    whole = jnp.round(rotated / share).astype(jnp.int8)
     padded = jnp.pad(whole, ((0, max(0, LEAST_ROWS - len(x))), (0, 0)))
     product = jnp.einsum("rk,ok->ro", padded, weight, preferred_element_type=jnp.int32)[: len(x)]
     return product.astype(jnp.float32) * share * scale[None]
@@ -135,7 +106,7 @@ def _quantize_rows(
 
     def work(start: int) -> None:
         rows = np.asarray(matrix[start : start + ROWS_TOGETHER], np.float32)
-        rows = turn(rows) if quantization.widened is None else rows
+        rows = rotate(rows) if quantization.widened is None else rows
         largest = np.maximum(np.maximum(rows.max(1), -rows.min(1)), SMALLEST)
         scale[start : start + ROWS_TOGETHER] = largest / steps
         into = small[start : start + ROWS_TOGETHER]

@@ -1,14 +1,13 @@
 """Draws one token per row from its logits, on the device, each row by its own rules.
 
 Of three modes the host picks the cheapest that serves every row: greedy, plain (temperature, top-k, top-p and min-p) and full
-(everything). Full mode skips at run time what no row asks for, so a CPU gets by with that one program. A row draws the same token in any
-mode that can serve it, next to any neighbours: the draw is an inverse CDF at numbers that depend on the request's seed
-and the position alone. The vocabulary is never sorted.
+(everything). Full mode skips at run time what no row asks for, so that one program is enough on a CPU. A row draws the
+same token in any mode that can serve it, next to any neighbours: the draw is an inverse CDF at random numbers that depend
+on the request's seed and the position alone. The vocabulary is never sorted.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from enum import StrEnum
@@ -19,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from levserve.model.gpu.draw import draw_tokens
+from levserve.model.backend import Backend, Likeliest
 
 NUM_TOP = 20
 """Alternatives returned with every token in full mode: the most that OpenAI's API lets a client ask for."""
@@ -28,14 +27,14 @@ NUM_CANDIDATES = 128
 CHUNK, SMALL_CHUNK = 256, 32
 """Tokens of the vocabulary looked at together, at most, to find one of them or several."""
 NUM_ATTEMPTS = 8
-"""Draws with numbers of their own that a GPU's kernel makes until one is in the nucleus of top-p; the first is with that probability."""
+"""Draws with fresh random numbers that a kernel makes until one is in the nucleus of top-p: each is with probability top_p."""
 MOST_LOGITS = 2**18
-"""For which a CPU does at once what rows may ask for: the memory for more would be taken from the system and returned each step."""
+"""Logits that a CPU edits at once: memory for more would be taken from the system and returned at every step."""
 MAX_EDITS = 332
 """Logit edits a row may have: 300 biases, 16 stop ids, and the model's own end tokens."""
 BANNED = -1e30
 POISONED = -1
-"""In place of a token where the row's logits are not numbers to draw from."""
+"""Stands for a token where the row's logits are not finite."""
 
 
 class Mode(StrEnum):
@@ -67,7 +66,7 @@ class Rules(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """What full mode remembers of each row: its tokens by position, and the logits to change.
+    """What full mode remembers of each row: its tokens by position, and the logits to edit.
 
     An edit adds `values` to the logit of `ids` while the position is below `until`.
     """
@@ -89,58 +88,47 @@ class Drawn(NamedTuple):
     top_logprobs: jax.Array | None = None
 
 
-class Best(NamedTuple):
-    """The likeliest token of each row and its logit, which is not finite where the row cannot be drawn from; both [row]."""
-
-    tokens: jax.Array
-    values: jax.Array
-
-
 def sample(
     logits: jax.Array,
     positions: jax.Array,
     rules: Rules,
     memory: Memory | None,
     mode: Mode,
-    best: Best | None = None,
-    *,
-    has_kernel: bool = False,
+    backend: Backend,
+    num_used: jax.Array | None = None,
 ) -> Drawn:
     """Draws the token for `positions` [row] from float32 logits [row, vocab]; `POISONED` where they are not finite.
 
-    Who has found the best of the logits already gives it. With a kernel, which NVIDIA GPUs have, that draws.
+    Rows after the first `num_used` [1] are padding.
     """
-    if has_kernel and mode is not Mode.GREEDY:
-        return _sample_by_kernel(logits, positions, rules, memory)
-    best = best_of(logits) if best is None else best
+    if backend.draws_tokens and mode is not Mode.GREEDY:
+        return _sample_by_kernel(logits, positions, rules, memory, backend)
+    best = backend.likeliest(logits, num_used)
     if mode is Mode.GREEDY:
         return Drawn(_mark_poisoned(best.tokens, best))
     if mode is Mode.PLAIN:
-        return Drawn(_mark_poisoned(choose(logits, _floor(logits, rules), best, positions, rules), best))
+        floor = _floor(logits, rules)
+        return Drawn(_mark_poisoned(choose(logits, floor, best, positions, rules), best))
     assert memory is not None
-    # A GPU has other programs for who asks for less; a CPU has this one alone, in which each step would copy all logits.
-    drawn: Drawn = lax.platform_dependent(
-        logits,
-        best,
-        positions,
-        rules,
-        memory,
-        cpu=_sample_as_asked,
-        default=lambda logits, _, *given: _sample_fully(logits, *given),
-    )
+    if backend.traits.has_all_modes:
+        drawn = _sample_fully(logits, positions, rules, memory)
+    else:  # this program also serves rows that ask for less, for which copying all logits would be a waste
+        drawn = _sample_as_asked(logits, best, positions, rules, memory)
     return drawn._replace(tokens=_mark_poisoned(drawn.tokens, best))
 
 
-def _sample_by_kernel(logits: jax.Array, positions: jax.Array, rules: Rules, memory: Memory | None) -> Drawn:
+def _sample_by_kernel(
+    logits: jax.Array, positions: jax.Array, rules: Rules, memory: Memory | None, backend: Backend
+) -> Drawn:
     edited = logits if memory is None else _edit(logits, positions, rules, memory)
     points = _points(positions, rules, NUM_ATTEMPTS, 2)
-    best = Best(*draw_tokens(edited, rules.temperature, rules.top_k, rules.top_p, rules.min_p, points))
+    best = backend.draw(edited, rules.temperature, rules.top_k, rules.top_p, rules.min_p, points)
     tokens = _mark_poisoned(best.tokens, best)
     return Drawn(tokens) if memory is None else Drawn(tokens, *_logprobs_if_wanted(logits, tokens, rules))
 
 
 def _sample_as_asked(
-    logits: jax.Array, best: Best, positions: jax.Array, rules: Rules, memory: Memory
+    logits: jax.Array, best: Likeliest, positions: jax.Array, rules: Rules, memory: Memory
 ) -> Drawn:
     def sample_plainly(logits: jax.Array, positions: jax.Array, rules: Rules, _: Memory) -> Drawn:
         tokens = choose(logits, None, best, positions, rules)
@@ -162,7 +150,8 @@ def _sample_as_asked(
 
 def _sample_fully(logits: jax.Array, positions: jax.Array, rules: Rules, memory: Memory) -> Drawn:
     edited = _edit(logits, positions, rules, memory)
-    tokens = choose(edited, _floor(edited, rules), best_of(edited), positions, rules)
+    floor = _floor(edited, rules)
+    tokens = choose(edited, floor, likeliest(edited), positions, rules)
     return Drawn(tokens, *_logprobs_if_wanted(logits, tokens, rules))
 
 
@@ -174,24 +163,24 @@ def _is_truncated(rules: Rules) -> jax.Array:
     return (rules.top_k > 0) | (rules.top_p < 1) | (rules.min_p > 0)
 
 
-def _mark_poisoned(tokens: jax.Array, best: Best) -> jax.Array:
+def _mark_poisoned(tokens: jax.Array, best: Likeliest) -> jax.Array:
     """A NaN anywhere makes the row's largest logit one; single tokens may well be -inf."""
     return jnp.where(jnp.isfinite(best.values), tokens, POISONED)
 
 
-def best_of(logits: jax.Array) -> Best:
+def likeliest(logits: jax.Array) -> Likeliest:
     """The largest entry of each row, in two levels: several times faster than one argmax on CPU."""
     chunks = _chunked(logits, -jnp.inf)
     tops = chunks.max(-1)
     best = jnp.argmax(tops, axis=-1)
     tokens = best * chunks.shape[-1] + jnp.argmax(_row_of(chunks, best), axis=-1)
-    return Best(tokens.astype(jnp.int32), tops.max(-1))
+    return Likeliest(tokens.astype(jnp.int32), tops.max(-1))
 
 
 def largest(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """The largest entries of each row in descending order, and their places; what `lax.top_k` gives, which sorts all on a GPU.
+    """The largest entries of each row in descending order, and their places, as `lax.top_k` gives, which sorts on a GPU.
 
-    They are in those chunks that have the largest maxima: of equals the first, in chunks as in entries.
+    They lie in the chunks with the largest maxima. Of equal entries the first counts, in chunks as in entries.
     """
     chunks = _chunked(x, -jnp.inf, SMALL_CHUNK)
     if chunks.shape[1] <= 2 * count:
@@ -231,7 +220,7 @@ def _no_logprobs(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.A
 
 
 def choose(
-    logits: jax.Array, floor: jax.Array | None, best: Best, positions: jax.Array, rules: Rules
+    logits: jax.Array, floor: jax.Array | None, best: Likeliest, positions: jax.Array, rules: Rules
 ) -> jax.Array:
     """Greedy for rows at temperature 0, else a draw from the softmax of what is not below the floor [row], if there is one."""
 
@@ -305,7 +294,7 @@ def _divisor(rules: Rules) -> jax.Array:
 
 
 def _floor(logits: jax.Array, rules: Rules) -> jax.Array:
-    """The lowest logit of each row, divided by the temperature, that top-k, then top-p of what is left, then min-p let be drawn."""
+    """The lowest logit of each row, divided by the temperature, that top-k, then top-p, then min-p allow to be drawn."""
 
     def find() -> jax.Array:
         scaled = logits / _divisor(rules)
@@ -333,7 +322,7 @@ def _top_k_floor(scaled: jax.Array, candidates: jax.Array, top_k: jax.Array) -> 
 
 
 def _top_p_floor(scaled: jax.Array, candidates: jax.Array, floor: jax.Array, top_p: jax.Array) -> jax.Array:
-    """The value of the last token of the smallest set whose probability reaches top_p, among those not below `floor`."""
+    """The value of the last token in the smallest set that reaches top_p, among those not below `floor`."""
     top = candidates[:, :1]
     weights = jnp.where(scaled >= floor[:, None], jnp.exp(scaled - top), 0.0)
     wanted = top_p * weights.sum(-1)
@@ -350,9 +339,9 @@ def _top_p_floor(scaled: jax.Array, candidates: jax.Array, floor: jax.Array, top
 
 
 def _lowest_floor(scaled: jax.Array, is_enough: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """The highest floor [row] at which `is_enough` of what is kept, by search over the float32 numbers themselves.
+    """The highest floor [row] that keeps enough, by search over the float32 numbers themselves.
 
-    Two bits of them at a time: that reads the logits half as often.
+    It settles two bits of the floor at a time, which reads the logits half as often as one.
     """
     ordered = _ordered(scaled)
 
@@ -363,12 +352,7 @@ def _lowest_floor(scaled: jax.Array, is_enough: Callable[[jax.Array], jax.Array]
             is_enough(ordered >= higher[:, None]).astype(jnp.uint32) for higher in raised
         )
 
-    def search(floor: jax.Array, *, is_unrolled: bool) -> jax.Array:
-        return lax.fori_loop(0, 16, narrow, floor, unroll=is_unrolled)
-
-    # A loop's condition stops a GPU until the host has looked at it. A CPU would only have more to compile.
-    looped, unrolled = (functools.partial(search, is_unrolled=is_unrolled) for is_unrolled in (False, True))
-    floor = lax.platform_dependent(jnp.zeros(scaled.shape[0], jnp.uint32), cpu=looped, default=unrolled)
+    floor = lax.fori_loop(0, 16, narrow, jnp.zeros(scaled.shape[0], jnp.uint32))
     return _from_ordered(jnp.maximum(floor, ordered.min(-1)))
 
 
@@ -385,9 +369,10 @@ def _from_ordered(bits: jax.Array) -> jax.Array:
 
 
 def _chunked(x: jax.Array, fill: float, size: int = CHUNK) -> jax.Array:
-    """[row, vocab] as [row, chunk, size], or with chunks of down to a quarter of that if they divide it, or the end filled up.
+    """[row, vocab] as [row, chunk, size]; with smaller chunks, down to a quarter, if those divide the vocabulary evenly.
 
-    To fill it up a CPU copies it: a draw for 32 rows of 151,936 tokens takes more than three times as long with that.
+    Otherwise the end is padded, for which a CPU copies all of it: a draw for 32 rows of 151,936 tokens then takes more than
+    three times as long.
     """
     fitting = math.gcd(size, x.shape[1])
     size = fitting if 4 * fitting >= size else size

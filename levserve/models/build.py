@@ -20,11 +20,6 @@ from levserve.schedule.pages import PagePool
 from levserve.schedule.scheduler import Scheduler
 from levserve.schedule.speculation import Speculation
 
-CPU_CHUNK_OVERHEAD = 24
-"""Tokens. A chunk of the bundled model takes 12 ms to read the weights, and 0.33 ms for each token."""
-CPU_DOUBLE_AT = 512
-"""Tokens of context at which attention takes a CPU as long as the rest of the model."""
-
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
@@ -72,15 +67,15 @@ def build(
 
 
 def _make_scheduler(description: Description, sizes: Sizes) -> Scheduler:
-    is_cpu = description.device.platform == "cpu"
+    traits = description.backend.traits
     budget = Budget(
         sizes.rows,
         sizes.round_steps,
         sizes.chunk_costs,
         busy_tokens=sizes.num_tokens,
         idle_tokens=sizes.chunk_sizes[-1],
-        chunk_overhead=CPU_CHUNK_OVERHEAD if is_cpu and not sizes.mixed_tokens else 0,
-        double_at=CPU_DOUBLE_AT if is_cpu else None,
+        chunk_overhead=0 if sizes.mixed_tokens else traits.chunk_overhead,
+        double_at=traits.double_at,
     )
     speculation = Speculation(sizes.num_draft) if sizes.num_draft else None
     return Scheduler(PagePool(sizes.num_pages, sizes.page_size), budget, speculation)

@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 
 from levserve.device.platform import open_device
-from levserve.device.sizing import Machine, cpu_features
 from levserve.errors import ConfigError
 from levserve.model import cache
-from levserve.model.attention import Kernel, choose_kernel
+from levserve.model.backend import Backend
 from levserve.model.config import ModelConfig, parameter_shapes
 from levserve.model.decoder import Decoder
 from levserve.model.quantize import NARROW, Quantization, choose_quantization
+from levserve.model.select import choose_backend
 from levserve.settings.settings import Settings
 from levserve.weights.files import ModelFiles
 from levserve.weights.load import is_quantized_file, read_config
@@ -42,14 +42,14 @@ class Description:
     device: jax.Device
     dtype: jnp.dtype
     quantization: Quantization | None
-    kernel: Kernel
-    kernel_reason: str
+    backend: Backend
+    backend_reason: str
     kv_dtype: jnp.dtype
 
     @property
     def storage(self) -> jnp.dtype:
         """The type that KV pages are stored in."""
-        return cache.storage_dtype(self.kv_dtype, self.device.platform)
+        return self.backend.kv_storage(self.kv_dtype)
 
     @property
     def page_bytes(self) -> int:
@@ -63,25 +63,15 @@ class Description:
     def make_decoder(self, arrays: Mapping[str, jax.Array], max_seq_len: int = 0) -> Decoder:
         """The decoder for sequences of this length at most, or of any that the model takes."""
         config = self.config.stretched_for(max_seq_len) if max_seq_len else self.config
-        return Decoder.from_arrays(config, arrays, kernel=self.kernel, quantization=self.quantization)
-
-    def make_machine(self, arrays: Mapping[str, jax.Array], free_bytes: int) -> Machine:
-        """What the sizes are planned for, once the weights are in memory and so many bytes are left."""
-        skips_padding = self.make_decoder(arrays).skips_padding(self.kv_dtype)
-        return Machine(
-            self.device.platform,
-            free_bytes,
-            has_kernel=self.kernel is Kernel.TRITON,
-            skips_padding=skips_padding,
-            mixed_context=_mixed_context() if skips_padding else 0,
-        )
+        return Decoder.from_arrays(config, arrays, backend=self.backend, quantization=self.quantization)
 
     def lines(self) -> list[str]:
         """The description for people."""
         return [
             f"device      {self.device}",
             f"matrices    {self.quantization or self.dtype}",
-            f"attention   {self.kernel}: {self.kernel_reason}; keys and values in {self.kv_dtype}",
+            f"backend     {self.backend.describe()} ({self.backend_reason})",
+            f"KV cache    keys and values in {self.kv_dtype}",
         ]
 
 
@@ -92,17 +82,20 @@ def describe(settings: Settings, files: ModelFiles) -> Description:
     dtype = jnp.dtype(jnp.float32 if settings.dtype == "float32" else jnp.bfloat16)
     check_fp8(settings, device)
     narrow = choose_narrow(settings, device.platform, files.path, config)
-    kernel, reason = choose_kernel(device.platform, config, cpu_features(), narrow)
+    kv_dtype = cache.kv_dtype(settings.kv_dtype, dtype)
+    backend, reason = choose_backend(
+        device.platform, config, kernels=settings.kernels, quantized=narrow, dtype=dtype, kv_dtype=kv_dtype
+    )
     return Description(
         settings=settings,
         files=files,
         config=config,
         device=device,
         dtype=dtype,
-        quantization=choose_quantization(narrow, device.platform, dtype, kernel),
-        kernel=kernel,
-        kernel_reason=reason,
-        kv_dtype=cache.kv_dtype(settings.kv_dtype, dtype),
+        quantization=choose_quantization(narrow, backend, dtype),
+        backend=backend,
+        backend_reason=reason,
+        kv_dtype=kv_dtype,
     )
 
 
@@ -137,9 +130,3 @@ def parameter_bytes(config: ModelConfig, dtype: jnp.dtype) -> int:
         math.prod(shape) * (dtype.itemsize if len(shape) > 1 else 4)
         for shape in parameter_shapes(config).values()
     )
-
-
-def _mixed_context() -> int:
-    from levserve.model.cpu import attention as cpu_attention  # brings LLVM, which only a CPU needs
-
-    return cpu_attention.MIXED_CONTEXT

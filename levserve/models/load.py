@@ -57,8 +57,6 @@ def load(
     contents = read(description, report)
     sizes = size(description, contents, rows=rows, allowed_bytes=allowed_bytes)
     tell(*sizes.describe())
-    if sizes.skips_padding:
-        tell("layers      one kernel computes all of them and skips padding")
     loaded = build(description, contents, sizes, metrics, report)
     tell(f"prefill     {loaded.runner.prefill_token_seconds * 1000:.3g} ms a token")
     scores = probe(loaded)

@@ -43,6 +43,7 @@ def read(description: Description, report: Callable[[str], None]) -> Contents:
                 description.dtype,
                 report=report,
                 quantization=description.quantization,
+                backend=description.backend,
             )
     adopt_libraries()  # the tokenizer may have brought some
     return Contents(arrays, tokenizer.result())

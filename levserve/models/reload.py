@@ -99,7 +99,12 @@ class WeightReloader:
             self._check_config(files, config)
             check_memory(config, served.dtype, free_memory())
             arrays = read_arrays(
-                files.path, config, served.dtype, report=self._report, quantization=served.quantization
+                files.path,
+                config,
+                served.dtype,
+                report=self._report,
+                quantization=served.quantization,
+                backend=served.backend,
             )
             leaves = host_leaves(config, arrays)
         except BaseException:

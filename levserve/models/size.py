@@ -29,7 +29,8 @@ def size(description: Description, contents: Contents, *, rows: int, allowed_byt
         free = min(free, allowed_bytes - contents.weight_bytes)
     return plan_sizes(
         description.settings,
-        description.make_machine(contents.arrays, free),
+        description.backend.traits,
+        free_bytes=free,
         rows=rows,
         max_position=description.config.max_position,
         page_bytes=description.page_bytes,

@@ -62,6 +62,7 @@ SHARED_SETTINGS = (
     "kv_dtype",
     "kv_memory",
     "kv_pages",
+    "kernels",
 )
 """Settings that a model's section takes from the other sections unless it sets them itself."""
 
@@ -227,6 +228,12 @@ class Settings:
     )
     seed: int | None = setting(
         "engine", SEED, None, "Base of the seeds of requests that set none; empty: each gets a random seed."
+    )
+    kernels: str = setting(
+        "engine",
+        one_of("auto", "xla"),
+        "auto",
+        "auto: kernels written for the CPU or GPU where they serve the model; xla: XLA's plain way for everything.",
     )
     compile_cache: bool = setting(
         "engine", SWITCH, True, "Keep compiled programs on disk for the next start."

@@ -22,10 +22,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from levserve.errors import StartupError
-from levserve.model import cache
 from levserve.model.aligned import aligned_array
+from levserve.model.backend import Backend
 from levserve.model.config import ModelConfig, parameter_shapes
 from levserve.model.quantize import Quantization, quantize_arrays
+from levserve.model.xla import XLA_ON_CPU
 from levserve.weights import gguf, hf
 from levserve.weights.gguf_config import read_gguf_config
 from levserve.weights.hf_config import read_hf_config
@@ -81,13 +82,14 @@ def load_arrays(
     *,
     report: Callable[[str], None],
     quantization: Quantization | None = None,
+    backend: Backend = XLA_ON_CPU,
 ) -> dict[str, jax.Array]:
     """Every array of `parameter_shapes`, on the device: matrices in `dtype` or in eight bits, norms and biases in float32.
 
-    The matrices of experts may be the bits of `dtype`: a CPU would convert all of them to take one.
+    The matrices of experts are in the backend's `expert_storage` of `dtype`.
     """
     # Waiting keeps a slow transfer from holding several arrays on the host.
-    arrays = read_arrays(path, config, dtype, report=report, quantization=quantization)
+    arrays = read_arrays(path, config, dtype, report=report, quantization=quantization, backend=backend)
     return {name: jax.device_put(host).block_until_ready() for name, host in arrays}
 
 
@@ -98,16 +100,18 @@ def read_arrays(
     *,
     report: Callable[[str], None],
     quantization: Quantization | None = None,
+    backend: Backend = XLA_ON_CPU,
 ) -> Iterator[tuple[str, NDArray[np.generic]]]:
     """The same arrays one after another in the host's memory; touches no device, so any thread may call it.
 
     Matrices that are quantized are read in float32, one at a time.
     """
     if quantization is None:
-        return _read_plain(path, config, dtype, report=report)
+        return _read_plain(path, config, dtype, backend.expert_storage(dtype), report=report)
     if config.num_experts:
         raise StartupError(f"{path}: --quantize does not take a mixture of experts")
-    plain = _read_plain(path, config, jnp.dtype(jnp.float32), report=report)
+    float32 = jnp.dtype(jnp.float32)
+    plain = _read_plain(path, config, float32, float32, report=report)
     return quantize_arrays(config, plain, dtype, quantization, _num_threads())
 
 
@@ -120,15 +124,18 @@ def load_order(names: Iterable[str]) -> list[str]:
 
 
 def _read_plain(
-    path: Path, config: ModelConfig, dtype: jnp.dtype, *, report: Callable[[str], None]
+    path: Path,
+    config: ModelConfig,
+    dtype: jnp.dtype,
+    expert_storage: jnp.dtype,
+    *,
+    report: Callable[[str], None],
 ) -> Iterator[tuple[str, NDArray[np.generic]]]:
     pieces = _find_pieces(path, config, dtype)
     shapes = parameter_shapes(config)
     has_offsets = (
         config.has_offset_norms and path.is_dir()
     )  # llama.cpp's converter puts whole weights in a GGUF file
-    # As with the KV pool: jaxlib 0.10 turns a bfloat16 array in a loop into float32 as a whole, on a CPU, to take a slice.
-    storage = cache.BITS.get(dtype, dtype) if jax.default_backend() == "cpu" else dtype
     progress = Progress("loading weights", sum(map(math.prod, shapes.values())), report)
     with ThreadPoolExecutor(_num_threads(), thread_name_prefix="levserve-weights") as pool:
         for name in load_order(shapes) if is_checkpoint(path) else shapes:
@@ -137,8 +144,8 @@ def _read_plain(
                 _fill(host[piece.target.index], piece, pool, path)
             if has_offsets and name.endswith("norm"):
                 np.add(host, 1, out=host)
-            if host.ndim > 2 and storage == np.uint16:
-                host = host.view(np.uint16)
+            if host.ndim > 2:
+                host = host.view(expert_storage)
             progress.advance(host.size)
             yield name, host
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+from dataclasses import replace
+
 import pytest
 
-from levserve.device.sizing import Machine, Sizes, free_memory, plan_sizes
+from levserve.device.sizing import Sizes, free_memory, plan_sizes
 from levserve.errors import ConfigError
+from levserve.model.traits import CPU_TRAITS, GPU_KERNEL_TRAITS, GPU_TRAITS, Traits
 from levserve.settings.parse import parse_settings
 
 GIB = 1 << 30
@@ -13,16 +17,16 @@ GIB = 1 << 30
 
 def plan(
     *flags: str,
-    backend: str = "cpu",
+    traits: Traits = CPU_TRAITS,
     free: int = 8 * GIB,
     rows: int = 32,
     page_bytes: int = 1 << 20,
-    machine: Machine | None = None,
 ) -> Sizes:
     settings = parse_settings(list(flags), {})
     return plan_sizes(
         settings,
-        machine or Machine(backend, free),
+        traits,
+        free_bytes=free,
         rows=rows,
         max_position=8192,
         page_bytes=page_bytes,
@@ -42,12 +46,12 @@ def test_little_memory_shortens_the_context_nobody_asked_for() -> None:
 
 
 def test_a_gpu_gets_most_of_what_is_free() -> None:
-    sizes = plan(backend="gpu", free=100 * GIB, rows=512)
+    sizes = plan(traits=GPU_TRAITS, free=100 * GIB, rows=512)
     assert sizes.num_pages == 92160 and sizes.round_steps == 8 and sizes.chunk_sizes[-1] == 4096
 
 
 def test_where_a_kernel_reads_pages_in_place_prompts_share_prefill_programs_in_pieces() -> None:
-    sizes = plan("--prefill-chunk", "1000", machine=Machine("gpu", 100 * GIB, has_kernel=True))
+    sizes = plan("--prefill-chunk", "1000", traits=GPU_KERNEL_TRAITS, free=100 * GIB)
     assert sizes.chunk_sizes == (64, 128, 256, 512, 1024) and sizes.chunk_costs == tuple(range(64, 1025, 64))
     assert [sizes.prefill_rows(size) for size in sizes.chunk_sizes] == [
         (1, 64),
@@ -59,7 +63,7 @@ def test_where_a_kernel_reads_pages_in_place_prompts_share_prefill_programs_in_p
 
 
 def test_a_gpu_gets_no_more_than_its_rows_can_fill() -> None:
-    assert plan(backend="gpu", free=100 * GIB, rows=4).num_pages == 4 * 256
+    assert plan(traits=GPU_TRAITS, free=100 * GIB, rows=4).num_pages == 4 * 256
 
 
 def test_drafts_are_checked_for_few_rows_and_cost_nothing_where_nobody_asks_for_them() -> None:
@@ -69,18 +73,14 @@ def test_drafts_are_checked_for_few_rows_and_cost_nothing_where_nobody_asks_for_
     assert any("drafts of 7 tokens for at most 4 rows" in line for line in sizes.describe())
     assert plan("--speculate", "7", rows=2).verify_sizes == (1, 2)
     assert plan("--speculate", "15", rows=1).verify_sizes == (1,)
-    assert plan("--speculate", "7", backend="gpu", free=100 * GIB).verify_sizes == (1, 4, 16, 32)
+    assert plan("--speculate", "7", traits=GPU_TRAITS, free=100 * GIB).verify_sizes == (1, 4, 16, 32)
 
 
 def test_a_gpus_decode_programs_differ_by_few_rows() -> None:
-    machine = Machine("gpu", 100 * GIB, has_kernel=True)
-    assert plan(rows=1, machine=machine).row_sizes == (2,) and plan(rows=20, machine=machine).row_sizes == (
-        8,
-        16,
-        20,
-    )
-    assert plan(rows=256, machine=machine).row_sizes == (8, 16, 32, 64, 96, 128, 160, 192, 224, 256)
-    assert plan(rows=500, machine=machine).row_sizes[-5:] == (256, 320, 384, 448, 500)
+    gpu = functools.partial(plan, traits=GPU_KERNEL_TRAITS, free=100 * GIB)
+    assert gpu(rows=1).row_sizes == (2,) and gpu(rows=20).row_sizes == (8, 16, 20)
+    assert gpu(rows=256).row_sizes == (8, 16, 32, 64, 96, 128, 160, 192, 224, 256)
+    assert gpu(rows=500).row_sizes[-5:] == (256, 320, 384, 448, 500)
 
 
 def test_one_row_is_decoded_as_two() -> None:
@@ -98,7 +98,7 @@ def test_chunks_are_no_longer_than_the_context() -> None:
         (("--max-seq-len", "8192", "--kv-pages", "100"), 8 * GIB, ("256 pages", "has 100")),
         (("--kv-pages", "9000"), 8 * GIB, ("--kv-pages 9000", "8.789 GiB", "8 GiB")),
         (("--kv-memory", "1KiB"), 8 * GIB, ("--kv-memory 1 KiB", "1 MiB")),
-        ((), 1 << 20, ("a quarter of the free 1 MiB",)),
+        ((), 1 << 20, ("25% of the free 1 MiB",)),
     ],
 )
 def test_what_cannot_be_is_refused_with_its_arithmetic(
@@ -119,20 +119,20 @@ def test_free_memory_is_a_sensible_number() -> None:
 
 
 def test_programs_are_few_and_chunks_of_many_sizes_where_padding_costs_nothing() -> None:
-    machine = Machine("cpu", 100 * GIB, skips_padding=True)
-    sizes = plan(rows=32, machine=machine)
+    traits = replace(CPU_TRAITS, leaves_out_padding=True)
+    sizes = plan(rows=32, traits=traits)
     assert (sizes.row_sizes, sizes.chunk_sizes) == ((2, 8, 32), (128,))
     assert sizes.chunk_costs == tuple(range(8, 129, 8))
-    assert plan("--prefill-chunk", "10", rows=1, machine=machine).chunk_costs == (8, 10), (
+    assert plan("--prefill-chunk", "10", rows=1, traits=traits).chunk_costs == (8, 10), (
         "the last one holds any chunk"
     )
-    assert plan("--prefill-chunk", "3", rows=1, machine=machine).chunk_costs == (3,)
+    assert plan("--prefill-chunk", "3", rows=1, traits=traits).chunk_costs == (3,)
 
 
 def test_prompts_are_mixed_with_decoding_where_it_costs_nothing_and_changes_nothing() -> None:
-    for machine, mixed in (
-        (Machine("cpu", 100 * GIB, skips_padding=True, mixed_context=256), 128),
-        (Machine("cpu", 100 * GIB, skips_padding=True), 0),
-        (Machine("cpu", 100 * GIB, mixed_context=256), 0),
+    for given, mixed in (
+        ({"leaves_out_padding": True, "mixed_context": 256}, 128),
+        ({"leaves_out_padding": True}, 0),
+        ({"mixed_context": 256}, 0),
     ):
-        assert plan(rows=32, machine=machine).mixed_tokens == mixed
+        assert plan(rows=32, traits=replace(CPU_TRAITS, **given)).mixed_tokens == mixed

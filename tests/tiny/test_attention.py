@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -13,10 +14,10 @@ import pytest
 from jax.extend.core import jaxpr_as_fun
 
 from levserve.model import cache
-from levserve.model.attention import Kernel, attend, choose_kernel
-from levserve.model.config import ModelConfig
+from levserve.model.backend import HeadNorms
+from levserve.model.cpu.backend import CpuBackend
 from levserve.model.gpu.decode_attention import decode_attention
-from levserve.model.gpu.heads import HeadNorms, place_heads
+from levserve.model.gpu.heads import place_heads
 from levserve.model.gpu.paged_attention import (
     LOG2_E,
     ONE_QUERY_PROGRAMS,
@@ -26,8 +27,9 @@ from levserve.model.gpu.paged_attention import (
     share,
 )
 from levserve.model.rotary import Angles, rotate
+from levserve.model.xla import XLA_ON_CPU, XlaBackend
 
-INT8 = jnp.dtype(jnp.int8)
+LLVM = CpuBackend()
 
 
 def dense(
@@ -54,7 +56,7 @@ def dense(
 
 
 @pytest.mark.parametrize(
-    ("page_size", "kernel"), [(4, Kernel.XLA), (16, Kernel.XLA), (32, Kernel.XLA), (16, Kernel.LLVM)]
+    ("page_size", "backend"), [(4, XLA_ON_CPU), (16, XLA_ON_CPU), (32, XLA_ON_CPU), (16, LLVM)]
 )
 @pytest.mark.parametrize(("kv_heads", "group", "size"), [(1, 1, 64), (2, 3, 32), (1, 8, 80)])
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (7, None), (7, 2.0)])
@@ -65,7 +67,7 @@ def test_paged_attention_equals_dense_attention(
     size: int,
     window: int | None,
     softcap: float | None,
-    kernel: Kernel,
+    backend: XlaBackend,
 ) -> None:
     rng = np.random.default_rng(page_size * 100 + group)
     chunk, lengths = 3, [3, page_size + 3, 2 * page_size, 290]
@@ -76,8 +78,8 @@ def test_paged_attention_equals_dense_attention(
     q = rng.standard_normal((len(lengths), chunk, kv_heads, group, size), dtype=np.float32)
     positions = np.stack([np.arange(length - chunk, length) for length in lengths]).astype(np.int32)
     positions[2, 2] = -1  # padding
-    given = jnp.asarray(q * 4), pool, jnp.asarray(table), jnp.asarray(positions)
-    got = attend(*given, window=window, softcap=softcap, scale=0.25, kernel=kernel)
+    given = jnp.asarray(q), pool, jnp.asarray(table), jnp.asarray(positions)
+    got = backend.mix_values(*given, window=window, softcap=softcap)
     for row, length in enumerate(lengths):
         whole = (
             np.asarray(pool)[table[row]].transpose(1, 0, 3, 2, 4).reshape(2, -1, kv_heads, size)[:, :length]
@@ -88,20 +90,20 @@ def test_paged_attention_equals_dense_attention(
 
 
 @pytest.mark.parametrize(
-    ("storage", "kernel"),
+    ("storage", "backend"),
     [
-        (jnp.uint16, Kernel.XLA),
-        (jnp.bfloat16, Kernel.XLA),
-        (jnp.bfloat16, Kernel.LLVM_AMX),
-        (jnp.uint16, Kernel.LLVM),
-        (jnp.bfloat16, Kernel.LLVM),
+        (jnp.uint16, XLA_ON_CPU),
+        (jnp.bfloat16, XLA_ON_CPU),
+        (jnp.bfloat16, replace(LLVM, has_matrix_units=True)),
+        (jnp.uint16, LLVM),
+        (jnp.bfloat16, LLVM),
     ],
 )
 @pytest.mark.parametrize(
     ("chunk", "kv_heads", "group"), [(1, 2, 1), (1, 3, 3), (5, 1, 3), (1, 1, 16), (1, 2, 17), (40, 1, 2)]
 )
 def test_bfloat16_is_mixed_like_the_numbers_it_stands_for(
-    chunk: int, kv_heads: int, group: int, storage: type, kernel: Kernel
+    chunk: int, kv_heads: int, group: int, storage: type, backend: XlaBackend
 ) -> None:
     """Whether there is one query, a few or many: each has a road of its own."""
     rng = np.random.default_rng(group)
@@ -112,7 +114,7 @@ def test_bfloat16_is_mixed_like_the_numbers_it_stands_for(
     positions = np.stack([np.arange(length - chunk, length) for length in lengths]).astype(np.int32)
     positions[1, 0] = -1  # padding
     pool = cache.to_storage(numbers, jnp.dtype(storage))
-    got = attend(q, pool, jnp.asarray(table), jnp.asarray(positions), kernel=kernel)
+    got = backend.mix_values(q, pool, jnp.asarray(table), jnp.asarray(positions))
     for row, length in enumerate(lengths):
         whole = (
             np.asarray(numbers, np.float32)[table[row]]
@@ -159,7 +161,7 @@ def test_the_gpu_kernel_equals_the_plain_one(
     )
     positions = np.maximum(lengths - chunk, 0) + np.arange(chunk)[None]
     positions = np.where(positions < lengths, positions, -1).astype(np.int32)
-    plain = attend(q, pool, table, jnp.asarray(positions), window=window, softcap=softcap)
+    plain = XLA_ON_CPU.mix_values(q, pool, table, jnp.asarray(positions), window=window, softcap=softcap)
     kernel = paged_attention(
         q * LOG2_E,
         pool,
@@ -347,7 +349,11 @@ def test_the_gpu_kernel_for_decoding_equals_norming_turning_writing_and_attendin
     )
     wanted_pool = cache.write(pool, keys, values[:, None], cache.place(table, positions[:, None], pool))
     grouped = queries.reshape(rows, 1, kv_heads, group, size)
-    wanted = attend(grouped, wanted_pool, table, positions[:, None], **rules).reshape(got.shape)
+    limits = {name: rules.get(name) for name in ("window", "softcap")}
+    scaled = grouped * rules["scale"]
+    wanted = XLA_ON_CPU.mix_values(scaled, wanted_pool, table, positions[:, None], **limits).reshape(
+        got.shape
+    )
     is_exact = storage is jnp.float32
     np.testing.assert_allclose(
         np.asarray(got[:-1], np.float32), wanted[:-1].astype(jnp.float32), atol=2e-5 if is_exact else 2e-2
@@ -409,50 +415,21 @@ def test_fp8_is_mixed_like_the_numbers_it_stands_for(way: str, chunk: int) -> No
     lengths, page_size, size = [chunk, 64, 130], 32, 64
     table = rng.permutation(17)[:15].reshape(3, 5).astype(np.int32)
     given = jnp.asarray(rng.standard_normal((17, 2, 2, page_size, size)), jnp.float32)
-    pool = cache.to_storage(
-        given, cache.storage_dtype(cache.FP8, "cpu" if way.endswith("on bits") else "gpu")
-    )
+    backend = LLVM if way == "llvm on bits" else XlaBackend("cpu" if way == "xla on bits" else "gpu")
+    pool = cache.to_storage(given, backend.kv_storage(cache.FP8))
     q = jnp.asarray(rng.standard_normal((3, chunk, 2, 3, size)) / 8, jnp.bfloat16).astype(jnp.float32)
     positions = np.stack([np.arange(length - chunk, length) for length in lengths]).astype(np.int32)
     if way == "kernel":
         got = paged_attention(q * LOG2_E, pool, jnp.asarray(table), jnp.asarray(positions), interpret=True)
         assert got.dtype == jnp.float16
     else:
-        kernel = Kernel.LLVM if way.startswith("llvm") else Kernel.XLA
-        got = attend(q, pool, jnp.asarray(table), jnp.asarray(positions), kernel=kernel)
+        got = backend.mix_values(q, pool, jnp.asarray(table), jnp.asarray(positions))
     numbers = np.asarray(given.astype(cache.FP8).astype(jnp.float32))
     assert (numbers != np.asarray(given)).mean() > 0.9
     for row, length in enumerate(lengths):
         whole = numbers[table[row]].transpose(1, 0, 3, 2, 4).reshape(2, -1, 2, size)[:, :length]
         wanted = dense(np.asarray(q)[row], *whole, positions[row], None)
         np.testing.assert_allclose(np.asarray(got[row], np.float32), wanted, atol=1e-2)
-
-
-@pytest.mark.parametrize(
-    ("platform", "head_dim", "kernel"),
-    [
-        ("cpu", 64, Kernel.LLVM),
-        ("cpu", 72, Kernel.XLA),
-        ("tpu", 64, Kernel.XLA),
-        ("gpu", 64, Kernel.TRITON),
-        ("gpu", 80, Kernel.TRITON),
-        ("gpu", 512, Kernel.XLA),
-    ],
-)
-def test_the_kernel_is_chosen_by_what_it_can_serve(platform: str, head_dim: int, kernel: Kernel) -> None:
-    config = ModelConfig(100, 64, 64, 1, 2, 1, head_dim, 1e-5, 1e4, 128, True)
-    assert choose_kernel(platform, config)[0] is kernel
-    matrix_units = "avx512_vnni amx_bf16"
-    for features, narrow, better in (
-        (matrix_units, None, Kernel.LLVM_AMX),
-        (matrix_units, INT8, Kernel.LLVM_VNNI),
-        ("avx2 avx512_vnni", None, Kernel.LLVM_VNNI),
-        ("asimd asimddp", INT8, Kernel.LLVM_DOT),
-        ("avx2", INT8, Kernel.LLVM),
-    ):
-        assert choose_kernel(platform, config, features, narrow)[0] is (
-            better if kernel is Kernel.LLVM else kernel
-        )
 
 
 def test_writes_go_to_their_page_and_padding_goes_nowhere() -> None:
@@ -470,7 +447,7 @@ def test_writes_go_to_their_page_and_padding_goes_nowhere() -> None:
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 def test_fp8_has_no_number_that_is_too_large_and_keeps_what_is_none(platform: str) -> None:
     given = jnp.asarray([0.0, 0.3, -17.0, 2.0**-9, 448.0, 460.0, 1e9, -jnp.inf, jnp.nan], jnp.float32)
-    stored = cache.to_storage(given, cache.storage_dtype(cache.FP8, platform))
+    stored = cache.to_storage(given, XlaBackend(platform).kv_storage(cache.FP8))
     assert stored.dtype == (jnp.uint8 if platform == "cpu" else cache.FP8)
     wanted = np.asarray([0.0, 0.3125, -16.0, 2.0**-9, 448.0, 448.0, 448.0, -448.0, np.nan], np.float32)
     np.testing.assert_array_equal(cache.from_storage(stored).astype(jnp.float32), wanted)

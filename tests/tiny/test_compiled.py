@@ -18,10 +18,12 @@ from levserve.device.programs import Programs, Shape
 from levserve.device.runner import Runner
 from levserve.device.sizing import Sizes, process_memory
 from levserve.model import cache
-from levserve.model.attention import Kernel
+from levserve.model.backend import Backend
+from levserve.model.cpu.backend import CpuBackend
 from levserve.model.decoder import Decoder
 from levserve.model.quantize import NARROW, choose_quantization
 from levserve.model.sampler import Mode
+from levserve.model.xla import XLA_ON_CPU, XlaBackend
 from levserve.observe.metrics import Metrics
 from levserve.weights.load import load_arrays, read_config
 from tests.conftest import GOLDEN, QUICK_COMPILE
@@ -29,7 +31,8 @@ from tests.hlo import computed
 
 SERVED = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "int8": jnp.bfloat16}
 """The number formats that matrices can be asked for in, and in which each computes."""
-WRITTEN = {"bfloat16": Kernel.LLVM_DOT, "int8": Kernel.LLVM_DOT, "uint8": Kernel.LLVM_VNNI}
+DOT = CpuBackend(has_products=True, runs_layers=True)
+WRITTEN = {"bfloat16": DOT, "int8": DOT, "uint8": replace(DOT, packs_int8=True)}
 """The numbers of matrices for which all layers are one kernel; int8 that is packed is uint8."""
 POOLS = {
     "float32": ("auto", jnp.float32),
@@ -43,12 +46,12 @@ NUM_PAGES = 333  # so that nothing else has the pool's shape
 
 
 @functools.cache
-def runner_of(kind: str, kernel: Kernel = Kernel.XLA) -> Runner:
+def runner_of(kind: str, backend: Backend = XLA_ON_CPU) -> Runner:
     """The golden model's first layer, as a server on a CPU would hold it."""
     asked = "int8" if kind == "uint8" else kind
     folder, dtype = GOLDEN / "llama", jnp.dtype(SERVED[asked])
     config = read_config(folder)
-    quantization = choose_quantization(NARROW.get(asked), "cpu", dtype, kernel)
+    quantization = choose_quantization(NARROW.get(asked), backend, dtype)
     arrays = load_arrays(folder, config, dtype, report=lambda _: None, quantization=quantization)
     arrays = {
         name: array
@@ -56,8 +59,8 @@ def runner_of(kind: str, kernel: Kernel = Kernel.XLA) -> Runner:
         if not name.startswith("layers.") or name.startswith("layers.0.")
     }
     config = replace(config, num_layers=1)
-    asked_kv = "auto" if kernel in WRITTEN.values() else POOLS[kind][0]  # an fp8 cache is left to XLA
-    storage = cache.storage_dtype(cache.kv_dtype(asked_kv, dtype), "cpu")
+    asked_kv = "auto" if backend.runs_layers else POOLS[kind][0]  # an fp8 cache is left to XLA
+    storage = backend.kv_storage(cache.kv_dtype(asked_kv, dtype))
     sizes = Sizes(
         rows=4,
         max_seq_len=256,
@@ -71,7 +74,7 @@ def runner_of(kind: str, kernel: Kernel = Kernel.XLA) -> Runner:
         num_draft=5,
     )
     return Runner(
-        Decoder.from_arrays(config, arrays, kernel=kernel, quantization=quantization),
+        Decoder.from_arrays(config, arrays, backend=backend, quantization=quantization),
         sizes,
         storage,
         Metrics(),
@@ -165,7 +168,7 @@ def test_on_a_gpu_the_largest_programs_are_among_the_first(monkeypatch: pytest.M
         programs, "_sizes", replace(programs._sizes, chunk_sizes=(8, 24, 64), row_sizes=(2, 4, 8))
     )
     assert programs.first_shapes == [Shape(8), Shape(2, Mode.FULL)]
-    monkeypatch.setattr(programs, "_is_gpu", True)
+    monkeypatch.setattr(programs, "_backend", XlaBackend("gpu"))
     assert programs.first_shapes == [Shape(8), Shape(64), Shape(2, Mode.FULL), Shape(8, Mode.FULL)]
 
 

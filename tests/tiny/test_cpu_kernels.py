@@ -18,17 +18,20 @@ from levserve.jit import builder as writers
 from levserve.jit import xla_call
 from levserve.jit.builder import F32, I8, I32
 from levserve.jit.program import Code, Program
-from levserve.model.attention import Kernel, attend
 from levserve.model.cpu import heads as cpu_heads
 from levserve.model.cpu import linear as cpu_linear
 from levserve.model.cpu.argmax import find_best
+from levserve.model.cpu.backend import CpuBackend
 from levserve.model.cpu.products import Int8Product
-from levserve.model.hadamard import turn
+from levserve.model.hadamard import rotate
 from levserve.model.int8_packing import pack
-from levserve.model.quantize import STEPS, multiply_turned
-from levserve.model.sampler import best_of
+from levserve.model.quantize import STEPS, multiply_rotated
+from levserve.model.sampler import likeliest
+from levserve.model.xla import XLA_ON_CPU
 
 SHAPES, PACKED_SHAPES = ((64, 16), (8, 96), (132, 32)), ((64, 16), (32, 96), (160, 64))
+
+LLVM = CpuBackend()
 
 
 def matrix(out: int, size: int, seed: int = 0) -> tuple[jax.Array, jax.Array]:
@@ -43,7 +46,7 @@ def multiply(weight: jax.Array, scale: jax.Array, x: jax.Array) -> jax.Array:
     return cpu_linear.multiply(weight, scale, x)
 
 
-by_xla = jax.jit(multiply_turned)
+by_xla = jax.jit(multiply_rotated)
 
 
 @settings(max_examples=20, deadline=None)
@@ -63,9 +66,9 @@ def test_a_product_is_xlas_but_for_a_number_that_is_rounded_otherwise(
         multiply(jnp.asarray(pack(np.asarray(weight))) if is_packed else weight, scale, x),
         by_xla(weight, scale, x),
     )
-    step = float(jnp.abs(turn(x)).max()) / STEPS
+    step = float(jnp.abs(rotate(x)).max()) / STEPS
     np.testing.assert_allclose(got, wanted, atol=step * 127, rtol=2e-6)
-    exact = np.asarray(turn(x), np.float64) @ np.asarray(weight, np.float64).T * np.asarray(scale)
+    exact = np.asarray(rotate(x), np.float64) @ np.asarray(weight, np.float64).T * np.asarray(scale)
     most = np.abs(np.asarray(weight, np.float64)).sum(1) * np.asarray(scale) * (step / 2)
     assert (np.abs(got - exact) <= most * 1.001).all()
 
@@ -140,7 +143,7 @@ def test_attention_is_xlas_for_any_lengths_and_padding(
     table = jnp.asarray(rng.permutation(rows * width).reshape(rows, width), jnp.int32)
     q = jnp.asarray(rng.standard_normal((rows, chunk, kv_heads, group, size)), jnp.float32)
     given = q, pool, table, jnp.asarray(positions, jnp.int32)
-    got, wanted = (attend(*given, window=window, kernel=kernel) for kernel in (Kernel.LLVM, Kernel.XLA))
+    got, wanted = (backend.mix_values(*given, window=window) for backend in (LLVM, XLA_ON_CPU))
     np.testing.assert_allclose(got, wanted, atol=1e-5)
 
 
@@ -162,14 +165,13 @@ def test_a_query_gets_the_same_to_the_last_bit_alone_and_beside_others(
     table = jnp.asarray(rng.permutation(width)[None], jnp.int32)
     q = jnp.asarray(4 * rng.standard_normal((1, chunk, kv_heads, group, size)), jnp.float32)
     positions = jnp.arange(before, before + chunk, dtype=jnp.int32)[None]
-    beside = attend(q, pool, table, positions, window=window, kernel=Kernel.LLVM)
-    alone = attend(
+    beside = LLVM.mix_values(q, pool, table, positions, window=window)
+    alone = LLVM.mix_values(
         jnp.swapaxes(q, 0, 1),
         pool,
         jnp.repeat(table, chunk, 0),
         positions.T,
         window=window,
-        kernel=Kernel.LLVM,
     )
     np.testing.assert_array_equal(np.asarray(beside)[0], np.asarray(alone)[:, 0])
 
@@ -199,7 +201,7 @@ def test_the_best_of_each_row_that_is_used_is_found_and_of_equals_the_first(
     logits[spoilt, rng.integers(0, vocab)] = rng.choice([math.nan, math.inf])
     used = jnp.asarray([num_used], jnp.int32)
     tokens, values = (np.asarray(found)[:num_used] for found in jax.jit(find_best)(jnp.asarray(logits), used))
-    best = best_of(jnp.asarray(logits))
+    best = likeliest(jnp.asarray(logits))
     np.testing.assert_array_equal(values, np.asarray(best.values)[:num_used])
     is_sound = np.isfinite(values)
     assert is_sound.tolist() == (~spoilt & (logits > -math.inf).any(1))[:num_used].tolist()
@@ -217,8 +219,8 @@ def test_what_is_not_finite_spoils_its_own_row_alone(bad: float) -> None:
     pool = np.ones((8, 2, 1, 4, 16), np.float32)
     pool[5, 0, 0, 1, 2] = bad  # a key of the second row
     q, table = jnp.ones((2, 1, 1, 2, 16)), jnp.arange(8, dtype=jnp.int32).reshape(2, 4)
-    mixed = attend(q, jnp.asarray(pool), table, jnp.asarray([[9], [9]], jnp.int32), kernel=Kernel.LLVM)
-    hidden = attend(q, jnp.asarray(pool), table, jnp.asarray([[9], [4]], jnp.int32), kernel=Kernel.LLVM)
+    mixed = LLVM.mix_values(q, jnp.asarray(pool), table, jnp.asarray([[9], [9]], jnp.int32))
+    hidden = LLVM.mix_values(q, jnp.asarray(pool), table, jnp.asarray([[9], [4]], jnp.int32))
     assert np.isfinite(mixed[0]).all() and np.isfinite(hidden).all(), (
         "what a query may not see does not matter"
     )
@@ -232,7 +234,7 @@ def test_many_threads_may_call_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     xla_call.register("crowded", kernel)
     weight, scale = matrix(640, 48)
     x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 48)), jnp.float32)
-    wanted = multiply_turned(weight, scale, x)
+    wanted = multiply_rotated(weight, scale, x)
     call = jax.ffi.ffi_call("crowded", jax.ShapeDtypeStruct((4, 640), jnp.float32))
     crowded = jax.jit(lambda x: call(x, jnp.asarray([4], jnp.int32), weight, scale)).lower(x).compile()
     failures: list[AssertionError] = []

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from levserve.model import cache
-from levserve.model.attention import Kernel
+from levserve.model.config import ModelConfig
 from levserve.model.cpu import many_queries as cpu_many_queries
 from levserve.model.cpu.attention import HAS_MANY, join
+from levserve.model.cpu.backend import PLAIN_FIELDS, CpuBackend
 from levserve.model.cpu.heads import Heads
 from levserve.model.decoder import Decoder
 from levserve.model.quantize import NARROW, choose_quantization
@@ -22,8 +23,9 @@ from levserve.weights.load import load_arrays, read_config
 from tests.conftest import GOLDEN
 
 PLAIN = ("llama", "llama3-rope", "mistral", "phi3", "qwen2", "qwen3")
-KERNELS = {"int8": Kernel.LLVM_DOT, "packed": Kernel.LLVM_VNNI, "none": Kernel.LLVM_DOT}
-"""What matrices become, and which kernel takes them."""
+DOT = CpuBackend(has_products=True)
+BACKENDS = {"int8": DOT, "packed": replace(DOT, packs_int8=True), "none": DOT}
+"""What matrices become, and which backend takes them."""
 BFLOAT16, FLOAT32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 PAGE_SIZE, WIDTH = 4, 6
 
@@ -32,16 +34,22 @@ PAGE_SIZE, WIDTH = 4, 6
 def arrays_of(family: str, kind: str) -> tuple[Any, dict[str, jax.Array]]:
     config = read_config(GOLDEN / family)
     quantization = choose_quantization(
-        NARROW.get("int8" if kind == "packed" else kind), "cpu", BFLOAT16, KERNELS[kind]
+        NARROW.get("int8" if kind == "packed" else kind), BACKENDS[kind], BFLOAT16
     )
     return config, load_arrays(
         GOLDEN / family, config, BFLOAT16, report=lambda _: None, quantization=quantization
     )
 
 
-def model_of(family: str, kind: str, **changes: Any) -> Decoder:
+def model_of(family: str, kind: str, *, runs_layers: bool = True, **changes: Any) -> Decoder:
     config, arrays = arrays_of(family, kind)
-    return Decoder.from_arrays(dataclasses.replace(config, **changes), arrays, kernel=KERNELS[kind])
+    backend = replace(BACKENDS[kind], runs_layers=runs_layers)
+    return Decoder.from_arrays(replace(config, **changes), arrays, backend=backend)
+
+
+def refusal_of(family: str, kind: str, kept: jnp.dtype, **changes: Any) -> str | None:
+    config = replace(read_config(GOLDEN / family), **changes)
+    return BACKENDS[kind].refuse_layers(config, BFLOAT16 if kind == "none" else jnp.dtype(jnp.int8), kept)
 
 
 class Ran(NamedTuple):
@@ -68,15 +76,14 @@ def run(model: Decoder, positions: np.ndarray, kept: jnp.dtype) -> Ran:
     )
 
 
-def check(model: Decoder, kept: jnp.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def check(family: str, kind: str, kept: jnp.dtype, **changes: Any) -> None:
     """On chunks that begin anywhere, with padding at their ends and a row of nothing else."""
     positions = np.array([0, 9, 17, 3])[:, None] + np.arange(5)[None]
     positions[1, 3:], positions[2, 1:], positions[3] = -1, -1, -1
     is_given = positions >= 0
-    assert model.skips_padding(kept)
-    together = run(model, positions, kept)
-    monkeypatch.setattr(Decoder, "skips_padding", lambda self, kept: False)
-    apart = run(model, positions, kept)
+    assert refusal_of(family, kind, kept, **changes) is None
+    together = run(model_of(family, kind, **changes), positions, kept)
+    apart = run(model_of(family, kind, runs_layers=False, **changes), positions, kept)
     tolerance = 0.03 if kept == BFLOAT16 else 0.002
     np.testing.assert_allclose(together.hidden[is_given], apart.hidden[is_given], atol=tolerance)
     for before, mine, theirs in zip(together.before, together.after, apart.after):
@@ -96,13 +103,13 @@ def check(model: Decoder, kept: jnp.dtype, monkeypatch: pytest.MonkeyPatch) -> N
     ],
 )
 def test_all_layers_in_one_call_give_what_they_give_one_by_one(
-    family: str, kind: str, kept: jnp.dtype, monkeypatch: pytest.MonkeyPatch
+    family: str, kind: str, kept: jnp.dtype
 ) -> None:
-    check(model_of(family, kind), kept, monkeypatch)
+    check(family, kind, kept)
 
 
-def test_only_a_part_of_a_head_may_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    check(model_of("qwen3", "int8", rotary_size=8), FLOAT32, monkeypatch)
+def test_only_a_part_of_a_head_may_be_rotated() -> None:
+    check("qwen3", "int8", FLOAT32, rotary_size=8)
 
 
 def test_a_prompts_tokens_get_the_same_in_rows_of_their_own_beside_others_as_in_a_chunk() -> None:
@@ -157,16 +164,36 @@ def test_a_row_gets_the_same_whoever_is_beside_it() -> None:
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt2", "mixtral", "olmo2"])
 def test_layers_that_are_not_plain_are_left_to_xla(family: str) -> None:
-    assert not model_of(family, "none").skips_padding(BFLOAT16)
+    assert refusal_of(family, "none", BFLOAT16) is not None
 
 
 def test_a_kv_cache_in_fp8_is_left_to_xla() -> None:
-    assert not model_of("llama", "int8").skips_padding(cache.FP8)
+    assert refusal_of("llama", "int8", cache.FP8) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class ExtendedConfig(ModelConfig):
+    """A config as it may be one day."""
+
+    made_up: float = 0.0
+
+
+def test_a_model_with_a_field_that_the_kernel_does_not_know_is_left_to_xla() -> None:
+    known = read_config(GOLDEN / "llama")
+    config = ExtendedConfig(**{field.name: getattr(known, field.name) for field in fields(known)})
+    int8 = jnp.dtype(jnp.int8)
+    assert DOT.refuse_layers(config, int8, BFLOAT16) is None, "at its default it changes nothing"
+    refusal = DOT.refuse_layers(replace(config, made_up=0.5), int8, BFLOAT16)
+    assert refusal == "the model is not plain: made_up"
+
+
+def test_every_plain_field_is_a_field_of_the_config() -> None:
+    assert PLAIN_FIELDS <= {field.name for field in fields(ModelConfig)}
 
 
 def test_what_is_not_finite_spoils_its_own_row_alone_and_is_kept_as_it_is() -> None:
     model = model_of("llama", "int8")
-    spoilt = dataclasses.replace(model, embed=model.embed.at["vocab", 5].set(jnp.nan))
+    spoilt = replace(model, embed=model.embed.at["vocab", 5].set(jnp.nan))
     pools = cache.make_pool(model.config, 2, PAGE_SIZE, BFLOAT16)
     tokens, table, positions = (
         jnp.asarray(numbers, jnp.int32)[:, None] for numbers in ([5, 6], [0, 1], [2, 2])

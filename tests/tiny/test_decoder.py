@@ -13,13 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from levserve.model import cache, decoder
-from levserve.model.attention import Kernel
+from levserve.model import cache
 from levserve.model.config import LongScaling, Rope, parameter_shapes
 from levserve.model.decoder import CHUNK, ROW, Decoder, Experts
-from levserve.model.gpu.attention import attend_heads
+from levserve.model.gpu.backend import GpuBackend
 from levserve.model.quantize import NARROW, choose_quantization
 from levserve.model.rotary import angles_at, rotate
+from levserve.model.xla import XlaBackend
 from levserve.weights.load import load_arrays, read_config
 from tests.conftest import GOLDEN
 from tests.tiny.test_gguf import golden_gguf
@@ -100,10 +100,8 @@ def test_a_family_matches_its_reference_in_chunks_of_every_size(family: str, pag
         check(case, run_in_chunks(model, case["prompt"] + case["greedy"], chunk, page_size))
 
 
-@pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The GPU's kernels, run by jax wherever the test runs."""
-    monkeypatch.setattr(decoder, "attend_heads", functools.partial(attend_heads, interpret=True))
+INTERPRETED = GpuBackend(interpret=True)
+"""The GPU's kernels, run by jax wherever the test runs."""
 
 
 def run_prompt_then_tokens(model: Decoder, tokens: list[int], length: int) -> np.ndarray:
@@ -123,29 +121,27 @@ def run_prompt_then_tokens(model: Decoder, tokens: list[int], length: int) -> np
 
 
 @pytest.mark.parametrize("family", ["qwen3", "olmo2", "gemma2"])
-@pytest.mark.usefixtures("interpreted")
 def test_a_family_matches_its_reference_through_the_gpu_kernels(family: str) -> None:
     """Norms of a head and of all heads, windows and soft caps."""
     folder = GOLDEN / family
     config = read_config(folder)
     arrays = load_arrays(folder, config, jnp.dtype(jnp.float32), report=lambda _: None)
-    model = Decoder.from_arrays(config, arrays, kernel=Kernel.TRITON)
+    model = Decoder.from_arrays(config, arrays, backend=INTERPRETED)
     case = min(load(family)[1], key=lambda case: abs(len(case["prompt"]) - 17))
     check(case, run_prompt_then_tokens(model, case["prompt"] + case["greedy"], len(case["prompt"])))
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "int8"])
-@pytest.mark.usefixtures("interpreted")
 def test_no_number_format_of_the_matrices_takes_anything_from_the_gpu_kernels(kind: str) -> None:
     """Products that come rounded are handed on as they came, and scaled ones as they are."""
     folder, dtype = GOLDEN / "llama", jnp.dtype(jnp.bfloat16)
     config = read_config(folder)
-    quantization = choose_quantization(NARROW.get(kind), "gpu", dtype)
+    quantization = choose_quantization(NARROW.get(kind), INTERPRETED, dtype)
     arrays = load_arrays(folder, config, dtype, report=lambda _: None, quantization=quantization)
     arrays = {name: cache.from_bits(array) for name, array in arrays.items()}
     plain, kernels = (
-        Decoder.from_arrays(config, arrays, kernel=kernel, quantization=quantization)
-        for kernel in (Kernel.XLA, Kernel.TRITON)
+        Decoder.from_arrays(config, arrays, backend=backend, quantization=quantization)
+        for backend in (XlaBackend("gpu"), INTERPRETED)
     )
     tokens = max((case["prompt"] for case in load("llama")[1]), key=len)[:6]
     difference = np.abs(run_prompt_then_tokens(kernels, tokens, 2) - run_prompt_then_tokens(plain, tokens, 2))

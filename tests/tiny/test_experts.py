@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from levserve.model import experts
-from levserve.model.experts import Choice
+from levserve.model.backend import ExpertChoice
 
 EMBED = 6
 Mix = Callable[..., jax.Array]
@@ -34,7 +34,7 @@ class Scalings:
         return jnp.einsum("xsd,xde->xse", tokens, self.matrices)
 
 
-def plainly(x: np.ndarray, choice: Choice, is_real: np.ndarray, matrices: np.ndarray) -> np.ndarray:
+def plainly(x: np.ndarray, choice: ExpertChoice, is_real: np.ndarray, matrices: np.ndarray) -> np.ndarray:
     total = np.zeros(x.shape)
     for token in np.flatnonzero(is_real):
         for number, weight in zip(np.asarray(choice.experts)[token], np.asarray(choice.weights)[token]):
@@ -55,7 +55,7 @@ def test_every_way_gives_the_sum_of_the_chosen_experts(
     scores = rng.standard_normal((num_tokens, num_experts), np.float32)
     scores[:, 1] += bias  # with it everybody chooses one of them, and slots for twice the mean are not enough
     is_real = np.ones(num_tokens, bool) if mix is experts.mix_gathered else rng.random(num_tokens) < 0.7
-    choice = experts.choose(jnp.asarray(scores), per_token, renormalises=True)
+    choice = experts.choose_experts(jnp.asarray(scores), per_token, renormalises=True)
     stack = Scalings(num_experts)
     given = () if mix is experts.mix_gathered else (jnp.asarray(is_real),)
     rest = () if mix is experts.mix_gathered else (num_experts,)
@@ -70,7 +70,9 @@ def test_only_the_chosen_experts_are_computed_in_blocks() -> None:
             return super().one(number, tokens)
 
     seen: list[int] = []
-    choice = Choice(jnp.asarray([[7, 2], [2, 5], [0, 1]], jnp.int32), jnp.full((3, 2), 0.5, jnp.float32))
+    choice = ExpertChoice(
+        jnp.asarray([[7, 2], [2, 5], [0, 1]], jnp.int32), jnp.full((3, 2), 0.5, jnp.float32)
+    )
     experts.mix_in_blocks(
         jnp.ones((3, EMBED), jnp.float32), choice, jnp.asarray([True, True, False]), Counting(64), 64
     )
@@ -80,7 +82,9 @@ def test_only_the_chosen_experts_are_computed_in_blocks() -> None:
 
 def test_weights_sum_to_one_only_where_the_model_says_so() -> None:
     scores = jnp.asarray([[2.0, 1.0, 0.0, -1.0]], jnp.float32)
-    plain, scaled = (experts.choose(scores, 2, renormalises=renormalises) for renormalises in (False, True))
+    plain, scaled = (
+        experts.choose_experts(scores, 2, renormalises=renormalises) for renormalises in (False, True)
+    )
     np.testing.assert_allclose(plain.weights, jax.nn.softmax(scores)[:, :2], rtol=1e-6)
     np.testing.assert_allclose(scaled.weights.sum(), 1.0, rtol=1e-6)
     assert plain.experts.tolist() == scaled.experts.tolist() == [[0, 1]]

@@ -21,14 +21,14 @@ from jax.experimental import topologies
 from levserve.device.programs import Programs, Shape
 from levserve.device.rounds import Arrays, Skeleton, State
 from levserve.device.runner import make_state
-from levserve.device.sizing import Machine, plan_sizes
+from levserve.device.sizing import plan_sizes
 from levserve.model import cache
-from levserve.model.attention import choose_kernel
 from levserve.model.config import ModelConfig, parameter_shapes
 from levserve.model.decoder import Decoder
 from levserve.model.gpu.decode_attention import decode_attention
 from levserve.model.gpu.paged_attention import WIDEN_FP8, paged_attention
 from levserve.model.sampler import Mode
+from levserve.model.select import choose_backend
 from levserve.observe.metrics import Metrics
 from levserve.settings.parse import parse_settings
 from tests.h200 import HOLDERS, SPECIFICATION, Thunk, inside, read_thunks
@@ -82,11 +82,13 @@ def given() -> Given:
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=there)
 
     dtype = jnp.dtype(jnp.bfloat16)
-    storage = cache.storage_dtype(dtype, "gpu")
+    backend, _ = choose_backend("gpu", CONFIG)
+    storage = backend.kv_storage(dtype)
     settings = parse_settings(["--kv-pages", str(NUM_PAGES)], {})
     sizes = plan_sizes(
         settings,
-        Machine("gpu", 100 << 30, has_kernel=True),
+        backend.traits,
+        free_bytes=100 << 30,
         rows=ROWS,
         max_position=CONFIG.max_position,
         page_bytes=cache.page_bytes(CONFIG, settings.page_size, storage),
@@ -96,14 +98,13 @@ def given() -> Given:
         name: jax.ShapeDtypeStruct(shape, dtype if len(shape) > 1 else jnp.float32)
         for name, shape in parameter_shapes(CONFIG).items()
     }
-    kernel, _ = choose_kernel("gpu", CONFIG)
-    model = jax.eval_shape(lambda arrays: Decoder.from_arrays(CONFIG, arrays, kernel=kernel), arrays)
+    model = jax.eval_shape(lambda arrays: Decoder.from_arrays(CONFIG, arrays, backend=backend), arrays)
     state = jax.tree.map(placed, jax.eval_shape(lambda: make_state(model, sizes, storage)))
     leaves, tree = jax.tree.flatten(jax.tree.map(placed, model))
     return Given(
         tuple(leaves),
         state,
-        Programs(tuple(leaves), state, Skeleton(tree, sizes.table_width), sizes, Metrics()),
+        Programs(tuple(leaves), state, Skeleton(tree, sizes.table_width, backend), sizes, Metrics()),
     )
 
 
@@ -119,7 +120,7 @@ def compile_there(shape: Shape) -> Compiled:
     assert shape in programs.all_shapes, "a server has this program"
     with tempfile.TemporaryDirectory() as folder, on_the_card():
         compiled = programs.lower(shape).compile(
-            programs.compiler_options(shape) | {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+            programs._compiler_options(shape) | {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
         )
         thunks = read_thunks(Path(folder))
     memory = compiled.memory_analysis()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,9 +13,13 @@ import pytest
 from haliax import Axis
 
 from levserve.errors import ConfigError, StartupError
+from levserve.model.backend import Backend
+from levserve.model.cpu.backend import CpuBackend
 from levserve.model.decoder import Decoder
-from levserve.model.hadamard import turn
-from levserve.model.quantize import NARROW, QuantizedLinear, choose_quantization, quantize_arrays
+from levserve.model.hadamard import rotate
+from levserve.model.linear import Linear
+from levserve.model.quantize import NARROW, choose_quantization, quantize_arrays
+from levserve.model.xla import XLA_ON_CPU, XlaBackend
 from levserve.models.describe import check_fp8, choose_narrow
 from levserve.settings.parse import parse_settings
 from levserve.weights.load import load_arrays, read_config
@@ -26,26 +29,31 @@ from tests.tiny.test_decoder import run_in_chunks
 
 Out, In, Row = Axis("out", 24), Axis("in", 96), Axis("row", 3)
 LLAMA = read_config(GOLDEN / "llama")
+LLVM = CpuBackend(has_products=True)
+GPU = XlaBackend("gpu")
 BFLOAT16, FLOAT32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 
 
 def quantized(
-    matrix: np.ndarray, name: str = "int8", platform: str = "cpu", dtype: jnp.dtype = FLOAT32
-) -> QuantizedLinear:
-    quantization = choose_quantization(NARROW[name], platform, dtype)
+    matrix: np.ndarray, name: str = "int8", backend: Backend = XLA_ON_CPU, dtype: jnp.dtype = FLOAT32
+) -> Linear:
+    quantization = choose_quantization(NARROW[name], backend, dtype)
     assert quantization is not None
     named = dict(quantize_arrays(LLAMA, [("layers.0.out", matrix)], dtype, quantization))
     weight, scale = jnp.asarray(named["layers.0.out"]), jnp.asarray(named["layers.0.out_scale"])
-    return QuantizedLinear(
-        hax.named(weight, (Out, In)), scale=hax.named(scale, Out), widened=quantization.widened
+    return Linear(
+        hax.named(weight, (Out, In)),
+        scale=hax.named(scale, Out),
+        backend=backend,
+        widened=quantization.widened,
     )
 
 
-def kept_by(linear: QuantizedLinear) -> np.ndarray:
+def kept_by(linear: Linear) -> np.ndarray:
     """What the matrix has become."""
     assert linear.scale is not None
     kept = np.asarray(linear.weight.array, np.float64) * np.asarray(linear.scale.array)[:, None]
-    return turn(kept) if linear.widened is None else kept
+    return rotate(kept) if linear.widened is None else kept
 
 
 def matrix_and_rows() -> tuple[np.ndarray, np.ndarray]:
@@ -58,7 +66,7 @@ def matrix_and_rows() -> tuple[np.ndarray, np.ndarray]:
     )
 
 
-def largest_error(linear: QuantizedLinear, x: np.ndarray) -> float:
+def largest_error(linear: Linear, x: np.ndarray) -> float:
     """Against the exact product with what the matrix is kept as, relative to the sum of what was added up."""
     kept = kept_by(linear)
     got = np.asarray(linear(hax.named(jnp.asarray(x), (Row, In))).rearrange((Row, Out)).array)
@@ -67,22 +75,22 @@ def largest_error(linear: QuantizedLinear, x: np.ndarray) -> float:
     )
 
 
-@pytest.mark.parametrize("has_kernel", [False, True])
-def test_on_a_cpu_weights_and_activations_lose_half_a_step_of_their_largest_number_after_a_turn(
-    has_kernel: bool,
+@pytest.mark.parametrize("backend", [XLA_ON_CPU, LLVM], ids=["xla", "llvm"])
+def test_on_a_cpu_weights_and_activations_lose_half_a_step_of_their_largest_number_after_a_rotate(
+    backend: Backend,
 ) -> None:
     matrix, x = matrix_and_rows()
-    linear = dataclasses.replace(quantized(matrix), has_kernel=has_kernel)
+    linear = quantized(matrix, backend=backend)
     assert linear.weight.dtype == jnp.int8 and linear.scale is not None
     assert (
-        np.abs(turn(kept_by(linear)) - turn(matrix)) <= np.asarray(linear.scale.array)[:, None] * 0.5001
+        np.abs(rotate(kept_by(linear)) - rotate(matrix)) <= np.asarray(linear.scale.array)[:, None] * 0.5001
     ).all()
     assert largest_error(linear, x) < 3e-3
 
 
-@pytest.mark.parametrize("has_kernel", [False, True])
+@pytest.mark.parametrize("backend", [XLA_ON_CPU, LLVM], ids=["xla", "llvm"])
 def test_on_a_cpu_a_channel_that_is_far_larger_than_the_others_takes_little_from_them(
-    has_kernel: bool,
+    backend: Backend,
 ) -> None:
     rng = np.random.default_rng(0)
     matrix, x = (
@@ -90,7 +98,7 @@ def test_on_a_cpu_a_channel_that_is_far_larger_than_the_others_takes_little_from
         rng.standard_normal((3, 96), dtype=np.float32),
     )
     x[:, 5], matrix[:, 5] = 40.0, 0.0
-    linear = dataclasses.replace(quantized(matrix), has_kernel=has_kernel)
+    linear = quantized(matrix, backend=backend)
     got = np.asarray(linear(hax.named(jnp.asarray(x), (Row, In))).rearrange((Row, Out)).array)
     step = 40.0 / 127
     rounded = np.round(x / step) * step @ matrix.T
@@ -104,14 +112,14 @@ def test_on_a_cpu_a_channel_that_is_far_larger_than_the_others_takes_little_from
 def test_on_a_gpu_products_are_those_of_the_numbers_that_are_kept(name: str) -> None:
     """Widening loses nothing, so what is lost of activations is what any matrix in the type would lose."""
     matrix, x = matrix_and_rows()
-    assert largest_error(quantized(matrix, name, "gpu"), x) < 1e-6
+    assert largest_error(quantized(matrix, name, GPU), x) < 1e-6
     rounded = np.asarray(jnp.asarray(x, jnp.bfloat16), np.float32)
-    assert largest_error(quantized(matrix, name, "gpu", BFLOAT16), rounded) < 1e-6
+    assert largest_error(quantized(matrix, name, GPU, BFLOAT16), rounded) < 1e-6
 
 
 def test_fp8_keeps_four_bits_of_every_number_and_the_largest_of_a_row() -> None:
     matrix, _ = matrix_and_rows()
-    linear = quantized(matrix, "fp8", "gpu")
+    linear = quantized(matrix, "fp8", GPU)
     assert linear.weight.dtype == jnp.float8_e4m3fn and linear.scale is not None
     scale = np.asarray(linear.scale.array)[:, None]
     assert (
@@ -147,13 +155,13 @@ def test_an_int8_model_is_served_close_to_its_reference() -> None:
 def test_a_model_loaded_for_a_gpu_scores_close_to_its_reference(name: str, least: float, most: float) -> None:
     """Measured: 0.046 and 0.20, of a random model, where bfloat16 moves log-probabilities by 0.02."""
     config = read_config(GOLDEN / "qwen3")
-    quantization = choose_quantization(NARROW[name], "gpu", BFLOAT16)
+    quantization = choose_quantization(NARROW[name], GPU, BFLOAT16)
     arrays = load_arrays(GOLDEN / "qwen3", config, BFLOAT16, report=lambda _: None, quantization=quantization)
     assert (
         arrays["layers.0.qkv"].dtype == arrays["head"].dtype == NARROW[name]
         and arrays["embed"].dtype == jnp.bfloat16
     )
-    model = Decoder.from_arrays(config, arrays, quantization=quantization)
+    model = Decoder.from_arrays(config, arrays, backend=GPU, quantization=quantization)
     differences: list[float] = []
     for case in json.loads((GOLDEN / "qwen3" / "golden.json").read_text())["cases"]:
         tokens, start = case["prompt"] + case["greedy"], len(case["prompt"])
@@ -173,7 +181,7 @@ def test_what_cannot_be_quantized_is_refused_by_name(name: str) -> None:
             config,
             BFLOAT16,
             report=print,
-            quantization=choose_quantization(NARROW[name], "cpu", BFLOAT16),
+            quantization=choose_quantization(NARROW[name], XLA_ON_CPU, BFLOAT16),
         )
 
 

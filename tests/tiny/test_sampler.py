@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from levserve.device.malloc import LARGE_BYTES
-from levserve.model import sampler
+from levserve.model.backend import Likeliest
+from levserve.model.gpu.backend import GpuBackend
 from levserve.model.gpu.draw import draw_tokens
 from levserve.model.sampler import (
     MAX_EDITS,
@@ -22,11 +23,12 @@ from levserve.model.sampler import (
     Memory,
     Mode,
     Rules,
-    best_of,
     choose,
     largest,
+    likeliest,
     sample,
 )
+from levserve.model.xla import XLA_ON_CPU
 
 VOCAB = 300
 DRAWS = 4_000
@@ -35,15 +37,13 @@ LOGITS = np.concatenate([np.linspace(3, 0, 12), np.full(VOCAB - 12, -9.0)]).asty
 
 
 by_both = pytest.mark.parametrize("has_kernel", [False, True], ids=["xla", "kernel"])
-"""A CPU interprets the kernel for NVIDIA GPUs."""
 
 
-@pytest.fixture(autouse=True)
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In small steps, so that even a small vocabulary takes several, and the last is not full."""
-    monkeypatch.setattr(
-        sampler, "draw_tokens", functools.partial(draw_tokens, lines=2, columns=64, interpret=True)
-    )
+class SmallSteps(GpuBackend):
+    """The kernel for NVIDIA GPUs in small steps, so that a small vocabulary takes several, and the last is not full."""
+
+    def draw(self, *given: jax.Array) -> Likeliest:
+        return Likeliest(*draw_tokens(*given, lines=2, columns=64, interpret=True))
 
 
 @functools.partial(jax.jit, static_argnames=("mode", "has_kernel"))
@@ -55,9 +55,8 @@ def draw(
     mode: Mode,
     has_kernel: bool = False,
 ) -> Drawn:
-    return sample(
-        logits, positions, rules, memory if mode is Mode.FULL else None, mode, has_kernel=has_kernel
-    )
+    backend = SmallSteps() if has_kernel else XLA_ON_CPU
+    return sample(logits, positions, rules, memory if mode is Mode.FULL else None, mode, backend)
 
 
 def make_rules(rows: int, **given: object) -> Rules:
@@ -189,7 +188,7 @@ def test_a_vocabulary_that_chunks_divide_is_not_copied() -> None:
         (jnp.zeros(rows, jnp.int32), make_rules(rows)),
     )
     drawing = jax.jit(
-        lambda logits, positions, rules: choose(logits, None, best_of(logits), positions, rules)
+        lambda logits, positions, rules: choose(logits, None, likeliest(logits), positions, rules)
     )
     needed = drawing.lower(logits, *given).compile().memory_analysis().temp_size_in_bytes
     assert needed < 1.5 * 4 * rows * vocab, "the weights, and no more"

@@ -16,8 +16,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from levserve.model.backend import HeadNorms
 from levserve.model.cache import multiplied_in, to_storage
-from levserve.model.gpu.heads import HeadNorms, Turn, turned
+from levserve.model.gpu.heads import Turn, turned
 from levserve.model.gpu.paged_attention import (
     LOG2_E,
     MASKED,

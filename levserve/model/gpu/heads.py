@@ -18,19 +18,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from levserve.model.backend import HeadNorms
 from levserve.model.cache import Place, multiplied_in, to_storage
 from levserve.model.gpu.paged_attention import LOG2_E, Columns
 from levserve.model.rotary import Angles
 
 TOKENS = 16
 """That a program takes, with four warps."""
-
-
-class HeadNorms(NamedTuple):
-    """Weights [head_size] of the RMS norms that queries and keys go through before they are turned."""
-
-    queries: jax.Array
-    keys: jax.Array
 
 
 class Turn(NamedTuple):

@@ -1,0 +1,173 @@
+"""The one place that knows the device: everything that differs between devices, as one object.
+
+A backend is chosen once for a model when it is loaded (`select.py`), logged, and handed on. The decoder, the sampler, the
+reader of weights, sizing and the programs ask it and nothing else. `xla.py` is the plain way, which serves every model on every
+device and is the reference; `cpu/backend.py` and `gpu/backend.py` override what their kernels do better.
+
+A backend is a frozen record without arrays, so that it can be a static part of a traced model.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from levserve.model.cache import Place
+from levserve.model.config import ModelConfig
+from levserve.model.rotary import Angles
+from levserve.model.traits import Traits
+
+Product = Callable[[jax.Array, jax.Array | None], jax.Array]
+"""Multiplies float32 [row, in] with a matrix: float32 [row, out]. May skip rows after the first `num_used` [1]."""
+CompilerOptions = dict[str, str | bool]
+
+
+class HeadNorms(NamedTuple):
+    """Weights [head_size] of the RMS norms that queries and keys go through before they are rotated."""
+
+    queries: jax.Array
+    keys: jax.Array
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What attention must know of a layer besides its arrays."""
+
+    kv_heads: int
+    scale: float
+    """Of scores."""
+    eps: float
+    """Of the norms of heads."""
+    window: int | None
+    softcap: float | None
+
+
+class Likeliest(NamedTuple):
+    """Each row's likeliest token and its logit, which is not finite if the row cannot be drawn from; both [row]."""
+
+    tokens: jax.Array
+    values: jax.Array
+
+
+class ExpertLayer(Protocol):
+    """The experts of a layer. Expert numbers are int32, tokens float32 [..., embed]."""
+
+    def one(self, number: jax.Array, tokens: jax.Array) -> jax.Array:
+        """One expert on [token, embed]."""
+
+    def chosen(self, numbers: jax.Array, tokens: jax.Array) -> jax.Array:
+        """An expert for each token: [token] on [token, embed]."""
+
+    def every(self, tokens: jax.Array) -> jax.Array:
+        """Tokens for each expert: [expert, slot, embed]."""
+
+
+class ExpertChoice(NamedTuple):
+    """The experts of each token and the weights of their results, both [token, experts per token]."""
+
+    experts: jax.Array
+    weights: jax.Array
+
+
+class Backend(ABC):
+    """Everything a device must provide. Arrays in and out are plain jax arrays, shapes as the methods say."""
+
+    platform: str
+    """cpu, gpu or tpu, as jax names it."""
+    runs_layers: bool
+    """Whether `run_layers` serves this model."""
+    draws_tokens: bool
+    """Whether `draw` is there; otherwise the sampler's own way draws."""
+    rounds_products: bool
+    """Whether products that only feed attention or the activation come in the weight's type, which halves what is written."""
+
+    @property
+    @abstractmethod
+    def traits(self) -> Traits: ...
+
+    @abstractmethod
+    def describe(self) -> str:
+        """What computes what, for the log."""
+
+    @abstractmethod
+    def attend(
+        self,
+        qkv: jax.Array,
+        pool: jax.Array,
+        place: Place,
+        angles: Angles | None,
+        norms: HeadNorms | None,
+        ends: jax.Array | None,
+        shape: AttentionShape,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Norms and rotates heads, writes keys and values to the pool, and mixes what each query may see.
+
+        qkv [row * chunk, head, head_size]: queries, then keys, then values. Gives [row, chunk, query heads * head_size]
+        and the pool. With `ends` [row] only the query at that place of each row's chunk is mixed, as a chunk of one.
+        """
+
+    @abstractmethod
+    def product(self, weight: jax.Array, scale: jax.Array | None) -> Product | None:
+        """A kernel for products with this matrix [out, in], or None: then XLA multiplies."""
+
+    @abstractmethod
+    def run_layers(
+        self,
+        config: ModelConfig,
+        x: jax.Array,
+        pools: Sequence[jax.Array],
+        place: Place,
+        angles: Angles,
+        layers: Sequence[Mapping[str, jax.Array]],
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        """All layers in one call, if `runs_layers`: x [row, chunk, embed] after the last of them, and the pools."""
+
+    @abstractmethod
+    def mix_experts(
+        self, x: jax.Array, choice: ExpertChoice, is_real: jax.Array, experts: ExpertLayer, num_experts: int
+    ) -> jax.Array:
+        """The weighted sum of each token's experts, float32 [token, embed]; padding, which is not real, gets zeros."""
+
+    @abstractmethod
+    def likeliest(self, logits: jax.Array, num_used: jax.Array | None = None) -> Likeliest:
+        """The largest logit of the first `num_used` [1] rows of float32 [row, vocab]; of equals the first."""
+
+    @abstractmethod
+    def draw(
+        self,
+        logits: jax.Array,
+        temperature: jax.Array,
+        top_k: jax.Array,
+        top_p: jax.Array,
+        min_p: jax.Array,
+        points: jax.Array,
+    ) -> Likeliest:
+        """Draws by temperature, top-k, top-p and min-p, all [row], if `draws_tokens`; the values are each row's largest logit.
+
+        points [row, attempt, 2] are random numbers, at least 0 and below 1.
+        """
+
+    @abstractmethod
+    def kv_storage(self, dtype: jnp.dtype) -> jnp.dtype:
+        """The type of the array that stores keys and values of type `dtype`."""
+
+    @abstractmethod
+    def expert_storage(self, dtype: jnp.dtype) -> jnp.dtype:
+        """The type of the arrays that store the matrices of experts."""
+
+    @abstractmethod
+    def multiplied_in(self, kept: jnp.dtype, dtype: jnp.dtype) -> jnp.dtype | None:
+        """The type in which matrices kept as `kept` are multiplied; None: as integers, after a Hadamard rotation."""
+
+    @abstractmethod
+    def packs(self, kept: jnp.dtype) -> bool:
+        """Whether quantized matrices are put in the order of `int8_packing`."""
+
+    @abstractmethod
+    def compiler_options(self, *, num_tokens: int, is_prefill: bool, is_quantized: bool) -> CompilerOptions:
+        """XLA's options for a program of this many prompt tokens or rows."""

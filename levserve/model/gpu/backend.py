@@ -1,0 +1,82 @@
+"""The backend of NVIDIA GPUs: Pallas kernels, through its Triton compiler, for attention and for drawing tokens.
+
+Pallas announces that compiler as deprecated. Every Triton kernel stands behind this file, so each can be replaced on its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+
+from levserve.model.backend import AttentionShape, HeadNorms, Likeliest
+from levserve.model.cache import Place, take_ends
+from levserve.model.gpu.decode_attention import decode_attention
+from levserve.model.gpu.draw import draw_tokens
+from levserve.model.gpu.heads import place_heads
+from levserve.model.gpu.paged_attention import paged_attention
+from levserve.model.rotary import Angles
+from levserve.model.traits import GPU_KERNEL_TRAITS, Traits
+from levserve.model.xla import XlaBackend
+
+HEAD_SIZES = range(16, 257)
+
+
+def refuse_model(head_dim: int) -> str | None:
+    """Why these kernels cannot serve a model, or None."""
+    if head_dim not in HEAD_SIZES:
+        return f"a head size of {head_dim} (it takes {HEAD_SIZES[0]} to {HEAD_SIZES[-1]})"
+    return None
+
+
+@dataclass(frozen=True)
+class GpuBackend(XlaBackend):
+    platform: str = "gpu"
+    interpret: bool = False
+    """Whether jax interprets the kernels, which needs no GPU; for tests."""
+    draws_tokens = True
+    rounds_products = True
+
+    @property
+    def traits(self) -> Traits:
+        return GPU_KERNEL_TRAITS
+
+    def describe(self) -> str:
+        return "triton kernels for attention and sampling, XLA for the rest"
+
+    def attend(
+        self,
+        qkv: jax.Array,
+        pool: jax.Array,
+        place: Place,
+        angles: Angles | None,
+        norms: HeadNorms | None,
+        ends: jax.Array | None,
+        shape: AttentionShape,
+    ) -> tuple[jax.Array, jax.Array]:
+        positions = place.positions
+        rows, chunk = positions.shape
+        limits = {"window": shape.window, "softcap": shape.softcap, "interpret": self.interpret}
+        heads = {"kv_heads": shape.kv_heads, "scale": shape.scale, "eps": shape.eps}
+        if chunk == 1:
+            mixed, pool = decode_attention(
+                qkv, pool, place.table, positions[:, 0], angles, norms, **heads, **limits
+            )
+            return mixed.reshape(rows, 1, -1), pool
+        q, pool = place_heads(qkv, pool, place, angles, norms, **heads, interpret=self.interpret)
+        if ends is not None:
+            q, positions = take_ends(q, ends), take_ends(positions, ends)
+        mixed = paged_attention(q, pool, place.table, positions, **limits)
+        return mixed.reshape(rows, positions.shape[1], -1), pool
+
+    def draw(
+        self,
+        logits: jax.Array,
+        temperature: jax.Array,
+        top_k: jax.Array,
+        top_p: jax.Array,
+        min_p: jax.Array,
+        points: jax.Array,
+    ) -> Likeliest:
+        drawn = draw_tokens(logits, temperature, top_k, top_p, min_p, points, interpret=self.interpret)
+        return Likeliest(*drawn)

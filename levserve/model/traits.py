@@ -1,0 +1,71 @@
+"""How work is best cut for a device, as its backend says. No jax here: sizing is done with numbers alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """How work is best cut for a device. Sizing, the programs, warm-up and the scheduler's budget read it."""
+
+    round_steps: int
+    """Decode steps in one round, unless the operator sets them."""
+    prefill_chunk: int
+    """Prompt tokens in one program, at most, unless the operator sets them."""
+    verify_tokens: int
+    """Drafted and newest tokens of all rows that one step can check before it takes noticeably longer."""
+    kv_share: float
+    """Part of the free memory that the KV pool may take by default."""
+    fills_memory: bool
+    """Whether the KV pool takes its share of memory by default, or only as much as the rows are likely to need."""
+    has_all_modes: bool
+    """Whether greedy and plain sampling have programs of their own; otherwise the full one skips what is not asked for."""
+    small_chunks: tuple[int, ...] = ()
+    """Sizes of prefill programs below the largest; empty: they double from 64."""
+    piece_tokens: int | None = None
+    """If set, prefill programs take rows of this many tokens, of one prompt or of several; else one row."""
+    steps_rows: bool = False
+    """Whether decode programs come in fine steps of rows: unused rows cost time on a GPU."""
+    leaves_out_padding: bool = False
+    """Whether a program takes only as long as its content needs, so that a few programs serve all sizes."""
+    mixed_context: int = 0
+    """Where a prompt's chunk may begin, at most, to be computed beside decoding rows; 0: never."""
+    chunk_overhead: int = 0
+    """What beginning a prefill chunk costs, in tokens."""
+    double_at: int | None = None
+    """The context at which attention costs a prompt's token as much as everything else."""
+    first_runs: int = 1
+    """Runs that a program needs before it has its full speed."""
+    warms_largest: bool = False
+    """Whether the largest programs are compiled before the server is ready, besides the smallest."""
+    times_all_prefill: bool = True
+    """Whether every prefill program's time counts for the measured speed of prefill, or only the first one's."""
+
+
+CPU_TRAITS = Traits(
+    round_steps=1,
+    prefill_chunk=128,
+    verify_tokens=32,
+    kv_share=0.25,
+    fills_memory=False,
+    has_all_modes=False,  # compiling is what takes long on a CPU
+    small_chunks=(8, 16),  # every program takes some 40 MB, so there are few
+    chunk_overhead=24,  # a chunk of the bundled model reads the weights in 12 ms, and takes 0.33 ms for each token
+    double_at=512,
+    times_all_prefill=False,  # what is computed beside streams is small, and first runs of larger programs take longer
+)
+ACCELERATOR_TRAITS = Traits(
+    round_steps=8,
+    prefill_chunk=4096,
+    verify_tokens=256,
+    kv_share=0.9,
+    fills_memory=True,
+    has_all_modes=True,
+    steps_rows=True,
+    first_runs=3,  # a GPU runs kernel by kernel first, records a graph the second time and replays it from the third on
+)
+GPU_TRAITS = replace(ACCELERATOR_TRAITS, warms_largest=True)
+"""The largest programs are there from the beginning, or a crowd that comes at once would be served eight at a time."""
+GPU_KERNEL_TRAITS = replace(GPU_TRAITS, piece_tokens=64)
+"""With kernels that read pages in place, rows of one prompt cost no more than one long row; short rows waste little."""

@@ -1,0 +1,132 @@
+"""The backend: chosen by what it can serve and what the operator says, and the same answers from every one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from levserve.jit.target import Target
+from levserve.model import cache
+from levserve.model.backend import AttentionShape, Backend, HeadNorms
+from levserve.model.config import ModelConfig, Rope
+from levserve.model.cpu.backend import CpuBackend, fit_target
+from levserve.model.decoder import Decoder
+from levserve.model.gpu.backend import GpuBackend
+from levserve.model.rotary import angles_at
+from levserve.model.select import choose_backend
+from levserve.model.xla import XLA_ON_CPU, XlaBackend
+from levserve.weights.load import load_arrays, read_config
+from tests.conftest import FAMILIES, GOLDEN
+from tests.tiny.test_decoder import check, load, run_in_chunks
+
+CONFIG = ModelConfig(100, 64, 64, 1, 2, 1, 64, 1e-5, 1e4, 128, True)
+INT8 = jnp.dtype(jnp.int8)
+FLOAT32 = jnp.dtype(jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("platform", "head_dim", "kind", "word"),
+    [
+        ("cpu", 64, CpuBackend, ""),
+        ("cpu", 72, XlaBackend, "a head size of 72"),
+        ("tpu", 64, XlaBackend, "no kernels for a tpu"),
+        ("gpu", 64, GpuBackend, "NVIDIA"),
+        ("gpu", 80, GpuBackend, "NVIDIA"),
+        ("gpu", 512, XlaBackend, "a head size of 512"),
+    ],
+)
+def test_a_backend_is_chosen_by_what_it_can_serve(
+    platform: str, head_dim: int, kind: type, word: str
+) -> None:
+    config = replace(CONFIG, head_dim=head_dim)
+    backend, reason = choose_backend(platform, config)
+    assert type(backend) is kind and backend.platform == platform and word in reason
+    plain, reason = choose_backend(platform, config, kernels="xla")
+    assert plain == XlaBackend(platform) and "--kernels xla" in reason
+
+
+@pytest.mark.parametrize(
+    ("features", "is_int8", "has_products", "packs_int8", "has_matrix_units"),
+    [
+        ("+avx512vnni,+amx-bf16", False, False, True, True),
+        ("+avx512vnni,+amx-bf16", True, True, True, False),
+        ("+avx2,+avx512vnni", False, True, True, False),
+        ("+avx2,+avxvnni", True, True, True, False),
+        ("+neon,+dotprod", True, True, False, False),
+        ("+avx2", True, False, False, False),
+    ],
+)
+def test_a_cpu_does_what_its_instructions_are_best_at(
+    features: str, is_int8: bool, has_products: bool, packs_int8: bool, has_matrix_units: bool
+) -> None:
+    target = Target("x86_64-unknown-linux-gnu", "x86-64", features, 32)
+    backend = fit_target(target, is_int8=is_int8)
+    assert (backend.has_products, backend.packs_int8, backend.has_matrix_units) == (
+        has_products,
+        packs_int8,
+        has_matrix_units,
+    )
+
+
+@pytest.mark.parametrize("has_norms", [False, True])
+@pytest.mark.parametrize("chunk", [1, 16])
+@pytest.mark.parametrize("window", [None, 9])
+def test_every_backend_attends_alike(chunk: int, window: int | None, has_norms: bool) -> None:
+    """Norms, rotation, scale, soft cap and the write to the pool included; padding is written nowhere."""
+    rng = np.random.default_rng(chunk)
+    rows, kv_heads, group, size, page_size = 3, 2, 3, 32, 16
+    table = jnp.asarray(rng.permutation(12).reshape(rows, 4), jnp.int32)
+    starts = np.array([0, 20, 41])
+    positions = starts[:, None] + np.arange(chunk)
+    if chunk > 1:
+        positions[1, -5:] = -1
+    pool = jnp.asarray(rng.standard_normal((12, 2, kv_heads, page_size, size)), jnp.float32)
+    qkv = jnp.asarray(rng.standard_normal((rows * chunk, kv_heads * (group + 2), size)), jnp.float32)
+    place = cache.place(table, jnp.asarray(positions, jnp.int32), pool)
+    angles = angles_at(place.positions, Rope(size, 1e4, None))
+    weights = rng.uniform(0.5, 1.5, (2, size)).astype(np.float32)
+    norms = HeadNorms(*map(jnp.asarray, weights)) if has_norms else None
+    shape = AttentionShape(kv_heads, 0.25, 1e-5, window, 3.0)
+
+    def attend(backend: Backend, ends: jax.Array | None = None) -> tuple[np.ndarray, np.ndarray]:
+        mixed, written = backend.attend(qkv, pool, place, angles, norms, ends, shape)
+        return np.asarray(mixed), np.asarray(written)
+
+    wanted, wanted_pool = attend(XLA_ON_CPU)
+    is_given = positions >= 0
+    assert wanted.shape == (rows, chunk, kv_heads * group * size)
+    for backend in (CpuBackend(), GpuBackend(interpret=True), XlaBackend("gpu")):
+        got, written = attend(backend)
+        np.testing.assert_allclose(got[is_given], wanted[is_given], atol=1e-4)
+        np.testing.assert_allclose(written, wanted_pool, atol=1e-5)
+        if chunk > 1:
+            ends = np.array([chunk - 1, chunk - 6, 3])
+            at_ends, _ = attend(backend, jnp.asarray(ends, jnp.int32))
+            np.testing.assert_allclose(at_ends[:, 0], wanted[np.arange(rows), ends], atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_matches_its_reference_with_both_kinds_of_kernels(family: str) -> None:
+    """The engine's tests go through all families as a server would choose; here both ways in one test."""
+    model, cases = load(family)
+    auto, _ = choose_backend("cpu", model.config, dtype=FLOAT32, kv_dtype=FLOAT32)
+    assert isinstance(auto, CpuBackend)
+    arrays = load_arrays(GOLDEN / family, model.config, FLOAT32, report=lambda _: None, backend=auto)
+    case = min(cases, key=lambda case: abs(len(case["prompt"]) - 17))
+    for kind in (model, Decoder.from_arrays(model.config, arrays, backend=auto)):
+        check(case, run_in_chunks(kind, case["prompt"] + case["greedy"], 128, 16))
+
+
+def test_a_model_of_a_golden_family_runs_its_layers_at_once_only_in_types_that_the_kernel_multiplies() -> (
+    None
+):
+    config = read_config(GOLDEN / "llama")
+    backend = CpuBackend(has_products=True)
+    bfloat16 = jnp.dtype(jnp.bfloat16)
+    assert backend.refuse_layers(config, bfloat16, bfloat16) is None
+    assert "float32" in (backend.refuse_layers(config, FLOAT32, bfloat16) or "")
+    assert CpuBackend().refuse_layers(config, bfloat16, bfloat16) is not None
