@@ -1,4 +1,4 @@
-"""Arrays in the host's memory that jax can take as they are."""
+"""Host arrays that jax can use without a copy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ALIGNMENT = 64  # jax's CPU backend takes over host memory aligned like this ins
 
 
 def aligned_array(shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> NDArray[np.generic]:
-    """Not filled."""
+    """An uninitialised array."""
     num_bytes = math.prod(shape) * dtype.itemsize
     memory = np.empty(num_bytes + ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT

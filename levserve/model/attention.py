@@ -1,7 +1,8 @@
 """Attention of a few queries per row over the row's pages, by plain XLA operations.
 
-It walks the page tables in blocks with a running softmax and stops after the last block that any row needs. So a batch pays for
-its longest row, not for the model's maximum length, and one compiled program serves every context length.
+It walks the page tables in blocks with a running softmax and stops after the last block that any row needs.
+So a batch pays for its longest row, not for the model's maximum length, and one compiled program serves every
+context length.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ BLOCK_TOKENS = 256
 """The same for many queries, where the running softmax is the cost: fewer, larger steps."""
 MASKED = -1e30
 LOWEST = -1e20
-"""Where the running maximum starts: below any score, and so far above a masked one that its weight is zero."""
+"""Where the running maximum starts: below any score, and so far above a masked one that its weight is
+zero."""
 
 
 def has_few_queries(q: jax.Array) -> bool:
-    """Whether q [row, chunk, kv_head, group, head_size] has so few queries a row that reading keys dominates."""
+    """Whether q [row, chunk, kv_head, group, head_size] has so few queries a row that reading keys
+    dominates."""
     return q.shape[1] * q.shape[3] <= FEW_QUERIES
 
 
@@ -41,11 +44,13 @@ def attend_in_blocks(
     on_cpu: bool,
     in_bfloat16: bool = False,
 ) -> jax.Array:
-    """Mixes the values every query may see: those at or before its position, within the window if there is one.
+    """Mixes the values every query may see: those at or before its position, within the window if there is
+    one.
 
-    q [row, chunk, kv_head, group, head_size] float32, scaled; pool as in `cache`; table [row, page]; positions [row, chunk],
-    negative for padding. Scores are bent to stay within `softcap`. Gives q's shape in float32. On a CPU, `in_bfloat16`
-    multiplies many queries in bfloat16 too, which is faster where the CPU has matrix units for it.
+    q [row, chunk, kv_head, group, head_size] float32, scaled; pool as in `cache`; table [row, page];
+    positions [row, chunk], negative for padding. Scores are bent to stay within `softcap`. Gives q's shape in
+    float32. On a CPU, `in_bfloat16` multiplies many queries in bfloat16 too, which is faster where the CPU
+    has matrix units for it.
     """
     rows, chunk, kv_heads, group, size = q.shape
     queries = chunk * group
@@ -53,9 +58,8 @@ def attend_in_blocks(
     block_tokens = FEW_BLOCK_TOKENS if queries <= FEW_QUERIES else BLOCK_TOKENS
     block = min(max(block_tokens // page_size, 1), table.shape[1])  # pages
     width = block * page_size
-    table = jnp.pad(
-        table, ((0, 0), (0, -table.shape[1] % block)), mode="edge"
-    )  # so that a slice at the end is not moved back
+    # Padded, because XLA moves a slice back that reaches beyond the end.
+    table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % block)), mode="edge")
     tiles = pool.reshape(-1, page_size * size)  # [page * 2 * kv_head, slot * head_size]
     is_bfloat16 = queries > 1 and (in_bfloat16 or has_few_queries(q))
     read, dtype = _reader(pool.dtype, on_cpu=on_cpu, is_bfloat16=is_bfloat16)
@@ -64,15 +68,15 @@ def attend_in_blocks(
     seen_to = jnp.repeat(positions, group, axis=1)[:, None, :, None]  # [row, 1, query, 1]
 
     def gather(pages: jax.Array, half: int) -> jax.Array:
-        """Keys or values of these pages [row, block], as [row, kv_head, token, head_size], in which order no copy is needed."""
+        """Keys or values of these pages [row, block], as [row, kv_head, token, head_size], in which order no
+        copy is needed."""
         numbers = ((pages * 2 + half) * kv_heads)[:, None] + jnp.arange(kv_heads, dtype=jnp.int32)[
             None, :, None
         ]
         stored = tiles.at[numbers].get(mode="promise_in_bounds", wrap_negative_indices=False)
         if stored.dtype not in NUMBERS:
-            stored = lax.optimization_barrier(
-                stored
-            )  # so that tiles are copied as they lie: by rows it takes twice as long
+            # The barrier makes XLA copy whole tiles; row by row takes twice as long.
+            stored = lax.optimization_barrier(stored)
         return read(stored.reshape(rows, kv_heads, width, size))
 
     def mix_block(
@@ -112,8 +116,8 @@ def _reader(
 ) -> tuple[Callable[[jax.Array], jax.Array], jnp.dtype]:
     """How stored keys and values become the factors of a product, and in which type those are multiplied.
 
-    On a CPU a few queries are multiplied in bfloat16, which halves what is read. One query alone has no fast bfloat16 product
-    there, and for many the float32 product is faster than widening costs.
+    On a CPU a few queries are multiplied in bfloat16, which halves what is read. One query alone has no fast
+    bfloat16 product there, and for many the float32 product is faster than widening costs.
     """
     if NUMBERS.get(storage, storage) != jnp.bfloat16 or not on_cpu:
         return from_storage, multiplied_in(storage)

@@ -1,8 +1,9 @@
 """The one place that knows the device: everything that differs between devices, as one object.
 
-A backend is chosen once for a model when it is loaded (`select.py`), logged, and handed on. The decoder, the sampler, the
-reader of weights, sizing and the programs ask it and nothing else. `xla.py` is the plain way, which serves every model on every
-device and is the reference; `cpu/backend.py` and `gpu/backend.py` override what their kernels do better.
+A backend is chosen once for a model when it is loaded (`select.py`), logged, and handed on. The decoder, the
+sampler, the reader of weights, sizing and the programs ask it and nothing else. `xla.py` is the plain way,
+which serves every model on every device and is the reference; `cpu/backend.py` and `gpu/backend.py` override
+what their kernels do better.
 
 A backend is a frozen record without arrays, so that it can be a static part of a traced model.
 """
@@ -23,7 +24,8 @@ from levserve.model.rotary import Angles
 from levserve.model.traits import Traits
 
 Product = Callable[[jax.Array, jax.Array | None], jax.Array]
-"""Multiplies float32 [row, in] with a matrix: float32 [row, out]. May skip rows after the first `num_used` [1]."""
+"""Multiplies float32 [row, in] with a matrix: float32 [row, out]. May skip rows after the first `num_used`
+[1]."""
 CompilerOptions = dict[str, str | bool]
 
 
@@ -48,7 +50,8 @@ class AttentionShape:
 
 
 class Likeliest(NamedTuple):
-    """Each row's likeliest token and its logit, which is not finite if the row cannot be drawn from; both [row]."""
+    """Each row's likeliest token and its logit, which is not finite if the row cannot be drawn from; both
+    [row]."""
 
     tokens: jax.Array
     values: jax.Array
@@ -84,7 +87,8 @@ class Backend(ABC):
     draws_tokens: bool
     """Whether `draw` is there; otherwise the sampler's own way draws."""
     rounds_products: bool
-    """Whether products that only feed attention or the activation come in the weight's type, which halves what is written."""
+    """Whether products that only feed attention or the activation come in the weight's type, which halves
+    what is written."""
 
     @property
     @abstractmethod
@@ -107,8 +111,9 @@ class Backend(ABC):
     ) -> tuple[jax.Array, jax.Array]:
         """Norms and rotates heads, writes keys and values to the pool, and mixes what each query may see.
 
-        qkv [row * chunk, head, head_size]: queries, then keys, then values. Gives [row, chunk, query heads * head_size]
-        and the pool. With `ends` [row] only the query at that place of each row's chunk is mixed, as a chunk of one.
+        qkv [row * chunk, head, head_size]: queries, then keys, then values. Gives [row, chunk, query heads *
+        head_size] and the pool. With `ends` [row] only the query at that place of each row's chunk is mixed,
+        as a chunk of one.
         """
 
     @abstractmethod
@@ -125,13 +130,15 @@ class Backend(ABC):
         angles: Angles,
         layers: Sequence[Mapping[str, jax.Array]],
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        """All layers in one call, if `runs_layers`: x [row, chunk, embed] after the last of them, and the pools."""
+        """All layers in one call, if `runs_layers`: x [row, chunk, embed] after the last of them, and the
+        pools."""
 
     @abstractmethod
     def mix_experts(
         self, x: jax.Array, choice: ExpertChoice, is_real: jax.Array, experts: ExpertLayer, num_experts: int
     ) -> jax.Array:
-        """The weighted sum of each token's experts, float32 [token, embed]; padding, which is not real, gets zeros."""
+        """The weighted sum of each token's experts, float32 [token, embed]; padding, which is not real, gets
+        zeros."""
 
     @abstractmethod
     def likeliest(self, logits: jax.Array, num_used: jax.Array | None = None) -> Likeliest:
@@ -147,7 +154,8 @@ class Backend(ABC):
         min_p: jax.Array,
         points: jax.Array,
     ) -> Likeliest:
-        """Draws by temperature, top-k, top-p and min-p, all [row], if `draws_tokens`; the values are each row's largest logit.
+        """Draws by temperature, top-k, top-p and min-p, all [row], if `draws_tokens`; the values are each
+        row's largest logit.
 
         points [row, attempt, 2] are random numbers, at least 0 and below 1.
         """
@@ -162,7 +170,8 @@ class Backend(ABC):
 
     @abstractmethod
     def multiplied_in(self, kept: jnp.dtype, dtype: jnp.dtype) -> jnp.dtype | None:
-        """The type in which matrices kept as `kept` are multiplied; None: as integers, after a Hadamard rotation."""
+        """The type in which matrices kept as `kept` are multiplied; None: as integers, after a Hadamard
+        rotation."""
 
     @abstractmethod
     def packs(self, kept: jnp.dtype) -> bool:

@@ -1,6 +1,8 @@
-"""The paged KV pool: one array per layer, [page, 2, kv_head, slot in page, head_size], keys at 0 and values at 1.
+"""The paged KV pool: one array per layer, [page, 2, kv_head, slot in page, head_size], keys at 0 and values
+at 1.
 
-Page tables are plain int arrays. A page number equal to the number of pages stands for "nowhere": writes to it are dropped.
+Page tables are plain int arrays. A page number equal to the number of pages stands for "nowhere": writes to
+it are dropped.
 """
 
 from __future__ import annotations
@@ -16,12 +18,12 @@ from levserve.model.config import ModelConfig
 FP8 = jnp.dtype(jnp.float8_e4m3fn)
 LARGEST_FP8 = 448.0
 NUMBERS = {jnp.dtype(jnp.uint16): jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.uint8): FP8}
-"""What is stored as bits, by the type of the bits."""
+"""Number types that may be stored as their bits, by the type of the bits."""
 BITS = {dtype: bits for bits, dtype in NUMBERS.items()}
 
 
 def kv_dtype(name: str, dtype: jnp.dtype) -> jnp.dtype:
-    """What `--kv-dtype` calls `name`, for a model that computes in `dtype`."""
+    """The type that `--kv-dtype` NAME means for a model that computes in `dtype`."""
     return {"auto": dtype, "bfloat16": jnp.dtype(jnp.bfloat16), "fp8": FP8}[name]
 
 
@@ -40,7 +42,7 @@ def make_pool(
 
 
 class Place(NamedTuple):
-    """Where a chunk of each row lives; worked out once and used by every layer."""
+    """Where the chunk of each row lies in the pool; computed once and used by every layer."""
 
     table: jax.Array
     """int32 [row, page]"""
@@ -51,7 +53,7 @@ class Place(NamedTuple):
     offsets: jax.Array
     """int32 [row * chunk]: its slot in that page"""
     num_used: jax.Array
-    """int32 [1]: how many of row * chunk there are before the padding at the end"""
+    """int32 [1]: positions of row * chunk before the padding at the end"""
 
 
 def place(table: jax.Array, positions: jax.Array, pool: jax.Array) -> Place:
@@ -66,7 +68,7 @@ def place(table: jax.Array, positions: jax.Array, pool: jax.Array) -> Place:
 
 
 def num_used(is_used: jax.Array) -> jax.Array:
-    """int32 [1]: the number of all up to the last that is."""
+    """int32 [1]: how many entries there are up to the last used one."""
     flat = is_used.reshape(-1)
     return jnp.max(jnp.where(flat, jnp.arange(1, flat.size + 1, dtype=jnp.int32), 0), keepdims=True)
 
@@ -77,10 +79,10 @@ def take_ends(x: jax.Array, ends: jax.Array) -> jax.Array:
 
 
 def write(pool: jax.Array, keys: jax.Array, values: jax.Array, place: Place) -> jax.Array:
-    """Puts a layer's keys and values [row, chunk, kv_head, head_size] in their place: one scatter, in place when donated."""
-    entries = jnp.stack([keys, values], axis=2).reshape(
-        -1, 2, *keys.shape[2:]
-    )  # [row * chunk, 2, kv_head, head_size]
+    """Writes keys and values [row, chunk, kv_head, head_size] to the pool: one scatter, in place if the pool
+    is donated."""
+    # [row * chunk, 2, kv_head, head_size]
+    entries = jnp.stack([keys, values], axis=2).reshape(-1, 2, *keys.shape[2:])
     at = pool.at[place.pages, :, :, place.offsets]
     return at.set(to_storage(entries, pool.dtype), mode="drop", wrap_negative_indices=False)
 
@@ -88,20 +90,17 @@ def write(pool: jax.Array, keys: jax.Array, values: jax.Array, place: Place) -> 
 def to_storage(x: jax.Array, storage: jnp.dtype) -> jax.Array:
     dtype = NUMBERS.get(storage, storage)
     if dtype == FP8:
-        x = jnp.clip(
-            x, -LARGEST_FP8, LARGEST_FP8
-        )  # it has no infinity: the cast would make NaN of what is larger
+        x = jnp.clip(x, -LARGEST_FP8, LARGEST_FP8)  # fp8 has no infinity: a cast makes NaN of larger numbers
     x = x.astype(dtype)
     return lax.bitcast_convert_type(x, storage) if storage in NUMBERS else x
 
 
 def from_storage(x: jax.Array) -> jax.Array:
-    """Stored keys or values as numbers in `multiplied_in`."""
+    """Stored keys or values as numbers of the type `multiplied_in`."""
     if x.dtype == jnp.uint16:  # the upper half of a float32
         return lax.bitcast_convert_type(x.astype(jnp.uint32) << 16, jnp.float32)
-    if (
-        x.dtype == jnp.uint8
-    ):  # in the places of a float16, whose exponent begins 8 lower; a cast takes four times as long
+    if x.dtype == jnp.uint8:
+        # Moved to a float16, whose exponent is biased by 8 more: a cast takes four times as long.
         sign, rest = x.astype(jnp.uint16) & 0x80, x.astype(jnp.uint16) & 0x7F
         number = lax.bitcast_convert_type(sign << 8 | rest << 7, jnp.float16).astype(jnp.float32) * 256
         return jnp.where(rest == 0x7F, jnp.nan, number)
@@ -109,9 +108,10 @@ def from_storage(x: jax.Array) -> jax.Array:
 
 
 def multiplied_in(storage: jnp.dtype) -> jnp.dtype:
-    """The type in which what is stored is multiplied: float32 if it is bits.
+    """The type in which stored numbers are multiplied: float32 if they are stored as bits.
 
-    Fp8 is multiplied in float16, which holds all of its numbers and which a GPU makes of it in one instruction.
+    Fp8 is multiplied in float16, which holds all of its numbers and to which a GPU widens it in one
+    instruction.
     """
     if storage in NUMBERS:
         return jnp.dtype(jnp.float32)
@@ -123,5 +123,5 @@ def numbers_of(pool: jax.Array) -> jnp.dtype:
 
 
 def from_bits(x: jax.Array) -> jax.Array:
-    """What was stored as bits, in its own type; others as they are."""
+    """Numbers stored as bits in their own type; other arrays as they are."""
     return lax.bitcast_convert_type(x, NUMBERS[x.dtype]) if x.dtype in NUMBERS else x

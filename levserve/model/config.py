@@ -1,7 +1,7 @@
-"""What a decoder looks like: every number of the architecture, and each named axis once.
+"""The architecture of a decoder: every number of it, and each named axis once.
 
-Built by the checkpoint readers in `weights/`; read by everything in `model/`. No family has a name here: a family is the
-values of these fields.
+Built by the checkpoint readers in `weights/`; read by everything in `model/`. No family has a name here: a
+family is the values of these fields.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ class LinearScaling:
 
 @dataclass(frozen=True, slots=True)
 class LongScaling:
-    """Phi-3's stretch: a factor for each rotary frequency, and one for cosines and sines.
+    """Phi-3's long context: a factor for each rotary frequency, and one for cosines and sines.
 
-    The model has two lists of factors, for contexts up to `original_max_position` and for longer ones; `stretched_for` of the
-    config picks by the length that is served, once, so that what is in the cache stays right as a text grows.
+    The model has two lists of factors, for contexts up to `original_max_position` and for longer ones;
+    `stretched_for` of the config picks by the length that is served, once, so that what is in the cache stays
+    right as a text grows.
     """
 
     short_factors: tuple[float, ...]
@@ -58,7 +59,7 @@ RopeScaling = Llama3Scaling | LinearScaling | LongScaling
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary positions of a layer: of the first `size` numbers of each head."""
+    """Rotary positions of a layer, which rotate the first `size` numbers of each head."""
 
     size: int
     theta: float
@@ -67,12 +68,13 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder-only transformer. The defaults are Llama's: norms before, rotary positions, grouped queries, gated SiLU."""
+    """A decoder-only transformer. The defaults are Llama's: pre-norms, rotary positions, grouped queries,
+    gated SiLU."""
 
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    """Width of the feed-forward part; of one expert where there are experts."""
+    """Width of the feed-forward part, or of one expert in a mixture."""
     num_layers: int
     num_heads: int
     num_kv_heads: int
@@ -84,9 +86,9 @@ class ModelConfig:
     tied_head: bool
     rope_scaling: RopeScaling | None = None
     local_rope_theta: float | None = None
-    """Base of the layers with a window where it is not `rope_theta`; it is never scaled."""
+    """Base for layers with a window if it differs from `rope_theta`; it is never scaled."""
     rotary_size: int | None = None
-    """Numbers of each head that turn, where not all do."""
+    """How many numbers of each head are rotated; None: all."""
     has_position_table: bool = False
     """Positions are learned and added to the embedding."""
     embed_scale: float = 1.0
@@ -99,17 +101,17 @@ class ModelConfig:
     windows: tuple[int | None, ...] = ()
     """Sliding window of each layer; empty when no layer has one."""
     attention_scale: float | None = None
-    """What scores are multiplied by; None for one over the root of the head size."""
+    """The factor of attention scores; None: one over the square root of the head size."""
     attention_softcap: float | None = None
     logit_softcap: float | None = None
 
     has_layer_norms: bool = False
-    """Norms take the mean away and have a bias, in place of RMS norms."""
+    """Layer norms, which subtract the mean and have a bias, instead of RMS norms."""
     has_pre_norms: bool = True
     has_post_norms: bool = False
-    """Attention and feed-forward are normalised before they are added."""
+    """The results of attention and feed-forward are normed before they are added."""
     has_offset_norms: bool = False
-    """Checkpoints keep the weight of every norm less one. For their readers: an array of the model is the whole weight."""
+    """Checkpoints store the weight of every norm minus one. Only their readers look at this."""
 
     activation: Activation = Activation.SILU
     is_gated: bool = True
@@ -120,7 +122,7 @@ class ModelConfig:
     """The weights of the chosen experts are scaled to sum to one."""
 
     def stretched_for(self, max_seq_len: int) -> ModelConfig:
-        """The model as it is served to `max_seq_len` tokens."""
+        """The config for a server of at most `max_seq_len` tokens."""
         if not isinstance(self.rope_scaling, LongScaling):
             return self
         return replace(
@@ -196,10 +198,12 @@ class ModelConfig:
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every array of the model by its levserve name; matrices are [out, in], those of experts [expert, out, in].
+    """Every array of the model by its levserve name; matrices are [out, in], those of experts [expert, out,
+    in].
 
-    `qkv` stacks q, k and v rows in that order; `gate_up` stacks gate then up (up alone where nothing is gated). The seam
-    between `weights/`, which fills these arrays, and `Decoder.from_arrays`, which arranges them.
+    `qkv` stacks q, k and v rows in that order; `gate_up` stacks gate then up (up alone where nothing is
+    gated). The seam between `weights/`, which fills these arrays, and `Decoder.from_arrays`, which arranges
+    them.
     """
     embed, vocab = config.hidden_size, config.vocab_size
     norms = ("norm", "norm_bias") if config.has_layer_norms else ("norm",)

@@ -1,7 +1,8 @@
 """The decoder: one forward pass for prefill and decode, over paged KV.
 
-Named-axis Haliax inside. The hot call passes flat tuples of arrays, and the model is rebuilt from its leaves inside the
-trace (`device/rounds.py`). Every layer goes through one inner jit, so thirty equal layers are traced and lowered once.
+Named-axis Haliax inside. The hot call passes flat tuples of arrays, and the model is rebuilt from its leaves
+inside the trace (`device/rounds.py`). Every layer goes through one inner jit, so thirty equal layers are
+traced and lowered once.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Norm(eqx.Module):
 
 
 def apply(norm: Norm | None, x: NamedArray) -> NamedArray:
-    """Not every model has a norm at every place."""
+    """Applies the norm if the model has one at this place."""
     return x if norm is None else norm(x)
 
 
@@ -70,7 +71,8 @@ class Attention(eqx.Module):
         *,
         window: int | None,
     ) -> tuple[NamedArray, jax.Array]:
-        """Writes this chunk's keys and values to the pool, then reads everything that the chunk, or its `ends`, may see."""
+        """Writes this chunk's keys and values to the pool, then reads everything that the chunk, or its
+        `ends`, may see."""
         config = self.config
         shape = AttentionShape(
             config.num_kv_heads, config.score_scale, config.norm_eps, window, config.attention_softcap
@@ -124,7 +126,7 @@ class Mlp(eqx.Module):
 
 
 class Experts(eqx.Module):
-    """A router, and the feed-forward parts of all experts as one `Mlp` whose matrices are [expert, out, in]."""
+    """A router, and all experts as one `Mlp` whose matrices are [expert, out, in]."""
 
     config: ModelConfig = eqx.field(static=True)
     backend: Backend = eqx.field(static=True)
@@ -163,7 +165,7 @@ class Experts(eqx.Module):
 
 
 class Layer(eqx.Module):
-    """Where a norm is None the model has none there."""
+    """One layer; a norm that the model does not have is None."""
 
     input_norm: Norm | None
     attention: Attention
@@ -174,7 +176,7 @@ class Layer(eqx.Module):
 
     @property
     def arrays(self) -> dict[str, jax.Array]:
-        """The arrays of a layer without post-norms and experts, by name; what it does not have is not there."""
+        """The arrays of a layer without post-norms and experts, by name; absent ones are left out."""
         assert isinstance(self.mlp, Mlp)
         attention = self.attention
         named: dict[str, NamedArray | None] = {"qkv_bias": attention.qkv.bias}
@@ -206,7 +208,8 @@ def run_layer(
     *,
     window: int | None,
 ) -> tuple[NamedArray, jax.Array]:
-    """With `ends` only that place of each row's chunk is taken through the layer; the keys and values of all are written."""
+    """With `ends`, only that place of each row's chunk goes through the layer; keys and values of all are
+    written."""
     mixed, pool = layer.attention(apply(layer.input_norm, x), pool, place, angles, ends, window=window)
     num_used: jax.Array | None = place.num_used
     if ends is not None:
@@ -238,7 +241,8 @@ class Decoder(eqx.Module):
         backend: Backend = XLA_ON_CPU,
         quantization: Quantization | None = None,
     ) -> Decoder:
-        """Arranges the arrays that `parameter_shapes` names, or those that `quantize_arrays` made of them."""
+        """Builds the model from the arrays that `parameter_shapes` names, or that `quantize_arrays` made of
+        them."""
         assert arrays.keys() == parameter_shapes(config).keys() or any(
             name.endswith("_scale") for name in arrays
         )
@@ -311,10 +315,12 @@ class Decoder(eqx.Module):
         positions: jax.Array,
         ends: jax.Array | None = None,
     ) -> tuple[NamedArray, tuple[jax.Array, ...]]:
-        """Runs a chunk of each row: tokens and positions [row, chunk], table [row, page]; gives its hidden states.
+        """Runs a chunk of each row: tokens and positions [row, chunk], table [row, page]; gives its hidden
+        states.
 
-        Positions must be the row's next ones, and negative where there is padding, whose results mean nothing. With `ends`
-        [row] only the hidden state at that place of each chunk is computed to the end, and given as a chunk of one.
+        Positions must be the row's next ones, and negative for padding, whose results mean nothing. With
+        `ends` [row] only the hidden state at that place of each chunk is computed to the end, and given as a
+        chunk of one.
         """
         config = self.config
         x = self.embed.take("vocab", hax.named(tokens, (ROW, CHUNK))).astype(jnp.float32) * config.embed_scale
@@ -342,7 +348,8 @@ class Decoder(eqx.Module):
         return self.final_norm(x), tuple(written)
 
     def logits(self, hidden: NamedArray, num_used: jax.Array | None = None) -> jax.Array:
-        """Float32 scores [row, vocab] of hidden states [row, embed]; ask only for the rows that are sampled."""
+        """Float32 scores [row, vocab] of hidden states [row, embed]; ask only for the rows that are
+        sampled."""
         head = Linear(self.embed, backend=self.backend) if self.head is None else self.head
         scores = head(hidden, num_used).rearrange((ROW, "vocab")).array
         cap = self.config.logit_softcap

@@ -1,8 +1,9 @@
 """A feed-forward part made of many experts, of which each token uses a few.
 
-What is computed are pairs of a token and one of its experts, sorted by expert. `lax.ragged_dot` would be the short way to
-say so, but outside TPUs it multiplies every token with every expert, under a mask: on an H200 it took two to seven times as
-long as one batched product of all. Which way is fastest depends on the device and the number of pairs; all give the same.
+The work is pairs of a token and one of its experts, sorted by expert. `lax.ragged_dot` would be the shortest
+way to write it, but outside TPUs it multiplies every token with every expert under a mask: on an H200 it took
+two to seven times as long as one batched product of all. Which function is fastest depends on the device and
+the number of pairs; the backend chooses.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from levserve.model.backend import ExpertChoice, ExpertLayer
 MIN_BLOCK, MAX_BLOCK = 2, 64
 """Pairs of one expert computed together on a CPU: a single one leaves the fast path of its matrix product."""
 FEW_TOKENS = 256
-"""Up to here a GPU waits for the weights, whatever it multiplies them with."""
+"""Up to this many tokens a GPU waits for the weights, whatever it multiplies them with."""
 
 
 def choose_experts(scores: jax.Array, count: int, *, renormalises: bool) -> ExpertChoice:
@@ -28,7 +29,7 @@ def choose_experts(scores: jax.Array, count: int, *, renormalises: bool) -> Expe
 
 
 class _Sorted(NamedTuple):
-    """Pairs by expert, those of padding last. The pairs of expert e are `order[ends[e] - counts[e] : ends[e]]`."""
+    """Pairs sorted by expert, padding last. Expert e has the pairs `order[ends[e] - counts[e] : ends[e]]`."""
 
     order: jax.Array
     counts: jax.Array
@@ -44,8 +45,11 @@ def _sort(choice: ExpertChoice, is_real: jax.Array, num_experts: int) -> _Sorted
 def mix_in_blocks(
     x: jax.Array, choice: ExpertChoice, is_real: jax.Array, experts: ExpertLayer, num_experts: int
 ) -> jax.Array:
-    """One expert after another, a few of its pairs at a time: reads the chosen experts only, and multiplies little more than
-    the pairs. For devices to which a loop costs nothing."""
+    """One expert after another, a few of its pairs at a time.
+
+    Reads only the chosen experts and multiplies little more than the pairs; for devices on which a loop costs
+    nothing.
+    """
     num_tokens, per_token = choice.experts.shape
     num_pairs, weights = choice.experts.size, choice.weights.reshape(-1)
     size = MIN_BLOCK
@@ -78,17 +82,19 @@ def mix_gathered(x: jax.Array, choice: ExpertChoice, experts: ExpertLayer) -> ja
 def mix_in_slots(
     x: jax.Array, choice: ExpertChoice, is_real: jax.Array, experts: ExpertLayer, num_experts: int
 ) -> jax.Array:
-    """All experts in one batched product, each on as many slots as two times the mean of its pairs; an expert with more than
-    that asks for another round. A few tokens get a slot each with every expert, so that there is no round to wait for."""
+    """All experts in one batched product, each with slots for twice the mean number of pairs.
+
+    An expert with more pairs makes another round necessary. A few tokens get a slot with every expert, so
+    that one round is always enough.
+    """
     num_tokens, per_token = choice.experts.shape
     num_pairs, weights = choice.experts.size, choice.weights.reshape(-1)
     slots = num_tokens if num_tokens <= FEW_TOKENS else min(num_tokens, -(-2 * num_pairs // num_experts))
     order, counts, ends = _sort(choice, is_real, num_experts)
 
     def add_round(number: jax.Array | int, total: jax.Array) -> jax.Array:
-        at = (ends - counts + number * slots)[:, None] + jnp.arange(slots, dtype=jnp.int32)[
-            None
-        ]  # [expert, slot]
+        # [expert, slot]
+        at = (ends - counts + number * slots)[:, None] + jnp.arange(slots, dtype=jnp.int32)[None]
         pairs = order[jnp.minimum(at, num_pairs - 1)]
         tokens = pairs // per_token
         results = experts.every(x[tokens]) * weights[pairs][..., None]

@@ -1,8 +1,8 @@
 """Rotates vectors by a Hadamard matrix, block by block, so that no number stands out.
 
-A few channels of a language model's activations are many times larger than the others, and integers that reach that far have too
-few steps for the rest. The rotation spreads each channel over its block. Matrices are rotated alike when they are loaded, before
-they are rounded, so that products stay the same.
+A few channels of a language model's activations are many times larger than the others, and integers that
+reach that far have too few steps for the rest. The rotation spreads each channel over its block. Matrices are
+rotated alike when they are loaded, before they are rounded, so that products stay the same.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 BLOCK = 64
 """Larger blocks gain nothing: the largest of 64 mixed numbers is little larger than the largest of 512."""
 SMALL = 64
-"""Blocks in one of numpy's products: with more, numpy would start threads that compete with those that call it."""
+"""Blocks in one of numpy's products: with more, numpy would start threads that compete with those that call
+it."""
 Array = TypeVar("Array", jax.Array, NDArray[np.float32])
 
 

@@ -1,9 +1,10 @@
-"""The order in which an x86 CPU wants the numbers of an int8 matrix.
+"""The order in which x86 kernels read the numbers of an int8 matrix.
 
-One of its instructions adds to each of sixteen sums the products of four unsigned bytes with four signed ones. So the numbers
-of many outputs lie together, four of each, and a word of four activations meets them all: no sum is spread over several lanes
-that would have to be added up in the end. The matrix has the unsigned bytes; the `OFFSET` that makes them so, times all of a
-row's activations, is what the sums begin below zero with.
+One x86 instruction adds to each of sixteen sums the products of four unsigned bytes with four signed ones. So
+the numbers of many outputs lie together, four of each, and one word of four activations is multiplied with
+all of them: no sum is spread over lanes that would have to be added up. The matrix holds the unsigned bytes;
+sums start at minus `OFFSET` times the sum of the activations, which cancels the offset that made the bytes
+unsigned.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 OUTS, WORD = 32, 4
-"""Outputs that lie together, and numbers of each."""
+"""Outputs that lie together, and how many numbers of each."""
 OFFSET = 128
 STEPS = 127.0
 SMALLEST = 1e-20
-"""In place of a scale of nothing."""
+"""Replaces a scale of zero."""
 
 
 def is_packable(out: int, size: int) -> bool:
@@ -24,7 +25,7 @@ def is_packable(out: int, size: int) -> bool:
 
 
 def pack(matrix: NDArray[np.generic]) -> NDArray[np.uint8]:
-    """int8 [out, in], of which the result has the shape, and nothing more of its order."""
+    """int8 [out, in] in packed order; the result has the same shape, but not the same meaning of its axes."""
     out, size = matrix.shape
     words = matrix.view(np.uint32).reshape(out // OUTS, OUTS, size // WORD)
     return (

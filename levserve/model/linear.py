@@ -16,9 +16,10 @@ from levserve.model.backend import Backend, Product
 class Linear(eqx.Module):
     """A matrix [out, in], the layout that checkpoints have and that CPU and GPU products read fastest.
 
-    A quantized matrix has a `scale` for each output. It is widened to the type `widened` for the product; None leaves the
-    product to the backend. A product is summed in float32 and stays so, unless it `rounds`: then it comes in the weight's
-    type, which halves what a GPU writes and reads again. On a CPU a bfloat16 result is 20 times slower.
+    A quantized matrix has a `scale` for each output. It is widened to the type `widened` for the product;
+    None leaves the product to the backend. A product is summed in float32 and stays so, unless it `rounds`:
+    then it comes in the weight's type, which halves what a GPU writes and reads again. On a CPU a bfloat16
+    result is 20 times slower.
     """
 
     weight: NamedArray

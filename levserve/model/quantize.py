@@ -1,8 +1,9 @@
-"""Matrices in eight bits, int8 or fp8, with one scale per output row, made once at load; and the product of integers.
+"""Matrices in eight bits, int8 or fp8, with one scale per output row, made once at load; and the product of
+integers.
 
-A GPU widens matrices as it reads them, and reading takes the time. A CPU multiplies int8 faster than anything else, so there
-a row of activations is rounded to int8 too, with a scale of its own, after a Hadamard rotation that leaves no number far
-larger than the others (`hadamard`).
+A GPU widens matrices as it reads them, and reading takes the time. A CPU multiplies int8 faster than anything
+else, so there a row of activations is rounded to int8 too, with a scale of its own, after a Hadamard rotation
+that leaves no number far larger than the others (`hadamard`).
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from levserve.model.int8_packing import SMALLEST, STEPS, is_packable, pack
 
 ROWS_TOGETHER = 256
 LEAST_ROWS = 2
-"""Of an integer product in XLA, which would do one row in a slower way."""
+"""The fewest rows of an integer product in XLA, which is slower for one row."""
 NARROW = {"int8": jnp.dtype(jnp.int8), "fp8": FP8}
-"""What `--quantize` may ask for."""
+"""The types that `--quantize` can name."""
 QUANTIZED = ("qkv", "out", "gate_up", "down", "head")
 
 
@@ -38,9 +39,10 @@ class Quantization:
 
     kept: jnp.dtype
     widened: jnp.dtype | None
-    """The type that they are widened to for a product; None: they are multiplied as integers, after a rotation."""
+    """The type that they are widened to for a product; None: they are multiplied as integers, after a
+    rotation."""
     is_packed: bool = False
-    """Whether those that can be are in the order of `int8_packing`."""
+    """Whether matrices of a suitable shape are in the order of `int8_packing`."""
 
     def __str__(self) -> str:
         return f"{self.kept}, multiplied in {self.widened or self.kept}"
@@ -70,7 +72,8 @@ def quantize_arrays(
     quantization: Quantization,
     num_threads: int = 2,
 ) -> Iterator[tuple[str, NDArray[np.generic]]]:
-    """Float32 arrays of a model as they come: matrices in eight bits and with their scales, embeddings in `dtype`, the rest as it was.
+    """Quantizes a stream of float32 arrays: matrices to eight bits with scales, embeddings to `dtype`; norms
+    stay.
 
     A head that shares the embedding's matrix becomes one of its own.
     """
@@ -91,14 +94,14 @@ def quantize_arrays(
 
 
 def is_quantized(name: str) -> bool:
-    """Whether an array of `parameter_shapes` is a matrix that has eight bits in a model that is quantized."""
+    """Whether `--quantize` applies to this array of `parameter_shapes`."""
     return name.rsplit(".", 1)[-1] in QUANTIZED
 
 
 def _quantize_rows(
     matrix: NDArray[np.generic], quantization: Quantization, pool: ThreadPoolExecutor
 ) -> tuple[NDArray[np.generic], NDArray[np.float32]]:
-    """Small numbers [out, in] and float32 [out]."""
+    """The quantized matrix [out, in] and its scales, float32 [out]."""
     is_packed = quantization.is_packed and is_packable(*matrix.shape)
     small = aligned_array(matrix.shape, np.dtype(np.uint8 if is_packed else quantization.kept))
     scale = np.empty(len(matrix), np.float32)
@@ -124,16 +127,16 @@ def _fill_int8(small: NDArray[np.generic], scaled: NDArray[np.float32]) -> None:
 
 
 def _fill_fp8(small: NDArray[np.generic], scaled: NDArray[np.float32]) -> None:
-    """By a table of all bfloat16: numpy's own cast takes 10 ns a number, this 3, and it lets other threads work.
+    """Casts by a table of all bfloat16: 3 ns a number where numpy's cast takes 10, and without holding the
+    GIL.
 
     An upper half whose last bit tells of anything below it rounds to the same fp8 as the whole float32.
     """
     bits = scaled.view(np.uint32)
     upper = bits >> 16
     upper |= (bits & 0xFFFF) != 0
-    np.take(
-        _fp8_of_bfloat16(), upper, out=small.view(np.uint8), mode="clip"
-    )  # without a mode it would make a copy
+    # Without a mode numpy would make a copy.
+    np.take(_fp8_of_bfloat16(), upper, out=small.view(np.uint8), mode="clip")
 
 
 @functools.cache

@@ -27,22 +27,23 @@ def inverse_frequencies(rope: Rope) -> np.ndarray:
 
 
 class Angles(NamedTuple):
-    """Cosines and sines of a chunk's positions, [row, chunk, 1, size / 2]; worked out once and used by every layer."""
+    """Cosines and sines of a chunk's positions, [row, chunk, 1, size / 2]; computed once and used by every
+    layer."""
 
     cos: jax.Array
     sin: jax.Array
 
 
 def angles_at(positions: jax.Array, rope: Rope) -> Angles:
-    angles = (
-        positions.astype(jnp.float32)[..., None, None] * inverse_frequencies(rope)[None, None, None]
-    )  # bf16 cannot tell 257 from 256
+    # In float32: bfloat16 cannot tell 257 from 256.
+    angles = positions.astype(jnp.float32)[..., None, None] * inverse_frequencies(rope)[None, None, None]
     length = rope.scaling.attention_factor if isinstance(rope.scaling, LongScaling) else 1.0
     return Angles(jnp.cos(angles) * length, jnp.sin(angles) * length)
 
 
 def rotate(x: jax.Array, angles: Angles) -> jax.Array:
-    """Turns x [row, chunk, heads, head_dim] by its position; float32 in and out. Numbers beyond the angles' size stay."""
+    """Rotates float32 x [row, chunk, heads, head_dim] by its position; numbers beyond the angles stay as they
+    are."""
     half = angles.cos.shape[-1]
     low, high, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     turned = [low * angles.cos - high * angles.sin, high * angles.cos + low * angles.sin]

@@ -1,9 +1,10 @@
 """Draws one token per row from its logits, on the device, each row by its own rules.
 
-Of three modes the host picks the cheapest that serves every row: greedy, plain (temperature, top-k, top-p and min-p) and full
-(everything). Full mode skips at run time what no row asks for, so that one program is enough on a CPU. A row draws the
-same token in any mode that can serve it, next to any neighbours: the draw is an inverse CDF at random numbers that depend
-on the request's seed and the position alone. The vocabulary is never sorted.
+Of three modes the host picks the cheapest that serves every row: greedy, plain (temperature, top-k, top-p and
+min-p) and full (everything). Full mode skips at run time what no row asks for, so that one program is enough
+on a CPU. A row draws the same token in any mode that can serve it, next to any neighbours: the draw is an
+inverse CDF at random numbers that depend on the request's seed and the position alone. The vocabulary is
+never sorted.
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ NUM_CANDIDATES = 128
 CHUNK, SMALL_CHUNK = 256, 32
 """Tokens of the vocabulary looked at together, at most, to find one of them or several."""
 NUM_ATTEMPTS = 8
-"""Draws with fresh random numbers that a kernel makes until one is in the nucleus of top-p: each is with probability top_p."""
+"""Draws with fresh random numbers that a kernel makes until one is in the nucleus of top-p: each is with
+probability top_p."""
 MOST_LOGITS = 2**18
-"""Logits that a CPU edits at once: memory for more would be taken from the system and returned at every step."""
+"""Logits that a CPU edits at once: memory for more would be taken from the system and returned at every
+step."""
 MAX_EDITS = 332
 """Logit edits a row may have: 300 biases, 16 stop ids, and the model's own end tokens."""
 BANNED = -1e30
@@ -50,7 +53,8 @@ Seeds = Annotated[jax.Array, np.uint64]
 
 
 class Rules(NamedTuple):
-    """How each row is sampled; every field is [row]. Annotations name the types in which `device/rules.py` packs them."""
+    """How each row is sampled; every field is [row]. Annotations name the types in which `device/rules.py`
+    packs them."""
 
     temperature: Floats
     top_k: Ints
@@ -80,7 +84,8 @@ class Memory(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """Tokens [row]; in full mode also their raw log-probabilities [row] and the likeliest tokens [row, NUM_TOP]."""
+    """Tokens [row]; in full mode also their raw log-probabilities [row] and the likeliest tokens [row,
+    NUM_TOP]."""
 
     tokens: jax.Array
     logprobs: jax.Array | None = None
@@ -97,7 +102,8 @@ def sample(
     backend: Backend,
     num_used: jax.Array | None = None,
 ) -> Drawn:
-    """Draws the token for `positions` [row] from float32 logits [row, vocab]; `POISONED` where they are not finite.
+    """Draws the token for `positions` [row] from float32 logits [row, vocab]; `POISONED` where they are not
+    finite.
 
     Rows after the first `num_used` [1] are padding.
     """
@@ -178,9 +184,11 @@ def likeliest(logits: jax.Array) -> Likeliest:
 
 
 def largest(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """The largest entries of each row in descending order, and their places, as `lax.top_k` gives, which sorts on a GPU.
+    """The largest entries of each row in descending order, and their places, as `lax.top_k` gives, which
+    sorts on a GPU.
 
-    They lie in the chunks with the largest maxima. Of equal entries the first counts, in chunks as in entries.
+    They lie in the chunks with the largest maxima. Of equal entries the first counts, in chunks as in
+    entries.
     """
     chunks = _chunked(x, -jnp.inf, SMALL_CHUNK)
     if chunks.shape[1] <= 2 * count:
@@ -195,7 +203,8 @@ def largest(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
 
 
 def logprobs_of(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The model's own log-probabilities: of the tokens [row], and of the likeliest, ids and values [row, NUM_TOP].
+    """The model's own log-probabilities: of the tokens [row], and of the likeliest, ids and values [row,
+    NUM_TOP].
 
     A token that is also among the likeliest has the very same number in both.
     """
@@ -222,7 +231,8 @@ def _no_logprobs(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.A
 def choose(
     logits: jax.Array, floor: jax.Array | None, best: Likeliest, positions: jax.Array, rules: Rules
 ) -> jax.Array:
-    """Greedy for rows at temperature 0, else a draw from the softmax of what is not below the floor [row], if there is one."""
+    """Greedy for rows at temperature 0, else a draw from the softmax of what is not below the floor [row], if
+    there is one."""
 
     def draw() -> jax.Array:
         weights = jnp.exp((logits - best.values[:, None]) / _divisor(rules))
@@ -242,7 +252,8 @@ def _points(positions: jax.Array, rules: Rules, *shape: int) -> jax.Array:
 
 
 def _draw(weights: jax.Array, points: jax.Array) -> jax.Array:
-    """Inverse CDF in two levels, one random number each: first a chunk of the vocabulary, then a token in it."""
+    """Inverse CDF in two levels, one random number each: first a chunk of the vocabulary, then a token in
+    it."""
     chunks = _chunked(weights, 0.0)
     chunk = _first_beyond(chunks.sum(-1), points[:, 0])
     within = _first_beyond(_row_of(chunks, chunk), points[:, 1])
@@ -250,7 +261,8 @@ def _draw(weights: jax.Array, points: jax.Array) -> jax.Array:
 
 
 def _first_beyond(weights: jax.Array, point: jax.Array) -> jax.Array:
-    """Index of the first running sum above `point` of the whole; the heaviest entry should rounding leave none."""
+    """Index of the first running sum above `point` of the whole; the heaviest entry should rounding leave
+    none."""
     sums = jnp.cumsum(weights, axis=-1)
     is_beyond = (sums > point[:, None] * sums[:, -1:]) & (weights > 0)
     return jnp.where(is_beyond.any(-1), jnp.argmax(is_beyond, axis=-1), jnp.argmax(weights, axis=-1))
@@ -294,7 +306,8 @@ def _divisor(rules: Rules) -> jax.Array:
 
 
 def _floor(logits: jax.Array, rules: Rules) -> jax.Array:
-    """The lowest logit of each row, divided by the temperature, that top-k, then top-p, then min-p allow to be drawn."""
+    """The lowest logit of each row, divided by the temperature, that top-k, then top-p, then min-p allow to
+    be drawn."""
 
     def find() -> jax.Array:
         scaled = logits / _divisor(rules)
@@ -369,10 +382,11 @@ def _from_ordered(bits: jax.Array) -> jax.Array:
 
 
 def _chunked(x: jax.Array, fill: float, size: int = CHUNK) -> jax.Array:
-    """[row, vocab] as [row, chunk, size]; with smaller chunks, down to a quarter, if those divide the vocabulary evenly.
+    """[row, vocab] as [row, chunk, size]; with smaller chunks, down to a quarter, if those divide the
+    vocabulary evenly.
 
-    Otherwise the end is padded, for which a CPU copies all of it: a draw for 32 rows of 151,936 tokens then takes more than
-    three times as long.
+    Otherwise the end is padded, for which a CPU copies all of it: a draw for 32 rows of 151,936 tokens then
+    takes more than three times as long.
     """
     fitting = math.gcd(size, x.shape[1])
     size = fitting if 4 * fitting >= size else size

@@ -30,7 +30,8 @@ def choose_backend(
     dtype: jnp.dtype = jnp.dtype(jnp.bfloat16),
     kv_dtype: jnp.dtype = jnp.dtype(jnp.bfloat16),
 ) -> Chosen:
-    """The best backend for a model whose matrices are in `dtype`, or in eight bits if `quantized`, on this platform."""
+    """The best backend for a model whose matrices are in `dtype`, or in eight bits if `quantized`, on this
+    platform."""
     plain = XlaBackend(platform)
     if kernels == "xla":
         return Chosen(plain, "--kernels xla")

@@ -18,9 +18,11 @@ class Traits:
     kv_share: float
     """Part of the free memory that the KV pool may take by default."""
     fills_memory: bool
-    """Whether the KV pool takes its share of memory by default, or only as much as the rows are likely to need."""
+    """Whether the KV pool takes its share of memory by default, or only as much as the rows are likely to
+    need."""
     has_all_modes: bool
-    """Whether greedy and plain sampling have programs of their own; otherwise the full one skips what is not asked for."""
+    """Whether greedy and plain sampling have programs of their own; otherwise the full one skips what is not
+    asked for."""
     small_chunks: tuple[int, ...] = ()
     """Sizes of prefill programs below the largest; empty: they double from 64."""
     piece_tokens: int | None = None
@@ -40,7 +42,8 @@ class Traits:
     warms_largest: bool = False
     """Whether the largest programs are compiled before the server is ready, besides the smallest."""
     times_all_prefill: bool = True
-    """Whether every prefill program's time counts for the measured speed of prefill, or only the first one's."""
+    """Whether every prefill program's time counts for the measured speed of prefill, or only the first
+    one's."""
 
 
 CPU_TRAITS = Traits(
@@ -51,9 +54,11 @@ CPU_TRAITS = Traits(
     fills_memory=False,
     has_all_modes=False,  # compiling is what takes long on a CPU
     small_chunks=(8, 16),  # every program takes some 40 MB, so there are few
-    chunk_overhead=24,  # a chunk of the bundled model reads the weights in 12 ms, and takes 0.33 ms for each token
+    # A chunk of the bundled model reads the weights in 12 ms, and takes 0.33 ms for each token.
+    chunk_overhead=24,
     double_at=512,
-    times_all_prefill=False,  # what is computed beside streams is small, and first runs of larger programs take longer
+    # Chunks beside streams are small, and first runs of larger programs take longer.
+    times_all_prefill=False,
 )
 ACCELERATOR_TRAITS = Traits(
     round_steps=8,
@@ -63,9 +68,13 @@ ACCELERATOR_TRAITS = Traits(
     fills_memory=True,
     has_all_modes=True,
     steps_rows=True,
-    first_runs=3,  # a GPU runs kernel by kernel first, records a graph the second time and replays it from the third on
+    # A GPU runs a program kernel by kernel first, then records a graph, and replays that from the third run
+    # on.
+    first_runs=3,
 )
 GPU_TRAITS = replace(ACCELERATOR_TRAITS, warms_largest=True)
-"""The largest programs are there from the beginning, or a crowd that comes at once would be served eight at a time."""
+"""The largest programs are there from the beginning, or a crowd that comes at once would be served eight at a
+time."""
 GPU_KERNEL_TRAITS = replace(GPU_TRAITS, piece_tokens=64)
-"""With kernels that read pages in place, rows of one prompt cost no more than one long row; short rows waste little."""
+"""With kernels that read pages in place, rows of one prompt cost no more than one long row; short rows waste
+little."""

@@ -1,4 +1,5 @@
-"""XLA's plain way to do everything a backend does: it serves every model on every device and is the reference.
+"""XLA's plain way to do everything a backend does: it serves every model on every device and is the
+reference.
 
 The backends with kernels inherit what they do not do better.
 """
@@ -34,10 +35,10 @@ from levserve.model.traits import ACCELERATOR_TRAITS, CPU_TRAITS, GPU_TRAITS, Tr
 
 LIBRARY_ROWS = 64
 LIBRARY_TOKENS = 1024
-"""From here on a GPU's own library multiplies faster than XLA's Triton kernels, and adds to the residual stream as well.
-Measured on an H200, ms with XLA's own and with the library's: an 8B model at 2 / 64 / 256 rows 4.35 / 6.22 / 12.1 and
-4.88 / 5.95 / 12.0, a 1B model 1.01 / 1.55 / 3.00 and 1.20 / 1.56 / 2.87; prefill of 512 and 8,192 tokens of the 1B model
-3.5 / 28.6 and 3.8 / 28.0."""
+"""From here on a GPU's own library multiplies faster than XLA's Triton kernels, and adds to the residual
+stream as well. Measured on an H200, ms with XLA's own and with the library's: an 8B model at 2 / 64 / 256
+rows 4.35 / 6.22 / 12.1 and 4.88 / 5.95 / 12.0, a 1B model 1.01 / 1.55 / 3.00 and 1.20 / 1.56 / 2.87;
+prefill of 512 and 8,192 tokens of the 1B model 3.5 / 28.6 and 3.8 / 28.0."""
 
 
 @dataclass(frozen=True)
@@ -145,8 +146,8 @@ class XlaBackend(Backend):
     def kv_storage(self, dtype: jnp.dtype) -> jnp.dtype:
         """On a CPU types that it does not compute in are stored as their bits.
 
-        jaxlib 0.10 converts the whole pool to float32 and back for every bfloat16 scatter (100 ms for 32,768 slots against
-        10 us); later versions know bfloat16.
+        jaxlib 0.10 converts the whole pool to float32 and back for every bfloat16 scatter (100 ms for 32,768
+        slots against 10 us); later versions know bfloat16.
         """
         is_known = not self.is_cpu or (dtype == jnp.bfloat16 and jax.__version_info__ >= (0, 11))
         return dtype if is_known else cache.BITS.get(dtype, dtype)

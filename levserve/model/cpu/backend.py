@@ -1,4 +1,5 @@
-"""The backend of CPUs: kernels that LLVM compiles for the CPU at hand, for attention, products and whole layers."""
+"""The backend of CPUs: kernels that LLVM compiles for the CPU at hand, for attention, products and whole
+layers."""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ class CpuBackend(XlaBackend):
     packs_int8: bool = False
     """Whether that instruction is x86's, for which matrices are packed."""
     has_matrix_units: bool = False
-    """Whether XLA multiplies bfloat16 in matrix units: then it takes products, and attention of many queries."""
+    """Whether XLA multiplies bfloat16 in matrix units: then it takes products, and attention of many
+    queries."""
     runs_layers: bool = False
 
     @property
@@ -139,8 +141,8 @@ class CpuBackend(XlaBackend):
     def refuse_layers(self, config: ModelConfig, matrices: jnp.dtype, kv_dtype: jnp.dtype) -> str | None:
         """Why the kernel of whole layers cannot serve a model with matrices and KV of these types, or None.
 
-        It serves a model only if every field of the config that it does not know is at its default, so that a new field can
-        never be ignored.
+        It serves a model only if every field of the config that it does not know is at its default, so that a
+        new field can never be ignored.
         """
         if not self.has_products:
             return "this CPU sums no products of int8 in one instruction"
@@ -171,7 +173,8 @@ class CpuBackend(XlaBackend):
 
 
 def fit_target(target: Target, *, is_int8: bool) -> CpuBackend:
-    """What a CPU does best for a model, with int8 matrices or not, before it is known whether layers run at once."""
+    """What a CPU does best for a model, with int8 matrices or not, before it is known whether layers run at
+    once."""
     has_matrix_units = target.has_amx_bf16 and not (is_int8 and target.has_vnni)
     return CpuBackend(
         target=target,

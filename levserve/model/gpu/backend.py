@@ -1,6 +1,8 @@
-"""The backend of NVIDIA GPUs: Pallas kernels, through its Triton compiler, for attention and for drawing tokens.
+"""The backend of NVIDIA GPUs: Pallas kernels, through its Triton compiler, for attention and for drawing
+tokens.
 
-Pallas announces that compiler as deprecated. Every Triton kernel stands behind this file, so each can be replaced on its own.
+Pallas announces that compiler as deprecated. Every Triton kernel stands behind this file, so each can be
+replaced on its own.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""A decode step's attention as one Pallas kernel for NVIDIA GPUs: from the product with the fused matrix to the mixed values.
+"""Attention of a decode step as one Pallas kernel for NVIDIA GPUs: from the fused projection to the mixed
+values.
 
-Every program of the grid takes one row, one key-value head and one split of the row's positions. It norms and turns the row's
-queries and its new key, writes that key and its value to the pool, and mixes what was there before with the new pair, which it
-has at hand: nobody reads what another program writes. Rows are begun in their order: where the longest come first, no long one
-begins when all others are done.
+Each program of the grid takes one row, one key-value head and one split of the row's positions. It norms and
+rotates the row's queries and its new key, writes the key and its value to the pool, and mixes the older
+positions with the new pair, which it holds itself: no program reads what another one writes. Rows start in
+their order, so the longest should come first; a long row that started last would run alone at the end.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from levserve.model.backend import HeadNorms
 from levserve.model.cache import multiplied_in, to_storage
-from levserve.model.gpu.heads import Turn, turned
+from levserve.model.gpu.heads import Rotation, rotated
 from levserve.model.gpu.paged_attention import (
     LOG2_E,
     MASKED,
@@ -56,11 +57,13 @@ def decode_attention(
     splits: int | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """qkv [row, head, head_size], queries before keys before values; pool [page, 2, kv_head, page_size, head_size], which is
-    written in place; table [row, page]; positions [row], negative for padding, of which nothing is written. Gives the mixed
-    values [row, query head, head_size], in the pool's type or in float16 if that is fp8, and the pool.
+    """Gives the mixed values [row, query head, head_size], in the pool's type or in float16 if that is fp8,
+    and the pool.
 
-    Scores are multiplied by `scale` and bent to stay within `softcap`. Without `splits` there are as many as fill the card.
+    qkv [row, head, head_size]: queries, keys, values; pool [page, 2, kv_head, page_size, head_size], written
+    in place; table [row, page]; positions [row], negative for padding, which is not written. Scores are
+    multiplied by `scale` and bent to stay within `softcap`. By default there are as many `splits` as fill the
+    card.
     """
     rows, num_heads, size = qkv.shape
     num_queries = num_heads - 2 * kv_heads
@@ -157,7 +160,7 @@ def _kernel(
     group, columns = num_queries // kv_heads, Columns(size, is_bounded=True)
     kv_head, split, position = pl.program_id(0), pl.program_id(1), position_ref[...]
 
-    column, turn = columns.numbers, Turn.read(angle_refs, columns)
+    column, rotation = columns.numbers, Rotation.read(angle_refs, columns)
 
     def reader(heads: jax.Array) -> Callable[[jax.Array], jax.Array]:
         return lambda column: qkv_ref[heads[:, None], column[None, :]]
@@ -166,16 +169,16 @@ def _kernel(
     rows = max(heads, MIN_ROWS)
 
     def repeated(x: jax.Array) -> jax.Array:
-        """[head, ...] for as many rows as a tensor core takes."""
+        """Repeats [head, ...] to as many rows as a tensor core takes."""
         return jnp.broadcast_to(x[None], (rows // heads, *x.shape)).reshape(rows, *x.shape[1:])
 
-    # A group that is no power of two is rounded up by repeating the last one.
+    # A group whose size is not a power of two is padded by repeating its last head.
     of_group = reader(kv_head * group + jnp.minimum(jnp.arange(heads), group - 1))
-    q = turned(of_group, columns, turn, norm_refs[0], eps) * (scale * LOG2_E)
+    q = rotated(of_group, columns, rotation, norm_refs[0], eps) * (scale * LOG2_E)
     q = columns.masked(q).astype(multiplied_in(pool_ref.dtype))
     alone = jnp.arange(1)
     key = to_storage(
-        turned(reader(alone + num_queries + kv_head), columns, turn, norm_refs[1], eps), pool_ref.dtype
+        rotated(reader(alone + num_queries + kv_head), columns, rotation, norm_refs[1], eps), pool_ref.dtype
     )
     value = to_storage(
         reader(alone + num_queries + kv_heads + kv_head)(column).astype(jnp.float32), pool_ref.dtype
@@ -191,7 +194,7 @@ def _kernel(
     if softcap is not None:
         score = bend(score, softcap)
     q, score = repeated(q), repeated(score)
-    is_first = jnp.full(score.shape, split) == 0  # of the splits: that one has the new pair
+    is_first = jnp.full(score.shape, split) == 0  # the first split has the new pair
     carry = (
         jnp.where(is_first[:, None], value.astype(jnp.float32), 0.0),
         jnp.where(is_first, score, MASKED),
@@ -214,7 +217,7 @@ def _kernel(
         softcap=softcap,
         interpret=interpret,
     )
-    head = jnp.minimum(jnp.arange(rows) % heads, group - 1)  # who is there twice stores the same twice
+    head = jnp.minimum(jnp.arange(rows) % heads, group - 1)  # repeated heads store the same values twice
     if sum_refs:
         top_ref, total_ref = sum_refs
         top_ref[head], total_ref[head] = top, total

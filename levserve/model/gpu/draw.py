@@ -1,7 +1,9 @@
-"""A token for every row as one Pallas kernel for NVIDIA GPUs: the best, or a draw from what top-k, top-p and min-p leave.
+"""Draws a token for every row in one Pallas kernel for NVIDIA GPUs: the likeliest, or by top-k, top-p and
+min-p.
 
-Every program of the grid takes a row and reads its logits several times: for the largest, for their weights, with top-p for what is
-likelier than the token that was drawn, and with top-k for the lowest that may be. By XLA each of these is several kernels.
+Every program of the grid takes a row and reads its logits several times: for the largest, for their weights,
+with top-p for what is likelier than the token that was drawn, and with top-k for the lowest that may be. By
+XLA each of these is several kernels.
 """
 
 from __future__ import annotations
@@ -19,17 +21,19 @@ from jax.experimental.pallas import triton as plgpu
 from levserve.model.gpu.paged_attention import LOG2_E, power_of_two
 
 LINES, COLUMNS = 16, 1024
-"""Logits that a program looks at in one step: so many lines, one after the other. Sums over them are within a thread."""
+"""Logits that a program reads in one step, as lines and columns; sums over lines stay within a thread."""
 NUM_WARPS = 8
 NEARLY_EQUAL = 1e-12
-"""Logits whose difference is no more are kept or left out together; around 0 there are floats that differ by much less."""
+"""Logits that differ by no more than this are kept or dropped together; around 0 floats are much closer to
+each other."""
 NEGLIGIBLE = 17.0
-"""Logits this much below the largest, times the temperature, and the logarithm of the vocabulary besides, weigh less together than
-float32 can tell of the whole."""
+"""Logits further below the largest than this plus the logarithm of the vocabulary, times the temperature,
+have together less weight than float32 resolves."""
 
 
 class Range(NamedTuple):
-    """Of floors: the highest known to leave enough logits, the lowest known not to, and how many each leaves."""
+    """Bounds of the floor: the highest that keeps enough logits, the lowest that does not, and how many each
+    keeps."""
 
     low: jax.Array
     high: jax.Array
@@ -60,9 +64,10 @@ def draw_tokens(
     num_warps: int = NUM_WARPS,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Tokens [row] from float32 logits [row, vocab], by rules [row] as in `sampler.Rules`, and each row's largest logit, which is not
-    finite where it cannot be drawn from. A token is the likeliest at temperature 0, else an inverse CDF in two levels, first a line,
-    then a token in it, at the first of `points` [row, number, 2] that is in the nucleus of top-p; they are at least 0 and below 1.
+    """Tokens [row] from float32 logits [row, vocab], by rules [row] as in `sampler.Rules`, and each row's
+    largest logit, which is not finite where it cannot be drawn from. A token is the likeliest at temperature
+    0, else an inverse CDF in two levels, first a line, then a token in it, at the first of `points` [row,
+    number, 2] that is in the nucleus of top-p; they are at least 0 and below 1.
     """
     rows = len(logits)
 
@@ -130,7 +135,8 @@ def _kernel(
     def keep_top_k(floor: jax.Array) -> jax.Array:
         """The highest floor that `top_k` logits are not below, or a lower one with no other logits between.
 
-        Every turn looks at three floors between two that are known, until there is no more than one logit between these.
+        Every turn looks at three floors between two that are known, until there is no more than one logit
+        between these.
         """
 
         def is_open(known: Range) -> jax.Array:
@@ -168,7 +174,7 @@ def _kernel(
         return lax.while_loop(is_open, narrow, Range(floor, nobody_above, jnp.int32(vocab), jnp.int32(0))).low
 
     def first_beyond(weights: jax.Array, point: jax.Array) -> jax.Array:
-        """As `sampler._first_beyond`, of a single row."""
+        """As `sampler._first_beyond`, for a single row."""
         sums, number = jnp.cumsum(weights), lax.iota(jnp.int32, weights.shape[0])
         is_beyond = (sums > point * sums.max()) & (weights > 0)
         heaviest = jnp.where(weights == weights.max(), number, weights.shape[0]).min()
@@ -176,7 +182,7 @@ def _kernel(
         return jnp.where(found < weights.shape[0], found, heaviest)
 
     def draw_from(floor: jax.Array, beaten: jax.Array, number: jax.Array) -> jax.Array:
-        """A token that is not below the floor and above what is beaten, at that pair of the points."""
+        """A token not below the floor and above `beaten`, drawn with this pair of random numbers."""
 
         def weigh_candidates(x: jax.Array) -> jax.Array:
             return jnp.where(x > beaten, weigh(x, floor), 0.0)
@@ -192,7 +198,7 @@ def _kernel(
         return line * columns + first_beyond(weigh_candidates(load(in_line)), point_ref[number, 1])
 
     def is_in_nucleus(logit: jax.Array, floor: jax.Array) -> jax.Array:
-        """Whether what is above it weighs less than `top_p` of what is not below the floor."""
+        """Whether the logits above it have less than `top_p` of the weight of those not below the floor."""
 
         def add(step: jax.Array, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             weights = weigh(x := load_step(step), floor)
@@ -203,7 +209,7 @@ def _kernel(
         return (above.sum() < top_p * left.sum()) | (logit >= top)
 
     def draw() -> jax.Array:
-        """Who is drawn outside of the nucleus is beaten, and with it all below: then it is drawn again from the others."""
+        """A token drawn outside the nucleus, and everything below it, is excluded from the next attempt."""
         floor = top - temperature * (NEGLIGIBLE + math.log(vocab))
         floor = lax.cond((top_k > 0) & (top_k < vocab), keep_top_k, lambda floor: floor, floor)
         likely_enough = jnp.maximum(floor, top + jnp.log(min_p_ref[...]) * temperature)
@@ -211,9 +217,8 @@ def _kernel(
         def attempt(last: Attempt) -> Attempt:
             token = draw_from(likely_enough, last.logit, last.next_number % num_points)
             logit = logits_ref[token]
-            is_taken = lax.cond(
-                top_p < 1, is_in_nucleus, lambda logit, _: logit > -jnp.inf, logit, floor
-            )  # else whoever it is
+            # Without top-p any token that was drawn is taken.
+            is_taken = lax.cond(top_p < 1, is_in_nucleus, lambda logit, _: logit > -jnp.inf, logit, floor)
             return Attempt(token, logit, is_taken, last.next_number + 1)
 
         none = Attempt(best, jnp.float32(-jnp.inf), jnp.bool_(False), jnp.int32(0))

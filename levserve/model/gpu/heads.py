@@ -1,8 +1,9 @@
-"""A chunk's heads as a Pallas kernel for NVIDIA GPUs: from the product with the fused matrix to queries and a written pool.
+"""Prepares the heads of a prefill chunk in one Pallas kernel for NVIDIA GPUs: queries ready for attention,
+and a written pool.
 
-Every program of the grid takes a few tokens and one key-value head: it norms and turns the queries of that head's group and its
-key, and writes the key and its value to the pool. By XLA that is four kernels, of which the scatter alone takes longer than all
-of this.
+Each program of the grid takes a few tokens and one key-value head: it norms and rotates the queries of that
+head's group and its key, and writes the key and its value to the pool. XLA needs four kernels for this, and
+its scatter alone takes longer.
 """
 
 from __future__ import annotations
@@ -24,28 +25,28 @@ from levserve.model.gpu.paged_attention import LOG2_E, Columns
 from levserve.model.rotary import Angles
 
 TOKENS = 16
-"""That a program takes, with four warps."""
+"""Tokens that a program takes, with four warps."""
 
 
-class Turn(NamedTuple):
-    """Cosines and sines [head or 1, column], of which the columns before `2 * half` are turned."""
+class Rotation(NamedTuple):
+    """Cosines and sines [head or 1, column]; only the columns before `2 * half` are rotated."""
 
     half: int
     cos: jax.Array
     sin: jax.Array
 
     @staticmethod
-    def read(refs: tuple[jax.Ref, ...], columns: Columns, *at: jax.Array) -> Turn | None:
-        """By cosines and sines [..., angle] at some place of theirs, if there are any."""
+    def read(refs: tuple[jax.Ref, ...], columns: Columns, *at: jax.Array) -> Rotation | None:
+        """Reads cosines and sines [..., angle] at a place, if the model has any."""
         if not refs:
             return None
         half, column = refs[0].shape[-1], columns.numbers[None, :]
-        angle = jnp.where(
-            column < half, column, column - half
-        )  # neighbours, which Triton reads together; a rest it would not
+        # Neighbouring columns have neighbouring angles, which Triton reads together; a remainder would hide
+        # that.
+        angle = jnp.where(column < half, column, column - half)
         if 2 * half < columns.size:
             angle = jnp.where(column < 2 * half, angle, 0)
-        return Turn(half, *(ref[(*at, angle)] for ref in refs))
+        return Rotation(half, *(ref[(*at, angle)] for ref in refs))
 
 
 @functools.partial(jax.jit, static_argnames=("kv_heads", "scale", "eps", "interpret"))
@@ -61,8 +62,10 @@ def place_heads(
     eps: float = 0.0,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """qkv [row * chunk, head, head_size], queries before keys before values; pool [page, 2, kv_head, page_size, head_size], which
-    is written in place. Gives the queries as `paged_attention` takes them, multiplied by `scale`, and the pool.
+    """Gives the queries as `paged_attention` takes them, multiplied by `scale`, and the pool.
+
+    qkv [row * chunk, head, head_size]: queries, keys, values; pool [page, 2, kv_head, page_size, head_size],
+    written in place.
     """
     num_tokens, num_heads, size = qkv.shape
     group = num_heads // kv_heads - 2
@@ -106,14 +109,14 @@ def place_heads(
     return made.reshape(*place.positions.shape, *queries.shape[1:]), pool
 
 
-def turned(
+def rotated(
     read: Callable[[jax.Array], jax.Array],
     columns: Columns,
-    turn: Turn | None,
+    rotation: Rotation | None,
     norm_ref: jax.Ref | None,
     eps: float,
 ) -> jax.Array:
-    """Heads [head, column], of which some columns are what `read` gives, normed and turned, in float32."""
+    """Heads [head, column], of which some columns are what `read` gives, normed and rotated, in float32."""
     column = columns.numbers
 
     def weighed(column: jax.Array) -> jax.Array:
@@ -121,13 +124,13 @@ def turned(
         return x if norm_ref is None else x * norm_ref[column][None, :]
 
     x = weighed(column)
-    if turn is not None:
-        half = turn.half
-        is_low, is_turned = column < half, column < 2 * half
-        partner = weighed(jnp.where(is_low, column + half, jnp.where(is_turned, column - half, column)))
-        moved = x * turn.cos + partner * jnp.where(is_low[None, :], -turn.sin, turn.sin)
-        x = moved if 2 * half == columns.size else jnp.where(is_turned[None, :], moved, x)
-    if norm_ref is not None:  # its factor is the same for a head's every number
+    if rotation is not None:
+        half = rotation.half
+        is_low, is_rotated = column < half, column < 2 * half
+        partner = weighed(jnp.where(is_low, column + half, jnp.where(is_rotated, column - half, column)))
+        moved = x * rotation.cos + partner * jnp.where(is_low[None, :], -rotation.sin, rotation.sin)
+        x = moved if 2 * half == columns.size else jnp.where(is_rotated[None, :], moved, x)
+    if norm_ref is not None:  # the factor is the same for all numbers of a head
         plain = columns.masked(read(column).astype(jnp.float32))
         x = x * lax.rsqrt((plain * plain).sum(-1, keepdims=True) / columns.size + eps)
     return x
@@ -155,15 +158,15 @@ def _kernel(
         num_heads // (group + 2),
     )
     token, column = jnp.arange(tokens)[:, None], columns.numbers[None, :]
-    turn = Turn.read(angle_refs, columns, token)
+    rotation = Rotation.read(angle_refs, columns, token)
 
     def reader(head: jax.Array) -> Callable[[jax.Array], jax.Array]:
         return lambda column: qkv_ref[token, head, column[None, :]]
 
     for number in range(group):
-        q = turned(reader(kv_head * group + number), columns, turn, norm_refs[0], eps) * scale
+        q = rotated(reader(kv_head * group + number), columns, rotation, norm_refs[0], eps) * scale
         q_ref[token, number, column] = q.astype(q_ref.dtype)
-    key = turned(reader(kv_heads * group + kv_head), columns, turn, norm_refs[1], eps)
+    key = rotated(reader(kv_heads * group + kv_head), columns, rotation, norm_refs[1], eps)
     value = reader(kv_heads * (group + 1) + kv_head)(columns.numbers)
     page, slot = page_ref[jnp.arange(tokens)][:, None], slot_ref[jnp.arange(tokens)][:, None]
     is_somewhere = jnp.broadcast_to(page < num_pages, key.shape)

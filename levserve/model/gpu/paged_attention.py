@@ -1,9 +1,11 @@
-"""Queries over their rows' pages, as a Pallas kernel for NVIDIA GPUs: the same one for decoding and for prefill.
+"""Queries over their rows' pages, as a Pallas kernel for NVIDIA GPUs: the same one for decoding and for
+prefill.
 
-Every program of the grid takes a block of neighbouring queries of one row, one key-value head and one split of the row's
-positions, and walks the keys a step at a time with a running softmax. Keys are read where they lie, by one index per
-position: loads of two dimensions, which Triton pipelines; a load of whole pages that is reshaped costs half the bandwidth.
-Splits exist so that a few rows still fill the card: each has an equal part of the row's keys, and what they found is merged afterwards.
+Every program of the grid takes a block of neighbouring queries of one row, one key-value head and one split
+of the row's positions, and walks the keys a step at a time with a running softmax. Keys are read where they
+lie, by one index per position: loads of two dimensions, which Triton pipelines; a load of whole pages that is
+reshaped costs half the bandwidth. Splits exist so that a few rows still fill the card: each has an equal part
+of the row's keys, and what they found is merged afterwards.
 """
 
 from __future__ import annotations
@@ -26,14 +28,15 @@ LOG2_E = math.log2(math.e)
 MIN_ROWS = 16
 """Rows of the smallest matrix product a tensor core takes; a group of query heads is repeated to fill it."""
 QUERY_BLOCK, BLOCK_ROWS = 16, 64
-"""Queries of one row that prefill takes together: so many, or more while that makes no more than so many rows of a product."""
+"""Queries of one row that prefill takes together: at least the first number, and more up to that many rows of
+a product."""
 NUM_PROCESSORS = 132
-"""Of an H200; what splits are chosen for."""
+"""Processors of an H200, for which the number of splits is chosen."""
 MANY_QUERY_PROGRAMS, ONE_QUERY_PROGRAMS = 2 * NUM_PROCESSORS, 8 * NUM_PROCESSORS
-"""How many fill the card: the former have 4 warps or 8, the latter 1 or 2."""
+"""Programs that fill the card: those of many queries have 4 or 8 warps, those of one query 1 or 2."""
 
 Carry = tuple[jax.Array, jax.Array, jax.Array]
-"""Of a running softmax: the values mixed so far, the largest score and the sum of the weights."""
+"""A running softmax: the values mixed so far, the largest score and the sum of the weights."""
 
 
 class Tiling(NamedTuple):
@@ -46,14 +49,17 @@ class Tiling(NamedTuple):
 
 
 FEW_QUERIES = {128: Tiling(64, 1, 2), 256: Tiling(64, 2, 2), 512: Tiling(32, 2, 2), 1024: Tiling(16, 2, 2)}
-"""For one query of a row and keys of at most so many bytes: then there is nothing but reading."""
+"""For one query a row, by the bytes of a key at most: reading takes all of the time then."""
 UNSPLIT = {128: Tiling(64, 1, 3), 256: Tiling(64, 2, 3)}
-"""What to take instead where a row has one program for each head. A long row's are the last to end, and then nearly alone: with one
-step more under way they read faster."""
+"""The same where a row has one program for each head. The programs of a long row end last and nearly alone:
+with one more stage in flight they read faster."""
 FEW_QUERIES_OF_FP8 = Tiling(32, 1, 3)
 """The same for keys in fp8 of any size."""
-WIDEN_FP8 = "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }"
-"""Four numbers in a register become float16 in two."""
+WIDEN_FP8 = (
+    "{ .reg .b16 low, high; mov.b32 {low, high}, $2; "
+    "cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }"
+)
+"""Widens four fp8 numbers in one register to float16 in two."""
 
 
 def refuse_unservable(head_dim: int) -> str | None:
@@ -75,9 +81,10 @@ def paged_attention(
     splits: int | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """q [row, chunk, kv_head, group, head_size], scaled and multiplied by `LOG2_E`; pool [page, 2, kv_head, page_size, head_size];
-    table [row, page]; positions [row, chunk] of the queries, negative for padding, which comes last. Computes and answers in the
-    pool's type, or in float16 if that is fp8, and sums in float32.
+    """q [row, chunk, kv_head, group, head_size], scaled and multiplied by `LOG2_E`; pool [page, 2, kv_head,
+    page_size, head_size]; table [row, page]; positions [row, chunk] of the queries, negative for padding,
+    which comes last. Computes and answers in the pool's type, or in float16 if that is fp8, and sums in
+    float32.
 
     Scores are bent to stay within `softcap`. Without `splits` there are as many as fill the card.
     """
@@ -103,10 +110,11 @@ def paged_attention(
     flat = (num_blocks * queries, kv_heads, group, size)
     dtype = multiplied_in(pool.dtype)
     by_block = pl.BlockSpec((queries, None, group, size), lambda h, s, b: (last - b, h, 0, 0))
+    # The last queries of a prompt see most, so they start first.
     blocks_per_row, last = (
         chunk // queries,
         num_blocks - 1,
-    )  # a prompt's last queries see most, so they begin first
+    )
     out_specs, out_shape = [by_block], [jax.ShapeDtypeStruct(flat, dtype)]
     if splits > 1:
         out_specs = [pl.BlockSpec((None, queries, None, group, size), lambda h, s, b: (s, last - b, h, 0, 0))]
@@ -138,9 +146,8 @@ def choose_tiling(queries: int, size: int, dtype: jnp.dtype, num_programs: int) 
     if queries == 1 and dtype == FP8:
         return FEW_QUERIES_OF_FP8
     if queries == 1:
-        by_bytes = (
-            FEW_QUERIES | UNSPLIT if 2 * num_programs > ONE_QUERY_PROGRAMS else FEW_QUERIES
-        )  # see `choose_splits`
+        # Unsplit exactly where `choose_splits` gives one split.
+        by_bytes = FEW_QUERIES | UNSPLIT if 2 * num_programs > ONE_QUERY_PROGRAMS else FEW_QUERIES
         return next(tiling for most, tiling in by_bytes.items() if key_bytes <= most)
     if key_bytes <= 256:
         return Tiling(64, num_warps=4, num_stages=3)
@@ -166,14 +173,15 @@ def share(
 
 
 def cover(table: jax.Array, page_size: int, keys: int) -> tuple[jax.Array, int]:
-    """The table made so wide that no step reads beyond it, and how many steps it has."""
+    """The table, widened so that no step reads beyond it, and its number of steps."""
     unread = -table.shape[1] % max(keys // page_size, 1)
     table = jnp.pad(table, ((0, 0), (0, unread)), mode="edge")
     return table, -(-table.shape[1] * page_size // keys)
 
 
 def merge(mixed: jax.Array, tops: jax.Array, totals: jax.Array) -> jax.Array:
-    """What the splits, which come first, found together; split by split, because of sums over that axis XLA makes kernels of their own."""
+    """Combines the splits, which are the first axis, one by one: XLA would make separate kernels of sums over
+    that axis."""
     splits = range(len(tops))
     top = functools.reduce(jnp.maximum, (tops[split] for split in splits))
     weights = [jnp.exp2(tops[split] - top) for split in splits]  # an empty split weighs nothing
@@ -183,17 +191,18 @@ def merge(mixed: jax.Array, tops: jax.Array, totals: jax.Array) -> jax.Array:
 
 
 def power_of_two(number: int) -> int:
-    """The number, rounded up to one: Triton takes no other sizes."""
+    """The number rounded up to a power of two: Triton takes no other sizes."""
     return 1 << (number - 1).bit_length()
 
 
 class Columns(NamedTuple):
-    """The numbers of a head. A size that is no power of two is rounded up by repeating the last one."""
+    """The numbers of a head. A size that is not a power of two is padded by repeating the last number."""
 
     size: int
     is_bounded: bool = False
-    """Whether a bound is computed even where there is none, so that Triton takes no two of them for neighbours. Those it would
-    read together, and keep decoding's queries in registers: 168 of them where there are 130, so fewer programs under way."""
+    """Whether a bound is computed even where it changes nothing. It hides from Triton that columns are
+    neighbours; otherwise Triton reads them together and keeps the queries of decoding in 168 registers
+    instead of 130, so that fewer programs run at once."""
 
     @property
     def padded(self) -> int:
@@ -205,7 +214,7 @@ class Columns(NamedTuple):
         return jnp.minimum(numbers, self.size - 1) if self.is_bounded or self.padded > self.size else numbers
 
     def masked(self, x: jax.Array) -> jax.Array:
-        """[row, column] with zeros for those that are repeated."""
+        """[row, column] with zeros in place of repeated columns."""
         return (
             x
             if self.padded == self.size
@@ -225,7 +234,8 @@ def walk(
     softcap: float | None,
     interpret: bool,
 ) -> Carry:
-    """Mixes q [query, column] with these steps of so many keys: those from the first that is seen, if there is one, to the last."""
+    """Mixes q [query, column] with the keys of these steps that lie between the first and the last seen
+    one."""
     page_size, size = pool_ref.shape[2:]
     columns = Columns(size)
     first, last = seen
@@ -238,16 +248,16 @@ def walk(
         )
 
     def find(step: jax.Array) -> jax.Array:
-        """The page of each of the step's keys, or any page if there is no such step."""
+        """The page of each key of the step, or any page if there is no such step."""
         return table_ref[jnp.minimum((step * keys + jnp.arange(keys)) // page_size, table_ref.shape[0] - 1)]
 
     def mix(step: jax.Array, carry: tuple[jax.Array, Carry]) -> tuple[jax.Array, Carry]:
         page, (mixed, top, total) = carry
         at = step * keys + jnp.arange(keys)
         slot = at % page_size
-        following = find(
-            step + 1
-        )  # a step ahead: else Triton counts that load as stages too, and keys of one step are under way
+        # One step ahead: otherwise Triton counts this load among its stages, and the keys of only one step
+        # are in flight.
+        following = find(step + 1)
         scores = jnp.dot(q, load(0, page, slot).T, preferred_element_type=jnp.float32)
         if softcap is not None:
             scores = bend(scores, softcap)
@@ -265,7 +275,8 @@ def walk(
 
 
 def widen(x: jax.Array, dtype: jnp.dtype, interpret: bool) -> jax.Array:
-    """Of fp8 four numbers at a time: where Triton converts them, it takes them apart first and puts them together again."""
+    """Widens fp8 four numbers at a time; Triton's own conversion takes them apart and puts them together
+    again."""
     if x.dtype != FP8 or interpret:
         return x.astype(dtype)
     given = jax.ShapeDtypeStruct(x.shape, jnp.float16)
@@ -297,7 +308,8 @@ def _kernel(
     interpret: bool,
 ) -> None:
     queries, group, size = q_ref.shape
-    # Sizes that are no power of two are rounded up by repeating: who is there twice computes and stores the same twice.
+    # Sizes that are not powers of two are padded by repeating: a repeated head computes and stores the same
+    # values twice.
     heads = max(power_of_two(group), MIN_ROWS // queries)
     row = jnp.arange(queries * heads)
     query, head = row // heads, row % group if queries == 1 else jnp.minimum(row % heads, group - 1)
