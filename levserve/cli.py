@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from levserve.errors import StartupError
 from levserve.models.registry import Registry
-from levserve.observe.logs import complain, start_logging
+from levserve.observe.logs import report_startup_error, start_logging
 from levserve.server import num_threads, resolve_rows, serve
 from levserve.settings.parse import parse_settings
 from levserve.settings.settings import Settings
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(settings)
     except StartupError as error:
-        complain(error)
+        report_startup_error(error)
         return error.exit_code
     except KeyboardInterrupt:
         return 130  # as a shell says it: ended by SIGINT

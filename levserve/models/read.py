@@ -12,7 +12,7 @@ import jax
 from levserve.device.platform import explained
 from levserve.errors import StartupError
 from levserve.models.describe import Description
-from levserve.observe.logs import adopt_libraries
+from levserve.observe.logs import redirect_library_logs
 from levserve.settings.settings import Settings
 from levserve.text.chat import check_template
 from levserve.text.tokenizer import Tokenizer, load_tokenizer
@@ -45,7 +45,7 @@ def read(description: Description, report: Callable[[str], None]) -> Contents:
                 quantization=description.quantization,
                 backend=description.backend,
             )
-    adopt_libraries()  # the tokenizer may have brought some
+    redirect_library_logs()  # the tokenizer may have brought some
     return Contents(arrays, tokenizer.result())
 
 

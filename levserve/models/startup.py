@@ -18,7 +18,7 @@ from levserve.models.catalogue import Catalogue
 from levserve.models.load import load, resident_of
 from levserve.models.loader import load_first
 from levserve.models.registry import Registry
-from levserve.observe.logs import complain
+from levserve.observe.logs import report_startup_error
 from levserve.observe.metrics import Metrics
 from levserve.schedule.request import GenerationRequest, Sampling
 from levserve.settings.settings import Settings
@@ -60,7 +60,7 @@ def _device_main(settings: Settings, registry: Registry, rows: int) -> None:
             loaded, others = load(settings, engine.metrics, rows=rows, report=report), []
         serve(registry, loaded, others)
     except StartupError as error:
-        complain(error)
+        report_startup_error(error)
         os._exit(error.exit_code)
     except BaseException:
         log.critical("the device thread failed", exc_info=True)

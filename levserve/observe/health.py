@@ -1,4 +1,4 @@
-"""How the server is: the phase of its life, and what anyone who reports on it may ask."""
+"""The state of the server as health checks, metrics and systemd see it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class Phase(StrEnum):
-    """Phases go loading -> ready -> draining, or to failed from anywhere, and never back."""
+    """A server goes loading -> ready -> draining, may fail in any phase, and never goes back."""
 
     LOADING = "loading"
     READY = "ready"
@@ -16,7 +16,7 @@ class Phase(StrEnum):
 
 
 class Health(Protocol):
-    """What the engine tells of itself; every member may be read from any thread."""
+    """What the engine says about itself; every member may be read from any thread."""
 
     progress: str
 

@@ -1,4 +1,4 @@
-"""Names of the threads that compile beside the device thread; compiles elsewhere made a request wait."""
+"""Names of the threads that compile in the background. A compile on any other thread makes a request wait."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""OpenTelemetry spans of requests: one each, with a child for its time in the queue, in prefill and in decode.
+"""OpenTelemetry spans: one per request, with children for its time in the queue, in prefill and in decode.
 
-A span is made when its request is over, from what its record knows, so that a request costs nothing while it runs. Needs the extra
-`otel`, which is imported only if tracing is on. Where spans go, under which name and which of them is up to the SDK's own
-OTEL_ environment variables.
+Spans are made from the request log once a request is over, so tracing costs nothing while it runs. Needs the
+`otel` extra; its packages may be missing, so they are imported only if tracing is on. The SDK's OTEL_
+environment variables set the destination, the service name and the sampling.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ INSTALL = "pip install 'levserve[otel]'"
 
 
 class TracedRequest(Protocol):
-    """What a span tells of a request that is over. Times are on `time.monotonic`'s clock."""
+    """What a span needs to know of a finished request. Times are on `time.monotonic`'s clock."""
 
     request_id: str
     method: str
@@ -53,7 +53,7 @@ class TracedRequest(Protocol):
 
 
 class Tracing:
-    """Makes spans of records; called on HTTP threads. The provider sends them from a thread of its own, which `stop` ends."""
+    """Makes the spans, on HTTP threads. The provider sends them from its own thread, which `stop` ends."""
 
     def __init__(self, provider: TracerProvider) -> None:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -62,7 +62,7 @@ class Tracing:
         self._tracer = provider.get_tracer("levserve", __version__)
         self._propagator = TraceContextTextMapPropagator()
 
-    def tell(self, record: TracedRequest, ended: float) -> None:
+    def export(self, record: TracedRequest, ended: float) -> None:
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 
         offset = time.time_ns() - round(time.monotonic() * 1e9)
@@ -74,22 +74,22 @@ class Tracing:
             start_time=round(record.started * 1e9) + offset,
         )
         inside = set_span_in_context(span)
-        for name, start, end in _parts(record, ended):
-            part = self._tracer.start_span(name, context=inside, start_time=round(start * 1e9) + offset)
-            part.end(round(end * 1e9) + offset)
+        for name, start, end in _stages(record, ended):
+            child = self._tracer.start_span(name, context=inside, start_time=round(start * 1e9) + offset)
+            child.end(round(end * 1e9) + offset)
         if record.status >= 500 or (record.status < 400 and record.error):
             span.set_status(Status(StatusCode.ERROR, record.error))
         span.end(round(ended * 1e9) + offset)
 
     def stop(self) -> None:
-        """Sends what is left. A collector that does not answer would be tried again for longer than an exit may take."""
+        """Sends the remaining spans, without waiting for a collector that does not answer."""
         thread = threading.Thread(target=self._provider.shutdown, name="levserve-tracing", daemon=True)
         thread.start()
         thread.join(STOP_SECONDS)
 
 
 def start_tracing(destination: str) -> Tracing | None:
-    """What --tracing asks for; None for off."""
+    """Sets up what --tracing asks for; None if it is off."""
     if destination == "off":
         return None
     try:
@@ -100,9 +100,8 @@ def start_tracing(destination: str) -> Tracing | None:
         exporter = _make_exporter(destination)
     except ImportError:
         raise ConfigError(f"--tracing {destination} needs OpenTelemetry: {INSTALL}") from None
-    provider = TracerProvider(
-        resource=Resource({"service.name": "levserve"}).merge(Resource.create()), shutdown_on_exit=False
-    )
+    resource = Resource({"service.name": "levserve"}).merge(Resource.create())
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(exporter))
     return Tracing(provider)
 
@@ -118,17 +117,21 @@ def _make_exporter(destination: str) -> SpanExporter:
     return exporter
 
 
-def _parts(record: TracedRequest, ended: float) -> list[tuple[str, float, float]]:
-    """The parts of its time that the request has come to, each with its start and its end."""
+def _stages(record: TracedRequest, ended: float) -> list[tuple[str, float, float]]:
+    """Name, start and end of each stage that the request reached."""
     starts = {"queue": record.submitted, "prefill": record.admitted, "decode": record.first_token}
-    begun = [(name, start) for name, start in starts.items() if start is not None]
-    ends = [start for _, start in begun[1:]] + [ended]
-    return [(name, start, end) for (name, start), end in zip(begun, ends, strict=True)] if begun else []
+    stages = []
+    end = ended
+    for name, start in reversed(starts.items()):
+        if start is not None:
+            stages.append((name, start, end))
+            end = start
+    return stages[::-1]
 
 
 def _attributes(record: TracedRequest) -> dict[str, str | int | list[str]]:
-    """As OpenTelemetry's conventions for HTTP and for generative models name them."""
-    told: dict[str, str | int | list[str] | None] = {
+    """Named after OpenTelemetry's conventions for HTTP and for generative models."""
+    values: dict[str, str | int | list[str] | None] = {
         "http.request.method": record.method,
         "http.route": record.route,
         "http.response.status_code": record.status,
@@ -137,10 +140,10 @@ def _attributes(record: TracedRequest) -> dict[str, str | int | list[str]]:
         "error.type": record.error,
     }
     if record.submitted is not None:
-        told |= {
+        values |= {
             "gen_ai.response.model": record.model,
             "gen_ai.usage.input_tokens": record.prompt_tokens,
             "gen_ai.usage.output_tokens": record.completion_tokens,
             "gen_ai.response.finish_reasons": record.finish_reasons,
         }
-    return {name: value for name, value in told.items() if value is not None}
+    return {name: value for name, value in values.items() if value is not None}

@@ -1,7 +1,7 @@
-"""The metrics that dashboards and gateways made for vLLM ask for, under its names, made at each scrape from our own.
+"""levserve's metrics under vLLM's names, for dashboards and gateways made for vLLM.
 
-Nothing is counted twice: `VllmMetrics` is a collector that reads the other families when it is asked. Histograms keep our buckets,
-which begin at 1 ms where vLLM's begin at 300.
+`VllmMetrics` is a collector that derives them from levserve's own at each scrape, so nothing is counted
+twice. Histograms keep levserve's buckets, which start at 1 ms.
 """
 
 from __future__ import annotations
@@ -15,16 +15,12 @@ from prometheus_client.registry import Collector
 
 from levserve.observe.metrics import Metrics
 
-REASONS = {
-    "stop": "stop",
-    "length": "length",
-    "failed": "error",
-    "poisoned": "error",
-}  # every other end of ours is an abort there
+# Every other reason of ours is an abort there.
+REASONS = {"stop": "stop", "length": "length", "failed": "error", "poisoned": "error"}
 
 
 class VllmMetrics(Collector):
-    """Exports `metrics` a second time. The label `engine` is always 0: there is one."""
+    """Exports `metrics` a second time. The label `engine` is always 0."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
@@ -36,7 +32,7 @@ class VllmMetrics(Collector):
             "generation_tokens": m.generated_tokens,
             "prefix_cache_queries": m.prompt_tokens,
             "prefix_cache_hits": m.prefix_hit_tokens,
-            "gpu_prefix_cache_queries": m.prompt_tokens,  # retired in vLLM, and still asked for
+            "gpu_prefix_cache_queries": m.prompt_tokens,  # retired in vLLM but still queried
             "gpu_prefix_cache_hits": m.prefix_hit_tokens,
             "spec_decode_num_drafts": m.drafts,
             "spec_decode_num_draft_tokens": m.draft_tokens,
@@ -57,23 +53,21 @@ class VllmMetrics(Collector):
         metrics.registry.register(self)
 
     def describe(self) -> list[Metric]:
-        return []  # else the registry would collect, which it cannot before the model is known
+        return []  # without this the registry would call `collect` before the model is known
 
     def collect(self) -> Iterator[Metric]:
         (info,) = self._metrics.model_info.collect()
         if not info.samples:
             return  # still loading
-        told = info.samples[0].labels
-        labels = {"model_name": told["model"], "engine": "0"}
+        model = info.samples[0].labels
+        labels = {"model_name": model["model"], "engine": "0"}
         for name, metric in self._same.items():
             yield _renamed(metric, name, labels)
-        used, total = (
-            _value(metric) for metric in (self._metrics.kv_pages_used, self._metrics.kv_pages_total)
-        )
+        used = _value(self._metrics.kv_pages_used) / _value(self._metrics.kv_pages_total)
         for name in ("kv_cache_usage_perc", "gpu_cache_usage_perc"):  # the second is retired
-            yield _gauge(name, "Share of the KV pages held by sequences, 0 to 1.", labels, used / total)
-        cache = {**labels, "block_size": told["page_size"], "num_gpu_blocks": told["pages"]}
-        yield _gauge("cache_config_info", "Always 1; the KV cache is told in labels.", cache, 1)
+            yield _gauge(name, "Share of the KV pages held by sequences, 0 to 1.", labels, used)
+        cache = {**labels, "block_size": model["page_size"], "num_gpu_blocks": model["pages"]}
+        yield _gauge("cache_config_info", "Always 1; labels describe the KV cache.", cache, 1)
         yield self._successes(labels)
 
     def _successes(self, labels: dict[str, str]) -> Metric:
@@ -83,7 +77,7 @@ class VllmMetrics(Collector):
             if sample.name.endswith("_total"):
                 counts[REASONS.get(sample.labels["reason"], "abort")] += sample.value
         names = [*labels, "finished_reason"]
-        family = CounterMetricFamily("vllm:request_success", "Sequences that ended, by reason.", labels=names)
+        family = CounterMetricFamily("vllm:request_success", "Finished sequences, by reason.", labels=names)
         for reason, count in counts.items():
             family.add_metric([*labels.values(), reason], count)
         return family

@@ -96,7 +96,7 @@ class RequestLog:
         if self.abort == "disconnected":
             metrics.disconnects.labels(self._phase()).inc()
         if tracing is not None:
-            tracing.tell(self, ended)
+            tracing.export(self, ended)
         self._log(ended)
 
     def _log(self, ended: float) -> None:
@@ -111,7 +111,7 @@ class RequestLog:
             "status": self.status,
             "ms": milliseconds,
         }
-        extra = {"spoken": spoken, "fields": self._fields(ended)}
+        extra = {"message_fields": spoken, "fields": self._fields(ended)}
         log.log(level, "%s %s %s %s %d ms", *spoken.values(), extra=extra)
 
     def _fields(self, ended: float) -> dict[str, object]:

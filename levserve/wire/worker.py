@@ -27,7 +27,7 @@ from gunicorn.http.parser import RequestParser
 from gunicorn.workers.gthread import ThreadWorker
 
 from levserve.errors import StartupError, Unavailable
-from levserve.observe.logs import complain
+from levserve.observe.logs import report_startup_error
 from levserve.wire.connection import Connection, State
 from levserve.wire.connections import LINGER_SECONDS, Connections
 from levserve.wire.framing import RawReader, RawRequest
@@ -59,7 +59,7 @@ class Worker(ThreadWorker):  # type: ignore[misc]
         try:
             super().init_process()
         except StartupError as error:
-            complain(error)
+            report_startup_error(error)
             os._exit(error.exit_code)
         except Exception:
             log.exception("the main loop failed")

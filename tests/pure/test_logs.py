@@ -218,7 +218,7 @@ def make_record(text: str, value: str, error: Exception | None) -> logging.LogRe
         except Exception:
             info = sys.exc_info()
     record = logging.LogRecord("levserve.test", logging.ERROR, __file__, 1, "%s failed", (text,), info)
-    record.spoken = {"text": text}
+    record.message_fields = {"text": text}
     record.fields = {"value": value}
     return record
 
