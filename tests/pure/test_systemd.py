@@ -145,7 +145,7 @@ def test_a_socket_that_cannot_be_served_ends_the_start_with_one_line(tmp_path: P
         listener.listen()
         with ServerProcess(listener=listener) as server:
             assert server.wait_exit() == 1
-    assert [line for line in server.log.seen if "no listening TCP socket" in line] == server.log.seen
+    assert [line for line in server.log.seen if "not a listening TCP socket" in line] == server.log.seen
 
 
 @pytest.mark.parametrize(
