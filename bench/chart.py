@@ -1,4 +1,5 @@
-"""Draws what `compare.py` measured, from the document it writes; also by itself: python bench/chart.py compare.json chart.png."""
+"""Draws what `compare.py` measured, from the document it writes; also by itself: python bench/chart.py
+compare.json chart.png."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ THEIRS = ("#8c8c8c", "#b0a18f", "#c9c9c9", "#a9b7a0")
 
 
 def draw_comparison(document: Mapping[str, Any], path: Path) -> None:
-    """A panel for each metric, a bar for each contestant, a whisker from the lowest to the highest repetition."""
+    """A panel for each metric, a bar for each contestant, a whisker from the lowest to the highest
+    repetition."""
     metrics = {
         key: metric
         for key, metric in document["metrics"].items()

@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
-"""Measures levserve and the servers people would pick instead: same prompts, same client, one server at a time.
+"""Measures levserve and the servers people would pick instead: same prompts, same client, one server at a
+time.
 
-Each repetition starts every contestant once, in an order that alternates, waits for its first answer, warms it up, runs every
-load and stops it. What is told are medians over the repetitions. `peers.py` knows the servers, `load.py` is the client.
+Each repetition starts every contestant once, in an order that alternates, waits for its first answer, warms
+it up, runs every load and stops it. What is told are medians over the repetitions. `peers.py` knows the
+servers, `load.py` is the client.
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ class Metric:
 
 
 def metrics_of(streams: Sequence[int]) -> dict[str, Metric]:
-    """What there is to tell, in the table's order."""
+    """What is measured, in the order of the table."""
     return {
         **{
             f"tokens_per_second_{count}": Metric(f"{count} stream{'s' * (count > 1)}", "tok/s", True)
@@ -80,7 +82,7 @@ def metrics_of(streams: Sequence[int]) -> dict[str, Metric]:
 
 
 class Failed(Exception):
-    """A load with wrong answers; its numbers mean nothing."""
+    """A load had wrong answers, so its numbers mean nothing."""
 
 
 def figures(done: load.Load, settings: load.Settings) -> dict[str, Any]:
@@ -110,7 +112,7 @@ def measure_long(server: Server, seed: str) -> dict[str, float]:
 
 
 def measure_prefix(server: Server, seed: str) -> dict[str, float]:
-    """The first of them computes the prefix, and does not count."""
+    """The first request computes the prefix and does not count."""
     done = server.ask(
         seed,
         requests=4,
@@ -124,7 +126,7 @@ def measure_prefix(server: Server, seed: str) -> dict[str, float]:
 
 
 def measure_busy(server: Server, seed: str) -> dict[str, float]:
-    """Four streams at a time, each fourth with a long prompt; only the short ones are looked at."""
+    """Four streams at a time, every fourth with a long prompt; only the short ones are measured."""
     short = server.seeded(seed, prompt_tokens=PROMPT, output_tokens=OUTPUT)
     long = replace(short, prompt_tokens=LONG_PROMPT)
     jobs = [load.make_job(long if index % 4 == 3 else short, server.model, index) for index in range(16)]
@@ -150,7 +152,7 @@ def loads_of(streams: Sequence[int]) -> dict[str, Callable[[Server, str], dict[s
 
 
 class Progress:
-    """One line a step, with what is left by the steps so far."""
+    """Prints one line a step, with the time left as the steps so far suggest."""
 
     def __init__(self, total: int) -> None:
         self._total, self._done, self._began = total, 0, time.monotonic()
@@ -208,7 +210,7 @@ def ratios(
 
 
 def number(value: float) -> str:
-    """Three digits that matter."""
+    """Three significant digits."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
@@ -239,7 +241,7 @@ def make_table(
 
 
 def choose(names: Sequence[str] | None, setup: Setup) -> tuple[list[tuple[Contestant, Found]], list[str]]:
-    """Those that can run, and a line for each that cannot."""
+    """The contestants that can run, and a line for each that cannot."""
     chosen: list[tuple[Contestant, Found]] = []
     skipped: list[str] = []
     for contestant in CONTESTANTS:
@@ -256,7 +258,7 @@ def choose(names: Sequence[str] | None, setup: Setup) -> tuple[list[tuple[Contes
 def compare(
     chosen: Sequence[tuple[Contestant, Found]], setup: Setup, options: argparse.Namespace, result: Comparison
 ) -> None:
-    """Fills `result` as it goes, so that what is there when it is interrupted can be told."""
+    """Fills `result` as it goes, so that an interrupted run can still report what it has."""
     loads = loads_of(options.streams)
     progress = Progress(len(chosen) * options.repetitions * (1 + len(loads)))
     out: set[str] = set()
@@ -286,7 +288,7 @@ def compare(
 
 
 def warm_up(server: Server, streams: Sequence[int]) -> None:
-    """A short turn of each kind: programs that run the first time, pages that are touched the first time."""
+    """A short load of each kind, so that first runs of programs and first touches of pages do not count."""
     for count in streams:
         server.ask(f"warm {count}", requests=count, concurrency=count, prompt_tokens=PROMPT, output_tokens=4)
     server.ask("warm long", requests=1, concurrency=1, prompt_tokens=LONG_PROMPT, output_tokens=2)
@@ -303,7 +305,8 @@ def attempt(measure: Callable[[], dict[str, float]], what: str, result: Comparis
 def grow(
     chosen: Sequence[tuple[Contestant, Found]], setup: Setup, options: argparse.Namespace, result: Comparison
 ) -> None:
-    """levserve alone: one stream after ever longer prompts, and ever more streams; one server a contestant."""
+    """levserve alone: one stream after ever longer prompts, and ever more streams; one server a
+    contestant."""
     contexts, concurrencies = (
         (CONTEXTS[:2], CONCURRENCIES[:3]) if options.quick else (CONTEXTS, CONCURRENCIES)
     )
@@ -485,7 +488,7 @@ def find_bundled() -> Path:
 
 
 class Ended(BaseException):
-    """A signal told us to leave."""
+    """A signal ended the run."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)

@@ -1,12 +1,13 @@
-"""Measures the engine alone: milliseconds per decode step and prefill tokens per second, against the machine's own floor.
+"""Measures the engine alone: milliseconds per decode step and prefill tokens per second, against the
+machine's own floor.
 
     python bench/decode.py --shape smollm2-135m --rows 4 8 16 --context 256
     python bench/decode.py --shape llama-1b --rows 2 64 256 --context 576 --steps 16
     python bench/decode.py --shape llama-8b --rows 64 --context 576 --steps 16 --quantize fp8 --kv-dtype fp8
 
-Weights are random, so any shape can be measured without its checkpoint; the programs are the ones the server runs. How fast
-the machine reads memory and multiplies large matrices is measured first. The floor is the time to read the weights once and
-every row's KV once at that speed.
+Weights are random, so any shape can be measured without its checkpoint; the programs are the ones the server
+runs. How fast the machine reads memory and multiplies large matrices is measured first. The floor is the time
+to read the weights once and every row's KV once at that speed.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ SHAPES = {
 }
 PAGE_SIZE = 32
 NARROW_SPREAD = 24.0
-"""Of random numbers in eight bits; five times as much, beyond which there are none, is within int8 and fp8."""
+"""Standard deviation of random numbers in eight bits; five times as much still fits int8 and fp8."""
 
 
 def main() -> None:
@@ -57,9 +58,8 @@ def main() -> None:
     device = jax.devices()[0]
     bandwidth = measure_bandwidth()
     kind = f"{dtype.name if options.quantize == 'none' else options.quantize}, KV {cache.kv_dtype(options.kv_dtype, dtype)}"
-    factors = (
-        jnp.dtype(jnp.float32) if device.platform == "cpu" else dtype
-    )  # few CPUs multiply anything else as fast
+    # Few CPUs multiply anything else as fast.
+    factors = jnp.dtype(jnp.float32) if device.platform == "cpu" else dtype
     print(
         f"{options.shape} in {kind}, on {device.device_kind}, jax {jax.__version__}; "
         f"memory reads {bandwidth / 1e9:.1f} GB/s, products of {factors} make {measure_products(factors) / 1e9:.0f} GFLOP/s"
@@ -94,7 +94,7 @@ def main() -> None:
 
 
 def num_weights(config: ModelConfig) -> int:
-    """In the matrices of all layers, each of which a token meets once."""
+    """Parameters in the matrices of all layers, with each of which a token is multiplied once."""
     return sum(
         math.prod(shape)
         for name, shape in parameter_shapes(config).items()
@@ -107,7 +107,7 @@ def num_head_weights(config: ModelConfig) -> int:
 
 
 def num_attention_flops(config: ModelConfig, context: float) -> float:
-    """Of one token that sees so many: a product with each key, and one with each value."""
+    """Operations of one token that sees this context: a product with each key, and one with each value."""
     return 4 * context * config.num_layers * config.num_heads * config.head_dim
 
 
@@ -146,7 +146,7 @@ def build(
 def random_arrays(
     config: ModelConfig, dtype: jnp.dtype, quantization: Quantization | None
 ) -> dict[str, jax.Array]:
-    """What a checkpoint would be loaded as, made on the device in the type it is kept in."""
+    """Arrays as a checkpoint would be loaded, made on the device in the type they are kept in."""
     shapes = parameter_shapes(config)
     if quantization is not None and config.tied_head:
         shapes["head"] = shapes["embed"]
@@ -167,12 +167,13 @@ def random_arrays(
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def random_matrix(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype, spread: float) -> jax.Array:
-    """Compiled as one, so that its numbers are nowhere in a wider type."""
+    """Compiled as one program, so that no copy in a wider type is made."""
     return (jax.random.normal(key, shape, jnp.bfloat16) * spread).astype(dtype)
 
 
 def measure_decode(runner: Runner, sizes: Sizes, rows: int, options: argparse.Namespace) -> float:
-    """Seconds of one decode step: rounds dispatched one ahead of the read, as the server does, over the same positions again."""
+    """Seconds of one decode step: rounds dispatched one ahead of the read, as the server does, over the same
+    positions again."""
     runner.programs.compile_only([Shape(max(2, rows), Mode(options.mode))])
     pages_each = sizes.table_width
     sampling = Sampling(

@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
-"""Measures the server without a device: how much of a device's speed arrives over HTTP, and what a token costs the host.
+"""Measures the server without a device: how much of a device's speed arrives over HTTP, and what a token
+costs the host.
 
     python bench/host.py --streams 64 --step-ms 1.55
     python bench/host.py --streams 256 --step-ms 2.94 --clients 8
 
-The server is the real one, down to the packing of rounds, around a device that only keeps time: its rounds take what they are
-said to take, and their tokens are random. So whenever that device has nothing to do, Python was late, and a machine without
-an accelerator can measure that. The clients are processes of bench/load.py, which check every answer; give them cores of
-their own, or they are what is measured.
+The server is the real one, down to the packing of rounds, around a device that only keeps time: its rounds
+take what they are said to take, and their tokens are random. So whenever that device has nothing to do,
+Python was late, and a machine without an accelerator can measure that. The clients are processes of
+bench/load.py, which check every answer; give them cores of their own, or they are what is measured.
 """
 
 from __future__ import annotations
@@ -40,21 +41,21 @@ ROUNDS = 'levserve_rounds_total{kind="decode"}'
 
 
 class Clock:
-    """The device's time: what is dispatched starts when all before it has ended."""
+    """The clock of the simulated device: work starts when everything before it has ended."""
 
     def __init__(self) -> None:
         self._free_at = 0.0
         self.busy = 0.0
 
     def run(self, seconds: float) -> float:
-        """When work that takes so long will have ended."""
+        """When work of this duration, dispatched now, ends."""
         self._free_at = max(self._free_at, time.perf_counter()) + seconds
         self.busy += seconds
         return self._free_at
 
 
 class Later:
-    """A result that is there at a certain time; who asks earlier waits, as for a device, without the GIL."""
+    """A result that exists from a certain time on; an earlier read waits without the GIL, as for a device."""
 
     def __init__(self, values: np.ndarray[Any, Any], at: float) -> None:
         self._values = values
@@ -79,7 +80,7 @@ def start_timed_device(settings: Settings, registry: Registry) -> threading.Thre
 
 
 def run_timed_device(settings: Settings, registry: Registry) -> None:
-    """What `startup.load` and `serve` do, with programs that compute nothing."""
+    """Does what `models.load` and `serve` do, with programs that compute nothing."""
     from levserve.device.loop import DeviceLoop
     from levserve.device.packing import COUNT, SlotTable
     from levserve.device.programs import Programs, Shape
@@ -180,9 +181,8 @@ def main() -> int:
     server = subprocess.Popen([sys.executable, __file__, "serve", *map(str, flags)], env=environ)
     url = f"http://127.0.0.1:{options.port}"
     try:
-        run_clients(
-            url, options, options.streams, options.streams
-        )  # waits until it is ready, and warms it up
+        # Waits until it is ready, and warms it up.
+        run_clients(url, options, options.streams, options.streams)
         before, cpu, start = _read_metrics(url), _cpu_seconds(server.pid), time.perf_counter()
         tokens, _ = run_clients(url, options, options.streams, options.requests)
         wall = time.perf_counter() - start
@@ -202,7 +202,7 @@ def main() -> int:
 def run_clients(
     url: str, options: argparse.Namespace, num_streams: int, num_requests: int, *more: str
 ) -> tuple[int, float]:
-    """Tokens that all clients together got, and the seconds that took; ends the program if one of their answers was wrong."""
+    """Tokens that all clients got and the seconds it took; exits if an answer was wrong."""
     load = {
         "--url": url,
         "--concurrency": num_streams // options.clients,
@@ -242,7 +242,7 @@ def _read_metrics(url: str) -> dict[str, float]:
 
 
 def _cpu_seconds(arbiter: int) -> float:
-    """Of gunicorn's arbiter and its worker."""
+    """The processes of gunicorn's arbiter and its worker."""
     pids = (str(arbiter), *Path(f"/proc/{arbiter}/task/{arbiter}/children").read_text().split())
     stats = (Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids)
     return sum(int(fields[11]) + int(fields[12]) for fields in stats) / os.sysconf("SC_CLK_TCK")

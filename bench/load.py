@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Drives any OpenAI server with concurrent streams, checks every answer and prints how fast it was.
 
-Standard library only: it knows the wire and nothing of the server behind it. `Load` runs threads that take jobs in order,
-`AnswerCheck` reads each stream as it arrives, and `summarize` makes the rows into numbers.
+Standard library only: it knows the wire and nothing of the server behind it. `Load` runs threads that take
+jobs in order, `AnswerCheck` reads each stream as it arrives, and `summarize` makes the rows into numbers.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ evening window street table paper island forest mountain ocean bridge castle vil
 stone fire light wind rain snow cloud sun moon star earth field green white black small great old young long short early late open quiet
 strong simple happy bright round deep wide high low warm cold new first last next other many few more less red blue gold silver""".split()
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+# ValueError: a TLS socket that Ctrl-C shut under its reader.
 TRANSPORT_ERRORS = (
     OSError,
     http.client.HTTPException,
     ValueError,
-)  # ValueError: a TLS socket that Ctrl-C shut under its reader
+)
 TRANSPORT_KINDS = {TimeoutError: "timeout", http.client.IncompleteRead: "truncated"}
 EPILOG = """\
 examples:
@@ -176,9 +177,8 @@ def connect(settings: Settings) -> http.client.HTTPConnection:
 def send(
     connection: http.client.HTTPConnection, settings: Settings, path: str, body: bytes | None = None
 ) -> http.client.HTTPResponse:
-    prefix = (
-        urlsplit(settings.url).path.rstrip("/").removesuffix("/v1")
-    )  # so that an OPENAI_BASE_URL works as well
+    # So that an OPENAI_BASE_URL works as well.
+    prefix = urlsplit(settings.url).path.rstrip("/").removesuffix("/v1")
     key = {"Authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
     connection.request(
         "POST" if body else "GET", prefix + path, body, {"Content-Type": "application/json", **key}
@@ -194,9 +194,11 @@ def get(settings: Settings, path: str) -> tuple[int, bytes, str | None]:
 
 
 class AnswerCheck:
-    """Reads one streamed answer as it arrives and raises `WrongAnswer` at the first thing that is wrong with it.
+    """Reads one streamed answer as it arrives and raises `WrongAnswer` at the first thing that is wrong with
+    it.
 
-    `feed` takes bytes with the time they came; `close` says that no more will come, and sets the token counts. Knows no sockets.
+    `feed` takes bytes with the time they came; `close` says that no more will come, and sets the token
+    counts. Knows no sockets.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -286,9 +288,9 @@ class AnswerCheck:
 class Load:
     """One run of jobs over at most `concurrency` connections.
 
-    Each worker thread takes the next job, waits for its arrival and puts a row on a queue; `run`, on the main thread, collects them.
-    With arrivals the loop is open: nothing waits for an answer, except when all workers are busy, and then the row says so.
-    `make_check` may forgive what a server is known to leave out.
+    Each worker thread takes the next job, waits for its arrival and puts a row on a queue; `run`, on the main
+    thread, collects them. With arrivals the loop is open: nothing waits for an answer, except when all
+    workers are busy, and then the row says so. `make_check` may forgive what a server is known to leave out.
     """
 
     def __init__(
@@ -353,9 +355,8 @@ class Load:
                 sock.shutdown(socket.SHUT_RDWR)
         for worker in self._workers:
             if worker.ident:
-                worker.join(
-                    timeout=5
-                )  # only a connect that hangs takes longer; the thread is a daemon for its sake
+                # Only a connect that hangs takes longer; the thread is a daemon for its sake.
+                worker.join(timeout=5)
 
     def _now(self) -> float:
         return time.perf_counter() - self._began
@@ -368,9 +369,8 @@ class Load:
                 if self._stopped.wait(max(0.0, early_seconds)):
                     return
                 row, was_busy = self._ask(job, max(0.0, -early_seconds) if was_busy else 0.0), True
-                if (
-                    row.failure is None or not self._stopped.is_set()
-                ):  # what `_stop` cut off is no failure of the server
+                # What `_stop` cut off is no failure of the server.
+                if row.failure is None or not self._stopped.is_set():
                     self._done.put(row)
         finally:
             if kept := self._kept.pop(threading.current_thread().name, None):
@@ -389,9 +389,8 @@ class Load:
                     raise ConnectionAbortedError("stopped")
                 self._receive(connection, job.body, check)
                 check.close()
-                if (
-                    self._settings.keep_alive and connection.sock is not None
-                ):  # the server has not asked to close it
+                # The server has not asked to close it.
+                if self._settings.keep_alive and connection.sock is not None:
                     self._kept[name] = connection
                     stack.pop_all()
         except (WrongAnswer, *TRANSPORT_ERRORS) as error:

@@ -1,7 +1,7 @@
 """The servers that `compare.py` measures: how each is found, started, asked and stopped.
 
-A contestant is levserve or a peer. Each runs alone, in a process group of its own, on a free port of 127.0.0.1, with its
-output in a file; whatever happens, `running` leaves none of its processes behind.
+A contestant is levserve or a peer. Each runs alone, in a process group of its own, on a free port of
+127.0.0.1, with its output in a file; whatever happens, `running` leaves none of its processes behind.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parent.parent
 STOP_SECONDS = 15
 SETTLE_SECONDS = 600
 CONTEXT = 2_048
-"""Tokens of prompt and answer that each peer makes room for, a stream."""
+"""Tokens of prompt and answer that each peer reserves for a stream."""
 HAS_MODULE = """
 import importlib.metadata, importlib.util, sys
 importlib.util.find_spec(sys.argv[1]) or sys.exit(1)
@@ -50,7 +50,7 @@ ENDS = {
 
 
 class CannotStart(Exception):
-    """A server that ended, or was not ready in time; the message has its last words."""
+    """A server that ended, or was not ready in time; the message has the end of its log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Setup:
     threads: int
     levserve_flags: tuple[str, ...] = ()
     pythons: Mapping[str, str] = field(default_factory=dict)
-    """The interpreter each peer is installed for, by its name; without one it is the one that runs this."""
+    """The interpreter that each peer is installed for, by its name; by default the one that runs this."""
 
     def python_of(self, name: str) -> str:
         return self.pythons.get(name, sys.executable)
@@ -81,7 +81,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
-    """`find` gives what can be run, or the reason why it cannot."""
+    """`find` gives a contestant that can run, or the reason why it cannot."""
 
     name: str
     find: Callable[[Setup], Found | str]
@@ -260,7 +260,8 @@ CONTESTANTS = (
 
 
 class Check(load.AnswerCheck):
-    """Puts in what a peer is known to leave out. Where usage lacks, `length` as the reason says that all tokens came."""
+    """Adds what a peer is known to leave out. Without usage, `length` as the reason says that all tokens
+    came."""
 
     def __init__(self, settings: load.Settings, lacks: tuple[str, ...]) -> None:
         super().__init__(settings)
@@ -321,7 +322,8 @@ class Server:
 def running(
     contestant: Contestant, found: Found, setup: Setup, log: Path, start_seconds: float
 ) -> Iterator[Server]:
-    """Starts a contestant and waits for its first answer; stops it and all that it started on every way out."""
+    """Starts a contestant and waits for its first answer; stops it and all that it started on every way
+    out."""
     port = free_port()
     command = [part.replace("{port}", str(port)) for part in found.command]
     environ = {

@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
-"""Measures what number formats cost in quality: perplexity, and how far log-probabilities move from those of float32.
+"""Measures what number formats cost in quality: perplexity, and how far log-probabilities move from those of
+float32.
 
     python bench/quality.py
     python bench/quality.py --model path/to/checkpoint --text path/to/text --formats fp8 fp8-kv
 
-The text is bench/quality.txt, written for this purpose, so no model has seen it; it must stay as it is for figures to be comparable.
-Float32 is the checkpoint's own numbers computed in float32: what a quantized file has lost already is not measured here. Each
-format is computed as the server would on this device; fp8 matrices, which it does not take on a CPU, as it would on a GPU.
+The text is bench/quality.txt, written for this purpose, so no model has seen it; it must stay as it is for
+figures to be comparable. Float32 is the checkpoint's own numbers computed in float32: what a quantized file
+has lost already is not measured here. Each format is computed as the server would on this device; fp8
+matrices, which it does not take on a CPU, as it would on a GPU.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ CHUNK_TOKENS, PAGE_SIZE = 128, 32
 
 
 class Format(NamedTuple):
-    """What settings of the same names would ask for."""
+    """The settings of the same names."""
 
     quantize: str = "none"
     kv_dtype: str = "auto"
@@ -65,7 +67,7 @@ class Quality:
     kind: str
     perplexity: float
     above_float32: float
-    """Share by which perplexity is higher."""
+    """How much higher perplexity is, as a share."""
     mean_difference: float
     """Mean absolute difference of the log-probability of each token of the text."""
     largest_difference: float
@@ -76,7 +78,7 @@ class Quality:
 @dataclass(frozen=True, slots=True)
 class Scores:
     logprobs: NDArray[np.float32]
-    """Of each token of the text after the first."""
+    """The log-probability of each token of the text after the first."""
     likeliest: NDArray[np.int32]
 
 
@@ -114,16 +116,16 @@ def main() -> None:
 
 
 def score(path: Path, config: ModelConfig, tokens: list[int], number_format: Format) -> Scores:
-    """Runs the text through the model as prefill does, a chunk at a time over paged KV in the type the server would store."""
+    """Runs the text through the model as prefill does, a chunk at a time over paged KV in the type the server
+    would store."""
     platform, dtype, narrow = (
         jax.default_backend(),
         jnp.dtype(number_format.dtype),
         NARROW.get(number_format.quantize),
     )
     began = time.monotonic()
-    jax.config.update(
-        "jax_default_matmul_precision", "highest" if dtype == jnp.float32 else None
-    )  # as the server does
+    # As the server does.
+    jax.config.update("jax_default_matmul_precision", "highest" if dtype == jnp.float32 else None)
     kv_dtype = cache.kv_dtype(number_format.kv_dtype, dtype)
     backend, _ = choose_backend(platform, config, quantized=narrow, dtype=dtype, kv_dtype=kv_dtype)
     quantization = choose_quantization(narrow, backend, dtype)

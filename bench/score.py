@@ -1,8 +1,10 @@
-"""Scores one long prompt and shows what it costs: seconds, and how far the server's memory rises above its usual peak.
+"""Scores one long prompt and shows what it costs: seconds, and how far the server's memory rises above its
+usual peak.
 
     python bench/score.py --url http://127.0.0.1:8000 --tokens 4000
 
-The server must run on this machine: its memory is read from /proc. A first, short request sets the usual peak.
+The server must run on this machine: its memory is read from /proc. A first, short request sets the usual
+peak.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
-"""Measures how much of the engine's own speed arrives over HTTP: the server with streaming clients, then its engine alone.
+"""Measures how much of the engine's own speed arrives over HTTP: the server with streaming clients, then its
+engine alone.
 
     python bench/share.py
     python bench/share.py --loads 64,512,128 256,512,128 256,128,512 --output-spread 0.5 --clients 8 --model ./my-model
     python bench/share.py --loads 256,562,562 --requests 1 --prompt-spread 0.82 --output-spread 0.82 --temperature 0.6 --clients 8
 
-The engine alone is the device thread's loop and nothing else: it takes the next request when one ends and hands its tokens to nobody.
-So what is missing over HTTP went to Python's other threads. Flags that are not listed are levserve's own.
+The engine alone is the device thread's loop and nothing else: it takes the next request when one ends and
+hands its tokens to nobody. So what is missing over HTTP went to Python's other threads. Flags that are not
+listed are levserve's own.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ START_SECONDS = 600
 
 
 class Streams(NamedTuple):
-    """So many at a time; of each request the tokens that go in and those that come out, on average."""
+    """A load: requests at a time, and the mean tokens in and out of each."""
 
     at_once: int
     prompt_tokens: int
@@ -55,7 +57,7 @@ class Streams(NamedTuple):
 
 
 class Alone(Delivery):
-    """In place of HTTP: who ends is followed by the next at once."""
+    """Takes the place of HTTP: when a request ends, the next one starts at once."""
 
     def __init__(self, loaded: Loaded, options: argparse.Namespace) -> None:
         self._lane = ModelLoop(loaded.scheduler, loaded.runner, loaded.pace, self, Metrics())

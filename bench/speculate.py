@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Measures what drafts gain: tokens a second with and without --speculate, on prompts whose answers repeat more or less of them.
+"""Measures what drafts gain: tokens a second with and without --speculate, on prompts whose answers repeat
+more or less of them.
 
     python bench/speculate.py
     python bench/speculate.py --speculate 4 --streams 1 4 --temperature 0.7
 
-The engine runs in this process, without HTTP, and both ways take turns on it.
-What is counted are the tokens after the first, from the first to the last of them.
+The engine runs in this process, without HTTP, and both ways take turns on it. What is counted are the tokens
+after the first, from the first to the last of them.
 """
 
 from __future__ import annotations
