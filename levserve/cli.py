@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Sequence
 
+from levserve.device.malloc import tune_malloc
 from levserve.errors import StartupError
 from levserve.models.registry import Registry
 from levserve.observe.logs import report_startup_error, start_logging
@@ -45,6 +46,7 @@ def _run(settings: Settings) -> int:
     if settings.faults:
         _announce_faults(settings.faults)
     settings = resolve_rows(settings)
+    tune_malloc()  # before there are threads; the worker process inherits it
     if settings.dry_run:
         from levserve.models.startup import dry_run
 

@@ -162,6 +162,31 @@ def test_what_is_large_is_given_back_when_it_is_freed() -> None:
     ).stdout.split() == ["True", "True"]
 
 
+ARENAS = """
+import ctypes, threading
+from levserve.device.malloc import tune_malloc
+tune_malloc()
+together = threading.Barrier(8)
+def allocate():
+    blocks = [b"x" * 5_000 for _ in range(100)]
+    together.wait()
+threads = [threading.Thread(target=allocate) for _ in range(8)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+libc = ctypes.CDLL(None)
+libc.fdopen.restype = ctypes.c_void_p
+libc.malloc_info(0, ctypes.c_void_p(libc.fdopen(1, b"w")))
+libc.fflush(None)
+"""
+
+
+def test_threads_share_one_arena_of_malloc() -> None:
+    described = subprocess.run(
+        [sys.executable, "-c", ARENAS], capture_output=True, text=True, check=True
+    ).stdout
+    assert described.count("<heap nr=") == 1
+
+
 def test_on_a_gpu_the_largest_programs_are_among_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     programs = runner_of("float32").programs
     monkeypatch.setattr(
