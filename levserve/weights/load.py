@@ -32,6 +32,7 @@ from levserve.weights.gguf_config import read_gguf_config
 from levserve.weights.hf_config import read_hf_config
 from levserve.weights.levanter_config import read_levanter_config
 from levserve.weights.levanter_folder import CONFIG_FILE, find_config, is_checkpoint
+from levserve.weights.mapping import release_pages
 from levserve.weights.names import Format, Target, find_targets, match_tensors
 from levserve.weights.progress import Progress
 from levserve.weights.stored import StoredTensor
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
 PIECE_SIZE = 1 << 18  # numbers decoded at a time: 1 MB of float32 stays in the cache
 MAX_THREADS = 8
+MAPPED_BYTES = 128 << 20  # of weights that are read before the pages of their files are given up
 BFLOAT16_EXPONENT = 0x7F80  # all ones in what is not finite
 
 
@@ -137,6 +139,8 @@ def _read_plain(
         config.has_offset_norms and path.is_dir()
     )  # llama.cpp's converter puts whole weights in a GGUF file
     progress = Progress("loading weights", sum(map(math.prod, shapes.values())), report)
+    files = hf.find_files(path) if path.is_dir() and not is_checkpoint(path) else [path]
+    mapped_bytes = 0
     with ThreadPoolExecutor(_num_threads(), thread_name_prefix="levserve-weights") as pool:
         for name in load_order(shapes) if is_checkpoint(path) else shapes:
             host = aligned_array(shapes[name], np.dtype(dtype if len(shapes[name]) > 1 else np.float32))
@@ -147,6 +151,10 @@ def _read_plain(
             if host.ndim > 2:
                 host = host.view(expert_storage)
             progress.advance(host.size)
+            mapped_bytes += host.nbytes
+            if mapped_bytes > MAPPED_BYTES:
+                release_pages(files)
+                mapped_bytes = 0
             yield name, host
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import mmap
 import shutil
 import struct
 import tracemalloc
@@ -18,6 +19,8 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
+import levserve.weights.load
+from levserve.device.sizing import process_memory
 from levserve.errors import StartupError
 from levserve.model.config import (
     Activation,
@@ -28,6 +31,7 @@ from levserve.model.config import (
     parameter_shapes,
 )
 from levserve.weights.load import load_arrays, read_config
+from levserve.weights.mapping import release_pages
 from levserve.weights.names import Format, find_targets
 from levserve.weights.progress import Progress
 from tests.conftest import FAMILIES, GOLDEN
@@ -785,6 +789,31 @@ def test_loading_takes_the_memory_of_one_copy(tmp_path: Path) -> None:
     size = sum(array.nbytes for array in arrays.values())
     assert size > 20_000_000
     assert peak < size + 12_000_000  # the embedding alone would be 33 million bytes in float32
+
+
+def test_pages_of_a_mapped_file_are_given_up(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"x" * (64 << 20))
+    link = tmp_path / "link"
+    link.symlink_to(path)
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        assert mapped[:: mmap.PAGESIZE].count(b"x") == len(mapped) // mmap.PAGESIZE
+        before = process_memory()
+        release_pages([link])
+        assert before - process_memory() > 60 << 20
+        assert mapped[-1:] == b"x"
+
+
+def test_pages_of_the_file_are_given_up_while_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released: list[list[Path]] = []
+    monkeypatch.setattr(levserve.weights.load, "release_pages", released.append)
+    folder = write_big_float32_model(tmp_path)
+    monkeypatch.setattr(levserve.weights.load, "MAPPED_BYTES", 10_000_000)
+    arrays = load(folder, BFLOAT16)
+    assert 1 <= len(released) <= sum(array.nbytes for array in arrays.values()) // 10_000_000
+    assert released[0] == [folder / "model.safetensors"]
 
 
 def test_progress_is_a_sentence_a_second() -> None:

@@ -1,0 +1,24 @@
+"""Mapped checkpoint files: gives up pages that were read.
+
+What is read of a mapped file counts as the process's memory until it is unmapped. While weights load, that would be the whole file
+on top of the weights. The pages stay in the system's cache, so reading them again costs little.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Iterable
+from pathlib import Path
+
+
+def release_pages(files: Iterable[Path]) -> None:
+    """Safe while other threads read the files: their pages are read-only and come back from the system's cache."""
+    names = {str(file.resolve()) for file in files}
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, *_, name = line.split(maxsplit=5)
+        if name in names:
+            start, end = (int(address, 16) for address in addresses.split("-"))
+            madvise(start, end - start, mmap.MADV_DONTNEED)
