@@ -3,7 +3,8 @@
 
 Standard library only. `Soak` runs threads that each do one `Act` after another; every answer is checked as it comes. After a first
 part that warms everything up, and again at the end, the traffic stops and the server's own metrics are read: in between nothing may
-have been lost, left behind or grown.
+have been lost, left behind or grown. Memory is printed every minute; after five minutes it must stay level, and a server that is
+started here must stay within the memory that its plan states.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -35,7 +37,10 @@ SPARE_FILES = (
     8  # that may be open at the end and were not before: the log, a compiled program, our own scrape
 )
 GROWTH = 0.05  # of memory; and never less than
-GROWTH_BYTES = 48 << 20  # threads that come to life late, and arenas of malloc's
+GROWTH_BYTES = 48 << 20  # threads that come to life late, and what malloc keeps
+LEVEL_MINUTES = 5  # after which memory is level, but for
+LEVEL_GROWTH = 0.03
+UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 ZERO = (
     "levserve_requests_running",
     "levserve_requests_waiting",
@@ -367,6 +372,80 @@ class Server:
         return before
 
 
+class MemoryLog:
+    """Asks the server once a minute, on a thread of its own, how much memory it takes, and prints it."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self.minutes: list[float] = []
+        """Bytes at the end of each minute."""
+
+    def __enter__(self) -> MemoryLog:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._is_over.wait(60):
+            try:
+                self.minutes.append(self._server.scrape()["process_resident_memory_bytes"])
+            except TRANSPORT:
+                return  # the traffic tells that the server has gone
+            print(f"minute {len(self.minutes):3}  {self.minutes[-1] / 2**20:.1f} MiB", flush=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A levserve of our own that is ready."""
+
+    url: str
+    pid: int
+    is_complete: threading.Event
+    """Set when all its programs are compiled."""
+    planned_bytes: int | None
+    """Memory that it needs at most, as its log states it on a CPU."""
+
+    def peak_bytes(self) -> int:
+        """The most memory that the process and its worker have taken."""
+        workers = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
+        statuses = [Path(f"/proc/{pid}/status").read_text() for pid in (self.pid, *workers)]
+        return sum(_peak_bytes(status) for status in statuses)
+
+
+def _peak_bytes(status: str) -> int:
+    match = re.search(r"VmHWM:\s+(\d+) kB", status)
+    return int(match[1]) << 10 if match else 0
+
+
+def planned_bytes(lines: list[str]) -> int | None:
+    """What the plan in a log asks for at most. On a GPU that is the device's memory, and there is no such line."""
+    for line in lines:
+        match = re.search(r" memory +([\d.]+) (\w+) at most", line)
+        if match:
+            return int(float(match[1]) * UNITS[match[2]])
+    return None
+
+
+def judge_memory(
+    minutes: list[float], peak_bytes: int = 0, planned_bytes: int | None = None
+) -> list[tuple[str, str, bool]]:
+    """As `judge`: whether memory is level once it has had time to be, and whether it has kept to the plan."""
+    rows = []
+    if len(minutes) > LEVEL_MINUTES:
+        growth = max(minutes[LEVEL_MINUTES:]) / minutes[LEVEL_MINUTES - 1] - 1
+        found = f"{growth:+.1%} of {LEVEL_GROWTH:.0%} allowed"
+        rows.append((f"memory grown after minute {LEVEL_MINUTES}", found, growth <= LEVEL_GROWTH))
+    if planned_bytes is not None:
+        found = f"{peak_bytes / 2**20:.0f} MiB of {planned_bytes / 2**20:.0f} planned"
+        rows.append(("memory at its peak", found, peak_bytes <= planned_bytes))
+    return rows
+
+
 def judge(soak: Soak, before: dict[str, float], after: dict[str, float]) -> list[tuple[str, str, bool]]:
     """Each thing that must hold, what was found, and whether it holds."""
     failed = sum(
@@ -415,8 +494,8 @@ def print_table(soak: Soak, rows: list[tuple[str, str, bool]]) -> None:
 
 
 @contextmanager
-def started(flags: list[str], faults: str) -> Iterator[tuple[str, threading.Event]]:
-    """A levserve of our own; gives its URL when it is ready, and what tells that all its programs are compiled."""
+def started(flags: list[str], faults: str) -> Iterator[Started]:
+    """Starts a levserve, gives it when it is ready, and ends it."""
     command = [
         sys.executable,
         "-m",
@@ -464,7 +543,7 @@ def started(flags: list[str], faults: str) -> Iterator[tuple[str, threading.Even
         )
         if found is None:
             raise SystemExit("".join(lines[-5:]) + "soak: levserve did not start")
-        yield found, is_complete
+        yield Started(found, process.pid, is_complete, planned_bytes(lines))
     finally:
         process.send_signal(signal.SIGTERM)
         code = process.wait()
@@ -481,7 +560,7 @@ def soak(
     concurrency: int,
     seed: int,
     faults: str,
-    is_complete: threading.Event | None = None,
+    own: Started | None = None,
 ) -> bool:
     """Whether everything held."""
     server = Server(url)
@@ -489,12 +568,18 @@ def soak(
     chats = bool(json.loads(server.ask("/tokenizer_info"))["chat_template"])
     traffic = Soak(url, model, concurrency=concurrency, seed=seed, chats=chats, may_fail=faults.count("nan"))
     print(f"{concurrency} clients of {model} on {url} for {minutes:g} minutes", flush=True)
-    traffic.run(minutes * 60 * WARM_SHARE)
-    if is_complete is not None:
-        is_complete.wait(READY_SECONDS)  # what compiling takes is not what serving leaves behind
-    before = server.settle()
-    traffic.run(minutes * 60 * (1 - WARM_SHARE))
-    rows = judge(traffic, before, server.settle())
+    with MemoryLog(server) as memory:
+        traffic.run(minutes * 60 * WARM_SHARE)
+        if own is not None:
+            own.is_complete.wait(READY_SECONDS)  # what compiling takes is not what serving leaves behind
+        before = server.settle()
+        traffic.run(minutes * 60 * (1 - WARM_SHARE))
+        after = server.settle()
+    rows = judge(traffic, before, after)
+    if own is None:
+        rows += judge_memory(memory.minutes)
+    else:
+        rows += judge_memory(memory.minutes, own.peak_bytes(), own.planned_bytes)
     print_table(traffic, rows)
     return all(holds for _, _, holds in rows)
 
@@ -521,8 +606,8 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"{' '.join(flags) or '--faults'}: there is no server to start with --url")
     if options.url:
         return 0 if soak(options.url, options.minutes, options.concurrency, options.seed, "") else 1
-    with started(flags, options.faults) as (url, is_complete):
-        held = soak(url, options.minutes, options.concurrency, options.seed, options.faults, is_complete)
+    with started(flags, options.faults) as own:
+        held = soak(own.url, options.minutes, options.concurrency, options.seed, options.faults, own)
     return 0 if held else 1
 
 

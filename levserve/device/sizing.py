@@ -6,7 +6,7 @@ Pure arithmetic, done once at start. What cannot be is refused with the sum in t
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from levserve.errors import ConfigError
@@ -22,6 +22,9 @@ CHUNK_STEP = 8
 ROW_STEP = 32
 """By which decode programs differ on a GPU, where from some 64 rows on those that are not filled take time too. An 8B model on an
 H200 with 130 / 200 rows: 9.8 / 11.0 ms a step in a program of 256, 8.0 / 10.0 in one of 160 or 224."""
+
+ARBITER_BYTES = 64 << 20
+"""More than the process takes that starts the worker."""
 
 FLOOR_TOKENS = 4 * TOKENS_PER_ROW
 """Below this a pool of one among several models is not worth having: rather unload another."""
@@ -53,6 +56,20 @@ class Sizes:
     """Whether a program takes as long as what is in it needs."""
     mixed_context: int = 0
     """Where a prompt's chunk may begin, at most, to be computed beside the rows of a decode program."""
+    # No program depends on the next two, and `repr` is part of a program's key.
+    overhead_bytes: int = field(default=0, repr=False)
+    """What the processes take besides weights and KV pages, where they share one memory."""
+    reserve_bytes: int = field(default=0, repr=False)
+    """What weights and KV pages leave of a device's own memory, for the arrays of a step."""
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.num_pages * self.page_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """Needed at most of the memory that the weights are in. On a CPU a container may be limited to it."""
+        return self.weight_bytes + self.kv_bytes + self.overhead_bytes + self.reserve_bytes
 
     @property
     def takes_longest_first(self) -> bool:
@@ -104,11 +121,22 @@ class Sizes:
         return [
             f"weights     {human(self.weight_bytes)}",
             f"KV pages    {self.num_pages} x {self.page_size} tokens = {self.num_tokens} tokens, "
-            f"{human(self.num_pages * self.page_bytes)}",
+            f"{human(self.kv_bytes)}",
+            *self._describe_memory(),
             f"context     {self.max_seq_len} tokens",
             f"rows        {self.rows}; decode shapes {', '.join(map(str, self.row_sizes))}; {self.round_steps} step(s) a round{drafts}",
             f"prefill     chunks of {', '.join(map(str, self.chunk_sizes))} tokens",
         ]
+
+    def _describe_memory(self) -> list[str]:
+        total = f"memory      {human(self.total_bytes)}"
+        if self.overhead_bytes:
+            overhead = human(self.overhead_bytes)
+            return [
+                f"overhead    {overhead} for the runtime, the compiler, its programs and HTTP",
+                f"{total} at most, and a container may be limited to that",
+            ]
+        return [f"reserve     {human(self.reserve_bytes)} for the arrays of a step", f"{total} of the device"]
 
 
 def plan_sizes(
@@ -120,8 +148,12 @@ def plan_sizes(
     max_position: int,
     page_bytes: int,
     weight_bytes: int,
+    peak_bytes: int = 0,
 ) -> Sizes:
-    """Sizes for a device with `free_bytes` left once the weights are loaded; raises `ConfigError` if nothing fits."""
+    """Sizes for a device with `free_bytes` left once the weights are loaded; raises `ConfigError` if nothing fits.
+
+    Until then the process has taken at most `peak_bytes` of the host's memory.
+    """
     max_seq_len = settings.max_seq_len or max_position
     if max_seq_len > max_position:
         raise ConfigError(f"--max-seq-len {max_seq_len} is more than the model's {max_position} positions")
@@ -136,6 +168,14 @@ def plan_sizes(
         max_seq_len = room
     most_verified = traits.verify_tokens // (settings.speculate + 1)
     largest_chunk = settings.prefill_chunk or traits.prefill_chunk
+    kv_bytes = num_pages * page_bytes
+    overhead_bytes = reserve_bytes = 0
+    if traits.host_overhead:
+        # Reading weights may take more than serving them: a matrix that is quantized is in memory in float32 first.
+        loading_bytes = peak_bytes + ARBITER_BYTES - weight_bytes - kv_bytes
+        overhead_bytes = max(traits.host_overhead, loading_bytes)
+    else:
+        reserve_bytes = free_bytes - kv_bytes
     return Sizes(
         rows=rows,
         max_seq_len=max_seq_len,
@@ -152,6 +192,8 @@ def plan_sizes(
         mixed_context=traits.mixed_context,
         round_steps=settings.round_steps or traits.round_steps,
         has_all_modes=traits.has_all_modes,
+        overhead_bytes=overhead_bytes,
+        reserve_bytes=reserve_bytes,
     )
 
 
@@ -186,6 +228,13 @@ def cpu_features() -> str:
 def process_memory() -> int:
     """Bytes of the host's memory that this process takes now."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def peak_memory() -> int:
+    """Bytes of the host's memory that this process has taken at most."""
+    # Not from `getrusage`, whose peak is also that of the process that started this one.
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(status["VmHWM"].split()[0]) * 1024
 
 
 def _num_pages(

@@ -46,7 +46,7 @@ def build(
 ) -> Loaded:
     """Allocates the KV pool and compiles the first programs; slow."""
     settings = description.settings
-    asked = f"{human(sizes.num_pages * sizes.page_bytes)} for {sizes.num_pages} KV pages"
+    asked = f"{human(sizes.kv_bytes)} for {sizes.num_pages} KV pages"
     with explained(asked, description.device, "lower --kv-memory, --kv-pages or --max-running"):
         decoder = description.make_decoder(contents.arrays, sizes.max_seq_len)
         runner = Runner(decoder, sizes, description.storage, metrics)

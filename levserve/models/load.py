@@ -80,7 +80,7 @@ def resident_of(engine: Engine, loaded: Loaded) -> Resident:
     return Resident(
         model=replace(loaded.model, max_inflight_tokens=max_tokens),
         weight_bytes=sizes.weight_bytes,
-        kv_bytes=sizes.num_pages * sizes.page_bytes,
+        kv_bytes=sizes.kv_bytes,
         reloader=WeightReloader(engine, loaded.description, loaded.model),
         counts=counts,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from levserve.device.platform import free_bytes
-from levserve.device.sizing import Sizes, kv_floor, plan_sizes
+from levserve.device.sizing import Sizes, kv_floor, peak_memory, plan_sizes
 from levserve.models.describe import Description
 from levserve.models.read import Contents
 from levserve.models.registry import MakeRoom
@@ -35,4 +35,7 @@ def size(description: Description, contents: Contents, *, rows: int, allowed_byt
         max_position=description.config.max_position,
         page_bytes=description.page_bytes,
         weight_bytes=contents.weight_bytes,
+        peak_bytes=peak_memory()
+        if allowed_bytes is None
+        else 0,  # of several models, others have a part in it
     )

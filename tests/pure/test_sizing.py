@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from levserve.device.sizing import Sizes, free_memory, plan_sizes
+from levserve.device.sizing import Sizes, free_memory, peak_memory, plan_sizes, process_memory
 from levserve.errors import ConfigError
 from levserve.model.traits import CPU_TRAITS, GPU_KERNEL_TRAITS, GPU_TRAITS, Traits
 from levserve.settings.parse import parse_settings
@@ -21,6 +21,7 @@ def plan(
     free: int = 8 * GIB,
     rows: int = 32,
     page_bytes: int = 1 << 20,
+    peak_bytes: int = 0,
 ) -> Sizes:
     settings = parse_settings(list(flags), {})
     return plan_sizes(
@@ -31,6 +32,7 @@ def plan(
         max_position=8192,
         page_bytes=page_bytes,
         weight_bytes=GIB,
+        peak_bytes=peak_bytes,
     )
 
 
@@ -112,6 +114,38 @@ def test_what_cannot_be_is_refused_with_its_arithmetic(
 
 def test_the_plan_can_be_read() -> None:
     assert any("1024 x 32 tokens = 32768 tokens, 1 GiB" in line for line in plan().describe())
+
+
+def test_on_a_cpu_the_plan_adds_up_to_what_a_container_needs() -> None:
+    sizes = plan()
+    assert (sizes.kv_bytes, sizes.overhead_bytes, sizes.reserve_bytes) == (GIB, GIB, 0)
+    assert sizes.total_bytes == 3 * GIB, "1 GiB of weights, 1 of pages and 1 of overhead"
+    lines = sizes.describe()
+    assert any(line.startswith("overhead    1 GiB") for line in lines)
+    assert any(line.startswith("memory      3 GiB at most") for line in lines)
+
+
+def test_the_plan_covers_what_loading_the_weights_took() -> None:
+    little = plan(peak_bytes=2 * GIB)
+    assert little.overhead_bytes == GIB, "there are no pages yet while the weights are read"
+    much = plan(peak_bytes=5 * GIB)
+    assert 5 * GIB < much.total_bytes < 5.1 * GIB
+
+
+def test_on_a_gpu_the_plan_is_about_the_devices_memory() -> None:
+    sizes = plan(traits=GPU_TRAITS, free=10 * GIB, rows=512)
+    assert sizes.overhead_bytes == 0
+    assert sizes.reserve_bytes == GIB and sizes.total_bytes == 11 * GIB
+    assert any(line == "memory      11 GiB of the device" for line in sizes.describe())
+
+
+def test_memory_that_is_left_over_is_no_part_of_a_programs_key() -> None:
+    assert repr(plan()) == repr(plan(peak_bytes=5 * GIB))
+
+
+def test_the_peak_of_memory_is_not_below_what_is_taken_now() -> None:
+    taken = process_memory()
+    assert peak_memory() >= taken > 1 << 20
 
 
 def test_free_memory_is_a_sensible_number() -> None:

@@ -85,6 +85,37 @@ def test_what_is_left_behind_or_has_grown_is_seen(change: dict[str, float], fail
     assert [what for what, _, holds in rows if not holds] == failed
 
 
+MIB = 2.0**20
+
+
+@pytest.mark.parametrize(
+    "minutes, failed",
+    [
+        ([700 * MIB] * 5, []),
+        ([600 * MIB, 700 * MIB, 800 * MIB, 900 * MIB, 1000 * MIB, 1029 * MIB, 900 * MIB], []),
+        ([1000 * MIB] * 6 + [1031 * MIB, 1000 * MIB], ["memory grown after minute 5"]),
+    ],
+    ids=["too short to tell", "level", "grown"],
+)
+def test_memory_that_grows_after_five_minutes_is_seen(minutes: list[float], failed: list[str]) -> None:
+    assert [what for what, _, holds in soak.judge_memory(minutes) if not holds] == failed
+
+
+def test_a_peak_beyond_the_plan_is_seen() -> None:
+    lines = ["2026-11-17 07:38:51,350 INFO    memory      1.5 GiB at most, and so on\n"]
+    planned = soak.planned_bytes(lines)
+    assert planned == 1536 << 20
+    assert soak.judge_memory([], planned, planned) == [
+        ("memory at its peak", "1536 MiB of 1536 planned", True)
+    ]
+    ((_, _, holds),) = soak.judge_memory([], planned + 1, planned)
+    assert not holds
+
+
+def test_a_plan_of_a_gpus_memory_is_not_one_of_the_hosts() -> None:
+    assert soak.planned_bytes(["INFO    memory      11 GiB of the device\n"]) is None
+
+
 def test_a_server_that_does_not_start_is_told() -> None:
     command = [sys.executable, str(PROGRAM), "--minutes", "0.1", "--model", "/nowhere/at/all"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)

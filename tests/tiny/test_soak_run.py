@@ -37,3 +37,4 @@ def test_a_server_holds_up_under_twice_what_it_can_hold(tmp_path: Path) -> None:
         assert any(line.startswith(act) for line in lines), f"no {act}"
     assert "429" in result.stdout, "it was never full"
     assert "FAILED" not in result.stdout
+    assert any(line.startswith("ok      memory at its peak") for line in lines), "the plan was not found"
