@@ -7,13 +7,13 @@ the registers that the CPU has.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeAlias
 
-import llvmlite.binding as llvm
 from llvmlite import ir
+
+from levserve.jit.target import Target
 
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 F16, F32 = ir.HalfType(), ir.FloatType()
@@ -27,22 +27,11 @@ Function: TypeAlias = ir.Function
 """One of a program, for others of it."""
 
 
-@functools.cache
-def host_features() -> frozenset[str]:
-    """What the CPU at hand has, in LLVM's words."""
-    return frozenset(name for name, has in llvm.get_host_cpu_features().items() if has)
-
-
-def vector_bytes() -> int:
-    """Of its widest registers."""
-    return 64 if "avx512vl" in host_features() else 32 if "avx2" in host_features() else 16
-
-
 class Value:
     """A number or a vector of numbers, whole or float32, that the function has at this point."""
 
-    def __init__(self, writer: Builder, made: ir.Value) -> None:
-        self._writer = writer
+    def __init__(self, builder: Builder, made: ir.Value) -> None:
+        self._builder = builder
         self.made = made
 
     @property
@@ -57,7 +46,7 @@ class Value:
     def __add__(self, other: Value | float) -> Value:
         if self.made.type == POINTER:  # written so, LLVM finds the address modes that the CPU has
             offset = other.made if isinstance(other, Value) else ir.Constant(I64, other)
-            return self._with(self._writer.builder.gep(self.made, [offset], source_etype=I8))
+            return self._with(self._builder.ir.gep(self.made, [offset], source_etype=I8))
         return self._binary("fadd" if self.kind == F32 else "add", other)
 
     def __sub__(self, other: Value | float) -> Value:
@@ -110,18 +99,16 @@ class Value:
         return (self < other).choose(other, self)
 
     def choose(self, yes: Value | float, no: Value | float) -> Value:
-        """Of a comparison: one of two, model_loop by model_loop."""
+        """Of a comparison: one of two, lane by lane."""
         pattern = yes if isinstance(yes, Value) else no
         assert isinstance(pattern, Value)
-        return self._with(self._writer.builder.select(self.made, pattern._like(yes), pattern._like(no)))
+        return self._with(self._builder.ir.select(self.made, pattern._like(yes), pattern._like(no)))
 
     def splat(self, lanes: int) -> Value:
-        """The same number in every model_loop."""
-        builder, kind = self._writer.builder, ir.VectorType(self.made.type, lanes)
-        one = builder.insert_element(ir.Constant(kind, ir.Undefined), self.made, ir.Constant(I32, 0))
-        return self._with(
-            builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(I32, lanes), [0] * lanes))
-        )
+        """The same number in every lane."""
+        make, kind = self._builder.ir, ir.VectorType(self.made.type, lanes)
+        one = make.insert_element(ir.Constant(kind, ir.Undefined), self.made, ir.Constant(I32, 0))
+        return self._with(make.shuffle_vector(one, one, ir.Constant(ir.VectorType(I32, lanes), [0] * lanes)))
 
     def like(self, number: float) -> Value:
         """A number, or a vector of it, of this type."""
@@ -130,28 +117,24 @@ class Value:
     def swapped(self, distance: int) -> Value:
         """Each number of a vector in the place of the one at this distance, a power of two."""
         assert self.lanes is not None
-        places = ir.Constant(
-            ir.VectorType(I32, self.lanes), [model_loop ^ distance for model_loop in range(self.lanes)]
-        )
-        return self._with(self._writer.builder.shuffle_vector(self.made, self.made, places))
+        places = ir.Constant(ir.VectorType(I32, self.lanes), [lane ^ distance for lane in range(self.lanes)])
+        return self._with(self._builder.ir.shuffle_vector(self.made, self.made, places))
 
     def signs(self, distance: int) -> Value:
         """1 where the number at this distance comes later, else -1."""
         assert self.lanes is not None
         return self._with(
-            ir.Constant(
-                self.made.type, [-1.0 if model_loop & distance else 1.0 for model_loop in range(self.lanes)]
-            )
+            ir.Constant(self.made.type, [-1.0 if lane & distance else 1.0 for lane in range(self.lanes)])
         )
 
     def convert(self, instruction: str, kind: ir.Type) -> Value:
         """By LLVM's instruction of that name: zext, sext, trunc, bitcast, fpext, sitofp."""
-        return self._with(getattr(self._writer.builder, instruction)(self.made, _shaped(kind, self.lanes)))
+        return self._with(getattr(self._builder.ir, instruction)(self.made, _shaped(kind, self.lanes)))
 
     def call(self, intrinsic: str, *others: Value) -> Value:
         """LLVM's function of that name, of this and others of the same type, which it gives too."""
         name, given = f"{intrinsic}.{_spell(self.made.type)}", (value.made for value in others)
-        return self._with(self._writer.intrinsic(name, self.made.type, self.made, *given))
+        return self._with(self._builder.intrinsic(name, self.made.type, self.made, *given))
 
     def times_plus(self, factor: Value, addend: Value) -> Value:
         """Multiplied and added to, in one instruction where there is one."""
@@ -161,7 +144,7 @@ class Value:
         """The sum of a vector; of floats in the order of `add_up`."""
         if self.kind != F32:
             return self._with(
-                self._writer.intrinsic(
+                self._builder.intrinsic(
                     f"llvm.vector.reduce.add.{_spell(self.made.type)}", self.kind, self.made
                 )
             )
@@ -169,17 +152,17 @@ class Value:
         for distance in (1, 2):
             folded = folded + folded.swapped(distance)
         while folded.lanes != 4:
-            folded = self._writer.fold(folded)
-        return self._with(self._writer.builder.extract_element(folded.made, ir.Constant(I32, 0)))
+            folded = self._builder.fold(folded)
+        return self._with(self._builder.ir.extract_element(folded.made, ir.Constant(I32, 0)))
 
     def largest(self) -> Value:
         """The largest of a vector of floats; not a number if one of them is none."""
         return self._with(
-            self._writer.intrinsic(f"llvm.vector.reduce.fmaximum.{_spell(self.made.type)}", F32, self.made)
+            self._builder.intrinsic(f"llvm.vector.reduce.fmaximum.{_spell(self.made.type)}", F32, self.made)
         )
 
     def _with(self, made: ir.Value) -> Value:
-        return Value(self._writer, made)
+        return Value(self._builder, made)
 
     def _like(self, other: Value | float) -> ir.Value:
         if isinstance(other, Value):
@@ -187,35 +170,36 @@ class Value:
         return ir.Constant(self.made.type, other if self.lanes is None else [other] * self.lanes)
 
     def _binary(self, instruction: str, other: Value | float) -> Value:
-        return self._with(getattr(self._writer.builder, instruction)(self.made, self._like(other)))
+        return self._with(getattr(self._builder.ir, instruction)(self.made, self._like(other)))
 
     def _compare(self, sign: str, other: Value | float) -> Value:
-        compare = self._writer.builder.fcmp_ordered if self.kind == F32 else self._writer.builder.icmp_signed
+        compare = self._builder.ir.fcmp_ordered if self.kind == F32 else self._builder.ir.icmp_signed
         return self._with(compare(sign, self.made, self._like(other)))
 
 
 class Variable:
     """What changes while a loop runs; LLVM keeps it in registers."""
 
-    def __init__(self, writer: Builder, value: Value) -> None:
-        self._writer = writer
-        with writer.builder.goto_entry_block():
-            self._place = writer.builder.alloca(value.made.type)
+    def __init__(self, builder: Builder, value: Value) -> None:
+        self._builder = builder
+        with builder.ir.goto_entry_block():
+            self._place = builder.ir.alloca(value.made.type)
         self.set(value)
 
     def get(self) -> Value:
-        return Value(self._writer, self._writer.builder.load(self._place))
+        return Value(self._builder, self._builder.ir.load(self._place))
 
     def set(self, value: Value) -> None:
-        self._writer.builder.store(value.made, self._place)
+        self._builder.ir.store(value.made, self._place)
 
 
 class Builder:
     """Writes one function, from its first instruction to its last."""
 
-    def __init__(self, function: ir.Function) -> None:
+    def __init__(self, function: ir.Function, target: Target) -> None:
         self.function = function
-        self.builder = ir.IRBuilder(function.append_basic_block())
+        self.target = target
+        self.ir = ir.IRBuilder(function.append_basic_block())
         self.given = tuple(Value(self, argument) for argument in function.args)
 
     def number(self, number: float, kind: ir.Type = I64) -> Value:
@@ -228,10 +212,10 @@ class Builder:
         return Variable(self, value)
 
     def load(self, pointer: Value, kind: ir.Type, lanes: int | None = None) -> Value:
-        return Value(self, self.builder.load(self._to(pointer, _shaped(kind, lanes)), align=NUM_BYTES[kind]))
+        return Value(self, self.ir.load(self._to(pointer, _shaped(kind, lanes)), align=NUM_BYTES[kind]))
 
     def store(self, pointer: Value, value: Value) -> None:
-        self.builder.store(value.made, self._to(pointer, value.made.type), align=NUM_BYTES[value.kind])
+        self.ir.store(value.made, self._to(pointer, value.made.type), align=NUM_BYTES[value.kind])
 
     def word(self, pointer: Value, index: Value | int) -> Value:
         return self.load(pointer + index * 8, I64)
@@ -241,10 +225,10 @@ class Builder:
         return self.as_pointer(self.word(pointer, index))
 
     def as_pointer(self, address: Value) -> Value:
-        return Value(self, self.builder.inttoptr(address.made, POINTER))
+        return Value(self, self.ir.inttoptr(address.made, POINTER))
 
     def as_number(self, pointer: Value) -> Value:
-        return Value(self, self.builder.ptrtoint(pointer.made, I64))
+        return Value(self, self.ir.ptrtoint(pointer.made, I64))
 
     def index(self, pointer: Value, index: Value) -> Value:
         """An int32 of an array, as an int64."""
@@ -262,7 +246,7 @@ class Builder:
     def dot_into(self, sums: Value, x: Value, y: Value) -> Value:
         """int32 [n] + the products of int8 [4 n], four neighbours to a sum: one instruction, where the CPU has one for it."""
         wide = ir.VectorType(I32, x.lanes)
-        products = self.builder.mul(self.builder.sext(x.made, wide), self.builder.sext(y.made, wide))
+        products = self.ir.mul(self.ir.sext(x.made, wide), self.ir.sext(y.made, wide))
         name = f"llvm.vector.partial.reduce.add.{_spell(sums.made.type)}.{_spell(wide)}"
         return Value(self, self.intrinsic(name, sums.made.type, sums.made, products))
 
@@ -270,18 +254,17 @@ class Builder:
         """int32 [n] + the products of uint8 [4 n], four neighbours to a sum, with four int8, the same ones, that a word holds."""
         assert sums.lanes is not None
         bits, four = 32 * sums.lanes, word.splat(sums.lanes)
-        if (bits in (256, 512) and "avx512vnni" in host_features()) or (
-            bits == 256 and "avxvnni" in host_features()
-        ):
-            signed = self.builder.bitcast(four.made, x.made.type)
+        has_avx512 = bits in (256, 512) and self.target.has("avx512vnni")
+        if has_avx512 or (bits == 256 and self.target.has("avxvnni")):
+            signed = self.ir.bitcast(four.made, x.made.type)
             return Value(
                 self,
                 self.intrinsic(f"llvm.x86.avx512.vpdpbusd.{bits}", sums.made.type, sums.made, x.made, signed),
             )
-        whole = Value(self, self.builder.bitcast(x.made, sums.made.type))
+        whole = Value(self, self.ir.bitcast(x.made, sums.made.type))
         for place in range(4):
             unsigned = (whole >> (8 * place)) & 0xFF
-            signed = self.builder.ashr((four << (24 - 8 * place)).made, four.like(24).made)
+            signed = self.ir.ashr((four << (24 - 8 * place)).made, four.like(24).made)
             sums = sums + unsigned * Value(self, signed)
         return sums
 
@@ -303,7 +286,7 @@ class Builder:
         """In each four of the lanes, which a CPU can keep apart: the sums of neighbours in x, then of those in y."""
         assert x.lanes is not None
         fours = range(0, x.lanes, 4)
-        even = [start + at + model_loop for start in fours for at in (0, x.lanes) for model_loop in (0, 2)]
+        even = [start + at + lane for start in fours for at in (0, x.lanes) for lane in (0, 2)]
         return self._shuffled(x, y, even) + self._shuffled(x, y, [place + 1 for place in even])
 
     def fold(self, x: Value) -> Value:
@@ -315,61 +298,61 @@ class Builder:
     def _shuffled(self, x: Value, y: Value, places: Sequence[int]) -> Value:
         """Lanes of x, and of y, which are counted on."""
         wanted = ir.Constant(ir.VectorType(I32, len(places)), list(places))
-        return Value(self, self.builder.shuffle_vector(x.made, y.made, wanted))
+        return Value(self, self.ir.shuffle_vector(x.made, y.made, wanted))
 
     @contextmanager
     def loop(self, start: Value | int, stop: Value | int, step: int = 1) -> Iterator[Value]:
-        builder, first = self.builder, start if isinstance(start, Value) else self.number(start)
-        before, head, body, after = builder.block, *(builder.append_basic_block() for _ in range(3))
-        builder.branch(head)
-        builder.position_at_end(head)
-        counter = builder.phi(I64)
+        make, first = self.ir, start if isinstance(start, Value) else self.number(start)
+        before, head, body, after = make.block, *(make.append_basic_block() for _ in range(3))
+        make.branch(head)
+        make.position_at_end(head)
+        counter = make.phi(I64)
         counter.add_incoming(first.made, before)
         index = Value(self, counter)
-        builder.cbranch((index < stop).made, body, after)
-        builder.position_at_end(body)
+        make.cbranch((index < stop).made, body, after)
+        make.position_at_end(body)
         yield index
-        counter.add_incoming((index + step).made, builder.block)
-        builder.branch(head)
-        builder.position_at_end(after)
+        counter.add_incoming((index + step).made, make.block)
+        make.branch(head)
+        make.position_at_end(after)
 
     @contextmanager
     def repeat(self) -> Iterator[ir.Block]:
         """Again and again, until a branch goes to the block that it gives."""
-        body, after = (self.builder.append_basic_block() for _ in range(2))
-        self.builder.branch(body)
-        self.builder.position_at_end(body)
+        body, after = (self.ir.append_basic_block() for _ in range(2))
+        self.ir.branch(body)
+        self.ir.position_at_end(body)
         yield after
-        self.builder.branch(body)
-        self.builder.position_at_end(after)
+        self.ir.branch(body)
+        self.ir.position_at_end(after)
 
     def leave_if(self, condition: Value, after: ir.Block) -> None:
-        going_on = self.builder.append_basic_block()
-        self.builder.cbranch(condition.made, after, going_on)
-        self.builder.position_at_end(going_on)
+        going_on = self.ir.append_basic_block()
+        self.ir.cbranch(condition.made, after, going_on)
+        self.ir.position_at_end(going_on)
 
     @contextmanager
     def when(self, condition: Value) -> Iterator[None]:
-        with self.builder.if_then(condition.made):
+        with self.ir.if_then(condition.made):
             yield
 
     def atomic_add(self, pointer: Value, number: int) -> Value:
         """Adds, and gives what was there; all threads agree on the order of these, and of what is written before and read after."""
         return Value(
-            self, self.builder.atomic_rmw("add", self._to(pointer, I64), ir.Constant(I64, number), "seq_cst")
+            self, self.ir.atomic_rmw("add", self._to(pointer, I64), ir.Constant(I64, number), "seq_cst")
         )
 
     def atomic_get(self, pointer: Value) -> Value:
-        return Value(self, self.builder.load_atomic(self._to(pointer, I64), "seq_cst", 8))
+        return Value(self, self.ir.load_atomic(self._to(pointer, I64), "seq_cst", 8))
 
     def call(self, function: Value | Function, *given: Value) -> Value:
         """Of int64 to int64."""
         kind = ir.PointerType(ir.FunctionType(I64, [I64] * len(given)))
-        target = self.builder.inttoptr(function.made, kind) if isinstance(function, Value) else function
-        return Value(self, self.builder.call(target, [value.made for value in given]))
+        target = self.ir.inttoptr(function.made, kind) if isinstance(function, Value) else function
+        return Value(self, self.ir.call(target, [value.made for value in given]))
 
     def address(self, function: Function) -> Value:
-        return Value(self, self.builder.ptrtoint(function, I64))
+        return Value(self, self.ir.ptrtoint(function, I64))
 
     def allocate(self, num_bytes: Value) -> Value:
         """From the beginning of a line of the cache on: a vector that lies in two is read twice."""
@@ -389,10 +372,10 @@ class Builder:
         function = module.globals.get(name) or ir.Function(
             module, ir.FunctionType(gives, [value.type for value in given]), name
         )
-        return self.builder.call(function, list(given), fastmath=fastmath)
+        return self.ir.call(function, list(given), fastmath=fastmath)
 
     def _to(self, pointer: Value, kind: ir.Type) -> ir.Value:
-        return self.builder.bitcast(pointer.made, ir.PointerType(kind))
+        return self.ir.bitcast(pointer.made, ir.PointerType(kind))
 
 
 def add_up(part: Callable[[int], Sequence[Value]], count: int) -> list[Value]:

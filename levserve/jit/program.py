@@ -9,24 +9,27 @@ import llvmlite.binding as llvm
 from llvmlite import ir
 
 from levserve.jit.builder import I64, Builder
+from levserve.jit.target import Target, detect_target
 
 
 class Program:
     """Functions that are written and then compiled together."""
 
-    def __init__(self) -> None:
+    def __init__(self, target: Target) -> None:
+        self._target = target
         self._module = ir.Module()
 
     @contextmanager
     def function(self, name: str, num_arguments: int) -> Iterator[Builder]:
         """Writes a function of int64 to int64; it gives 0."""
-        writer = Builder(ir.Function(self._module, ir.FunctionType(I64, [I64] * num_arguments), name))
-        yield writer
-        writer.builder.ret(ir.Constant(I64, 0))
+        function = ir.Function(self._module, ir.FunctionType(I64, [I64] * num_arguments), name)
+        builder = Builder(function, self._target)
+        yield builder
+        builder.ir.ret(ir.Constant(I64, 0))
 
     def compile(self) -> bytes:
         """An object file."""
-        machine = _this_machine()
+        machine = _machine_of(self._target)
         module = llvm.parse_assembly(str(self._module))
         passes = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=3))
         passes.getModulePassManager().run(module, passes)
@@ -37,7 +40,7 @@ class Code:
     """A compiled program, ready to be called for as long as this is kept."""
 
     def __init__(self, compiled: bytes) -> None:
-        self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _this_machine())
+        self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _machine_of(detect_target()))
         self._engine.add_object_file(llvm.ObjectFileRef.from_data(compiled))
         self._engine.finalize_object()
 
@@ -45,10 +48,9 @@ class Code:
         return int(self._engine.get_function_address(name))
 
 
-def _this_machine() -> llvm.TargetMachine:
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
-    cpu, features = llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
-    return llvm.Target.from_default_triple().create_target_machine(
-        cpu=cpu, features=features, opt=3, jit=True
+def _machine_of(target: Target) -> llvm.TargetMachine:
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    return llvm.Target.from_triple(target.triple).create_target_machine(
+        cpu=target.cpu, features=target.features, opt=3, jit=True
     )

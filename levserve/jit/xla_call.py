@@ -21,6 +21,7 @@ import jax
 from levserve.jit import code_cache
 from levserve.jit.builder import I32, LINE_BYTES, Builder, Function, Value
 from levserve.jit.program import Code, Program
+from levserve.jit.target import Target, detect_target
 
 EXTENSION, API, CONTEXT = 1, 2, 3
 ARGUMENTS, RESULTS = 9, 14
@@ -37,7 +38,7 @@ FRAME, USERS, INSIDE, IS_OVER, COUNTERS = range(5)
 class Call(NamedTuple):
     """A call under way, as the function that is being written knows it."""
 
-    writer: Builder
+    builder: Builder
     frame: Value
     turn: Value
     """How often all works have been done."""
@@ -47,13 +48,13 @@ class Call(NamedTuple):
         return self._buffer(ARGUMENTS, index, DATA)
 
     def argument_size(self, index: Value | int, axis: int) -> Value:
-        return self.writer.word(self._buffer(ARGUMENTS, index, SIZES), axis)
+        return self.builder.word(self._buffer(ARGUMENTS, index, SIZES), axis)
 
     def result(self, index: int) -> Value:
         return self._buffer(RESULTS, index, DATA)
 
     def _buffer(self, which: int, index: Value | int, field: int) -> Value:
-        follow = self.writer.follow
+        follow = self.builder.follow
         return follow(follow(follow(self.frame, which), index), field)
 
 
@@ -67,12 +68,22 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class Kernel:
-    """What a call does: one work after the other, and all of them again for each turn."""
+    """What a call does: one work after the other, and all of them again for each turn.
 
+    Its name tells it from every other kernel for its target.
+    """
+
+    name: str
+    target: Target
     works: tuple[Work, ...]
     num_turns: int = 1
     shared_bytes: Callable[[Call], Value] | None = None
     own_bytes: Callable[[Call], Value] | None = None
+
+    @property
+    def call_name(self) -> str:
+        """The name that XLA and the code cache know: code for one target is never found for another."""
+        return f"{self.name}_{self.target.name}"
 
 
 _registered: set[str] = set()
@@ -82,16 +93,19 @@ _registering = Lock()
 """Programs are traced on several threads, and XLA wants to hear of a handler once."""
 
 
-def register(name: str, kernel: Kernel) -> None:
-    """Compiles a kernel and tells XLA of it, if it does not know it yet; its name says all that makes it different from others."""
+def register(kernel: Kernel) -> str:
+    """Compiles a kernel and tells XLA of it, if it does not know it yet; gives the name to call it by."""
+    name = kernel.call_name
+    assert kernel.target.runs_on(detect_target()), f"{name} cannot run on this CPU"
     with _registering:
         if name in _registered:
-            return
+            return name
         compiled = code_cache.current.find(name)
         if compiled is None:
-            compiled = _compile(kernel)
+            compiled = compile_kernel(kernel)
             code_cache.current.keep(name, compiled)
         _introduce(name, compiled)
+        return name
 
 
 def recall(name: str) -> bool:
@@ -109,16 +123,16 @@ def _introduce(name: str, compiled: bytes) -> None:
     _registered.add(name)
 
 
-def _compile(kernel: Kernel) -> bytes:
-    program = Program()
-    with program.function("work", 1) as writer:
-        _write_work(writer, kernel)
-        work = writer.function
-    with program.function("help", 1) as writer:
-        _write_help(writer, work)
-        helper = writer.function
-    with program.function("handle", 1) as writer:
-        _write_handle(writer, kernel, work, helper)
+def compile_kernel(kernel: Kernel) -> bytes:
+    program = Program(kernel.target)
+    with program.function("work", 1) as builder:
+        _write_work(builder, kernel)
+        work = builder.function
+    with program.function("help", 1) as builder:
+        _write_help(builder, work)
+        helper = builder.function
+    with program.function("handle", 1) as builder:
+        _write_handle(builder, kernel, work, helper)
     return program.compile()
 
 
@@ -128,90 +142,92 @@ def num_threads() -> int:
     return int(given) if given else len(os.sched_getaffinity(0))
 
 
-def _write_work(writer: Builder, kernel: Kernel) -> None:
+def _write_work(builder: Builder, kernel: Kernel) -> None:
     """What every thread does, given what they share."""
-    state = writer.as_pointer(writer.given[0])
-    frame = writer.follow(state, FRAME)
-    own = writer.allocate(kernel.own_bytes(_first(writer, frame))) if kernel.own_bytes is not None else state
-    with writer.loop(0, kernel.num_turns) as turn:
-        call = Call(writer, frame, turn)
+    state = builder.as_pointer(builder.given[0])
+    frame = builder.follow(state, FRAME)
+    own = (
+        builder.allocate(kernel.own_bytes(_first(builder, frame))) if kernel.own_bytes is not None else state
+    )
+    with builder.loop(0, kernel.num_turns) as turn:
+        call = Call(builder, frame, turn)
         for index, work in enumerate(kernel.works):
             count = work.num_pieces(call)
             taken = state + (turn * len(kernel.works) + index) * 16 + 8 * COUNTERS
             done = taken + 8
-            with writer.repeat() as after:
-                piece = writer.atomic_add(taken, 1)
-                writer.leave_if(piece >= count, after)
+            with builder.repeat() as after:
+                piece = builder.atomic_add(taken, 1)
+                builder.leave_if(piece >= count, after)
                 work.do(call, state + 8 * _num_words(kernel), own, piece)
-                writer.atomic_add(done, 1)
-            with writer.repeat() as after:
-                writer.leave_if(writer.atomic_get(done) >= count, after)
-                writer.yield_processor()
+                builder.atomic_add(done, 1)
+            with builder.repeat() as after:
+                builder.leave_if(builder.atomic_get(done) >= count, after)
+                builder.yield_processor()
     if kernel.own_bytes is not None:
-        writer.free(own)
+        builder.free(own)
 
 
-def _write_help(writer: Builder, work: Function) -> None:
+def _write_help(builder: Builder, work: Function) -> None:
     """What a thread does that came to help. The call may be over by then; if not, who called waits until it has left."""
-    state = writer.as_pointer(writer.given[0])
-    writer.atomic_add(state + 8 * INSIDE, 1)
-    with writer.when(writer.atomic_get(state + 8 * IS_OVER).is_(0)):
-        writer.call(work, writer.given[0])
-    writer.atomic_add(state + 8 * INSIDE, -1)
-    _write_release(writer, state)
+    state = builder.as_pointer(builder.given[0])
+    builder.atomic_add(state + 8 * INSIDE, 1)
+    with builder.when(builder.atomic_get(state + 8 * IS_OVER).is_(0)):
+        builder.call(work, builder.given[0])
+    builder.atomic_add(state + 8 * INSIDE, -1)
+    _write_release(builder, state)
 
 
-def _write_handle(writer: Builder, kernel: Kernel, work: Function, helper: Function) -> None:
-    frame = writer.as_pointer(writer.given[0])
-    is_call = writer.variable(writer.number(1))
-    with writer.when(writer.word(frame, EXTENSION).is_not(0)):
-        extension = writer.follow(frame, EXTENSION)
-        with writer.when(
-            writer.load(extension + 8, I32).is_(METADATA_KIND)
+def _write_handle(builder: Builder, kernel: Kernel, work: Function, helper: Function) -> None:
+    frame = builder.as_pointer(builder.given[0])
+    is_call = builder.variable(builder.number(1))
+    with builder.when(builder.word(frame, EXTENSION).is_not(0)):
+        extension = builder.follow(frame, EXTENSION)
+        with builder.when(
+            builder.load(extension + 8, I32).is_(METADATA_KIND)
         ):  # XLA asks which version this was made for: its own
-            is_call.set(writer.number(0))
-            version = writer.word(writer.follow(frame, API), API_VERSION)
-            writer.store(writer.follow(extension, METADATA) + 8 * ITS_VERSION, version)
-    with writer.when(is_call.get().is_(1)):
-        _write_call(_first(writer, frame), kernel, work, helper)
+            is_call.set(builder.number(0))
+            version = builder.word(builder.follow(frame, API), API_VERSION)
+            builder.store(builder.follow(extension, METADATA) + 8 * ITS_VERSION, version)
+    with builder.when(is_call.get().is_(1)):
+        _write_call(_first(builder, frame), kernel, work, helper)
 
 
-def _first(writer: Builder, frame: Value) -> Call:
-    return Call(writer, frame, writer.number(0))
+def _first(builder: Builder, frame: Value) -> Call:
+    return Call(builder, frame, builder.number(0))
 
 
 def _write_call(call: Call, kernel: Kernel, work: Function, helper: Function) -> None:
-    writer, frame, _ = call
+    builder, frame, _ = call
     most = kernel.works[-1].num_pieces(call)
     helpers = (most.least(num_threads()) - 1).most(0)
     num_words = _num_words(kernel)
-    shared_bytes = kernel.shared_bytes(call) if kernel.shared_bytes is not None else writer.number(0)
-    state = writer.allocate(shared_bytes + 8 * num_words)
-    with writer.loop(0, num_words) as number:
-        writer.store(state + number * 8, writer.number(0))
-    writer.store(state + 8 * FRAME, writer.as_number(frame))
-    writer.store(state + 8 * USERS, helpers + 1)
-    request = writer.allocate(writer.number(SCHEDULE_BYTES))
+    shared_bytes = kernel.shared_bytes(call) if kernel.shared_bytes is not None else builder.number(0)
+    state = builder.allocate(shared_bytes + 8 * num_words)
+    with builder.loop(0, num_words) as number:
+        builder.store(state + number * 8, builder.number(0))
+    builder.store(state + 8 * FRAME, builder.as_number(frame))
+    builder.store(state + 8 * USERS, helpers + 1)
+    request = builder.allocate(builder.number(SCHEDULE_BYTES))
     given = (
-        writer.number(SCHEDULE_BYTES),
-        writer.number(0),
-        writer.word(frame, CONTEXT),
-        writer.address(helper),
-        writer.as_number(state),
+        builder.number(SCHEDULE_BYTES),
+        builder.number(0),
+        builder.word(frame, CONTEXT),
+        builder.address(helper),
+        builder.as_number(state),
     )
     for place, value in enumerate(given):
-        writer.store(request + 8 * place, value)
-    schedule = writer.word(writer.follow(frame, API), SCHEDULE)
-    with writer.loop(0, helpers):
-        with writer.when(writer.call(schedule, writer.as_number(request)).is_not(0)):  # there is nobody
-            writer.atomic_add(state + 8 * USERS, -1)
-    writer.free(request)
-    writer.call(work, writer.as_number(state))
-    writer.atomic_add(state + 8 * IS_OVER, 1)
-    with writer.repeat() as after:
-        writer.leave_if(writer.atomic_get(state + 8 * INSIDE).is_(0), after)
-        writer.yield_processor()
-    _write_release(writer, state)
+        builder.store(request + 8 * place, value)
+    schedule = builder.word(builder.follow(frame, API), SCHEDULE)
+    with builder.loop(0, helpers):
+        with builder.when(builder.call(schedule, builder.as_number(request)).is_not(0)):  # there is nobody
+            builder.atomic_add(state + 8 * USERS, -1)
+    builder.free(request)
+    builder.call(work, builder.as_number(state))
+    builder.atomic_add(state + 8 * IS_OVER, 1)
+    with builder.repeat() as after:
+        builder.leave_if(builder.atomic_get(state + 8 * INSIDE).is_(0), after)
+        builder.yield_processor()
+    _write_release(builder, state)
 
 
 def _num_words(kernel: Kernel) -> int:
@@ -220,9 +236,9 @@ def _num_words(kernel: Kernel) -> int:
     return -(-used * 8 // LINE_BYTES) * LINE_BYTES // 8
 
 
-def _write_release(writer: Builder, state: Value) -> None:
-    with writer.when(writer.atomic_add(state + 8 * USERS, -1).is_(1)):
-        writer.free(state)
+def _write_release(builder: Builder, state: Value) -> None:
+    with builder.when(builder.atomic_add(state + 8 * USERS, -1).is_(1)):
+        builder.free(state)
 
 
 def _capsule(address: int) -> object:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from collections.abc import Iterator
@@ -16,8 +17,9 @@ from levserve.device.program_cache import find_program, keep_program
 from levserve.device.programs import Programs
 from levserve.jit import code_cache, xla_call
 from levserve.jit.code_cache import UNUSED_SECONDS, CodeCache, open_folder
-from levserve.model.cpu.linear import multiply, product_kernel
-from levserve.model.cpu.products import product_for
+from levserve.jit.target import detect_target
+from levserve.jit.xla_call import Kernel
+from levserve.model.cpu.linear import kernel_for, multiply
 from tests.conftest import GOLDEN
 from tests.engines import ask, read, running_engine
 from tests.waiting import wait_until
@@ -86,10 +88,15 @@ WEIGHT = np.arange(64 * 32, dtype=np.float32).reshape(64, 32).astype(jnp.bfloat1
 X = np.eye(3, 32, dtype=np.float32)
 
 
+def kernel_named(name: str) -> Kernel:
+    """One that multiplies."""
+    return dataclasses.replace(kernel_for(WEIGHT.dtype, 32, detect_target()), name=name)
+
+
 def check_kernel(name: str) -> None:
     """Registers a kernel that multiplies, and lets it."""
-    xla_call.register(name, product_kernel(product_for(WEIGHT.dtype, 32)))
-    product = jax.ffi.ffi_call(name, jax.ShapeDtypeStruct((3, 64), jnp.float32))(
+    called = xla_call.register(kernel_named(name))
+    product = jax.ffi.ffi_call(called, jax.ShapeDtypeStruct((3, 64), jnp.float32))(
         X, np.array([3], np.int32), WEIGHT
     )
     np.testing.assert_array_equal(product, X @ WEIGHT.astype(np.float32).T)
@@ -98,8 +105,8 @@ def check_kernel(name: str) -> None:
 def test_a_kernel_is_compiled_once_and_then_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_kernel("levserve_first")
     (kept,) = folder.iterdir()
-    (folder / "levserve_second").write_bytes(kept.read_bytes())
-    monkeypatch.setattr(xla_call, "_compile", None)
+    (folder / kernel_named("levserve_second").call_name).write_bytes(kept.read_bytes())
+    monkeypatch.setattr(xla_call, "compile_kernel", None)
     check_kernel("levserve_second")
     with pytest.raises(TypeError):
         check_kernel("levserve_third")
@@ -107,9 +114,10 @@ def test_a_kernel_is_compiled_once_and_then_found(folder: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize("data", [b"", b"rubbish", b"\x7fELF" + bytes(200)])
 def test_a_kernel_that_was_kept_and_spoilt_is_compiled_anew(data: bytes, folder: Path) -> None:
-    kept = folder / f"levserve_spoilt_{len(data)}"
+    name = f"levserve_spoilt_{len(data)}"
+    kept = folder / kernel_named(name).call_name
     kept.write_bytes(data)
-    check_kernel(kept.name)
+    check_kernel(name)
     assert kept.read_bytes() != data
 
 
@@ -129,25 +137,26 @@ def test_a_program_that_cannot_be_saved_runs_all_the_same_and_says_so(
 
 
 def test_a_program_comes_back_with_the_kernel_it_calls(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    device = jax.devices("cpu")[0]
+    device, target = jax.devices("cpu")[0], detect_target()
+    kernel = kernel_for(jnp.dtype(jnp.bfloat16), 80, target).call_name
     rng = np.random.default_rng(0)
     weight, x = (
         rng.standard_normal((64, 80)).astype(jnp.bfloat16),
         rng.standard_normal((5, 80)).astype(np.float32),
     )
     monkeypatch.setattr(xla_call, "_registered", set[str]())  # as in a new process
-    lowered = jax.jit(lambda weight, x: (multiply(weight, None, x) + 1,)).lower(weight, x)
+    lowered = jax.jit(lambda weight, x: (multiply(weight, None, x, target=target) + 1,)).lower(weight, x)
     compiled = lowered.compile()
     keep_program("sum", lowered, compiled)
-    assert {path.name for path in folder.iterdir()} == {"sum", "levserve_multiply_bfloat16_80"}
+    assert {path.name for path in folder.iterdir()} == {"sum", kernel}
 
-    monkeypatch.setattr(xla_call, "_compile", None)  # nothing is compiled any more
+    monkeypatch.setattr(xla_call, "compile_kernel", None)  # nothing is compiled any more
     found = find_program("sum", device)
     assert found is not None
     np.testing.assert_array_equal(found(weight, x)[0], compiled(weight, x)[0])
 
     xla_call._registered.clear()
-    (folder / "levserve_multiply_bfloat16_80").unlink()
+    (folder / kernel).unlink()
     assert find_program("sum", device) is None, "without its kernel it is of no use"
     np.testing.assert_array_equal(compiled(weight, x)[0], found(weight, x)[0])  # whoever has it goes on
     assert find_program("another", device) is None

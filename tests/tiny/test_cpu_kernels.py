@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
+import functools
 import math
 import threading
 from typing import Any
@@ -11,27 +13,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from levserve.jit import builder as writers
 from levserve.jit import xla_call
 from levserve.jit.builder import F32, I8, I32
 from levserve.jit.program import Code, Program
+from levserve.jit.target import Target
+from levserve.model.cache import FP8
+from levserve.model.cpu import argmax, layers
+from levserve.model.cpu import attention as cpu_attention
 from levserve.model.cpu import heads as cpu_heads
 from levserve.model.cpu import linear as cpu_linear
-from levserve.model.cpu.argmax import find_best
-from levserve.model.cpu.backend import CpuBackend
-from levserve.model.cpu.products import Int8Product
+from levserve.model.cpu.heads import Heads
 from levserve.model.hadamard import rotate
 from levserve.model.int8_packing import pack
 from levserve.model.quantize import STEPS, multiply_rotated
 from levserve.model.sampler import likeliest
 from levserve.model.xla import XLA_ON_CPU
+from tests.targets import FOREIGN, HOST, NAMED, RUNNABLE, on_each_target, with_examples
 
 SHAPES, PACKED_SHAPES = ((64, 16), (8, 96), (132, 32)), ((64, 16), (32, 96), (160, 64))
-
-LLVM = CpuBackend()
 
 
 def matrix(out: int, size: int, seed: int = 0) -> tuple[jax.Array, jax.Array]:
@@ -41,31 +43,26 @@ def matrix(out: int, size: int, seed: int = 0) -> tuple[jax.Array, jax.Array]:
     )
 
 
-@jax.jit
-def multiply(weight: jax.Array, scale: jax.Array, x: jax.Array) -> jax.Array:
-    return cpu_linear.multiply(weight, scale, x)
-
-
+multiply = functools.partial(jax.jit, static_argnames="target")(cpu_linear.multiply)
 by_xla = jax.jit(multiply_rotated)
+find_best = functools.partial(jax.jit, static_argnames="target")(argmax.find_best)
 
 
-@settings(max_examples=20, deadline=None)
-@given(
+@with_examples(
+    20,
     st.sampled_from([(shape, False) for shape in SHAPES] + [(shape, True) for shape in PACKED_SHAPES]),
     st.sampled_from([1, 2, 17, 40]),
     st.integers(0, 2**32 - 1),
     st.floats(-30, 30),
 )
 def test_a_product_is_xlas_but_for_a_number_that_is_rounded_otherwise(
-    case: tuple[tuple[int, int], bool], rows: int, seed: int, power: float
+    target: Target, case: tuple[tuple[int, int], bool], rows: int, seed: int, power: float
 ) -> None:
     shape, is_packed = case
     weight, scale = matrix(*shape, seed % 100)
     x = jnp.asarray(np.random.default_rng(seed).standard_normal((rows, shape[1])) * 2.0**power, jnp.float32)
-    got, wanted = (
-        multiply(jnp.asarray(pack(np.asarray(weight))) if is_packed else weight, scale, x),
-        by_xla(weight, scale, x),
-    )
+    stored = jnp.asarray(pack(np.asarray(weight))) if is_packed else weight
+    got, wanted = multiply(stored, scale, x, target=target), by_xla(weight, scale, x)
     step = float(jnp.abs(rotate(x)).max()) / STEPS
     np.testing.assert_allclose(got, wanted, atol=step * 127, rtol=2e-6)
     exact = np.asarray(rotate(x), np.float64) @ np.asarray(weight, np.float64).T * np.asarray(scale)
@@ -73,26 +70,22 @@ def test_a_product_is_xlas_but_for_a_number_that_is_rounded_otherwise(
     assert (np.abs(got - exact) <= most * 1.001).all()
 
 
-@pytest.mark.parametrize("has_instruction", [True, False])
+@on_each_target
 @pytest.mark.parametrize("lanes", [8, 16])
-def test_a_word_of_activations_meets_each_four_numbers_of_a_matrix(
-    lanes: int, has_instruction: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By x86's instruction, where it is there, and by those that every CPU has."""
-    if not has_instruction:
-        monkeypatch.setattr(writers, "host_features", frozenset)
+def test_a_word_of_activations_meets_each_four_numbers_of_a_matrix(lanes: int, target: Target) -> None:
+    """By x86's instruction, where the target has it, and by those that every CPU has."""
     rng = np.random.default_rng(lanes)
     numbers, word = rng.integers(0, 256, 4 * lanes, dtype=np.uint8), rng.integers(-128, 128, 4, dtype=np.int8)
     numbers[:8], word[:2] = 255, -128
     sums = rng.integers(-(2**20), 2**20, lanes, dtype=np.int32)
     wanted = sums + numbers.reshape(lanes, 4).astype(np.int32) @ word.astype(np.int32)
-    program = Program()
-    with program.function("add", 3) as writer:
-        into, x, four = map(writer.as_pointer, writer.given)
-        dotted = writer.dot_word_into(
-            writer.load(into, I32, lanes), writer.load(x, I8, 4 * lanes), writer.load(four, I32)
+    program = Program(target)
+    with program.function("add", 3) as builder:
+        into, x, four = map(builder.as_pointer, builder.given)
+        dotted = builder.dot_word_into(
+            builder.load(into, I32, lanes), builder.load(x, I8, 4 * lanes), builder.load(four, I32)
         )
-        writer.store(into, dotted)
+        builder.store(into, dotted)
     code = Code(program.compile())
     call_with_arrays(code.address("add"), sums, numbers, word)
     np.testing.assert_array_equal(sums, wanted)
@@ -112,18 +105,19 @@ def test_a_matrix_is_packed_by_32_outputs_and_four_numbers_of_each(
         )
 
 
-@settings(max_examples=10, deadline=None)
-@given(st.sampled_from(SHAPES), st.sampled_from([1, 2, 3, 17, 40]), st.integers(0, 2**32 - 1))
-def test_a_product_with_bfloat16_is_that_of_its_numbers(shape: tuple[int, int], rows: int, seed: int) -> None:
+@with_examples(10, st.sampled_from(SHAPES), st.sampled_from([1, 2, 3, 17, 40]), st.integers(0, 2**32 - 1))
+def test_a_product_with_bfloat16_is_that_of_its_numbers(
+    target: Target, shape: tuple[int, int], rows: int, seed: int
+) -> None:
     rng = np.random.default_rng(seed)
     weight = jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
     x = rng.standard_normal((rows, shape[1])).astype(np.float32)
-    got = jax.jit(lambda x: cpu_linear.multiply(weight, None, x))(jnp.asarray(x))
+    got = multiply(weight, None, jnp.asarray(x), target=target)
     np.testing.assert_allclose(got, x @ np.asarray(weight, np.float32).T, atol=2e-5)
 
 
-@settings(max_examples=10, deadline=None)
-@given(
+@with_examples(
+    10,
     st.sampled_from([(1, 1, 16), (2, 3, 32), (1, 5, 48)]),
     st.sampled_from([2, 4, 32]),
     st.sampled_from([None, 1, 7, 40]),
@@ -132,7 +126,13 @@ def test_a_product_with_bfloat16_is_that_of_its_numbers(shape: tuple[int, int], 
     st.integers(0, 2**32 - 1),
 )
 def test_attention_is_xlas_for_any_lengths_and_padding(
-    shape: tuple[int, int, int], page_size: int, window: int | None, chunk: int, befores: list[int], seed: int
+    target: Target,
+    shape: tuple[int, int, int],
+    page_size: int,
+    window: int | None,
+    chunk: int,
+    befores: list[int],
+    seed: int,
 ) -> None:
     """To the last token of a table that is no longer than it must be."""
     (kv_heads, group, size), rows, rng = shape, len(befores), np.random.default_rng(seed)
@@ -143,12 +143,13 @@ def test_attention_is_xlas_for_any_lengths_and_padding(
     table = jnp.asarray(rng.permutation(rows * width).reshape(rows, width), jnp.int32)
     q = jnp.asarray(rng.standard_normal((rows, chunk, kv_heads, group, size)), jnp.float32)
     given = q, pool, table, jnp.asarray(positions, jnp.int32)
-    got, wanted = (backend.mix_values(*given, window=window) for backend in (LLVM, XLA_ON_CPU))
+    got = cpu_attention.paged_attention(*given, target=target, window=window)
+    wanted = XLA_ON_CPU.mix_values(*given, window=window)
     np.testing.assert_allclose(got, wanted, atol=1e-5)
 
 
-@settings(max_examples=10, deadline=None)
-@given(
+@with_examples(
+    10,
     st.sampled_from([(1, 1, 16), (2, 3, 64), (1, 5, 48)]),
     st.sampled_from([2, 4, 32]),
     st.sampled_from([jnp.float32, jnp.bfloat16]),
@@ -157,7 +158,13 @@ def test_attention_is_xlas_for_any_lengths_and_padding(
     st.integers(0, 2**32 - 1),
 )
 def test_a_query_gets_the_same_to_the_last_bit_alone_and_beside_others(
-    shape: tuple[int, int, int], page_size: int, numbers: Any, window: int | None, before: int, seed: int
+    target: Target,
+    shape: tuple[int, int, int],
+    page_size: int,
+    numbers: Any,
+    window: int | None,
+    before: int,
+    seed: int,
 ) -> None:
     (kv_heads, group, size), chunk, rng = shape, 37, np.random.default_rng(seed)
     width = -(-(before + chunk) // page_size)
@@ -165,14 +172,9 @@ def test_a_query_gets_the_same_to_the_last_bit_alone_and_beside_others(
     table = jnp.asarray(rng.permutation(width)[None], jnp.int32)
     q = jnp.asarray(4 * rng.standard_normal((1, chunk, kv_heads, group, size)), jnp.float32)
     positions = jnp.arange(before, before + chunk, dtype=jnp.int32)[None]
-    beside = LLVM.mix_values(q, pool, table, positions, window=window)
-    alone = LLVM.mix_values(
-        jnp.swapaxes(q, 0, 1),
-        pool,
-        jnp.repeat(table, chunk, 0),
-        positions.T,
-        window=window,
-    )
+    compute = functools.partial(cpu_attention.paged_attention, target=target, window=window)
+    beside = compute(q, pool, table, positions)
+    alone = compute(jnp.swapaxes(q, 0, 1), pool, jnp.repeat(table, chunk, 0), positions.T)
     np.testing.assert_array_equal(np.asarray(beside)[0], np.asarray(alone)[:, 0])
 
 
@@ -181,18 +183,17 @@ def test_rows_that_are_not_used_are_not_looked_at(num_used: int) -> None:
     """More than there are is all of them."""
     weight, scale = matrix(132, 32)
     x = np.random.default_rng(0).standard_normal((17, 32)).astype(np.float32)
-    wanted = np.asarray(multiply(weight, scale, jnp.asarray(x)))[:num_used]
+    wanted = np.asarray(multiply(weight, scale, jnp.asarray(x), target=HOST))[:num_used]
     x[num_used:] = math.nan
     used = jnp.asarray([num_used], jnp.int32)
-    got = jax.jit(lambda x: cpu_linear.multiply(weight, scale, x, used))(jnp.asarray(x))
+    got = multiply(weight, scale, jnp.asarray(x), used, target=HOST)
     np.testing.assert_array_equal(np.asarray(got)[:num_used], wanted)
     assert num_used >= len(x) or not np.isnan(got[num_used:]).all(), "they were multiplied"
 
 
-@settings(max_examples=30, deadline=None)
-@given(st.integers(1, 300), st.integers(1, 5), st.integers(0, 6), st.integers(0, 2**32 - 1))
+@with_examples(30, st.integers(1, 300), st.integers(1, 5), st.integers(0, 6), st.integers(0, 2**32 - 1))
 def test_the_best_of_each_row_that_is_used_is_found_and_of_equals_the_first(
-    vocab: int, rows: int, num_used: int, seed: int
+    target: Target, vocab: int, rows: int, num_used: int, seed: int
 ) -> None:
     rng = np.random.default_rng(seed)
     logits = rng.integers(-3, 3, (rows, vocab)).astype(np.float32)
@@ -200,7 +201,8 @@ def test_the_best_of_each_row_that_is_used_is_found_and_of_equals_the_first(
     spoilt = rng.random(rows) < 0.3
     logits[spoilt, rng.integers(0, vocab)] = rng.choice([math.nan, math.inf])
     used = jnp.asarray([num_used], jnp.int32)
-    tokens, values = (np.asarray(found)[:num_used] for found in jax.jit(find_best)(jnp.asarray(logits), used))
+    found = find_best(jnp.asarray(logits), used, target=target)
+    tokens, values = (np.asarray(each)[:num_used] for each in found)
     best = likeliest(jnp.asarray(logits))
     np.testing.assert_array_equal(values, np.asarray(best.values)[:num_used])
     is_sound = np.isfinite(values)
@@ -208,19 +210,20 @@ def test_the_best_of_each_row_that_is_used_is_found_and_of_equals_the_first(
     np.testing.assert_array_equal(tokens[is_sound], np.asarray(best.tokens)[:num_used][is_sound])
 
 
+@on_each_target
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_spoils_its_own_row_alone(bad: float) -> None:
+def test_what_is_not_finite_spoils_its_own_row_alone(bad: float, target: Target) -> None:
     weight, scale = matrix(64, 32)
     x = np.ones((5, 32), np.float32)
     x[3, 7] = bad
-    got = np.asarray(multiply(weight, scale, jnp.asarray(x)))
+    got = np.asarray(multiply(weight, scale, jnp.asarray(x), target=target))
     assert not np.isfinite(got[3]).any() and np.isfinite(np.delete(got, 3, axis=0)).all()
 
     pool = np.ones((8, 2, 1, 4, 16), np.float32)
     pool[5, 0, 0, 1, 2] = bad  # a key of the second row
     q, table = jnp.ones((2, 1, 1, 2, 16)), jnp.arange(8, dtype=jnp.int32).reshape(2, 4)
-    mixed = LLVM.mix_values(q, jnp.asarray(pool), table, jnp.asarray([[9], [9]], jnp.int32))
-    hidden = LLVM.mix_values(q, jnp.asarray(pool), table, jnp.asarray([[9], [4]], jnp.int32))
+    compute = functools.partial(cpu_attention.paged_attention, q, jnp.asarray(pool), table, target=target)
+    mixed, hidden = (compute(jnp.asarray([[9], [last]], jnp.int32)) for last in (9, 4))
     assert np.isfinite(mixed[0]).all() and np.isfinite(hidden).all(), (
         "what a query may not see does not matter"
     )
@@ -230,12 +233,12 @@ def test_what_is_not_finite_spoils_its_own_row_alone(bad: float) -> None:
 def test_many_threads_may_call_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """As programs of several models do; and more helpers than XLA has threads are no harm."""
     monkeypatch.setenv("NPROC", "9")
-    kernel = cpu_linear.product_kernel(Int8Product(48))
-    xla_call.register("crowded", kernel)
+    kernel = dataclasses.replace(cpu_linear.kernel_for(jnp.dtype(jnp.int8), 48, HOST), name="crowded")
+    name = xla_call.register(kernel)
     weight, scale = matrix(640, 48)
     x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 48)), jnp.float32)
     wanted = multiply_rotated(weight, scale, x)
-    call = jax.ffi.ffi_call("crowded", jax.ShapeDtypeStruct((4, 640), jnp.float32))
+    call = jax.ffi.ffi_call(name, jax.ShapeDtypeStruct((4, 640), jnp.float32))
     crowded = jax.jit(lambda x: call(x, jnp.asarray([4], jnp.int32), weight, scale)).lower(x).compile()
     failures: list[AssertionError] = []
 
@@ -254,7 +257,8 @@ def test_many_threads_may_call_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not failures and not any(thread.is_alive() for thread in threads)
 
 
-def test_powers_and_tangents_are_right_to_the_last_bits() -> None:
+@on_each_target
+def test_powers_and_tangents_are_right_to_the_last_bits(target: Target) -> None:
     x = np.concatenate(
         [np.linspace(-90, 10, 2**12), np.linspace(-1e-3, 1e-3, 2**12), [math.nan] * 16]
     ).astype(np.float32)
@@ -262,11 +266,11 @@ def test_powers_and_tangents_are_right_to_the_last_bits() -> None:
         (cpu_heads.exp, np.exp(np.maximum(x, -126 * math.log(2)))),
         (cpu_heads.tanh, np.tanh(x)),
     ):
-        program = Program()
-        with program.function("apply", 2) as writer:
-            given, into = map(writer.as_pointer, writer.given)
-            with writer.loop(0, x.size, 16) as at:
-                writer.store(into + at * 4, function(writer.load(given + at * 4, F32, 16)))
+        program = Program(target)
+        with program.function("apply", 2) as builder:
+            given, into = map(builder.as_pointer, builder.given)
+            with builder.loop(0, x.size, 16) as at:
+                builder.store(into + at * 4, function(builder.load(given + at * 4, F32, 16)))
         code = Code(program.compile())
         got = np.zeros_like(x)
         call_with_arrays(code.address("apply"), x, got)
@@ -282,3 +286,44 @@ def call_with_arrays(address: int, *arrays: np.ndarray) -> None:
 @pytest.mark.parametrize(("out", "size", "is_refused"), [(64, 32, False), (66, 32, True), (64, 40, True)])
 def test_a_matrix_that_it_cannot_take_is_refused_by_its_size(out: int, size: int, is_refused: bool) -> None:
     assert (f"{out} x {size}" in (cpu_linear.refuse_unservable(out, size) or "")) is is_refused
+
+
+@pytest.mark.parametrize("target", FOREIGN.values(), ids=FOREIGN)
+def test_kernels_are_compiled_for_cpus_of_another_kind(target: Target) -> None:
+    """As far as an object file for them, which this CPU cannot run."""
+    bfloat16 = jnp.dtype(jnp.bfloat16)
+    heads = Heads(kv_heads=1, group=3, size=32, page_size=8, numbers=bfloat16, target=target)
+    kernels = [argmax.kernel_for(target)]
+    kernels += [
+        cpu_linear.kernel_for(jnp.dtype(numbers), 64, target)
+        for numbers in (jnp.int8, jnp.uint8, jnp.bfloat16)
+    ]
+    kernels += [
+        cpu_attention.kernel_for(dataclasses.replace(heads, numbers=jnp.dtype(numbers)))
+        for numbers in (jnp.float32, jnp.bfloat16, FP8)
+    ]
+    norms, matrices = ("input_norm", "mlp_norm"), ("qkv", "out", "gate_up", "down")
+    plan = layers.Plan(
+        heads,
+        num_layers=2,
+        hidden=64,
+        intermediate=128,
+        rotated=32,
+        eps=1e-5,
+        scale=0.25,
+        fields=norms + matrices,
+        matrices=bfloat16,
+    )
+    kernels.append(layers.kernel_for(plan))
+    machine = {"x86_64": 62, "aarch64": 183}[target.arch]
+    for kernel in kernels:
+        compiled = xla_call.compile_kernel(kernel)
+        assert compiled[:4] == b"\x7fELF" and int.from_bytes(compiled[18:20], "little") == machine
+        with pytest.raises(AssertionError, match="cannot run on this CPU"):
+            xla_call.register(kernel)
+
+
+def test_no_two_targets_share_the_name_of_a_kernel() -> None:
+    targets = {*RUNNABLE.values(), *NAMED.values()}
+    assert len({argmax.kernel_for(target).call_name for target in targets}) == len(targets)
+    assert Target.named("avx2") == NAMED["avx2"] and HOST.runs_on(HOST)

@@ -11,16 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from levserve.jit.target import Target
 from levserve.model import cache
 from levserve.model.config import ModelConfig
 from levserve.model.cpu import many_queries as cpu_many_queries
-from levserve.model.cpu.attention import HAS_MANY, join
+from levserve.model.cpu.attention import join
 from levserve.model.cpu.backend import PLAIN_FIELDS, CpuBackend
 from levserve.model.cpu.heads import Heads
 from levserve.model.decoder import Decoder
 from levserve.model.quantize import NARROW, choose_quantization
 from levserve.weights.load import load_arrays, read_config
 from tests.conftest import GOLDEN
+from tests.targets import HOST, on_each_target, on_other_targets
 
 PLAIN = ("llama", "llama3-rope", "mistral", "phi3", "qwen2", "qwen3")
 DOT = CpuBackend(has_products=True)
@@ -41,9 +43,11 @@ def arrays_of(family: str, kind: str) -> tuple[Any, dict[str, jax.Array]]:
     )
 
 
-def model_of(family: str, kind: str, *, runs_layers: bool = True, **changes: Any) -> Decoder:
+def model_of(
+    family: str, kind: str, *, runs_layers: bool = True, target: Target = HOST, **changes: Any
+) -> Decoder:
     config, arrays = arrays_of(family, kind)
-    backend = replace(BACKENDS[kind], runs_layers=runs_layers)
+    backend = replace(BACKENDS[kind], runs_layers=runs_layers, target=target)
     return Decoder.from_arrays(replace(config, **changes), arrays, backend=backend)
 
 
@@ -76,13 +80,13 @@ def run(model: Decoder, positions: np.ndarray, kept: jnp.dtype) -> Ran:
     )
 
 
-def check(family: str, kind: str, kept: jnp.dtype, **changes: Any) -> None:
+def check(family: str, kind: str, kept: jnp.dtype, target: Target = HOST, **changes: Any) -> None:
     """On chunks that begin anywhere, with padding at their ends and a row of nothing else."""
     positions = np.array([0, 9, 17, 3])[:, None] + np.arange(5)[None]
     positions[1, 3:], positions[2, 1:], positions[3] = -1, -1, -1
     is_given = positions >= 0
     assert refusal_of(family, kind, kept, **changes) is None
-    together = run(model_of(family, kind, **changes), positions, kept)
+    together = run(model_of(family, kind, target=target, **changes), positions, kept)
     apart = run(model_of(family, kind, runs_layers=False, **changes), positions, kept)
     tolerance = 0.03 if kept == BFLOAT16 else 0.002
     np.testing.assert_allclose(together.hidden[is_given], apart.hidden[is_given], atol=tolerance)
@@ -108,14 +112,22 @@ def test_all_layers_in_one_call_give_what_they_give_one_by_one(
     check(family, kind, kept)
 
 
+@on_other_targets
+def test_all_layers_in_one_call_give_the_same_for_other_targets(target: Target) -> None:
+    check("qwen3", "int8", BFLOAT16, target)
+
+
 def test_only_a_part_of_a_head_may_be_rotated() -> None:
     check("qwen3", "int8", FLOAT32, rotary_size=8)
 
 
-def test_a_prompts_tokens_get_the_same_in_rows_of_their_own_beside_others_as_in_a_chunk() -> None:
+@on_each_target
+def test_a_prompts_tokens_get_the_same_in_rows_of_their_own_beside_others_as_in_a_chunk(
+    target: Target,
+) -> None:
     """To the last bit, wherever the prompt begins in its page, and whether neighbours are attended together or not."""
     model, rng, page_size, width, start, count = (
-        model_of("llama", "int8"),
+        model_of("llama", "int8", target=target),
         np.random.default_rng(0),
         32,
         3,
@@ -142,15 +154,16 @@ def test_a_prompts_tokens_get_the_same_in_rows_of_their_own_beside_others_as_in_
         np.testing.assert_array_equal(mine[table[0]], theirs[table[0]])
 
 
-@pytest.mark.skipif(not HAS_MANY, reason="this CPU takes all queries one by one")
-def test_neighbours_of_a_prompt_are_attended_together_and_others_are_not() -> None:
-    heads = Heads(kv_heads=1, group=3, size=64, page_size=32, numbers=BFLOAT16)
+@pytest.mark.parametrize("vector_bytes", [32, 64])
+def test_neighbours_of_a_prompt_are_attended_together_and_others_are_not(vector_bytes: int) -> None:
+    target = replace(HOST, vector_bytes=vector_bytes)
+    heads = Heads(kv_heads=1, group=3, size=64, page_size=32, numbers=BFLOAT16, target=target)
     own = [100, 90, *range(4, 30)]  # two streams and a prompt of 26 tokens
     table = jnp.asarray([[7] * 4, [8] * 4, *[[0, 1, 2, 3]] * 26, [0] * 4], jnp.int32)
     pool = jnp.zeros((9, 2, 1, 32, 64), jnp.uint16)
     place = cache.place(table, jnp.asarray([*own, -1], jnp.int32)[:, None], pool)
     together = np.asarray(join(place, heads)).tolist()
-    most = cpu_many_queries.MOST // 3 // 4 * 4  # of a page, cut evenly
+    most = cpu_many_queries.most_queries(target) // 3 // 4 * 4  # of a page, cut evenly
     assert together[:2] == [1, 1] and together[-1] == 1 and sum(together) == 29 and max(together) == most
 
 

@@ -11,19 +11,23 @@ import math
 import jax
 import jax.numpy as jnp
 
-from levserve.jit.builder import F32, Builder, Value, vector_bytes
+from levserve.jit.builder import F32, Builder, Value
+from levserve.jit.target import Target
 from levserve.jit.xla_call import Call, Kernel, Work, register
 from levserve.model.cache import Place, numbers_of
 from levserve.model.cpu import few_queries as cpu_few_queries
 from levserve.model.cpu import many_queries as cpu_many_queries
 from levserve.model.cpu.heads import LANES, Given, Heads, Part
 
-MANY = cpu_many_queries.MOST // 2
-"""Queries of a row and head: with fewer, most lanes would be left over."""
-HAS_MANY = vector_bytes() > 16
-"""Where it was not measured, all are few."""
-MIXED_CONTEXT = 2**31 if HAS_MANY else 256
-"""Where a prompt's chunk may begin, at most, to be computed beside decoding rows: few that are neighbours read all keys one by one."""
+
+def takes_many(target: Target) -> bool:
+    """Whether many queries are taken in another way than few; where it was not measured, they are not."""
+    return target.vector_bytes > 16
+
+
+def mixed_context(target: Target) -> int:
+    """Where a prompt's chunk may begin, at most, to be computed beside decoding rows: few that are neighbours read all keys one by one."""
+    return 2**31 if takes_many(target) else 256
 
 
 def refuse_unservable(head_dim: int) -> str | None:
@@ -39,14 +43,13 @@ def paged_attention(
     table: jax.Array,
     positions: jax.Array,
     *,
+    target: Target,
     window: int | None = None,
     softcap: float | None = None,
 ) -> jax.Array:
     """As `attend`, of queries that are scaled."""
     _, _, kv_heads, group, size = q.shape
-    numbers = numbers_of(pool)
-    name = f"levserve_attend_{numbers}_{kv_heads}_{group}_{size}_{pool.shape[3]}"
-    register(name, kernel_for(Heads(kv_heads, group, size, pool.shape[3], numbers)))
+    name = register(kernel_for(Heads(kv_heads, group, size, pool.shape[3], numbers_of(pool), target)))
     limits = (
         jnp.asarray([0 if window is None else window], jnp.int32),
         jnp.asarray([softcap or 0.0], jnp.float32),
@@ -58,12 +61,13 @@ def paged_attention(
 
 def kernel_for(heads: Heads) -> Kernel:
     """For arguments q [row, chunk, kv_head, group, size], pool, table [row, page], positions [row, chunk], window, softcap."""
+    name = f"levserve_attend_{heads.numbers}_{heads.kv_heads}_{heads.group}_{heads.size}_{heads.page_size}"
     token_bytes = heads.kv_heads * heads.group * heads.size * 4
 
     def given(call: Call) -> Given:
         q, pool, table, positions, window, softcap = map(call.argument, range(6))
-        writer = call.writer
-        limits = writer.index(window, writer.number(0)), writer.load(softcap, F32)
+        builder = call.builder
+        limits = builder.index(window, builder.number(0)), builder.load(softcap, F32)
         sizes = call.argument_size(0, 1), call.argument_size(2, 1)
         return Given(q, call.result(0), token_bytes, token_bytes, pool, table, positions, *limits, *sizes)
 
@@ -71,9 +75,10 @@ def kernel_for(heads: Heads) -> Kernel:
         return num_pieces(heads, given(call), call.argument_size(0, 0))
 
     def attend(call: Call, _: Value, own: Value, piece: Value) -> None:
-        attend_part(call.writer, heads, given(call), own, piece)
+        attend_part(call.builder, heads, given(call), own, piece)
 
-    return Kernel((Work(count, attend),), own_bytes=lambda call: own_bytes(heads, given(call)))
+    works = (Work(count, attend),)
+    return Kernel(name, heads.target, works, own_bytes=lambda call: own_bytes(heads, given(call)))
 
 
 def join(place: Place, heads: Heads) -> jax.Array:
@@ -82,14 +87,15 @@ def join(place: Place, heads: Heads) -> jax.Array:
     So a prompt's tokens beside decoding rows read their keys together, if they are enough for that.
     """
     rows, chunk = place.positions.shape
-    most = math.gcd(heads.page_size, 2 ** int(math.log2(max(cpu_many_queries.MOST // heads.group, 1))))
-    if chunk > 1 or most * heads.group < MANY or not HAS_MANY:
+    together = max(cpu_many_queries.most_queries(heads.target) // heads.group, 1)
+    most, many = math.gcd(heads.page_size, 2 ** int(math.log2(together))), _many(heads)
+    if chunk > 1 or most * heads.group < many or not takes_many(heads.target):
         return jnp.ones(rows, jnp.int32)
     blocks = place.pages * (heads.page_size // most) + place.offsets // most
     is_first = jnp.concatenate([jnp.ones(1, bool), blocks[1:] != blocks[:-1]])
     which = jnp.cumsum(is_first)
     count = (which[:, None] == which[None]).sum(1, dtype=jnp.int32)
-    is_worth_it = (count * heads.group >= MANY) & (place.positions[:, 0] >= 0)
+    is_worth_it = (count * heads.group >= many) & (place.positions[:, 0] >= 0)
     return jnp.where(is_worth_it, jnp.where(is_first, count, 0), 1)
 
 
@@ -99,10 +105,10 @@ def num_pieces(heads: Heads, given: Given, rows: Value) -> Value:
 
 def own_bytes(heads: Heads, given: Given) -> Value:
     few, many = (kind.own_bytes(heads, given) for kind in (cpu_few_queries, cpu_many_queries))
-    return few.most(many) if HAS_MANY else few
+    return few.most(many) if takes_many(heads.target) else few
 
 
-def attend_part(writer: Builder, heads: Heads, given: Given, own: Value, piece: Value) -> None:
+def attend_part(builder: Builder, heads: Heads, given: Given, own: Value, piece: Value) -> None:
     parts, queries = _num_parts(heads, given), given.num_queries(heads)
     pair, number = piece // parts, piece % parts
     row, head = pair // heads.kv_heads, pair % heads.kv_heads
@@ -110,18 +116,24 @@ def attend_part(writer: Builder, heads: Heads, given: Given, own: Value, piece: 
     first = number * each
     held = (queries - first).least(each).most(0)
     if given.joined is not None:
-        joined = (queries >= MANY).choose(writer.number(1), writer.index(given.joined, row))
+        joined = (queries >= _many(heads)).choose(builder.number(1), builder.index(given.joined, row))
         with_others = number.is_(0).choose(joined * heads.group, 0)
         first, held = joined.is_(1).choose(first, 0), joined.is_(1).choose(held, with_others)
-    part = Part(writer, heads, given, row, head, first, held)
-    with writer.when(held < cpu_few_queries.MOST + 1):
-        cpu_few_queries.attend_few(writer, heads, given, own, part)
-    if HAS_MANY:
-        with writer.when(held >= cpu_few_queries.MOST + 1):
-            cpu_many_queries.attend_many(writer, heads, given, own, part)
+    part = Part(builder, heads, given, row, head, first, held)
+    with builder.when(held < cpu_few_queries.MOST + 1):
+        cpu_few_queries.attend_few(builder, heads, given, own, part)
+    if takes_many(heads.target):
+        with builder.when(held >= cpu_few_queries.MOST + 1):
+            cpu_many_queries.attend_many(builder, heads, given, own, part)
 
 
 def _num_parts(heads: Heads, given: Given) -> Value:
     """Of the queries of one row and head."""
-    few, many = (given.num_parts(heads, kind.MOST) for kind in (cpu_few_queries, cpu_many_queries))
-    return (given.num_queries(heads) >= MANY).choose(many, few) if HAS_MANY else few
+    few = given.num_parts(heads, cpu_few_queries.MOST)
+    many = given.num_parts(heads, cpu_many_queries.most_queries(heads.target))
+    return (given.num_queries(heads) >= _many(heads)).choose(many, few) if takes_many(heads.target) else few
+
+
+def _many(heads: Heads) -> int:
+    """Queries of a row and head: with fewer, most lanes would be left over."""
+    return cpu_many_queries.most_queries(heads.target) // 2

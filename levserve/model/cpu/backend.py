@@ -73,7 +73,9 @@ class CpuBackend(XlaBackend):
     def traits(self) -> Traits:
         if not self.runs_layers:
             return CPU_TRAITS
-        return replace(CPU_TRAITS, leaves_out_padding=True, mixed_context=attention.MIXED_CONTEXT)
+        return replace(
+            CPU_TRAITS, leaves_out_padding=True, mixed_context=attention.mixed_context(self.target)
+        )
 
     def describe(self) -> str:
         kernels = ["attention"]
@@ -97,11 +99,13 @@ class CpuBackend(XlaBackend):
             return attend_in_blocks(
                 q, pool, table, positions, window=window, softcap=softcap, on_cpu=True, in_bfloat16=True
             )
-        return attention.paged_attention(q, pool, table, positions, window=window, softcap=softcap)
+        return attention.paged_attention(
+            q, pool, table, positions, target=self.target, window=window, softcap=softcap
+        )
 
     def product(self, weight: jax.Array, scale: jax.Array | None) -> Product | None:
         if weight.ndim == 2 and self._has_product(weight.shape, weight.dtype):
-            return lambda x, num_used: linear.multiply(weight, scale, x, num_used)
+            return lambda x, num_used: linear.multiply(weight, scale, x, num_used, target=self.target)
         return super().product(weight, scale)
 
     def run_layers(
@@ -117,7 +121,7 @@ class CpuBackend(XlaBackend):
         assert rope is not None
         page_size, numbers = pools[0].shape[3], cache.numbers_of(pools[0])
         plan = layers.Plan(
-            Heads(config.num_kv_heads, config.Group.size, config.head_dim, page_size, numbers),
+            Heads(config.num_kv_heads, config.Group.size, config.head_dim, page_size, numbers, self.target),
             num_layers=config.num_layers,
             hidden=config.hidden_size,
             intermediate=config.intermediate_size,
@@ -133,7 +137,7 @@ class CpuBackend(XlaBackend):
     def likeliest(self, logits: jax.Array, num_used: jax.Array | None = None) -> Likeliest:
         if not self.has_products or num_used is None:
             return super().likeliest(logits)
-        return Likeliest(*argmax.find_best(logits, num_used))
+        return Likeliest(*argmax.find_best(logits, num_used, target=self.target))
 
     def packs(self, kept: jnp.dtype) -> bool:
         return self.packs_int8 and kept == jnp.int8

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from levserve.jit.builder import F16, F32, I8, I16, I32, LINE_BYTES, ROUNDER, Builder, Value
+from levserve.jit.target import Target
 from levserve.model.cache import FP8
 
 LANES = 16
@@ -32,6 +33,7 @@ class Heads:
     size: int
     page_size: int
     numbers: jnp.dtype
+    target: Target
 
     @property
     def slot_bytes(self) -> int:
@@ -79,9 +81,9 @@ class Part:
     """A few neighbouring queries over one key-value head of one row, or of some that follow it and have its pages."""
 
     def __init__(
-        self, writer: Builder, heads: Heads, given: Given, row: Value, head: Value, first: Value, held: Value
+        self, builder: Builder, heads: Heads, given: Given, row: Value, head: Value, first: Value, held: Value
     ) -> None:
-        self.writer, self.heads, self.given = writer, heads, given
+        self.builder, self.heads, self.given = builder, heads, given
         self.head, self.first, self.held = head, first, held
         self.row_start = row * given.chunk
         self.table = given.table + row * given.table_width * 4
@@ -94,25 +96,25 @@ class Part:
 
     def seen(self, index: Value) -> tuple[Value, Value]:
         """From which token to which a query may look."""
-        stop = (self.writer.index(self.given.positions, self._token_of(index)) + 1).most(0)
+        stop = (self.builder.index(self.given.positions, self._token_of(index)) + 1).most(0)
         return self.given.window.is_(0).choose(
-            self.writer.number(0), (stop - self.given.window).most(0)
+            self.builder.number(0), (stop - self.given.window).most(0)
         ), stop
 
     def tile_of(self, half: int, token: Value) -> Value:
         """The keys or the values of a token's page."""
-        page = self.writer.index(self.table, token // self.heads.page_size)
+        page = self.builder.index(self.table, token // self.heads.page_size)
         return self.given.pool + ((page * 2 + half) * self.heads.kv_heads + self.head) * self.heads.tile_bytes
 
     def floats(self, stored: Value, lanes: int) -> Value:
         """A vector of what is stored, in float32."""
-        writer, numbers = self.writer, self.heads.numbers
+        builder, numbers = self.builder, self.heads.numbers
         if numbers == jnp.float32:
-            return writer.load(stored, F32, lanes)
+            return builder.load(stored, F32, lanes)
         if numbers == jnp.bfloat16:
-            return (writer.load(stored, I16, lanes).convert("zext", I32) << 16).convert("bitcast", F32)
+            return (builder.load(stored, I16, lanes).convert("zext", I32) << 16).convert("bitcast", F32)
         assert numbers == FP8
-        bits = writer.load(stored, I8, lanes).convert(
+        bits = builder.load(stored, I8, lanes).convert(
             "zext", I16
         )  # in the places of a float16, whose exponent begins 8 lower
         number = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).convert("bitcast", F16).convert(
@@ -123,7 +125,7 @@ class Part:
     def ask_for(self, tile: Value, slot: Value, count: int) -> None:
         """Some slots of a page that will be read soon."""
         for line in range(0, count * self.heads.slot_bytes, LINE_BYTES):
-            self.writer.prefetch(tile + slot * self.heads.slot_bytes + line)
+            self.builder.prefetch(tile + slot * self.heads.slot_bytes + line)
 
     def _token_of(self, index: Value) -> Value:
         return self.row_start + (self.first + index) // self.heads.group

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from levserve.jit.builder import F32, I16, I32, Builder, Value
+from levserve.jit.target import Target
 from levserve.jit.xla_call import Call, Kernel, Work, register
 from levserve.model.cache import Place
 from levserve.model.cpu.attention import attend_part, join, num_pieces, own_bytes
@@ -56,6 +57,10 @@ class Plan:
     """What numbers they have."""
 
     @property
+    def target(self) -> Target:
+        return self.heads.target
+
+    @property
     def mixed(self) -> int:
         return self.heads.kv_heads * self.heads.group * self.heads.size
 
@@ -69,12 +74,12 @@ class Plan:
         return f"levserve_layers_{hashlib.sha256(repr(self).encode()).hexdigest()[:16]}"
 
     def product(self, size: int) -> Product:
-        return product_for(self.matrices, size)
+        return product_for(self.matrices, size, self.target)
 
 
 def refuse_unservable(head_dim: int, rotated: int, numbers: jnp.dtype) -> str | None:
     """Why this kernel cannot serve a model, or None; its matrices are not looked at."""
-    if head_dim % LANES or rotated % 8 or (head_dim - rotated) % _model_loops(rotated):
+    if head_dim % LANES or rotated % 8 or (head_dim - rotated) % _lanes(rotated):
         return f"heads of {head_dim} numbers, of which {rotated} turn"
     return None if numbers in (jnp.float32, jnp.bfloat16) else f"a KV cache in {numbers}"
 
@@ -89,7 +94,7 @@ def run_layers(
     layers: Sequence[Mapping[str, jax.Array]],
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """x [row, chunk, hidden] after all layers, and the pools, written in place."""
-    register(plan.name, kernel_for(plan))
+    name = register(kernel_for(plan))
     arguments = [
         x,
         place.num_used,
@@ -104,7 +109,7 @@ def run_layers(
         aliases[len(arguments)] = number + 1
         arguments += [pool, *(layer[field] for field in plan.fields)]
     results = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (x, *pools)]
-    x, *written = jax.ffi.ffi_call(plan.name, results, input_output_aliases=aliases)(*arguments)
+    x, *written = jax.ffi.ffi_call(name, results, input_output_aliases=aliases)(*arguments)
     return x, tuple(written)
 
 
@@ -130,31 +135,33 @@ def kernel_for(plan: Plan) -> Kernel:
 
     def norm_row(norm: str) -> Do:
         def do(call: Call, shared: Value, own: Value, row: Value) -> None:
-            writer, x, weight = call.writer, call.result(X) + row * (4 * hidden), of_layer(call, norm)
-            squares = writer.variable(writer.zeros(F32, LANES))
-            with writer.loop(0, hidden, LANES) as at:
-                each = writer.load(x + at * 4, F32, LANES)
+            builder, x, weight = call.builder, call.result(X) + row * (4 * hidden), of_layer(call, norm)
+            squares = builder.variable(builder.zeros(F32, LANES))
+            with builder.loop(0, hidden, LANES) as at:
+                each = builder.load(x + at * 4, F32, LANES)
                 squares.set(each.times_plus(each, squares.get()))
-            factor = _one_over_root(writer, squares.get().total(), hidden, plan.eps).splat(LANES)
-            with writer.loop(0, hidden, LANES) as at:
-                each = writer.load(x + at * 4, F32, LANES) * factor * writer.load(weight + at * 4, F32, LANES)
-                writer.store(own + at * 4, each)
-            by_hidden.prepare(writer, own, own, parts(call, shared)[0] + row * by_hidden.row_bytes)
+            factor = _one_over_root(builder, squares.get().total(), hidden, plan.eps).splat(LANES)
+            with builder.loop(0, hidden, LANES) as at:
+                each = (
+                    builder.load(x + at * 4, F32, LANES) * factor * builder.load(weight + at * 4, F32, LANES)
+                )
+                builder.store(own + at * 4, each)
+            by_hidden.prepare(builder, own, own, parts(call, shared)[0] + row * by_hidden.row_bytes)
 
         return do
 
     def prepare_mixed(call: Call, shared: Value, own: Value, row: Value) -> None:
         memory = parts(call, shared)
-        by_mixed.prepare(call.writer, memory[2] + row * widths[2], own, memory[0] + row * by_mixed.row_bytes)
+        by_mixed.prepare(call.builder, memory[2] + row * widths[2], own, memory[0] + row * by_mixed.row_bytes)
 
     def activate_row(call: Call, shared: Value, own: Value, row: Value) -> None:
-        writer, memory = call.writer, parts(call, shared)
+        builder, memory = call.builder, parts(call, shared)
         gates = memory[3] + row * widths[3]
         ups = gates + 4 * plan.intermediate
-        with writer.loop(0, plan.intermediate, LANES) as at:
-            gate, up = (writer.load(each + at * 4, F32, LANES) for each in (gates, ups))
-            writer.store(own + at * 4, gate * up / (exp((gate * -1.0).least(LARGEST_POWER)) + 1.0))
-        by_activated.prepare(writer, own, own, memory[0] + row * by_activated.row_bytes)
+        with builder.loop(0, plan.intermediate, LANES) as at:
+            gate, up = (builder.load(each + at * 4, F32, LANES) for each in (gates, ups))
+            builder.store(own + at * 4, gate * up / (exp((gate * -1.0).least(LARGEST_POWER)) + 1.0))
+        by_activated.prepare(builder, own, own, memory[0] + row * by_activated.row_bytes)
 
     def multiply(product: Product, field: str, num_out: int, keeper: Callable[[Call, Value], Keep]) -> Work:
         """What `keeper` looks up, it looks up once for a piece: LLVM could not tell."""
@@ -163,9 +170,9 @@ def kernel_for(plan: Plan) -> Kernel:
             matrix = Matrix(
                 of_layer(call, field), of_layer(call, f"{field}_scale") if product.has_scales else None
             )
-            outs = block_range(product, piece, call.writer.number(num_out))
+            outs = block_range(product, piece, call.builder.number(num_out))
             multiply_block(
-                call.writer,
+                call.builder,
                 product,
                 matrix,
                 parts(call, shared)[0],
@@ -174,22 +181,22 @@ def kernel_for(plan: Plan) -> Kernel:
                 keeper(call, shared),
             )
 
-        return Work(lambda call: num_blocks(product, call.writer.number(num_out)), do)
+        return Work(lambda call: num_blocks(product, call.builder.number(num_out)), do)
 
     def keep_in(part: int, bias: str | None = None) -> Callable[[Call, Value], Keep]:
         """A part of the shared memory."""
 
         def keeper(call: Call, shared: Value) -> Keep:
-            writer, into = call.writer, parts(call, shared)[part]
+            builder, into = call.builder, parts(call, shared)[part]
             added = of_layer(call, bias) if bias in plan.fields else None
 
             def keep(row: Value, out: Value, products: Value) -> None:
                 sums = (
                     products
                     if added is None
-                    else products + writer.load(added + out * 4, F32, products.lanes)
+                    else products + builder.load(added + out * 4, F32, products.lanes)
                 )
-                writer.store(into + row * widths[part] + out * 4, sums)
+                builder.store(into + row * widths[part] + out * 4, sums)
 
             return keep
 
@@ -200,30 +207,30 @@ def kernel_for(plan: Plan) -> Kernel:
 
         def keep(row: Value, out: Value, products: Value) -> None:
             at = x + row * (4 * hidden) + out * 4
-            call.writer.store(at, call.writer.load(at, F32, products.lanes) + products)
+            call.builder.store(at, call.builder.load(at, F32, products.lanes) + products)
 
         return keep
 
     def place_token(call: Call, shared: Value, _: Value, token: Value) -> None:
         """Turns a token's queries and keys, and writes its keys and values to their page."""
-        writer = call.writer
+        builder = call.builder
         qkv = parts(call, shared)[1] + token * widths[1]
-        position = writer.index(call.argument(POSITIONS), token)
-        with writer.when(position >= 0):
+        position = builder.index(call.argument(POSITIONS), token)
+        with builder.when(position >= 0):
             row = token // call.argument_size(X, 1)
             width = call.argument_size(TABLE, 1)
-            page = writer.index(call.argument(TABLE), row * width + position // heads.page_size)
+            page = builder.index(call.argument(TABLE), row * width + position // heads.page_size)
             cos, sin = (call.argument(which) + token * (2 * plan.rotated) for which in (COS, SIN))
-            with writer.loop(0, heads.kv_heads * heads.group) as head:
+            with builder.loop(0, heads.kv_heads * heads.group) as head:
                 place = qkv + head * (4 * size)
                 for at, turned in _turned(plan, call, place, "q_norm", cos, sin):
-                    writer.store(place + 4 * at, turned * plan.scale)
-            with writer.when(page < call.argument_size(_place_of(plan, call, "pool"), 0)):
-                with writer.loop(0, heads.kv_heads) as head:
+                    builder.store(place + 4 * at, turned * plan.scale)
+            with builder.when(page < call.argument_size(_place_of(plan, call, "pool"), 0)):
+                with builder.loop(0, heads.kv_heads) as head:
                     key = qkv + (head + heads.kv_heads * heads.group) * (4 * size)
                     value = key + 4 * heads.kv_heads * size
-                    lanes = _model_loops(plan.rotated)
-                    plain = [(at, writer.load(value + 4 * at, F32, lanes)) for at in range(0, size, lanes)]
+                    lanes = _lanes(plan.rotated)
+                    plain = [(at, builder.load(value + 4 * at, F32, lanes)) for at in range(0, size, lanes)]
                     for half, numbers in enumerate((_turned(plan, call, key, "k_norm", cos, sin), plain)):
                         tile = (
                             of_layer(call, "pool")
@@ -231,11 +238,11 @@ def kernel_for(plan: Plan) -> Kernel:
                         )
                         slot = tile + (position % heads.page_size) * (size * item)
                         for at, number in numbers:
-                            writer.store(slot + at * item, _stored(number, heads.numbers))
+                            builder.store(slot + at * item, _stored(number, heads.numbers))
 
     def given(call: Call, shared: Value) -> Given:
-        writer, memory = call.writer, parts(call, shared)
-        window = writer.index(call.argument(WINDOWS), call.turn)
+        builder, memory = call.builder, parts(call, shared)
+        window = builder.index(call.argument(WINDOWS), call.turn)
         sizes = call.argument_size(X, 1), call.argument_size(TABLE, 1)
         return Given(
             memory[1],
@@ -246,7 +253,7 @@ def kernel_for(plan: Plan) -> Kernel:
             call.argument(TABLE),
             call.argument(POSITIONS),
             window,
-            writer.number(0.0, F32),
+            builder.number(0.0, F32),
             *sizes,
             call.argument(JOINED),
         )
@@ -256,7 +263,7 @@ def kernel_for(plan: Plan) -> Kernel:
         return num_pieces(heads, given(call, call.frame), (num_rows(call) + chunk - 1) // chunk)
 
     def attend(call: Call, shared: Value, own: Value, piece: Value) -> None:
-        attend_part(call.writer, heads, given(call, shared), own, piece)
+        attend_part(call.builder, heads, given(call, shared), own, piece)
 
     works = (
         Work(num_rows, norm_row("input_norm")),
@@ -272,6 +279,8 @@ def kernel_for(plan: Plan) -> Kernel:
     )
     row_bytes = 4 * max(hidden, plan.mixed, plan.intermediate)
     return Kernel(
+        plan.name,
+        plan.target,
         works,
         plan.num_layers,
         shared_bytes=lambda call: num_tokens(call) * sum(widths),
@@ -289,28 +298,28 @@ def _turned(
     plan: Plan, call: Call, head: Value, norm: str, cos: Value, sin: Value
 ) -> list[tuple[int, Value]]:
     """A head's numbers, normed if the model does that and turned by their position: vectors, and where each begins."""
-    writer, lanes, half = call.writer, _model_loops(plan.rotated), plan.rotated // 2
-    numbers = {at: writer.load(head + 4 * at, F32, lanes) for at in range(0, plan.heads.size, lanes)}
+    builder, lanes, half = call.builder, _lanes(plan.rotated), plan.rotated // 2
+    numbers = {at: builder.load(head + 4 * at, F32, lanes) for at in range(0, plan.heads.size, lanes)}
     if norm in plan.fields:
         weight = call.argument(_place_of(plan, call, norm))
-        squares = writer.zeros(F32, lanes)
+        squares = builder.zeros(F32, lanes)
         for each in numbers.values():
             squares = each.times_plus(each, squares)
-        factor = _one_over_root(writer, squares.total(), plan.heads.size, plan.eps).splat(lanes)
+        factor = _one_over_root(builder, squares.total(), plan.heads.size, plan.eps).splat(lanes)
         numbers = {
-            at: each * factor * writer.load(weight + 4 * at, F32, lanes) for at, each in numbers.items()
+            at: each * factor * builder.load(weight + 4 * at, F32, lanes) for at, each in numbers.items()
         }
     turned = dict(numbers)
     for at in range(0, half, lanes):
         low, high = numbers[at], numbers[at + half]
-        cosine, sine = (writer.load(which + 4 * at, F32, lanes) for which in (cos, sin))
+        cosine, sine = (builder.load(which + 4 * at, F32, lanes) for which in (cos, sin))
         turned[at], turned[at + half] = low * cosine - high * sine, high * cosine + low * sine
     return list(turned.items())
 
 
-def _one_over_root(writer: Builder, squares: Value, count: int, eps: float) -> Value:
+def _one_over_root(builder: Builder, squares: Value, count: int, eps: float) -> Value:
     """What a norm multiplies with."""
-    return writer.number(1.0, F32) / (squares / float(count) + eps).call("llvm.sqrt")
+    return builder.number(1.0, F32) / (squares / float(count) + eps).call("llvm.sqrt")
 
 
 def _stored(numbers: Value, dtype: jnp.dtype) -> Value:
@@ -322,6 +331,6 @@ def _stored(numbers: Value, dtype: jnp.dtype) -> Value:
     return is_number.choose(rounded, QUIET_NAN).convert("trunc", I16)
 
 
-def _model_loops(rotated: int) -> int:
+def _lanes(rotated: int) -> int:
     """Of vectors that each half of what turns is made of."""
     return math.gcd(rotated // 2, LANES)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from levserve.jit.builder import Builder, Value
+from levserve.jit.target import Target
 from levserve.jit.xla_call import Call, Kernel, Work, num_threads, register
 from levserve.model.cpu.products import INT8_LANES, Bfloat16Product, Product, product_for
 
@@ -32,22 +33,27 @@ def refuse_unservable(out: int, size: int) -> str | None:
 
 
 def multiply(
-    weight: jax.Array, scale: jax.Array | None, x: jax.Array, num_used: jax.Array | None = None
+    weight: jax.Array,
+    scale: jax.Array | None,
+    x: jax.Array,
+    num_used: jax.Array | None = None,
+    *,
+    target: Target,
 ) -> jax.Array:
     """x [row, in], or the first `num_used` [1] of its rows, with a matrix [out, in]: float32 [row, out].
 
     With int8, packed or not, as `multiply_turned`; with bfloat16, which has no scale, in float32 to the end.
     """
     out, size = weight.shape
-    name = f"levserve_multiply_{weight.dtype}_{size}"
-    register(name, product_kernel(product_for(weight.dtype, size)))
+    name = register(kernel_for(weight.dtype, size, target))
     count = jnp.asarray([x.shape[0]], jnp.int32) if num_used is None else num_used
     arguments = x.astype(jnp.float32), count, weight, *(() if scale is None else (scale,))
     return jax.ffi.ffi_call(name, jax.ShapeDtypeStruct((x.shape[0], out), jnp.float32))(*arguments)
 
 
-def product_kernel(product: Product) -> Kernel:
-    """Of one call. Shared memory: the rows, prepared."""
+def kernel_for(numbers: jnp.dtype, size: int, target: Target) -> Kernel:
+    """Of products with a matrix of such numbers [out, size]. Shared memory: the rows, prepared."""
+    product = product_for(numbers, size, target)
 
     def num_rows(call: Call) -> Value:
         return used_rows(call, NUM_USED).least(call.argument_size(X, 0))
@@ -57,18 +63,18 @@ def product_kernel(product: Product) -> Kernel:
 
     def prepare_row(call: Call, shared: Value, own: Value, row: Value) -> None:
         product.prepare(
-            call.writer, call.argument(X) + row * (4 * product.size), own, shared + row * product.row_bytes
+            call.builder, call.argument(X) + row * (4 * product.size), own, shared + row * product.row_bytes
         )
 
     def multiply_piece(call: Call, shared: Value, _: Value, piece: Value) -> None:
         num_out = call.argument_size(WEIGHT, 0)
 
         def keep(row: Value, out: Value, products: Value) -> None:
-            call.writer.store(call.result(0) + (row * num_out + out) * 4, products)
+            call.builder.store(call.result(0) + (row * num_out + out) * 4, products)
 
         matrix = Matrix(call.argument(WEIGHT), call.argument(SCALE) if product.has_scales else None)
         multiply_block(
-            call.writer, product, matrix, shared, num_rows(call), block_range(product, piece, num_out), keep
+            call.builder, product, matrix, shared, num_rows(call), block_range(product, piece, num_out), keep
         )
 
     works = (
@@ -76,12 +82,16 @@ def product_kernel(product: Product) -> Kernel:
         Work(lambda call: num_blocks(product, call.argument_size(WEIGHT, 0)), multiply_piece),
     )
     return Kernel(
-        works, shared_bytes=shared_bytes, own_bytes=lambda call: call.writer.number(4 * product.size)
+        f"levserve_multiply_{numbers}_{size}",
+        target,
+        works,
+        shared_bytes=shared_bytes,
+        own_bytes=lambda call: call.builder.number(4 * product.size),
     )
 
 
 def used_rows(call: Call, argument: int) -> Value:
-    return call.writer.index(call.argument(argument), call.writer.number(0))
+    return call.builder.index(call.argument(argument), call.builder.number(0))
 
 
 def num_blocks(product: Product, num_out: Value) -> Value:
@@ -108,7 +118,7 @@ class Matrix:
 
 
 def multiply_block(
-    writer: Builder,
+    builder: Builder,
     product: Product,
     matrix: Matrix,
     prepared: Value,
@@ -124,17 +134,17 @@ def multiply_block(
             matrix.weight if matrix.scales is None else matrix.scales + out * 4,
         )
         for number, each in enumerate(
-            product.multiply(writer, weight, scales, prepared + row * product.row_bytes, count)
+            product.multiply(builder, weight, scales, prepared + row * product.row_bytes, count)
         ):
             keep(row + number, out, each)
 
     block = max(1, BLOCK_BYTES // (product.row_bytes * product.rows)) * product.rows
-    with writer.loop(0, num_rows, block) as start:
+    with builder.loop(0, num_rows, block) as start:
         held = (num_rows - start).least(block)
         rest = held % product.rows
         stop = start + held - rest
-        with writer.loop(*outs, product.outs) as out:
-            with writer.loop(start, stop, product.rows) as row:
+        with builder.loop(*outs, product.outs) as out:
+            with builder.loop(start, stop, product.rows) as row:
                 multiply_tile(out, row, product.rows)
             for count in (
                 8,
@@ -143,5 +153,5 @@ def multiply_block(
                 1,
             ):  # of what is left as many at a time as may be: the matrix is near by now
                 if count < product.rows:
-                    with writer.when((rest & count).is_not(0)):
+                    with builder.when((rest & count).is_not(0)):
                         multiply_tile(out, stop + rest - rest % (2 * count), count)
