@@ -290,6 +290,11 @@ def test_a_dry_run_tries_every_model_that_has_a_section(tmp_path: Path) -> None:
             1,
             ("--chat-template /no/such.jinja",),
         ),
+        (
+            ("--model", str(GOLDEN / "llama"), "--cache-dir", str(GOLDEN / "llama" / "config.json" / "cache")),
+            1,
+            ("config.json/cache cannot be written (Not a directory)", "--cache-dir"),
+        ),
     ],
 )
 def test_a_model_that_cannot_be_served_ends_with_one_line(
