@@ -30,7 +30,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 from host import run_clients  # noqa: E402
 from load import spread_length  # noqa: E402
 
-from levserve.device.delivery import Delivered, Delivery  # noqa: E402
+from levserve.device.delivery import AddressedBatch, Delivery  # noqa: E402
 from levserve.device.model_loop import ModelLoop  # noqa: E402
 from levserve.engine.messages import Submit  # noqa: E402
 from levserve.engine.stream import TokenStream  # noqa: E402
@@ -60,7 +60,7 @@ class Alone(Delivery):
     """Takes the place of HTTP: when a request ends, the next one starts at once."""
 
     def __init__(self, loaded: Loaded, options: argparse.Namespace) -> None:
-        self._lane = ModelLoop(loaded.scheduler, loaded.runner, loaded.pace, self, Metrics())
+        self._model_loop = ModelLoop(loaded.scheduler, loaded.runner, loaded.pace, self, Metrics())
         self._options = options
         self._random = random.Random(0)
         self._numbers = count()
@@ -75,18 +75,18 @@ class Alone(Delivery):
         start = time.perf_counter()
         for _ in range(streams.at_once):
             self._begin()
-        while self._lane.has_work:
-            self._lane.turn()
+        while self._model_loop.has_work:
+            self._model_loop.step()
         return num_tokens / (time.perf_counter() - start)
 
-    def send(self, updates: Sequence[Delivered]) -> None:
+    def send(self, updates: Sequence[AddressedBatch]) -> None:
         for _, _, batch in updates:
             if batch.finish is not None:
                 self._begin()
 
     def _begin(self) -> None:
         if self._requests:
-            self._lane.accept(Submit(self._requests.popleft(), self._nobody, 0, time.monotonic(), ""))
+            self._model_loop.accept(Submit(self._requests.popleft(), self._nobody, 0, time.monotonic(), ""))
 
     def _request(self, streams: Streams) -> GenerationRequest:
         prompt_length = spread_length(streams.prompt_tokens, self._options.prompt_spread, self._random)

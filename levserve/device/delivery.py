@@ -1,4 +1,4 @@
-"""Brings the updates of a round to all its streams, so that the device thread does not: that one has the next round to plan."""
+"""Puts a round's batches into their streams on a thread of its own, while the device thread plans the next."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from levserve.schedule.request import TokenBatch
 log = logging.getLogger(__name__)
 
 
-class Delivered(NamedTuple):
-    """A batch and the stream it belongs to, as one of its sequence `number`."""
+class AddressedBatch(NamedTuple):
+    """A batch, the stream that it goes to, and the number of its sequence there."""
 
     stream: TokenStream
     number: int
@@ -24,18 +24,18 @@ class Delivered(NamedTuple):
 
 
 class Delivery:
-    """Owns the thread `levserve-delivery`; a context, which ends when all is delivered. `send` is the device thread's and never blocks.
+    """Owns the thread `levserve-delivery`, from entering this context until all that was sent is delivered.
 
-    What can lie here is bounded as the streams are: at admission.
+    The device thread calls `send`, which never blocks. Admission bounds what can be in the queue.
     """
 
     def __init__(self) -> None:
-        self._rounds: queue.SimpleQueue[Sequence[Delivered] | None] = queue.SimpleQueue()
+        self._rounds: queue.SimpleQueue[Sequence[AddressedBatch] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="levserve-delivery", daemon=True)
 
-    def send(self, updates: Sequence[Delivered]) -> None:
-        if updates:
-            self._rounds.put(updates)
+    def send(self, batches: Sequence[AddressedBatch]) -> None:
+        if batches:
+            self._rounds.put(batches)
 
     def __enter__(self) -> Delivery:
         self._thread.start()
@@ -48,9 +48,9 @@ class Delivery:
         self._thread.join()
 
     def _run(self) -> None:
-        for updates in iter(self._rounds.get, None):
-            for stream, number, batch in updates:
+        for batches in iter(self._rounds.get, None):
+            for stream, number, batch in batches:
                 try:
                     stream.put(number, batch)
-                except Exception:  # no stream may take the others with it
+                except Exception:  # one stream that fails must not keep the others from their tokens
                     log.exception("a stream did not take its tokens")

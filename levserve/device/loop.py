@@ -1,8 +1,8 @@
-"""The device thread's work: take messages, give each loaded model its turn, tell how it goes; until told to stop.
+"""The device thread's loop: takes messages, steps each loaded model and sets gauges, until it is stopped.
 
-Each model has one round in in_flight while the host plans its next: the device never waits for Python, and several models share
-it round by round. The thread blocks in two places only, on the inbox when there is nothing to do and on the device when there
-is, and never on a reader.
+Each model has one round in flight while the host plans its next one, so the device never waits for Python;
+several models share it round by round. The thread waits for messages when it is idle and for the device when
+it is not; it never waits for a reader.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from levserve.schedule.request import FinishReason, TokenBatch
 log = logging.getLogger(__name__)
 
 WARM_WAIT_SECONDS = 0.05
-"""How long it must be quiet before a program gets its first run: requests that come together are not kept waiting by one."""
+"""How long the inbox must be empty before a new program gets its first run, for which requests would wait."""
 IDLE_BEAT_SECONDS = 1.0
 """How often an idle device thread shows that it is alive."""
 PACE_SECONDS = 0.25
-"""How often HTTP threads are told how long the work will take; to count it, every sequence is looked at."""
+"""How often admission is told how long the work will take; that counts every sequence."""
 
 
 class DeviceLoop:
-    """Owns the lanes, one for each loaded model, by its name. An exception leaves no stream open behind it."""
+    """Owns the loops of the loaded models, by name. It ends every stream before it ends, also on failure."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -43,7 +43,7 @@ class DeviceLoop:
         self._is_stopped = False
 
     def attach(self, attach: Attach) -> None:
-        """Serves one model more from here on."""
+        """Serves one more model from here on."""
         model_loop = ModelLoop(attach.scheduler, attach.runner, attach.pace, self._delivery, self._metrics)
         self._model_loops[attach.model] = model_loop
         self._note_models()
@@ -59,10 +59,10 @@ class DeviceLoop:
                 self._take_messages(wait=not self._has_work)
                 self._engine.beat(is_busy=self._has_work)
                 for model_loop in self._model_loops.values():
-                    model_loop.turn()
+                    model_loop.step()
                 self._set_gauges()
         except BaseException:
-            self._engine.fail()  # before anyone is told: who asks then how the server is hears the same
+            self._engine.fail()  # first: a client that is told of the failure must find it in the health too
             self._end_all(FinishReason.FAILED)
             raise
         finally:
@@ -75,7 +75,7 @@ class DeviceLoop:
         return any(model_loop.has_work for model_loop in self._model_loops.values())
 
     def _take_messages(self, *, wait: bool) -> None:
-        """Empties the inbox; with nothing else to do, waits for the first message."""
+        """Empties the inbox; with `wait`, waits for a first message, and runs a new program if none comes."""
         if self._drain_deadline is not None and time.monotonic() >= self._drain_deadline:
             for model_loop in self._model_loops.values():
                 model_loop.end_all(FinishReason.SHUTDOWN)
@@ -119,7 +119,7 @@ class DeviceLoop:
             submit.stream.put(submit.index, TokenBatch(tokens=(), finish=FinishReason.SHUTDOWN))
         elif model_loop is not None:
             model_loop.accept(submit)
-        else:  # who submits holds the model, so this cannot be; but it must not end everyone else's work
+        else:  # a bug, because the request holds the model; but one that must not end the work of others
             log.error("%s: the model %s is not loaded", submit.request.request_id, submit.model)
             submit.stream.put(submit.index, TokenBatch(tokens=(), finish=FinishReason.FAILED))
 
@@ -130,18 +130,15 @@ class DeviceLoop:
         detach.done.set_result(model_loop.runner)
 
     def _note_models(self) -> None:
-        """The names and sizes of what is loaded, for the metrics."""
-        self._metrics.kv_pages_total.set(
-            sum(model_loop.scheduler.pool.num_pages for model_loop in self._model_loops.values())
-        )
+        """Sets the metrics that only change when a model is added or removed."""
+        pools = {name: model_loop.scheduler.pool for name, model_loop in self._model_loops.items()}
+        self._metrics.kv_pages_total.set(sum(pool.num_pages for pool in pools.values()))
         self._metrics.model_info.clear()
-        for name, model_loop in self._model_loops.items():
-            self._metrics.model_info.labels(
-                name, model_loop.scheduler.pool.page_size, model_loop.scheduler.pool.num_pages
-            ).set(1)
+        for name, pool in pools.items():
+            self._metrics.model_info.labels(name, pool.page_size, pool.num_pages).set(1)
 
     def _set_gauges(self) -> None:
-        """Of all models together."""
+        """Sets the gauges, which are of all models together."""
         schedulers = [model_loop.scheduler for model_loop in self._model_loops.values()]
         self._metrics.running.set(sum(scheduler.num_running for scheduler in schedulers))
         self._metrics.waiting.set(sum(scheduler.num_waiting for scheduler in schedulers))
@@ -155,7 +152,7 @@ class DeviceLoop:
             )
 
     def _end_all(self, finish: FinishReason) -> None:
-        """Ends what runs, and what still lies in the inbox."""
+        """Ends all sequences, and answers what is still in the inbox."""
         for model_loop in self._model_loops.values():
             model_loop.end_all(finish)
         while True:

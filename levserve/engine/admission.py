@@ -1,8 +1,8 @@
-"""Who is let in: two counts, of sequences and of their tokens, each with a bound, and what a refusal tells.
+"""Which requests are accepted: the sequences and the tokens of all requests together are bounded.
 
-A place is taken before a body is read and given back when its last byte is written. Used by HTTP threads; the device thread
-only replaces `drain_seconds` now and then. This is the one place of the engine with a lock: the counts must move together,
-and nothing waits while it is held.
+A request takes its place before its body is read and gives it back when the last byte of its answer is
+written. HTTP threads call this; the device thread only sets `drain_seconds`. A lock keeps the counts
+consistent with each other, and nothing waits while it is held.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ from levserve.errors import BadRequest, Overloaded
 from levserve.observe.metrics import Metrics
 
 BYTES_PER_TOKEN = 8
-"""Of a body whose tokens are not counted yet: more than text has, so that hardly anyone is refused by the guess alone."""
+"""For the guess while a body is not tokenized: more than text has, so that the guess alone refuses little."""
 MAX_GUESS_SHARE = 4
-"""No guess takes more than this part of all tokens: a body may be long for other reasons."""
+"""A guess is at most a quarter of all tokens: a body may be long for other reasons."""
 UNKNOWN_RETRY_SECONDS = 1.0
 MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 0.05, 60.0
-"""OpenAI's SDK waits as long as it is told, up to a minute; what says more is not obeyed by all of its releases."""
+"""OpenAI's SDK waits as long as Retry-After says, up to a minute; some releases ignore a longer wait."""
 
 
 class Room(NamedTuple):
-    """The bounds and what is left under them."""
+    """The bounds, and what is free of them."""
 
     max_requests: int
     free_requests: int
     max_tokens: int
     free_tokens: int
     drain_seconds: float | None
-    """Until all that was let in is done."""
+    """Until all accepted work is done."""
 
 
 class Admission:
-    """Counts what has been let in. `max_tokens` is 0 until the model is ready and nobody has set it."""
+    """Counts accepted work. `max_tokens` is 0 until a model is ready, unless the operator set it."""
 
     def __init__(self, max_requests: int, max_tokens: int, metrics: Metrics) -> None:
         self.max_requests = max_requests
         self.max_tokens = max_tokens
         self.drain_seconds: float | None = None
-        """How long the device needs for all it has, by its measured rates; None before it has measured any."""
+        """How long the device needs for all accepted work; None before its rates are measured."""
         self._metrics = metrics
         self._lock = threading.Lock()
         self._num_requests = 0
@@ -50,22 +50,20 @@ class Admission:
 
     def room(self) -> Room:
         with self._lock:
-            free_requests, free_tokens = (
-                self.max_requests - self._num_requests,
-                self.max_tokens - self._num_tokens,
-            )
+            free_requests = self.max_requests - self._num_requests
+            free_tokens = self.max_tokens - self._num_tokens
         return Room(self.max_requests, free_requests, self.max_tokens, free_tokens, self.drain_seconds)
 
     def reserve(self, body_bytes: int, max_guess: int) -> Reservation:
-        """One place for a body of this size, or `Overloaded` at once."""
-        return Reservation(
-            self, min(body_bytes // BYTES_PER_TOKEN, max_guess, self.max_tokens // MAX_GUESS_SHARE)
-        )
+        """A place for one sequence whose body has this size; raises `Overloaded` if there is none."""
+        guess = min(body_bytes // BYTES_PER_TOKEN, max_guess, self.max_tokens // MAX_GUESS_SHARE)
+        return Reservation(self, guess)
 
     def enter(self, guess: int) -> None:
-        """Takes one place and notes how many tokens to expect, which keeps others out only until they are counted."""
+        """Takes a place for one sequence. Its guess counts against other guesses until it is replaced."""
         with self._lock:
-            num_requests, num_expected = self._num_requests + 1, self._num_tokens + self._num_guessed + guess
+            num_requests = self._num_requests + 1
+            num_expected = self._num_tokens + self._num_guessed + guess
             if num_requests <= self.max_requests and num_expected <= self.max_tokens:
                 self._num_requests = num_requests
                 self._num_guessed += guess
@@ -73,9 +71,10 @@ class Admission:
         self._refuse(num_requests, num_expected)
 
     def change(self, requests: int, tokens: int, guess: int = 0) -> None:
-        """Adds to the counts, or takes away; raises `Overloaded` and changes nothing if that is too much."""
+        """Adds to the counts or subtracts; raises `Overloaded` and changes nothing beyond a bound."""
         with self._lock:
-            num_requests, num_tokens = self._num_requests + requests, self._num_tokens + tokens
+            num_requests = self._num_requests + requests
+            num_tokens = self._num_tokens + tokens
             fits = num_requests <= self.max_requests and num_tokens <= self.max_tokens
             if fits or (requests <= 0 and tokens <= 0):
                 self._num_requests, self._num_tokens = num_requests, num_tokens
@@ -84,7 +83,7 @@ class Admission:
         self._refuse(num_requests, num_tokens)
 
     def _refuse(self, num_requests: int, num_tokens: int) -> None:
-        """The wait is the part of all work that must be done until there is room."""
+        """Raises `Overloaded`; the wait it names is the time to finish as much work as is too much."""
         if num_requests > self.max_requests:
             self._metrics.refused.labels("queue_full").inc()
             share = (num_requests - self.max_requests) / self.max_requests
@@ -93,9 +92,11 @@ class Admission:
                 retry_after_seconds=self._wait(share),
             )
         self._metrics.refused.labels("tokens_full").inc()
-        message = f"The server is at its limit of {self.max_tokens} tokens in all requests together; please try again."
+        share = (num_tokens - self.max_tokens) / self.max_tokens
         error = Overloaded(
-            message, retry_after_seconds=self._wait((num_tokens - self.max_tokens) / self.max_tokens)
+            f"The server is at its limit of {self.max_tokens} tokens in all requests together; "
+            "please try again.",
+            retry_after_seconds=self._wait(share),
         )
         error.type = "tokens"
         raise error
@@ -108,9 +109,9 @@ class Admission:
 
 
 class Reservation:
-    """Places in the queue, held from before a body is parsed until its last byte is written.
+    """Places for the sequences of one HTTP request, until its last byte is written.
 
-    One place is one sequence. It begins as one, with a guess at the tokens. Releasing twice is harmless. Belongs to one HTTP
+    It begins with one place and a guess at the tokens. Releasing twice is harmless. Belongs to one HTTP
     thread.
     """
 
@@ -122,9 +123,9 @@ class Reservation:
         self._guess = guess
 
     def grow_to(self, num_requests: int, num_tokens: int, param: str | None = None) -> None:
-        """Holds so much in all; raises `Overloaded`, or `BadRequest` for what never fits, and keeps what it held.
+        """Holds this much in all; raises `BadRequest` for what can never fit, and `Overloaded`.
 
-        0 tokens: they are not counted yet.
+        If it raises, it keeps what it held. 0 tokens means that they are not counted yet.
         """
         admission = self._admission
         if num_requests > admission.max_requests:
@@ -138,7 +139,8 @@ class Reservation:
                 f"this server admits {admission.max_tokens} at a time.",
                 param=param,
             )
-        num_requests, num_tokens = max(num_requests, self._num_requests), max(num_tokens, self._num_tokens)
+        num_requests = max(num_requests, self._num_requests)
+        num_tokens = max(num_tokens, self._num_tokens)
         guess = 0 if num_tokens else self._guess
         admission.change(
             num_requests - self._num_requests, num_tokens - self._num_tokens, guess - self._guess

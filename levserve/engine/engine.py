@@ -1,7 +1,7 @@
-"""The handle that other threads hold on the device thread: admit, submit, drain, ask how it is.
+"""The device thread as other threads see it: they admit and submit requests, drain it, and ask how it is.
 
-Importing this touches no jax. What crosses to the device thread is a frozen message through one queue; what comes back
-are `TokenStream` batches and the attributes published here before `phase` says so.
+Importing this imports no jax. What crosses to the device thread is a frozen message through one queue. What
+comes back are the batches of a `TokenStream`, and the attributes that the device thread sets here.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from levserve.schedule.request import FinishReason, GenerationRequest
 class Engine:
     """What the rest of the server sees of the device thread.
 
-    `inbox`, `beat`, `mark_ready` and `fail` are the device thread's side; everything else may be called from any thread.
+    `inbox`, `beat`, `mark_ready` and `fail` are for the device thread; any thread may call the rest.
     """
 
     def __init__(
         self, *, max_inflight: int, metrics: Metrics, max_tokens: int = 0, stall_seconds: float = 30.0
     ) -> None:
-        # SimpleQueue is written in C: a lock taken in Python would be held by threads that wait for the GIL.
+        # SimpleQueue is written in C. A thread can wait for the GIL while it holds a lock of Python's Queue.
         self.inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self.metrics = metrics
         self.max_inflight = max_inflight
@@ -59,7 +59,7 @@ class Engine:
 
     @property
     def is_stalled(self) -> bool:
-        """Whether the device thread has work and gave no sign of life for too long; while loading it never is."""
+        """Whether the device thread serves and has work, but has not called `beat` for too long."""
         is_serving = self._phase is Phase.READY or self._phase is Phase.DRAINING
         has_work = self._is_busy or not self.inbox.empty()
         return is_serving and has_work and 0 < self._stall_seconds < self.heartbeat_age()
@@ -70,7 +70,7 @@ class Engine:
             raise self._still_loading()
 
     def require_ready(self) -> None:
-        """Raises `Unavailable` unless new work can be taken."""
+        """Raises `Unavailable` unless the server accepts new work."""
         if self.is_stalled:
             self.metrics.refused.labels("stalled").inc()
             raise Unavailable(
@@ -88,14 +88,15 @@ class Engine:
         raise Unavailable("The device has failed and the server is restarting.", retry_after_seconds=10.0)
 
     def reserve(self, body_bytes: int = 0) -> Reservation:
-        """Takes one place for a body of this size, or raises `Overloaded` or `Unavailable` at once."""
+        """A place for one request whose body has this size; raises `Overloaded` or `Unavailable`."""
         self.require_ready()
         return self.admission.reserve(body_bytes, self._max_guess)
 
     def submit(self, requests: Sequence[GenerationRequest], model: ServedModel) -> TokenStream:
         """Hands the sequences of one HTTP request to the device thread.
 
-        The caller holds a place for each and a handle of the model, and reads the stream to its end or closes it.
+        The caller holds a place for each and a handle on the model. It reads the stream to its end or closes
+        the stream.
         """
         self.require_ready()
         arrival = time.monotonic()
@@ -105,11 +106,11 @@ class Engine:
         return stream
 
     def send(self, task: DeviceTask) -> None:
-        """Has the device thread do this between two rounds."""
+        """Queues a task that the device thread does between two rounds."""
         self.inbox.put(task)
 
     def on_drain(self, call: Callable[[], None]) -> None:
-        """Calls this at the beginning of a drain."""
+        """Registers a function that the beginning of a drain calls."""
         self._on_drain.append(call)
 
     def begin_drain(self, deadline: float) -> None:
@@ -121,20 +122,20 @@ class Engine:
             call()
 
     def stop(self) -> None:
-        """Lets the device thread leave; call it when no HTTP thread can submit any more."""
+        """Ends the device thread; called when no HTTP thread can submit any more."""
         self.inbox.put(Stop())
 
     def wait_ready(self, timeout_seconds: float) -> bool:
-        """Whether the model became ready, or loading ended otherwise, within the time."""
+        """Waits until the first model is ready or its loading failed; whether it is ready."""
         return self._is_settled.wait(timeout_seconds) and self._phase is Phase.READY
 
     def beat(self, *, is_busy: bool = False) -> None:
-        """A sign of life; a busy device thread owes the next one soon."""
+        """A sign of life. A busy device thread that gives no other one for long counts as stalled."""
         self._last_beat = time.monotonic()
         self._is_busy = is_busy
 
     def mark_ready(self) -> None:
-        """The first model is loaded: requests may come."""
+        """The first model is loaded: requests are accepted from here on."""
         self.beat()
         if self._phase is Phase.LOADING:
             self._phase = Phase.READY
@@ -146,9 +147,9 @@ class Engine:
         self._is_settled.set()
 
     def note_models(self, models: Sequence[ServedModel]) -> None:
-        """Bounds the tokens of admitted work by what the loaded models can carry, unless the operator set a bound."""
+        """Bounds the tokens of accepted work by what the models can hold, unless the operator set a bound."""
         if not models:
-            return  # the next request has one loaded
+            return  # the bound stays: a request is what gets the next model loaded
         self._max_guess = max(model.max_seq_len for model in models)
         if not self._has_own_limit:
             limits = (model.max_inflight_tokens or self.max_inflight * model.max_seq_len for model in models)

@@ -1,4 +1,4 @@
-"""What crosses to the device thread: frozen messages through one queue."""
+"""The messages that other threads send to the device thread: frozen records through one queue."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from levserve.schedule.request import FinishReason, GenerationRequest
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """One sequence; its batches go to `stream` under the number `index`."""
+    """Runs one sequence; its batches go to `stream` under the number `index`."""
 
     request: GenerationRequest
     stream: TokenStream
@@ -21,7 +21,7 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Nobody wants the sequence any more; `finish` is STOP if its reader saw a stop that the device cannot see."""
+    """Ends a sequence; `finish` is STOP if its reader found a stop string, which the device cannot see."""
 
     request_id: str
     finish: FinishReason = FinishReason.CANCELLED
@@ -29,23 +29,23 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Finish what runs until `deadline`, then end the rest."""
+    """Takes no new sequences, and ends those that still run at `deadline` on the monotonic clock."""
 
     deadline: float
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Leave: every HTTP thread has gone."""
+    """Ends the device thread: every HTTP thread has ended."""
 
 
 class DeviceTask:
-    """Work for the device thread between two rounds, such as adding a model; the kinds are in `device/tasks.py`."""
+    """Work for the device thread between two rounds, such as adding a model; see `device/tasks.py`."""
 
     __slots__ = ()
 
     def refuse(self, error: Exception) -> None:
-        """The device thread leaves without doing the task; tells whoever waits for it."""
+        """Called when the device thread ends before the task: gives the error to the thread that waits."""
 
 
 Message = Submit | Cancel | Drain | DeviceTask | Stop

@@ -9,7 +9,7 @@ from levserve.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """Published when the model is ready to run."""
+    """Made when the model is ready to run."""
 
     name: str
     tokenizer: Tokenizer
@@ -17,4 +17,4 @@ class ServedModel:
     hidden_size: int
     created: int
     max_inflight_tokens: int = 0
-    """Tokens of admitted requests that this model can carry; 0: as many as its context allows each request."""
+    """Tokens of accepted requests that this model can hold; 0: its context length for each request."""

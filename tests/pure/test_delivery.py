@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from levserve.device.delivery import Delivered, Delivery
+from levserve.device.delivery import AddressedBatch, Delivery
 from levserve.engine.stream import TokenStream
 from levserve.schedule.request import FinishReason, TokenBatch
 
@@ -24,10 +24,10 @@ def test_what_was_sent_has_arrived_in_order_when_it_leaves() -> None:
     streams = [make(), make()]
     with Delivery() as delivery:
         for token in range(100):
-            delivery.send([Delivered(stream, 0, TokenBatch((token,))) for stream in streams])
+            delivery.send([AddressedBatch(stream, 0, TokenBatch((token,))) for stream in streams])
         delivery.send([])
         delivery.send(
-            [Delivered(stream, 0, TokenBatch((), finish=FinishReason.LENGTH)) for stream in streams]
+            [AddressedBatch(stream, 0, TokenBatch((), finish=FinishReason.LENGTH)) for stream in streams]
         )
     for stream in streams:
         *batches, end = (batch for _, batch in stream)
@@ -40,7 +40,9 @@ def test_a_stream_that_fails_is_told_of_and_the_others_get_their_tokens(
 ) -> None:
     stream = make()
     with caplog.at_level(logging.ERROR), Delivery() as delivery:
-        delivery.send([Delivered(make(Broken), 0, TokenBatch((1,))), Delivered(stream, 0, TokenBatch((2,)))])
-        delivery.send([Delivered(stream, 0, TokenBatch((3,)))])
+        delivery.send(
+            [AddressedBatch(make(Broken), 0, TokenBatch((1,))), AddressedBatch(stream, 0, TokenBatch((2,)))]
+        )
+        delivery.send([AddressedBatch(stream, 0, TokenBatch((3,)))])
     assert [stream.get(0)[1].tokens for _ in range(2)] == [(2,), (3,)]
     assert "out of order" in caplog.text
