@@ -1,7 +1,7 @@
-"""Counts what jax compiles, wherever in the process it does: by jax's own events, so that nothing escapes.
+"""Counts everything that jax compiles in this process, by jax's own events.
 
-A compile is expected at the start and on the background threads of `programs.py`. One on any other thread after the server is
-ready has made a request wait: it is counted as `serving`, logged, and a defect.
+Compiles are expected at the start and on the background threads of `programs.py`. On any other thread, once
+the server is ready, a compile makes requests wait: it is counted as `serving` and logged, and it is a defect.
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ from levserve.observe.threads import COMPILER_THREAD, LOADER_THREAD
 log = logging.getLogger(__name__)
 
 BACKGROUND_THREADS = (COMPILER_THREAD, LOADER_THREAD)
-COMPILED = "/jax/core/compile/backend_compile_duration"  # also when it was found on disk
+COMPILED = "/jax/core/compile/backend_compile_duration"  # also for a program that was found on disk
 CACHE_HIT = "/jax/compilation_cache/cache_hits"
 CACHE_MISS = "/jax/compilation_cache/cache_misses"
-
 
 _listening: dict[Metrics, Compiles] = {}
 
 
 def listen(metrics: Metrics) -> Compiles:
-    """One listener however many models are loaded: each compile counts once. Everyone who gets it calls `stop`."""
+    """The one listener of these metrics, so that each compile counts once; every caller calls its `stop`."""
     compiles = _listening.get(metrics) or Compiles(metrics)
     _listening[metrics] = compiles
     compiles.num_users += 1
@@ -34,7 +33,7 @@ def listen(metrics: Metrics) -> Compiles:
 
 
 class Compiles:
-    """Listens from its making until the last `stop`. jax calls on the thread that compiles."""
+    """Listens until the last of its users has called `stop`. jax calls it on the thread that compiles."""
 
     def __init__(self, metrics: Metrics) -> None:
         self.num_users = 0
@@ -61,7 +60,7 @@ class Compiles:
         return getattr(self._here, "num_found", 0)
 
     def note_found(self, name: str, duration_secs: float) -> None:
-        """A program that came from disk without jax's asking for it counts like those for which it asked."""
+        """Counts a program that `program_cache` found on disk as jax counts those that it finds there."""
         self._on_event(CACHE_HIT)
         self._on_duration(COMPILED, duration_secs, fun_name=name)
 

@@ -1,13 +1,13 @@
-"""Breaks the server on purpose, for tests of what happens then: LEVSERVE_FAULTS="nan:3,stall:20:5".
+"""Breaks the server on purpose, for tests of failures: LEVSERVE_FAULTS="nan:3,stall:20:5".
 
     raise:ROUND             the device round of this number raises; the first few are the probe of the start
-    stall:ROUND:SECONDS     it takes so much longer
-    nan:ROUND               the oldest request that decodes in it, or in the first one after it that does, has NaN in its KV
+    stall:ROUND:SECONDS     this round takes so much longer
+    nan:ROUND               the oldest row of this round, or of the next one that decodes, has NaN in its KV
     slow-tokenizer:SECONDS  every text takes so much longer to tokenize
     oom                     the KV cache asks for more memory than any machine has
 
-Read by `cli` before anything starts; `install` is called in the worker, before the model is loaded, and puts the faulty
-functions in the place of the right ones. Without the variable none of this is in the way of anything.
+`cli` checks the variable before anything starts. `install` runs in the worker before the model is loaded, and
+replaces functions by faulty ones. Without the variable nothing is replaced.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Fault:
 
 
 def parse_faults(text: str) -> list[Fault]:
-    """Raises `ConfigError` for what is no fault."""
+    """Raises `ConfigError` for a word that is not a fault."""
     return [_parse(word.strip()) for word in text.split(",")]
 
 
@@ -52,11 +52,8 @@ def _parse(word: str) -> Fault:
         numbers = [float(number) for number in given]
     except ValueError:
         numbers = [-1.0]
-    if (
-        kind not in FORMS
-        or len(numbers) != FORMS[kind].count(":")
-        or not all(number >= 0 for number in numbers)
-    ):
+    is_complete = kind in FORMS and len(numbers) == FORMS[kind].count(":")
+    if not is_complete or min(numbers, default=0.0) < 0:
         raise ConfigError(
             f"{FAULTS_VARIABLE} must be of {', '.join(FORMS.values())}, separated by commas; not {word!r}"
         )
@@ -64,7 +61,7 @@ def _parse(word: str) -> Fault:
 
 
 def install(faults: list[Fault]) -> None:
-    """Breaks this process as ordered."""
+    """Makes this process fail as asked."""
     for fault in faults:
         match fault.kind:
             case "oom":
@@ -101,7 +98,8 @@ def _break_rounds(faults: list[Fault]) -> None:
 
     def dispatch_with_faults(runner: Runner, plan: RoundPlan, *, may_mix: bool = False) -> InFlightRound:
         number = next(numbers)
-        for fault in [fault for fault in faults if fault.at <= number and (plan.rows or fault.kind != "nan")]:
+        due = [fault for fault in faults if fault.at <= number and (plan.rows or fault.kind != "nan")]
+        for fault in due:
             faults.remove(fault)
             match fault.kind:
                 case "raise":

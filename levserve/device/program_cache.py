@@ -1,6 +1,6 @@
-"""Programs of earlier starts, found by what they were made from: to trace one takes longer than to read it back.
+"""Compiled programs of earlier starts, found without tracing: to trace one takes longer than to read it.
 
-jax keeps what it compiles too, but finds it only by what was traced.
+jax's own cache finds a program only after it is traced.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from levserve.jit import code_cache
 log = logging.getLogger(__name__)
 
 KERNEL = re.compile(r"@(levserve_\w+)")
-"""What a program on a CPU calls by name."""
+"""The CPU kernels that a program calls, by name."""
 
 
 def find_program(name: str, device: jax.Device) -> jax.stages.Compiled | None:
-    """Of these files only who may write the cache can have made one; what was spoilt has not come so far."""
+    """These files are unpickled, so the cache folder must be trusted. `CodeCache` rejects corrupt files."""
     kept = code_cache.current.find(name)
     if kept is None:
         return None
     try:
         kernels, (program, in_tree, out_tree) = pickle.loads(zlib.decompress(kept))
-        if not _has(kernels):
+        if not _register(kernels):
             return None
         compiled: jax.stages.Compiled = deserialize_and_load(
             program, in_tree, out_tree, device.client, [device]
         )
         return compiled
     except Exception:
-        log.warning("a program that was kept cannot be used, so it is compiled anew", exc_info=True)
+        log.warning("a cached program cannot be used and is compiled again", exc_info=True)
         return None
 
 
@@ -45,14 +45,14 @@ def keep_program(name: str, lowered: jax.stages.Lowered, compiled: jax.stages.Co
     try:
         kernels = sorted(set(KERNEL.findall(lowered.as_text())))
         code_cache.current.keep(name, zlib.compress(pickle.dumps((kernels, serialize(compiled))), level=1))
-    except Exception as error:  # jax says in many ways that a program has something that cannot be saved; it runs all the same
-        log.warning("a program cannot be kept, so every start will compile it: %s", error)
+    except Exception as error:  # of many types, where jax cannot serialize a program; it runs all the same
+        log.warning("a program cannot be cached, so that every start compiles it: %s", error)
 
 
-def _has(kernels: list[str]) -> bool:
-    """Tells XLA of kernels before the program that calls them comes; whether there are all of them."""
+def _register(kernels: list[str]) -> bool:
+    """Makes XLA know the kernels that a program calls; whether all of them were found."""
     if not kernels:
         return True
-    from levserve.jit.xla_call import recall  # brings LLVM, which a GPU has no use for
+    from levserve.jit.xla_call import recall  # brings LLVM, which only a CPU needs
 
     return all([recall(kernel) for kernel in kernels])

@@ -1,8 +1,9 @@
-"""The programs that run on the device: a prefill chunk, a decode round, both at once, drafts verified, memory set, and so on.
+"""What the device runs in a round: prefill, decoding, both in one pass, verification of drafts, and copies.
 
-Pure functions over flat tuples of arrays, compiled ahead by `programs.py`; an Equinox or Haliax object through the hot
-call would cost a millisecond and more. State is donated and comes back, so the KV pool is written in place.
-Sampled tokens stay on the device for the next round; the host reads a copy a round later.
+They are pure functions over flat tuples of arrays, compiled ahead by `programs.py`: to pass an Equinox or
+Haliax object to a compiled program takes a millisecond and more. State is donated and returned, so that the
+KV pool is written in place. Sampled tokens stay on the device for the next round; the host reads a copy one
+round later.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from levserve.model.sampler import NUM_TOP, Drawn, Memory, Mode, logprobs_of, sa
 Arrays = tuple[jax.Array, ...]
 
 SCORE_TILE = 128
-"""Positions scored together: on the bundled model their logits take 25 MB."""
+"""Positions scored together; their logits take 25 MB with the bundled model."""
 NUM_OUTPUTS = {Mode.GREEDY: 1, Mode.PLAIN: 1, Mode.FULL: 2 + 2 * NUM_TOP}
-"""Columns of a round's output: the token; in full mode also its log-probability, the likeliest ids and theirs."""
+"""Columns of an output: the token; in full mode also its log-probability, the likeliest ids and theirs."""
 
 
 class State(NamedTuple):
@@ -52,22 +53,23 @@ class Skeleton(NamedTuple):
 
 
 class ChunkOutput(NamedTuple):
-    """What a prefill chunk tells; the host copies only what somebody asked for."""
+    """The results of a prefill program; the host copies only what a request asked for."""
 
     sampled: jax.Array
-    """int32 [row, outputs] in the mode's columns, after the rows that name a slot"""
+    """int32 [row, outputs]: the next token of the rows that name a slot; see `NUM_OUTPUTS`."""
     scores: jax.Array | None = None
-    """int32 [row, chunk, outputs], the same columns for the token that follows each position; zeros where not wanted"""
+    """int32 [row, chunk, outputs]: the same for the token after each position; zeros where not wanted."""
     pooled: jax.Array | None = None
-    """float32 [row, 2, embed]: the sum of the chunk's hidden states, and the last of them"""
+    """float32 [row, 2, embed]: the sum of the chunk's hidden states, and the last of them."""
 
 
 def sample_only_prefill(
     leaves: Arrays, state: State, packed: jax.Array, *, skeleton: Skeleton
 ) -> tuple[State, ChunkOutput]:
-    """The same where nobody wants to know more than the next token, and that is drawn plainly.
+    """As `prefill_chunk`, for requests that want the next token and nothing else, drawn in plain mode.
 
-    A GPU runs it as one graph; at each branch of the other one it stops until the host has looked which way to go.
+    A GPU runs it as one graph. The other program has branches, and at each the GPU waits for the host to
+    decide.
     """
     model = skeleton.model(leaves)
     given, tokens, is_given = _unpack_chunks(packed, skeleton)
@@ -88,9 +90,8 @@ def prefill_chunk(
     rows = tokens.shape[0]
     named, pools = model(tokens[:, :-1], state.pools, given.table, _chunk_positions(given, is_given))
     hidden = named.rearrange((ROW, CHUNK, "embed")).array
-    hidden_last = hidden[
-        jnp.arange(rows), jnp.maximum(given.counts - 1, 0)
-    ]  # [row, embed]: a head on every row costs a chunk's worth
+    # [row, embed]: logits for every position would take as long as the chunk.
+    hidden_last = hidden[jnp.arange(rows), jnp.maximum(given.counts - 1, 0)]
     num_slots = state.last_tokens.shape[0]
 
     def draw() -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -103,7 +104,7 @@ def prefill_chunk(
         return state.last_tokens, state.memory.history, jnp.zeros((rows, NUM_OUTPUTS[Mode.FULL]), jnp.int32)
 
     last_tokens, history, outputs = lax.cond((given.slots < num_slots).any(), draw, skip)
-    # The layout is said because for this sum jax 0.12 would lay the activations of all layers out anew on a GPU.
+    # Without the constraint jax 0.12 changes the layout of all layers' activations on a GPU for this sum.
     as_computed = with_layout_constraint(hidden, Layout((0, 1, 2)))
     pooled = jnp.stack([jnp.where(is_given[..., None], as_computed, 0.0).sum(1), hidden_last], axis=1)
     output = ChunkOutput(outputs, _score(model, hidden, tokens[:, 1:], (given.scored > 0).any()), pooled)
@@ -111,20 +112,20 @@ def prefill_chunk(
 
 
 def _unpack_chunks(packed: jax.Array, skeleton: Skeleton) -> tuple[RoundInput, jax.Array, jax.Array]:
-    """The columns, the tokens [row, chunk + 1] and which of these are the row's [row, chunk]."""
+    """The columns, the tokens [row, chunk + 1], and which are not padding [row, chunk]."""
     given = unpack(packed, skeleton.table_width)
     tokens = packed[:, NUM_COLUMNS + skeleton.table_width :]
-    return given, tokens, jnp.arange(tokens.shape[1] - 1, dtype=jnp.int32)[None] < given.counts[:, None]
+    places = jnp.arange(tokens.shape[1] - 1, dtype=jnp.int32)[None]
+    return given, tokens, places < given.counts[:, None]
 
 
 def _chunk_positions(given: RoundInput, is_given: jax.Array) -> jax.Array:
-    return jnp.where(
-        is_given, given.positions[:, None] + jnp.arange(is_given.shape[1], dtype=jnp.int32)[None], -1
-    )
+    places = jnp.arange(is_given.shape[1], dtype=jnp.int32)[None]
+    return jnp.where(is_given, given.positions[:, None] + places, -1)
 
 
 def _score(model: Decoder, hidden: jax.Array, following: jax.Array, is_wanted: jax.Array) -> jax.Array:
-    """Log-probabilities of the tokens that follow each position, a tile of positions at a time: never length x vocabulary."""
+    """Log-probabilities of the token after each position, by tiles: all logits at once would be too large."""
     rows, chunk, _ = hidden.shape
     tile = math.gcd(chunk, SCORE_TILE)
 
@@ -146,9 +147,10 @@ def _score(model: Decoder, hidden: jax.Array, following: jax.Array, is_wanted: j
 def decode_round(
     leaves: Arrays, state: State, packed: jax.Array, *, skeleton: Skeleton, num_steps: int, mode: Mode
 ) -> tuple[State, jax.Array]:
-    """Runs `num_steps` decode steps for every row; donates `state`. Gives int32 [step, row, outputs].
+    """Runs `num_steps` decode steps for every row; donates `state`. Returns int32 [step, row, outputs].
 
-    A row whose count is reached idles to the end of the round: it writes nowhere and its tokens mean nothing.
+    After its own number of steps a row idles to the end of the round: it writes nothing and its tokens are
+    void.
     """
     model = skeleton.model(leaves)
     given = unpack(packed, skeleton.table_width)
@@ -166,9 +168,8 @@ def decode_round(
         memory = state.memory._replace(history=history)
         drawn = _sample(model, hidden.array[:, 0], given, positions + 1, memory, mode)
         if mode is Mode.FULL:
-            history = _remember(
-                memory, jnp.where(is_active, given.slots, history.shape[0]), positions + 1, drawn.tokens
-            )
+            slots = jnp.where(is_active, given.slots, history.shape[0])
+            history = _remember(memory, slots, positions + 1, drawn.tokens)
         tokens = jnp.where(is_active, drawn.tokens, tokens)
         return tokens, pools, history, outputs.at[number].set(_outputs(drawn))
 
@@ -182,9 +183,9 @@ def decode_round(
 def mixed_round(
     leaves: Arrays, state: State, packed: jax.Array, *, skeleton: Skeleton, num_sampled: int, mode: Mode
 ) -> tuple[State, tuple[jax.Array, jax.Array]]:
-    """One decode step and tokens of prompts at once, so that the weights are read once; donates `state`.
+    """One decode step and prefill in one pass, so that the weights are read once; donates `state`.
 
-    Gives int32 [1, row, outputs] of the first `num_sampled` rows, and the same once more without the step.
+    Returns int32 [1, row, outputs] of the first `num_sampled` rows, and the same as [row, outputs].
     """
     model = skeleton.model(leaves)
     given, fed = unpack(packed, skeleton.table_width), packed[:, -1]
@@ -205,24 +206,24 @@ def mixed_round(
 def verify_round(
     leaves: Arrays, state: State, packed: jax.Array, *, skeleton: Skeleton
 ) -> tuple[State, jax.Array]:
-    """Feeds every row's newest token and its draft at once, and draws after each; donates `state`. Gives int32 [place, row, outputs].
+    """Feeds every row's newest token and its draft at once, and draws after each; donates `state`.
 
-    A draw depends on its position and the tokens before it alone. So up to the first token of the draft that was not drawn, all
-    are what decode steps would have drawn, and they are kept; the KV of the others is overwritten when its position comes.
+    Returns int32 [place, row, outputs]. A draw depends only on its position and the tokens before it. So the
+    draws are those of decode steps as long as they agree with the draft, and for one token more. The KV of
+    later places is overwritten when decoding gets there.
     """
     model = skeleton.model(leaves)
     given = unpack(packed, skeleton.table_width)
     draft = packed[:, NUM_COLUMNS + skeleton.table_width :]
-    fed = jnp.concatenate(
-        [state.last_tokens.at[given.slots].get(mode="clip")[:, None], draft], axis=1
-    )  # [row, place]
+    newest_tokens = state.last_tokens.at[given.slots].get(mode="clip")
+    fed = jnp.concatenate([newest_tokens[:, None], draft], axis=1)  # [row, place]
     rows, places = fed.shape
     offsets = jnp.arange(places, dtype=jnp.int32)[None]
     is_fed = offsets < given.counts[:, None]
     positions = jnp.where(is_fed, given.positions[:, None] + offsets, -1)
     hidden, pools = model(fed, state.pools, given.table, positions)
 
-    # Each place sees the history before its position, so the whole draft may be in it.
+    # The sampler looks only at the history before a place's position, so the whole draft may be in it.
     nowhere = state.memory.history.shape[1]
     history = _remember(state.memory, given.slots[:, None], jnp.where(is_fed, positions, nowhere), fed)
     memory = state.memory._replace(history=history)
@@ -243,7 +244,7 @@ def verify_round(
 def set_memory(
     memory: Memory, slot: jax.Array, history: jax.Array, ids: jax.Array, values: jax.Array, until: jax.Array
 ) -> Memory:
-    """Gives a slot the tokens and logit edits of the sequence that sits there now; donates `memory`."""
+    """Gives a slot the tokens and logit edits of its new sequence; donates `memory`."""
     return Memory(
         memory.history.at[slot].set(history),
         memory.edit_ids.at[slot].set(ids),
@@ -253,7 +254,7 @@ def set_memory(
 
 
 def fork_slot(state: State, packed: jax.Array) -> State:
-    """Copies a page to another and sets a slot's newest token, so that it can decode from there; donates `state`.
+    """Copies a page and sets a slot's newest token, so that the slot decodes from there; donates `state`.
 
     packed: int32 [4], the slot, the token, the page to read and the page to write.
     """
@@ -266,7 +267,7 @@ def fork_slot(state: State, packed: jax.Array) -> State:
 
 
 def fill_pages(pools: Arrays, pages: jax.Array, value: jax.Array) -> Arrays:
-    """Fills pages [page] of every layer with one stored value; donates `pools`. Numbers past the last page are nowhere."""
+    """Fills pages [page] of every layer with a stored value; donates `pools`. Drops pages past the last."""
     return tuple(pool.at[pages].set(value, mode="drop") for pool in pools)
 
 
@@ -289,10 +290,9 @@ def _remember(memory: Memory, slots: jax.Array, positions: jax.Array, tokens: ja
 
 
 def _outputs(drawn: Drawn) -> jax.Array:
-    """A row's results side by side, floats as their bits: one array, one copy to the host."""
+    """A row's results side by side, floats as their bits, so that the host copies one array."""
     if drawn.logprobs is None or drawn.top_ids is None or drawn.top_logprobs is None:
         return drawn.tokens[:, None]
-    bits = lax.bitcast_convert_type(
-        jnp.concatenate([drawn.logprobs[:, None], drawn.top_logprobs], axis=1), jnp.int32
-    )
+    floats = jnp.concatenate([drawn.logprobs[:, None], drawn.top_logprobs], axis=1)
+    bits = lax.bitcast_convert_type(floats, jnp.int32)
     return jnp.concatenate([drawn.tokens[:, None], bits[:, :1], drawn.top_ids, bits[:, 1:]], axis=1)

@@ -1,4 +1,4 @@
-"""What the life of models asks of the device thread: serve one more, serve one no more, swap weights."""
+"""What the device thread is asked about models: to serve one more, to stop serving one, to swap weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from levserve.schedule.scheduler import Scheduler
 
 @dataclass(frozen=True, slots=True)
 class Attach(DeviceTask):
-    """Serve this model too, from the next round on."""
+    """Serves this model too, from the next round on."""
 
     model: str
     scheduler: Scheduler
@@ -26,7 +26,7 @@ class Attach(DeviceTask):
 
 @dataclass(frozen=True, slots=True)
 class Detach(DeviceTask):
-    """Stop serving this model; `done` gets its runner, which nothing uses any longer."""
+    """Stops serving this model; `done` gets its runner, which is then not in use."""
 
     model: str
     done: Future[Runner]
@@ -37,10 +37,11 @@ class Detach(DeviceTask):
 
 @dataclass(frozen=True, slots=True)
 class SwapWeights(DeviceTask):
-    """Serve with these weights, leaves on the host, from the next round on; `done` gets the seconds it took."""
+    """Serves with these weights from the next round on; `done` gets the seconds that the swap took."""
 
     model: str
     leaves: Sequence[jax.Array]
+    """On the host."""
     done: Future[float]
 
     def refuse(self, error: Exception) -> None:
