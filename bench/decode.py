@@ -122,8 +122,8 @@ def build(
     quantization = choose_quantization(narrow, backend, dtype)
     arrays = random_arrays(config, dtype, quantization)
     storage = backend.kv_storage(kv_dtype)
-    piece_tokens = backend.traits.piece_tokens
-    chunk_sizes = {size * (options.prompts if piece_tokens else 1) for size in options.chunks}
+    prefill_row_tokens = backend.traits.prefill_row_tokens
+    chunk_sizes = {size * (options.prompts if prefill_row_tokens else 1) for size in options.chunks}
     longest = max([options.context + options.steps, *options.chunks])
     pages_each = -(-longest // PAGE_SIZE)
     rows = max(*options.rows, options.prompts)
@@ -135,9 +135,9 @@ def build(
         page_bytes=cache.page_bytes(config, PAGE_SIZE, storage),
         weight_bytes=sum(array.nbytes for array in arrays.values()),
         row_sizes=tuple(sorted({max(2, rows) for rows in options.rows})),
-        chunk_sizes=tuple(sorted(chunk_sizes)) or (piece_tokens or 64,),
+        chunk_sizes=tuple(sorted(chunk_sizes)) or (prefill_row_tokens or 64,),
         round_steps=options.steps,
-        piece_tokens=piece_tokens,
+        prefill_row_tokens=prefill_row_tokens,
     )
     model = Decoder.from_arrays(config, arrays, backend=backend, quantization=quantization)
     return Runner(model, sizes, storage, Metrics()), sizes
@@ -199,17 +199,17 @@ def measure_decode(runner: Runner, sizes: Sizes, rows: int, options: argparse.Na
             runner.dispatch(RoundPlan((), planned, tuple(sequences) if number == 0 else (), ())),
         )
         if before is not None:
-            runner.read(before)
+            before.read()
             seconds.append(time.perf_counter() - start)
             start = time.perf_counter()
     assert in_flight is not None
-    runner.read(in_flight)
+    in_flight.read()
     return statistics.median(seconds[2:]) / int(options.steps)
 
 
 def measure_prefill(runner: Runner, sizes: Sizes, size: int, options: argparse.Namespace) -> float:
     """Seconds until the first tokens of so many prompts of `size` tokens, submitted together."""
-    is_sample_only = sizes.piece_tokens is not None  # as on a GPU
+    is_sample_only = sizes.prefill_row_tokens is not None  # as on a GPU
     runner.programs.compile_only(
         [Shape(size * options.prompts if is_sample_only else size, is_sample_only=is_sample_only)]
     )
@@ -228,7 +228,7 @@ def measure_prefill(runner: Runner, sizes: Sizes, size: int, options: argparse.N
     seconds: list[float] = []
     for _ in range(options.repeats):
         start = time.perf_counter()
-        runner.read(runner.dispatch(plan))
+        runner.dispatch(plan).read()
         seconds.append(time.perf_counter() - start)
     return statistics.median(seconds)
 

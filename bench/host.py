@@ -109,7 +109,7 @@ def run_timed_device(settings: Settings, registry: Registry) -> None:
         row_sizes=(rows,),
         chunk_sizes=(4096,),
         round_steps=settings.round_steps or 8,
-        piece_tokens=64,
+        prefill_row_tokens=64,
     )
     clock = Clock()
     rng = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""Puts a round's batches into their streams on a thread of its own, while the device thread plans the next."""
+"""Puts a round's batches into their streams, on a thread beside the device thread, which plans meanwhile."""
 
 from __future__ import annotations
 

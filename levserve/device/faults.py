@@ -21,7 +21,7 @@ from levserve.errors import ConfigError
 from levserve.settings.settings import FAULTS_VARIABLE
 
 if TYPE_CHECKING:
-    from levserve.device.runner import InFlightRound
+    from levserve.device.in_flight import InFlightRound
     from levserve.schedule.sequence import RoundPlan
 
 FORMS = {

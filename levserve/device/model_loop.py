@@ -14,7 +14,8 @@ from collections import Counter
 from dataclasses import dataclass
 
 from levserve.device.delivery import AddressedBatch, Delivery
-from levserve.device.runner import InFlightRound, Runner
+from levserve.device.in_flight import InFlightRound
+from levserve.device.runner import Runner
 from levserve.device.tasks import SwapWeights
 from levserve.engine.messages import Submit
 from levserve.engine.stream import TokenStream
@@ -116,15 +117,15 @@ class ModelLoop:
         self.end_all(FinishReason.CANCELLED)
         in_flight, self._in_flight = self._in_flight, None
         if in_flight is not None:
-            self.runner.read(in_flight)
+            in_flight.read()
 
     def _read(self, in_flight: InFlightRound) -> None:
         started = time.monotonic()
-        chunks = self.runner.read_chunks(in_flight)
+        chunks = in_flight.read_chunks()
         chunks_read = time.monotonic()
         # Delivered before the rows are read: first tokens do not wait for the decoding of others.
         self._deliver(self.scheduler.commit_chunks(in_flight.plan, chunks))
-        rows = self.runner.read_rows(in_flight)
+        rows = in_flight.read_rows()
         now = time.monotonic()
         seconds = now - self._round_began
         self._round_began = now

@@ -17,7 +17,7 @@ from levserve.jit.code_cache import CodeCache, open_folder, use_cache
 from levserve.settings.settings import Settings
 
 PLATFORMS = {"gpu": "cuda,cpu", "tpu": "tpu,cpu"}
-"""What jax calls them. The host is a device as well: new weights are arranged there before they are swapped in."""
+"""What jax calls them. The host is there too: a reload arranges weights on it before they are swapped in."""
 
 
 def open_device(settings: Settings) -> jax.Device:
@@ -66,8 +66,8 @@ def _keep_programs(settings: Settings) -> None:
         folder = open_folder(settings.cache_path / "programs", cpu_features())
     except OSError as error:
         raise StartupError(
-            f"the cache folder {settings.cache_path} cannot be written ({error.strerror}): name another one with "
-            f"--cache-dir, or do without compiled programs on disk with --compile-cache false"
+            f"the cache folder {settings.cache_path} cannot be written ({error.strerror}): name another one "
+            "with --cache-dir, or do without compiled programs on disk with --compile-cache false"
         ) from error
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

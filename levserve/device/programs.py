@@ -1,8 +1,8 @@
 """The compiled programs: which shapes exist, which are ready, and the best ready one for a round.
 
-The smallest are compiled before the server says ready: one after another they can run anything; on a GPU the largest as well, lest a
-crowd that comes at once is served eight at a time. The rest follow on background threads; until the right one is there, the next
-larger one serves in its place, or a smaller one several times. So a round never waits for a compile.
+The smallest ones are compiled before the server is ready, because several runs of them can do anything; on a
+GPU the largest ones as well. Background threads compile the rest. Until a program is there, a larger one runs
+in its place, or a smaller one several times. So a round never waits for a compile.
 """
 
 from __future__ import annotations
@@ -49,28 +49,27 @@ log = logging.getLogger(__name__)
 MODES = (Mode.GREEDY, Mode.PLAIN, Mode.FULL)
 """From the cheapest to the one that can do everything."""
 WELL_FILLED = 0.7
-"""Of a program: what is not filled is computed all the same, but two smaller ones take longer than one that is full."""
+"""The part of a program that must be in use. Padding takes time too, but two smaller programs take longer."""
 CORES_PER_COMPILER = 4
-"""So many cores for each background compiler: requests are being served meanwhile."""
+"""For each background compiler: the server serves requests meanwhile."""
 COMPILER_STACK_BYTES = 64 << 20
-"""XLA recurses once per layer and more; the default stack of a thread is too small for deep models."""
+"""XLA's recursion grows with the layers; a thread's default stack is too small for deep models."""
 
 RoundCall = Callable[[Arrays, State, object], tuple[State, Any]]
-"""Gives a `ChunkOutput` for prefill and an array for decode."""
+"""Returns the fields of a `ChunkOutput` for prefill, an array for decoding, and two for a mixed round."""
 
 
 class Shape(NamedTuple):
-    """What one program is compiled for: a prefill chunk of `size` tokens, or `size` rows decoded in `mode`, or verified.
-
-    Prefill that is quiet tells the next token and nothing else, and draws it plainly. Decoding that is mixed takes tokens of
-    prompts as well.
-    """
+    """What a program is compiled for: prefill of `size` tokens, or decoding or verifying `size` rows."""
 
     size: int
     mode: Mode | None = None
+    """How rows are sampled; None for prefill."""
     is_verify: bool = False
     is_sample_only: bool = False
+    """Prefill that gives the next token and nothing else, drawn in plain mode."""
     is_mixed: bool = False
+    """Decoding that prefills in the same pass."""
 
     @property
     def is_prefill(self) -> bool:
@@ -79,17 +78,16 @@ class Shape(NamedTuple):
     def __str__(self) -> str:
         if self.is_verify:
             return f"drafts of {self.size} rows"
-        quiet = "quiet " if self.is_sample_only else ""
-        mixed = " and prefill" if self.is_mixed else ""
-        return (
-            f"{quiet}prefill of {self.size} tokens"
-            if self.mode is None
-            else f"{self.mode} decode of {self.size} rows{mixed}"
-        )
+        if self.mode is None:
+            return f"{'sample-only ' if self.is_sample_only else ''}prefill of {self.size} tokens"
+        return f"{self.mode} decode of {self.size} rows{' and prefill' if self.is_mixed else ''}"
 
 
 class Programs:
-    """Compiles and hands out programs. `_ready` is only added to, so the device thread may look while others compile."""
+    """Compiles programs and chooses among them.
+
+    Compiler threads only add to `_ready`, so the device thread may read it at any time.
+    """
 
     def __init__(
         self, leaves: Arrays, state: State, skeleton: Skeleton, sizes: Sizes, metrics: Metrics
@@ -104,7 +102,7 @@ class Programs:
         self._ready: dict[Shape, RoundCall] = {}
         self._cold: queue.SimpleQueue[Shape] = queue.SimpleQueue()
         self._tracing = threading.Lock()
-        """So that of several compilers one at a time runs Python, which those who serve wait for."""
+        """One compiler at a time traces: tracing runs Python, and the serving threads wait for the GIL."""
         self._stopping = threading.Event()
         self._background: list[threading.Thread] = []
 
@@ -113,32 +111,27 @@ class Programs:
         """What is compiled before the server is ready, the smallest prefill first."""
         chunks, rows = self._sizes.chunk_sizes, self._sizes.row_sizes
         ends = (0, -1) if self._backend.traits.warms_largest else (0,)
-        return list(
-            dict.fromkeys(
-                [*(Shape(chunks[end]) for end in ends), *(Shape(rows[end], Mode.FULL) for end in ends)]
-            )
-        )
+        prefill = [Shape(chunks[end]) for end in ends]
+        decode = [Shape(rows[end], Mode.FULL) for end in ends]
+        return _unique(*prefill, *decode)
 
     @property
     def all_shapes(self) -> list[Shape]:
-        modes = MODES if self._sizes.has_all_modes else (Mode.FULL,)
-        decode = [Shape(size, mode) for mode in modes for size in self._sizes.row_sizes]
-        if self._sizes.mixed_tokens:
-            decode = [shape._replace(is_mixed=shape.size == self._sizes.row_sizes[-1]) for shape in decode]
-        verify = [Shape(size, Mode.FULL, is_verify=True) for size in self._sizes.verify_sizes]
-        quiet = (
-            [Shape(size, is_sample_only=True) for size in self._sizes.chunk_sizes]
-            if self._sizes.has_all_modes
-            else []
-        )
-        return list(
-            dict.fromkeys(
-                [*self.first_shapes, *quiet, *decode, *verify, *map(Shape, self._sizes.chunk_sizes)]
-            )
-        )
+        """Every program, in the order in which they are compiled."""
+        sizes = self._sizes
+        modes = MODES if sizes.has_all_modes else (Mode.FULL,)
+        decode = [Shape(size, mode) for mode in modes for size in sizes.row_sizes]
+        if sizes.mixed_tokens:
+            decode = [shape._replace(is_mixed=shape.size == sizes.row_sizes[-1]) for shape in decode]
+        verify = [Shape(size, Mode.FULL, is_verify=True) for size in sizes.verify_sizes]
+        prefill = [Shape(size) for size in sizes.chunk_sizes]
+        sample_only = []
+        if sizes.has_all_modes:
+            sample_only = [shape._replace(is_sample_only=True) for shape in prefill]
+        return _unique(*self.first_shapes, *sample_only, *decode, *verify, *prefill)
 
     def compile_first(self, report: Callable[[str], None]) -> None:
-        """Compiles what the server needs to be ready, each on a thread of its own: tracing holds the GIL, compiling does not."""
+        """Compiles what the server needs to be ready, side by side: compiling does not hold the GIL."""
         failures: list[BaseException] = []
 
         def work(shape: Shape) -> None:
@@ -155,13 +148,13 @@ class Programs:
             raise failures[0]
 
     def compile_only(self, shapes: Sequence[Shape]) -> None:
-        """Compiles these and forgets the others, for measurements."""
+        """Compiles these programs and drops all others, for measurements."""
         self._ready.clear()
         for shape in shapes:
             self._compile(shape, "startup")
 
     def start_background(self) -> None:
-        """Compiles the remaining shapes while the server runs; `stop` waits for those under way."""
+        """Compiles the remaining programs while the server runs; `stop` waits for those that it has begun."""
         self._compiles.note_ready()
         rest = deque(shape for shape in self.all_shapes if shape not in self._ready)
         num_threads = max((os.cpu_count() or 1) // CORES_PER_COMPILER, 1)
@@ -184,7 +177,7 @@ class Programs:
         return not self._cold.empty()
 
     def next_cold(self) -> Shape | None:
-        """A program that may not have run yet; its first run takes a second longer, better when nobody waits."""
+        """A program to run once while no request waits: its first run takes up to a second longer."""
         try:
             return self._cold.get_nowait()
         except queue.Empty:
@@ -194,69 +187,65 @@ class Programs:
         return self._ready[shape]
 
     def prefill(self, num_tokens: int, *, can_split: bool = False, is_sample_only: bool = False) -> Shape:
-        """The smallest ready chunk that holds `num_tokens`, or the largest there is; a quiet one only where that will do.
+        """The smallest ready program that holds `num_tokens`, or else the largest one.
 
-        Tokens that may go into several are not put into one that would be half empty, but into the largest that they fill.
+        With `can_split`, tokens that would leave too much of it unused go to the largest program that they
+        fill. Where only samples are wanted, of two programs of a size it is the sample-only one.
         """
-        shapes = (
-            shape
-            for shape in self._ready.copy()
-            if shape.is_prefill and (is_sample_only or not shape.is_sample_only)
-        )
-        ready = {
-            shape.size: shape for shape in sorted(shapes, key=lambda shape: shape.is_sample_only)
-        }  # of two the quiet one
-        whole = min((size for size in ready if size >= num_tokens), default=max(ready))
-        if can_split and num_tokens < WELL_FILLED * whole:
-            whole = max((size for size in ready if size <= num_tokens), default=whole)
-        return ready[whole]
+        ready: dict[int, Shape] = {}
+        for shape in self._ready.copy():
+            if shape.is_sample_only and is_sample_only:
+                ready[shape.size] = shape
+            elif shape.is_prefill and not shape.is_sample_only:
+                ready.setdefault(shape.size, shape)
+        size = min((size for size in ready if size >= num_tokens), default=max(ready))
+        if can_split and num_tokens < WELL_FILLED * size:
+            size = max((size for size in ready if size <= num_tokens), default=size)
+        return ready[size]
 
     def decode(self, num_rows: int, mode: Mode) -> Shape:
-        """The cheapest ready decode program for the rows and mode (fewer rows count more than a simpler mode), or the widest."""
+        """The narrowest ready program that serves these rows, preferably in their own mode, or the widest."""
         able = MODES[MODES.index(mode) :]
         shapes = (shape for shape in self._ready.copy() if shape.mode in able and not shape.is_verify)
         ready = sorted(shapes, key=lambda shape: (shape.size, shape.mode != mode))
         return next((shape for shape in ready if shape.size >= num_rows), ready[-1])
 
     def mixed(self, num_rows: int, num_tokens: int, mode: Mode) -> Shape | None:
-        """A ready program for rows of which so many are sampled and so many tokens of prompts, if there is one."""
-        shapes = (
-            shape
-            for shape in self._ready.copy()
-            if shape.is_mixed and shape.mode in MODES[MODES.index(mode) :]
-        )
-        return next(
-            (shape for shape in shapes if num_rows <= shape.size and num_tokens <= self._sizes.mixed_tokens),
-            None,
-        )
+        """A ready program that samples so many rows and prefills so many tokens, if there is one."""
+        if num_tokens > self._sizes.mixed_tokens:
+            return None
+        able = MODES[MODES.index(mode) :]
+        for shape in self._ready.copy():
+            if shape.is_mixed and shape.mode in able and shape.size >= num_rows:
+                return shape
+        return None
 
     def verify(self, num_rows: int) -> Shape:
-        """The smallest ready program for the drafts of so many rows, of which there are at most `max_verified`."""
+        """The smallest ready program for the drafts of so many rows, at most `max_verified`."""
         return min(shape for shape in self._ready.copy() if shape.is_verify and shape.size >= num_rows)
 
     @property
     def max_verified(self) -> int:
-        """Rows whose drafts can be verified together; more than 0 once such a program is ready."""
+        """Rows whose drafts can be verified together; 0 until such a program is ready."""
         return max((shape.size for shape in self._ready.copy() if shape.is_verify), default=0)
 
     def set_memory(self) -> Callable[..., Memory]:
-        """The program that seats a row with penalties or edits; small, and compiled with the first ones."""
+        """The program that gives a row the tokens and logit edits of its sequence."""
         memory = self._state.memory
-        history = jax.ShapeDtypeStruct((memory.history.shape[1],), jnp.int32)
-        ids, values = (jax.ShapeDtypeStruct((MAX_EDITS,), dtype) for dtype in (jnp.int32, jnp.float32))
         slot = jax.ShapeDtypeStruct((), jnp.int32)
-        return self._get(
-            "set memory",
-            lambda: jax.jit(set_memory, donate_argnums=0).lower(memory, slot, history, ids, values, ids),
-        )
+        history = jax.ShapeDtypeStruct((memory.history.shape[1],), jnp.int32)
+        ids = until = jax.ShapeDtypeStruct((MAX_EDITS,), jnp.int32)
+        values = jax.ShapeDtypeStruct((MAX_EDITS,), jnp.float32)
+        jitted = jax.jit(set_memory, donate_argnums=0)
+        return self._get("set memory", lambda: jitted.lower(memory, slot, history, ids, values, until))
 
     def fork_slot(self) -> Callable[[State, object], State]:
-        """The program that gives a computed prompt to one more row; as small."""
+        """The program that gives a computed prompt to one more row."""
         fork = jax.ShapeDtypeStruct((4,), jnp.int32)
         return self._get("fork slot", lambda: jax.jit(fork_slot, donate_argnums=0).lower(self._state, fork))
 
     def fill_pages(self) -> Callable[[Arrays, object, object], Arrays]:
-        """The program that clears pages, a table's width of them at a time."""
+        """The program that overwrites pages, as many at a time as a page table has."""
         pages = jax.ShapeDtypeStruct((self._sizes.table_width,), jnp.int32)
         value = jax.ShapeDtypeStruct((), self._state.pools[0].dtype)
         return self._get(
@@ -264,7 +253,7 @@ class Programs:
         )
 
     def lower(self, shape: Shape) -> jax.stages.Lowered:
-        """A program as XLA sees it before compiling; tests look at it too."""
+        """A program before XLA compiles it; tests look at it too."""
         width = NUM_COLUMNS + self._sizes.table_width
         function: Callable[..., tuple[State, Any]]
         if shape.mode is None:
@@ -300,10 +289,10 @@ class Programs:
     def _get(
         self, name: str, lower: Callable[[], jax.stages.Lowered], options: CompilerOptions | None = None
     ) -> jax.stages.Compiled:
-        """A program that an earlier start has kept, or a new one."""
+        """A program from disk, or a new one."""
         start = time.monotonic()
-        kept_as = hashlib.sha256(f"{self._made_from} {name} {options}".encode()).hexdigest()
-        program = find_program(kept_as, self._device)
+        key = hashlib.sha256(f"{self._made_from} {name} {options}".encode()).hexdigest()
+        program = find_program(key, self._device)
         if program is not None:
             self._compiles.note_found(name, time.monotonic() - start)
             return program
@@ -311,10 +300,8 @@ class Programs:
             lowered = lower()
         num_found = self._compiles.num_found_here
         program = lowered.compile(options)
-        if (
-            self._compiles.num_found_here == num_found
-        ):  # of what jax has found on a CPU, XLA would save only a part
-            keep_program(kept_as, lowered, program)
+        if self._compiles.num_found_here == num_found:  # XLA cannot serialize all of what jax found on disk
+            keep_program(key, lowered, program)
         return program
 
     def _compiler_options(self, shape: Shape) -> CompilerOptions:
@@ -325,14 +312,14 @@ class Programs:
 
     @functools.cached_property
     def _made_from(self) -> str:
-        """All that programs depend on besides our sources and others'."""
+        """Everything that programs depend on, besides the sources of this package and of others."""
         device = self._device.device_kind, self._device.client.platform_version
         given = self._sizes, self._leaves, self._state, str(self._skeleton.tree)
         precision = getattr(jax.config, "jax_default_matmul_precision")
         return hashlib.sha256(repr((device, given, precision)).encode()).hexdigest()
 
     def _compile_rest(self, shapes: deque[Shape]) -> None:
-        """Takes shapes from a list that several threads share, until it is empty."""
+        """Compiles from a queue that several threads share, until it is empty."""
         while not self._stopping.is_set():
             try:
                 shape = shapes.popleft()
@@ -341,11 +328,13 @@ class Programs:
             try:
                 self._compile(shape, "background")
             except Exception:
-                log.exception(
-                    "could not compile %s; the next larger program goes on serving in its place", shape
-                )
+                log.exception("could not compile %s; other programs serve in its place", shape)
             if self.is_complete:
                 log.info("all %d programs are compiled", len(self._ready))
+
+
+def _unique(*shapes: Shape) -> list[Shape]:
+    return list(dict.fromkeys(shapes))
 
 
 def _compiler_thread(work: Callable[[], None]) -> threading.Thread:

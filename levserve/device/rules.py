@@ -1,7 +1,7 @@
-"""How a request's sampling options reach the device: one table, from which their packing and unpacking follow.
+"""How a request's sampling options reach the device: one table, from which packing and unpacking follow.
 
-To add an option, add a field to `Sampling`, an annotated field to `sampler.Rules`, and its entry to `RULES`. A field
-without an entry, or an entry without a field, is an error at import.
+To add an option, add a field to `Sampling`, an annotated field to `sampler.Rules`, and its entry to `RULES`. A
+field without an entry, or an entry without a field, is an error at import.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ RULES = {
 
 
 class RulePacking(Generic[Record]):
-    """Writes a table's values as int32 columns in the order of a record's fields, and makes the record of them."""
+    """Packs a table's values into int32 columns, in the order of a record's fields, and unpacks the record."""
 
     def __init__(self, record: Callable[..., Record], rules: Mapping[str, Rule]) -> None:
         types = get_type_hints(record, include_extras=True)
@@ -125,7 +125,7 @@ def edits_for(request: GenerationRequest) -> Edits:
 
 
 def _edits_of(request: GenerationRequest) -> list[tuple[int, float, int]]:
-    """Biases for ever, and stop tokens banned until `min_tokens` were generated: token, value and position."""
+    """Token, value and the position it ends at: biases for ever, stop tokens until `min_tokens` are there."""
     sampling = request.sampling
     edits = [(token, value, FOREVER) for token, value in sampling.logit_bias]
     if sampling.min_tokens > 0:

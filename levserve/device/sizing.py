@@ -1,6 +1,6 @@
-"""How large everything is: rows, pages, context and the shapes that get compiled, from the settings and the machine.
+"""How large everything is: rows, pages, context and the compiled shapes, from the settings and the device.
 
-Pure arithmetic, done once at start. What cannot be is refused with the sum in the message.
+Pure arithmetic, done once at start. A refusal has the numbers in its message.
 """
 
 from __future__ import annotations
@@ -14,20 +14,21 @@ from levserve.model.traits import Traits
 from levserve.settings.settings import Settings
 
 TOKENS_PER_ROW = 1024
-"""KV room per row when nothing is asked for: a long chat each; the pool is shared, so one row may have much more."""
+"""KV tokens per row by default: a long chat each. The rows share the pool, so that one may have much more."""
 
 CHUNK_STEP = 8
-"""Tokens by which chunks differ where a program takes no longer than what is in it needs."""
+"""Tokens by which the costs of chunks differ where padding takes no time."""
 
 ROW_STEP = 32
-"""By which decode programs differ on a GPU, where from some 64 rows on those that are not filled take time too. An 8B model on an
-H200 with 130 / 200 rows: 9.8 / 11.0 ms a step in a program of 256, 8.0 / 10.0 in one of 160 or 224."""
+"""Rows by which decode programs differ on a GPU, where padding takes time from about 64 rows on. A step of an
+8B model on an H200 with 130 / 200 rows takes 9.8 / 11.0 ms in a program of 256 rows, and 8.0 / 10.0 in one of
+160 / 224."""
 
 ARBITER_BYTES = 64 << 20
 """More than the process takes that starts the worker."""
 
 FLOOR_TOKENS = 4 * TOKENS_PER_ROW
-"""Below this a pool of one among several models is not worth having: rather unload another."""
+"""The least that one of several models gets by default: to make room for it, another one is unloaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +51,12 @@ class Sizes:
     """Tokens of a draft; 0 without speculation."""
     verify_sizes: tuple[int, ...] = ()
     """Rows of the programs that check drafts."""
-    piece_tokens: int | None = None
-    """If set, a prefill program's rows are pieces of so many tokens, of one prompt or of several; else it is one row."""
+    prefill_row_tokens: int | None = None
+    """If set, prefill programs have rows of so many tokens, of one prompt or of several; else one row."""
     leaves_out_padding: bool = False
-    """Whether a program takes as long as what is in it needs."""
+    """Whether padding takes a program no time."""
     mixed_context: int = 0
-    """Where a prompt's chunk may begin, at most, to be computed beside the rows of a decode program."""
+    """Where a prompt's chunk may begin, at most, to be computed in a decode program; 0: nowhere."""
     # No program depends on the next two, and `repr` is part of a program's key.
     overhead_bytes: int = field(default=0, repr=False)
     """What the processes take besides weights and KV pages, where they share one memory."""
@@ -73,58 +74,52 @@ class Sizes:
 
     @property
     def takes_longest_first(self) -> bool:
-        """Whether rows are computed in their order, many at a time, as on a GPU: a long one that began last would keep all waiting."""
-        return self.piece_tokens is not None
+        """Whether rows run in their order, many at a time: then a long one that begins last delays all."""
+        return self.prefill_row_tokens is not None
 
     @property
     def table_width(self) -> int:
         return -(-self.max_seq_len // self.page_size)
 
     def prefill_rows(self, num_tokens: int) -> tuple[int, int]:
-        """Rows and tokens of each in a prefill program of so many tokens."""
-        return (
-            (1, num_tokens)
-            if self.piece_tokens is None
-            else (num_tokens // self.piece_tokens, self.piece_tokens)
-        )
+        """The rows of a prefill program of so many tokens, and the tokens of each."""
+        if self.prefill_row_tokens is None:
+            return 1, num_tokens
+        return num_tokens // self.prefill_row_tokens, self.prefill_row_tokens
 
     @property
     def mixed_tokens(self) -> int:
-        """Of prompts, that the widest decode program computes beside its rows."""
-        return (
-            self.chunk_sizes[-1]
-            if self.leaves_out_padding and self.mixed_context and self.round_steps == 1
-            else 0
-        )
+        """Prompt tokens that the widest decode program computes beside its rows."""
+        is_mixed = self.leaves_out_padding and self.mixed_context > 0 and self.round_steps == 1
+        return self.chunk_sizes[-1] if is_mixed else 0
 
     @property
     def chunk_costs(self) -> tuple[int, ...]:
-        """What a prompt's chunk may count as, ascending: its program, or what it has of that where only that matters."""
+        """What a chunk may count as in a round's budget, ascending; padding counts where it takes time."""
         if self.leaves_out_padding:
             return (*range(CHUNK_STEP, self.chunk_sizes[-1], CHUNK_STEP), self.chunk_sizes[-1])
-        if self.piece_tokens is None:
+        if self.prefill_row_tokens is None:
             return self.chunk_sizes
-        return tuple(range(self.piece_tokens, self.chunk_sizes[-1] + 1, self.piece_tokens))
+        return tuple(range(self.prefill_row_tokens, self.chunk_sizes[-1] + 1, self.prefill_row_tokens))
 
     @property
     def num_tokens(self) -> int:
-        """That the KV pool holds."""
+        """Tokens that the KV pool holds."""
         return self.num_pages * self.page_size
 
     def describe(self) -> list[str]:
         """The plan as lines for people."""
-        drafts = (
-            f"; drafts of {self.num_draft} tokens for at most {self.verify_sizes[-1]} rows"
-            if self.num_draft
-            else ""
-        )
+        drafts = ""
+        if self.num_draft:
+            drafts = f"; drafts of {self.num_draft} tokens for at most {self.verify_sizes[-1]} rows"
         return [
             f"weights     {human(self.weight_bytes)}",
             f"KV pages    {self.num_pages} x {self.page_size} tokens = {self.num_tokens} tokens, "
             f"{human(self.kv_bytes)}",
             *self._describe_memory(),
             f"context     {self.max_seq_len} tokens",
-            f"rows        {self.rows}; decode shapes {', '.join(map(str, self.row_sizes))}; {self.round_steps} step(s) a round{drafts}",
+            f"rows        {self.rows}; decode shapes {', '.join(map(str, self.row_sizes))}; "
+            f"{self.round_steps} step(s) a round{drafts}",
             f"prefill     chunks of {', '.join(map(str, self.chunk_sizes))} tokens",
         ]
 
@@ -150,9 +145,9 @@ def plan_sizes(
     weight_bytes: int,
     peak_bytes: int = 0,
 ) -> Sizes:
-    """Sizes for a device with `free_bytes` left once the weights are loaded; raises `ConfigError` if nothing fits.
+    """Plans for `free_bytes` that the weights leave; raises `ConfigError` for settings that do not fit.
 
-    Until then the process has taken at most `peak_bytes` of the host's memory.
+    `peak_bytes` is the most of the host's memory that the process has taken so far.
     """
     max_seq_len = settings.max_seq_len or max_position
     if max_seq_len > max_position:
@@ -161,9 +156,11 @@ def plan_sizes(
     room = num_pages * settings.page_size
     if room < max_seq_len:
         if settings.max_seq_len:
+            needed = -(-max_seq_len // settings.page_size)
             raise ConfigError(
-                f"--max-seq-len {max_seq_len} needs {-(-max_seq_len // settings.page_size)} pages of {settings.page_size} tokens "
-                f"({human(page_bytes)} each), but the pool has {num_pages}: raise --kv-memory or lower --max-seq-len"
+                f"--max-seq-len {max_seq_len} needs {needed} pages of {settings.page_size} tokens "
+                f"({human(page_bytes)} each), but the pool has {num_pages}: "
+                f"raise --kv-memory or lower --max-seq-len"
             )
         max_seq_len = room
     most_verified = traits.verify_tokens // (settings.speculate + 1)
@@ -187,7 +184,7 @@ def plan_sizes(
         num_draft=settings.speculate,
         verify_sizes=_doublings(1, min(rows, most_verified), by=4) if settings.speculate else (),
         chunk_sizes=_chunk_sizes(traits, largest_chunk, max_seq_len),
-        piece_tokens=traits.piece_tokens,
+        prefill_row_tokens=traits.prefill_row_tokens,
         leaves_out_padding=traits.leaves_out_padding,
         mixed_context=traits.mixed_context,
         round_steps=settings.round_steps or traits.round_steps,
@@ -198,7 +195,7 @@ def plan_sizes(
 
 
 def kv_floor(settings: Settings, *, max_position: int, page_bytes: int) -> int:
-    """Bytes of KV pages that a model must have beside others: what was asked for, or a long chat."""
+    """Bytes of KV pages that one of several models must have: those asked for, or `FLOOR_TOKENS`."""
     if settings.kv_memory:
         return settings.kv_memory
     tokens = min(settings.max_seq_len or min(max_position, FLOOR_TOKENS), max_position)
@@ -206,7 +203,7 @@ def kv_floor(settings: Settings, *, max_position: int, page_bytes: int) -> int:
 
 
 def free_memory() -> int:
-    """Bytes this process may still take: the machine's, or what its control group leaves."""
+    """Bytes this process may still take: of the machine, or of its control group if that has less."""
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(fields["MemAvailable"].split()[0]) * 1024
     try:
@@ -218,11 +215,10 @@ def free_memory() -> int:
 
 
 def cpu_features() -> str:
-    """The CPU's kind and what it can do: x86 lists that as flags, ARM as Features."""
+    """The CPU's model and instruction sets: x86 lists them as flags, ARM as Features."""
+    kept = ("flags", "Features", "CPU part", "model name")
     lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return "\n".join(
-        sorted({line for line in lines if line.startswith(("flags", "Features", "CPU part", "model name"))})
-    )
+    return "\n".join(sorted({line for line in lines if line.startswith(kept)}))
 
 
 def process_memory() -> int:
@@ -270,8 +266,8 @@ def _row_sizes(traits: Traits, rows: int) -> tuple[int, ...]:
 
 
 def _chunk_sizes(traits: Traits, largest: int, max_seq_len: int) -> tuple[int, ...]:
-    if traits.piece_tokens is not None:
-        return _doublings(traits.piece_tokens, -(-largest // traits.piece_tokens) * traits.piece_tokens)
+    if (row_tokens := traits.prefill_row_tokens) is not None:
+        return _doublings(row_tokens, -(-largest // row_tokens) * row_tokens)
     largest = min(largest, max_seq_len)
     if traits.leaves_out_padding:
         return (largest,)
@@ -292,7 +288,7 @@ def _doublings(smallest: int, largest: int, by: int = 2) -> tuple[int, ...]:
 
 
 def _row_steps(smallest: int, largest: int) -> tuple[int, ...]:
-    """Doublings as long as they are `ROW_STEP` at most, then such steps, or quarters of the last power of two; and `largest` itself."""
+    """From `smallest` to `largest`: doublings up to `ROW_STEP`, then steps of it, later of a quarter."""
     sizes = []
     size = smallest
     while size < largest:

@@ -28,7 +28,7 @@ class Traits:
     for a device with a memory of its own."""
     small_chunks: tuple[int, ...] = ()
     """Sizes of prefill programs below the largest; empty: they double from 64."""
-    piece_tokens: int | None = None
+    prefill_row_tokens: int | None = None
     """If set, prefill programs take rows of this many tokens, of one prompt or of several; else one row."""
     steps_rows: bool = False
     """Whether decode programs come in fine steps of rows: unused rows cost time on a GPU."""
@@ -84,6 +84,6 @@ ACCELERATOR_TRAITS = Traits(
 GPU_TRAITS = replace(ACCELERATOR_TRAITS, warms_largest=True)
 """The largest programs are there from the beginning, or a crowd that comes at once would be served eight at a
 time."""
-GPU_KERNEL_TRAITS = replace(GPU_TRAITS, piece_tokens=64)
+GPU_KERNEL_TRAITS = replace(GPU_TRAITS, prefill_row_tokens=64)
 """With kernels that read pages in place, rows of one prompt cost no more than one long row; short rows waste
 little."""

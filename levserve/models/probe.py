@@ -45,7 +45,7 @@ def probe(loaded: Loaded) -> ProbeScores:
     logprobs: list[float] = []
     while scheduler.has_work:
         in_flight = runner.dispatch(scheduler.plan())
-        for update in scheduler.commit(in_flight.plan, *runner.read(in_flight)):
+        for update in scheduler.commit(in_flight.plan, *in_flight.read()):
             logprobs += [score.logprob for score in update.batch.prompt_logprobs]
     scheduler.forget_prefixes()
     return ProbeScores(tuple(logprobs))

@@ -90,7 +90,7 @@ def _try_model(settings: Settings, *, rows: int) -> None:
     prompt = loaded.model.tokenizer.encode("Hello") or [0]
     loaded.scheduler.add(GenerationRequest("dry-run", tuple(prompt), 1, Sampling(temperature=0.0)))
     in_flight = loaded.runner.dispatch(loaded.scheduler.plan())
-    (update,) = loaded.scheduler.commit(in_flight.plan, *loaded.runner.read(in_flight))
+    (update,) = loaded.scheduler.commit(in_flight.plan, *in_flight.read())
     print(f"model       {loaded.model.name}: one token generated, {update.batch.tokens or 'a stop token'}")
     print("\n".join(loaded.sizes.describe()))
     loaded.runner.free()

@@ -291,7 +291,12 @@ def test_a_dry_run_tries_every_model_that_has_a_section(tmp_path: Path) -> None:
             ("--chat-template /no/such.jinja",),
         ),
         (
-            ("--model", str(GOLDEN / "llama"), "--cache-dir", str(GOLDEN / "llama" / "config.json" / "cache")),
+            (
+                "--model",
+                str(GOLDEN / "llama"),
+                "--cache-dir",
+                str(GOLDEN / "llama" / "config.json" / "cache"),
+            ),
             1,
             ("config.json/cache cannot be written (Not a directory)", "--cache-dir"),
         ),

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from levserve.device.in_flight import InFlightRound, PrefillRow
 from levserve.device.programs import Programs, Shape
 from levserve.device.rounds import ChunkOutput
-from levserve.device.runner import InFlightRound, Piece, Runner
 from levserve.device.sizing import Sizes, plan_sizes
 from levserve.model import cache
 from levserve.model.sampler import Mode
@@ -38,7 +38,7 @@ def cases_of(family: str) -> list[dict[str, Any]]:
 
 def in_pieces(*args: Any, **given: Any) -> Sizes:
     """As on a GPU, but small."""
-    return replace(plan_sizes(*args, **given), chunk_sizes=(8, 32), piece_tokens=8)
+    return replace(plan_sizes(*args, **given), chunk_sizes=(8, 32), prefill_row_tokens=8)
 
 
 @pytest.fixture(scope="module")
@@ -91,13 +91,13 @@ def test_where_rows_are_computed_in_their_order_the_longest_come_first(
 ) -> None:
     computed: list[list[int]] = []
 
-    def read_rows(runner: Runner, in_flight: InFlightRound) -> list[Sampled]:
+    def read_rows(in_flight: InFlightRound) -> list[Sampled]:
         computed.append([row.position for group, _ in in_flight.rows for row in group])
-        return as_ever(runner, in_flight)
+        return as_ever(in_flight)
 
-    as_ever = Runner.read_rows
+    as_ever = InFlightRound.read_rows
     monkeypatch.setattr("levserve.models.size.plan_sizes", in_pieces)
-    monkeypatch.setattr(Runner, "read_rows", read_rows)
+    monkeypatch.setattr(InFlightRound, "read_rows", read_rows)
     prompts = [[5, 6, 7], [*range(10, 40)], [8], [*range(20, 36)]]
     with running_engine(GOLDEN / "llama") as running:
         together = running.run(*(ask(prompt) for prompt in prompts))
@@ -110,15 +110,14 @@ def test_where_rows_are_computed_in_their_order_the_longest_come_first(
 def test_a_first_token_does_not_wait_for_the_rows_of_its_round(
     llama: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner, may_read = llama.loaded.runner, threading.Event()
-    read_rows = runner.read_rows
+    may_read, read_rows = threading.Event(), InFlightRound.read_rows
 
     def late(in_flight: InFlightRound) -> list[Sampled]:
         ends_prompt = any(chunk.is_last for chunk in in_flight.plan.chunks)
         assert not (ends_prompt and in_flight.plan.rows) or may_read.wait(60)
         return read_rows(in_flight)
 
-    monkeypatch.setattr(runner, "read_rows", late)
+    monkeypatch.setattr(InFlightRound, "read_rows", late)
     running = llama.submit(ask([5, 6, 7], 100))
     running.get(timeout_seconds=60)
     newcomer = llama.submit(ask([8, 9], 4))
@@ -128,16 +127,15 @@ def test_a_first_token_does_not_wait_for_the_rows_of_its_round(
     assert len(read(newcomer)[0].tokens) == 3 and read(running)[0].finish is FinishReason.LENGTH
 
 
-def test_chunks_are_waited_for_where_no_prompt_ends_too(llama: Running) -> None:
+def test_chunks_are_waited_for_where_no_prompt_ends_too() -> None:
     """Else the rest of the round would seem to take as long as both, and leave the more time for the next chunk."""
     waited: list[str] = []
     output = SimpleNamespace(block_until_ready=lambda: waited.append("for the chunk"))
     request = ask([1, 2, 3])
     chunk = Chunk(Sequence(request, list(request.prompt)), slot=0, start=0, count=2, is_last=False)
     plan = RoundPlan((chunk,), (), (), ())
-    (sampled,) = llama.loaded.runner.read_chunks(
-        InFlightRound(plan, [[Piece(chunk, ChunkOutput(output), 0)]], [])
-    )  # type: ignore[arg-type]
+    rows = [PrefillRow(chunk, ChunkOutput(output), 0)]  # type: ignore[arg-type]
+    (sampled,) = InFlightRound(plan, [rows], []).read_chunks()
     assert waited == ["for the chunk"] and sampled.tokens == ()
 
 

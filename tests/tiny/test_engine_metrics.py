@@ -15,9 +15,11 @@ import jax.numpy as jnp
 import pytest
 
 from levserve.device.compile_events import COMPILER_THREAD
+from levserve.device.in_flight import InFlightRound
 from levserve.observe.metrics import Metrics
 from levserve.observe.vllm_metrics import VllmMetrics
 from levserve.schedule.request import FinishReason
+from levserve.schedule.scheduler import Sampled
 from tests.conftest import GOLDEN
 from tests.engines import Running, ask, read, running_engine
 from tests.pure.test_metrics import parse
@@ -37,16 +39,17 @@ def counted(metrics: Metrics) -> dict[str, float]:
 class Gate:
     """Lets the device thread read a round's results only so often."""
 
-    def __init__(self, running: Running) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._reads = threading.Semaphore(0)
         self._is_open = True
-        self._read = running.loaded.runner.read_chunks  # with which every read begins
-        running.loaded.runner.read_chunks = self  # type: ignore[assignment, method-assign]
+        read_chunks = InFlightRound.read_chunks  # with which every read begins
 
-    def __call__(self, in_flight: Any) -> Any:
-        while not self._is_open and not self._reads.acquire(timeout=0.05):
-            pass
-        return self._read(in_flight)
+        def wait_and_read(in_flight: InFlightRound) -> list[Sampled]:
+            while not self._is_open and not self._reads.acquire(timeout=0.05):
+                pass
+            return read_chunks(in_flight)
+
+        monkeypatch.setattr(InFlightRound, "read_chunks", wait_and_read)
 
     @contextmanager
     def closed(self, reads: int) -> Iterator[None]:
@@ -67,9 +70,9 @@ def running() -> Iterator[Running]:
         yield running
 
 
-@pytest.fixture(scope="module")
-def gate(running: Running) -> Gate:
-    return Gate(running)
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    return Gate(monkeypatch)
 
 
 ONE_ANSWER = {  # a prompt of 9 tokens and 5 that follow: one round for the prompt and the first, four for the others

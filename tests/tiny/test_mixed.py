@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from levserve.device.runner import InFlightRound, Runner
+from levserve.device.in_flight import InFlightRound
+from levserve.device.runner import Runner
 from levserve.model.cpu.backend import CpuBackend
 from levserve.schedule.request import GenerationRequest
 from levserve.schedule.sequence import RoundPlan
