@@ -1,7 +1,7 @@
 """How a request's sampling options reach the device: one table, from which packing and unpacking follow.
 
-To add an option, add a field to `Sampling`, an annotated field to `sampler.Rules`, and its entry to `RULES`. A
-field without an entry, or an entry without a field, is an error at import.
+To add an option, add a field to `Sampling`, an annotated field to `sampler.Rules`, and its entry to `RULES`.
+A field without an entry, or an entry without a field, is an error at import.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ RULES = {
 
 
 class RulePacking(Generic[Record]):
-    """Packs a table's values into int32 columns, in the order of a record's fields, and unpacks the record."""
+    """Packs a table's values into int32 columns, in the order of the record's fields, and unpacks them."""
 
     def __init__(self, record: Callable[..., Record], rules: Mapping[str, Rule]) -> None:
         types = get_type_hints(record, include_extras=True)
