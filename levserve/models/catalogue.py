@@ -1,7 +1,7 @@
-"""Which models may be asked for, and with which settings each is loaded: the sections [model.NAME] and what is in a folder.
+"""Which models requests may name, and the settings of each: sections [model.NAME], and a folder of models.
 
-The folder, or address, of `--models-dir` is looked at again when somebody lists the models or asks for an unknown one: what is
-put there while the server runs can be asked for at once. No jax here.
+The folder, or address, of `--models-dir` is read again when models are listed or an unknown one is named, so
+that a model that is put there while the server runs can be used at once. No jax here.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from levserve.weights.source import GGUF_SUFFIX, check_source, local_problem
 log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 30.0
-"""A store is not asked more often what it has."""
+"""A store is listed at most this often."""
 CHECKPOINT_FILES = ("metadata.json", "*/metadata.json")  # a Levanter checkpoint, and a run of them
 
 
 class Catalogue:
-    """The default is the model that the settings name beside the others, else the first section, else the folder's first."""
+    """The known models. The default is that of `--model`, or the first section, or the folder's first."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -44,28 +44,33 @@ class Catalogue:
             self.default = next(iter((*self._sections, *self._found)), "")
         if not self.default:
             raise ConfigError(
-                f"--models-dir {self._folder!r} holds no model: no folder with config.json or a checkpoint, no .gguf file"
+                f"--models-dir {self._folder!r} holds no model: "
+                "no folder with config.json or a checkpoint, no .gguf file"
             )
 
     def names(self) -> list[str]:
-        """Everything that may be asked for now, the default first."""
+        """Every known model, the default first."""
         try:
             self._found = self._look()
         except StartupError as error:
-            log.warning("the models that were known stay so: %s", error)
+            log.warning("the list of models stays as it was: %s", error)
         return list(dict.fromkeys((self.default, *self._sections, *self._found)))
 
     def find(self, name: str) -> Settings | None:
-        """What to load a model with."""
+        """The settings to load a model with."""
         return self._sections.get(name) or self._found.get(name)
 
     def names_at_start(self) -> list[str]:
-        """The models beside the default that are not to wait for a request."""
-        named = ((name, self.find(name)) for name in self.names() if name != self.default)
-        return [name for name, settings in named if settings is not None and settings.load == "start"]
+        """The models besides the default that are loaded at start, not on their first request."""
+        names = []
+        for name in self.names():
+            settings = self.find(name)
+            if name != self.default and settings is not None and settings.load == "start":
+                names.append(name)
+        return names
 
     def _look(self) -> dict[str, Settings]:
-        """What the folder holds now."""
+        """The models that the folder holds now."""
         if not self._folder or time.monotonic() < self._look_at:
             return self._found
         if is_address(self._folder):
@@ -79,10 +84,13 @@ class Catalogue:
             paths = sorted(Path(self._folder).iterdir())
         except OSError as error:
             raise ConfigError(f"--models-dir {self._folder!r}: {error.strerror}") from None
-        found = {path.name.removesuffix(GGUF_SUFFIX): path for path in paths if not path.name.startswith(".")}
-        return {
-            name: one for name, path in found.items() if (one := self._settings_of(name, path)) is not None
-        }
+        found: dict[str, Settings] = {}
+        for path in paths:
+            name = path.name.removesuffix(GGUF_SUFFIX)
+            settings = None if path.name.startswith(".") else self._settings_of(name, path)
+            if settings is not None:
+                found[name] = settings
+        return found
 
     def _settings_of(self, name: str, path: Path) -> Settings | None:
         if local_problem(path) is None:
@@ -93,7 +101,10 @@ class Catalogue:
 
 
 def check_models(settings: Settings) -> None:
-    """Refuses a default model that can be known to be wrong without reading weights or the network; of others it only warns."""
+    """Refuses a default model that cannot be served, as far as that is seen without weights and network.
+
+    Of other models it only warns.
+    """
     if is_address(settings.models_dir):
         check_address(settings.models_dir)
         return
@@ -110,6 +121,7 @@ def check_models(settings: Settings) -> None:
 
 
 def _name_of(model: str) -> str:
-    """The last part of a path or address; a name on the Hub is one already."""
-    is_place = is_address(model) or Path(model).expanduser().exists()
-    return PurePosixPath(model.rstrip("/")).name.removesuffix(GGUF_SUFFIX) if is_place else model
+    """The last part of a path or address; a name on the Hub as it is."""
+    if is_address(model) or Path(model).expanduser().exists():
+        return PurePosixPath(model.rstrip("/")).name.removesuffix(GGUF_SUFFIX)
+    return model

@@ -1,4 +1,4 @@
-"""One model as the registry keeps it: how far it is, what it takes when it is loaded, and why it could not be."""
+"""One model as the registry knows it: its status, the memory that it takes, or why it could not be loaded."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Counts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Reloaded:
-    """What a reload did, and how far the new weights are from the old ones on the probe text."""
+    """What a reload did, and how far the new weights are from the old ones on the probe's text."""
 
     model: str
     path: str
@@ -48,12 +48,12 @@ class Reloader(Protocol):
     def reload(self, *, model: str = "", checkpoint_path: str = "", revision: str = "") -> Reloaded: ...
 
     def close(self) -> None:
-        """The model is unloaded: the cache may drop its files."""
+        """Called when the model is unloaded: the cache may then delete its files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resident:
-    """A loaded model: what requests need of it, and what it takes."""
+    """A loaded model: what requests need of it, and the memory it takes."""
 
     model: ServedModel
     weight_bytes: int = 0
@@ -67,7 +67,7 @@ class Resident:
 
 
 class Failure(NamedTuple):
-    """Why a model did not get loaded, for everyone who waits for it."""
+    """Why a model could not be loaded, for every request that waits for it."""
 
     message: str
     retry_at: float
@@ -81,7 +81,7 @@ class Failure(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """One known model; changes under the registry's lock."""
+    """One known model; changed under the registry's lock."""
 
     name: str
     status: Status = Status.LOADABLE
@@ -90,12 +90,12 @@ class Entry:
     failure: Failure | None = None
     num_handles: int = 0
     is_asked: bool = False
-    """Whether it waits for the loader, or is being loaded."""
+    """Whether it waits for the loader or is being loaded."""
     last_used: float | None = None
 
 
-class Described(NamedTuple):
-    """How a model is at one moment, for those who list them."""
+class ModelInfo(NamedTuple):
+    """A model at one moment, for lists of models."""
 
     name: str
     status: Status

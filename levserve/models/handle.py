@@ -1,4 +1,4 @@
-"""A request's hold on a model of the registry, from its name until its answer is written; what is held is never unloaded."""
+"""A request's hold on a model, until its answer is written; a model that is held is never unloaded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LOADING_SECONDS = 5.0
 
 
 class ModelHandle:
-    """Belongs to one HTTP thread, but for `abandon`; `changed` is the registry's lock."""
+    """Belongs to one HTTP thread; any thread may call `abandon`. `changed` is the registry's lock."""
 
     def __init__(self, entry: Entry, changed: threading.Condition, is_closed: Callable[[], bool]) -> None:
         self._entry = entry
@@ -25,7 +25,7 @@ class ModelHandle:
         self.is_abandoned = False
 
     def wait(self, timeout_seconds: float | None) -> bool:
-        """Whether it is decided within this time if there will be a model."""
+        """Waits until the model is loaded or will not be; whether that was decided in time."""
         with self._changed:
             return self._changed.wait_for(self._is_decided, timeout_seconds)
 
@@ -51,7 +51,7 @@ class ModelHandle:
         )
 
     def abandon(self) -> None:
-        """Wakes the thread that waits: its client has gone."""
+        """Wakes the thread that waits, because its client has gone."""
         with self._changed:
             self.is_abandoned = True
             self._changed.notify_all()

@@ -1,8 +1,8 @@
-"""The start of a model in six steps, each a file of its own: find, describe, read, size, build, probe.
+"""The start of a model in six steps, each in a file of its own: find, describe, read, size, build, probe.
 
-Each step takes the records of those before it and gives a record: `ModelFiles`, `Description`, `Contents`, `Sizes`,
-`Loaded` and the probe's scores. A dry run takes the same steps. `load` runs on the device thread for the first model, and
-on the loader's thread beside it for others.
+Each step takes records of the steps before it and gives one: `ModelFiles`, `Description`, `Contents`,
+`Sizes`, `Loaded` and `ProbeScores`. A dry run takes the same steps. `load` runs on the device thread for the
+first model, and on the loader's thread for others.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def load(
     report: Callable[[str], None],
     make_room: MakeRoom | None = None,
 ) -> Loaded:
-    """Takes what memory `make_room` gives it, for one of several models, or else all that is free; slow."""
+    """Slow. One of several models gets the memory that `make_room` gives it; one alone takes what is free."""
     prefix = "" if make_room is None else f"{settings.served_model_name}: "
 
     def tell(*lines: str) -> None:
@@ -74,8 +74,8 @@ def resident_of(engine: Engine, loaded: Loaded) -> Resident:
         pool = scheduler.pool
         return Counts(scheduler.num_running, scheduler.num_waiting, pool.num_held, pool.num_pages)
 
-    # Room for the pool as many times over as the queue is longer than the rows: then even with the longest chats every
-    # place in the queue can be taken.
+    # As many times the pool as the queue is longer than the rows: then the tokens of the longest chats do not
+    # keep a place in the queue empty.
     max_tokens = sizes.num_tokens * engine.max_inflight // sizes.rows
     return Resident(
         model=replace(loaded.model, max_inflight_tokens=max_tokens),

@@ -1,7 +1,7 @@
-"""Loads and unloads models beside the device thread, for the registry; everything slow happens on the thread that calls.
+"""Loads and unloads models for the registry, on the thread that calls, beside the device thread.
 
-A finished model is handed to the device thread by a message, and taken back from it by another; the device thread itself only
-adds a model loop or waits for one's last round.
+Messages hand a loaded model to the device thread and take it back; the device thread itself only adds a model
+loop, or waits for the last round of one.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from levserve.models.build import Loaded
 
 DETACH_SECONDS = 60.0
-"""A device thread that has not let go of a model by then never will."""
+"""How long the device thread may take to give a model back; it takes one round."""
 
 
 class ModelLoader:
-    """The registry's loader: knows the models by the settings they are to be loaded with."""
+    """The registry's loader; the catalogue has the settings of each model."""
 
     def __init__(self, catalogue: Catalogue, engine: Engine, *, rows: int) -> None:
         self._catalogue = catalogue
@@ -40,17 +40,17 @@ class ModelLoader:
         return self._catalogue.names()
 
     def load(self, name: str, report: Report, make_room: MakeRoom) -> Resident:
-        gc.collect()  # what a load that failed has left
+        gc.collect()  # frees what a failed load has left
         loaded = self.read(name, report, make_room)
         loaded.runner.programs.start_background()
         resident = resident_of(self._engine, loaded)
-        self._engine.send(loaded.attach())  # before anyone can submit to it
+        self._engine.send(loaded.attach())  # before a request can be submitted to it
         return resident
 
     def read(self, name: str, report: Report, make_room: MakeRoom) -> Loaded:
         settings = self._catalogue.find(name)
         if settings is None:
-            raise StartupError(f"{name} is not there any more")
+            raise StartupError(f"{name} does not exist any more")
         return load(settings, self._engine.metrics, rows=self._rows, report=report, make_room=make_room)
 
     def unload(self, resident: Resident) -> None:
@@ -63,15 +63,15 @@ class ModelLoader:
             resident.reloader.close()
         del done
         gc.unfreeze()  # see `server.settle`
-        gc.collect()  # the compiled programs, which are in cycles
+        gc.collect()  # the compiled programs, which are in reference cycles
 
 
 def load_first(
     settings: Settings, registry: Registry, *, rows: int, report: Callable[[str], None]
 ) -> tuple[Loaded, list[str]]:
-    """Makes all models known and loads the default one, on the device thread; gives also the names of those to load next."""
+    """Makes all models known and loads the default one; gives it, and the names of those to load next."""
     catalogue = Catalogue(settings)
     loader = ModelLoader(catalogue, registry.engine, rows=rows)
-    registry.stock(loader, budget=settings.models_memory, max_loaded=settings.max_loaded_models)
+    registry.set_loader(loader, budget=settings.models_memory, max_loaded=settings.max_loaded_models)
     loaded = loader.read(catalogue.default, report, functools.partial(registry.make_room, catalogue.default))
     return loaded, catalogue.names_at_start()

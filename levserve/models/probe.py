@@ -1,7 +1,8 @@
-"""The last step of a start, and both sides of a reload: a fixed text is scored, which shows what weights make of language.
+"""The last step of a start, and part of every reload: the model scores a fixed text.
 
-Weights that were read wrong give it about minus the logarithm of the vocabulary's size per token; the largest difference
-between the scores of two sets of weights says how far apart they are.
+Weights that were read wrong give its tokens a mean log-probability near minus the logarithm of the
+vocabulary's size. The largest difference between the scores of two sets of weights says how far apart they
+are.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""The models that this server knows: which are loaded, which are on their way, and which one goes to make room for another.
+"""The models that this server knows: which are loaded, which are loading, and which is unloaded for another.
 
-HTTP threads borrow a model by its name and hold it until their answer is written; what is held is never unloaded. The thread
-`levserve-loader` loads and unloads, one model at a time, while the device thread goes on with those it has. With one model
-given there is nothing to load: it is put here by the device thread and stays.
+HTTP threads borrow a model by its name and hold it until their answer is written; a model that is held is
+never unloaded. The thread `levserve-loader` loads and unloads, one model at a time, while the device thread
+serves the others. A server with one model has no loader: the device thread adds its model at start, and it
+stays.
 
-One lock guards the entries; nothing slow is done while it is held.
+A lock guards the entries; nothing slow is done while it is held.
 """
 
 from __future__ import annotations
@@ -30,27 +31,27 @@ from levserve.errors import (
     StartupError,
     Unavailable,
 )
-from levserve.models.entry import Described, Entry, Failure, Reloaded, Resident, Status
+from levserve.models.entry import Entry, Failure, ModelInfo, Reloaded, Resident, Status
 from levserve.models.handle import ModelHandle
 from levserve.observe.threads import LOADER_THREAD
 
 log = logging.getLogger(__name__)
 
 FAILED_SECONDS = 10.0
-"""For so long a model that could not be loaded is not tried again: its clients would keep the disk busy for nothing."""
+"""How long a model that could not be loaded is not tried again: its clients would keep the disk busy."""
 BUSY_SECONDS = 5.0
 MAX_SHARES = 4
-"""Into so many parts at most the memory for KV pages is planned, where nobody says how many models are to be loaded together."""
+"""Models that memory is shared between, at most, where --max-loaded-models does not say how many."""
 MAX_NAMES_TOLD = 20
 JOIN_SECONDS = 1.0
 
 Report = Callable[[str], None]
 MakeRoom = Callable[[int, Callable[[], int]], int]
-"""Takes the bytes a model needs at least and a way to ask how many are free; gives the bytes that it may take."""
+"""From the bytes a model needs at least, and a way to ask how many are free, to those that it may take."""
 
 
 class Loader(Protocol):
-    """Does the work, on the loader's thread. `load` raises `StartupError`, or what `make_room` raises."""
+    """Does the work on the loader's thread. `load` raises `StartupError`, or what `make_room` raises."""
 
     def names(self) -> Sequence[str]: ...
 
@@ -60,14 +61,16 @@ class Loader(Protocol):
 
 
 def model_not_found(name: str, known: Sequence[str]) -> ModelNotFound:
-    told = ", ".join(f"'{one}'" for one in known[:MAX_NAMES_TOLD]) + (
-        ", ..." if len(known) > MAX_NAMES_TOLD else ""
+    names = [f"'{one}'" for one in known[:MAX_NAMES_TOLD]]
+    if len(known) > MAX_NAMES_TOLD:
+        names.append("...")
+    return ModelNotFound(
+        f"The model '{name[:64]}' does not exist; this server has {', '.join(names)}.", param="model"
     )
-    return ModelNotFound(f"The model '{name[:64]}' does not exist; this server has {told}.", param="model")
 
 
 class Registry:
-    """Every method may be called from any thread, but `put` and `stock` belong to the start."""
+    """Any thread may call its methods; `put` and `set_loader` are for the start."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -78,44 +81,42 @@ class Registry:
         self._loader: Loader | None = None
         self._budget = 0
         self._max_loaded = 0
-        self._jobs: queue.Queue[Callable[[], None] | None] = (
-            queue.Queue()
-        )  # one for each model that is asked for, and for each unload
+        self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue()  # loads and unloads
         self._thread: threading.Thread | None = None
         self._is_closed = False
         engine.on_drain(self.close)
 
     @property
     def default(self) -> ServedModel:
-        """The model that was loaded first, which serves requests that omit `model`; raises `Unavailable` until it is ready."""
+        """The model of requests that omit `model`; raises `Unavailable` until it is ready."""
         self.engine.require_loaded()
         resident = self._entries[self._default or ""].resident
         assert resident is not None
         return resident.model
 
-    def stock(self, loader: Loader, *, budget: int = 0, max_loaded: int = 0) -> None:
-        """Makes the loader's models known. All together may take `budget` bytes (0: nine tenths of what is free)."""
+    def set_loader(self, loader: Loader, *, budget: int = 0, max_loaded: int = 0) -> None:
+        """Makes the loader's models known. `budget` is bytes for all; 0: nine tenths of the free ones."""
         self._loader = loader
         self._budget = budget
         self._max_loaded = max_loaded
         self.refresh()
 
     def publish(self, resident: Resident) -> None:
-        """The first model is loaded: requests may come."""
+        """Adds the first model; requests are accepted from here on."""
         self.put(resident)
         self.engine.mark_ready()
 
     def put(self, resident: Resident) -> None:
-        """Adds a model that is loaded already; the first one serves requests that omit `model`."""
+        """Adds a loaded model; the first one serves requests that omit `model`."""
         with self._changed:
             entry = self._entries.setdefault(resident.model.name, Entry(resident.model.name))
             self._default = self._default or entry.name
-            self._shelve(entry, resident)
+            self._mark_loaded(entry, resident)
 
     def borrow(self, name: str | None = None, *, loads: bool = True, insists: bool = False) -> ModelHandle:
-        """Holds a model, by default the first, and has it loaded if it is not; raises `ModelNotFound`.
+        """Holds a model, by default the first, and with `loads` has it loaded; raises `ModelNotFound`.
 
-        One that has just failed to load is not tried again unless the caller insists.
+        One that failed to load a moment ago is not tried again, unless the caller `insists`.
         """
         entry = self._entries.get(name or self._default or "")
         if entry is None:
@@ -134,11 +135,11 @@ class Registry:
         return ModelHandle(entry, self._changed, lambda: self._is_closed)
 
     def begin_load(self, name: str) -> None:
-        """Has a model loaded that nobody waits for."""
+        """Has a model loaded, without waiting for it."""
         self.borrow(name).release()
 
     def unload(self, name: str) -> None:
-        """Frees a model's memory; raises `Conflict` where it is in use, and does nothing where it is not loaded."""
+        """Frees a model's memory, if it is loaded; raises `Conflict` if it is in use."""
         with self._changed:
             entry = self._entries.get(name)
             if entry is None:
@@ -149,7 +150,8 @@ class Registry:
                 raise Conflict(f"The model '{name}' is loading ({entry.progress}); please wait for it.")
             if entry.num_handles:
                 raise Conflict(
-                    f"The model '{name}' has {entry.num_handles} requests running or waiting; it is not unloaded."
+                    f"The model '{name}' has {entry.num_handles} requests running or waiting; "
+                    "it is not unloaded."
                 )
             if entry.status is Status.LOADED:
                 entry.status = Status.UNLOADING
@@ -157,26 +159,24 @@ class Registry:
             self._changed.wait_for(lambda: entry.status is not Status.UNLOADING or self._is_closed)
 
     def refresh(self) -> None:
-        """Looks again which models there are: a folder of them may have changed."""
-        names = list(self._loader.names()) if self._loader is not None else []
+        """Reads the list of models again: the folder that holds them may have changed."""
+        if self._loader is None:
+            return
+        names = self._loader.names()
         with self._changed:
             for name in names:
                 self._entries.setdefault(name, Entry(name))
-            gone = [
-                entry
-                for entry in self._entries.values()
-                if entry.name not in names and self._loader is not None
-            ]
-            for entry in gone:
-                if entry.status is Status.LOADABLE and not entry.num_handles:
+            for entry in list(self._entries.values()):
+                is_idle = entry.status is Status.LOADABLE and not entry.num_handles
+                if is_idle and entry.name not in names:
                     del self._entries[entry.name]
 
-    def describe(self) -> list[Described]:
-        """Every model, as they became known."""
+    def describe(self) -> list[ModelInfo]:
+        """Every model, in the order in which they became known."""
         now = time.monotonic()
         with self._changed:
             return [
-                Described(
+                ModelInfo(
                     entry.name,
                     entry.status,
                     entry.progress,
@@ -195,9 +195,9 @@ class Registry:
     def reload(
         self, name: str = "", *, model: str = "", checkpoint_path: str = "", revision: str = ""
     ) -> Reloaded:
-        """Reads weights on the calling thread and has them swapped in; raises and changes nothing if they do not fit.
+        """Reads weights on the calling thread and has them swapped in, or raises and changes nothing.
 
-        `name` says which of the loaded models gets them, where there are several.
+        `name` says which of the loaded models gets them, if there are several.
         """
         self.engine.require_ready()
         loaded = self.loaded_names()
@@ -213,7 +213,7 @@ class Registry:
             return reloader.reload(model=model, checkpoint_path=checkpoint_path, revision=revision)
 
     def begin_reload(self) -> threading.Thread:
-        """Reloads everything that is loaded on a thread of its own, for a signal; the outcome is in the log."""
+        """Reloads all loaded models on a new thread, for a signal; the outcome is in the log."""
         thread = threading.Thread(target=self._reload_all, name="levserve-reload", daemon=True)
         thread.start()
         return thread
@@ -230,44 +230,43 @@ class Registry:
                 log.exception("the reload failed")
 
     def close(self) -> None:
-        """Wakes everyone who waits for a model, with an error, and lets the loader leave after what it is doing."""
+        """Gives an error to all who wait for a model, and ends the loader's thread after its current job."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
         self._jobs.put(None)
 
     def join(self) -> None:
-        """Waits for the loader after `close`, but not long: one that is inside a compile cannot be told to stop."""
+        """Waits for the loader after `close`, but not long: it cannot stop in the middle of a compile."""
         if self._thread is not None:
             self._thread.join(JOIN_SECONDS)
 
     def make_room(self, name: str, needed: int, free_bytes: Callable[[], int]) -> int:
-        """Unloads the least recently used until `needed` bytes fit; gives how many the model may take, of what is left its share.
+        """Unloads the least recently used models until `needed` bytes fit; the bytes that the model may take.
 
-        Raises `StartupError` for what never fits, and `Unavailable` where all that could go is in use.
+        Raises `StartupError` if it can never fit, and `Unavailable` if all models that could be unloaded are
+        in use.
         """
         while True:
             with self._changed:
-                held = [
-                    entry
-                    for entry in self._entries.values()
-                    if entry.resident is not None and entry.name != name
-                ]
-                used = sum(entry.resident.num_bytes for entry in held if entry.resident is not None)
+                loaded = [entry for entry in self._entries.values() if entry.resident and entry.name != name]
+                used = sum(entry.resident.num_bytes for entry in loaded if entry.resident)
                 budget = self._budget or (free_bytes() + used) * 9 // 10
                 if needed > budget:
                     asked = "--models-memory" if self._budget else "the machine"
                     raise StartupError(
                         f"it needs {human(needed)}, and {asked} has {human(budget)} for all models together"
                     )
-                if used + needed <= budget and (not self._max_loaded or len(held) < self._max_loaded):
-                    shares = max((self._max_loaded or min(len(self._entries), MAX_SHARES)) - len(held), 1)
-                    return needed + (budget - used - needed) // shares
-                idle = [entry for entry in held if entry.status is Status.LOADED and not entry.num_handles]
+                has_place = not self._max_loaded or len(loaded) < self._max_loaded
+                if has_place and used + needed <= budget:
+                    most = self._max_loaded or min(len(self._entries), MAX_SHARES)
+                    return needed + (budget - used - needed) // max(most - len(loaded), 1)
+                idle = [entry for entry in loaded if entry.status is Status.LOADED and not entry.num_handles]
                 if not idle:
+                    names = ", ".join(entry.name for entry in loaded)
                     raise Unavailable(
-                        f"There is no room for the model '{name}': {', '.join(entry.name for entry in held)} "
-                        f"take {human(used)} of {human(budget)} and have requests running or waiting; please try again.",
+                        f"There is no room for the model '{name}': {names} take {human(used)} of "
+                        f"{human(budget)} and have requests running or waiting; please try again.",
                         retry_after_seconds=BUSY_SECONDS,
                     )
                 victim = min(idle, key=lambda entry: entry.last_used or -math.inf)
@@ -306,7 +305,7 @@ class Registry:
         try:
             resident = self._loader.load(entry.name, report, functools.partial(self.make_room, entry.name))
         except RetryLater as error:
-            failure = Failure(error.message, time.monotonic(), None)  # whoever asks next may be luckier
+            failure = Failure(error.message, time.monotonic(), None)  # the next request tries again
         except StartupError as error:
             told = f"The model '{entry.name}' cannot be loaded: {error}."
             failure = Failure(told, time.monotonic() + FAILED_SECONDS, "model_not_loadable")
@@ -327,18 +326,18 @@ class Registry:
                     time.monotonic() - start,
                     human(resident.num_bytes),
                 )
-                self._shelve(entry, resident)
+                self._mark_loaded(entry, resident)
             else:
                 entry.status, entry.progress = Status.LOADABLE, ""
             self._changed.notify_all()
 
-    def _shelve(self, entry: Entry, resident: Resident) -> None:
+    def _mark_loaded(self, entry: Entry, resident: Resident) -> None:
         entry.status, entry.resident, entry.progress = Status.LOADED, resident, "ready"
         entry.last_used = time.monotonic()
         self._note_change()
 
     def _unload(self, entry: Entry) -> None:
-        """The entry says UNLOADING already, so nobody is given the model any more."""
+        """Frees the memory of a model; its status is UNLOADING already, so that no request gets it."""
         assert self._loader is not None and entry.resident is not None
         try:
             self._loader.unload(entry.resident)

@@ -1,9 +1,9 @@
 """Swaps newer weights of the same shape into a running server.
 
-`WeightReloader.reload` runs on the thread that asks, an HTTP thread or one of its own: it finds and reads the new weights into the
-host's memory while the old ones serve, and hands them to the device thread, which swaps them between two rounds. Programs
-take the weights as arguments, so nothing is compiled. Whatever is wrong with the new weights is found before that, and the
-old ones go on serving.
+`WeightReloader.reload` runs on the thread that calls it. It reads the new weights into the host's memory
+while the old ones serve, checks them, and hands them to the device thread, which swaps them between two
+rounds. Programs take the weights as arguments, so nothing is compiled. New weights that cannot be served are
+refused before the swap, and the old ones stay.
 """
 
 from __future__ import annotations
@@ -40,30 +40,34 @@ log = logging.getLogger(__name__)
 
 
 class WeightReloader:
-    """Knows what is served and from where. One reload at a time; a second is refused."""
+    """Reloads one model. One reload at a time: a second one is refused."""
 
     def __init__(self, engine: Engine, description: Description, model: ServedModel) -> None:
         self._engine = engine
         self._description = description
         self._model = model
-        self._turn = threading.Lock()
+        self._reloading = threading.Lock()
 
     def reload(self, *, model: str = "", checkpoint_path: str = "", revision: str = "") -> Reloaded:
-        """Serves what the settings name as it is now, or what is named here; raises `StartupError` if it does not fit."""
-        if not self._turn.acquire(blocking=False):
+        """Serves the newest weights that the settings name, or those named here.
+
+        Raises `StartupError` for weights that cannot replace those that are served.
+        """
+        if not self._reloading.acquire(blocking=False):
             raise Conflict(f"A reload is under way ({self._engine.progress}); please wait for it.")
         try:
             reloaded = self._reload(self._settings_for(model, checkpoint_path, revision))
         except StartupError as error:
             self._engine.metrics.reloads.labels("refused").inc()
-            log.warning("%s: reload refused, the old weights go on serving: %s", self._model.name, error)
+            log.warning("%s: reload refused, the old weights stay: %s", self._model.name, error)
             raise
         finally:
             self._engine.progress = "ready"
-            self._turn.release()
+            self._reloading.release()
         self._engine.metrics.reloads.labels("done").inc()
         log.info(
-            "%s: reloaded %s in %.1f s, swapped in %.2f s: the probe's log-probabilities differ by up to %.4f (mean %.4f, before %.4f)",
+            "%s: reloaded %s in %.1f s, swapped in %.2f s: "
+            "the probe's log-probabilities differ by up to %.4f (mean %.4f, before %.4f)",
             reloaded.model,
             reloaded.path,
             reloaded.load_seconds,
@@ -75,7 +79,7 @@ class WeightReloader:
         return reloaded
 
     def close(self) -> None:
-        """The model is unloaded: the cache may drop its files."""
+        """Called when the model is unloaded: the cache may then delete its files."""
         if self._description.files.lease is not None:
             self._description.files.lease.close()
 
@@ -132,13 +136,10 @@ class WeightReloader:
 
     def _check_config(self, files: ModelFiles, config: ModelConfig) -> None:
         served, new = dataclasses.asdict(self._description.config), dataclasses.asdict(config)
-        different = [
-            f"{key} is {new[key]}, served is {served[key]}" for key in served if new[key] != served[key]
-        ]
-        if different:
-            raise StartupError(
-                f"{files.path}: another model than the one that is served: {'; '.join(different)}"
-            )
+        changed = [key for key in served if new[key] != served[key]]
+        if changed:
+            differences = "; ".join(f"{key} is {new[key]}, served is {served[key]}" for key in changed)
+            raise StartupError(f"{files.path}: another model than the one that is served: {differences}")
 
     def _probe(self) -> ProbeScores:
         """Scores the probe's text beside the requests of clients."""
@@ -162,18 +163,17 @@ class WeightReloader:
 
 
 def check_memory(config: ModelConfig, dtype: jnp.dtype, free_bytes: int) -> None:
-    """Refuses what the host cannot hold beside what it serves: the system would end the server for it."""
-    needed = parameter_bytes(config, dtype)
-    if needed > free_bytes:
+    """Refuses weights that the host cannot hold beside what it serves: the kernel would kill the server."""
+    needed, free = parameter_bytes(config, dtype) / 1e9, free_bytes / 1e9
+    if needed > free:
         raise StartupError(
-            f"the new weights take {needed / 1e9:.1f} GB of the host's memory and {free_bytes / 1e9:.1f} GB are free"
+            f"the new weights take {needed:.1f} GB of the host's memory and {free:.1f} GB are free"
         )
 
 
 def host_leaves(config: ModelConfig, arrays: Iterable[tuple[str, NDArray[np.generic]]]) -> list[jax.Array]:
-    """A model's leaves in the host's memory: arranged as the device's are, on jax's CPU device, which takes the arrays as they lie."""
+    """A model's leaves in the device's order, in the host's memory: jax's CPU device does not copy them."""
     cpu = jax.local_devices(backend="cpu")[0]
     with jax.default_device(cpu):
-        return jax.tree.leaves(
-            Decoder.from_arrays(config, {name: jax.device_put(array, cpu) for name, array in arrays})
-        )
+        on_host = {name: jax.device_put(array, cpu) for name, array in arrays}
+        return jax.tree.leaves(Decoder.from_arrays(config, on_host))

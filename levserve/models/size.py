@@ -10,7 +10,7 @@ from levserve.models.registry import MakeRoom
 
 
 def reserve(description: Description, make_room: MakeRoom) -> int:
-    """Bytes that one of several models may take, others unloaded where it needs their place; called before it is read."""
+    """Unloads other models if this one needs their memory; the bytes that it may take."""
     kv_bytes = kv_floor(
         description.settings,
         max_position=description.config.max_position,

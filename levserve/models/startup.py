@@ -1,6 +1,6 @@
 """From settings to a running device thread, or to a dry run of what it would serve.
 
-`start_device_thread` is called in the worker process, after the fork; jax is first imported on the thread it starts.
+`start_device_thread` is called in the worker process, after the fork. The thread that it starts imports jax.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 DEVICE_FAULT = 70
-"""Exit code of a process whose device thread died; systemd restarts it."""
+"""Exit code of a process whose device thread failed; systemd restarts it."""
 LAST_WORDS_SECONDS = 1.0
 """How long HTTP threads get to tell their clients that the device failed."""
 
 
 def start_device_thread(settings: Settings, registry: Registry, *, rows: int) -> threading.Thread:
-    """Starts the one thread that owns the device. If it cannot start or dies, it ends the process."""
+    """Starts the thread that owns the device. If it fails, it ends the process."""
     thread = threading.Thread(
         target=_device_main, args=(settings, registry, rows), name="levserve-device", daemon=True
     )
@@ -70,7 +70,7 @@ def _device_main(settings: Settings, registry: Registry, rows: int) -> None:
 
 
 def dry_run(settings: Settings, *, num_threads: int) -> None:
-    """Tries the model, or one after another the default and each that has a section; raises `StartupError` for one that cannot be."""
+    """Tries the model, or the default and each with a section; raises `StartupError` for one that fails."""
     if settings.has_several:
         catalogue = Catalogue(settings)
         print(f"models      {', '.join(catalogue.names())}")
@@ -97,7 +97,7 @@ def _try_model(settings: Settings, *, rows: int) -> None:
 
 
 def serve(registry: Registry, loaded: Loaded, others: Sequence[str] = ()) -> None:
-    """Publishes the model, has the others loaded that are not to wait, and runs the device loop until it is stopped."""
+    """Publishes the first model, has others loaded, and runs the device loop until it is stopped."""
     from levserve.device.loop import DeviceLoop
 
     engine = registry.engine

@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from levserve.device.sizing import process_memory
 from levserve.errors import BadRequest, ConfigError, Conflict, StartupError
-from levserve.models.entry import Counts, Described, Status
+from levserve.models.entry import Counts, ModelInfo, Status
 from levserve.models.registry import Registry
 from levserve.web.body import read_body
 from levserve.web.json_body import decode
@@ -67,7 +67,7 @@ class Stats(Struct, frozen=True):
     models: list[ModelStats]
 
 
-def _stats(one: Described) -> ModelStats:
+def _stats(one: ModelInfo) -> ModelStats:
     resident = one.resident
     counts = resident.counts() if resident is not None and resident.counts is not None else Counts(0, 0, 0, 0)
     return ModelStats(

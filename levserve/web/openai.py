@@ -14,7 +14,7 @@ from msgspec import UNSET, UnsetType
 
 from levserve.engine.engine import Engine
 from levserve.engine.served_model import ServedModel
-from levserve.models.entry import Described, Status
+from levserve.models.entry import ModelInfo, Status
 from levserve.models.registry import Registry, model_not_found
 from levserve.settings.settings import Settings
 from levserve.web.admit import admit, asked_timeout
@@ -123,14 +123,14 @@ def _prompt_logprobs(body: ChatBody | CompletionBody, run: Run, model: ServedMod
     ]
 
 
-def list_models(registry: Registry) -> list[Described]:
+def list_models(registry: Registry) -> list[ModelInfo]:
     """Every model that may be asked for; raises `Unavailable` until the first one is loaded."""
     registry.engine.require_loaded()
     registry.refresh()
     return registry.describe()
 
 
-def find_model(registry: Registry, name: str) -> Described:
+def find_model(registry: Registry, name: str) -> ModelInfo:
     models = list_models(registry)
     for model in models:
         if model.name == name:
@@ -138,7 +138,7 @@ def find_model(registry: Registry, name: str) -> Described:
     raise model_not_found(name, [model.name for model in models])
 
 
-def _entry(model: Described) -> ModelEntry:
+def _entry(model: ModelInfo) -> ModelEntry:
     served = model.resident.model if model.resident is not None else None
     return ModelEntry(
         model.name,

@@ -176,7 +176,7 @@ def test_vllms_names_are_there_if_they_are_wanted(server: ServerProcess) -> None
 def test_models_are_counted_as_they_come_and_go() -> None:
     metrics, loader = Metrics(), FakeLoader()
     registry = Registry(Engine(max_inflight=1, metrics=metrics))
-    registry.stock(loader, budget=100)
+    registry.set_loader(loader, budget=100)
     for name in ("a", "b", "bad", "c"):
         with registry.borrow(name) as handle:
             assert handle.wait(20)

@@ -69,7 +69,7 @@ def registry(loader: FakeLoader) -> Iterator[Registry]:
 
 def stocked(loader: FakeLoader, **limits: int) -> Iterator[Registry]:
     registry = Registry(Engine(max_inflight=1, metrics=Metrics()))
-    registry.stock(loader, **limits)
+    registry.set_loader(loader, **limits)
     registry.put(resident("a", SIZES["a"]))
     yield registry
     loader.gate.set()
