@@ -230,7 +230,7 @@ class Registry:
                 log.exception("the reload failed")
 
     def close(self) -> None:
-        """Gives an error to all who wait for a model, and ends the loader's thread after its current job."""
+        """Fails requests that wait for a model, and ends the loader's thread after its current job."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
