@@ -37,7 +37,7 @@ from levserve.model.quantize import NARROW, choose_quantization  # noqa: E402
 from levserve.model.select import choose_backend  # noqa: E402
 from levserve.settings.parse import parse_settings  # noqa: E402
 from levserve.text.tokenizer import load_tokenizer  # noqa: E402
-from levserve.weights.load import load_arrays, read_config  # noqa: E402
+from levserve.weights.checkpoint import load_arrays, read_config  # noqa: E402
 from levserve.weights.source import find_source  # noqa: E402
 
 TEXT = Path(__file__).parent / "quality.txt"

@@ -14,8 +14,8 @@ from pathlib import Path, PurePosixPath
 
 from levserve.errors import ConfigError, StartupError
 from levserve.settings.settings import Settings
-from levserve.weights.remote import Store, check_address, is_address
 from levserve.weights.source import GGUF_SUFFIX, check_source, local_problem
+from levserve.weights.store import Store, check_address, is_address
 
 log = logging.getLogger(__name__)
 

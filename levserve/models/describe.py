@@ -22,8 +22,8 @@ from levserve.model.decoder import Decoder
 from levserve.model.quantize import NARROW, Quantization, choose_quantization
 from levserve.model.select import choose_backend
 from levserve.settings.settings import Settings
-from levserve.weights.files import ModelFiles
-from levserve.weights.load import is_quantized_file, read_config
+from levserve.weights.checkpoint import is_quantized_file, read_config
+from levserve.weights.model_files import ModelFiles
 
 FP8_CAPABILITY = (8, 9)
 """NVIDIA's GPUs compute in fp8 from Ada and Hopper on; for older ones the programs would not compile."""

@@ -16,7 +16,7 @@ from levserve.observe.logs import redirect_library_logs
 from levserve.settings.settings import Settings
 from levserve.text.chat import check_template
 from levserve.text.tokenizer import Tokenizer, load_tokenizer
-from levserve.weights.load import load_arrays
+from levserve.weights.checkpoint import load_arrays
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,8 +32,8 @@ from levserve.models.describe import Description, parameter_bytes
 from levserve.models.entry import Reloaded
 from levserve.models.probe import ProbeScores, probe_request
 from levserve.settings.settings import Settings
-from levserve.weights.files import ModelFiles
-from levserve.weights.load import read_arrays, read_config
+from levserve.weights.checkpoint import read_arrays, read_config
+from levserve.weights.model_files import ModelFiles
 from levserve.weights.source import check_source, find_source
 
 log = logging.getLogger(__name__)

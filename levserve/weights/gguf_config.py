@@ -1,6 +1,7 @@
-"""Turns the metadata of a GGUF file into a `ModelConfig`, or says by name and value what levserve cannot serve.
+"""Turns the metadata of a GGUF file into a `ModelConfig`, or names the key and value that it cannot serve.
 
-Every key of the architecture is known here or refused: llama.cpp stores only what changes the forward pass there.
+Unknown keys of the architecture are refused, because llama.cpp stores only what changes the forward pass
+there.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from numpy.typing import NDArray
 from levserve.errors import StartupError
 from levserve.gguf.header import GGUFHeader, Value, read_header
 from levserve.model.config import LinearScaling, Llama3Scaling, LongScaling, ModelConfig, RopeScaling
-from levserve.weights.fields import Fields
+from levserve.weights.config_fields import Fields
 from levserve.weights.hf_config import FAMILIES, Extras, long_attention_factor
-from levserve.weights.names import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS
+from levserve.weights.tensor_names import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS
 
-# Keys that would change the forward pass, each with the values that leave it as we compute it.
+# Keys that change the forward pass, each with the values for which it is as we compute it.
 SUPPORTED_VALUES: dict[str, tuple[object, ...]] = {
     "rope.scaling.type": ("none",),
     "rope.scaling.factor": (0.0, 1.0),
@@ -55,9 +56,9 @@ READ_KEYS = (
     "rope.scaling.original_context_length",
     "rope.scaling.finetuned",
 )
-# What Llama 3.1 and 3.2 have in common; the file keeps the factors that follow from them, not the numbers themselves.
+# The file holds the factors that result from these numbers, which Llama 3.1 and 3.2 have in common.
 LLAMA3_LOW_FREQ_FACTOR, LLAMA3_HIGH_FREQ_FACTOR, LLAMA3_ORIGINAL_CONTEXT = 1.0, 4.0, 8192
-# llama.cpp knows these two by their number of layers: their files do not say that scores are scaled otherwise.
+# These two scale their scores differently. Their files do not say so; llama.cpp goes by the number of layers.
 GEMMA2_27B_LAYERS, GEMMA3_27B_LAYERS = 46, 62
 
 
@@ -78,11 +79,13 @@ def _gemma3_layers(fields: Fields, num_layers: int) -> list[bool]:
 
 
 def _gemma(fields: Fields, layers_of_27b: int) -> Extras:
-    hidden_size, num_heads = fields.integer("embedding_length"), _uniform(fields, "attention.head_count")
-    is_27b = fields.integer("block_count") == layers_of_27b
+    hidden_size = fields.integer("embedding_length")
+    scale_dim = _head_dim(fields)
+    if fields.integer("block_count") == layers_of_27b:
+        scale_dim = hidden_size // _uniform(fields, "attention.head_count")
     return {
         "embed_scale": math.sqrt(hidden_size),
-        "attention_scale": (hidden_size // num_heads if is_27b else _head_dim(fields)) ** -0.5,
+        "attention_scale": scale_dim**-0.5,
         "attention_softcap": fields.optional_number("attn_logit_softcapping"),
         "logit_softcap": fields.optional_number("final_logit_softcapping"),
     }
@@ -105,7 +108,7 @@ def _qwen3_moe(fields: Fields) -> Extras:
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """How llama.cpp keeps a family: `family` is its name in `hf_config`, `keys` are those that only this one may have."""
+    """How llama.cpp stores a family. `family` is its name in `hf_config`; `keys` are allowed only here."""
 
     family: str
     read: Callable[[Fields], Extras] = lambda fields: {}
@@ -141,18 +144,12 @@ def read_gguf_config(path: Path) -> ModelConfig:
     name = _architecture_name(path, header)
     architecture = ARCHITECTURES[name]
     fields = _architecture_fields(path, header, name)
-    num_heads, num_layers, head_dim = (
-        _uniform(fields, "attention.head_count"),
-        fields.integer("block_count"),
-        _head_dim(fields),
-    )
+    num_heads = _uniform(fields, "attention.head_count")
+    num_layers = fields.integer("block_count")
+    head_dim = _head_dim(fields)
     fields.require({"attention.value_length": (head_dim,)})
     always = FAMILIES[architecture.family].always
-    epsilon = (
-        "attention.layer_norm_epsilon"
-        if always.get("has_layer_norms")
-        else "attention.layer_norm_rms_epsilon"
-    )
+    norm = "layer_norm" if always.get("has_layer_norms") else "layer_norm_rms"
     shape: Extras = {
         "vocab_size": _vocab_size(fields, header),
         "hidden_size": fields.integer("embedding_length"),
@@ -161,7 +158,7 @@ def read_gguf_config(path: Path) -> ModelConfig:
         "num_heads": num_heads,
         "num_kv_heads": _uniform(fields, "attention.head_count_kv", num_heads),
         "head_dim": head_dim,
-        "norm_eps": _shortest(fields.number(epsilon)),
+        "norm_eps": _shortest(fields.number(f"attention.{norm}_epsilon")),
         "max_position": fields.integer("context_length"),
         "tied_head": "output.weight" not in header.tensors,
         "qkv_bias": "blk.0.attn_q.bias" in header.tensors,
@@ -177,41 +174,35 @@ def _architecture_name(path: Path, header: GGUFHeader) -> str:
     name = header.metadata.get("general.architecture")
     if isinstance(name, str) and name in ARCHITECTURES:
         return name
-    raise StartupError(
-        f"{path}: general.architecture = {name!r} is not supported; supported are {', '.join(ARCHITECTURES)}"
-    )
+    supported = ", ".join(ARCHITECTURES)
+    raise StartupError(f"{path}: general.architecture = {name!r} is not supported; supported are {supported}")
 
 
 def _architecture_fields(path: Path, header: GGUFHeader, name: str) -> Fields:
-    """The keys under the architecture's own prefix, all of them known and with values we can serve."""
+    """The keys under the architecture's own prefix; refuses unknown keys and values that we cannot serve."""
     prefix, architecture = f"{name}.", ARCHITECTURES[name]
-    own = {
-        key.removeprefix(prefix): value for key, value in header.metadata.items() if key.startswith(prefix)
-    }
+    own: dict[str, Value] = {}
+    for key, value in header.metadata.items():
+        if key.startswith(prefix):
+            own[key.removeprefix(prefix)] = value
     fields = Fields(f"{path}: {name}", own)
-    may_have = {
-        *architecture.keys,
-        *(("attention.sliding_window",) if architecture.slides else ()),
-        *_scaling_keys(own),
-    }
-    fields.require({key: values for key, values in SUPPORTED_VALUES.items() if key not in may_have})
-    fields.require_known((*READ_KEYS, *SUPPORTED_VALUES, *may_have))
+    allowed = set(architecture.keys)
+    if architecture.slides:
+        allowed.add("attention.sliding_window")
+    if own.get("rope.scaling.type") == "linear":
+        allowed |= {"rope.scaling.type", "rope.scaling.factor"}
+    fields.require({key: values for key, values in SUPPORTED_VALUES.items() if key not in allowed})
+    fields.require_known((*READ_KEYS, *SUPPORTED_VALUES, *allowed))
     return fields
 
 
-def _scaling_keys(own: dict[str, Value]) -> tuple[str, ...]:
-    is_linear = own.get("rope.scaling.type") == "linear"
-    return ("rope.scaling.type", "rope.scaling.factor") if is_linear else ()
-
-
 def _head_dim(fields: Fields) -> int:
-    return fields.integer(
-        "attention.key_length", fields.integer("embedding_length") // _uniform(fields, "attention.head_count")
-    )
+    default = fields.integer("embedding_length") // _uniform(fields, "attention.head_count")
+    return fields.integer("attention.key_length", default)
 
 
 def _uniform(fields: Fields, key: str, default: int | None = None) -> int:
-    """A number that may be written once or once a layer; layers that differ are refused."""
+    """A number that is given once or per layer; layers that differ are refused."""
     value = fields.get(key)
     if not isinstance(value, list):
         return fields.integer(key, default)
@@ -226,7 +217,7 @@ def _vocab_size(fields: Fields, header: GGUFHeader) -> int:
 
 
 def _shortest(value: float) -> float:
-    """The decimal a float32 was written from: 1e-05 is stored as 9.999999747378752e-06."""
+    """The decimal number that was stored as this float32: 1e-05 for 9.999999747378752e-06."""
     return float(str(np.float32(value)))
 
 
@@ -243,20 +234,19 @@ def _windows(fields: Fields, architecture: Architecture, num_layers: int) -> tup
 def _rope(path: Path, header: GGUFHeader, head_dim: int, fields: Fields) -> Extras:
     theta = fields.number("rope.freq_base", 10_000.0)
     size = fields.integer("rope.dimension_count", head_dim)
-    if (
-        size != head_dim and LONG_FACTORS not in header.tensors
-    ):  # Phi-4-mini turns part of a head, llama.cpp's others all of it
+    is_phi = LONG_FACTORS in header.tensors
+    if size != head_dim and not is_phi:  # only Phi-4-mini rotates part of a head
         raise fields.refused("rope.dimension_count")
-    scaling = _long_scaling(path, header, size, fields) or _llama3_scaling(
-        path, header, head_dim, theta, fields
-    )
+    scaling = _long_scaling(path, header, size, fields)
+    if scaling is None:
+        scaling = _llama3_scaling(path, header, head_dim, theta, fields)
     if scaling is None and fields.get("rope.scaling.type") == "linear":
         scaling = LinearScaling(fields.number("rope.scaling.factor"))
     return {"rope_theta": theta, "rope_scaling": scaling, "rotary_size": None if size == head_dim else size}
 
 
 def _long_scaling(path: Path, header: GGUFHeader, size: int, fields: Fields) -> RopeScaling | None:
-    """Phi-3's, whose factors are tensors of the file."""
+    """Phi-3's scaling, whose factors are tensors in the file."""
     entries = [header.tensors.get(name) for name in (SHORT_FACTORS, LONG_FACTORS)]
     found = [tuple(np.frombuffer(entry.data, np.float32).tolist()) for entry in entries if entry is not None]
     if not found:
@@ -272,7 +262,7 @@ def _long_scaling(path: Path, header: GGUFHeader, size: int, fields: Fields) -> 
 def _llama3_scaling(
     path: Path, header: GGUFHeader, head_dim: int, rope_theta: float, fields: Fields
 ) -> RopeScaling | None:
-    """Llama 3's scaling, told by the factors the file keeps in its place; any other factors are refused."""
+    """Llama 3's scaling, recognised by the factors that the file holds; any other factors are refused."""
     entry = header.tensors.get(ROPE_FACTORS)
     if entry is None:
         return None
@@ -283,14 +273,13 @@ def _llama3_scaling(
     scaling = Llama3Scaling(float(np.max(factors)), LLAMA3_LOW_FREQ_FACTOR, LLAMA3_HIGH_FREQ_FACTOR, original)
     expected = llama3_factors(scaling, head_dim, rope_theta)
     if factors.shape != expected.shape or not np.allclose(factors, expected, rtol=1e-4):
-        raise StartupError(
-            f"{path}: {ROPE_FACTORS} does not follow Llama 3's rotary scaling; other factors are not supported"
-        )
+        problem = f"{ROPE_FACTORS} does not follow Llama 3's rotary scaling"
+        raise StartupError(f"{path}: {problem}; other factors are not supported")
     return scaling
 
 
 def llama3_factors(scaling: Llama3Scaling, head_dim: int, rope_theta: float) -> NDArray[np.float64]:
-    """By how much each rotary frequency is slowed, as llama.cpp's converter works it out."""
+    """The factor by which each rotary frequency is divided, as llama.cpp's converter computes it."""
     wavelengths = 2 * math.pi * rope_theta ** (np.arange(0, head_dim, 2) / head_dim)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     smooth = np.clip((scaling.original_max_position / wavelengths - low) / (high - low), 0, 1)

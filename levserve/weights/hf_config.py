@@ -1,8 +1,8 @@
-"""Turns a Hugging Face config.json into a `ModelConfig`, or says by name and value what levserve cannot serve.
+"""Turns a Hugging Face config.json into a `ModelConfig`, or names the key and value that it cannot serve.
 
-Reads both the form transformers 5 writes (`rope_parameters`) and the older one (`rope_theta` and `rope_scaling`). Where a key
-is absent the value is the one transformers would take. Keys that do not change the forward pass (token ids, dropout,
-initializer_range ...) are not looked at.
+It reads what transformers 5 writes (`rope_parameters`) and the older form (`rope_theta` and `rope_scaling`).
+An absent key has the default of transformers. Keys that do not change the forward pass (token ids, dropout,
+initializer_range, ...) are ignored.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from levserve.model.config import (
     ModelConfig,
     RopeScaling,
 )
-from levserve.weights.fields import Fields
+from levserve.weights.config_fields import Fields
 
-# Keys that would change the forward pass, each with the values that leave it as we compute it.
+# Keys that change the forward pass, each with the values for which it is as we compute it.
 SUPPORTED_VALUES: dict[str, tuple[object, ...]] = {
     "hidden_act": ("silu", None),
     "hidden_activation": ("silu", None),
@@ -71,7 +71,7 @@ QWEN_WINDOW_FROM = 28  # transformers' default of `max_window_layers`
 Extras = dict[str, Any]
 """Fields of `ModelConfig`."""
 Slides = Callable[[Fields, int], "list[bool] | None"]
-"""Which of so many layers have a sliding window as long as nothing lists them; None where no layer can have one."""
+"""Which layers have a sliding window, unless `layer_types` says it; None if no layer can have one."""
 
 
 def _no_layer(fields: Fields, num_layers: int) -> list[bool] | None:
@@ -128,9 +128,7 @@ def _mixtral(fields: Fields) -> Extras:
 
 
 def _qwen3_moe(fields: Fields) -> Extras:
-    key = (
-        "num_experts" if fields.has("num_experts") else "num_local_experts"
-    )  # transformers 5 writes the second
+    key = "num_experts" if fields.has("num_experts") else "num_local_experts"  # as transformers 5 writes it
     return _attention_bias(fields) | {
         "num_experts": fields.integer(key),
         "experts_per_token": fields.integer("num_experts_per_tok"),
@@ -141,21 +139,21 @@ def _qwen3_moe(fields: Fields) -> Extras:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What sets an architecture apart from Llama: what is always so, what is read from config.json, and how.
-
-    `supported` are values that are right here and not elsewhere; `defaults` those that transformers takes for absent keys;
-    `keys` are other names for the keys that every family has.
-    """
+    """What distinguishes an architecture from Llama."""
 
     always: Extras = field(default_factory=dict)
+    """Fields of `ModelConfig` that every model of the family has."""
     read: Callable[[Fields], Extras] = _attention_bias
+    """Reads further fields from config.json."""
     slides: Slides = _no_layer
     supported: dict[str, tuple[object, ...] | None] = field(default_factory=dict)
-    """None: any value, for `read` looks at it."""
+    """Replaces entries of SUPPORTED_VALUES; None allows any value, because `read` takes care of it."""
     defaults: Extras = field(default_factory=dict)
+    """Values that transformers takes for absent keys."""
     keys: Mapping[str, str] = field(default_factory=dict)
+    """The family's own names for keys that every family has."""
     inside: str = ""
-    """Key of the object that holds the language model's configuration, where a model has other parts too."""
+    """Key of the language model's configuration, if the model has other parts too."""
 
     def key(self, key: str) -> str:
         return self.keys.get(key, key)
@@ -163,7 +161,7 @@ class Family:
 
 GEMMA: Extras = {"has_offset_norms": True, "has_post_norms": True, "activation": Activation.GELU_TANH}
 GEMMA_KEYS: dict[str, tuple[object, ...] | None] = {
-    "hidden_act": None,  # transformers does not look at it
+    "hidden_act": None,  # transformers ignores it
     "hidden_activation": ("gelu_pytorch_tanh", None),
     "attn_logit_softcapping": None,
     "final_logit_softcapping": None,
@@ -255,18 +253,13 @@ def read_hf_config(path: Path) -> ModelConfig:
 
 
 def make_hf_config(written: Fields) -> ModelConfig:
-    """What the keys of a config.json describe; the Levanter reader translates its own to these."""
+    """The configuration that the keys of a config.json describe; Levanter's reader calls this too."""
     family = _family(written)
     if family.inside:
         written = written.mapping(family.inside)
     fields = Fields(written.source, {**family.defaults, **written.values})
-    fields.require(
-        {
-            key: values
-            for key, values in {**SUPPORTED_VALUES, **family.supported}.items()
-            if values is not None
-        }
-    )
+    supported = {**SUPPORTED_VALUES, **family.supported}
+    fields.require({key: values for key, values in supported.items() if values is not None})
     hidden_size = fields.integer(family.key("hidden_size"))
     num_heads = fields.integer(family.key("num_attention_heads"))
     num_layers = fields.integer(family.key("num_hidden_layers"))
@@ -298,7 +291,7 @@ def _read_fields(path: Path) -> Fields:
     except (OSError, ValueError) as error:
         raise StartupError(f"cannot read {path}: {error}") from error
     if not isinstance(values, dict):
-        raise StartupError(f"cannot read {path}: it does not hold a JSON object")
+        raise StartupError(f"cannot read {path}: expected a JSON object")
     return Fields(str(path), values)
 
 
@@ -306,13 +299,14 @@ def _family(fields: Fields) -> Family:
     architectures = fields.get("architectures")
     if isinstance(architectures, list) and len(architectures) == 1 and architectures[0] in FAMILIES:
         return FAMILIES[architectures[0]]
+    supported = ", ".join(FAMILIES)
     raise StartupError(
-        f"{fields.source}: architectures = {architectures!r} is not supported; supported are {', '.join(FAMILIES)}"
+        f"{fields.source}: architectures = {architectures!r} is not supported; supported are {supported}"
     )
 
 
 def _rope(fields: Fields, family: Family, head_dim: int, max_position: int) -> Extras:
-    """Both forms of the rotary positions are checked where both are there; the newer one wins."""
+    """Reads the rotary positions. If both forms are present both are checked, and the newer one counts."""
     newer, older = fields.mapping("rope_parameters"), fields.mapping("rope_scaling")
     if family.read is _gemma3 and newer.has("full_attention"):
         newer.require_known(("full_attention", "sliding_attention"))
@@ -332,7 +326,7 @@ def _rope(fields: Fields, family: Family, head_dim: int, max_position: int) -> E
 
 
 def _scaling(rope: Fields, max_position: int, original: int, rotary_size: int) -> RopeScaling | None:
-    types = (None, "su", *SCALING_KEYS)  # su is what longrope was first called
+    types = (None, "su", *SCALING_KEYS)  # longrope was called su at first
     rope.require({"rope_type": types, "type": types})
     kind = str(rope.get("rope_type") or rope.get("type") or "default").replace("su", "longrope")
     rope.require_known((*ROPE_KEYS, *SCALING_KEYS[kind]))
@@ -341,36 +335,33 @@ def _scaling(rope: Fields, max_position: int, original: int, rotary_size: int) -
         case "linear":
             return LinearScaling(rope.number("factor"))
         case "llama3":
-            return Llama3Scaling(
-                rope.number("factor"),
-                rope.number("low_freq_factor"),
-                rope.number("high_freq_factor"),
-                original,
-            )
+            low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+            return Llama3Scaling(rope.number("factor"), low, high, original)
         case "longrope":
-            short, long = (rope.numbers(key, rotary_size // 2) for key in ("short_factor", "long_factor"))
+            short = rope.numbers("short_factor", rotary_size // 2)
+            long = rope.numbers("long_factor", rotary_size // 2)
             by_length = long_attention_factor(max_position / original, original)
             return LongScaling(short, long, original, rope.number("attention_factor", by_length))
     return None
 
 
 def long_attention_factor(factor: float, original: int) -> float:
-    """What Phi-3 lengthens queries and keys by, for a context `factor` times the original one."""
+    """Phi-3's factor for queries and keys, for a context `factor` times as long as the original."""
     return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
 
 
 def _windows(fields: Fields, family: Family, num_layers: int) -> tuple[int | None, ...]:
-    """Each layer's sliding window, as the family has it or as `layer_types` lists it."""
+    """Each layer's sliding window, as the family defines it or as `layer_types` lists it."""
     slides = family.slides(fields, num_layers)
     if slides is None:
         fields.require({"sliding_window": (None,)})
         slides = [False] * num_layers
     elif fields.get("sliding_window") is None:
         slides = [False] * num_layers
-    if (types := fields.get("layer_types")) is not None:
-        slides = _listed_windows(
-            fields, types, slides, is_free=family.slides not in (_no_layer, _every_layer)
-        )
+    types = fields.get("layer_types")
+    if types is not None:
+        is_free = family.slides not in (_no_layer, _every_layer)
+        slides = _listed_windows(fields, types, slides, is_free=is_free)
     if not any(slides):
         return ()
     window = fields.integer("sliding_window")
@@ -378,7 +369,7 @@ def _windows(fields: Fields, family: Family, num_layers: int) -> tuple[int | Non
 
 
 def _listed_windows(fields: Fields, types: object, slides: list[bool], *, is_free: bool) -> list[bool]:
-    """What `layer_types` says; unless the list is free to choose it has to agree with the other keys."""
+    """Which layers `layer_types` gives a window. Unless it `is_free`, it must agree with the other keys."""
     names = {"full_attention": False, "sliding_attention": True}
     if not isinstance(types, list) or len(types) != len(slides) or any(name not in names for name in types):
         raise fields.refused("layer_types")

@@ -1,33 +1,37 @@
-"""Fetches a model folder from the Hugging Face Hub into the cache.
+"""Downloads a model from the Hugging Face Hub into the cache. Imports no jax.
 
-Only what serving needs comes over the wire: configuration, tokenizer and safetensors of the top folder. No jax here.
+It takes only what serving needs: configuration, tokenizer and safetensors in the repository's top folder.
 """
 
 from __future__ import annotations
 
 import io
 import time
-from collections.abc import Callable
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from levserve.errors import StartupError
-from levserve.weights.progress import INTERVAL_SECONDS
+from levserve.weights.progress import INTERVAL_SECONDS, Report
 
 ALLOW_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken"]
-IGNORE_PATTERNS = ["*/*", "consolidated*.safetensors"]  # Meta's and Mistral's second copies of the weights
+IGNORE_PATTERNS = ["*/*", "consolidated*.safetensors"]  # Meta and Mistral publish the weights twice
+
+
+def is_needed(name: str) -> bool:
+    """Whether serving needs the file of this name in a model's folder."""
+    is_allowed = any(fnmatch(name, pattern) for pattern in ALLOW_PATTERNS)
+    return is_allowed and not any(fnmatch(name, pattern) for pattern in IGNORE_PATTERNS)
 
 
 def fetch_repo(
-    repo: str,
-    *,
-    revision: str,
-    cache_path: Path,
-    report: Callable[[str], None],
-    without: tuple[str, ...] = (),
+    repo: str, *, revision: str, cache_path: Path, report: Report, without: tuple[str, ...] = ()
 ) -> Path:
-    """The folder with the repository's files, fetched as far as they are not in the cache; an empty revision is the main branch."""
-    # Imported late: it costs 0.3 s, which a start from local files need not pay.
+    """The folder with the repository's files; files that are in the cache are not downloaded again.
+
+    An empty revision is the main branch.
+    """
+    # Imported here because it takes 0.3 s, which a start from local files need not pay.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -36,7 +40,7 @@ def fetch_repo(
         RevisionNotFoundError,
     )
 
-    # Its bases are OSError and the error of whichever http library this version of the hub is built on.
+    # The base classes are OSError and the error class of the HTTP library that this version uses.
     http_errors: tuple[type[BaseException], ...] = (*HfHubHTTPError.__bases__, ValueError)
     try:
         folder = snapshot_download(
@@ -66,8 +70,8 @@ def _first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-def _reporting_bar(repo: str, report: Callable[[str], None]) -> Any:
-    """A progress bar class for the hub that writes sentences instead of a bar."""
+def _reporting_bar(repo: str, report: Report) -> Any:
+    """A progress bar class for huggingface_hub that reports lines instead of drawing a bar."""
     from huggingface_hub.utils.tqdm import tqdm
 
     last_time = time.monotonic()
@@ -76,10 +80,11 @@ def _reporting_bar(repo: str, report: Callable[[str], None]) -> Any:
         monitor_interval = 0  # tqdm would start a thread to redraw bars
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs | {"disable": False, "file": io.StringIO()})  # type: ignore[no-untyped-call]
+            kwargs |= {"disable": False, "file": io.StringIO()}
+            super().__init__(*args, **kwargs)  # type: ignore[no-untyped-call]
 
         def display(self, *args: Any, **kwargs: Any) -> None:
-            """Draws nothing; the hub leaves bars open, and they would draw themselves once more when collected."""
+            """Draws nothing; bars that huggingface_hub leaves open would draw once more when collected."""
 
         def refresh(self, *args: Any, **kwargs: Any) -> None:
             nonlocal last_time

@@ -1,9 +1,9 @@
-"""Turns the model part of a Levanter run's config.yaml into a `ModelConfig`, or says by name what levserve cannot serve.
+"""Turns the model part of a Levanter run's config.yaml into a `ModelConfig`, or names the wrong key.
 
-Levanter's names are translated to those of a Hugging Face config.json, whose reader does the rest: what a family needs is
-written down there once. The translation follows what Levanter computes, not what it would export: its Mistral, Qwen and
-Gemma have sliding windows, final soft caps and query scales in the config that its forward pass does not use. What the
-arrays themselves tell (vocabulary, head size, whether the head is tied) is taken from them.
+Levanter's keys are translated to those of a Hugging Face config.json, and its reader does the rest. levserve
+reproduces Levanter's forward pass, not the model that it would export: Levanter's Mistral, Qwen and Gemma
+have sliding windows, final soft caps and query scales in the config that its forward pass does not use.
+Vocabulary, head size and whether the head is tied are taken from the arrays.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import yaml
 
 from levserve.errors import StartupError
 from levserve.model.config import ModelConfig
-from levserve.weights.fields import Fields
+from levserve.weights.config_fields import Fields
 from levserve.weights.hf_config import make_hf_config
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""Of the arrays in the checkpoint, by the Hugging Face name of the tensor each becomes."""
+"""Shapes of the checkpoint's arrays, by the Hugging Face name of the tensor that each becomes."""
 
-# Keys that would change the forward pass, each with the values that leave it as we compute it.
+# Keys that change the forward pass, each with the values for which it is as we compute it.
 SUPPORTED_VALUES: dict[str, tuple[object, ...]] = {
     "hybrid_norm": (False, None),
     "input_embedding_norm": (False, None),
@@ -37,7 +37,7 @@ LLAMA3: dict[str, object] = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-# What Levanter's classes take where a key is absent and it is not what Hugging Face's reader would take.
+# Levanter's defaults for absent keys, where they differ from those of Hugging Face's reader.
 DEFAULTS: dict[str, dict[str, object]] = {
     "llama": {"layer_norm_epsilon": 1e-5, "num_kv_heads": 32},
     "qwen": {"layer_norm_epsilon": 1e-5, "num_kv_heads": 32},
@@ -57,7 +57,7 @@ GELU_TANH = ("gelu_new", "gelu_pytorch_tanh")
 
 
 class PlainLoader(yaml.SafeLoader):
-    """Reads Levanter's YAML as data. Its enums are written as Python objects to be made; here they are their arguments."""
+    """Reads Levanter's YAML as data. Enums, written there as Python calls, become their arguments."""
 
     def construct_python(self, tag_suffix: str, node: yaml.Node) -> object:
         match node:
@@ -81,18 +81,16 @@ def read_levanter_config(path: Path, shapes: Shapes) -> ModelConfig:
     run = Fields(str(path), read_mapping(path))
     fields = run.mapping("model") if run.has("model") else run
     kind = fields.get("type")
-    if kind not in TRANSLATIONS:
-        raise StartupError(
-            f"{fields.source}: type = {kind!r} is not supported; supported are {', '.join(TRANSLATIONS)}"
-        )
-    values = DEFAULTS[str(kind)] | {key: value for key, value in fields.values.items() if value is not None}
-    return make_hf_config(
-        Fields(fields.source, TRANSLATIONS[str(kind)](Fields(fields.source, values), shapes))
-    )
+    if not isinstance(kind, str) or kind not in TRANSLATIONS:
+        supported = ", ".join(TRANSLATIONS)
+        raise StartupError(f"{fields.source}: type = {kind!r} is not supported; supported are {supported}")
+    given = {key: value for key, value in fields.values.items() if value is not None}
+    translated = TRANSLATIONS[kind](Fields(fields.source, DEFAULTS[kind] | given), shapes)
+    return make_hf_config(Fields(fields.source, translated))
 
 
 def read_tokenizer_name(path: Path) -> str | None:
-    """What the run's config says its tokenizer is: a folder or a name on the Hub."""
+    """The tokenizer that the run's config names: a folder or a name on the Hub."""
     run = Fields(str(path), read_mapping(path))
     if path.suffix == ".json":
         return None
@@ -110,19 +108,21 @@ def read_mapping(path: Path) -> dict[str, object]:
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise StartupError(f"cannot read {path}: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
-        raise StartupError(f"cannot read {path}: it does not hold a table of settings")
+        raise StartupError(f"cannot read {path}: expected a mapping")
     return values
 
 
 def _llama(fields: Fields, shapes: Shapes) -> dict[str, object]:
-    """Llama, Mistral, Qwen 2 and 3 differ in what is normed and what has a bias, which the arrays show."""
+    """Llama, Mistral, Qwen 2 and Qwen 3; they differ in norms and biases, which the arrays show."""
     fields.require(SUPPORTED_VALUES)
     _require_activation(fields, ("silu", "swish"))
     has_qk_norm = "model.layers.0.self_attn.q_norm.weight" in shapes
     has_bias = "model.layers.0.self_attn.q_proj.bias" in shapes
-    architecture = (
-        "Qwen3ForCausalLM" if has_qk_norm else "Qwen2ForCausalLM" if has_bias else "LlamaForCausalLM"
-    )
+    architecture = "LlamaForCausalLM"
+    if has_qk_norm:
+        architecture = "Qwen3ForCausalLM"
+    elif has_bias:
+        architecture = "Qwen2ForCausalLM"
     return _common(fields, shapes) | {"architectures": [architecture], "hidden_act": "silu"}
 
 
@@ -146,7 +146,7 @@ def _gemma3(fields: Fields, shapes: Shapes) -> dict[str, object]:
 
 
 def _gemma(fields: Fields, shapes: Shapes) -> dict[str, object]:
-    """Levanter norms, embeds and caps as Gemma does, but lets every layer see everything and scales by the head size."""
+    """Levanter's Gemma has no sliding windows, and scales by the head size; the rest is Gemma's."""
     fields.require(SUPPORTED_VALUES)
     _require_activation(fields, GELU_TANH)
     if "rope_type" in _rope(fields):
@@ -179,35 +179,30 @@ def _gpt2(fields: Fields, shapes: Shapes) -> dict[str, object]:
 
 
 def _common(fields: Fields, shapes: Shapes) -> dict[str, object]:
-    return (
-        _tied(shapes)
-        | _rope(fields)
-        | {
-            "vocab_size": shapes["model.embed_tokens.weight"][0],
-            "hidden_size": fields.integer("hidden_dim"),
-            "intermediate_size": fields.integer("intermediate_dim"),
-            "num_hidden_layers": fields.integer("num_layers"),
-            "num_attention_heads": fields.integer("num_heads"),
-            "num_key_value_heads": fields.integer("num_kv_heads"),
-            "head_dim": shapes["model.layers.0.self_attn.k_proj.weight"][
-                -2
-            ],  # [kv_head, head, embed]; some classes ignore head_dim
-            "rms_norm_eps": fields.number("layer_norm_epsilon"),
-            "max_position_embeddings": fields.integer("max_seq_len"),
-        }
-    )
+    # From the shape [kv_head, head, embed], because some of Levanter's classes ignore their head_dim.
+    head_dim = shapes["model.layers.0.self_attn.k_proj.weight"][-2]
+    values: dict[str, object] = {
+        "vocab_size": shapes["model.embed_tokens.weight"][0],
+        "hidden_size": fields.integer("hidden_dim"),
+        "intermediate_size": fields.integer("intermediate_dim"),
+        "num_hidden_layers": fields.integer("num_layers"),
+        "num_attention_heads": fields.integer("num_heads"),
+        "num_key_value_heads": fields.integer("num_kv_heads"),
+        "head_dim": head_dim,
+        "rms_norm_eps": fields.number("layer_norm_epsilon"),
+        "max_position_embeddings": fields.integer("max_seq_len"),
+    }
+    return values | _tied(shapes) | _rope(fields)
 
 
 def _rope(fields: Fields) -> dict[str, object]:
-    """The rotary part in Hugging Face's older form; configs from before `rope` have rope_theta beside the rest."""
+    """The rotary keys in Hugging Face's older form; configs older than `rope` have a rope_theta instead."""
     rope = fields.mapping("rope")
     kind = rope.get("type") or "default"
     if kind == "llama3":
-        scaling = LLAMA3 | {key: rope.values[key] for key in LLAMA3 if rope.has(key)}
-        return {
-            "rope_theta": rope.number("theta", 500_000.0),
-            "rope_scaling": scaling | {"rope_type": "llama3"},
-        }
+        given = {key: rope.values[key] for key in LLAMA3 if rope.has(key)}
+        scaling = LLAMA3 | given | {"rope_type": "llama3"}
+        return {"rope_theta": rope.number("theta", 500_000.0), "rope_scaling": scaling}
     rope.require({"type": ("default", "linear", None), "factor": (1.0, 1, None)})
     fields.require({"rope_scaling": (None,)})
     return {"rope_theta": rope.number("theta", fields.number("rope_theta", 10_000.0))}

@@ -1,6 +1,6 @@
-"""Tells a Levanter checkpoint by the files in its folder, and finds the newest and the run's config.
+"""Recognises a Levanter checkpoint by its files, and finds the newest one and the run's config.
 
-Apart from what reads it, so that a start with any other model does without tensorstore.
+`levanter_checkpoint.py` reads the checkpoint; it imports tensorstore, which other formats do not need.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ CONFIG_FILE, METADATA_FILE, DATABASE_FILE = "config.yaml", "metadata.json", "man
 MODEL = "model"
 
 
-def is_checkpoint(folder: Path) -> bool:
-    """Whether a folder is one whole checkpoint; Levanter writes metadata.json last."""
-    return (folder / METADATA_FILE).is_file() and (
-        (folder / DATABASE_FILE).is_file() or (folder / MODEL).is_dir()
-    )
+def is_levanter_checkpoint(folder: Path) -> bool:
+    """Whether a folder is one complete checkpoint; Levanter writes metadata.json last."""
+    has_arrays = (folder / DATABASE_FILE).is_file() or (folder / MODEL).is_dir()
+    return has_arrays and (folder / METADATA_FILE).is_file()
 
 
 def step_of(metadata: str | bytes) -> int | None:
-    """The training step a metadata.json tells; None for what is no metadata of a checkpoint."""
+    """The training step in the content of a metadata.json; None if it is not a checkpoint's."""
     try:
         step = json.loads(metadata)["step"]
     except (ValueError, KeyError, TypeError):
@@ -31,26 +30,27 @@ def step_of(metadata: str | bytes) -> int | None:
 
 
 def newest_checkpoint(folder: Path) -> Path:
-    """The folder itself, or the complete checkpoint of the highest step in it."""
-    if is_checkpoint(folder):
+    """The folder itself, or the complete checkpoint with the highest step in it."""
+    if is_levanter_checkpoint(folder):
         return folder
     if not folder.is_dir():
         raise StartupError(f"checkpoint {folder} does not exist")
-    steps = {
-        path: step_of((path / METADATA_FILE).read_bytes())
-        for path in sorted(folder.iterdir())
-        if is_checkpoint(path)
-    }
-    known = {path: step for path, step in steps.items() if step is not None}
-    if not known:
+    steps: dict[Path, int] = {}
+    for path in folder.iterdir():
+        step = step_of((path / METADATA_FILE).read_bytes()) if is_levanter_checkpoint(path) else None
+        if step is not None:
+            steps[path] = step
+    if not steps:
+        expected = f"expected {METADATA_FILE} and {DATABASE_FILE} (or a folder {MODEL})"
         raise StartupError(
-            f"{folder} holds no complete Levanter checkpoint: expected {METADATA_FILE} and {DATABASE_FILE} (or a folder {MODEL}) "
-            "in it or in a folder in it"
+            f"{folder} holds no complete Levanter checkpoint: {expected} in it or in one of its folders"
         )
-    return max(known, key=lambda path: (known[path], path.name))
+    return max(steps, key=lambda path: (steps[path], path.name))
 
 
 def find_config(folder: Path) -> Path | None:
     """The run's config.yaml in the checkpoint, or up to two folders above it."""
-    places = (folder, *folder.resolve().parents[:2])
-    return next((place / CONFIG_FILE for place in places if (place / CONFIG_FILE).is_file()), None)
+    for place in (folder, *folder.resolve().parents[:2]):
+        if (place / CONFIG_FILE).is_file():
+            return place / CONFIG_FILE
+    return None

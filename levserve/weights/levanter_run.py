@@ -1,18 +1,18 @@
-"""Finds what a Levanter checkpoint needs around it, on disk or in a store: the newest step, the run's config, the tokenizer.
+"""Finds a Levanter run's newest checkpoint, its config and its tokenizer, on disk or in a store.
 
-From a store the whole checkpoint is fetched first if it is one OCDBT store, whose files mix the model with the optimizer's
-state; of the older layout only the model's arrays are. No jax here.
+From a store, a checkpoint that is an OCDBT database is downloaded as a whole, because its files mix the model
+with the optimizer's state. Of the older layout only the model's arrays are downloaded.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
 from levserve.errors import StartupError
 from levserve.settings.settings import Settings
-from levserve.weights.files import ModelFiles, find_tokenizer
+from levserve.weights.fetch import fetch_files
 from levserve.weights.levanter_config import read_tokenizer_name
 from levserve.weights.levanter_folder import (
     CONFIG_FILE,
@@ -21,40 +21,37 @@ from levserve.weights.levanter_folder import (
     newest_checkpoint,
     step_of,
 )
-from levserve.weights.remote import RemoteFile, Store, fetch_files, is_address
+from levserve.weights.model_files import ModelFiles, find_tokenizer
+from levserve.weights.progress import Report
+from levserve.weights.store import RemoteFile, Store, is_address
 
 STEP = re.compile(r"step-\d+")
 NEEDED = re.compile(
-    r"(d|ocdbt\.process_\d+(/d)?|model(/.+)?|tokenizer)/[^/]+|ocdbt\.process_\d+/[^/]+|[^/]+\.(json|yaml|ocdbt)"
+    r"(d|ocdbt\.process_\d+(/d)?|model(/.+)?|tokenizer)/[^/]+|"
+    r"ocdbt\.process_\d+/[^/]+|[^/]+\.(json|yaml|ocdbt)"
 )
-
-Report = Callable[[str], None]
 
 
 def find_run(settings: Settings, report: Report, *, with_tokenizer: bool) -> ModelFiles:
-    """The newest complete checkpoint at --checkpoint-path, fetched if it is in a store, with its config and tokenizer."""
+    """The newest complete checkpoint at --checkpoint-path, downloaded if it is in a store."""
     if is_address(settings.checkpoint_path):
         files = _fetch_checkpoint(settings, report)
     else:
         folder = newest_checkpoint(Path(settings.checkpoint_path))
         files = ModelFiles(_name(folder.resolve().parts), folder, find_config(folder))
     config_file = Path(settings.model_config) if settings.model_config else files.config_file
-    if config_file is None or not config_file.is_file():
-        where = (
-            f"--model-config {config_file} does not exist"
-            if config_file
-            else (
-                f"no {CONFIG_FILE} in the checkpoint or the two folders above it; name the run's with --model-config"
-            )
-        )
-        raise StartupError(f"{settings.checkpoint_path}: {where}")
+    if config_file is None:
+        where = f"no {CONFIG_FILE} in the checkpoint or the two folders above it"
+        raise StartupError(f"{settings.checkpoint_path}: {where}; name the run's with --model-config")
+    if not config_file.is_file():
+        raise StartupError(f"{settings.checkpoint_path}: --model-config {config_file} does not exist")
     report(f"checkpoint {files.path}, config {config_file}")
     tokenizer = _find_tokenizer(config_file, files.path, settings, report) if with_tokenizer else None
     return ModelFiles(files.name, files.path, config_file, tokenizer, files.lease)
 
 
 def _find_tokenizer(config_file: Path, folder: Path, settings: Settings, report: Report) -> Path:
-    """What the run's config names: a folder beside the config or anywhere, an address, or a name on the Hub."""
+    """The tokenizer that the run's config names by a path, an address or a name on the Hub."""
     name = read_tokenizer_name(config_file)
     if name is None:
         if (folder / "tokenizer.json").is_file():
@@ -66,9 +63,8 @@ def _find_tokenizer(config_file: Path, folder: Path, settings: Settings, report:
     try:
         found = find_tokenizer(name, settings, report)
     except StartupError as error:
-        raise StartupError(
-            f"{config_file}: tokenizer = {name!r} cannot be had: {error}; give one with --tokenizer"
-        ) from error
+        problem = f"cannot get tokenizer = {name!r}: {error}"
+        raise StartupError(f"{config_file}: {problem}; give one with --tokenizer") from error
     if not found.exists():
         raise StartupError(f"{config_file}: tokenizer = {name!r} does not exist; give one with --tokenizer")
     return found
@@ -77,25 +73,19 @@ def _find_tokenizer(config_file: Path, folder: Path, settings: Settings, report:
 def _fetch_checkpoint(settings: Settings, report: Report) -> ModelFiles:
     store = _newest_store(Store(settings.checkpoint_path))
     names = [name for name in store.list_files() if NEEDED.fullmatch(name)]
+    files = store.describe_all(names)
     if not settings.model_config and CONFIG_FILE not in names:
         config = _config_above(store)
-        extra: Sequence[RemoteFile] = [config] if config is not None else []
-    else:
-        extra = []
-    lease = fetch_files(
-        store,
-        [*store.describe_all(names), *extra],
-        settings.cache_path,
-        limit_bytes=settings.cache_size,
-        report=report,
-    )
+        if config is not None:
+            files.append(config)
+    lease = fetch_files(store, files, settings.cache_path, limit_bytes=settings.cache_size, report=report)
     config_file = lease.path / CONFIG_FILE
     name = _name(store.address.partition("://")[2].split("/"))
     return ModelFiles(name, lease.path, config_file if config_file.is_file() else None, lease=lease)
 
 
 def _newest_store(store: Store) -> Store:
-    """The checkpoint at the address, or the complete one of the highest step right below it."""
+    """The checkpoint at the address, or the complete one with the highest step directly below it."""
     if store.read(METADATA_FILE) is not None:
         return store
     steps: dict[str, int] = {}
@@ -104,14 +94,14 @@ def _newest_store(store: Store) -> Store:
         if step is not None:
             steps[name] = step
     if not steps:
-        raise StartupError(
-            f"{store.address} holds no complete Levanter checkpoint: expected {METADATA_FILE} in it or in a folder in it"
-        )
-    return Store(f"{store.address}/{max(steps, key=lambda name: (steps[name], name))}")
+        expected = f"expected {METADATA_FILE} in it or in one of its folders"
+        raise StartupError(f"{store.address} holds no complete Levanter checkpoint: {expected}")
+    newest = max(steps, key=lambda name: (steps[name], name))
+    return Store(f"{store.address}/{newest}")
 
 
 def _config_above(store: Store) -> RemoteFile | None:
-    """The config.yaml one or two folders up; it is kept beside the checkpoint here."""
+    """The config.yaml one or two folders up, which the cache keeps in the checkpoint's own folder."""
     address = store.address
     for _ in range(2):
         address = address.rpartition("/")[0]
@@ -124,6 +114,6 @@ def _config_above(store: Store) -> RemoteFile | None:
 
 
 def _name(parts: Sequence[str]) -> str:
-    """The run's name: the folder's, or the one above that of a step."""
+    """The run's name: that of the folder, or of the folder above if it is a step's."""
     *above, last = parts
     return PurePosixPath(above[-1]).name if STEP.fullmatch(last) and above else last

@@ -1,7 +1,4 @@
-"""Says how far a long read or download is, in short sentences that do not flood a log.
-
-Used by the fetchers and the loader. Callers may be on any one thread; a `Progress` is not shared.
-"""
+"""Reports how far a long read or download has come, in short lines that do not flood a log."""
 
 from __future__ import annotations
 
@@ -10,17 +7,18 @@ from collections.abc import Callable
 
 INTERVAL_SECONDS = 1.0  # a first start takes a minute: enough to show life, few enough lines for a journal
 
+Report = Callable[[str], None]
+"""Takes one line about what is being loaded; the log and systemd show it."""
+
 
 class Progress:
-    """Reports `what` with a percentage, at most once an interval and only when the percentage grew."""
+    """Reports `what` with a percentage, at most once an interval and only when the percentage grew.
+
+    Belongs to one thread.
+    """
 
     def __init__(
-        self,
-        what: str,
-        total: int,
-        report: Callable[[str], None],
-        *,
-        clock: Callable[[], float] = time.monotonic,
+        self, what: str, total: int, report: Report, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._what = what
         self._total = total

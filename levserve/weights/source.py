@@ -1,29 +1,31 @@
-"""Finds the files of the model to serve: bundled, a folder, a GGUF file, a repository on the Hub, a store, a Levanter run.
+"""Finds the files of the model to serve, wherever the settings say that it is.
 
-`check_source` is for the command line, before anything heavy starts; `find_source` is for the start itself and may download.
-No jax here.
+That may be the bundled model, a folder, a GGUF file, a repository on the Hub, a store or a Levanter run.
+`check_source` is called before the fork and only looks at names; `find_source` is called when the model is
+loaded and may download. Imports no jax.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
 from levserve.errors import ConfigError, StartupError
 from levserve.settings.settings import Settings
 from levserve.weights.bundled import SMOLLM2, find_bundled
-from levserve.weights.files import ModelFiles, find_tokenizer, is_wanted
-from levserve.weights.hub import fetch_repo
-from levserve.weights.remote import Store, check_address, fetch_files, is_address
+from levserve.weights.fetch import fetch_files
+from levserve.weights.hub import fetch_repo, is_needed
+from levserve.weights.model_files import ModelFiles, find_tokenizer
+from levserve.weights.progress import Report
+from levserve.weights.store import Store, check_address, is_address
 
 ACCEPTED = (
-    f"{SMOLLM2.name}, a folder with config.json and *.safetensors, a .gguf file, an org/name on the Hugging Face Hub, "
-    "or a gs://, s3:// or http(s):// address of such a folder or file"
+    f"{SMOLLM2.name}, a folder with config.json and *.safetensors, a .gguf file, "
+    "an org/name on the Hugging Face Hub, or a gs://, s3:// or http(s):// address of such a folder or file"
 )
 REPO_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 GGUF_SUFFIX = ".gguf"
-# What a web server without listings is asked for.
+# The files to ask a web server for, because it cannot list them.
 KNOWN_FILES = (
     "config.json",
     "generation_config.json",
@@ -36,28 +38,24 @@ KNOWN_FILES = (
     "model.safetensors.index.json",
 )
 
-Report = Callable[[str], None]
-
 
 def check_source(settings: Settings) -> None:
-    """Refuses what can be known to be wrong without reading weights or the network."""
-    if settings.checkpoint_path:
-        if is_address(settings.checkpoint_path):
-            check_address(settings.checkpoint_path)
-        elif not Path(settings.checkpoint_path).is_dir():
-            raise ConfigError(
-                f"--checkpoint-path {settings.checkpoint_path!r} is not a folder with a Levanter checkpoint or several"
-            )
-    else:
+    """Refuses what can be seen to be wrong without reading weights or using the network."""
+    path = settings.checkpoint_path
+    if not path:
         check_model(stored_name(settings.model, settings.model_store))
+    elif is_address(path):
+        check_address(path)
+    elif not Path(path).is_dir():
+        raise ConfigError(f"--checkpoint-path {path!r} is not a folder with one or more Levanter checkpoints")
 
 
 def find_source(settings: Settings, report: Report, *, with_tokenizer: bool = True) -> ModelFiles:
-    """The files of what the settings say to serve, fetched when they are not on disk."""
+    """The files of the model that the settings name, downloaded if necessary."""
     if settings.checkpoint_path:
         from levserve.weights.levanter_run import (
-            find_run,  # brings jax, which a check before the fork must not
-        )
+            find_run,
+        )  # imports jax, which must wait until after the fork
 
         files = find_run(settings, report, with_tokenizer=with_tokenizer and not settings.tokenizer)
     else:
@@ -78,14 +76,14 @@ def find_source(settings: Settings, report: Report, *, with_tokenizer: bool = Tr
 
 
 def stored_name(model: str, store: str) -> str:
-    """Where a model's name is kept in the store, if there is one: org/name is the folder org-name."""
+    """Where the store, if there is one, keeps the model of this name: org/name is in the folder org-name."""
     if not store or model == SMOLLM2.name or is_address(model) or Path(model).expanduser().exists():
         return model
     return f"{store.rstrip('/')}/{model.replace('/', '-')}"
 
 
 def check_model(model: str) -> None:
-    """Refuses what can be known to be wrong without reading weights or the network."""
+    """The same check for the value of --model."""
     if is_address(model):
         check_address(model)
         return
@@ -93,13 +91,13 @@ def check_model(model: str) -> None:
     if model == SMOLLM2.name or (not path.exists() and _is_repo_name(model)):
         return
     if problem := local_problem(path):
-        raise ConfigError(f"model {model!r} {problem}; accepted are {ACCEPTED}")
+        raise ConfigError(f"model {model!r} {problem}; expected {ACCEPTED}")
 
 
 def find_model(
     model: str, *, revision: str, cache_path: Path, report: Report, limit_bytes: int = 0
 ) -> ModelFiles:
-    """The model's files, fetched into `cache_path` when they are not on disk."""
+    """The model's files, downloaded into `cache_path` if they are not on disk."""
     check_model(model)
     if model == SMOLLM2.name:
         return ModelFiles(model, find_bundled(cache_path, report))
@@ -126,21 +124,22 @@ def _fetch_model(address: str, cache_path: Path, limit_bytes: int, report: Repor
         lease = fetch_files(store, [file], cache_path, limit_bytes=limit_bytes, report=report)
         return ModelFiles(name.removesuffix(GGUF_SUFFIX), lease.path / file.name, lease=lease)
     files = store.describe_all(_model_files(store))
-    names = [file.name for file in files]
+    names = sorted(file.name for file in files)
     if "config.json" not in names or not any(name.endswith(".safetensors") for name in names):
-        held = f"it holds {', '.join(sorted(names)[:8])}" if names else "there is nothing"
-        raise StartupError(f"model {address}: expected config.json and *.safetensors; {held}")
+        found = f"found {', '.join(names[:8])}" if names else "found nothing"
+        raise StartupError(f"model {address}: expected config.json and *.safetensors, {found}")
     lease = fetch_files(store, files, cache_path, limit_bytes=limit_bytes, report=report)
     return ModelFiles(name, lease.path, lease=lease)
 
 
 def _model_files(store: Store) -> list[str]:
-    """What serving needs of a Hugging Face folder in a store."""
-    listed = [name for name in store.list_files() if is_wanted(name)]
+    """The names of the files that serving needs from a Hugging Face folder in a store."""
+    listed = [name for name in store.list_files() if is_needed(name)]
     if listed or not store.address.startswith("http"):
         return listed
-    index = store.read("model.safetensors.index.json") or b""
-    return sorted({*KNOWN_FILES, *re.findall(r'"([\w.-]+\.safetensors)"', index.decode(errors="replace"))})
+    index = (store.read("model.safetensors.index.json") or b"").decode(errors="replace")
+    shards = re.findall(r'"([\w.-]+\.safetensors)"', index)
+    return sorted({*KNOWN_FILES, *shards})
 
 
 def _is_repo_name(model: str) -> bool:
@@ -148,15 +147,12 @@ def _is_repo_name(model: str) -> bool:
 
 
 def local_problem(path: Path) -> str | None:
-    """What keeps a file or folder from being a model, as the rest of a sentence."""
+    """Why a file or folder is not a model, as the end of a sentence that starts with its path."""
     if not path.exists():
         return "does not exist"
     if path.is_file():
-        return (
-            None
-            if path.suffix == GGUF_SUFFIX
-            else f"is a file of an unknown type ({path.suffix or 'no suffix'})"
-        )
+        is_gguf = path.suffix == GGUF_SUFFIX
+        return None if is_gguf else f"is a file of an unknown type ({path.suffix or 'no suffix'})"
     if not (path / "config.json").is_file():
         return "is a folder without config.json"
     if not any(path.glob("*.safetensors")):

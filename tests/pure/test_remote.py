@@ -15,7 +15,7 @@ from levserve.errors import ConfigError, StartupError
 from levserve.models.catalogue import Catalogue
 from levserve.settings.parse import parse_settings
 from levserve.settings.settings import Settings
-from levserve.weights import remote
+from levserve.weights import store
 from levserve.weights.source import ModelFiles, check_model, check_source, find_source, stored_name
 from tests.conftest import GOLDEN
 from tests.stores import WebServer, amazon_store, google_store, upload, web_store
@@ -48,8 +48,8 @@ def web(tmp_path: Path) -> Iterator[WebServer]:
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "BLOCK_BYTES", 1 << 16)
-    monkeypatch.setattr(remote, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(store, "BLOCK_BYTES", 1 << 16)
+    monkeypatch.setattr(store, "RETRY_SECONDS", 0.01)
 
 
 def some_bytes(size: int) -> bytes:
@@ -223,7 +223,7 @@ def test_a_file_whose_checksum_is_wrong_is_thrown_away(
     files = {"gs": google, "s3": amazon}[scheme]
     content = some_bytes(100_000)
     files.pipe_file("models/sum.gguf", content)
-    read_range = remote.Store.read_range
+    read_range = store.Store.read_range
 
     def read_wrong(self: Any, *args: Any) -> bytes:
         data = bytearray(read_range(self, *args))
@@ -231,10 +231,10 @@ def test_a_file_whose_checksum_is_wrong_is_thrown_away(
         return bytes(data)
 
     with monkeypatch.context() as patch:
-        patch.setattr(remote.Store, "read_range", read_wrong)
+        patch.setattr(store.Store, "read_range", read_wrong)
         with pytest.raises(
             StartupError,
-            match=r"sum.gguf: its md5 is [0-9a-f]{32}, expected [0-9a-f]{32}; the copy was thrown away",
+            match=r"sum.gguf: its md5 is [0-9a-f]{32}, expected [0-9a-f]{32}; the copy was deleted",
         ):
             cache.find(f"{scheme}://models/sum.gguf")
     assert not [path for folder in cache.folders for path in folder.glob("sum.gguf*")]
@@ -245,10 +245,10 @@ def test_googles_other_checksum_is_checked_where_there_is_no_md5(
     google: Any, cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     google.pipe_file("models/composed.gguf", b"in several parts")
-    monkeypatch.setattr(remote, "_md5", lambda info, etag: None)
+    monkeypatch.setattr(store, "_md5", lambda info, etag: None)
     assert cache.find("gs://models/composed.gguf").path.read_bytes() == b"in several parts"
     google.pipe_file("models/composed.gguf", b"in other parts")
-    monkeypatch.setattr(remote.Store, "read_range", lambda self, file, start, stop: b"x" * (stop - start))
+    monkeypatch.setattr(store.Store, "read_range", lambda self, file, start, stop: b"x" * (stop - start))
     with pytest.raises(StartupError, match="its crc32c is .*, expected "):
         cache.find("gs://models/composed.gguf")
 

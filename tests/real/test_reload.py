@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from levserve.model.decoder import Decoder
-from levserve.weights.load import load_arrays, read_config
+from levserve.weights.checkpoint import load_arrays, read_config
 from tests.conftest import GOLDEN
 from tests.levanter_files import read_model, write_checkpoint
 from tests.servers import Reply, Server, running_server
@@ -204,7 +204,7 @@ def test_what_does_not_fit_is_refused_and_the_old_weights_go_on(
     told = {
         "shape": "mlp.down_proj.weight is [64, 126], expected [64, 128]",
         "missing": "missing model.layers.0.mlp.down_proj.weight",
-        "lost": "down_proj/weight: its data cannot be read",
+        "lost": "down_proj/weight: cannot read its data",
         "nan": "model.layers.0.mlp.down_proj.weight is corrupt",
         "half": "holds no complete Levanter checkpoint",
     }

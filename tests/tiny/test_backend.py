@@ -19,7 +19,7 @@ from levserve.model.gpu.backend import GpuBackend
 from levserve.model.rotary import angles_at
 from levserve.model.select import choose_backend
 from levserve.model.xla import XLA_ON_CPU, XlaBackend
-from levserve.weights.load import load_arrays, read_config
+from levserve.weights.checkpoint import load_arrays, read_config
 from tests.conftest import FAMILIES, GOLDEN
 from tests.tiny.test_decoder import check, load, run_in_chunks
 

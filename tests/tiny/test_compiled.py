@@ -25,7 +25,7 @@ from levserve.model.quantize import NARROW, choose_quantization
 from levserve.model.sampler import Mode
 from levserve.model.xla import XLA_ON_CPU, XlaBackend
 from levserve.observe.metrics import Metrics
-from levserve.weights.load import load_arrays, read_config
+from levserve.weights.checkpoint import load_arrays, read_config
 from tests.conftest import GOLDEN, QUICK_COMPILE
 from tests.hlo import computed
 

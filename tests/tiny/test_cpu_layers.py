@@ -20,7 +20,7 @@ from levserve.model.cpu.backend import PLAIN_FIELDS, CpuBackend
 from levserve.model.cpu.heads import Heads
 from levserve.model.decoder import Decoder
 from levserve.model.quantize import NARROW, choose_quantization
-from levserve.weights.load import load_arrays, read_config
+from levserve.weights.checkpoint import load_arrays, read_config
 from tests.conftest import GOLDEN
 from tests.targets import HOST, on_each_target, on_other_targets
 

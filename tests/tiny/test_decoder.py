@@ -20,7 +20,7 @@ from levserve.model.gpu.backend import GpuBackend
 from levserve.model.quantize import NARROW, choose_quantization
 from levserve.model.rotary import angles_at, rotate
 from levserve.model.xla import XlaBackend
-from levserve.weights.load import load_arrays, read_config
+from levserve.weights.checkpoint import load_arrays, read_config
 from tests.conftest import GOLDEN
 from tests.tiny.test_gguf import golden_gguf
 

@@ -25,8 +25,8 @@ from safetensors.numpy import load_file
 from levserve.errors import StartupError
 from levserve.gguf.header import Value, read_header
 from levserve.model.config import LinearScaling, Llama3Scaling, LongScaling, Rope, parameter_shapes
-from levserve.weights.gguf import read_tensors
-from levserve.weights.load import load_arrays, read_config
+from levserve.weights.checkpoint import load_arrays, read_config
+from levserve.weights.gguf_tensors import read_tensors
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 FLOAT32, BFLOAT16 = jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)
@@ -218,14 +218,14 @@ def test_tensor_that_lies_beyond_the_end_is_named_with_its_place(tmp_path: Path)
     path.write_bytes(path.read_bytes()[: size - 1000])
     with pytest.raises(
         StartupError,
-        match=rf"it has {size - 1000:,} bytes, and {re.escape(last)} lies at [\d,]+ to {size:,}: ",
+        match=rf"it has {size - 1000:,} bytes, but {re.escape(last)} is at [\d,]+ to {size:,}: ",
     ):
         read_config(path)
 
 
 @pytest.mark.parametrize(
     ("old", "new", "named"),
-    [(32, 33, "b lies at .*, which is not a multiple of 32"), (b"b", b"a", "a is there twice")],
+    [(32, 33, "b starts at .*, not at a multiple of 32"), (b"b", b"a", "a occurs twice")],
 )
 def test_tensor_in_a_wrong_place_is_named(
     old: int | bytes, new: int | bytes, named: str, tmp_path: Path

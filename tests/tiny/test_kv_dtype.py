@@ -12,7 +12,7 @@ from levserve.device.faults import Fault, install
 from levserve.device.runner import Runner
 from levserve.model import cache
 from levserve.schedule.request import FinishReason
-from levserve.weights.load import read_config
+from levserve.weights.checkpoint import read_config
 from tests.conftest import GOLDEN
 from tests.engines import Running, ask, running_engine
 

@@ -22,7 +22,7 @@ from levserve.model.quantize import NARROW, choose_quantization, quantize_arrays
 from levserve.model.xla import XLA_ON_CPU, XlaBackend
 from levserve.models.describe import check_fp8, choose_narrow
 from levserve.settings.parse import parse_settings
-from levserve.weights.load import load_arrays, read_config
+from levserve.weights.checkpoint import load_arrays, read_config
 from tests.conftest import GOLDEN
 from tests.engines import ask, running_engine
 from tests.tiny.test_decoder import run_in_chunks

@@ -10,7 +10,7 @@ import pytest
 from levserve.errors import StartupError
 from levserve.model.decoder import Decoder
 from levserve.models.reload import check_memory, host_leaves
-from levserve.weights.load import load_arrays, read_arrays, read_config
+from levserve.weights.checkpoint import load_arrays, read_arrays, read_config
 from tests.conftest import FAMILIES, GOLDEN
 
 

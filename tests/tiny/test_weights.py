@@ -19,7 +19,7 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
-import levserve.weights.load
+import levserve.weights.checkpoint
 from levserve.device.sizing import process_memory
 from levserve.errors import StartupError
 from levserve.model.config import (
@@ -30,10 +30,10 @@ from levserve.model.config import (
     ModelConfig,
     parameter_shapes,
 )
-from levserve.weights.load import load_arrays, read_config
+from levserve.weights.checkpoint import load_arrays, read_config
 from levserve.weights.mapping import release_pages
-from levserve.weights.names import Format, find_targets
 from levserve.weights.progress import Progress
+from levserve.weights.tensor_names import Format, find_targets
 from tests.conftest import FAMILIES, GOLDEN
 
 FLOAT32, BFLOAT16 = jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)
@@ -610,7 +610,7 @@ def shard(folder: Path) -> None:
 def test_shard_that_is_not_there_is_named(llama: Path) -> None:
     shard(llama)
     (llama / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(StartupError, match=r"not there: model-00002-of-00002\.safetensors"):
+    with pytest.raises(StartupError, match=r"do not exist: model-00002-of-00002\.safetensors"):
         load(llama)
 
 
@@ -721,7 +721,7 @@ def test_wrong_tensors_of_a_family_are_named(
 
 
 def test_more_experts_a_token_than_there_are_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(StartupError, match="5 experts a token are more than the 4 there are"):
+    with pytest.raises(StartupError, match="5 experts per token, but the model has only 4"):
         read_config(change_config(folder_of("mixtral", tmp_path), num_experts_per_tok=5))
 
 
@@ -808,9 +808,9 @@ def test_pages_of_the_file_are_given_up_while_it_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     released: list[list[Path]] = []
-    monkeypatch.setattr(levserve.weights.load, "release_pages", released.append)
+    monkeypatch.setattr(levserve.weights.checkpoint, "release_pages", released.append)
     folder = write_big_float32_model(tmp_path)
-    monkeypatch.setattr(levserve.weights.load, "MAPPED_BYTES", 10_000_000)
+    monkeypatch.setattr(levserve.weights.checkpoint, "MAPPED_BYTES", 10_000_000)
     arrays = load(folder, BFLOAT16)
     assert 1 <= len(released) <= sum(array.nbytes for array in arrays.values()) // 10_000_000
     assert released[0] == [folder / "model.safetensors"]

@@ -1,7 +1,6 @@
-"""Typed reading of a checkpoint's own description, where a wrong value is an error that names its key.
+"""Typed access to the keys of a checkpoint's configuration; a wrong value is an error that names its key.
 
-Used by the two config readers. A key that is absent takes the default; a key that is null counts as absent, except where
-`has` is asked.
+An absent key takes its default. A key that is null counts as absent, except in `has` and `require`.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from levserve.errors import StartupError
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """The keys of one description; `source` is the file, for messages."""
+    """The keys of one configuration; `source` names the file in messages."""
 
     source: str
     values: Mapping[str, object]
@@ -28,7 +27,7 @@ class Fields:
     def integer(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
         value = self._value(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            raise self.wrong(key, f"a whole number from {minimum} up")
+            raise self.wrong(key, f"an integer of at least {minimum}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -42,13 +41,10 @@ class Fields:
 
     def numbers(self, key: str, count: int) -> tuple[float, ...]:
         value = self.values.get(key)
-        if (
-            not isinstance(value, list)
-            or len(value) != count
-            or not all(isinstance(item, (int, float)) for item in value)
-        ):
-            raise self.wrong(key, f"a list of {count} numbers")
-        return tuple(map(float, value))
+        if isinstance(value, list) and len(value) == count:
+            if all(isinstance(item, (int, float)) for item in value):
+                return tuple(map(float, value))
+        raise self.wrong(key, f"a list of {count} numbers")
 
     def flag(self, key: str, default: bool) -> bool:
         value = self._value(key, default)
@@ -57,16 +53,14 @@ class Fields:
         return value
 
     def mapping(self, key: str) -> Fields:
-        """The object under `key`, which messages about its own keys name too; empty when there is none."""
-        value = self.values.get(key)
-        if value is None:
-            return Fields(f"{self.source}: {key}", {})
+        """The object under `key`, or an empty one; messages about its keys name `key` as well."""
+        value = self._value(key, {})
         if not isinstance(value, Mapping):
             raise self.wrong(key, "an object")
         return Fields(f"{self.source}: {key}", value)
 
     def require(self, allowed: Mapping[str, tuple[object, ...]]) -> None:
-        """Refuses every present key of `allowed` whose value is not one of those given there."""
+        """Refuses a key whose value is not one of those that `allowed` lists for it; absent keys are fine."""
         for key, values in allowed.items():
             if key in self.values and self.values[key] not in values:
                 raise self.refused(key)
@@ -90,6 +84,6 @@ class Fields:
 
 
 def _short(value: object) -> str:
-    """A value fit for one line of a message."""
+    """The value on one line, cut to a readable length."""
     text = " ".join(repr(value).split())
     return text if len(text) <= 120 else text[:117] + "..."

@@ -1,12 +1,14 @@
-"""Reads the model out of a checkpoint that Levanter's trainer saved, through tensorstore and without an export.
+"""Reads the model from a checkpoint of Levanter's trainer, through tensorstore and without an export.
 
-Two layouts: all arrays in one OCDBT store (manifest.ocdbt), and the older one with a zarr folder for each array. The arrays
-lie at their path in the trainer's state, `model/transformer/layers/stacked/self_attn/q_proj/weight`, the layers stacked on
-the first axis and heads on axes of their own. Here each layer becomes a tensor under its Hugging Face name. Nothing outside
-`model` is read: the optimizer state next to it is twice as large.
+There are two layouts: all arrays in one OCDBT database (manifest.ocdbt), and an older one with a zarr folder
+for each array. An array is named after its path in the trainer's state, such as
+`model/transformer/layers/stacked/self_attn/q_proj/weight`; layers are stacked on the first axis, and heads
+have axes of their own. Here each layer becomes a tensor with its Hugging Face name. Only `model` is read: the
+optimizer's state next to it is twice as large.
 
-A chunk of a stored array may span all layers, so a stack is read once, when the first of its layers is wanted, and let go
-after the last. The loader asks for layers kind by kind (see `load.load_order`), which keeps two or three stacks in memory.
+A chunk of a stored array may span all layers, so a stack is read as a whole when its first layer is needed,
+and freed after the last. `checkpoint.load_order` asks for one kind of tensor after another, so that two or
+three stacks are in memory at a time.
 """
 
 from __future__ import annotations
@@ -27,10 +29,11 @@ from numpy.typing import NDArray
 
 from levserve.errors import StartupError
 from levserve.weights.levanter_folder import DATABASE_FILE, MODEL
-from levserve.weights.stored import StoredTensor
+from levserve.weights.stored_tensor import StoredTensor
+from levserve.weights.tensor_names import TRANSPOSED
 
 MANIFEST_FILE = "manifest.json"
-MAX_FORMAT = 1  # of manifest.json
+FORMAT = 1  # of manifest.json
 ZARR_FILES = {"zarr.json": "zarr3", ".zarray": "zarr"}
 DTYPES = ("float32", "float16", "bfloat16")
 LAYER = re.compile(r"(?P<stem>.*/)?(?:layers|blocks)/(?:stacked|blocks/(?P<index>\d+))/(?P<rest>.+)")
@@ -46,20 +49,17 @@ GPT2_NAMES = {
     "transformer/ln_f/bias": "ln_f.bias",
 }
 VECTOR = re.compile(r".*(bias|norm\.weight|ln_\w\.weight)")
-SPLIT_INPUT = re.compile(
-    r".*\.(o_proj|c_attn)\.weight"
-)  # [embed, head ...]; the other matrices have their heads on the left
-TRANSPOSED = re.compile(r"h\.\d+\.(attn|mlp)\.c_\w+\.weight")  # GPT-2 keeps its matrices [in, out]
+SPLIT_INPUT = re.compile(r".*\.(o_proj|c_attn)\.weight")  # [embed, head ...]; others have the heads first
 
 
 class Checkpoint:
-    """One checkpoint on disk, opened: the arrays of the model by path, with their shapes; no data has been read."""
+    """One open checkpoint on disk. It knows the model's arrays and their shapes; no data has been read."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         _check_manifest(folder)
         self._is_database = (folder / DATABASE_FILE).is_file()
-        with _told(folder, "its list of arrays"):
+        with _as_startup_error(folder, "its list of arrays"):
             files = self._metadata_files()
         prefix = f"{MODEL}/" if any(file.startswith(f"{MODEL}/") for file in files) else ""
         self._arrays: dict[str, Any] = {}
@@ -67,34 +67,30 @@ class Checkpoint:
             path, _, name = file.rpartition("/")
             if path.startswith(prefix) and name in ZARR_FILES:
                 array = self._open(path, ZARR_FILES[name])
-                if array.dtype.name != "bool":  # switches of dropout and the like
+                if array.dtype.name != "bool":  # switches such as dropout's
                     self._arrays[path.removeprefix(prefix)] = array
         if not any(path.startswith("embeddings/") for path in self._arrays):
             raise StartupError(f"{folder} holds no language model: no array under {prefix}embeddings")
         self._is_gpt2 = "embeddings/position_embeddings/weight" in self._arrays
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The arrays as Levanter shapes them, one layer each, by Hugging Face name."""
+        """Levanter's shape of each tensor, by its Hugging Face name."""
         return {name: shape for path in self._arrays for name, shape, _ in self._layers(path)}
 
     def read_tensors(self, dtype: np.dtype[np.generic]) -> Iterator[tuple[str, StoredTensor]]:
-        """Every tensor of the model. Matrices come in `dtype`, so that a stack is not held wider than it will be served."""
+        """Every tensor of the model; matrices are read in `dtype`, so that a stack takes little memory."""
         for path, array in self._arrays.items():
-            if array.dtype.name not in DTYPES:
-                raise StartupError(
-                    f"{self.folder}: {path} is stored as {array.dtype.name}; supported are {', '.join(DTYPES)}"
-                )
+            stored = array.dtype.name
+            if stored not in DTYPES:
+                supported = ", ".join(DTYPES)
+                raise StartupError(f"{self.folder}: {path} is stored as {stored}; supported are {supported}")
             stack = Stack(f"{self.folder}: {path}", array, dtype, is_stacked="/stacked/" in path)
             for name, shape, index in self._layers(path):
-                yield (
-                    name,
-                    LevanterTensor(
-                        stack, index, fold(name, shape), is_transposed=TRANSPOSED.fullmatch(name) is not None
-                    ),
-                )
+                is_transposed = TRANSPOSED.fullmatch(name) is not None
+                yield name, LevanterTensor(stack, index, fold(name, shape), is_transposed=is_transposed)
 
     def _layers(self, path: str) -> Iterator[tuple[str, tuple[int, ...], int]]:
-        """The tensors in one array: name, shape, and the index in a stack."""
+        """Name, shape and index in the stack of each tensor in one array."""
         shape = tuple(self._arrays[path].shape)
         found = LAYER.fullmatch(path)
         stem = "h" if self._is_gpt2 else "model.layers"
@@ -108,48 +104,45 @@ class Checkpoint:
                 yield f"{stem}.{index}.{found['rest'].replace('/', '.')}", shape[1:], index
 
     def _metadata_files(self) -> list[str]:
-        """Where an array's own description lies, for every array of the checkpoint."""
+        """The paths of the files that describe an array, among others."""
         if self._is_database:
-            return [key.decode() for key in ts.KvStore.open(self._database("")).result().list().result()]
+            keys = ts.KvStore.open(self._database("")).result().list().result()
+            return [key.decode() for key in keys]
         root = self.folder / MODEL
         return sorted(str(path.relative_to(self.folder)) for name in ZARR_FILES for path in root.rglob(name))
 
     def _database(self, path: str) -> dict[str, object]:
-        return {
-            "driver": "ocdbt",
-            "base": {"driver": "file", "path": f"{self.folder.resolve()}/"},
-            "path": path,
-        }
+        base = {"driver": "file", "path": f"{self.folder.resolve()}/"}
+        return {"driver": "ocdbt", "base": base, "path": path}
 
     def _open(self, path: str, driver: str) -> Any:
-        kvstore = (
-            self._database(f"{path}/")
-            if self._is_database
-            else {"driver": "file", "path": f"{self.folder.resolve() / path}/"}
-        )
-        with _told(self.folder, path):
-            array = ts.open({"driver": driver, "kvstore": kvstore}, read=True, open=True).result()
+        if self._is_database:
+            kvstore = self._database(f"{path}/")
+        else:
+            kvstore = {"driver": "file", "path": f"{self.folder.resolve() / path}/"}
+        spec = {"driver": driver, "kvstore": kvstore}
+        with _as_startup_error(self.folder, path):
+            array = ts.open(spec, read=True, open=True).result()
             is_matrix = array.ndim - ("/stacked/" in path) >= 2
             if not is_matrix:
                 return array
-            # Chunks of nothing but zeros are not stored: right for a bias that never moved, a lost file in a matrix.
-            return ts.open(
-                {"driver": driver, "kvstore": kvstore, "fill_missing_data_reads": False}, read=True, open=True
-            ).result()
+            # zarr does not store chunks of zeros, which a bias may have; in a matrix, a file is missing.
+            return ts.open(spec | {"fill_missing_data_reads": False}, read=True, open=True).result()
 
 
 class Stack:
-    """A stored array, read whole when first asked for and dropped when every row has been handed out. Shared by threads."""
+    """A stored array that is read at the first `take` and freed when all of it has been taken.
+
+    Several threads may use it.
+    """
 
     def __init__(self, source: str, array: Any, dtype: np.dtype[np.generic], *, is_stacked: bool) -> None:
         self._source = source
-        is_matrix = array.ndim - is_stacked >= 2
-        narrows = is_matrix and dtype == ml_dtypes.bfloat16
-        self._array = (
-            ts.cast(array, ts.bfloat16 if narrows else ts.float32)
-            if array.dtype.name != dtype.name
-            else array
-        )
+        if array.dtype.name != dtype.name:
+            is_matrix = array.ndim - is_stacked >= 2
+            is_narrow = is_matrix and dtype == ml_dtypes.bfloat16
+            array = ts.cast(array, ts.bfloat16 if is_narrow else ts.float32)
+        self._array = array
         self._is_stacked = is_stacked
         self._num_left = array.size
         self._lock = threading.Lock()
@@ -160,7 +153,7 @@ class Stack:
     ) -> NDArray[np.generic]:
         with self._lock:
             if self._data is None:
-                with _told(self._source, "its data"):
+                with _as_startup_error(self._source, "its data"):
                     self._data = self._array.read().result()
             assert self._data is not None
             layer = self._data[index] if self._is_stacked else self._data
@@ -172,7 +165,7 @@ class Stack:
 
 
 class LevanterTensor:
-    """One layer of a stack, in Hugging Face's shape and with its rows first."""
+    """One layer of a stack, in Hugging Face's shape with the rows first."""
 
     def __init__(self, stack: Stack, index: int, shape: tuple[int, ...], *, is_transposed: bool) -> None:
         self._stack = stack
@@ -188,37 +181,33 @@ class LevanterTensor:
 
 
 def fold(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape with heads made one axis: [kv_head, group, head, embed] becomes [out, in]."""
+    """Merges the axes of heads: [kv_head, group, head, embed] becomes [out, in]."""
     if VECTOR.fullmatch(name):
         return (math.prod(shape),)
-    return (
-        (shape[0], math.prod(shape[1:]))
-        if SPLIT_INPUT.fullmatch(name)
-        else (math.prod(shape[:-1]), shape[-1])
-    )
+    if SPLIT_INPUT.fullmatch(name):
+        return shape[0], math.prod(shape[1:])
+    return math.prod(shape[:-1]), shape[-1]
 
 
 def _check_manifest(folder: Path) -> None:
+    path = folder / MANIFEST_FILE
     try:
-        manifest = json.loads((folder / MANIFEST_FILE).read_bytes())
+        manifest = json.loads(path.read_bytes())
         version, driver = manifest["format_version"], manifest["array_driver"]
     except FileNotFoundError:
         return  # written before there were manifests
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise StartupError(
-            f"cannot read {folder / MANIFEST_FILE}: expected format_version and array_driver"
-        ) from error
-    if version != MAX_FORMAT or driver not in ZARR_FILES.values():
-        raise StartupError(
-            f"{folder / MANIFEST_FILE}: format {version} with {driver} arrays; supported is format {MAX_FORMAT} with zarr3"
-        )
+        raise StartupError(f"cannot read {path}: expected format_version and array_driver") from error
+    if version != FORMAT or driver not in ZARR_FILES.values():
+        supported = f"supported is format {FORMAT} with zarr3"
+        raise StartupError(f"{path}: format {version} with {driver} arrays; {supported}")
 
 
 @contextmanager
-def _told(source: object, what: str) -> Iterator[None]:
-    """Turns what tensorstore raises into one line that names the checkpoint and the array."""
+def _as_startup_error(source: object, what: str) -> Iterator[None]:
+    """Turns an error of tensorstore into one line that names the checkpoint and the array."""
     try:
         yield
     except (ValueError, OSError, KeyError, RuntimeError) as error:
         reason = " ".join(str(error).split())
-        raise StartupError(f"{source}: {what} cannot be read: {reason[:300]}") from error
+        raise StartupError(f"{source}: cannot read {what}: {reason[:300]}") from error

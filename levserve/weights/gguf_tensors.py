@@ -1,6 +1,6 @@
-"""Reads the tensors of a GGUF file, decoding its quantised blocks.
+"""Reads the tensors of a GGUF file and decodes its quantized blocks.
 
-Called by the loader. llama.cpp rotates neighbouring pairs of a head where Hugging Face rotates one half with the other, so
+llama.cpp's rotary positions pair neighbouring rows of a head, Hugging Face's pair one half with the other. So
 its converter interleaves the q and k rows of the llama architecture; here they get Hugging Face's order back.
 """
 
@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 
 from levserve.errors import StartupError
 from levserve.gguf.header import TensorEntry, read_header
-from levserve.weights.stored import StoredTensor
+from levserve.weights.stored_tensor import StoredTensor
 
 UNQUANTIZED = (Kind.F32, Kind.F16, Kind.BF16)
-# Q5_0, Q5_1 and IQ4_NL are what llama.cpp falls back to in a file of K-quants where rows are not a multiple of 256.
+# In a file of K-quants llama.cpp stores rows that are not a multiple of 256 as Q5_0, Q5_1 or IQ4_NL.
 KINDS = (
     *UNQUANTIZED,
     Kind.Q8_0,
@@ -45,7 +45,7 @@ INTERLEAVED_NAME = re.compile(r"blk\.\d+\.attn_[qk]\.(weight|bias)")
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """A tensor in a mapped GGUF file; `interleaved_head` is the head size where rows are in llama.cpp's rotary order."""
+    """A tensor in a mapped GGUF file; `interleaved_head` is the head size if its rows are interleaved."""
 
     entry: TensorEntry
     interleaved_head: int | None
@@ -69,19 +69,17 @@ def read_tensors(path: Path, head_dim: int) -> Iterator[tuple[str, StoredTensor]
     is_interleaved = header.metadata.get("general.architecture") == INTERLEAVED_ARCHITECTURE
     for name, entry in header.tensors.items():
         _check_entry(path, name, entry)
-        yield (
-            name,
-            GGUFTensor(entry, head_dim if is_interleaved and INTERLEAVED_NAME.fullmatch(name) else None),
-        )
+        has_heads = is_interleaved and INTERLEAVED_NAME.fullmatch(name)
+        yield name, GGUFTensor(entry, head_dim if has_heads else None)
 
 
 def is_quantized(path: Path) -> bool:
-    """Whether matrices of the file have eight bits a number or fewer."""
+    """Whether any tensor of the file has eight bits or fewer per number."""
     return any(entry.kind not in UNQUANTIZED for entry in read_header(path).tensors.values())
 
 
 def interleaved_rows(rows: NDArray[np.int64], head_dim: int) -> NDArray[np.int64]:
-    """Where llama.cpp keeps these rows of Hugging Face's order: row (half, pair) of a head lies at (pair, half)."""
+    """Where llama.cpp stores these rows: Hugging Face's row (half, pair) of a head is at (pair, half)."""
     head, row = np.divmod(rows, head_dim)
     half, pair = np.divmod(row, head_dim // 2)
     return np.asarray(head * head_dim + pair * 2 + half)
@@ -89,9 +87,8 @@ def interleaved_rows(rows: NDArray[np.int64], head_dim: int) -> NDArray[np.int64
 
 def _check_entry(path: Path, name: str, entry: TensorEntry) -> None:
     if entry.kind not in KINDS:
-        raise StartupError(
-            f"{path}: {name} is stored as {entry.kind.name}; supported are {', '.join(kind.name for kind in KINDS)}"
-        )
+        supported = ", ".join(kind.name for kind in KINDS)
+        raise StartupError(f"{path}: {name} is stored as {entry.kind.name}; supported are {supported}")
     row_size = entry.shape[-1] if len(entry.shape) > 1 else 1
     if row_size % GGML_QUANT_SIZES[entry.kind][0]:
         raise StartupError(f"{path}: {name} has rows of {row_size}, which {entry.kind.name} cannot store")
@@ -100,5 +97,5 @@ def _check_entry(path: Path, name: str, entry: TensorEntry) -> None:
 def _decode(packed: NDArray[np.uint8], kind: Kind) -> NDArray[np.generic]:
     if kind is Kind.BF16:
         return packed.view(ml_dtypes.bfloat16)
-    # The package works through 16 rows at a time; as a single row, a piece of ours is decoded by one set of numpy calls.
+    # The package decodes 16 rows at a time; a block passed as one row is decoded in one set of numpy calls.
     return dequantize(packed.reshape(1, -1), kind)

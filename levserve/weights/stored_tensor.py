@@ -1,7 +1,8 @@
-"""What every checkpoint reader gives: tensors that are still in their file.
+"""What every checkpoint reader provides: tensors that are still in their file.
 
-Names and shapes are known before a byte of the weights is read, so a checkpoint that does not fit is refused at once; the
-rows are decoded in pieces, straight into the array that serves, so no float32 copy of a model ever exists.
+Names and shapes are known before any weights are read, so a checkpoint that does not fit is refused at once.
+Rows are decoded in blocks, straight into the array that serves, so there is never a float32 copy of a whole
+model.
 """
 
 from __future__ import annotations

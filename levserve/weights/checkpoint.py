@@ -1,0 +1,222 @@
+"""Reads a checkpoint of any format: its configuration, and its weights as the model's arrays.
+
+Arrays are filled one at a time. A few threads decode blocks of rows and write them in the serving type
+straight to their place, so the host holds one copy of the weights and a few megabytes more.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from levserve.errors import StartupError
+from levserve.model.aligned import aligned_array
+from levserve.model.backend import Backend
+from levserve.model.config import ModelConfig, parameter_shapes
+from levserve.model.quantize import Quantization, quantize_arrays
+from levserve.model.xla import XLA_ON_CPU
+from levserve.weights import gguf_tensors, hf_tensors
+from levserve.weights.gguf_config import read_gguf_config
+from levserve.weights.hf_config import read_hf_config
+from levserve.weights.levanter_config import read_levanter_config
+from levserve.weights.levanter_folder import CONFIG_FILE, find_config, is_levanter_checkpoint
+from levserve.weights.mapping import release_pages
+from levserve.weights.progress import Progress, Report
+from levserve.weights.stored_tensor import StoredTensor
+from levserve.weights.tensor_names import Format, Target, find_targets, match_tensors
+
+if TYPE_CHECKING:
+    from levserve.weights.levanter_checkpoint import Checkpoint
+
+BLOCK_SIZE = 1 << 18  # numbers decoded at a time: 1 MB of float32 stays in the CPU's cache
+MAX_THREADS = 8
+MAPPED_BYTES = 128 << 20
+"""Bytes of weights that are read before the pages of their files are released."""
+BFLOAT16_EXPONENT = 0x7F80  # all ones in a number that is not finite
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A stored tensor and the part of an array that it fills."""
+
+    name: str
+    tensor: StoredTensor
+    target: Target
+
+
+def read_config(path: Path, config_file: Path | None = None) -> ModelConfig:
+    """The model's shape, from config.json, a GGUF file's metadata, or the config file of a Levanter run."""
+    config = _read_config(path, config_file)
+    if config.num_heads % config.num_kv_heads:
+        heads = (
+            f"{config.num_heads} query heads cannot share {config.num_kv_heads} key and value heads evenly"
+        )
+        raise StartupError(f"{path}: {heads}")
+    rotary_size = config.rotary_size or config.head_dim
+    if config.rope_theta is not None and rotary_size % 2:
+        raise StartupError(f"{path}: the head size {rotary_size} is odd, but rotary positions need pairs")
+    if config.experts_per_token > config.num_experts:
+        experts = f"{config.experts_per_token} experts per token, but the model has only {config.num_experts}"
+        raise StartupError(f"{path}: {experts}")
+    return config
+
+
+def is_quantized_file(path: Path) -> bool:
+    return not path.is_dir() and gguf_tensors.is_quantized(path)
+
+
+def load_arrays(
+    path: Path,
+    config: ModelConfig,
+    dtype: jnp.dtype,
+    *,
+    report: Report,
+    quantization: Quantization | None = None,
+    backend: Backend = XLA_ON_CPU,
+) -> dict[str, jax.Array]:
+    """Every array of `parameter_shapes`, on the device.
+
+    Matrices are in `dtype` or in eight bits, those of experts in the backend's `expert_storage` of `dtype`;
+    norms and biases are in float32.
+    """
+    # Waiting for each transfer keeps the host from holding several arrays.
+    arrays = read_arrays(path, config, dtype, report=report, quantization=quantization, backend=backend)
+    return {name: jax.device_put(host).block_until_ready() for name, host in arrays}
+
+
+def read_arrays(
+    path: Path,
+    config: ModelConfig,
+    dtype: jnp.dtype,
+    *,
+    report: Report,
+    quantization: Quantization | None = None,
+    backend: Backend = XLA_ON_CPU,
+) -> Iterator[tuple[str, NDArray[np.generic]]]:
+    """The same arrays one after another in the host's memory. Uses no device, so any thread may call it.
+
+    Matrices that will be quantized are read in float32, one at a time.
+    """
+    if quantization is None:
+        return _read_plain(path, config, dtype, backend.expert_storage(dtype), report=report)
+    if config.num_experts:
+        raise StartupError(f"{path}: --quantize does not support a mixture of experts")
+    float32 = jnp.dtype(jnp.float32)
+    plain = _read_plain(path, config, float32, float32, report=report)
+    return quantize_arrays(config, plain, dtype, quantization, _num_threads())
+
+
+def load_order(names: Iterable[str]) -> list[str]:
+    """The names sorted by kind, as Levanter stacks them: the qkv of all layers, the out of all layers, ..."""
+    kinds: dict[str, list[str]] = {}
+    for name in names:
+        kinds.setdefault(re.sub(r"\d+", "", name), []).append(name)
+    return [name for kind in kinds.values() for name in kind]
+
+
+def _read_plain(
+    path: Path,
+    config: ModelConfig,
+    dtype: jnp.dtype,
+    expert_storage: jnp.dtype,
+    *,
+    report: Report,
+) -> Iterator[tuple[str, NDArray[np.generic]]]:
+    sources = _find_sources(path, config, dtype)
+    shapes = parameter_shapes(config)
+    # In a GGUF file llama.cpp's converter has added the offsets.
+    has_offsets = config.has_offset_norms and path.is_dir()
+    progress = Progress("loading weights", sum(map(math.prod, shapes.values())), report)
+    is_levanter = is_levanter_checkpoint(path)
+    files = hf_tensors.find_files(path) if path.is_dir() and not is_levanter else [path]
+    mapped_bytes = 0
+    with ThreadPoolExecutor(_num_threads(), thread_name_prefix="levserve-weights") as pool:
+        for name in load_order(shapes) if is_levanter else shapes:
+            host = aligned_array(shapes[name], np.dtype(dtype if len(shapes[name]) > 1 else np.float32))
+            for source in sources[name]:
+                _fill(host[source.target.index], source, pool, path)
+            if has_offsets and name.endswith("norm"):
+                np.add(host, 1, out=host)
+            if host.ndim > 2:
+                host = host.view(expert_storage)
+            progress.advance(host.size)
+            mapped_bytes += host.nbytes
+            if mapped_bytes > MAPPED_BYTES:
+                release_pages(files)
+                mapped_bytes = 0
+            yield name, host
+
+
+def _read_config(path: Path, config_file: Path | None) -> ModelConfig:
+    if not path.is_dir():
+        return read_gguf_config(path)
+    if not is_levanter_checkpoint(path):
+        return read_hf_config(path / "config.json")
+    config_file = config_file or find_config(path)
+    if config_file is None:
+        where = f"no {CONFIG_FILE} in it or the two folders above"
+        raise StartupError(f"{path}: {where}; name the run's with --model-config")
+    return read_levanter_config(config_file, _open_checkpoint(path).shapes())
+
+
+def _open_checkpoint(path: Path) -> Checkpoint:
+    # Imported here because tensorstore takes 14 MB and 20 ms, which other formats need not pay.
+    from levserve.weights.levanter_checkpoint import Checkpoint
+
+    return Checkpoint(path)
+
+
+def _find_sources(path: Path, config: ModelConfig, dtype: jnp.dtype) -> dict[str, list[_Source]]:
+    """The tensors that fill each array; refuses a checkpoint with tensors missing or left over."""
+    file_format = Format.HUGGING_FACE
+    tensors: dict[str, StoredTensor]
+    if is_levanter_checkpoint(path):
+        tensors = dict(_open_checkpoint(path).read_tensors(np.dtype(dtype)))
+    elif path.is_dir():
+        tensors = dict(hf_tensors.read_tensors(path))
+    else:
+        file_format = Format.GGUF
+        tensors = dict(gguf_tensors.read_tensors(path, config.head_dim))
+    targets = find_targets(config, file_format, tensors.keys())
+    match_tensors(str(path), {name: tensor.shape for name, tensor in tensors.items()}, targets)
+    sources: dict[str, list[_Source]] = {}
+    for name, target in targets.items():
+        sources.setdefault(target.array, []).append(_Source(name, tensors[name], target))
+    return sources
+
+
+def _fill(rows: NDArray[np.generic], source: _Source, pool: Executor, path: Path) -> None:
+    step = max(1, BLOCK_SIZE // (rows.size // len(rows)))
+
+    def copy(start: int) -> None:
+        stop = min(start + step, len(rows))
+        block = source.tensor.read(start, stop)
+        if not _is_finite(block):
+            place = f"rows {start} to {stop}"
+            raise StartupError(f"{path}: {source.name} is corrupt: some numbers are not finite ({place})")
+        rows[start:stop] = block
+
+    for _ in pool.map(copy, range(0, len(rows), step)):  # taking the results raises the errors of the threads
+        pass
+
+
+def _is_finite(block: NDArray[np.generic]) -> bool:
+    if block.dtype == ml_dtypes.bfloat16:  # by the bits: 0.4 ns per number, where numpy's isfinite takes 3.6
+        return int((block.view(np.uint16) & BFLOAT16_EXPONENT).max()) < BFLOAT16_EXPONENT
+    return bool(np.isfinite(block).all())
+
+
+def _num_threads() -> int:
+    return min(MAX_THREADS, len(os.sched_getaffinity(0)))

@@ -1,0 +1,263 @@
+"""The table of tensor names: levserve's arrays, and the tensors that fill them in each checkpoint format.
+
+A fused array (`qkv`, `gate_up`) may be filled by several tensors, each with rows of its own. Where families
+name or split an array differently the table has several lines for it, and the tensors in the checkpoint
+decide which one applies. `find_targets` lists what a checkpoint must hold; `match_tensors` compares that with
+what it holds.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+from levserve.errors import StartupError
+from levserve.model.config import ModelConfig, parameter_shapes
+
+MAX_NAMES_IN_MESSAGE = 8
+# GGUF's form of the rotary scaling of Llama 3 and of Phi-3; read with the configuration.
+ROPE_FACTORS = "rope_freqs.weight"
+LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
+# Tensors that are ignored: rotary frequencies, and a head that is tied to the embedding.
+IGNORED = re.compile(
+    r".*\.rotary_emb\.inv_freq|lm_head\.weight|rope_freqs\.weight|rope_factors_(long|short)\.weight"
+)
+# GPT-2 stores its matrices [in, out].
+TRANSPOSED = re.compile(r"h\.\d+\.(attn|mlp)\.c_\w+\.weight")
+
+
+class Format(StrEnum):
+    HUGGING_FACE = "hf"
+    GGUF = "gguf"
+
+
+class Part(StrEnum):
+    """Which rows of its array a tensor fills."""
+
+    ALL = "all"
+    Q = "q"
+    K = "k"
+    V = "v"
+    GATE = "gate"
+    UP = "up"
+
+
+PARTS = {2: (Part.GATE, Part.UP), 3: (Part.Q, Part.K, Part.V)}
+
+
+class Tensor(NamedTuple):
+    """One tensor that a line of the table names."""
+
+    name: str
+    part: Part
+    layer: int
+    expert: int | None
+
+
+class Line(NamedTuple):
+    """One way to fill an array.
+
+    In the name, `{}` is the layer, `{e}` the expert, and `[a|b]` lists the tensors that fill the parts in
+    turn.
+    """
+
+    array: str
+    name: str
+
+    def parts(self) -> dict[Part, str]:
+        choice = re.search(r"\[(.+)\]", self.name)
+        if choice is None:
+            return {Part.ALL: self.name}
+        words = choice[1].split("|")
+        return {part: self.name.replace(choice[0], word) for part, word in zip(PARTS[len(words)], words)}
+
+    def tensors(self, config: ModelConfig) -> list[Tensor]:
+        layers = range(config.num_layers) if "{}" in self.array else [0]
+        experts: Iterable[int | None] = range(config.num_experts) if "{e}" in self.name else [None]
+        tensors = []
+        for layer, expert, (part, name) in itertools.product(layers, experts, self.parts().items()):
+            tensors.append(Tensor(name.format(layer, e=expert), part, layer, expert))
+        return tensors
+
+
+# A tensor fills the first of its arrays that the model has: "post_attention_layernorm" is a norm after
+# attention in Gemma and OLMo 2, and the norm before the feed-forward part in Llama. fmt: off
+TABLE: dict[Format, tuple[Line, ...]] = {
+    Format.HUGGING_FACE: (
+        Line("embed", "model.embed_tokens.weight"),
+        Line("layers.{}.input_norm", "model.layers.{}.input_layernorm.weight"),
+        Line("layers.{}.qkv", "model.layers.{}.self_attn.[q|k|v]_proj.weight"),
+        Line("layers.{}.qkv", "model.layers.{}.self_attn.qkv_proj.weight"),
+        Line("layers.{}.qkv_bias", "model.layers.{}.self_attn.[q|k|v]_proj.bias"),
+        Line("layers.{}.q_norm", "model.layers.{}.self_attn.q_norm.weight"),
+        Line("layers.{}.k_norm", "model.layers.{}.self_attn.k_norm.weight"),
+        Line("layers.{}.out", "model.layers.{}.self_attn.o_proj.weight"),
+        Line("layers.{}.out_bias", "model.layers.{}.self_attn.o_proj.bias"),
+        Line("layers.{}.attention_post_norm", "model.layers.{}.post_attention_layernorm.weight"),
+        Line("layers.{}.mlp_norm", "model.layers.{}.post_attention_layernorm.weight"),
+        Line("layers.{}.mlp_norm", "model.layers.{}.pre_feedforward_layernorm.weight"),
+        Line("layers.{}.mlp_post_norm", "model.layers.{}.post_feedforward_layernorm.weight"),
+        Line("layers.{}.gate_up", "model.layers.{}.mlp.[gate|up]_proj.weight"),
+        Line("layers.{}.gate_up", "model.layers.{}.mlp.gate_up_proj.weight"),
+        Line("layers.{}.down", "model.layers.{}.mlp.down_proj.weight"),
+        # Qwen3-MoE
+        Line("layers.{}.router", "model.layers.{}.mlp.gate.weight"),
+        Line("layers.{}.experts_gate_up", "model.layers.{}.mlp.experts.{e}.[gate|up]_proj.weight"),
+        Line("layers.{}.experts_down", "model.layers.{}.mlp.experts.{e}.down_proj.weight"),
+        # Mixtral
+        Line("layers.{}.router", "model.layers.{}.block_sparse_moe.gate.weight"),
+        Line("layers.{}.experts_gate_up", "model.layers.{}.block_sparse_moe.experts.{e}.w[1|3].weight"),
+        Line("layers.{}.experts_down", "model.layers.{}.block_sparse_moe.experts.{e}.w2.weight"),
+        Line("final_norm", "model.norm.weight"),
+        Line("head", "lm_head.weight"),
+        # GPT-2
+        Line("embed", "wte.weight"),
+        Line("positions", "wpe.weight"),
+        Line("layers.{}.input_norm", "h.{}.ln_1.weight"),
+        Line("layers.{}.input_norm_bias", "h.{}.ln_1.bias"),
+        Line("layers.{}.qkv", "h.{}.attn.c_attn.weight"),
+        Line("layers.{}.qkv_bias", "h.{}.attn.c_attn.bias"),
+        Line("layers.{}.out", "h.{}.attn.c_proj.weight"),
+        Line("layers.{}.out_bias", "h.{}.attn.c_proj.bias"),
+        Line("layers.{}.mlp_norm", "h.{}.ln_2.weight"),
+        Line("layers.{}.mlp_norm_bias", "h.{}.ln_2.bias"),
+        Line("layers.{}.gate_up", "h.{}.mlp.c_fc.weight"),
+        Line("layers.{}.gate_up_bias", "h.{}.mlp.c_fc.bias"),
+        Line("layers.{}.down", "h.{}.mlp.c_proj.weight"),
+        Line("layers.{}.down_bias", "h.{}.mlp.c_proj.bias"),
+        Line("final_norm", "ln_f.weight"),
+        Line("final_norm_bias", "ln_f.bias"),
+    ),
+    Format.GGUF: (
+        Line("embed", "token_embd.weight"),
+        Line("positions", "position_embd.weight"),
+        Line("layers.{}.input_norm", "blk.{}.attn_norm.weight"),
+        Line("layers.{}.input_norm_bias", "blk.{}.attn_norm.bias"),
+        Line("layers.{}.qkv", "blk.{}.attn_[q|k|v].weight"),
+        Line("layers.{}.qkv", "blk.{}.attn_qkv.weight"),
+        Line("layers.{}.qkv_bias", "blk.{}.attn_[q|k|v].bias"),
+        Line("layers.{}.qkv_bias", "blk.{}.attn_qkv.bias"),
+        Line("layers.{}.q_norm", "blk.{}.attn_q_norm.weight"),
+        Line("layers.{}.k_norm", "blk.{}.attn_k_norm.weight"),
+        Line("layers.{}.out", "blk.{}.attn_output.weight"),
+        Line("layers.{}.out_bias", "blk.{}.attn_output.bias"),
+        Line("layers.{}.attention_post_norm", "blk.{}.post_attention_norm.weight"),
+        Line("layers.{}.mlp_norm", "blk.{}.ffn_norm.weight"),
+        Line("layers.{}.mlp_norm_bias", "blk.{}.ffn_norm.bias"),
+        Line("layers.{}.mlp_post_norm", "blk.{}.post_ffw_norm.weight"),
+        Line("layers.{}.router", "blk.{}.ffn_gate_inp.weight"),
+        Line("layers.{}.gate_up", "blk.{}.ffn_[gate|up].weight"),
+        Line("layers.{}.gate_up", "blk.{}.ffn_up.weight"),  # Phi-3, and GPT-2, which has no gate
+        Line("layers.{}.experts_gate_up", "blk.{}.ffn_[gate|up]_exps.weight"),
+        Line("layers.{}.experts_gate_up", "blk.{}.ffn_[gate|up].{e}.weight"),  # early files of Mixtral
+        Line("layers.{}.gate_up_bias", "blk.{}.ffn_up.bias"),
+        Line("layers.{}.down", "blk.{}.ffn_down.weight"),
+        Line("layers.{}.experts_down", "blk.{}.ffn_down_exps.weight"),
+        Line("layers.{}.experts_down", "blk.{}.ffn_down.{e}.weight"),
+        Line("layers.{}.down_bias", "blk.{}.ffn_down.bias"),
+        Line("final_norm", "output_norm.weight"),
+        Line("final_norm_bias", "output_norm.bias"),
+        Line("head", "output.weight"),
+    ),
+}
+# fmt: on
+
+Index = tuple[int | slice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where one tensor of a checkpoint goes: `index` of a levserve array; `shape` is the tensor's own."""
+
+    array: str
+    index: Index
+    shape: tuple[int, ...]
+
+
+def find_targets(config: ModelConfig, file_format: Format, found: Collection[str]) -> dict[str, Target]:
+    """The tensors that a checkpoint of this model must hold, by name; `found` are those that it does hold."""
+    shapes = parameter_shapes(config)
+    targets: dict[str, Target] = {}
+    lines_of: dict[str, list[Line]] = {}
+    for line in TABLE[file_format]:
+        if line.array.format(0) in shapes and (config.is_gated or Part.GATE not in line.parts()):
+            lines_of.setdefault(line.array, []).append(line)
+    for array, lines in lines_of.items():
+        for tensor in _choose_tensors(lines, config, found, targets):
+            full_name = array.format(tensor.layer)
+            targets[tensor.name] = _target(full_name, shapes[full_name], tensor, config)
+    return targets
+
+
+def match_tensors(source: str, found: Mapping[str, tuple[int, ...]], targets: Mapping[str, Target]) -> None:
+    """Refuses a checkpoint whose tensors, except for ignored ones, are not exactly the expected ones."""
+    missing = []
+    misshapen = []
+    for name, target in targets.items():
+        if name not in found:
+            missing.append(name)
+        elif found[name] != target.shape:
+            misshapen.append(f"{name} is {list(found[name])}, expected {list(target.shape)}")
+    extra = [name for name in found if name not in targets and not IGNORED.fullmatch(name)]
+    problems = []
+    for problem, names in (("missing", missing), ("unexpected", extra), ("wrong shape:", misshapen)):
+        if names:
+            problems.append(f"{problem} {_listed(names)}")
+    if problems:
+        raise StartupError(
+            f"{source}: the tensors do not match the model's configuration: {'; '.join(problems)}"
+        )
+
+
+def _choose_tensors(
+    lines: list[Line], config: ModelConfig, found: Collection[str], taken: Collection[str]
+) -> list[Tensor]:
+    """The tensors of the line that the checkpoint follows in at least one layer, else of the first line."""
+    first: list[Tensor] | None = None
+    for line in lines:
+        tensors = line.tensors(config)
+        if any(tensor.name in taken for tensor in tensors):
+            continue
+        if first is None:
+            first = tensors
+        found_parts = {tensor.part for tensor in tensors if tensor.name in found}
+        if found_parts == {tensor.part for tensor in tensors}:
+            return tensors
+    assert first is not None
+    return first
+
+
+def _target(array: str, shape: tuple[int, ...], tensor: Tensor, config: ModelConfig) -> Target:
+    """A tensor fills rows: the last axis but one of a matrix, or the only axis of a bias or norm."""
+    axis = max(len(shape) - 2, 0)
+    start, num_rows = _rows(tensor.part, shape[axis], config)
+    index: Index = (*[slice(None)] * axis, slice(start, start + num_rows))
+    shape = (*shape[:axis], num_rows, *shape[axis + 1 :])
+    if tensor.expert is not None:
+        index, shape = (tensor.expert, *index[1:]), shape[1:]
+    return Target(array, index, shape)
+
+
+def _rows(part: Part, num_rows: int, config: ModelConfig) -> tuple[int, int]:
+    """First row and number of rows of a part."""
+    q = config.num_heads * config.head_dim
+    kv = config.num_kv_heads * config.head_dim
+    mlp = config.intermediate_size
+    return {
+        Part.ALL: (0, num_rows),
+        Part.Q: (0, q),
+        Part.K: (q, kv),
+        Part.V: (q + kv, kv),
+        Part.GATE: (0, mlp),
+        Part.UP: (mlp, mlp),
+    }[part]
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(names[:MAX_NAMES_IN_MESSAGE])
+    hidden = len(names) - MAX_NAMES_IN_MESSAGE
+    return f"{shown} and {hidden} more" if hidden > 0 else shown
