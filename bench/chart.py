@@ -12,7 +12,7 @@ from typing import Any
 import matplotlib
 
 matplotlib.use("agg")
-import matplotlib.pyplot as plt  # noqa: E402
+import matplotlib.pyplot as plt
 
 OURS = ("#1f5fa8", "#6aa5df")
 THEIRS = ("#8c8c8c", "#b0a18f", "#c9c9c9", "#a9b7a0")

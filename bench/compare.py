@@ -23,13 +23,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import load  # noqa: E402
-from peers import CONTESTANTS, CannotStart, Contestant, Found, Server, Setup, running  # noqa: E402
+import load
+from peers import CONTESTANTS, CannotStart, Contestant, Found, Server, Setup, running
 
 PROMPT, OUTPUT, LONG_PROMPT = 100, 64, 900
 OWN_WORDS = 16  # of a prompt, after the shared prefix
@@ -278,7 +279,7 @@ def compare(
                     for title, measure in loads.items():
                         progress.step(f"{name}, repetition {repetition + 1}: {title}")
                         for metric, value in attempt(
-                            lambda: measure(server, f"{title} {repetition}"), f"{name}, {title}", result
+                            partial(measure, server, f"{title} {repetition}"), f"{name}, {title}", result
                         ).items():
                             values.setdefault(metric, []).append(value)
             except CannotStart as error:
@@ -326,7 +327,7 @@ def grow(
                         requests=options.repetitions, concurrency=1, prompt_tokens=context, output_tokens=32
                     )
                     for metric, value in attempt(
-                        lambda: grown(server, given), f"{name}, {context} tokens", result
+                        partial(grown, server, given), f"{name}, {context} tokens", result
                     ).items():
                         values[f"{metric}_at_context_{context}"] = [value]
                 for count in concurrencies:
@@ -335,7 +336,7 @@ def grow(
                         requests=max(count, 4), concurrency=count, prompt_tokens=PROMPT, output_tokens=OUTPUT
                     )
                     for metric, value in attempt(
-                        lambda: grown(server, given), f"{name}, {count} streams", result
+                        partial(grown, server, given), f"{name}, {count} streams", result
                     ).items():
                         values[f"{metric}_at_streams_{count}"] = [value]
         except CannotStart as error:

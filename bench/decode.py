@@ -23,22 +23,22 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
+import jax
+import jax.numpy as jnp
 
-from levserve.device.programs import Shape  # noqa: E402
-from levserve.device.runner import Runner  # noqa: E402
-from levserve.device.sizing import Sizes  # noqa: E402
-from levserve.model import cache  # noqa: E402
-from levserve.model.config import ModelConfig, parameter_shapes  # noqa: E402
-from levserve.model.decoder import Decoder  # noqa: E402
-from levserve.model.int8_packing import OFFSET, is_packable  # noqa: E402
-from levserve.model.quantize import NARROW, Quantization, choose_quantization, is_quantized  # noqa: E402
-from levserve.model.sampler import Mode  # noqa: E402
-from levserve.model.select import KERNELS, choose_backend  # noqa: E402
-from levserve.observe.metrics import Metrics  # noqa: E402
-from levserve.schedule.request import GenerationRequest, Sampling  # noqa: E402
-from levserve.schedule.sequence import Chunk, RoundPlan, Row, Sequence  # noqa: E402
+from levserve.device.programs import Shape
+from levserve.device.runner import Runner
+from levserve.device.sizing import Sizes
+from levserve.model import cache
+from levserve.model.config import ModelConfig, parameter_shapes
+from levserve.model.decoder import Decoder
+from levserve.model.int8_packing import OFFSET, is_packable
+from levserve.model.quantize import NARROW, Quantization, choose_quantization, is_quantized
+from levserve.model.sampler import Mode
+from levserve.model.select import KERNELS, choose_backend
+from levserve.observe.metrics import Metrics
+from levserve.schedule.request import GenerationRequest, Sampling
+from levserve.schedule.sequence import Chunk, RoundPlan, Row, Sequence
 
 SHAPES = {
     "smollm2-135m": ModelConfig(49152, 576, 1536, 30, 9, 3, 64, 1e-5, 1e5, 8192, True),

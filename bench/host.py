@@ -30,9 +30,9 @@ from prometheus_client import Gauge
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from levserve import cli  # noqa: E402
-from levserve.models.registry import Registry  # noqa: E402
-from levserve.settings.settings import Settings  # noqa: E402
+from levserve import cli
+from levserve.models.registry import Registry
+from levserve.settings.settings import Settings
 
 STEP_MS, PREFILL_US = "HOST_BENCH_STEP_MS", "HOST_BENCH_PREFILL_US"
 LEAST_PREFILL_SECONDS = 0.002

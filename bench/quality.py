@@ -25,20 +25,20 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
-from numpy.typing import NDArray  # noqa: E402
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
 
-from levserve.model import cache  # noqa: E402
-from levserve.model.config import ModelConfig  # noqa: E402
-from levserve.model.decoder import CHUNK, ROW, Decoder  # noqa: E402
-from levserve.model.quantize import NARROW, choose_quantization  # noqa: E402
-from levserve.model.select import choose_backend  # noqa: E402
-from levserve.settings.parse import parse_settings  # noqa: E402
-from levserve.text.tokenizer import load_tokenizer  # noqa: E402
-from levserve.weights.checkpoint import load_arrays, read_config  # noqa: E402
-from levserve.weights.source import find_source  # noqa: E402
+from levserve.model import cache
+from levserve.model.config import ModelConfig
+from levserve.model.decoder import CHUNK, ROW, Decoder
+from levserve.model.quantize import NARROW, choose_quantization
+from levserve.model.select import choose_backend
+from levserve.settings.parse import parse_settings
+from levserve.text.tokenizer import load_tokenizer
+from levserve.weights.checkpoint import load_arrays, read_config
+from levserve.weights.source import find_source
 
 TEXT = Path(__file__).parent / "quality.txt"
 CHUNK_TOKENS, PAGE_SIZE = 128, 32

@@ -27,19 +27,19 @@ from typing import NamedTuple
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
-from host import run_clients  # noqa: E402
-from load import spread_length  # noqa: E402
+from host import run_clients
+from load import spread_length
 
-from levserve.device.delivery import AddressedBatch, Delivery  # noqa: E402
-from levserve.device.model_loop import ModelLoop  # noqa: E402
-from levserve.engine.messages import Submit  # noqa: E402
-from levserve.engine.stream import TokenStream  # noqa: E402
-from levserve.models.build import Loaded  # noqa: E402
-from levserve.models.load import load  # noqa: E402
-from levserve.observe.metrics import Metrics  # noqa: E402
-from levserve.schedule.request import GenerationRequest, Sampling  # noqa: E402
-from levserve.server import settle  # noqa: E402
-from levserve.settings.parse import parse_settings  # noqa: E402
+from levserve.device.delivery import AddressedBatch, Delivery
+from levserve.device.model_loop import ModelLoop
+from levserve.engine.messages import Submit
+from levserve.engine.stream import TokenStream
+from levserve.models.build import Loaded
+from levserve.models.load import load
+from levserve.observe.metrics import Metrics
+from levserve.schedule.request import GenerationRequest, Sampling
+from levserve.server import settle
+from levserve.settings.parse import parse_settings
 
 COMPLETE = "programs are compiled"
 START_SECONDS = 600
@@ -120,9 +120,9 @@ def main() -> int:
 
 def _measure_http(options: argparse.Namespace, flags: list[str]) -> list[list[float]]:
     url = f"http://127.0.0.1:{options.port}"
-    with tempfile.NamedTemporaryFile("r") as log:
+    with tempfile.NamedTemporaryFile("w") as log:
         command = [sys.executable, "-m", "levserve.cli", "--port", str(options.port), *flags]
-        server = subprocess.Popen(command, stderr=open(log.name, "w"))
+        server = subprocess.Popen(command, stderr=log)
         try:
             _wait_for(COMPLETE, Path(log.name), server)
             found = []

@@ -22,7 +22,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -328,10 +328,8 @@ def check_usage(act: Act, usage: dict[str, int]) -> None:
 
 def _hang_up(connection: http.client.HTTPConnection) -> None:
     if connection.sock is not None:
-        try:
+        with suppress(OSError):  # it had ended
             connection.sock.shutdown(2)
-        except OSError:
-            pass  # it had ended
 
 
 class Server:

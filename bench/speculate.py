@@ -23,15 +23,15 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from levserve.engine.engine import Engine  # noqa: E402
-from levserve.models.build import Loaded  # noqa: E402
-from levserve.models.load import load  # noqa: E402
-from levserve.models.registry import Registry  # noqa: E402
-from levserve.models.startup import serve  # noqa: E402
-from levserve.observe.metrics import Metrics  # noqa: E402
-from levserve.schedule.request import GenerationRequest, Sampling  # noqa: E402
-from levserve.settings.parse import parse_settings  # noqa: E402
-from levserve.text.chat import render_chat  # noqa: E402
+from levserve.engine.engine import Engine
+from levserve.models.build import Loaded
+from levserve.models.load import load
+from levserve.models.registry import Registry
+from levserve.models.startup import serve
+from levserve.observe.metrics import Metrics
+from levserve.schedule.request import GenerationRequest, Sampling
+from levserve.settings.parse import parse_settings
+from levserve.text.chat import render_chat
 
 CODE = """\
 class Account:

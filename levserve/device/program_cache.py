@@ -55,4 +55,4 @@ def _register(kernels: list[str]) -> bool:
         return True
     from levserve.jit.xla_call import recall  # brings LLVM, which only a CPU needs
 
-    return all([recall(kernel) for kernel in kernels])
+    return all(recall(kernel) for kernel in kernels)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypedDict, Unpack
 
 from jinja2 import TemplateError
@@ -79,10 +80,8 @@ def template_of(tokenizer: Tokenizer) -> str | None:
 
 def check_template(tokenizer: Tokenizer) -> None:
     """Compiles the template: a broken one stops the start, and the first request need not wait for it."""
-    try:
+    with suppress(BadRequest):  # a template may refuse this conversation
         render_chat(tokenizer, [{"role": "user", "content": "Hello"}])
-    except BadRequest:
-        pass  # a template may refuse this conversation
 
 
 def _render_hidden(

@@ -122,7 +122,7 @@ def admin_routes(registry: Registry) -> Blueprint:
         engine.require_loaded()
         with registry.borrow(model_id, insists=True) as handle:
             handle.wait(None)
-            handle.resident  # raises why there is none
+            _ = handle.resident  # raises why there is none
         return json_response(_stats(find_model(registry, model_id)))
 
     @routes.post("/admin/unload/<path:model_id>")

@@ -67,7 +67,7 @@ class Message(Struct, frozen=True):
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
-    refusal: None | UnsetType = UNSET
+    refusal: UnsetType | None = UNSET
 
 
 class ChatChoice(Struct, frozen=True):
@@ -94,7 +94,7 @@ class Envelope(Struct, frozen=True):
     created: int
     model: str
     choices: Sequence[TextChoice | ChatChoice | ChatPiece]
-    usage: Usage | None | UnsetType
+    usage: Usage | UnsetType | None
     system_fingerprint: str = FINGERPRINT
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     timings: Timings | UnsetType = UNSET
@@ -145,7 +145,7 @@ class Answer(ABC):
     def chunk(
         self,
         choices: Sequence[TextChoice | ChatPiece],
-        usage: Usage | None | UnsetType,
+        usage: Usage | UnsetType | None,
         timings: Timings | UnsetType = UNSET,
     ) -> bytes:
         """The JSON of one event of a stream."""

@@ -77,7 +77,7 @@ class PieceAnswer(TextAnswer):
     def chunk(
         self,
         choices: Sequence[TextChoice | ChatPiece],
-        usage: Usage | None | UnsetType,
+        usage: Usage | UnsetType | None,
         timings: Timings | UnsetType = UNSET,
     ) -> bytes:
         (choice,) = choices

@@ -57,7 +57,7 @@ def read_tensors(folder: Path) -> Iterator[tuple[str, StoredTensor]]:
     for path in find_files(folder):
         try:
             with safe_open(path, framework="numpy") as file:
-                for name in file.keys():
+                for name in file.keys():  # noqa: SIM118  it is no dict
                     if not SKIPPED.fullmatch(name):
                         yield plain_name(name), _tensor(path, name, file.get_slice(name))
         except (OSError, SafetensorError) as error:

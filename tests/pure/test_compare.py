@@ -16,10 +16,10 @@ import pytest
 BENCH = Path(__file__).parents[2] / "bench"
 sys.path.insert(0, str(BENCH))
 
-import chart  # noqa: E402
-import compare  # noqa: E402
-import load  # noqa: E402
-import peers  # noqa: E402
+import chart
+import compare
+import load
+import peers
 
 METRICS = {"speed": compare.Metric("1 stream", "tok/s", True), "ttft": compare.Metric("TTFT", "ms")}
 MEDIANS = {

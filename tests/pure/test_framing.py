@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from gunicorn.config import Config
 from gunicorn.http.errors import LimitRequestHeaders, NoMoreData, ParseException
@@ -47,7 +49,7 @@ def feed(pieces: list[bytes]) -> tuple[list[RawRequest], RequestBuffer]:
 
 def cut(data: bytes, places: list[int]) -> list[bytes]:
     edges = [0, *sorted(place % (len(data) + 1) for place in places), len(data)]
-    return [data[start:end] for start, end in zip(edges, edges[1:])]
+    return [data[start:end] for start, end in pairwise(edges)]
 
 
 @given(st.lists(requests, min_size=1, max_size=4), st.lists(st.integers(0, 10**6), max_size=12))

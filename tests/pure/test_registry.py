@@ -114,7 +114,7 @@ def test_who_waits_sees_how_far_it_is(registry: Registry, loader: FakeLoader) ->
         wait_until(lambda: any(one.progress == "half way" for one in registry.describe()))
         assert not handle.wait(0.01)
         with pytest.raises(Unavailable, match=r"The model 'b' is still loading \(half way\)") as raised:
-            handle.model
+            _ = handle.model
         assert raised.value.retry_after_seconds > 0
         assert statuses(registry)["b"] is Status.LOADING
         loader.gate.set()
@@ -150,7 +150,7 @@ def test_what_somebody_uses_is_never_unloaded(registry: Registry, loader: FakeLo
         with registry.borrow("c") as third:
             assert third.wait(PATIENCE)
             with pytest.raises(Unavailable, match="no room for the model 'c': a, b take 80 B of 100 B"):
-                third.model
+                _ = third.model
         with pytest.raises(Conflict, match="'b' has 1 requests running or waiting"):
             registry.unload("b")
         assert loader.unloads == []
@@ -164,7 +164,7 @@ def test_a_model_that_never_fits_is_refused_with_the_sum(registry: Registry, loa
         with pytest.raises(
             Unavailable, match="'huge' cannot be loaded: it needs 1000 B, and --models-memory has 100 B"
         ):
-            handle.model
+            _ = handle.model
     assert loader.unloads == []
 
 
@@ -175,7 +175,7 @@ def test_a_failure_is_told_to_all_and_not_tried_again_at_once(
         with registry.borrow("bad") as handle:
             assert handle.wait(PATIENCE)
             with pytest.raises(Unavailable, match="'bad' cannot be loaded: its file is corrupt") as raised:
-                handle.model
+                _ = handle.model
             assert raised.value.code == "model_not_loadable" and 1 <= raised.value.retry_after_seconds <= 10
     assert loader.loads == ["bad"]
     (told,) = [one for one in registry.describe() if one.name == "bad"]
@@ -200,7 +200,7 @@ def test_a_loader_that_fails_in_an_unknown_way_ends_nothing(registry: Registry, 
     with registry.borrow("unforeseen") as handle:
         assert handle.wait(PATIENCE)
         with pytest.raises(Unavailable, match="failed to load; the server's log says why"):
-            handle.model
+            _ = handle.model
     use(registry, "b")
 
 
@@ -238,7 +238,7 @@ def test_leaving_wakes_those_who_wait(registry: Registry, loader: FakeLoader) ->
         registry.close()
         assert waiting.result(PATIENCE)
         with pytest.raises(Unavailable, match="shutting down"):
-            handle.model
+            _ = handle.model
 
 
 def test_a_client_that_leaves_wakes_its_thread(registry: Registry, loader: FakeLoader) -> None:

@@ -420,7 +420,12 @@ def test_a_bug_closes_the_socket_and_writes_no_http_answer_on_it(
         environ = EnvironBuilder(
             "/v1/ws", headers=UPGRADE, environ_base={"gunicorn.socket": theirs}
         ).get_environ()
-        view = threading.Thread(target=lambda: pytest.raises(StopIteration, app, environ, None))
+
+        def serve() -> None:
+            with pytest.raises(StopIteration):
+                app(environ, None)
+
+        view = threading.Thread(target=serve)
         view.start()
         assert ours.recv(4096).startswith(b"HTTP/1.1 101")
         ours.sendall(b"\x81\x82\0\0\0\0{}")  # a text frame, masked with zeros

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import jax
@@ -371,7 +372,7 @@ def test_splits_have_equal_parts_of_the_steps_a_row_has(start: int, end: int, sp
         share(jnp.int32(start), jnp.int32(end), jnp.int32(split), splits, 4096) for split in range(splits)
     ]
     steps = [list(range(int(first), int(last))) for first, last in shares]
-    assert sum(steps, []) == list(range(start, end))
+    assert list(chain.from_iterable(steps)) == list(range(start, end))
     assert max(map(len, steps)) == -(-(end - start) // splits)
 
 

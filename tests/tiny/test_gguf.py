@@ -11,6 +11,7 @@ import re
 import struct
 import tracemalloc
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -96,13 +97,13 @@ def tensors_of(family: str) -> Tensors:
         file, key=lambda name: [int(word) if word.isdigit() else 0 for word in name.split(".")]
     ):
         tensor = file[name]
-        if arch == "llama" and ".q_proj" in name or arch == "llama" and ".k_proj" in name:
+        if (arch == "llama" and ".q_proj" in name) or (arch == "llama" and ".k_proj" in name):
             tensor = permute(tensor, config.num_heads if ".q_proj" in name else config.num_kv_heads)
         if arch == "gpt2" and re.search(r"\.c_\w+\.weight", name):
             tensor = np.ascontiguousarray(tensor.T)
         if arch.startswith("gemma") and name.endswith("norm.weight"):
             tensor = tensor + 1
-        if family == "gemma2" and ".q_proj" in name or family == "gemma3" and ".q_norm" in name:
+        if (family == "gemma2" and ".q_proj" in name) or (family == "gemma3" and ".q_norm" in name):
             tensor = tensor * np.float32(
                 (config.head_dim / 24) ** 0.5
             )  # llama.cpp knows no other scale than the head size's
@@ -687,7 +688,8 @@ def test_quantised_blocks_decode_as_ggml_says(kind: Kind, tmp_path: Path) -> Non
     tensor = dict(read_tensors(path, head_dim=16))["t"]
     block_bytes = GGML_QUANT_SIZES[kind][1]
     expected = [
-        sum((DECODERS[kind](bytes(block)) for block in row.reshape(-1, block_bytes)), []) for row in packed
+        list(chain.from_iterable(DECODERS[kind](bytes(block)) for block in row.reshape(-1, block_bytes)))
+        for row in packed
     ]
     assert tensor.shape == np.shape(expected)
     for start, stop in ((0, 5), (3, 4)):

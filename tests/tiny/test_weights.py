@@ -286,7 +286,7 @@ def test_absent_keys_of_a_gemma2_take_the_defaults_of_transformers(tmp_path: Pat
         "query_pre_attn_scalar",
         "sliding_window",
     )
-    config = read_config(change_config(folder_of("gemma2", tmp_path), **{key: ... for key in absent}))
+    config = read_config(change_config(folder_of("gemma2", tmp_path), **dict.fromkeys(absent, ...)))
     assert (config.windows, config.attention_softcap, config.logit_softcap) == (
         (4096, None, 4096),
         50.0,
