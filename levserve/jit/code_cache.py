@@ -18,6 +18,18 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 OUR_SOURCES = Path(__file__).parents[1]
+COMPILED = (
+    "model/**/*.py",
+    "jit/*.py",
+    "device/packing.py",
+    "device/platform.py",
+    "device/programs.py",
+    "device/rounds.py",
+    "device/rules.py",
+)
+"""The sources that programs and kernels are traced from. A change to any other file keeps what is compiled."""
+PACKAGES = ("equinox-", "haliax-", "jax", "llvmlite-", "marin_haliax-", "ml_dtypes-", "numpy-", "nvidia_")
+"""Packages whose names begin so change what is compiled; jax has plugins, and nvidia's libraries are many."""
 DIGEST_BYTES = 32
 UNUSED_SECONDS = 30 * 24 * 3600
 SWITCHES = ("JAX_", "XLA_", "NPROC", "PJRT_NPROC")
@@ -78,11 +90,13 @@ def open_folder(parent: Path, cpu: str) -> Path:
 
 
 def _made_from(cpu: str) -> str:
-    """A digest of our sources, of the names and versions of all packages, and of the environment's switches."""
+    """A digest of all that compiled code follows from, but for the model: sources, packages, CPU and environment."""
     digest = hashlib.sha256()
-    for source in sorted(OUR_SOURCES.rglob("*.py")):
+    sources = {source for pattern in COMPILED for source in OUR_SOURCES.glob(pattern)}
+    for source in sorted(sources):
         digest.update(f"{source.relative_to(OUR_SOURCES)}\n".encode() + source.read_bytes())
-    packages = sorted({found.name for folder in sys.path for found in Path(folder).glob("*.dist-info")})
+    installed = {found.name for folder in sys.path for found in Path(folder).glob("*.dist-info")}
+    packages = sorted(name for name in installed if name.startswith(PACKAGES))
     switches = sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith(SWITCHES))
     digest.update(repr((sys.version, cpu, len(os.sched_getaffinity(0)), packages, switches)).encode())
     return digest.hexdigest()[:16]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,10 +70,61 @@ def test_a_folder_is_of_one_version_of_the_sources_the_packages_the_cpu_and_the_
     monkeypatch.syspath_prepend(tmp_path / "site")
     open_folder(folders, cpu="this one")
     monkeypatch.setattr(code_cache, "OUR_SOURCES", tmp_path)
+    (tmp_path / "model").mkdir()
     for number in range(2):
-        (tmp_path / "source.py").write_text(f"x = {number}\n")
+        (tmp_path / "model" / "source.py").write_text(f"x = {number}\n")
         open_folder(folders, cpu="this one")
     assert len(list(folders.iterdir())) == 6, "each change made another"
+
+
+@pytest.mark.parametrize(
+    ("changed", "is_another"),
+    [
+        ("model/decoder.py", True),
+        ("model/cpu/layers.py", True),
+        ("jit/builder.py", True),
+        ("device/rounds.py", True),
+        ("device/loop.py", False),
+        ("web/app.py", False),
+        ("server.py", False),
+        ("jaxlib-99.dist-info/METADATA", True),
+        ("numpy-99.dist-info/METADATA", True),
+        ("flask-99.dist-info/METADATA", False),
+    ],
+)
+def test_only_a_change_to_what_compiles_makes_another_folder(
+    changed: str, is_another: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "levserve"
+    shutil.copytree(code_cache.OUR_SOURCES, package, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(code_cache, "OUR_SOURCES", package)
+    monkeypatch.syspath_prepend(package)
+    before = open_folder(tmp_path / "folders", cpu="")
+    path = package / changed
+    assert path.exists() or path.parent.name.endswith(".dist-info")
+    path.parent.mkdir(exist_ok=True)
+    with path.open("a") as file:
+        file.write("# changed\n")
+    assert (open_folder(tmp_path / "folders", cpu="") != before) == is_another
+
+
+def test_every_file_that_a_program_is_traced_from_counts() -> None:
+    """`rounds.py` imports them, if not directly; of requests it sees only what the host has packed."""
+    package = code_cache.OUR_SOURCES
+    counted = {path for pattern in code_cache.COMPILED for path in package.glob(pattern)}
+    traced, todo = set(), [package / "device" / "rounds.py"]
+    while todo:
+        path = todo.pop()
+        if path not in traced and path.is_relative_to(package) and path.parent.name != "schedule":
+            traced.add(path)
+            todo += our_imports(path)
+    assert len(traced) > 10 and traced <= counted
+
+
+def our_imports(path: Path) -> list[Path]:
+    package = code_cache.OUR_SOURCES
+    modules = re.findall(r"^\s*from levserve\.([\w.]+) import", path.read_text(), re.MULTILINE)
+    return [package / f"{module.replace('.', '/')}.py" for module in modules]
 
 
 def test_a_folder_that_no_start_has_used_for_a_month_goes(tmp_path: Path) -> None:
