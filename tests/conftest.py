@@ -13,6 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.h200 import find_plugin
 from tests.nginx import find_nginx
@@ -31,6 +32,10 @@ if version("jaxlib").startswith(
 ):  # a third of the time; later ones may not know the flags, and end the process that has one
     QUICK_COMPILE["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false --xla_cpu_prefer_vector_width=128"
 os.environ.update(QUICK_COMPILE)
+
+# How long an example takes says more about the machine than about the code.
+settings.register_profile("no clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("no clock")
 
 CACHE_VARIABLE = "TESTS_CACHE_FOLDER"
 if (

@@ -19,8 +19,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, NamedTuple
 
+from tests.waiting import PATIENCE_SECONDS
+
 PROGRAM = Path(__file__).parent / "fake_device.py"
-PATIENCE_SECONDS = 15.0
 
 
 class Reply(NamedTuple):

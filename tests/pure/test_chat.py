@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
@@ -132,7 +132,6 @@ def test_conversation_without_messages_is_refused(tokenizer: Tokenizer) -> None:
 
 
 @given(content=WORDS.filter(lambda text: "<|im_end|>" not in text))
-@settings(deadline=None)
 def test_message_without_special_strings_gives_the_tokens_of_the_plain_rendering(
     tokenizer: Tokenizer, content: str
 ) -> None:
@@ -141,7 +140,6 @@ def test_message_without_special_strings_gives_the_tokens_of_the_plain_rendering
 
 
 @given(content=st.lists(WORDS | CONTROLS, max_size=8).map("".join))
-@settings(deadline=None)
 def test_special_strings_in_a_message_are_plain_text(tokenizer: Tokenizer, content: str) -> None:
     harmless, tokens = render_chat(tokenizer, user("")), render_chat(tokenizer, user(content))
     for special in range(17):

@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from levserve.text.detokenizer import Detokenizer, Spelling, read_spelling
@@ -37,7 +37,6 @@ def stream(detokenizer: Detokenizer, pieces: Iterator[Sequence[int]]) -> list[st
 
 
 @given(tokens=TOKENS, cuts=CUTS, skip=st.booleans())
-@settings(deadline=None)
 def test_streamed_pieces_join_to_the_whole_text(
     tokenizer: Tokenizer, tokens: list[int], cuts: list[int], skip: bool
 ) -> None:
@@ -46,7 +45,6 @@ def test_streamed_pieces_join_to_the_whole_text(
 
 
 @given(tokens=TOKENS, skip=st.booleans())
-@settings(deadline=None)
 def test_whole_text_is_what_the_tokenizers_library_decodes(
     tokenizer: Tokenizer, tokens: list[int], skip: bool
 ) -> None:
@@ -56,7 +54,6 @@ def test_whole_text_is_what_the_tokenizers_library_decodes(
 
 
 @given(text=SCRIPTS | ANY_SCRIPT)
-@settings(deadline=None)
 def test_no_piece_of_a_real_text_has_a_replacement_character(tokenizer: Tokenizer, text: str) -> None:
     pieces = stream(tokenizer.detokenizer(), ([token] for token in tokenizer.encode(text)))
     assert "".join(pieces) == text
@@ -65,7 +62,6 @@ def test_no_piece_of_a_real_text_has_a_replacement_character(tokenizer: Tokenize
 
 
 @given(text=SCRIPTS)
-@settings(deadline=None)
 def test_text_is_shown_as_soon_as_its_characters_are_complete(tokenizer: Tokenizer, text: str) -> None:
     detokenizer = tokenizer.detokenizer()
     tokens = tokenizer.encode(text)

@@ -111,7 +111,7 @@ def test_a_choice_does_not_begin_on_the_stale_pages_of_its_sibling() -> None:
     assert (rounds.oldest["first"], rounds.oldest["second"], rounds.oldest["new"]) == (0, 1, 1)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     events=st.lists(
         st.one_of(st.just("step"), st.just("reload"), st.tuples(st.integers(1, 14), st.booleans())),

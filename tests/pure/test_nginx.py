@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 from simple_websocket import Client as WebSocket
 
-from tests.fake_server import PATIENCE_SECONDS, Client, ServerProcess, completion
+from tests.fake_server import Client, ServerProcess, completion
 from tests.nginx import find_nginx
+from tests.waiting import PATIENCE_SECONDS
 
 CONFIG = Path(__file__).parents[2] / "deploy" / "nginx" / "levserve.conf"
 

@@ -17,6 +17,8 @@ from tests.conftest import HEAVY
 from tests.fake_server import ServerProcess, completion
 
 SMALL = ("--max-running", "2", "--max-waiting", "2")
+AT_ONCE_SECONDS = 20
+"""On a machine of any speed, but before a drain's time is over."""
 
 
 def test_a_drain_lets_running_requests_finish_and_exits_0() -> None:
@@ -105,7 +107,7 @@ def test_a_second_signal_ends_the_drain_but_not_the_same_one_heard_twice() -> No
         assert json.loads(error)["error"]["type"] == "server_error" and done == "[DONE]"
         streaming.close()
         assert server.wait_exit() == 0
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < AT_ONCE_SECONDS
 
 
 def test_a_worker_that_dies_while_it_drains_is_a_fault() -> None:
@@ -126,7 +128,7 @@ def test_a_start_can_be_stopped_at_any_moment(seconds: float) -> None:
         started = time.monotonic()
         server.send_signal(signal.SIGTERM)
         assert server.wait_exit() == 0
-        assert time.monotonic() - started < 4
+        assert time.monotonic() - started < AT_ONCE_SECONDS
 
 
 def test_health_is_answered_before_anything_heavy_could_have_been_loaded() -> None:
@@ -209,7 +211,7 @@ def test_a_device_that_dies_tells_its_clients_and_ends_the_process_with_70() -> 
         assert json.loads(error)["error"]["type"] == "server_error"
         assert done == "[DONE]"
         assert server.wait_exit() == 70
-        assert time.monotonic() - started < 2
+        assert time.monotonic() - started < AT_ONCE_SECONDS
         streaming.close()
 
 

@@ -267,7 +267,7 @@ def test_admission_counts_the_tokens_of_what_is_loaded() -> None:
     assert engine.admission.max_tokens == 4 * 64
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.sampled_from(["a", "b", "c", "bad", "unload a", "unload b", "unload c"]), max_size=12))
 def test_whatever_is_asked_the_budget_holds(asked: list[str]) -> None:
     loader = FakeLoader()

@@ -103,7 +103,7 @@ def text_of(events: Sequence[str]) -> str:
     )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     sizes=st.lists(st.integers(0, 6000), min_size=1, max_size=12), read_size=st.sampled_from([7, 500, 2**16])
 )

@@ -445,7 +445,7 @@ def schedules(draw: st.DrawFn) -> tuple[Server, list[tuple[str, object]]]:
     return server, events
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(schedules())
 def test_every_request_ends_once_with_its_own_tokens_over_random_schedules(
     schedule: tuple[Server, list[tuple[str, object]]],

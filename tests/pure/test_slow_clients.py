@@ -6,7 +6,6 @@ import json
 import os
 import select
 import socket
-import statistics
 import struct
 import time
 from collections.abc import Iterator
@@ -15,8 +14,8 @@ from contextlib import ExitStack, contextmanager, suppress
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.fake_server import PATIENCE_SECONDS, ServerProcess, completion
-from tests.waiting import wait_until
+from tests.fake_server import ServerProcess, completion
+from tests.waiting import PATIENCE_SECONDS, wait_until
 
 CROWD = 40
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -99,13 +98,13 @@ def metric(server: ServerProcess, name: str, **labels: str) -> float:
 
 
 def check_speed(server: ServerProcess, *paths: str) -> None:
-    """Within a tenth of a second, as a rule: this machine may have other things to do."""
+    """Within a tenth of a second. A busy machine delays some answers; a server whose threads are stuck delays all."""
     seconds = []
     for path in paths * 8:
         started = time.monotonic()
         assert server.ask("GET", path).status == 200
         seconds.append(time.monotonic() - started)
-    assert statistics.median(seconds) < 0.1, seconds
+    assert sorted(seconds)[len(seconds) // 4] < 0.1, seconds
 
 
 def check_service(server: ServerProcess) -> None:

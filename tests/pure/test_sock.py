@@ -25,8 +25,8 @@ from levserve.web.app import create_app
 from levserve.web.hijack import HijackedSocket
 from levserve.web.watcher import Watcher
 from tests.fake_device import FakeDevice
-from tests.fake_server import PATIENCE_SECONDS, Reply, ServerProcess, completion
-from tests.waiting import wait_until
+from tests.fake_server import Reply, ServerProcess, completion
+from tests.waiting import PATIENCE_SECONDS, wait_until
 
 CHAT = {
     "model": "toy",

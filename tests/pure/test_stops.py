@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from levserve.errors import BadRequest
@@ -29,7 +29,6 @@ def first_match(text: str, stops: Sequence[str]) -> tuple[int, int] | None:
 
 
 @given(pieces=st.lists(LETTERS, max_size=8), stops=STOPS, include=st.booleans())
-@settings(deadline=None)
 def test_text_is_cut_at_the_first_match_however_it_is_split(
     pieces: list[str], stops: list[str], include: bool
 ) -> None:
@@ -42,7 +41,6 @@ def test_text_is_cut_at_the_first_match_however_it_is_split(
 
 
 @given(pieces=st.lists(LETTERS, max_size=8), stops=STOPS)
-@settings(deadline=None)
 def test_only_the_longest_tail_that_could_become_a_stop_is_held(pieces: list[str], stops: list[str]) -> None:
     filter_ = StopStrings(stops)
     seen = shown = ""

@@ -19,7 +19,8 @@ from levserve.errors import StartupError
 from levserve.observe.metrics import Metrics
 from levserve.observe.systemd import Notifier, Supervision, take_supervision
 from levserve.settings.parse import parse_settings
-from tests.fake_server import PATIENCE_SECONDS, ServerProcess
+from tests.fake_server import ServerProcess
+from tests.waiting import PATIENCE_SECONDS
 
 UNITS = Path(__file__).parents[2] / "systemd"
 WATCHDOG_SECONDS = 1.2

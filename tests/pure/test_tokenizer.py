@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import tokenizers
 from gguf import GGUFWriter
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -37,7 +37,6 @@ def test_golden_case_encodes_and_decodes_as_the_reference(tokenizer: Tokenizer, 
 
 
 @given(text=TEXT)
-@settings(deadline=None)
 def test_bytes_of_the_tokens_are_the_bytes_of_the_text(tokenizer: Tokenizer, text: str) -> None:
     tokens = tokenizer.encode(text)
     assert b"".join(tokenizer.token_bytes(token) for token in tokens) == text.encode()
@@ -195,7 +194,6 @@ def test_chat_template_is_found_in_the_tokenizer_config(tmp_path: Path) -> None:
 @given(
     text=st.text(st.sampled_from("ab é東🎉\n")).filter(lambda text: not text.startswith(" "))
 )  # Metaspace puts no space before one
-@settings(deadline=None)
 def test_byte_fallback_round_trips(text: str) -> None:
     spm = Tokenizer(sentencepiece())
     tokens = spm.encode(text)
@@ -350,7 +348,6 @@ def test_sentencepiece_merges_the_best_piece_first(spm: Tokenizer, text: str, ex
 
 
 @given(text=st.text(st.sampled_from("then ira é東\n/s>")))
-@settings(deadline=None)
 def test_sentencepiece_round_trips(spm: Tokenizer, text: str) -> None:
     assert spm.decode(spm.encode(text)) == text
 

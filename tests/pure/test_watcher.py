@@ -9,8 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from levserve.web.watcher import Watcher
-
-PATIENCE_SECONDS = 5.0
+from tests.waiting import PATIENCE_SECONDS
 
 
 @pytest.fixture

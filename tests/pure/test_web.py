@@ -11,7 +11,8 @@ from typing import Any
 import openai
 import pytest
 
-from tests.fake_server import PATIENCE_SECONDS, Client, ServerProcess, completion
+from tests.fake_server import Client, ServerProcess, completion
+from tests.waiting import PATIENCE_SECONDS
 
 CHAT = {
     "model": "toy",

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.fake_server import PATIENCE_SECONDS, Reply, ServerProcess, completion
+from tests.fake_server import Reply, ServerProcess, completion
+from tests.waiting import PATIENCE_SECONDS
 
 BODY = json.dumps(completion("t17")).encode()
 JSON = b"Host: x\r\nContent-Type: application/json\r\n"

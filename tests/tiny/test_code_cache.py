@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import os
-import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -122,9 +122,15 @@ def test_every_file_that_a_program_is_traced_from_counts() -> None:
 
 
 def our_imports(path: Path) -> list[Path]:
-    package = code_cache.OUR_SOURCES
-    modules = re.findall(r"^\s*from levserve\.([\w.]+) import", path.read_text(), re.MULTILINE)
-    return [package / f"{module.replace('.', '/')}.py" for module in modules]
+    files = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("levserve."):
+            place = code_cache.OUR_SOURCES.parent.joinpath(*(node.module or "").split("."))
+            if place.is_dir():
+                files += [place / f"{alias.name}.py" for alias in node.names]
+            else:
+                files.append(place.with_suffix(".py"))
+    return files
 
 
 def test_a_folder_that_no_start_has_used_for_a_month_goes(tmp_path: Path) -> None:

@@ -241,7 +241,7 @@ def test_a_round_that_raises_tells_every_client_and_ends_the_process_with_70_wit
         with suppress(OSError):  # gone, if this machine is busy: it has a second left
             assert server.call("/healthz").body == {"status": "failed"}
         assert server.process.wait(timeout=60) == 70
-        assert time.monotonic() - failed_at < 5  # 1.2 s on a quiet machine
+        assert time.monotonic() - failed_at < 20, "1.2 s on a quiet machine; a drain would take 30"
         for thread in streams:
             thread.join()
         for *_, error, done in ends:

@@ -17,6 +17,7 @@ from tests.stores import WebServer, amazon_store, google_store, upload, web_stor
 @pytest.fixture(scope="module")
 def google() -> Iterator[Any]:
     with google_store() as files:
+        upload(files, LLAMA, "models/names/org-llama")
         yield files
 
 
