@@ -41,9 +41,9 @@ class Fields:
 
     def numbers(self, key: str, count: int) -> tuple[float, ...]:
         value = self.values.get(key)
-        if isinstance(value, list) and len(value) == count:
-            if all(isinstance(item, (int, float)) for item in value):
-                return tuple(map(float, value))
+        has_count = isinstance(value, list) and len(value) == count
+        if has_count and all(isinstance(item, (int, float)) for item in value):
+            return tuple(map(float, value))
         raise self.wrong(key, f"a list of {count} numbers")
 
     def flag(self, key: str, default: bool) -> bool:
