@@ -175,7 +175,7 @@ def test_a_model_loaded_for_a_gpu_scores_close_to_its_reference(name: str, least
 @pytest.mark.parametrize("name", NARROW)
 def test_what_cannot_be_quantized_is_refused_by_name(name: str) -> None:
     config = read_config(GOLDEN / "mixtral")
-    with pytest.raises(StartupError, match="--quantize does not take a mixture of experts"):
+    with pytest.raises(StartupError, match="--quantize does not support a mixture of experts"):
         load_arrays(
             GOLDEN / "mixtral",
             config,
