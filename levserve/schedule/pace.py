@@ -1,4 +1,4 @@
-"""How fast the device gets through its work, as measured, and how long what it has will take.
+"""How fast the device works, as measured, and how long its backlog will take.
 
 Belongs to the device thread, which notes every round and every end. No clock of its own.
 """
@@ -10,26 +10,26 @@ from typing import NamedTuple
 
 MOST_TOKENS = 2**30
 WINDOW_SECONDS = 30.0
-"""Of work: what is older counts little."""
+"""Seconds of work that an average covers: older work counts little."""
 GUESS_SECONDS = 0.1
-"""Of work is what a first guess counts for: soon outweighed."""
+"""Seconds of work that a first guess counts as, so that it is soon outweighed."""
 WEIGHT_OF_AN_END = 0.05
 WEIGHT_OF_A_ROUND = 0.5
-"""In the expected time of a round's decoding: it follows the number of rows in a few rounds."""
+"""Weight of a round in the expected decode time, which follows the number of rows within a few rounds."""
 PREFILL_SHARE = 1.5
-"""Times what decoding takes once those prompts are streams too, at most, goes to prompts in a round that does both: gaps between
-tokens stay below three times those of rounds without a prompt."""
+"""In a round with both, prompts get at most this many times the decode time that follows once they are
+streams too: gaps between tokens stay below three times those of rounds without a prompt."""
 
 
 class Backlog(NamedTuple):
-    """Tokens that accepted requests still have to be computed: of prompts, and at most to be generated."""
+    """Tokens that accepted requests still need: of prompts, and at most to be generated."""
 
     prefill: int
     decode: int
 
 
 class Rate:
-    """Seconds a token, smoothed over about the last `WINDOW_SECONDS` that were spent on such tokens."""
+    """Seconds per token, smoothed over about the last `WINDOW_SECONDS` spent on such tokens."""
 
     def __init__(self, token_seconds: float) -> None:
         self._seconds = GUESS_SECONDS
@@ -60,7 +60,7 @@ class Pace:
         self._decoded_rows = 0
 
     def note_round(self, num_prefill: int, num_decode: int, seconds: float) -> None:
-        """A round that did both is shared between them as their costs so far would have it."""
+        """The time of a round that did both is split in proportion to the costs measured so far."""
         prefill = num_prefill * self.prefill.token_seconds
         expected = prefill + num_decode * self.decode.token_seconds
         if expected <= 0:
@@ -72,7 +72,7 @@ class Pace:
             self.decode.note(num_decode, seconds - prefill_seconds)
 
     def note_decoding(self, num_rows: int, seconds: float) -> None:
-        """What the decoding of a round took."""
+        """Records the decode time of a round."""
         before = seconds if self._decoding_seconds is None else self._decoding_seconds
         self._decoding_seconds = max(before + WEIGHT_OF_A_ROUND * (seconds - before), 0.0)
         self._decoded_rows = num_rows
@@ -82,9 +82,9 @@ class Pace:
         return self._decoding_seconds is not None
 
     def max_prefill(self, token_seconds: float, num_streams: int) -> int:
-        """Tokens of prompts, which take so long each, that a round may compute beside running streams.
+        """Prompt tokens of this cost that a round may compute beside running streams.
 
-        There are to be so many streams soon; each changes a step by about what a token of a prompt takes.
+        `num_streams` are expected soon; each adds about the time of a prompt's token to a step.
         """
         seconds = self._patience_seconds
         if self._decoding_seconds is not None:

@@ -1,11 +1,11 @@
 """Gives KV pages to sequences and finds prompts that were seen before.
 
 Called by the scheduler only, on the device thread. Knows page numbers and token ids; never sees an array.
-Every page is in exactly one of three states: free, held (by one or more sequences), or idle (held by none, kept for its
-prefix until its page is wanted). `check` verifies this.
+Every page is in exactly one of three states: free, held (by one or more sequences), or idle (held by none,
+kept for its prefix until its page is wanted). `check` verifies this.
 
-A page is remembered under the chain that leads to it: the serial of the page before it and its own tokens. Tokens are
-compared, not hashes of them, so a hit is never wrong.
+A page is remembered under the chain that leads to it: the serial of the page before it and its own tokens.
+Tokens are compared, not hashes of them, so a hit is never wrong.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ Key = tuple[int, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Pages that hold the start of a prompt, and the serial of the last of them. The finder holds them."""
+    """Pages with the start of a prompt, held for the caller, and the serial of the last one."""
 
     pages: list[int]
     serial: int
 
 
 class PagePool:
-    """Who holds which page, and what idle pages still remember."""
+    """Which sequences hold which page, and what idle pages still hold."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages = num_pages
@@ -55,7 +55,8 @@ class PagePool:
         return self.num_pages - self.num_available
 
     def match(self, tokens: Sequence[int], limit: int) -> Match:
-        """Holds the longest run of remembered pages that starts `tokens` and is no longer than `limit` tokens."""
+        """Holds the longest run of remembered pages that starts `tokens` and is no longer than `limit`
+        tokens."""
         pages: list[int] = []
         serial = ROOT
         size = self.page_size
@@ -69,7 +70,8 @@ class PagePool:
         return Match(pages, serial)
 
     def take(self, count: int) -> list[int] | None:
-        """Holds `count` pages, forgetting the least recently used prefixes when none are free; None if there are too few."""
+        """Holds `count` pages, dropping the least recently used prefixes if needed; None if there are too
+        few."""
         if count > self.num_available:
             return None
         while len(self._free) < count:
@@ -80,7 +82,8 @@ class PagePool:
         return pages
 
     def remember(self, page: int, parent: int, tokens: tuple[int, ...]) -> int:
-        """Makes a full page findable and returns its serial, or that of an equal page which was there first."""
+        """Makes a full page findable and returns its serial, or that of an equal page which was there
+        first."""
         key = (parent, tokens)
         known = self._page_of.get(key)
         if known is not None:
@@ -104,9 +107,9 @@ class PagePool:
                 self._free.append(page)
 
     def discard(self, pages: Sequence[int]) -> list[int]:
-        """As `release`, and nobody will find these pages again; gives those that nobody holds any more.
+        """Releases pages and makes them unfindable; gives those that no sequence holds any more.
 
-        What was remembered on top of them can no longer be reached and goes when its page is wanted.
+        Pages remembered on top of them can no longer be reached, and are reused in their turn.
         """
         for page in pages:
             if (key := self._key_of.pop(page, None)) is not None:
@@ -115,7 +118,8 @@ class PagePool:
         return [page for page in pages if self._holders[page] == 0]
 
     def forget(self) -> None:
-        """Makes every prefix unfindable, for when the weights have changed; held pages stay with their holders."""
+        """Makes every prefix unfindable, for when the weights have changed; held pages stay with their
+        holders."""
         self._free += self._idle
         self._idle.clear()
         self._page_of.clear()
@@ -123,7 +127,8 @@ class PagePool:
         self._serial_of.clear()
 
     def check(self, held: Iterable[Sequence[int]]) -> None:
-        """Recomputes every page's state from the sequences' own lists; raises AssertionError on the first difference."""
+        """Recomputes every page's state from the sequences' own lists; raises AssertionError on the first
+        difference."""
         holders = [0] * self.num_pages
         for pages in held:
             for page in pages:

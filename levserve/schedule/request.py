@@ -1,4 +1,5 @@
-"""The records that travel between an HTTP thread and the device thread: what is asked, and what comes back."""
+"""The records that travel between an HTTP thread and the device thread: what is asked, and what comes
+back."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import NamedTuple
 
 
 class FinishReason(StrEnum):
-    """Why a request ended. Only the first two are answers; the rest say who or what ended it."""
+    """Why a request ended. Only the first two are answers; the rest tell what ended it."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -39,7 +40,7 @@ class Sampling:
     seed: int = 0
     """The draw is a function of this and the position alone; a client that gives none gets a fresh one."""
     num_logprobs: int | None = None
-    """None: none; 0: of the chosen token; n: and of the n likeliest."""
+    """None: no log-probabilities; 0: those of the chosen tokens; n: also of the n likeliest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +56,19 @@ class GenerationRequest:
     deadline: float | None = None
     """On `time.monotonic`'s clock."""
     score_from: int | None = None
-    """First position, at least 1, whose prompt token's log-probability is wanted, with `num_logprobs` alternatives."""
+    """First position, at least 1, whose prompt token's log-probability is wanted, with `num_logprobs`
+    alternatives."""
     wants_hidden: bool = False
     """Whether the prompt's last hidden states are wanted, pooled."""
     shares_prompt_of: str | None = None
-    """The id of a request submitted before with the very same prompt, so that the prompt need not be computed again."""
+    """The id of a request submitted before with the very same prompt, so that the prompt need not be computed
+    again."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """The chosen token's log-probability under the model, before temperature and penalties, and the likeliest tokens."""
+    """The chosen token's log-probability under the model, before temperature and penalties, and the likeliest
+    tokens."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
@@ -72,7 +76,8 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class PooledHidden:
-    """A prompt's hidden states after the last layer's norm, pooled in the two usual ways; float32, one number a dimension."""
+    """A prompt's hidden states after the last layer's norm, pooled in the two usual ways; float32, one number
+    a dimension."""
 
     mean: array[float]
     last: array[float]
@@ -81,8 +86,8 @@ class PooledHidden:
 class TokenBatch(NamedTuple):
     """The tokens one request gained in one round; `finish` is set on the last batch only.
 
-    A stop token ends the request and is not among the tokens. A tuple, like all that is made for every row of every round: to
-    make a frozen dataclass takes three times as long.
+    A stop token ends the request and is not among the tokens. This is a tuple, like everything made for every
+    row of every round: making a frozen dataclass takes three times as long.
     """
 
     tokens: tuple[int, ...]
@@ -91,6 +96,7 @@ class TokenBatch(NamedTuple):
     num_cached: int = 0
     """Prompt tokens that were found in the prefix cache."""
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
-    """Of the prompt's tokens from `score_from` on, in order, as they are computed; all come before the first token."""
+    """Of the prompt's tokens from `score_from` on, in order, as they are computed; all come before the first
+    token."""
     hidden: PooledHidden | None = None
     """With the end of the prompt, where it was asked for."""

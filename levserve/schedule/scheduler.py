@@ -1,13 +1,15 @@
-"""Decides, before every round, which sequences run, on which pages, and who has to wait.
+"""Decides, before every round, which sequences run, on which pages, and which have to wait.
 
-Called by the device loop only. Plain Python over numbers: no arrays, no clock of its own, no threads. The order is first
-come, first served, also after a preemption: a sequence that lost its pages keeps its tokens and its place.
+Called by the device loop only. Plain Python over numbers: no arrays, no clock of its own, no threads. The
+order is first come, first served, also after a preemption: a sequence that lost its pages keeps its tokens
+and its place.
 
-Rounds may be planned before the last one was read back. What is not known yet are the values of the tokens in in_flight, not
-their number, so positions and pages can be given ahead; a sequence that turns out to have stopped ran one round for
-nothing. Its pages may be given away at once all the same: programs run in the order of dispatch, because each takes the
-KV pool that the one before returned, so a stray write lands before the next holder's own. Of a draft in in_flight not even the
-number is known: its sequence waits until it is read.
+A round may be planned before the last one has been read back. The number of tokens in flight is known and
+only their values are not, so positions and pages can be given ahead; a sequence that turns out to have
+stopped ran one round for nothing. Its pages can still be reused at once: programs run in the order of
+dispatch, because each takes the KV pool that the one before returned, so a stray write lands before the next
+holder's own. A draft in flight has not even a known number of tokens: its sequence waits until it has been
+read.
 """
 
 from __future__ import annotations
@@ -26,19 +28,19 @@ from levserve.schedule.sequence import Chunk, Fork, RoundPlan, Row, Sequence, Se
 from levserve.schedule.speculation import Drafter, Speculation
 
 DEEP_TOKENS = 256
-"""From here on a token of a prompt has so many to look at that fewer are computed in a round, if there is time for few."""
+"""From this context on a prompt's token costs so much that a busy round may compute fewer of them."""
 
 
 class Sampled(NamedTuple):
-    """What a round found out for one sequence."""
+    """What a round computed for one sequence."""
 
     tokens: Seq[int]
     logprobs: Seq[TokenLogprob] = ()
     prompt_logprobs: Seq[TokenLogprob] = ()
-    """Of the chunk's `scored` positions."""
+    """The scores of the chunk's `scored` positions."""
     hidden: PooledHidden | None = None
     is_poisoned: bool = False
-    """Whether something that is not finite came after `tokens`, or among the prompt's scores and states."""
+    """Whether a number that is not finite followed `tokens`, or was among the prompt's scores and states."""
 
 
 class Scheduler:
@@ -70,18 +72,18 @@ class Scheduler:
 
     @property
     def is_speculating(self) -> bool:
-        """Whether the next plan should draft, for which all that is in in_flight must be read before."""
+        """Whether the next plan should draft; everything in flight must be read before."""
         return self.speculation is not None and self.speculation.pays(
             sum(sequence.is_primed for sequence in self._running.values())
         )
 
     @property
     def num_streams(self) -> int:
-        """Once those who wait run too, as far as there are slots."""
+        """Streams once the waiting sequences run too, as far as there are slots."""
         return min(len(self._running) + len(self._waiting), self.budget.num_slots)
 
     def backlog(self) -> Backlog:
-        """What is still to do if everyone takes all the tokens they may; looks at every sequence."""
+        """Tokens still to compute if every sequence takes all it may; looks at each of them."""
         sequences = (*self._running.values(), *self._waiting.values())
         prefill = sum(
             len(sequence.tokens) - sequence.num_computed for sequence in sequences if not sequence.is_primed
@@ -124,7 +126,8 @@ class Scheduler:
         return [end for end in ends if end is not None]
 
     def plan(self, max_prefill: int | None = None) -> RoundPlan:
-        """Chooses the next round's work and counts it as done, so that the round after can be planned before it is read.
+        """Chooses the next round's work and counts it as done, so that the round after can be planned before
+        it is read.
 
         Beside running streams it prefills no more than the budget allows, and `max_prefill`.
         """
@@ -132,9 +135,9 @@ class Scheduler:
         rows = self._plan_rows(preempted)
         admitted: list[Sequence] = []
         forks: list[Fork] = []
-        busy_tokens = (
-            self.budget.busy_tokens if max_prefill is None else min(self.budget.busy_tokens, max_prefill)
-        )
+        busy_tokens = self.budget.busy_tokens
+        if max_prefill is not None:
+            busy_tokens = min(busy_tokens, max_prefill)
         chunks = self._plan_chunks(busy_tokens if rows else None, admitted, forks)
         tainted, self._tainted = self._tainted, []
         return RoundPlan(
@@ -142,11 +145,11 @@ class Scheduler:
         )
 
     def commit(self, plan: RoundPlan, chunks: Seq[Sampled], rows: Seq[Sampled]) -> list[SequenceUpdate]:
-        """Takes what a planned round sampled, in the plan's order, and says what each stream gained."""
+        """Takes what a planned round sampled, in the plan's order, and tells what each stream gained."""
         return self.commit_chunks(plan, chunks) + self.commit_rows(plan, rows)
 
     def commit_chunks(self, plan: RoundPlan, chunks: Seq[Sampled]) -> list[SequenceUpdate]:
-        """Of the prompts alone, which nothing else of the round is about."""
+        """Commits the prompts alone; nothing else in the round depends on them."""
         updates = [
             self._take_chunk(chunk, sampled) for chunk, sampled in zip(plan.chunks, chunks, strict=True)
         ]
@@ -157,7 +160,8 @@ class Scheduler:
         return [update for update in updates if update is not None]
 
     def forget_prefixes(self) -> None:
-        """For when the weights have changed: what runs goes on with the KV it has, what comes later computes its own."""
+        """Called when the weights have changed: running sequences keep their KV, later ones compute their
+        own."""
         self.pool.forget()
         for sequence in self._running.values():
             sequence.is_stale = True
@@ -178,7 +182,8 @@ class Scheduler:
             assert not sequence.is_ended and sequence.slot is None and not sequence.pages
 
     def _plan_rows(self, preempted: list[tuple[Sequence, int]]) -> list[Row]:
-        """Gives every decoding sequence its pages for the round, oldest first; the youngest pay when there are too few."""
+        """Gives every decoding sequence its pages for the round, oldest first; the youngest lose theirs if
+        there are too few."""
         rows: list[Row] = []
         drafts = self._draft() if self.is_speculating else {}
         max_steps = 1 if drafts else self.budget.steps
@@ -188,23 +193,20 @@ class Scheduler:
                 continue  # preempted a moment ago, or still prefilling
             steps = min(max_steps, sequence.max_length - sequence.length)
             if steps <= 0:
-                continue  # its last tokens are in in_flight
+                continue  # its last tokens are in flight
             position = sequence.num_computed
-            if position + steps > len(sequence.pages) * page_size and not self._grow(
-                sequence, position + steps, preempted
-            ):
-                break  # it was the youngest itself, so nobody is left behind it
+            has_pages = position + steps <= len(sequence.pages) * page_size
+            if not has_pages and not self._grow(sequence, position + steps, preempted):
+                break  # it was the youngest itself, so none is left after it
             rows.append(Row(sequence, sequence.slot, position, steps))
             sequence.num_computed += steps
             sequence.num_pending += steps
-        return (
-            [self._with_draft(row, drafts.get(row.sequence.request.request_id, ())) for row in rows]
-            if drafts
-            else rows
-        )
+        if not drafts:
+            return rows
+        return [self._with_draft(row, drafts.get(row.sequence.request.request_id, ())) for row in rows]
 
     def _draft(self) -> dict[str, tuple[int, ...]]:
-        """What may follow the tokens of those sequences whose tokens are all known."""
+        """Drafts for the sequences whose tokens are all known."""
         drafts = {}
         for request_id, sequence in self._running.items():
             if sequence.is_primed and not sequence.num_pending and sequence.drafter is not None:
@@ -214,7 +216,7 @@ class Scheduler:
         return {request_id: draft for request_id, draft in drafts.items() if draft}
 
     def _with_draft(self, row: Row, draft: tuple[int, ...]) -> Row:
-        """The row with its draft, if there are pages for that: nobody is preempted for one."""
+        """The row with its draft, if there are free pages for it: no sequence is preempted for a draft."""
         missing = self._pages_for(row.position + row.steps + len(draft)) - len(row.sequence.pages)
         pages = self.pool.take(max(missing, 0)) if draft else None
         if pages is None:
@@ -224,7 +226,8 @@ class Scheduler:
         return row._replace(draft=draft)
 
     def _grow(self, sequence: Sequence, length: int, preempted: list[tuple[Sequence, int]]) -> bool:
-        """Whether the sequence got the pages that it lacks for `length` positions, the youngest preempted as often as it takes."""
+        """Gives the sequence its missing pages for `length` positions, preempting the youngest; False if that
+        is itself."""
         missing = self._pages_for(length) - len(sequence.pages)
         while (pages := self.pool.take(missing)) is None:
             youngest = next(reversed(self._running.values()))
@@ -238,9 +241,11 @@ class Scheduler:
     def _plan_chunks(
         self, busy_tokens: int | None, admitted: list[Sequence], forks: list[Fork]
     ) -> list[Chunk]:
-        """Spends the prefill budget on those who prefill already, then on the queue; never less than one small chunk.
+        """Spends the prefill budget on sequences that prefill already, then on the queue; at least one small
+        chunk.
 
-        Who finds its prompt computed by another costs nothing. Without streams that wait for it there are no `busy_tokens`.
+        A sequence whose prompt another one has computed costs nothing. `busy_tokens` is None if no stream has
+        to wait.
         """
         sizes, overhead = self.budget.chunk_sizes, self.budget.chunk_overhead
         chunks: list[Chunk] = []
@@ -282,10 +287,11 @@ class Scheduler:
         return Chunk(sequence, sequence.slot, start, count, is_last)
 
     def _admit(self) -> Sequence | None:
-        """Moves the head of the queue into a slot when there is one and pages for all its tokens and the next."""
+        """Moves the head of the queue into a slot when there is one and pages for all its tokens and the
+        next."""
         sequence = next(iter(self._waiting.values()), None)
         if sequence is None or not self._free_slots or sequence.num_pending > 0:
-            return None  # tokens in in_flight at its preemption are read first: they are part of what it must recompute
+            return None  # tokens in flight when it was preempted are read first: it must recompute them too
         match = self.pool.match(sequence.tokens, sequence.num_reusable)
         length = min(len(sequence.tokens) + 1, sequence.max_length)
         rest = self.pool.take(self._pages_for(length) - len(match.pages))
@@ -304,19 +310,17 @@ class Scheduler:
         return sequence
 
     def _fork(self, sequence: Sequence) -> Fork | None:
-        """Lets an admitted sequence begin where the one whose prompt it shares stands, while that one still runs.
+        """Lets an admitted sequence start from the computed prompt of the one it shares it with, while that
+        one runs.
 
-        The last token of the prompt is decoded, not prefilled: its KV is there, but each draws its own next token.
+        The last token of the prompt is decoded, not prefilled: its KV exists, but each sequence draws its own
+        next token.
         """
         source = self._running.get(sequence.request.shares_prompt_of or "")
         tail = (len(sequence.tokens) - 1) // self.pool.page_size
-        if (
-            source is None
-            or source.is_stale
-            or not source.is_primed
-            or not sequence.can_fork
-            or sequence.num_remembered < tail
-        ):
+        if source is None or source.is_stale or not source.is_primed:
+            return None
+        if not sequence.can_fork or sequence.num_remembered < tail:
             return None
         assert sequence.slot is not None
         sequence.num_computed = sequence.num_cached = len(sequence.tokens) - 1
@@ -324,7 +328,8 @@ class Scheduler:
         return Fork(sequence, sequence.slot, source.pages[tail], sequence.pages[tail])
 
     def _take_chunk(self, chunk: Chunk, sampled: Sampled) -> SequenceUpdate | None:
-        """A chunk that is not the last has updates only for those who want scores; one that is recomputed repeats none."""
+        """A chunk that is not the last gives an update only if scores are wanted; a recomputed one repeats
+        none."""
         sequence = chunk.sequence
         skipped = max(0, (sequence.request.score_from or 0) + sequence.num_scored - chunk.scored.start)
         scores = sampled.prompt_logprobs[skipped:]
@@ -338,7 +343,7 @@ class Scheduler:
         )
 
     def _take_row(self, row: Row, sampled: Sampled) -> SequenceUpdate | None:
-        """What a draft got right counts as if it had been planned."""
+        """Accepted tokens of a draft count as if they had been planned."""
         sequence = row.sequence
         if row.draft:
             sequence.is_verifying = False
@@ -350,7 +355,7 @@ class Scheduler:
 
     def _take(self, sequence: Sequence, sampled: Sampled) -> SequenceUpdate | None:
         if sequence.is_ended:
-            return None  # cancelled, or it had stopped when this round was already under way
+            return None  # cancelled, or it had stopped when this round was already dispatched
         sequence.num_pending -= len(sampled.tokens)
         kept, finish = self._trim(sequence, sampled.tokens)
         if sampled.is_poisoned and (finish is None or not sequence.request.max_tokens):
@@ -368,40 +373,40 @@ class Scheduler:
         )
 
     def _fail(self, sequence: Sequence) -> SequenceUpdate:
-        """Ends a sequence whose numbers are not finite: nobody is to find its pages, and who gets them gets them clean."""
+        """Ends a sequence whose numbers are not finite; its pages cannot be found again, and are cleared
+        before reuse."""
         self._tainted += self.pool.discard(sequence.pages)
         sequence.pages = []
         self._drop(sequence)
         return SequenceUpdate(sequence, TokenBatch((), finish=FinishReason.POISONED))
 
     def _trim(self, sequence: Sequence, tokens: Seq[int]) -> tuple[Seq[int], FinishReason | None]:
-        """The tokens up to the first stop token or the limit. A stop token cannot come too early: the sampler bans it."""
+        """The tokens up to the first stop token or the limit. A stop token cannot come too early: the sampler
+        bans it."""
         if sequence.request.max_tokens == 0:
             return (), FinishReason.LENGTH
         stop_ids = sequence.request.stop_ids
         if not stop_ids.isdisjoint(tokens):
             first = next(index for index, token in enumerate(tokens) if token in stop_ids)
             return tokens[:first], FinishReason.STOP
-        return tokens, FinishReason.LENGTH if len(sequence.tokens) + len(
-            tokens
-        ) >= sequence.max_length else None
+        is_full = len(sequence.tokens) + len(tokens) >= sequence.max_length
+        return tokens, FinishReason.LENGTH if is_full else None
 
     def _remember(self, sequence: Sequence) -> None:
-        """Makes pages findable whose tokens are known and whose KV is on its way."""
+        """Makes pages findable whose tokens are known and whose KV has been dispatched."""
         if sequence.is_stale:
             return
         size = self.pool.page_size
-        while (end := (sequence.num_remembered + 1) * size) <= sequence.num_computed and end <= len(
-            sequence.tokens
-        ):
+        num_known = min(sequence.num_computed, len(sequence.tokens))
+        while (end := (sequence.num_remembered + 1) * size) <= num_known:
+            page = sequence.pages[sequence.num_remembered]
             tokens = tuple(sequence.tokens[end - size : end])
-            sequence.serial = self.pool.remember(
-                sequence.pages[sequence.num_remembered], sequence.serial, tokens
-            )
+            sequence.serial = self.pool.remember(page, sequence.serial, tokens)
             sequence.num_remembered += 1
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Takes slot and pages away; the sequence waits ahead of everyone who came after it and is computed again."""
+        """Takes slot and pages away; the sequence waits ahead of all that came after it, and is computed
+        again."""
         del self._running[sequence.request.request_id]
         self._give_back(sequence)
         sequence.num_computed = 0

@@ -17,9 +17,9 @@ from levserve.schedule.speculation import Drafter
 class Sequence:
     """One request and how far it has come.
 
-    `tokens` are known on the host: the prompt and what was read back. `num_pending` more were sampled by rounds that are
-    still in in_flight; their number is known, their values are not. `num_computed` positions have their KV written by rounds
-    already dispatched.
+    `tokens` are known on the host: the prompt and what was read back. `num_pending` more were sampled by
+    rounds that are still in flight; their number is known, their values are not. `num_computed` positions
+    have their KV written by rounds already dispatched.
     """
 
     request: GenerationRequest
@@ -37,15 +37,16 @@ class Sequence:
     serial: int = ROOT
     """The pool's serial of the last remembered page."""
     hidden_sum: bytes = b""
-    """The runner's: float32 sums over the prompt's hidden states so far, where they are wanted."""
+    """Written by the runner: float32 sums over the prompt's hidden states so far, if they are wanted."""
     is_primed: bool = False
     """Whether the device holds its newest token, so that decode steps can follow; until then it prefills."""
     is_stale: bool = False
-    """Whether some of its KV comes from weights that have been replaced: it goes on, and nobody else may use it."""
+    """Whether some of its KV comes from replaced weights: it goes on, but no other sequence may use that
+    KV."""
     is_ended: bool = False
     drafter: Drafter | None = None
     is_verifying: bool = False
-    """Whether a draft is in in_flight, so that not even the number of its tokens is known."""
+    """Whether a draft is in flight, so that not even the number of its tokens is known."""
     max_length: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -53,12 +54,12 @@ class Sequence:
 
     @property
     def length(self) -> int:
-        """Tokens there are, counting those still in in_flight."""
+        """Number of tokens, including those in flight."""
         return len(self.tokens) + self.num_pending
 
     @property
     def num_reusable(self) -> int:
-        """Tokens, from the first, whose results nobody wants, so that their KV may come from the prefix cache."""
+        """Leading tokens whose results are not wanted, so that their KV may come from the prefix cache."""
         if self.request.wants_hidden:
             return 0
         first_scored = self.request.score_from
@@ -66,7 +67,8 @@ class Sequence:
 
     @property
     def can_fork(self) -> bool:
-        """Whether it may begin where another one with its prompt stands: nobody wants what computing the prompt tells."""
+        """Whether it may start from another sequence's computed prompt: no results of the prompt are
+        wanted."""
         request = self.request
         is_new = len(self.tokens) == len(request.prompt)
         return is_new and request.max_tokens > 0 and request.score_from is None and not request.wants_hidden
@@ -84,7 +86,7 @@ class Chunk:
 
     @property
     def scored(self) -> range:
-        """Prompt positions whose log-probabilities this chunk tells: each position tells the next one's."""
+        """Prompt positions that this chunk scores: each position scores the next one."""
         request = self.sequence.request
         if request.score_from is None:
             return range(0)
@@ -93,7 +95,8 @@ class Chunk:
 
 
 class Row(NamedTuple):
-    """A sequence that decodes `steps` tokens, the first of them fed at `position`; or one and those of its draft that are right."""
+    """A sequence that decodes `steps` tokens from `position` on, or one token and as many of its draft as are
+    right."""
 
     sequence: Sequence
     slot: int
@@ -104,7 +107,8 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """A sequence that takes a computed prompt over: it shares the full pages, gets a copy of the last, and decodes at once."""
+    """A sequence that takes over a computed prompt: it shares the full pages, copies the last, and decodes at
+    once."""
 
     sequence: Sequence
     slot: int
@@ -114,7 +118,8 @@ class Fork:
 
 @dataclass(frozen=True, slots=True)
 class RoundPlan:
-    """What the device does next: chunks in order, then forks of what they computed, then one decode round over the rows."""
+    """What the device does next: chunks in order, then forks of what they computed, then one decode round
+    over the rows."""
 
     chunks: tuple[Chunk, ...]
     rows: tuple[Row, ...]
@@ -123,7 +128,7 @@ class RoundPlan:
     """Sequences that lost their pages, each with the computed tokens that were lost."""
     forks: tuple[Fork, ...] = ()
     tainted: tuple[int, ...] = ()
-    """Free pages to clear first: what a masked position holds must be finite, because nothing times NaN is NaN."""
+    """Free pages to clear first: masked positions must hold finite numbers, because zero times NaN is NaN."""
 
     @property
     def is_verify(self) -> bool:

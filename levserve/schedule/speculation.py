@@ -1,7 +1,8 @@
-"""Drafts of what comes next, taken from what a sequence said before, and whether checking them pays.
+"""Drafts the next tokens from what a sequence said before, and decides whether checking them pays.
 
-A step that checks a draft computes all its tokens at once and keeps as many as would have been drawn anyway, and the one drawn
-after them: texts stay what they are, and only come sooner. Belongs to the device thread. No arrays, no clock of its own.
+A step that checks a draft computes all its tokens at once and keeps those that would have been drawn anyway,
+and the one drawn after them: the text stays the same and comes sooner. Belongs to the device thread. No
+arrays, no clock of its own.
 """
 
 from __future__ import annotations
@@ -9,29 +10,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 NGRAMS = (4, 3, 2)
-"""How many of the newest tokens are looked for, most first: the more there are, the likelier the same follows."""
+"""How many of the newest tokens are looked up, most first: the longer the match, the likelier the same
+follows."""
 FIRST_GAIN = 1.0
 """Accepted tokens a step before any were counted: enough that the first sequence tries."""
 GAIN_WEIGHT = 1 / 16
-"""Of one step, so that the gain is that of the last dozens of tokens."""
+"""Weight of one step, so that the gain covers the last dozens of tokens."""
 LEAST_GAIN = 0.1
-"""Below this it is not worth that the device waits for the host before every step, whether that has a draft or not."""
+"""Below this gain it does not pay that the device waits for the host before every step, with a draft or
+without."""
 LEAST_DRAFT_GAIN = 0.5
-"""Below this, drafts are not even checked to see what that costs: on a CPU it is rarely less than half a step more."""
+"""Below this gain drafts are not even tried: checking one on a CPU rarely costs less than half a step."""
 COST_WEIGHT = 1 / 8
 FRESH_ROUNDS = 40
-"""What was not measured for so many rounds of the other kind is forgotten, and tried again: contexts grow, machines get busy."""
+"""A cost not measured for this many rounds of the other kind is forgotten and tried again: contexts and load
+change."""
 
 
 def num_accepted(draft: Sequence[int], drawn: Sequence[int]) -> int:
-    """How many of a draft's tokens were drawn in their places."""
+    """How many leading tokens of a draft were drawn."""
     return next((index for index, (one, other) in enumerate(zip(draft, drawn)) if one != other), len(draft))
 
 
 class Drafter:
-    """One sequence's drafts: what followed the latest time that its newest tokens occurred.
+    """Drafts for one sequence: what followed the last time that its newest tokens occurred.
 
-    It follows the sequence whether drafts are checked or not, so that it is always known what they would have gained.
+    It follows the sequence even while drafts are not checked, so that their possible gain is always known.
     """
 
     def __init__(self, num_draft: int) -> None:
@@ -49,9 +53,10 @@ class Drafter:
         return tuple(self._draft[: max(limit, 0)])
 
     def follow(self, tokens: Sequence[int]) -> list[int | None]:
-        """Takes the sequence's new tokens, and gives what each step that they ended accepted, or would have; None without a draft."""
+        """Takes new tokens and gives what each step that they complete accepted, or would have; None without
+        a draft."""
         ended: list[int | None] = []
-        if not self._num_followed:  # a prompt's tokens are nobody's gain
+        if not self._num_followed:  # a prompt's tokens are no gain
             self._begin(tokens, len(tokens))
             self._num_followed = len(tokens)
         for place in range(self._num_followed, len(tokens)):
@@ -64,7 +69,8 @@ class Drafter:
         return ended
 
     def _begin(self, tokens: Sequence[int], end: int) -> None:
-        """Drafts what follows the first `end` tokens. Where that is their own end, it goes on as a loop."""
+        """Drafts what follows the first `end` tokens; a match that reaches their end is repeated as a
+        loop."""
         self._index(tokens, end)
         self._accepted = 0
         for size in NGRAMS:
@@ -75,7 +81,7 @@ class Drafter:
         self._draft = []
 
     def _index(self, tokens: Sequence[int], end: int) -> None:
-        """Takes note of all tokens that have another after them among the first `end`."""
+        """Indexes every run of tokens that has a successor among the first `end`."""
         for size in NGRAMS:
             first = max(self._num_indexed - size, 0)
             windows = zip(*(tokens[first + index : end] for index in range(size)))
@@ -84,9 +90,11 @@ class Drafter:
 
 
 class Speculation:
-    """Decides for one model whether the next round should check drafts, from what was gained and what it cost.
+    """Decides for one model whether the next round should check drafts, from what was gained and what it
+    cost.
 
-    Both are measured as it goes: tokens accepted a step, and seconds of a round with and without drafts by the number of rows.
+    Both are measured as it goes: tokens accepted a step, and seconds of a round with and without drafts by
+    the number of rows.
     """
 
     def __init__(self, num_draft: int) -> None:
@@ -107,7 +115,7 @@ class Speculation:
                 self.draft_gain += GAIN_WEIGHT * (count - self.draft_gain)
 
     def note_round(self, num_rows: int, step_seconds: float, *, is_verify: bool) -> None:
-        """Takes what a round without prompts took for each of its steps; one that checks drafts is one step."""
+        """Records the seconds per step of a round without prompts; a round that checks drafts is one step."""
         known = self._seconds.get((num_rows, is_verify), step_seconds)
         self._seconds[num_rows, is_verify] = known + COST_WEIGHT * (step_seconds - known)
         self._ages[num_rows, is_verify] = 0
@@ -117,7 +125,7 @@ class Speculation:
             self._seconds.pop(other, None)
 
     def pays(self, num_rows: int) -> bool:
-        """Whether so many rows gain more tokens a second with drafts; tries what was not measured yet."""
+        """Whether this many rows gain tokens per second with drafts; tries what has not been measured."""
         is_worth_it = self.gain >= LEAST_GAIN and self.draft_gain >= LEAST_DRAFT_GAIN
         if not is_worth_it or not 0 < num_rows <= self.max_rows:
             return False

@@ -351,7 +351,7 @@ def test_a_request_larger_than_the_pool_does_not_fit() -> None:
 
 
 def poison(server: Server, request: GenerationRequest) -> list[int]:
-    """Makes what is in in_flight for a request not finite; gives its pages, none if nothing is in in_flight."""
+    """Makes what is in flight for a request not finite; gives its pages, none if nothing is in flight."""
     if server.in_flight is None:
         return []
     plan, chunks, rows = server.in_flight
