@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import subprocess
 import sys
 from pathlib import Path
@@ -80,6 +81,22 @@ def test_a_room_imports_only_lower_floors(path: Path) -> None:
         assert parts[0] not in FORBIDDEN.get(room_of(path), set()), (
             f"{path.relative_to(PACKAGE)} imports {name}"
         )
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    """Imports inside of functions and those for types alone count too."""
+    files = {
+        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path
+        for path in PACKAGE.rglob("*.py")
+    }
+    graph: dict[str, set[str]] = {}
+    for module, path in files.items():
+        names = imports_of(path)
+        graph[module] = {
+            found for name in names for found in (name, name.rpartition(".")[0]) if found in files
+        }
+    assert graph["levserve.cli"]
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 
 
 @pytest.mark.parametrize(
