@@ -1,7 +1,7 @@
 """Renders a conversation with the model's chat template and encodes it.
 
-Called on HTTP threads. The template is the model's own and runs in a sandbox; what a client wrote in a message never
-becomes a control token (see `_hide`).
+Called on HTTP threads. The template is the model's own and runs in a sandbox; what a client wrote in a
+message never becomes a control token (see `_hide`).
 """
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ NO_TEMPLATE = (
     "or start the server with --chat-template FILE."
 )
 
-# A hidden special token is its number between two surrogates: text cannot hold those, so a client cannot write one.
+# A hidden special token is its number between two surrogates: text cannot hold those, so a client cannot
+# write one.
 _OPEN, _CLOSE = "\ud800", "\udfff"
 _HIDDEN = re.compile(f"{_OPEN}([0-9]+){_CLOSE}")
 
-# What a template may do to a client's messages short of a syntax error: `raise_exception`, undefined names, None + str.
+# What a template may do to a client's messages short of a syntax error: `raise_exception`, undefined names,
+# None + str.
 _TEMPLATE_FAILURES = (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 _OWN_ARGUMENTS = frozenset(
     (
@@ -50,7 +52,8 @@ _OWN_ARGUMENTS = frozenset(
 
 
 class Options(TypedDict, total=False):
-    """How to render: with `continue_final_message` the last message is left open for the model to go on with."""
+    """How to render: with `continue_final_message` the last message is left open for the model to go on
+    with."""
 
     add_generation_prompt: bool
     continue_final_message: bool
@@ -67,7 +70,8 @@ def render_chat(
 def render_text(
     tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **options: Unpack[Options]
 ) -> str:
-    """The conversation as text, for people: control tokens and what a client wrote to look like them are the same in it."""
+    """The conversation as text for people: control tokens and look-alikes that a client wrote cannot be told
+    apart in it."""
     return _reveal(_render_hidden(tokenizer, messages, **options), tokenizer.special_tokens)
 
 
@@ -79,7 +83,7 @@ def template_of(tokenizer: Tokenizer) -> str | None:
 
 
 def check_template(tokenizer: Tokenizer) -> None:
-    """Compiles the template: a broken one stops the start, and the first request need not wait for it."""
+    """Compiles the template: a broken one stops the start, and the first request does not wait for it."""
     with suppress(BadRequest):  # a template may refuse this conversation
         render_chat(tokenizer, [{"role": "user", "content": "Hello"}])
 
@@ -184,10 +188,11 @@ def _render(
 
 
 def _hide(value: Any, specials: Sequence[str]) -> Any:
-    """Replaces the strings of special tokens in all that a client wrote, so that only the template's own are left.
+    """Hides the strings of special tokens in everything a client wrote, so that only the template's own
+    remain.
 
-    A value without such strings stays as it is, so its rendering is the ordinary one; the replacement passes through `trim`
-    and its like as the string would.
+    A value without such strings stays as it is, so its rendering is the ordinary one; the replacement passes
+    through `trim` and its like as the string would.
     """
     if isinstance(value, str):
         if not is_unicode(value):
@@ -209,7 +214,8 @@ def _reveal(text: str, specials: Sequence[str]) -> str:
 
 
 def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Encodes a rendering: the stretches between special tokens that hold a hidden one are encoded as plain text."""
+    """Encodes a rendering; stretches between special tokens that contain a hidden one are encoded as plain
+    text."""
     if _OPEN not in text:
         return tokenizer.encode(text, add_special_tokens=False)
     written = [re.escape(special) for special in tokenizer.special_tokens if special in text]

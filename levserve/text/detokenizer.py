@@ -1,8 +1,9 @@
 """Turns tokens back into text while they arrive, never splitting a character.
 
-A `Detokenizer` lives on the HTTP thread of one request; `Tokenizer.detokenizer` makes it. Text is made from the bytes each
-token spells, so the cost per token is constant and the pieces always join to what decoding everything at once gives.
-(Decoding a window of tokens again and again, as tokenizers' own DecodeStream does, stalls on invalid bytes.)
+A `Detokenizer` lives on the HTTP thread of one request; `Tokenizer.detokenizer` makes it. Text is made from
+the bytes each token spells, so the cost per token is constant and the pieces always join to what decoding
+everything at once gives. (Decoding a window of tokens again and again, as tokenizers' own DecodeStream does,
+stalls on invalid bytes.)
 """
 
 from __future__ import annotations
@@ -42,9 +43,10 @@ class Spelling:
 class Detokenizer:
     """Gives the text of one sequence as its tokens come; belongs to one HTTP thread.
 
-    `spell` gives a token's bytes, or None for a token that is not shown. `add` holds back an incomplete UTF-8 character
-    until it is complete or cannot be any more; only bytes that no later token could mend become U+FFFD.
-    With `continues` the text goes on from a prompt, so a space that stands before its first word is kept.
+    `spell` gives a token's bytes, or None for a token that is not shown. `add` holds back an incomplete UTF-8
+    character until it is complete or cannot be any more; only bytes that no later token could mend become
+    U+FFFD. With `continues` the text goes on from a prompt, so a space that stands before its first word is
+    kept.
     """
 
     def __init__(
@@ -80,7 +82,8 @@ class Detokenizer:
 
 
 def read_spelling(decoder: Mapping[str, Any] | None) -> Spelling:
-    """Reads the `decoder` of a tokenizer.json; a step we do not know is refused by name, as it would change the text."""
+    """Reads the `decoder` of a tokenizer.json; a step we do not know is refused by name, as it would change
+    the text."""
     if decoder is None:
         return Spelling(separator=b" ")
     steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]

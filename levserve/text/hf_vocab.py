@@ -1,7 +1,7 @@
 """Reads the tokenizer of a Hugging Face folder: its tokenizer.json, else its sentencepiece tokenizer.model.
 
-Called once while loading. Makes of these files what transformers makes of them. Importing it would cost a second of processor
-time, so it is asked only for folders that have neither.
+Called once while loading. Makes of these files what transformers makes of them. Importing it would cost a
+second of processor time, so it is asked only for folders that have neither.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def read_folder(path: Path) -> Vocabulary:
 
 
 def _read_tokenizer_json(path: Path) -> Vocabulary:
-    """The file says all there is to say about how text is split; `add_bos_token` and its like are older than it and not asked."""
+    """The file alone says how text is split; `add_bos_token` and similar older fields are not used."""
     backend = Tokenizer.from_file(str(path / "tokenizer.json"))
     config = _read_config(path, backend)
     _add_tokens(backend, config)
@@ -71,7 +71,7 @@ def _read_with_transformers(path: Path) -> Vocabulary:
 
 
 def _is_not_torch_notice(record: logging.LogRecord) -> bool:
-    """On its import transformers tells users that torch is missing: it is not wanted."""
+    """Silences the message of transformers' import that torch is missing: it is not needed."""
     return "PyTorch was not found" not in record.getMessage()
 
 
@@ -112,7 +112,7 @@ def _find_special(config: dict[str, Any]) -> list[str | dict[str, Any]]:
 
 
 def _read_token(entry: Any, **changes: bool) -> AddedToken:
-    """A token, which is kept as a text or as an object that says more about it."""
+    """A token, which is stored as a string or as an object with more fields."""
     fields = entry if isinstance(entry, dict) else {"content": entry}
     if not isinstance(fields.get("content"), str):
         raise ValueError(f"{entry!r} is no token")
@@ -138,7 +138,8 @@ def _describe(path: Path, backend: Tokenizer, config: dict[str, Any]) -> Vocabul
 
 
 def _find_template(path: Path, configured: object) -> str | None:
-    """The folder's chat template: a file of its own before the tokenizer's configuration, and the default where there are several."""
+    """The folder's chat template: its own file before the tokenizer's configuration; the default one of
+    several."""
     if (path / "chat_template.jinja").exists():
         return (path / "chat_template.jinja").read_text(encoding="utf-8")
     template: object = _read_json(path / "chat_template.json").get("chat_template", configured)

@@ -1,7 +1,7 @@
 """Builds a tokenizer from sentencepiece's pieces and scores, as a tokenizer.model or a GGUF file keeps them.
 
-The `tokenizers` library merges by ranked pairs where sentencepiece merges into the piece with the best score; the pairs are
-worked out from the scores. Called once while loading.
+The `tokenizers` library merges by ranked pairs where sentencepiece merges into the piece with the best score;
+the pairs are worked out from the scores. Called once while loading.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def build_sentencepiece(pieces: Pieces, *, strips_after: bool = False) -> Tokeni
     backend.normalizer = (
         normalizers.Sequence([normalizers.Prepend(SPACE), spaces]) if pieces.adds_space else spaces
     )
-    if pieces.is_unigram:  # words are looked at alone, or a long text would take long
+    if pieces.is_unigram:  # words are split first, or a long text would take too long
         backend.pre_tokenizer = pre_tokenizers.Split(Regex(f"{SPACE}[^{SPACE}]*"), behavior="isolated")
     steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if pieces.adds_space else steps)
@@ -100,7 +100,8 @@ def _unigram(pieces: Pieces) -> models.Unigram:
 
 
 def read_sentencepiece(path: Path) -> Pieces:
-    """Reads a tokenizer.model: the few fields of sentencepiece's protobuf that say how text becomes pieces."""
+    """Reads a tokenizer.model: the few fields of sentencepiece's protobuf that say how text becomes
+    pieces."""
     try:
         fields = list(_fields(path.read_bytes()))
         entries = [

@@ -1,7 +1,7 @@
 """Cuts text at stop strings as it streams, without ever showing a part of one.
 
-Used by `generation.py` after the detokenizer, on the HTTP thread of the request. Stops are matched on characters, so they
-may begin and end anywhere inside tokens.
+Used by `generation.py` after the detokenizer, on the HTTP thread of the request. Stops are matched on
+characters, so they may begin and end anywhere inside tokens.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from levserve.errors import BadRequest
 class StopStrings:
     """Passes text through until a stop string is complete; belongs to one HTTP thread.
 
-    The match that is complete first wins; of those complete at the same character, the longest, which starts first. So the
-    text shown depends on the text alone and not on how it was cut into pieces, and no match waits for a later one.
-    After a match `add` has returned everything before it (with `include` also the stop itself) and `matched` names the stop;
-    whatever is added later is dropped.
+    The match that is complete first wins; of those complete at the same character, the longest, which starts
+    first. So the text shown depends on the text alone and not on how it was cut into pieces, and no match
+    waits for a later one. After a match `add` has returned everything before it (with `include` also the stop
+    itself) and `matched` names the stop; whatever is added later is dropped.
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
@@ -29,7 +29,7 @@ class StopStrings:
         self.matched: str | None = None
 
     def __bool__(self) -> bool:
-        """Whether there is anything to look for."""
+        """Whether there are stop strings."""
         return bool(self._matchers)
 
     @property
@@ -37,7 +37,8 @@ class StopStrings:
         return self.matched is not None
 
     def add(self, text: str) -> str:
-        """Takes more text and gives what may be shown: all but the longest tail that a stop string could begin with."""
+        """Takes more text and gives what may be shown: all but the longest tail that could begin a stop
+        string."""
         if self.is_matched:
             return ""
         seen = self._held + text
@@ -61,7 +62,8 @@ class StopStrings:
 
 
 class _Matcher:
-    """Knuth-Morris-Pratt for one stop string: a client picks its length, so the cost per character must not depend on it."""
+    """Knuth-Morris-Pratt for one stop string: clients choose its length, so the cost per character must not
+    depend on it."""
 
     def __init__(self, stop: str) -> None:
         self.stop = stop
@@ -71,7 +73,8 @@ class _Matcher:
         self._fallbacks = _fallbacks(stop)
 
     def advance(self, char: str) -> bool:
-        """Takes the next character of the text; true if it completes the stop, after which the matcher is spent."""
+        """Takes the next character of the text; true if it completes the stop, after which the matcher is
+        spent."""
         length = self.num_matched
         while length and self.stop[length] != char:
             length = self._fallbacks[length - 1]

@@ -1,7 +1,8 @@
 """Renders chat templates: Jinja in a sandbox, with the few names that Hugging Face gives its templates.
 
-Called on HTTP threads. A template comes with a model from anywhere, so it sees plain data only and nothing it could reach
-Python through. The text is the one transformers renders, whose import would cost every start a second of processor time.
+Called on HTTP threads. A template comes with a model from anywhere, so it sees plain data only and nothing it
+could reach Python through. The text is the one transformers renders, whose import would cost every start a
+second of processor time.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def render_template(
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy with what the model thought under the two names that templates read, whichever name it came under."""
+    """A copy with the model's reasoning under both names that templates read."""
     thought = next((message[name] for name in _REASONING if message.get(name) is not None), None)
     return (
         dict(message)
@@ -71,7 +72,8 @@ def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _cut(text: str, final: str) -> str:
-    """The text up to the end of its final message; less the space before it where the template has trimmed the message."""
+    """The text up to the end of its final message, without trailing spaces if the template trimmed the
+    message."""
     before, end, after = text.rpartition(_END)
     if not end or final.strip() not in text:
         raise ValueError("the final message cannot be continued, because the template leaves some of it out")
@@ -99,7 +101,7 @@ def _compile(template: str) -> Template:
 
 
 class _Generation(Extension):
-    """`{% generation %}` tells trainers which part the model said; here the part is all there is to it."""
+    """`{% generation %}` marks for trainers what the model said; here its content is rendered as it is."""
 
     tags = {"generation"}
 
@@ -115,7 +117,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes what HTML would take for markup, which no model was trained on."""
+    """Jinja's own filter escapes HTML markup, which no model was trained on."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -136,7 +138,8 @@ class _Dict:
 
 
 class _Namespace(Namespace):
-    """A namespace that stores nothing under an underscore, where Jinja and Python look for methods of their own."""
+    """A namespace that refuses names with a leading underscore, where Jinja and Python look for their own
+    methods."""
 
     def __init__(self, /, *args: Any, **kwargs: Any) -> None:
         values = dict(*args, **kwargs)

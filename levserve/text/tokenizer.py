@@ -1,7 +1,7 @@
 """Text to tokens and back: one `Tokenizer` for Hugging Face folders and GGUF files.
 
-Loaded once at start, then shared by all HTTP threads. HTTP code imports this module before anything is loaded, so nothing
-slow is imported with it.
+Loaded once at start, then shared by all HTTP threads. HTTP code imports this module before anything is
+loaded, so nothing slow is imported with it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from levserve.text.vocabulary import Vocabulary
 
 
 class SpeltTokens(dict[int, bytes | None]):
-    """What each token spells, worked out when it is first met; two threads that meet at one write the same.
+    """The bytes of each token, computed on first use; two threads that do so at once write the same value.
 
     A model may have more rows than its vocabulary has tokens; such an id has no text.
     """
@@ -37,11 +37,12 @@ class SpeltTokens(dict[int, bytes | None]):
 
 
 class Tokenizer:
-    """Encodes and decodes with one vocabulary; nothing changes after it is made, so threads may share it.
+    """Encodes and decodes with one vocabulary; it never changes, so threads may share it.
 
-    `eos_ids` are all tokens that end generation. `special_tokens` are the strings of the control tokens, longest first.
-    `chat_template` is None for a model that has none; `text.chat` knows what to do then.
-    Decoding is by the bytes each token spells, never by transformers' clean-up of spaces, which cannot be streamed.
+    `eos_ids` are all tokens that end generation. `special_tokens` are the strings of the control tokens,
+    longest first. `chat_template` is None for a model that has none; `text.chat` knows what to do then.
+    Decoding is by the bytes each token spells, never by transformers' clean-up of spaces, which cannot be
+    streamed.
     """
 
     def __init__(
@@ -84,7 +85,8 @@ class Tokenizer:
         return _encode(self.backend, text, add_special_tokens=add_special_tokens)
 
     def encode_plain(self, text: str) -> list[int]:
-        """Tokens of a stretch in the middle of a text, in which the strings of special tokens are only strings."""
+        """Tokens of a stretch in the middle of a text, in which the strings of special tokens are only
+        strings."""
         return _encode(self._plain, text, add_special_tokens=False)
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -92,11 +94,13 @@ class Tokenizer:
         return detokenizer.add(tokens) + detokenizer.flush()
 
     def token_bytes(self, token: int) -> bytes:
-        """The UTF-8 bytes a token adds to a text: perhaps part of a character; none for an id without a token."""
+        """The UTF-8 bytes a token adds to a text: perhaps part of a character; none for an id without a
+        token."""
         return self._bytes[token] or b""
 
     def detokenizer(self, *, skip_special_tokens: bool = True, continues: bool = False) -> Detokenizer:
-        """A fresh detokenizer; with `continues` its text follows a prompt, so the space before a first word is kept."""
+        """A new detokenizer; with `continues` its text follows a prompt, so the space before its first word
+        is kept."""
         spelt = self._visible_bytes if skip_special_tokens else self._bytes
         return Detokenizer(spelt.__getitem__, self._spelling, continues=continues)
 
@@ -117,7 +121,7 @@ def load_tokenizer(path: Path, *, chat_template: str | None = None) -> Tokenizer
 def _read_file(path: Path) -> Vocabulary:
     if path.suffix != ".gguf":
         raise StartupError(f"{path}: no tokenizer here; a Hugging Face folder or a .gguf file is wanted")
-    from levserve.text.gguf_vocab import read_vocabulary  # brings numpy: 0.2 s that a start has no time for
+    from levserve.text.gguf_vocab import read_vocabulary  # brings numpy, which takes 0.2 s to import
 
     return read_vocabulary(path)
 
@@ -125,7 +129,7 @@ def _read_file(path: Path) -> Vocabulary:
 def _encode(backend: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
     if not is_unicode(text):
         raise BadRequest("The text holds half of a surrogate pair, which is not a character.")
-    # The batch call lets go of the GIL and makes no offsets; `encode` held it for 7 s on a text of 5 MB.
+    # The batch call releases the GIL and computes no offsets; `encode` held it for 7 s on a text of 5 MB.
     return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
 
@@ -139,7 +143,8 @@ def is_unicode(text: str) -> bool:
 
 
 def _without_special_tokens(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """A tokenizer on the same vocabulary (shared, not copied) that takes the strings of special tokens for plain text."""
+    """A tokenizer on the same vocabulary (shared, not copied) that takes the strings of special tokens for
+    plain text."""
     plain = tokenizers.Tokenizer(backend.model)
     if backend.normalizer is not None:
         plain.normalizer = backend.normalizer
@@ -158,5 +163,6 @@ def _inside_text(pre_tokenizer: PreTokenizer) -> PreTokenizer:
 
 
 def _spelling(backend: tokenizers.Tokenizer) -> Spelling:
-    # The pickled form of a decoder is its part of tokenizer.json; the whole file would cost a second for a large vocabulary.
+    # The pickled form of a decoder is its part of tokenizer.json; the whole file would cost a second for a
+    # large vocabulary.
     return read_spelling(json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else None)
