@@ -233,7 +233,7 @@ class Settings:
         "engine",
         one_of("auto", "xla"),
         "auto",
-        "auto: kernels written for the CPU or GPU where they serve the model; xla: XLA's plain way for everything.",
+        "auto: levserve's own CPU or GPU kernels where they support the model; xla: only what XLA compiles.",
     )
     compile_cache: bool = setting(
         "engine", SWITCH, True, "Keep compiled programs on disk for the next start."

@@ -1,7 +1,8 @@
-"""Mapped checkpoint files: gives up pages that were read.
+"""Gives up the pages of mapped checkpoint files that have been read.
 
-What is read of a mapped file counts as the process's memory until it is unmapped. While weights load, that would be the whole file
-on top of the weights. The pages stay in the system's cache, so reading them again costs little.
+Whatever is read from a mapped file counts as the process's memory until it is unmapped; while weights load,
+that would be the whole file on top of the weights. The system's cache keeps the pages, so reading them again
+is cheap.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 
 
 def release_pages(files: Iterable[Path]) -> None:
-    """Safe while other threads read the files: their pages are read-only and come back from the system's cache."""
+    """Safe while other threads read the files: the pages come back from the system's cache."""
     names = {str(file.resolve()) for file in files}
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)

@@ -266,10 +266,10 @@ def test_an_object_in_parts_on_amazon_has_no_md5_to_check(amazon: Any, cache: Ca
     [
         (
             "gs://models/none",
-            "model gs://models/none: expected config.json and *.safetensors; there is nothing",
+            "model gs://models/none: expected config.json and *.safetensors, found nothing",
         ),
         ("gs://models/none.gguf", "model gs://models/none.gguf does not exist"),
-        ("gs://models/broken", "expected config.json and *.safetensors; it holds config.json"),
+        ("gs://models/broken", "expected config.json and *.safetensors, found config.json"),
     ],
 )
 def test_what_is_not_in_the_store_is_told(google: Any, cache: Cache, address: str, told: str) -> None:
