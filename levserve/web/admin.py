@@ -1,7 +1,7 @@
-"""What an operator may do to a running server: swap in newer weights, load and unload models, see what takes the memory.
+"""The operator's endpoints, under /admin: reload weights, load and unload models, see what takes the memory.
 
-Under /admin, with keys of its own (see `auth.py`). A reload reads the new weights on its HTTP thread, which may take minutes,
-and `/readyz` tells how far it is; a load waits for the loader, and `/v1/models` tells how far that is.
+They have keys of their own (see `auth.py`). A reload reads the new weights on its HTTP thread, which may take
+minutes; `/readyz` shows its progress. A load waits for the loader; `/v1/models` shows its progress.
 """
 
 from __future__ import annotations
@@ -13,18 +13,16 @@ from levserve.device.sizing import process_memory
 from levserve.errors import BadRequest, ConfigError, Conflict, StartupError
 from levserve.models.entry import Counts, ModelInfo, Status
 from levserve.models.registry import Registry
-from levserve.web.body import read_body
-from levserve.web.json_body import decode
-from levserve.web.openai import find_model, list_models
-from levserve.web.ops import json_response
+from levserve.web.json_body import decode, json_response, read_body
+from levserve.web.models import find_model, list_models
 
 MAX_BODY_BYTES = 1 << 16
 
 
 class ReloadBody(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where the weights are, in the words of the settings; by default where they came from.
+    """Where the new weights are, as in the settings; by default where the old ones came from.
 
-    `name` is what requests call the model that gets them; it may be left out while one is loaded.
+    `name` is the name of the model in requests; it may be left out while only one model is loaded.
     """
 
     name: str | None = None
@@ -49,14 +47,14 @@ class ModelStats(Struct, frozen=True):
     running: int
     waiting: int
     requests: int
-    """That hold the model: the running and waiting ones, and those that wait for it to be loaded or are being written."""
+    """That hold the model: they run, wait for a row, wait for it to load, or are still being written."""
     idle_seconds: float | None
-    """Since it was last used; null if it never was."""
+    """Since the last use; null if it was never used."""
 
 
 class MemoryStats(Struct, frozen=True):
     process_bytes: int
-    """Resident in the host's memory."""
+    """The process's resident memory on the host."""
     models_bytes: int
     """Weights and KV pages of all loaded models, on the device."""
 
@@ -104,30 +102,29 @@ def admin_routes(registry: Registry) -> Blueprint:
             raise BadRequest(f"Nothing was reloaded: {error}.", code="reload_refused") from error
         except StartupError as error:
             raise Conflict(
-                f"Nothing was reloaded, the old weights go on serving: {error}.", code="reload_refused"
+                f"Nothing was reloaded; the old weights go on serving: {error}.", code="reload_refused"
             ) from error
         return json_response(reloaded)
 
     @routes.get("/admin/stats")
     def show_stats() -> Response:
         models = list_models(registry)
-        memory = MemoryStats(
-            process_memory(), sum(one.resident.num_bytes for one in models if one.resident is not None)
-        )
-        return json_response(Stats(engine.phase, memory, [_stats(one) for one in models]))
+        model_bytes = sum(one.resident.num_bytes for one in models if one.resident is not None)
+        stats = [_stats(one) for one in models]
+        return json_response(Stats(engine.phase, MemoryStats(process_memory(), model_bytes), stats))
 
     @routes.post("/admin/load/<path:model_id>")
     def load(model_id: str) -> Response:
-        """Waits until the model is loaded, also if it has just failed to."""
+        """Waits until the model is loaded; tries again even right after a failure."""
         engine.require_loaded()
         with registry.borrow(model_id, insists=True) as handle:
             handle.wait(None)
-            _ = handle.resident  # raises why there is none
+            _ = handle.resident  # raises an error that says why it did not load
         return json_response(_stats(find_model(registry, model_id)))
 
     @routes.post("/admin/unload/<path:model_id>")
     def unload(model_id: str) -> Response:
-        """Waits until its memory is free; 409 if anyone uses the model."""
+        """Waits until the model's memory is free; 409 if a request uses the model."""
         engine.require_loaded()
         registry.unload(model_id)
         return json_response(_stats(find_model(registry, model_id)))

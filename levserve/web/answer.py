@@ -1,7 +1,8 @@
-"""What clients get back: the objects of the OpenAI contract, whole and in pieces.
+"""The objects that clients get back: OpenAI's, whole or as the chunks of a stream.
 
-Used on HTTP threads. An `Answer` is one HTTP request's: it keeps what all its objects share (id, time, model) and turns the
-deltas of a choice into OpenAI's choice objects. The same delta record serves a piece of a stream and, joined, a whole answer.
+Used on HTTP threads. An `Answer` belongs to one HTTP request: it keeps what all its objects share (id, time,
+model) and turns the deltas of a choice into OpenAI's choice objects. One chunk shows one delta; a whole
+answer shows all of them joined.
 """
 
 from __future__ import annotations
@@ -36,21 +37,21 @@ class Usage(Struct, frozen=True):
 
 
 class Timings(Struct, frozen=True):
-    """Where a request's time went, in milliseconds: prepare, queue, prefill and decode together are the total."""
+    """Where a request's time went, in milliseconds; the four phases add up to the total."""
 
     prepare_ms: float
-    """From its arrival until it is handed to the device thread: parsing, the template, tokenizing."""
+    """From its arrival until it is handed to the device thread: parsing, the chat template, tokenizing."""
     queue_ms: float
     """Until the first of its sequences has a row."""
     prefill_ms: float
     """Until the first token of any choice."""
     first_token_ms: float | None
-    """From its arrival to the first token of any choice; null where nothing was generated."""
+    """From its arrival to the first token of any choice; null if there is none."""
     decode_ms: float
     """From the first token to the end."""
     total_ms: float
     tokens_per_second: float | None
-    """Over `decode_ms`, of all choices together, the first token left out."""
+    """Over `decode_ms`, all choices together, without the first token."""
 
 
 class TextChoice(Struct, frozen=True):
@@ -63,7 +64,7 @@ class TextChoice(Struct, frozen=True):
 
 
 class Message(Struct, frozen=True):
-    """A chat message or, with what is new in it, a delta of one."""
+    """A chat message, or the new part of one."""
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
@@ -78,7 +79,7 @@ class ChatChoice(Struct, frozen=True):
     stop_reason: str | UnsetType = UNSET
 
 
-class ChatPiece(Struct, frozen=True):
+class ChatChunkChoice(Struct, frozen=True):
     index: int
     delta: Message
     logprobs: ChatLogprobs | None = None
@@ -87,13 +88,13 @@ class ChatPiece(Struct, frozen=True):
 
 
 class Envelope(Struct, frozen=True):
-    """The object around the choices. Whole answers carry usage; chunks a null or nothing, as the client asked."""
+    """The object around the choices. A whole answer has usage; in a chunk it is null or left out."""
 
     id: str
     object: str
     created: int
     model: str
-    choices: Sequence[TextChoice | ChatChoice | ChatPiece]
+    choices: Sequence[TextChoice | ChatChoice | ChatChunkChoice]
     usage: Usage | UnsetType | None
     system_fingerprint: str = FINGERPRINT
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
@@ -101,16 +102,16 @@ class Envelope(Struct, frozen=True):
 
 
 class Answer(ABC):
-    """One HTTP request's answer; a subclass knows the shape of its endpoint. Belongs to one HTTP thread."""
+    """The answer to one HTTP request, on its thread; a subclass knows the shape of its endpoint."""
 
     id_prefix: ClassVar[str]
     whole_object: ClassVar[str]
-    piece_object: ClassVar[str]
+    chunk_object: ClassVar[str]
     has_one_prompt: ClassVar[bool] = False
-    """So that its scores stand beside the choices and not in each, as vLLM has it."""
+    """Whether the prompt's scores stand beside the choices instead of in each, as vLLM has it."""
 
     def __init__(self, model: ServedModel) -> None:
-        self._id = f"{self.id_prefix}{random.getrandbits(96):024x}"  # os.urandom would let go of the GIL
+        self._id = f"{self.id_prefix}{random.getrandbits(96):024x}"  # os.urandom would release the GIL
         self._created = int(time.time())
         self._model = model.name
         self._tokenizer = model.tokenizer
@@ -121,48 +122,49 @@ class Answer(ABC):
         usage: Usage,
         scores: Sequence[PromptLogprobs] = (),
         timings: Timings | UnsetType = UNSET,
-    ) -> bytes:
-        """The body of a blocking answer, from each choice's joined delta and, where they are wanted, each prompt's scores."""
+    ) -> Envelope:
+        """The body of an answer that is not streamed.
+
+        `deltas` holds each choice's joined delta, and `scores` each prompt's where the client asked for them.
+        """
+        choices = []
         num_choices = len(deltas) // max(len(scores), 1)
-        choices = [
-            self._choice(index, delta, scores[index // num_choices] if scores else UNSET)
-            for index, delta in enumerate(deltas)
-        ]
+        for index, delta in enumerate(deltas):
+            prompt_scores = scores[index // num_choices] if scores else UNSET
+            choices.append(self._choice(index, delta, prompt_scores))
         shared = scores[0] if scores and self.has_one_prompt else UNSET
-        return msgspec.json.encode(
-            Envelope(
-                self._id,
-                self.whole_object,
-                self._created,
-                self._model,
-                choices,
-                usage,
-                prompt_logprobs=shared,
-                timings=timings,
-            )
+        return Envelope(
+            self._id,
+            self.whole_object,
+            self._created,
+            self._model,
+            choices,
+            usage,
+            prompt_logprobs=shared,
+            timings=timings,
         )
 
     def chunk(
         self,
-        choices: Sequence[TextChoice | ChatPiece],
+        choices: Sequence[TextChoice | ChatChunkChoice],
         usage: Usage | UnsetType | None,
         timings: Timings | UnsetType = UNSET,
     ) -> bytes:
         """The JSON of one event of a stream."""
         return msgspec.json.encode(
-            Envelope(self._id, self.piece_object, self._created, self._model, choices, usage, timings=timings)
+            Envelope(self._id, self.chunk_object, self._created, self._model, choices, usage, timings=timings)
         )
 
     @abstractmethod
-    def opening(self, index: int) -> TextChoice | ChatPiece | None:
-        """What a stream says of a choice before its first text."""
+    def opening(self, index: int) -> TextChoice | ChatChunkChoice | None:
+        """What a stream says of a choice before its first text, if anything."""
 
     @abstractmethod
-    def piece(self, index: int, delta: Delta) -> TextChoice | ChatPiece:
-        """The text of a delta, and its log-probabilities if it has any."""
+    def delta(self, index: int, delta: Delta) -> TextChoice | ChatChunkChoice:
+        """A delta's text, and its log-probabilities if it has any."""
 
     @abstractmethod
-    def ending(self, index: int, finish: FinishReason) -> TextChoice | ChatPiece:
+    def ending(self, index: int, finish: FinishReason) -> TextChoice | ChatChunkChoice:
         """What a stream says of a choice after its last text."""
 
     @abstractmethod
@@ -174,12 +176,12 @@ class Answer(ABC):
 class TextAnswer(Answer):
     """The answer of /v1/completions."""
 
-    id_prefix, whole_object, piece_object = "cmpl-", "text_completion", "text_completion"
+    id_prefix, whole_object, chunk_object = "cmpl-", "text_completion", "text_completion"
 
     def opening(self, index: int) -> None:
         return None
 
-    def piece(self, index: int, delta: Delta) -> TextChoice:
+    def delta(self, index: int, delta: Delta) -> TextChoice:
         return TextChoice(index, delta.text, text_logprobs(delta, self._tokenizer))
 
     def ending(self, index: int, finish: FinishReason) -> TextChoice:
@@ -194,17 +196,17 @@ class TextAnswer(Answer):
 class ChatAnswer(Answer):
     """The answer of /v1/chat/completions."""
 
-    id_prefix, whole_object, piece_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+    id_prefix, whole_object, chunk_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
     has_one_prompt = True
 
-    def opening(self, index: int) -> ChatPiece:
-        return ChatPiece(index, Message("assistant", ""))
+    def opening(self, index: int) -> ChatChunkChoice:
+        return ChatChunkChoice(index, Message("assistant", ""))
 
-    def piece(self, index: int, delta: Delta) -> ChatPiece:
-        return ChatPiece(index, Message(content=delta.text), chat_logprobs(delta, self._tokenizer))
+    def delta(self, index: int, delta: Delta) -> ChatChunkChoice:
+        return ChatChunkChoice(index, Message(content=delta.text), chat_logprobs(delta, self._tokenizer))
 
-    def ending(self, index: int, finish: FinishReason) -> ChatPiece:
-        return ChatPiece(index, Message(), None, *_reasons(finish))
+    def ending(self, index: int, finish: FinishReason) -> ChatChunkChoice:
+        return ChatChunkChoice(index, Message(), None, *_reasons(finish))
 
     def _choice(self, index: int, delta: Delta, scores: PromptLogprobs | UnsetType) -> ChatChoice:
         message = Message("assistant", delta.text, refusal=None)
@@ -212,18 +214,18 @@ class ChatAnswer(Answer):
 
 
 def _reasons(finish: FinishReason | None) -> tuple[FinishReason | None, str | UnsetType]:
-    """`finish_reason`, in OpenAI's words, and `stop_reason` where these do not tell all: time ran out, not tokens."""
+    """`finish_reason` as OpenAI has it, and `stop_reason` where it says more: time ran out, not tokens."""
     return (FinishReason.LENGTH, finish.value) if finish is FinishReason.DEADLINE else (finish, UNSET)
 
 
 def count_usage(prompts: Sequence[Sequence[int]], choices: Sequence[Choice]) -> Usage:
-    """The totals of an answer. A prompt counts once however many choices it has, and so do its cached tokens."""
+    """The totals of an answer. A prompt and its cached tokens count once, however many choices it has."""
     num_choices = len(choices) // len(prompts)
     num_prompt = sum(len(prompt) for prompt in prompts)
     num_completion = sum(choice.num_tokens for choice in choices)
-    # The later choices of a prompt find it in the cache because the first one has just computed it: the least is what was saved.
-    cached = (
-        min(choice.num_cached for choice in choices[i : i + num_choices])
-        for i in range(0, len(choices), num_choices)
-    )
-    return Usage(num_prompt, num_completion, num_prompt + num_completion, CachedTokens(sum(cached)))
+    num_cached = 0
+    for start in range(0, len(choices), num_choices):
+        # A prompt's later choices find in the cache what the first one has just computed; the smallest number
+        # was saved.
+        num_cached += min(choice.num_cached for choice in choices[start : start + num_choices])
+    return Usage(num_prompt, num_completion, num_prompt + num_completion, CachedTokens(num_cached))

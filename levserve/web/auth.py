@@ -1,6 +1,6 @@
-"""Lets in who brings a key. One check before every request but the health routes, on the request's HTTP thread.
+"""Checks the API key before every request except the health routes, on the request's HTTP thread.
 
-What is under /admin has keys of its own: a client's key does not open it.
+Paths under /admin have keys of their own: a client's key does not open them.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from levserve.settings.settings import Settings
 
 OPEN_PATHS = frozenset(("/healthz", "/readyz", "/health"))  # a probe has no key
 ADMIN_PATHS = "/admin/"
-# A web page cannot set headers on a WebSocket, only name subprotocols; OpenAI's own clients send the key in this one.
+# A web page cannot set headers on a WebSocket, only offer subprotocols; OpenAI's clients send the key in this
+# one.
 KEY_SUBPROTOCOL = "openai-insecure-api-key."
 
 
 def key_check(settings: Settings) -> Callable[[], None]:
-    """A check for Flask's `before_request`: raises `Unauthorized` unless the request carries one of the keys, if there are any."""
-    client_keys, admin_keys = (
-        [_digest(key) for key in keys] for keys in (settings.api_keys, settings.admin_keys)
-    )
+    """For Flask's `before_request`: raises `Unauthorized` where a needed key is missing or wrong."""
+    client_keys = [_digest(key) for key in settings.api_keys]
+    admin_keys = [_digest(key) for key in settings.admin_keys]
     open_paths = OPEN_PATHS | {"/metrics"} if settings.open_metrics else OPEN_PATHS
 
     def check_key() -> None:
@@ -42,9 +42,9 @@ def key_check(settings: Settings) -> Callable[[], None]:
                 "You didn't provide an API key. Send it in the header 'Authorization: Bearer KEY'."
             )
         digest = _digest(given)
-        if not sum(
-            hmac.compare_digest(digest, key) for key in wanted
-        ):  # all are compared: the time tells nothing of which one
+        # All keys are compared, so that the time does not depend on which one matches.
+        num_matches = sum(hmac.compare_digest(digest, key) for key in wanted)
+        if not num_matches:
             raise Unauthorized(f"Incorrect API key provided: {_mask(given)}.")
 
     return check_key
@@ -62,7 +62,7 @@ def _given_key() -> str:
 
 
 def _digest(key: str) -> bytes:
-    """Equal lengths, so that the time of the comparison says nothing about the key, not even how long it is."""
+    """All digests have one length, so that the time of a comparison does not depend on the key's."""
     return hashlib.sha256(key.encode(errors="surrogateescape")).digest()
 
 

@@ -1,7 +1,7 @@
-"""Tells browsers which web pages may call this server: none, unless the operator names their origins.
+"""Tells browsers which web pages may call this server: none, unless the operator lists their origins.
 
-A browser asks first, without the key ("preflight"), and shows a page only the answers that name its origin, errors
-included. Runs on HTTP threads, before and after the views.
+A browser first asks without the key ("preflight"), and shows a page only those answers, errors included, that
+name its origin. Runs on HTTP threads, before and after the views.
 """
 
 from __future__ import annotations
@@ -13,12 +13,21 @@ from flask import Flask, Response, request
 from levserve.errors import Forbidden
 
 PREFLIGHT_SECONDS = 600
-LIMITS = [
-    f"x-ratelimit-{what}-{of}" for of in ("requests", "tokens") for what in ("limit", "remaining", "reset")
-]
-# What a page may read beyond the usual.
+# The headers that a page may read besides the usual ones.
 READABLE = ", ".join(
-    ["x-request-id", "openai-processing-ms", "retry-after", "retry-after-ms", "x-should-retry", *LIMITS]
+    (
+        "x-request-id",
+        "openai-processing-ms",
+        "retry-after",
+        "retry-after-ms",
+        "x-should-retry",
+        "x-ratelimit-limit-requests",
+        "x-ratelimit-remaining-requests",
+        "x-ratelimit-reset-requests",
+        "x-ratelimit-limit-tokens",
+        "x-ratelimit-remaining-tokens",
+        "x-ratelimit-reset-tokens",
+    )
 )
 
 
@@ -29,33 +38,31 @@ class Cors:
         self._origins = frozenset(origins)
 
     def install(self, app: Flask) -> None:
-        """Adds the hooks; call it before the key check is added, which a preflight must not meet."""
+        """Adds the hooks. Call it before the key check is added: a preflight carries no key."""
         if self._origins:
             app.before_request(self._answer_preflight)
             app.after_request(self._name_origin)
 
     def check_origin(self) -> None:
-        """For a WebSocket, which browsers open from any page without asking: raises `Forbidden` for a page's origin not in the list."""
+        """Raises `Forbidden` for a page that is not listed: browsers open WebSockets without asking."""
         origin = request.headers.get("Origin")
         if origin is not None and not self._allows(origin):
-            raise Forbidden("This server takes no WebSocket from pages of this origin; see --cors-origins.")
+            raise Forbidden("This server accepts no WebSocket from pages of this origin; see --cors-origins.")
 
     def _allows(self, origin: str) -> bool:
         return "*" in self._origins or origin.lower() in self._origins
 
     def _answer_preflight(self) -> Response | None:
-        if (
-            request.method != "OPTIONS"
-            or "Origin" not in request.headers
-            or "Access-Control-Request-Method" not in request.headers
-        ):
+        origin = request.headers.get("Origin")
+        if request.method != "OPTIONS" or origin is None:
+            return None
+        if "Access-Control-Request-Method" not in request.headers:
             return None
         response = Response(status=204)
-        if self._allows(request.headers["Origin"]):
+        if self._allows(origin):
+            asked = request.headers.get("Access-Control-Request-Headers", "")
             response.headers["Access-Control-Allow-Methods"] = "GET, POST, OPTIONS"
-            response.headers["Access-Control-Allow-Headers"] = request.headers.get(
-                "Access-Control-Request-Headers", ""
-            )
+            response.headers["Access-Control-Allow-Headers"] = asked
             response.headers["Access-Control-Max-Age"] = str(PREFLIGHT_SECONDS)
         return response
 

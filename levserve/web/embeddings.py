@@ -1,29 +1,23 @@
-"""The embeddings endpoint: the pooled last hidden state of a model that was trained to generate.
+"""The embeddings endpoint: the pooled last hidden state of a model that was trained to generate text.
 
-Views run on HTTP threads. Every vector has length 1, so that a dot product is a cosine. How well such vectors tell texts
-apart is the model's affair: it was not trained for that.
+The view runs on HTTP threads. Every vector has length 1, so that a dot product is a cosine. The model was not
+trained for this, so how well its vectors tell texts apart varies.
 """
 
 from __future__ import annotations
 
 import base64
-from contextlib import ExitStack
 from typing import Annotated, Any
 
-import msgspec
-from flask import Blueprint, Response, g, request
+from flask import Blueprint, Response
 from msgspec import Meta, Struct
 
-from levserve.engine.engine import Engine
 from levserve.engine.served_model import ServedModel
 from levserve.errors import BadRequest, ContextTooLong
 from levserve.generation import Choice
 from levserve.schedule.request import GenerationRequest
-from levserve.settings.settings import Settings
-from levserve.web.admit import admit, asked_timeout
-from levserve.web.body import read_body
-from levserve.web.json_body import decode, unsupported
-from levserve.web.run import Runs
+from levserve.web.call import Calls
+from levserve.web.json_body import json_response, unsupported
 from levserve.web.schema import Seconds, require_choice
 from levserve.web.submission import encode_text
 from levserve.web.texts import Texts, check_texts, split_texts
@@ -36,7 +30,7 @@ POOLINGS = ("mean", "last")
 class EmbeddingBody(Struct, frozen=True, kw_only=True):
     """The body of /v1/embeddings; `pooling` and `add_special_tokens` are not OpenAI's.
 
-    Left out, the format is float and the pooling mean.
+    The default format is float and the default pooling is mean.
     """
 
     model: str
@@ -59,7 +53,7 @@ class EmbeddingBody(Struct, frozen=True, kw_only=True):
         check_texts(self.input, "input")
         if len(self.inputs) > MAX_INPUTS:
             raise BadRequest(
-                f"'input' has {len(self.inputs)} texts; at most {MAX_INPUTS} are taken at a time.",
+                f"'input' has {len(self.inputs)} texts; at most {MAX_INPUTS} are accepted.",
                 param="input",
             )
 
@@ -87,47 +81,35 @@ class EmbeddingList(Struct, frozen=True):
     object: str = "list"
 
 
-class Embeddings:
-    """The view of /v1/embeddings; shared by all HTTP threads and without state of any one request."""
+def embeddings_routes(calls: Calls) -> Blueprint:
+    routes = Blueprint("embeddings", __name__)
 
-    def __init__(self, engine: Engine, settings: Settings, runs: Runs) -> None:
-        self._engine = engine
-        self._settings = settings
-        self._runs = runs
-
-    def routes(self) -> Blueprint:
-        routes = Blueprint("embeddings", __name__)
-        routes.add_url_rule("/v1/embeddings", view_func=self.embed, methods=["POST"])
-        return routes
-
-    def embed(self) -> Response:
-        with ExitStack() as held:
-            reservation = held.enter_context(admit(self._engine))
-            body = decode(read_body(self._settings.max_body_bytes), EmbeddingBody)
-            client = request.environ.get("gunicorn.socket")
-            engine_id, deadline = (
-                self._runs.new_id(g.request_id),
-                self._runs.deadline(g.started, asked_timeout(), body.timeout),
-            )
-            model = self._runs.borrow(body.model, held, deadline, client)
+    @routes.post("/v1/embeddings")
+    def embed() -> Response:
+        with calls.begin() as call:
+            body = call.read(EmbeddingBody)
+            model = call.get_model(body.model)
             texts = _tokenize(body, model)
             requests = [
                 GenerationRequest(
-                    f"{engine_id}-{index}", tuple(tokens), 0, deadline=deadline, wants_hidden=True
+                    f"{call.engine_id}-{index}", tuple(tokens), 0, deadline=call.deadline, wants_hidden=True
                 )
                 for index, tokens in enumerate(texts)
             ]
-            choices = self._runs.compute(requests, model, reservation, g.record, client)
+            choices = call.compute(requests, model)
         data = [Embedding(index, _embedding(choice, body)) for index, choice in enumerate(choices)]
         num_tokens = sum(len(tokens) for tokens in texts)
-        answer = EmbeddingList(data, model.name, EmbeddingUsage(num_tokens, num_tokens))
-        return Response(msgspec.json.encode(answer), content_type="application/json")
+        return json_response(EmbeddingList(data, model.name, EmbeddingUsage(num_tokens, num_tokens)))
+
+    return routes
 
 
 def _tokenize(body: EmbeddingBody, model: ServedModel) -> list[list[int]]:
     if body.dimensions not in (None, model.hidden_size):
-        message = f"This model's embeddings have {model.hidden_size} dimensions, no fewer; 'dimensions' is {body.dimensions}."
-        raise BadRequest(message, param="dimensions")
+        raise BadRequest(
+            f"'dimensions' is {body.dimensions}; this model's embeddings always have {model.hidden_size}.",
+            param="dimensions",
+        )
     adds_special = body.add_special_tokens is not False
     texts = [encode_text(text, model, "input", add_special_tokens=adds_special) for text in body.inputs]
     for tokens in texts:
@@ -139,7 +121,7 @@ def _tokenize(body: EmbeddingBody, model: ServedModel) -> list[list[int]]:
 
 
 def _embedding(choice: Choice, body: EmbeddingBody) -> list[float] | str:
-    import numpy as np  # 0.1 s that the start has no time for
+    import numpy as np  # takes 0.1 s, which would delay the start
 
     assert choice.hidden is not None  # it was asked for
     vector = np.array(choice.hidden.last if body.pooling == "last" else choice.hidden.mean, dtype="<f4")

@@ -1,8 +1,8 @@
-"""A connection taken over from gunicorn: the raw socket, as simple-websocket's two threads may share it.
+"""A connection taken over from gunicorn: a socket that simple-websocket's two threads can share.
 
-The library sends from the view's thread and from its reader thread, with `send`, and closes at once what it has just sent.
-Here every frame goes out whole and alone, and the last one can still be read. A peer that does not read is given up by the
-limit on sending that every connection has.
+The library sends from the view's thread and from its reader thread, both with `send`, and closes the socket
+right after the last frame. Here each frame goes out whole, and the peer can still read the last one. A peer
+that does not read runs into the send timeout that every connection has.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-PATH = "/v1/ws"  # whose connections are taken over
+PATH = "/v1/ws"
 LINGER_SECONDS = 2.0
 LINGER_BYTES = 2**24
-ROOM_SECONDS = 0.05  # between two looks whether there is room again
+ROOM_SECONDS = 0.05  # how often a reader without room looks again
 
 
 class HijackedSocket:
-    """What simple-websocket needs of a socket. `recv` and `close` are its reader thread's; `send` and `hang_up` any thread's."""
+    """The reader thread calls `recv` and `close`; any thread may call `send` and `hang_up`."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -32,7 +32,7 @@ class HijackedSocket:
         return self._sock.fileno()
 
     def read_while(self, has_room: Callable[[], bool]) -> None:
-        """Lets the peer wait while there is no room for what it sends; the library would keep all of it."""
+        """Stops reading while there is no room; the library would buffer everything that the peer sends."""
         self._has_room = has_room
 
     def recv(self, num_bytes: int) -> bytes:
@@ -41,18 +41,18 @@ class HijackedSocket:
         return self._sock.recv(num_bytes)
 
     def send(self, data: bytes) -> None:
-        """Sends all of it, or raises OSError; the other thread's frame waits."""
+        """Sends all of it, or raises OSError; a frame of the other thread waits."""
         with self._lock:
             self._sock.sendall(data)
 
     def hang_up(self) -> None:
-        """Wakes whoever reads or sends; closing alone would leave them asleep on a number that is soon another socket's."""
+        """Wakes the threads that read or send; after a mere `close` they sleep on, on a reused descriptor."""
         self._is_ending.set()
         with suppress(OSError):  # gone already
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Reads on for a while: what is unread when a socket closes makes the kernel throw away what the peer has yet to get."""
+        """Reads on for a while: unread data at a close makes the kernel drop what the peer has yet to get."""
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_WR)
             deadline = time.monotonic() + LINGER_SECONDS

@@ -1,17 +1,17 @@
-"""What operators ask: is it alive, is it ready, how is it doing. Answers from HTTP threads without touching the device."""
+"""Health, readiness and metrics. Answered on HTTP threads without touching the device."""
 
 from __future__ import annotations
 
-import msgspec
 from flask import Blueprint, Response, current_app
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from levserve import __version__
 from levserve.engine.engine import Engine
 from levserve.observe.health import Phase
+from levserve.web.json_body import json_response
 
 OPS_PATHS = (b"/health", b"/healthz", b"/readyz", b"/metrics")
-"""Asked every few seconds, and answered whatever else is going on: by threads of their own, logged at debug level."""
+"""Polled every few seconds: they have threads of their own and are logged at debug level."""
 
 
 def ops_routes(engine: Engine) -> Blueprint:
@@ -20,7 +20,7 @@ def ops_routes(engine: Engine) -> Blueprint:
     @routes.get("/healthz")
     @routes.get("/health")
     def show_health() -> Response:
-        """Red when only a restart can help: the device thread has failed or hangs."""
+        """503 when only a restart can help: the device thread has failed or hangs."""
         if engine.phase is Phase.FAILED:
             return json_response({"status": "failed"}, 503)
         if engine.is_stalled:
@@ -46,7 +46,3 @@ def ops_routes(engine: Engine) -> Blueprint:
         return json_response({"name": "levserve", "version": __version__, "endpoints": endpoints})
 
     return routes
-
-
-def json_response(content: object, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(content), status, content_type="application/json")

@@ -1,8 +1,9 @@
-"""Sends the middle of a stream without waking the thread it belongs to.
+"""Writes the middle of a stream to its client on the delivery thread, while the HTTP thread sleeps.
 
-To wake a thread for every piece of every stream costs many times what the pieces cost, and holds up the thread that feeds
-the device. So while a stream's own thread waits, the one that brings the tokens sends what they say. First and last words,
-signs of life and whatever a client does not take at once stay with the stream's own thread, which may block.
+Waking a thread for every event of every stream costs many times what the events cost, and delays the thread
+that feeds the device. The HTTP thread keeps everything that may block: the first and last events, pings, and
+the rest of an event that the client's socket has no room for. `generation.py` describes when each thread
+runs.
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ from __future__ import annotations
 import socket
 
 from levserve.generation import Delta
-from levserve.web.events import Events, Heartbeat
+from levserve.web.events import Events
+from levserve.web.heartbeat import Heartbeat
 
 
 class Relay:
-    """Writes to the client of an answer that gunicorn has begun, chunked. Called on the thread that brings the tokens.
+    """Continues the chunked response that gunicorn began.
 
-    `send_rest` is for the stream's own thread. Either has the socket only while the other does nothing with it.
+    The delivery thread calls the object itself, the stream's HTTP thread calls `send_rest`; never both at the
+    same time.
     """
 
     def __init__(self, client: socket.socket, events: Events, heartbeat: Heartbeat) -> None:
@@ -26,21 +29,21 @@ class Relay:
         self._rest = b""
 
     def __call__(self, index: int, delta: Delta) -> bool:
-        """Sends a delta; False where its own thread has to see to it, or to the rest of it."""
+        """Sends a delta's event; False leaves it, or the rest of it, to the HTTP thread."""
         event = self._events.delta(index, delta)
         if not event:
             return not self._heartbeat.is_due()  # there are tokens, but their text is held back
         chunk = b"%X\r\n%b\r\n" % (len(event), event)
         try:
             num_sent = self._client.send(chunk, socket.MSG_DONTWAIT)
-        except OSError:  # there is no room, or nobody any more
+        except OSError:  # no room in the socket's buffer, or the client has gone
             return False
         self._heartbeat.restart()
         self._rest = chunk[num_sent:]
         return not self._rest
 
     def send_rest(self) -> bool:
-        """Whether a part of the last delta was sent before; then this sends the rest, as patiently as any write."""
+        """Whether a part of the last event was sent before; if so, blocks until the rest of it is sent."""
         if not self._rest:
             return False
         rest, self._rest = self._rest, b""

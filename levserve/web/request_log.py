@@ -1,6 +1,6 @@
-"""One request as it is told when it is over: in a line of the log, in the metrics and, where tracing is on, as a span.
+"""What is known of one request, reported at its end: a log line, metrics and, if tracing is on, a span.
 
-Filled by whoever learns something of the request, on its HTTP thread. Never holds text that a client wrote or got.
+Filled on the request's HTTP thread. Never holds text that a client sent or received.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CLIENT_LEFT = 499
 
 @dataclass(slots=True, eq=False)
 class RequestLog:
-    """Times are on `time.monotonic`'s clock. `abort` is the reason why a client got no complete answer, if it was its own."""
+    """Times are on `time.monotonic`'s clock."""
 
     request_id: str
     method: str
@@ -39,22 +39,20 @@ class RequestLog:
     submitted: float | None = None
     error: str | None = None
     abort: str | None = None
+    """Why the client got no complete answer, if that was the client's own doing."""
     carrier: Mapping[str, str] = field(default_factory=dict)
     """The headers by which the client says of which trace this is a part."""
 
     @property
     def admitted(self) -> float | None:
         """When the device began with it."""
-        return min(
-            (deltas.admitted_at for deltas in self.deltas if deltas.admitted_at is not None), default=None
-        )
+        times = (deltas.admitted_at for deltas in self.deltas)
+        return min((moment for moment in times if moment is not None), default=None)
 
     @property
     def first_token(self) -> float | None:
-        return min(
-            (deltas.first_token_at for deltas in self.deltas if deltas.first_token_at is not None),
-            default=None,
-        )
+        times = (deltas.first_token_at for deltas in self.deltas)
+        return min((moment for moment in times if moment is not None), default=None)
 
     @property
     def completion_tokens(self) -> int:
@@ -64,6 +62,9 @@ class RequestLog:
     def finish_reasons(self) -> list[str]:
         return sorted({choice.finish.value for choice in self.choices if choice.finish is not None})
 
+    def note_work(self, model: str, prompt_tokens: int, choices: Sequence[Choice]) -> None:
+        self.model, self.prompt_tokens, self.choices = model, prompt_tokens, choices
+
     def note_error(self, error: ServeError) -> None:
         if error.status == CLIENT_LEFT:
             self.abort = error.code or "disconnected"
@@ -71,7 +72,7 @@ class RequestLog:
             self.error = error.code or error.type
 
     def timings(self, now: float | None = None) -> Timings:
-        """Up to now. What has not begun has taken no time; what has not ended goes on."""
+        """Where the time went up to now. A phase that has not begun took none."""
         now = time.monotonic() if now is None else now
         submitted = self.submitted or now
         admitted = self.admitted or now
@@ -88,11 +89,13 @@ class RequestLog:
         )
 
     def end(self, status: int, metrics: Metrics, tracing: Tracing | None) -> None:
-        """Tells of the request; the last byte is written, or nobody takes it any more."""
+        """Reports the request: its last byte is written, or its client takes no more."""
         ended = time.monotonic()
         self.status = status
         if self.error is None and any(choice.finish is None for choice in self.choices):
-            self.abort = self.abort or "disconnected"  # writing to it failed before the watcher saw it leave
+            self.abort = (
+                self.abort or "disconnected"
+            )  # a write failed before the watcher saw the client leave
         if self.abort == "disconnected":
             metrics.disconnects.labels(self._phase()).inc()
         if tracing is not None:
@@ -103,22 +106,21 @@ class RequestLog:
         level = logging.DEBUG if self.path.encode() in OPS_PATHS else logging.INFO
         if not log.isEnabledFor(level):
             return
-        milliseconds = round((ended - self.started) * 1000)
         spoken = {
             "request_id": self.request_id,
             "method": self.method,
             "path": self.path,
             "status": self.status,
-            "ms": milliseconds,
+            "ms": round((ended - self.started) * 1000),
         }
         extra = {"message_fields": spoken, "fields": self._fields(ended)}
         log.log(level, "%s %s %s %s %d ms", *spoken.values(), extra=extra)
 
     def _fields(self, ended: float) -> dict[str, object]:
-        told: dict[str, object] = {}
+        fields: dict[str, object] = {}
         if self.submitted is not None:
             timings = self.timings(ended)
-            told = {
+            fields = {
                 "model": self.model,
                 "prompt_tokens": self.prompt_tokens,
                 "completion_tokens": self.completion_tokens,
@@ -127,12 +129,16 @@ class RequestLog:
                 "decode_ms": timings.decode_ms,
                 "finish_reason": ",".join(self.finish_reasons) or None,
             }
-        return told | {
-            name: value for name, value in (("error", self.error), ("abort", self.abort)) if value is not None
-        }
+        if self.error is not None:
+            fields["error"] = self.error
+        if self.abort is not None:
+            fields["abort"] = self.abort
+        return fields
 
     def _phase(self) -> str:
-        return "queued" if self.admitted is None else "prefill" if self.first_token is None else "decode"
+        if self.admitted is None:
+            return "queued"
+        return "prefill" if self.first_token is None else "decode"
 
 
 def _milliseconds(seconds: float) -> float:

@@ -1,21 +1,21 @@
-"""What clients may ask for: the bodies of the generating OpenAI endpoints, field by field.
+"""The bodies of OpenAI's generating endpoints, field by field.
 
-Decoding makes a record that cannot be wrong by itself; what needs the model (its vocabulary, its context) is checked in
-`submission.py`. Any field may be null, which is the same as leaving it out. Fields that nobody declared here are accepted
-and unread, as are metadata, store, service_tier, safety_identifier, prompt_cache_key, prompt_cache_options, verbosity,
-moderation, parallel_tool_calls and prediction; a known field that we cannot honour is refused by name when it asks for
-something.
+Decoding checks everything that does not depend on the model; `submission.py` checks the rest (vocabulary,
+context). Any field may be null, which is the same as leaving it out. Fields that are not declared here are
+accepted and ignored, among them metadata, store, service_tier, safety_identifier, prompt_cache_key,
+prompt_cache_options, verbosity, moderation, parallel_tool_calls and prediction. A known field that this
+server cannot honour is refused by name if it asks for something.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from msgspec import Meta, Struct, defstruct
 
 from levserve.errors import BadRequest
-from levserve.web.json_body import unsupported
+from levserve.web.json_body import missing, unsupported
 from levserve.web.texts import Texts, check_texts, split_texts
 
 MAX_STOPS = 16
@@ -26,13 +26,12 @@ Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]  # beyond any context; the boun
 NumTop = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 NumChoices = Annotated[int, Meta(ge=1, le=128)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-StopString = Annotated[
-    str, Meta(min_length=1, max_length=1000)
-]  # each choice prepares each of its own, in time linear in its length
+# Each choice prepares its own stop strings, in time linear in their length.
+StopString = Annotated[str, Meta(min_length=1, max_length=1000)]
 Seconds = Annotated[float, Meta(gt=0)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
-# Known fields that we cannot honour yet, each with the values that ask for nothing.
+# Known fields that this server cannot honour yet, each with the values that ask for nothing.
 UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "allowed_token_ids": (),
     "audio": (),
@@ -60,7 +59,7 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
 }
 UNSUPPORTED_IN_CHAT: Mapping[str, tuple[object, ...]] = {
     "add_special_tokens": (False,),  # the template writes them itself
-    "best_of": (1,),  # the last two are known from completions
+    "best_of": (1,),
     "echo": (False,),
 }
 UNSUPPORTED_IN_MESSAGE: Mapping[str, tuple[object, ...]] = {
@@ -73,7 +72,7 @@ UNSUPPORTED_IN_MESSAGE: Mapping[str, tuple[object, ...]] = {
 if TYPE_CHECKING:
     Refused = Struct
     RefusedInMessage = Struct
-else:  # the tables declare these fields, so that each is named once
+else:  # the tables declare the fields, so that each is named once
     Refused = defstruct("Refused", [(name, Any, None) for name in UNSUPPORTED], frozen=True, kw_only=True)
     RefusedInMessage = defstruct(
         "RefusedInMessage", [(name, Any, None) for name in UNSUPPORTED_IN_MESSAGE], frozen=True, kw_only=True
@@ -86,7 +85,10 @@ class StreamOptions(Struct, frozen=True):
 
 
 class GenerationBody(Refused, frozen=True, kw_only=True):
-    """What both endpoints take: how many tokens, how they are drawn, where they stop."""
+    """The fields of both endpoints: how many tokens, how they are sampled, where they stop."""
+
+    prompt_param: ClassVar[str]
+    """The field that holds the prompt, for errors about it."""
 
     model: str
     max_tokens: Count | None = None
@@ -132,7 +134,7 @@ class GenerationBody(Refused, frozen=True, kw_only=True):
 
     @property
     def max_length(self) -> int | None:
-        """The most tokens to generate; None goes to the end of the context."""
+        """The most tokens to generate; None for as many as the context holds."""
         return self.max_tokens
 
     @property
@@ -146,18 +148,30 @@ class GenerationBody(Refused, frozen=True, kw_only=True):
         return self.num_choices
 
     @property
+    def num_prompts(self) -> int:
+        return 1
+
+    @property
+    def continues_prompt(self) -> bool:
+        """Whether the answer's text continues the prompt's: then its first token keeps its space."""
+        return False
+
+    @property
+    def choices_param(self) -> str:
+        """The field that says how many sequences run, for errors about their number."""
+        return "n" if self.num_sequences == self.num_choices else "best_of"
+
+    @property
     def num_logprobs(self) -> int | None:
-        """None: none are shown; n: of each token, and of the n likeliest in its place. Each endpoint asks in its own way."""
+        """None shows no log-probabilities; n shows each token's and those of the n likeliest in its place."""
         return None
 
     @property
     def num_computed_logprobs(self) -> int | None:
-        """What the device has to find out, for all that is shown and for choosing the best."""
-        for_choosing = 0 if self.num_sequences > self.num_choices else None
-        wanted = (
-            count for count in (self.num_logprobs, self.prompt_logprobs, for_choosing) if count is not None
-        )
-        return max(wanted, default=None)
+        """What the device computes: everything that is shown, and what it takes to rank the sequences."""
+        for_ranking = 0 if self.num_sequences > self.num_choices else None
+        counts = (self.num_logprobs, self.prompt_logprobs, for_ranking)
+        return max((count for count in counts if count is not None), default=None)
 
     @property
     def shows_prompt(self) -> bool:
@@ -174,6 +188,8 @@ class GenerationBody(Refused, frozen=True, kw_only=True):
 
 class CompletionBody(GenerationBody, frozen=True, kw_only=True):
     """The body of /v1/completions."""
+
+    prompt_param = "prompt"
 
     prompt: Texts
     max_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
@@ -201,8 +217,16 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True):
         return split_texts(self.prompt)
 
     @property
+    def num_prompts(self) -> int:
+        return len(self.prompts)
+
+    @property
     def max_length(self) -> int | None:
         return 16 if self.max_tokens is None else self.max_tokens
+
+    @property
+    def continues_prompt(self) -> bool:
+        return True
 
     @property
     def num_sequences(self) -> int:
@@ -217,14 +241,14 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True):
         return self.echo is True
 
 
-class Part(Struct, frozen=True):
+class ContentPart(Struct, frozen=True):
     type: str
     text: str | None = None
 
 
 class Message(RefusedInMessage, frozen=True, kw_only=True):
     role: str
-    content: str | list[Part] | None = None
+    content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_call_id: str | None = None
 
@@ -232,17 +256,17 @@ class Message(RefusedInMessage, frozen=True, kw_only=True):
         require_choice(self.role, ROLES, f"{path}.role")
         _refuse_unsupported(self, UNSUPPORTED_IN_MESSAGE, f"{path}.")
         if self.role == "tool" and self.tool_call_id is None:
-            raise _missing(f"{path}.tool_call_id")
+            raise missing(f"{path}.tool_call_id")
         if self.content is None and self.role != "assistant":
-            raise _missing(f"{path}.content")
+            raise missing(f"{path}.content")
         if isinstance(self.content, list):
             for number, part in enumerate(self.content):
                 require_choice(part.type, ("text",), f"{path}.content[{number}].type")
                 if part.text is None:
-                    raise _missing(f"{path}.content[{number}].text")
+                    raise missing(f"{path}.content[{number}].text")
 
     def to_template(self) -> dict[str, str]:
-        """The message as chat templates know it, with its parts joined."""
+        """The message as chat templates expect it, with its content parts joined."""
         if isinstance(self.content, list):
             text = "".join(part.text or "" for part in self.content)
         else:
@@ -253,6 +277,8 @@ class Message(RefusedInMessage, frozen=True, kw_only=True):
 
 class ChatBody(GenerationBody, frozen=True, kw_only=True):
     """The body of /v1/chat/completions."""
+
+    prompt_param = "messages"
 
     messages: Annotated[list[Message], Meta(min_length=1)]
     max_completion_tokens: Count | None = None
@@ -283,6 +309,10 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
+    def continues_prompt(self) -> bool:
+        return self.continue_final_message is True
+
+    @property
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
@@ -300,9 +330,3 @@ def _refuse_unsupported(record: Struct, table: Mapping[str, tuple[object, ...]],
         value = getattr(record, name)
         if value is not None and value not in harmless:
             raise unsupported(f"{path}{name}")
-
-
-def _missing(param: str) -> BadRequest:
-    return BadRequest(
-        f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter"
-    )

@@ -1,29 +1,24 @@
-"""The endpoint that scores: how likely is each continuation after its prompt.
+"""The scoring endpoint, /loglikelihood: how likely is each continuation after its prompt.
 
-Views run on HTTP threads. Nothing is generated: the device computes each prompt with its continuation once and tells the
-log-probabilities of the continuation's tokens. Continuations of one prompt find it in the prefix cache.
+The view runs on HTTP threads. Nothing is generated: the device computes each prompt with its continuation
+once and returns the log-probabilities of the continuation's tokens. Continuations of the same prompt share it
+through the prefix cache.
 """
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import Annotated, NamedTuple
 
-import msgspec
-from flask import Blueprint, Response, g, request
+from flask import Blueprint, Response
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from levserve.engine.engine import Engine
 from levserve.engine.served_model import ServedModel
 from levserve.errors import BadRequest, ContextTooLong
 from levserve.schedule.request import GenerationRequest, Sampling, TokenLogprob
-from levserve.settings.settings import Settings
 from levserve.text.tokenizer import Tokenizer
-from levserve.web.admit import admit, asked_timeout
-from levserve.web.body import read_body
-from levserve.web.json_body import decode
+from levserve.web.call import Calls
+from levserve.web.json_body import json_response
 from levserve.web.logprobs import clamp, show_token
-from levserve.web.run import Runs
 from levserve.web.schema import Seconds
 from levserve.web.submission import check_length
 
@@ -31,7 +26,7 @@ MAX_PAIRS = 2048
 
 
 class ScoreBody(Struct, frozen=True, kw_only=True):
-    """The body of /loglikelihood. With `details` the answer tells each token, and whether it was the likeliest."""
+    """The body of /loglikelihood. `details` adds the tokens, and whether they were the likeliest."""
 
     prompts: Annotated[list[str], Meta(min_length=1, max_length=MAX_PAIRS)]
     continuations: Annotated[list[str], Meta(min_length=1, max_length=MAX_PAIRS)]
@@ -41,12 +36,15 @@ class ScoreBody(Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if len(self.prompts) != len(self.continuations):
-            message = f"'prompts' has {len(self.prompts)} entries and 'continuations' {len(self.continuations)}; they are pairs."
-            raise BadRequest(message, param="continuations")
+            raise BadRequest(
+                f"'prompts' has {len(self.prompts)} entries and 'continuations' {len(self.continuations)}; "
+                "each continuation needs its prompt.",
+                param="continuations",
+            )
 
 
 class Scores(Struct, frozen=True):
-    """Parallel lists, one entry a pair; `ll` is the sum of the continuation's `token_logprobs`."""
+    """Parallel lists with one entry per pair; `ll` is the sum of the continuation's `token_logprobs`."""
 
     ll: list[float]
     is_greedy: list[bool] | UnsetType = UNSET
@@ -61,57 +59,40 @@ class Pair(NamedTuple):
     num_context: int
 
 
-class Scoring:
-    """The view of /loglikelihood; shared by all HTTP threads and without state of any one request."""
+def scoring_routes(calls: Calls) -> Blueprint:
+    routes = Blueprint("scoring", __name__)
 
-    def __init__(self, engine: Engine, settings: Settings, runs: Runs) -> None:
-        self._engine = engine
-        self._settings = settings
-        self._runs = runs
-
-    def routes(self) -> Blueprint:
-        routes = Blueprint("scoring", __name__)
-        routes.add_url_rule("/loglikelihood", view_func=self.score, methods=["POST"])
-        return routes
-
-    def score(self) -> Response:
-        with ExitStack() as held:
-            reservation = held.enter_context(admit(self._engine))
-            body = decode(read_body(self._settings.max_body_bytes), ScoreBody)
-            client = request.environ.get("gunicorn.socket")
-            engine_id, deadline = (
-                self._runs.new_id(g.request_id),
-                self._runs.deadline(g.started, asked_timeout(), body.timeout),
-            )
-            model = self._runs.borrow(body.model, held, deadline, client)
+    @routes.post("/loglikelihood")
+    def score() -> Response:
+        with calls.begin() as call:
+            body = call.read(ScoreBody)
+            model = call.get_model(body.model)
             pairs = _make_pairs(body, model)
             sampling = Sampling(num_logprobs=1 if body.details else 0)
             requests = [
                 GenerationRequest(
-                    f"{engine_id}-{index}",
+                    f"{call.engine_id}-{index}",
                     tuple(pair.tokens),
                     0,
                     sampling,
-                    deadline=deadline,
+                    deadline=call.deadline,
                     score_from=pair.num_context,
                 )
                 for index, pair in enumerate(pairs)
             ]
-            choices = self._runs.compute(requests, model, reservation, g.record, client)
-        scores = _tell(
-            pairs,
-            [choice.prompt_logprobs for choice in choices],
-            model.tokenizer,
-            with_details=body.details is True,
-        )
-        return Response(msgspec.json.encode(scores), content_type="application/json")
+            choices = call.compute(requests, model)
+        scores = [choice.prompt_logprobs for choice in choices]
+        return json_response(_show(pairs, scores, model.tokenizer, with_details=body.details is True))
+
+    return routes
 
 
 def split_pair(prompt: str, continuation: str, tokenizer: Tokenizer) -> Pair:
     """Tokenizes a pair as lm-evaluation-harness does.
 
-    Spaces at the end of the prompt go to the continuation, where tokenizers keep them. The two are tokenized together; what is
-    left after as many tokens as the prompt has alone is the continuation's. After an empty prompt comes the bos token.
+    Spaces at the end of the prompt move to the continuation, where tokenizers keep them. The two are
+    tokenized together; the tokens after as many as the prompt has alone are the continuation's. A bos token
+    stands for an empty prompt.
     """
     context = prompt.rstrip()
     continuation = prompt[len(context) :] + continuation
@@ -141,7 +122,7 @@ def _make_pairs(body: ScoreBody, model: ServedModel) -> list[Pair]:
     return pairs
 
 
-def _tell(
+def _show(
     pairs: list[Pair], scores: list[tuple[TokenLogprob, ...]], tokenizer: Tokenizer, *, with_details: bool
 ) -> Scores:
     logprobs = [[clamp(score.logprob) for score in continuation] for continuation in scores]

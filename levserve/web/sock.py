@@ -1,8 +1,8 @@
-"""/v1/ws: the streaming endpoints over a WebSocket. Who may open one, and how it ends; what is said is `conversation.py`'s.
+"""Opens and closes WebSockets on /v1/ws; `conversation.py` answers the requests on them.
 
-Each socket keeps one HTTP thread, which sends, and has a reader thread of simple-websocket's, so there are few of them. Who
-may open a socket is decided before the upgrade, where a refusal is an ordinary answer. When the view ends, the reader thread
-has ended and the socket is closed: gunicorn finds nothing left to do.
+Each socket keeps an HTTP thread, which sends, and a reader thread of simple-websocket's, so their number has
+a limit. A client is refused before the upgrade, while an ordinary HTTP answer is possible. When the view
+ends, the reader thread has ended and the socket is closed: nothing is left for gunicorn to do.
 """
 
 from __future__ import annotations
@@ -17,41 +17,39 @@ from simple_websocket import ConnectionClosed, Server
 from wsproto.frame_protocol import CloseReason
 from wsproto.utilities import LocalProtocolError
 
-from levserve.engine.engine import Engine
 from levserve.errors import BadRequest, Unavailable, UpgradeRequired
 from levserve.observe.health import Phase
 from levserve.observe.tracing import Tracing
-from levserve.settings.settings import Settings
+from levserve.web.call import Calls
 from levserve.web.conversation import MAX_WAITING, Conversation
 from levserve.web.cors import Cors
 from levserve.web.hijack import PATH, HijackedSocket
-from levserve.web.run import Runs
 
 log = logging.getLogger(__name__)
 
-SUBPROTOCOL = "levserve"  # a page that names the key as a subprotocol must name one that we can agree to
-VERSION = "13"  # of the WebSocket protocol, the only one there is
+SUBPROTOCOL = (
+    "levserve"  # a page that sends its key as a subprotocol must offer one that the server can accept
+)
+VERSION = "13"  # the only version of the WebSocket protocol
 PING_SECONDS = 25
-CLOSE_SECONDS = 2.0  # for the peer's answer to our close
+CLOSE_SECONDS = 2.0  # for the peer to answer a close
 GONE = (
     ConnectionClosed,
     LocalProtocolError,
     OSError,
-)  # what simple-websocket raises once a socket is closing
+)  # simple-websocket raises these once a socket is closing
 
 
 class Sockets:
-    """Who may open a WebSocket, and how many; shared by all HTTP threads."""
+    """Decides which clients may open a WebSocket, and counts them; shared by all HTTP threads."""
 
-    def __init__(
-        self, engine: Engine, settings: Settings, runs: Runs, cors: Cors, tracing: Tracing | None
-    ) -> None:
-        self._engine = engine
-        self._settings = settings
-        self._runs = runs
+    def __init__(self, calls: Calls, cors: Cors, tracing: Tracing | None) -> None:
+        self._calls = calls
+        self._engine = calls.engine
+        self._settings = calls.settings
         self._cors = cors
         self._tracing = tracing
-        self._places = threading.BoundedSemaphore(settings.max_sockets)
+        self._places = threading.BoundedSemaphore(calls.settings.max_sockets)
 
     def install(self, app: Flask) -> None:
         app.config["SOCK_SERVER_OPTIONS"] = {
@@ -67,7 +65,7 @@ class Sockets:
         app.register_blueprint(routes)
 
     def _admit(self) -> None:
-        """Before the upgrade: whoever is refused here gets an ordinary answer."""
+        """Runs before the upgrade: a client that is refused here gets an ordinary answer."""
         self._cors.check_origin()
         if request.headers.get("Sec-WebSocket-Version") != VERSION:
             raise UpgradeRequired(f"This server speaks version {VERSION} of the WebSocket protocol.")
@@ -86,7 +84,8 @@ class Sockets:
             )
         g.has_socket_place = True
         request.environ["gunicorn.socket"] = HijackedSocket(request.environ["gunicorn.socket"])
-        # Compression would be agreed to: work for nothing on frames this small, and a way to send very much in few bytes.
+        # The library would accept compression: wasted work on small frames, and a few bytes could unpack to
+        # very many.
         request.environ.pop("HTTP_SEC_WEBSOCKET_EXTENSIONS", None)
 
     def _release(self, error: BaseException | None) -> None:
@@ -94,34 +93,35 @@ class Sockets:
             self._places.release()
 
     def _serve(self, ws: Server) -> None:
-        """The view, after the upgrade: nothing may leave it but by the socket, on which Flask would write an HTTP answer."""
+        """The view, after the upgrade. It must not raise: Flask would write an HTTP answer to the socket."""
         g.is_upgraded = True
+        request_id = g.request_log.request_id
         ws.sock.read_while(lambda: len(ws.input_buffer) < MAX_WAITING)
-        conversation = Conversation(ws, self._engine, self._settings, self._runs, self._tracing, g.request_id)
-        log.info("%s opens %s", g.request_id, PATH)
+        conversation = Conversation(ws, self._calls, self._tracing, request_id)
+        log.info("%s opens %s", request_id, PATH)
         with self._engine.metrics.websockets.track_inprogress():
             try:
                 conversation.run()
             except GONE:
                 pass
-            except Exception:  # the 500 handler's part, where it is too late for a 500
-                log.exception("%s failed on %s", g.request_id, PATH)
+            except Exception:  # it is too late for the 500 handler
+                log.exception("%s failed on %s", request_id, PATH)
                 with suppress(*GONE):
                     ws.close(CloseReason.INTERNAL_ERROR, "The server failed.")
             finally:
                 _end(ws)
-        log.info("%s leaves %s after %d requests", g.request_id, PATH, conversation.num_requests)
+        log.info("%s leaves %s after %d requests", request_id, PATH, conversation.num_requests)
 
 
 def _count_as_upgraded(response: Response) -> Response:
-    """Nobody gets this response once there is a socket; but it is counted."""
+    """Once there is a socket nobody gets this response, but the metrics count it."""
     if g.get("is_upgraded"):
         response.status_code = 101
     return response
 
 
 def _end(ws: Server) -> None:
-    """Closes the socket if it is open, and waits for the end of its reader thread, which gives the descriptor back."""
+    """Closes the socket if it is open, and waits for its reader thread, which closes the descriptor."""
     with suppress(*GONE):
         ws.close()
     ws.thread.join(CLOSE_SECONDS)

@@ -1,6 +1,7 @@
-"""Streams an answer as server-sent events, with a sign of life where there is nothing to say.
+"""Answers a request with server-sent events. Runs on the HTTP thread of the stream.
 
-Used on the HTTP thread of one stream.
+The middle of a stream is written by the delivery thread (`relay.py`); pings fill long silences
+(`heartbeat.py`).
 """
 
 from __future__ import annotations
@@ -9,13 +10,18 @@ import logging
 import socket
 from collections.abc import Generator, Iterator
 
-from msgspec import UNSET
+from flask import Response, request
 
 from levserve.errors import ServeError
 from levserve.generation import ClientGone, Deltas
-from levserve.web.events import DONE, PING, Events, Heartbeat, error_event
+from levserve.models.handle import ModelHandle
+from levserve.web.answer import Answer
+from levserve.web.call import Call
+from levserve.web.events import DONE, Events, error_event
+from levserve.web.heartbeat import PING, Heartbeat
 from levserve.web.relay import Relay
 from levserve.web.run import Run
+from levserve.web.schema import GenerationBody
 
 log = logging.getLogger(__name__)
 
@@ -26,51 +32,94 @@ HEADERS = {
 }
 
 
-def stream(
-    run: Run,
-    events: Events,
-    heartbeat: Heartbeat,
-    *,
-    with_usage: bool,
-    with_timings: bool,
-    request_id: str,
-    client: socket.socket | None = None,
-) -> Iterator[bytes]:
-    """The body of a stream. Whatever happens after the 200 is told in it, and it always ends with [DONE].
+def stream_response(call: Call, body: GenerationBody, answer_kind: type[Answer]) -> Response:
+    """A streamed answer, which outlives the view.
 
-    With a `client`, who must be getting it chunked, its middle does not pass through here. The end goes out in one piece:
-    every write lets go of the GIL, which others are waiting for.
+    A failure before the first ping is due gets its real status. A model that is still loading then is waited
+    for in the stream, and a later failure is an event of it.
     """
+    heartbeat = Heartbeat(call.settings.sse_heartbeat, call.request_log.started)
+    is_chunked = request.environ.get("SERVER_PROTOCOL") == "HTTP/1.1"
+    client = call.client if is_chunked else None
+    handle = call.borrow(body.model)
+    if call.wait(handle, heartbeat.seconds_left()):
+        run = call.start(body, handle.model)
+        run.deltas.wait(heartbeat.seconds_left())
+        chunks = stream(run, answer_kind, heartbeat, client)
+    else:
+        chunks = _wait_and_stream(call, handle, body, answer_kind, heartbeat, client)
+    response = Response(chunks, headers=HEADERS)
+    call.close_with(response)
+    return response
+
+
+def stream(
+    run: Run, answer_kind: type[Answer], heartbeat: Heartbeat, client: socket.socket | None = None
+) -> Iterator[bytes]:
+    """The body of a stream. A failure after the 200 becomes an event; the last event is always [DONE].
+
+    With a `client`, which must be receiving a chunked body, most events go to its socket and not through
+    here. The last events go out in one write: each write releases the GIL, and other threads are waiting to
+    take it.
+    """
+    request_log = run.request_log
     last = b""
     try:
-        last = yield from _events(
-            run.deltas, events, heartbeat, None if client is None else Relay(client, events, heartbeat)
-        )
-        if with_usage or with_timings:
-            last += events.closing(run.usage(), run.record.timings() if with_timings else UNSET)
+        events = Events(answer_kind(run.model), len(run.choices), with_usage=run.body.wants_usage)
+        relay = None if client is None else Relay(client, events, heartbeat)
+        last = yield from _events(run.deltas, events, heartbeat, relay)
+        if run.body.wants_usage or run.body.timings:
+            last += events.closing(run.usage(), run.timings())
     except ClientGone as error:
-        run.record.note_error(error)
+        request_log.note_error(error)
         return
     except ServeError as error:
-        run.record.note_error(error)
+        request_log.note_error(error)
         last += error_event(error)
-    except OSError:  # of the client's socket
+    except OSError:  # from the client's socket
         raise
-    except Exception:  # the 500 handler's part, where it is too late for a 500
-        log.exception("%s failed while streaming", request_id)
-        run.record.error = "server_error"
+    except Exception:  # it is too late for the 500 handler
+        log.exception("%s failed while streaming", request_log.request_id)
+        request_log.error = "server_error"
         last += error_event(ServeError("The server failed while it was answering."))
     yield last + DONE
+
+
+def _wait_and_stream(
+    call: Call,
+    handle: ModelHandle,
+    body: GenerationBody,
+    answer_kind: type[Answer],
+    heartbeat: Heartbeat,
+    client: socket.socket | None,
+) -> Iterator[bytes]:
+    """The stream of a model that is still loading: pings until it is there."""
+    try:
+        is_decided = False
+        while not is_decided:
+            yield PING
+            heartbeat.restart()
+            is_decided = call.wait(handle, heartbeat.seconds_left())
+        run = call.start(body, handle.model)
+    except ServeError as error:
+        call.request_log.note_error(error)
+        if isinstance(error, ClientGone):
+            return
+        yield error_event(error) + DONE
+        return
+    yield from stream(run, answer_kind, heartbeat, client)
 
 
 def _events(
     deltas: Deltas, events: Events, heartbeat: Heartbeat, relay: Relay | None
 ) -> Generator[bytes, None, bytes]:
-    """All events of the choices; gives back the last of them, which are to be sent with what follows."""
+    """All events of the choices; returns the last of them, to be sent together with what follows."""
     pending = events.opening()
-    has_begun = False  # the head of the answer goes out with its first bytes
+    has_begun = (
+        False  # the relay must not write before the response's head, which goes out with the first bytes
+    )
     while True:
-        if not heartbeat.wait_beside(deltas, relay if has_begun and not pending else None):
+        if not heartbeat.wait_for(deltas, relay if has_begun and not pending else None):
             yield PING
         elif (found := next(deltas, None)) is None:
             return pending

@@ -1,17 +1,17 @@
-"""Texts in the four forms in which clients give them: a string, its tokens, or a list of either. Used on HTTP threads."""
+"""Texts in the four forms that clients send: a string, its tokens, or a list of either."""
 
 from __future__ import annotations
 
 from levserve.errors import BadRequest
 
 Texts = str | list[str | int | list[int]]
-"""Decoding lets a mixture through; `check_texts` refuses it."""
+"""The type allows a mixture; `check_texts` refuses it."""
 
 
 def check_texts(texts: Texts, param: str) -> None:
     kinds = {type(item) for item in texts} if isinstance(texts, list) else {str}
     if len(kinds) != 1:
-        wanted = "a string, or a list that is not empty of strings, of token ids or of lists of token ids"
+        wanted = "a string, or a non-empty list of strings, of token ids or of lists of token ids"
         raise BadRequest(f"Invalid type for '{param}': expected {wanted}.", param=param, code="invalid_type")
 
 

@@ -1,34 +1,29 @@
-"""What the tokenizer does, over HTTP: /tokenize, /detokenize, /tokenizer_info and /apply_template.
+"""The tokenizer over HTTP: /tokenize, /detokenize, /tokenizer_info and /apply_template.
 
-The shapes are vLLM's, which lm-evaluation-harness expects at the root; /v1 has them too. Views run on HTTP threads and
-need nothing of the device; but a long text takes seconds, so they have places in the queue like everyone.
+The shapes are vLLM's, which lm-evaluation-harness expects at the root; /v1 has them too. The views run on
+HTTP threads and do not use the device. A long text takes seconds, so these requests take places in the queue
+like all others.
 """
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
-import msgspec
-from flask import Blueprint, Response, g, request
+from flask import Blueprint, Response, request
 from msgspec import Meta, Struct
 
-from levserve.engine.engine import Engine
 from levserve.engine.served_model import ServedModel
 from levserve.errors import BadRequest
-from levserve.settings.settings import Settings
 from levserve.text.chat import Options, render_chat, render_text, template_of
 from levserve.text.tokenizer import Tokenizer
-from levserve.web.admit import admit, asked_timeout
-from levserve.web.body import read_body
-from levserve.web.json_body import decode, unsupported
-from levserve.web.run import Runs
+from levserve.web.call import Calls, header_timeout
+from levserve.web.json_body import json_response, missing, unsupported
 from levserve.web.schema import Message
 from levserve.web.submission import check_token_ids
 
 
 class ModelBody(Struct, frozen=True, kw_only=True):
-    """A client need not name the model; one that does must name ours."""
+    """A body that need not name a model."""
 
     model: str | None = None
 
@@ -58,9 +53,7 @@ class ConversationBody(ModelBody, frozen=True, kw_only=True):
     @property
     def conversation(self) -> list[dict[str, str]]:
         if self.messages is None:
-            raise BadRequest(
-                "Missing required parameter: 'messages'.", param="messages", code="missing_required_parameter"
-            )
+            raise missing("messages")
         return [message.to_template() for message in self.messages]
 
     @property
@@ -84,9 +77,7 @@ class TokenizeBody(ConversationBody, frozen=True, kw_only=True):
         if self.prompt is not None and self.messages is not None:
             raise BadRequest("'prompt' and 'messages' exclude each other.", param="messages")
         if self.prompt is None and self.messages is None:
-            raise BadRequest(
-                "Missing required parameter: 'prompt'.", param="prompt", code="missing_required_parameter"
-            )
+            raise missing("prompt")
         if self.messages is not None and self.add_special_tokens:
             raise unsupported("add_special_tokens")  # the template writes them itself
 
@@ -108,7 +99,7 @@ class Prompt(Struct, frozen=True):
 
 
 class TokenizerInfo(Struct, frozen=True):
-    """As a tokenizer_config.json has it, which is what vLLM answers; the strings of tokens, and their ids where several count."""
+    """The fields of a tokenizer_config.json, which vLLM answers with; and all ids that end a text."""
 
     tokenizer_class: str
     model_max_length: int
@@ -121,93 +112,68 @@ class TokenizerInfo(Struct, frozen=True):
     chat_template: str | None
 
 
-B = TypeVar("B", bound=ModelBody)
+def tokens_routes(calls: Calls) -> Blueprint:
+    routes = Blueprint("tokens", __name__)
 
-
-class Tokens:
-    """The views; shared by all HTTP threads."""
-
-    def __init__(self, engine: Engine, settings: Settings, runs: Runs) -> None:
-        self._engine = engine
-        self._runs = runs
-        self._max_body_bytes = settings.max_body_bytes
-
-    def routes(self) -> Blueprint:
-        routes = Blueprint("tokens", __name__)
-        for root in ("", "/v1"):
-            routes.add_url_rule(f"{root}/tokenize", view_func=self.tokenize, methods=["POST"])
-            routes.add_url_rule(f"{root}/detokenize", view_func=self.detokenize, methods=["POST"])
-            routes.add_url_rule(f"{root}/apply_template", view_func=self.apply_template, methods=["POST"])
-            routes.add_url_rule(f"{root}/tokenizer_info", view_func=self.show_tokenizer)
-        return routes
-
-    def tokenize(self) -> Response:
-        with ExitStack() as held:
-            body, model = self._read(held, TokenizeBody)
+    def tokenize() -> Response:
+        with calls.begin() as call:
+            body = call.read(TokenizeBody)
+            model = call.get_model(body.model)
             if body.prompt is None:
                 tokens = render_chat(model.tokenizer, body.conversation, **body.options)
             else:
-                tokens = model.tokenizer.encode(
-                    body.prompt, add_special_tokens=body.add_special_tokens is not False
-                )
+                adds_special = body.add_special_tokens is not False
+                tokens = model.tokenizer.encode(body.prompt, add_special_tokens=adds_special)
             names = [_name(token, model.tokenizer) for token in tokens] if body.return_token_strs else None
-            return _answer(Tokenized(len(tokens), model.max_seq_len, tokens, names))
+            return json_response(Tokenized(len(tokens), model.max_seq_len, tokens, names))
 
-    def detokenize(self) -> Response:
-        with ExitStack() as held:
-            body, model = self._read(held, DetokenizeBody)
-            check_token_ids("tokens", body.tokens, model.tokenizer)
-            return _answer(
-                Prompt(
-                    model.tokenizer.decode(body.tokens, skip_special_tokens=body.skip_special_tokens is True)
-                )
-            )
+    def detokenize() -> Response:
+        with calls.begin() as call:
+            body = call.read(DetokenizeBody)
+            tokenizer = call.get_model(body.model).tokenizer
+            check_token_ids("tokens", body.tokens, tokenizer)
+            skips = body.skip_special_tokens is True
+            return json_response(Prompt(tokenizer.decode(body.tokens, skip_special_tokens=skips)))
 
-    def apply_template(self) -> Response:
-        with ExitStack() as held:
-            body, model = self._read(held, ConversationBody)
-            return _answer(Prompt(render_text(model.tokenizer, body.conversation, **body.options)))
+    def apply_template() -> Response:
+        with calls.begin() as call:
+            body = call.read(ConversationBody)
+            tokenizer = call.get_model(body.model).tokenizer
+            return json_response(Prompt(render_text(tokenizer, body.conversation, **body.options)))
 
-    def show_tokenizer(self) -> Response:
-        with ExitStack() as held:
-            model = self._borrow(request.args.get("model"), held)
-        tokenizer = model.tokenizer
-        eos_ids = sorted(tokenizer.eos_ids)
-        # A model may say by number alone which token ends a text; clients ask for its string.
-        eos_token = tokenizer.eos_token or (_name(eos_ids[0], tokenizer) if eos_ids else None)
-        return _answer(
-            TokenizerInfo(
-                "PreTrainedTokenizerFast",
-                model.max_seq_len,
-                tokenizer.vocab_size,
-                tokenizer.bos_token,
-                eos_token,
-                tokenizer.pad_token,
-                eos_ids,
-                tokenizer.special_tokens,
-                template_of(tokenizer),
-            )
-        )
+    def show_tokenizer() -> Response:
+        """Needs no place in the queue: nothing here takes long."""
+        calls.engine.require_loaded()
+        with calls.begin() as call:
+            call.set_deadline(header_timeout())
+            return json_response(_describe(call.get_model(request.args.get("model"))))
 
-    def _read(self, held: ExitStack, kind: type[B]) -> tuple[B, ServedModel]:
-        held.enter_context(admit(self._engine))
-        body = decode(read_body(self._max_body_bytes), kind)
-        return body, self._borrow(body.model, held)
+    for root in ("", "/v1"):
+        routes.add_url_rule(f"{root}/tokenize", view_func=tokenize, methods=["POST"])
+        routes.add_url_rule(f"{root}/detokenize", view_func=detokenize, methods=["POST"])
+        routes.add_url_rule(f"{root}/apply_template", view_func=apply_template, methods=["POST"])
+        routes.add_url_rule(f"{root}/tokenizer_info", view_func=show_tokenizer)
+    return routes
 
-    def _borrow(self, name: str | None, held: ExitStack) -> ServedModel:
-        self._engine.require_loaded()
-        return self._runs.borrow(
-            name,
-            held,
-            self._runs.deadline(g.started, asked_timeout()),
-            request.environ.get("gunicorn.socket"),
-        )
+
+def _describe(model: ServedModel) -> TokenizerInfo:
+    tokenizer = model.tokenizer
+    eos_ids = sorted(tokenizer.eos_ids)
+    # Some models name the token that ends a text by its id alone; clients ask for its string.
+    eos_token = tokenizer.eos_token or (_name(eos_ids[0], tokenizer) if eos_ids else None)
+    return TokenizerInfo(
+        "PreTrainedTokenizerFast",
+        model.max_seq_len,
+        tokenizer.vocab_size,
+        tokenizer.bos_token,
+        eos_token,
+        tokenizer.pad_token,
+        eos_ids,
+        tokenizer.special_tokens,
+        template_of(tokenizer),
+    )
 
 
 def _name(token: int, tokenizer: Tokenizer) -> str:
-    """The token as its vocabulary spells it; a model may have more rows than names."""
+    """The token as its vocabulary spells it; a model may have more ids than its vocabulary has names."""
     return tokenizer.backend.id_to_token(token) or ""
-
-
-def _answer(content: Struct) -> Response:
-    return Response(msgspec.json.encode(content), content_type="application/json")

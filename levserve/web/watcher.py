@@ -1,8 +1,8 @@
-"""Notices at once when a client hangs up, for requests that wait for tokens.
+"""Notices at once that a client hangs up while its request waits for tokens.
 
-A thread that waits on a queue does not see its socket close, and writing tells only at the second try. One thread with one
-epoll set watches the sockets of all running requests (under a millisecond, no polling). Half-closing a connection counts
-as leaving, as it does for nginx.
+A thread that waits on a queue does not see its socket close, and only the second write to a closed socket
+fails. One thread with one epoll set watches the sockets of all running requests (under a millisecond, no
+polling). A half-closed connection counts as a hang-up, as it does for nginx.
 """
 
 from __future__ import annotations
@@ -19,29 +19,30 @@ GONE = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Watch:
-    """One watched socket. Compared by identity: a descriptor is reused, a watch is not."""
+    """One watched socket. Compared by identity: descriptors are reused, watches are not."""
 
     fd: int
     on_gone: Callable[[], None]
 
 
 class Watcher:
-    """Owns the thread `levserve-watcher`, which calls `on_gone`. `watch` and `unwatch` are for HTTP threads; `stop` joins."""
+    """Owns the thread `levserve-watcher`, which calls `on_gone`. HTTP threads call `watch` and `unwatch`."""
 
     def __init__(self) -> None:
         self._epoll = select.epoll()
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC)
         self._epoll.register(self._wakeup, select.EPOLLIN)
-        # Never held while the epoll set is changed: that lets go of the GIL, and all others would wait for who waits to get it back.
+        # # Not held while the epoll set is changed: that releases the GIL, and every other thread would wait
+        # for the lock until its holder has the GIL back.
         self._lock = threading.Lock()
         self._watches: dict[int, Watch] = {}
         self._thread = threading.Thread(target=self._run, name="levserve-watcher")
         self._thread.start()
 
     def watch(self, sock: socket.socket, on_gone: Callable[[], None]) -> Watch:
-        """Calls `on_gone` once from the watcher thread if the peer leaves, also if it has already left.
+        """Calls `on_gone` once, on the watcher thread, if the peer leaves or has already left.
 
-        The caller unwatches before it gives the socket back: its descriptor's number will be another connection's.
+        The caller calls `unwatch` before it gives the socket back: the descriptor will be reused.
         """
         watch = Watch(sock.fileno(), on_gone)
         with self._lock:
@@ -50,7 +51,7 @@ class Watcher:
         return watch
 
     def unwatch(self, watch: Watch) -> None:
-        """Forgets the socket; `on_gone` may still be running, but does not begin any more."""
+        """Forgets the socket; an `on_gone` that is running goes on, but none begins after this."""
         with self._lock:
             if self._watches.get(watch.fd) is not watch:
                 return
@@ -75,7 +76,8 @@ class Watcher:
     def _find_gone(self, fd: int) -> Watch | None:
         with self._lock:
             watch = self._watches.get(fd)
-            # The event may be of a connection that has ended since, its number taken by a new one: ask the socket itself.
+            # # The event may be stale: the descriptor may belong to a newer connection. Ask the socket
+            # itself.
             return watch if watch is not None and _is_gone(fd) else None
 
 

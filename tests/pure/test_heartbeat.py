@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import threading
 from collections.abc import Iterator
 
 import openai
 import pytest
 
-from levserve.web.events import PING
+from levserve.engine.served_model import ServedModel
+from levserve.models.entry import Resident
+from levserve.models.registry import MakeRoom, Report
+from levserve.web.heartbeat import PING
 from tests.fake_app import App, serving
 from tests.fake_server import ServerProcess, completion
+from tests.waiting import wait_until
 
 BEAT_SECONDS = 0.05
 
@@ -113,3 +119,36 @@ def test_a_client_that_leaves_between_comments_is_noticed() -> None:
         client = server.wait_ready().start_completion("t4", stream=True)
         client.close()
         server.wait_event("cancel")
+
+
+class SlowLoader:
+    """Knows one model besides the one that is loaded, and loads it when `gate` opens."""
+
+    def __init__(self, model: ServedModel) -> None:
+        self.model = model
+        self.gate = threading.Event()
+
+    def names(self) -> list[str]:
+        return [self.model.name]
+
+    def load(self, name: str, report: Report, make_room: MakeRoom) -> Resident:
+        assert self.gate.wait(20)
+        return Resident(model=self.model)
+
+    def unload(self, resident: Resident) -> None: ...
+
+
+def test_a_stream_whose_model_loads_late_is_cancelled_when_its_client_leaves(app: App) -> None:
+    loader = SlowLoader(dataclasses.replace(app.registry.default, name="late"))
+    app.registry.stock(loader)
+    reply = app.client.post("/v1/completions", json=completion("t4") | {"model": "late", "stream": True})
+    chunks = iter(reply.response)
+    assert next(chunks) == PING, "the model is not there yet"
+    loader.gate.set()
+    assert next(chunks) == PING
+    wait_until(lambda: bool(app.device.requests))
+    reply.close()
+    (request,) = app.device.requests
+    wait_until(lambda: ("cancel", request.request_id) in list(app.device.events.queue))
+    app.registry.close()
+    app.registry.join()

@@ -23,14 +23,16 @@ from levserve.text.detokenizer import Detokenizer, Spelling
 from levserve.text.stops import StopStrings
 from levserve.web import sse
 from levserve.web.answer import ChatAnswer
-from levserve.web.events import Events, Heartbeat
+from levserve.web.heartbeat import Heartbeat
 from levserve.web.request_log import RequestLog
 from levserve.web.run import Run
+from levserve.web.schema import ChatBody, Message
 from tests.fake_device import load_toy_tokenizer
 from tests.waiting import wait_until
 
 HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 MODEL = ServedModel("toy", load_toy_tokenizer(), 64, 4, 0)
+BODY = ChatBody(model="toy", messages=[Message(role="user", content="t1")], stream=True)
 
 
 class Wire:
@@ -50,13 +52,10 @@ class Wire:
         self.closed: list[str] = []
         self.tokens = TokenStream(["0"], lambda request_id, finish: self.closed.append(finish))
         choice = Choice(Detokenizer(spell, Spelling(is_byte_level=True)), StopStrings(stops))
-        record = RequestLog("id", "POST", "/", choices=[choice])
-        run = Run([[1]], [choice], Deltas(self.tokens, [choice]), 1, record)
-        events = Events(ChatAnswer(MODEL), 1, with_usage=False)
+        request_log = RequestLog("id", "POST", "/", choices=[choice])
+        run = Run(BODY, MODEL, [[1]], [choice], Deltas(self.tokens, [choice]), request_log)
         beat = Heartbeat(heartbeat, time.monotonic())
-        self.pieces = sse.stream(
-            run, events, beat, with_usage=False, with_timings=False, request_id="id", client=self.ours
-        )
+        self.pieces = sse.stream(run, ChatAnswer, beat, self.ours)
         self.num_written = 0
 
     def write(self) -> None:

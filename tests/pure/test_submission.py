@@ -128,9 +128,9 @@ def test_a_prompt_is_scored_once_where_its_scores_are_shown(
 def test_stop_tokens_that_must_be_listed_are_left_to_the_choice(
     fields: dict[str, Any], on_device: set[int]
 ) -> None:
-    assert requests(**fields)[0].stop_ids == on_device
     body = decode(json.dumps({"model": MODEL, "prompt": "t17"} | fields).encode(), CompletionBody)
-    (choice,) = make_choices(body, SERVED.tokenizer, [[17]])
+    _, (request,), (choice,) = prepare(body, SERVED, Seeds(None), "id", None)
+    assert request.stop_ids == on_device
     choice.add(TokenBatch((18, 2), (TokenLogprob(-0.5),) * 2))
     assert (choice.finish is None) == bool(on_device)
 
