@@ -38,7 +38,7 @@ from levserve.models.build import Loaded
 from levserve.models.load import load
 from levserve.observe.metrics import Metrics
 from levserve.schedule.request import GenerationRequest, Sampling
-from levserve.server import settle
+from levserve.server import freeze_loaded_objects
 from levserve.settings.parse import parse_settings
 
 COMPLETE = "programs are compiled"
@@ -71,7 +71,7 @@ class Alone(Delivery):
         """Tokens a second."""
         self._requests = deque(self._request(streams) for _ in range(num_requests))
         num_tokens = sum(request.max_tokens for request in self._requests)
-        settle()  # as the server does when it is ready
+        freeze_loaded_objects()  # as the server does when it is ready
         start = time.perf_counter()
         for _ in range(streams.at_once):
             self._begin()

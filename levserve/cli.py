@@ -1,6 +1,6 @@
-"""The command `levserve`: reads the settings, looks for early mistakes, and serves.
+"""The command `levserve`: reads the settings, checks them, and serves.
 
-Runs on the main thread of the process that becomes gunicorn's arbiter, so it imports nothing of jax.
+Runs on the main thread of the process that becomes gunicorn's arbiter, so it does not import jax.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code; a mistake of the user's is one line on stderr."""
+    """Returns the exit code; a mistake of the user's is one line on stderr."""
     settings = parse_settings(argv)
     try:
         return _run(settings)
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         report_startup_error(error)
         return error.exit_code
     except KeyboardInterrupt:
-        return 130  # as a shell says it: ended by SIGINT
+        return 130  # the shell's code for SIGINT
 
 
 def _run(settings: Settings) -> int:
@@ -63,7 +63,7 @@ def _announce_faults(faults: str) -> None:
 
 
 def _start_device(settings: Settings, registry: Registry) -> threading.Thread:
-    """Called in the worker: jax must not be touched before the fork."""
+    """Called in the worker: jax must not be imported before the fork."""
     from levserve.models.startup import start_device_thread
 
     return start_device_thread(settings, registry, rows=settings.max_running)

@@ -1,20 +1,21 @@
-"""Everything levserve refuses or fails at, each with the HTTP answer it becomes.
+"""The exceptions of levserve, each with the HTTP answer it becomes.
 
     ServeError                 500  server_error
-    ├── Poisoned               500  non_finite_output: the model's numbers for this request, and for no other
+    ├── Poisoned               500  non_finite_output: for this request only
     ├── BadRequest             400  invalid_request_error, with the field in `param`
     │   └── ContextTooLong     400  context_length_exceeded
     ├── Unauthorized           401  invalid_api_key
     ├── Forbidden              403
     ├── NotFound               404
     │   └── ModelNotFound      404  model_not_found
-    ├── RequestTimeout         408
-    ├── Conflict               409  the state of the server does not allow it
-    ├── BodyTooLarge           413
+    ├── RequestTimeout         408  request_timeout
+    ├── Conflict               409  not possible in the server's present state
+    ├── BodyTooLarge           413  body_too_large
     ├── UpgradeRequired        426
-    ├── Overloaded             429  rate_limit_exceeded, with Retry-After
-    ├── Unavailable            503  with Retry-After: loading, draining, stalled or failed
-    └── DeadlineExceeded       504
+    ├── RetryLater                  with Retry-After
+    │   ├── Overloaded         429  rate_limit_exceeded
+    │   └── Unavailable        503  unavailable: loading, draining, stalled or failed
+    └── DeadlineExceeded       504  deadline_exceeded
     StartupError               the process ends with exit code 1 and one line
     └── ConfigError            the same with exit code 2
 
@@ -27,11 +28,11 @@ import json
 import math
 
 NO_RETRY = {"x-should-retry": "false"}
-"""For OpenAI's SDK, which would otherwise send a request again that fails again."""
+"""Keeps OpenAI's SDK from repeating a request that would fail again."""
 
 
 class ServeError(Exception):
-    """A request that ends without its answer; the message is a sentence a client can act on."""
+    """A request that ends without an answer; the message is a sentence that a client can act on."""
 
     status = 500
     type = "server_error"
@@ -45,7 +46,7 @@ class ServeError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """What the answer says of the error besides its body."""
+        """Headers that the error adds to its answer."""
         return {}
 
     def body(self) -> bytes:
@@ -55,7 +56,7 @@ class ServeError(Exception):
 
 
 class Poisoned(ServeError):
-    """The model's numbers for a request were not finite."""
+    """The model computed non-finite numbers for a request."""
 
     code = "non_finite_output"
 
@@ -80,7 +81,8 @@ class ContextTooLong(BadRequest):
         super().__init__(
             f"This model's maximum context length is {max_seq_len} tokens. "
             f"However, you requested {at_least}{num_tokens + max_tokens} tokens "
-            f"({num_tokens} in the prompt, {max_tokens} for the completion). Please shorten the prompt or the completion.",
+            f"({num_tokens} in the prompt, {max_tokens} for the completion). "
+            "Please shorten the prompt or the completion.",
             param=param,
         )
 
@@ -129,7 +131,7 @@ class BodyTooLarge(ServeError):
 
 
 class UpgradeRequired(ServeError):
-    """The path is a WebSocket's, and the request does not open one."""
+    """The path needs a WebSocket, and the request does not open one."""
 
     status = 426
     type = "invalid_request_error"
@@ -140,7 +142,7 @@ class UpgradeRequired(ServeError):
 
 
 class RetryLater(ServeError):
-    """A refusal that time may mend; `retry_after_seconds` becomes the Retry-After header."""
+    """A refusal that a later try may not meet; `retry_after_seconds` becomes the Retry-After header."""
 
     def __init__(self, message: str, *, retry_after_seconds: float) -> None:
         super().__init__(message)
@@ -175,12 +177,12 @@ class DeadlineExceeded(ServeError):
 
 
 class StartupError(Exception):
-    """The server cannot start; the message is one line that names what is wrong."""
+    """The server cannot start; the message is one line that says why."""
 
     exit_code = 1
 
 
 class ConfigError(StartupError):
-    """A setting that cannot be; the message names the option, its source and its value."""
+    """An invalid setting; the message names the option, its source and its value."""
 
     exit_code = 2

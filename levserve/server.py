@@ -1,8 +1,8 @@
-"""Runs the application under gunicorn: one arbiter, one worker process for life, a pool of HTTP threads in it.
+"""Runs the application under gunicorn: one arbiter, one worker process for life, its pool of HTTP threads.
 
-`serve` is called by `cli.main` in the process that becomes the arbiter, which imports no jax: the device thread is born in
-the worker, after the fork. The worker's end is the server's end: 0 after a drain, the error's own code when the model
-cannot be served (1 or 2), 70 for anything else. What gunicorn's worker and arbiter do differently here is in `wire/`.
+`cli.main` calls `serve` in the process that becomes the arbiter, which does not import jax: the device thread
+starts in the worker, after the fork. The server exits when its worker does: with 0 after a drain, with 1 or 2
+if the model cannot be served, with 70 for anything else. `wire/` holds the worker and the arbiter.
 """
 
 from __future__ import annotations
@@ -46,59 +46,57 @@ log = logging.getLogger(__name__)
 
 StartDevice = Callable[[Settings, Registry], threading.Thread]
 
-ACCELERATORS = ("/dev/nvidiactl", "/dev/accel0", "/dev/vfio/0")  # NVIDIA's driver, and TPUs
-SPARE_THREADS = 16  # for refusals and questions about the model while every place is taken
+ACCELERATORS = ("/dev/nvidiactl", "/dev/accel0", "/dev/vfio/0")  # NVIDIA's driver and TPUs
+SPARE_THREADS = 16  # for refusals and short requests while every place in the queue is taken
 IDLE_CONNECTIONS = 1000
-OTHER_FILES = 256  # open at a time besides connections: weights, compiled programs, the device
+OTHER_FILES = 256  # weights, compiled programs, the device
 BACKLOG = 2048
-EXIT_SECONDS = 10  # from the end of a drain to the end of the process
-COLLECT_AFTER = (
-    10_000  # new objects: Python's 700 are a few requests', which all live until they are answered
-)
-JOIN_SECONDS = 3.0  # a device thread that is inside a compile cannot be told to stop
+EXIT_SECONDS = 10  # from the end of a drain until the worker is killed
+# A collection after this many new objects. A few requests make Python's 700, and all of them live until the
+# answer.
+COLLECT_AFTER = 10_000
+JOIN_SECONDS = 3.0  # a device thread that is compiling cannot be interrupted
 
 
 def serve(settings: Settings, start_device: StartDevice) -> NoReturn:
-    """Serves until a signal ends it; raises `StartupError` if it cannot listen, else `SystemExit` in both processes."""
+    """Serves until a signal. Raises `StartupError` if it cannot listen, otherwise `SystemExit`."""
     max_connections = allow_files(num_threads(settings))
     supervision = take_supervision(os.environ)
     listener = supervision.listener or listen(settings.host, settings.port)
     url = _url(listener)
-    signal.signal(
-        signal.SIGTERM, lambda number, frame: os._exit(0)
-    )  # until gunicorn listens for it; there is nothing to end yet
+    # Until gunicorn sets its own handler: there is nothing to drain yet.
+    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0))
     log_settings({row.name: (row.value, row.source) for row in settings.describe()})
-    log.info(
-        "listening on %s, loading %s",
-        url,
-        "the first of several models" if settings.has_several else settings.model,
-    )
+    model = "the first of several models" if settings.has_several else settings.model
+    log.info("listening on %s, loading %s", url, model)
     Application(settings, listener, url, start_device, supervision, max_connections).run()
-    raise AssertionError("the arbiter ends with SystemExit")
+    raise AssertionError("the arbiter raises SystemExit")
 
 
 def resolve_rows(settings: Settings) -> Settings:
-    """Fills in the limits that were left to us. Everything after this, the engine too, reads them from the settings.
+    """Fills in `max_running` and `max_waiting` where they were left out; everything after this reads them.
 
-    The size of the thread pool depends on them, so they are chosen before jax can tell what the device is.
+    The size of the thread pool depends on them, so they are chosen before jax can say what the device is.
     """
-    has_accelerator = settings.device in ("gpu", "tpu") or (
-        settings.device == "auto" and any(map(os.path.exists, ACCELERATORS))
-    )
+    has_accelerator = settings.device in ("gpu", "tpu")
+    if settings.device == "auto":
+        has_accelerator = any(map(os.path.exists, ACCELERATORS))
     rows = settings.max_running or (256 if has_accelerator else 32)
     return replace(settings, max_running=rows, max_waiting=settings.max_waiting or 4 * rows)
 
 
 def num_threads(settings: Settings) -> int:
-    """HTTP threads: one for every request that may run or wait and every WebSocket, and some that are always free."""
+    """HTTP threads: one for each request that may run or wait and for each WebSocket, and some to spare."""
     return settings.max_running + settings.max_waiting + settings.max_sockets + SPARE_THREADS
 
 
 def allow_files(num_threads: int) -> int:
-    """The connections there may be at a time; raises the process's limit on open files for them as far as it may be raised."""
+    """How many connections may be open; raises the limit on open files for them as far as it can."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     least = num_threads + MAX_QUEUED + OPS_THREADS + OTHER_FILES
-    most = least + IDLE_CONNECTIONS if hard == resource.RLIM_INFINITY else min(hard, least + IDLE_CONNECTIONS)
+    most = least + IDLE_CONNECTIONS
+    if hard != resource.RLIM_INFINITY:
+        most = min(hard, most)
     if most < least:
         raise StartupError(
             f"{num_threads} HTTP threads need {least} open files, and the limit is {hard} (ulimit -Hn)"
@@ -109,32 +107,30 @@ def allow_files(num_threads: int) -> int:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Opens the port before anything slow is done; gunicorn would try five times over five seconds."""
+    """Opens the port, at once or not at all; gunicorn would try five times over five seconds."""
     try:
-        family, _, _, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, _, _, _, address = found[0]
         listener = socket.create_server(address[:2], family=family, backlog=BACKLOG)
     except OSError as error:
-        reason = str(error.strerror).partition(" (")[0]  # Python adds the address, which we have said
+        reason = str(error.strerror).partition(" (")[0]  # Python appends the address
         raise StartupError(f"cannot listen on {host}:{port}: {reason}") from None
-    listener.setsockopt(
-        socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
-    )  # connections inherit it; events are small and must not wait
+    # Connections inherit it: events are small and must not wait for more data.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
 
 
-def settle() -> None:
-    """Spares what was loaded from the garbage collector, which would stop all threads for a tenth of a second to look at it."""
+def freeze_loaded_objects() -> None:
+    """Excludes everything loaded so far from garbage collection: scanning it stops all threads for 0.1 s."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(COLLECT_AFTER)
 
 
 class Application(BaseApplication):  # type: ignore[misc]
-    """What gunicorn asks for: its settings, the WSGI application, and what begins and ends with the worker.
+    """What gunicorn asks for: its settings, the WSGI application, and what starts and stops with the worker.
 
-    Made in the arbiter; from `load` on it lives in the worker, on gunicorn's main thread.
+    Made in the arbiter; from `load` on, everything runs on the worker's main thread.
     """
 
     ops_paths = OPS_PATHS
@@ -161,12 +157,12 @@ class Application(BaseApplication):  # type: ignore[misc]
     def load_config(self) -> None:
         settings = self.settings
         for name, value in {
-            "bind": self._url.removeprefix("http://"),  # for gunicorn's messages; it is given the open socket
+            "bind": self._url.removeprefix("http://"),  # for gunicorn's messages: it gets an open socket
             "workers": 1,
             "worker_class": Worker,
             "threads": num_threads(settings),
             "worker_connections": self._max_connections,
-            "timeout": 120,  # of the main loop's heartbeat, not of requests
+            "timeout": 120,  # for the main loop's heartbeat, not for requests
             "graceful_timeout": math.ceil(settings.drain_seconds) + EXIT_SECONDS,
             "keepalive": math.ceil(settings.keep_alive),
             "backlog": BACKLOG,
@@ -200,23 +196,23 @@ class Application(BaseApplication):  # type: ignore[misc]
         return create_app(self.registry, settings, self._watcher, self._tracing)
 
     def on_start(self) -> None:
-        """Called by the worker before its main loop, which this must not keep waiting."""
+        """Called by the worker before its main loop; it must not block."""
         self._notifier.start()
         self._device = self._start_device(self.settings, self.registry)
 
     def on_tick(self) -> None:
-        """Called by the main loop four times a second, until the end; it must not block."""
+        """Called by the main loop four times a second; it must not block."""
         if not self._is_announced and self.engine.phase is Phase.READY:
             self._is_announced = True
             self.on_ready()
 
     def on_ready(self) -> None:
-        """Called by the main loop once, when the model is ready."""
-        settle()
+        """Called once by the main loop, when the model is ready."""
+        freeze_loaded_objects()
         self._announce()
 
     def on_drain(self, seconds: float) -> None:
-        """Called by the main loop when a signal says to leave, and again if the time is cut short."""
+        """Called by the main loop when a signal ends the server, and again when the time is cut short."""
         self.engine.begin_drain(time.monotonic() + seconds)
 
     def run(self) -> None:
@@ -225,7 +221,7 @@ class Application(BaseApplication):  # type: ignore[misc]
         arbiter.run()
 
     def close(self) -> None:
-        """Ends what `load` and `start` began; no HTTP thread waits for tokens any more."""
+        """Stops what `load` and `on_start` started; by now no HTTP thread waits for tokens."""
         self.engine.begin_drain(time.monotonic())
         self.engine.stop()
         self.registry.join()
@@ -235,22 +231,20 @@ class Application(BaseApplication):  # type: ignore[misc]
             self._tracing.stop()
         self._device.join(
             JOIN_SECONDS if self._is_announced else 0
-        )  # one that still loads has nobody to serve
+        )  # a device that is still loading is not awaited
 
     def _announce(self) -> None:
-        """Tells where the model is served and what to try."""
-        variable = (
-            OTHER_KEY_VARIABLE
-            if OTHER_KEY_VARIABLE in self.settings.sources.get("api_key", "")
-            else KEY_VARIABLE
-        )
-        key = f' -H "Authorization: Bearer ${variable}"' if self.settings.api_keys else ""
+        """Logs where the model is served, and a command to try."""
         model = self.registry.default
-        name = model.name
-        can_chat = template_of(model.tokenizer) is not None
-        ask = '"messages": [{"role": "user", "content": "Hello!"}]' if can_chat else '"prompt": "Hello"'
-        path, body = "chat/completions" if can_chat else "completions", f'{{"model": "{name}", {ask}}}'
-        log.info("ready: %s on %s; try:", name, self._url)
+        if template_of(model.tokenizer) is not None:
+            path, prompt = "chat/completions", '"messages": [{"role": "user", "content": "Hello!"}]'
+        else:
+            path, prompt = "completions", '"prompt": "Hello"'
+        body = f'{{"model": "{model.name}", {prompt}}}'
+        source = self.settings.sources.get("api_key", "")
+        variable = OTHER_KEY_VARIABLE if OTHER_KEY_VARIABLE in source else KEY_VARIABLE
+        key = f' -H "Authorization: Bearer ${variable}"' if self.settings.api_keys else ""
+        log.info("ready: %s on %s; try:", model.name, self._url)
         log.info("curl %s/v1/%s -H 'Content-Type: application/json'%s -d '%s'", self._url, path, key, body)
 
 
@@ -264,7 +258,7 @@ class GunicornLog(Logger):  # type: ignore[misc]
 
 
 def _url(listener: socket.socket) -> str:
-    """Where a client on this machine finds the listener."""
+    """The listener's address for a client on this machine."""
     host, port = listener.getsockname()[:2]
     if host in ("0.0.0.0", "::"):
         host = "localhost"

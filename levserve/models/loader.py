@@ -62,7 +62,7 @@ class ModelLoader:
         if resident.reloader is not None:
             resident.reloader.close()
         del done
-        gc.unfreeze()  # see `server.settle`
+        gc.unfreeze()  # see `server.freeze_loaded_objects`
         gc.collect()  # the compiled programs, which are in reference cycles
 
 

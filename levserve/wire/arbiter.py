@@ -1,6 +1,6 @@
-"""gunicorn's arbiter with one worker for life: it ends as its worker ends, and never starts another.
+"""gunicorn's arbiter with one worker for life: it exits as its worker exits, and never starts another.
 
-Runs in the process that was started; imports no jax.
+Runs in the process that the user started; imports no jax.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ REAP_SECONDS = 5.0
 
 
 class OneWorkerArbiter(Arbiter):  # type: ignore[misc]
-    """A second worker would want the device's memory again; so the signals that would start one are ignored."""
+    """Ignores the signals that would start a second worker, for which the device has no memory."""
 
     LISTENERS: list[socket.socket]
     _worker_exit = 0
@@ -34,25 +34,24 @@ class OneWorkerArbiter(Arbiter):  # type: ignore[misc]
     def _ignore(self) -> None:
         self.log.warning("signal ignored: restart the service instead")
 
-    handle_hup = handle_ttin = handle_ttou = handle_usr1 = (
-        _ignore  # SIGWINCH is passed over: a terminal sends it
-    )
+    # SIGWINCH is not among them: terminals send it, and gunicorn does nothing with it here.
+    handle_hup = handle_ttin = handle_ttou = handle_usr1 = _ignore
 
     def handle_usr2(self) -> None:
-        """Newer weights: the worker has them."""
+        """Passes on the signal to reload the weights: the worker holds them."""
         self.kill_workers(signal.SIGUSR2)
 
     def spawn_workers(self) -> None:
-        """Called when there is no worker: at the start, and when the one we had is gone."""
+        """Called when there is no worker: at the start, and after the worker has ended."""
         if self.worker_age == 0:
             super().spawn_workers()
             return
-        if self._worker_exit not in (0, 1, 2):  # after these it has said itself what there was to say
-            log.error("the worker ended with %s; so does the server", self._worker_exit)
+        if self._worker_exit not in (0, 1, 2):  # after these it has logged the reason itself
+            log.error("the worker ended with code %s, which ends the server", self._worker_exit)
         raise HaltServer("the worker has ended")
 
     def reap_workers(self) -> None:
-        """Notes how the worker ended; as the first process of a container we also have orphans to collect."""
+        """Notes how the worker ended. The first process of a container also has to reap orphans."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -66,23 +65,21 @@ class OneWorkerArbiter(Arbiter):  # type: ignore[misc]
                 self._worker_exit = os.waitstatus_to_exitcode(status)
 
     def stop(self, graceful: bool = True) -> None:
-        """Ends the worker: with a drain, which a second signal cuts short, or at once. One that does not end is killed."""
+        """Ends the worker, at once or after a drain that a second signal cuts short; else kills it."""
         for listener in self.LISTENERS:
-            listener.close()  # the worker has its own, and keeps answering until it has drained
+            listener.close()  # the worker has its own copy, and answers until it has drained
         self.LISTENERS = []
         number = signal.SIGTERM if graceful else signal.SIGQUIT
         deadline = time.monotonic() + self.cfg.graceful_timeout
         while self.WORKERS and time.monotonic() < deadline:
-            self.kill_workers(
-                number
-            )  # again and again: one that has just begun hears nothing yet, and twice is as once
+            self.kill_workers(number)  # repeated: a worker that has just started has no handler yet
             with suppress(queue.Empty):
                 received = self.SIG_QUEUE.get(timeout=REPEAT_SECONDS)
                 if received in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT):
                     number = signal.SIGQUIT
             self.reap_workers()
         if self.WORKERS:
-            log.error("the worker did not end in time and is killed")
+            log.error("the worker did not end in time; killing it")
             self.kill_workers(signal.SIGKILL)
         deadline = time.monotonic() + REAP_SECONDS
         while self.WORKERS and time.monotonic() < deadline:
@@ -91,7 +88,7 @@ class OneWorkerArbiter(Arbiter):  # type: ignore[misc]
 
     def halt(self, reason: str | None = None, exit_status: int = 0) -> None:
         self.stop()
-        is_told = (
-            self._worker_exit == -signal.SIGTERM
-        )  # before it had a handler for it: there was nothing to drain
-        sys.exit(self._worker_exit if self._worker_exit in (0, 1, 2) else 0 if is_told else FAULT)
+        if self._worker_exit in (0, 1, 2):
+            sys.exit(self._worker_exit)
+        # SIGTERM came before the worker had a handler for it: there was nothing to drain.
+        sys.exit(0 if self._worker_exit == -signal.SIGTERM else FAULT)

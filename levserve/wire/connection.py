@@ -1,6 +1,6 @@
-"""One client's connection, as the main loop keeps it: its socket, what has come over it, and how long it may stay as it is.
+"""One client's connection: its socket, the bytes received so far, and the deadline of its state.
 
-While an HTTP thread answers a request the socket is the thread's; at all other times it is the main loop's, which never
+An HTTP thread owns the socket while it answers a request; at all other times the main loop owns it, and never
 blocks on it.
 """
 
@@ -18,32 +18,30 @@ from typing import Any
 from levserve.settings.settings import Settings
 from levserve.wire.framing import RequestBuffer
 
-PIECE_BYTES = 2**16  # read at a time, so that no client keeps the main loop to itself
+READ_BYTES = 2**16  # read at a time, so that no client keeps the main loop busy
 LINGER_BYTES = 2**18
-KEEPALIVE_SECONDS = {
+KEEPALIVE = {
     socket.TCP_KEEPIDLE: 15,
     socket.TCP_KEEPINTVL: 5,
     socket.TCP_KEEPCNT: 3,
-}  # the last is a count
-UNSENT_BYTES = (
-    2**18
-)  # that the kernel keeps for a slow reader, where it would let 2.6 MB pile up on a fast link
-ABORT = struct.pack("ii", 1, 0)  # SO_LINGER: forget what is unsent, and tell the peer
+}  # seconds; the last is a count
+UNSENT_BYTES = 2**18  # kept by the kernel for a slow reader; by default 2.6 MB pile up on a fast link
+ABORT = struct.pack("ii", 1, 0)  # SO_LINGER: drop unsent data and reset the connection
 
 
 class State(Enum):
     IDLE = auto()  # between requests
-    HEAD = auto()  # a part of a request's head is here, or of a new connection nothing
-    BODY = auto()  # the head is here and a part of the body
-    RUNNING = auto()  # an HTTP thread has it
+    HEAD = auto()  # waiting for the rest of a request's head; a new connection may have sent nothing
+    BODY = auto()  # the head is complete, the body is not
+    RUNNING = auto()  # an HTTP thread owns it
     LINGERING = (
         auto()
-    )  # all is said; what the client still sends is thrown away, for a reset would destroy what we said
+    )  # answered; unread input is discarded, because a reset would destroy the answer on its way
     CLOSED = auto()
 
 
 class Connection:
-    """Owned by the main loop. `deadline`, on the monotonic clock, is when its state must have changed."""
+    """Owned by the main loop. `deadline`, on the monotonic clock, is when it must leave its state."""
 
     def __init__(self, sock: socket.socket, client: Any, server: Any, settings: Settings) -> None:
         self.sock = sock
@@ -53,9 +51,7 @@ class Connection:
         self.state = State.HEAD
         self.deadline = math.inf
         self._num_discarded = 0
-        sock.setblocking(
-            True
-        )  # for the HTTP threads; the main loop says at each call that it does not want to wait
+        sock.setblocking(True)  # for the HTTP threads; the main loop passes MSG_DONTWAIT with each call
         _set_limits(sock, settings.send_timeout)
 
     def fileno(self) -> int:
@@ -66,21 +62,21 @@ class Connection:
         self.deadline = deadline
 
     def receive(self) -> bytes | None:
-        """What has come, b"" if the client will send no more, None if nothing is here; raises OSError if it has gone."""
+        """Data, b"" if the client sends no more, None if nothing has come; raises OSError if it has gone."""
         try:
-            return self.sock.recv(PIECE_BYTES, socket.MSG_DONTWAIT)
+            return self.sock.recv(READ_BYTES, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return None
 
-    def say(self, answer: bytes) -> bool:
-        """Sends a short answer if there is room for it, as there always is for a client that reads."""
+    def send_now(self, answer: bytes) -> bool:
+        """Whether a short answer could be sent without waiting, as it always can to a client that reads."""
         try:
             return self.sock.send(answer, socket.MSG_DONTWAIT) == len(answer)
         except OSError:
             return False
 
     def num_unread(self) -> int:
-        """Bytes of earlier answers that have not reached the client: many, if it sends requests and reads nothing."""
+        """Bytes of earlier answers that the client has not received: many, if it only sends requests."""
         return int(struct.unpack("i", fcntl.ioctl(self.sock, termios.TIOCOUTQ, bytes(4)))[0])
 
     def finish_sending(self) -> None:
@@ -88,7 +84,7 @@ class Connection:
             self.sock.shutdown(socket.SHUT_WR)
 
     def has_lingered(self) -> bool:
-        """Throws away what has come; whether that is the end, or enough."""
+        """Discards what has come; whether the client has finished sending, or sent enough."""
         try:
             data = self.receive()
         except OSError:
@@ -97,7 +93,7 @@ class Connection:
         return data == b"" or self._num_discarded > LINGER_BYTES
 
     def hang_up(self) -> None:
-        """Wakes the HTTP thread that sends to, or waits for, this client; the socket stays the thread's to give back."""
+        """Wakes the HTTP thread that owns the socket and waits on it; the thread gives the socket back."""
         with suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
 
@@ -106,23 +102,22 @@ class Connection:
         self.sock.close()
 
     def abort(self) -> None:
-        """Closes without sending what is unsent: the client does not read it."""
+        """Closes without sending the rest, which the client does not read."""
         with suppress(OSError):
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, ABORT)
         self.close()
 
 
 def _set_limits(sock: socket.socket, send_seconds: float) -> None:
-    """Lets the kernel end what no main loop sees: sends to a client that does not read, peers that vanish without a word."""
+    """Has the kernel end sends to a client that does not read, and connections whose peer has vanished."""
     seconds = int(send_seconds)
-    sock.setsockopt(
-        socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", seconds, int((send_seconds - seconds) * 1e6))
-    )
+    timeout = struct.pack("ll", seconds, int((send_seconds - seconds) * 1e6))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
     if sock.family == socket.AF_UNIX:
         return
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in KEEPALIVE_SECONDS.items():
+    for option, value in KEEPALIVE.items():
         sock.setsockopt(socket.IPPROTO_TCP, option, value)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(send_seconds * 1000))

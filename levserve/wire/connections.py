@@ -1,10 +1,11 @@
-"""Where connections wait while they have no whole request: the main loop's part of every connection's life.
+"""Keeps the connections that wait for a whole request: the main loop's part of every connection's life.
 
     accepted -> HEAD -> BODY -> RUNNING -> IDLE -> HEAD ...
                                         -> LINGERING -> closed
 
-Everything here runs on the worker's main thread and never blocks: sockets are read and written only as far as they are ready.
-Each state has a deadline, so a client that is silent, slow or stuck costs a few kilobytes for some seconds and never a thread.
+Everything here runs on the worker's main thread and never blocks: sockets are read and written only as far as
+they are ready. Each state has a deadline, so a silent, slow or stuck client costs a few kilobytes for some
+seconds, never a thread.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ from levserve.wire.refusal import CONTINUE, render
 
 log = logging.getLogger(__name__)
 
-ACCEPTS_PER_TURN = 64
+MAX_ACCEPTS = 64  # in one turn of the main loop
 LINGER_SECONDS = 2.0
-BUFFERED_BODIES = 16  # unfinished bodies of the largest size that there is memory for
-BUFFERED_BYTES = 2**26  # ... and at least this much
+BUFFERED_BODIES = 16  # incomplete bodies of the largest size that may be in memory
+BUFFERED_BYTES = 2**26  # may be in memory at least, if bodies must be small
 LATE_STATES = {State.HEAD: "header", State.BODY: "body"}
 
 Dispatch = Callable[[Connection, RawRequest], None]
 
 
 class Connections:
-    """Owns every connection that no HTTP thread has, and the list of those that one has."""
+    """Owns every connection that no HTTP thread has, and knows those that HTTP threads have."""
 
     def __init__(
         self,
@@ -62,8 +63,8 @@ class Connections:
         return sum(connection.state is State.LINGERING for connection in self._waiting)
 
     def accept(self, listener: socket.socket) -> None:
-        """Takes what has come, some at a time; raises OSError if the system has no room for more."""
-        for _ in range(ACCEPTS_PER_TURN):
+        """Accepts some of the new connections; raises OSError if the system allows no more."""
+        for _ in range(MAX_ACCEPTS):
             try:
                 sock, client = listener.accept()
             except (BlockingIOError, ConnectionAbortedError):
@@ -73,17 +74,17 @@ class Connections:
             connection = Connection(sock, client, listener.getsockname(), self._settings)
             connection.enter(State.HEAD, time.monotonic() + self._settings.header_timeout)
             self._wait_for(connection)
-            self._read(connection)  # most have sent their request already
+            self._read(connection)  # most clients have sent their request by now
 
     def make_room(self) -> None:
-        """Drops the connection that has waited longest: most likely one that nobody needs any more."""
+        """Drops the connection that has waited longest, which its client most likely needs least."""
         if self._waiting:
             self._drop(next(iter(self._waiting)))
 
     def give_back(self, connection: Connection, *, keep: bool) -> None:
-        """From an HTTP thread: its request is answered."""
+        """Takes a connection back from an HTTP thread that has answered its request."""
         self.running.discard(connection)
-        if connection.fileno() < 0:  # a WebSocket, which has seen to its end itself
+        if connection.fileno() < 0:  # a WebSocket, which closes its socket itself
             self._drop(connection)
         elif keep:
             connection.enter(State.IDLE, time.monotonic() + self._settings.keep_alive)
@@ -93,22 +94,23 @@ class Connections:
             self._linger(connection)
 
     def give_up(self, connection: Connection) -> None:
-        """The client does not take what it is sent."""
+        """Ends the connection of a client that does not read its answer."""
         self.running.discard(connection)
         self._count_cut("send")
         self._forget_buffer(connection)
         connection.abort()
 
     def refuse(self, connection: Connection, error: ServeError) -> None:
-        """Answers in the application's place, and ends the connection."""
-        if connection.say(render(error)):
+        """Answers in place of the application, and ends the connection."""
+        if connection.send_now(render(error)):
             self._linger(connection)
         else:
             self._drop(connection)
 
     def check_deadlines(self) -> None:
         now = time.monotonic()
-        for connection in [one for one in (*self._waiting, *self.running) if now >= one.deadline]:
+        late = [connection for connection in (*self._waiting, *self.running) if now >= connection.deadline]
+        for connection in late:
             if connection.state is State.RUNNING:
                 self._count_cut("request")
                 connection.enter(State.RUNNING, math.inf)
@@ -123,23 +125,18 @@ class Connections:
             self._drop(connection)
 
     def _cut_late(self, connection: Connection) -> None:
-        late_with = LATE_STATES[connection.state]
-        self._count_cut(late_with)
-        if len(connection.buffer):
-            seconds = (
-                self._settings.header_timeout
-                if connection.state is State.HEAD
-                else self._settings.body_timeout
-            )
-            self.refuse(
-                connection,
-                RequestTimeout(f"The request's {late_with} did not arrive within {seconds:g} seconds."),
-            )
-        else:
-            self._drop(connection)  # one that never spoke gets no answer
+        late_part = LATE_STATES[connection.state]
+        self._count_cut(late_part)
+        if not len(connection.buffer):  # the client never sent a byte: there is nothing to answer
+            self._drop(connection)
+            return
+        is_head = connection.state is State.HEAD
+        seconds = self._settings.header_timeout if is_head else self._settings.body_timeout
+        message = f"The request's {late_part} did not arrive within {seconds:g} seconds."
+        self.refuse(connection, RequestTimeout(message))
 
     def _count_cut(self, reason: str) -> None:
-        log.debug("cut a connection for its %s", reason)
+        log.debug("cut a connection: %s timeout", reason)
         self._metrics.cut.labels(reason).inc()
 
     def _wait_for(self, connection: Connection) -> None:
@@ -155,7 +152,7 @@ class Connections:
         if connection.state is State.LINGERING:
             if connection.has_lingered():
                 self._drop(connection)
-        elif connection in self._waiting:  # another event of this turn may have ended it
+        elif connection in self._waiting:  # an earlier event of this turn may have ended it
             self._read(connection)
 
     def _read(self, connection: Connection) -> None:
@@ -173,7 +170,7 @@ class Connections:
         self._advance(connection)
 
     def _advance(self, connection: Connection) -> None:
-        """Hands the next request over if it is whole, else notes what is missing."""
+        """Hands over the next request if it is whole, else waits for the rest."""
         buffer, before = connection.buffer, len(connection.buffer)
         request = buffer.take()
         self._num_buffered -= before - len(buffer)
@@ -182,13 +179,11 @@ class Connections:
             self._dispatch(connection, request)
         elif self._num_buffered > self._max_buffered:
             self._metrics.refused.labels("memory_full").inc()
-            self.refuse(
-                connection,
-                Unavailable("The server is busy receiving; please try again.", retry_after_seconds=1.0),
-            )
+            message = "The server is busy receiving requests; please try again."
+            self.refuse(connection, Unavailable(message, retry_after_seconds=1.0))
         elif buffer.has_head and connection.state is not State.BODY:
             connection.enter(State.BODY, time.monotonic() + self._settings.body_timeout)
-            if buffer.pop_invitation() and not connection.say(CONTINUE):
+            if buffer.pop_expects_continue() and not connection.send_now(CONTINUE):
                 self._drop(connection)
         elif len(buffer) and connection.state is State.IDLE:
             connection.enter(State.HEAD, time.monotonic() + self._settings.header_timeout)

@@ -1,8 +1,8 @@
 """Finds where a request ends in the bytes of a connection, so that only whole requests take an HTTP thread.
 
-Pure: bytes in, requests out; the worker's main loop feeds it. It looks at no more than what tells the length. Whether a
-request is well-formed is decided by gunicorn's parser, which gets exactly the bytes found here: what this file cannot make
-sense of is handed over at once for the parser to refuse, and ends the connection.
+Pure: bytes in, requests out; the worker's main loop feeds it. It reads only what determines the length.
+gunicorn's parser, which gets exactly the bytes found here, decides whether a request is well-formed: bytes
+that this file cannot make sense of go to the parser at once, to be refused, and end the connection.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from gunicorn.http.unreader import Unreader
 
 from levserve.errors import BodyTooLarge
 
-MAX_HEAD_BYTES = 2**16  # gunicorn takes 100 fields of 8 KiB; nobody needs that
-MAX_LINE_BYTES = 8190  # of a chunk's size and its extensions, as gunicorn has it
-FRAMING_BYTES = 2**16  # sizes and trailers of a chunked body, beyond as many bytes as a body may have
+MAX_HEAD_BYTES = 2**16  # gunicorn allows 100 fields of 8 KiB, more than any client needs
+MAX_LINE_BYTES = 8190  # for a chunk's size and its extensions, as in gunicorn
+FRAMING_BYTES = 2**16  # a chunked body's framing may take this more than the body itself
 CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})(?:[ \t]*;[^\r\n]*)?")
 
 
 @dataclass(frozen=True, slots=True)
 class RawRequest:
-    """The bytes of one request. `shortfall` is the answer to a reader that wants more of them than there are.
+    """The bytes of one request. A reader that wants more than there are gets `shortfall` raised.
 
-    If `is_whole`, the next request begins right after it; if not, nobody knows where.
+    If `is_whole`, the next request begins right after it; otherwise its beginning is unknown.
     """
 
     head: bytes
@@ -35,30 +35,30 @@ class RawRequest:
 
     @property
     def path(self) -> bytes:
-        """What is asked for, without the query; nothing if the first line has no such thing."""
+        """The path without the query; empty if the first line is malformed."""
         words = self.head.partition(b"\r\n")[0].split(b" ")
         return words[1].partition(b"?")[0] if len(words) == 3 else b""
 
 
 class RawReader(Unreader):  # type: ignore[misc]
-    """What gunicorn's parser reads a request from: memory, so that no HTTP thread ever waits for a client to send."""
+    """Lets gunicorn's parser read from memory, so that no HTTP thread ever waits for a client to send."""
 
     def __init__(self, request: RawRequest) -> None:
         super().__init__()
-        self._pieces = [request.body, request.head]  # the last comes first
+        self._unread = [request.body, request.head]  # read from the end
         self._shortfall = request.shortfall
 
     def chunk(self, size_hint: int | None = None) -> bytes:
-        while self._pieces:
-            if piece := self._pieces.pop():
-                return piece
+        while self._unread:
+            if data := self._unread.pop():
+                return data
         if self._shortfall is not None:
             raise self._shortfall
         return b""
 
 
 class RequestBuffer:
-    """The bytes a client has sent that belong to no request yet. Owned by the main loop."""
+    """The bytes that a client has sent after its last whole request. Owned by the main loop."""
 
     def __init__(self, max_body_bytes: int) -> None:
         self._max_body_bytes = max_body_bytes
@@ -68,23 +68,23 @@ class RequestBuffer:
     def _forget(self) -> None:
         self._num_searched = 0
         self._head_len = 0
-        self._body_len = 0  # counted, or of the chunks that are here
+        self._body_len = 0  # by Content-Length, or of the chunks that are here
         self._chunk_start = 0
         self._is_chunked = False
-        self._is_waiting = False
+        self._expects_continue = False
 
     def __len__(self) -> int:
         return len(self._data)
 
     @property
     def has_head(self) -> bool:
-        """Whether the head is here, so that `take` waits for the rest of a body."""
+        """Whether the head is complete, so that `take` waits for the rest of the body."""
         return self._head_len > 0
 
-    def pop_invitation(self) -> bool:
-        """Whether the client waits to be told to send the body; asked once, and not of one that has begun."""
-        is_waiting, self._is_waiting = self._is_waiting, False
-        return is_waiting and len(self._data) == self._head_len
+    def pop_expects_continue(self) -> bool:
+        """Whether the client waits for "100 Continue" before it sends the body; True at most once."""
+        expects, self._expects_continue = self._expects_continue, False
+        return expects and len(self._data) == self._head_len
 
     def feed(self, data: bytes) -> None:
         self._data += data
@@ -94,9 +94,9 @@ class RequestBuffer:
         self._forget()
 
     def take(self) -> RawRequest | None:
-        """The next request, if what must be known of it is here; to be asked again after every `feed`."""
+        """The next request, if it is whole or must be refused; call it again after every `feed`."""
         if not self._head_len:
-            if self._data.startswith(b"\r\n"):  # some clients end a body with a line of its own
+            if self._data.startswith(b"\r\n"):  # some clients send an empty line after a body
                 del self._data[:2]
                 self._num_searched = 0
             if (request := self._find_head()) is not None:
@@ -120,28 +120,31 @@ class RequestBuffer:
 
     def _read_head(self, head_len: int) -> RawRequest | None:
         first, *lines = self._data[:head_len].split(b"\r\n")
-        fields = [
-            (name.lower(), value.strip(b" \t")) for name, _, value in (line.partition(b":") for line in lines)
-        ]
-        lengths = [value for name, value in fields if name == b"content-length"]
-        codings = [
-            coding.strip(b" \t").lower()
-            for name, value in fields
-            if name == b"transfer-encoding"
-            for coding in value.split(b",")
-        ]
-        expects = [value.lower() for name, value in fields if name == b"expect"]
+        lengths, codings, expects = [], [], []
+        for line in lines:
+            name, _, value = line.partition(b":")
+            value = value.strip(b" \t")
+            match name.lower():
+                case b"content-length":
+                    lengths.append(value)
+                case b"transfer-encoding":
+                    codings += [coding.strip(b" \t").lower() for coding in value.split(b",")]
+                case b"expect":
+                    expects.append(value.lower())
         length = lengths[0] if lengths else b"0"
         is_number = length.isdigit() and len(length) < 19
         self._head_len = self._chunk_start = head_len
         self._body_len = int(length) if is_number else 0
         self._is_chunked = codings[-1:] == [b"chunked"]
-        is_asking = expects == [b"100-continue"]
-        self._is_waiting = is_asking and not first.endswith(b"/1.0")  # to which one must not answer that
-        is_unclear = (
-            not is_number or len(lengths) > 1 or (lengths and codings) or (codings and not self._is_chunked)
-        )
-        return self._give_up(None) if is_unclear or (expects and not is_asking) else None
+        expects_continue = expects == [b"100-continue"]
+        self._expects_continue = expects_continue and not first.endswith(
+            b"/1.0"
+        )  # HTTP/1.0 has no such answer
+        has_bad_length = not is_number or len(lengths) > 1 or (lengths and codings)
+        has_bad_coding = codings and not self._is_chunked
+        if has_bad_length or has_bad_coding or (expects and not expects_continue):
+            return self._give_up(None)
+        return None
 
     def _take_counted(self) -> RawRequest | None:
         if self._body_len > self._max_body_bytes:
@@ -158,9 +161,7 @@ class RequestBuffer:
                 return self._give_up(None)
             size = int(match[1], 16)
             if size == 0:
-                end = self._data.find(
-                    b"\r\n\r\n", line_end
-                )  # after the trailers, of which there are seldom any
+                end = self._data.find(b"\r\n\r\n", line_end)  # after the trailers, if there are any
                 if end >= 0:
                     return self._cut(end + 4)
                 break
@@ -189,7 +190,7 @@ class RequestBuffer:
         return request
 
     def _give_up(self, shortfall: Exception | None) -> RawRequest:
-        """What is here as a request that is to be refused."""
+        """All bytes that are here, as a request for the parser to refuse."""
         head_len = self._head_len or len(self._data)
         request = RawRequest(bytes(self._data[:head_len]), bytes(self._data[head_len:]), False, shortfall)
         self.clear()

@@ -1,6 +1,6 @@
-"""Answers that need no application: what gunicorn's parser refuses, and what the main loop says itself.
+"""Answers that need no application: refusals of gunicorn's parser and of the main loop.
 
-The same shape as every other error, ready to be sent, and the end of its connection.
+They have the same shape as every other error, and each ends its connection.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gunicorn.http.errors import (
 
 from levserve.errors import BadRequest, ServeError
 
-MAX_QUOTED = 200  # of what a client sent, in the answer that refuses it
+MAX_QUOTED = 200  # characters of a faulty request that the answer repeats
 PARSER_STATUS = {
     LimitRequestLine: HTTPStatus.REQUEST_URI_TOO_LONG,
     LimitRequestHeaders: HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
@@ -30,22 +30,21 @@ CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 def explain_refusal(exc: Exception) -> ServeError:
-    """What gunicorn's parser could not take, as an error of ours; anything else that comes here is a fault."""
+    """The parser's refusal as an error of levserve; any other exception is a fault of the server."""
     if isinstance(exc, NoMoreData):
-        return BadRequest("The request cannot be read: it is not HTTP, or not all of it is here.")
-    if not isinstance(exc, ParseException) or isinstance(
-        exc, (InvalidResponseHeader, InvalidResponseHeaderName)
-    ):
+        return BadRequest("The request cannot be read: it is not HTTP, or it is incomplete.")
+    is_fault = isinstance(exc, (InvalidResponseHeader, InvalidResponseHeaderName))
+    if is_fault or not isinstance(exc, ParseException):
         return ServeError("The server failed to handle the request.")
-    told = BadRequest(f"The request cannot be read: {str(exc)[:MAX_QUOTED]}.")
-    told.status = next(
-        (status for kind, status in PARSER_STATUS.items() if isinstance(exc, kind)), told.status
-    )
-    return told
+    refusal = BadRequest(f"The request cannot be read: {str(exc)[:MAX_QUOTED]}.")
+    for kind, status in PARSER_STATUS.items():
+        if isinstance(exc, kind):
+            refusal.status = status
+    return refusal
 
 
 def render(error: ServeError) -> bytes:
-    """The whole answer, head and body."""
+    """The whole HTTP response."""
     body = error.body()
     fields = {
         "Content-Type": "application/json",

@@ -1,8 +1,9 @@
-"""gunicorn's threaded worker, made safe for a server that has only one: whole requests for the threads, and an orderly end.
+"""gunicorn's threaded worker, for a server that has only one: threads get whole requests, and it ends tidily.
 
-The main thread's loop waits for clients and reads their requests (`connections.py`). A pool of HTTP threads answers them, one thread
-a request; a small second pool keeps health and metrics answered while the first is full. Stock gthread lends a thread to
-every client that has sent one byte, and waits on the main loop for clients to hang up.
+The main thread's loop waits for clients and reads their requests (`connections.py`). A pool of HTTP threads
+answers them, one thread per request; a small second pool answers health and metrics while the first is full.
+Stock gthread gives a thread to every client that has sent one byte, and blocks its main loop until clients
+hang up.
 """
 
 from __future__ import annotations
@@ -35,27 +36,29 @@ from levserve.wire.refusal import explain_refusal, render
 
 log = logging.getLogger(__name__)
 
-FAULT = 70  # EX_SOFTWARE; systemd restarts on it
-TICK_SECONDS = 0.25  # between two looks at the deadlines
-OPS_THREADS = 4  # which never wait for a client to read: the kernel has room for another answer if there is less than ...
-OPS_UNREAD_BYTES = 2**16
-MAX_QUEUED = 64  # requests that wait for a thread: less than a tenth of a second, all of them to be refused
-LAST_WORDS_SECONDS = 2.0  # from the end of a drain's time until nobody is waited for
+FAULT = 70  # EX_SOFTWARE; systemd restarts the server after it
+TICK_SECONDS = 0.25  # how often deadlines are checked
+OPS_THREADS = 4
+OPS_UNREAD_BYTES = (
+    2**16
+)  # below this the kernel has room for another answer, so an ops thread never waits for a client
+MAX_QUEUED = 64  # requests that wait for a thread; all will be refused, in less than a tenth of a second
+LAST_WORDS_SECONDS = 2.0  # for the last answers after the end of a drain
 IGNORED_SIGNALS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGTTIN, signal.SIGTTOU, signal.SIGWINCH)
 CUT_ERRNOS = (errno.EAGAIN, errno.ETIMEDOUT)  # SO_SNDTIMEO and TCP_USER_TIMEOUT
 
 
 class Worker(ThreadWorker):  # type: ignore[misc]
-    """Runs on the worker's main thread, but for `handle`, which runs on HTTP threads.
+    """Runs on the worker's main thread, except `handle` and `handle_error`, which run on HTTP threads.
 
-    Signal handlers only leave a note for the main loop: a handler that came while its own thread holds a lock that it needs would
-    never return.
+    Signal handlers only leave a note for the main loop: a handler that needs a lock which its own thread
+    already holds would never return.
     """
 
     sockets: list[socket.socket]
 
     def init_process(self) -> None:
-        """The worker's whole life. What fails here leaves at once: sys.exit would wait for threads that wait for us."""
+        """The worker's whole life. A failure exits at once: sys.exit would wait for the other threads."""
         try:
             super().init_process()
         except StartupError as error:
@@ -67,9 +70,7 @@ class Worker(ThreadWorker):  # type: ignore[misc]
 
     def init_signals(self) -> None:
         super().init_signals()
-        for number in (
-            IGNORED_SIGNALS
-        ):  # a terminal sends them to the whole group; the arbiter says what there is to say
+        for number in IGNORED_SIGNALS:  # a terminal sends them to the whole group; the arbiter logs them
             signal.signal(number, signal.SIG_IGN)
         signal.signal(
             signal.SIGUSR2, lambda sig, frame: self.method_queue.defer(self.app.registry.begin_reload)
@@ -84,7 +85,7 @@ class Worker(ThreadWorker):  # type: ignore[misc]
         self._connections = Connections(
             self.poller, settings, metrics, self._dispatch, max_connections=self.cfg.worker_connections
         )
-        self._awaited: set[Connection] | None = None  # once we are leaving: those whose requests came before
+        self._awaited: set[Connection] | None = None  # while leaving: those whose requests came before
         self._leave_at = math.inf
         self._next_tick = 0.0
         self.poller.register(
@@ -99,9 +100,7 @@ class Worker(ThreadWorker):  # type: ignore[misc]
         self._connections.close()
         self.app.close()
         logging.shutdown()
-        os._exit(
-            0
-        )  # sys.exit would wait for the pool, where a thread may be stuck with a client that does not read
+        os._exit(0)  # sys.exit would wait for HTTP threads, which may be stuck with clients that do not read
 
     def accept(self, listener: socket.socket) -> None:
         try:
@@ -112,46 +111,49 @@ class Worker(ThreadWorker):  # type: ignore[misc]
             self.set_accept_enabled(False)  # until the next tick
 
     def handle(self, connection: Connection, request: RawRequest) -> bool:
-        """On an HTTP thread: answers one request; whether its connection may have another. Raises `TimeoutError` at a stuck reader."""
+        """Answers a request; whether its connection may carry another.
+
+        Raises `TimeoutError` if the client does not read its answer.
+        """
         parser = RequestParser(self.cfg, (), connection.client)
         parser.unreader = RawReader(request)
         req = None
         try:
             req = next(parser)
-            req._expected_100_continue = False  # that was said, if it was to be said, before the body came
+            req._expected_100_continue = False  # already sent, if it was due, before the body came
             return self.handle_request(req, connection) and request.is_whole and not req.body.failed
-        except StopIteration:  # a WebSocket, or an answer that broke off and is logged
+        except StopIteration:  # a WebSocket, or an answer that failed half-way and is logged
             return False
         except NoMoreData as error:
             self.handle_error(req, connection.sock, connection.client, error)
         except OSError as error:
             if error.errno in CUT_ERRNOS:
                 raise TimeoutError from None
-            log.debug("a client left while it was answered: %s", error)
+            log.debug("a client left during its answer: %s", error)
         except Exception as error:
             self.handle_error(req, connection.sock, connection.client, error)
         return False
 
     def handle_error(self, req: Any, client: socket.socket, addr: Any, exc: Exception) -> None:
-        """On an HTTP thread: answers what never became a request of the application; gunicorn's own answer is a page in HTML."""
-        told = explain_refusal(exc)
-        if told.status == HTTPStatus.INTERNAL_SERVER_ERROR:
+        """Answers a request that never reached the application; gunicorn itself would send a page in HTML."""
+        refusal = explain_refusal(exc)
+        if refusal.status == HTTPStatus.INTERNAL_SERVER_ERROR:
             log.error("a request failed outside the application", exc_info=exc)
-        else:
-            log.info("refused with %d: %s", told.status, type(exc).__name__)  # what was sent may hold secrets
-        with suppress(OSError):  # gone
-            client.sendall(render(told))
+        else:  # without the exception's text: it quotes the request, which may hold secrets
+            log.info("refused with %d: %s", refusal.status, type(exc).__name__)
+        with suppress(OSError):  # the client has gone
+            client.sendall(render(refusal))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """SIGTERM: running requests have the drain time to finish. A second one, which may be the same from another sender, is nothing."""
+        """SIGTERM: running requests get the drain time to finish. A second SIGTERM changes nothing."""
         self.method_queue.defer(self._drain)
 
     def handle_quit(self, sig: int, frame: FrameType | None) -> None:
-        """SIGINT and SIGQUIT: running requests are ended at once, each with an error that its client can read."""
+        """SIGINT and SIGQUIT: running requests end at once, each with an error that its client can read."""
         self.method_queue.defer(self._leave, 0.0)
 
     def handle_abort(self, sig: int, frame: FrameType | None) -> None:
-        """SIGABRT: the arbiter saw no heartbeat of the main loop."""
+        """SIGABRT: the arbiter has missed the main loop's heartbeat."""
         os._exit(FAULT)
 
     def _turn(self) -> None:
@@ -165,19 +167,17 @@ class Worker(ThreadWorker):  # type: ignore[misc]
         self._connections.check_deadlines()
         if self.sockets:
             self.set_accept_enabled(True)
-        if not self.is_parent_alive():  # whoever comes in its place will want the port
+        if not self.is_parent_alive():  # the arbiter's successor will need the port
             self._leave(0.0)
         self.app.on_tick()
 
     def _dispatch(self, connection: Connection, request: RawRequest) -> None:
-        """Gives a whole request to a thread; if too many wait for one, refuses it here."""
+        """Gives a whole request to a thread, or refuses it if too many wait for one."""
         is_ops = request.path in self.app.ops_paths
         if len(self._connections.running) >= self.cfg.threads + MAX_QUEUED and not is_ops:
             self.app.engine.metrics.refused.labels("threads_full").inc()
-            self._connections.refuse(
-                connection,
-                Unavailable("The server is overloaded; please try again.", retry_after_seconds=1.0),
-            )
+            error = Unavailable("The server is overloaded; please try again.", retry_after_seconds=1.0)
+            self._connections.refuse(connection, error)
             return
         if is_ops and connection.num_unread() > OPS_UNREAD_BYTES:
             self._connections.give_up(connection)
@@ -189,7 +189,7 @@ class Worker(ThreadWorker):  # type: ignore[misc]
         future.add_done_callback(lambda future: self.method_queue.defer(self._finish, connection, future))
 
     def _deadline_of(self, request: RawRequest) -> float:
-        """When even the sending must have ended. A WebSocket may stay: pings tell whether its peer does."""
+        """When even sending the answer must have ended. A WebSocket may stay open: pings check its peer."""
         settings = self.app.settings
         if not settings.request_timeout or request.path == self.app.socket_path:
             return math.inf
@@ -212,10 +212,10 @@ class Worker(ThreadWorker):  # type: ignore[misc]
             self._leave(self.app.settings.drain_seconds)
 
     def _leave(self, drain_seconds: float) -> None:
-        """Goes on answering, new requests with a refusal, until those that run have ended or their time is up."""
+        """Refuses new requests, until those that run have ended or their time is up."""
         if self._awaited is None:
             self._awaited = set(self._connections.running)
-            self.max_keepalived = -1  # from now on every answer says that its connection will close
+            self.max_keepalived = -1  # from now on every answer announces that its connection closes
         self._leave_at = min(self._leave_at, time.monotonic() + drain_seconds + LAST_WORDS_SECONDS)
         self.app.on_drain(drain_seconds)
 
@@ -223,13 +223,12 @@ class Worker(ThreadWorker):  # type: ignore[misc]
         return self._awaited is not None and (not self._awaited or time.monotonic() >= self._leave_at)
 
     def _has_last_words(self) -> bool:
-        """Whether someone is still being refused, or reading what was said; who had the whole drain is not waited for again."""
-        return (
-            bool(self._connections.running - (self._awaited or set())) or self._connections.num_lingering > 0
-        )
+        """Whether late requests are still being refused; those that had the whole drain are not."""
+        late = self._connections.running - (self._awaited or set())
+        return bool(late) or self._connections.num_lingering > 0
 
     def _close_listeners(self) -> None:
-        """Takes what the kernel has accepted for us, to be refused properly; who comes later finds nobody and may ask elsewhere."""
+        """Accepts what the kernel has queued, to refuse it properly; later clients cannot connect."""
         for listener in self.sockets:
             self.accept(listener)
         self.set_accept_enabled(False)
@@ -239,7 +238,7 @@ class Worker(ThreadWorker):  # type: ignore[misc]
 
 
 def start_pool(num_threads: int, name: str) -> ThreadPoolExecutor:
-    """A pool whose threads all run: one that could not be started would be missed when the server is full."""
+    """A pool that starts all its threads now: a missing one would be noticed only by a full server."""
     pool = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
     is_full = threading.Event()
     try:
@@ -247,7 +246,8 @@ def start_pool(num_threads: int, name: str) -> ThreadPoolExecutor:
             pool.submit(is_full.wait)
     except RuntimeError:
         raise StartupError(
-            f"the system allows no {num_threads} threads: lower --max-running or --max-waiting, or raise the limit on tasks (ulimit -u)"
+            f"the system does not allow {num_threads} threads: lower --max-running or --max-waiting, "
+            "or raise the limit on tasks (ulimit -u)"
         ) from None
     finally:
         is_full.set()

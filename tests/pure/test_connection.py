@@ -48,8 +48,8 @@ def test_nothing_to_read_is_not_waited_for(pair: Pair) -> None:
 
 
 def test_an_answer_that_does_not_fit_is_not_waited_for(pair: Pair) -> None:
-    assert pair[0].say(b"short")
-    assert not pair[0].say(b"x" * 2**26)
+    assert pair[0].send_now(b"short")
+    assert not pair[0].send_now(b"x" * 2**26)
 
 
 def test_lingering_ends_with_a_peer_that_sends_without_end(pair: Pair) -> None:

@@ -177,10 +177,10 @@ def test_a_head_over_the_limit_is_given_up(end: bytes) -> None:
 def test_an_invitation_is_wanted_once_and_not_by_a_client_that_has_begun() -> None:
     asking = POST + b"Expect: 100-continue\r\nContent-Length: 5\r\n\r\n"
     _, buffer = feed([asking])
-    assert [buffer.pop_invitation(), buffer.pop_invitation()] == [True, False]
+    assert [buffer.pop_expects_continue(), buffer.pop_expects_continue()] == [True, False]
     for other in (asking + b"he", asking.replace(b"1.1", b"1.0")):
         _, buffer = feed([other])
-        assert not buffer.pop_invitation()
+        assert not buffer.pop_expects_continue()
 
 
 def test_the_path_is_what_stands_before_the_query() -> None:
