@@ -41,10 +41,10 @@ class Fields:
 
     def numbers(self, key: str, count: int) -> tuple[float, ...]:
         value = self.values.get(key)
-        has_count = isinstance(value, list) and len(value) == count
-        if has_count and all(isinstance(item, (int, float)) for item in value):
-            return tuple(map(float, value))
-        raise self.wrong(key, f"a list of {count} numbers")
+        items = value if isinstance(value, list) else []
+        if len(items) != count or not all(isinstance(item, (int, float)) for item in items):
+            raise self.wrong(key, f"a list of {count} numbers")
+        return tuple(map(float, items))
 
     def flag(self, key: str, default: bool) -> bool:
         value = self._value(key, default)

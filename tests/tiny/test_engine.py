@@ -92,7 +92,7 @@ def test_where_rows_are_computed_in_their_order_the_longest_come_first(
     computed: list[list[int]] = []
 
     def read_rows(in_flight: InFlightRound) -> list[Sampled]:
-        computed.append([row.position for group, _ in flight.rows for row in group])
+        computed.append([row.position for group, _ in in_flight.rows for row in group])
         return as_ever(in_flight)
 
     as_ever = InFlightRound.read_rows
@@ -113,7 +113,7 @@ def test_a_first_token_does_not_wait_for_the_rows_of_its_round(
     may_read, read_rows = threading.Event(), InFlightRound.read_rows
 
     def late(in_flight: InFlightRound) -> list[Sampled]:
-        ends_prompt = any(chunk.is_last for chunk in flight.plan.chunks)
+        ends_prompt = any(chunk.is_last for chunk in in_flight.plan.chunks)
         assert not (ends_prompt and in_flight.plan.rows) or may_read.wait(60)
         return read_rows(in_flight)
 
