@@ -36,7 +36,7 @@ def cases_of(family: str) -> list[dict[str, Any]]:
     return cases
 
 
-def in_pieces(*args: Any, **given: Any) -> Sizes:
+def in_short_rows(*args: Any, **given: Any) -> Sizes:
     """As on a GPU, but small."""
     return replace(plan_sizes(*args, **given), chunk_sizes=(8, 32), prefill_row_tokens=8)
 
@@ -71,10 +71,10 @@ def test_a_family_served_in_one_batch_matches_its_reference(family: str) -> None
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
-def test_prompts_that_share_prefill_programs_in_pieces_match_their_references(
+def test_prompts_that_share_prefill_programs_in_short_rows_match_their_references(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("levserve.models.size.plan_sizes", in_pieces)
+    monkeypatch.setattr("levserve.models.size.plan_sizes", in_short_rows)
     cases = cases_of(family)
     with running_engine(GOLDEN / family) as running:
         answers = running.run(*(ask(case["prompt"], num_logprobs=0, score_from=1) for case in cases))
@@ -96,7 +96,7 @@ def test_where_rows_are_computed_in_their_order_the_longest_come_first(
         return as_ever(in_flight)
 
     as_ever = InFlightRound.read_rows
-    monkeypatch.setattr("levserve.models.size.plan_sizes", in_pieces)
+    monkeypatch.setattr("levserve.models.size.plan_sizes", in_short_rows)
     monkeypatch.setattr(InFlightRound, "read_rows", read_rows)
     prompts = [[5, 6, 7], [*range(10, 40)], [8], [*range(20, 36)]]
     with running_engine(GOLDEN / "llama") as running:
@@ -156,11 +156,11 @@ def test_a_prompt_that_would_leave_a_large_program_mostly_empty_takes_small_ones
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral"])
-def test_prompts_of_which_only_the_next_token_is_wanted_get_it_from_quiet_programs(
+def test_prompts_of_which_only_the_next_token_is_wanted_get_it_from_sample_only_programs(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def as_on_a_gpu(*args: Any, **given: Any) -> Sizes:
-        return replace(in_pieces(*args, **given), row_sizes=(4,), chunk_sizes=(32,), has_all_modes=True)
+        return replace(in_short_rows(*args, **given), row_sizes=(4,), chunk_sizes=(32,), has_all_modes=True)
 
     monkeypatch.setattr("levserve.models.size.plan_sizes", as_on_a_gpu)
     used: list[Shape] = []
@@ -178,7 +178,7 @@ def test_prompts_of_which_only_the_next_token_is_wanted_get_it_from_quiet_progra
                 for top_p in (1.0, 0.9)
             )
         )
-        quiet = {shape for shape in used if shape.is_prefill}
+        sample_only = {shape for shape in used if shape.is_prefill}
         used.clear()
         running.loaded.scheduler.forget_prefixes()
         both = [(case["prompt"], top_p) for case in cases for top_p in (1.0, 0.9)]
@@ -187,7 +187,7 @@ def test_prompts_of_which_only_the_next_token_is_wanted_get_it_from_quiet_progra
         )
     assert [answer.tokens for answer in answers] == [case["greedy"] for case in cases]
     assert [answer.tokens for answer in drawn] == [answer.tokens for answer in told]
-    assert quiet and all(shape.is_sample_only for shape in quiet)
+    assert sample_only and all(shape.is_sample_only for shape in sample_only)
     assert any(shape.is_prefill and not shape.is_sample_only for shape in used), (
         "for more than the token there are the others"
     )
