@@ -10,6 +10,7 @@ PASSED_ON = {"parameter", "get-tuple-element", "bitcast", "tuple", "while", "con
 """Nothing is computed."""
 COMPUTATION = re.compile(r"^(?:ENTRY )?%(\S+) \(.*\{$")
 INSTRUCTION = re.compile(r"^ *(ROOT )?%\S+ = (\(.*?\)|\w+\[[\d,]*\]\S*) ([\w-]+)\(")
+ASSIGNMENT = re.compile(r"^ *(ROOT )?%\S+ = ")
 SHAPE = re.compile(r"\w+\[([\d,]*)\]")
 CALLED = re.compile(r" fusion\(.* calls=%([\w.-]+)")
 
@@ -30,7 +31,7 @@ class Instruction:
 def computed(text: str) -> list[Instruction]:
     """The instructions that leave something new in memory."""
     made = [instruction for instruction in instructions(text) if instruction.operation not in PASSED_ON]
-    assert len(made) > 20, "the text was not understood"
+    assert len(made) > 10, "a program has more instructions than that"
     return made
 
 
@@ -53,5 +54,7 @@ def instructions(text: str) -> Iterator[Instruction]:
                     tuple(int(size) for size in shape.split(",") if size) for shape in SHAPE.findall(result)
                 )
                 waiting.append((Instruction(shapes, operation, line.strip()), called[1] if called else ""))
+        else:
+            assert not ASSIGNMENT.match(line), f"the text was not understood: {line}"
     for instruction, called_name in waiting:
         yield replace(instruction, operation=roots[called_name]) if called_name else instruction
