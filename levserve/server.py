@@ -24,6 +24,7 @@ from flask import Flask
 from gunicorn.app.base import BaseApplication
 from gunicorn.glogging import Logger
 
+from levserve.device.malloc import Trimmer
 from levserve.engine.engine import Engine
 from levserve.errors import StartupError
 from levserve.models.registry import Registry
@@ -152,6 +153,7 @@ class Application(BaseApplication):  # type: ignore[misc]
         self._supervision = supervision
         self._max_connections = max_connections
         self._is_announced = False
+        self._trimmer = Trimmer()
         super().__init__()
 
     def load_config(self) -> None:
@@ -205,6 +207,8 @@ class Application(BaseApplication):  # type: ignore[misc]
         if not self._is_announced and self.engine.phase is Phase.READY:
             self._is_announced = True
             self.on_ready()
+        if self._is_announced:
+            self._trimmer.tick()
 
     def on_ready(self) -> None:
         """Called once by the main loop, when the model is ready."""
