@@ -201,6 +201,8 @@ class Builder:
         self.target = target
         self.ir = ir.IRBuilder(function.append_basic_block())
         self.given = tuple(Value(self, argument) for argument in function.args)
+        self.returned: Value | None = None
+        """What the function gives, if not 0."""
 
     def number(self, number: float, kind: ir.Type = I64) -> Value:
         return Value(self, ir.Constant(kind, number))
@@ -354,8 +356,23 @@ class Builder:
     def address(self, function: Function) -> Value:
         return Value(self, self.ir.ptrtoint(function, I64))
 
+    def stack_words(self, count: int) -> Value:
+        """Memory of this function's own, for so many words."""
+        with self.ir.goto_entry_block():
+            place = self.ir.alloca(ir.ArrayType(I64, count))
+        return Value(self, self.ir.bitcast(place, POINTER))
+
+    def text(self, text: str) -> Value:
+        """A constant that ends with a zero, as C has it."""
+        data = bytearray(text.encode() + b"\0")
+        kind = ir.ArrayType(I8, len(data))
+        constant = ir.GlobalVariable(self.function.module, kind, f"text_{len(self.function.module.globals)}")
+        constant.global_constant, constant.linkage = True, "private"
+        constant.initializer = ir.Constant(kind, data)
+        return Value(self, self.ir.bitcast(constant, POINTER))
+
     def allocate(self, num_bytes: Value) -> Value:
-        """From the beginning of a line of the cache on: a vector that lies in two is read twice."""
+        """Memory that begins with a cache line, since a vector across two is read twice; a null pointer if there is none."""
         lines = (num_bytes + (LINE_BYTES - 1)) // LINE_BYTES * LINE_BYTES
         return Value(self, self.intrinsic("aligned_alloc", POINTER, ir.Constant(I64, LINE_BYTES), lines.made))
 

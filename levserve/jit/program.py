@@ -21,11 +21,11 @@ class Program:
 
     @contextmanager
     def function(self, name: str, num_arguments: int) -> Iterator[Builder]:
-        """Writes a function of int64 to int64; it gives 0."""
+        """Writes a function of int64 to int64; it gives 0, or what `returned` is set to."""
         function = ir.Function(self._module, ir.FunctionType(I64, [I64] * num_arguments), name)
         builder = Builder(function, self._target)
         yield builder
-        builder.ir.ret(ir.Constant(I64, 0))
+        builder.ir.ret(ir.Constant(I64, 0) if builder.returned is None else builder.returned.made)
 
     def compile(self) -> bytes:
         """An object file."""

@@ -58,9 +58,13 @@ def _choose_for_cpu(
     kv_dtype: jnp.dtype,
 ) -> Chosen:
     from levserve.jit.target import detect_target  # brings LLVM, which a GPU's start does without
+    from levserve.jit.xla_call import refuse_xla
     from levserve.model.cpu import attention
     from levserve.model.cpu.backend import fit_target
 
+    refusal = refuse_xla()
+    if refusal is not None:
+        return Chosen(plain, refusal)
     refusal = attention.refuse_unservable(config.head_dim)
     if refusal is not None:
         return Chosen(plain, f"the CPU kernels do not take {refusal}")
