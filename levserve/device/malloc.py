@@ -1,7 +1,7 @@
 """Settings of glibc's malloc that keep the server's memory small and level.
 
-Compiling allocates and frees hundreds of megabytes in small blocks, and every step allocates and frees arrays of some megabytes
-on several threads of XLA's. Where malloc is not glibc's, nothing is set.
+Compiling allocates and frees hundreds of megabytes in small blocks, and every step allocates and frees arrays
+of some megabytes on several threads of XLA's. Where malloc is not glibc's, nothing is set.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from levserve.device.sizing import process_memory
 LARGE_BYTES = 16 << 20
 """More than the arrays that a step allocates and frees."""
 MAX_ARENAS = 1
-"""Free blocks of one arena are of no use to another. In four minutes of bench/soak.py on two cores resident memory grew by
-174 MiB without a limit, by 83 with four arenas, by 19 with two and by 9 with one. No speed is lost: Python's small objects
-do not come from malloc, and glibc keeps small blocks by thread."""
+"""Free blocks of one arena are of no use to another. In four minutes of bench/soak.py on two cores resident
+memory grew by 174 MiB without a limit, by 83 with four arenas, by 19 with two and by 9 with one. No speed is
+lost: Python's small objects do not come from malloc, and glibc keeps small blocks by thread."""
 GROWTH = 1.02
-"""Compiling leaves hundreds of megabytes of free blocks, and under load malloc uses ever more of them in turn: without a
-trim, resident memory grew by 3.5 % from the fifth minute to the 65th. So it is trimmed whenever it has grown this much."""
+"""Compiling leaves hundreds of megabytes of free blocks, and under load malloc uses ever more of them in
+turn: without a trim, resident memory grew by 3.5 % from the fifth minute to the 65th. So it is trimmed
+whenever it has grown this much."""
 TRIM_SECONDS = 5.0
 """Between two trims, at least: one takes 10 ms, in which other threads wait for memory."""
 TRIM_THRESHOLD, MMAP_THRESHOLD, ARENA_MAX = -1, -3, -8
@@ -30,8 +31,8 @@ TRIM_THRESHOLD, MMAP_THRESHOLD, ARENA_MAX = -1, -3, -8
 def tune_malloc() -> None:
     """Has all threads share one arena, and returns large blocks to the system as soon as they are freed.
 
-    To be called before threads start: arenas that exist stay in use. Left to itself, glibc puts blocks of up to 32 MB among
-    others once it has seen one.
+    To be called before threads start: arenas that exist stay in use. Left to itself, glibc puts blocks of up
+    to 32 MB among others once it has seen one.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc has it
     if mallopt is not None:
@@ -41,14 +42,16 @@ def tune_malloc() -> None:
 
 
 def trim_malloc() -> None:
-    """Gives back what was freed in the middle of malloc's heaps: after a compile a hundred megabytes and more."""
+    """Gives back what was freed in the middle of malloc's heaps: after a compile a hundred megabytes and
+    more."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 class Trimmer:
-    """Gives free memory back whenever the process has grown by 2 % since it was smallest or was last trimmed."""
+    """Gives free memory back whenever the process has grown by 2 % since it was smallest or was last
+    trimmed."""
 
     def __init__(
         self,

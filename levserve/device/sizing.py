@@ -168,7 +168,7 @@ def plan_sizes(
     kv_bytes = num_pages * page_bytes
     overhead_bytes = reserve_bytes = 0
     if traits.host_overhead:
-        # Reading weights may take more than serving them: a matrix that is quantized is in memory in float32 first.
+        # Reading weights may take more than serving them: a matrix is in float32 before it is quantized.
         loading_bytes = peak_bytes + ARBITER_BYTES - weight_bytes - kv_bytes
         overhead_bytes = max(traits.host_overhead, loading_bytes)
     else:
