@@ -50,8 +50,7 @@ class InFlightRound:
         return self.read_chunks(), self.read_rows()
 
     def read_chunks(self) -> list[Sampled]:
-        """Waits for the chunks, which are computed first; also if no result is wanted, to learn when they
-        were done."""
+        """Waits for the chunks, which are computed first; if no result is wanted, to learn when they end."""
         if self.chunks:
             self.chunks[-1][-1].output.sampled.block_until_ready()
         return [_join([_read_prefill(row) for row in rows]) for rows in self.chunks]
@@ -106,8 +105,7 @@ def _kept(row: Row, tokens: list[int]) -> list[int]:
 
 
 def _sampled(sequence: Sequence, tokens: list[int], outputs: npt.NDArray[np.int32], row: int) -> Sampled:
-    """A sequence's tokens, and the rest of its row of the outputs [token, row, outputs]; see
-    `rounds.NUM_OUTPUTS`."""
+    """A sequence's tokens and what else its row of [token, row, outputs] has; see `rounds.NUM_OUTPUTS`."""
     is_poisoned = POISONED in tokens
     if is_poisoned:
         tokens = tokens[: tokens.index(POISONED)]

@@ -158,8 +158,7 @@ class ModelLoop:
             self.scheduler.speculation.note_round(len(plan.rows), seconds / steps, is_verify=plan.is_verify)
 
     def _deliver(self, updates: list[SequenceUpdate]) -> None:
-        """Sends batches on their way. Counts first, so that a client with an answer finds it in the
-        metrics."""
+        """Counts batches, then sends them: a client that has an answer must find it in the metrics."""
         if not updates:
             return
         now = time.monotonic()
