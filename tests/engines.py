@@ -109,8 +109,12 @@ def cache_folder() -> Path:
 
 
 @contextmanager
-def running_engine(folder: Path, *flags: str, rows: int = 4) -> Iterator[Running]:
-    """Loads a model and serves it on a device thread, in float32 unless told otherwise; stops and joins it afterwards."""
+def running_engine(folder: Path, *flags: str, rows: int = 4, compiles_all: bool = False) -> Iterator[Running]:
+    """Loads a model and serves it on a device thread, in float32 unless told otherwise; stops and joins it afterwards.
+
+    The programs that a server compiles when it is ready are compiled only where a test `compiles_all`: the first ones can
+    do everything, and compiling is most of what these tests cost.
+    """
     settings = parse_settings(
         ["--model", str(folder), "--dtype", "float32", "--cache-dir", str(cache_folder()), *flags], {}
     )
@@ -122,6 +126,9 @@ def running_engine(folder: Path, *flags: str, rows: int = 4) -> Iterator[Running
     def work() -> None:
         try:
             loaded.append(load(settings, engine.metrics, rows=rows, report=lambda _: None))
+            if not compiles_all:
+                programs = loaded[0].runner.programs
+                programs.start_background = programs._compiles.note_ready  # type: ignore[method-assign]
             serve(registry, loaded[0])
         except BaseException as error:
             failures.append(error)

@@ -235,7 +235,7 @@ def test_a_second_start_traces_nothing_and_says_the_same(
     flags = "--cache-dir", str(folder), "--prefill-chunk", "24"  # a size that no other test has compiled
 
     def answer() -> list[int]:
-        with running_engine(GOLDEN / "llama", *flags) as running:
+        with running_engine(GOLDEN / "llama", *flags, compiles_all=True) as running:
             wait_until(lambda: running.loaded.runner.programs.is_complete)
             (answer,) = read(running.submit(ask([1, 2, 3], 20)))
             assert running.metric("compile_cache_misses_total") == 0 or not is_second

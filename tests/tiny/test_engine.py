@@ -44,7 +44,15 @@ def in_short_rows(*args: Any, **given: Any) -> Sizes:
 @pytest.fixture(scope="module")
 def llama() -> Iterator[Running]:
     with running_engine(
-        GOLDEN / "llama", "--page-size", "4", "--kv-pages", "512", "--prefill-chunk", "32", rows=ROWS
+        GOLDEN / "llama",
+        "--page-size",
+        "4",
+        "--kv-pages",
+        "512",
+        "--prefill-chunk",
+        "32",
+        rows=ROWS,
+        compiles_all=True,
     ) as running:
         yield running
 
@@ -76,7 +84,7 @@ def test_prompts_that_share_prefill_programs_in_short_rows_match_their_reference
 ) -> None:
     monkeypatch.setattr("levserve.models.size.plan_sizes", in_short_rows)
     cases = cases_of(family)
-    with running_engine(GOLDEN / family) as running:
+    with running_engine(GOLDEN / family, compiles_all=True) as running:
         answers = running.run(*(ask(case["prompt"], num_logprobs=0, score_from=1) for case in cases))
     for case, answer in zip(cases, answers):
         assert answer.tokens == case["greedy"]
@@ -99,7 +107,7 @@ def test_where_rows_are_computed_in_their_order_the_longest_come_first(
     monkeypatch.setattr("levserve.models.size.plan_sizes", in_short_rows)
     monkeypatch.setattr(InFlightRound, "read_rows", read_rows)
     prompts = [[5, 6, 7], [*range(10, 40)], [8], [*range(20, 36)]]
-    with running_engine(GOLDEN / "llama") as running:
+    with running_engine(GOLDEN / "llama", compiles_all=True) as running:
         together = running.run(*(ask(prompt) for prompt in prompts))
         alone = [running.run(ask(prompt))[0] for prompt in prompts]
     assert any(len(positions) == len(prompts) for positions in computed)
@@ -145,7 +153,9 @@ def test_a_prompt_that_would_leave_a_large_program_mostly_empty_takes_small_ones
     used: list[Shape] = []
     take = Programs.__getitem__
     monkeypatch.setattr(Programs, "__getitem__", lambda self, shape: used.append(shape) or take(self, shape))
-    with running_engine(GOLDEN / "llama", "--page-size", "8", "--prefill-chunk", "128", rows=2) as running:
+    with running_engine(
+        GOLDEN / "llama", "--page-size", "8", "--prefill-chunk", "128", rows=2, compiles_all=True
+    ) as running:
         programs = running.loaded.runner.programs
         wait_until(lambda: programs.is_complete and not programs.has_cold, 240)
         running.run(ask([1], 1))  # and so the last first run is over
@@ -167,7 +177,7 @@ def test_prompts_of_which_only_the_next_token_is_wanted_get_it_from_sample_only_
     take = Programs.__getitem__
     monkeypatch.setattr(Programs, "__getitem__", lambda self, shape: used.append(shape) or take(self, shape))
     cases = cases_of(family)
-    with running_engine(GOLDEN / family) as running:
+    with running_engine(GOLDEN / family, compiles_all=True) as running:
         wait_until(lambda: running.loaded.runner.programs.is_complete, 240)
         used.clear()
         answers = running.run(*(ask(case["prompt"]) for case in cases))
@@ -383,7 +393,7 @@ def test_no_request_waits_for_a_compile_after_ready() -> None:
             compiled_on.append(threading.current_thread().name)
 
     flags = ("--page-size", "4", "--kv-pages", "256", "--prefill-chunk", "128", "--compile-cache", "false")
-    with running_engine(GOLDEN / "llama", *flags, rows=16) as running:
+    with running_engine(GOLDEN / "llama", *flags, rows=16, compiles_all=True) as running:
         assert not running.loaded.runner.programs.is_complete, "some shapes are left for the background"
         jax.monitoring.register_event_duration_secs_listener(note)
         deadline = time.monotonic() + 120
@@ -428,7 +438,7 @@ def test_tokens_of_prompts_get_the_program_that_they_fill(
 
 def test_running_streams_wait_no_longer_for_a_prompt_than_they_were_promised() -> None:
     flags = ("--page-size", "4", "--kv-pages", "256", "--prefill-chunk", "128", "--inter-token-goal-ms", "1")
-    with running_engine(GOLDEN / "llama", *flags) as running:
+    with running_engine(GOLDEN / "llama", *flags, compiles_all=True) as running:
         plans = []
         plan = running.loaded.scheduler.plan
 
@@ -445,10 +455,7 @@ def test_running_streams_wait_no_longer_for_a_prompt_than_they_were_promised() -
     assert sum(beside) >= 96 and max(beside) <= 32, "never more than the smallest program"
 
 
-def test_work_larger_than_any_ready_program_is_done_in_parts(
-    llama: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Programs, "start_background", lambda programs: None)
+def test_work_larger_than_any_ready_program_is_done_in_parts(llama: Running) -> None:
     prompt = [number % 90 + 3 for number in range(75)]
     decoded = [([100 + number, 7], 12) for number in range(9)]
     flags = ("--page-size", "4", "--kv-pages", "512", "--prefill-chunk", "128")

@@ -64,7 +64,7 @@ class Gate:
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[Running]:
-    with running_engine(GOLDEN / "llama", *FLAGS, rows=2) as running:
+    with running_engine(GOLDEN / "llama", *FLAGS, rows=2, compiles_all=True) as running:
         VllmMetrics(running.engine.metrics)
         wait_until(lambda: running.loaded.runner.programs.is_complete)
         yield running

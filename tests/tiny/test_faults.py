@@ -102,7 +102,7 @@ def test_too_little_memory_is_one_line_that_says_what_was_asked_what_is_there_an
 def test_a_poisoned_row_fails_alone_and_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [[number, 9, 8, 7, 6, 5, 4, 3, number] for number in range(20, 24)]
     monkeypatch.setattr(Runner, "dispatch", Runner.dispatch)  # put back what `install` replaces
-    with running_engine(GOLDEN / "llama", *SIZES) as running:
+    with running_engine(GOLDEN / "llama", *SIZES, compiles_all=True) as running:
         programs = running.loaded.runner.programs
         wait_until(
             lambda: programs.is_complete and not programs.has_cold

@@ -38,7 +38,7 @@ def running() -> Iterator[Running]:
         # Whole layers run on every CPU: LLVM makes of the instruction what there is.
         dot = lambda target, *, is_int8: CpuBackend(target=target, has_products=True)  # noqa: E731
         patch.setattr("levserve.model.cpu.backend.fit_target", dot)
-        with running_engine(GOLDEN / "llama", "--quantize", "int8") as running:
+        with running_engine(GOLDEN / "llama", "--quantize", "int8", compiles_all=True) as running:
             wait_until(lambda: running.loaded.runner.programs.is_complete)
             running.run(ask((1, 2, 3), 4))
             yield running

@@ -35,7 +35,7 @@ class Switch(Speculation):
 def mistral() -> Iterator[Running]:
     """An engine that drafts, once its programs are ready for it; some layers of its model see a window."""
     flags = ("--speculate", str(NUM_DRAFT), "--page-size", "4", "--kv-pages", "40", "--prefill-chunk", "32")
-    with running_engine(GOLDEN / "mistral", *flags, rows=2) as running:
+    with running_engine(GOLDEN / "mistral", *flags, rows=2, compiles_all=True) as running:
         wait_until(lambda: running.loaded.runner.programs.is_complete, 240)
         running.loaded.scheduler.speculation = Switch(NUM_DRAFT)
         yield running
