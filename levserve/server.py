@@ -233,9 +233,8 @@ class Application(BaseApplication):  # type: ignore[misc]
         self._watcher.stop()
         if self._tracing is not None:
             self._tracing.stop()
-        self._device.join(
-            JOIN_SECONDS if self._is_announced else 0
-        )  # a device that is still loading is not awaited
+        # A device that is still loading is not awaited.
+        self._device.join(JOIN_SECONDS if self._is_announced else 0)
 
     def _announce(self) -> None:
         """Logs where the model is served, and a command to try."""

@@ -88,9 +88,8 @@ class _Cursor:
         return int(self.number(form))
 
     def text(self) -> str:
-        (length,) = LENGTH.unpack_from(
-            self.mapped, self.offset
-        )  # faster than `count`; there are 100,000 texts
+        # Faster than `count`; there are 100,000 texts.
+        (length,) = LENGTH.unpack_from(self.mapped, self.offset)
         start = self.offset + LENGTH.size
         self.offset = start + length
         return self.mapped[start : self.offset].decode()

@@ -1,8 +1,8 @@
 """Functions for the CPU at hand, written value by value; `program` compiles them.
 
-A thin layer over llvmlite. Python's operators write instructions and Python's own loops repeat them; `loop` and `when` write
-what is only known when the function runs. A pointer counts bytes. A vector may have any number of lanes: LLVM spreads it over
-the registers that the CPU has.
+A thin layer over llvmlite. Python's operators write instructions and Python's own loops repeat them; `loop`
+and `when` write what is only known when the function runs. A pointer counts bytes. A vector may have any
+number of lanes: LLVM spreads it over the registers that the CPU has.
 """
 
 from __future__ import annotations
@@ -246,14 +246,16 @@ class Builder:
         )
 
     def dot_into(self, sums: Value, x: Value, y: Value) -> Value:
-        """int32 [n] + the products of int8 [4 n], four neighbours to a sum: one instruction, where the CPU has one for it."""
+        """int32 [n] + the products of int8 [4 n], four neighbours to a sum: one instruction, where the CPU
+        has one for it."""
         wide = ir.VectorType(I32, x.lanes)
         products = self.ir.mul(self.ir.sext(x.made, wide), self.ir.sext(y.made, wide))
         name = f"llvm.vector.partial.reduce.add.{_spell(sums.made.type)}.{_spell(wide)}"
         return Value(self, self.intrinsic(name, sums.made.type, sums.made, products))
 
     def dot_word_into(self, sums: Value, x: Value, word: Value) -> Value:
-        """int32 [n] + the products of uint8 [4 n], four neighbours to a sum, with four int8, the same ones, that a word holds."""
+        """int32 [n] + the products of uint8 [4 n], four neighbours to a sum, with four int8, the same ones,
+        that a word holds."""
         assert sums.lanes is not None
         bits, four = 32 * sums.lanes, word.splat(sums.lanes)
         has_avx512 = bits in (256, 512) and self.target.has("avx512vnni")
@@ -285,7 +287,8 @@ class Builder:
         return total
 
     def _add_pairs(self, x: Value, y: Value) -> Value:
-        """In each four of the lanes, which a CPU can keep apart: the sums of neighbours in x, then of those in y."""
+        """In each four of the lanes, which a CPU can keep apart: the sums of neighbours in x, then of those
+        in y."""
         assert x.lanes is not None
         fours = range(0, x.lanes, 4)
         even = [start + at + lane for start in fours for at in (0, x.lanes) for lane in (0, 2)]
@@ -339,7 +342,8 @@ class Builder:
             yield
 
     def atomic_add(self, pointer: Value, number: int) -> Value:
-        """Adds, and gives what was there; all threads agree on the order of these, and of what is written before and read after."""
+        """Adds, and gives what was there; all threads agree on the order of these, and of what is written
+        before and read after."""
         return Value(
             self, self.ir.atomic_rmw("add", self._to(pointer, I64), ir.Constant(I64, number), "seq_cst")
         )
@@ -372,7 +376,8 @@ class Builder:
         return Value(self, self.ir.bitcast(constant, POINTER))
 
     def allocate(self, num_bytes: Value) -> Value:
-        """Memory that begins with a cache line, since a vector across two is read twice; a null pointer if there is none."""
+        """Memory that begins with a cache line, since a vector across two is read twice; a null pointer if
+        there is none."""
         lines = (num_bytes + (LINE_BYTES - 1)) // LINE_BYTES * LINE_BYTES
         return Value(self, self.intrinsic("aligned_alloc", POINTER, ir.Constant(I64, LINE_BYTES), lines.made))
 
@@ -396,7 +401,8 @@ class Builder:
 
 
 def add_up(part: Callable[[int], Sequence[Value]], count: int) -> list[Value]:
-    """Adds values that come in parts, as the lanes of a vector are added: pairs in each four, those pairs, and then the fours by halves.
+    """Adds values that come in parts, as the lanes of a vector are added: pairs in each four, those pairs,
+    and then the fours by halves.
 
     Floats are the same only if they are added in the same order. A part is asked for when it is needed.
     """

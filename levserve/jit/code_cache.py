@@ -1,6 +1,7 @@
 """Compiled code on disk, kernels and programs, kept for as long as nothing it was made from has changed.
 
-`current` is the cache in use; it keeps nothing until a start calls `use_cache`. No LLVM here: only kernels need that.
+`current` is the cache in use; it keeps nothing until a start calls `use_cache`. No LLVM here: only kernels
+need that.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ COMPILED = (
     "device/rounds.py",
     "device/rules.py",
 )
-"""The sources that programs and kernels are traced from. A change to any other file keeps what is compiled."""
+"""The sources that programs and kernels are traced from. A change to any other file keeps what is
+compiled."""
 PACKAGES = ("equinox-", "haliax-", "jax", "llvmlite-", "marin_haliax-", "ml_dtypes-", "numpy-", "nvidia_")
 """Packages whose names begin so change what is compiled; jax has plugins, and nvidia's libraries are many."""
 DIGEST_BYTES = 32
@@ -37,7 +39,8 @@ SWITCHES = ("JAX_", "XLA_", "NPROC", "PJRT_NPROC")
 
 
 class CodeCache:
-    """One file per entry: a digest of the code, which detects damage, and the code. Without a folder it keeps nothing."""
+    """One file per entry: a digest of the code, which detects damage, and the code. Without a folder it keeps
+    nothing."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
@@ -78,7 +81,8 @@ def use_cache(cache: CodeCache) -> None:
 
 
 def open_folder(parent: Path, cpu: str) -> Path:
-    """The folder for this version of everything on a CPU so described; folders unused for a month are removed."""
+    """The folder for this version of everything on a CPU so described; folders unused for a month are
+    removed."""
     path = parent / _made_from(cpu)
     path.mkdir(parents=True, exist_ok=True)
     with suppress(OSError):  # the folder may belong to another user
@@ -90,7 +94,8 @@ def open_folder(parent: Path, cpu: str) -> Path:
 
 
 def _made_from(cpu: str) -> str:
-    """A digest of all that compiled code follows from, but for the model: sources, packages, CPU and environment."""
+    """A digest of all that compiled code follows from, but for the model: sources, packages, CPU and
+    environment."""
     digest = hashlib.sha256()
     sources = {source for pattern in COMPILED for source in OUR_SOURCES.glob(pattern)}
     for source in sorted(sources):

@@ -1,7 +1,8 @@
 """What machine code is written for: a CPU, the instructions it has, and the width of its vectors.
 
-`detect_target` describes the CPU that the process runs on; nothing else asks what that CPU can do when kernels are chosen or
-written. The named targets let one machine write the code of others, and run it where it has their instructions.
+`detect_target` describes the CPU that the process runs on; nothing else asks what that CPU can do when
+kernels are chosen or written. The named targets let one machine write the code of others, and run it where it
+has their instructions.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from dataclasses import dataclass
 import llvmlite.binding as llvm
 
 AT_HWCAP, HWCAP_ASIMDDP = 16, 1 << 20
-"""Linux: the entry of a process' auxiliary vector that lists an ARM CPU's features, and the bit of its int8 dot products."""
+"""Linux: the entry of a process' auxiliary vector that lists an ARM CPU's features, and the bit of its int8
+dot products."""
 X86, ARM = "x86_64-unknown-linux-gnu", "aarch64-unknown-linux-gnu"
 AVX2 = ("avx", "avx2", "f16c", "fma")
 AVX512 = (*AVX2, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512vnni")
@@ -29,7 +31,8 @@ class Target:
     features: str
     """In LLVM's words: "+avx2,-sve"."""
     vector_bytes: int
-    """What kernels take for the width of a register; LLVM splits wider vectors, so any width runs on any CPU."""
+    """What kernels take for the width of a register; LLVM splits wider vectors, so any width runs on any
+    CPU."""
 
     @staticmethod
     def named(name: str) -> Target:

@@ -1,10 +1,13 @@
-"""Functions that XLA's programs call on a CPU: what XLA gives them, and how their work is shared among its threads.
+"""Functions that XLA's programs call on a CPU: what XLA gives them, and how their work is shared among its
+threads.
 
-XLA's foreign function interface passes one struct, the call frame; see xla/ffi/api/c_api.h in jaxlib's include folder. The numbers
-below are offsets in its structs, in words of eight bytes, and `unsupported_reason` checks each of them against that header.
+XLA's foreign function interface passes one struct, the call frame; see xla/ffi/api/c_api.h in jaxlib's
+include folder. The numbers below are offsets in its structs, in words of eight bytes, and
+`unsupported_reason` checks each of them against that header.
 
-The work comes in pieces. XLA's own threads are asked to help, and every thread takes the next piece until there is none. The
-calling thread waits for the pieces that others took, but never for a thread to arrive: it may do all pieces itself.
+The work comes in pieces. XLA's own threads are asked to help, and every thread takes the next piece until
+there is none. The calling thread waits for the pieces that others took, but never for a thread to arrive: it
+may do all pieces itself.
 """
 
 from __future__ import annotations
@@ -57,7 +60,8 @@ FRAME_OFFSETS = (
 )
 
 FRAME, USERS, INSIDE, IS_OVER, COUNTERS = range(5)
-"""In what the threads share while they work on a call; after the counters of each work comes memory of the kernel's own."""
+"""In what the threads share while they work on a call; after the counters of each work comes memory of the
+kernel's own."""
 
 
 class Call(NamedTuple):
@@ -113,7 +117,8 @@ class Kernel:
 
 _registered: set[str] = set()
 _alive: list[Code] = []
-"""As long as the process: XLA forgets no handler, and a thread that was asked to help may come when the call is long over."""
+"""As long as the process: XLA forgets no handler, and a thread that was asked to help may come when the call
+is long over."""
 _registering = Lock()
 """Programs are traced on several threads, and XLA wants to hear of a handler once."""
 
@@ -195,7 +200,8 @@ def _write_work(builder: Builder, kernel: Kernel) -> None:
 
 
 def _write_help(builder: Builder, kernel: Kernel, work: Function) -> None:
-    """What a thread does that comes to help. If the call is not over yet, the caller waits until this thread has left.
+    """What a thread does that comes to help. If the call is not over yet, the caller waits until this thread
+    has left.
 
     A thread that gets no memory leaves at once: the others do its pieces.
     """

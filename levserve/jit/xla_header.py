@@ -1,7 +1,8 @@
 """Checks the layout of XLA's call structs against the header that jaxlib ships.
 
-Kernels read XLA's call frame by offsets. The header of the installed jaxlib says where each field lies; if one has moved, or the
-interface has a version that is not known here, kernels must not be called: they would read and write the wrong memory.
+Kernels read XLA's call frame by offsets. The header of the installed jaxlib says where each field lies; if
+one has moved, or the interface has a version that is not known here, kernels must not be called: they would
+read and write the wrong memory.
 """
 
 from __future__ import annotations

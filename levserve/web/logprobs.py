@@ -123,9 +123,8 @@ def _top_by_text(token: int, logprob: TokenLogprob | None, tokenizer: Tokenizer)
 
 def _ranked(token: int, score: TokenLogprob, num_top: int, tokenizer: Tokenizer) -> dict[int, RankedToken]:
     ranks = {other: (value, rank) for rank, (other, value) in enumerate(score.top[:num_top], start=1)}
-    entries = {
-        token: ranks.get(token, (score.logprob, None))
-    } | ranks  # vLLM's order: the prompt's own token comes first
+    # VLLM's order: the prompt's own token comes first.
+    entries = {token: ranks.get(token, (score.logprob, None))} | ranks
     return {
         other: RankedToken(clamp(value), rank, show_token(other, tokenizer))
         for other, (value, rank) in entries.items()

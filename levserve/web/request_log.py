@@ -93,9 +93,8 @@ class RequestLog:
         ended = time.monotonic()
         self.status = status
         if self.error is None and any(choice.finish is None for choice in self.choices):
-            self.abort = (
-                self.abort or "disconnected"
-            )  # a write failed before the watcher saw the client leave
+            # A write failed before the watcher saw the client leave.
+            self.abort = self.abort or "disconnected"
         if self.abort == "disconnected":
             metrics.disconnects.labels(self._phase()).inc()
         if tracing is not None:

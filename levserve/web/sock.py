@@ -33,11 +33,12 @@ SUBPROTOCOL = (
 VERSION = "13"  # the only version of the WebSocket protocol
 PING_SECONDS = 25
 CLOSE_SECONDS = 2.0  # for the peer to answer a close
+# Simple-websocket raises these once a socket is closing.
 GONE = (
     ConnectionClosed,
     LocalProtocolError,
     OSError,
-)  # simple-websocket raises these once a socket is closing
+)
 
 
 class Sockets:

@@ -53,9 +53,10 @@ def check_source(settings: Settings) -> None:
 def find_source(settings: Settings, report: Report, *, with_tokenizer: bool = True) -> ModelFiles:
     """The files of the model that the settings name, downloaded if necessary."""
     if settings.checkpoint_path:
+        # Imports jax, which must wait until after the fork.
         from levserve.weights.levanter_run import (
             find_run,
-        )  # imports jax, which must wait until after the fork
+        )
 
         files = find_run(settings, report, with_tokenizer=with_tokenizer and not settings.tokenizer)
     else:

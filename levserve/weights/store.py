@@ -117,9 +117,8 @@ class Store:
                 info = self._fs.info(path)
             except FileNotFoundError as error:
                 if self._is_web and getattr(error.__cause__, "status", None) != HTTPStatus.NOT_FOUND:
-                    raise OSError(
-                        str(error.__cause__)
-                    ) from error  # fsspec raises it for every failed request
+                    # Fsspec raises it for every failed request.
+                    raise OSError(str(error.__cause__)) from error
                 return None
         if info.get("type") == "directory":
             return None

@@ -137,9 +137,8 @@ class RequestBuffer:
         self._body_len = int(length) if is_number else 0
         self._is_chunked = codings[-1:] == [b"chunked"]
         expects_continue = expects == [b"100-continue"]
-        self._expects_continue = expects_continue and not first.endswith(
-            b"/1.0"
-        )  # HTTP/1.0 has no such answer
+        # HTTP/1.0 has no such answer.
+        self._expects_continue = expects_continue and not first.endswith(b"/1.0")
         has_bad_length = not is_number or len(lengths) > 1 or (lengths and codings)
         has_bad_coding = codings and not self._is_chunked
         if has_bad_length or has_bad_coding or (expects and not expects_continue):

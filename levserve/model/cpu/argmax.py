@@ -22,7 +22,8 @@ TOKENS, VALUES = range(2)
 
 
 def find_best(logits: jax.Array, num_used: jax.Array, *, target: Target) -> tuple[jax.Array, jax.Array]:
-    """int32 and float32 [row] of float32 [row, vocab]: of equals the first; a row that has what is not a number is none itself.
+    """int32 and float32 [row] of float32 [row, vocab]: of equals the first; a row that has what is not a
+    number is none itself.
 
     Of rows after the first `num_used` [1] it gives whatever was in memory.
     """

@@ -1,7 +1,8 @@
 """Queries over their rows' pages on a CPU.
 
-XLA would gather the pages first and multiply matrices of three rows: here a step of 32 rows takes a third of the time. A piece
-of the work is some neighbouring queries of one row over one key-value head; how many there are decides how they are taken.
+XLA would gather the pages first and multiply matrices of three rows: here a step of 32 rows takes a third of
+the time. A piece of the work is some neighbouring queries of one row over one key-value head; how many there
+are decides how they are taken.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ def takes_many(target: Target) -> bool:
 
 
 def mixed_context(target: Target) -> int:
-    """Where a prompt's chunk may begin, at most, to be computed beside decoding rows: few that are neighbours read all keys one by one."""
+    """Where a prompt's chunk may begin, at most, to be computed beside decoding rows: few that are neighbours
+    read all keys one by one."""
     return 2**31 if takes_many(target) else 256
 
 
@@ -60,7 +62,8 @@ def paged_attention(
 
 
 def kernel_for(heads: Heads) -> Kernel:
-    """For arguments q [row, chunk, kv_head, group, size], pool, table [row, page], positions [row, chunk], window, softcap."""
+    """For arguments q [row, chunk, kv_head, group, size], pool, table [row, page], positions [row, chunk],
+    window, softcap."""
     name = f"levserve_attend_{heads.numbers}_{heads.kv_heads}_{heads.group}_{heads.size}_{heads.page_size}"
     token_bytes = heads.kv_heads * heads.group * heads.size * 4
 
@@ -82,7 +85,8 @@ def kernel_for(heads: Heads) -> Kernel:
 
 
 def join(place: Place, heads: Heads) -> jax.Array:
-    """What `Given.joined` is for rows of one token each: neighbours that are written to the same page have the same pages before it.
+    """What `Given.joined` is for rows of one token each: neighbours that are written to the same page have
+    the same pages before it.
 
     So a prompt's tokens beside decoding rows read their keys together, if they are enough for that.
     """

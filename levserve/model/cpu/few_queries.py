@@ -15,7 +15,8 @@ from levserve.model.cpu.heads import LANES, LOWEST, SMALLEST, UNSEEN, Given, Hea
 MOST = 4
 """Queries that share what is read: more would not fit into the registers of every CPU."""
 KEYS = 4
-"""That are multiplied at a time, so that a query which was loaded is used so often, and their sums are added up together."""
+"""That are multiplied at a time, so that a query which was loaded is used so often, and their sums are added
+up together."""
 SUMS = 16
 """Registers that what is mixed may take: the rest is for what it is mixed of."""
 LATEST = 2**31
@@ -51,11 +52,12 @@ def attend_few(builder: Builder, heads: Heads, given: Given, totals: Value, part
         lowest.get() // page_size * page_size,
         (highest.get() + (page_size - 1)) // page_size * page_size,
     )
+    # Whole ones, as the scores' memory is.
     vectors = (
         begin // LANES * LANES,
         (end + (LANES - 1)) // LANES * LANES,
         LANES,
-    )  # whole ones, as the scores' memory is
+    )
 
     @contextmanager
     def pages(half: int) -> Iterator[Page]:
@@ -69,7 +71,8 @@ def attend_few(builder: Builder, heads: Heads, given: Given, totals: Value, part
             )
 
     def score(page: Page, queries: list[Value], into: list[Value]) -> None:
-        """Products of the queries with each key of a page, a few keys at a time; what comes after the last is never seen."""
+        """Products of the queries with each key of a page, a few keys at a time; what comes after the last is
+        never seen."""
         num_keys, lanes = KEYS if page_size % KEYS == 0 else 1, heads.target.lanes
         with builder.loop(0, page.num_slots, num_keys) as slot:
             part.ask_for(page.after, slot, num_keys)
@@ -89,7 +92,8 @@ def attend_few(builder: Builder, heads: Heads, given: Given, totals: Value, part
                 )
 
     def mix(page: Page, weights: list[Value], into: list[Value]) -> None:
-        """Adds the values of a page, weighted; as many of their numbers at a time as there are registers for."""
+        """Adds the values of a page, weighted; as many of their numbers at a time as there are registers
+        for."""
         together = max(1, SUMS // (len(into) * max(1, LANES // heads.target.lanes))) * LANES
         for first in range(0, size, together):
             places = range(first, min(first + together, size), LANES)

@@ -14,7 +14,8 @@ from levserve.model.cache import FP8
 LANES = 16
 """Of floats that are read at a time."""
 LOWEST, UNSEEN = -1e20, -1e30
-"""Where the highest score is looked for from, and so far below it, in place of what is not seen, that its weight is nothing."""
+"""Where the highest score is looked for from, and so far below it, in place of what is not seen, that its
+weight is nothing."""
 SMALLEST = 1e-30
 """In place of a sum of nothing: a query of padding gets zeros."""
 LOG2_E = math.log2(math.e)
@@ -26,7 +27,8 @@ SMALLEST_POWER = -127.0
 
 @dataclass(frozen=True)
 class Heads:
-    """What is known when the kernel is written: key-value heads, queries of each, numbers of a head, slots of a page and their type."""
+    """What is known when the kernel is written: key-value heads, queries of each, numbers of a head, slots of
+    a page and their type."""
 
     kv_heads: int
     group: int
@@ -48,7 +50,8 @@ class Heads:
 
 @dataclass(frozen=True)
 class Given:
-    """What is known when it runs. Queries lie `q_bytes` apart from one token to the next, and what is mixed for them `mixed_bytes`."""
+    """What is known when it runs. Queries lie `q_bytes` apart from one token to the next, and what is mixed
+    for them `mixed_bytes`."""
 
     q: Value
     mixed: Value
@@ -62,7 +65,8 @@ class Given:
     chunk: Value
     table_width: Value
     joined: Value | None = None
-    """For each row of a single token how many follow, itself included, that are attended with it; 0 if it is one of those. None: 1."""
+    """For each row of a single token how many follow, itself included, that are attended with it; 0 if it is
+    one of those. None: 1."""
 
     def num_queries(self, heads: Heads) -> Value:
         """Of one row and head."""
@@ -78,7 +82,8 @@ class Given:
 
 
 class Part:
-    """A few neighbouring queries over one key-value head of one row, or of some that follow it and have its pages."""
+    """A few neighbouring queries over one key-value head of one row, or of some that follow it and have its
+    pages."""
 
     def __init__(
         self, builder: Builder, heads: Heads, given: Given, row: Value, head: Value, first: Value, held: Value
@@ -114,9 +119,8 @@ class Part:
         if numbers == jnp.bfloat16:
             return (builder.load(stored, I16, lanes).convert("zext", I32) << 16).convert("bitcast", F32)
         assert numbers == FP8
-        bits = builder.load(stored, I8, lanes).convert(
-            "zext", I16
-        )  # in the places of a float16, whose exponent begins 8 lower
+        # In the places of a float16, whose exponent begins 8 lower.
+        bits = builder.load(stored, I8, lanes).convert("zext", I16)
         number = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).convert("bitcast", F16).convert(
             "fpext", F32
         ) * 256.0

@@ -1,8 +1,9 @@
-"""All layers of a plain model in one call on a CPU: norms, products, rotation, KV write, attention and activation.
+"""All layers of a plain model in one call on a CPU: norms, products, rotation, KV write, attention and
+activation.
 
-Left to XLA, a step of one row has some 500 operations, and to begin and share each of them takes longer than many of them need.
-Here the threads are called once. Each layer is ten works, one after the other; what one leaves for the next lies in memory that
-stays in the cache.
+Left to XLA, a step of one row has some 500 operations, and to begin and share each of them takes longer than
+many of them need. Here the threads are called once. Each layer is ten works, one after the other; what one
+leaves for the next lies in memory that stays in the cache.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ class Plan:
 
     @property
     def name(self) -> str:
-        """That no other plan has, and this one in every process: programs that were compiled before call it."""
+        """That no other plan has, and this one in every process: programs that were compiled before call
+        it."""
         return f"levserve_layers_{hashlib.sha256(repr(self).encode()).hexdigest()[:16]}"
 
     def product(self, size: int) -> Product:
@@ -114,7 +116,8 @@ def run_layers(
 
 
 def kernel_for(plan: Plan) -> Kernel:
-    """Shared memory: rows that are prepared for a product, then queries, keys and values, what was mixed, and gate and up."""
+    """Shared memory: rows that are prepared for a product, then queries, keys and values, what was mixed, and
+    gate and up."""
     heads, hidden, size, item = plan.heads, plan.hidden, plan.heads.size, plan.heads.numbers.itemsize
     by_hidden, by_mixed, by_activated = map(plan.product, (hidden, plan.mixed, plan.intermediate))
     prepared_bytes = max(product.row_bytes for product in (by_hidden, by_mixed, by_activated))
@@ -297,7 +300,8 @@ def _place_of(plan: Plan, call: Call, field: str) -> Value:
 def _turned(
     plan: Plan, call: Call, head: Value, norm: str, cos: Value, sin: Value
 ) -> list[tuple[int, Value]]:
-    """A head's numbers, normed if the model does that and turned by their position: vectors, and where each begins."""
+    """A head's numbers, normed if the model does that and turned by their position: vectors, and where each
+    begins."""
     builder, lanes, half = call.builder, _lanes(plan.rotated), plan.rotated // 2
     numbers = {at: builder.load(head + 4 * at, F32, lanes) for at in range(0, plan.heads.size, lanes)}
     if norm in plan.fields:

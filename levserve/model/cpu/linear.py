@@ -1,4 +1,5 @@
-"""Products with a matrix on a CPU, in calls of their own: each row of the matrix is read once, ahead of its use.
+"""Products with a matrix on a CPU, in calls of their own: each row of the matrix is read once, ahead of its
+use.
 
 Rows of activations that are padding are left out: what is given for them is whatever was in memory.
 """
@@ -19,14 +20,16 @@ from levserve.model.cpu.products import INT8_LANES, Bfloat16Product, Product, pr
 LEAST_ROWS, MOST_ROWS = 32, 1024
 """Of the matrix in a piece."""
 BLOCK_BYTES = 36 << 10
-"""Of activations that meet a block of the matrix before the next ones do: so many stay in the nearest cache."""
+"""Of activations that meet a block of the matrix before the next ones do: so many stay in the nearest
+cache."""
 
 X, NUM_USED, WEIGHT, SCALE = range(4)
 """The arguments of a product's call; bfloat16 has no scales."""
 
 
 def refuse_unservable(out: int, size: int) -> str | None:
-    """Why these kernels cannot multiply with a matrix [out, size], or None; of one that is packed they can."""
+    """Why these kernels cannot multiply with a matrix [out, size], or None; of one that is packed they
+    can."""
     if out % Bfloat16Product.outs or size % INT8_LANES:
         return f"a matrix of {out} x {size} (it takes multiples of {Bfloat16Product.outs} x {INT8_LANES})"
     return None
@@ -126,7 +129,8 @@ def multiply_block(
     outs: tuple[Value, Value],
     keep: Callable[[Value, Value, Value], None],
 ) -> None:
-    """Multiplies all rows with a range of the matrix; `keep` gets a row, the first of a few outs, and their products."""
+    """Multiplies all rows with a range of the matrix; `keep` gets a row, the first of a few outs, and their
+    products."""
 
     def multiply_tile(out: Value, row: Value, count: int) -> None:
         weight, scales = (
@@ -146,12 +150,13 @@ def multiply_block(
         with builder.loop(*outs, product.outs) as out:
             with builder.loop(start, stop, product.rows) as row:
                 multiply_tile(out, row, product.rows)
+            # Of what is left as many at a time as may be: the matrix is near by now.
             for count in (
                 8,
                 4,
                 2,
                 1,
-            ):  # of what is left as many at a time as may be: the matrix is near by now
+            ):
                 if count < product.rows:
                     with builder.when((rest & count).is_not(0)):
                         multiply_tile(out, stop + rest - rest % (2 * count), count)

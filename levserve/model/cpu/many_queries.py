@@ -1,8 +1,10 @@
-"""Many queries of a row on a CPU, as a prompt has: each lane is a query, and keys and values come one number at a time.
+"""Many queries of a row on a CPU, as a prompt has: each lane is a query, and keys and values come one number
+at a time.
 
-So nothing is added up across lanes, not for a score and not for a softmax, and a number that was read meets every query. The
-queries are laid out anew for it once, and the numbers of a page are widened once. All is added in the order of `cpu_few_queries`: what
-a query gets does not depend, to the last bit, on how many there are beside it.
+So nothing is added up across lanes, not for a score and not for a softmax, and a number that was read meets
+every query. The queries are laid out anew for it once, and the numbers of a page are widened once. All is
+added in the order of `cpu_few_queries`: what a query gets does not depend, to the last bit, on how many there
+are beside it.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from levserve.jit.target import Target
 from levserve.model.cpu.heads import LANES, LOWEST, SMALLEST, UNSEEN, Given, Heads, Part, exp, tanh
 
 KEYS = 2
-"""That a vector of queries meets before the next: of each there are several sums at a time, until they are added up."""
+"""That a vector of queries meets before the next: of each there are several sums at a time, until they are
+added up."""
 
 
 def most_queries(target: Target) -> int:
@@ -41,7 +44,8 @@ class Memory(NamedTuple):
 
 
 def _memory(heads: Heads) -> Memory:
-    """First the queries and what is mixed for them, number by number; then what they see, a page, sums, and the scores, key by key."""
+    """First the queries and what is mixed for them, number by number; then what they see, a page, sums, and
+    the scores, key by key."""
     tile = 2 * heads.size + 2
     total = tile + -(-heads.page_size * heads.size // most_queries(heads.target))
     return Memory(heads.size, 2 * heads.size, 2 * heads.size + 1, tile, total, total + LANES)
@@ -50,9 +54,8 @@ def _memory(heads: Heads) -> Memory:
 def attend_many(builder: Builder, heads: Heads, given: Given, own: Value, part: Part) -> None:
     size, page_size, most = heads.size, heads.page_size, most_queries(heads.target)
     vector = 4 * most
-    together = (
-        8 if heads.target.vector_bytes == 64 else 4
-    )  # numbers of values that a vector of weights meets before the next
+    # Numbers of values that a vector of weights meets before the next.
+    together = 8 if heads.target.vector_bytes == 64 else 4
     mixed, starts, stops, tile, totals, scores = (own + place * vector for place in _memory(heads))
     last = (part.held - 1).most(0)
     lowest, highest = builder.variable(part.seen(builder.number(0))[0]), builder.variable(builder.number(0))
@@ -70,7 +73,8 @@ def attend_many(builder: Builder, heads: Heads, given: Given, own: Value, part: 
 
     @contextmanager
     def pages(half: int) -> Iterator[tuple[Value, Value]]:
-        """The first token of each page, and how many slots there are to look at, whose numbers are in the tile."""
+        """The first token of each page, and how many slots there are to look at, whose numbers are in the
+        tile."""
         with builder.loop(begin, end, page_size) as token:
             num_slots, stored = (end - token).least(page_size), part.tile_of(half, token)
             after = part.tile_of(half, (token + page_size).least(end - 1))
@@ -131,7 +135,8 @@ def _soften(
     totals: Value,
     softcap: Value,
 ) -> Value:
-    """Makes weights of scores, next to nothing of those that are not seen, and gives what their sum must be multiplied with."""
+    """Makes weights of scores, next to nothing of those that are not seen, and gives what their sum must be
+    multiplied with."""
     most = most_queries(builder.target)
     vector = 4 * most
     with builder.when(softcap.is_not(0)):

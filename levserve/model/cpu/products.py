@@ -1,8 +1,10 @@
-"""How a few rows of activations are multiplied with a few rows of a matrix on a CPU, in each type that matrices have.
+"""How a few rows of activations are multiplied with a few rows of a matrix on a CPU, in each type that
+matrices have.
 
-In int8 they are the numbers of `quantize`'s product in XLA: activations are turned and rounded, in memory that stays in the
-cache, and one instruction sums four products: ARM's of signed numbers, x86's of unsigned with signed ones, which wants the matrix
-packed. bfloat16 is widened as it is read, for want of an instruction for it; XLA would widen the whole matrix first.
+In int8 they are the numbers of `quantize`'s product in XLA: activations are turned and rounded, in memory
+that stays in the cache, and one instruction sums four products: ARM's of signed numbers, x86's of unsigned
+with signed ones, which wants the matrix packed. bfloat16 is widened as it is read, for want of an instruction
+for it; XLA would widen the whole matrix first.
 """
 
 from __future__ import annotations
@@ -60,7 +62,8 @@ class Product(Protocol):
         """Of a row of activations that is prepared."""
 
     def prepare(self, builder: Builder, given: Value, own: Value, into: Value) -> None:
-        """Makes of a row of float32 what is multiplied, with memory for another such row, which may be the same."""
+        """Makes of a row of float32 what is multiplied, with memory for another such row, which may be the
+        same."""
 
     def multiply(
         self, builder: Builder, weight: Value, scales: Value, prepared: Value, count: int
@@ -70,7 +73,8 @@ class Product(Protocol):
 
 @dataclass(frozen=True)
 class WholeRows:
-    """Activations for products of whole numbers: each row turned and in int8, then its scale and `OFFSET` times its sum, below zero."""
+    """Activations for products of whole numbers: each row turned and in int8, then its scale and `OFFSET`
+    times its sum, below zero."""
 
     size: int
     target: Target
