@@ -31,6 +31,7 @@ from levserve.models.registry import Registry
 from levserve.schedule.request import FinishReason, GenerationRequest, PooledHidden, TokenBatch, TokenLogprob
 from levserve.settings.settings import Settings
 from levserve.text.tokenizer import Tokenizer
+from levserve.text.vocabulary import Vocabulary
 
 GOLDEN = Path(__file__).parent / "golden" / "llama"
 WAIT_FOR_DRAIN, WAIT, DIE, WAIT_AFTER_ONE, CACHED, LOSE = 3, 4, 5, 6, 7, 8
@@ -45,7 +46,7 @@ TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}{% if
 def load_toy_tokenizer(template: str = TEMPLATE) -> Tokenizer:
     backend = tokenizers.Tokenizer.from_file(str(GOLDEN / "tokenizer.json"))
     special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
-    return Tokenizer(backend, eos_ids=frozenset((2,)), chat_template=template, **special)
+    return Tokenizer(Vocabulary(backend, eos_ids=frozenset((2,)), chat_template=template, **special))
 
 
 class Row:

@@ -1,9 +1,8 @@
-"""Turns tokens back into text while they arrive, never splitting a character.
+"""Turns tokens back into text as they arrive, without ever splitting a character.
 
-A `Detokenizer` lives on the HTTP thread of one request; `Tokenizer.detokenizer` makes it. Text is made from
-the bytes each token spells, so the cost per token is constant and the pieces always join to what decoding
-everything at once gives. (Decoding a window of tokens again and again, as tokenizers' own DecodeStream does,
-stalls on invalid bytes.)
+Text is made from the bytes of each token, so the cost per token is constant, and the parts always join to
+what decoding everything at once would give. The DecodeStream of the tokenizers library decodes a window of
+tokens again and again instead, and stalls on invalid bytes.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 @dataclass(frozen=True, slots=True)
 class Spelling:
-    """How a vocabulary writes bytes as token strings, and what stands between tokens."""
+    """How a vocabulary writes bytes as token strings, and what separates tokens."""
 
     is_byte_level: bool = False  # GPT-2's alphabet of 256 printable characters, one for each byte
     has_byte_tokens: bool = False  # sentencepiece's <0x0A> for bytes outside its vocabulary
     replacements: tuple[tuple[str, str], ...] = ()  # such as "▁" for a space
     separator: bytes = b""
-    drops_first_space: bool = False  # encoding put a space before the text
+    drops_first_space: bool = False  # because encoding puts a space before the text
 
     def spell(self, token: str) -> bytes:
-        """The UTF-8 bytes of an ordinary (not an added) token."""
+        """The UTF-8 bytes of an ordinary token; added tokens are their own text."""
         if self.is_byte_level:
             return _spell_byte_level(token)
         for old, new in self.replacements:
@@ -41,12 +40,11 @@ class Spelling:
 
 
 class Detokenizer:
-    """Gives the text of one sequence as its tokens come; belongs to one HTTP thread.
+    """The text of one sequence as its tokens arrive; belongs to the HTTP thread of the request.
 
     `spell` gives a token's bytes, or None for a token that is not shown. `add` holds back an incomplete UTF-8
-    character until it is complete or cannot be any more; only bytes that no later token could mend become
-    U+FFFD. With `continues` the text goes on from a prompt, so a space that stands before its first word is
-    kept.
+    character until it is complete or invalid; only invalid bytes become U+FFFD. With `continues` the text
+    follows a prompt, so the space before its first word is kept.
     """
 
     def __init__(
@@ -59,13 +57,13 @@ class Detokenizer:
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def add(self, tokens: Sequence[int]) -> str:
-        """Takes the next tokens and gives the text that is now certain."""
+        """Takes the next tokens and returns the text that is now certain."""
         if self._is_first or self._separator or self._drops_space:
             return self._utf8.decode(b"".join(self._next_bytes(token) for token in tokens))
         return self._utf8.decode(b"".join(filter(None, map(self._spell, tokens))))
 
     def flush(self) -> str:
-        """Gives what is left at the end: U+FFFD if the last character is incomplete."""
+        """Returns the rest at the end: U+FFFD if the last character is incomplete."""
         return self._utf8.decode(b"", final=True)
 
     def _next_bytes(self, token: int) -> bytes:
@@ -82,8 +80,7 @@ class Detokenizer:
 
 
 def read_spelling(decoder: Mapping[str, Any] | None) -> Spelling:
-    """Reads the `decoder` of a tokenizer.json; a step we do not know is refused by name, as it would change
-    the text."""
+    """Reads the `decoder` of a tokenizer.json; refuses an unknown step, because it would change the text."""
     if decoder is None:
         return Spelling(separator=b" ")
     steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
@@ -101,9 +98,8 @@ def read_spelling(decoder: Mapping[str, Any] | None) -> Spelling:
             case {"type": "Strip", "content": " ", "start": 0 | 1 as start, "stop": 0}:
                 drops_first_space = start == 1
             case _:
-                raise StartupError(
-                    f"the tokenizer's decoder step {dict(step)} is not supported; give another tokenizer with --tokenizer"
-                )
+                problem = f"the tokenizer's decoder step {dict(step)} is not supported"
+                raise StartupError(f"{problem}; give another tokenizer with --tokenizer")
     kinds = {step["type"] for step in steps}
     return Spelling(
         is_byte_level="ByteLevel" in kinds,
@@ -116,17 +112,17 @@ def read_spelling(decoder: Mapping[str, Any] | None) -> Spelling:
 def _spell_byte_level(token: str) -> bytes:
     try:
         return bytes(_BYTE_OF_CHAR[char] for char in token)
-    except KeyError:  # not in the alphabet: the token stands for itself
+    except KeyError:  # not in the alphabet: the token is its own text
         return token.encode()
 
 
 def _byte_of_char() -> dict[str, int]:
-    """GPT-2's alphabet: a printable Latin-1 byte is its own character, the others follow from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {
-        chr(0x100 + place): byte for place, byte in enumerate(others)
-    }
+    """GPT-2's alphabet: a printable Latin-1 byte is its own character; the others start at U+0100."""
+    byte_of_char = {chr(byte): byte for byte in (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))}
+    others = sorted(set(range(256)) - set(byte_of_char.values()))
+    for index, byte in enumerate(others):
+        byte_of_char[chr(0x100 + index)] = byte
+    return byte_of_char
 
 
 _BYTE_OF_CHAR = _byte_of_char()

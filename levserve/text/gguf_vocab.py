@@ -1,7 +1,4 @@
-"""Builds a tokenizer from the vocabulary inside a GGUF file.
-
-Called once while loading.
-"""
+"""Builds a tokenizer from the vocabulary in a GGUF file."""
 
 from __future__ import annotations
 
@@ -10,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from levserve.errors import StartupError
 from levserve.gguf.header import read_header
-from levserve.text.sentencepiece import Pieces, PieceType, build_sentencepiece
+from levserve.text.sentencepiece import Pieces, PieceType, added_tokens, build_sentencepiece
 from levserve.text.vocabulary import Vocabulary
 
-# llama.cpp ends at these by name as well: many files name only one of the tokens their model ends with.
+# llama.cpp also stops at tokens with these names, because many files list only one of their end tokens.
 _END_TOKENS = (
     "<|eot_id|>",
     "<|eom_id|>",
@@ -28,8 +25,12 @@ _END_TOKENS = (
     "<end_of_turn>",
 )
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+_HINT = "give the model's own tokenizer with --tokenizer"
 
-_LLAMA3_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _QWEN2_WORDS = _LLAMA3_WORDS.replace(r"\p{N}{1,3}", r"\p{N}")
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CASED_WORDS = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+SHORT|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*SHORT"
@@ -40,26 +41,23 @@ _TEKKEN_WORDS = _CASED_WORDS.replace("SHORT", "") + r"|\p{N}" + _AFTER_WORDS
 
 @dataclass(frozen=True, slots=True)
 class _Splitting:
-    """What `tokenizer.ggml.pre` stands for, as the model's tokenizer.json says it."""
+    """What `tokenizer.ggml.pre` stands for, as in the model's tokenizer.json."""
 
     words: pre_tokenizers.PreTokenizer
-    ignores_merges: bool = False  # a whole word that is a token is taken as it is
+    ignores_merges: bool = False  # a word that is a token is not merged from its parts
     is_nfc: bool = False
-    adds_bos: bool = False  # where the file does not say
+    adds_bos: bool = False  # if the file does not say
 
 
 def read_vocabulary(path: Path) -> Vocabulary:
     metadata = read_header(path).metadata
     kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
     if kind not in ("gpt2", "llama"):
-        raise StartupError(
-            f"{path}: GGUF vocabulary {kind!r} is not supported (gpt2 and llama are); give the model's own with --tokenizer"
-        )
+        problem = f"GGUF vocabulary {kind!r} is not supported (gpt2 and llama are)"
+        raise StartupError(f"{path}: {problem}; {_HINT}")
     splitting = None if kind == "llama" else _splittings().get(str(pre))
     if kind == "gpt2" and splitting is None:
-        raise StartupError(
-            f"{path}: GGUF pre-tokenizer {pre!r} is not supported; give the model's own tokenizer with --tokenizer"
-        )
+        raise StartupError(f"{path}: GGUF pre-tokenizer {pre!r} is not supported; {_HINT}")
     try:
         return _build_vocabulary(metadata, splitting)
     except Exception as error:  # tokenizers raises bare Exception for a vocabulary that its merges do not fit
@@ -67,7 +65,7 @@ def read_vocabulary(path: Path) -> Vocabulary:
 
 
 def _build_vocabulary(metadata: Mapping[str, Any], splitting: _Splitting | None) -> Vocabulary:
-    """Without a splitting the vocabulary is sentencepiece's."""
+    """A vocabulary without a splitting is sentencepiece's."""
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     types: list[int] = metadata["tokenizer.ggml.token_type"]
 
@@ -82,16 +80,14 @@ def _build_vocabulary(metadata: Mapping[str, Any], splitting: _Splitting | None)
     else:
         backend = _build_backend(tokens, types, metadata["tokenizer.ggml.merges"], splitting)
     bos_token = named("bos_token_id")
-    if bos_token is not None and metadata.get(
-        "tokenizer.ggml.add_bos_token", splitting is None or splitting.adds_bos
-    ):
-        bos = metadata["tokenizer.ggml.bos_token_id"]
-        backend.post_processor = processors.TemplateProcessing(
-            single=[bos_token, "$A"], special_tokens=[(bos_token, bos)]
-        )
+    adds_bos = metadata.get("tokenizer.ggml.add_bos_token", splitting is None or splitting.adds_bos)
+    if bos_token is not None and adds_bos:
+        bos = (bos_token, metadata["tokenizer.ggml.bos_token_id"])
+        backend.post_processor = processors.TemplateProcessing(single=[bos_token, "$A"], special_tokens=[bos])
     ends = {metadata.get(f"tokenizer.ggml.{key}") for key in _END_KEYS}
-    added = (PieceType.CONTROL, PieceType.USER_DEFINED)
-    ends |= {token for token, text in enumerate(tokens) if types[token] in added and text in _END_TOKENS}
+    for token, (text, kind) in enumerate(zip(tokens, types, strict=True)):
+        if text in _END_TOKENS and kind in (PieceType.CONTROL, PieceType.USER_DEFINED):
+            ends.add(token)
     return Vocabulary(
         backend=backend,
         bos_token=bos_token,
@@ -105,24 +101,17 @@ def _build_vocabulary(metadata: Mapping[str, Any], splitting: _Splitting | None)
 def _build_backend(
     tokens: list[str], types: list[int], merges: list[str], splitting: _Splitting
 ) -> Tokenizer:
-    backend = Tokenizer(
-        models.BPE(
-            vocab={text: token for token, text in enumerate(tokens)},
-            merges=[(left, right) for left, _, right in (merge.partition(" ") for merge in merges)],
-            ignore_merges=splitting.ignores_merges,
-        )
-    )
+    vocab = {text: token for token, text in enumerate(tokens)}
+    pairs = []
+    for merge in merges:
+        left, _, right = merge.partition(" ")
+        pairs.append((left, right))
+    backend = Tokenizer(models.BPE(vocab, pairs, ignore_merges=splitting.ignores_merges))
     if splitting.is_nfc:
         backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = splitting.words
     backend.decoder = decoders.ByteLevel()
-    backend.add_tokens(
-        [
-            AddedToken(text, special=kind != PieceType.USER_DEFINED, normalized=False)
-            for text, kind in zip(tokens, types, strict=True)
-            if kind in (PieceType.CONTROL, PieceType.UNKNOWN, PieceType.USER_DEFINED)
-        ]
-    )
+    backend.add_tokens(added_tokens(tokens, types))
     return backend
 
 
@@ -147,9 +136,8 @@ def _splittings() -> dict[str, _Splitting]:
 
 
 def _split(words: str) -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(words), behavior="isolated"), _byte_level(use_regex=False)]
-    )
+    split = pre_tokenizers.Split(Regex(words), behavior="isolated")
+    return pre_tokenizers.Sequence([split, _byte_level(use_regex=False)])
 
 
 def _byte_level(*, use_regex: bool) -> pre_tokenizers.PreTokenizer:

@@ -1,7 +1,7 @@
-"""Reads the tokenizer of a Hugging Face folder: its tokenizer.json, else its sentencepiece tokenizer.model.
+"""Reads the tokenizer of a Hugging Face folder from its tokenizer.json, or else from its tokenizer.model.
 
-Called once while loading. Makes of these files what transformers makes of them. Importing it would cost a
-second of processor time, so it is asked only for folders that have neither.
+The result is the same as with transformers. Importing transformers takes a second of processor time, so it is
+used only for folders that have neither file.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ def read_folder(path: Path) -> Vocabulary:
         raise
     except Exception as error:  # tokenizers raises bare Exception for a file it cannot read
         reason = str(error).strip().partition("\n")[0]
-        raise StartupError(f"{path}: the tokenizer cannot be read: {reason}") from error
+        raise StartupError(f"{path}: cannot read the tokenizer: {reason}") from error
 
 
 def _read_tokenizer_json(path: Path) -> Vocabulary:
-    """The file alone says how text is split; `add_bos_token` and similar older fields are not used."""
+    """The file alone defines how text is split; older fields such as `add_bos_token` are ignored."""
     backend = Tokenizer.from_file(str(path / "tokenizer.json"))
     config = _read_config(path, backend)
     _add_tokens(backend, config)
@@ -46,56 +46,55 @@ def _read_tokenizer_json(path: Path) -> Vocabulary:
 def _read_tokenizer_model(path: Path) -> Vocabulary:
     backend = build_sentencepiece(read_sentencepiece(path / "tokenizer.model"))
     config = {"bos_token": "<s>", "eos_token": "</s>", **_read_config(path, backend)}
-    _add_tokens(backend, config, normalized=False)  # normalized, a token would be found only after a space
+    _add_tokens(backend, config, normalized=False)  # a normalized token would be found only after a space
     bos = _find_named(backend, config, "bos_token")
     if bos is not None and config.get("add_bos_token", True):
-        backend.post_processor = TemplateProcessing(
-            single=[bos, "$A"], special_tokens=[(bos, backend.token_to_id(bos))]
-        )
+        special_tokens = [(bos, backend.token_to_id(bos))]
+        backend.post_processor = TemplateProcessing(single=[bos, "$A"], special_tokens=special_tokens)
     return _describe(path, backend, config)
 
 
 def _read_with_transformers(path: Path) -> Vocabulary:
-    """A folder with vocab.json and merges.txt, tekken.json, or whatever else it knows."""
+    """Reads any other folder that transformers knows, such as one with vocab.json and merges.txt."""
     logging.getLogger("transformers").addFilter(_is_not_torch_notice)
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer  # here, because it takes a second
 
     found = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     if not found.is_fast:
-        raise StartupError(
-            f"{path}: {type(found).__name__} has no tokenizer.json form; give another folder with --tokenizer"
-        )
-    return _describe(
-        path, found.backend_tokenizer, found.special_tokens_map | {"chat_template": found.chat_template}
-    )
+        problem = f"{type(found).__name__} cannot be written as tokenizer.json"
+        raise StartupError(f"{path}: {problem}; give another folder with --tokenizer")
+    config = found.special_tokens_map | {"chat_template": found.chat_template}
+    return _describe(path, found.backend_tokenizer, config)
 
 
 def _is_not_torch_notice(record: logging.LogRecord) -> bool:
-    """Silences the message of transformers' import that torch is missing: it is not needed."""
+    """Suppresses the message of transformers that torch is missing, because it is not needed."""
     return "PyTorch was not found" not in record.getMessage()
 
 
 def _read_config(path: Path, backend: Tokenizer) -> dict[str, Any]:
-    """tokenizer_config.json, and what transformers kept in two other files before version 4.34."""
+    """tokenizer_config.json, and two other files that transformers wrote before version 4.34."""
     config = _read_json(path / "tokenizer_config.json")
     if "added_tokens_decoder" in config:
         return config
-    added = {token: {"content": text} for text, token in _read_json(path / "added_tokens.json").items()}
-    missing = {
-        token: entry for token, entry in added.items() if backend.token_to_id(entry["content"]) is None
-    }
+    missing = {}
+    for text, token in _read_json(path / "added_tokens.json").items():
+        if backend.token_to_id(text) is None:
+            missing[token] = {"content": text}
     return {**config, **_read_json(path / "special_tokens_map.json"), "added_tokens_decoder": missing}
 
 
 def _add_tokens(backend: Tokenizer, config: dict[str, Any], **changes: bool) -> None:
-    """Adds the tokens that the configuration lists, and makes those special that it names as such.
+    """Adds the tokens that the configuration lists, and marks those as special that it names as such.
 
-    A name the vocabulary does not have is left out: a token made for it would have no row in the model.
+    A special token that is not in the vocabulary is left out, because the model has no row for it.
     """
-    listed = sorted(config["added_tokens_decoder"].items(), key=lambda item: int(item[0]))
     tokens = {token.content: token for _, token in sorted(backend.get_added_tokens_decoder().items())}
-    tokens |= {token.content: token for token in (_read_token(entry, **changes) for _, entry in listed)}
-    for token in (_read_token(entry, special=True, **changes) for entry in _find_special(config)):
+    for _, entry in sorted(config["added_tokens_decoder"].items(), key=lambda item: int(item[0])):
+        token = _read_token(entry, **changes)
+        tokens[token.content] = token
+    for entry in _find_special(config):
+        token = _read_token(entry, special=True, **changes)
         if token.content in tokens:
             tokens[token.content].special = True
         elif backend.token_to_id(token.content) is not None:
@@ -104,42 +103,51 @@ def _add_tokens(backend: Tokenizer, config: dict[str, Any], **changes: bool) -> 
 
 
 def _find_special(config: dict[str, Any]) -> list[str | dict[str, Any]]:
-    """Tokens with a name of their own, as `eos_token` and `image_token` are, and those without."""
+    """The special tokens: those with a key of their own, such as `eos_token`, and those in a list."""
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    if isinstance(extra, dict):
+        extra = extra.values()
     named = [value for key, value in config.items() if key.endswith("_token")]
-    entries = [*named, *(extra.values() if isinstance(extra, dict) else extra)]
-    return [entry for entry in entries if isinstance(entry, str | dict)]
+    return [entry for entry in (*named, *extra) if isinstance(entry, str | dict)]
 
 
 def _read_token(entry: Any, **changes: bool) -> AddedToken:
-    """A token, which is stored as a string or as an object with more fields."""
+    """A token, which may be written as a string or as an object with further fields."""
     fields = entry if isinstance(entry, dict) else {"content": entry}
     if not isinstance(fields.get("content"), str):
-        raise ValueError(f"{entry!r} is no token")
-    return AddedToken(**{name: fields[name] for name in _TOKEN_FIELDS if name in fields} | changes)
+        raise ValueError(f"{entry!r} is not a token")
+    given = {name: fields[name] for name in _TOKEN_FIELDS if name in fields}
+    return AddedToken(**given | changes)
 
 
 def _find_named(backend: Tokenizer, config: dict[str, Any], name: str) -> str | None:
-    text = None if config.get(name) is None else _read_token(config[name]).content
-    return None if text is None or backend.token_to_id(text) is None else text
+    """The text of a token such as `bos_token`; None if there is none or it is not in the vocabulary."""
+    if config.get(name) is None:
+        return None
+    text = _read_token(config[name]).content
+    return None if backend.token_to_id(text) is None else text
 
 
 def _describe(path: Path, backend: Tokenizer, config: dict[str, Any]) -> Vocabulary:
-    bos, eos, pad = (_find_named(backend, config, name) for name in ("bos_token", "eos_token", "pad_token"))
-    ends = {*_configured_eos(path), None if eos is None else backend.token_to_id(eos)}
+    eos = _find_named(backend, config, "eos_token")
+    eos_ids = _configured_eos(path)
+    if eos is not None and (eos_id := backend.token_to_id(eos)) is not None:
+        eos_ids.add(eos_id)
     return Vocabulary(
         backend=backend,
-        bos_token=bos,
+        bos_token=_find_named(backend, config, "bos_token"),
         eos_token=eos,
-        pad_token=pad,
-        eos_ids=frozenset(token for token in ends if token is not None),
+        pad_token=_find_named(backend, config, "pad_token"),
+        eos_ids=frozenset(eos_ids),
         chat_template=_find_template(path, config.get("chat_template")),
     )
 
 
 def _find_template(path: Path, configured: object) -> str | None:
-    """The folder's chat template: its own file before the tokenizer's configuration; the default one of
-    several."""
+    """The folder's chat template, from a file of its own or else from the configuration.
+
+    Of several templates it is the default one.
+    """
     if (path / "chat_template.jinja").exists():
         return (path / "chat_template.jinja").read_text(encoding="utf-8")
     template: object = _read_json(path / "chat_template.json").get("chat_template", configured)
@@ -148,24 +156,24 @@ def _find_template(path: Path, configured: object) -> str | None:
     if isinstance(template, dict):
         template = template.get("default")
     if template is not None and not isinstance(template, str):
-        raise StartupError(f"{path}: chat_template is not a text")
+        raise StartupError(f"{path}: chat_template is not a string")
     return template
 
 
 def _configured_eos(path: Path) -> set[int]:
-    """The tokens that end generation as the model's configuration has them."""
-    return set().union(
-        *(_eos_in(_read_json(path / name)) for name in ("config.json", "generation_config.json"))
-    )
-
-
-def _eos_in(config: dict[str, Any]) -> set[int]:
-    eos = config.get("eos_token_id")
-    return set(eos) if isinstance(eos, list) else set() if eos is None else {eos}
+    """The tokens that end generation according to the model's configuration."""
+    found: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
+        eos = _read_json(path / name).get("eos_token_id")
+        if isinstance(eos, list):
+            found.update(eos)
+        elif eos is not None:
+            found.add(eos)
+    return found
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; empty when there is no such file."""
+    """A JSON object; empty if the file does not exist."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -1,7 +1,7 @@
-"""Builds a tokenizer from sentencepiece's pieces and scores, as a tokenizer.model or a GGUF file keeps them.
+"""Builds a tokenizer from sentencepiece's pieces and scores, as in a tokenizer.model or a GGUF file.
 
-The `tokenizers` library merges by ranked pairs where sentencepiece merges into the piece with the best score;
-the pairs are worked out from the scores. Called once while loading.
+sentencepiece merges into the piece with the best score; the `tokenizers` library merges ranked pairs, which
+are computed from the scores here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SPACE = "▁"
 
 
 class PieceType(IntEnum):
-    """Sentencepiece's own numbers, which GGUF has taken over."""
+    """sentencepiece's own numbers, which GGUF uses too."""
 
     NORMAL = 1
     UNKNOWN = 2
@@ -37,54 +37,52 @@ class Pieces(NamedTuple):
     scores: list[float]
     types: list[int]
     adds_space: bool
-    """Whether a space is put before a text and after every special token."""
+    """Whether encoding puts a space before the text and after every special token."""
     is_unigram: bool = False
 
 
 def build_sentencepiece(pieces: Pieces, *, strips_after: bool = False) -> Tokenizer:
-    """With `strips_after` a special token takes the spaces after it, as Phi-3's do."""
+    """With `strips_after`, a special token includes the spaces after it, as Phi-3's do."""
     backend = Tokenizer(_unigram(pieces) if pieces.is_unigram else _bpe(pieces))
-    spaces = normalizers.Replace(" ", SPACE)
-    backend.normalizer = (
-        normalizers.Sequence([normalizers.Prepend(SPACE), spaces]) if pieces.adds_space else spaces
-    )
+    normalizer: normalizers.Normalizer = normalizers.Replace(" ", SPACE)
+    steps: list[decoders.Decoder] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if pieces.adds_space:
+        normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), normalizer])
+        steps.append(decoders.Strip(" ", 1, 0))
+    backend.normalizer = normalizer
+    backend.decoder = decoders.Sequence(steps)
     if pieces.is_unigram:  # words are split first, or a long text would take too long
         backend.pre_tokenizer = pre_tokenizers.Split(Regex(f"{SPACE}[^{SPACE}]*"), behavior="isolated")
-    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if pieces.adds_space else steps)
-    backend.add_tokens(
-        [
-            AddedToken(
-                text,
-                special=kind != PieceType.USER_DEFINED,
-                normalized=False,
-                rstrip=strips_after and kind == PieceType.CONTROL,
-            )
-            for text, kind in zip(pieces.texts, pieces.types, strict=True)
-            if kind in (PieceType.CONTROL, PieceType.UNKNOWN, PieceType.USER_DEFINED)
-        ]
-    )
+    backend.add_tokens(added_tokens(pieces.texts, pieces.types, strips_after=strips_after))
     return backend
+
+
+def added_tokens(texts: list[str], types: list[int], *, strips_after: bool = False) -> list[AddedToken]:
+    """The tokens that are found in a text before it is split."""
+    added = []
+    for text, kind in zip(texts, types, strict=True):
+        if kind in (PieceType.CONTROL, PieceType.UNKNOWN, PieceType.USER_DEFINED):
+            is_special = kind != PieceType.USER_DEFINED
+            strips = strips_after and kind == PieceType.CONTROL
+            added.append(AddedToken(text, special=is_special, normalized=False, rstrip=strips))
+    return added
 
 
 def _bpe(pieces: Pieces) -> models.BPE:
     vocab = {text: token for token, text in enumerate(pieces.texts)}
-    unknown = next(
-        (text for text, kind in zip(pieces.texts, pieces.types) if kind == PieceType.UNKNOWN), None
-    )
+    unknown = None if (token := _unknown(pieces)) is None else pieces.texts[token]
     return models.BPE(vocab, _merges(pieces, vocab), unk_token=unknown, fuse_unk=True, byte_fallback=True)
 
 
 def _merges(pieces: Pieces, vocab: dict[str, int]) -> list[tuple[str, str]]:
-    """Every way to put an ordinary piece together from two others, best piece first."""
-    mergeable = {
-        text
-        for text, kind in zip(pieces.texts, pieces.types)
-        if kind in (PieceType.NORMAL, PieceType.USER_DEFINED)
-    }
+    """Every way to merge two pieces into an ordinary piece, the best piece first."""
+    mergeable = set()
+    for text, kind in zip(pieces.texts, pieces.types, strict=True):
+        if kind in (PieceType.NORMAL, PieceType.USER_DEFINED):
+            mergeable.add(text)
     found: list[tuple[float, int, int, tuple[str, str]]] = []
     for text, score, kind in zip(pieces.texts, pieces.scores, pieces.types, strict=True):
-        if kind != PieceType.NORMAL:  # a control token is never made of text
+        if kind != PieceType.NORMAL:  # control tokens are never merged from text
             continue
         for middle in range(1, len(text)):
             left, right = text[:middle], text[middle:]
@@ -94,34 +92,35 @@ def _merges(pieces: Pieces, vocab: dict[str, int]) -> list[tuple[str, str]]:
 
 
 def _unigram(pieces: Pieces) -> models.Unigram:
-    unknown = pieces.types.index(PieceType.UNKNOWN) if PieceType.UNKNOWN in pieces.types else None
+    scored = list(zip(pieces.texts, pieces.scores, strict=True))
     has_bytes = PieceType.BYTE in pieces.types
-    return models.Unigram(list(zip(pieces.texts, pieces.scores)), unk_id=unknown, byte_fallback=has_bytes)
+    return models.Unigram(scored, unk_id=_unknown(pieces), byte_fallback=has_bytes)
+
+
+def _unknown(pieces: Pieces) -> int | None:
+    return pieces.types.index(PieceType.UNKNOWN) if PieceType.UNKNOWN in pieces.types else None
 
 
 def read_sentencepiece(path: Path) -> Pieces:
-    """Reads a tokenizer.model: the few fields of sentencepiece's protobuf that say how text becomes
-    pieces."""
+    """Reads a tokenizer.model: the fields of sentencepiece's protobuf that define how text becomes pieces."""
+    texts, scores, types = [], [], []
     try:
         fields = list(_fields(path.read_bytes()))
-        entries = [
-            dict(_fields(value)) for number, value in fields if number == 1 and isinstance(value, bytes)
-        ]
-        trainer, normalizer = (dict(_fields(_bytes(dict(fields).get(number, b"")))) for number in (2, 3))
-        texts = [_bytes(entry[1]).decode() for entry in entries]
-        scores = [struct.unpack("<f", _bytes(entry.get(2, bytes(4))))[0] for entry in entries]
-        types = [int(PieceType(_number(entry.get(3, PieceType.NORMAL)))) for entry in entries]
+        for number, value in fields:
+            if number == 1 and isinstance(value, bytes):
+                piece = dict(_fields(value))
+                texts.append(_bytes(piece[1]).decode())
+                scores.append(struct.unpack("<f", _bytes(piece.get(2, bytes(4))))[0])
+                types.append(int(PieceType(_number(piece.get(3, PieceType.NORMAL)))))
+        if not texts:
+            raise ValueError("no pieces")
+        trainer = dict(_fields(_bytes(dict(fields).get(2, b""))))
+        normalizer = dict(_fields(_bytes(dict(fields).get(3, b""))))
     except (OSError, ValueError, KeyError, IndexError, TypeError, struct.error) as error:
-        raise StartupError(
-            f"{path} is not a sentencepiece model ({error!r}); give a folder with tokenizer.json by --tokenizer"
-        ) from error
-    if not texts:
-        raise StartupError(
-            f"{path} is not a sentencepiece model (no pieces); give a folder with tokenizer.json by --tokenizer"
-        )
-    return Pieces(
-        texts, scores, types, adds_space=bool(normalizer.get(3, 1)), is_unigram=trainer.get(3, 1) == 1
-    )
+        hint = "give a folder with tokenizer.json by --tokenizer"
+        raise StartupError(f"{path} is not a sentencepiece model ({error!r}); {hint}") from error
+    adds_space, is_unigram = bool(normalizer.get(3, 1)), trainer.get(3, 1) == 1
+    return Pieces(texts, scores, types, adds_space, is_unigram)
 
 
 def _bytes(value: int | bytes) -> bytes:
@@ -159,6 +158,6 @@ def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
             continue
         length = varint() if kind == 2 else {1: 8, 5: 4}[kind]
         if at + length > len(data):
-            raise ValueError(f"it is cut short at {at:,}")
+            raise ValueError(f"truncated at {at:,}")
         yield key >> 3, data[at : at + length]
         at += length

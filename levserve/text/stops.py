@@ -1,7 +1,7 @@
-"""Cuts text at stop strings as it streams, without ever showing a part of one.
+"""Cuts text at stop strings as it streams, without ever showing part of one.
 
-Used by `generation.py` after the detokenizer, on the HTTP thread of the request. Stops are matched on
-characters, so they may begin and end anywhere inside tokens.
+`generation.py` uses it after the detokenizer, on the HTTP thread of the request. Stops are matched by
+characters, so they may start and end anywhere within tokens.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from levserve.errors import BadRequest
 class StopStrings:
     """Passes text through until a stop string is complete; belongs to one HTTP thread.
 
-    The match that is complete first wins; of those complete at the same character, the longest, which starts
-    first. So the text shown depends on the text alone and not on how it was cut into pieces, and no match
-    waits for a later one. After a match `add` has returned everything before it (with `include` also the stop
-    itself) and `matched` names the stop; whatever is added later is dropped.
+    The stop string that is complete first wins; of several that end at the same character, the longest. So
+    the shown text does not depend on how the text was split. After a match, `add` has returned everything
+    before it (with `include` also the stop string), `matched` is the stop string, and further text is
+    dropped.
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
@@ -37,8 +37,7 @@ class StopStrings:
         return self.matched is not None
 
     def add(self, text: str) -> str:
-        """Takes more text and gives what may be shown: all but the longest tail that could begin a stop
-        string."""
+        """Takes more text and returns what may be shown: all but an end that may be the start of a stop."""
         if self.is_matched:
             return ""
         seen = self._held + text
@@ -51,7 +50,7 @@ class StopStrings:
         return seen[:shown]
 
     def flush(self) -> str:
-        """Gives the held text: no more is coming, so it is not a stop."""
+        """Returns the held text at the end, when it can no longer become a stop."""
         held, self._held = self._held, ""
         return held
 
@@ -62,19 +61,18 @@ class StopStrings:
 
 
 class _Matcher:
-    """Knuth-Morris-Pratt for one stop string: clients choose its length, so the cost per character must not
-    depend on it."""
+    """Knuth-Morris-Pratt for one stop string, so that the cost per character does not grow with its length.
+
+    `num_matched` characters at the end of the text are the start of `stop`.
+    """
 
     def __init__(self, stop: str) -> None:
         self.stop = stop
-        self.num_matched = (
-            0  # characters at the end of the text that are the start of `stop`; never all of it between calls
-        )
+        self.num_matched = 0
         self._fallbacks = _fallbacks(stop)
 
     def advance(self, char: str) -> bool:
-        """Takes the next character of the text; true if it completes the stop, after which the matcher is
-        spent."""
+        """Takes the next character; True if it completes the stop, after which the matcher is used up."""
         length = self.num_matched
         while length and self.stop[length] != char:
             length = self._fallbacks[length - 1]
@@ -85,7 +83,7 @@ class _Matcher:
 
 
 def _fallbacks(stop: str) -> list[int]:
-    """For each end of a prefix of `stop`, how many characters at its end are also the start of `stop`."""
+    """For each prefix of `stop`, how many characters at its end are also the start of `stop`."""
     lengths = [0] * len(stop)
     for end in range(1, len(stop)):
         length = lengths[end - 1]

@@ -1,8 +1,8 @@
-"""Renders chat templates: Jinja in a sandbox, with the few names that Hugging Face gives its templates.
+"""Renders chat templates: Jinja in a sandbox, with the names that Hugging Face defines for templates.
 
-Called on HTTP threads. A template comes with a model from anywhere, so it sees plain data only and nothing it
-could reach Python through. The text is the one transformers renders, whose import would cost every start a
-second of processor time.
+Called on HTTP threads. A model and its template may come from anywhere, so the template sees only plain data
+and nothing that leads to Python's own objects. The text is the same as with transformers, whose import takes
+a second of processor time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jinja2.utils import Namespace
 
 from levserve.errors import StartupError
 
-# The end of a final message that is to be continued: half of a surrogate pair, which no text holds.
+# Marks the end of a final message that is to be continued: half of a surrogate pair, which no text contains.
 _END = "\udffe"
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
@@ -35,48 +35,37 @@ def render_template(
     add_generation_prompt: bool,
     continue_final_message: bool,
 ) -> str:
-    """A conversation as text; raises what the template raises, and ValueError for what it cannot be given.
+    """The conversation as text. Raises what the template raises, and ValueError for values it cannot take.
 
-    `names` are further variables. With `continue_final_message` the text stops where the last message does.
+    `names` are further variables. With `continue_final_message` the text ends where the last message ends.
     """
     for name in ("tools", "documents"):
         given = names.get(name)
-        if given is not None and not (
-            isinstance(given, list) and all(isinstance(entry, dict) for entry in given)
-        ):
+        is_list = isinstance(given, list) and all(isinstance(entry, dict) for entry in given)
+        if given is not None and not is_list:
             raise ValueError(f"'{name}' must be a list of objects")
     conversation = [_with_reasoning(message) for message in messages]
     if continue_final_message:
         conversation[-1]["content"] += f"{_END} "
-    text = _compile(template).render(
-        # None and not undefined: some templates ask `tools is not none`.
-        {
-            "tools": None,
-            "documents": None,
-            **names,
-            "messages": conversation,
-            "add_generation_prompt": add_generation_prompt,
-        }
-    )
+    missing = {"tools": None, "documents": None}  # not undefined: some templates ask `tools is not none`
+    given = {**names, "messages": conversation, "add_generation_prompt": add_generation_prompt}
+    text = _compile(template).render({**missing, **given})
     return _cut(text, messages[-1]["content"]) if continue_final_message else text
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
     """A copy with the model's reasoning under both names that templates read."""
-    thought = next((message[name] for name in _REASONING if message.get(name) is not None), None)
-    return (
-        dict(message)
-        if thought is None
-        else {"thinking": thought} | dict(message) | {"reasoning_content": thought}
-    )
+    for name in _REASONING:
+        if message.get(name) is not None:
+            return {"thinking": message[name], **message, "reasoning_content": message[name]}
+    return dict(message)
 
 
 def _cut(text: str, final: str) -> str:
-    """The text up to the end of its final message, without trailing spaces if the template trimmed the
-    message."""
+    """The text up to the end of its final message, without trailing spaces if the template trimmed them."""
     before, end, after = text.rpartition(_END)
     if not end or final.strip() not in text:
-        raise ValueError("the final message cannot be continued, because the template leaves some of it out")
+        raise ValueError("the final message cannot be continued, because the template omits part of it")
     return before if after.startswith(" ") else before.rstrip()
 
 
@@ -86,22 +75,20 @@ def _compile(template: str) -> Template:
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
     )
     environment.filters["tojson"] = _to_json
-    environment.globals.update(
-        dict=_Dict(),
-        namespace=_Namespace,
-        raise_exception=_raise_exception,
-        strftime_now=lambda form: datetime.now().strftime(form),
-    )
+    environment.globals["dict"] = _Dict()
+    environment.globals["namespace"] = _Namespace
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     try:
         return environment.from_string(template)
     except TemplateSyntaxError as error:
         raise StartupError(f"the chat template is broken at line {error.lineno}: {error.message}") from error
-    except SyntaxError as error:  # a `break` outside a loop is found when Python compiles what Jinja wrote
+    except SyntaxError as error:  # a `break` outside a loop shows when Python compiles Jinja's code
         raise StartupError(f"the chat template is broken: {error.msg}") from error
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks for trainers what the model said; here its content is rendered as it is."""
+    """`{% generation %}` marks the model's answers for training; here its content is rendered as it is."""
 
     tags = {"generation"}
 
@@ -117,7 +104,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes HTML markup, which no model was trained on."""
+    """JSON without the HTML escapes of Jinja's own filter, which no model was trained on."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -138,8 +125,7 @@ class _Dict:
 
 
 class _Namespace(Namespace):
-    """A namespace that refuses names with a leading underscore, where Jinja and Python look for their own
-    methods."""
+    """A namespace that refuses names with a leading underscore, which Jinja and Python use for methods."""
 
     def __init__(self, /, *args: Any, **kwargs: Any) -> None:
         values = dict(*args, **kwargs)
@@ -154,4 +140,4 @@ class _Namespace(Namespace):
 
 def _check_public(name: Any) -> None:
     if isinstance(name, str) and name.startswith("_"):
-        raise SecurityError(f"a namespace takes no name that begins with an underscore, as {name!r} does")
+        raise SecurityError(f"a name in a namespace cannot start with an underscore, as {name!r} does")

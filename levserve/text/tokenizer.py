@@ -1,13 +1,13 @@
 """Text to tokens and back: one `Tokenizer` for Hugging Face folders and GGUF files.
 
-Loaded once at start, then shared by all HTTP threads. HTTP code imports this module before anything is
-loaded, so nothing slow is imported with it.
+HTTP code imports this module before the fork, so it must not import anything slow.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -21,9 +21,9 @@ from levserve.text.vocabulary import Vocabulary
 
 
 class SpeltTokens(dict[int, bytes | None]):
-    """The bytes of each token, computed on first use; two threads that do so at once write the same value.
+    """The bytes of each token, computed on first use; if two threads do that at once they get the same value.
 
-    A model may have more rows than its vocabulary has tokens; such an id has no text.
+    A model may have more rows than its vocabulary has tokens; those ids have no text.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, spelling: Spelling) -> None:
@@ -37,32 +37,22 @@ class SpeltTokens(dict[int, bytes | None]):
 
 
 class Tokenizer:
-    """Encodes and decodes with one vocabulary; it never changes, so threads may share it.
+    """Encodes and decodes with one vocabulary. It never changes, so threads may share it.
 
-    `eos_ids` are all tokens that end generation. `special_tokens` are the strings of the control tokens,
-    longest first. `chat_template` is None for a model that has none; `text.chat` knows what to do then.
-    Decoding is by the bytes each token spells, never by transformers' clean-up of spaces, which cannot be
-    streamed.
+    `special_tokens` are the strings of the control tokens, longest first. Decoding joins the bytes of the
+    tokens; transformers also removes some spaces, which cannot be streamed.
     """
 
-    def __init__(
-        self,
-        backend: tokenizers.Tokenizer,
-        *,
-        bos_token: str | None = None,
-        eos_token: str | None = None,
-        pad_token: str | None = None,
-        eos_ids: frozenset[int] = frozenset(),
-        chat_template: str | None = None,
-    ) -> None:
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        backend = vocabulary.backend
         backend.no_padding()
         backend.no_truncation()
         self.backend = backend
-        self.bos_token = bos_token
-        self.eos_token = eos_token
-        self.pad_token = pad_token
-        self.eos_ids = eos_ids
-        self.chat_template = chat_template
+        self.bos_token = vocabulary.bos_token
+        self.eos_token = vocabulary.eos_token
+        self.pad_token = vocabulary.pad_token
+        self.eos_ids = vocabulary.eos_ids
+        self.chat_template = vocabulary.chat_template
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
         added = backend.get_added_tokens_decoder()
         specials = {entry.content for entry in added.values() if entry.special and entry.content}
@@ -77,16 +67,15 @@ class Tokenizer:
 
     @cached_property
     def longest_token(self) -> int:
-        """Characters of a text that one token can stand for, at most."""
+        """The maximum number of characters that one token stands for."""
         return max(map(len, self.backend.get_vocab()))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Tokens of a text, in which the strings of special tokens stand for those tokens."""
+        """The tokens of a text in which the strings of special tokens stand for those tokens."""
         return _encode(self.backend, text, add_special_tokens=add_special_tokens)
 
     def encode_plain(self, text: str) -> list[int]:
-        """Tokens of a stretch in the middle of a text, in which the strings of special tokens are only
-        strings."""
+        """The tokens of a span within a text; the strings of special tokens in it are ordinary text."""
         return _encode(self._plain, text, add_special_tokens=False)
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -94,47 +83,38 @@ class Tokenizer:
         return detokenizer.add(tokens) + detokenizer.flush()
 
     def token_bytes(self, token: int) -> bytes:
-        """The UTF-8 bytes a token adds to a text: perhaps part of a character; none for an id without a
-        token."""
+        """The UTF-8 bytes of a token, which may be part of a character; none for an id without a token."""
         return self._bytes[token] or b""
 
     def detokenizer(self, *, skip_special_tokens: bool = True, continues: bool = False) -> Detokenizer:
-        """A new detokenizer; with `continues` its text follows a prompt, so the space before its first word
-        is kept."""
+        """A new detokenizer; with `continues` its text follows a prompt and keeps its first space."""
         spelt = self._visible_bytes if skip_special_tokens else self._bytes
         return Detokenizer(spelt.__getitem__, self._spelling, continues=continues)
 
 
 def load_tokenizer(path: Path, *, chat_template: str | None = None) -> Tokenizer:
-    """Loads a Hugging Face folder or a .gguf file; `chat_template` is used in place of the model's own."""
+    """Loads a Hugging Face folder or a .gguf file; `chat_template` replaces the model's own."""
     vocabulary = read_folder(path) if path.is_dir() else _read_file(path)
-    return Tokenizer(
-        vocabulary.backend,
-        bos_token=vocabulary.bos_token,
-        eos_token=vocabulary.eos_token,
-        pad_token=vocabulary.pad_token,
-        eos_ids=vocabulary.eos_ids,
-        chat_template=chat_template or vocabulary.chat_template,
-    )
+    return Tokenizer(replace(vocabulary, chat_template=chat_template or vocabulary.chat_template))
 
 
 def _read_file(path: Path) -> Vocabulary:
     if path.suffix != ".gguf":
-        raise StartupError(f"{path}: no tokenizer here; a Hugging Face folder or a .gguf file is wanted")
-    from levserve.text.gguf_vocab import read_vocabulary  # brings numpy, which takes 0.2 s to import
+        raise StartupError(f"{path}: not a tokenizer; expected a Hugging Face folder or a .gguf file")
+    from levserve.text.gguf_vocab import read_vocabulary  # imports numpy, which takes 0.2 s
 
     return read_vocabulary(path)
 
 
 def _encode(backend: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
     if not is_unicode(text):
-        raise BadRequest("The text holds half of a surrogate pair, which is not a character.")
+        raise BadRequest("The text contains half of a surrogate pair, which is not a character.")
     # The batch call releases the GIL and computes no offsets; `encode` held it for 7 s on a text of 5 MB.
     return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
 
 def is_unicode(text: str) -> bool:
-    """Whether a string is text: JSON can hold half of a surrogate pair, which UTF-8 cannot."""
+    """Whether a string can be written as UTF-8: one from JSON may contain half of a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -143,8 +123,7 @@ def is_unicode(text: str) -> bool:
 
 
 def _without_special_tokens(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """A tokenizer on the same vocabulary (shared, not copied) that takes the strings of special tokens for
-    plain text."""
+    """A tokenizer that shares the vocabulary and treats the strings of special tokens as plain text."""
     plain = tokenizers.Tokenizer(backend.model)
     if backend.normalizer is not None:
         plain.normalizer = backend.normalizer
@@ -156,13 +135,13 @@ def _without_special_tokens(backend: tokenizers.Tokenizer) -> tokenizers.Tokeniz
 
 
 def _inside_text(pre_tokenizer: PreTokenizer) -> PreTokenizer:
-    """The pre-tokenizer for a stretch that does not begin the text, so that none is given a first space."""
+    """The pre-tokenizer for a span within a text, which gets no first space."""
     if isinstance(pre_tokenizer, Metaspace) and pre_tokenizer.prepend_scheme == "first":
         return Metaspace(pre_tokenizer.replacement, prepend_scheme="never", split=pre_tokenizer.split)
     return pre_tokenizer
 
 
 def _spelling(backend: tokenizers.Tokenizer) -> Spelling:
-    # The pickled form of a decoder is its part of tokenizer.json; the whole file would cost a second for a
-    # large vocabulary.
-    return read_spelling(json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else None)
+    # The pickled decoder is its part of tokenizer.json; writing the whole file takes a second if it is large.
+    decoder = None if backend.decoder is None else json.loads(backend.decoder.__getstate__())
+    return read_spelling(decoder)

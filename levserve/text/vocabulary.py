@@ -1,4 +1,4 @@
-"""What a tokenizer is made of, in whichever form a model came with it."""
+"""What a tokenizer is made of, whichever format it was read from."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from tokenizers import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """`eos_ids` are all tokens that end generation; `chat_template` is the model's own."""
+    """`eos_ids` are all tokens that end generation; `chat_template` is None for a model that has none."""
 
     backend: Tokenizer
-    bos_token: str | None
-    eos_token: str | None
-    pad_token: str | None
-    eos_ids: frozenset[int]
-    chat_template: str | None
+    bos_token: str | None = None
+    eos_token: str | None = None
+    pad_token: str | None = None
+    eos_ids: frozenset[int] = frozenset()
+    chat_template: str | None = None

@@ -15,6 +15,7 @@ from tokenizers.processors import TemplateProcessing
 from levserve.errors import BadRequest, StartupError
 from levserve.text.chat import check_template, render_chat
 from levserve.text.tokenizer import Tokenizer, load_tokenizer
+from levserve.text.vocabulary import Vocabulary
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 CASES = json.loads((GOLDEN / "smollm2-135m.json").read_text(encoding="utf-8"))["cases"]
@@ -38,7 +39,9 @@ def tokenizer(bundled_gguf: Path) -> Tokenizer:
 @pytest.fixture(scope="module")
 def with_template(tokenizer: Tokenizer) -> TemplateMaker:
     """The bundled vocabulary with another template."""
-    return lambda template: Tokenizer(tokenizer.backend, bos_token="<|endoftext|>", chat_template=template)
+    return lambda template: Tokenizer(
+        Vocabulary(tokenizer.backend, bos_token="<|endoftext|>", chat_template=template)
+    )
 
 
 def user(content: Any) -> list[dict[str, Any]]:
@@ -82,9 +85,8 @@ def test_bos_of_the_template_is_the_only_one(tokenizer: Tokenizer) -> None:
     backend.post_processor = TemplateProcessing(
         single=["<|endoftext|>", "$A"], special_tokens=[("<|endoftext|>", 0)]
     )
-    adds_bos = Tokenizer(
-        backend, bos_token="<|endoftext|>", chat_template="{{ bos_token }}{{ messages[0].content }}"
-    )
+    template = "{{ bos_token }}{{ messages[0].content }}"
+    adds_bos = Tokenizer(Vocabulary(backend, bos_token="<|endoftext|>", chat_template=template))
     assert adds_bos.encode("Hi")[0] == 0
     assert render_chat(adds_bos, user("Hi")) == [0, *tokenizer.encode("Hi")]
 
@@ -231,7 +233,7 @@ def test_template_that_refuses_the_trial_conversation_is_not_broken(with_templat
 def test_model_with_llama3s_tokens_and_no_template_gets_llama3s(tokenizer: Tokenizer) -> None:
     backend = type(tokenizer.backend).from_str(tokenizer.backend.to_str())
     backend.add_special_tokens(["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"])
-    bare = Tokenizer(backend, bos_token="<|endoftext|>")
+    bare = Tokenizer(Vocabulary(backend, bos_token="<|endoftext|>"))
     assert rendered(bare, [{"role": "system", "content": " Be brief. "}, *user("Hi")]) == (
         "<|endoftext|><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
         "<|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"

@@ -143,11 +143,11 @@ def test_named_token_that_the_vocabulary_lacks_is_not_made(tmp_path: Path) -> No
     ("config", "told"),
     [
         ([], "tokenizer_config.json: not a JSON object"),
-        ({"eos_token": 2}, "2 is no token"),
-        ({"eos_token": {"lstrip": True}}, "is no token"),
-        ({"added_tokens_decoder": {"7": {"content": None}}}, "is no token"),
+        ({"eos_token": 2}, "2 is not a token"),
+        ({"eos_token": {"lstrip": True}}, "is not a token"),
+        ({"added_tokens_decoder": {"7": {"content": None}}}, "is not a token"),
         ({"added_tokens_decoder": {"seven": added("<c>")}}, "'seven'"),
-        ({"added_tokens_decoder": ["<c>"]}, "cannot be read"),
+        ({"added_tokens_decoder": ["<c>"]}, "cannot read the tokenizer"),
     ],
 )
 def test_configuration_that_makes_no_sense_is_refused_in_one_line(

@@ -11,6 +11,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 from levserve.errors import BadRequest
 from levserve.text.tokenizer import Tokenizer
+from levserve.text.vocabulary import Vocabulary
 from levserve.web.scoring import Pair, split_pair
 from tests.fake_app import App, serving
 
@@ -113,7 +114,7 @@ def make_tokenizer(*, bos: str | None) -> Tokenizer:
     backend.add_special_tokens([AddedToken("<s>", special=True)])
     if bos is not None:
         backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 7)])
-    return Tokenizer(backend, bos_token=bos)
+    return Tokenizer(Vocabulary(backend, bos_token=bos))
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from levserve.errors import BadRequest, StartupError
 from levserve.text.tokenizer import Tokenizer, load_tokenizer
+from levserve.text.vocabulary import Vocabulary
 from tests.conftest import FAMILIES, GOLDEN
 
 CASES = json.loads((GOLDEN / "smollm2-135m.json").read_text(encoding="utf-8"))["cases"]
@@ -179,7 +180,7 @@ def test_chat_template_is_found_in_a_json_file_of_its_own(tmp_path: Path, templa
 
 
 def test_chat_template_that_is_not_text_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(StartupError, match="chat_template is not a text"):
+    with pytest.raises(StartupError, match="chat_template is not a string"):
         load_tokenizer(save_folder(tmp_path, word_level(), chat_template={"chat_template": 3}))
 
 
@@ -195,7 +196,7 @@ def test_chat_template_is_found_in_the_tokenizer_config(tmp_path: Path) -> None:
     text=st.text(st.sampled_from("ab é東🎉\n")).filter(lambda text: not text.startswith(" "))
 )  # Metaspace puts no space before one
 def test_byte_fallback_round_trips(text: str) -> None:
-    spm = Tokenizer(sentencepiece())
+    spm = Tokenizer(Vocabulary(sentencepiece()))
     tokens = spm.encode(text)
     assert spm.decode(tokens) == text == spm.backend.decode(tokens)
     assert b"".join(spm.token_bytes(token) for token in tokens).removeprefix(b" ") == text.encode()
@@ -207,19 +208,19 @@ def test_byte_fallback_token_is_its_raw_byte(tmp_path: Path) -> None:
 
 
 def test_invalid_byte_does_not_spoil_the_character_before_it() -> None:
-    spm = Tokenizer(sentencepiece())
+    spm = Tokenizer(Vocabulary(sentencepiece()))
     assert spm.decode([*spm.encode("東"), spm.encode("東")[-1]]) == "東\ufffd"
 
 
 def test_plain_stretch_inside_a_text_gets_no_space_before_it() -> None:
-    spm = Tokenizer(sentencepiece("first"))
+    spm = Tokenizer(Vocabulary(sentencepiece("first")))
     assert spm.encode("<s>a", add_special_tokens=False) == [0, *spm.encode_plain("a")]
 
 
 def test_metaspace_decoder_drops_the_space_that_encoding_put_first() -> None:
     backend = sentencepiece("always")
     backend.decoder = decoders.Metaspace()
-    unigram = Tokenizer(backend)
+    unigram = Tokenizer(Vocabulary(backend))
     assert unigram.decode(unigram.encode("a b  a")) == "a b  a"
 
 
@@ -227,7 +228,7 @@ def test_unknown_decoder_is_refused_by_name() -> None:
     backend = word_level()
     backend.decoder = decoders.WordPiece()
     with pytest.raises(StartupError, match="WordPiece.*--tokenizer"):
-        Tokenizer(backend)
+        Tokenizer(Vocabulary(backend))
 
 
 @pytest.mark.parametrize("content", ["{", "{}", '{"version": "1.0", "model": {"type": "Nonsense"}}'])
