@@ -53,8 +53,7 @@ IDLE_CONNECTIONS = 1000
 OTHER_FILES = 256  # weights, compiled programs, the device
 BACKLOG = 2048
 EXIT_SECONDS = 10  # from the end of a drain until the worker is killed
-# A collection after this many new objects. A few requests make Python's 700, and all of them live until the
-# answer.
+# Garbage is collected after this many new objects. Python's 700 are a few requests' that are still running.
 COLLECT_AFTER = 10_000
 JOIN_SECONDS = 3.0  # a device thread that is compiling cannot be interrupted
 
@@ -64,13 +63,13 @@ def serve(settings: Settings, start_device: StartDevice) -> NoReturn:
     max_connections = allow_files(num_threads(settings))
     supervision = take_supervision(os.environ)
     listener = supervision.listener or listen(settings.host, settings.port)
-    url = _url(listener)
     # Until gunicorn sets its own handler: there is nothing to drain yet.
     signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0))
     log_settings({row.name: (row.value, row.source) for row in settings.describe()})
+    application = Application(settings, listener, start_device, supervision, max_connections)
     model = "the first of several models" if settings.has_several else settings.model
-    log.info("listening on %s, loading %s", url, model)
-    Application(settings, listener, url, start_device, supervision, max_connections).run()
+    log.info("listening on %s, loading %s", application.url, model)
+    application.run()
     raise AssertionError("the arbiter raises SystemExit")
 
 
@@ -141,14 +140,13 @@ class Application(BaseApplication):  # type: ignore[misc]
         self,
         settings: Settings,
         listener: socket.socket,
-        url: str,
         start_device: StartDevice,
         supervision: Supervision,
         max_connections: int,
     ) -> None:
         self.settings = settings
         self._listener = listener
-        self._url = url
+        self.url = _url(listener)
         self._start_device = start_device
         self._supervision = supervision
         self._max_connections = max_connections
@@ -159,7 +157,7 @@ class Application(BaseApplication):  # type: ignore[misc]
     def load_config(self) -> None:
         settings = self.settings
         for name, value in {
-            "bind": self._url.removeprefix("http://"),  # for gunicorn's messages: it gets an open socket
+            "bind": self.url.removeprefix("http://"),  # for gunicorn's messages: it gets an open socket
             "workers": 1,
             "worker_class": Worker,
             "threads": num_threads(settings),
@@ -233,8 +231,8 @@ class Application(BaseApplication):  # type: ignore[misc]
         self._watcher.stop()
         if self._tracing is not None:
             self._tracing.stop()
-        # A device that is still loading is not awaited.
-        self._device.join(JOIN_SECONDS if self._is_announced else 0)
+        if self._is_announced:  # a device thread that is still loading is not waited for
+            self._device.join(JOIN_SECONDS)
 
     def _announce(self) -> None:
         """Logs where the model is served, and a command to try."""
@@ -247,12 +245,12 @@ class Application(BaseApplication):  # type: ignore[misc]
         source = self.settings.sources.get("api_key", "")
         variable = OTHER_KEY_VARIABLE if OTHER_KEY_VARIABLE in source else KEY_VARIABLE
         key = f' -H "Authorization: Bearer ${variable}"' if self.settings.api_keys else ""
-        log.info("ready: %s on %s; try:", model.name, self._url)
-        log.info("curl %s/v1/%s -H 'Content-Type: application/json'%s -d '%s'", self._url, path, key, body)
+        log.info("ready: %s on %s; try:", model.name, self.url)
+        log.info("curl %s/v1/%s -H 'Content-Type: application/json'%s -d '%s'", self.url, path, key, body)
 
 
 class GunicornLog(Logger):  # type: ignore[misc]
-    """Sends gunicorn's warnings to our log."""
+    """Sends gunicorn's warnings to levserve's log."""
 
     def setup(self, cfg: Any) -> None:
         self.cfg = cfg

@@ -34,9 +34,7 @@ ENDPOINTS: dict[str, tuple[type[ChatBody] | type[CompletionBody], type[Answer]]]
     "/v1/completions": (CompletionBody, TextAnswer),
 }
 IDLE_SECONDS = 0.5  # a socket without a request notices within this time that the server is shutting down
-TICK_SECONDS = (
-    0.1  # a request that waits for tokens notices within this time a cancel, or that its peer has gone
-)
+TICK_SECONDS = 0.1  # a request that waits for tokens notices a cancel or a hang-up within this time
 MAX_WAITING = 16  # requests on one socket; together they may be as large as one body
 
 

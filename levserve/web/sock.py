@@ -27,18 +27,13 @@ from levserve.web.hijack import PATH, HijackedSocket
 
 log = logging.getLogger(__name__)
 
-SUBPROTOCOL = (
-    "levserve"  # a page that sends its key as a subprotocol must offer one that the server can accept
-)
+# A page that sends its key as a subprotocol must also offer one that the server can accept.
+SUBPROTOCOL = "levserve"
 VERSION = "13"  # the only version of the WebSocket protocol
 PING_SECONDS = 25
 CLOSE_SECONDS = 2.0  # for the peer to answer a close
-# Simple-websocket raises these once a socket is closing.
-GONE = (
-    ConnectionClosed,
-    LocalProtocolError,
-    OSError,
-)
+# simple-websocket raises these once a socket is closing.
+GONE = (ConnectionClosed, LocalProtocolError, OSError)
 
 
 class Sockets:
@@ -115,7 +110,7 @@ class Sockets:
 
 
 def _count_as_upgraded(response: Response) -> Response:
-    """Once there is a socket nobody gets this response, but the metrics count it."""
+    """After an upgrade the client never gets this response, but the metrics count it."""
     if g.get("is_upgraded"):
         response.status_code = 101
     return response

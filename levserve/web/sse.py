@@ -115,9 +115,7 @@ def _events(
 ) -> Generator[bytes, None, bytes]:
     """All events of the choices; returns the last of them, to be sent together with what follows."""
     pending = events.opening()
-    has_begun = (
-        False  # the relay must not write before the response's head, which goes out with the first bytes
-    )
+    has_begun = False  # the response's head goes out with the first bytes; the relay must not write before it
     while True:
         if not heartbeat.wait_for(deltas, relay if has_begun and not pending else None):
             yield PING

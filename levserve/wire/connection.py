@@ -20,12 +20,8 @@ from levserve.wire.framing import RequestBuffer
 
 READ_BYTES = 2**16  # read at a time, so that no client keeps the main loop busy
 LINGER_BYTES = 2**18
-# Seconds; the last is a count.
-KEEPALIVE = {
-    socket.TCP_KEEPIDLE: 15,
-    socket.TCP_KEEPINTVL: 5,
-    socket.TCP_KEEPCNT: 3,
-}
+# In seconds, but for the count.
+KEEPALIVE = {socket.TCP_KEEPIDLE: 15, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
 UNSENT_BYTES = 2**18  # kept by the kernel for a slow reader; by default 2.6 MB pile up on a fast link
 ABORT = struct.pack("ii", 1, 0)  # SO_LINGER: drop unsent data and reset the connection
 
@@ -35,8 +31,7 @@ class State(Enum):
     HEAD = auto()  # waiting for the rest of a request's head; a new connection may have sent nothing
     BODY = auto()  # the head is complete, the body is not
     RUNNING = auto()  # an HTTP thread owns it
-    # Answered; unread input is discarded, because a reset would destroy the answer on its way.
-    LINGERING = auto()
+    LINGERING = auto()  # answered; input is read and discarded, or a reset would destroy the answer
     CLOSED = auto()
 
 

@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 FAULT = 70  # EX_SOFTWARE; systemd restarts the server after it
 TICK_SECONDS = 0.25  # how often deadlines are checked
 OPS_THREADS = 4
-# Below this the kernel has room for another answer, so an ops thread never waits for a client.
+# Up to this the kernel has room for another answer, so that an ops thread never waits for a client to read.
 OPS_UNREAD_BYTES = 2**16
 MAX_QUEUED = 64  # requests that wait for a thread; all will be refused, in less than a tenth of a second
 LAST_WORDS_SECONDS = 2.0  # for the last answers after the end of a drain

@@ -426,6 +426,12 @@ def test_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert (stopped.value.code, capsys.readouterr().out) == (0, f"levserve {__version__}\n")
 
 
+def test_the_module_is_the_command() -> None:
+    program = [sys.executable, "-m", "levserve", "--version"]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, f"levserve {__version__}\n")
+
+
 def test_help_teaches_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         parse_settings(["--help", "--config", "missing.ini"], {})

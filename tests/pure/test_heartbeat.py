@@ -140,7 +140,7 @@ class SlowLoader:
 
 def test_a_stream_whose_model_loads_late_is_cancelled_when_its_client_leaves(app: App) -> None:
     loader = SlowLoader(dataclasses.replace(app.registry.default, name="late"))
-    app.registry.stock(loader)
+    app.registry.set_loader(loader)
     reply = app.client.post("/v1/completions", json=completion("t4") | {"model": "late", "stream": True})
     chunks = iter(reply.response)
     assert next(chunks) == PING, "the model is not there yet"
