@@ -24,8 +24,8 @@ class Traits:
     """Whether greedy and plain sampling have programs of their own; otherwise the full one skips what is not
     asked for."""
     host_overhead: int = 0
-    """Bytes that the processes take, at most, in the memory that the weights are in, besides weights and KV pages; 0
-    for a device with a memory of its own."""
+    """Bytes that the processes take, at most, in the memory that the weights are in, besides weights and KV
+    pages; 0 for a device with a memory of its own."""
     small_chunks: tuple[int, ...] = ()
     """Sizes of prefill programs below the largest; empty: they double from 64."""
     prefill_row_tokens: int | None = None
@@ -50,9 +50,9 @@ class Traits:
 
 
 CPU_OVERHEAD_BYTES = 1 << 30
-"""Python, jax, the tokenizer, HTTP threads, compiled programs, a step's arrays, and above all the compiler. Measured: 690
-to 770 MiB while a first start compiles, whatever the model (3 to 64 layers, vocabularies of 384 to 128,256, int8, bfloat16
-and float32), and 420 to 560 MiB under load."""
+"""Python, jax, the tokenizer, HTTP threads, compiled programs, a step's arrays, and above all the compiler.
+Measured: 690 to 770 MiB while a first start compiles, whatever the model (3 to 64 layers, vocabularies of 384
+to 128,256, int8, bfloat16 and float32), and 420 to 560 MiB under load."""
 
 CPU_TRAITS = Traits(
     round_steps=1,
