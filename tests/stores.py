@@ -52,6 +52,8 @@ def amazon_store() -> Iterator[Any]:
 
         try:
             files = s3fs.S3FileSystem(skip_instance_cache=True)
+            if files.exists("models"):  # moto keeps what an earlier server of this process had
+                files.rm("models", recursive=True)
             files.mkdir("models")
             yield files
         finally:
