@@ -217,7 +217,7 @@ def _write_help(builder: Builder, kernel: Kernel, work: Function) -> None:
 
 
 def _write_handle(builder: Builder, kernel: Kernel, work: Function, helper: Function) -> None:
-    """Answers XLA's question for the version this was written for, or does the work; gives an error or 0."""
+    """Tells XLA which version it was compiled for, the header's, or does the work; gives an error or 0."""
     frame = builder.as_pointer(builder.given[0])
     is_call, error = builder.variable(builder.number(1)), builder.variable(builder.number(0))
     with builder.when(builder.word(frame, EXTENSION).is_not(0)):
@@ -225,8 +225,8 @@ def _write_handle(builder: Builder, kernel: Kernel, work: Function, helper: Func
         with builder.when(builder.load(extension + 8, I32).is_(METADATA_KIND)):
             is_call.set(builder.number(0))
             version = read_version(HEADER)
-            written_for = builder.number(version.major | version.minor << 32)
-            builder.store(builder.follow(extension, METADATA) + 8 * ITS_VERSION, written_for)
+            compiled_for = builder.number(version.major | version.minor << 32)
+            builder.store(builder.follow(extension, METADATA) + 8 * ITS_VERSION, compiled_for)
     with builder.when(is_call.get().is_(1)):
         _write_call(_first(builder, frame), kernel, work, helper, error)
     builder.returned = error.get()
