@@ -16,7 +16,7 @@ import jaxlib
 
 HEADER = Path(jaxlib.__file__).parent / "include" / "xla" / "ffi" / "api" / "c_api.h"
 KNOWN_VERSIONS = ((0, 3), (0, 4), (0, 5))
-"""Headers of 0.3 and 0.5 were compared by hand; 0.4 lies between them and rests on the check of the layout."""
+"""Headers of 0.3 and 0.5 were compared by hand; 0.4 rests on the check of the layout."""
 WORD = 8
 SMALL_TYPES = {"int": 4, "int32_t": 4, "uint32_t": 4}
 
