@@ -11,12 +11,14 @@ import threading
 from collections.abc import Sequence
 
 from levserve.device.malloc import tune_malloc
+from levserve.device.threads import set_threads
 from levserve.errors import StartupError
 from levserve.models.registry import Registry
 from levserve.observe.logs import report_startup_error, start_logging
 from levserve.server import num_threads, resolve_rows, serve
 from levserve.settings.parse import parse_settings
 from levserve.settings.settings import Settings
+from levserve.web import request_log
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(settings: Settings) -> int:
     from levserve.weights.source import check_source
 
-    start_logging(settings.log_level, settings.log_format)
+    _start_logging(settings)
     if settings.has_several:
         from levserve.models.catalogue import check_models
 
@@ -46,6 +48,7 @@ def _run(settings: Settings) -> int:
     if settings.faults:
         _announce_faults(settings.faults)
     settings = resolve_rows(settings)
+    set_threads(settings.threads)
     tune_malloc()  # before there are threads; the worker process inherits it
     if settings.dry_run:
         from levserve.models.startup import dry_run
@@ -53,6 +56,19 @@ def _run(settings: Settings) -> int:
         dry_run(settings, num_threads=num_threads(settings))
         return 0
     serve(settings, _start_device)
+
+
+def _start_logging(settings: Settings) -> None:
+    level, file = settings.log_level, settings.logging_config
+    if file and "log_level" not in settings.sources:
+        level = ""
+    start_logging(level, settings.log_format, file=file)
+    if not settings.access_log:
+        logging.getLogger(request_log.__name__).setLevel(logging.WARNING)
+    if file and "log_format" in settings.sources:
+        log.warning("--log-format %s is not used: --logging-config %s is given", settings.log_format, file)
+    for note in settings.notes:
+        log.info("%s", note)
 
 
 def _announce_faults(faults: str) -> None:

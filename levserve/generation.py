@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from levserve.engine.stream import OnBatch, TokenStream
-from levserve.errors import DeadlineExceeded, Poisoned, ServeError, Unavailable
+from levserve.errors import BadRequest, DeadlineExceeded, Poisoned, ServeError, Unavailable
 from levserve.schedule.request import FinishReason, PooledHidden, TokenBatch, TokenLogprob
 from levserve.text.detokenizer import Detokenizer
 from levserve.text.stops import StopStrings
@@ -191,6 +191,10 @@ class Choice:
             case FinishReason.POISONED:
                 raise Poisoned(
                     "The model computed non-finite numbers for this request; other requests are not affected."
+                )
+            case FinishReason.STUCK:
+                raise BadRequest(
+                    "The constraints on the text leave no token to go on with, or are too costly to follow."
                 )
             case FinishReason.DEADLINE if self._echo is not None:
                 raise DeadlineExceeded("The request's time ran out before its prompt was scored.")

@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 StartDevice = Callable[[Settings, Registry], threading.Thread]
 
-ACCELERATORS = ("/dev/nvidiactl", "/dev/accel0", "/dev/vfio/0")  # NVIDIA's driver and TPUs
+ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd", "/dev/accel0", "/dev/vfio/0")  # NVIDIA, AMD and TPUs
 SPARE_THREADS = 16  # for refusals and short requests while every place in the queue is taken
 IDLE_CONNECTIONS = 1000
 OTHER_FILES = 256  # weights, compiled programs, the device
@@ -68,6 +68,8 @@ def serve(settings: Settings, start_device: StartDevice) -> NoReturn:
     log_settings({row.name: (row.value, row.source) for row in settings.describe()})
     application = Application(settings, listener, start_device, supervision, max_connections)
     model = "the first of several models" if settings.has_several else settings.model
+    if settings.lazy:
+        model = "no model until a request asks for one"
     log.info("listening on %s, loading %s", application.url, model)
     application.run()
     raise AssertionError("the arbiter raises SystemExit")
@@ -78,7 +80,7 @@ def resolve_rows(settings: Settings) -> Settings:
 
     The size of the thread pool depends on them, so they are chosen before jax can say what the device is.
     """
-    has_accelerator = settings.device in ("gpu", "tpu")
+    has_accelerator = settings.device in ("gpu", "rocm", "tpu")
     if settings.device == "auto":
         has_accelerator = any(map(os.path.exists, ACCELERATORS))
     rows = settings.max_running or (256 if has_accelerator else 32)
@@ -151,6 +153,7 @@ class Application(BaseApplication):  # type: ignore[misc]
         self._supervision = supervision
         self._max_connections = max_connections
         self._is_announced = False
+        self._is_frozen = False
         self._trimmer = Trimmer()
         super().__init__()
 
@@ -204,14 +207,12 @@ class Application(BaseApplication):  # type: ignore[misc]
         """Called by the main loop four times a second; it must not block."""
         if not self._is_announced and self.engine.phase is Phase.READY:
             self._is_announced = True
-            self.on_ready()
+            self._announce()
+        if self._is_announced and not self._is_frozen and self.registry.loaded_names():
+            self._is_frozen = True
+            freeze_loaded_objects()
         if self._is_announced:
             self._trimmer.tick()
-
-    def on_ready(self) -> None:
-        """Called once by the main loop, when the model is ready."""
-        freeze_loaded_objects()
-        self._announce()
 
     def on_drain(self, seconds: float) -> None:
         """Called by the main loop when a signal ends the server, and again when the time is cut short."""
@@ -235,17 +236,18 @@ class Application(BaseApplication):  # type: ignore[misc]
             self._device.join(JOIN_SECONDS)
 
     def _announce(self) -> None:
-        """Logs where the model is served, and a command to try."""
-        model = self.registry.default
-        if template_of(model.tokenizer) is not None:
+        """Logs where the model is served, and what to try."""
+        name = self.registry.default_name
+        if not self.settings.lazy and template_of(self.registry.default.tokenizer) is not None:
             path, prompt = "chat/completions", '"messages": [{"role": "user", "content": "Hello!"}]'
         else:
             path, prompt = "completions", '"prompt": "Hello"'
-        body = f'{{"model": "{model.name}", {prompt}}}'
+        body = f'{{"model": "{name}", {prompt}}}'
         source = self.settings.sources.get("api_key", "")
         variable = OTHER_KEY_VARIABLE if OTHER_KEY_VARIABLE in source else KEY_VARIABLE
         key = f' -H "Authorization: Bearer ${variable}"' if self.settings.api_keys else ""
-        log.info("ready: %s on %s; try:", model.name, self.url)
+        hint = "open it in a browser, or try:" if self.settings.ui else "try:"
+        log.info("ready: %s on %s; %s", name, self.url, hint)
         log.info("curl %s/v1/%s -H 'Content-Type: application/json'%s -d '%s'", self.url, path, key, body)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import shutil
 import tempfile
@@ -15,7 +16,10 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.browser import find_browser
 from tests.h200 import find_plugin
+from tests.images import find_podman
+from tests.kubectl import find_kubectl
 from tests.nginx import find_nginx
 from tests.node import NotHad, package_folder
 from tests.units import find_analyzer
@@ -32,6 +36,9 @@ if version("jaxlib").startswith(
 ):  # a third of the time; later ones may not know the flags, and end the process that has one
     QUICK_COMPILE["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false --xla_cpu_prefer_vector_width=128"
 os.environ.update(QUICK_COMPILE)
+
+# Tracing leaves many objects behind that live on: at the usual threshold a tenth of the time goes to finding no garbage.
+gc.set_threshold(50_000, 20, 10)
 
 # How long an example takes says more about the machine than about the code.
 settings.register_profile("no clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -51,13 +58,19 @@ FAMILIES = (
     "mistral",
     "qwen2",
     "qwen3",
+    "gemma",
     "gemma2",
     "gemma3",
+    "phi2",
     "phi3",
     "olmo2",
+    "olmo3",
+    "granite",
+    "cohere",
     "mixtral",
     "qwen3-moe",
     "gpt2",
+    "gpt-neox",
 )
 
 HEAVY = {
@@ -79,7 +92,10 @@ HEAVY = {
 
 LEFT_OUT = pytest.StashKey[list[str]]()
 RINGS = ("pure", "tiny", "real")
-"""The folders of tests, from the inside out: pure tests run first, those of a real server last."""
+"""The folders of tests, from the inside out: pure tests run first, those of a real server last.
+
+Several workers run them the other way round, with `--no-loadscope-reorder`.
+"""
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest chooses by `-m`
@@ -91,11 +107,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for mark, find in (
             ("node", package_folder),
             ("nginx", find_nginx),
+            ("browser", find_browser),
             ("systemd", find_analyzer),
+            ("kubectl", find_kubectl),
+            ("podman", find_podman),
             ("h200", find_plugin),
         ):
             _leave_out(config, items, mark, find)
-    items.sort(key=lambda item: RINGS.index(ring_of(item)))
+    # With several workers the longest come first, so that none of them works alone at the end.
+    has_workers = hasattr(config, "workerinput")
+    items.sort(key=lambda item: RINGS.index(ring_of(item)), reverse=has_workers)
 
 
 def ring_of(item: pytest.Item) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -54,3 +55,10 @@ def anchors(path: Path) -> set[str]:
         if site == forge:
             found.add(site)
     return found
+
+
+def commands(program: str, *texts: str) -> list[list[str]]:
+    """The arguments of each call of a program of bench/, in the documents and in these texts."""
+    pages = [path.read_text() for path in DOCUMENTS]
+    call = re.compile(rf"^(?:\$ |  )python3? bench/{re.escape(program)} (.*)$", re.MULTILINE)
+    return [shlex.split(found, comments=True) for text in (*pages, *texts) for found in call.findall(text)]

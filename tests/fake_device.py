@@ -4,7 +4,8 @@ Greedy, token k is followed by k + 1; at any temperature above 0 by k + 1 + seed
 log-probability -0.5, k + 2 has -1.5, and the others are impossible. The hidden state of k is 1 in place k % 4 of four and 0 in
 the others. A prompt's scores come three at a time, before its first token. Some tokens in a prompt are orders:
 t3 gives one token and waits for the drain before it goes on; t4 gives none and waits for ever; t5 kills the device; t6
-gives one token and waits for ever; each t7 counts as found in the prefix cache; t8 is lost and never answered. Run as a
+gives one token and waits for ever; each t7 counts as found in the prefix cache; t8 is lost and never answered. A parrot
+instead repeats the last message of a chat, or the prompt, byte by byte. Run as a
 program this is a whole server around that thread, which prints what it does as one JSON line each on stdout.
 """
 
@@ -28,8 +29,10 @@ from levserve.engine.served_model import ServedModel
 from levserve.errors import ConfigError
 from levserve.models.entry import Resident
 from levserve.models.registry import Registry
+from levserve.observe.metrics import Metrics
 from levserve.schedule.request import FinishReason, GenerationRequest, PooledHidden, TokenBatch, TokenLogprob
 from levserve.settings.settings import Settings
+from levserve.text.grammar import Grammars
 from levserve.text.tokenizer import Tokenizer
 from levserve.text.vocabulary import Vocabulary
 
@@ -38,6 +41,8 @@ WAIT_FOR_DRAIN, WAIT, DIE, WAIT_AFTER_ONE, CACHED, LOSE = 3, 4, 5, 6, 7, 8
 MAX_SEQ_LEN = 64
 HIDDEN_SIZE = 4
 SCORES_PER_STEP = 3
+PARROT_EOS = 0
+PARROT_SECONDS = 0.002
 MODEL = "toy"
 # The assistant's turn begins with t9, so a greedy answer is t10 t11 t12 ...
 TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}{% if add_generation_prompt %}t9{% endif %}"
@@ -47,6 +52,27 @@ def load_toy_tokenizer(template: str = TEMPLATE) -> Tokenizer:
     backend = tokenizers.Tokenizer.from_file(str(GOLDEN / "tokenizer.json"))
     special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
     return Tokenizer(Vocabulary(backend, eos_ids=frozenset((2,)), chat_template=template, **special))
+
+
+def serve_toy(
+    name: str, max_seq_len: int, tokenizer: Tokenizer | None = None, metrics: Metrics | None = None
+) -> ServedModel:
+    tokenizer = tokenizer or load_toy_tokenizer()
+    grammars = Grammars(tokenizer, tokenizer.vocab_size, (metrics or Metrics()).note_grammar)
+    return ServedModel(name, tokenizer, max_seq_len, HIDDEN_SIZE, 1700000000, grammars)
+
+
+def load_byte_tokenizer() -> Tokenizer:
+    """Each byte is a token; the chat template keeps the last message alone."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocab = {"</s>": PARROT_EOS} | {character: place + 1 for place, character in enumerate(alphabet)}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, []))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    template = "{{ messages[-1].content }}"
+    return Tokenizer(
+        Vocabulary(backend, eos_ids=frozenset((PARROT_EOS,)), chat_template=template, eos_token="</s>")
+    )
 
 
 class Row:
@@ -80,7 +106,7 @@ class Row:
             return self.end(FinishReason.LENGTH)
         sampling = self.request.sampling
         previous = self._last
-        self._last = (previous + 1 + (sampling.seed % 5 if sampling.temperature else 0)) % self._vocab_size
+        self._last = self._follow(previous)
         if self._last in self.request.stop_ids and self._count >= sampling.min_tokens:
             return self.end(FinishReason.STOP)
         self._count += 1
@@ -93,6 +119,10 @@ class Row:
         hidden = self._pool() if self.request.wants_hidden else None
         self._put(TokenBatch((), (), finish, self._num_cached(), self._take_scores(), hidden))
         return finish
+
+    def _follow(self, token: int) -> int:
+        sampling = self.request.sampling
+        return (token + 1 + (sampling.seed % 5 if sampling.temperature else 0)) % self._vocab_size
 
     def _num_cached(self) -> int:
         return self.request.prompt.count(CACHED)
@@ -128,11 +158,26 @@ class Row:
         self._stream.put(self._index, batch)
 
 
+class ParrotRow(Row):
+    """Repeats its prompt at a pace that one can watch; each token is as likely as the greedy one elsewhere."""
+
+    def _follow(self, token: int) -> int:
+        time.sleep(PARROT_SECONDS)
+        prompt = self.request.prompt
+        return prompt[self._count] if self._count < len(prompt) else PARROT_EOS
+
+    def _logprob(self, previous: int, token: int) -> TokenLogprob:
+        return super()._logprob(token - 1, token)
+
+
 class FakeDevice(threading.Thread):
     """Answers an engine's inbox until `Stop`. `events` tells what it does: (event, request id) pairs.
 
     `requests` are all that it was given. It can be made not to obey the orders in prompts.
     """
+
+    row_kind: type[Row] = Row
+    max_seq_len = MAX_SEQ_LEN
 
     def __init__(self, registry: Registry, tokenizer: Tokenizer | None = None, *, obeys: bool = True) -> None:
         super().__init__(name="levserve-device", daemon=True)
@@ -145,9 +190,7 @@ class FakeDevice(threading.Thread):
         self._drain_deadline: float | None = None
         engine.metrics.kv_pages_total.set(16)
         engine.metrics.model_info.labels(MODEL, 4, 16).set(1)
-        registry.publish(
-            Resident(model=ServedModel(MODEL, self._tokenizer, MAX_SEQ_LEN, HIDDEN_SIZE, 1700000000))
-        )
+        registry.publish(Resident(model=serve_toy(MODEL, self.max_seq_len, self._tokenizer, engine.metrics)))
 
     def tell(self, event: str, request_id: str = "") -> None:
         self.events.put((event, request_id))
@@ -184,7 +227,7 @@ class FakeDevice(threading.Thread):
         match message:
             case Submit(request):
                 self.requests.append(request)
-                row = Row(message, self._tokenizer.vocab_size, self._obeys)
+                row = self.row_kind(message, self._tokenizer.vocab_size, self._obeys)
                 message.stream.note_admitted(time.monotonic())
                 if not row.is_told(LOSE):
                     self._rows[request.request_id] = row
@@ -221,9 +264,17 @@ class TellingDevice(FakeDevice):
         print(json.dumps([event, request_id]), flush=True)
 
 
+class Parrot(TellingDevice):
+    row_kind = ParrotRow
+    max_seq_len = 4096
+
+    def __init__(self, registry: Registry) -> None:
+        super().__init__(registry, load_byte_tokenizer(), obeys=False)
+
+
 def start_fake_device(settings: Settings, registry: Registry) -> threading.Thread:
-    """As the real one; the name to serve under may order a start that fails, one that never ends, or a template of a megabyte."""
-    match settings.served_model_name:
+    """As the real one; the name to serve under may order a start that fails, one that never ends, a template of a megabyte, or a parrot."""
+    match settings.main_name:
         case "broken":
             raise ConfigError("the model is broken")
         case "missing":
@@ -232,6 +283,8 @@ def start_fake_device(settings: Settings, registry: Registry) -> threading.Threa
             thread = threading.Thread(target=threading.Event().wait, daemon=True)
         case "talkative":
             thread = TellingDevice(registry, load_toy_tokenizer(TEMPLATE + "{#" + "x" * 1_000_000 + "#}"))
+        case "parrot":
+            thread = Parrot(registry)
         case _:
             thread = TellingDevice(registry)
     thread.start()

@@ -21,11 +21,12 @@ import numpy as np
 from levanter.checkpoint import save_checkpoint
 from levanter.layers.attention import AttentionMask
 from levanter.layers.rotary import Llama3RotaryEmbeddingsConfig
-from levanter.models.gemma import Gemma2Config, Gemma3Config
+from levanter.models.gemma import Gemma2Config, Gemma3Config, GemmaConfig
 from levanter.models.gpt2 import Gpt2Config
 from levanter.models.llama import LlamaConfig
 from levanter.models.lm_model import LmConfig
 from levanter.models.mistral import MistralConfig
+from levanter.models.mixtral import MixtralConfig
 from levanter.models.olmo import Olmo2Config
 from levanter.models.qwen import Qwen3Config, QwenConfig
 
@@ -54,6 +55,8 @@ MODELS: dict[str, LmConfig] = {
     "levanter-mistral": MistralConfig(
         **TINY, sliding_window=4
     ),  # Levanter's forward pass has no window: see levanter_config.py
+    "levanter-mixtral": MixtralConfig(**TINY, n_routed_experts=4, num_experts_per_tok=2),
+    "levanter-gemma": GemmaConfig(**TINY, head_dim=16),
     "levanter-gemma2": Gemma2Config(
         **TINY, head_dim=16, query_pre_attn_scalar=24.0, attn_logit_softcapping=2.0, sliding_window=4
     ),
@@ -136,6 +139,8 @@ def make(name: str, config: LmConfig) -> None:
 
 
 if __name__ == "__main__":
-    for name in sys.argv[1:] or MODELS:
-        make(name, MODELS[name])
-        print(name)
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    with jax.set_mesh(mesh):  # Levanter computes experts on a mesh only
+        for name in sys.argv[1:] or MODELS:
+            make(name, MODELS[name])
+            print(name)

@@ -12,8 +12,11 @@ import queue
 import time
 from contextlib import suppress
 
+import jax
+
 from levserve.device.delivery import Delivery
 from levserve.device.model_loop import ModelLoop
+from levserve.device.status import read_status
 from levserve.device.tasks import Attach, Detach, SwapWeights
 from levserve.engine.engine import Engine
 from levserve.engine.messages import Cancel, DeviceTask, Drain, Message, Stop, Submit
@@ -27,20 +30,25 @@ WARM_WAIT_SECONDS = 0.05
 IDLE_BEAT_SECONDS = 1.0
 """How often an idle device thread shows that it is alive."""
 PACE_SECONDS = 0.25
-"""How often admission is told how long the work will take; that counts every sequence."""
+"""How often others are told how long the work will take, which counts every sequence, and what is free."""
 
 
 class DeviceLoop:
-    """Owns the loops of the loaded models, by name. It ends every stream before it ends, also on failure."""
+    """Owns the loops of the loaded models, by name. It ends every stream before it ends, also on failure.
 
-    def __init__(self, engine: Engine) -> None:
+    If it knows the `device`, it notes the device's state in the engine.
+    """
+
+    def __init__(self, engine: Engine, device: jax.Device | None = None) -> None:
         self._engine = engine
+        self._device = device
         self._metrics = engine.metrics
         self._delivery = Delivery()
         self._model_loops: dict[str, ModelLoop] = {}
         self._pace_told = 0.0
         self._drain_deadline: float | None = None
         self._is_stopped = False
+        self._note_device()
 
     def attach(self, attach: Attach) -> None:
         """Serves one more model from here on."""
@@ -129,6 +137,10 @@ class DeviceLoop:
         self._note_models()
         detach.done.set_result(model_loop.runner)
 
+    def _note_device(self) -> None:
+        if self._device is not None:
+            self._engine.device = read_status(self._device)
+
     def _note_models(self) -> None:
         """Sets the metrics that only change when a model is added or removed."""
         pools = {name: model_loop.scheduler.pool for name, model_loop in self._model_loops.items()}
@@ -147,6 +159,7 @@ class DeviceLoop:
         now = time.monotonic()
         if now - self._pace_told >= PACE_SECONDS:
             self._pace_told = now
+            self._note_device()
             self._engine.admission.drain_seconds = sum(
                 model_loop.drain_seconds for model_loop in self._model_loops.values()
             )

@@ -43,16 +43,14 @@ def tune_malloc() -> None:
 
 
 def trim_malloc() -> None:
-    """Gives back what was freed in the middle of malloc's heaps: after a compile a hundred megabytes and
-    more."""
+    """Gives back memory freed in the middle of malloc's heaps: 100 MB and more after a compile."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 class Trimmer:
-    """Gives free memory back whenever the process has grown by 2 % since it was smallest or was last
-    trimmed."""
+    """Gives free memory back whenever the process has grown by 2 % since it was smallest or trimmed."""
 
     def __init__(
         self,

@@ -1,9 +1,9 @@
 """One loaded model on the device thread: its scheduler, its runner and its round in flight.
 
 A `step` plans and dispatches a round and then reads the one before, so that the device never waits for
-Python. Where it speculates it reads first, because drafts are made of the tokens that it reads; the device
-then waits for about a millisecond. Every accepted sequence ends with exactly one finishing batch, also on
-failure.
+Python. It reads first where the plan depends on the tokens that it reads: drafts are made of them, and so are
+the masks of rows that are all constrained. The device then waits for about a millisecond. Every accepted
+sequence ends with exactly one finishing batch, also on failure.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class ModelLoop:
         in_flight, self._in_flight = self._in_flight, None
         if in_flight is None:
             self._round_began = time.monotonic()
-        elif in_flight.plan.is_verify or self._speculates():
+        elif in_flight.plan.is_verify or self.scheduler.reads_first or self._speculates():
             self._read(in_flight)
             in_flight = None
         max_prefill = self._pace.max_prefill(self.runner.prefill_token_seconds, self.scheduler.num_streams)
@@ -94,6 +94,7 @@ class ModelLoop:
         request = submit.request
         self._requests[request.request_id] = RequestState(submit.stream, submit.index, submit.arrival)
         self._metrics.prompt_tokens.inc(len(request.prompt))
+        self._metrics.constrained.inc(request.constraint is not None)
         self.scheduler.add(request)
 
     def end(self, request_id: str, finish: FinishReason) -> None:
@@ -140,6 +141,7 @@ class ModelLoop:
             self._pace.note_decoding(len(rows), decode_seconds)
         self._note_drafts(in_flight.plan, rows, seconds)
         self._deliver(self.scheduler.commit_rows(in_flight.plan, rows))
+        self._note_constraints()
 
     def _speculates(self) -> bool:
         if self.scheduler.speculation is None:
@@ -156,6 +158,11 @@ class ModelLoop:
         if self.scheduler.speculation is not None and plan.rows and not plan.chunks:
             steps = max(row.steps for row in plan.rows)
             self.scheduler.speculation.note_round(len(plan.rows), seconds / steps, is_verify=plan.is_verify)
+
+    def _note_constraints(self) -> None:
+        misfits, forced = self.scheduler.take_constraint_counts()
+        self._metrics.misfits.inc(misfits)
+        self._metrics.forced_tokens.inc(forced)
 
     def _deliver(self, updates: list[SequenceUpdate]) -> None:
         """Counts batches, then sends them: a client that has an answer must find it in the metrics."""

@@ -130,8 +130,7 @@ class SlotTable:
         return packed
 
     def _copy_new_pages(self, slot: int, pages: list[int]) -> None:
-        """Copies the pages that a sequence gained since the last call; it loses none while it has its
-        slot."""
+        """Copies the pages that a sequence gained since the last call; while it has a slot it loses none."""
         known = self._num_pages[slot]
         if known == 0:
             # Entries without a page are read as well, and masked by a factor of 0, which does not mask NaN.

@@ -16,7 +16,7 @@ from levserve.errors import StartupError
 from levserve.jit.code_cache import CodeCache, open_folder, use_cache
 from levserve.settings.settings import Settings
 
-PLATFORMS = {"gpu": "cuda,cpu", "tpu": "tpu,cpu"}
+PLATFORMS = {"gpu": "cuda,cpu", "rocm": "rocm,cpu", "tpu": "tpu,cpu"}
 """What jax calls them. The host is there too: a reload arranges weights on it before they are swapped in."""
 
 
@@ -31,10 +31,20 @@ def open_device(settings: Settings) -> jax.Device:
     if settings.compile_cache:
         _keep_programs(settings)
     try:
-        return jax.devices()[0]
+        device = jax.devices()[0]
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
         raise StartupError(f"--device {settings.device}: no such device here ({reason})") from error
+    if settings.device not in ("auto", "cpu") and device.platform == "cpu":
+        # Without NVIDIA's plugin, jax passes over "cuda" in the list of platforms and takes the next.
+        reason = "jax finds only the CPU; is its plugin installed?"
+        raise StartupError(f"--device {settings.device}: no such device here ({reason})")
+    return device
+
+
+def kernel_platform(device: jax.Device) -> str:
+    """What kernels are chosen by. jax calls AMD's GPUs "gpu" as well, and ours are for NVIDIA's."""
+    return "rocm" if "rocm" in device.client.platform_version.lower() else device.platform
 
 
 def free_bytes(device: jax.Device) -> int:

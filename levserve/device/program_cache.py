@@ -53,6 +53,6 @@ def _register(kernels: list[str]) -> bool:
     """Makes XLA know the kernels that a program calls; whether all of them were found."""
     if not kernels:
         return True
-    from levserve.jit.xla_call import recall  # brings LLVM, which only a CPU needs
+    from levserve.jit.xla_call import register_cached  # brings LLVM, which only a CPU needs
 
-    return all(recall(kernel) for kernel in kernels)
+    return all(register_cached(kernel) for kernel in kernels)

@@ -35,6 +35,7 @@ from levserve.device.rounds import (
     mixed_round,
     prefill_chunk,
     sample_only_prefill,
+    set_masks,
     set_memory,
     verify_round,
 )
@@ -238,6 +239,14 @@ class Programs:
         values = jax.ShapeDtypeStruct((MAX_EDITS,), jnp.float32)
         jitted = jax.jit(set_memory, donate_argnums=0)
         return self._get("set memory", lambda: jitted.lower(memory, slot, history, ids, values, until))
+
+    def set_masks(self, rows: int) -> Callable[..., tuple[Memory, jax.Array]]:
+        """The program that holds the next draws of so many rows to masks."""
+        memory, last_tokens = self._state.memory, self._state.last_tokens
+        packed = jax.ShapeDtypeStruct((rows, 3), jnp.int32)
+        masks = jax.ShapeDtypeStruct((rows, memory.mask.shape[1]), jnp.uint32)
+        jitted = jax.jit(set_masks, donate_argnums=(0, 1))
+        return self._get(f"set {rows} masks", lambda: jitted.lower(memory, last_tokens, packed, masks))
 
     def fork_slot(self) -> Callable[[State, object], State]:
         """The program that gives a computed prompt to one more row."""

@@ -245,12 +245,29 @@ def set_memory(
     memory: Memory, slot: jax.Array, history: jax.Array, ids: jax.Array, values: jax.Array, until: jax.Array
 ) -> Memory:
     """Gives a slot the tokens and logit edits of its new sequence; donates `memory`."""
-    return Memory(
-        memory.history.at[slot].set(history),
-        memory.edit_ids.at[slot].set(ids),
-        memory.edit_values.at[slot].set(values),
-        memory.edit_until.at[slot].set(until),
+    return memory._replace(
+        history=memory.history.at[slot].set(history),
+        edit_ids=memory.edit_ids.at[slot].set(ids),
+        edit_values=memory.edit_values.at[slot].set(values),
+        edit_until=memory.edit_until.at[slot].set(until),
+        mask_at=memory.mask_at.at[slot].set(0),
     )
+
+
+def set_masks(
+    memory: Memory, last_tokens: jax.Array, packed: jax.Array, masks: jax.Array
+) -> tuple[Memory, jax.Array]:
+    """Holds the next draw of some slots to masks, uint32 [row, vocab / 32]; donates `memory` and the tokens.
+
+    packed: int32 [row, 3], the slot, the position that is drawn, and the newest token before it, in case that
+    the device drew another one. Drops rows of slots that do not exist.
+    """
+    slots, positions, tokens = packed.T
+    memory = memory._replace(
+        mask=memory.mask.at[slots].set(masks, mode="drop"),
+        mask_at=memory.mask_at.at[slots].set(positions, mode="drop"),
+    )
+    return memory, last_tokens.at[slots].set(tokens, mode="drop")
 
 
 def fork_slot(state: State, packed: jax.Array) -> State:

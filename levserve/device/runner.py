@@ -52,6 +52,7 @@ class Runner:
         self.prefill_token_seconds = math.inf
         """Seconds a prompt's token takes in the fastest prefill program, by the timed runs."""
         self._set_memory: Callable[..., Memory] | None = None
+        self._set_masks: dict[int, Callable[..., tuple[Memory, jax.Array]]] = {}
         self._fork_slot: Callable[[State, object], State] | None = None
         self._fill_pages: Callable[[Arrays, object, object], Arrays] | None = None
 
@@ -59,6 +60,7 @@ class Runner:
         """Compiles and runs the first programs."""
         self.programs.compile_first(report)
         self._set_memory = self.programs.set_memory()
+        self._set_masks = {rows: self.programs.set_masks(rows) for rows in mask_rows(self._sizes.rows)}
         self._fork_slot = self.programs.fork_slot()
         self._fill_pages = self.programs.fill_pages()
         report("warming up")
@@ -97,6 +99,7 @@ class Runner:
             self.fill_pages(plan.tainted, 0.0)
         for sequence in plan.admitted:
             self._seat(sequence)
+        self._mask(plan)
         mixed = self._mixed_shape(plan) if may_mix else None
         if mixed is not None:
             return self._dispatch_mixed(plan, mixed)
@@ -148,6 +151,25 @@ class Runner:
             self._state.memory, np.int32(sequence.slot or 0), history, edits.ids, edits.values, edits.until
         )
         self._state = self._state._replace(memory=memory)
+
+    def _mask(self, plan: RoundPlan) -> None:
+        """Gives the device the masks of the plan's draws that are held to a constraint."""
+        sequences = [row.sequence for row in plan.rows if row.is_masked]
+        sequences += [chunk.sequence for chunk in plan.chunks if chunk.is_last]
+        held = [sequence for sequence in sequences if sequence.matcher is not None]
+        if not held:
+            return
+        rows = min(rows for rows in self._set_masks if rows >= len(held))
+        masks = np.zeros((rows, self._state.memory.mask.shape[1]), np.uint32)
+        packed = np.full((rows, 3), self._sizes.rows, np.int32)
+        for index, sequence in enumerate(held):
+            assert sequence.matcher is not None and sequence.slot is not None
+            masks[index] = np.frombuffer(sequence.matcher.mask(), np.uint32)
+            packed[index] = sequence.slot, len(sequence.tokens), sequence.tokens[-1]
+        memory, last_tokens = self._set_masks[rows](
+            self._state.memory, self._state.last_tokens, packed, masks
+        )
+        self._state = self._state._replace(memory=memory, last_tokens=last_tokens)
 
     def _dispatch_chunks(self, chunks: Seq[Chunk]) -> list[list[PrefillRow]]:
         """The rows of each chunk. A program writes all KV before it reads any, so they may share one."""
@@ -251,8 +273,15 @@ def make_state(model: Decoder, sizes: Sizes, storage: jnp.dtype) -> State:
         edit_ids=jnp.zeros((sizes.rows, MAX_EDITS), jnp.int32),
         edit_values=jnp.zeros((sizes.rows, MAX_EDITS), jnp.float32),
         edit_until=jnp.zeros((sizes.rows, MAX_EDITS), jnp.int32),
+        mask=jnp.zeros((sizes.rows, -(-model.config.vocab_size // 32)), jnp.uint32),
+        mask_at=jnp.zeros(sizes.rows, jnp.int32),
     )
     return State(pools, jnp.zeros(sizes.rows, jnp.int32), memory)
+
+
+def mask_rows(rows: int) -> list[int]:
+    """The sizes of the programs that set masks."""
+    return sorted({min(size, rows) for size in (1, 8, rows)})
 
 
 def _is_sample_only(chunk: Chunk) -> bool:

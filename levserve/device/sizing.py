@@ -5,7 +5,9 @@ Pure arithmetic, done once at start. A refusal has the numbers in its message.
 
 from __future__ import annotations
 
+import functools
 import os
+import platform
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -212,6 +214,26 @@ def free_memory() -> int:
     except OSError:
         return free
     return free if limit == "max" else min(free, int(limit) - used)
+
+
+def total_memory() -> int:
+    """Bytes of the machine's memory, or of this process's control group if that may take less."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    total = int(fields["MemTotal"].split()[0]) * 1024
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return total
+    return total if limit == "max" else min(total, int(limit))
+
+
+@functools.cache
+def cpu_name() -> str:
+    """The CPU's name, as x86 tells it; on ARM, the architecture."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
 
 
 def cpu_features() -> str:

@@ -17,7 +17,7 @@ from levserve.engine.messages import Cancel, DeviceTask, Drain, Message, Stop, S
 from levserve.engine.served_model import ServedModel
 from levserve.engine.stream import TokenStream
 from levserve.errors import Unavailable
-from levserve.observe.health import Phase
+from levserve.observe.health import DeviceStatus, Phase
 from levserve.observe.metrics import Metrics
 from levserve.schedule.request import FinishReason, GenerationRequest
 
@@ -37,6 +37,8 @@ class Engine:
         self.max_inflight = max_inflight
         self.admission = Admission(max_inflight, max_tokens, metrics)
         self.progress = "starting"
+        self.device: DeviceStatus | None = None
+        """What the server runs on; the device thread sets it, from the first model on."""
         self._has_own_limit = max_tokens > 0
         self._max_guess = 0
         self._stall_seconds = stall_seconds

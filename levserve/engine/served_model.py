@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from levserve.text.grammar import Grammars
 from levserve.text.tokenizer import Tokenizer
 
 
@@ -16,5 +17,10 @@ class ServedModel:
     max_seq_len: int
     hidden_size: int
     created: int
+    grammars: Grammars
     max_inflight_tokens: int = 0
     """Tokens of accepted requests that this model can hold; 0: its context length for each request."""
+    aliases: tuple[str, ...] = ()
+    """Further names that requests may use."""
+    root: str = ""
+    """The model's own name, whatever it is served as; empty: `name`."""

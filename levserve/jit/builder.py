@@ -1,8 +1,9 @@
-"""Functions for the CPU at hand, written value by value; `program` compiles them.
+"""Writes the instructions of one function; `program` compiles it.
 
-A thin layer over llvmlite. Python's operators write instructions and Python's own loops repeat them; `loop`
-and `when` write what is only known when the function runs. A pointer counts bytes. A vector may have any
-number of lanes: LLVM spreads it over the registers that the CPU has.
+A thin layer over llvmlite. Python's operators on a `Value` write one instruction each, and a Python loop
+around them is unrolled. `loop`, `repeat` and `when` write control flow that is decided when the function
+runs. Pointer arithmetic counts bytes. A vector may have any number of lanes: LLVM splits it over the CPU's
+registers.
 """
 
 from __future__ import annotations
@@ -19,50 +20,52 @@ I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 F16, F32 = ir.HalfType(), ir.FloatType()
 POINTER = ir.PointerType(I8)
 NUM_BYTES = {I8: 1, I16: 2, F16: 2, I32: 4, F32: 4, I64: 8}
-ROUNDER = 1.5 * 2**23
-"""Added to a small float it leaves no room for a fraction, and the rounded number in the lowest bits."""
-LINE_BYTES = 64
-"""Of the cache."""
+ROUNDING_CONSTANT = 1.5 * 2**23
+"""Adding it to a small float32 rounds the float to an integer, which then stands in the lowest bits."""
+CACHE_LINE_BYTES = 64
 Function: TypeAlias = ir.Function
-"""One of a program, for others of it."""
+"""A function of the program that is being written; others of it can call it."""
 
 
 class Value:
-    """A number or a vector of numbers, whole or float32, that the function has at this point."""
+    """A scalar, vector or pointer that the function has at this point. Numbers are integers or float32."""
 
-    def __init__(self, builder: Builder, made: ir.Value) -> None:
+    def __init__(self, builder: Builder, ir_value: ir.Value) -> None:
         self._builder = builder
-        self.made = made
+        self.ir_value = ir_value
 
     @property
-    def kind(self) -> ir.Type:
-        """The type of its numbers."""
-        return self.made.type.element if isinstance(self.made.type, ir.VectorType) else self.made.type
+    def dtype(self) -> ir.Type:
+        """The type of the number, or of each number of a vector."""
+        kind = self.ir_value.type
+        return kind.element if isinstance(kind, ir.VectorType) else kind
 
     @property
     def lanes(self) -> int | None:
-        return self.made.type.count if isinstance(self.made.type, ir.VectorType) else None
+        """How many numbers a vector has; None for a scalar or pointer."""
+        return self.ir_value.type.count if isinstance(self.ir_value.type, ir.VectorType) else None
 
     def __add__(self, other: Value | float) -> Value:
-        if self.made.type == POINTER:  # written so, LLVM finds the address modes that the CPU has
-            offset = other.made if isinstance(other, Value) else ir.Constant(I64, other)
-            return self._with(self._builder.ir.gep(self.made, [offset], source_etype=I8))
-        return self._binary("fadd" if self.kind == F32 else "add", other)
+        if self.ir_value.type == POINTER:  # with getelementptr LLVM finds the CPU's addressing modes
+            offset = other.ir_value if isinstance(other, Value) else ir.Constant(I64, other)
+            return self._wrap(self._builder.ir.gep(self.ir_value, [offset], source_etype=I8))
+        return self._binary("fadd" if self.dtype == F32 else "add", other)
 
     def __sub__(self, other: Value | float) -> Value:
-        return self._binary("fsub" if self.kind == F32 else "sub", other)
+        return self._binary("fsub" if self.dtype == F32 else "sub", other)
 
     def __mul__(self, other: Value | float) -> Value:
-        return self._binary("fmul" if self.kind == F32 else "mul", other)
+        return self._binary("fmul" if self.dtype == F32 else "mul", other)
 
     def __truediv__(self, other: Value | float) -> Value:
         return self._binary("fdiv", other)
 
     def __floordiv__(self, other: Value | int) -> Value:
-        """Of what is not negative, by what is not."""
+        """Unsigned division: both operands must be non-negative."""
         return self._binary("udiv", other)
 
     def __mod__(self, other: Value | int) -> Value:
+        """Unsigned remainder: both operands must be non-negative."""
         return self._binary("urem", other)
 
     def __and__(self, other: Value | int) -> Value:
@@ -75,7 +78,7 @@ class Value:
         return self._binary("shl", other)
 
     def __rshift__(self, other: int) -> Value:
-        """Of what is not negative."""
+        """Logical shift: zeros come in from the left."""
         return self._binary("lshr", other)
 
     def __lt__(self, other: Value | float) -> Value:
@@ -84,113 +87,110 @@ class Value:
     def __ge__(self, other: Value | float) -> Value:
         return self._compare(">=", other)
 
-    def is_(self, other: int) -> Value:
+    def equals(self, other: int) -> Value:
         return self._compare("==", other)
 
-    def is_not(self, other: int) -> Value:
+    def differs_from(self, other: int) -> Value:
         return self._compare("!=", other)
 
-    def least(self, other: Value | float) -> Value:
-        """The smaller one; of floats, the other if this is not a number."""
-        return (self < other).choose(self, other)
+    def minimum(self, other: Value | float) -> Value:
+        """The smaller of the two; if this is NaN, the other."""
+        return (self < other).select(self, other)
 
-    def most(self, other: Value | float) -> Value:
-        """The larger one; of floats, this one if it is not a number."""
-        return (self < other).choose(other, self)
+    def maximum(self, other: Value | float) -> Value:
+        """The larger of the two; NaN if this is NaN."""
+        return (self < other).select(other, self)
 
-    def choose(self, yes: Value | float, no: Value | float) -> Value:
-        """Of a comparison: one of two, lane by lane."""
-        pattern = yes if isinstance(yes, Value) else no
+    def select(self, if_true: Value | float, if_false: Value | float) -> Value:
+        """One of two values by this comparison, lane by lane."""
+        pattern = if_true if isinstance(if_true, Value) else if_false
         assert isinstance(pattern, Value)
-        return self._with(self._builder.ir.select(self.made, pattern._like(yes), pattern._like(no)))
+        operands = pattern._operand(if_true), pattern._operand(if_false)
+        return self._wrap(self._builder.ir.select(self.ir_value, *operands))
 
     def splat(self, lanes: int) -> Value:
-        """The same number in every lane."""
-        make, kind = self._builder.ir, ir.VectorType(self.made.type, lanes)
-        one = make.insert_element(ir.Constant(kind, ir.Undefined), self.made, ir.Constant(I32, 0))
-        return self._with(make.shuffle_vector(one, one, ir.Constant(ir.VectorType(I32, lanes), [0] * lanes)))
+        """A vector with this number in every lane."""
+        make, kind = self._builder.ir, ir.VectorType(self.ir_value.type, lanes)
+        first = make.insert_element(ir.Constant(kind, ir.Undefined), self.ir_value, ir.Constant(I32, 0))
+        return self._wrap(make.shuffle_vector(first, first, _lane_numbers([0] * lanes)))
 
-    def like(self, number: float) -> Value:
-        """A number, or a vector of it, of this type."""
-        return self._with(self._like(number))
+    def full_like(self, number: float) -> Value:
+        """A constant of this value's type and lanes."""
+        return self._wrap(self._operand(number))
 
-    def swapped(self, distance: int) -> Value:
-        """Each number of a vector in the place of the one at this distance, a power of two."""
+    def swap_lanes(self, distance: int) -> Value:
+        """Swaps each lane with the one whose number differs in the bit `distance`, a power of two."""
         assert self.lanes is not None
-        places = ir.Constant(ir.VectorType(I32, self.lanes), [lane ^ distance for lane in range(self.lanes)])
-        return self._with(self._builder.ir.shuffle_vector(self.made, self.made, places))
+        partners = _lane_numbers([lane ^ distance for lane in range(self.lanes)])
+        return self._wrap(self._builder.ir.shuffle_vector(self.ir_value, self.ir_value, partners))
 
-    def signs(self, distance: int) -> Value:
-        """1 where the number at this distance comes later, else -1."""
+    def butterfly_signs(self, distance: int) -> Value:
+        """1 in the lower lane of each pair that `swap_lanes` swaps, -1 in the upper one."""
         assert self.lanes is not None
-        return self._with(
-            ir.Constant(self.made.type, [-1.0 if lane & distance else 1.0 for lane in range(self.lanes)])
-        )
+        signs = [-1.0 if lane & distance else 1.0 for lane in range(self.lanes)]
+        return self._wrap(ir.Constant(self.ir_value.type, signs))
 
-    def convert(self, instruction: str, kind: ir.Type) -> Value:
-        """By LLVM's instruction of that name: zext, sext, trunc, bitcast, fpext, sitofp."""
-        return self._with(getattr(self._builder.ir, instruction)(self.made, _shaped(kind, self.lanes)))
+    def convert(self, instruction: str, dtype: ir.Type) -> Value:
+        """Converts by LLVM's instruction of that name: zext, sext, trunc, bitcast, fpext, sitofp."""
+        return self._wrap(getattr(self._builder.ir, instruction)(self.ir_value, _type_of(dtype, self.lanes)))
 
-    def call(self, intrinsic: str, *others: Value) -> Value:
-        """LLVM's function of that name, of this and others of the same type, which it gives too."""
-        name, given = f"{intrinsic}.{_spell(self.made.type)}", (value.made for value in others)
-        return self._with(self._builder.intrinsic(name, self.made.type, self.made, *given))
+    def intrinsic(self, name: str, *others: Value) -> Value:
+        """Calls an LLVM intrinsic whose operands and result all have this value's type."""
+        full_name, operands = f"{name}.{_suffix(self.ir_value.type)}", (value.ir_value for value in others)
+        return self._wrap(self._builder.call_symbol(full_name, self.ir_value.type, self.ir_value, *operands))
 
-    def times_plus(self, factor: Value, addend: Value) -> Value:
-        """Multiplied and added to, in one instruction where there is one."""
-        return self.call("llvm.fmuladd", factor, addend)
+    def multiply_add(self, factor: Value, addend: Value) -> Value:
+        """self * factor + addend, in one instruction where the CPU has one."""
+        return self.intrinsic("llvm.fmuladd", factor, addend)
 
-    def total(self) -> Value:
-        """The sum of a vector; of floats in the order of `add_up`."""
-        if self.kind != F32:
-            return self._with(
-                self._builder.intrinsic(
-                    f"llvm.vector.reduce.add.{_spell(self.made.type)}", self.kind, self.made
-                )
-            )
-        folded = self
+    def reduce_sum(self) -> Value:
+        """The sum of a vector's lanes; floats are added in the order of `sum_like_lanes`."""
+        if self.dtype != F32:
+            name = f"llvm.vector.reduce.add.{_suffix(self.ir_value.type)}"
+            return self._wrap(self._builder.call_symbol(name, self.dtype, self.ir_value))
+        sums = self
         for distance in (1, 2):
-            folded = folded + folded.swapped(distance)
-        while folded.lanes != 4:
-            folded = self._builder.fold(folded)
-        return self._with(self._builder.ir.extract_element(folded.made, ir.Constant(I32, 0)))
+            sums = sums + sums.swap_lanes(distance)
+        while sums.lanes != 4:
+            sums = self._builder.add_halves(sums)
+        return self._wrap(self._builder.ir.extract_element(sums.ir_value, ir.Constant(I32, 0)))
 
-    def largest(self) -> Value:
-        """The largest of a vector of floats; not a number if one of them is none."""
-        return self._with(
-            self._builder.intrinsic(f"llvm.vector.reduce.fmaximum.{_spell(self.made.type)}", F32, self.made)
-        )
+    def reduce_max(self) -> Value:
+        """The largest float of a vector; NaN if any of them is NaN."""
+        name = f"llvm.vector.reduce.fmaximum.{_suffix(self.ir_value.type)}"
+        return self._wrap(self._builder.call_symbol(name, F32, self.ir_value))
 
-    def _with(self, made: ir.Value) -> Value:
-        return Value(self._builder, made)
+    def _wrap(self, ir_value: ir.Value) -> Value:
+        return Value(self._builder, ir_value)
 
-    def _like(self, other: Value | float) -> ir.Value:
+    def _operand(self, other: Value | float) -> ir.Value:
+        """The other value, or a number as a constant of this value's type."""
         if isinstance(other, Value):
-            return other.made
-        return ir.Constant(self.made.type, other if self.lanes is None else [other] * self.lanes)
+            return other.ir_value
+        return ir.Constant(self.ir_value.type, other if self.lanes is None else [other] * self.lanes)
 
     def _binary(self, instruction: str, other: Value | float) -> Value:
-        return self._with(getattr(self._builder.ir, instruction)(self.made, self._like(other)))
+        return self._wrap(getattr(self._builder.ir, instruction)(self.ir_value, self._operand(other)))
 
-    def _compare(self, sign: str, other: Value | float) -> Value:
-        compare = self._builder.ir.fcmp_ordered if self.kind == F32 else self._builder.ir.icmp_signed
-        return self._with(compare(sign, self.made, self._like(other)))
+    def _compare(self, operator: str, other: Value | float) -> Value:
+        compare = self._builder.ir.fcmp_ordered if self.dtype == F32 else self._builder.ir.icmp_signed
+        return self._wrap(compare(operator, self.ir_value, self._operand(other)))
 
 
 class Variable:
-    """What changes while a loop runs; LLVM keeps it in registers."""
+    """A value that changes while a loop runs; LLVM keeps it in registers."""
 
     def __init__(self, builder: Builder, value: Value) -> None:
         self._builder = builder
         with builder.ir.goto_entry_block():
-            self._place = builder.ir.alloca(value.made.type)
+            self._slot = builder.ir.alloca(value.ir_value.type)
         self.set(value)
 
     def get(self) -> Value:
-        return Value(self._builder, self._builder.ir.load(self._place))
+        return Value(self._builder, self._builder.ir.load(self._slot))
 
     def set(self, value: Value) -> None:
-        self._builder.ir.store(value.made, self._place)
+        self._builder.ir.store(value.ir_value, self._slot)
 
 
 class Builder:
@@ -200,130 +200,137 @@ class Builder:
         self.function = function
         self.target = target
         self.ir = ir.IRBuilder(function.append_basic_block())
-        self.given = tuple(Value(self, argument) for argument in function.args)
-        self.returned: Value | None = None
-        """What the function gives, if not 0."""
+        self.arguments = tuple(Value(self, argument) for argument in function.args)
+        self.result: Value | None = None
+        """The value that the function returns; None: it returns 0."""
 
-    def number(self, number: float, kind: ir.Type = I64) -> Value:
-        return Value(self, ir.Constant(kind, number))
+    def constant(self, number: float, dtype: ir.Type = I64) -> Value:
+        return Value(self, ir.Constant(dtype, number))
 
-    def zeros(self, kind: ir.Type, lanes: int) -> Value:
-        return Value(self, ir.Constant(ir.VectorType(kind, lanes), [0] * lanes))
+    def zeros(self, dtype: ir.Type, lanes: int) -> Value:
+        return Value(self, ir.Constant(ir.VectorType(dtype, lanes), [0] * lanes))
 
     def variable(self, value: Value) -> Variable:
         return Variable(self, value)
 
-    def load(self, pointer: Value, kind: ir.Type, lanes: int | None = None) -> Value:
-        return Value(self, self.ir.load(self._to(pointer, _shaped(kind, lanes)), align=NUM_BYTES[kind]))
+    def load(self, pointer: Value, dtype: ir.Type, lanes: int | None = None) -> Value:
+        typed = self._typed_pointer(pointer, _type_of(dtype, lanes))
+        return Value(self, self.ir.load(typed, align=NUM_BYTES[dtype]))
 
     def store(self, pointer: Value, value: Value) -> None:
-        self.ir.store(value.made, self._to(pointer, value.made.type), align=NUM_BYTES[value.kind])
+        typed = self._typed_pointer(pointer, value.ir_value.type)
+        self.ir.store(value.ir_value, typed, align=NUM_BYTES[value.dtype])
 
-    def word(self, pointer: Value, index: Value | int) -> Value:
+    def store_words(self, pointer: Value, *words: Value) -> None:
+        """Stores int64 one after another."""
+        for index, word in enumerate(words):
+            self.store(pointer + 8 * index, word)
+
+    def load_word(self, pointer: Value, index: Value | int) -> Value:
+        """An element of an int64 array."""
         return self.load(pointer + index * 8, I64)
 
-    def follow(self, pointer: Value, index: Value | int) -> Value:
-        """A word that is a pointer."""
-        return self.as_pointer(self.word(pointer, index))
+    def load_pointer(self, pointer: Value, index: Value | int) -> Value:
+        """An element of an array of pointers."""
+        return self.to_pointer(self.load_word(pointer, index))
 
-    def as_pointer(self, address: Value) -> Value:
-        return Value(self, self.ir.inttoptr(address.made, POINTER))
-
-    def as_number(self, pointer: Value) -> Value:
-        return Value(self, self.ir.ptrtoint(pointer.made, I64))
-
-    def index(self, pointer: Value, index: Value) -> Value:
-        """An int32 of an array, as an int64."""
+    def load_int32(self, pointer: Value, index: Value) -> Value:
+        """An element of an int32 array, widened to int64."""
         return self.load(pointer + index * 4, I32).convert("sext", I64)
 
+    def to_pointer(self, address: Value) -> Value:
+        return Value(self, self.ir.inttoptr(address.ir_value, POINTER))
+
+    def to_address(self, pointer: Value) -> Value:
+        return Value(self, self.ir.ptrtoint(pointer.ir_value, I64))
+
+    def function_address(self, function: Function) -> Value:
+        return Value(self, self.ir.ptrtoint(function, I64))
+
     def prefetch(self, pointer: Value) -> None:
-        """Asks for the cache line of what will be read soon, and need not be there."""
-        self.intrinsic(
-            "llvm.prefetch.p0",
-            ir.VoidType(),
-            pointer.made,
-            *(ir.Constant(I32, option) for option in (0, 3, 1)),
-        )
+        """Asks for the cache line of an address that will be read soon; any address is allowed."""
+        read, keep_in_all_caches, data = (ir.Constant(I32, option) for option in (0, 3, 1))
+        self.call_symbol("llvm.prefetch.p0", ir.VoidType(), pointer.ir_value, read, keep_in_all_caches, data)
 
-    def dot_into(self, sums: Value, x: Value, y: Value) -> Value:
-        """int32 [n] + the products of int8 [4 n], four neighbours to a sum: one instruction, where the CPU
-        has one for it."""
+    def accumulate_dot(self, sums: Value, x: Value, y: Value) -> Value:
+        """int32 [n] plus the products of two int8 [4 n], four to a sum; one instruction on some CPUs."""
         wide = ir.VectorType(I32, x.lanes)
-        products = self.ir.mul(self.ir.sext(x.made, wide), self.ir.sext(y.made, wide))
-        name = f"llvm.vector.partial.reduce.add.{_spell(sums.made.type)}.{_spell(wide)}"
-        return Value(self, self.intrinsic(name, sums.made.type, sums.made, products))
+        products = self.ir.mul(self.ir.sext(x.ir_value, wide), self.ir.sext(y.ir_value, wide))
+        name = f"llvm.vector.partial.reduce.add.{_suffix(sums.ir_value.type)}.{_suffix(wide)}"
+        return Value(self, self.call_symbol(name, sums.ir_value.type, sums.ir_value, products))
 
-    def dot_word_into(self, sums: Value, x: Value, word: Value) -> Value:
-        """int32 [n] + the products of uint8 [4 n], four neighbours to a sum, with four int8, the same ones,
-        that a word holds."""
+    def accumulate_dot_word(self, sums: Value, x: Value, word: Value) -> Value:
+        """int32 [n] plus the products of uint8 [4 n] with the four int8 of a word, four to a sum."""
         assert sums.lanes is not None
-        bits, four = 32 * sums.lanes, word.splat(sums.lanes)
+        bits, repeated = 32 * sums.lanes, word.splat(sums.lanes)
         has_avx512 = bits in (256, 512) and self.target.has("avx512vnni")
         if has_avx512 or (bits == 256 and self.target.has("avxvnni")):
-            signed = self.ir.bitcast(four.made, x.made.type)
-            return Value(
-                self,
-                self.intrinsic(f"llvm.x86.avx512.vpdpbusd.{bits}", sums.made.type, sums.made, x.made, signed),
+            name, signed = (
+                f"llvm.x86.avx512.vpdpbusd.{bits}",
+                self.ir.bitcast(repeated.ir_value, x.ir_value.type),
             )
-        whole = Value(self, self.ir.bitcast(x.made, sums.made.type))
-        for place in range(4):
-            unsigned = (whole >> (8 * place)) & 0xFF
-            signed = self.ir.ashr((four << (24 - 8 * place)).made, four.like(24).made)
+            return Value(self, self.call_symbol(name, sums.ir_value.type, sums.ir_value, x.ir_value, signed))
+        words = Value(self, self.ir.bitcast(x.ir_value, sums.ir_value.type))
+        for byte in range(4):
+            unsigned = (words >> (8 * byte)) & 0xFF
+            signed = self.ir.ashr((repeated << (24 - 8 * byte)).ir_value, repeated.full_like(24).ir_value)
             sums = sums + unsigned * Value(self, signed)
         return sums
 
-    def joined(self, parts: Sequence[Value]) -> Value:
-        """Vectors of as many lanes each, one after another; a power of two of them."""
-        if len(parts) == 1:
-            return parts[0]
-        pairs = zip(parts[::2], parts[1::2])
-        return self.joined([self._shuffled(x, y, range(2 * (x.lanes or 0))) for x, y in pairs])
+    def concatenate(self, vectors: Sequence[Value]) -> Value:
+        """One vector of a power of two of vectors with equally many lanes."""
+        if len(vectors) == 1:
+            return vectors[0]
+        pairs = zip(vectors[::2], vectors[1::2])
+        return self.concatenate([self._shuffle(x, y, range(2 * (x.lanes or 0))) for x, y in pairs])
 
-    def totals(self, first: Value, second: Value, third: Value, fourth: Value) -> Value:
-        """Of each of four vectors of as many lanes, four or more, in the order of `add_up`."""
-        total = self._add_pairs(self._add_pairs(first, second), self._add_pairs(third, fourth))
-        while total.lanes != 4:
-            total = self.fold(total)
-        return total
+    def reduce_sums(self, first: Value, second: Value, third: Value, fourth: Value) -> Value:
+        """The `reduce_sum` of each of four vectors, as one vector; they have at least four lanes each."""
+        sums = self._add_pairs(self._add_pairs(first, second), self._add_pairs(third, fourth))
+        while sums.lanes != 4:
+            sums = self.add_halves(sums)
+        return sums
 
     def _add_pairs(self, x: Value, y: Value) -> Value:
-        """In each four of the lanes, which a CPU can keep apart: the sums of neighbours in x, then of those
-        in y."""
-        assert x.lanes is not None
-        fours = range(0, x.lanes, 4)
-        even = [start + at + lane for start in fours for at in (0, x.lanes) for lane in (0, 2)]
-        return self._shuffled(x, y, even) + self._shuffled(x, y, [place + 1 for place in even])
+        """In each block of four lanes: the sums of two neighbours in x, then of two neighbours in y.
 
-    def fold(self, x: Value) -> Value:
-        """The first half of a vector and the second, added."""
+        Wide registers shuffle cheaply only within blocks of four.
+        """
+        assert x.lanes is not None
+        blocks = range(0, x.lanes, 4)
+        even = [start + vector + lane for start in blocks for vector in (0, x.lanes) for lane in (0, 2)]
+        return self._shuffle(x, y, even) + self._shuffle(x, y, [lane + 1 for lane in even])
+
+    def add_halves(self, x: Value) -> Value:
+        """The first half of a vector plus its second half."""
         assert x.lanes is not None
         half = x.lanes // 2
-        return self._shuffled(x, x, range(half)) + self._shuffled(x, x, range(half, x.lanes))
+        return self._shuffle(x, x, range(half)) + self._shuffle(x, x, range(half, x.lanes))
 
-    def _shuffled(self, x: Value, y: Value, places: Sequence[int]) -> Value:
-        """Lanes of x, and of y, which are counted on."""
-        wanted = ir.Constant(ir.VectorType(I32, len(places)), list(places))
-        return Value(self, self.ir.shuffle_vector(x.made, y.made, wanted))
+    def _shuffle(self, x: Value, y: Value, lanes: Sequence[int]) -> Value:
+        """A vector of these lanes of x followed by y."""
+        return Value(self, self.ir.shuffle_vector(x.ir_value, y.ir_value, _lane_numbers(lanes)))
 
     @contextmanager
     def loop(self, start: Value | int, stop: Value | int, step: int = 1) -> Iterator[Value]:
-        make, first = self.ir, start if isinstance(start, Value) else self.number(start)
+        """Repeats what is written inside for each index, as Python's `range` counts."""
+        make, first = self.ir, start if isinstance(start, Value) else self.constant(start)
         before, head, body, after = make.block, *(make.append_basic_block() for _ in range(3))
         make.branch(head)
         make.position_at_end(head)
         counter = make.phi(I64)
-        counter.add_incoming(first.made, before)
+        counter.add_incoming(first.ir_value, before)
         index = Value(self, counter)
-        make.cbranch((index < stop).made, body, after)
+        make.cbranch((index < stop).ir_value, body, after)
         make.position_at_end(body)
         yield index
-        counter.add_incoming((index + step).made, make.block)
+        counter.add_incoming((index + step).ir_value, make.block)
         make.branch(head)
         make.position_at_end(after)
 
     @contextmanager
     def repeat(self) -> Iterator[ir.Block]:
-        """Again and again, until a branch goes to the block that it gives."""
+        """Repeats what is written inside until `break_if` leaves for the block that this yields."""
         body, after = (self.ir.append_basic_block() for _ in range(2))
         self.ir.branch(body)
         self.ir.position_at_end(body)
@@ -331,101 +338,101 @@ class Builder:
         self.ir.branch(body)
         self.ir.position_at_end(after)
 
-    def leave_if(self, condition: Value, after: ir.Block) -> None:
-        going_on = self.ir.append_basic_block()
-        self.ir.cbranch(condition.made, after, going_on)
-        self.ir.position_at_end(going_on)
+    def break_if(self, condition: Value, after: ir.Block) -> None:
+        rest = self.ir.append_basic_block()
+        self.ir.cbranch(condition.ir_value, after, rest)
+        self.ir.position_at_end(rest)
 
     @contextmanager
     def when(self, condition: Value) -> Iterator[None]:
-        with self.ir.if_then(condition.made):
+        """What is written inside runs only if the condition holds."""
+        with self.ir.if_then(condition.ir_value):
             yield
 
     def atomic_add(self, pointer: Value, number: int) -> Value:
-        """Adds, and gives what was there; all threads agree on the order of these, and of what is written
-        before and read after."""
-        return Value(
-            self, self.ir.atomic_rmw("add", self._to(pointer, I64), ir.Constant(I64, number), "seq_cst")
-        )
+        """Adds to an int64 and gives its value before; sequentially consistent."""
+        typed = self._typed_pointer(pointer, I64)
+        return Value(self, self.ir.atomic_rmw("add", typed, ir.Constant(I64, number), "seq_cst"))
 
-    def atomic_get(self, pointer: Value) -> Value:
-        return Value(self, self.ir.load_atomic(self._to(pointer, I64), "seq_cst", 8))
+    def atomic_load(self, pointer: Value) -> Value:
+        """Reads an int64; sequentially consistent."""
+        return Value(self, self.ir.load_atomic(self._typed_pointer(pointer, I64), "seq_cst", 8))
 
-    def call(self, function: Value | Function, *given: Value) -> Value:
-        """Of int64 to int64."""
-        kind = ir.PointerType(ir.FunctionType(I64, [I64] * len(given)))
-        target = self.ir.inttoptr(function.made, kind) if isinstance(function, Value) else function
-        return Value(self, self.ir.call(target, [value.made for value in given]))
-
-    def address(self, function: Function) -> Value:
-        return Value(self, self.ir.ptrtoint(function, I64))
+    def call(self, function: Value | Function, *arguments: Value) -> Value:
+        """Calls a function of int64 that returns int64, by its address or as part of this program."""
+        kind = ir.PointerType(ir.FunctionType(I64, [I64] * len(arguments)))
+        callee = self.ir.inttoptr(function.ir_value, kind) if isinstance(function, Value) else function
+        return Value(self, self.ir.call(callee, [value.ir_value for value in arguments]))
 
     def stack_words(self, count: int) -> Value:
-        """Memory of this function's own, for so many words."""
+        """Room for `count` int64 on this function's stack."""
         with self.ir.goto_entry_block():
-            place = self.ir.alloca(ir.ArrayType(I64, count))
-        return Value(self, self.ir.bitcast(place, POINTER))
+            slot = self.ir.alloca(ir.ArrayType(I64, count))
+        return Value(self, self.ir.bitcast(slot, POINTER))
 
-    def text(self, text: str) -> Value:
-        """A constant that ends with a zero, as C has it."""
+    def string(self, text: str) -> Value:
+        """A pointer to a constant string that ends with a zero byte."""
         data = bytearray(text.encode() + b"\0")
         kind = ir.ArrayType(I8, len(data))
-        constant = ir.GlobalVariable(self.function.module, kind, f"text_{len(self.function.module.globals)}")
+        module = self.function.module
+        constant = ir.GlobalVariable(module, kind, f"string_{len(module.globals)}")
         constant.global_constant, constant.linkage = True, "private"
         constant.initializer = ir.Constant(kind, data)
         return Value(self, self.ir.bitcast(constant, POINTER))
 
     def allocate(self, num_bytes: Value) -> Value:
-        """Memory that begins with a cache line, since a vector across two is read twice; a null pointer if
-        there is none."""
-        lines = (num_bytes + (LINE_BYTES - 1)) // LINE_BYTES * LINE_BYTES
-        return Value(self, self.intrinsic("aligned_alloc", POINTER, ir.Constant(I64, LINE_BYTES), lines.made))
+        """Memory aligned to cache lines, as a vector across two is read twice; null if there is none."""
+        whole_lines = (num_bytes + (CACHE_LINE_BYTES - 1)) // CACHE_LINE_BYTES * CACHE_LINE_BYTES
+        alignment = ir.Constant(I64, CACHE_LINE_BYTES)
+        return Value(self, self.call_symbol("aligned_alloc", POINTER, alignment, whole_lines.ir_value))
 
     def free(self, pointer: Value) -> None:
-        self.intrinsic("free", ir.VoidType(), pointer.made)
+        self.call_symbol("free", ir.VoidType(), pointer.ir_value)
 
     def yield_processor(self) -> None:
-        self.intrinsic("sched_yield", I32)
+        self.call_symbol("sched_yield", I32)
 
-    def intrinsic(
-        self, name: str, gives: ir.Type, *given: ir.Value, fastmath: Sequence[str] = ()
-    ) -> ir.Value:
+    def call_symbol(self, name: str, returns: ir.Type, *arguments: ir.Value) -> ir.Value:
+        """Calls an LLVM intrinsic or a function of the C library."""
         module = self.function.module
-        function = module.globals.get(name) or ir.Function(
-            module, ir.FunctionType(gives, [value.type for value in given]), name
-        )
-        return self.ir.call(function, list(given), fastmath=fastmath)
+        kind = ir.FunctionType(returns, [value.type for value in arguments])
+        function = module.globals.get(name) or ir.Function(module, kind, name)
+        return self.ir.call(function, list(arguments))
 
-    def _to(self, pointer: Value, kind: ir.Type) -> ir.Value:
-        return self.ir.bitcast(pointer.made, ir.PointerType(kind))
+    def _typed_pointer(self, pointer: Value, kind: ir.Type) -> ir.Value:
+        return self.ir.bitcast(pointer.ir_value, ir.PointerType(kind))
 
 
-def add_up(part: Callable[[int], Sequence[Value]], count: int) -> list[Value]:
-    """Adds values that come in parts, as the lanes of a vector are added: pairs in each four, those pairs,
-    and then the fours by halves.
+def sum_like_lanes(part: Callable[[int], Sequence[Value]], count: int) -> list[Value]:
+    """Adds `count` parts, each a list of values, in the order in which `reduce_sum` adds lanes.
 
-    Floats are the same only if they are added in the same order. A part is asked for when it is needed.
+    That is: pairs within each block of four, then those pairs, then the blocks by halves. Float sums are
+    equal to the last bit only if they are added in the same order. `part` is called when a part is needed, so
+    that few are held at a time.
     """
 
-    def pairwise(x: Sequence[Value], y: Sequence[Value]) -> list[Value]:
+    def add(x: Sequence[Value], y: Sequence[Value]) -> list[Value]:
         return [one + other for one, other in zip(x, y, strict=True)]
 
-    def add(fours: Sequence[int]) -> list[Value]:
-        if len(fours) > 1:
-            return pairwise(add(fours[::2]), add(fours[1::2]))
-        return pairwise(
-            pairwise(part(fours[0]), part(fours[0] + 1)), pairwise(part(fours[0] + 2), part(fours[0] + 3))
-        )
+    def add_blocks(starts: Sequence[int]) -> list[Value]:
+        if len(starts) > 1:
+            return add(add_blocks(starts[::2]), add_blocks(starts[1::2]))
+        start = starts[0]
+        return add(add(part(start), part(start + 1)), add(part(start + 2), part(start + 3)))
 
-    return add(range(0, count, 4))
-
-
-def _shaped(kind: ir.Type, lanes: int | None) -> ir.Type:
-    return kind if lanes is None else ir.VectorType(kind, lanes)
+    return add_blocks(range(0, count, 4))
 
 
-def _spell(kind: ir.Type) -> str:
-    """As in the names of LLVM's own functions."""
+def _lane_numbers(lanes: Sequence[int]) -> ir.Constant:
+    return ir.Constant(ir.VectorType(I32, len(lanes)), list(lanes))
+
+
+def _type_of(dtype: ir.Type, lanes: int | None) -> ir.Type:
+    return dtype if lanes is None else ir.VectorType(dtype, lanes)
+
+
+def _suffix(kind: ir.Type) -> str:
+    """The type as it stands in the names of LLVM's intrinsics."""
     if isinstance(kind, ir.VectorType):
-        return f"v{kind.count}{_spell(kind.element)}"
+        return f"v{kind.count}{_suffix(kind.element)}"
     return f"f{8 * NUM_BYTES[kind]}" if kind in (F16, F32) else f"i{8 * NUM_BYTES[kind]}"

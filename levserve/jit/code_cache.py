@@ -1,7 +1,7 @@
-"""Compiled code on disk, kernels and programs, kept for as long as nothing it was made from has changed.
+"""Keeps compiled kernels and programs on disk, for as long as nothing they were compiled from has changed.
 
-`current` is the cache in use; it keeps nothing until a start calls `use_cache`. No LLVM here: only kernels
-need that.
+`current` is the cache in use; it keeps nothing until `use_cache` is called at start-up. This file imports no
+LLVM, which only a CPU's kernels need.
 """
 
 from __future__ import annotations
@@ -28,10 +28,9 @@ COMPILED = (
     "device/rounds.py",
     "device/rules.py",
 )
-"""The sources that programs and kernels are traced from. A change to any other file keeps what is
-compiled."""
+"""The sources that programs and kernels are traced from. A change to any other file invalidates nothing."""
 PACKAGES = ("equinox-", "haliax-", "jax", "llvmlite-", "marin_haliax-", "ml_dtypes-", "numpy-", "nvidia_")
-"""Packages whose names begin so change what is compiled; jax has plugins, and nvidia's libraries are many."""
+"""Packages whose names begin like this change what is compiled; jax has plugins, NVIDIA many libraries."""
 DIGEST_BYTES = 32
 UNUSED_SECONDS = 30 * 24 * 3600
 SWITCHES = ("JAX_", "XLA_", "NPROC", "PJRT_NPROC")
@@ -39,8 +38,10 @@ SWITCHES = ("JAX_", "XLA_", "NPROC", "PJRT_NPROC")
 
 
 class CodeCache:
-    """One file per entry: a digest of the code, which detects damage, and the code. Without a folder it keeps
-    nothing."""
+    """One file per entry: a digest of the code, which detects damage, then the code.
+
+    Without a folder it keeps nothing.
+    """
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
@@ -75,15 +76,14 @@ current = CodeCache()
 
 
 def use_cache(cache: CodeCache) -> None:
-    """Everything compiled from now on is looked up and kept in this cache."""
+    """Makes this the cache for everything that is compiled from now on."""
     global current
     current = cache
 
 
 def open_folder(parent: Path, cpu: str) -> Path:
-    """The folder for this version of everything on a CPU so described; folders unused for a month are
-    removed."""
-    path = parent / _made_from(cpu)
+    """The folder for the installed versions and this CPU; removes folders that were not used for a month."""
+    path = parent / _fingerprint(cpu)
     path.mkdir(parents=True, exist_ok=True)
     with suppress(OSError):  # the folder may belong to another user
         os.utime(path)
@@ -93,9 +93,8 @@ def open_folder(parent: Path, cpu: str) -> Path:
     return path
 
 
-def _made_from(cpu: str) -> str:
-    """A digest of all that compiled code follows from, but for the model: sources, packages, CPU and
-    environment."""
+def _fingerprint(cpu: str) -> str:
+    """A digest of everything besides the model that decides what is compiled."""
     digest = hashlib.sha256()
     sources = {source for pattern in COMPILED for source in OUR_SOURCES.glob(pattern)}
     for source in sorted(sources):

@@ -1,4 +1,4 @@
-"""Functions that are compiled by LLVM for the CPU at hand, in a second or two, when they are needed."""
+"""Compiles functions with LLVM, when they are needed: a kernel takes a second or two."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from levserve.jit.target import Target, detect_target
 
 
 class Program:
-    """Functions that are written and then compiled together."""
+    """Functions that call each other and are compiled together."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
@@ -21,15 +21,15 @@ class Program:
 
     @contextmanager
     def function(self, name: str, num_arguments: int) -> Iterator[Builder]:
-        """Writes a function of int64 to int64; it gives 0, or what `returned` is set to."""
+        """Adds a function of int64 that returns int64; its instructions are written inside the context."""
         function = ir.Function(self._module, ir.FunctionType(I64, [I64] * num_arguments), name)
         builder = Builder(function, self._target)
         yield builder
-        builder.ir.ret(ir.Constant(I64, 0) if builder.returned is None else builder.returned.made)
+        builder.ir.ret(ir.Constant(I64, 0) if builder.result is None else builder.result.ir_value)
 
     def compile(self) -> bytes:
-        """An object file."""
-        machine = _machine_of(self._target)
+        """The object file of all functions."""
+        machine = _target_machine(self._target)
         module = llvm.parse_assembly(str(self._module))
         passes = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=3))
         passes.getModulePassManager().run(module, passes)
@@ -37,10 +37,10 @@ class Program:
 
 
 class Code:
-    """A compiled program, ready to be called for as long as this is kept."""
+    """A compiled program in this process' memory; it may be called as long as this object lives."""
 
     def __init__(self, compiled: bytes) -> None:
-        self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _machine_of(detect_target()))
+        self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _target_machine(detect_target()))
         self._engine.add_object_file(llvm.ObjectFileRef.from_data(compiled))
         self._engine.finalize_object()
 
@@ -48,7 +48,7 @@ class Code:
         return int(self._engine.get_function_address(name))
 
 
-def _machine_of(target: Target) -> llvm.TargetMachine:
+def _target_machine(target: Target) -> llvm.TargetMachine:
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
     return llvm.Target.from_triple(target.triple).create_target_machine(

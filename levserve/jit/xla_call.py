@@ -1,13 +1,12 @@
-"""Functions that XLA's programs call on a CPU: what XLA gives them, and how their work is shared among its
-threads.
+"""Lets XLA's programs call our kernels on a CPU, and shares a call's work among XLA's threads.
 
 XLA's foreign function interface passes one struct, the call frame; see xla/ffi/api/c_api.h in jaxlib's
-include folder. The numbers below are offsets in its structs, in words of eight bytes, and
-`unsupported_reason` checks each of them against that header.
+include folder. The numbers below are offsets in its structs, in words of eight bytes. `unsupported_reason`
+checks each of them against that header.
 
-The work comes in pieces. XLA's own threads are asked to help, and every thread takes the next piece until
-there is none. The calling thread waits for the pieces that others took, but never for a thread to arrive: it
-may do all pieces itself.
+A kernel is a sequence of stages, and a stage is a number of tasks. The calling thread asks XLA's thread pool
+for helpers; then every thread takes the next task until there is none. The calling thread waits for the tasks
+that helpers took, but never for a helper to arrive: it may do all tasks itself.
 """
 
 from __future__ import annotations
@@ -22,20 +21,19 @@ from typing import NamedTuple
 import jax
 
 from levserve.jit import code_cache
-from levserve.jit.builder import I32, LINE_BYTES, Builder, Function, Value, Variable
+from levserve.jit.builder import CACHE_LINE_BYTES, I32, Builder, Function, Value, Variable
 from levserve.jit.program import Code, Program
 from levserve.jit.target import Target, detect_target
-from levserve.jit.xla_header import HEADER, Offset, read_version, unsupported_reason
+from levserve.jit.xla_header import HEADER, Offset, header_mismatch, read_version
 
 EXTENSION, API, CONTEXT = 1, 2, 3
 ARGUMENTS, RESULTS = 9, 14
-DATA, SIZES = 3, 5
-"""In a buffer."""
-METADATA_KIND, METADATA, ITS_VERSION = 1, 3, 3
-API_VERSION, ERROR_CREATE, SCHEDULE = 4, 6, 17
+BUFFER_DATA, BUFFER_DIMS = 3, 5
+METADATA_KIND, METADATA, METADATA_VERSION = 1, 3, 3
+ERROR_CREATE, SCHEDULE = 6, 17
 SCHEDULE_BYTES, ERROR_BYTES = 40, 32
 RESOURCE_EXHAUSTED = 8
-"""XLA's code of an error."""
+"""XLA's error code for a lack of memory."""
 FRAME_OFFSETS = (
     Offset("XLA_FFI_CallFrame", "extension_start", EXTENSION),
     Offset("XLA_FFI_CallFrame", "api", API),
@@ -44,12 +42,12 @@ FRAME_OFFSETS = (
     Offset("XLA_FFI_Args", "args", 4),
     Offset("XLA_FFI_CallFrame", "rets", RESULTS - 4),
     Offset("XLA_FFI_Rets", "rets", 4),
-    Offset("XLA_FFI_Buffer", "data", DATA),
-    Offset("XLA_FFI_Buffer", "dims", SIZES),
+    Offset("XLA_FFI_Buffer", "data", BUFFER_DATA),
+    Offset("XLA_FFI_Buffer", "dims", BUFFER_DIMS),
     Offset("XLA_FFI_Metadata_Extension", "metadata", METADATA),
-    Offset("XLA_FFI_Metadata", "api_version", ITS_VERSION - 2),
+    Offset("XLA_FFI_Metadata", "api_version", METADATA_VERSION - 2),
     Offset("XLA_FFI_Api_Version", "major_version", 2),
-    Offset("XLA_FFI_Api", "api_version", API_VERSION - 2),
+    Offset("XLA_FFI_Api", "api_version", 2),
     Offset("XLA_FFI_Api", "XLA_FFI_Error_Create", ERROR_CREATE),
     Offset("XLA_FFI_Api", "XLA_FFI_ThreadPool_Schedule", SCHEDULE),
     Offset("XLA_FFI_ThreadPool_Schedule_Args", "ctx", 2),
@@ -59,80 +57,96 @@ FRAME_OFFSETS = (
     Offset("XLA_FFI_Error_Create_Args", "errc", 3),
 )
 
-FRAME, USERS, INSIDE, IS_OVER, COUNTERS = range(5)
-"""In what the threads share while they work on a call; after the counters of each work comes memory of the
-kernel's own."""
+FRAME, REFERENCES, ACTIVE_HELPERS, IS_FINISHED, COUNTERS = range(5)
+"""Words of the state that the threads of a call share. Each stage has two counters, tasks taken and tasks
+done; after them comes the kernel's shared memory."""
 
 
 class Call(NamedTuple):
-    """A call under way, as the function that is being written knows it."""
+    """A call of a kernel, as seen by the code that writes what happens during it."""
 
     builder: Builder
     frame: Value
-    turn: Value
-    """How often all works have been done."""
+    iteration: Value
+    """How often all stages have been completed before."""
 
     def argument(self, index: Value | int) -> Value:
-        """A pointer to an array."""
-        return self._buffer(ARGUMENTS, index, DATA)
+        """A pointer to an argument's data."""
+        return self._buffer(ARGUMENTS, index, BUFFER_DATA)
 
     def argument_size(self, index: Value | int, axis: int) -> Value:
-        return self.builder.word(self._buffer(ARGUMENTS, index, SIZES), axis)
+        return self.builder.load_word(self._buffer(ARGUMENTS, index, BUFFER_DIMS), axis)
 
     def result(self, index: int) -> Value:
-        return self._buffer(RESULTS, index, DATA)
+        """A pointer to a result's data."""
+        return self._buffer(RESULTS, index, BUFFER_DATA)
 
-    def _buffer(self, which: int, index: Value | int, field: int) -> Value:
-        follow = self.builder.follow
-        return follow(follow(follow(self.frame, which), index), field)
+    def _buffer(self, buffers: int, index: Value | int, field: int) -> Value:
+        load = self.builder.load_pointer
+        return load(load(load(self.frame, buffers), index), field)
 
 
-class Work(NamedTuple):
-    """Pieces that may be done in any order, by any threads."""
+RunTask = Callable[[Call, Value, Value, Value], None]
+"""Writes one task, given the call, the shared memory, the thread's scratch memory and the task's number."""
 
-    num_pieces: Callable[[Call], Value]
-    do: Callable[[Call, Value, Value, Value], None]
-    """(call, shared memory, a thread's own memory, number of the piece)"""
+
+class Stage(NamedTuple):
+    """Tasks that may run in any order and on any thread."""
+
+    num_tasks: Callable[[Call], Value]
+    run: RunTask
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """What a call does: one work after the other, and all of them again for each turn.
+    """What a call does: all stages, one after another, as often as there are iterations.
 
-    Its name tells it from every other kernel for its target.
+    The name must differ from that of every other kernel for the same target.
     """
 
     name: str
     target: Target
-    works: tuple[Work, ...]
-    num_turns: int = 1
+    stages: tuple[Stage, ...]
+    num_iterations: int = 1
     shared_bytes: Callable[[Call], Value] | None = None
-    own_bytes: Callable[[Call], Value] | None = None
+    """Memory that all threads of a call share."""
+    scratch_bytes: Callable[[Call], Value] | None = None
+    """Memory that each thread has for itself."""
 
     @property
     def call_name(self) -> str:
-        """The name that XLA and the code cache know: code for one target is never found for another."""
+        """The name in XLA and in the code cache; other targets have other names, as their code differs."""
         return f"{self.name}_{self.target.name}"
 
 
+EMPTY = "levserve_empty"
 _registered: set[str] = set()
-_alive: list[Code] = []
-"""As long as the process: XLA forgets no handler, and a thread that was asked to help may come when the call
-is long over."""
+_loaded: list[Code] = []
+"""Never emptied: XLA forgets no kernel, and a helper thread may arrive long after its call has ended."""
 _registering = Lock()
-"""Programs are traced on several threads, and XLA wants to hear of a handler once."""
+"""Programs are traced on several threads, and XLA refuses a name that is registered twice."""
 
 
-def refuse_xla() -> str | None:
-    """Why the installed XLA cannot call kernels, or None."""
-    reason = unsupported_reason(HEADER, FRAME_OFFSETS)
+def unsupported_reason() -> str | None:
+    """Why the installed XLA cannot call kernels, or None.
+
+    XLA compares the interface version only when a kernel is registered and jax's devices are known. So an
+    empty kernel is registered here, and the backend is chosen knowing the outcome.
+    """
+    reason = header_mismatch(HEADER, FRAME_OFFSETS)
+    if reason is None:
+        nothing = Stage(lambda call: call.builder.constant(0), lambda *_: None)
+        try:
+            register(Kernel(EMPTY, detect_target(), (nothing,)))
+        except jax.errors.JaxRuntimeError as error:
+            reason = str(error)
     return None if reason is None else f"this jaxlib cannot call kernels: {reason}"
 
 
 def register(kernel: Kernel) -> str:
-    """Compiles a kernel and tells XLA of it, if it does not know it yet; gives the name to call it by."""
+    """Compiles a kernel and registers it with XLA, once; gives the name that XLA knows it by."""
     name = kernel.call_name
-    assert refuse_xla() is None, "backends ask before they choose kernels"
+    assert header_mismatch(HEADER, FRAME_OFFSETS) is None, "a backend checks this before it chooses kernels"
     assert kernel.target.runs_on(detect_target()), f"{name} cannot run on this CPU"
     with _registering:
         if name in _registered:
@@ -141,181 +155,186 @@ def register(kernel: Kernel) -> str:
         if compiled is None:
             compiled = compile_kernel(kernel)
             code_cache.current.keep(name, compiled)
-        _introduce(name, compiled)
+        _register_compiled(name, compiled)
         return name
 
 
-def recall(name: str) -> bool:
-    """Tells XLA of a kernel that was compiled at an earlier start; False if there is none."""
+def register_cached(name: str) -> bool:
+    """Registers a kernel that an earlier process compiled; False if the code cache does not have it."""
     with _registering:
         if name not in _registered and (compiled := code_cache.current.find(name)) is not None:
-            _introduce(name, compiled)
+            _register_compiled(name, compiled)
         return name in _registered
 
 
-def _introduce(name: str, compiled: bytes) -> None:
+def _register_compiled(name: str, compiled: bytes) -> None:
     code = Code(compiled)
-    _alive.append(code)
-    jax.ffi.register_ffi_target(name, _capsule(code.address("handle")), platform="cpu", api_version=1)
+    _loaded.append(code)
+    jax.ffi.register_ffi_target(name, _capsule(code.address("entry")), platform="cpu", api_version=1)
     _registered.add(name)
 
 
 def compile_kernel(kernel: Kernel) -> bytes:
     program = Program(kernel.target)
-    with program.function("work", 2) as builder:
-        _write_work(builder, kernel)
-        work = builder.function
+    with program.function("run_stages", 2) as builder:
+        _write_stages(builder, kernel)
+        run_stages = builder.function
     with program.function("help", 1) as builder:
-        _write_help(builder, kernel, work)
+        _write_helper(builder, kernel, run_stages)
         helper = builder.function
-    with program.function("handle", 1) as builder:
-        _write_handle(builder, kernel, work, helper)
+    with program.function("entry", 1) as builder:
+        _write_entry(builder, kernel, run_stages, helper)
     return program.compile()
 
 
 def num_threads() -> int:
-    """How many XLA has, which looks for the same."""
-    given = os.environ.get("PJRT_NPROC") or os.environ.get("NPROC")
-    return int(given) if given else len(os.sched_getaffinity(0))
+    """The size of XLA's thread pool, which XLA takes from the same variables."""
+    override = os.environ.get("PJRT_NPROC") or os.environ.get("NPROC")
+    return int(override) if override else len(os.sched_getaffinity(0))
 
 
-def _write_work(builder: Builder, kernel: Kernel) -> None:
-    """What every thread does, given what they share and memory of its own."""
-    state, own = (builder.as_pointer(given) for given in builder.given)
-    frame = builder.follow(state, FRAME)
-    with builder.loop(0, kernel.num_turns) as turn:
-        call = Call(builder, frame, turn)
-        for index, work in enumerate(kernel.works):
-            count = work.num_pieces(call)
-            taken = state + (turn * len(kernel.works) + index) * 16 + 8 * COUNTERS
+def _write_stages(builder: Builder, kernel: Kernel) -> None:
+    """What every thread of a call does, given the shared state and its scratch memory."""
+    state, scratch = (builder.to_pointer(argument) for argument in builder.arguments)
+    frame = builder.load_pointer(state, FRAME)
+    with builder.loop(0, kernel.num_iterations) as iteration:
+        call = Call(builder, frame, iteration)
+        for index, stage in enumerate(kernel.stages):
+            num_tasks = stage.num_tasks(call)
+            taken = state + (iteration * len(kernel.stages) + index) * 16 + 8 * COUNTERS
             done = taken + 8
             with builder.repeat() as after:
-                piece = builder.atomic_add(taken, 1)
-                builder.leave_if(piece >= count, after)
-                work.do(call, state + 8 * _num_words(kernel), own, piece)
+                task = builder.atomic_add(taken, 1)
+                builder.break_if(task >= num_tasks, after)
+                stage.run(call, state + 8 * _state_words(kernel), scratch, task)
                 builder.atomic_add(done, 1)
             with builder.repeat() as after:
-                builder.leave_if(builder.atomic_get(done) >= count, after)
+                builder.break_if(builder.atomic_load(done) >= num_tasks, after)
                 builder.yield_processor()
 
 
-def _write_help(builder: Builder, kernel: Kernel, work: Function) -> None:
-    """What a thread does that comes to help. If the call is not over yet, the caller waits until this thread
-    has left.
+def _write_helper(builder: Builder, kernel: Kernel, run_stages: Function) -> None:
+    """What a helper thread does when it arrives, given the shared state.
 
-    A thread that gets no memory leaves at once: the others do its pieces.
+    If the call has not finished, the caller waits until this helper has left. A helper that gets no scratch
+    memory leaves at once, and the other threads do its tasks.
     """
-    state = builder.as_pointer(builder.given[0])
-    builder.atomic_add(state + 8 * INSIDE, 1)
-    with builder.when(builder.atomic_get(state + 8 * IS_OVER).is_(0)):
-        own = builder.allocate(_own_bytes(_first(builder, builder.follow(state, FRAME)), kernel))
-        with builder.when(builder.as_number(own).is_not(0)):
-            builder.call(work, builder.given[0], builder.as_number(own))
-            builder.free(own)
-    builder.atomic_add(state + 8 * INSIDE, -1)
+    state = builder.to_pointer(builder.arguments[0])
+    builder.atomic_add(state + 8 * ACTIVE_HELPERS, 1)
+    with builder.when(builder.atomic_load(state + 8 * IS_FINISHED).equals(0)):
+        call = _first_iteration(builder, builder.load_pointer(state, FRAME))
+        scratch = builder.allocate(_scratch_bytes(call, kernel))
+        with builder.when(builder.to_address(scratch).differs_from(0)):
+            builder.call(run_stages, builder.arguments[0], builder.to_address(scratch))
+            builder.free(scratch)
+    builder.atomic_add(state + 8 * ACTIVE_HELPERS, -1)
     _write_release(builder, state)
 
 
-def _write_handle(builder: Builder, kernel: Kernel, work: Function, helper: Function) -> None:
-    """Tells XLA which version it was compiled for, the header's, or does the work; gives an error or 0."""
-    frame = builder.as_pointer(builder.given[0])
-    is_call, error = builder.variable(builder.number(1)), builder.variable(builder.number(0))
-    with builder.when(builder.word(frame, EXTENSION).is_not(0)):
-        extension = builder.follow(frame, EXTENSION)
-        with builder.when(builder.load(extension + 8, I32).is_(METADATA_KIND)):
-            is_call.set(builder.number(0))
+def _write_entry(builder: Builder, kernel: Kernel, run_stages: Function, helper: Function) -> None:
+    """What XLA calls: answers which version of the header this was compiled for, or runs the kernel.
+
+    Returns an XLA error, or 0.
+    """
+    frame = builder.to_pointer(builder.arguments[0])
+    is_call, error = builder.variable(builder.constant(1)), builder.variable(builder.constant(0))
+    with builder.when(builder.load_word(frame, EXTENSION).differs_from(0)):
+        extension = builder.load_pointer(frame, EXTENSION)
+        with builder.when(builder.load(extension + 8, I32).equals(METADATA_KIND)):
+            is_call.set(builder.constant(0))
             version = read_version(HEADER)
-            compiled_for = builder.number(version.major | version.minor << 32)
-            builder.store(builder.follow(extension, METADATA) + 8 * ITS_VERSION, compiled_for)
-    with builder.when(is_call.get().is_(1)):
-        _write_call(_first(builder, frame), kernel, work, helper, error)
-    builder.returned = error.get()
+            compiled_for = builder.constant(version.major | version.minor << 32)
+            builder.store(builder.load_pointer(extension, METADATA) + 8 * METADATA_VERSION, compiled_for)
+    with builder.when(is_call.get().equals(1)):
+        _write_call(_first_iteration(builder, frame), kernel, run_stages, helper, error)
+    builder.result = error.get()
 
 
-def _own_bytes(call: Call, kernel: Kernel) -> Value:
-    return call.builder.number(8) if kernel.own_bytes is None else kernel.own_bytes(call)
+def _first_iteration(builder: Builder, frame: Value) -> Call:
+    return Call(builder, frame, builder.constant(0))
 
 
-def _first(builder: Builder, frame: Value) -> Call:
-    return Call(builder, frame, builder.number(0))
+def _scratch_bytes(call: Call, kernel: Kernel) -> Value:
+    return call.builder.constant(8) if kernel.scratch_bytes is None else kernel.scratch_bytes(call)
 
 
-def _write_call(call: Call, kernel: Kernel, work: Function, helper: Function, error: Variable) -> None:
+def _write_call(call: Call, kernel: Kernel, run_stages: Function, helper: Function, error: Variable) -> None:
+    """Allocates the memory of a call and runs it; sets an error if there is not enough memory."""
     builder = call.builder
-    shared_bytes = kernel.shared_bytes(call) if kernel.shared_bytes is not None else builder.number(0)
-    state = builder.allocate(shared_bytes + 8 * _num_words(kernel))
-    own = builder.allocate(_own_bytes(call, kernel))
-    has_state, has_own = builder.as_number(state).is_not(0), builder.as_number(own).is_not(0)
-    is_lacking = builder.variable(builder.number(1))
-    with builder.when(has_state), builder.when(has_own):
-        is_lacking.set(builder.number(0))
-        _write_shared_work(call, kernel, work, helper, state, own)
-        builder.free(own)
-    with builder.when(is_lacking.get().is_(1)):
+    shared_bytes = kernel.shared_bytes(call) if kernel.shared_bytes is not None else builder.constant(0)
+    state = builder.allocate(shared_bytes + 8 * _state_words(kernel))
+    scratch = builder.allocate(_scratch_bytes(call, kernel))
+    has_state = builder.to_address(state).differs_from(0)
+    has_scratch = builder.to_address(scratch).differs_from(0)
+    lacks_memory = builder.variable(builder.constant(1))
+    with builder.when(has_state), builder.when(has_scratch):
+        lacks_memory.set(builder.constant(0))
+        _write_shared_run(call, kernel, run_stages, helper, state, scratch)
+        builder.free(scratch)
+    with builder.when(lacks_memory.get().equals(1)):
         builder.free(state)
-        builder.free(own)
+        builder.free(scratch)
         error.set(_write_error(call, kernel))
 
 
-def _write_shared_work(
-    call: Call, kernel: Kernel, work: Function, helper: Function, state: Value, own: Value
+def _write_shared_run(
+    call: Call, kernel: Kernel, run_stages: Function, helper: Function, state: Value, scratch: Value
 ) -> None:
-    """Asks for helpers, works beside them, and waits until those that came have left."""
+    """Asks for helpers, works beside them, and waits until those that arrived have left."""
     builder, frame, _ = call
-    most = kernel.works[-1].num_pieces(call)
-    helpers = (most.least(num_threads()) - 1).most(0)
-    with builder.loop(0, _num_words(kernel)) as number:
-        builder.store(state + number * 8, builder.number(0))
-    builder.store(state + 8 * FRAME, builder.as_number(frame))
-    builder.store(state + 8 * USERS, helpers + 1)
+    num_tasks = kernel.stages[-1].num_tasks(call)
+    num_helpers = (num_tasks.minimum(num_threads()) - 1).maximum(0)
+    with builder.loop(0, _state_words(kernel)) as index:
+        builder.store(state + index * 8, builder.constant(0))
+    builder.store(state + 8 * FRAME, builder.to_address(frame))
+    builder.store(state + 8 * REFERENCES, num_helpers + 1)
     request = builder.stack_words(SCHEDULE_BYTES // 8)
-    given = (
-        builder.number(SCHEDULE_BYTES),
-        builder.number(0),
-        builder.word(frame, CONTEXT),
-        builder.address(helper),
-        builder.as_number(state),
+    builder.store_words(
+        request,
+        builder.constant(SCHEDULE_BYTES),
+        builder.constant(0),
+        builder.load_word(frame, CONTEXT),
+        builder.function_address(helper),
+        builder.to_address(state),
     )
-    for place, value in enumerate(given):
-        builder.store(request + 8 * place, value)
-    schedule = builder.word(builder.follow(frame, API), SCHEDULE)
-    with builder.loop(0, helpers):
-        is_refused = builder.call(schedule, builder.as_number(request)).is_not(0)
+    schedule = builder.load_word(builder.load_pointer(frame, API), SCHEDULE)
+    with builder.loop(0, num_helpers):
+        is_refused = builder.call(schedule, builder.to_address(request)).differs_from(0)
         with builder.when(is_refused):
-            builder.atomic_add(state + 8 * USERS, -1)
-    builder.call(work, builder.as_number(state), builder.as_number(own))
-    builder.atomic_add(state + 8 * IS_OVER, 1)
+            builder.atomic_add(state + 8 * REFERENCES, -1)
+    builder.call(run_stages, builder.to_address(state), builder.to_address(scratch))
+    builder.atomic_add(state + 8 * IS_FINISHED, 1)
     with builder.repeat() as after:
-        builder.leave_if(builder.atomic_get(state + 8 * INSIDE).is_(0), after)
+        builder.break_if(builder.atomic_load(state + 8 * ACTIVE_HELPERS).equals(0), after)
         builder.yield_processor()
     _write_release(builder, state)
 
 
 def _write_error(call: Call, kernel: Kernel) -> Value:
-    """An error of XLA's that says there is no memory."""
+    """Creates the XLA error that says there is not enough memory."""
     builder = call.builder
-    given = builder.stack_words(ERROR_BYTES // 8)
-    message = builder.text(f"{kernel.name} has no memory for its work")
-    values = (
-        builder.number(ERROR_BYTES),
-        builder.number(0),
-        builder.as_number(message),
-        builder.number(RESOURCE_EXHAUSTED),
+    arguments = builder.stack_words(ERROR_BYTES // 8)
+    message = builder.string(f"not enough memory to run {kernel.name}")
+    builder.store_words(
+        arguments,
+        builder.constant(ERROR_BYTES),
+        builder.constant(0),
+        builder.to_address(message),
+        builder.constant(RESOURCE_EXHAUSTED),
     )
-    for place, value in enumerate(values):
-        builder.store(given + 8 * place, value)
-    create = builder.word(builder.follow(call.frame, API), ERROR_CREATE)
-    return builder.call(create, builder.as_number(given))
+    create = builder.load_word(builder.load_pointer(call.frame, API), ERROR_CREATE)
+    return builder.call(create, builder.to_address(arguments))
 
 
-def _num_words(kernel: Kernel) -> int:
-    """To a whole number of the cache's lines."""
-    used = COUNTERS + 2 * len(kernel.works) * kernel.num_turns
-    return -(-used * 8 // LINE_BYTES) * LINE_BYTES // 8
+def _state_words(kernel: Kernel) -> int:
+    """Words of the shared state, rounded up to whole cache lines."""
+    used = COUNTERS + 2 * len(kernel.stages) * kernel.num_iterations
+    return -(-used * 8 // CACHE_LINE_BYTES) * CACHE_LINE_BYTES // 8
 
 
 def _write_release(builder: Builder, state: Value) -> None:
-    with builder.when(builder.atomic_add(state + 8 * USERS, -1).is_(1)):
+    """The last thread that refers to the state frees it."""
+    with builder.when(builder.atomic_add(state + 8 * REFERENCES, -1).equals(1)):
         builder.free(state)
 
 

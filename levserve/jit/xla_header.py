@@ -1,8 +1,8 @@
 """Checks the layout of XLA's call structs against the header that jaxlib ships.
 
-Kernels read XLA's call frame by offsets. The header of the installed jaxlib says where each field lies; if
-one has moved, or the interface has a version that is not known here, kernels must not be called: they would
-read and write the wrong memory.
+Kernels read XLA's call frame by offsets. The header of the installed jaxlib says where each field lies. If
+one has moved, or the interface has an unknown version, kernels would read and write the wrong memory, so they
+must not be used.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import jaxlib
 
 HEADER = Path(jaxlib.__file__).parent / "include" / "xla" / "ffi" / "api" / "c_api.h"
 KNOWN_VERSIONS = ((0, 3), (0, 4), (0, 5))
-"""Headers of 0.3 and 0.5 were compared by hand; 0.4 rests on the check of the layout."""
+"""The headers of 0.3 and 0.5 were compared by hand; for 0.4 only the layout is checked."""
 WORD = 8
 SMALL_TYPES = {"int": 4, "int32_t": 4, "uint32_t": 4}
 
@@ -35,12 +35,12 @@ class Version(NamedTuple):
 
 
 class UnsupportedHeader(Exception):
-    """The message says what does not fit."""
+    """The message says what differs from what kernels expect."""
 
 
 @functools.cache
-def unsupported_reason(header: Path, expected: tuple[Offset, ...]) -> str | None:
-    """Why kernels cannot be called by the XLA of this header, or None."""
+def header_mismatch(header: Path, expected: tuple[Offset, ...]) -> str | None:
+    """How this header differs from what kernels expect, or None."""
     try:
         read_version(header)
         for offset in expected:
@@ -51,7 +51,7 @@ def unsupported_reason(header: Path, expected: tuple[Offset, ...]) -> str | None
 
 
 def read_version(header: Path) -> Version:
-    """The version of the interface; raises `UnsupportedHeader` for one that is not known."""
+    """The version of the interface; raises `UnsupportedHeader` if it is unknown."""
     text = _read(header)
     numbers = [re.search(rf"#define XLA_FFI_API_{part} (\d+)", text) for part in ("MAJOR", "MINOR")]
     if numbers[0] is None or numbers[1] is None:
@@ -78,7 +78,7 @@ def _check(text: str, expected: Offset) -> None:
 
 
 def _lay_out(text: str, struct: str, last: str | None = None) -> tuple[dict[str, int], int]:
-    """The offset of each field of a struct up to the `last`, and their size, by C's rules of alignment."""
+    """The byte offsets of a struct's fields up to `last`, by C's rules of alignment, and their size."""
     body = re.search(rf"struct {struct} \{{(.*?)\n\}}", text, flags=re.DOTALL)
     if body is None:
         raise UnsupportedHeader(f"the header has no struct {struct}")
@@ -96,7 +96,7 @@ def _lay_out(text: str, struct: str, last: str | None = None) -> tuple[dict[str,
 
 
 def _measure(text: str, declaration: str) -> tuple[str, int, int]:
-    """Name, size and alignment of a field."""
+    """The name, size and alignment of a declared field."""
     if function := re.fullmatch(r"_XLA_FFI_API_STRUCT_FIELD\((\w+)\)", declaration):
         return function[1], WORD, WORD
     kind, name = re.fullmatch(r"(.*?)(\w+)", declaration, flags=re.DOTALL).groups()  # type: ignore[union-attr]

@@ -16,20 +16,18 @@ from jax import lax
 from levserve.model.cache import NUMBERS, from_bits, from_storage, multiplied_in
 
 FEW_QUERIES = 16
-"""Of a row, at most: then reading keys and values takes all of the time."""
+"""For a row with no more queries than this, reading keys and values takes all of the time."""
 FEW_BLOCK_TOKENS = 64
 """Tokens of each row per block for few queries: a row costs the next multiple of it."""
 BLOCK_TOKENS = 256
 """The same for many queries, where the running softmax is the cost: fewer, larger steps."""
 MASKED = -1e30
 LOWEST = -1e20
-"""Where the running maximum starts: below any score, and so far above a masked one that its weight is
-zero."""
+"""Where the running maximum starts: so far above a masked score that its weight is zero."""
 
 
 def has_few_queries(q: jax.Array) -> bool:
-    """Whether q [row, chunk, kv_head, group, head_size] has so few queries a row that reading keys
-    dominates."""
+    """Whether q [row, chunk, kv_head, group, head_size] has so few queries that reading keys dominates."""
     return q.shape[1] * q.shape[3] <= FEW_QUERIES
 
 
@@ -44,13 +42,12 @@ def attend_in_blocks(
     on_cpu: bool,
     in_bfloat16: bool = False,
 ) -> jax.Array:
-    """Mixes the values every query may see: those at or before its position, within the window if there is
-    one.
+    """Mixes the values that each query may see: those up to its position, within the window if there is one.
 
     q [row, chunk, kv_head, group, head_size] float32, scaled; pool as in `cache`; table [row, page];
-    positions [row, chunk], negative for padding. Scores are bent to stay within `softcap`. Gives q's shape in
-    float32. On a CPU, `in_bfloat16` multiplies many queries in bfloat16 too, which is faster where the CPU
-    has matrix units for it.
+    positions [row, chunk], negative for padding. Scores are limited by `softcap`. The result is float32 of
+    q's shape. On a CPU, `in_bfloat16` multiplies many queries in bfloat16 too, which is faster if the CPU has
+    matrix units for it.
     """
     rows, chunk, kv_heads, group, size = q.shape
     queries = chunk * group
@@ -65,14 +62,12 @@ def attend_in_blocks(
     read, dtype = _reader(pool.dtype, on_cpu=on_cpu, is_bfloat16=is_bfloat16)
 
     q = q.transpose(0, 2, 1, 3, 4).reshape(rows, kv_heads, queries, size).astype(dtype)
-    seen_to = jnp.repeat(positions, group, axis=1)[:, None, :, None]  # [row, 1, query, 1]
+    last_visible = jnp.repeat(positions, group, axis=1)[:, None, :, None]  # [row, 1, query, 1]
 
     def gather(pages: jax.Array, half: int) -> jax.Array:
-        """Keys or values of these pages [row, block], as [row, kv_head, token, head_size], in which order no
-        copy is needed."""
-        numbers = ((pages * 2 + half) * kv_heads)[:, None] + jnp.arange(kv_heads, dtype=jnp.int32)[
-            None, :, None
-        ]
+        """Keys or values of pages [row, block], as [row, kv_head, token, head_size], which needs no copy."""
+        first_tiles = ((pages * 2 + half) * kv_heads)[:, None]
+        numbers = first_tiles + jnp.arange(kv_heads, dtype=jnp.int32)[None, :, None]
         stored = tiles.at[numbers].get(mode="promise_in_bounds", wrap_negative_indices=False)
         if stored.dtype not in NUMBERS:
             # The barrier makes XLA copy whole tiles; row by row takes twice as long.
@@ -88,10 +83,10 @@ def attend_in_blocks(
         if softcap is not None:
             scores = softcap * jnp.tanh(scores / softcap)
         at = index * width + jnp.arange(width, dtype=jnp.int32)[None, None, None]
-        is_seen = at <= seen_to
+        is_visible = at <= last_visible
         if window is not None:
-            is_seen &= at > seen_to - window
-        scores = jnp.where(is_seen, scores, MASKED)
+            is_visible &= at > last_visible - window
+        scores = jnp.where(is_visible, scores, MASKED)
         new_top = jnp.maximum(top, scores.max(-1))
         shrink = jnp.exp(top - new_top)
         weights = jnp.exp(scores - new_top[..., None])

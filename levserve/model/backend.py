@@ -24,8 +24,7 @@ from levserve.model.rotary import Angles
 from levserve.model.traits import Traits
 
 Product = Callable[[jax.Array, jax.Array | None], jax.Array]
-"""Multiplies float32 [row, in] with a matrix: float32 [row, out]. May skip rows after the first `num_used`
-[1]."""
+"""float32 [row, in] times a matrix: float32 [row, out]. It may skip rows after the first `num_used` [1]."""
 CompilerOptions = dict[str, str | bool]
 
 
@@ -50,8 +49,7 @@ class AttentionShape:
 
 
 class Likeliest(NamedTuple):
-    """Each row's likeliest token and its logit, which is not finite if the row cannot be drawn from; both
-    [row]."""
+    """Each row's likeliest token and its logit, both [row]; not finite if the row cannot be drawn from."""
 
     tokens: jax.Array
     values: jax.Array
@@ -87,8 +85,7 @@ class Backend(ABC):
     draws_tokens: bool
     """Whether `draw` is there; otherwise the sampler's own way draws."""
     rounds_products: bool
-    """Whether products that only feed attention or the activation come in the weight's type, which halves
-    what is written."""
+    """Whether products for attention or the activation come in the weight's type: half of the bytes."""
 
     @property
     @abstractmethod
@@ -120,7 +117,6 @@ class Backend(ABC):
     def product(self, weight: jax.Array, scale: jax.Array | None) -> Product | None:
         """A kernel for products with this matrix [out, in], or None: then XLA multiplies."""
 
-    @abstractmethod
     def run_layers(
         self,
         config: ModelConfig,
@@ -130,21 +126,19 @@ class Backend(ABC):
         angles: Angles,
         layers: Sequence[Mapping[str, jax.Array]],
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        """All layers in one call, if `runs_layers`: x [row, chunk, embed] after the last of them, and the
-        pools."""
+        """All layers in one call, if `runs_layers`: x [row, chunk, embed] after the last, and the pools."""
+        raise NotImplementedError
 
     @abstractmethod
     def mix_experts(
         self, x: jax.Array, choice: ExpertChoice, is_real: jax.Array, experts: ExpertLayer, num_experts: int
     ) -> jax.Array:
-        """The weighted sum of each token's experts, float32 [token, embed]; padding, which is not real, gets
-        zeros."""
+        """The weighted sum of each token's experts, float32 [token, embed]; zeros for padding."""
 
     @abstractmethod
     def likeliest(self, logits: jax.Array, num_used: jax.Array | None = None) -> Likeliest:
         """The largest logit of the first `num_used` [1] rows of float32 [row, vocab]; of equals the first."""
 
-    @abstractmethod
     def draw(
         self,
         logits: jax.Array,
@@ -154,11 +148,12 @@ class Backend(ABC):
         min_p: jax.Array,
         points: jax.Array,
     ) -> Likeliest:
-        """Draws by temperature, top-k, top-p and min-p, all [row], if `draws_tokens`; the values are each
-        row's largest logit.
+        """Draws by temperature, top-k, top-p and min-p, all [row], only if `draws_tokens`; the values are
+        each row's largest logit.
 
         points [row, attempt, 2] are random numbers, at least 0 and below 1.
         """
+        raise NotImplementedError
 
     @abstractmethod
     def kv_storage(self, dtype: jnp.dtype) -> jnp.dtype:
@@ -170,8 +165,7 @@ class Backend(ABC):
 
     @abstractmethod
     def multiplied_in(self, kept: jnp.dtype, dtype: jnp.dtype) -> jnp.dtype | None:
-        """The type in which matrices kept as `kept` are multiplied; None: as integers, after a Hadamard
-        rotation."""
+        """The type that matrices kept as `kept` are multiplied in; None: rotated, as integers."""
 
     @abstractmethod
     def packs(self, kept: jnp.dtype) -> bool:

@@ -79,8 +79,7 @@ def take_ends(x: jax.Array, ends: jax.Array) -> jax.Array:
 
 
 def write(pool: jax.Array, keys: jax.Array, values: jax.Array, place: Place) -> jax.Array:
-    """Writes keys and values [row, chunk, kv_head, head_size] to the pool: one scatter, in place if the pool
-    is donated."""
+    """Writes keys and values [row, chunk, kv_head, head_size] by one scatter; in place if pool is donated."""
     # [row * chunk, 2, kv_head, head_size]
     entries = jnp.stack([keys, values], axis=2).reshape(-1, 2, *keys.shape[2:])
     at = pool.at[place.pages, :, :, place.offsets]

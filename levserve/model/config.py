@@ -14,6 +14,7 @@ from haliax import Axis
 
 class Activation(StrEnum):
     SILU = "silu"
+    GELU = "gelu"
     GELU_TANH = "gelu_tanh"
 
 
@@ -54,7 +55,43 @@ class LongScaling:
         return self.long_factors if self.is_long else self.short_factors
 
 
-RopeScaling = Llama3Scaling | LinearScaling | LongScaling
+@dataclass(frozen=True, slots=True)
+class YarnScaling:
+    """YaRN: low rotary frequencies are slowed by `factor`, high ones stay, those between are blended.
+
+    A frequency that rotates more than `beta_fast` times within the original context is high, one that rotates
+    less than `beta_slow` times is low.
+    """
+
+    factor: float
+    original_max_position: int
+    attention_factor: float
+    """Of cosines and sines."""
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncates: bool = True
+    """The two bounds are widened to whole pairs of numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class DynamicScaling:
+    """NTK-aware scaling: the base of the frequencies grows with the length of the text.
+
+    transformers computes it anew as a text outgrows the original context. Here `stretched_for` of the config
+    sets the length that is served, once, so that what is in the cache stays right as a text grows.
+    """
+
+    factor: float
+    original_max_position: int
+    max_seq_len: int
+
+    def stretch(self, theta: float, size: int) -> float:
+        """The base of the frequencies of `size` rotated numbers."""
+        ratio = max(self.max_seq_len, self.original_max_position) / self.original_max_position
+        return float(theta * (self.factor * ratio - (self.factor - 1)) ** (size / (size - 2)))
+
+
+RopeScaling = Llama3Scaling | LinearScaling | LongScaling | YarnScaling | DynamicScaling
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +105,7 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder-only transformer. The defaults are Llama's: pre-norms, rotary positions, grouped queries,
-    gated SiLU."""
+    """A decoder-only transformer. Defaults are Llama's: pre-norm, rotary positions, grouped queries, SiLU."""
 
     vocab_size: int
     hidden_size: int
@@ -92,6 +128,8 @@ class ModelConfig:
     has_position_table: bool = False
     """Positions are learned and added to the embedding."""
     embed_scale: float = 1.0
+    logit_scale: float = 1.0
+    head_bias: bool = False
 
     qkv_bias: bool = False
     out_bias: bool = False
@@ -105,13 +143,25 @@ class ModelConfig:
     attention_softcap: float | None = None
     logit_softcap: float | None = None
 
+    is_parallel: bool = False
+    """Attention and feed-forward part read the same input, and both results are added to it."""
+    shares_norm: bool = False
+    """The feed-forward part reads what attention reads: it has no norm of its own."""
+    residual_scale: float = 1.0
+    """The factor of what attention and feed-forward part add to their input."""
     has_layer_norms: bool = False
     """Layer norms, which subtract the mean and have a bias, instead of RMS norms."""
+    has_norm_biases: bool = True
+    """Layer norms have a bias."""
     has_pre_norms: bool = True
     has_post_norms: bool = False
-    """The results of attention and feed-forward are normed before they are added."""
+    """The results of attention and feed-forward are normalized before they are added."""
     has_offset_norms: bool = False
     """Checkpoints store the weight of every norm minus one. Only their readers look at this."""
+
+    has_interleaved_heads: bool = False
+    """Checkpoints store the two numbers that are rotated together as neighbours. Only their readers look at
+    this."""
 
     activation: Activation = Activation.SILU
     is_gated: bool = True
@@ -123,14 +173,13 @@ class ModelConfig:
 
     def stretched_for(self, max_seq_len: int) -> ModelConfig:
         """The config for a server of at most `max_seq_len` tokens."""
-        if not isinstance(self.rope_scaling, LongScaling):
-            return self
-        return replace(
-            self,
-            rope_scaling=replace(
-                self.rope_scaling, is_long=max_seq_len > self.rope_scaling.original_max_position
-            ),
-        )
+        scaling = self.rope_scaling
+        match scaling:
+            case LongScaling():
+                scaling = replace(scaling, is_long=max_seq_len > scaling.original_max_position)
+            case DynamicScaling():
+                scaling = replace(scaling, max_seq_len=max_seq_len)
+        return replace(self, rope_scaling=scaling)
 
     def window(self, layer: int) -> int | None:
         return self.windows[layer] if self.windows else None
@@ -206,10 +255,11 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     them.
     """
     embed, vocab = config.hidden_size, config.vocab_size
-    norms = ("norm", "norm_bias") if config.has_layer_norms else ("norm",)
+    norms = ("norm", "norm_bias") if config.has_layer_norms and config.has_norm_biases else ("norm",)
     layer: dict[str, tuple[int, ...]] = {}
     if config.has_pre_norms:
-        layer |= {f"{place}_{norm}": (embed,) for place in ("input", "mlp") for norm in norms}
+        places = ("input",) if config.shares_norm else ("input", "mlp")
+        layer |= {f"{place}_{norm}": (embed,) for place in places for norm in norms}
     if config.has_post_norms:
         layer |= {f"{place}_post_{norm}": (embed,) for place in ("attention", "mlp") for norm in norms}
     layer |= {"qkv": (config.QKV.size, embed), "out": (embed, config.Mixed.size)}
@@ -241,4 +291,6 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     shapes |= {f"final_{norm}": (embed,) for norm in norms}
     if not config.tied_head:
         shapes["head"] = (vocab, embed)
+    if config.head_bias:
+        shapes["head_bias"] = (vocab,)
     return shapes

@@ -29,20 +29,22 @@ from levserve.model.xla import XLA_ON_CPU
 ROW, CHUNK = "row", "chunk"
 ACTIVATIONS: dict[Activation, Callable[[NamedArray], NamedArray]] = {
     Activation.SILU: hax.nn.silu,
+    Activation.GELU: functools.partial(hax.nn.gelu, approximate=False),
     Activation.GELU_TANH: functools.partial(hax.nn.gelu, approximate=True),
 }
 
 
 class Norm(eqx.Module):
-    """An RMS norm over the axes of its weight; with a bias, a layer norm."""
+    """An RMS norm over the axes of its weight, or a layer norm, which subtracts the mean."""
 
     weight: NamedArray
     bias: NamedArray | None
     eps: float = eqx.field(static=True)
+    is_layer_norm: bool = eqx.field(static=True)
 
     def __call__(self, x: NamedArray) -> NamedArray:
         over = self.weight.axes
-        if self.bias is not None:
+        if self.is_layer_norm:
             x = x - hax.mean(x, over)
         x = x * hax.rsqrt(hax.mean(hax.square(x), over) + self.eps) * self.weight
         return x if self.bias is None else x + self.bias
@@ -71,8 +73,7 @@ class Attention(eqx.Module):
         *,
         window: int | None,
     ) -> tuple[NamedArray, jax.Array]:
-        """Writes this chunk's keys and values to the pool, then reads everything that the chunk, or its
-        `ends`, may see."""
+        """Writes the chunk's keys and values, then attends to all that the chunk, or its `ends`, may see."""
         config = self.config
         shape = AttentionShape(
             config.num_kv_heads, config.score_scale, config.norm_eps, window, config.attention_softcap
@@ -208,18 +209,19 @@ def run_layer(
     *,
     window: int | None,
 ) -> tuple[NamedArray, jax.Array]:
-    """With `ends`, only that place of each row's chunk goes through the layer; keys and values of all are
-    written."""
+    """With `ends`, only that place of each chunk is computed to the end; all keys and values are written."""
     mixed, pool = layer.attention(apply(layer.input_norm, x), pool, place, angles, ends, window=window)
     num_used: jax.Array | None = place.num_used
     if ends is not None:
         x = hax.named(take_ends(x.rearrange((ROW, CHUNK, "embed")).array, ends), (ROW, CHUNK, "embed"))
         place, num_used = place._replace(positions=take_ends(place.positions, ends)), None
-    x = x + apply(layer.attention_post_norm, mixed)
+    config = layer.attention.config
+    added = x + apply(layer.attention_post_norm, mixed) * config.residual_scale
     with jax.named_scope("mlp"):
-        fed = apply(layer.mlp_norm, x)
+        mlp_norm = layer.input_norm if config.shares_norm else layer.mlp_norm
+        fed = apply(mlp_norm, x if config.is_parallel else added)
         fed = layer.mlp(fed, num_used) if isinstance(layer.mlp, Mlp) else layer.mlp(fed, place)
-        return x + apply(layer.mlp_post_norm, fed), pool
+        return added + apply(layer.mlp_post_norm, fed) * config.residual_scale, pool
 
 
 class Decoder(eqx.Module):
@@ -241,8 +243,7 @@ class Decoder(eqx.Module):
         backend: Backend = XLA_ON_CPU,
         quantization: Quantization | None = None,
     ) -> Decoder:
-        """Builds the model from the arrays that `parameter_shapes` names, or that `quantize_arrays` made of
-        them."""
+        """Builds the model from the arrays that `parameter_shapes` names, or from quantized ones."""
         assert arrays.keys() == parameter_shapes(config).keys() or any(
             name.endswith("_scale") for name in arrays
         )
@@ -263,7 +264,8 @@ class Decoder(eqx.Module):
             if name not in arrays:
                 return None
             weight = arrays[name].reshape([axis.size for axis in over])
-            return Norm(hax.named(weight, over), optional(f"{name}_bias", *over), config.norm_eps)
+            bias = optional(f"{name}_bias", *over)
+            return Norm(hax.named(weight, over), bias, config.norm_eps, config.has_layer_norms)
 
         def mlp(at: str, *stacked: Axis) -> Mlp:
             gate_up = linear(at + "gate_up", config.GateUp, config.Embed, *stacked)
@@ -348,9 +350,8 @@ class Decoder(eqx.Module):
         return self.final_norm(x), tuple(written)
 
     def logits(self, hidden: NamedArray, num_used: jax.Array | None = None) -> jax.Array:
-        """Float32 scores [row, vocab] of hidden states [row, embed]; ask only for the rows that are
-        sampled."""
+        """float32 scores [row, vocab] of hidden states [row, embed]; ask only for rows that are sampled."""
         head = Linear(self.embed, backend=self.backend) if self.head is None else self.head
-        scores = head(hidden, num_used).rearrange((ROW, "vocab")).array
+        scores = head(hidden, num_used).rearrange((ROW, "vocab")).array * self.config.logit_scale
         cap = self.config.logit_softcap
         return scores if cap is None else cap * jnp.tanh(scores / cap)

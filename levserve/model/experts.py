@@ -100,7 +100,7 @@ def mix_in_slots(
         results = experts.every(x[tokens]) * weights[pairs][..., None]
         return total.at[jnp.where(at < ends[:, None], tokens, num_tokens)].add(results, mode="drop")
 
-    nothing = jnp.zeros(x.shape, jnp.float32)
+    zeros = jnp.zeros(x.shape, jnp.float32)
     if slots == num_tokens:
-        return add_round(0, nothing)
-    return lax.fori_loop(jnp.int32(0), (-(-counts.max() // slots)).astype(jnp.int32), add_round, nothing)
+        return add_round(0, zeros)
+    return lax.fori_loop(jnp.int32(0), (-(-counts.max() // slots)).astype(jnp.int32), add_round, zeros)

@@ -1,8 +1,8 @@
-"""Rotates vectors by a Hadamard matrix, block by block, so that no number stands out.
+"""Rotates vectors by a Hadamard matrix, block by block, so that no number is far larger than the others.
 
-A few channels of a language model's activations are many times larger than the others, and integers that
-reach that far have too few steps for the rest. The rotation spreads each channel over its block. Matrices are
-rotated alike when they are loaded, before they are rounded, so that products stay the same.
+A few channels of a language model's activations are many times larger than the rest, and int8 with a scale
+that covers them has too few steps for the rest. The rotation spreads each channel over its block. Matrices
+are rotated in the same way when they are loaded, before they are rounded, so that products stay the same.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 BLOCK = 64
-"""Larger blocks gain nothing: the largest of 64 mixed numbers is little larger than the largest of 512."""
-SMALL = 64
-"""Blocks in one of numpy's products: with more, numpy would start threads that compete with those that call
-it."""
+"""Larger blocks gain nothing: among 64 mixed numbers the largest is hardly larger than among 512."""
+BLOCKS_PER_PRODUCT = 64
+"""Blocks that numpy multiplies at a time: for more it would start threads, which compete with its callers."""
 Array = TypeVar("Array", jax.Array, NDArray[np.float32])
 
 
@@ -29,10 +28,11 @@ def block_size(size: int) -> int:
 
 
 def rotate(x: Array) -> Array:
-    """[..., size] along the last axis; rotating twice gives x again."""
+    """Rotates [..., size] along the last axis; a second rotation gives x again."""
     block = block_size(x.shape[-1])
     if isinstance(x, np.ndarray):
-        return (x.reshape(-1, math.gcd(x.size // block, SMALL), block) @ _matrix(block)).reshape(x.shape)
+        together = math.gcd(x.size // block, BLOCKS_PER_PRODUCT)
+        return (x.reshape(-1, together, block) @ _matrix(block)).reshape(x.shape)
     return (x.reshape(-1, block) @ _matrix(block)).reshape(x.shape)
 
 

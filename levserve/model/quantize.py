@@ -1,9 +1,8 @@
-"""Matrices in eight bits, int8 or fp8, with one scale per output row, made once at load; and the product of
-integers.
+"""Quantizes matrices to eight bits, int8 or fp8, with one scale per output row, when they are loaded.
 
-A GPU widens matrices as it reads them, and reading takes the time. A CPU multiplies int8 faster than anything
-else, so there a row of activations is rounded to int8 too, with a scale of its own, after a Hadamard rotation
-that leaves no number far larger than the others (`hadamard`).
+A GPU widens matrices as it reads them, and the reading is what takes time. A CPU multiplies int8 faster than
+anything else, so there each row of activations is rounded to int8 too, with a scale of its own, after a
+Hadamard rotation that leaves no number far larger than the others (`hadamard`).
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from levserve.model.config import ModelConfig
 from levserve.model.hadamard import rotate
 from levserve.model.int8_packing import SMALLEST, STEPS, is_packable, pack
 
-ROWS_TOGETHER = 256
-LEAST_ROWS = 2
-"""The fewest rows of an integer product in XLA, which is slower for one row."""
+ROWS_PER_TASK = 256
+MIN_PRODUCT_ROWS = 2
+"""XLA's integer product of one row is slower than that of two."""
 NARROW = {"int8": jnp.dtype(jnp.int8), "fp8": FP8}
 """The types that `--quantize` can name."""
 QUANTIZED = ("qkv", "out", "gate_up", "down", "head")
@@ -39,8 +38,7 @@ class Quantization:
 
     kept: jnp.dtype
     widened: jnp.dtype | None
-    """The type that they are widened to for a product; None: they are multiplied as integers, after a
-    rotation."""
+    """The type that they are widened to for a product; None: they are rotated and multiplied as integers."""
     is_packed: bool = False
     """Whether matrices of a suitable shape are in the order of `int8_packing`."""
 
@@ -49,7 +47,7 @@ class Quantization:
 
 
 def choose_quantization(kept: jnp.dtype | None, backend: Backend, dtype: jnp.dtype) -> Quantization | None:
-    """The backend's way to keep matrices in this type, where other matrices are in `dtype`."""
+    """How the backend keeps matrices in the type `kept`, if others are in `dtype`; None: it does not."""
     if kept is None:
         return None
     return Quantization(kept, backend.multiplied_in(kept, dtype), is_packed=backend.packs(kept))
@@ -58,11 +56,11 @@ def choose_quantization(kept: jnp.dtype | None, backend: Backend, dtype: jnp.dty
 def multiply_rotated(weight: jax.Array, scale: jax.Array, x: jax.Array) -> jax.Array:
     """x [row, in] times a rotated int8 matrix [out, in] with a scale for each output: float32 [row, out]."""
     rotated = rotate(x)
-    share = jnp.maximum(jnp.abs(rotated).max(1, keepdims=True), SMALLEST) / STEPS
-    whole = jnp.round(rotated / share).astype(jnp.int8)
-    padded = jnp.pad(whole, ((0, max(0, LEAST_ROWS - len(x))), (0, 0)))
+    x_scale = jnp.maximum(jnp.abs(rotated).max(1, keepdims=True), SMALLEST) / STEPS
+    integers = jnp.round(rotated / x_scale).astype(jnp.int8)
+    padded = jnp.pad(integers, ((0, max(0, MIN_PRODUCT_ROWS - len(x))), (0, 0)))
     product = jnp.einsum("rk,ok->ro", padded, weight, preferred_element_type=jnp.int32)[: len(x)]
-    return product.astype(jnp.float32) * share * scale[None]
+    return product.astype(jnp.float32) * x_scale * scale[None]
 
 
 def quantize_arrays(
@@ -75,7 +73,7 @@ def quantize_arrays(
     """Quantizes a stream of float32 arrays: matrices to eight bits with scales, embeddings to `dtype`; norms
     stay.
 
-    A head that shares the embedding's matrix becomes one of its own.
+    A head that shares the embedding's matrix gets a quantized matrix of its own.
     """
     with ThreadPoolExecutor(num_threads, thread_name_prefix="levserve-quantize") as pool:
         for name, array in arrays:
@@ -103,40 +101,40 @@ def _quantize_rows(
 ) -> tuple[NDArray[np.generic], NDArray[np.float32]]:
     """The quantized matrix [out, in] and its scales, float32 [out]."""
     is_packed = quantization.is_packed and is_packable(*matrix.shape)
-    small = aligned_array(matrix.shape, np.dtype(np.uint8 if is_packed else quantization.kept))
+    quantized = aligned_array(matrix.shape, np.dtype(np.uint8 if is_packed else quantization.kept))
     scale = np.empty(len(matrix), np.float32)
     steps, fill = (STEPS, _fill_int8) if quantization.kept == np.int8 else (LARGEST_FP8, _fill_fp8)
 
-    def work(start: int) -> None:
-        rows = np.asarray(matrix[start : start + ROWS_TOGETHER], np.float32)
+    def quantize_from(start: int) -> None:
+        rows = np.asarray(matrix[start : start + ROWS_PER_TASK], np.float32)
         rows = rotate(rows) if quantization.widened is None else rows
         largest = np.maximum(np.maximum(rows.max(1), -rows.min(1)), SMALLEST)
-        scale[start : start + ROWS_TOGETHER] = largest / steps
-        into = small[start : start + ROWS_TOGETHER]
+        scale[start : start + ROWS_PER_TASK] = largest / steps
+        into = quantized[start : start + ROWS_PER_TASK]
         fill(into.view(quantization.kept), rows * (steps / largest)[:, None])
         if is_packed:
             into[:] = pack(into)
 
-    for _ in pool.map(work, range(0, len(matrix), ROWS_TOGETHER)):
+    for _ in pool.map(quantize_from, range(0, len(matrix), ROWS_PER_TASK)):
         pass
-    return small, scale
+    return quantized, scale
 
 
-def _fill_int8(small: NDArray[np.generic], scaled: NDArray[np.float32]) -> None:
-    small[:] = np.rint(scaled, out=scaled)
+def _fill_int8(quantized: NDArray[np.generic], scaled: NDArray[np.float32]) -> None:
+    quantized[:] = np.rint(scaled, out=scaled)
 
 
-def _fill_fp8(small: NDArray[np.generic], scaled: NDArray[np.float32]) -> None:
-    """Casts by a table of all bfloat16: 3 ns a number where numpy's cast takes 10, and without holding the
-    GIL.
+def _fill_fp8(quantized: NDArray[np.generic], scaled: NDArray[np.float32]) -> None:
+    """Casts by a table of all bfloat16: 3 ns a number where numpy's cast takes 10, and without the GIL.
 
-    An upper half whose last bit tells of anything below it rounds to the same fp8 as the whole float32.
+    The upper half of a float32, with its last bit set if the lower half is not zero, rounds to the same fp8
+    as the whole float32.
     """
     bits = scaled.view(np.uint32)
     upper = bits >> 16
     upper |= (bits & 0xFFFF) != 0
-    # Without a mode numpy would make a copy.
-    np.take(_fp8_of_bfloat16(), upper, out=small.view(np.uint8), mode="clip")
+    # Without `mode` numpy would write to a copy first.
+    np.take(_fp8_of_bfloat16(), upper, out=quantized.view(np.uint8), mode="clip")
 
 
 @functools.cache

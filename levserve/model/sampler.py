@@ -5,6 +5,10 @@ min-p) and full (everything). Full mode skips at run time what no row asks for, 
 on a CPU. A row draws the same token in any mode that can serve it, next to any neighbours: the draw is an
 inverse CDF at random numbers that depend on the request's seed and the position alone. The vocabulary is
 never sorted.
+
+A row may be held to a mask of tokens at one position. It draws as always, and if the mask does not allow the
+token it draws once more from what the mask allows. For a greedy row that is the likeliest allowed token, and
+for others a draw from the allowed ones: p + (1 - a) p / a = p / a, if a is what all of them have together.
 """
 
 from __future__ import annotations
@@ -31,8 +35,9 @@ NUM_ATTEMPTS = 8
 """Draws with fresh random numbers that a kernel makes until one is in the nucleus of top-p: each is with
 probability top_p."""
 MOST_LOGITS = 2**18
-"""Logits that a CPU edits at once: memory for more would be taken from the system and returned at every
-step."""
+"""Logits that a CPU edits at once: more memory would be taken from the system and returned at every step."""
+SECOND_DRAW = 2**30
+"""Added to a position for other random numbers; no sequence is as long."""
 MAX_EDITS = 332
 """Logit edits a row may have: 300 biases, 16 stop ids, and the model's own end tokens."""
 BANNED = -1e30
@@ -66,13 +71,15 @@ class Rules(NamedTuple):
     prompt_len: Ints
     num_edits: Ints
     wants_logprobs: Ints
+    is_constrained: Ints
     seed: Seeds
 
 
 class Memory(NamedTuple):
-    """What full mode remembers of each row: its tokens by position, and the logits to edit.
+    """What full mode remembers of each row: its tokens by position, the logits to edit, and a mask.
 
-    An edit adds `values` to the logit of `ids` while the position is below `until`.
+    An edit adds `values` to the logit of `ids` while the position is below `until`. The mask holds for the
+    one position `mask_at` of a row that is constrained.
     """
 
     history: jax.Array
@@ -81,11 +88,14 @@ class Memory(NamedTuple):
     edit_values: jax.Array
     edit_until: jax.Array
     """[row, MAX_EDITS]"""
+    mask: jax.Array
+    """uint32 [row, vocab / 32]: a bit for every token that may be drawn, the first in the lowest bit."""
+    mask_at: jax.Array
+    """int32 [row]"""
 
 
 class Drawn(NamedTuple):
-    """Tokens [row]; in full mode also their raw log-probabilities [row] and the likeliest tokens [row,
-    NUM_TOP]."""
+    """Tokens [row]; in full mode also their raw log-probabilities [row] and the likeliest [row, NUM_TOP]."""
 
     tokens: jax.Array
     logprobs: jax.Array | None = None
@@ -126,11 +136,22 @@ def sample(
 def _sample_by_kernel(
     logits: jax.Array, positions: jax.Array, rules: Rules, memory: Memory | None, backend: Backend
 ) -> Drawn:
-    edited = logits if memory is None else _edit(logits, positions, rules, memory)
-    points = _points(positions, rules, NUM_ATTEMPTS, 2)
-    best = backend.draw(edited, rules.temperature, rules.top_k, rules.top_p, rules.min_p, points)
-    tokens = _mark_poisoned(best.tokens, best)
-    return Drawn(tokens) if memory is None else Drawn(tokens, *_logprobs_if_wanted(logits, tokens, rules))
+    def draw(logits: jax.Array, positions: jax.Array) -> jax.Array:
+        points = _points(positions, rules, NUM_ATTEMPTS, 2)
+        best = backend.draw(logits, rules.temperature, rules.top_k, rules.top_p, rules.min_p, points)
+        return _mark_poisoned(best.tokens, best)
+
+    if memory is None:
+        return Drawn(draw(logits, positions))
+    edited = _edit(logits, positions, rules, memory)
+    tokens = draw(edited, positions)
+    is_misfit = _find_misfits(tokens, positions, rules, memory)
+
+    def redraw() -> jax.Array:
+        return jnp.where(is_misfit, draw(_mask(edited, memory), positions + SECOND_DRAW), tokens)
+
+    tokens = lax.cond(is_misfit.any(), redraw, lambda: tokens)
+    return Drawn(tokens, *_logprobs_if_wanted(logits, tokens, rules))
 
 
 def _sample_as_asked(
@@ -147,18 +168,52 @@ def _sample_as_asked(
         drawn = lax.map(lambda part: _sample_fully(*part), parts)
         return jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), drawn)
 
-    is_asked = (
-        _is_penalised(rules) | _is_truncated(rules) | (rules.num_edits > 0) | (rules.wants_logprobs != 0)
-    )
+    is_changed = _is_penalised(rules) | _is_truncated(rules) | (rules.num_edits > 0)
+    is_asked = is_changed | (rules.wants_logprobs != 0) | _is_held(positions, rules, memory)
     drawn: Drawn = lax.cond(is_asked.any(), sample_by_parts, sample_plainly, logits, positions, rules, memory)
     return drawn
 
 
 def _sample_fully(logits: jax.Array, positions: jax.Array, rules: Rules, memory: Memory) -> Drawn:
     edited = _edit(logits, positions, rules, memory)
-    floor = _floor(edited, rules)
-    tokens = choose(edited, floor, likeliest(edited), positions, rules)
+
+    def draw(
+        attempt: jax.Array, tokens: jax.Array, is_misfit: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The second attempt is under the masks, for rows whose first token did not fit. The two are one
+        loop because their code takes a second to compile."""
+        allowed = lax.cond(attempt > 0, lambda: _mask(edited, memory), lambda: edited)
+        best = likeliest(allowed)
+        found = choose(allowed, _floor(allowed, rules), best, positions + attempt * SECOND_DRAW, rules)
+        tokens = jnp.where(is_misfit, _mark_poisoned(found, best), tokens)
+        return attempt + 1, tokens, _find_misfits(tokens, positions, rules, memory)
+
+    def has_next(attempt: jax.Array, _: jax.Array, is_misfit: jax.Array) -> jax.Array:
+        return (attempt == 0) | ((attempt == 1) & is_misfit.any())
+
+    rows = logits.shape[0]
+    start = jnp.int32(0), jnp.zeros(rows, jnp.int32), jnp.ones(rows, bool)
+    _, tokens, _ = lax.while_loop(lambda carry: has_next(*carry), lambda carry: draw(*carry), start)
     return Drawn(tokens, *_logprobs_if_wanted(logits, tokens, rules))
+
+
+def _is_held(positions: jax.Array, rules: Rules, memory: Memory) -> jax.Array:
+    """Whether the row's draw for this position has a mask."""
+    return (rules.is_constrained != 0) & (positions == memory.mask_at)
+
+
+def _find_misfits(tokens: jax.Array, positions: jax.Array, rules: Rules, memory: Memory) -> jax.Array:
+    """Whether the row's mask does not allow its token."""
+    word = jnp.take_along_axis(memory.mask, jnp.maximum(tokens, 0)[:, None] >> 5, axis=1)[:, 0]
+    is_allowed = (word >> (tokens & 31).astype(jnp.uint32)) & 1
+    return _is_held(positions, rules, memory) & (tokens != POISONED) & (is_allowed == 0)
+
+
+def _mask(logits: jax.Array, memory: Memory) -> jax.Array:
+    """The logits of what the masks allow, and minus infinity for the rest."""
+    bits = memory.mask[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)[None, None] & 1
+    is_allowed = bits.reshape(bits.shape[0], -1)[:, : logits.shape[1]] == 1
+    return jnp.where(is_allowed, logits, -jnp.inf)
 
 
 def _is_penalised(rules: Rules) -> jax.Array:
@@ -238,7 +293,8 @@ def choose(
         weights = jnp.exp((logits - best.values[:, None]) / _divisor(rules))
         if floor is not None:
             weights = jnp.where(logits / _divisor(rules) >= floor[:, None], weights, 0.0)
-        return jnp.where(rules.temperature > 0, _draw(weights, _points(positions, rules, 2)), best.tokens)
+        points = _points(positions, rules, 2)
+        return jnp.where(rules.temperature > 0, _draw(weights, points), best.tokens)
 
     return lax.cond((rules.temperature > 0).any(), draw, lambda: best.tokens)
 
@@ -252,8 +308,7 @@ def _points(positions: jax.Array, rules: Rules, *shape: int) -> jax.Array:
 
 
 def _draw(weights: jax.Array, points: jax.Array) -> jax.Array:
-    """Inverse CDF in two levels, one random number each: first a chunk of the vocabulary, then a token in
-    it."""
+    """Inverse CDF in two levels: a chunk of the vocabulary, then a token in it, by a random number each."""
     chunks = _chunked(weights, 0.0)
     chunk = _first_beyond(chunks.sum(-1), points[:, 0])
     within = _first_beyond(_row_of(chunks, chunk), points[:, 1])
@@ -261,8 +316,7 @@ def _draw(weights: jax.Array, points: jax.Array) -> jax.Array:
 
 
 def _first_beyond(weights: jax.Array, point: jax.Array) -> jax.Array:
-    """Index of the first running sum above `point` of the whole; the heaviest entry should rounding leave
-    none."""
+    """Index of the first running sum above `point` of the whole; the heaviest if rounding leaves none."""
     sums = jnp.cumsum(weights, axis=-1)
     is_beyond = (sums > point[:, None] * sums[:, -1:]) & (weights > 0)
     return jnp.where(is_beyond.any(-1), jnp.argmax(is_beyond, axis=-1), jnp.argmax(weights, axis=-1))
@@ -306,8 +360,7 @@ def _divisor(rules: Rules) -> jax.Array:
 
 
 def _floor(logits: jax.Array, rules: Rules) -> jax.Array:
-    """The lowest logit of each row, divided by the temperature, that top-k, then top-p, then min-p allow to
-    be drawn."""
+    """The lowest logit of each row, over the temperature, that top-k, then top-p, then min-p allow."""
 
     def find() -> jax.Array:
         scaled = logits / _divisor(rules)

@@ -30,23 +30,19 @@ def choose_backend(
     dtype: jnp.dtype = jnp.dtype(jnp.bfloat16),
     kv_dtype: jnp.dtype = jnp.dtype(jnp.bfloat16),
 ) -> Chosen:
-    """The best backend for a model whose matrices are in `dtype`, or in eight bits if `quantized`, on this
-    platform."""
+    """The best backend for matrices in `dtype`, or in eight bits if `quantized`, on this platform."""
     plain = XlaBackend(platform)
     if kernels == "xla":
         return Chosen(plain, "--kernels xla")
     if platform == "cpu":
         return _choose_for_cpu(plain, config, quantized, quantized or dtype, kv_dtype)
     if platform == "gpu":
-        from levserve.model.gpu.backend import (  # Pallas, which a CPU's start does without
-            GpuBackend,
-            refuse_model,
-        )
+        from levserve.model.gpu import backend as gpu  # brings Pallas, which a CPU does not need
 
-        refusal = refuse_model(config.head_dim)
-        if refusal is not None:
-            return Chosen(plain, f"the GPU kernels do not take {refusal}")
-        return Chosen(GpuBackend(), "an NVIDIA GPU")
+        reason = gpu.unsupported_reason(config.head_dim)
+        if reason is not None:
+            return Chosen(plain, f"the GPU kernels do not take {reason}")
+        return Chosen(gpu.GpuBackend(), "an NVIDIA GPU")
     return Chosen(plain, f"there are no kernels for a {platform}")
 
 
@@ -57,19 +53,19 @@ def _choose_for_cpu(
     matrices: jnp.dtype,
     kv_dtype: jnp.dtype,
 ) -> Chosen:
-    from levserve.jit.target import detect_target  # brings LLVM, which a GPU's start does without
-    from levserve.jit.xla_call import refuse_xla
+    from levserve.jit import xla_call  # brings LLVM, which a GPU does not need
+    from levserve.jit.target import detect_target
     from levserve.model.cpu import attention
     from levserve.model.cpu.backend import fit_target
 
-    refusal = refuse_xla()
-    if refusal is not None:
-        return Chosen(plain, refusal)
-    refusal = attention.refuse_unservable(config.head_dim)
-    if refusal is not None:
-        return Chosen(plain, f"the CPU kernels do not take {refusal}")
+    reason = xla_call.unsupported_reason()
+    if reason is not None:
+        return Chosen(plain, reason)
+    reason = attention.unsupported_reason(config.head_dim)
+    if reason is not None:
+        return Chosen(plain, f"the CPU kernels do not take {reason}")
     backend = fit_target(detect_target(), is_int8=quantized == jnp.int8)
-    refusal = backend.refuse_layers(config, matrices, kv_dtype)
-    if refusal is not None:
-        return Chosen(backend, f"layers one by one: {refusal}")
+    reason = backend.layers_unsupported_reason(config, matrices, kv_dtype)
+    if reason is not None:
+        return Chosen(backend, f"layers one by one: {reason}")
     return Chosen(replace(backend, runs_layers=True), "compiled for this CPU")

@@ -18,11 +18,9 @@ class Traits:
     kv_share: float
     """Part of the free memory that the KV pool may take by default."""
     fills_memory: bool
-    """Whether the KV pool takes its share of memory by default, or only as much as the rows are likely to
-    need."""
+    """Whether the KV pool takes its whole share by default, or only what the rows are likely to need."""
     has_all_modes: bool
-    """Whether greedy and plain sampling have programs of their own; otherwise the full one skips what is not
-    asked for."""
+    """Whether greedy and plain sampling have programs of their own; otherwise the full one serves them."""
     host_overhead: int = 0
     """Bytes that the processes take, at most, in the memory that the weights are in, besides weights and KV
     pages; 0 for a device with a memory of its own."""
@@ -45,8 +43,7 @@ class Traits:
     warms_largest: bool = False
     """Whether the largest programs are compiled before the server is ready, besides the smallest."""
     times_all_prefill: bool = True
-    """Whether every prefill program's time counts for the measured speed of prefill, or only the first
-    one's."""
+    """Whether the measured speed of prefill counts all prefill programs, or only the first."""
 
 
 CPU_OVERHEAD_BYTES = 1 << 30
@@ -82,8 +79,6 @@ ACCELERATOR_TRAITS = Traits(
     first_runs=3,
 )
 GPU_TRAITS = replace(ACCELERATOR_TRAITS, warms_largest=True)
-"""The largest programs are there from the beginning, or a crowd that comes at once would be served eight at a
-time."""
+"""The largest programs are there from the beginning; else a crowd would be served eight at a time."""
 GPU_KERNEL_TRAITS = replace(GPU_TRAITS, prefill_row_tokens=64)
-"""With kernels that read pages in place, rows of one prompt cost no more than one long row; short rows waste
-little."""
+"""Kernels read pages in place: rows of one prompt cost no more than one long row, and waste less."""

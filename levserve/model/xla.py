@@ -1,12 +1,10 @@
-"""XLA's plain way to do everything a backend does: it serves every model on every device and is the
-reference.
+"""The backend without kernels: XLA serves every model on every device, and is the reference for kernels.
 
-The backends with kernels inherit what they do not do better.
+The backends with kernels inherit what they do not override.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -26,7 +24,6 @@ from levserve.model.backend import (
     Product,
 )
 from levserve.model.cache import Place, take_ends
-from levserve.model.config import ModelConfig
 from levserve.model.experts import mix_gathered, mix_in_blocks, mix_in_slots
 from levserve.model.quantize import multiply_rotated
 from levserve.model.rotary import Angles, rotate
@@ -109,17 +106,6 @@ class XlaBackend(Backend):
             return None
         return lambda x, num_used: multiply_rotated(weight, scale, x)
 
-    def run_layers(
-        self,
-        config: ModelConfig,
-        x: jax.Array,
-        pools: Sequence[jax.Array],
-        place: Place,
-        angles: Angles,
-        layers: Sequence[Mapping[str, jax.Array]],
-    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        raise AssertionError("asked only where `runs_layers`")
-
     def mix_experts(
         self, x: jax.Array, choice: ExpertChoice, is_real: jax.Array, experts: ExpertLayer, num_experts: int
     ) -> jax.Array:
@@ -131,17 +117,6 @@ class XlaBackend(Backend):
 
     def likeliest(self, logits: jax.Array, num_used: jax.Array | None = None) -> Likeliest:
         return likeliest(logits)
-
-    def draw(
-        self,
-        logits: jax.Array,
-        temperature: jax.Array,
-        top_k: jax.Array,
-        top_p: jax.Array,
-        min_p: jax.Array,
-        points: jax.Array,
-    ) -> Likeliest:
-        raise AssertionError("asked only where `draws_tokens`")
 
     def kv_storage(self, dtype: jnp.dtype) -> jnp.dtype:
         """On a CPU types that it does not compute in are stored as their bits.

@@ -55,12 +55,16 @@ def build(
         except BaseException:
             runner.free()
             raise
+    name, *aliases = settings.served_model_name or (description.files.name,)
     model = ServedModel(
-        name=settings.served_model_name or description.files.name,
+        name=name,
         tokenizer=contents.tokenizer,
+        grammars=contents.grammars,
         max_seq_len=sizes.max_seq_len,
         hidden_size=description.config.hidden_size,
         created=int(time.time()),
+        aliases=tuple(aliases),
+        root=description.files.name,
     )
     pace = Pace(runner.prefill_token_seconds, settings.inter_token_goal_ms / 1000)
     return Loaded(description, model, sizes, runner, _make_scheduler(description, sizes), pace)

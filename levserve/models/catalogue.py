@@ -34,14 +34,18 @@ class Catalogue:
         self._found: dict[str, Settings] = {}
         self._look_at = 0.0
         self._found = self._look()
-        if "model" in settings.sources and settings.model not in (*self._sections, *self._found):
-            own = replace(settings, served_model_name=settings.served_model_name or _name_of(settings.model))
-            self._sections = {own.served_model_name: own, **self._sections}
-            self.default = own.served_model_name
+        known = (*self._sections, *self._found)
+        named = [name for name in (settings.model, settings.model.replace("/", "-")) if name in known]
+        is_given = "model" in settings.sources or not settings.has_several
+        if is_given and not named:
+            names = settings.served_model_name or (_name_of(settings.model),)
+            own = replace(settings, served_model_name=names)
+            self._sections = {own.main_name: own, **self._sections}
+            self.default = own.main_name
         elif "model" in settings.sources:
-            self.default = settings.model
+            self.default = named[0]
         else:
-            self.default = next(iter((*self._sections, *self._found)), "")
+            self.default = next(iter(known), "")
         if not self.default:
             raise ConfigError(
                 f"--models-dir {self._folder!r} holds no model: "
@@ -55,6 +59,11 @@ class Catalogue:
         except StartupError as error:
             log.warning("the list of models stays as it was: %s", error)
         return list(dict.fromkeys((self.default, *self._sections, *self._found)))
+
+    def aliases(self, name: str) -> tuple[str, ...]:
+        """Further names of a model."""
+        settings = self.find(name)
+        return () if settings is None else settings.served_model_name[1:]
 
     def find(self, name: str) -> Settings | None:
         """The settings to load a model with."""
@@ -75,11 +84,7 @@ class Catalogue:
             return self._found
         if is_address(self._folder):
             self._look_at = time.monotonic() + LOOK_SECONDS
-            address = self._folder.rstrip("/")
-            return {
-                name: self._settings.for_model(name, model=f"{address}/{name}")
-                for name in Store(address).list_folders()
-            }
+            return self._look_in_store(self._folder.rstrip("/"))
         try:
             paths = sorted(Path(self._folder).iterdir())
         except OSError as error:
@@ -90,6 +95,15 @@ class Catalogue:
             settings = None if path.name.startswith(".") else self._settings_of(name, path)
             if settings is not None:
                 found[name] = settings
+        return found
+
+    def _look_in_store(self, address: str) -> dict[str, Settings]:
+        """Every folder and .gguf file there; what is in a folder shows when its model is loaded."""
+        found: dict[str, Settings] = {}
+        for entry, is_folder in Store(address).list_entries().items():
+            if is_folder or entry.endswith(GGUF_SUFFIX):
+                name = entry.removesuffix(GGUF_SUFFIX)
+                found[name] = self._settings.for_model(name, model=f"{address}/{entry}")
         return found
 
     def _settings_of(self, name: str, path: Path) -> Settings | None:

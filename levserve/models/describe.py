@@ -13,7 +13,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from levserve.device.platform import open_device
+from levserve.device.platform import kernel_platform, open_device
 from levserve.errors import ConfigError
 from levserve.model import cache
 from levserve.model.backend import Backend
@@ -84,7 +84,12 @@ def describe(settings: Settings, files: ModelFiles) -> Description:
     narrow = choose_narrow(settings, device.platform, files.path, config)
     kv_dtype = cache.kv_dtype(settings.kv_dtype, dtype)
     backend, reason = choose_backend(
-        device.platform, config, kernels=settings.kernels, quantized=narrow, dtype=dtype, kv_dtype=kv_dtype
+        kernel_platform(device),
+        config,
+        kernels=settings.kernels,
+        quantized=narrow,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
     )
     return Description(
         settings=settings,

@@ -58,6 +58,8 @@ class Resident:
     model: ServedModel
     weight_bytes: int = 0
     kv_bytes: int = 0
+    backend: str = ""
+    """Which kernels compute it."""
     reloader: Reloader | None = None
     counts: Callable[[], Counts] | None = None
 
@@ -92,6 +94,7 @@ class Entry:
     is_asked: bool = False
     """Whether it waits for the loader or is being loaded."""
     last_used: float | None = None
+    aliases: tuple[str, ...] = ()
 
 
 class ModelInfo(NamedTuple):
@@ -104,3 +107,4 @@ class ModelInfo(NamedTuple):
     resident: Resident | None
     num_handles: int
     idle_seconds: float | None
+    aliases: tuple[str, ...]

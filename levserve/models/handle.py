@@ -17,7 +17,11 @@ LOADING_SECONDS = 5.0
 class ModelHandle:
     """Belongs to one HTTP thread; any thread may call `abandon`. `changed` is the registry's lock."""
 
-    def __init__(self, entry: Entry, changed: threading.Condition, is_closed: Callable[[], bool]) -> None:
+    def __init__(
+        self, entry: Entry, name: str, changed: threading.Condition, is_closed: Callable[[], bool]
+    ) -> None:
+        self.name = name
+        """The one of the model's names that the request means."""
         self._entry = entry
         self._changed = changed
         self._is_closed = is_closed

@@ -35,7 +35,7 @@ def load(
     make_room: MakeRoom | None = None,
 ) -> Loaded:
     """Slow. One of several models gets the memory that `make_room` gives it; one alone takes what is free."""
-    prefix = "" if make_room is None else f"{settings.served_model_name}: "
+    prefix = "" if make_room is None else f"{settings.main_name}: "
 
     def tell(*lines: str) -> None:
         for line in lines:
@@ -54,7 +54,7 @@ def load(
     description = describe(settings, files)
     tell(*description.lines())
     allowed_bytes = None if make_room is None else reserve(description, make_room)
-    contents = read(description, report)
+    contents = read(description, metrics, report)
     sizes = size(description, contents, rows=rows, allowed_bytes=allowed_bytes)
     tell(*sizes.describe())
     loaded = build(description, contents, sizes, metrics, report)
@@ -81,6 +81,7 @@ def resident_of(engine: Engine, loaded: Loaded) -> Resident:
         model=replace(loaded.model, max_inflight_tokens=max_tokens),
         weight_bytes=sizes.weight_bytes,
         kv_bytes=sizes.kv_bytes,
+        backend=loaded.description.backend.describe(),
         reloader=WeightReloader(engine, loaded.description, loaded.model),
         counts=counts,
     )

@@ -39,6 +39,9 @@ class ModelLoader:
     def names(self) -> Sequence[str]:
         return self._catalogue.names()
 
+    def aliases(self, name: str) -> tuple[str, ...]:
+        return self._catalogue.aliases(name)
+
     def load(self, name: str, report: Report, make_room: MakeRoom) -> Resident:
         gc.collect()  # frees what a failed load has left
         loaded = self.read(name, report, make_room)
@@ -66,12 +69,18 @@ class ModelLoader:
         gc.collect()  # the compiled programs, which are in reference cycles
 
 
+def open_catalogue(catalogue: Catalogue, settings: Settings, registry: Registry, *, rows: int) -> ModelLoader:
+    """Makes all models known; a request for one of them has it loaded."""
+    loader = ModelLoader(catalogue, registry.engine, rows=rows)
+    registry.set_loader(loader, budget=settings.models_memory, max_loaded=settings.max_loaded_models)
+    return loader
+
+
 def load_first(
     settings: Settings, registry: Registry, *, rows: int, report: Callable[[str], None]
 ) -> tuple[Loaded, list[str]]:
     """Makes all models known and loads the default one; gives it, and the names of those to load next."""
     catalogue = Catalogue(settings)
-    loader = ModelLoader(catalogue, registry.engine, rows=rows)
-    registry.set_loader(loader, budget=settings.models_memory, max_loaded=settings.max_loaded_models)
+    loader = open_catalogue(catalogue, settings, registry, rows=rows)
     loaded = loader.read(catalogue.default, report, functools.partial(registry.make_room, catalogue.default))
     return loaded, catalogue.names_at_start()

@@ -13,8 +13,10 @@ from levserve.device.platform import explained
 from levserve.errors import StartupError
 from levserve.models.describe import Description
 from levserve.observe.logs import redirect_library_logs
+from levserve.observe.metrics import Metrics
 from levserve.settings.settings import Settings
 from levserve.text.chat import check_template
+from levserve.text.grammar import Grammars
 from levserve.text.tokenizer import Tokenizer, load_tokenizer
 from levserve.weights.checkpoint import load_arrays
 
@@ -25,17 +27,20 @@ class Contents:
 
     arrays: dict[str, jax.Array]
     tokenizer: Tokenizer
+    grammars: Grammars
 
     @property
     def weight_bytes(self) -> int:
         return sum(array.nbytes for array in self.arrays.values())
 
 
-def read(description: Description, report: Callable[[str], None]) -> Contents:
+def read(description: Description, metrics: Metrics, report: Callable[[str], None]) -> Contents:
     """Raises `StartupError` for files that cannot be read or do not fit into memory."""
     settings, files = description.settings, description.files
     with ThreadPoolExecutor(1, thread_name_prefix="levserve-tokenizer") as beside:
-        tokenizer = beside.submit(_read_tokenizer, settings, files.tokenizer or files.path)
+        texts = beside.submit(
+            _read_texts, settings, files.tokenizer or files.path, description.config.vocab_size, metrics
+        )
         with explained("the weights", description.device, "serve a smaller model"):
             arrays = load_arrays(
                 files.path,
@@ -46,13 +51,15 @@ def read(description: Description, report: Callable[[str], None]) -> Contents:
                 backend=description.backend,
             )
     redirect_library_logs()  # the tokenizer may have brought some
-    return Contents(arrays, tokenizer.result())
+    return Contents(arrays, *texts.result())
 
 
-def _read_tokenizer(settings: Settings, path: Path) -> Tokenizer:
+def _read_texts(
+    settings: Settings, path: Path, vocab_rows: int, metrics: Metrics
+) -> tuple[Tokenizer, Grammars]:
     tokenizer = load_tokenizer(path, chat_template=_read_chat_template(settings))
     check_template(tokenizer)
-    return tokenizer
+    return tokenizer, Grammars(tokenizer, vocab_rows, metrics.note_grammar)
 
 
 def _read_chat_template(settings: Settings) -> str | None:

@@ -33,6 +33,7 @@ from levserve.errors import (
 )
 from levserve.models.entry import Entry, Failure, ModelInfo, Reloaded, Resident, Status
 from levserve.models.handle import ModelHandle
+from levserve.models.names import similar_names
 from levserve.observe.threads import LOADER_THREAD
 
 log = logging.getLogger(__name__)
@@ -55,6 +56,8 @@ class Loader(Protocol):
 
     def names(self) -> Sequence[str]: ...
 
+    def aliases(self, name: str) -> tuple[str, ...]: ...
+
     def load(self, name: str, report: Report, make_room: MakeRoom) -> Resident: ...
 
     def unload(self, resident: Resident) -> None: ...
@@ -69,8 +72,13 @@ def model_not_found(name: str, known: Sequence[str]) -> ModelNotFound:
     )
 
 
+def ambiguous_model(name: str, candidates: Sequence[str]) -> ModelNotFound:
+    names = ", ".join(f"'{one}'" for one in candidates[:MAX_NAMES_TOLD])
+    return ModelNotFound(f"The name '{name[:64]}' may mean several models: {names}.", param="model")
+
+
 class Registry:
-    """Any thread may call its methods; `put` and `set_loader` are for the start."""
+    """Any thread may call its methods; `put`, `open` and `set_loader` are for the start."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -87,11 +95,17 @@ class Registry:
         engine.on_drain(self.close)
 
     @property
+    def default_name(self) -> str:
+        """The name of the model of requests that omit `model`; empty until the server is ready."""
+        return self._default or ""
+
+    @property
     def default(self) -> ServedModel:
-        """The model of requests that omit `model`; raises `Unavailable` until it is ready."""
+        """The model of requests that omit `model`; raises `Unavailable` until it is loaded."""
         self.engine.require_loaded()
-        resident = self._entries[self._default or ""].resident
-        assert resident is not None
+        resident = self._entries[self.default_name].resident
+        if resident is None:
+            raise Unavailable(f"The model '{self.default_name}' is not loaded.", retry_after_seconds=1.0)
         return resident.model
 
     def set_loader(self, loader: Loader, *, budget: int = 0, max_loaded: int = 0) -> None:
@@ -106,10 +120,16 @@ class Registry:
         self.put(resident)
         self.engine.mark_ready()
 
+    def open(self, default: str) -> None:
+        """Accepts requests before any model is loaded; `default` serves those that omit `model`."""
+        self._default = default
+        self.engine.mark_ready()
+
     def put(self, resident: Resident) -> None:
         """Adds a loaded model; the first one serves requests that omit `model`."""
         with self._changed:
             entry = self._entries.setdefault(resident.model.name, Entry(resident.model.name))
+            entry.aliases = resident.model.aliases
             self._default = self._default or entry.name
             self._mark_loaded(entry, resident)
 
@@ -118,13 +138,13 @@ class Registry:
 
         One that failed to load a moment ago is not tried again, unless the caller `insists`.
         """
-        entry = self._entries.get(name or self._default or "")
-        if entry is None:
+        asked = name or self._default or ""
+        with self._changed:
+            is_known = asked in self._entries or any(asked in one.aliases for one in self._entries.values())
+        if not is_known:
             self.refresh()
         with self._changed:
-            entry = self._entries.get(name or self._default or "")
-            if entry is None:
-                raise model_not_found(name or "", list(self._entries))
+            entry, served_name = self._find(asked)
             if entry.status is not Status.LOADED:
                 if not loads:
                     raise Conflict(f"The model '{entry.name}' is not loaded.")
@@ -132,7 +152,13 @@ class Registry:
                     self._ask(entry)
             entry.num_handles += 1
             entry.last_used = time.monotonic()
-        return ModelHandle(entry, self._changed, lambda: self._is_closed)
+        return ModelHandle(entry, served_name, self._changed, lambda: self._is_closed)
+
+    def resolve(self, name: str) -> tuple[str, str]:
+        """The main name of the model that a request means, and the one that it used; or `ModelNotFound`."""
+        with self._changed:
+            entry, served_name = self._find(name)
+            return entry.name, served_name
 
     def begin_load(self, name: str) -> None:
         """Has a model loaded, without waiting for it."""
@@ -141,9 +167,8 @@ class Registry:
     def unload(self, name: str) -> None:
         """Frees a model's memory, if it is loaded; raises `Conflict` if it is in use."""
         with self._changed:
-            entry = self._entries.get(name)
-            if entry is None:
-                raise model_not_found(name, list(self._entries))
+            entry, _ = self._find(name)
+            name = entry.name
             if self._loader is None:
                 raise Conflict("This server was given one model, which stays loaded.")
             if entry.status is Status.LOADING:
@@ -163,9 +188,10 @@ class Registry:
         if self._loader is None:
             return
         names = self._loader.names()
+        aliases = {name: self._loader.aliases(name) for name in names}
         with self._changed:
             for name in names:
-                self._entries.setdefault(name, Entry(name))
+                self._entries.setdefault(name, Entry(name)).aliases = aliases[name]
             for entry in list(self._entries.values()):
                 is_idle = entry.status is Status.LOADABLE and not entry.num_handles
                 if is_idle and entry.name not in names:
@@ -184,6 +210,7 @@ class Registry:
                     entry.resident,
                     entry.num_handles,
                     now - entry.last_used if entry.last_used is not None else None,
+                    entry.aliases,
                 )
                 for entry in self._entries.values()
             ]
@@ -273,6 +300,23 @@ class Registry:
                 victim.status = Status.UNLOADING
             log.info("%s: unloaded to make room for %s", victim.name, name)
             self._unload(victim)
+
+    def _find(self, asked: str) -> tuple[Entry, str]:
+        """The model that a name means, and the one of its names that is meant. Call it with the lock held."""
+        if asked in self._entries:
+            return self._entries[asked], asked
+        by_name = dict(self._entries)
+        for entry in self._entries.values():
+            for name in entry.aliases:
+                by_name.setdefault(name, entry)
+        if asked in by_name:
+            return by_name[asked], asked
+        similar = similar_names(asked, by_name)
+        if not similar:
+            raise model_not_found(asked, list(by_name))
+        if len({by_name[name].name for name in similar}) > 1:
+            raise ambiguous_model(asked, similar)
+        return by_name[similar[0]], similar[0]
 
     def _ask(self, entry: Entry) -> None:
         if entry.is_asked or self._is_closed or self._loader is None:

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import logging
 import os
+import queue
 import threading
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from levserve.device.faults import install, parse_faults
+from levserve.engine.engine import Engine
+from levserve.engine.messages import DeviceTask, Stop
 from levserve.errors import StartupError
 from levserve.models.catalogue import Catalogue
 from levserve.models.load import load, resident_of
-from levserve.models.loader import load_first
+from levserve.models.loader import load_first, open_catalogue
 from levserve.models.registry import Registry
 from levserve.observe.logs import report_startup_error
 from levserve.observe.metrics import Metrics
@@ -30,6 +33,8 @@ log = logging.getLogger(__name__)
 
 DEVICE_FAULT = 70
 """Exit code of a process whose device thread failed; systemd restarts it."""
+IDLE_BEAT_SECONDS = 1.0
+"""How often a device thread that has no model yet shows that it is alive."""
 LAST_WORDS_SECONDS = 1.0
 """How long HTTP threads get to tell their clients that the device failed."""
 
@@ -54,6 +59,9 @@ def _device_main(settings: Settings, registry: Registry, rows: int) -> None:
     try:
         if settings.faults:
             install(parse_faults(settings.faults))
+        if settings.lazy:
+            serve_lazily(settings, registry, rows=rows)
+            return
         if settings.has_several:
             loaded, others = load_first(settings, registry, rows=rows, report=report)
         else:
@@ -103,10 +111,45 @@ def serve(registry: Registry, loaded: Loaded, others: Sequence[str] = ()) -> Non
     engine = registry.engine
     loaded.runner.programs.start_background()
     engine.progress = "ready"
-    loop = DeviceLoop(engine)
+    loop = DeviceLoop(engine, loaded.description.device)
     loop.attach(loaded.attach())
     registry.publish(resident_of(engine, loaded))
     log.info("admitting   %d requests, %d tokens", engine.max_inflight, engine.admission.max_tokens)
     for name in others:
         registry.begin_load(name)
     loop.run()
+
+
+def serve_lazily(settings: Settings, registry: Registry, *, rows: int) -> None:
+    """Accepts requests at once; the first of them has a model loaded, and only then is jax imported."""
+    engine = registry.engine
+    catalogue = Catalogue(settings)
+    open_catalogue(catalogue, settings, registry, rows=rows)
+    engine.progress = "ready; models are loaded when requests ask for them"
+    registry.open(catalogue.default)
+    first = _wait_for_task(engine)
+    if first is None:
+        return
+    import jax
+
+    from levserve.device.loop import DeviceLoop
+    from levserve.device.tasks import Attach
+
+    assert isinstance(first, Attach)  # any other task is about a model that is attached
+    loop = DeviceLoop(engine, jax.devices()[0])
+    loop.attach(first)
+    loop.run()
+
+
+def _wait_for_task(engine: Engine) -> DeviceTask | None:
+    """The first task for the device thread; None if it is stopped before there is one."""
+    while True:
+        engine.beat()
+        try:
+            message = engine.inbox.get(timeout=IDLE_BEAT_SECONDS)
+        except queue.Empty:
+            continue
+        if isinstance(message, Stop):
+            return None
+        if isinstance(message, DeviceTask):
+            return message

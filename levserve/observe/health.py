@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 
 class Phase(StrEnum):
@@ -13,6 +13,23 @@ class Phase(StrEnum):
     READY = "ready"
     DRAINING = "draining"
     FAILED = "failed"
+
+
+class DeviceMemory(NamedTuple):
+    """Bytes that jax may take of a device's own memory, and those of them that are free."""
+
+    total: int
+    free: int
+
+
+class DeviceStatus(NamedTuple):
+    """The device as its thread saw it a moment ago."""
+
+    platform: str
+    kind: str
+    jax_version: str
+    memory: DeviceMemory | None
+    """None: the host's."""
 
 
 class Health(Protocol):

@@ -17,6 +17,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from levserve.errors import StartupError
+from levserve.observe.logging_file import configure_logging
 
 log = logging.getLogger(__name__)
 
@@ -57,12 +58,19 @@ class TextFormatter(logging.Formatter):
         return "\n".join(INDENT + _one_line(line) for line in super().formatException(exc_info).split("\n"))
 
 
-def start_logging(level: str, style: str) -> None:
-    """Called once, before the fork. Other libraries log only warnings and errors, the default level."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter() if style == "json" else TextFormatter())
-    logging.basicConfig(handlers=[handler])
-    logging.getLogger("levserve").setLevel(level.upper())
+def start_logging(level: str, style: str, *, file: str = "") -> None:
+    """Called once, before the fork. Other libraries log only warnings and errors, the default level.
+
+    A logging file decides everything itself, except that a level which is given overrides the file's.
+    """
+    if file:
+        configure_logging(file)
+    else:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(JsonFormatter() if style == "json" else TextFormatter())
+        logging.basicConfig(handlers=[handler])
+    if level:
+        logging.getLogger("levserve").setLevel(level.upper())
     logging.captureWarnings(True)
     sys.excepthook = lambda *exc_info: log.critical("uncaught exception", exc_info=exc_info)
     threading.excepthook = _log_thread_failure
@@ -82,9 +90,12 @@ def log_settings(settings: Mapping[str, tuple[str, str]]) -> None:
 
 def report_startup_error(error: StartupError) -> None:
     """Writes the one line that says why the server cannot start."""
-    if any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers):
+    handlers = logging.getLogger().handlers
+    has_json = any(isinstance(handler.formatter, JsonFormatter) for handler in handlers)
+    is_on_stderr = any(getattr(handler, "stream", None) is sys.stderr for handler in handlers)
+    if has_json:
         log.critical("%s", error, extra={"fields": {"exit_code": error.exit_code}})
-    else:
+    if not has_json or not is_on_stderr:
         print(f"levserve: error: {error}", file=sys.stderr, flush=True)
 
 

@@ -77,6 +77,16 @@ class Metrics:
         self.accepted_tokens = self._counter(
             "draft_accepted_tokens", "Tokens in verified drafts that were accepted."
         )
+        self.constrained = self._counter("constrained_sequences", "Sequences held to a constraint.")
+        self.misfits = self._counter(
+            "constraint_misfits", "Drawn tokens that did not fit and were drawn again under a mask."
+        )
+        self.forced_tokens = self._counter(
+            "constraint_forced_tokens", "Tokens that a constraint left no choice for and that were not drawn."
+        )
+        self.grammar_compiles = self._counter("grammar_compiles", "Grammars and schemas that were compiled.")
+        self.grammar_seconds = self._counter("grammar_compile_seconds", "Seconds spent compiling grammars.")
+        self.grammar_hits = self._counter("grammar_cache_hits", "Grammars that had been compiled before.")
         self.preemptions = self._counter(
             "preemptions", "Sequences that lost their pages and were recomputed."
         )
@@ -161,6 +171,14 @@ class Metrics:
         self.request_max = self._histogram(
             "request_max_tokens", "max_tokens of a finished sequence.", TOKEN_BUCKETS
         )
+
+    def note_grammar(self, seconds: float | None) -> None:
+        """Counts a grammar that took so long to compile, or for None one that had been compiled before."""
+        if seconds is None:
+            self.grammar_hits.inc()
+            return
+        self.grammar_compiles.inc()
+        self.grammar_seconds.inc(seconds)
 
     def render(self) -> bytes:
         """All metrics in Prometheus' text format."""

@@ -19,8 +19,7 @@ class Budget:
     idle_tokens: int
     """Prefill tokens in a round with nothing to decode."""
     chunk_overhead: int = 0
-    """The cost of starting another chunk, in prefill tokens: a chunk of no more tokens waits for a later
-    round."""
+    """What starting another chunk costs, in prefill tokens: a chunk of no more waits for a later round."""
     double_at: int | None = None
     """The context at which a token counts as two, because it attends to all before it; at twice as much as
     three, and so on."""

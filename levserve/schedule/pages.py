@@ -55,8 +55,7 @@ class PagePool:
         return self.num_pages - self.num_available
 
     def match(self, tokens: Sequence[int], limit: int) -> Match:
-        """Holds the longest run of remembered pages that starts `tokens` and is no longer than `limit`
-        tokens."""
+        """Holds the longest run of remembered pages that starts `tokens`, of at most `limit` tokens."""
         pages: list[int] = []
         serial = ROOT
         size = self.page_size
@@ -70,8 +69,7 @@ class PagePool:
         return Match(pages, serial)
 
     def take(self, count: int) -> list[int] | None:
-        """Holds `count` pages, dropping the least recently used prefixes if needed; None if there are too
-        few."""
+        """Holds `count` pages, dropping the least recently used prefixes if needed; None if too few."""
         if count > self.num_available:
             return None
         while len(self._free) < count:
@@ -82,8 +80,7 @@ class PagePool:
         return pages
 
     def remember(self, page: int, parent: int, tokens: tuple[int, ...]) -> int:
-        """Makes a full page findable and returns its serial, or that of an equal page which was there
-        first."""
+        """Makes a full page findable; returns its serial, or that of an equal page that came first."""
         key = (parent, tokens)
         known = self._page_of.get(key)
         if known is not None:
@@ -118,8 +115,7 @@ class PagePool:
         return [page for page in pages if self._holders[page] == 0]
 
     def forget(self) -> None:
-        """Makes every prefix unfindable, for when the weights have changed; held pages stay with their
-        holders."""
+        """Makes every prefix unfindable, as the weights have changed; held pages stay with their holders."""
         self._free += self._idle
         self._idle.clear()
         self._page_of.clear()
@@ -127,8 +123,7 @@ class PagePool:
         self._serial_of.clear()
 
     def check(self, held: Iterable[Sequence[int]]) -> None:
-        """Recomputes every page's state from the sequences' own lists; raises AssertionError on the first
-        difference."""
+        """Recomputes the state of all pages from the sequences' lists; AssertionError on a difference."""
         holders = [0] * self.num_pages
         for pages in held:
             for page in pages:

@@ -1,5 +1,4 @@
-"""The records that travel between an HTTP thread and the device thread: what is asked, and what comes
-back."""
+"""The records that HTTP threads and the device thread exchange: what is asked, and what comes back."""
 
 from __future__ import annotations
 
@@ -7,6 +6,8 @@ from array import array
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
+
+from levserve.schedule.constraint import Constraint
 
 
 class FinishReason(StrEnum):
@@ -20,6 +21,8 @@ class FinishReason(StrEnum):
     """The model's numbers for it were not finite."""
     SHUTDOWN = "shutdown"
     FAILED = "failed"
+    STUCK = "stuck"
+    """Its constraint leaves no token, or has become too costly to follow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +63,10 @@ class GenerationRequest:
     alternatives."""
     wants_hidden: bool = False
     """Whether the prompt's last hidden states are wanted, pooled."""
+    constraint: Constraint | None = None
+    """What the generated text is held to."""
     shares_prompt_of: str | None = None
-    """The id of a request submitted before with the very same prompt, so that the prompt need not be computed
-    again."""
+    """The id of an earlier request with the very same prompt, which need not be computed again."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,10 @@ stopped ran one round for nothing. Its pages can still be reused at once: progra
 dispatch, because each takes the KV pool that the one before returned, so a stray write lands before the next
 holder's own. A draft in flight has not even a known number of tokens: its sequence waits until it has been
 read.
+
+A sequence with a constraint is planned ahead like any other. If a token does not fit when it is read, the
+tokens after it are void, also those of the round in flight, and the next round draws in its place under the
+constraint's mask; see `constraint.py`.
 """
 
 from __future__ import annotations
@@ -21,12 +25,15 @@ from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 from levserve.schedule.budget import Budget
+from levserve.schedule.constraint import take_fitting
 from levserve.schedule.pace import Backlog
 from levserve.schedule.pages import PagePool
 from levserve.schedule.request import FinishReason, GenerationRequest, PooledHidden, TokenBatch, TokenLogprob
 from levserve.schedule.sequence import Chunk, Fork, RoundPlan, Row, Sequence, SequenceUpdate
 from levserve.schedule.speculation import Drafter, Speculation
 
+MIN_JUMP = 2
+"""Forced tokens that are worth a prefill; a single one costs no more as a decode step."""
 DEEP_TOKENS = 256
 """From this context on a prompt's token costs so much that a busy round may compute fewer of them."""
 
@@ -57,6 +64,8 @@ class Scheduler:
         self._running: dict[str, Sequence] = {}  # in order of arrival
         self._free_slots = list(range(budget.num_slots - 1, -1, -1))
         self._tainted: list[int] = []
+        self._num_misfits = 0
+        self._num_forced = 0
 
     @property
     def num_waiting(self) -> int:
@@ -78,6 +87,14 @@ class Scheduler:
         )
 
     @property
+    def reads_first(self) -> bool:
+        """Whether the next plan gains by waiting for the round in flight: in rounds of one step with nothing
+        but constrained rows every draw can then have its mask, and no round is void."""
+        if self.budget.steps > 1 or not self._running:
+            return False
+        return all(sequence.matcher is not None for sequence in self._running.values())
+
+    @property
     def num_streams(self) -> int:
         """Streams once the waiting sequences run too, as far as there are slots."""
         return min(len(self._running) + len(self._waiting), self.budget.num_slots)
@@ -97,8 +114,11 @@ class Scheduler:
 
     def add(self, request: GenerationRequest) -> Sequence:
         """Puts a request that `fits` at the end of the queue."""
-        drafter = None if self.speculation is None else Drafter(self.speculation.num_draft)
-        sequence = Sequence(request, list(request.prompt), drafter=drafter)
+        matcher = None if request.constraint is None else request.constraint.start()
+        drafter = None
+        if self.speculation is not None and matcher is None:
+            drafter = Drafter(self.speculation.num_draft)
+        sequence = Sequence(request, list(request.prompt), matcher=matcher, drafter=drafter)
         self._waiting[request.request_id] = sequence
         return sequence
 
@@ -159,9 +179,14 @@ class Scheduler:
         updates = [self._take_row(row, sampled) for row, sampled in zip(plan.rows, rows, strict=True)]
         return [update for update in updates if update is not None]
 
+    def take_constraint_counts(self) -> tuple[int, int]:
+        """Tokens that did not fit their constraint, and forced ones that were not drawn, since last time."""
+        counts = self._num_misfits, self._num_forced
+        self._num_misfits = self._num_forced = 0
+        return counts
+
     def forget_prefixes(self) -> None:
-        """Called when the weights have changed: running sequences keep their KV, later ones compute their
-        own."""
+        """Called when the weights have changed: running sequences keep their KV, later ones compute anew."""
         self.pool.forget()
         for sequence in self._running.values():
             sequence.is_stale = True
@@ -198,7 +223,10 @@ class Scheduler:
             has_pages = position + steps <= len(sequence.pages) * page_size
             if not has_pages and not self._grow(sequence, position + steps, preempted):
                 break  # it was the youngest itself, so none is left after it
-            rows.append(Row(sequence, sequence.slot, position, steps))
+            is_masked = sequence.matcher is not None and sequence.num_pending == 0
+            rows.append(
+                Row(sequence, sequence.slot, position, steps, epoch=sequence.epoch, is_masked=is_masked)
+            )
             sequence.num_computed += steps
             sequence.num_pending += steps
         if not drafts:
@@ -287,8 +315,7 @@ class Scheduler:
         return Chunk(sequence, sequence.slot, start, count, is_last)
 
     def _admit(self) -> Sequence | None:
-        """Moves the head of the queue into a slot when there is one and pages for all its tokens and the
-        next."""
+        """Moves the head of the queue into a free slot if there are pages for all its tokens and the next."""
         sequence = next(iter(self._waiting.values()), None)
         if sequence is None or not self._free_slots or sequence.num_pending > 0:
             return None  # tokens in flight when it was preempted are read first: it must recompute them too
@@ -328,8 +355,7 @@ class Scheduler:
         return Fork(sequence, sequence.slot, source.pages[tail], sequence.pages[tail])
 
     def _take_chunk(self, chunk: Chunk, sampled: Sampled) -> SequenceUpdate | None:
-        """A chunk that is not the last gives an update only if scores are wanted; a recomputed one repeats
-        none."""
+        """A chunk before the last gives an update only for wanted scores; a recomputed one repeats none."""
         sequence = chunk.sequence
         skipped = max(0, (sequence.request.score_from or 0) + sequence.num_scored - chunk.scored.start)
         scores = sampled.prompt_logprobs[skipped:]
@@ -345,6 +371,8 @@ class Scheduler:
     def _take_row(self, row: Row, sampled: Sampled) -> SequenceUpdate | None:
         """Accepted tokens of a draft count as if they had been planned."""
         sequence = row.sequence
+        if row.epoch != sequence.epoch:
+            return None
         if row.draft:
             sequence.is_verifying = False
             num_more = max(len(sampled.tokens) - row.steps, 0)
@@ -357,10 +385,19 @@ class Scheduler:
         if sequence.is_ended:
             return None  # cancelled, or it had stopped when this round was already dispatched
         sequence.num_pending -= len(sampled.tokens)
-        kept, finish = self._trim(sequence, sampled.tokens)
+        if sequence.matcher is None:
+            kept, finish = self._trim(sequence, sampled.tokens)
+        else:
+            kept, finish = self._hold(sequence, sampled.tokens)
         if sampled.is_poisoned and (finish is None or not sequence.request.max_tokens):
             return self._fail(sequence)
         sequence.tokens += kept
+        if sequence.matcher is not None and finish is None:
+            if len(kept) < len(sampled.tokens):
+                self._void_pending(sequence)
+            kept = [*kept, *self._jump(sequence)]
+            if sequence.matcher.is_over:
+                finish = FinishReason.STOP
         if self.speculation is not None and sequence.drafter is not None:
             self.speculation.note_steps(sequence.drafter.follow(sequence.tokens))
         self._remember(sequence)
@@ -371,6 +408,51 @@ class Scheduler:
         return SequenceUpdate(
             sequence, TokenBatch(tuple(kept), logprobs, finish, sequence.num_cached or 0, scores, hidden)
         )
+
+    def _hold(self, sequence: Sequence, tokens: Seq[int]) -> tuple[Seq[int], FinishReason | None]:
+        """The tokens up to the first that does not fit the constraint, to its end, or to the limit."""
+        assert sequence.matcher is not None
+        fit = take_fitting(sequence.matcher, tokens, sequence.request.stop_ids)
+        kept = tokens[: fit.num_fitting]
+        if fit.is_end:
+            return kept, FinishReason.STOP
+        if sequence.matcher.is_stuck:
+            return kept, FinishReason.STUCK
+        is_full = len(sequence.tokens) + len(kept) >= sequence.max_length
+        return kept, FinishReason.LENGTH if is_full else None
+
+    def _void_pending(self, sequence: Sequence) -> None:
+        """Goes back to the last known token. What rounds in flight write after it is overwritten, or lies in
+        pages that were given up."""
+        self._num_misfits += 1
+        sequence.epoch += 1
+        sequence.num_pending = 0
+        if sequence.is_primed:  # else it was preempted meanwhile
+            sequence.num_computed = len(sequence.tokens) - 1
+
+    def _jump(self, sequence: Sequence) -> list[int]:
+        """Appends the tokens that must follow, to be prefilled rather than drawn one at a time.
+
+        Not while drawn tokens are in flight, which are mostly the same, nor if that takes pages from others.
+        """
+        if sequence.num_pending or not sequence.is_primed or not sequence.may_jump:
+            return []
+        assert sequence.matcher is not None
+        forced = list(sequence.matcher.forced())[: sequence.max_length - len(sequence.tokens) - 1]
+        if len(forced) < MIN_JUMP:
+            return []
+        length = len(sequence.tokens) + len(forced) + 1
+        pages = self.pool.take(max(self._pages_for(length) - len(sequence.pages), 0))
+        if pages is None:
+            return []
+        sequence.pages += pages
+        sequence.num_computed = len(sequence.tokens) - 1
+        sequence.is_primed = False
+        for token in forced:
+            sequence.matcher.take(token)
+        sequence.tokens += forced
+        self._num_forced += len(forced)
+        return forced
 
     def _fail(self, sequence: Sequence) -> SequenceUpdate:
         """Ends a sequence whose numbers are not finite; its pages cannot be found again, and are cleared
@@ -405,8 +487,7 @@ class Scheduler:
             sequence.num_remembered += 1
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Takes slot and pages away; the sequence waits ahead of all that came after it, and is computed
-        again."""
+        """Takes slot and pages away; the sequence waits ahead of all later ones, and is computed again."""
         del self._running[sequence.request.request_id]
         self._give_back(sequence)
         sequence.num_computed = 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from levserve.schedule.constraint import Matcher
 from levserve.schedule.pages import ROOT
 from levserve.schedule.request import FinishReason, GenerationRequest, TokenBatch
 from levserve.schedule.speculation import Drafter
@@ -41,9 +42,12 @@ class Sequence:
     is_primed: bool = False
     """Whether the device holds its newest token, so that decode steps can follow; until then it prefills."""
     is_stale: bool = False
-    """Whether some of its KV comes from replaced weights: it goes on, but no other sequence may use that
-    KV."""
+    """Whether some of its KV is of replaced weights: it goes on, but no other sequence may use that KV."""
     is_ended: bool = False
+    matcher: Matcher | None = None
+    """Where its known tokens stand in its constraint, if it has one."""
+    epoch: int = 0
+    """Counts the times that tokens in flight became void, because one of them did not fit the constraint."""
     drafter: Drafter | None = None
     is_verifying: bool = False
     """Whether a draft is in flight, so that not even the number of its tokens is known."""
@@ -66,9 +70,16 @@ class Sequence:
         return len(self.tokens) - 1 if first_scored is None else first_scored - 1
 
     @property
+    def may_jump(self) -> bool:
+        """Whether forced tokens may be appended without being drawn: then they have no log-probabilities, and
+        penalties do not see them."""
+        sampling = self.request.sampling
+        is_penalised = sampling.presence_penalty or sampling.frequency_penalty
+        return sampling.num_logprobs is None and not is_penalised and sampling.repetition_penalty == 1
+
+    @property
     def can_fork(self) -> bool:
-        """Whether it may start from another sequence's computed prompt: no results of the prompt are
-        wanted."""
+        """Whether it may start from another sequence's prompt: no results of the prompt are wanted."""
         request = self.request
         is_new = len(self.tokens) == len(request.prompt)
         return is_new and request.max_tokens > 0 and request.score_from is None and not request.wants_hidden
@@ -103,12 +114,16 @@ class Row(NamedTuple):
     position: int
     steps: int
     draft: tuple[int, ...] = ()
+    epoch: int = 0
+    """The sequence's when this was planned; the row's tokens are void if it has changed since."""
+    is_masked: bool = False
+    """Whether the first draw is held to the sequence's constraint, which is possible if all tokens before it
+    are known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """A sequence that takes over a computed prompt: it shares the full pages, copies the last, and decodes at
-    once."""
+    """A sequence that takes over a computed prompt: it shares full pages, copies the last, and decodes."""
 
     sequence: Sequence
     slot: int

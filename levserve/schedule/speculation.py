@@ -69,8 +69,7 @@ class Drafter:
         return ended
 
     def _begin(self, tokens: Sequence[int], end: int) -> None:
-        """Drafts what follows the first `end` tokens; a match that reaches their end is repeated as a
-        loop."""
+        """Drafts what follows the first `end` tokens; a match that reaches their end repeats as a loop."""
         self._index(tokens, end)
         self._accepted = 0
         for size in NGRAMS:

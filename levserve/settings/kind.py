@@ -10,7 +10,7 @@ import configparser
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any, Generic, TypeVar
@@ -29,12 +29,16 @@ class Kind(Generic[T]):
     """The values a setting may take.
 
     `words` completes the sentence "must be ..."; `read` raises ValueError or KeyError for any other text.
+    `synonyms` are other servers' words for some of the values.
     """
 
     words: str
     metavar: str
     read: Callable[[str], T]
     show: Callable[[T], str] = str
+    is_list: bool = False
+    """Whether a flag takes several words, which are the same as one text with spaces."""
+    synonyms: Mapping[str, T] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +91,13 @@ def size(low: int) -> Kind[int]:
     return _bounded("a size such as 512MiB, 1.5GB or 4096", "SIZE", _read_size, low, show=_show_size)
 
 
-def one_of(*values: T) -> Kind[T]:
+def one_of(*values: T, synonyms: Mapping[str, T] | None = None) -> Kind[T]:
     by_text = {str(value): value for value in values}
-    return Kind(f"one of {', '.join(by_text)}", "|".join(by_text), lambda text: by_text[text.lower()])
+    words = f"one of {', '.join(by_text)}"
+    if synonyms:
+        words += f" ({', '.join(f'{word} means {value}' for word, value in synonyms.items())})"
+    readable = {**by_text, **(synonyms or {})}
+    return Kind(words, "|".join(by_text), lambda text: readable[text.lower()], synonyms=synonyms or {})
 
 
 def _bounded(
@@ -144,10 +152,14 @@ def _read_name(text: str) -> str:
 
 def _read_origins(text: str) -> tuple[str, ...]:
     """Origins as browsers write them in the Origin header: lower case, without a path or a final slash."""
-    origins = tuple(text.lower().split())
+    origins = tuple(text.lower().replace(",", " ").split())
     if origins != ("*",) and not all(ORIGIN.fullmatch(origin) for origin in origins):
         raise ValueError
     return origins
+
+
+def _read_names(text: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(text.split()))
 
 
 def _read_switch(text: str) -> bool:
@@ -159,7 +171,12 @@ NAME = Kind("text that is not empty", "NAME", _read_name)
 PATH = Kind("a path or a name", "PATH", os.path.expanduser)  # no shell expands ~ in the file
 SWITCH = Kind("true or false", "true|false", _read_switch, lambda value: str(value).lower())
 ORIGINS = Kind(
-    "* or origins such as https://example.org, separated by spaces", "ORIGINS", _read_origins, " ".join
+    "* or origins such as https://example.org, separated by spaces or commas",
+    "ORIGINS",
+    _read_origins,
+    " ".join,
+    is_list=True,
 )
+NAMES = Kind("names, separated by spaces", "NAMES", _read_names, " ".join, is_list=True)
 TEMPERATURE = _optional(real(0, 2))
 SEED = _optional(integer(0, MAX_SEED))

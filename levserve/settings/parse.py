@@ -1,6 +1,7 @@
-"""Reads the settings from the command line, the environment and the ini file.
+"""Reads the settings from the command line, the environment and the settings file.
 
 A flag overrides the environment, the environment overrides the file, and the file overrides the default.
+`alias.py` has other servers' names for the settings, `environment.py` reads the environment file.
 `parse_settings` is called once, before gunicorn forks, and remembers where each value came from. A mistake
 ends the process with exit code 2 and one line that names the option, the value and the source.
 """
@@ -8,26 +9,33 @@ ends the process with exit code 2 and one line that names the option, the value 
 from __future__ import annotations
 
 import os
+import re
 import sys
-from argparse import SUPPRESS, Namespace, RawDescriptionHelpFormatter
+from argparse import Namespace
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import configargparse
-
-from levserve import __version__
 from levserve.errors import ConfigError
-from levserve.settings.file import SettingsFile, did_you_mean
+from levserve.settings import alias as aliases
+from levserve.settings.alias import BUCKET, FLAG_ALIASES, PREFIX, Alias, Given
+from levserve.settings.command_line import (
+    CONFIG_VARIABLE,
+    OTHER_FLAGS,
+    Parser,
+    build_parser,
+    complete,
+    find_env_file,
+    is_question,
+)
+from levserve.settings.environment import Environment, read_environment
+from levserve.settings.file import SettingsFile, did_you_mean, find_setting
 from levserve.settings.key_file import read_keys
 from levserve.settings.kind import ENV_PREFIX, Setting
 from levserve.settings.settings import (
-    BY_KEY,
+    BY_NAME,
     FAULTS_VARIABLE,
-    KEY_VARIABLE,
     MODEL_SECTION,
-    OTHER_KEY_VARIABLE,
     OWN_SETTINGS,
     SECTIONS,
     SETTINGS,
@@ -36,27 +44,18 @@ from levserve.settings.settings import (
     settings_of,
 )
 
-CONFIG_VARIABLE = f"{ENV_PREFIX}CONFIG"
-DESCRIPTION = """\
-Serves a language model over the OpenAI HTTP API.
-
-  levserve                                  serves the bundled model on 127.0.0.1:8000
-  levserve --config serve.ini --port 9000   takes settings from the file, except for the port
-
-Every setting can be given as a flag, an environment variable or a key in the file:
---max-running 8, LEVSERVE_MAX_RUNNING=8, or "max-running = 8" under [engine].
-A flag overrides the environment, and the environment overrides the file.
-"""
-OTHER_FLAGS = ("--config", "--print-config", "--dry-run", "--version", "--help")
+REPO_AT_REVISION = re.compile(r"(\w[\w.-]*/\w[\w.-]*)@(\S+)", re.ASCII)
 
 
 def parse_settings(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> Settings:
     """Exits as argparse does: with 0 after --help, --version and --print-config, with 2 after a mistake."""
-    argv = sys.argv[1:] if argv is None else argv
-    environ = os.environ if environ is None else environ
+    argv = complete(sys.argv[1:] if argv is None else argv)
     try:
-        options, sources = _read_options(argv, environ)
-        settings = replace(_make_settings(options, sources), faults=_read_faults(environ, options.config))
+        environment = _environment(argv, environ)
+        options, sources, notes = _read_options(argv, environment)
+        settings = _make_settings(options, sources, notes)
+        faults = _read_faults(environment.variables, options.config)
+        settings = replace(settings, faults=faults, notes=tuple(notes))
     except ConfigError as error:
         print(f"levserve: error: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
@@ -66,82 +65,100 @@ def parse_settings(argv: Sequence[str] | None = None, environ: Mapping[str, str]
     return settings
 
 
-class _Parser(configargparse.ArgumentParser):  # type: ignore[misc]
-    def error(self, message: str) -> NoReturn:
-        # Every value is plain text to argparse, so the mistakes it finds are in the command line's syntax.
-        raise ConfigError(f"{message} (command line)")
+def _environment(argv: Sequence[str], environ: Mapping[str, str] | None) -> Environment:
+    if is_question(argv):
+        return Environment(os.environ if environ is None else environ, {}, "", ())
+    if environ is not None:
+        return read_environment(find_env_file(argv), environ)
+    environment = read_environment(find_env_file(argv), os.environ)
+    os.environ.update(environment.added)  # for libraries: HF_TOKEN, AWS_PROFILE and the like
+    return environment
 
 
-def _build_parser(file: SettingsFile) -> _Parser:
-    parser = _Parser(
-        prog="levserve",
-        usage="levserve [--config FILE] [--OPTION VALUE ...]",
-        description=DESCRIPTION,
-        formatter_class=RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        add_config_file_help=False,
-        add_env_var_help=False,
-        config_file_parser_class=file,
-        config_file_open_func=Path,  # SettingsFile.parse opens the file and words the error
-    )
-    config_help = f"Read settings from this ini file. [env {CONFIG_VARIABLE}]"
-    parser.add_argument(
-        "--config", metavar="FILE", is_config_file_arg=True, env_var=CONFIG_VARIABLE, help=config_help
-    )
-    parser.add_argument(
-        "--print-config", action="store_true", help="Show every setting with its source and exit."
-    )
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="Load the model, compile it, generate one token, show the memory plan and exit.",
-    )
-    parser.add_argument(
-        "--version", action="version", version=f"levserve {__version__}", help="Show the version and exit."
-    )
-    for section, title in SECTIONS.items():
-        group = parser.add_argument_group(f"[{section}] {title}")
-        for s in settings_of(section):
-            text = f"{s.help} [default {s.show(s.default)}; env {s.variable}]".replace("%", "%%")
-            # Without a type or a default: `_make_settings` reads the values and knows their sources.
-            group.add_argument(
-                s.flag, dest=s.name, metavar=s.kind.metavar, env_var=s.variable, default=SUPPRESS, help=text
-            )
-    return parser
+def _read_options(
+    argv: Sequence[str], environment: Environment
+) -> tuple[Namespace, dict[str, str], list[str]]:
+    """The given settings, as text, the source of each, and notes for the log.
 
-
-def _read_options(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[Namespace, dict[str, str]]:
-    """The given settings, as text, and the source of each; a setting that was not given is in neither."""
+    A setting that was not given is in neither.
+    """
     file = SettingsFile()
-    parser = _build_parser(file)
-    is_other_key = not environ.get(KEY_VARIABLE) and bool(environ.get(OTHER_KEY_VARIABLE))
-    env_vars = dict(environ)
-    if is_other_key:
-        env_vars[KEY_VARIABLE] = environ[OTHER_KEY_VARIABLE]
+    parser = build_parser(file)
     try:
-        options, unknown = parser.parse_known_args(list(argv), env_vars=env_vars)
+        options, unknown = parser.parse_known_args(list(argv), env_vars=dict(environment.variables))
     except OSError as error:
-        source = _sources(parser, "").get("config", "command line")
+        source = _sources(parser, "", environment).get("config", "command line")
         raise ConfigError(f"--config: cannot read {error.filename!r}: {error.strerror} ({source})") from None
-    sources = dict.fromkeys(vars(options), "command line") | _sources(parser, options.config)
-    if is_other_key and sources["api_key"] == f"environment {KEY_VARIABLE}":
-        sources["api_key"] = f"environment {OTHER_KEY_VARIABLE}"
+    sources = dict.fromkeys(vars(options), "command line") | _sources(parser, options.config, environment)
     if unknown:
         word = unknown[0].partition("=")[0]  # the value may be a secret
-        hint = did_you_mean(word.replace("_", "-"), [*OTHER_FLAGS, *(s.flag for s in SETTINGS)])
+        known = [*OTHER_FLAGS, *(s.flag for s in SETTINGS), *(alias.flag for alias in FLAG_ALIASES.values())]
+        hint = did_you_mean(word.replace("_", "-"), known)
         raise ConfigError(f"unknown option {word!r}{hint} (command line)")
     if options.config == "":
         raise ConfigError(f"--config: the path is empty ({sources['config']})")
-    _check_environment(environ)
+    _check_environment(environment)
+    notes = [*environment.notes, *_apply_aliases(options, sources, environment)]
     options.models = file.models
-    return options, sources
+    return options, sources, notes
 
 
-def _check_environment(environ: Mapping[str, str]) -> None:
+def _apply_aliases(options: Namespace, sources: dict[str, str], environment: Environment) -> list[str]:
+    """Gives settings the values that were given under other names; what it did, for the log."""
+    notes = []
+    found = aliases.variables_given(environment.variables, environment.describe)
+    for name in aliases.OTHER_MODELS:
+        if hasattr(options, name) and "model" in found:
+            (given,) = found.pop("model")
+            notes.append(f"{given.name} is overridden by {BY_NAME[name].flag} ({sources[name]})")
+    if PREFIX in environment.variables and not environment.variables.get(BUCKET):
+        notes.append(f"{PREFIX} is not used without {BUCKET}")
+    for alias in FLAG_ALIASES.values():
+        if hasattr(options, alias.dest):
+            given = _alias_value(alias, options, sources)
+            found.setdefault(alias.setting, []).append(given)
+    for name, others in found.items():
+        setting = BY_NAME[name]
+        own = [_own_value(setting, options, sources)] if hasattr(options, name) else []
+        chosen = aliases.choose(setting, [*own, *others])
+        setattr(options, name, chosen.text)
+        sources[name] = chosen.source
+        notes += [aliases.note(setting, other, chosen) for other in others]
+    return notes
+
+
+def _alias_value(alias: Alias, options: Namespace, sources: Mapping[str, str]) -> Given:
+    source, strength = sources[alias.dest], aliases.FROM_FLAG
+    place = f"{source}, as {alias.flag}"
+    if source != "command line":
+        place, strength = f"{source}, [{BY_NAME[alias.setting].section}] {alias.name}", aliases.FROM_FILE
+    text = aliases.translate(alias, getattr(options, alias.dest), place)
+    assert text is not None  # only a variable can say nothing
+    return Given(alias.flag, text, place, strength, alias)
+
+
+def _own_value(setting: Setting, options: Namespace, sources: Mapping[str, str]) -> Given:
+    text, source = getattr(options, setting.name), sources[setting.name]
+    strength = aliases.FROM_FILE
+    if source == "command line":
+        strength = aliases.FROM_FLAG
+    elif source.startswith("environment "):
+        strength = aliases.FROM_VARIABLE if text else aliases.FROM_EMPTY_VARIABLE
+    return Given(setting.flag, text, source, strength)
+
+
+def _check_environment(environment: Environment) -> None:
     known = [CONFIG_VARIABLE, FAULTS_VARIABLE, *(s.variable for s in SETTINGS)]
-    for variable in environ:
-        if variable.startswith(ENV_PREFIX) and variable not in known:
-            raise ConfigError(f"unknown environment variable {variable}{did_you_mean(variable, known)}")
+    for variable in environment.variables:
+        if not variable.startswith(ENV_PREFIX) or variable in known:
+            continue
+        key = variable.removeprefix(ENV_PREFIX).lower().replace("_", "-")
+        alias = FLAG_ALIASES.get(key)
+        hint = did_you_mean(variable, known)
+        if alias is not None:
+            hint = f"; did you mean {BY_NAME[alias.setting].variable}?"
+        where = f" ({environment.path})" if variable in environment.added else ""
+        raise ConfigError(f"unknown environment variable {variable}{hint}{where}")
 
 
 def _read_faults(environ: Mapping[str, str], config: str | None) -> str:
@@ -153,23 +170,27 @@ def _read_faults(environ: Mapping[str, str], config: str | None) -> str:
     return faults
 
 
-def _sources(parser: _Parser, config: str) -> dict[str, str]:
+def _sources(parser: Parser, config: str, environment: Environment) -> dict[str, str]:
     """The sources of the options that configargparse found in the environment or the file."""
     found = {}
     for origin, entries in parser.get_source_to_settings_dict().items():
         for variable, (action, _) in entries.items():
             if origin == "environment_variables":
-                found[action.dest] = f"environment {variable}"
+                found[action.dest] = environment.describe(variable)
             elif origin.startswith("config_file|"):
                 found[action.dest] = f"file {config}"
     return found
 
 
-def _make_settings(options: Namespace, sources: dict[str, str]) -> Settings:
+def _make_settings(options: Namespace, sources: dict[str, str], notes: list[str]) -> Settings:
     given = {}
     for s in SETTINGS:
-        if hasattr(options, s.name):
-            given[s.name] = _read_value(s, getattr(options, s.name), sources[s.name])
+        if not hasattr(options, s.name):
+            continue
+        text = getattr(options, s.name)
+        given[s.name] = _read_value(s, text, sources[s.name])
+        if text.lower() in s.kind.synonyms:
+            notes.append(f"{s.flag} {text} is taken as {s.flag} {s.show(given[s.name])}")
     sources = {name: sources[name] for name in given}  # without --config and other flags that are no settings
     settings = Settings(**given, dry_run=options.dry_run, sources=sources)
     if settings.api_key_file:
@@ -178,6 +199,11 @@ def _make_settings(options: Namespace, sources: dict[str, str]) -> Settings:
     if settings.admin_key_file:
         keys = read_keys("--admin-key-file", settings.admin_key_file, sources["admin_key_file"])
         settings = replace(settings, admin_file_keys=keys)
+    if settings.cors_credentials and "*" in settings.cors_origins:
+        raise ConfigError(
+            f"--cors-credentials true ({sources['cors_credentials']}) needs the origins by name: "
+            "browsers refuse credentials where --cors-origins is *"
+        )
     settings = _resolve_model(settings, given.keys())
     return replace(settings, models=_make_models(options.models, settings, f"file {options.config}"))
 
@@ -191,15 +217,25 @@ def _make_models(
         place = f"{source}, [{MODEL_SECTION}{name}]"
         given: dict[str, Any] = {}
         for key, text in texts.items():
-            given[BY_KEY[key].name] = _read_value(BY_KEY[key], text, f"{place} {key}")
+            s = find_setting(key)
+            assert s is not None  # the file's keys are checked
+            value = _read_value(s, text, f"{place} {key}")
+            if given.setdefault(s.name, value) != value:
+                raise ConfigError(
+                    f"{place} {key}: another name of {s.key}, which the section sets differently"
+                )
         if "kv_memory" in given or "kv_pages" in given:  # either one replaces both of the shared settings
             given = {"kv_memory": 0, "kv_pages": 0, **given}
         own = settings.for_model(name, **{"model": name, **given})
         own = replace(own, sources={**settings.sources, **dict.fromkeys(given, place)})
         own = _resolve_model(own, given.keys())
-        if own.served_model_name in models:
-            raise ConfigError(f"{place}: another model already has the name {own.served_model_name!r}")
-        models[own.served_model_name] = own
+        if not own.main_name:
+            own = replace(own, served_model_name=(name,))
+        taken = {other for one in models.values() for other in one.served_model_name}
+        for served in own.served_model_name:
+            if served in taken:
+                raise ConfigError(f"{place}: another model already has the name {served!r}")
+        models[own.main_name] = own
     return models
 
 
@@ -216,14 +252,29 @@ def _resolve_model(settings: Settings, given: Collection[str]) -> Settings:
                 raise ConfigError(_both(other, alias, settings))
         sources = {**settings.sources, "model": settings.sources[alias]}
         settings = replace(settings, model=path, sources=sources)
-    return settings
+    return _split_revision(settings)
+
+
+def _split_revision(settings: Settings) -> Settings:
+    """Moves the revision of org/name@revision to its own setting."""
+    found = REPO_AT_REVISION.fullmatch(settings.model)
+    if found is None or os.path.exists(settings.model):
+        return settings
+    name, revision = found.groups()
+    if settings.revision not in ("", revision):
+        given = f"--revision {settings.revision} ({settings.sources['revision']})"
+        raise ConfigError(
+            f"--model {settings.model} ({settings.sources['model']}) names another than {given}"
+        )
+    sources = {**settings.sources, "revision": settings.sources["model"]}
+    return replace(settings, model=name, revision=revision, sources=sources)
 
 
 def _read_value(s: Setting, text: str, source: str) -> Any:
     try:
         return s.kind.read(text)
     except (ValueError, KeyError):
-        names_key = not source.startswith("file ") or f", [{MODEL_SECTION}" in source
+        names_key = not source.startswith("file ") or ", [" in source
         place = source if names_key else f"{source}, [{s.section}] {s.key}"
         shown = "***" if s.secret else repr(text)
         raise ConfigError(f"{s.flag} must be {s.kind.words}, not {shown} ({place})") from None

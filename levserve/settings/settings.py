@@ -13,9 +13,11 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from levserve.settings.alias import names_of
 from levserve.settings.kind import (
     ENV_PREFIX,
     NAME,
+    NAMES,
     ORIGINS,
     PATH,
     SEED,
@@ -40,6 +42,8 @@ SECTIONS = {
     "limits": "queues, sizes and timeouts",
     "log": "logs, metrics and traces",
 }
+OTHER_DTYPES = {"float16": "bfloat16", "half": "bfloat16", "float": "float32"}
+"""float16 is as large as bfloat16, and models trained in bfloat16 overflow it."""
 MODEL_SECTION = "model."
 """[model.NAME] describes one of several models. It may hold OWN_SETTINGS and SHARED_SETTINGS."""
 OWN_SETTINGS = (
@@ -58,6 +62,9 @@ SHARED_SETTINGS = (
     "dtype",
     "quantize",
     "max_seq_len",
+    "max_new_tokens",
+    "max_new_tokens_mode",
+    "truncate_prompts",
     "load",
     "kv_dtype",
     "kv_memory",
@@ -81,7 +88,7 @@ class Settings:
 
     `models` has the settings of each [model.NAME] section, by the name that requests use. `sources` says
     where the values that are not defaults came from. `file_keys` and `admin_file_keys` are what the key files
-    contain.
+    contain. `notes` are lines for the log about names of other servers that were used, and other sources.
     """
 
     host: str = setting("server", NAME, "127.0.0.1", "Address to listen on.")
@@ -103,8 +110,17 @@ class Settings:
         "server", PATH, "", "File of additional admin keys, one per line; # starts a comment."
     )
     open_metrics: bool = setting("server", SWITCH, False, "Serve /metrics without a key.")
+    ui: bool = setting(
+        "server", SWITCH, True, "Serve a page for browsers at /, with its files under /static."
+    )
     cors_origins: tuple[str, ...] = setting(
         "server", ORIGINS, (), "Origins whose web pages may call the server; * allows all, empty allows none."
+    )
+    cors_credentials: bool = setting(
+        "server",
+        SWITCH,
+        False,
+        "Let pages of --cors-origins send cookies and other credentials of their users; not with *.",
     )
     drain_seconds: float = setting(
         "server", real(0), 30.0, "Seconds that running requests have to finish after SIGTERM."
@@ -143,11 +159,17 @@ class Settings:
     chat_template: str = setting(
         "model", PATH, "", "Jinja file to use instead of the model's own chat template."
     )
-    served_model_name: str = setting(
-        "model", TEXT, "", "Name of the model in /v1/models and in requests; empty: the model's own name."
+    served_model_name: tuple[str, ...] = setting(
+        "model",
+        NAMES,
+        (),
+        "Names of the model in /v1/models and in requests, the main one first; empty: the model's own name.",
     )
     dtype: str = setting(
-        "model", one_of("auto", "float32", "bfloat16"), "auto", "Number format to compute in; auto: bfloat16."
+        "model",
+        one_of("auto", "float32", "bfloat16", synonyms=OTHER_DTYPES),
+        "auto",
+        "Number format to compute in; auto: bfloat16.",
     )
     quantize: str = setting(
         "model",
@@ -176,7 +198,10 @@ class Settings:
         "model",
         one_of("first-use", "start"),
         "first-use",
-        "When to load one of several models; the default model is always loaded at the start.",
+        "When to load one of several models; the default model is loaded at the start, unless --lazy.",
+    )
+    lazy: bool = setting(
+        "model", SWITCH, False, "Load no model at the start: each, the first one too, at its first request."
     )
     cache_dir: str = setting(
         "model",
@@ -188,7 +213,18 @@ class Settings:
         "model", size(0), 0, "Maximum disk space in the cache for models fetched from stores; 0: no limit."
     )
 
-    device: str = setting("engine", one_of("auto", "cpu", "gpu", "tpu"), "auto", "Kind of device to run on.")
+    device: str = setting(
+        "engine",
+        one_of("auto", "cpu", "gpu", "rocm", "tpu", synonyms={"cuda": "gpu"}),
+        "auto",
+        "Kind of device to run on; gpu is NVIDIA's, rocm is AMD's and untested.",
+    )
+    threads: int = setting(
+        "engine",
+        integer(0, 1024),
+        0,
+        "CPU threads that compute; 0: $PJRT_NPROC, or else as many CPUs as the process or its container has.",
+    )
     max_running: int = setting(
         "engine", integer(0), 0, "Maximum number of requests decoded together; 0: chosen for the machine."
     )
@@ -252,6 +288,23 @@ class Settings:
     max_body_bytes: int = setting(
         "limits", size(1), 4 * 2**20, "Maximum size of a request body or WebSocket message."
     )
+    max_new_tokens: int = setting(
+        "limits", integer(0), 0, "Maximum tokens to generate for one choice; 0: as many as the context holds."
+    )
+    max_new_tokens_mode: str = setting(
+        "limits",
+        one_of("cap", "refuse"),
+        "cap",
+        "What happens to requests for more than --max-new-tokens: cap them and say so in the answer's "
+        "warnings, or refuse them with a 400.",
+    )
+    truncate_prompts: bool = setting(
+        "limits",
+        SWITCH,
+        False,
+        "Cut the beginning off prompts that do not fit the context, and say so in the answer's warnings, "
+        "instead of refusing them.",
+    )
     max_sockets: int = setting(
         "limits", integer(0), 16, "Maximum number of open WebSockets; each occupies a thread."
     )
@@ -278,6 +331,13 @@ class Settings:
     log_format: str = setting(
         "log", one_of("text", "json"), "text", "Log lines for people, or one JSON object per line."
     )
+    logging_config: str = setting(
+        "log",
+        PATH,
+        "",
+        "Python logging file instead of --log-format: YAML or JSON for dictConfig, ini for fileConfig.",
+    )
+    access_log: bool = setting("log", SWITCH, True, "Log a line for each request.")
     vllm_metrics: bool = setting(
         "log", SWITCH, False, "Also export metrics under vLLM's names, for dashboards made for vLLM."
     )
@@ -288,6 +348,7 @@ class Settings:
     models: Mapping[str, Settings] = field(default_factory=dict)
     dry_run: bool = False
     faults: str = ""
+    notes: tuple[str, ...] = field(default=(), compare=False)
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
     file_keys: tuple[str, ...] = field(default=(), repr=False)
     admin_file_keys: tuple[str, ...] = field(default=(), repr=False)
@@ -303,6 +364,11 @@ class Settings:
         return (self.admin_key, *self.admin_file_keys) if self.admin_key else self.admin_file_keys
 
     @property
+    def main_name(self) -> str:
+        """The first of the names to serve the model under; empty if none is set."""
+        return self.served_model_name[0] if self.served_model_name else ""
+
+    @property
     def has_several(self) -> bool:
         """Whether requests may choose between models."""
         return bool(self.models or self.models_dir)
@@ -310,7 +376,8 @@ class Settings:
     def for_model(self, name: str, **own: Any) -> Settings:
         """The settings of one of several models: `own` on top of what all models share."""
         fresh = {s.name: s.default for s in SETTINGS if s.name in OWN_SETTINGS}
-        return replace(self, **{**fresh, "served_model_name": name, **own, "models": {}, "models_dir": ""})
+        names = {"served_model_name": (name,)}
+        return replace(self, **{**fresh, **names, **own, "models": {}, "models_dir": ""})
 
     @property
     def cache_path(self) -> Path:
@@ -335,6 +402,7 @@ class Settings:
 
 SETTINGS = tuple(Setting(f.name, f.default, **f.metadata) for f in fields(Settings) if f.metadata)
 BY_KEY = {s.key: s for s in SETTINGS}
+BY_NAME = {s.name: s for s in SETTINGS}
 
 
 def settings_table() -> str:
@@ -344,8 +412,13 @@ def settings_table() -> str:
         lines.append(f"| **`[{section}]`** | | | | *{title}* |")
         for s in settings_of(section):
             default = s.show(s.default)
-            lines.append(f"| `{s.flag}` | `{s.variable}` | {s.kind.words} | `{default}` | {s.help} |")
+            lines.append(f"| `{s.flag}` | `{s.variable}` | {s.kind.words} | `{default}` | {_meaning(s)} |")
     return "\n".join(lines) + "\n"
+
+
+def _meaning(s: Setting) -> str:
+    others = [f"`{name}`" for name in names_of(s.name)]
+    return f"{s.help} Aliases: {', '.join(others)}." if others else s.help
 
 
 def settings_of(section: str) -> list[Setting]:

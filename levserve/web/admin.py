@@ -13,6 +13,7 @@ from levserve.device.sizing import process_memory
 from levserve.errors import BadRequest, ConfigError, Conflict, StartupError
 from levserve.models.entry import Counts, ModelInfo, Status
 from levserve.models.registry import Registry
+from levserve.web.device import ServerReport, report_server
 from levserve.web.json_body import decode, json_response, read_body
 from levserve.web.models import find_model, list_models
 
@@ -40,6 +41,8 @@ class ModelStats(Struct, frozen=True):
     status: Status
     progress: str
     error: str | None
+    backend: str | None
+    """Which kernels compute it; null while it is not loaded."""
     weight_bytes: int
     kv_bytes: int
     kv_pages: int
@@ -61,6 +64,7 @@ class MemoryStats(Struct, frozen=True):
 
 class Stats(Struct, frozen=True):
     phase: str
+    server: ServerReport
     memory: MemoryStats
     models: list[ModelStats]
 
@@ -73,6 +77,7 @@ def _stats(one: ModelInfo) -> ModelStats:
         status=one.status,
         progress=one.progress,
         error=one.error,
+        backend=resident.backend or None if resident is not None else None,
         weight_bytes=resident.weight_bytes if resident is not None else 0,
         kv_bytes=resident.kv_bytes if resident is not None else 0,
         kv_pages=counts.pages_total,
@@ -111,7 +116,8 @@ def admin_routes(registry: Registry) -> Blueprint:
         models = list_models(registry)
         model_bytes = sum(one.resident.num_bytes for one in models if one.resident is not None)
         stats = [_stats(one) for one in models]
-        return json_response(Stats(engine.phase, MemoryStats(process_memory(), model_bytes), stats))
+        memory = MemoryStats(process_memory(), model_bytes)
+        return json_response(Stats(engine.phase, report_server(registry), memory, stats))
 
     @routes.post("/admin/load/<path:model_id>")
     def load(model_id: str) -> Response:

@@ -11,7 +11,7 @@ import random
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, Generic, TypeVar
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
@@ -63,7 +63,7 @@ class TextChoice(Struct, frozen=True):
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
-class Message(Struct, frozen=True):
+class AnswerMessage(Struct, frozen=True):
     """A chat message, or the new part of one."""
 
     role: str | UnsetType = UNSET
@@ -73,7 +73,7 @@ class Message(Struct, frozen=True):
 
 class ChatChoice(Struct, frozen=True):
     index: int
-    message: Message
+    message: AnswerMessage
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | UnsetType = UNSET
@@ -81,24 +81,29 @@ class ChatChoice(Struct, frozen=True):
 
 class ChatChunkChoice(Struct, frozen=True):
     index: int
-    delta: Message
+    delta: AnswerMessage
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | UnsetType = UNSET
 
 
-class Envelope(Struct, frozen=True):
+ChoiceKind = TypeVar("ChoiceKind", bound=TextChoice | ChatChoice | ChatChunkChoice)
+
+
+class Envelope(Struct, Generic[ChoiceKind], frozen=True):
     """The object around the choices. A whole answer has usage; in a chunk it is null or left out."""
 
     id: str
     object: str
     created: int
     model: str
-    choices: Sequence[TextChoice | ChatChoice | ChatChunkChoice]
-    usage: Usage | UnsetType | None
+    choices: Sequence[ChoiceKind]
+    usage: Usage | UnsetType | None = UNSET
     system_fingerprint: str = FINGERPRINT
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     timings: Timings | UnsetType = UNSET
+    warnings: Sequence[str] | UnsetType = UNSET
+    """In a whole answer and in the last chunk of each choice."""
 
 
 class Answer(ABC):
@@ -110,11 +115,12 @@ class Answer(ABC):
     has_one_prompt: ClassVar[bool] = False
     """Whether the prompt's scores stand beside the choices instead of in each, as vLLM has it."""
 
-    def __init__(self, model: ServedModel) -> None:
+    def __init__(self, model: ServedModel, model_name: str = "", warnings: Sequence[str] = ()) -> None:
         self._id = f"{self.id_prefix}{random.getrandbits(96):024x}"  # os.urandom would release the GIL
         self._created = int(time.time())
-        self._model = model.name
+        self._model = model_name or model.name
         self._tokenizer = model.tokenizer
+        self._warnings = warnings or UNSET
 
     def whole(
         self,
@@ -122,7 +128,7 @@ class Answer(ABC):
         usage: Usage,
         scores: Sequence[PromptLogprobs] = (),
         timings: Timings | UnsetType = UNSET,
-    ) -> Envelope:
+    ) -> Envelope[TextChoice | ChatChoice]:
         """The body of an answer that is not streamed.
 
         `deltas` holds each choice's joined delta, and `scores` each prompt's where the client asked for them.
@@ -142,6 +148,7 @@ class Answer(ABC):
             usage,
             prompt_logprobs=shared,
             timings=timings,
+            warnings=self._warnings,
         )
 
     def chunk(
@@ -151,8 +158,18 @@ class Answer(ABC):
         timings: Timings | UnsetType = UNSET,
     ) -> bytes:
         """The JSON of one event of a stream."""
+        is_end = any(choice.finish_reason is not None for choice in choices)
         return msgspec.json.encode(
-            Envelope(self._id, self.chunk_object, self._created, self._model, choices, usage, timings=timings)
+            Envelope(
+                self._id,
+                self.chunk_object,
+                self._created,
+                self._model,
+                choices,
+                usage,
+                timings=timings,
+                warnings=self._warnings if is_end else UNSET,
+            )
         )
 
     @abstractmethod
@@ -200,16 +217,18 @@ class ChatAnswer(Answer):
     has_one_prompt = True
 
     def opening(self, index: int) -> ChatChunkChoice:
-        return ChatChunkChoice(index, Message("assistant", ""))
+        return ChatChunkChoice(index, AnswerMessage("assistant", ""))
 
     def delta(self, index: int, delta: Delta) -> ChatChunkChoice:
-        return ChatChunkChoice(index, Message(content=delta.text), chat_logprobs(delta, self._tokenizer))
+        return ChatChunkChoice(
+            index, AnswerMessage(content=delta.text), chat_logprobs(delta, self._tokenizer)
+        )
 
     def ending(self, index: int, finish: FinishReason) -> ChatChunkChoice:
-        return ChatChunkChoice(index, Message(), None, *_reasons(finish))
+        return ChatChunkChoice(index, AnswerMessage(), None, *_reasons(finish))
 
     def _choice(self, index: int, delta: Delta, scores: PromptLogprobs | UnsetType) -> ChatChoice:
-        message = Message("assistant", delta.text, refusal=None)
+        message = AnswerMessage("assistant", delta.text, refusal=None)
         return ChatChoice(index, message, chat_logprobs(delta, self._tokenizer), *_reasons(delta.finish))
 
 

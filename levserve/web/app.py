@@ -25,11 +25,13 @@ from levserve.web.admin import admin_routes
 from levserve.web.auth import key_check
 from levserve.web.call import Calls
 from levserve.web.cors import Cors
+from levserve.web.docs_page import docs_routes
 from levserve.web.embeddings import embeddings_routes
 from levserve.web.models import models_routes
 from levserve.web.native import native_routes
 from levserve.web.openai import openai_routes
 from levserve.web.ops import ops_routes
+from levserve.web.page import page_routes
 from levserve.web.rate_limits import show_limits
 from levserve.web.request_log import RequestLog
 from levserve.web.scoring import scoring_routes
@@ -50,7 +52,7 @@ def create_app(
     app = Flask("levserve", static_folder=None)
     app.url_map.merge_slashes = False  # werkzeug would answer a path with two slashes with a redirect in HTML
     app.before_request(_begin_request)
-    cors = Cors(settings.cors_origins)
+    cors = Cors(settings.cors_origins, with_credentials=settings.cors_credentials)
     cors.install(app)
     app.before_request(key_check(settings))
     calls = Calls(registry, settings, watcher)
@@ -60,8 +62,10 @@ def create_app(
     app.register_blueprint(native_routes(calls))
     app.register_blueprint(tokens_routes(calls))
     app.register_blueprint(models_routes(registry))
-    app.register_blueprint(ops_routes(engine))
+    app.register_blueprint(ops_routes(registry))
     app.register_blueprint(admin_routes(registry))
+    app.register_blueprint(page_routes(has_ui=settings.ui))
+    app.register_blueprint(docs_routes(registry, settings))
     Sockets(calls, cors, tracing).install(app)
     app.register_error_handler(ServeError, _answer_error)
     app.register_error_handler(HTTPException, _answer_http_error)
@@ -76,6 +80,7 @@ def _begin_request() -> None:
     given = request.headers.get("x-request-id", "")
     request_id = given if REQUEST_ID.fullmatch(given) else f"{random.getrandbits(64):016x}"
     g.request_log = RequestLog(request_id, request.method, request.path)
+    g.request_log.begin()
 
 
 def _answer_error(error: ServeError) -> Response:

@@ -1,6 +1,8 @@
 """Checks the API key before every request except the health routes, on the request's HTTP thread.
 
-Paths under /admin have keys of their own: a client's key does not open them.
+The page for browsers and its files are open too: they hold no secrets, and a browser cannot send a key when
+it opens an address. The page asks for the key and sends it with its calls of the API. Paths under /admin have
+keys of their own: a client's key does not open them.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from flask import request
 
 from levserve.errors import Forbidden, Unauthorized
 from levserve.settings.settings import Settings
+from levserve.web.page import is_for_page
 
 OPEN_PATHS = frozenset(("/healthz", "/readyz", "/health"))  # a probe has no key
 ADMIN_PATHS = "/admin/"
@@ -34,7 +37,7 @@ def key_check(settings: Settings) -> Callable[[], None]:
             raise Forbidden(
                 "The admin endpoints are off; set LEVSERVE_ADMIN_KEY or --admin-key-file to open them."
             )
-        if not wanted or request.path in open_paths:
+        if not wanted or request.path in open_paths or (settings.ui and is_for_page()):
             return
         given = _given_key()
         if not given:

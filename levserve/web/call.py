@@ -32,10 +32,12 @@ from levserve.schedule.request import GenerationRequest
 from levserve.settings.settings import Settings
 from levserve.text.stops import StopStrings
 from levserve.web.json_body import Body, decode, read_body
+from levserve.web.policy import Policy
 from levserve.web.request_log import RequestLog
 from levserve.web.run import Run
 from levserve.web.schema import GenerationBody
-from levserve.web.submission import Defaults, Seeds, prepare
+from levserve.web.submission import Seeds, prepare
+from levserve.web.truncation import Truncation
 from levserve.web.watcher import Watcher
 
 TIMEOUT_HEADER = "x-request-timeout-ms"
@@ -51,7 +53,6 @@ class Calls:
         self.engine = registry.engine
         self.settings = settings
         self.watcher = watcher
-        self.defaults = Defaults(settings.default_max_tokens, settings.default_temperature)
         self.seeds = Seeds(settings.seed)
         self.numbers = itertools.count()
 
@@ -59,6 +60,10 @@ class Calls:
         """A call for the HTTP request that this thread handles."""
         # Flask's test client has no socket.
         return Call(self, g.request_log, request.environ.get("gunicorn.socket"))
+
+    def policy_of(self, model: ServedModel) -> Policy:
+        """The rules for requests to this model, which may have a section of its own."""
+        return Policy.of(self.settings.models.get(model.name, self.settings))
 
 
 class Call:
@@ -73,6 +78,8 @@ class Call:
         self.client = client
         """The client's socket, to be watched for a hang-up while the request waits."""
         self.deadline: float | None = None
+        self.model_name = ""
+        """The name of the borrowed model that the request means; the answer's `model`."""
         # Two requests may carry the same id at the same time; the engine's ids are unique.
         self.engine_id = f"{request_log.request_id}.{next(calls.numbers)}"
         self.settings = calls.settings
@@ -123,7 +130,9 @@ class Call:
 
     def borrow(self, name: str | None) -> ModelHandle:
         """Holds the model until the end of the call; it may still be loading."""
-        return self._held.enter_context(self._calls.registry.borrow(name))
+        handle = self._held.enter_context(self._calls.registry.borrow(name))
+        self.model_name = handle.name
+        return handle
 
     def wait(self, handle: ModelHandle, timeout_seconds: float | None = None) -> bool:
         """Whether, within this time, the model was loaded, failed to load, or the deadline passed.
@@ -144,16 +153,32 @@ class Call:
 
     def start(self, body: GenerationBody, model: ServedModel) -> Run:
         """Hands the sequences of a checked body to the engine."""
-        body = self._calls.defaults.apply_to(body)
+        policy = self._calls.policy_of(model)
+        body, warnings = policy.apply_to(body)
         self._grow_to(body.num_prompts * body.num_sequences, 0, body.choices_param)
-        prompts, requests, choices = prepare(body, model, self._calls.seeds, self.engine_id, self.deadline)
+        prompts, requests, choices, cuts = prepare(
+            body, model, self._calls.seeds, self.engine_id, self.deadline, policy
+        )
         # A request without a limit may fill the whole context but hardly ever does: it counts as a long chat.
         most = TOKENS_PER_ROW if body.max_length is None else model.max_seq_len
         num_tokens = sum(len(request.prompt) + min(request.max_tokens, most) for request in requests)
         self._grow_to(len(requests), num_tokens, "max_tokens")
         self.request_log.note_work(model.name, sum(map(len, prompts)), choices)
         deltas = self._submit(requests, choices, model, self._held)
-        return Run(body, model, prompts, choices, deltas, self.request_log)
+        return Run(
+            body,
+            model,
+            prompts,
+            choices,
+            deltas,
+            self.request_log,
+            self.model_name,
+            warnings + cuts,
+        )
+
+    def truncation(self, asked: int | None, model: ServedModel) -> Truncation:
+        """How a request to this model that asks for `truncate_prompt_tokens`, or not, is cut."""
+        return Truncation(asked, self._calls.policy_of(model).truncates_prompts)
 
     def compute(self, requests: Sequence[GenerationRequest], model: ServedModel) -> list[Choice]:
         """Runs sequences that generate nothing, a wave at a time; returns them ended, in their order."""

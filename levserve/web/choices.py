@@ -19,11 +19,15 @@ def make_choices(
     tokenizer: Tokenizer,
     prompts: Sequence[list[int]],
     stop_ids: frozenset[int] = frozenset(),
+    cut: Sequence[bool] = (),
 ) -> list[Choice]:
-    """One choice per sequence, prompt-major. `stop_ids` end a choice here, not on the device."""
+    """One choice per sequence, prompt-major. `stop_ids` end a choice here, not on the device.
+
+    `cut` tells of each prompt whether its beginning was left out.
+    """
     skips = body.skip_special_tokens is not False
     choices: list[Choice] = []
-    for echo in _echoes(body, tokenizer, prompts):
+    for echo in _echoes(body, tokenizer, prompts, cut or [False] * len(prompts)):
         first: Choice | None = None
         for _ in range(body.num_sequences):
             choice = Choice(
@@ -39,13 +43,16 @@ def make_choices(
     return choices
 
 
-def _echoes(body: GenerationBody, tokenizer: Tokenizer, prompts: Sequence[list[int]]) -> list[Echo | None]:
+def _echoes(
+    body: GenerationBody, tokenizer: Tokenizer, prompts: Sequence[list[int]], cut: Sequence[bool]
+) -> list[Echo | None]:
     if not isinstance(body, CompletionBody) or not body.echo:
         return [None] * len(prompts)
     skips = body.skip_special_tokens is not False
-    return [
-        _echo(given, tokens, tokenizer, skips) for given, tokens in zip(body.prompts, prompts, strict=True)
-    ]
+    echoes: list[Echo | None] = []
+    for given, tokens, is_cut in zip(body.prompts, prompts, cut, strict=True):
+        echoes.append(_echo(tokens if is_cut else given, tokens, tokenizer, skips))
+    return echoes
 
 
 def _echo(given: str | list[int], tokens: list[int], tokenizer: Tokenizer, skip_special_tokens: bool) -> Echo:

@@ -160,6 +160,7 @@ class Conversation:
         self.num_requests += 1
         request_id = f"{self._request_id}-{self.num_requests}"
         request_log = RequestLog(request_id, "WS", f"{PATH} {one.path}", route=PATH)
+        request_log.begin()
         status = 200
         try:
             with Call(self._calls, request_log) as call:

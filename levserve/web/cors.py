@@ -34,8 +34,9 @@ READABLE = ", ".join(
 class Cors:
     """The operator's list of origins; shared by all HTTP threads."""
 
-    def __init__(self, origins: Collection[str]) -> None:
+    def __init__(self, origins: Collection[str], *, with_credentials: bool = False) -> None:
         self._origins = frozenset(origins)
+        self._with_credentials = with_credentials
 
     def install(self, app: Flask) -> None:
         """Adds the hooks. Call it before the key check is added: a preflight carries no key."""
@@ -72,4 +73,6 @@ class Cors:
         if origin is not None and self._allows(origin):
             response.headers["Access-Control-Allow-Origin"] = "*" if "*" in self._origins else origin
             response.headers["Access-Control-Expose-Headers"] = READABLE
+            if self._with_credentials:
+                response.headers["Access-Control-Allow-Credentials"] = "true"
         return response

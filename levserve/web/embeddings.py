@@ -7,20 +7,21 @@ trained for this, so how well its vectors tell texts apart varies.
 from __future__ import annotations
 
 import base64
-from typing import Annotated, Any
+from typing import Annotated
 
 from flask import Blueprint, Response
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from levserve.engine.served_model import ServedModel
 from levserve.errors import BadRequest, ContextTooLong
 from levserve.generation import Choice
 from levserve.schedule.request import GenerationRequest
 from levserve.web.call import Calls
-from levserve.web.json_body import json_response, unsupported
-from levserve.web.schema import Seconds, require_choice
+from levserve.web.json_body import json_response
+from levserve.web.schema import PromptLimit, Seconds, check_prompt_limit, require_choice
 from levserve.web.submission import encode_text
 from levserve.web.texts import Texts, check_texts, split_texts
+from levserve.web.truncation import Truncation, bos_of, keep_last
 
 MAX_INPUTS = 2048  # OpenAI's limit
 FORMATS = ("float", "base64")
@@ -39,13 +40,12 @@ class EmbeddingBody(Struct, frozen=True, kw_only=True):
     dimensions: Annotated[int, Meta(ge=1)] | None = None
     pooling: str | None = None
     add_special_tokens: bool | None = None
-    truncate_prompt_tokens: Any = None
+    truncate_prompt_tokens: PromptLimit | None = None
     user: str | None = None
     timeout: Seconds | None = None
 
     def __post_init__(self) -> None:
-        if self.truncate_prompt_tokens is not None:
-            raise unsupported("truncate_prompt_tokens")
+        check_prompt_limit(self.truncate_prompt_tokens)
         if self.encoding_format is not None:
             require_choice(self.encoding_format, FORMATS, "encoding_format")
         if self.pooling is not None:
@@ -79,6 +79,7 @@ class EmbeddingList(Struct, frozen=True):
     model: str
     usage: EmbeddingUsage
     object: str = "list"
+    warnings: list[str] | UnsetType = UNSET
 
 
 def embeddings_routes(calls: Calls) -> Blueprint:
@@ -89,7 +90,8 @@ def embeddings_routes(calls: Calls) -> Blueprint:
         with calls.begin() as call:
             body = call.read(EmbeddingBody)
             model = call.get_model(body.model)
-            texts = _tokenize(body, model)
+            truncation = call.truncation(body.truncate_prompt_tokens, model)
+            texts = _tokenize(body, model, truncation)
             requests = [
                 GenerationRequest(
                     f"{call.engine_id}-{index}", tuple(tokens), 0, deadline=call.deadline, wants_hidden=True
@@ -99,24 +101,33 @@ def embeddings_routes(calls: Calls) -> Blueprint:
             choices = call.compute(requests, model)
         data = [Embedding(index, _embedding(choice, body)) for index, choice in enumerate(choices)]
         num_tokens = sum(len(tokens) for tokens in texts)
-        return json_response(EmbeddingList(data, model.name, EmbeddingUsage(num_tokens, num_tokens)))
+        usage = EmbeddingUsage(num_tokens, num_tokens)
+        warnings = truncation.warnings("input", model.max_seq_len)
+        return json_response(EmbeddingList(data, call.model_name, usage, warnings=warnings or UNSET))
 
     return routes
 
 
-def _tokenize(body: EmbeddingBody, model: ServedModel) -> list[list[int]]:
+def _tokenize(body: EmbeddingBody, model: ServedModel, truncation: Truncation) -> list[list[int]]:
     if body.dimensions not in (None, model.hidden_size):
         raise BadRequest(
             f"'dimensions' is {body.dimensions}; this model's embeddings always have {model.hidden_size}.",
             param="dimensions",
         )
     adds_special = body.add_special_tokens is not False
-    texts = [encode_text(text, model, "input", add_special_tokens=adds_special) for text in body.inputs]
-    for tokens in texts:
+    texts = []
+    for given in body.inputs:
+        tokens = encode_text(
+            given, model, "input", add_special_tokens=adds_special, checks_length=not truncation
+        )
         if not tokens:
             raise BadRequest("A text of 'input' has no tokens.", param="input")
+        if truncation:
+            kept = truncation.num_kept(len(tokens), model.max_seq_len)
+            tokens = keep_last(tokens, kept, bos_of(model.tokenizer) if isinstance(given, str) else None)
         if len(tokens) > model.max_seq_len:
             raise ContextTooLong(len(tokens), 0, model.max_seq_len, param="input")
+        texts.append(tokens)
     return texts
 
 

@@ -16,8 +16,9 @@ from levserve.errors import BadRequest
 from levserve.schedule.request import FinishReason
 from levserve.web.answer import ChatChunkChoice, TextAnswer, TextChoice, Timings, Usage
 from levserve.web.call import Calls
+from levserve.web.constraint import ConstraintFields
 from levserve.web.json_body import json_response
-from levserve.web.schema import MAX_STOPS, CompletionBody, Count, Seconds, StopString
+from levserve.web.schema import MAX_STOPS, CompletionBody, Count, PromptLimit, Seconds, StopString
 from levserve.web.sse import stream_response
 
 
@@ -26,9 +27,11 @@ class PlainCompletion(CompletionBody, frozen=True, kw_only=True):
 
     prompt_param = "prompts"
     choices_param = "prompts"
+    default_max_tokens = 128
+    default_temperature = 0.7
 
 
-class GenerateBody(Struct, frozen=True, kw_only=True):
+class GenerateBody(ConstraintFields, frozen=True, kw_only=True):
     """The body of both endpoints. A field that is null, which `prompts` may not be, counts as left out."""
 
     prompts: Annotated[list[str], Meta(min_length=1)]
@@ -38,6 +41,7 @@ class GenerateBody(Struct, frozen=True, kw_only=True):
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None = None
+    truncate_prompt_tokens: PromptLimit | None = None
     stream: bool | None = None
     timeout: Seconds | None = None
 
@@ -51,11 +55,13 @@ class GenerateBody(Struct, frozen=True, kw_only=True):
         return PlainCompletion(
             model=self.model or "",
             prompt=list(self.prompts),
-            max_tokens=128 if self.max_tokens is None else self.max_tokens,
-            temperature=0.7 if self.temperature is None else self.temperature,
-            top_p=1.0 if self.top_p is None else self.top_p,
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
             seed=self.seed,
             stop=self.stop,
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
+            **{name: getattr(self, name) for name in ConstraintFields.__struct_fields__},
         )
 
 
@@ -65,12 +71,14 @@ class Generated(Struct, frozen=True):
     completions: list[str]
     finish_reasons: list[FinishReason | None]
     usage: Usage
+    warnings: Sequence[str] | UnsetType = UNSET
 
 
 class GeneratedChunk(Struct, frozen=True):
     index: int
     text: str
     finish_reason: FinishReason | UnsetType = UNSET
+    warnings: Sequence[str] | UnsetType = UNSET
 
 
 class GenerateAnswer(TextAnswer):
@@ -84,7 +92,9 @@ class GenerateAnswer(TextAnswer):
     ) -> bytes:
         (choice,) = choices
         assert isinstance(choice, TextChoice)
-        return msgspec.json.encode(GeneratedChunk(choice.index, choice.text, choice.finish_reason or UNSET))
+        finish = choice.finish_reason or UNSET
+        warnings = self._warnings if finish else UNSET
+        return msgspec.json.encode(GeneratedChunk(choice.index, choice.text, finish, warnings))
 
 
 def native_routes(calls: Calls) -> Blueprint:
@@ -97,8 +107,14 @@ def native_routes(calls: Calls) -> Blueprint:
             body.check_stream(wanted=False)
             run = call.start(body.to_completion(), call.get_model(body.model))
             deltas = run.collect()
-            texts = [delta.text for delta in deltas]
-            return json_response(Generated(texts, [delta.finish for delta in deltas], run.usage()))
+            return json_response(
+                Generated(
+                    [delta.text for delta in deltas],
+                    [delta.finish for delta in deltas],
+                    run.usage(),
+                    run.warnings or UNSET,
+                )
+            )
 
     @routes.post("/generate_stream")
     def generate_stream() -> Response:

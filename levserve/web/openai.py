@@ -29,7 +29,7 @@ def openai_routes(calls: Calls) -> Blueprint:
                 return stream_response(call, body, answer_kind)
             run = call.start(body, call.get_model(body.model))
             deltas = run.collect()
-            answer = answer_kind(run.model)
+            answer = run.make_answer(answer_kind)
             return json_response(answer.whole(deltas, run.usage(), run.prompt_logprobs(), run.timings()))
 
     return routes

@@ -2,47 +2,72 @@
 
 from __future__ import annotations
 
-from flask import Blueprint, Response, current_app
+from flask import Blueprint, Response
+from msgspec import UNSET, Struct, UnsetType, structs
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from levserve import __version__
 from levserve.engine.engine import Engine
+from levserve.models.registry import Registry
 from levserve.observe.health import Phase
+from levserve.web.device import ServerReport, report_server
 from levserve.web.json_body import json_response
 
 OPS_PATHS = (b"/health", b"/healthz", b"/readyz", b"/metrics")
 """Polled every few seconds: they have threads of their own and are logged at debug level."""
 
 
-def ops_routes(engine: Engine) -> Blueprint:
+class Health(Struct, frozen=True):
+    status: str
+    heartbeat_age_seconds: float | UnsetType = UNSET
+    """Of a stalled device."""
+
+
+class Readiness(Struct, frozen=True):
+    status: str
+    progress: str
+
+
+class HealthReport(ServerReport, frozen=True, kw_only=True):
+    status: str
+    loaded_models: list[str]
+    heartbeat_age_seconds: float | UnsetType = UNSET
+
+
+def ops_routes(registry: Registry) -> Blueprint:
+    engine = registry.engine
     routes = Blueprint("ops", __name__)
 
     @routes.get("/healthz")
-    @routes.get("/health")
     def show_health() -> Response:
         """503 when only a restart can help: the device thread has failed or hangs."""
-        if engine.phase is Phase.FAILED:
-            return json_response({"status": "failed"}, 503)
-        if engine.is_stalled:
-            return json_response(
-                {"status": "stalled", "heartbeat_age_seconds": round(engine.heartbeat_age(), 1)}, 503
-            )
-        return json_response({"status": "ok"})
+        health = check(engine)
+        return json_response(health, 200 if health.status == "ok" else 503)
+
+    @routes.get("/health")
+    def show_health_report() -> Response:
+        """The same, and what the server runs on."""
+        health = check(engine)
+        server = structs.asdict(report_server(registry))
+        report = HealthReport(**server, **structs.asdict(health), loaded_models=registry.loaded_names())
+        return json_response(report, 200 if health.status == "ok" else 503)
 
     @routes.get("/readyz")
     def show_readiness() -> Response:
         if engine.is_stalled:
-            return json_response({"status": "stalled", "progress": engine.progress}, 503)
+            return json_response(Readiness("stalled", engine.progress), 503)
         status = 200 if engine.phase is Phase.READY else 503
-        return json_response({"status": engine.phase, "progress": engine.progress}, status)
+        return json_response(Readiness(engine.phase, engine.progress), status)
 
     @routes.get("/metrics")
     def show_metrics() -> Response:
         return Response(engine.metrics.render(), content_type=CONTENT_TYPE_LATEST)
 
-    @routes.get("/")
-    def show_endpoints() -> Response:
-        endpoints = sorted({rule.rule for rule in current_app.url_map.iter_rules()})
-        return json_response({"name": "levserve", "version": __version__, "endpoints": endpoints})
-
     return routes
+
+
+def check(engine: Engine) -> Health:
+    if engine.phase is Phase.FAILED:
+        return Health("failed")
+    if engine.is_stalled:
+        return Health("stalled", round(engine.heartbeat_age(), 1))
+    return Health("ok")

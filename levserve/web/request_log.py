@@ -1,5 +1,7 @@
 """What is known of one request, reported at its end: a log line, metrics and, if tracing is on, a span.
 
+At debug level, its beginning is logged too.
+
 Filled on the request's HTTP thread. Never holds text that a client sent or received.
 """
 
@@ -16,6 +18,7 @@ from levserve.observe.metrics import Metrics
 from levserve.observe.tracing import Tracing
 from levserve.web.answer import Timings
 from levserve.web.ops import OPS_PATHS
+from levserve.web.static_files import STATIC_PATHS
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +65,11 @@ class RequestLog:
     def finish_reasons(self) -> list[str]:
         return sorted({choice.finish.value for choice in self.choices if choice.finish is not None})
 
+    def begin(self) -> None:
+        if log.isEnabledFor(logging.DEBUG):
+            spoken = {"request_id": self.request_id, "method": self.method, "path": self.path}
+            log.debug("%s %s %s started", *spoken.values(), extra={"message_fields": spoken})
+
     def note_work(self, model: str, prompt_tokens: int, choices: Sequence[Choice]) -> None:
         self.model, self.prompt_tokens, self.choices = model, prompt_tokens, choices
 
@@ -102,7 +110,9 @@ class RequestLog:
         self._log(ended)
 
     def _log(self, ended: float) -> None:
-        level = logging.DEBUG if self.path.encode() in OPS_PATHS else logging.INFO
+        # One look at the page asks for two dozen files.
+        is_quiet = self.path.encode() in OPS_PATHS or self.path.startswith(STATIC_PATHS)
+        level = logging.DEBUG if is_quiet else logging.INFO
         if not log.isEnabledFor(level):
             return
         spoken = {
@@ -126,6 +136,7 @@ class RequestLog:
                 "queue_ms": timings.queue_ms,
                 "prefill_ms": timings.prefill_ms,
                 "decode_ms": timings.decode_ms,
+                "tokens_per_second": timings.tokens_per_second,
                 "finish_reason": ",".join(self.finish_reasons) or None,
             }
         if self.error is not None:

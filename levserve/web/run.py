@@ -5,16 +5,20 @@ Belongs to one HTTP thread.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from msgspec import UNSET, UnsetType
 
 from levserve.engine.served_model import ServedModel
 from levserve.generation import Choice, Delta, Deltas
-from levserve.web.answer import Timings, Usage, count_usage
+from levserve.web.answer import Answer, Timings, Usage, count_usage
 from levserve.web.logprobs import PromptLogprobs, prompt_logprobs
 from levserve.web.request_log import RequestLog
 from levserve.web.schema import GenerationBody
+
+AnswerKind = TypeVar("AnswerKind", bound=Answer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +31,13 @@ class Run:
     choices: list[Choice]
     deltas: Deltas
     request_log: RequestLog
+    model_name: str = ""
+    """The one of the model's names that the client used; empty: the main one."""
+    warnings: Sequence[str] = ()
+    """Where the server did not do what the client asked."""
+
+    def make_answer(self, kind: type[AnswerKind]) -> AnswerKind:
+        return kind(self.model, self.model_name, self.warnings)
 
     def collect(self) -> list[Delta]:
         """Waits for the end; one joined delta per answered choice, the likeliest first if there are more."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from msgspec import Meta, Struct, defstruct
 
 from levserve.errors import BadRequest
+from levserve.web.constraint import ConstraintFields
 from levserve.web.json_body import missing, unsupported
 from levserve.web.texts import Texts, check_texts, split_texts
 
@@ -28,32 +29,25 @@ NumChoices = Annotated[int, Meta(ge=1, le=128)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 # Each choice prepares its own stop strings, in time linear in their length.
 StopString = Annotated[str, Meta(min_length=1, max_length=1000)]
+PromptLimit = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
+"""Of `truncate_prompt_tokens`; `check_prompt_limit` refuses 0."""
 Seconds = Annotated[float, Meta(gt=0)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
 # Known fields that this server cannot honour yet, each with the values that ask for nothing.
 UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
-    "allowed_token_ids": (),
     "audio": (),
-    "bad_words": ([],),
     "chat_template": (),
     "documents": ([],),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "guided_choice": ([],),
-    "guided_grammar": ("",),
-    "guided_json": (),
-    "guided_regex": ("",),
     "length_penalty": (1,),
     "modalities": (["text"], []),
     "priority": (0,),
     "reasoning_effort": ("none",),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "web_search_options": (),
 }
@@ -70,10 +64,16 @@ UNSUPPORTED_IN_MESSAGE: Mapping[str, tuple[object, ...]] = {
 }
 
 if TYPE_CHECKING:
-    Refused = Struct
+    Refused = ConstraintFields
     RefusedInMessage = Struct
 else:  # the tables declare the fields, so that each is named once
-    Refused = defstruct("Refused", [(name, Any, None) for name in UNSUPPORTED], frozen=True, kw_only=True)
+    Refused = defstruct(
+        "Refused",
+        [(name, Any, None) for name in UNSUPPORTED],
+        bases=(ConstraintFields,),
+        frozen=True,
+        kw_only=True,
+    )
     RefusedInMessage = defstruct(
         "RefusedInMessage", [(name, Any, None) for name in UNSUPPORTED_IN_MESSAGE], frozen=True, kw_only=True
     )
@@ -89,6 +89,9 @@ class GenerationBody(Refused, frozen=True, kw_only=True):
 
     prompt_param: ClassVar[str]
     """The field that holds the prompt, for errors about it."""
+    default_max_tokens: ClassVar[int | None] = None
+    """The most tokens to generate where no field says it; None for as many as the context holds."""
+    default_temperature: ClassVar[float] = 1.0
 
     model: str
     max_tokens: Count | None = None
@@ -96,6 +99,7 @@ class GenerationBody(Refused, frozen=True, kw_only=True):
     prompt_logprobs: NumTop | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    truncate_prompt_tokens: PromptLimit | None = None
     timings: bool | None = None
     timeout: Seconds | None = None
     user: str | None = None
@@ -121,6 +125,8 @@ class GenerationBody(Refused, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         _refuse_unsupported(self, UNSUPPORTED)
+        check_prompt_limit(self.truncate_prompt_tokens)
+        self.find_grammar()
         if self.stream_options and not self.stream:
             raise BadRequest(
                 "'stream_options' is only allowed when 'stream' is true.", param="stream_options"
@@ -135,7 +141,13 @@ class GenerationBody(Refused, frozen=True, kw_only=True):
     @property
     def max_length(self) -> int | None:
         """The most tokens to generate; None for as many as the context holds."""
-        return self.max_tokens
+        given = self.limit_field
+        return self.default_max_tokens if given is None else getattr(self, given)
+
+    @property
+    def limit_field(self) -> str | None:
+        """The field that says how many tokens to generate at most, if one does."""
+        return None if self.max_tokens is None else "max_tokens"
 
     @property
     def num_choices(self) -> int:
@@ -190,6 +202,7 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True):
     """The body of /v1/completions."""
 
     prompt_param = "prompt"
+    default_max_tokens = 16
 
     prompt: Texts
     max_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
@@ -219,10 +232,6 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True):
     @property
     def num_prompts(self) -> int:
         return len(self.prompts)
-
-    @property
-    def max_length(self) -> int | None:
-        return 16 if self.max_tokens is None else self.max_tokens
 
     @property
     def continues_prompt(self) -> bool:
@@ -305,8 +314,8 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
             )
 
     @property
-    def max_length(self) -> int | None:
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+    def limit_field(self) -> str | None:
+        return super().limit_field if self.max_completion_tokens is None else "max_completion_tokens"
 
     @property
     def continues_prompt(self) -> bool:
@@ -322,6 +331,14 @@ def require_choice(value: str, choices: tuple[str, ...], param: str) -> None:
         wanted = ", ".join(f"'{choice}'" for choice in choices)
         raise BadRequest(
             f"Invalid value for '{param}': '{value[:64]}'. Supported values are: {wanted}.", param=param
+        )
+
+
+def check_prompt_limit(limit: int | None) -> None:
+    if limit == 0:
+        raise BadRequest(
+            "'truncate_prompt_tokens' must be at least 1, or -1 for as many as fit.",
+            param="truncate_prompt_tokens",
         )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Annotated, NamedTuple
 
 from flask import Blueprint, Response
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import UNSET, Meta, Struct, UnsetType, structs
 
 from levserve.engine.served_model import ServedModel
 from levserve.errors import BadRequest, ContextTooLong
@@ -19,8 +19,9 @@ from levserve.text.tokenizer import Tokenizer
 from levserve.web.call import Calls
 from levserve.web.json_body import json_response
 from levserve.web.logprobs import clamp, show_token
-from levserve.web.schema import Seconds
+from levserve.web.schema import PromptLimit, Seconds, check_prompt_limit
 from levserve.web.submission import check_length
+from levserve.web.truncation import Truncation, bos_of, keep_last
 
 MAX_PAIRS = 2048
 
@@ -32,9 +33,11 @@ class ScoreBody(Struct, frozen=True, kw_only=True):
     continuations: Annotated[list[str], Meta(min_length=1, max_length=MAX_PAIRS)]
     model: str | None = None
     details: bool | None = None
+    truncate_prompt_tokens: PromptLimit | None = None
     timeout: Seconds | None = None
 
     def __post_init__(self) -> None:
+        check_prompt_limit(self.truncate_prompt_tokens)
         if len(self.prompts) != len(self.continuations):
             raise BadRequest(
                 f"'prompts' has {len(self.prompts)} entries and 'continuations' {len(self.continuations)}; "
@@ -50,6 +53,7 @@ class Scores(Struct, frozen=True):
     is_greedy: list[bool] | UnsetType = UNSET
     tokens: list[list[str]] | UnsetType = UNSET
     token_logprobs: list[list[float]] | UnsetType = UNSET
+    warnings: list[str] | UnsetType = UNSET
 
 
 class Pair(NamedTuple):
@@ -67,7 +71,8 @@ def scoring_routes(calls: Calls) -> Blueprint:
         with calls.begin() as call:
             body = call.read(ScoreBody)
             model = call.get_model(body.model)
-            pairs = _make_pairs(body, model)
+            truncation = call.truncation(body.truncate_prompt_tokens, model)
+            pairs = _make_pairs(body, model, truncation)
             sampling = Sampling(num_logprobs=1 if body.details else 0)
             requests = [
                 GenerationRequest(
@@ -82,7 +87,9 @@ def scoring_routes(calls: Calls) -> Blueprint:
             ]
             choices = call.compute(requests, model)
         scores = [choice.prompt_logprobs for choice in choices]
-        return json_response(_show(pairs, scores, model.tokenizer, with_details=body.details is True))
+        shown = _show(pairs, scores, model.tokenizer, with_details=body.details is True)
+        warnings = truncation.warnings("prompts", model.max_seq_len)
+        return json_response(structs.replace(shown, warnings=warnings or UNSET))
 
     return routes
 
@@ -108,18 +115,36 @@ def split_pair(prompt: str, continuation: str, tokenizer: Tokenizer) -> Pair:
     return Pair(bos + tokenizer.encode(continuation, add_special_tokens=False), len(bos))
 
 
-def _make_pairs(body: ScoreBody, model: ServedModel) -> list[Pair]:
+def _make_pairs(body: ScoreBody, model: ServedModel, truncation: Truncation) -> list[Pair]:
     pairs = []
     for index, (prompt, continuation) in enumerate(zip(body.prompts, body.continuations, strict=True)):
-        check_length(len(prompt) + len(continuation), model, f"prompts[{index}]")
+        if not truncation:
+            check_length(len(prompt) + len(continuation), model, f"prompts[{index}]")
         pair = split_pair(prompt, continuation, model.tokenizer)
         if len(pair.tokens) <= pair.num_context:
             param = f"continuations[{index}]"
             raise BadRequest(f"'{param}' has no tokens of its own after its prompt.", param=param)
+        if truncation:
+            pair = _cut(pair, index, model, truncation)
         if len(pair.tokens) > model.max_seq_len:
             raise ContextTooLong(len(pair.tokens), 0, model.max_seq_len, param=f"prompts[{index}]")
         pairs.append(pair)
     return pairs
+
+
+def _cut(pair: Pair, index: int, model: ServedModel, truncation: Truncation) -> Pair:
+    """The pair without the beginning of its prompt; a continuation stays whole and follows some token."""
+    num_scored = len(pair.tokens) - pair.num_context
+    kept = truncation.num_kept(len(pair.tokens), model.max_seq_len)
+    if num_scored < kept:
+        return Pair(keep_last(pair.tokens, kept, bos_of(model.tokenizer)), kept - num_scored)
+    if truncation.asked is not None and kept == truncation.asked:
+        raise BadRequest(
+            f"'truncate_prompt_tokens' keeps {kept} tokens, but 'continuations[{index}]' has {num_scored} "
+            "and needs one more before it.",
+            param="truncate_prompt_tokens",
+        )
+    raise ContextTooLong(len(pair.tokens), 0, model.max_seq_len, param=f"continuations[{index}]")
 
 
 def _show(

@@ -65,7 +65,7 @@ def stream(
     request_log = run.request_log
     last = b""
     try:
-        events = Events(answer_kind(run.model), len(run.choices), with_usage=run.body.wants_usage)
+        events = Events(run.make_answer(answer_kind), len(run.choices), with_usage=run.body.wants_usage)
         relay = None if client is None else Relay(client, events, heartbeat)
         last = yield from _events(run.deltas, events, heartbeat, relay)
         if run.body.wants_usage or run.body.timings:

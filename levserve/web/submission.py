@@ -12,8 +12,6 @@ import random
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from msgspec import structs
-
 from levserve.engine.served_model import ServedModel
 from levserve.errors import BadRequest, ContextTooLong
 from levserve.generation import Choice
@@ -21,8 +19,13 @@ from levserve.schedule.request import GenerationRequest, Sampling
 from levserve.text.chat import render_chat
 from levserve.text.tokenizer import Tokenizer
 from levserve.web.choices import make_choices
+from levserve.web.constraint import make_constraint
+from levserve.web.policy import NO_POLICY, Policy
 from levserve.web.schema import ChatBody, CompletionBody, GenerationBody
+from levserve.web.truncation import Truncation, bos_of, keep_last
 
+ANSWER_SHARE = 4
+"""A prompt that is cut to fit leaves this part of the context to an answer whose length was not said."""
 SAMPLING_FIELDS = [field.name for field in dataclasses.fields(Sampling)]
 
 
@@ -40,46 +43,40 @@ class Seeds:
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest())
 
 
-class Defaults(NamedTuple):
-    """The operator's defaults for fields that a request leaves out; 0 and None leave OpenAI's."""
-
-    max_tokens: int
-    temperature: float | None
-
-    def apply_to(self, body: GenerationBody) -> GenerationBody:
-        has_limit = body.max_tokens is not None or (
-            isinstance(body, ChatBody) and body.max_completion_tokens is not None
-        )
-        if self.max_tokens and not has_limit:
-            body = structs.replace(body, max_tokens=self.max_tokens)
-        if self.temperature is not None and body.temperature is None:
-            body = structs.replace(body, temperature=self.temperature)
-        return body
-
-
 class Submission(NamedTuple):
     """Each prompt's tokens; the sequences, prompt-major, equally many per prompt; each one's choice."""
 
     prompts: list[list[int]]
     requests: list[GenerationRequest]
     choices: list[Choice]
+    warnings: list[str]
 
 
 def prepare(
-    body: GenerationBody, model: ServedModel, seeds: Seeds, engine_id: str, deadline: float | None
+    body: GenerationBody,
+    model: ServedModel,
+    seeds: Seeds,
+    engine_id: str,
+    deadline: float | None,
+    policy: Policy = NO_POLICY,
 ) -> Submission:
-    """Checks the body against the model and makes its sequences; raises `BadRequest`."""
-    prompts = _tokenize(body, model)
+    """Checks the body, to which the policy was applied, against the model; raises `BadRequest`."""
+    truncation = Truncation(body.truncate_prompt_tokens, policy.truncates_prompts)
+    whole = _tokenize(body, model, checks_length=not truncation)
+    prompts = [_cut(prompt, body, model, policy, truncation) for prompt in whole]
+    cut = [len(prompt) < len(before) for prompt, before in zip(prompts, whole, strict=True)]
     check_token_ids("logit_bias", body.logit_bias or (), model.tokenizer)
     check_token_ids("stop_token_ids", body.stop_token_ids or (), model.tokenizer)
-    limits = [_fit(prompt, body, model) for prompt in prompts]
+    limits = [_fit(prompt, body, model, policy.max_new_tokens) for prompt in prompts]
+    check_token_ids("allowed_token_ids", body.allowed_token_ids or (), model.tokenizer)
+    constraint = make_constraint(body, model.tokenizer, model.grammars) if body.max_length != 0 else None
     device_stops, choice_stops = _stop_ids(body, model.tokenizer)
     seed = seeds.draw() if body.seed is None else body.seed
-    samplings = [_sampling(body, seed + number) for number in range(body.num_sequences)]
+    sampling = _sampling(body, seed)
     requests: list[GenerationRequest] = []
     for prompt, limit in zip(prompts, limits, strict=True):
         first_id = f"{engine_id}-{len(requests)}"
-        for sampling in samplings:
+        for _ in range(body.num_sequences):
             request_id = f"{engine_id}-{len(requests)}"
             is_first = request_id == first_id
             requests.append(
@@ -87,22 +84,31 @@ def prepare(
                     request_id,
                     tuple(prompt),
                     limit,
-                    sampling,
+                    # A seed of its own for every sequence: equal prompts in one request get different draws.
+                    dataclasses.replace(sampling, seed=seed + len(requests)),
                     device_stops,
                     deadline,
                     score_from=_score_from(prompt, body) if is_first else None,
+                    constraint=constraint,
                     shares_prompt_of=None if is_first else first_id,
                 )
             )
-    return Submission(prompts, requests, make_choices(body, model.tokenizer, prompts, choice_stops))
+    choices = make_choices(body, model.tokenizer, prompts, choice_stops, cut)
+    return Submission(prompts, requests, choices, truncation.warnings(body.prompt_param, model.max_seq_len))
 
 
 def encode_text(
-    text: str | list[int], model: ServedModel, param: str, *, add_special_tokens: bool
+    text: str | list[int],
+    model: ServedModel,
+    param: str,
+    *,
+    add_special_tokens: bool,
+    checks_length: bool = True,
 ) -> list[int]:
     """The tokens of a text; tokens that the client gave are checked and used as they are."""
     if isinstance(text, str):
-        check_length(len(text), model, param)
+        if checks_length:
+            check_length(len(text), model, param)
         return model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
     check_token_ids(param, text, model.tokenizer)
     return text
@@ -126,17 +132,24 @@ def check_token_ids(param: str, tokens: Sequence[int] | dict[int, float], tokeni
             )
 
 
-def _tokenize(body: GenerationBody, model: ServedModel) -> list[list[int]]:
+def _tokenize(body: GenerationBody, model: ServedModel, *, checks_length: bool) -> list[list[int]]:
     if isinstance(body, CompletionBody):
         adds_special = body.add_special_tokens is not False
         return [
-            encode_text(prompt, model, body.prompt_param, add_special_tokens=adds_special)
+            encode_text(
+                prompt,
+                model,
+                body.prompt_param,
+                add_special_tokens=adds_special,
+                checks_length=checks_length,
+            )
             for prompt in body.prompts
         ]
     assert isinstance(body, ChatBody)
     messages = [message.to_template() for message in body.messages]
     num_chars = sum(len(message["content"]) for message in messages)
-    check_length(num_chars, model, "messages", num_messages=len(messages))
+    if checks_length:
+        check_length(num_chars, model, "messages", num_messages=len(messages))
     try:
         tokens = render_chat(
             model.tokenizer,
@@ -152,13 +165,33 @@ def _tokenize(body: GenerationBody, model: ServedModel) -> list[list[int]]:
     return [tokens]
 
 
-def _fit(prompt: Sequence[int], body: GenerationBody, model: ServedModel) -> int:
+def _cut(
+    prompt: list[int], body: GenerationBody, model: ServedModel, policy: Policy, truncation: Truncation
+) -> list[int]:
+    """The prompt, or its end if it is to be cut."""
+    if not truncation:
+        return prompt
+    if body.max_length is not None:
+        needed = wanted = body.max_length
+    else:
+        # Any room is enough for a prompt that fits; one that is cut leaves some for an answer.
+        needed = 1
+        wanted = max(min(policy.max_new_tokens or model.max_seq_len, model.max_seq_len // ANSWER_SHARE), 1)
+    kept = truncation.num_kept(len(prompt), model.max_seq_len - needed, model.max_seq_len - wanted)
+    is_text = not isinstance(body, CompletionBody) or isinstance(body.prompts[0], str)
+    return keep_last(prompt, kept, bos_of(model.tokenizer) if is_text else None)
+
+
+def _fit(prompt: Sequence[int], body: GenerationBody, model: ServedModel, max_new_tokens: int) -> int:
     """The most tokens that may follow this prompt."""
     param = body.prompt_param
     if not prompt:
         raise BadRequest("The prompt has no tokens.", param=param)
     room = model.max_seq_len - len(prompt)
-    limit = max(room, 1) if body.max_length is None else body.max_length
+    if body.max_length is not None:
+        limit = body.max_length
+    else:
+        limit = min(max(room, 1), max_new_tokens or model.max_seq_len)
     if limit > room:
         raise ContextTooLong(len(prompt), limit, model.max_seq_len, param=param)
     if (body.min_tokens or 0) > limit:
@@ -187,6 +220,7 @@ def _sampling(body: GenerationBody, seed: int) -> Sampling:
     """The body's sampling fields; a field that was left out keeps the default, which changes nothing."""
     given: dict[str, Any] = {name: getattr(body, name) for name in SAMPLING_FIELDS}
     given |= {
+        "temperature": body.default_temperature if body.temperature is None else body.temperature,
         "top_k": max(body.top_k or 0, 0),
         "logit_bias": tuple((body.logit_bias or {}).items()),
         "seed": seed,

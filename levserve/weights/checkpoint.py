@@ -35,7 +35,7 @@ from levserve.weights.levanter_folder import CONFIG_FILE, find_config, is_levant
 from levserve.weights.mapping import release_pages
 from levserve.weights.progress import Progress, Report
 from levserve.weights.stored_tensor import StoredTensor
-from levserve.weights.tensor_names import Format, Target, find_targets, match_tensors
+from levserve.weights.tensor_names import INTERLEAVED, Format, Target, find_targets, match_tensors
 
 if TYPE_CHECKING:
     from levserve.weights.levanter_checkpoint import Checkpoint
@@ -185,7 +185,10 @@ def _find_sources(path: Path, config: ModelConfig, dtype: jnp.dtype) -> dict[str
     if is_levanter_checkpoint(path):
         tensors = dict(_open_checkpoint(path).read_tensors(np.dtype(dtype)))
     elif path.is_dir():
-        tensors = dict(hf_tensors.read_tensors(path))
+        tensors = dict(hf_tensors.read_tensors(path, config.head_dim))
+        if config.has_interleaved_heads:
+            for name in filter(INTERLEAVED.fullmatch, tensors):
+                tensors[name] = hf_tensors.InterleavedTensor(tensors[name], config.head_dim)
     else:
         file_format = Format.GGUF
         tensors = dict(gguf_tensors.read_tensors(path, config.head_dim))

@@ -16,9 +16,18 @@ from numpy.typing import NDArray
 
 from levserve.errors import StartupError
 from levserve.gguf.header import GGUFHeader, Value, read_header
-from levserve.model.config import LinearScaling, Llama3Scaling, LongScaling, ModelConfig, RopeScaling
+from levserve.model.config import (
+    Activation,
+    LinearScaling,
+    Llama3Scaling,
+    LongScaling,
+    ModelConfig,
+    RopeScaling,
+    YarnScaling,
+)
 from levserve.weights.config_fields import Fields
-from levserve.weights.hf_config import FAMILIES, Extras, long_attention_factor
+from levserve.weights.hf_config import FAMILIES, Extras, Family
+from levserve.weights.rope_scaling import long_attention_factor, scaled_context, yarn_attention_factor
 from levserve.weights.tensor_names import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS
 
 # Keys that change the forward pass, each with the values for which it is as we compute it.
@@ -56,6 +65,7 @@ READ_KEYS = (
     "rope.scaling.original_context_length",
     "rope.scaling.finetuned",
 )
+YARN_KEYS = ("rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow")
 # The file holds the factors that result from these numbers, which Llama 3.1 and 3.2 have in common.
 LLAMA3_LOW_FREQ_FACTOR, LLAMA3_HIGH_FREQ_FACTOR, LLAMA3_ORIGINAL_CONTEXT = 1.0, 4.0, 8192
 # These two scale their scores differently. Their files do not say so; llama.cpp goes by the number of layers.
@@ -78,13 +88,47 @@ def _gemma3_layers(fields: Fields, num_layers: int) -> list[bool]:
     return [layer % period < period - 1 for layer in range(num_layers)]
 
 
-def _gemma(fields: Fields, layers_of_27b: int) -> Extras:
-    hidden_size = fields.integer("embedding_length")
+def _olmo3_layers(fields: Fields, num_layers: int) -> list[bool]:
+    pattern = fields.get("attention.sliding_window_pattern")
+    if isinstance(pattern, list):
+        return list(map(bool, pattern))
+    return [(layer + 1) % 4 != 0 for layer in range(num_layers)]
+
+
+def _olmo(fields: Fields) -> Extras:
+    """OLMo 2, and OLMo 3, whose layers with a window have no rotary scaling."""
+    if not fields.has("attention.sliding_window"):
+        return {}
+    return {"local_rope_theta": fields.number("rope.freq_base", 10_000.0)}
+
+
+def _granite(fields: Fields) -> Extras:
+    return {
+        "embed_scale": _shortest(fields.number("embedding_scale", 1.0)),
+        "attention_scale": _shortest(fields.number("attention.scale", 1.0)),
+        "residual_scale": _shortest(fields.number("residual_scale", 1.0)),
+        "logit_scale": 1 / _shortest(fields.number("logit_scale", 1.0)),
+    }
+
+
+def _gpt_neox(fields: Fields) -> Extras:
+    return {
+        "is_parallel": fields.flag("use_parallel_residual", True),
+        "activation": Activation.GELU,
+        "qkv_bias": True,
+        "out_bias": True,
+    }
+
+
+def _gemma(fields: Fields) -> Extras:
+    return {"embed_scale": math.sqrt(fields.integer("embedding_length"))}
+
+
+def _gemma2(fields: Fields, layers_of_27b: int) -> Extras:
     scale_dim = _head_dim(fields)
     if fields.integer("block_count") == layers_of_27b:
-        scale_dim = hidden_size // _uniform(fields, "attention.head_count")
-    return {
-        "embed_scale": math.sqrt(hidden_size),
+        scale_dim = fields.integer("embedding_length") // _uniform(fields, "attention.head_count")
+    return _gemma(fields) | {
         "attention_scale": scale_dim**-0.5,
         "attention_softcap": fields.optional_number("attn_logit_softcapping"),
         "logit_softcap": fields.optional_number("final_logit_softcapping"),
@@ -92,7 +136,7 @@ def _gemma(fields: Fields, layers_of_27b: int) -> Extras:
 
 
 def _gemma3(fields: Fields) -> Extras:
-    return _gemma(fields, GEMMA3_27B_LAYERS) | {
+    return _gemma2(fields, GEMMA3_27B_LAYERS) | {
         "local_rope_theta": fields.number("rope.freq_base_swa", 10_000.0)
     }
 
@@ -123,8 +167,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen2": Architecture("Qwen2ForCausalLM"),
     "qwen3": Architecture("Qwen3ForCausalLM"),
     "qwen3moe": Architecture("Qwen3MoeForCausalLM", _qwen3_moe, keys=EXPERTS),
+    "gemma": Architecture("GemmaForCausalLM", _gemma),
     "gemma2": Architecture(
-        "Gemma2ForCausalLM", lambda fields: _gemma(fields, GEMMA2_27B_LAYERS), _gemma2_layers, SOFTCAPS
+        "Gemma2ForCausalLM", lambda fields: _gemma2(fields, GEMMA2_27B_LAYERS), _gemma2_layers, SOFTCAPS
     ),
     "gemma3": Architecture(
         "Gemma3ForCausalLM",
@@ -133,7 +178,23 @@ ARCHITECTURES: dict[str, Architecture] = {
         (*SOFTCAPS, "rope.freq_base_swa", "attention.sliding_window_pattern"),
     ),
     "phi3": Architecture("Phi3ForCausalLM", slides=_every_layer, keys=("rope.scaling.attn_factor",)),
-    "olmo2": Architecture("Olmo2ForCausalLM"),
+    "phi2": Architecture("PhiForCausalLM", keys=("attention.layer_norm_epsilon",)),
+    "olmo2": Architecture(  # also OLMo 3
+        "Olmo2ForCausalLM", _olmo, _olmo3_layers, ("attention.sliding_window_pattern",)
+    ),
+    "granite": Architecture(
+        "GraniteForCausalLM",
+        _granite,
+        keys=("embedding_scale", "attention.scale", "residual_scale", "logit_scale"),
+    ),
+    "command-r": Architecture(
+        "CohereForCausalLM",
+        lambda fields: {"logit_scale": _shortest(fields.number("logit_scale", 1.0))},
+        keys=("attention.layer_norm_epsilon", "logit_scale"),
+    ),
+    "gptneox": Architecture(
+        "GPTNeoXForCausalLM", _gpt_neox, keys=("attention.layer_norm_epsilon", "use_parallel_residual")
+    ),
     "gpt2": Architecture("GPT2LMHeadModel", keys=("attention.layer_norm_epsilon",)),
 }
 
@@ -166,7 +227,8 @@ def read_gguf_config(path: Path) -> ModelConfig:
         "windows": _windows(fields, architecture, num_layers),
     }
     if "rope_theta" not in always:
-        shape |= _rope(path, header, head_dim, fields)
+        shape |= _rope(path, header, head_dim, fields, FAMILIES[architecture.family])
+        shape["max_position"] = scaled_context(shape["rope_scaling"], shape["max_position"])
     return ModelConfig(**shape | always | architecture.read(fields))
 
 
@@ -189,8 +251,10 @@ def _architecture_fields(path: Path, header: GGUFHeader, name: str) -> Fields:
     allowed = set(architecture.keys)
     if architecture.slides:
         allowed.add("attention.sliding_window")
-    if own.get("rope.scaling.type") == "linear":
+    if own.get("rope.scaling.type") in ("linear", "yarn"):
         allowed |= {"rope.scaling.type", "rope.scaling.factor"}
+    if own.get("rope.scaling.type") == "yarn":
+        allowed |= {"rope.scaling.attn_factor", *YARN_KEYS}
     fields.require({key: values for key, values in SUPPORTED_VALUES.items() if key not in allowed})
     fields.require_known((*READ_KEYS, *SUPPORTED_VALUES, *allowed))
     return fields
@@ -231,17 +295,18 @@ def _windows(fields: Fields, architecture: Architecture, num_layers: int) -> tup
     return tuple(window if slide else None for slide in slides)
 
 
-def _rope(path: Path, header: GGUFHeader, head_dim: int, fields: Fields) -> Extras:
+def _rope(path: Path, header: GGUFHeader, head_dim: int, fields: Fields, family: Family) -> Extras:
     theta = fields.number("rope.freq_base", 10_000.0)
     size = fields.integer("rope.dimension_count", head_dim)
-    is_phi = LONG_FACTORS in header.tensors
-    if size != head_dim and not is_phi:  # only Phi-4-mini rotates part of a head
+    if size != head_dim and "partial_rotary_factor" not in family.supported:
         raise fields.refused("rope.dimension_count")
     scaling = _long_scaling(path, header, size, fields)
     if scaling is None:
         scaling = _llama3_scaling(path, header, head_dim, theta, fields)
     if scaling is None and fields.get("rope.scaling.type") == "linear":
         scaling = LinearScaling(fields.number("rope.scaling.factor"))
+    if scaling is None and fields.get("rope.scaling.type") == "yarn":
+        scaling = _yarn_scaling(fields)
     return {"rope_theta": theta, "rope_scaling": scaling, "rotary_size": None if size == head_dim else size}
 
 
@@ -257,6 +322,20 @@ def _long_scaling(path: Path, header: GGUFHeader, size: int, fields: Fields) -> 
     attention_factor = long_attention_factor(fields.integer("context_length") / original, original)
     short, long = found
     return LongScaling(short, long, original, fields.number("rope.scaling.attn_factor", attention_factor))
+
+
+def _yarn_scaling(fields: Fields) -> RopeScaling:
+    factor = _shortest(fields.number("rope.scaling.factor"))
+    original = fields.integer("rope.scaling.original_context_length", fields.integer("context_length"))
+    # llama.cpp multiplies YaRN's own factor by this one.
+    further = _shortest(fields.number("rope.scaling.attn_factor", 1.0))
+    return YarnScaling(
+        factor,
+        original,
+        yarn_attention_factor(factor) * further,
+        beta_fast=_shortest(fields.number("rope.scaling.yarn_beta_fast", 32.0)),
+        beta_slow=_shortest(fields.number("rope.scaling.yarn_beta_slow", 1.0)),
+    )
 
 
 def _llama3_scaling(

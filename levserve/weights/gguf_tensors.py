@@ -1,7 +1,7 @@
 """Reads the tensors of a GGUF file and decodes its quantized blocks.
 
 llama.cpp's rotary positions pair neighbouring rows of a head, Hugging Face's pair one half with the other. So
-its converter interleaves the q and k rows of the llama architecture; here they get Hugging Face's order back.
+its converter interleaves the q and k rows of some architectures; here they get Hugging Face's order back.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ KINDS = (
     Kind.IQ4_NL,
     Kind.IQ4_XS,
 )
-INTERLEAVED_ARCHITECTURE = "llama"
+INTERLEAVED_ARCHITECTURES = ("llama", "granite", "command-r")
 INTERLEAVED_NAME = re.compile(r"blk\.\d+\.attn_[qk]\.(weight|bias)")
 
 
@@ -66,7 +66,7 @@ class GGUFTensor:
 def read_tensors(path: Path, head_dim: int) -> Iterator[tuple[str, StoredTensor]]:
     """Every tensor of the file, in file order."""
     header = read_header(path)
-    is_interleaved = header.metadata.get("general.architecture") == INTERLEAVED_ARCHITECTURE
+    is_interleaved = header.metadata.get("general.architecture") in INTERLEAVED_ARCHITECTURES
     for name, entry in header.tensors.items():
         _check_entry(path, name, entry)
         has_heads = is_interleaved and INTERLEAVED_NAME.fullmatch(name)

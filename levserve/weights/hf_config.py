@@ -17,13 +17,10 @@ from typing import Any
 from levserve.errors import StartupError
 from levserve.model.config import (
     Activation,
-    LinearScaling,
-    Llama3Scaling,
-    LongScaling,
     ModelConfig,
-    RopeScaling,
 )
 from levserve.weights.config_fields import Fields
+from levserve.weights.rope_scaling import read_scaling, scaled_context
 
 # Keys that change the forward pass, each with the values for which it is as we compute it.
 SUPPORTED_VALUES: dict[str, tuple[object, ...]] = {
@@ -53,19 +50,8 @@ SUPPORTED_VALUES: dict[str, tuple[object, ...]] = {
     "scale_attn_weights": (True, None),
     "scale_attn_by_inverse_layer_idx": (False, None),
 }
-SCALING_KEYS: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "longrope": (
-        "short_factor",
-        "long_factor",
-        "factor",
-        "attention_factor",
-        "original_max_position_embeddings",
-    ),
-}
-ROPE_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+GELU_TANH = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
+"""Names of one formula."""
 QWEN_WINDOW_FROM = 28  # transformers' default of `max_window_layers`
 
 Extras = dict[str, Any]
@@ -98,14 +84,21 @@ def _gemma3_layers(fields: Fields, num_layers: int) -> list[bool]:
     return [(layer + 1) % pattern != 0 for layer in range(num_layers)]
 
 
+def _olmo3_layers(fields: Fields, num_layers: int) -> list[bool]:
+    return [(layer + 1) % 4 != 0 for layer in range(num_layers)]
+
+
 def _attention_bias(fields: Fields) -> Extras:
     has_bias = fields.flag("attention_bias", False)
     return {"qkv_bias": has_bias, "out_bias": has_bias}
 
 
 def _gemma(fields: Fields) -> Extras:
-    return _attention_bias(fields) | {
-        "embed_scale": math.sqrt(fields.integer("hidden_size")),
+    return _attention_bias(fields) | {"embed_scale": math.sqrt(fields.integer("hidden_size"))}
+
+
+def _gemma2(fields: Fields) -> Extras:
+    return _gemma(fields) | {
         "attention_scale": fields.number("query_pre_attn_scalar") ** -0.5,
         "attention_softcap": fields.optional_number("attn_logit_softcapping"),
         "logit_softcap": fields.optional_number("final_logit_softcapping"),
@@ -113,10 +106,38 @@ def _gemma(fields: Fields) -> Extras:
 
 
 def _gemma3(fields: Fields) -> Extras:
+    return _gemma2(fields) | _local_rope(fields, fields.number("rope_local_base_freq", 10_000.0))
+
+
+def _olmo3(fields: Fields) -> Extras:
+    return _attention_bias(fields) | _local_rope(fields, fields.number("rope_theta"))
+
+
+def _local_rope(fields: Fields, default: float) -> Extras:
+    """The rotary positions of layers with a window, which are never scaled."""
     local = fields.mapping("rope_parameters").mapping("sliding_attention")
     local.require({"rope_type": ("default", None)})
-    return _gemma(fields) | {
-        "local_rope_theta": local.number("rope_theta", fields.number("rope_local_base_freq", 10_000.0))
+    return {"local_rope_theta": local.number("rope_theta", default)}
+
+
+def _granite(fields: Fields) -> Extras:
+    return _attention_bias(fields) | {
+        "embed_scale": fields.number("embedding_multiplier", 1.0),
+        "attention_scale": fields.number("attention_multiplier", 1.0),
+        "residual_scale": fields.number("residual_multiplier", 1.0),
+        "logit_scale": 1 / fields.number("logits_scaling", 1.0),
+    }
+
+
+def _cohere(fields: Fields) -> Extras:
+    return _attention_bias(fields) | {"logit_scale": fields.number("logit_scale", 0.0625)}
+
+
+def _gpt_neox(fields: Fields) -> Extras:
+    is_exact = fields.get("hidden_act") in ("gelu", None)
+    return _attention_bias(fields) | {
+        "is_parallel": fields.flag("use_parallel_residual", True),
+        "activation": Activation.GELU if is_exact else Activation.GELU_TANH,
     }
 
 
@@ -154,13 +175,17 @@ class Family:
     """The family's own names for keys that every family has."""
     inside: str = ""
     """Key of the language model's configuration, if the model has other parts too."""
+    has_local_rope: bool = False
+    """Layers with a window have rotary positions of their own, and `rope_parameters` an entry for each
+    kind."""
 
     def key(self, key: str) -> str:
         return self.keys.get(key, key)
 
 
-GEMMA: Extras = {"has_offset_norms": True, "has_post_norms": True, "activation": Activation.GELU_TANH}
-GEMMA_KEYS: dict[str, tuple[object, ...] | None] = {
+GEMMA: Extras = {"has_offset_norms": True, "activation": Activation.GELU_TANH}
+GEMMA2: Extras = GEMMA | {"has_post_norms": True}
+GEMMA2_KEYS: dict[str, tuple[object, ...] | None] = {
     "hidden_act": None,  # transformers ignores it
     "hidden_activation": ("gelu_pytorch_tanh", None),
     "attn_logit_softcapping": None,
@@ -168,10 +193,10 @@ GEMMA_KEYS: dict[str, tuple[object, ...] | None] = {
     "query_pre_attn_scalar": None,
 }
 GEMMA3 = Family(
-    GEMMA | {"qk_norm": True},
+    GEMMA2 | {"qk_norm": True},
     _gemma3,
     _gemma3_layers,
-    GEMMA_KEYS,
+    GEMMA2_KEYS,
     {
         "vocab_size": 262_208,
         "num_attention_heads": 8,
@@ -184,7 +209,16 @@ GEMMA3 = Family(
         "sliding_window": 4096,
         "tie_word_embeddings": True,
     },
+    has_local_rope=True,
 )
+OLMO2: Extras = {
+    "has_pre_norms": False,
+    "has_post_norms": True,
+    "qk_norm": True,
+    "qk_norm_spans_heads": True,
+}
+UNGATED: Extras = {"has_layer_norms": True, "mlp_bias": True, "is_gated": False}
+"""GPT-2, GPT-NeoX and Phi-2: layer norms, and a feed-forward part with biases and without a gate."""
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(),
     "MistralForCausalLM": Family(slides=_every_layer, defaults={"sliding_window": 4096}),
@@ -192,11 +226,25 @@ FAMILIES: dict[str, Family] = {
         {"qkv_bias": True}, lambda fields: {}, _qwen_layers, defaults={"sliding_window": 4096}
     ),
     "Qwen3ForCausalLM": Family({"qk_norm": True}, slides=_qwen_layers, defaults={"sliding_window": 4096}),
-    "Gemma2ForCausalLM": Family(
+    "GemmaForCausalLM": Family(
         GEMMA,
         _gemma,
+        supported={
+            "hidden_act": ("gelu", "gelu_pytorch_tanh", None),  # the first releases mean the same by both
+            "hidden_activation": ("gelu_pytorch_tanh", None),
+        },
+        defaults={
+            "head_dim": 256,
+            "max_position_embeddings": 8192,
+            "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "Gemma2ForCausalLM": Family(
+        GEMMA2,
+        _gemma2,
         _gemma2_layers,
-        GEMMA_KEYS,
+        GEMMA2_KEYS,
         {
             "query_pre_attn_scalar": 256,
             "attn_logit_softcapping": 50.0,
@@ -211,8 +259,23 @@ FAMILIES: dict[str, Family] = {
     "Phi3ForCausalLM": Family(
         read=lambda fields: {}, slides=_every_layer, supported={"partial_rotary_factor": None}
     ),
-    "Olmo2ForCausalLM": Family(
-        {"has_pre_norms": False, "has_post_norms": True, "qk_norm": True, "qk_norm_spans_heads": True}
+    "Olmo2ForCausalLM": Family(OLMO2),
+    "Olmo3ForCausalLM": Family(
+        OLMO2,
+        _olmo3,
+        _olmo3_layers,
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096},
+        has_local_rope=True,
+    ),
+    "GraniteForCausalLM": Family(
+        read=_granite,
+        supported={
+            "embedding_multiplier": None,
+            "attention_multiplier": None,
+            "residual_multiplier": None,
+            "logits_scaling": None,
+        },
+        defaults={"rms_norm_eps": 1e-6},
     ),
     "MixtralForCausalLM": Family({}, _mixtral, _every_layer, {"num_local_experts": None}),
     "Qwen3MoeForCausalLM": Family(
@@ -222,19 +285,61 @@ FAMILIES: dict[str, Family] = {
         {"num_experts": None, "num_local_experts": None},
         {"sliding_window": 4096},
     ),
-    "GPT2LMHeadModel": Family(
+    "CohereForCausalLM": Family(
         {
-            "rope_theta": None,
-            "has_position_table": True,
             "has_layer_norms": True,
+            "has_norm_biases": False,
+            "is_parallel": True,
+            "shares_norm": True,
+            "has_interleaved_heads": True,
+        },
+        _cohere,
+        supported={"logit_scale": None, "use_qk_norm": (False, None)},
+        defaults={"layer_norm_eps": 1e-5, "rope_theta": 5e5, "tie_word_embeddings": True},
+        keys={"rms_norm_eps": "layer_norm_eps"},
+    ),
+    "GPTNeoXForCausalLM": Family(
+        UNGATED,
+        _gpt_neox,
+        supported={"hidden_act": ("gelu", *GELU_TANH, None), "partial_rotary_factor": None},
+        defaults={"attention_bias": True, "layer_norm_eps": 1e-5, "rotary_pct": 0.25},
+        keys={
+            "rms_norm_eps": "layer_norm_eps",
+            "partial_rotary_factor": "rotary_pct",
+            "rope_theta": "rotary_emb_base",
+        },
+    ),
+    "PhiForCausalLM": Family(
+        UNGATED
+        | {
+            "is_parallel": True,
+            "shares_norm": True,
             "qkv_bias": True,
             "out_bias": True,
-            "mlp_bias": True,
-            "is_gated": False,
+            "head_bias": True,
+            "activation": Activation.GELU_TANH,
+        },
+        lambda fields: {},
+        supported={
+            "hidden_act": (*GELU_TANH, None),
+            "partial_rotary_factor": None,
+            "qk_layernorm": (False, None),
+            "tie_word_embeddings": (False, None),  # the head has a bias
+        },
+        defaults={"layer_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
+        keys={"rms_norm_eps": "layer_norm_eps"},
+    ),
+    "GPT2LMHeadModel": Family(
+        UNGATED
+        | {
+            "rope_theta": None,
+            "has_position_table": True,
+            "qkv_bias": True,
+            "out_bias": True,
             "activation": Activation.GELU_TANH,
         },
         lambda fields: {"intermediate_size": fields.integer("n_inner", 4 * fields.integer("n_embd"))},
-        supported={"activation_function": ("gelu_new", "gelu_pytorch_tanh", None)},
+        supported={"activation_function": (*GELU_TANH, None)},
         defaults={"tie_word_embeddings": True},
         keys={
             "hidden_size": "n_embd",
@@ -282,6 +387,7 @@ def make_hf_config(written: Fields) -> ModelConfig:
         shape["intermediate_size"] = fields.integer("intermediate_size")
     if "rope_theta" not in extras:
         shape |= _rope(fields, family, head_dim, max_position)
+        shape["max_position"] = scaled_context(shape["rope_scaling"], max_position)
     return ModelConfig(**shape | extras)
 
 
@@ -308,46 +414,21 @@ def _family(fields: Fields) -> Family:
 def _rope(fields: Fields, family: Family, head_dim: int, max_position: int) -> Extras:
     """Reads the rotary positions. If both forms are present both are checked, and the newer one counts."""
     newer, older = fields.mapping("rope_parameters"), fields.mapping("rope_scaling")
-    if family.read is _gemma3 and newer.has("full_attention"):
+    if family.has_local_rope and newer.has("full_attention"):
         newer.require_known(("full_attention", "sliding_attention"))
         newer = newer.mapping("full_attention")
     if "partial_rotary_factor" not in family.supported:
         for rope in (newer, older):
             rope.require({"partial_rotary_factor": (1.0, None)})
-    portion = newer.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
+    portion = newer.number("partial_rotary_factor", fields.number(family.key("partial_rotary_factor"), 1.0))
     rotary_size = int(head_dim * portion)
     original = fields.integer("original_max_position_embeddings", max_position)
-    scalings = [_scaling(rope, max_position, original, rotary_size) for rope in (newer, older)]
+    scalings = [read_scaling(rope, max_position, original, rotary_size) for rope in (newer, older)]
     return {
-        "rope_theta": newer.number("rope_theta", fields.number("rope_theta", 10_000.0)),
+        "rope_theta": newer.number("rope_theta", fields.number(family.key("rope_theta"), 10_000.0)),
         "rope_scaling": scalings[0] or scalings[1],
         "rotary_size": None if rotary_size == head_dim else rotary_size,
     }
-
-
-def _scaling(rope: Fields, max_position: int, original: int, rotary_size: int) -> RopeScaling | None:
-    types = (None, "su", *SCALING_KEYS)  # longrope was called su at first
-    rope.require({"rope_type": types, "type": types})
-    kind = str(rope.get("rope_type") or rope.get("type") or "default").replace("su", "longrope")
-    rope.require_known((*ROPE_KEYS, *SCALING_KEYS[kind]))
-    original = rope.integer("original_max_position_embeddings", original)
-    match kind:
-        case "linear":
-            return LinearScaling(rope.number("factor"))
-        case "llama3":
-            low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
-            return Llama3Scaling(rope.number("factor"), low, high, original)
-        case "longrope":
-            short = rope.numbers("short_factor", rotary_size // 2)
-            long = rope.numbers("long_factor", rotary_size // 2)
-            by_length = long_attention_factor(max_position / original, original)
-            return LongScaling(short, long, original, rope.number("attention_factor", by_length))
-    return None
-
-
-def long_attention_factor(factor: float, original: int) -> float:
-    """Phi-3's factor for queries and keys, for a context `factor` times as long as the original."""
-    return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
 
 
 def _windows(fields: Fields, family: Family, num_layers: int) -> tuple[int | None, ...]:

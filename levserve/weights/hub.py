@@ -1,12 +1,14 @@
 """Downloads a model from the Hugging Face Hub into the cache. Imports no jax.
 
-It takes only what serving needs: configuration, tokenizer and safetensors in the repository's top folder.
+It takes only what serving needs: configuration, tokenizer and weights in the repository's top folder. Weights
+are safetensors, and PyTorch's files only if there are none.
 """
 
 from __future__ import annotations
 
 import io
 import time
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -16,21 +18,45 @@ from levserve.weights.progress import INTERVAL_SECONDS, Report
 
 ALLOW_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken"]
 IGNORE_PATTERNS = ["*/*", "consolidated*.safetensors"]  # Meta and Mistral publish the weights twice
+SAFETENSORS, TORCH_FILES = "*.safetensors", "pytorch_model*.bin"
 
 
-def is_needed(name: str) -> bool:
-    """Whether serving needs the file of this name in a model's folder."""
+def needed_files(names: Sequence[str], *, with_weights: bool = True) -> list[str]:
+    """Those of a folder's files that serving a model needs."""
+    needed = [name for name in names if _is_needed(name)]
+    if not with_weights:
+        return [name for name in needed if not fnmatch(name, SAFETENSORS)]
+    if any(fnmatch(name, SAFETENSORS) for name in needed):
+        return needed
+    return needed + [name for name in names if fnmatch(name, TORCH_FILES) and "/" not in name]
+
+
+def has_weights(names: Iterable[str]) -> bool:
+    return any(fnmatch(name, SAFETENSORS) or fnmatch(name, TORCH_FILES) for name in names)
+
+
+def _is_needed(name: str) -> bool:
     is_allowed = any(fnmatch(name, pattern) for pattern in ALLOW_PATTERNS)
     return is_allowed and not any(fnmatch(name, pattern) for pattern in IGNORE_PATTERNS)
 
 
 def fetch_repo(
-    repo: str, *, revision: str, cache_path: Path, report: Report, without: tuple[str, ...] = ()
+    repo: str, *, revision: str, cache_path: Path, report: Report, with_weights: bool = True
 ) -> Path:
     """The folder with the repository's files; files that are in the cache are not downloaded again.
 
     An empty revision is the main branch.
     """
+    without = [] if with_weights else [SAFETENSORS]
+    folder = _fetch(repo, revision, cache_path, report, ALLOW_PATTERNS, without)
+    if with_weights and not any(folder.glob(SAFETENSORS)):
+        _fetch(repo, revision, cache_path, report, [TORCH_FILES], [])
+    return folder
+
+
+def _fetch(
+    repo: str, revision: str, cache_path: Path, report: Report, patterns: list[str], without: list[str]
+) -> Path:
     # Imported here because it takes 0.3 s, which a start from local files need not pay.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
@@ -47,7 +73,7 @@ def fetch_repo(
             repo,
             revision=revision or None,
             cache_dir=cache_path,
-            allow_patterns=ALLOW_PATTERNS,
+            allow_patterns=patterns,
             ignore_patterns=[*IGNORE_PATTERNS, *without],
             tqdm_class=_reporting_bar(repo, report),
         )

@@ -49,6 +49,7 @@ GPT2_NAMES = {
     "transformer/ln_f/bias": "ln_f.bias",
 }
 VECTOR = re.compile(r".*(bias|norm\.weight|ln_\w\.weight)")
+EXPERTS = re.compile(r".*\.experts\.w[123]\.weight")  # [expert, in, out]
 SPLIT_INPUT = re.compile(r".*\.(o_proj|c_attn)\.weight")  # [embed, head ...]; others have the heads first
 
 
@@ -86,7 +87,7 @@ class Checkpoint:
                 raise StartupError(f"{self.folder}: {path} is stored as {stored}; supported are {supported}")
             stack = Stack(f"{self.folder}: {path}", array, dtype, is_stacked="/stacked/" in path)
             for name, shape, index in self._layers(path):
-                is_transposed = TRANSPOSED.fullmatch(name) is not None
+                is_transposed = bool(TRANSPOSED.fullmatch(name) or EXPERTS.fullmatch(name))
                 yield name, LevanterTensor(stack, index, fold(name, shape), is_transposed=is_transposed)
 
     def _layers(self, path: str) -> Iterator[tuple[str, tuple[int, ...], int]]:
@@ -165,25 +166,28 @@ class Stack:
 
 
 class LevanterTensor:
-    """One layer of a stack, in Hugging Face's shape with the rows first."""
+    """One layer of a stack, in Hugging Face's shape with the rows first, or with the experts before them."""
 
     def __init__(self, stack: Stack, index: int, shape: tuple[int, ...], *, is_transposed: bool) -> None:
         self._stack = stack
         self._index = index
         self._stored_shape = shape
         self._is_transposed = is_transposed
-        self.shape = shape[::-1] if is_transposed else shape
+        self.shape = (*shape[:-2], shape[-1], shape[-2]) if is_transposed else shape
 
     def read(self, start: int, stop: int) -> NDArray[np.generic]:
-        part = (slice(None), slice(start, stop)) if self._is_transposed else slice(start, stop)
+        has_columns_first = self._is_transposed and len(self.shape) == 2
+        part = (slice(None), slice(start, stop)) if has_columns_first else slice(start, stop)
         rows = self._stack.take(self._index, self._stored_shape, part)
-        return rows.T if self._is_transposed else rows
+        return rows.swapaxes(-1, -2) if self._is_transposed else rows
 
 
 def fold(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Merges the axes of heads: [kv_head, group, head, embed] becomes [out, in]."""
     if VECTOR.fullmatch(name):
         return (math.prod(shape),)
+    if EXPERTS.fullmatch(name):
+        return shape
     if SPLIT_INPUT.fullmatch(name):
         return shape[0], math.prod(shape[1:])
     return math.prod(shape[:-1]), shape[-1]

@@ -43,6 +43,13 @@ DEFAULTS: dict[str, dict[str, object]] = {
     "qwen": {"layer_norm_epsilon": 1e-5, "num_kv_heads": 32},
     "qwen3": {"layer_norm_epsilon": 1e-5, "num_kv_heads": 32},
     "mistral": {"layer_norm_epsilon": 1e-6, "num_kv_heads": 8},
+    "mixtral": {
+        "layer_norm_epsilon": 1e-6,
+        "num_kv_heads": 8,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    "gemma": {"layer_norm_epsilon": 1e-5, "num_kv_heads": 1},
     "olmo2": {"layer_norm_epsilon": 1e-6, "num_kv_heads": 32},
     "gemma2": {"layer_norm_epsilon": 1e-5, "num_kv_heads": 1, "attn_logit_softcapping": 50.0},
     "gemma3": {"layer_norm_epsilon": 1e-5, "num_kv_heads": 1},
@@ -126,10 +133,26 @@ def _llama(fields: Fields, shapes: Shapes) -> dict[str, object]:
     return _common(fields, shapes) | {"architectures": [architecture], "hidden_act": "silu"}
 
 
+def _mixtral(fields: Fields, shapes: Shapes) -> dict[str, object]:
+    fields.require(SUPPORTED_VALUES | {"n_shared_experts": (0, None)})
+    _require_activation(fields, ("silu", "swish"))
+    return _common(fields, shapes) | {
+        "architectures": ["MixtralForCausalLM"],
+        "hidden_act": "silu",
+        "num_local_experts": fields.integer("n_routed_experts"),
+        "num_experts_per_tok": fields.integer("num_experts_per_tok"),
+    }
+
+
 def _olmo2(fields: Fields, shapes: Shapes) -> dict[str, object]:
     fields.require(SUPPORTED_VALUES)
     _require_activation(fields, ("silu", "swish"))
     return _common(fields, shapes) | {"architectures": ["Olmo2ForCausalLM"], "hidden_act": "silu"}
+
+
+def _gemma1(fields: Fields, shapes: Shapes) -> dict[str, object]:
+    values = _gemma(fields, shapes) | {"architectures": ["GemmaForCausalLM"]}
+    return values | {"query_pre_attn_scalar": None, "sliding_window": None}
 
 
 def _gemma2(fields: Fields, shapes: Shapes) -> dict[str, object]:
@@ -221,7 +244,9 @@ TRANSLATIONS: dict[str, Callable[[Fields, Shapes], dict[str, object]]] = {
     "mistral": _llama,
     "qwen": _llama,
     "qwen3": _llama,
+    "mixtral": _mixtral,
     "olmo2": _olmo2,
+    "gemma": _gemma1,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
     "gpt2": _gpt2,

@@ -10,7 +10,7 @@ from levserve.errors import StartupError
 from levserve.settings.settings import Settings
 from levserve.weights.cache_folder import Lease
 from levserve.weights.fetch import fetch_files
-from levserve.weights.hub import fetch_repo, is_needed
+from levserve.weights.hub import fetch_repo, needed_files
 from levserve.weights.progress import Report
 from levserve.weights.store import Store, is_address
 
@@ -19,7 +19,7 @@ from levserve.weights.store import Store, is_address
 class ModelFiles:
     """A model on disk.
 
-    `path` is a folder with config.json and *.safetensors, a .gguf file, or a Levanter checkpoint. `name` is
+    `path` is a folder with config.json and weights, a .gguf file, or a Levanter checkpoint. `name` is
     the model's own name. `config_file` belongs to a Levanter run. `tokenizer` is set if the tokenizer is not
     at `path`.
     """
@@ -35,10 +35,7 @@ def find_tokenizer(name: str, settings: Settings, report: Report) -> Path:
     """The folder or .gguf file of a tokenizer, given as a path, an address or a name on the Hub."""
     if is_address(name):
         store = Store(name)
-        needed = [
-            file for file in store.list_files() if is_needed(file) and not file.endswith(".safetensors")
-        ]
-        files = store.describe_all(needed)
+        files = store.describe_all(needed_files(store.list_files(), with_weights=False))
         if not files:
             raise StartupError(f"tokenizer {name}: there are no tokenizer files")
         lease = fetch_files(store, files, settings.cache_path, limit_bytes=settings.cache_size, report=report)
@@ -46,4 +43,4 @@ def find_tokenizer(name: str, settings: Settings, report: Report) -> Path:
     if Path(name).exists() or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name, re.ASCII):
         return Path(name)
     cache_path = settings.cache_path / "hub"
-    return fetch_repo(name, revision="", cache_path=cache_path, report=report, without=("*.safetensors",))
+    return fetch_repo(name, revision="", cache_path=cache_path, report=report, with_weights=False)

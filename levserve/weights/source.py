@@ -8,19 +8,22 @@ loaded and may download. Imports no jax.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from levserve.errors import ConfigError, StartupError
 from levserve.settings.settings import Settings
 from levserve.weights.bundled import SMOLLM2, find_bundled
 from levserve.weights.fetch import fetch_files
-from levserve.weights.hub import fetch_repo, is_needed
+from levserve.weights.hub import fetch_repo, has_weights, needed_files
+from levserve.weights.levanter_folder import METADATA_FILE
 from levserve.weights.model_files import ModelFiles, find_tokenizer
 from levserve.weights.progress import Report
 from levserve.weights.store import Store, check_address, is_address
 
+WEIGHTS = "*.safetensors or pytorch_model*.bin"
 ACCEPTED = (
-    f"{SMOLLM2.name}, a folder with config.json and *.safetensors, a .gguf file, "
+    f"{SMOLLM2.name}, a folder with config.json and {WEIGHTS}, a .gguf file, "
     "an org/name on the Hugging Face Hub, or a gs://, s3:// or http(s):// address of such a folder or file"
 )
 REPO_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
@@ -36,7 +39,10 @@ KNOWN_FILES = (
     "chat_template.jinja",
     "model.safetensors",
     "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
 )
+SHARD = re.compile(r'"([\w.-]+\.(?:safetensors|bin))"')
 
 
 def check_source(settings: Settings) -> None:
@@ -52,6 +58,9 @@ def check_source(settings: Settings) -> None:
 
 def find_source(settings: Settings, report: Report, *, with_tokenizer: bool = True) -> ModelFiles:
     """The files of the model that the settings name, downloaded if necessary."""
+    address = stored_name(settings.model, settings.model_store)
+    if not settings.checkpoint_path and _is_stored_run(address):
+        settings = replace(settings, checkpoint_path=address)
     if settings.checkpoint_path:
         # Imports jax, which must wait until after the fork.
         from levserve.weights.levanter_run import (
@@ -60,7 +69,6 @@ def find_source(settings: Settings, report: Report, *, with_tokenizer: bool = Tr
 
         files = find_run(settings, report, with_tokenizer=with_tokenizer and not settings.tokenizer)
     else:
-        address = stored_name(settings.model, settings.model_store)
         files = find_model(
             address,
             revision=settings.revision,
@@ -81,6 +89,20 @@ def stored_name(model: str, store: str) -> str:
     if not store or model == SMOLLM2.name or is_address(model) or Path(model).expanduser().exists():
         return model
     return f"{store.rstrip('/')}/{model.replace('/', '-')}"
+
+
+def _is_stored_run(address: str) -> bool:
+    """Whether a Levanter run, or one of its checkpoints, is at an address where a model may be."""
+    if not is_address(address) or address.endswith(GGUF_SUFFIX):
+        return False
+    store = Store(address)
+    if store.describe("config.json") is not None:
+        return False
+    names = store.list_entries()
+    return METADATA_FILE in names or any(
+        is_folder and store.describe(f"{name}/{METADATA_FILE}") is not None
+        for name, is_folder in names.items()
+    )
 
 
 def check_model(model: str) -> None:
@@ -124,22 +146,26 @@ def _fetch_model(address: str, cache_path: Path, limit_bytes: int, report: Repor
             raise StartupError(f"model {address} does not exist")
         lease = fetch_files(store, [file], cache_path, limit_bytes=limit_bytes, report=report)
         return ModelFiles(name.removesuffix(GGUF_SUFFIX), lease.path / file.name, lease=lease)
-    files = store.describe_all(_model_files(store))
-    names = sorted(file.name for file in files)
-    if "config.json" not in names or not any(name.endswith(".safetensors") for name in names):
+    found_files = store.describe_all(_model_files(store))
+    needed = needed_files([file.name for file in found_files])
+    files = [file for file in found_files if file.name in needed]
+    names = sorted(needed)
+    if "config.json" not in names or not has_weights(names):
         found = f"found {', '.join(names[:8])}" if names else "found nothing"
-        raise StartupError(f"model {address}: expected config.json and *.safetensors, {found}")
+        raise StartupError(f"model {address}: expected config.json and {WEIGHTS}, {found}")
     lease = fetch_files(store, files, cache_path, limit_bytes=limit_bytes, report=report)
     return ModelFiles(name, lease.path, lease=lease)
 
 
 def _model_files(store: Store) -> list[str]:
     """The names of the files that serving needs from a Hugging Face folder in a store."""
-    listed = [name for name in store.list_files() if is_needed(name)]
+    listed = needed_files(store.list_files())
     if listed or not store.address.startswith("http"):
         return listed
-    index = (store.read("model.safetensors.index.json") or b"").decode(errors="replace")
-    shards = re.findall(r'"([\w.-]+\.safetensors)"', index)
+    shards: set[str] = set()
+    for name in KNOWN_FILES:
+        if name.endswith(".index.json"):
+            shards.update(SHARD.findall((store.read(name) or b"").decode(errors="replace")))
     return sorted({*KNOWN_FILES, *shards})
 
 
@@ -156,6 +182,6 @@ def local_problem(path: Path) -> str | None:
         return None if is_gguf else f"is a file of an unknown type ({path.suffix or 'no suffix'})"
     if not (path / "config.json").is_file():
         return "is a folder without config.json"
-    if not any(path.glob("*.safetensors")):
-        return "is a folder without *.safetensors"
+    if not has_weights(file.name for file in path.iterdir()):
+        return f"is a folder without {WEIGHTS}"
     return None

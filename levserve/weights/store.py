@@ -96,10 +96,22 @@ class Store:
 
     def list_folders(self) -> list[str]:
         """The names of the folders directly below this one."""
+        return [name for name, is_folder in self.list_entries().items() if is_folder]
+
+    def list_entries(self) -> dict[str, bool]:
+        """The names directly below this folder in their order, and whether each is a folder; {} if there is
+        nothing."""
         with as_startup_error(self.address):
-            entries = self._fs.ls(self._root, detail=True)
-        folders = [str(entry["name"]).rstrip("/") for entry in entries if entry["type"] == "directory"]
-        return sorted(PurePosixPath(path).name for path in folders if path != self._root.rstrip("/"))
+            try:
+                entries = self._fs.ls(self._root, detail=True)
+            except FileNotFoundError:
+                return {}
+        found: dict[str, bool] = {}
+        for entry in entries:
+            path = str(entry["name"]).rstrip("/")
+            if path != self._root.rstrip("/"):
+                found[PurePosixPath(path).name] = entry["type"] == "directory"
+        return dict(sorted(found.items()))
 
     def read(self, name: str) -> bytes | None:
         """The content of a small file; None if it does not exist."""

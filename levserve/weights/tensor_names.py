@@ -28,6 +28,10 @@ IGNORED = re.compile(
 )
 # GPT-2 stores its matrices [in, out].
 TRANSPOSED = re.compile(r"h\.\d+\.(attn|mlp)\.c_\w+\.weight")
+# Cohere stores the rows of these that are rotated together as neighbours.
+INTERLEAVED = re.compile(r"model\.layers\.\d+\.self_attn\.[qk]_proj\.(weight|bias)")
+# GPT-NeoX stores query, key and value of one head after the other.
+BY_HEAD = re.compile(r"gpt_neox\.layers\.\d+\.attention\.query_key_value\.(weight|bias)")
 
 
 class Format(StrEnum):
@@ -112,6 +116,9 @@ TABLE: dict[Format, tuple[Line, ...]] = {
         Line("layers.{}.router", "model.layers.{}.block_sparse_moe.gate.weight"),
         Line("layers.{}.experts_gate_up", "model.layers.{}.block_sparse_moe.experts.{e}.w[1|3].weight"),
         Line("layers.{}.experts_down", "model.layers.{}.block_sparse_moe.experts.{e}.w2.weight"),
+        # Mixtral in Levanter's checkpoints, all experts as one
+        Line("layers.{}.experts_gate_up", "model.layers.{}.block_sparse_moe.experts.w[1|3].weight"),
+        Line("layers.{}.experts_down", "model.layers.{}.block_sparse_moe.experts.w2.weight"),
         Line("final_norm", "model.norm.weight"),
         Line("head", "lm_head.weight"),
         # GPT-2
@@ -131,6 +138,34 @@ TABLE: dict[Format, tuple[Line, ...]] = {
         Line("layers.{}.down_bias", "h.{}.mlp.c_proj.bias"),
         Line("final_norm", "ln_f.weight"),
         Line("final_norm_bias", "ln_f.bias"),
+        # GPT-NeoX
+        Line("embed", "gpt_neox.embed_in.weight"),
+        Line("layers.{}.input_norm", "gpt_neox.layers.{}.input_layernorm.weight"),
+        Line("layers.{}.input_norm_bias", "gpt_neox.layers.{}.input_layernorm.bias"),
+        Line("layers.{}.qkv", "gpt_neox.layers.{}.attention.query_key_value.weight"),
+        Line("layers.{}.qkv_bias", "gpt_neox.layers.{}.attention.query_key_value.bias"),
+        Line("layers.{}.out", "gpt_neox.layers.{}.attention.dense.weight"),
+        Line("layers.{}.out_bias", "gpt_neox.layers.{}.attention.dense.bias"),
+        Line("layers.{}.mlp_norm", "gpt_neox.layers.{}.post_attention_layernorm.weight"),
+        Line("layers.{}.mlp_norm_bias", "gpt_neox.layers.{}.post_attention_layernorm.bias"),
+        Line("layers.{}.gate_up", "gpt_neox.layers.{}.mlp.dense_h_to_4h.weight"),
+        Line("layers.{}.gate_up_bias", "gpt_neox.layers.{}.mlp.dense_h_to_4h.bias"),
+        Line("layers.{}.down", "gpt_neox.layers.{}.mlp.dense_4h_to_h.weight"),
+        Line("layers.{}.down_bias", "gpt_neox.layers.{}.mlp.dense_4h_to_h.bias"),
+        Line("final_norm", "gpt_neox.final_layer_norm.weight"),
+        Line("final_norm_bias", "gpt_neox.final_layer_norm.bias"),
+        Line("head", "embed_out.weight"),
+        # Phi-2
+        Line("layers.{}.input_norm_bias", "model.layers.{}.input_layernorm.bias"),
+        Line("layers.{}.out", "model.layers.{}.self_attn.dense.weight"),
+        Line("layers.{}.out_bias", "model.layers.{}.self_attn.dense.bias"),
+        Line("layers.{}.gate_up", "model.layers.{}.mlp.fc1.weight"),
+        Line("layers.{}.gate_up_bias", "model.layers.{}.mlp.fc1.bias"),
+        Line("layers.{}.down", "model.layers.{}.mlp.fc2.weight"),
+        Line("layers.{}.down_bias", "model.layers.{}.mlp.fc2.bias"),
+        Line("final_norm", "model.final_layernorm.weight"),
+        Line("final_norm_bias", "model.final_layernorm.bias"),
+        Line("head_bias", "lm_head.bias"),
     ),
     Format.GGUF: (
         Line("embed", "token_embd.weight"),
@@ -162,6 +197,7 @@ TABLE: dict[Format, tuple[Line, ...]] = {
         Line("final_norm", "output_norm.weight"),
         Line("final_norm_bias", "output_norm.bias"),
         Line("head", "output.weight"),
+        Line("head_bias", "output.bias"),
     ),
 }
 # fmt: on

@@ -37,6 +37,18 @@ class OneWorkerArbiter(Arbiter):  # type: ignore[misc]
     # SIGWINCH is not among them: terminals send it, and gunicorn does nothing with it here.
     handle_hup = handle_ttin = handle_ttou = handle_usr1 = _ignore
 
+    def handle_term(self) -> None:
+        log.info("SIGTERM: shutting down after running requests")
+        super().handle_term()
+
+    def handle_int(self) -> None:
+        log.info("SIGINT: shutting down at once")
+        super().handle_int()
+
+    def handle_quit(self) -> None:
+        log.info("SIGQUIT: shutting down at once")
+        super().handle_quit()
+
     def handle_usr2(self) -> None:
         """Passes on the signal to reload the weights: the worker holds them."""
         self.kill_workers(signal.SIGUSR2)
@@ -88,7 +100,11 @@ class OneWorkerArbiter(Arbiter):  # type: ignore[misc]
 
     def halt(self, reason: str | None = None, exit_status: int = 0) -> None:
         self.stop()
+        code = FAULT
         if self._worker_exit in (0, 1, 2):
-            sys.exit(self._worker_exit)
-        # SIGTERM came before the worker had a handler for it: there was nothing to drain.
-        sys.exit(0 if self._worker_exit == -signal.SIGTERM else FAULT)
+            code = self._worker_exit
+        elif self._worker_exit == -signal.SIGTERM:  # it came before there was a handler or anything to drain
+            code = 0
+        if code == 0:  # after any other, the line that says why stays the last
+            log.info("exit with code 0")
+        sys.exit(code)

@@ -92,6 +92,7 @@ class Worker(ThreadWorker):  # type: ignore[misc]
         )
         while not self._is_drained():
             self._turn()
+        self._report_drain()
         self._close_listeners()
         self._leave_at = time.monotonic() + LINGER_SECONDS
         while self._has_last_words() and time.monotonic() < self._leave_at:
@@ -215,11 +216,20 @@ class Worker(ThreadWorker):  # type: ignore[misc]
         if self._awaited is None:
             self._awaited = set(self._connections.running)
             self.max_keepalived = -1  # from now on every answer announces that its connection closes
+            self._drain_began = time.monotonic()
+            log.info("draining for at most %g s; requests running: %d", drain_seconds, len(self._awaited))
         self._leave_at = min(self._leave_at, time.monotonic() + drain_seconds + LAST_WORDS_SECONDS)
         self.app.on_drain(drain_seconds)
 
     def _is_drained(self) -> bool:
         return self._awaited is not None and (not self._awaited or time.monotonic() >= self._leave_at)
+
+    def _report_drain(self) -> None:
+        seconds = time.monotonic() - self._drain_began
+        if self._awaited:
+            log.warning("drain ended after %.1f s; requests unfinished: %d", seconds, len(self._awaited))
+        else:
+            log.info("drained in %.1f s", seconds)
 
     def _has_last_words(self) -> bool:
         """Whether late requests are still being refused; those that had the whole drain are not."""

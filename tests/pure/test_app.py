@@ -5,21 +5,24 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 from flask.testing import FlaskClient
 from werkzeug.test import TestResponse
 
+from levserve import __version__
 from levserve.engine.engine import Engine
 from levserve.engine.messages import Stop
-from levserve.engine.served_model import ServedModel
 from levserve.errors import DeadlineExceeded
 from levserve.models.entry import Resident
 from levserve.models.registry import Registry
+from levserve.observe.health import DeviceMemory, DeviceStatus
 from levserve.observe.metrics import Metrics
 from levserve.settings.settings import Settings
 from levserve.web.app import create_app
+from levserve.web.models import Permission
 from levserve.web.watcher import Watcher
-from tests.fake_device import FakeDevice, load_toy_tokenizer
+from tests.fake_device import FakeDevice, serve_toy
 from tests.fake_server import completion
 
 KEY = "sk-test-0123456789"
@@ -113,8 +116,10 @@ def test_every_route_but_the_probes_is_guarded(guarded: FlaskClient) -> None:
     for rule in rules:
         if rule.rule in ("/healthz", "/health", "/readyz"):
             continue
+        # The pages for browsers are open; test_page.py and test_openapi.py are about them.
+        is_file = rule.rule in ("/static/<path:name>", "/docs", "/openapi.json")
         upgrade = {"Connection": "Upgrade", "Upgrade": "websocket"} if rule.websocket else {}
-        for method in (rule.methods or set()) | {"OPTIONS"}:
+        for method in ((rule.methods or set()) | {"OPTIONS"}) - ({"GET", "HEAD"} if is_file else set()):
             reply = guarded.open(rule.rule.replace("<path:model_id>", "toy"), method=method, headers=upgrade)
             assert reply.status_code == (403 if rule.rule.startswith("/admin/") else 401), (
                 rule
@@ -206,6 +211,43 @@ def test_a_star_lets_every_page_read(registry: Registry, device: FakeDevice, wat
     assert cors_headers(client.get("/v1/models", headers={"Origin": "null"}))["allow-origin"] == "*"
 
 
+def test_listed_pages_may_send_credentials_where_that_is_set(
+    registry: Registry, device: FakeDevice, watcher: Watcher
+) -> None:
+    settings = Settings(api_key=KEY, cors_origins=(PAGE,), cors_credentials=True)
+    client = create_app(registry, settings, watcher).test_client()
+    for reply in (
+        client.options("/v1/completions", headers=PREFLIGHT),
+        client.get("/v1/models", headers={"Origin": PAGE}),
+    ):
+        headers = cors_headers(reply)
+        assert (headers["allow-origin"], headers["allow-credentials"]) == (PAGE, "true")
+    assert cors_headers(client.get("/v1/models", headers={"Origin": "https://evil.example"})) == {}
+    without = open_to(registry, watcher, PAGE).get("/v1/models", headers={"Origin": PAGE})
+    assert "allow-credentials" not in cors_headers(without)
+
+
+def test_health_tells_what_the_server_runs_on(
+    client: FlaskClient, engine: Engine, device: FakeDevice
+) -> None:
+    report = client.get("/health").json
+    assert report is not None
+    assert (report["status"], report["version"], report["device"]) == ("ok", __version__, None)
+    engine.device = DeviceStatus("gpu", "NVIDIA H200", "0.11.2", DeviceMemory(100, 40))
+    report = client.get("/health").json
+    assert report is not None and report["jax_version"] == "0.11.2"
+    assert report["device"] == {
+        "platform": "gpu",
+        "kind": "NVIDIA H200",
+        "memory": {"total": 100, "free": 40},
+    }
+    engine.device = DeviceStatus("cpu", "a CPU", "0.11.2", None)
+    report = client.get("/health").json
+    assert (
+        report is not None and 0 < report["device"]["memory"]["free"] <= report["device"]["memory"]["total"]
+    )
+
+
 def test_health_is_red_when_the_device_has_failed(
     client: FlaskClient, engine: Engine, device: FakeDevice
 ) -> None:
@@ -221,7 +263,7 @@ def test_a_device_that_has_work_and_does_not_move_is_stalled_until_it_moves(
     age = AGE
     monkeypatch.setattr(engine, "heartbeat_age", lambda: age)
     assert client.get("/healthz").status_code == 200, "a compile while loading may take long"
-    registry.publish(Resident(model=ServedModel("toy", load_toy_tokenizer(), 64, 4, 0)))
+    registry.publish(Resident(model=serve_toy("toy", 64)))
     assert client.get("/healthz").status_code == 200, "nobody waits for an idle device"
     engine.beat(is_busy=True)
     health, ready = client.get("/healthz"), client.get("/readyz")
@@ -316,6 +358,9 @@ def test_the_front_page_and_the_metrics_can_be_read(client: FlaskClient, device:
                 "created": 1700000000,
                 "owned_by": "levserve",
                 "max_model_len": 64,
+                "root": "toy",
+                "parent": None,
+                "permission": [msgspec.to_builtins(Permission("modelperm-toy", 1700000000))],
                 "status": "loaded",
             }
         ],

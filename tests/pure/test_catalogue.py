@@ -50,7 +50,7 @@ def test_a_folder_offers_every_model_in_it_and_the_first_is_the_default(folder: 
         "",
         "float32",
     )
-    assert run.checkpoint_path == str(folder / "run") and run.served_model_name == "run"
+    assert run.checkpoint_path == str(folder / "run") and run.served_model_name == ("run",)
     assert catalogue.find("notes") is None
 
 
@@ -79,6 +79,9 @@ def test_the_model_that_is_named_beside_a_folder_is_the_default(folder: Path) ->
     )
     hub = Catalogue(settings_of("--models-dir", str(folder), "--model", "org/name"))
     assert hub.default == "org/name"
+    (folder / "org-name").symlink_to(GOLDEN / "llama")
+    stored = Catalogue(settings_of("--models-dir", str(folder), "--model", "org/name"))
+    assert stored.names() == ["org-name", "beta", "gamma", "run"]
 
 
 def test_sections_come_before_the_folder(folder: Path) -> None:

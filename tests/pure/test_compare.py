@@ -16,7 +16,6 @@ import pytest
 BENCH = Path(__file__).parents[2] / "bench"
 sys.path.insert(0, str(BENCH))
 
-import chart
 import compare
 import load
 import peers
@@ -141,6 +140,8 @@ def test_a_contestant_is_measured_and_one_that_cannot_start_is_told(tmp_path: Pa
         "model": "m",
         "repetitions": 1,
     }
+    import chart  # matplotlib takes a second, and every process that collects tests would import it
+
     chart.draw_comparison(document, tmp_path / "chart.png")
     assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
 

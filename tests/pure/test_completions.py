@@ -204,6 +204,22 @@ class TestPromptLogprobs:
         )
 
 
+class TestSeeds:
+    def test_equal_prompts_of_one_request_get_different_draws_the_same_on_repetition(self, app: App) -> None:
+        def texts(*prompts: str, **fields: Any) -> list[str]:
+            body = app.complete(list(prompts), seed=1, temperature=1, max_tokens=1, **fields)
+            return [choice["text"] for choice in body["choices"]]
+
+        assert texts("t17", "t17", "t17") == texts("t17", "t17", "t17") == [" t19", " t20", " t21"]
+        assert texts("t17", "t17", n=2) == [" t19", " t20", " t21", " t22"]
+        assert texts("t17") == [" t19"], "one prompt with one choice draws with the seed itself"
+
+    def test_generate_draws_in_the_same_way(self, app: App) -> None:
+        body = {"prompts": ["t17", "t17"], "seed": 1, "max_tokens": 1}
+        reply = app.post("/generate", body).json
+        assert reply is not None and reply["completions"] == [" t19", " t20"]
+
+
 class TestBestOf:
     # Seeds 1 to 5 take steps of 2, 3, 4, 5 and 1: steps of 1 are likely, of 2 less likely, the others impossible.
     def test_returns_the_likeliest_sequences_first(self, app: App) -> None:
@@ -216,7 +232,7 @@ class TestBestOf:
         assert body["usage"]["completion_tokens"] == 10, "what was not returned was computed all the same"
 
     def test_chooses_for_each_prompt(self, app: App) -> None:
-        choices = app.complete(["t17", "t40"], best_of=3, seed=3, temperature=1, max_tokens=1, logprobs=0)[
+        choices = app.complete(["t17", "t40"], best_of=3, seed=0, temperature=1, max_tokens=1, logprobs=0)[
             "choices"
         ]
         assert [(choice["index"], choice["text"]) for choice in choices] == [(0, " t18"), (1, " t41")]

@@ -443,11 +443,12 @@ def test_help_teaches_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"[{setting.section}]" in out
 
 
-def test_every_field_of_settings_but_six_is_a_setting_in_the_table() -> None:
+def test_every_field_of_settings_but_seven_is_a_setting_in_the_table() -> None:
     names = {field.name for field in fields(Settings)} - {
         "models",
         "dry_run",
         "faults",
+        "notes",
         "sources",
         "file_keys",
         "admin_file_keys",
@@ -504,7 +505,7 @@ def test_sections_of_models_have_what_is_meant_for_all_and_their_own(tmp_path: P
         "/srv/one",
         "float32",
         "",
-        "one",
+        ("one",),
         1024 * MIB,
     )
     assert (two.model, two.dtype, two.load, two.kv_memory, two.kv_pages) == (
@@ -556,3 +557,31 @@ def test_print_config_shows_what_a_models_section_changes(
         "kv-memory = 0",
         "kv-pages = 64",
     ]
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--served-model-name", "a", "b/c", "--port", "1"],
+        ["--port", "1", "--served-model-name", "a", "b/c"],
+        ["--port", "1", "--served-model-name", "a b/c"],
+        ["--port", "1", "--served-model-name=a b/c"],
+    ],
+)
+def test_a_model_may_have_several_names(argv: list[str]) -> None:
+    settings = parse_settings(argv, {})
+    assert (settings.served_model_name, settings.main_name, settings.port) == (("a", "b/c"), "a", 1)
+
+
+def test_two_models_may_not_share_a_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = serve_ini(tmp_path, "[model.one]\nserved-model-name = a b\n[model.two]\nserved-model-name = b")
+    with pytest.raises(SystemExit):
+        parse_settings(["--config", path], {})
+    assert "another model already has the name 'b'" in capsys.readouterr().err
+
+
+def test_credentials_need_the_origins_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    line = refuse(capsys, ["--cors-origins", "*", "--cors-credentials", "true"])
+    assert "--cors-credentials true (command line) needs the origins by name" in line
+    listed = ["--cors-origins", "https://a.example", "https://b.example", "--cors-credentials", "true"]
+    assert parse_settings(listed, {}).cors_origins == ("https://a.example", "https://b.example")

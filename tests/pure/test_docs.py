@@ -13,11 +13,13 @@ import pytest
 
 from levserve.settings.parse import parse_settings
 from tests.documents import DOCUMENTS, PAGES, README, ROOT, Block, anchors, blocks, links
+from tests.examples import COMMANDS as EXAMPLE_COMMANDS
+from tests.examples import EXAMPLES, HEAVY
 
 KEY_FILES = ("/etc/levserve/keys", "/etc/levserve/admin-keys")
 COMMANDS = (
     "python3 -m venv .venv && .venv/bin/pip install -q . && .venv/bin/levserve\n",
-    "python3 -m venv .venv-test && .venv-test/bin/pip install -q --no-compile -e '.[test]' && .venv-test/bin/python -m pytest\n",
+    "python3 -m venv --upgrade-deps .venv-test && .venv-test/bin/pip install -q --no-compile -e '.[test]' && .venv-test/bin/python -m pytest\n",
 )
 
 
@@ -125,3 +127,10 @@ def test_the_core_is_as_long_as_is_said() -> None:
 
 def test_the_readme_is_short() -> None:
     assert len(README.read_text().splitlines()) <= 150
+
+
+def test_every_example_is_run_by_a_test_and_named_on_its_page() -> None:
+    names = {path.name for path in EXAMPLES.iterdir() if path.is_file()}
+    assert names == {*EXAMPLE_COMMANDS, *HEAVY}
+    page = (ROOT / "docs" / "pages" / "how-to" / "clients.md").read_text()
+    assert all(f"`{name}`" in page for name in names)

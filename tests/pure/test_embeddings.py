@@ -103,7 +103,8 @@ def test_nothing_is_generated(app: App) -> None:
         ({"pooling": "max"}, 400, "pooling"),
         ({"pooling": ""}, 400, "pooling"),
         ({"dimensions": 0}, 400, "dimensions"),
-        ({"truncate_prompt_tokens": 8}, 400, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": 0}, 400, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": -2}, 400, "truncate_prompt_tokens"),
     ],
 )
 def test_a_mistake_names_its_field(app: App, fields: dict[str, Any], status: int, param: str) -> None:

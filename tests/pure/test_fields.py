@@ -55,6 +55,18 @@ BOTH: dict[str, Any] = {
     "min_tokens": 2,
     "skip_special_tokens": {"ignore_eos": True, "skip_special_tokens": False},
     "timeout": 1000,
+    "truncate_prompt_tokens": 1,
+    "response_format": {"response_format": {"type": "json_object"}},
+    "structured_outputs": {"structured_outputs": {"regex": "t[0-9]+"}},
+    "guided_json": {"guided_json": {"type": "string"}},
+    "guided_regex": "t[0-9]+",
+    "guided_choice": ["t17", "t18"],
+    "guided_grammar": 'root ::= "t17"',
+    "guided_whitespace_pattern": {"guided_json": {"type": "string"}, "guided_whitespace_pattern": "[ ]?"},
+    "grammar": 'root ::= "t17"',
+    "json_schema": {"json_schema": {"type": "string"}},
+    "allowed_token_ids": [17, 18],
+    "bad_words": ["t17"],
 }
 VALUES: dict[str, dict[str, Any]] = {
     TEXT: BOTH | {"prompt": "t18", "logprobs": 1, "echo": True, "best_of": 2, "add_special_tokens": False},
@@ -90,6 +102,7 @@ VALUES: dict[str, dict[str, Any]] = {
         "model": "other",
         "details": True,
         "timeout": 1000,
+        "truncate_prompt_tokens": {"prompts": ["t17 t17"], "truncate_prompt_tokens": 2},
     },
 }
 UNSEEN = {"add_special_tokens"}  # the toy tokenizer adds none; tests of the tokenizer show the effect

@@ -131,6 +131,9 @@ class SlowLoader:
     def names(self) -> list[str]:
         return [self.model.name]
 
+    def aliases(self, name: str) -> tuple[str, ...]:
+        return ()
+
     def load(self, name: str, report: Report, make_room: MakeRoom) -> Resident:
         assert self.gate.wait(20)
         return Resident(model=self.model)

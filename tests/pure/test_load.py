@@ -6,7 +6,6 @@ A prompt's tokens are its words, and each answer has as many tokens as asked for
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import itertools
 import json
 import signal
@@ -14,29 +13,29 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-PROGRAM = Path(__file__).parents[2] / "bench" / "load.py"
+BENCH = Path(__file__).parents[2] / "bench"
+PROGRAM = BENCH / "load.py"
+sys.path.insert(0, str(BENCH))
+
+import figures
+import jobs
+import load
+import load_options
+import prompts
+
+from tests.documents import commands
+
 TOTALS = {"requests": 6, "failures": 0, "prompt_tokens": 60, "output_tokens": 30, "tokens_per_delta": 1.0}
-SMALL = ("--requests", "6", "--concurrency", "3", "--prompt-tokens", "10", "--output-tokens", "5")
-
-
-def import_program() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bench_load", PROGRAM)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-load = import_program()
+GIVEN = ("--requests", "6", "--concurrency", "3", "--output-tokens", "5")  # prompts are given
+SMALL = (*GIVEN, "--prompt-tokens", "10")
 
 
 def data(**changes: Any) -> str:
@@ -75,6 +74,38 @@ def chat_answer(ask: dict[str, Any]) -> list[str]:
         usage(len(ask["messages"][0]["content"].split()), num_tokens),
         "data: [DONE]\n\n",
     ]
+
+
+def whole_answer(ask: dict[str, Any]) -> dict[str, Any]:
+    """Of chat or completions; the words of all prompts are its prompt tokens."""
+    asked = [ask["messages"][0]["content"]] if "messages" in ask else ask["prompt"]
+    texts = asked if isinstance(asked, list) else [asked]
+    choices = []
+    for index in range(len(texts)):
+        text = (
+            {"message": {"role": "assistant", "content": "word"}} if "messages" in ask else {"text": "word"}
+        )
+        choices.append({"index": index, "finish_reason": "length", **text})
+    return {"id": "cmpl-1", "choices": choices, "usage": count_usage(texts, ask)}
+
+
+def generate_answer(ask: dict[str, Any]) -> dict[str, Any]:
+    return {"completions": ["word"] * len(ask["prompts"]), "usage": count_usage(ask["prompts"], ask)}
+
+
+def count_usage(texts: list[str], ask: dict[str, Any]) -> dict[str, int]:
+    num_words = sum(len(text.split()) for text in texts)
+    return {"prompt_tokens": num_words, "completion_tokens": ask["max_tokens"] * len(texts)}
+
+
+WHOLE_RULES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "fewer-tokens": lambda good: good | {"usage": {"prompt_tokens": 10, "completion_tokens": 4}},
+    "no-usage": lambda good: good | {"usage": None},
+    "no-finish": lambda good: good | {"choices": [good["choices"][0] | {"finish_reason": None}]},
+    "no-text": lambda good: good | {"choices": [good["choices"][0] | {"text": ""}]},
+    "two-choices": lambda good: good | {"choices": good["choices"] * 2},
+    "not-an-answer": lambda good: [good],
+}
 
 
 RULES: dict[str, Callable[[list[str]], list[str]]] = {
@@ -139,7 +170,7 @@ class FakeHandler(BaseHTTPRequestHandler):
         self.server.asked.append(ask)
         self.server.keys.append(self.headers["Authorization"])
         self.server.callers.append(self.client_address)
-        rule = ask["model"]
+        rule = ask.get("model", "")
         with contextlib.suppress(ConnectionError):  # clients that lost patience
             if rule == "busy":
                 self.send_plain(429, '{"error": {"message": "queue is full"}}')
@@ -147,6 +178,9 @@ class FakeHandler(BaseHTTPRequestHandler):
                 self.send_plain(200, "{}")
             elif rule == "hang-up":
                 self.close_connection = True
+            elif not ask.get("stream"):
+                whole = generate_answer(ask) if self.path == "/generate" else whole_answer(ask)
+                self.send_plain(200, json.dumps(WHOLE_RULES.get(rule, dict)(whole)))
             else:
                 frames = chat_answer(ask) if "chat" in self.path else good_answer(ask)
                 self.send_stream(rule, RULES.get(rule, list)(frames))
@@ -199,8 +233,8 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServer]:
 
 @pytest.fixture
 def run(server: FakeServer, tmp_path: Path) -> Callable[..., tuple[int, dict[str, Any]]]:
-    def run_program(*flags: str) -> tuple[int, dict[str, Any]]:
-        code = load.main(["--url", server.url, *SMALL, "--json", str(tmp_path / "out.json"), *flags])
+    def run_program(*flags: str, small: Sequence[str] = SMALL) -> tuple[int, dict[str, Any]]:
+        code = load.main(["--url", server.url, *small, "--json", str(tmp_path / "out.json"), *flags])
         return code, json.loads((tmp_path / "out.json").read_text())
 
     return run_program
@@ -397,21 +431,28 @@ def test_open_loop_with_connections_to_spare_reports_nothing_late(run: Run) -> N
 
 
 def test_arrivals_are_a_seeded_poisson_process() -> None:
-    settings = load.Settings(rate=50.0, requests=4_000, prompt_tokens=1, seed=1)
-    arrivals = [job.arrival_seconds for job in load.make_jobs(settings, "m")]
+    settings = load_options.Settings(rate=50.0, requests=4_000, prompt_tokens=1, seed=1)
+    arrivals = [job.arrival_seconds for job in jobs.make_jobs(settings, "m")]
     gaps = [later - earlier for earlier, later in itertools.pairwise(arrivals)]
     mean = sum(gaps) / len(gaps)
     assert mean == pytest.approx(1 / 50, rel=0.05)
     assert sum((gap - mean) ** 2 for gap in gaps) / len(gaps) == pytest.approx(
         mean**2, rel=0.15
     )  # exponential: deviation = mean
-    assert arrivals == [job.arrival_seconds for job in load.make_jobs(settings, "m")]
+    assert arrivals == [job.arrival_seconds for job in jobs.make_jobs(settings, "m")]
 
 
 def test_percentiles_are_nearest_ranks() -> None:
-    assert load.percentiles(list(range(100, 0, -1))) == {"p50": 50, "p90": 90, "p99": 99, "max": 100}
-    assert load.percentiles([1, 2, 3]) == {"p50": 2, "p90": 3, "p99": 3, "max": 3}
-    assert load.percentiles([]) == {}
+    assert figures.percentiles(list(range(100, 0, -1))) == {
+        "mean": 50.5,
+        "p50": 50,
+        "p90": 90,
+        "p95": 95,
+        "p99": 99,
+        "max": 100,
+    }
+    assert figures.percentiles([1, 2, 3]) == {"mean": 2, "p50": 2, "p90": 3, "p95": 3, "p99": 3, "max": 3}
+    assert figures.percentiles([]) == {}
 
 
 @pytest.mark.parametrize(
@@ -426,26 +467,27 @@ def test_percentiles_are_nearest_ranks() -> None:
 def test_tokens_of_later_deltas_are_worked_out_from_usage(
     tokens: int, chars: list[int], expected: float
 ) -> None:
-    assert load.tokens_per_gap(tokens, chars) == pytest.approx(expected)
+    assert figures.tokens_per_gap(tokens, chars) == pytest.approx(expected)
 
 
 def test_summary_of_rows_worked_out_by_hand() -> None:
     rows = [
-        load.Row(0, 1.0, 0.0, 2.0, None, "", 10, 33, 0.5, 16.0, [0.16, 0.32]),
-        load.Row(1, 2.0, 0.0, 3.0, None, "", 30, 67, 0.7, 1.0, []),
-        load.Row(2, 2.0, 0.0, 1.0, "timeout", "no end"),
+        figures.Row(0, 1.0, 0.0, 2.0, None, "", 10, 33, 0.5, 16.0, [0.16, 0.32]),
+        figures.Row(1, 2.0, 0.0, 3.0, None, "", 30, 67, 0.7, 1.0, []),
+        figures.Row(2, 2.0, 0.0, 1.0, "timeout", "no end"),
     ]
-    summary = load.summarize(
-        SimpleNamespace(rows=rows, is_interrupted=False, cpu_seconds=0.1), load.Settings()
+    summary = figures.summarize(
+        SimpleNamespace(rows=rows, is_interrupted=False, cpu_seconds=0.1), load_options.Settings()
     )
     assert (summary["wall_seconds"], summary["requests"], summary["failures"]) == (4.0, 3, 1)
     assert (summary["output_tokens_per_second"], summary["prompt_tokens_per_second"]) == (25.0, 10.0)
+    assert summary["requests_per_second"] == 0.5  # the one that failed does not count
     assert summary["tokens_per_delta"] == 25.0  # 100 tokens in 3 + 1 deltas
     assert summary["latency_ms"]["inter-token"] == pytest.approx(
-        {"p50": 10.0, "p90": 20.0, "p99": 20.0, "max": 20.0}
+        {"mean": 15.0, "p50": 10.0, "p90": 20.0, "p95": 20.0, "p99": 20.0, "max": 20.0}
     )
     assert summary["latency_ms"]["TTFT"] == pytest.approx(
-        {"p50": 500.0, "p90": 700.0, "p99": 700.0, "max": 700.0}
+        {"mean": 600.0, "p50": 500.0, "p90": 700.0, "p95": 700.0, "p99": 700.0, "max": 700.0}
     )
     assert summary["latency_ms"]["request"]["max"] == 3_000.0
 
@@ -504,17 +546,252 @@ def test_help_says_how_each_number_is_defined(capsys: pytest.CaptureFixture[str]
     )
 
 
-def test_interrupt_prints_what_there_is(server: FakeServer) -> None:
-    flags = ["--url", server.url, *SMALL, "--model", "hang", "--concurrency", "1"]
+def start_program(flags: list[str]) -> subprocess.Popen[str]:
     # A test run started in the background may have SIGINT ignored, and the child would inherit that.
     script = (
         "import runpy, signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
         f"sys.argv = {['load.py', *flags]!r}; runpy.run_path({str(PROGRAM)!r}, run_name='__main__')"
     )
-    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-    assert server.is_hanging.wait(20)
+    return subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+
+
+def test_interrupt_prints_what_there_is(server: FakeServer) -> None:
+    process = start_program(["--url", server.url, *SMALL, "--model", "hang", "--concurrency", "1"])
+    assert server.is_hanging.wait(60)
     process.send_signal(signal.SIGINT)
-    shown, _ = process.communicate(timeout=4)  # cut off, not waited for
+    shown, _ = process.communicate(timeout=20)  # cut off, not waited for: that takes 30
     assert process.returncode == 130
     assert "interrupted when 2 of 6 requests had ended" in shown
     assert "output tokens           10" in shown
+
+
+@pytest.mark.parametrize("endpoint", ["completions", "chat", "generate"])
+def test_whole_answers_are_counted_like_streams_and_have_no_first_token(run: Run, endpoint: str) -> None:
+    code, result = run("--endpoint", endpoint, "--no-stream")
+    summary = result["summary"]
+    assert (code, summary["output_tokens"], summary["prompt_tokens"]) == (0, 30, 60)
+    assert summary["latency_ms"]["TTFT"] == summary["latency_ms"]["inter-token"] == {}
+    assert summary["latency_ms"]["request"]["mean"] > 0
+
+
+@pytest.mark.parametrize(
+    ("rule", "kind"),
+    [
+        ("busy", "http_429"),
+        ("hang-up", "connection"),
+        ("fewer-tokens", "wrong_usage"),
+        ("no-usage", "missing_usage"),
+        ("no-finish", "finish"),
+        ("no-text", "empty_text"),
+        ("two-choices", "malformed"),
+        ("not-an-answer", "malformed"),
+    ],
+)
+def test_wrong_whole_answer_is_found_and_named(run: Run, rule: str, kind: str) -> None:
+    code, result = run("--model", rule, "--no-stream")
+    assert (code, result["summary"]["failures_by_kind"]) == (1, {kind: 6})
+
+
+def test_generate_is_asked_for_batches_with_its_own_field_names(server: FakeServer, run: Run) -> None:
+    code, result = run("--endpoint", "generate", "--batch", "8", "--requests", "2")
+    ask = server.asked[0]
+    assert len(set(ask.pop("prompts"))) == 8
+    assert ask == {"model": "first-model", "max_tokens": 5, "temperature": 0}
+    assert (code, result["summary"]["output_tokens"]) == (0, 2 * 8 * 5)
+
+
+def test_completions_take_batches_too(server: FakeServer, run: Run) -> None:
+    code, result = run("--batch", "3", "--no-stream", "--requests", "1")
+    assert len(server.asked[0]["prompt"]) == 3 and "stream" not in server.asked[0]
+    assert (code, result["summary"]["output_tokens"]) == (0, 15)
+
+
+def test_sweep_runs_each_step_and_reports_them_together(
+    server: FakeServer, run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plot = tmp_path / "sweep.png"
+    code, result = run("--concurrency", "1,3,6", "--warmup", "1", "--plot", str(plot))
+    assert code == 0 and len(server.asked) == 3 * 7
+    assert [step["concurrency"] for step in result["steps"]] == [1, 3, 6]
+    assert all(step["summary"]["requests"] == 6 for step in result["steps"])
+    lines = [line.split("|")[1].strip() for line in capsys.readouterr().out.splitlines() if "|" in line]
+    assert lines == ["at a time", "---:", "1", "3", "6"]
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_no_step_of_a_sweep_asks_what_another_asked(server: FakeServer, run: Run) -> None:
+    run("--concurrency", "1,2", "--prompt-tokens", "20", "--warmup", "2")
+    assert len({ask["prompt"] for ask in server.asked}) == 16
+
+
+def test_rates_can_be_swept_as_well(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    code, result = run("--rate", "200,400", "--concurrency", "20")
+    assert code == 0 and [step["rate"] for step in result["steps"]] == [200, 400]
+    assert "arrivals/s" in capsys.readouterr().out
+
+
+def test_failures_of_one_step_fail_the_sweep(server: FakeServer, run: Run) -> None:
+    server.good_before_hang = 2
+    code, result = run("--model", "hang", "--timeout", "0.2", "--requests", "2", "--concurrency", "1,2")
+    assert code == 1
+    assert [step["summary"]["failures"] for step in result["steps"]] == [0, 2]
+
+
+def test_goodput_counts_requests_within_all_limits() -> None:
+    rows = [
+        figures.Row(0, 0.0, 0.0, 1.0, None, "", 1, 11, 0.1, 1.0, [0.05] * 10),
+        figures.Row(1, 0.0, 0.0, 1.0, None, "", 1, 11, 0.3, 1.0, [0.05] * 10),  # began late
+        figures.Row(2, 0.0, 0.0, 1.0, None, "", 1, 21, 0.1, 2.0, [0.3] * 10),  # 150 ms a token
+        figures.Row(3, 0.0, 0.0, 2.0, None, "", 1, 1, 0.1, 1.0, []),  # one token is never slow
+        figures.Row(4, 0.0, 0.0, 0.1, "timeout", "no end"),
+    ]
+    done = SimpleNamespace(rows=rows, is_interrupted=False, cpu_seconds=0.1)
+    limits = load_options.Settings(goodput_ttft_ms=200, goodput_itl_ms=100)
+    summary = figures.summarize(done, limits)
+    assert (summary["good_requests"], summary["goodput_per_second"]) == (2, 1.0)
+    summary = figures.summarize(done, load_options.Settings(goodput_request_ms=1_500))
+    assert summary["good_requests"] == 3
+    assert "good_requests" not in figures.summarize(done, load_options.Settings())
+
+
+def test_goodput_is_in_the_table(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    run("--goodput-ttft-ms", "60000", "--goodput-itl-ms", "60000")
+    shown = capsys.readouterr().out
+    assert "good requests            6" in shown and "goodput/s" in shown
+
+
+def test_the_given_prompt_is_asked_each_time(server: FakeServer, run: Run) -> None:
+    assert run("--prompt", "Once upon a time", small=GIVEN)[0] == 0
+    assert [ask["prompt"] for ask in server.asked] == ["Once upon a time"] * 6
+
+
+SHAREGPT = [
+    {"id": "a", "conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]},
+    {
+        "id": "b",
+        "conversations": [
+            {"from": "gpt", "value": "begun without a question"},
+            {"from": "system", "value": "be short"},
+            {"from": "human", "value": "who?"},
+            {"from": "gpt", "value": "me"},
+            {"from": "human", "value": "why?"},
+        ],
+    },
+    {"id": "c", "conversations": []},
+]
+
+
+def test_sharegpt_turns_before_the_first_answer_are_asked(tmp_path: Path) -> None:
+    path = tmp_path / "sharegpt.json"
+    path.write_text(json.dumps(SHAREGPT))
+    read = prompts.read_dataset(str(path))
+    assert [prompt.messages for prompt in read] == [
+        (("user", "hi"),),
+        (("system", "be short"), ("user", "who?")),
+    ]
+    assert read[1].text == "be short\n\nwho?"
+
+
+def test_lines_of_json_are_texts_prompts_or_messages(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    messages = [{"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]
+    lines = ["a", {"prompt": "b", "output_tokens": 3}, {"messages": messages}]
+    path.write_text("\n\n".join(json.dumps(line) for line in lines))
+    read = prompts.read_dataset(str(path))
+    assert [(prompt.text, prompt.output_tokens) for prompt in read] == [
+        ("a", None),
+        ("b", 3),
+        ("c\n\nd", None),
+    ]
+    assert read[2].as_chat() == messages
+
+
+def test_dataset_is_asked_in_a_seeded_order_with_its_own_lengths(
+    server: FakeServer, run: Run, tmp_path: Path
+) -> None:
+    path = tmp_path / "prompts.jsonl"
+    lines = [{"prompt": f"word{n} " * n, "output_tokens": n} for n in range(1, 7)]
+    path.write_text("\n".join(json.dumps(line) for line in lines))
+    flags = ("--concurrency", "1", "--dataset", str(path), "--seed", "1")
+    code, result = run(*flags, small=GIVEN)
+    asked = [ask["max_tokens"] for ask in server.asked]
+    assert code == 0 and sorted(asked) == [1, 2, 3, 4, 5, 6] and asked != sorted(asked)
+    assert result["summary"]["output_tokens"] == 21 and not result["summary"]["notes"]
+    server.asked.clear()
+    _, result = run(*flags, "--requests", "7", small=GIVEN)
+    assert [ask["max_tokens"] for ask in server.asked] == [*asked, asked[0]]
+    assert "asked more than once" in result["summary"]["notes"][0]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "no prompts"),
+        ("[]", "no prompts"),
+        ("[1", "not JSON"),
+        ('"fine"\n{broken', "line 2 is not JSON"),
+        ('{"question": "?"}', "line 1 is not a prompt: it has none of prompt, messages and conversations"),
+        ('[{"prompt": "a", "output_tokens": 0}]', "item 1 is not a prompt: output_tokens is 0"),
+        ('{"messages": [{"role": "judge", "content": "x"}]}', "'judge' is not a known role"),
+        ('{"messages": [{"role": "user", "content": []}]}', "not a text"),
+        ("7", "line 1 is not a prompt"),
+    ],
+)
+def test_unreadable_dataset_is_wrong_usage(
+    text: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(text)
+    with pytest.raises(SystemExit) as caught:
+        load.main(["--dataset", str(path)])
+    assert caught.value.code == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--concurrency", "1,0"],
+        ["--concurrency", "1,,2"],
+        ["--concurrency", "1,2", "--rate", "1,2"],
+        ["--batch", "2"],
+        ["--batch", "2", "--endpoint", "chat", "--no-stream"],
+        ["--stream", "--endpoint", "generate"],
+        ["--goodput-ttft-ms", "9", "--no-stream"],
+        ["--goodput-itl-ms", "9", "--endpoint", "generate"],
+        ["--prompt", ""],
+        ["--prompt", "x", "--dataset", "y"],
+        ["--shared-prefix", "8", "--prompt", "x"],
+        ["--dataset", "/no/such/file"],
+        ["--plot", "sweep.txt"],
+        ["--plot", "/no/such/folder/x.png"],
+    ],
+)
+def test_flags_that_contradict_each_other_are_wrong_usage(
+    flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        load.main(flags)
+    assert caught.value.code == 2
+    assert flags[0] in capsys.readouterr().err
+
+
+def test_interrupted_sweep_prints_the_steps_it_has(server: FakeServer) -> None:
+    flags = ["--url", server.url, *SMALL, "--requests", "2", "--model", "hang", "--concurrency", "1,2,3"]
+    process = start_program(flags)
+    assert server.is_hanging.wait(60)
+    process.send_signal(signal.SIGINT)
+    shown, _ = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert [line.split("|")[1].strip() for line in shown.splitlines() if "|" in line][2:] == ["1"]
+
+
+def test_every_command_that_is_written_down_can_be_parsed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("ShareGPT_V3_unfiltered_cleaned_split.json").write_text('["hi"]')
+    written = commands("load.py", load_options.EPILOG)
+    assert len(written) > 6
+    for flags in written:
+        assert load_options.parse(flags, "")

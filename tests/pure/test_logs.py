@@ -7,14 +7,18 @@ import logging
 import re
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from levserve.errors import ConfigError
+from levserve.observe.logging_file import configure_logging
 from levserve.observe.logs import JsonFormatter, TextFormatter
 from tests.fake_server import Client, ServerProcess, completion
 
@@ -145,8 +149,9 @@ def test_a_client_that_leaves_is_told_as_the_reason(
     assert (line["status"], line["abort"], line["finish_reason"]) == (status, "disconnected", None)
 
 
-def test_health_checks_are_not_told(server: ServerProcess) -> None:
+def test_health_checks_and_files_of_the_page_are_not_told(server: ServerProcess) -> None:
     server.ask("GET", "/healthz", **{"X-Request-Id": "quiet"})
+    server.ask("GET", "/static/style.css", **{"X-Request-Id": "quiet-too"})
     ask(server, "after", completion("t17"))
     assert not any("quiet" in line for line in server.log.seen)
 
@@ -239,3 +244,110 @@ def test_text_begins_a_line_only_with_a_time_and_shows_no_control_characters(
     first, *rest = TextFormatter().format(make_record(text, value, ValueError(error))).split("\n")
     assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} ERROR   ", first)
     assert first.isprintable() and all(line.startswith("    ") and line.isprintable() for line in rest)
+
+
+def test_the_beginning_of_a_request_is_told_at_debug_level_and_its_end_with_its_speed() -> None:
+    with ServerProcess("--log-format", "json", "--log-level", "debug").wait_ready() as server:
+        server.ask("POST", "/v1/completions", completion("t17", max_tokens=3), **{"X-Request-Id": "seen"})
+        first, last = line_of(server, "seen"), line_of(server, "seen")
+    assert (first["level"], first["message"]) == ("debug", "seen POST /v1/completions started")
+    assert (last["level"], last["status"]) == ("info", 200) and last["tokens_per_second"] > 0
+
+
+def test_signal_drain_and_exit_are_told() -> None:
+    with ServerProcess("--log-format", "json").wait_ready() as server:
+        server.send_signal(signal.SIGTERM)
+        assert server.wait_exit() == 0
+    told = [json.loads(line)["message"] for line in server.log.seen]
+    lines = (
+        "SIGTERM: shutting down",
+        "draining for at most 30 s; requests running: 0",
+        "drained in 0",
+        "exit with code 0",
+    )
+    places = [next(place for place, one in enumerate(told) if one.startswith(line)) for line in lines]
+    assert places == sorted(places)
+
+
+def test_the_lines_of_requests_can_be_turned_off() -> None:
+    with ServerProcess("--access-log", "false").wait_ready() as server:
+        assert server.complete("t17").status == 200
+        server.send_signal(signal.SIGTERM)
+        server.wait_exit()
+    assert not any("/v1/completions 200" in line for line in server.log.seen)
+
+
+YAML_LOGGING = """\
+version: 1
+formatters:
+  mine: {format: "mine %(levelname)s %(message)s"}
+handlers:
+  file: {class: logging.FileHandler, filename: FOLDER/levserve.log, formatter: mine}
+loggers:
+  levserve: {level: INFO, handlers: [file]}
+"""
+INI_LOGGING = """\
+[loggers]
+keys=root
+[handlers]
+keys=file
+[formatters]
+keys=mine
+[logger_root]
+level=INFO
+handlers=file
+[handler_file]
+class=FileHandler
+args=("FOLDER/levserve.log",)
+formatter=mine
+[formatter_mine]
+format=mine %(levelname)s %(message)s
+"""
+
+
+@pytest.mark.parametrize(("name", "text"), [("logging.yaml", YAML_LOGGING), ("logging.ini", INI_LOGGING)])
+def test_a_standard_logging_file_decides_where_lines_go(tmp_path: Path, name: str, text: str) -> None:
+    file = tmp_path / name
+    file.write_text(text.replace("FOLDER", str(tmp_path)))
+    program = (
+        "import sys; from levserve.observe.logs import start_logging; start_logging('', 'text', file=sys.argv[1]);"
+        "import logging; logging.getLogger('levserve.cli').info('hello'); logging.getLogger('levserve.cli').debug('no')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(file)], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "levserve.log").read_text() == "mine INFO hello\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "named"),
+    [
+        ("logging.yaml", "version: 1\nhandlers: {file: {class: logging.NoHandler}}\n", ["'file'", "NoHandler"]),
+        (
+            "logging.yaml",
+            "version: 1\nhandlers: {file: {class: logging.FileHandler, filename: /no/where/a.log}}\n",
+            ["'file'", "No such file or directory", "/no/where/a.log"],
+        ),
+        ("logging.yaml", "version: 1\nloggers: {levserve: {level: LOUD}}\n", ["'levserve'", "LOUD"]),
+        ("logging.yaml", "handlers: {}\n", ["version"]),
+        ("logging.yaml", "- version\n", ["expected a mapping"]),
+        ("logging.yaml", "version: [\n", ["line 2"]),
+        ("logging.json", '{"version": 2}', ["Unsupported version: 2"]),
+        ("logging.ini", "[loggers]\nkeys=root\n", ["formatters"]),
+        ("logging.ini", "version: 1\n", ["no section headers"]),
+        ("logging.toml", "", [".yaml"]),
+        ("missing.yaml", None, ["No such file or directory"]),
+    ],
+)  # fmt: skip
+def test_a_mistake_in_the_logging_file_is_named_with_file_and_key(
+    tmp_path: Path, name: str, text: str | None, named: list[str]
+) -> None:
+    file = tmp_path / name
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ConfigError) as refused:
+        configure_logging(str(file))
+    line = str(refused.value)
+    assert line.startswith(f"--logging-config {file}") and "\n" not in line
+    assert all(word in line for word in named)

@@ -26,7 +26,8 @@ PATIENCE = 20.0
 
 def resident(name: str, num_bytes: int = 0) -> Resident:
     tokenizer: object = SimpleNamespace()
-    return Resident(model=ServedModel(name, tokenizer, 64, 4, 0), weight_bytes=num_bytes)  # type: ignore[arg-type]
+    model = ServedModel(name, tokenizer, 64, 4, 0, grammars=SimpleNamespace())  # type: ignore[arg-type]
+    return Resident(model=model, weight_bytes=num_bytes)
 
 
 class FakeLoader:
@@ -43,6 +44,9 @@ class FakeLoader:
 
     def names(self) -> Sequence[str]:
         return list(self.known)
+
+    def aliases(self, name: str) -> tuple[str, ...]:
+        return ()
 
     def load(self, name: str, report: Report, make_room: MakeRoom) -> Resident:
         self.loads.append(name)
@@ -100,6 +104,22 @@ def test_a_model_is_loaded_when_it_is_first_asked_for_and_only_then(
 def test_a_request_that_names_no_model_gets_the_first(registry: Registry) -> None:
     with registry.borrow() as handle:
         assert handle.model.name == "a"
+
+
+def test_a_server_may_be_ready_before_any_model_is_loaded(loader: FakeLoader) -> None:
+    registry = Registry(Engine(max_inflight=1, metrics=Metrics()))
+    registry.set_loader(loader, budget=100)
+    with pytest.raises(Unavailable):
+        registry.engine.require_ready()
+    registry.open("b")
+    registry.engine.require_ready()
+    assert registry.default_name == "b" and registry.loaded_names() == loader.loads == []
+    with pytest.raises(Unavailable, match="'b' is not loaded"):
+        _ = registry.default
+    with registry.borrow() as handle:
+        assert handle.wait(PATIENCE) and handle.model.name == registry.default.name == "b"
+    registry.close()
+    registry.join()
 
 
 def test_many_who_ask_at_once_wait_for_one_load(registry: Registry, loader: FakeLoader) -> None:

@@ -15,7 +15,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from levserve.engine.served_model import ServedModel
 from levserve.engine.stream import TokenStream
 from levserve.generation import Choice, Deltas
 from levserve.schedule.request import FinishReason, TokenBatch
@@ -27,11 +26,11 @@ from levserve.web.heartbeat import Heartbeat
 from levserve.web.request_log import RequestLog
 from levserve.web.run import Run
 from levserve.web.schema import ChatBody, Message
-from tests.fake_device import load_toy_tokenizer
+from tests.fake_device import serve_toy
 from tests.waiting import wait_until
 
 HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
-MODEL = ServedModel("toy", load_toy_tokenizer(), 64, 4, 0)
+MODEL = serve_toy("toy", 64)
 BODY = ChatBody(model="toy", messages=[Message(role="user", content="t1")], stream=True)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import threading
@@ -103,6 +104,23 @@ def test_a_model_comes_from_a_web_server_with_listings_or_without(web: WebServer
     assert {path.name for path in found.iterdir()} - {".lock"} == SERVED - {"golden.json"}
 
 
+def test_files_of_pytorch_come_from_a_store_that_has_no_safetensors(web: WebServer, cache: Cache) -> None:
+    folder = web.folder / "old"
+    folder.mkdir()
+    shards = {f"pytorch_model-0000{number}-of-00002.bin": some_bytes(100) for number in (1, 2)}
+    index = {"weight_map": {str(number): name for number, name in enumerate(shards)}}
+    files = {**shards, "pytorch_model.bin.index.json": json.dumps(index).encode(), "config.json": b"{}"}
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    (folder / "optimizer.bin").touch()
+    for web.has_listings in (True, False):
+        found = cache.find(f"{web.address}/old").path
+        assert {path.name for path in found.iterdir()} - {".lock"} == files.keys()
+    (folder / "model.safetensors").write_bytes(b"newer")
+    found = cache.find(f"{web.address}/old").path
+    assert not list(found.glob("*.bin"))
+
+
 def test_a_single_file_comes_from_a_web_server(web: WebServer, cache: Cache) -> None:
     content = some_bytes(300_000)
     (web.folder / "tiny.Q8_0.gguf").write_bytes(content)
@@ -123,7 +141,20 @@ def test_every_folder_of_a_store_is_a_model_that_may_be_asked_for(google: Any, c
     settings = catalogue.find("org-llama")
     assert settings is not None
     files = find_source(settings, lambda _: None)
-    assert settings.served_model_name == "org-llama" and same_files(files.path, LLAMA)
+    assert settings.served_model_name == ("org-llama",) and same_files(files.path, LLAMA)
+
+
+def test_a_store_may_hold_files_beside_folders(google: Any, cache: Cache) -> None:
+    upload(google, LLAMA, "models/mixed/folder")
+    google.pipe_file("models/mixed/tiny.Q8_0.gguf", b"a file")
+    google.pipe_file("models/mixed/README.md", b"no model")
+    catalogue = Catalogue(
+        parse_settings(["--models-dir", "gs://models/mixed/", "--cache-dir", str(cache.path)], {})
+    )
+    assert catalogue.names() == ["folder", "tiny.Q8_0"]
+    settings = catalogue.find("tiny.Q8_0")
+    assert settings is not None and settings.main_name == "tiny.Q8_0"
+    assert find_source(settings, lambda _: None).path.read_bytes() == b"a file"
 
 
 def test_a_store_may_be_a_folder_and_does_not_hide_paths(tmp_path: Path, cache: Cache) -> None:
@@ -266,15 +297,18 @@ def test_an_object_in_parts_on_amazon_has_no_md5_to_check(amazon: Any, cache: Ca
     [
         (
             "gs://models/none",
-            "model gs://models/none: expected config.json and *.safetensors, found nothing",
+            "model gs://models/none: expected config.json and *.safetensors or pytorch_model*.bin, found nothing",
         ),
         ("gs://models/none.gguf", "model gs://models/none.gguf does not exist"),
-        ("gs://models/broken", "expected config.json and *.safetensors, found config.json"),
+        (
+            "gs://models/broken",
+            "expected config.json and *.safetensors or pytorch_model*.bin, found config.json",
+        ),
     ],
 )
 def test_what_is_not_in_the_store_is_told(google: Any, cache: Cache, address: str, told: str) -> None:
     google.pipe_file("models/broken/config.json", b"{}")
-    google.pipe_file("models/broken/pytorch_model.bin", b"")
+    google.pipe_file("models/broken/training_args.bin", b"")
     with pytest.raises(StartupError) as refusal:
         cache.find(address)
     assert told in str(refusal.value)

@@ -242,7 +242,7 @@ def test_who_asks_for_metrics_on_and_on_and_reads_nothing_does_not_keep_them_fro
             return num_cut == 12
 
         wait_until(is_over)
-        assert max(seconds) < 1, "a thread has waited for one of them to read"
+        assert max(seconds) < 20, "a thread has waited for one of them to read, for which they have 30"
 
 
 def test_unfinished_bodies_have_only_so_much_memory_together(server: ServerProcess) -> None:

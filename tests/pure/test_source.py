@@ -72,7 +72,7 @@ def test_model_that_cannot_be_is_refused_with_what_is_accepted(
     [
         ([], "without config.json"),
         (["model.safetensors"], "without config.json"),
-        (["config.json", "pytorch_model.bin"], r"without \*\.safetensors"),
+        (["config.json", "training_args.bin"], r"without \*\.safetensors or pytorch_model\*\.bin"),
     ],
 )
 def test_folder_that_is_not_a_model_is_refused(files: list[str], problem: str, tmp_path: Path) -> None:
@@ -215,8 +215,21 @@ def test_unknown_repository_and_revision_are_told_apart(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("hub")
+def test_files_of_pytorch_are_fetched_where_there_are_no_safetensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = {"config.json": b"{}", "pytorch_model.bin": b"x", "training_args.bin": b"y"}
+    monkeypatch.setattr(FakeHub, "files", old)
+    found = find("org/llama", tmp_path / "old").path
+    assert {path.name for path in found.iterdir()} == {"config.json", "pytorch_model.bin"}
+    monkeypatch.setattr(FakeHub, "files", old | {"model.safetensors": b"z"})
+    found = find("org/llama", tmp_path / "both").path
+    assert {path.name for path in found.iterdir()} == {"config.json", "model.safetensors"}
+
+
+@pytest.mark.usefixtures("hub")
 def test_repository_without_safetensors_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FakeHub, "files", {"config.json": b"{}", "pytorch_model.bin": b"x"})
+    monkeypatch.setattr(FakeHub, "files", {"config.json": b"{}", "training_args.bin": b"x"})
     with pytest.raises(
         StartupError, match=r"'org/llama' on the Hugging Face Hub is a folder without \*\.safetensors"
     ):

@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 
-from levserve.engine.served_model import ServedModel
 from levserve.errors import ServeError
 from levserve.generation import Delta
 from levserve.schedule.request import FinishReason, TokenLogprob
 from levserve.web.answer import Answer, CachedTokens, ChatAnswer, TextAnswer, Usage
 from levserve.web.events import Events, error_event
-from tests.fake_device import load_toy_tokenizer
+from tests.fake_device import serve_toy
 
 TEXTS = [
     "plain",
@@ -28,7 +27,7 @@ TEXTS = [
 
 @pytest.fixture(params=[ChatAnswer, TextAnswer])
 def answer(request: pytest.FixtureRequest) -> Answer:
-    model = ServedModel('mo"del\n', load_toy_tokenizer(), 64, 4, 0)
+    model = serve_toy('mo"del\n', 64)
     made: Answer = request.param(model)
     return made
 
@@ -92,7 +91,7 @@ def test_usage_comes_without_choices(answer: Answer) -> None:
 
 
 def test_only_chat_opens_each_choice_with_a_role() -> None:
-    model = ServedModel("m", load_toy_tokenizer(), 64, 4, 0)
+    model = serve_toy("m", 64)
     opened = chunks(Events(ChatAnswer(model), 2, with_usage=False).opening())
     assert [chunk["choices"] for chunk in opened] == [
         [

@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 
-from levserve.engine.served_model import ServedModel
 from levserve.generation import Choice
 from levserve.schedule.request import FinishReason, GenerationRequest, Sampling, TokenBatch, TokenLogprob
 from levserve.text.stops import StopStrings
 from levserve.web.answer import count_usage
 from levserve.web.choices import make_choices
 from levserve.web.json_body import decode
+from levserve.web.policy import Policy
 from levserve.web.schema import ChatBody, CompletionBody
-from levserve.web.submission import Defaults, Seeds, prepare
-from tests.fake_device import MAX_SEQ_LEN, MODEL, load_toy_tokenizer
+from levserve.web.submission import Seeds, prepare
+from tests.fake_device import MAX_SEQ_LEN, MODEL, serve_toy
 
-SERVED = ServedModel(MODEL, load_toy_tokenizer(), MAX_SEQ_LEN, 4, 0)
+SERVED = serve_toy(MODEL, MAX_SEQ_LEN)
 
 
 def requests(
@@ -79,13 +79,13 @@ def test_a_chat_may_fill_the_context() -> None:
     assert request.max_tokens == MAX_SEQ_LEN - 3
 
 
-def test_sequences_are_prompt_major_with_a_seed_for_each_choice() -> None:
+def test_sequences_are_prompt_major_with_a_seed_for_each() -> None:
     made = requests(prompt=["t17", "t30"], n=2, seed=7)
     assert [(one.request_id, one.prompt, one.sampling.seed) for one in made] == [
         ("id-0", (17,), 7),
         ("id-1", (17,), 8),
-        ("id-2", (30,), 7),
-        ("id-3", (30,), 8),
+        ("id-2", (30,), 9),
+        ("id-3", (30,), 10),
     ]
 
 
@@ -129,7 +129,7 @@ def test_stop_tokens_that_must_be_listed_are_left_to_the_choice(
     fields: dict[str, Any], on_device: set[int]
 ) -> None:
     body = decode(json.dumps({"model": MODEL, "prompt": "t17"} | fields).encode(), CompletionBody)
-    _, (request,), (choice,) = prepare(body, SERVED, Seeds(None), "id", None)
+    _, (request,), (choice,), _ = prepare(body, SERVED, Seeds(None), "id", None)
     assert request.stop_ids == on_device
     choice.add(TokenBatch((18, 2), (TokenLogprob(-0.5),) * 2))
     assert (choice.finish is None) == bool(on_device)
@@ -185,6 +185,6 @@ def test_the_operators_defaults_are_for_those_who_say_nothing(
         {"prompt": "t17"} if kind is CompletionBody else {"messages": [{"role": "user", "content": "t17"}]}
     )
     body = decode(json.dumps({"model": MODEL} | start | fields).encode(), kind)
-    (request,) = prepare(Defaults(7, 0.25).apply_to(body), SERVED, Seeds(None), "id", None).requests
+    (request,) = prepare(Policy(7, 0.25).apply_to(body).body, SERVED, Seeds(None), "id", None).requests
     assert (request.max_tokens, request.sampling.temperature) == wanted
-    assert Defaults(0, None).apply_to(body) is body
+    assert Policy(0, None).apply_to(body).body is body

@@ -1,8 +1,10 @@
-"""Every curl and Python block of the README and the documentation, run as it stands against one real server."""
+"""Every curl and Python block of the README and the documentation, and the examples, run as they stand against one real server."""
 
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.documents import Block, blocks
+from tests.examples import COMMANDS, EXAMPLES, client_environ
+from tests.node import package_folder
 from tests.servers import Server, running_server
 
 URL = "127.0.0.1:8000"
@@ -49,7 +53,7 @@ def run(server: Server, command: list[str], text: str) -> str:
 def test_every_curl_command_gets_its_answer(block: Block, server: Server) -> None:
     output = run(server, ["bash", "-e", "-c"], FAILING_CURL + block.text)
     assert output.strip()
-    assert '"error":{' not in output
+    assert not re.search(r'^(data: )?\{"error":', output, re.MULTILINE)
     if '"stream": true' in block.text:
         assert output.rstrip().endswith("data: [DONE]")
 
@@ -57,3 +61,29 @@ def test_every_curl_command_gets_its_answer(block: Block, server: Server) -> Non
 @pytest.mark.parametrize("block", blocks("python"), ids=lambda block: block.place)
 def test_every_python_program_runs(block: Block, server: Server) -> None:
     assert run(server, [sys.executable, "-c"], block.text).strip()
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if not name.endswith(".mjs")])
+def test_every_example_runs(name: str, server: Server) -> None:
+    command = [*COMMANDS[name], str(EXAMPLES / name)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env=os.environ | client_environ(server.url)
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Paris" in done.stdout
+
+
+@pytest.mark.node
+def test_the_example_for_node_runs(server: Server, tmp_path: Path) -> None:
+    """From a folder beside the package, as a program of its own project would be."""
+    (tmp_path / "node_modules").symlink_to(package_folder() / "node_modules")
+    program = shutil.copy(EXAMPLES / "chat_with_node.mjs", tmp_path)
+    done = subprocess.run(
+        ["node", "--preserve-symlinks", program],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | client_environ(server.url),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Paris" in done.stdout

@@ -242,3 +242,26 @@ def wait_for_status(server: Server, name: str, wanted: str) -> None:
         if statuses(server)[name] in (wanted, "loaded"):
             return
     pytest.fail(f"{name} is not {wanted}")
+
+
+def test_a_lazy_server_is_ready_at_once_and_loads_its_model_for_the_first_request() -> None:
+    flags = ("--lazy", "--model", str(GOLDEN / "llama"), *FLAGS)
+    with running_server(*flags, **QUICK_COMPILE) as server:
+        health = server.call("/health").body
+        assert (health["status"], health["loaded_models"], health["jax_version"]) == ("ok", [], None)
+        assert server.call("/readyz").status == 200 and statuses(server) == {"llama": "loadable"}
+        with ThreadPoolExecutor(4) as pool:
+            streamed = list(pool.map(lambda _: stream(server, ask("llama"))[1], range(4)))
+        assert streamed == [CASES["llama"]["greedy"]] * 4
+        assert statuses(server) == {"llama": "loaded"}
+        health = server.call("/health").body
+        assert health["loaded_models"] == ["llama"] and health["device"]["platform"] == "cpu"
+        assert server.metric("model_loads_total", outcome="done") == 1
+        assert server.call("/generate", {"prompts": ["t5"], "max_tokens": 2}).status == 200
+        assert server.end() == 0
+
+
+def test_a_lazy_server_that_no_request_reached_ends_at_once() -> None:
+    with running_server("--lazy") as server:
+        assert statuses(server) == {"smollm2-135m": "loadable"}
+        assert server.end() == 0

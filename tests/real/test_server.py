@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -11,17 +12,20 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 from pathlib import Path
 
 import openai
 import pytest
 
+from tests.browser import open_browser
 from tests.conftest import GOLDEN, QUICK_COMPILE
 from tests.engines import cache_folder
 from tests.servers import Server, running_server
 from tests.waiting import wait_until
 
 MODEL = "smollm2-135m"
+OTHER_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 QUESTIONS = [
     f"What is the capital of {country}?"
     for country in ("France", "Italy", "Japan", "Spain", "Peru", "Egypt", "Chile", "Kenya")
@@ -36,6 +40,7 @@ def server(bundled_gguf: Path) -> Iterator[Server]:
         str(bundled_gguf),
         "--served-model-name",
         MODEL,
+        OTHER_NAME,
         "--max-running",
         "8",
         "--prefill-chunk",
@@ -159,6 +164,88 @@ def test_sampling_with_a_seed_repeats_itself_and_without_one_does_not(client: op
     assert len({draw(None) for _ in range(3)}) > 1
 
 
+def test_equal_prompts_in_one_request_get_different_draws_that_repeat_themselves(
+    client: openai.OpenAI,
+) -> None:
+    def draw(*prompts: str) -> list[str]:
+        answer = client.completions.create(
+            model=MODEL, prompt=list(prompts), max_tokens=8, temperature=1, seed=5
+        )
+        return [choice.text for choice in answer.choices]
+
+    first = draw("Once upon a time", "Once upon a time", "Once upon a time")
+    assert len(set(first)) == 3 and first == draw(*["Once upon a time"] * 3)
+    assert draw("Once upon a time") == first[:1]
+
+
+def test_the_sdk_uses_any_name_of_the_model_and_has_a_prompt_cut(client: openai.OpenAI) -> None:
+    assert [(model.id, model.model_extra["root"]) for model in client.models.list() if model.model_extra] == [
+        (MODEL, "SmolLM2-135M-Instruct.Q4_1"),
+        (OTHER_NAME, "SmolLM2-135M-Instruct.Q4_1"),
+    ]
+    answer = client.completions.create(
+        model="smollm2-135m-instruct",
+        prompt="One two three four five six",
+        max_tokens=2,
+        temperature=0,
+        extra_body={"truncate_prompt_tokens": 2},
+    )
+    assert answer.model == OTHER_NAME and answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (2, 2)
+
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer", "maximum": 150}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+def test_json_is_held_to_its_schema_streamed_or_whole_alone_or_beside_other_requests(
+    client: openai.OpenAI,
+) -> None:
+    def ask(seed: int) -> str:
+        answer = client.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": "Tell me about a person."}],
+            max_tokens=60,
+            temperature=1.0,
+            seed=seed,
+            response_format={"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}},
+        )
+        assert answer.choices[0].finish_reason == "stop"
+        return answer.choices[0].message.content or ""
+
+    texts = [ask(seed) for seed in range(2)]
+    with ThreadPoolExecutor(5) as threads:
+        free = [threads.submit(chat, client, "Tell me a story.", 40) for _ in range(2)]
+        texts += threads.map(ask, range(3))
+        assert all(one.result() for one in free)
+    for text in texts:
+        person = json.loads(text)
+        assert person.keys() == {"name", "age"} and person["age"] <= 150
+    stream = client.completions.create(
+        model=MODEL,
+        prompt=["The first day:", "The last day:"],
+        max_tokens=20,
+        stream=True,
+        extra_body={"guided_regex": "20[0-9]{2}-[01][0-9]-[0-3][0-9]"},
+    )
+    days = ["", ""]
+    for event in stream:
+        for choice in event.choices:
+            days[choice.index] += choice.text
+    assert all(re.fullmatch("20[0-9]{2}-[01][0-9]-[0-3][0-9]", day) for day in days)
+
+
+def test_plain_prompts_get_one_of_the_choices(server: Server) -> None:
+    body = {"prompts": ["Is it day?", "Is it night?"], "guided_choice": ["yes", "no"], "max_tokens": 8}
+    answer = server.call("/generate", body).body
+    assert set(answer["completions"]) <= {"yes", "no"}
+    assert answer["finish_reasons"] == ["stop", "stop"]
+
+
 def test_a_client_that_hangs_up_stops_its_request(server: Server) -> None:
     before = server.metric("finished_total", reason="cancelled")
     for stream in (True, False):
@@ -175,10 +262,46 @@ def test_a_client_that_hangs_up_stops_its_request(server: Server) -> None:
     assert server.metric("kv_pages_used") == 0
 
 
+@pytest.mark.browser
+def test_the_page_in_a_browser_chats_stops_and_scores(server: Server, tmp_path: Path) -> None:
+    with open_browser(tmp_path) as page:
+        page.open(server.url)
+        fields = "for (const [id, value] of arguments[0]) document.getElementById(id).value = value"
+        page.run(fields, [("temperature", "0"), ("composer", "What is the capital of France?")])
+        page.element("#send").click()
+        page.wait_text(".assistant .note", "finished")
+        assert "Paris" in page.text(".assistant .body") and "tok/s" in page.text(".assistant .note")
+        page.element("[aria-pressed]").click()
+        page.elements(".token")[1].click()  # with the focus comes the tip
+        assert "%" in page.text("#tip")
+
+        before = server.metric("finished_total", reason="cancelled")
+        page.element("#new-chat").click()
+        page.run(fields, [("composer", "Write a very long story about a lighthouse, with many chapters.")])
+        page.element("#send").click()
+        page.wait(lambda: len(page.text(".assistant .body")) > 20)
+        early = len(page.text(".assistant .body"))
+        page.wait(lambda: len(page.text(".assistant .body")) > early)
+        page.wait(lambda: float(page.text("#metric-decode")) > 0 and page.text("#metric-running") == "1")
+        page.element("#send").click()
+        page.wait_text(".assistant .note", "stopped by you")
+        wait_until(lambda: server.metric("finished_total", reason="cancelled") == before + 1)
+
+        page.element("#tab-scoring").click()
+        page.element("#score").click()
+        page.wait_text("#scoring-note", "tokens scored")
+        assert "Paris" in page.elements("#scores tr")[0].text
+        assert page.errors() == []
+
+
 def test_the_server_says_how_it_is(server: Server) -> None:
     assert server.call("/healthz").status == 200
     assert server.call("/readyz").status == 200
-    assert [model["id"] for model in server.call("/v1/models").body["data"]] == [MODEL]
+    assert [model["id"] for model in server.call("/v1/models").body["data"]] == [MODEL, OTHER_NAME]
+    health = server.call("/health").body
+    assert (health["status"], health["jax_version"]) == ("ok", version("jax"))
+    assert health["device"]["platform"] == "cpu" and health["backend"]
+    assert 0 < health["device"]["memory"]["free"] < health["device"]["memory"]["total"]
     assert server.metric("generated_tokens_total") > 0 and server.metric("ttft_seconds_count") > 0
     assert server.metric("inter_token_seconds_count") > 0 and server.metric("kv_pages_total") > 0
     assert any("curl" in line for line in server.lines), "it tells a newcomer what to try"

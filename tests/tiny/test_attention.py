@@ -25,7 +25,7 @@ from levserve.model.gpu.paged_attention import (
     choose_splits,
     choose_tiling,
     paged_attention,
-    share,
+    split_steps,
 )
 from levserve.model.rotary import Angles, rotate
 from levserve.model.xla import XLA_ON_CPU, XlaBackend
@@ -369,7 +369,8 @@ def test_the_gpu_kernel_for_decoding_equals_norming_turning_writing_and_attendin
 def test_splits_have_equal_parts_of_the_steps_a_row_has(start: int, end: int, splits: int) -> None:
     """And not of those of the longest context: a row of 1,000 tokens would be one split's in a model that takes 128,000."""
     shares = [
-        share(jnp.int32(start), jnp.int32(end), jnp.int32(split), splits, 4096) for split in range(splits)
+        split_steps(jnp.int32(start), jnp.int32(end), jnp.int32(split), splits, 4096)
+        for split in range(splits)
     ]
     steps = [list(range(int(first), int(last))) for first, last in shares]
     assert list(chain.from_iterable(steps)) == list(range(start, end))

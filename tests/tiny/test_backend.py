@@ -127,6 +127,6 @@ def test_a_model_of_a_golden_family_runs_its_layers_at_once_only_in_types_that_t
     config = read_config(GOLDEN / "llama")
     backend = CpuBackend(has_products=True)
     bfloat16 = jnp.dtype(jnp.bfloat16)
-    assert backend.refuse_layers(config, bfloat16, bfloat16) is None
-    assert "float32" in (backend.refuse_layers(config, FLOAT32, bfloat16) or "")
-    assert CpuBackend().refuse_layers(config, bfloat16, bfloat16) is not None
+    assert backend.layers_unsupported_reason(config, bfloat16, bfloat16) is None
+    assert "float32" in (backend.layers_unsupported_reason(config, FLOAT32, bfloat16) or "")
+    assert CpuBackend().layers_unsupported_reason(config, bfloat16, bfloat16) is not None

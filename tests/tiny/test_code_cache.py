@@ -232,10 +232,10 @@ def test_a_program_that_cannot_be_read_back_is_compiled_anew(
 def test_a_second_start_traces_nothing_and_says_the_same(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flags = "--cache-dir", str(folder), "--prefill-chunk", "24"  # a size that no other test has compiled
+    flags = "--cache-dir", str(folder), "--prefill-chunk", "12"  # a size that no other test has compiled
 
     def answer() -> list[int]:
-        with running_engine(GOLDEN / "llama", *flags, compiles_all=True) as running:
+        with running_engine(GOLDEN / "llama", *flags, rows=2, compiles_all=True) as running:
             wait_until(lambda: running.loaded.runner.programs.is_complete)
             (answer,) = read(running.submit(ask([1, 2, 3], 20)))
             assert running.metric("compile_cache_misses_total") == 0 or not is_second

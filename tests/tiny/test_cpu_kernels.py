@@ -21,11 +21,10 @@ from levserve.jit.builder import F32, I8, I32
 from levserve.jit.program import Code, Program
 from levserve.jit.target import Target
 from levserve.model.cache import FP8
-from levserve.model.cpu import argmax, layers
+from levserve.model.cpu import argmax, layers, softmax
 from levserve.model.cpu import attention as cpu_attention
-from levserve.model.cpu import heads as cpu_heads
 from levserve.model.cpu import linear as cpu_linear
-from levserve.model.cpu.heads import Heads
+from levserve.model.cpu.heads import HeadShape
 from levserve.model.hadamard import rotate
 from levserve.model.int8_packing import pack
 from levserve.model.quantize import STEPS, multiply_rotated
@@ -45,7 +44,7 @@ def matrix(out: int, size: int, seed: int = 0) -> tuple[jax.Array, jax.Array]:
 
 multiply = functools.partial(jax.jit, static_argnames="target")(cpu_linear.multiply)
 by_xla = jax.jit(multiply_rotated)
-find_best = functools.partial(jax.jit, static_argnames="target")(argmax.find_best)
+argmax_rows = functools.partial(jax.jit, static_argnames="target")(argmax.argmax_rows)
 
 
 @with_examples(
@@ -81,8 +80,8 @@ def test_a_word_of_activations_meets_each_four_numbers_of_a_matrix(lanes: int, t
     wanted = sums + numbers.reshape(lanes, 4).astype(np.int32) @ word.astype(np.int32)
     program = Program(target)
     with program.function("add", 3) as builder:
-        into, x, four = map(builder.as_pointer, builder.given)
-        dotted = builder.dot_word_into(
+        into, x, four = map(builder.to_pointer, builder.arguments)
+        dotted = builder.accumulate_dot_word(
             builder.load(into, I32, lanes), builder.load(x, I8, 4 * lanes), builder.load(four, I32)
         )
         builder.store(into, dotted)
@@ -201,7 +200,7 @@ def test_the_best_of_each_row_that_is_used_is_found_and_of_equals_the_first(
     spoilt = rng.random(rows) < 0.3
     logits[spoilt, rng.integers(0, vocab)] = rng.choice([math.nan, math.inf])
     used = jnp.asarray([num_used], jnp.int32)
-    found = find_best(jnp.asarray(logits), used, target=target)
+    found = argmax_rows(jnp.asarray(logits), used, target=target)
     tokens, values = (np.asarray(each)[:num_used] for each in found)
     best = likeliest(jnp.asarray(logits))
     np.testing.assert_array_equal(values, np.asarray(best.values)[:num_used])
@@ -263,12 +262,12 @@ def test_powers_and_tangents_are_right_to_the_last_bits(target: Target) -> None:
         [np.linspace(-90, 10, 2**12), np.linspace(-1e-3, 1e-3, 2**12), [math.nan] * 16]
     ).astype(np.float32)
     for function, wanted in (
-        (cpu_heads.exp, np.exp(np.maximum(x, -126 * math.log(2)))),
-        (cpu_heads.tanh, np.tanh(x)),
+        (softmax.exp, np.exp(np.maximum(x, -126 * math.log(2)))),
+        (softmax.tanh, np.tanh(x)),
     ):
         program = Program(target)
         with program.function("apply", 2) as builder:
-            given, into = map(builder.as_pointer, builder.given)
+            given, into = map(builder.to_pointer, builder.arguments)
             with builder.loop(0, x.size, 16) as at:
                 builder.store(into + at * 4, function(builder.load(given + at * 4, F32, 16)))
         code = Code(program.compile())
@@ -285,34 +284,34 @@ def call_with_arrays(address: int, *arrays: np.ndarray) -> None:
 
 @pytest.mark.parametrize(("out", "size", "is_refused"), [(64, 32, False), (66, 32, True), (64, 40, True)])
 def test_a_matrix_that_it_cannot_take_is_refused_by_its_size(out: int, size: int, is_refused: bool) -> None:
-    assert (f"{out} x {size}" in (cpu_linear.refuse_unservable(out, size) or "")) is is_refused
+    assert (f"{out} x {size}" in (cpu_linear.unsupported_reason(out, size) or "")) is is_refused
 
 
 @pytest.mark.parametrize("target", FOREIGN.values(), ids=FOREIGN)
 def test_kernels_are_compiled_for_cpus_of_another_kind(target: Target) -> None:
     """As far as an object file for them, which this CPU cannot run."""
     bfloat16 = jnp.dtype(jnp.bfloat16)
-    heads = Heads(kv_heads=1, group=3, size=32, page_size=8, numbers=bfloat16, target=target)
+    heads = HeadShape(kv_heads=1, group=3, size=32, page_size=8, dtype=bfloat16, target=target)
     kernels = [argmax.kernel_for(target)]
     kernels += [
         cpu_linear.kernel_for(jnp.dtype(numbers), 64, target)
         for numbers in (jnp.int8, jnp.uint8, jnp.bfloat16)
     ]
     kernels += [
-        cpu_attention.kernel_for(dataclasses.replace(heads, numbers=jnp.dtype(numbers)))
-        for numbers in (jnp.float32, jnp.bfloat16, FP8)
+        cpu_attention.kernel_for(dataclasses.replace(heads, dtype=jnp.dtype(dtype)))
+        for dtype in (jnp.float32, jnp.bfloat16, FP8)
     ]
     norms, matrices = ("input_norm", "mlp_norm"), ("qkv", "out", "gate_up", "down")
-    plan = layers.Plan(
+    plan = layers.ModelShape(
         heads,
         num_layers=2,
         hidden=64,
         intermediate=128,
-        rotated=32,
-        eps=1e-5,
-        scale=0.25,
-        fields=norms + matrices,
-        matrices=bfloat16,
+        rotary_size=32,
+        norm_eps=1e-5,
+        query_scale=0.25,
+        array_names=norms + matrices,
+        matrix_dtype=bfloat16,
     )
     kernels.append(layers.kernel_for(plan))
     machine = {"x86_64": 62, "aarch64": 183}[target.arch]

@@ -14,10 +14,10 @@ import pytest
 from levserve.jit.target import Target
 from levserve.model import cache
 from levserve.model.config import ModelConfig
-from levserve.model.cpu import many_queries as cpu_many_queries
-from levserve.model.cpu.attention import join
+from levserve.model.cpu import many_queries
+from levserve.model.cpu.attention import count_joined_rows
 from levserve.model.cpu.backend import PLAIN_FIELDS, CpuBackend
-from levserve.model.cpu.heads import Heads
+from levserve.model.cpu.heads import HeadShape
 from levserve.model.decoder import Decoder
 from levserve.model.quantize import NARROW, choose_quantization
 from levserve.weights.checkpoint import load_arrays, read_config
@@ -53,7 +53,9 @@ def model_of(
 
 def refusal_of(family: str, kind: str, kept: jnp.dtype, **changes: Any) -> str | None:
     config = replace(read_config(GOLDEN / family), **changes)
-    return BACKENDS[kind].refuse_layers(config, BFLOAT16 if kind == "none" else jnp.dtype(jnp.int8), kept)
+    return BACKENDS[kind].layers_unsupported_reason(
+        config, BFLOAT16 if kind == "none" else jnp.dtype(jnp.int8), kept
+    )
 
 
 class Ran(NamedTuple):
@@ -157,13 +159,13 @@ def test_a_prompts_tokens_get_the_same_in_rows_of_their_own_beside_others_as_in_
 @pytest.mark.parametrize("vector_bytes", [32, 64])
 def test_neighbours_of_a_prompt_are_attended_together_and_others_are_not(vector_bytes: int) -> None:
     target = replace(HOST, vector_bytes=vector_bytes)
-    heads = Heads(kv_heads=1, group=3, size=64, page_size=32, numbers=BFLOAT16, target=target)
+    heads = HeadShape(kv_heads=1, group=3, size=64, page_size=32, dtype=BFLOAT16, target=target)
     own = [100, 90, *range(4, 30)]  # two streams and a prompt of 26 tokens
     table = jnp.asarray([[7] * 4, [8] * 4, *[[0, 1, 2, 3]] * 26, [0] * 4], jnp.int32)
     pool = jnp.zeros((9, 2, 1, 32, 64), jnp.uint16)
     place = cache.place(table, jnp.asarray([*own, -1], jnp.int32)[:, None], pool)
-    together = np.asarray(join(place, heads)).tolist()
-    most = cpu_many_queries.most_queries(target) // 3 // 4 * 4  # of a page, cut evenly
+    together = np.asarray(count_joined_rows(place, heads)).tolist()
+    most = many_queries.max_queries(target) // 3 // 4 * 4  # of a page, cut evenly
     assert together[:2] == [1, 1] and together[-1] == 1 and sum(together) == 29 and max(together) == most
 
 
@@ -195,8 +197,8 @@ def test_a_model_with_a_field_that_the_kernel_does_not_know_is_left_to_xla() -> 
     known = read_config(GOLDEN / "llama")
     config = ExtendedConfig(**{field.name: getattr(known, field.name) for field in fields(known)})
     int8 = jnp.dtype(jnp.int8)
-    assert DOT.refuse_layers(config, int8, BFLOAT16) is None, "at its default it changes nothing"
-    refusal = DOT.refuse_layers(replace(config, made_up=0.5), int8, BFLOAT16)
+    assert DOT.layers_unsupported_reason(config, int8, BFLOAT16) is None, "at its default it changes nothing"
+    refusal = DOT.layers_unsupported_reason(replace(config, made_up=0.5), int8, BFLOAT16)
     assert refusal == "the model is not plain: made_up"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,18 @@ import numpy as np
 import pytest
 
 from levserve.model import cache
-from levserve.model.config import LongScaling, Rope, parameter_shapes
-from levserve.model.decoder import CHUNK, ROW, Decoder, Experts
+from levserve.model.config import Activation, LongScaling, Rope, parameter_shapes
+from levserve.model.decoder import ACTIVATIONS, CHUNK, ROW, Decoder, Experts
 from levserve.model.gpu.backend import GpuBackend
 from levserve.model.quantize import NARROW, choose_quantization
 from levserve.model.rotary import angles_at, rotate
+from levserve.model.select import choose_backend
 from levserve.model.xla import XlaBackend
 from levserve.weights.checkpoint import load_arrays, read_config
 from tests.conftest import GOLDEN
 from tests.tiny.test_gguf import golden_gguf
 
+FLOAT32 = jnp.dtype(jnp.float32)
 SHAPE = 128
 SMALL_SHAPE = 16
 """Tokens that every chunk is padded to: two programs a family and page size."""
@@ -100,6 +103,18 @@ def test_a_family_matches_its_reference_in_chunks_of_every_size(family: str, pag
         check(case, run_in_chunks(model, case["prompt"] + case["greedy"], chunk, page_size))
 
 
+@pytest.mark.parametrize("kernels", ["auto", "xla"])
+@pytest.mark.parametrize("scaling", ["llama-yarn", "llama-dynamic"])
+def test_a_rotary_scaling_matches_its_reference(scaling: str, kernels: str) -> None:
+    """The weights are those of the llama folder."""
+    config = read_config(GOLDEN / scaling)
+    backend = choose_backend("cpu", config, kernels=kernels, dtype=FLOAT32, kv_dtype=FLOAT32).backend
+    arrays = load_arrays(GOLDEN / "llama", config, FLOAT32, report=lambda _: None, backend=backend)
+    model = Decoder.from_arrays(config.stretched_for(SHAPE), arrays, backend=backend)
+    for case in json.loads((GOLDEN / scaling / "golden.json").read_text())["cases"]:
+        check(case, run_in_chunks(model, case["prompt"] + case["greedy"], SHAPE, 16))
+
+
 INTERPRETED = GpuBackend(interpret=True)
 """The GPU's kernels, run by jax wherever the test runs."""
 
@@ -120,9 +135,9 @@ def run_prompt_then_tokens(model: Decoder, tokens: list[int], length: int) -> np
     return np.concatenate(rows)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "olmo2", "gemma2"])
+@pytest.mark.parametrize("family", ["qwen3", "olmo2", "olmo3", "gemma2", "gpt-neox"])
 def test_a_family_matches_its_reference_through_the_gpu_kernels(family: str) -> None:
-    """Norms of a head and of all heads, windows and soft caps."""
+    """Norms of a head and of all heads, windows, soft caps, rotary scaling, part of a head rotated."""
     folder = GOLDEN / family
     config = read_config(folder)
     arrays = load_arrays(folder, config, jnp.dtype(jnp.float32), report=lambda _: None)
@@ -181,6 +196,15 @@ def test_experts_stored_as_bits_are_read_as_the_numbers_they_are() -> None:
     assert isinstance(experts, Experts) and stored["layers.1.experts_down"].dtype == jnp.uint16
     matrix = experts.stacked.down.of_expert(jnp.int32(3)).weight.array
     np.testing.assert_array_equal(matrix, exact["layers.1.experts_down"][3].astype(jnp.bfloat16))
+
+
+def test_the_two_forms_of_gelu_are_told_apart() -> None:
+    """Golden outputs hardly tell them apart: the formulas differ by 5e-4 at most."""
+    x = np.linspace(-4, 4, 41, dtype=np.float32)
+    exact = [number * (1 + math.erf(number / math.sqrt(2))) / 2 for number in x.tolist()]
+    found = {kind: np.asarray(ACTIVATIONS[kind](hax.named(x, "x")).array) for kind in Activation}
+    np.testing.assert_allclose(found[Activation.GELU], exact, atol=1e-6)
+    assert 1e-4 < np.abs(found[Activation.GELU_TANH] - exact).max() < 1e-3
 
 
 def test_part_of_a_head_turns_and_long_factors_slow_it() -> None:

@@ -29,6 +29,11 @@ from tests.engines import Running, ask, read, running_engine
 from tests.waiting import wait_until
 
 ROWS = 16
+# Engines of the same sizes find the programs that the first of them compiled, and compiling is most of what these tests cost.
+SMALL = ("--page-size", "4", "--prefill-chunk", "16")
+LLAMA = ("--page-size", "4", "--kv-pages", "512", "--prefill-chunk", "32")
+LARGE_CHUNKS = ("--page-size", "4", "--kv-pages", "256", "--prefill-chunk", "128")
+CROWDED = ("--page-size", "4", "--kv-pages", "40", "--prefill-chunk", "32")
 
 
 def cases_of(family: str) -> list[dict[str, Any]]:
@@ -43,17 +48,7 @@ def in_short_rows(*args: Any, **given: Any) -> Sizes:
 
 @pytest.fixture(scope="module")
 def llama() -> Iterator[Running]:
-    with running_engine(
-        GOLDEN / "llama",
-        "--page-size",
-        "4",
-        "--kv-pages",
-        "512",
-        "--prefill-chunk",
-        "32",
-        rows=ROWS,
-        compiles_all=True,
-    ) as running:
+    with running_engine(GOLDEN / "llama", *LLAMA, rows=ROWS, compiles_all=True) as running:
         yield running
 
 
@@ -63,7 +58,7 @@ CROWD = [ask([100 + number, 7, number], 24, temperature=0.9, top_k=5 + number) f
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_served_in_one_batch_matches_its_reference(family: str) -> None:
     cases = cases_of(family)
-    with running_engine(GOLDEN / family, "--prefill-chunk", "16", "--page-size", "4") as running:
+    with running_engine(GOLDEN / family, *SMALL) as running:
         answers = running.run(*(ask(case["prompt"], score_from=1, num_logprobs=5) for case in cases))
     for case, answer in zip(cases, answers):
         assert answer.tokens == case["greedy"]
@@ -153,9 +148,7 @@ def test_a_prompt_that_would_leave_a_large_program_mostly_empty_takes_small_ones
     used: list[Shape] = []
     take = Programs.__getitem__
     monkeypatch.setattr(Programs, "__getitem__", lambda self, shape: used.append(shape) or take(self, shape))
-    with running_engine(
-        GOLDEN / "llama", "--page-size", "8", "--prefill-chunk", "128", rows=2, compiles_all=True
-    ) as running:
+    with running_engine(GOLDEN / "llama", *LARGE_CHUNKS, compiles_all=True) as running:
         programs = running.loaded.runner.programs
         wait_until(lambda: programs.is_complete and not programs.has_cold, 240)
         running.run(ask([1], 1))  # and so the last first run is over
@@ -249,8 +242,7 @@ def test_a_seed_gives_the_same_text_after_a_preemption(llama: Running) -> None:
         llama.run(ask(prompt, 60, temperature=1.0, seed=number))[0].tokens
         for number, prompt in enumerate(prompts)
     ]
-    flags = ("--page-size", "4", "--kv-pages", "40", "--prefill-chunk", "32")
-    with running_engine(GOLDEN / "llama", *flags, rows=8) as small:
+    with running_engine(GOLDEN / "llama", *CROWDED, rows=8) as small:
         answers = small.run(
             *(ask(prompt, 60, temperature=1.0, seed=number) for number, prompt in enumerate(prompts))
         )
@@ -377,9 +369,7 @@ def test_penalties_drive_repetition_out(llama: Running) -> None:
 
 def test_a_penalty_remembers_after_a_preemption_and_a_new_slot(llama: Running) -> None:
     wanted = llama.run(*(ask([number], 60, frequency_penalty=2.0) for number in range(20, 26)))
-    with running_engine(
-        GOLDEN / "llama", "--page-size", "4", "--kv-pages", "40", "--prefill-chunk", "32", rows=8
-    ) as small:
+    with running_engine(GOLDEN / "llama", *CROWDED, rows=8) as small:
         answers = small.run(*(ask([number], 60, frequency_penalty=2.0) for number in range(20, 26)))
         assert small.metric("preemptions_total") > 0
     assert [answer.tokens for answer in answers] == [answer.tokens for answer in wanted]
@@ -392,8 +382,9 @@ def test_no_request_waits_for_a_compile_after_ready() -> None:
         if event == "/jax/core/compile/backend_compile_duration":
             compiled_on.append(threading.current_thread().name)
 
-    flags = ("--page-size", "4", "--kv-pages", "256", "--prefill-chunk", "128", "--compile-cache", "false")
-    with running_engine(GOLDEN / "llama", *flags, rows=16, compiles_all=True) as running:
+    # Sizes that no other test has: jax remembers what it compiled in this process.
+    flags = (*LARGE_CHUNKS, "--kv-pages", "260", "--compile-cache", "false")
+    with running_engine(GOLDEN / "llama", *flags, compiles_all=True) as running:
         assert not running.loaded.runner.programs.is_complete, "some shapes are left for the background"
         jax.monitoring.register_event_duration_secs_listener(note)
         deadline = time.monotonic() + 120
@@ -437,7 +428,7 @@ def test_tokens_of_prompts_get_the_program_that_they_fill(
 
 
 def test_running_streams_wait_no_longer_for_a_prompt_than_they_were_promised() -> None:
-    flags = ("--page-size", "4", "--kv-pages", "256", "--prefill-chunk", "128", "--inter-token-goal-ms", "1")
+    flags = (*LARGE_CHUNKS, "--inter-token-goal-ms", "1")
     with running_engine(GOLDEN / "llama", *flags, compiles_all=True) as running:
         plans = []
         plan = running.loaded.scheduler.plan
@@ -458,8 +449,7 @@ def test_running_streams_wait_no_longer_for_a_prompt_than_they_were_promised() -
 def test_work_larger_than_any_ready_program_is_done_in_parts(llama: Running) -> None:
     prompt = [number % 90 + 3 for number in range(75)]
     decoded = [([100 + number, 7], 12) for number in range(9)]
-    flags = ("--page-size", "4", "--kv-pages", "512", "--prefill-chunk", "128")
-    with running_engine(GOLDEN / "llama", *flags, rows=ROWS) as small:
+    with running_engine(GOLDEN / "llama", *LLAMA, rows=ROWS) as small:
         *got, scored = small.run(
             *(ask(*given) for given in decoded), ask(prompt, 2, score_from=1, num_logprobs=1)
         )
@@ -493,7 +483,7 @@ def run_mixed_load(running: Running) -> None:
 
 
 def test_a_failing_round_ends_every_stream() -> None:
-    with running_engine(GOLDEN / "llama", "--prefill-chunk", "16") as running:
+    with running_engine(GOLDEN / "llama", *SMALL) as running:
 
         def explode(plan: object, *, may_mix: bool) -> None:
             raise RuntimeError("the device is gone")
@@ -505,7 +495,7 @@ def test_a_failing_round_ends_every_stream() -> None:
 
 
 def test_a_drain_finishes_what_runs_and_refuses_what_comes() -> None:
-    with running_engine(GOLDEN / "llama", "--prefill-chunk", "16") as running:
+    with running_engine(GOLDEN / "llama", *SMALL) as running:
         stream = running.submit(ask([1, 2], 30))
         stream.get(timeout_seconds=20)
         running.engine.begin_drain(time.monotonic() + 30)
@@ -516,7 +506,7 @@ def test_a_drain_finishes_what_runs_and_refuses_what_comes() -> None:
 
 
 def test_a_drain_past_its_deadline_ends_the_rest() -> None:
-    with running_engine(GOLDEN / "llama", "--prefill-chunk", "16") as running:
+    with running_engine(GOLDEN / "llama", *SMALL) as running:
         stream = running.submit(ask([1, 2], 250))
         stream.get(timeout_seconds=20)
         running.engine.begin_drain(time.monotonic())

@@ -37,10 +37,16 @@ ARCHITECTURES = {
     "mistral": "llama",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
+    "gemma": "gemma",
     "gemma2": "gemma2",
     "gemma3": "gemma3",
+    "phi2": "phi2",
     "phi3": "phi3",
     "olmo2": "olmo2",
+    "olmo3": "olmo2",
+    "granite": "granite",
+    "cohere": "command-r",
+    "gpt-neox": "gptneox",
     "mixtral": "llama",
     "qwen3-moe": "qwen3moe",
     "gpt2": "gpt2",
@@ -64,17 +70,27 @@ def metadata_of(family: str) -> dict[str, Value]:
         "attention.key_length": config.head_dim,
         "attention.value_length": config.head_dim,
     }
-    own["attention.layer_norm_epsilon" if arch == "gpt2" else "attention.layer_norm_rms_epsilon"] = (
-        config.norm_eps
-    )
+    norm = "layer_norm" if config.has_layer_norms else "layer_norm_rms"
+    own[f"attention.{norm}_epsilon"] = config.norm_eps
     if config.rope_theta is not None:
-        own |= {"rope.dimension_count": config.head_dim, "rope.freq_base": config.rope_theta}
+        rotary_size = config.rotary_size or config.head_dim
+        own |= {"rope.dimension_count": rotary_size, "rope.freq_base": config.rope_theta}
     if config.num_experts:
         own |= {"expert_count": config.num_experts, "expert_used_count": config.experts_per_token}
     if arch == "qwen3moe":
         own |= {"expert_feed_forward_length": config.intermediate_size, "feed_forward_length": 128}
     if arch in ("gemma2", "gemma3"):
         own["attention.sliding_window"] = 8
+    if family == "olmo3":
+        own |= {"attention.sliding_window": 8, "attention.sliding_window_pattern": [True, False, True]}
+        own |= {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.yarn_beta_fast": 8.0}
+        own |= {"rope.scaling.original_context_length": 64}
+    if arch == "granite":
+        own |= {"embedding_scale": 6.0, "attention.scale": 0.2, "residual_scale": 0.4, "logit_scale": 1.5}
+    if arch == "command-r":
+        own["logit_scale"] = 0.5
+    if arch == "gptneox":
+        own["use_parallel_residual"] = True
     if arch == "gemma2":
         own |= {"attn_logit_softcapping": 30.0, "final_logit_softcapping": 20.0}
     return {
@@ -97,8 +113,11 @@ def tensors_of(family: str) -> Tensors:
         file, key=lambda name: [int(word) if word.isdigit() else 0 for word in name.split(".")]
     ):
         tensor = file[name]
-        if (arch == "llama" and ".q_proj" in name) or (arch == "llama" and ".k_proj" in name):
+        if arch in ("llama", "granite") and (".q_proj" in name or ".k_proj" in name):
             tensor = permute(tensor, config.num_heads if ".q_proj" in name else config.num_kv_heads)
+        if "query_key_value" in name:
+            by_head = tensor.reshape(config.num_heads, 3, config.head_dim, -1)
+            tensor = np.ascontiguousarray(by_head.swapaxes(0, 1)).reshape(tensor.shape)
         if arch == "gpt2" and re.search(r"\.c_\w+\.weight", name):
             tensor = np.ascontiguousarray(tensor.T)
         if arch.startswith("gemma") and name.endswith("norm.weight"):
@@ -271,9 +290,14 @@ def test_damaged_header_is_never_more_than_one_line(tmp_path: Path) -> None:
 # The configuration and whole models
 
 
-@pytest.mark.parametrize(
-    "family", ["llama", "qwen2", "qwen3", "phi3", "olmo2", "mixtral", "qwen3-moe", "gpt2"]
+WHOLE = (
+    *("llama", "qwen2", "qwen3", "phi2", "phi3", "olmo2", "olmo3", "mixtral", "qwen3-moe", "gpt2", "gemma"),
+    *("granite", "gpt-neox", "cohere"),
 )
+"""Families of which a GGUF file says everything."""
+
+
+@pytest.mark.parametrize("family", WHOLE)
 def test_gguf_says_the_same_as_the_folder_it_came_from(family: str, tmp_path: Path) -> None:
     assert read_config(golden_gguf(tmp_path, family)) == read_config(GOLDEN / family)
 
@@ -284,7 +308,7 @@ def test_gguf_of_a_gemma_says_all_but_the_scale_of_scores(family: str, tmp_path:
     assert read_config(golden_gguf(tmp_path, family)) == expected
 
 
-@pytest.mark.parametrize("family", [family for family in ARCHITECTURES if not family.startswith("gemma")])
+@pytest.mark.parametrize("family", [family for family in ARCHITECTURES if family not in ("gemma2", "gemma3")])
 def test_gguf_loads_to_the_same_arrays_as_the_folder(family: str, tmp_path: Path) -> None:
     path, folder = golden_gguf(tmp_path, family), GOLDEN / family
     arrays = load_arrays(path, read_config(path), FLOAT32, report=print)
@@ -389,7 +413,8 @@ def test_absent_optional_keys_follow_from_the_others(tmp_path: Path) -> None:
 
 
 REFUSED: list[tuple[str, Value]] = [
-    ("rope.scaling.type", "yarn"),
+    ("rope.scaling.type", "longrope"),
+    ("rope.scaling.yarn_log_multiplier", 0.1),
     ("rope.scale_linear", 2.0),
     ("rope.dimension_count", 8),
     ("attention.value_length", 32),
@@ -414,7 +439,9 @@ def test_unsupported_metadata_is_refused_by_name_and_value(key: str, value: Valu
 def test_keys_of_one_architecture_are_refused_in_another(tmp_path: Path) -> None:
     for family, key in (
         ("qwen2", "expert_count"),
-        ("olmo2", "attention.sliding_window"),
+        ("qwen3", "attention.sliding_window"),
+        ("llama", "residual_scale"),
+        ("gemma", "use_parallel_residual"),
         ("phi3", "attn_logit_softcapping"),
     ):
         with pytest.raises(StartupError, match=f"{ARCHITECTURES[family]}: {key} = 8 is not supported"):
@@ -496,7 +523,7 @@ def test_other_architecture_is_refused_with_the_list_of_ours(tmp_path: Path) -> 
     )
     with pytest.raises(
         StartupError,
-        match="'mamba' is not supported; supported are llama, qwen2, qwen3, qwen3moe, gemma2, gemma3, phi3",
+        match="'mamba' is not supported; supported are llama, qwen2, qwen3, qwen3moe, gemma, gemma2, gemma3, phi3",
     ):
         read_config(path)
 

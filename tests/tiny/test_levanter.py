@@ -22,7 +22,10 @@ from tests.conftest import GOLDEN
 from tests.levanter_files import read_model, write_checkpoint
 from tests.tiny.test_decoder import SHAPE, check, load, run_in_chunks
 
-FAMILIES = ("llama", "llama-blocks", "qwen", "qwen3", "mistral", "gemma2", "gemma3", "olmo2", "gpt2")
+FAMILIES = (
+    *("llama", "llama-blocks", "qwen", "qwen3", "mistral", "mixtral"),
+    *("gemma", "gemma2", "gemma3", "olmo2", "gpt2"),
+)
 LLAMA = GOLDEN / "levanter-llama"
 FLOAT32, BFLOAT16 = jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)
 

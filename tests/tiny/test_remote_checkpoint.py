@@ -9,6 +9,10 @@ from typing import Any
 import pytest
 
 from levserve.errors import StartupError
+from levserve.models.catalogue import Catalogue
+from levserve.settings.parse import parse_settings
+from levserve.weights.levanter_folder import is_levanter_checkpoint
+from levserve.weights.source import find_source
 from tests.conftest import GOLDEN
 from tests.pure.test_remote import LLAMA, Cache
 from tests.stores import WebServer, amazon_store, google_store, upload, web_store
@@ -55,6 +59,22 @@ def test_a_checkpoint_comes_from_a_store_with_the_config_above_it(
         assert found.name == "one" and "step-100" in found.path.name
         assert found.config_file == found.path / "config.yaml" and found.tokenizer == found.path / "tokenizer"
         assert (found.path / "manifest.ocdbt").read_bytes() == (golden / "manifest.ocdbt").read_bytes()
+
+
+def test_runs_in_a_folder_of_models_are_found_where_a_model_is_expected(google: Any, cache: Cache) -> None:
+    upload(google, GOLDEN / "levanter-llama", "models/mixed/run/step-7")
+    upload(google, GOLDEN / "levanter-llama", "models/mixed/single")
+    catalogue = Catalogue(
+        parse_settings(["--models-dir", "gs://models/mixed", "--cache-dir", str(cache.path)], {})
+    )
+    assert catalogue.names() == ["run", "single"]
+    for name in catalogue.names():
+        settings = catalogue.find(name)
+        assert settings is not None and settings.main_name == name
+        found = find_source(settings, lambda _: None)
+        assert found.name == name and is_levanter_checkpoint(found.path)
+        assert found.config_file == found.path / "config.yaml"
+    assert is_levanter_checkpoint(cache.find("run", model_store="gs://models/mixed").path)
 
 
 def test_of_a_checkpoint_in_the_older_layout_only_the_model_is_fetched(web: WebServer, cache: Cache) -> None:

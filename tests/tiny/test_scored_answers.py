@@ -19,7 +19,9 @@ PROMPT = "t17 t30 t9 t41"
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[Running]:
-    with running_engine(GOLDEN / "llama", "--prefill-chunk", "16", "--served-model-name", "toy") as running:
+    # The sizes of other tests, so that their programs are found.
+    flags = ("--page-size", "4", "--prefill-chunk", "16", "--served-model-name", "toy")
+    with running_engine(GOLDEN / "llama", *flags) as running:
         yield running
 
 

@@ -27,9 +27,9 @@ FLAGS = (
     "--max-running",
     "4",
     "--prefill-chunk",
-    "32",
+    "16",
     "--page-size",
-    "8",
+    "4",
     "--device",
     "cpu",
 )

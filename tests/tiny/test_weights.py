@@ -10,6 +10,7 @@ import shutil
 import struct
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,17 +25,22 @@ from levserve.device.sizing import process_memory
 from levserve.errors import StartupError
 from levserve.model.config import (
     Activation,
+    DynamicScaling,
     LinearScaling,
     Llama3Scaling,
     LongScaling,
     ModelConfig,
+    YarnScaling,
     parameter_shapes,
 )
+from levserve.model.rotary import angles_at, inverse_frequencies
 from levserve.weights.checkpoint import load_arrays, read_config
+from levserve.weights.hf_tensors import read_tensors
 from levserve.weights.mapping import release_pages
 from levserve.weights.progress import Progress
 from levserve.weights.tensor_names import Format, find_targets
 from tests.conftest import FAMILIES, GOLDEN
+from tests.torch_files import write_archive, write_torch_file
 
 FLOAT32, BFLOAT16 = jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)
 
@@ -60,6 +66,20 @@ GEMMA = dataclasses.replace(
     has_post_norms=True,
     embed_scale=8.0,
     attention_scale=24**-0.5,
+)
+
+
+NEWER = dataclasses.replace(LLAMA, intermediate_size=96)
+UNGATED = dataclasses.replace(
+    NEWER,
+    num_kv_heads=4,
+    tied_head=False,
+    has_layer_norms=True,
+    is_parallel=True,
+    qkv_bias=True,
+    out_bias=True,
+    mlp_bias=True,
+    is_gated=False,
 )
 
 
@@ -149,6 +169,65 @@ def folder_of(family: str, tmp_path: Path) -> Path:
             "qwen3-moe",
             dataclasses.replace(
                 LLAMA, tied_head=False, intermediate_size=96, qk_norm=True, num_experts=6, experts_per_token=2
+            ),
+        ),
+        (
+            "gemma",
+            dataclasses.replace(
+                NEWER,
+                head_dim=32,
+                activation=Activation.GELU_TANH,
+                has_offset_norms=True,
+                embed_scale=8.0,
+            ),
+        ),
+        (
+            "granite",
+            dataclasses.replace(
+                NEWER,
+                norm_eps=1e-6,
+                embed_scale=6.0,
+                attention_scale=0.2,
+                residual_scale=0.4,
+                logit_scale=1 / 1.5,
+            ),
+        ),
+        (
+            "olmo3",
+            dataclasses.replace(
+                NEWER,
+                tied_head=False,
+                has_pre_norms=False,
+                has_post_norms=True,
+                qk_norm=True,
+                qk_norm_spans_heads=True,
+                windows=(8, None, 8),
+                local_rope_theta=10_000.0,
+                rope_scaling=YarnScaling(4.0, 64, 0.1 * math.log(4.0) + 1, beta_fast=8.0),
+            ),
+        ),
+        (
+            "cohere",
+            dataclasses.replace(
+                NEWER,
+                rope_theta=5e5,
+                logit_scale=0.5,
+                is_parallel=True,
+                shares_norm=True,
+                has_layer_norms=True,
+                has_norm_biases=False,
+                has_interleaved_heads=True,
+            ),
+        ),
+        ("gpt-neox", dataclasses.replace(UNGATED, rotary_size=4, activation=Activation.GELU)),
+        (
+            "phi2",
+            dataclasses.replace(
+                UNGATED,
+                rotary_size=8,
+                activation=Activation.GELU_TANH,
+                shares_norm=True,
+                head_bias=True,
             ),
         ),
         (
@@ -243,6 +322,105 @@ def test_linear_scaling_is_read(llama: Path) -> None:
         change_config(llama, rope_parameters=..., rope_scaling={"type": "linear", "factor": 2})
     )
     assert config.rope_scaling == LinearScaling(2.0)
+
+
+def test_context_of_yarn_is_the_original_one_times_its_factor(llama: Path) -> None:
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    config = read_config(change_config(llama, rope_parameters=..., rope_scaling=scaling))
+    assert (config.max_position, config.rope_scaling) == (
+        512,
+        YarnScaling(4.0, 128, 0.1 * math.log(4.0) + 1),
+    )
+    unscaled = read_config(change_config(llama, rope_scaling={"type": "yarn", "factor": 2.0}))
+    assert unscaled.max_position == 512, (
+        "the original context is max_position_embeddings if nothing else says it"
+    )
+
+
+def test_dynamic_scaling_goes_by_the_length_that_is_served(llama: Path) -> None:
+    config = read_config(
+        change_config(llama, rope_parameters=..., rope_scaling={"type": "dynamic", "factor": 3.0})
+    )
+    assert (config.max_position, config.rope_scaling) == (768, DynamicScaling(3.0, 256, 768))
+    assert config.stretched_for(400).rope_scaling == DynamicScaling(3.0, 256, 400)
+    short = config.stretched_for(100).rope(0)
+    assert short is not None
+    np.testing.assert_array_equal(
+        inverse_frequencies(short), inverse_frequencies(dataclasses.replace(short, scaling=None))
+    )
+
+
+ROPES = json.loads((GOLDEN / "rope.json").read_text())
+
+
+@pytest.mark.parametrize("case", ROPES["cases"], ids=lambda case: case["rope_parameters"]["rope_type"])
+def test_rotary_frequencies_are_those_of_transformers(case: dict[str, Any], tmp_path: Path) -> None:
+    folder, rope = folder_of("phi3", tmp_path), case["rope_parameters"]
+    change_config(
+        folder,
+        head_dim=ROPES["head_dim"],
+        max_position_embeddings=ROPES["max_position_embeddings"],
+        rope_parameters=rope,
+    )
+    served = read_config(folder).stretched_for(case["max_seq_len"]).rope(0)
+    assert served is not None
+    np.testing.assert_allclose(inverse_frequencies(served), case["frequencies"], rtol=1e-5)
+    cos, _ = angles_at(jnp.zeros((1, 1), jnp.int32), served)
+    assert float(cos[0, 0, 0, 0]) == pytest.approx(case["attention_factor"], rel=1e-6)
+
+
+def test_older_keys_of_gpt_neox_mean_the_same_as_rope_parameters(tmp_path: Path) -> None:
+    folder = folder_of("gpt-neox", tmp_path)
+    change_config(folder, rope_parameters=..., rotary_pct=0.25, rotary_emb_base=10_000)
+    assert read_config(folder) == read_config(GOLDEN / "gpt-neox")
+    other = read_config(
+        change_config(
+            folder, rotary_pct=..., rotary_emb_base=500, use_parallel_residual=False, hidden_act="gelu_fast"
+        )
+    )
+    assert (other.rotary_size, other.rope_theta, other.is_parallel) == (4, 500.0, False)
+    assert other.activation is Activation.GELU_TANH
+
+
+def test_masks_in_a_published_file_of_gpt_neox_are_left_out(tmp_path: Path) -> None:
+    folder = folder_of("gpt-neox", tmp_path)
+    expected = load(folder)
+    change_tensors(
+        folder,
+        {
+            "gpt_neox.layers.0.attention.bias": np.zeros((1, 1, 4, 4), np.uint8),
+            "gpt_neox.layers.0.attention.masked_bias": np.zeros((), np.float32),
+            "gpt_neox.layers.0.attention.rotary_emb.inv_freq": np.zeros(2, np.float32),
+        },
+    )
+    assert load(folder).keys() == expected.keys()
+
+
+def test_heads_that_are_stored_one_after_the_other_are_sorted_in_pieces_of_any_size() -> None:
+    stored = dict(read_tensors(GOLDEN / "gpt-neox", head_dim=16))[
+        "gpt_neox.layers.1.attention.query_key_value.weight"
+    ]
+    whole = stored.read(0, 192)
+    for start, stop in ((0, 1), (3, 21), (60, 130), (191, 192)):
+        np.testing.assert_array_equal(stored.read(start, stop), whole[start:stop])
+
+
+@pytest.mark.parametrize("act", ["gelu", "gelu_pytorch_tanh"])
+def test_first_releases_of_gemma_are_read(act: str, tmp_path: Path) -> None:
+    folder = change_config(
+        folder_of("gemma", tmp_path), hidden_act=act, hidden_activation=None, tie_word_embeddings=...
+    )
+    assert read_config(folder) == read_config(GOLDEN / "gemma")
+
+
+def test_older_form_of_olmo3_means_the_same_as_the_newer(tmp_path: Path) -> None:
+    folder = folder_of("olmo3", tmp_path)
+    scaling = dict(json.loads((folder / "config.json").read_text())["rope_parameters"]["full_attention"])
+    change_config(folder, rope_parameters=..., rope_theta=scaling.pop("rope_theta"), rope_scaling=scaling)
+    assert read_config(folder) == read_config(GOLDEN / "olmo3")
+    config = read_config(change_config(folder, layer_types=..., num_hidden_layers=5))
+    assert config.windows == (8, 8, 8, None, 8)
+    assert config.rope(0) != config.rope(3), "layers with a window are not scaled"
 
 
 def test_older_form_of_gemma3_means_the_same_as_the_newer(tmp_path: Path) -> None:
@@ -354,6 +532,17 @@ REFUSED: list[tuple[str, str, object]] = [
     ("gemma3", "use_bidirectional_attention", True),
     ("gemma3", "rope_local_base_freq", "low"),
     ("phi3", "partial_rotary_factor", "half"),
+    ("gemma", "hidden_act", "silu"),
+    ("granite", "mlp_bias", True),
+    ("granite", "residual_multiplier", 0),
+    ("granite", "num_local_experts", 8),
+    ("olmo3", "layer_types", ["chunked_attention"] * 3),
+    ("cohere", "use_qk_norm", True),
+    ("cohere", "logit_scale", 0),
+    ("gpt-neox", "hidden_act", "relu"),
+    ("gpt-neox", "use_parallel_residual", "yes"),
+    ("phi2", "qk_layernorm", True),
+    ("phi2", "tie_word_embeddings", True),
     ("olmo2", "sliding_window", 64),
     ("olmo2", "hidden_act", "gelu"),
     ("mixtral", "num_local_experts", 0),
@@ -385,9 +574,12 @@ def test_unsupported_value_is_refused_by_name_and_value(
 @pytest.mark.parametrize(
     ("rope", "key"),
     [
-        ({"rope_type": "yarn", "factor": 4.0}, "rope_type"),
+        ({"rope_type": "proportional", "factor": 4.0}, "rope_type"),
         ({"type": "linear"}, "factor"),
-        ({"type": "dynamic", "factor": 2.0}, "type"),
+        ({"type": "dynamic"}, "factor"),
+        ({"type": "ntk", "factor": 2.0}, "type"),
+        ({"type": "dynamic", "factor": 2.0, "alpha": 1000.0}, "alpha"),
+        ({"type": "yarn", "factor": 2.0, "beta_fast": "fast"}, "beta_fast"),
         ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"rope_type": "default", "mrope_section": [16, 24, 24]}, "mrope_section"),
         ({"full_attention": {"rope_type": "default"}}, "full_attention"),
@@ -479,6 +671,7 @@ def test_every_tensor_lands_where_it_should(family: str) -> None:
     arrays, file = load(GOLDEN / family), load_file(GOLDEN / family / "model.safetensors")
     config = read_config(GOLDEN / family)
     gpt2, gemma = family == "gpt2", family.startswith("gemma")
+    neox, phi2 = family == "gpt-neox", family == "phi2"
 
     def stored(*names: str) -> NDArray[np.float32]:
         found = [
@@ -499,6 +692,22 @@ def test_every_tensor_lands_where_it_should(family: str) -> None:
             parts = {"input_norm": "ln_1", "mlp_norm": "ln_2", "qkv": "attn.c_attn", "out": "attn.c_proj"}
             parts |= {"gate_up": "mlp.c_fc", "down": "mlp.c_proj"}
             return stored(f"{at}{parts[name.removesuffix('_bias')]}.{bias}")
+        if neox or phi2:
+            at, bias = f"{'gpt_neox' if neox else 'model'}.layers.{layer}.", name.endswith("_bias")
+            parts = {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+            parts |= {"qkv": "attention.query_key_value", "out": "attention.dense"}
+            parts |= {"gate_up": "mlp.dense_h_to_4h", "down": "mlp.dense_4h_to_h"}
+            if phi2:
+                parts |= {"out": "self_attn.dense", "gate_up": "mlp.fc1", "down": "mlp.fc2"}
+            if phi2 and name.startswith("qkv"):
+                return stored(
+                    *(f"{at}self_attn.{part}_proj.{'bias' if bias else 'weight'}" for part in "qkv")
+                )
+            whole = stored(f"{at}{parts[name.removesuffix('_bias')]}.{'bias' if bias else 'weight'}")
+            if not name.startswith("qkv"):
+                return whole
+            by_head = whole.reshape(config.num_heads, 3, config.head_dim, -1)
+            return by_head.swapaxes(0, 1).reshape(whole.shape)
         if name.startswith("experts"):
             mixtral = {"gate": "w1", "up": "w3", "down": "w2"}
             own = {"experts_down": ["down"], "experts_gate_up": ["gate", "up"]}[name]
@@ -509,6 +718,10 @@ def test_every_tensor_lands_where_it_should(family: str) -> None:
                 for e in range(config.num_experts)
             ]
             return np.stack([stored(*of_expert) for of_expert in names])
+        if family == "cohere" and name == "qkv":
+            q, k, v = (stored(f"{at}self_attn.{part}_proj.weight") for part in "qkv")
+            pairs = [part.reshape(-1, config.head_dim // 2, 2, 64).swapaxes(1, 2) for part in (q, k)]
+            return np.concatenate([*(part.reshape(-1, 64) for part in pairs), v])
         fused = family == "phi3"
         return stored(
             *{
@@ -548,6 +761,13 @@ def test_every_tensor_lands_where_it_should(family: str) -> None:
             "final_norm_bias": "ln_f.bias",
         }
         outer = {name: f"transformer.{tensor}" for name, tensor in outer.items()}
+    if neox:
+        outer = {"embed": "embed_in.weight", "final_norm": "final_layer_norm.weight"}
+        outer |= {"final_norm_bias": "final_layer_norm.bias"}
+        outer = {name: f"gpt_neox.{tensor}" for name, tensor in outer.items()} | {"head": "embed_out.weight"}
+    if phi2:
+        outer |= {"final_norm": "model.final_layernorm.weight", "head_bias": "lm_head.bias"}
+        outer |= {"final_norm_bias": "model.final_layernorm.bias"}
     assert {name for name in arrays if not name.startswith("layers.")} == {
         name for name, tensor in outer.items() if tensor in file
     }
@@ -605,6 +825,36 @@ def shard(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(
         json.dumps({"metadata": {}, "weight_map": weight_map})
     )
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_files_of_pytorch_load_to_the_same_arrays(is_sharded: bool, llama: Path) -> None:
+    expected, tensors = load(llama), load_file(llama / "model.safetensors")
+    (llama / "model.safetensors").unlink()
+    names = ["pytorch_model.bin"]
+    if is_sharded:
+        names = [f"pytorch_model-0000{number}-of-00002.bin" for number in (1, 2)]
+        weight_map = {name: names[index % 2] for index, name in enumerate(tensors)}
+        (llama / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    for number, name in enumerate(names):
+        part = list(tensors.items())[number :: len(names)]
+        write_torch_file(llama / name, {key: np.asarray(tensor, np.float16) for key, tensor in part})
+    arrays = load(llama)
+    assert arrays.keys() == expected.keys()
+    for name in arrays:
+        np.testing.assert_array_equal(arrays[name], np.asarray(expected[name], np.float16))
+
+
+def test_malicious_file_of_pytorch_is_refused_by_name(llama: Path) -> None:
+    (llama / "model.safetensors").unlink()
+    write_archive(llama / "pytorch_model.bin", b"cposix\nsystem\n(S'touch ran'\ntR.", {})
+    with pytest.raises(StartupError, match=r"pytorch_model\.bin: it asks for posix\.system.*nothing was run"):
+        load(llama)
+
+
+def test_safetensors_are_read_where_both_are_there(llama: Path) -> None:
+    (llama / "pytorch_model.bin").write_bytes(b"not even looked at")
+    assert load(llama)["embed"].shape == (384, 64)
 
 
 def test_shard_that_is_not_there_is_named(llama: Path) -> None:

@@ -1,6 +1,6 @@
-"""The likeliest token of each row of logits on a CPU, and its logit: one pass over those rows that are used.
+"""The likeliest token of each used row of logits on a CPU, and its logit, in one pass.
 
-XLA looks at all of them, twice, and at padding as well.
+XLA reads all rows, padding included, and reads them twice.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ import jax.numpy as jnp
 
 from levserve.jit.builder import F32, I32, Value
 from levserve.jit.target import Target
-from levserve.jit.xla_call import Call, Kernel, Work, register
-from levserve.model.cpu.linear import used_rows
+from levserve.jit.xla_call import Call, Kernel, Stage, register
+from levserve.model.cpu.linear import load_num_used
 
 LANES = 64
-"""Of several registers: no comparison waits for the one before."""
+"""The lanes of several registers, so that no comparison waits for the one before."""
 LOGITS, NUM_USED = range(2)
 TOKENS, VALUES = range(2)
 
 
-def find_best(logits: jax.Array, num_used: jax.Array, *, target: Target) -> tuple[jax.Array, jax.Array]:
-    """int32 and float32 [row] of float32 [row, vocab]: of equals the first; a row that has what is not a
-    number is none itself.
+def argmax_rows(logits: jax.Array, num_used: jax.Array, *, target: Target) -> tuple[jax.Array, jax.Array]:
+    """The index, int32 [row], and the value, float32 [row], of the largest of float32 [row, vocab].
 
-    Of rows after the first `num_used` [1] it gives whatever was in memory.
+    Of equal logits the first counts. The value of a row that has a NaN is NaN. Rows after the first
+    `num_used` [1] are not computed: their results are whatever was in memory.
     """
     rows = logits.shape[0]
     name = register(kernel_for(target))
@@ -35,45 +35,51 @@ def find_best(logits: jax.Array, num_used: jax.Array, *, target: Target) -> tupl
 
 
 def kernel_for(target: Target) -> Kernel:
-    def num_rows(call: Call) -> Value:
-        return used_rows(call, NUM_USED).least(call.argument_size(LOGITS, 0))
-
-    def find(call: Call, _: Value, own: Value, row: Value) -> None:
-        builder, vocab = call.builder, call.argument_size(LOGITS, 1)
-        logits = call.argument(LOGITS) + row * vocab * 4
-        whole = vocab // LANES * LANES
-        top = builder.variable(builder.number(-math.inf, F32).splat(LANES))
-        place = builder.variable(builder.zeros(I32, LANES))
-        spoilt = builder.variable(builder.zeros(F32, LANES))
-        with builder.loop(0, whole, LANES) as at:
-            each, before = builder.load(logits + at * 4, F32, LANES), top.get()
-            is_more = before < each
-            top.set(is_more.choose(each, before))
-            place.set(is_more.choose(at.convert("trunc", I32).splat(LANES), place.get()))
-            spoilt.set((each >= -math.inf).choose(spoilt.get(), math.nan))
-        builder.store(own, top.get())
-        builder.store(own + 4 * LANES, place.get())
-        best, token = builder.variable(builder.number(-math.inf, F32)), builder.variable(builder.number(0))
-        sick = builder.variable(spoilt.get().total())
-
-        def look_at(value: Value, number: Value) -> None:
-            """At a candidate; they do not come in order."""
-            is_first = (value >= best.get()).choose((number < token.get()).choose(1, builder.number(0)), 0)
-            is_better = (best.get() < value).choose(builder.number(1), is_first).is_(1)
-            best.set(is_better.choose(value, best.get()))
-            token.set(is_better.choose(number, token.get()))
-            sick.set((value >= -math.inf).choose(sick.get(), math.nan))
-
-        with builder.loop(0, LANES) as lane:
-            look_at(builder.load(own + lane * 4, F32), builder.index(own + 4 * LANES, lane) + lane)
-        with builder.loop(whole, vocab) as at:
-            look_at(builder.load(logits + at * 4, F32), at)
-        builder.store(call.result(TOKENS) + row * 4, token.get().convert("trunc", I32))
-        builder.store(call.result(VALUES) + row * 4, best.get() + sick.get())
-
     return Kernel(
-        "levserve_best",
+        "levserve_argmax",
         target,
-        (Work(num_rows, find),),
-        own_bytes=lambda call: call.builder.number(8 * LANES),
+        (Stage(_num_rows, _argmax_row),),
+        scratch_bytes=lambda call: call.builder.constant(8 * LANES),
     )
+
+
+def _num_rows(call: Call) -> Value:
+    return load_num_used(call, NUM_USED).minimum(call.argument_size(LOGITS, 0))
+
+
+def _argmax_row(call: Call, _: Value, scratch: Value, row: Value) -> None:
+    """Finds the largest of each lane, then the largest of those and of the logits after the last vector."""
+    builder, vocab = call.builder, call.argument_size(LOGITS, 1)
+    logits = call.argument(LOGITS) + row * vocab * 4
+    end_of_vectors = vocab // LANES * LANES
+    lane_max = builder.variable(builder.constant(-math.inf, F32).splat(LANES))
+    lane_start = builder.variable(builder.zeros(I32, LANES))  # of the vector that had the lane's maximum
+    lane_nan = builder.variable(builder.zeros(F32, LANES))  # 0, or NaN if the lane had one
+    with builder.loop(0, end_of_vectors, LANES) as at:
+        values, before = builder.load(logits + at * 4, F32, LANES), lane_max.get()
+        is_larger = before < values
+        lane_max.set(is_larger.select(values, before))
+        lane_start.set(is_larger.select(at.convert("trunc", I32).splat(LANES), lane_start.get()))
+        lane_nan.set((values >= -math.inf).select(lane_nan.get(), math.nan))
+    builder.store(scratch, lane_max.get())
+    builder.store(scratch + 4 * LANES, lane_start.get())
+    best, token = builder.variable(builder.constant(-math.inf, F32)), builder.variable(builder.constant(0))
+    nan = builder.variable(lane_nan.get().reduce_sum())
+
+    def consider(value: Value, candidate: Value) -> None:
+        """Takes a candidate if it is larger, or equal and an earlier token: candidates come in any order."""
+        is_at_least = value >= best.get()
+        is_earlier = (candidate < token.get()).select(1, builder.constant(0))
+        is_first_equal = is_at_least.select(is_earlier, 0)
+        is_better = (best.get() < value).select(builder.constant(1), is_first_equal).equals(1)
+        best.set(is_better.select(value, best.get()))
+        token.set(is_better.select(candidate, token.get()))
+        nan.set((value >= -math.inf).select(nan.get(), math.nan))
+
+    with builder.loop(0, LANES) as lane:
+        value = builder.load(scratch + lane * 4, F32)
+        consider(value, builder.load_int32(scratch + 4 * LANES, lane) + lane)
+    with builder.loop(end_of_vectors, vocab) as at:
+        consider(builder.load(logits + at * 4, F32), at)
+    builder.store(call.result(TOKENS) + row * 4, token.get().convert("trunc", I32))
+    builder.store(call.result(VALUES) + row * 4, best.get() + nan.get())

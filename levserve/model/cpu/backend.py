@@ -1,5 +1,4 @@
-"""The backend of CPUs: kernels that LLVM compiles for the CPU at hand, for attention, products and whole
-layers."""
+"""The backend of CPUs: kernels that LLVM compiles for this CPU, for attention, products and whole layers."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from levserve.model.backend import Likeliest, Product
 from levserve.model.cache import Place
 from levserve.model.config import ModelConfig, parameter_shapes
 from levserve.model.cpu import argmax, attention, layers, linear
-from levserve.model.cpu.heads import Heads
+from levserve.model.cpu.heads import HeadShape
 from levserve.model.int8_packing import is_packable
 from levserve.model.quantize import is_quantized
 from levserve.model.rotary import Angles
@@ -25,35 +24,12 @@ from levserve.model.traits import CPU_TRAITS, Traits
 from levserve.model.xla import XlaBackend
 
 PLAIN_FIELDS = frozenset(
-    (
-        *(
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_layers",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
-        ),
-        *(
-            "norm_eps",
-            "rope_theta",
-            "rope_scaling",
-            "rotary_size",
-            "qkv_bias",
-            "qk_norm",
-            "windows",
-            "attention_scale",
-        ),
-        *(
-            "max_position",
-            "tied_head",
-            "embed_scale",
-            "logit_softcap",
-        ),  # they concern what is around the layers
-    )
+    "vocab_size hidden_size intermediate_size num_layers num_heads num_kv_heads head_dim norm_eps rope_theta "
+    "rope_scaling rotary_size qkv_bias qk_norm windows attention_scale "
+    # These concern what is around the layers.
+    "max_position tied_head embed_scale logit_scale head_bias logit_softcap".split()
 )
-"""The fields of a config that the kernel of whole layers honours, whatever their value."""
+"""The fields of a config that the whole-layer kernel honours, whatever their value."""
 
 
 @dataclass(frozen=True)
@@ -61,12 +37,11 @@ class CpuBackend(XlaBackend):
     platform: str = "cpu"
     target: Target = field(default_factory=detect_target)
     has_products: bool = False
-    """Whether products with matrices are kernels: the CPU sums products of int8 in one instruction."""
+    """Whether products with matrices are kernels: only if the CPU has an instruction for int8 products."""
     packs_int8: bool = False
-    """Whether that instruction is x86's, for which matrices are packed."""
+    """Whether that instruction is x86's, for which int8 matrices are packed."""
     has_matrix_units: bool = False
-    """Whether XLA multiplies bfloat16 in matrix units: then it takes products, and attention of many
-    queries."""
+    """Whether XLA has matrix units for bfloat16: it does products then, and attention of many queries."""
     runs_layers: bool = False
 
     @property
@@ -82,7 +57,7 @@ class CpuBackend(XlaBackend):
         if self.has_products:
             kernels.append("products with packed int8" if self.packs_int8 else "products")
         if self.runs_layers:
-            kernels.append("whole layers, which leave out padding")
+            kernels.append("whole layers, which skip padding")
         return f"LLVM kernels for {', '.join(kernels)}"
 
     def mix_values(
@@ -119,49 +94,49 @@ class CpuBackend(XlaBackend):
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         rope = config.rope(0)
         assert rope is not None
-        page_size, numbers = pools[0].shape[3], cache.numbers_of(pools[0])
-        plan = layers.Plan(
-            Heads(config.num_kv_heads, config.Group.size, config.head_dim, page_size, numbers, self.target),
+        page_size = pools[0].shape[3]
+        head = config.num_kv_heads, config.Group.size, config.head_dim
+        shape = layers.ModelShape(
+            HeadShape(*head, page_size, cache.numbers_of(pools[0]), self.target),
             num_layers=config.num_layers,
             hidden=config.hidden_size,
             intermediate=config.intermediate_size,
-            rotated=rope.size,
-            eps=config.norm_eps,
-            scale=config.score_scale,
-            fields=tuple(layers_arrays[0]),
-            matrices=layers_arrays[0]["qkv"].dtype,
+            rotary_size=rope.size,
+            norm_eps=config.norm_eps,
+            query_scale=config.score_scale,
+            array_names=tuple(layers_arrays[0]),
+            matrix_dtype=layers_arrays[0]["qkv"].dtype,
         )
         windows = [config.window(index) or 0 for index in range(config.num_layers)]
-        return layers.run_layers(plan, x, pools, place, angles, windows, layers_arrays)
+        return layers.run_layers(shape, x, pools, place, angles, windows, layers_arrays)
 
     def likeliest(self, logits: jax.Array, num_used: jax.Array | None = None) -> Likeliest:
         if not self.has_products or num_used is None:
             return super().likeliest(logits)
-        return Likeliest(*argmax.find_best(logits, num_used, target=self.target))
+        return Likeliest(*argmax.argmax_rows(logits, num_used, target=self.target))
 
     def packs(self, kept: jnp.dtype) -> bool:
         return self.packs_int8 and kept == jnp.int8
 
-    def refuse_layers(self, config: ModelConfig, matrices: jnp.dtype, kv_dtype: jnp.dtype) -> str | None:
-        """Why the kernel of whole layers cannot serve a model with matrices and KV of these types, or None.
+    def layers_unsupported_reason(
+        self, config: ModelConfig, matrices: jnp.dtype, kv_dtype: jnp.dtype
+    ) -> str | None:
+        """Why the whole-layer kernel cannot serve a model with matrices and KV of these types, or None.
 
-        It serves a model only if every field of the config that it does not know is at its default, so that a
+        It serves a model only if every field of the config that it does not know has its default, so that a
         new field can never be ignored.
         """
         if not self.has_products:
-            return "this CPU sums no products of int8 in one instruction"
-        unknown = [
-            known.name
-            for known in dataclasses.fields(config)
-            if known.name not in PLAIN_FIELDS and getattr(config, known.name) != known.default
-        ]
+            return "this CPU has no instruction for int8 products"
+        others = (each for each in dataclasses.fields(config) if each.name not in PLAIN_FIELDS)
+        unknown = [each.name for each in others if getattr(config, each.name) != each.default]
         if unknown:
             return f"the model is not plain: {', '.join(unknown)}"
         rope = config.rope(0)
         if rope is None:
             return "positions are not rotary"
-        if refusal := layers.refuse_unservable(config.head_dim, rope.size, kv_dtype):
-            return refusal
+        if reason := layers.unsupported_reason(config.head_dim, rope.size, kv_dtype):
+            return reason
         stored = jnp.dtype(jnp.uint8) if self.packs(matrices) else matrices
         for name, shape in parameter_shapes(config).items():
             if is_quantized(name) and name != "head" and not self._has_product(shape, stored):
@@ -169,16 +144,15 @@ class CpuBackend(XlaBackend):
         return None
 
     def _has_product(self, shape: tuple[int, ...], dtype: jnp.dtype) -> bool:
-        """Whether a kernel multiplies with matrices [out, in] of this type."""
+        """Whether there is a kernel for products with matrices [out, in] of this type."""
         if dtype == jnp.uint8:
             return is_packable(*shape)
         is_known = dtype == jnp.bfloat16 or (dtype == jnp.int8 and not self.packs_int8)
-        return self.has_products and is_known and linear.refuse_unservable(*shape) is None
+        return self.has_products and is_known and linear.unsupported_reason(*shape) is None
 
 
 def fit_target(target: Target, *, is_int8: bool) -> CpuBackend:
-    """What a CPU does best for a model, with int8 matrices or not, before it is known whether layers run at
-    once."""
+    """The backend for a CPU and for int8 or other matrices; whether it runs whole layers is decided later."""
     has_matrix_units = target.has_amx_bf16 and not (is_int8 and target.has_vnni)
     return CpuBackend(
         target=target,

@@ -1,173 +1,154 @@
-"""A few queries of a row on a CPU: keys and values are read where they lie, each once for all of them.
+"""Attention of a few queries of a row on a CPU: keys and values are read in place, each once for all queries.
 
-All scores are kept, so there is no running softmax.
+All scores are kept in memory, so there is no running softmax.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import NamedTuple
 
 from levserve.jit.builder import F32, Builder, Value
-from levserve.model.cpu.heads import LANES, LOWEST, SMALLEST, UNSEEN, Given, Heads, Part, exp, tanh
+from levserve.model.cpu.heads import KEYS, LANES, VALUES, AttentionArrays, HeadShape, QueryBlock
+from levserve.model.cpu.softmax import LOWEST_MAX, MASKED, SMALLEST_SUM, cap_scores, exp
 
-MOST = 4
+MAX_QUERIES = 4
 """Queries that share what is read: more would not fit into the registers of every CPU."""
-KEYS = 4
-"""That are multiplied at a time, so that a query which was loaded is used so often, and their sums are added
-up together."""
-SUMS = 16
-"""Registers that what is mixed may take: the rest is for what it is mixed of."""
-LATEST = 2**31
-"""After every token."""
-
-
-def own_bytes(heads: Heads, given: Given) -> Value:
-    """What the weights of each query must be divided by, then their scores, which become weights."""
-    return _score_bytes(heads, given) * MOST + 4 * LANES
+KEYS_TOGETHER = 4
+"""Keys that are multiplied at a time: a loaded query is used this often, and their sums reduced together."""
+OUTPUT_REGISTERS = 16
+"""Registers for sums of weighted values; the others hold what is being added."""
+AFTER_ALL_TOKENS = 2**31
 
 
 class Page(NamedTuple):
-    """Keys or values of one, while it is looked at."""
+    """The keys or the values of a page that is being visited."""
 
     tile: Value
-    after: Value
-    """Those of the next page, or of the last."""
+    next_tile: Value
+    """That of the next page, to be prefetched; of the last page its own."""
     num_slots: Value
-    """To look at."""
-    token: Value
-    """The first."""
+    """Slots that any query of the block can see."""
 
 
-def attend_few(builder: Builder, heads: Heads, given: Given, totals: Value, part: Part) -> None:
+def scratch_bytes(heads: HeadShape, arrays: AttentionArrays) -> Value:
+    """First the sum of each query's weights, then its scores, which become weights in place."""
+    return _score_bytes(heads, arrays) * MAX_QUERIES + 4 * LANES
+
+
+def attend_few(
+    builder: Builder, heads: HeadShape, arrays: AttentionArrays, sums: Value, block: QueryBlock
+) -> None:
     size, page_size, slot_bytes = heads.size, heads.page_size, heads.slot_bytes
-    stride, scores = _score_bytes(heads, given), totals + 4 * LANES
-    lowest, highest = builder.variable(builder.number(LATEST)), builder.variable(builder.number(0))
-    with builder.loop(0, part.held) as index:
-        start, stop = part.seen(index)
-        lowest.set(lowest.get().least(start))
-        highest.set(highest.get().most(stop))
-    begin, end = (
-        lowest.get() // page_size * page_size,
-        (highest.get() + (page_size - 1)) // page_size * page_size,
+    stride, scores = _score_bytes(heads, arrays), sums + 4 * LANES
+    lowest, highest = (
+        builder.variable(builder.constant(AFTER_ALL_TOKENS)),
+        builder.variable(builder.constant(0)),
     )
-    # Whole ones, as the scores' memory is.
-    vectors = (
-        begin // LANES * LANES,
-        (end + (LANES - 1)) // LANES * LANES,
-        LANES,
-    )
+    with builder.loop(0, block.num_queries) as index:
+        start, stop = block.visible_range(index)
+        lowest.set(lowest.get().minimum(start))
+        highest.set(highest.get().maximum(stop))
+    begin = lowest.get() // page_size * page_size
+    end = (highest.get() + (page_size - 1)) // page_size * page_size
+    vectors = begin // LANES * LANES, (end + (LANES - 1)) // LANES * LANES, LANES
 
-    @contextmanager
-    def pages(half: int) -> Iterator[Page]:
-        with builder.loop(begin, end, page_size) as token:
-            after = (token + page_size).least(end - page_size)
-            yield Page(
-                part.tile_of(half, token),
-                part.tile_of(half, after),
-                (highest.get() - token).least(page_size),
-                token,
-            )
+    def visit_pages(half: int, visit: Callable[[Page, list[Value]], None]) -> None:
+        """Visits each page with the scores of its tokens, a pointer for each query; the code is written for
+        each number of queries that a block may have."""
+        for count in range(1, MAX_QUERIES + 1):
+            with builder.when(block.num_queries.equals(count)), builder.loop(begin, end, page_size) as token:
+                following = (token + page_size).minimum(end - page_size)
+                tiles = block.tile_at(half, token), block.tile_at(half, following)
+                page = Page(*tiles, (highest.get() - token).minimum(page_size))
+                visit(page, [scores + stride * index + token * 4 for index in range(count)])
 
-    def score(page: Page, queries: list[Value], into: list[Value]) -> None:
-        """Products of the queries with each key of a page, a few keys at a time; what comes after the last is
-        never seen."""
-        num_keys, lanes = KEYS if page_size % KEYS == 0 else 1, heads.target.lanes
+    def score(page: Page, page_scores: list[Value]) -> None:
+        """Stores the products of the queries with each key of a page, a few keys at a time; what is stored
+        beyond the last key is masked later."""
+        queries = [block.query_at(builder.constant(index)) for index in range(len(page_scores))]
+        num_keys, lanes = KEYS_TOGETHER if page_size % KEYS_TOGETHER == 0 else 1, heads.target.lanes
         with builder.loop(0, page.num_slots, num_keys) as slot:
-            part.ask_for(page.after, slot, num_keys)
-            sums = [[builder.zeros(F32, lanes)] * num_keys for _ in queries]
+            block.prefetch(page.next_tile, slot, num_keys)
+            products = [[builder.zeros(F32, lanes)] * num_keys for _ in queries]
             for at in range(0, size, lanes):
                 places = [
-                    page.tile + (slot + number) * slot_bytes + at * heads.numbers.itemsize
+                    page.tile + (slot + number) * slot_bytes + at * heads.dtype.itemsize
                     for number in range(num_keys)
                 ]
-                keys = [part.floats(place, lanes) for place in places]
-                for query, each in zip(queries, sums):
+                keys = [block.load_floats(place, lanes) for place in places]
+                for query, each in zip(queries, products):
                     numbers = builder.load(query + at * 4, F32, lanes)
-                    each[:] = [key.times_plus(numbers, sum_) for key, sum_ in zip(keys, each)]
-            for each, scores in zip(sums, into):
+                    each[:] = [key.multiply_add(numbers, product) for key, product in zip(keys, each)]
+            for each, row in zip(products, page_scores):
+                into = row + slot * 4
                 builder.store(
-                    scores + slot * 4, builder.totals(*each) if num_keys == KEYS else each[0].total()
+                    into, builder.reduce_sums(*each) if num_keys == KEYS_TOGETHER else each[0].reduce_sum()
                 )
 
-    def mix(page: Page, weights: list[Value], into: list[Value]) -> None:
-        """Adds the values of a page, weighted; as many of their numbers at a time as there are registers
-        for."""
-        together = max(1, SUMS // (len(into) * max(1, LANES // heads.target.lanes))) * LANES
+    def add_values(page: Page, weights: list[Value]) -> None:
+        """Adds the weighted values of a page to the outputs, as many numbers at a time as registers hold."""
+        outputs = [block.output_at(builder.constant(index)) for index in range(len(weights))]
+        registers = len(outputs) * max(1, LANES // heads.target.lanes)
+        together = max(1, OUTPUT_REGISTERS // registers) * LANES
         for first in range(0, size, together):
-            places = range(first, min(first + together, size), LANES)
-            sums = [
-                [builder.variable(builder.load(place + 4 * at, F32, LANES)) for at in places]
-                for place in into
+            offsets = range(first, min(first + together, size), LANES)
+            totals = [
+                [builder.variable(builder.load(output + 4 * at, F32, LANES)) for at in offsets]
+                for output in outputs
             ]
             with builder.loop(0, page.num_slots) as slot:
                 if first == 0:
-                    part.ask_for(page.after, slot, 1)
+                    block.prefetch(page.next_tile, slot, 1)
                 stored = page.tile + slot * slot_bytes
-                values = [part.floats(stored + at * heads.numbers.itemsize, LANES) for at in places]
-                for weight, each in zip(weights, sums):
-                    share = builder.load(weight + slot * 4, F32).splat(LANES)
-                    for value, sum_ in zip(values, each):
-                        sum_.set(value.times_plus(share, sum_.get()))
-            for place, each in zip(into, sums):
-                for at, sum_ in zip(places, each):
-                    builder.store(place + 4 * at, sum_.get())
+                values = [block.load_floats(stored + at * heads.dtype.itemsize, LANES) for at in offsets]
+                for row, each in zip(weights, totals):
+                    weight = builder.load(row + slot * 4, F32).splat(LANES)
+                    for value, total in zip(values, each):
+                        total.set(value.multiply_add(weight, total.get()))
+            for output, each in zip(outputs, totals):
+                for at, total in zip(offsets, each):
+                    builder.store(output + 4 * at, total.get())
 
-    for number in range(1, MOST + 1):
-        places = [builder.number(index) for index in range(number)]
-        with builder.when(part.held.is_(number)):
-            with pages(0) as page:
-                into = [scores + stride * index + page.token * 4 for index in range(number)]
-                score(page, [part.query_at(index) for index in places], into)
-    with builder.loop(0, part.held) as index:
-        builder.store(
-            totals + index * 4,
-            _soften(builder, scores + stride * index, vectors, part.seen(index), given.softcap),
-        )
+    visit_pages(KEYS, score)
+    with builder.loop(0, block.num_queries) as index:
+        into, row = sums + index * 4, scores + stride * index
+        builder.store(into, _softmax(builder, row, vectors, block.visible_range(index), arrays.softcap))
         for at in range(0, size, LANES):
-            builder.store(part.mixed_at(index) + 4 * at, builder.zeros(F32, LANES))
-    for number in range(1, MOST + 1):
-        places = [builder.number(index) for index in range(number)]
-        with builder.when(part.held.is_(number)):
-            with pages(1) as page:
-                weights = [scores + stride * index + page.token * 4 for index in range(number)]
-                mix(page, weights, [part.mixed_at(index) for index in places])
-    with builder.loop(0, part.held) as index:
-        share = (builder.number(1.0, F32) / builder.load(totals + index * 4, F32)).splat(LANES)
+            builder.store(block.output_at(index) + 4 * at, builder.zeros(F32, LANES))
+    visit_pages(VALUES, add_values)
+    with builder.loop(0, block.num_queries) as index:
+        factor = (builder.constant(1.0, F32) / builder.load(sums + index * 4, F32)).splat(LANES)
         for at in range(0, size, LANES):
-            place = part.mixed_at(index) + 4 * at
-            builder.store(place, builder.load(place, F32, LANES) * share)
+            output = block.output_at(index) + 4 * at
+            builder.store(output, builder.load(output, F32, LANES) * factor)
 
 
-def _score_bytes(heads: Heads, given: Given) -> Value:
-    """Of one query's scores."""
-    return given.num_tokens(heads) * 4
+def _score_bytes(heads: HeadShape, arrays: AttentionArrays) -> Value:
+    """Bytes of one query's scores."""
+    return arrays.max_tokens(heads) * 4
 
 
-def _soften(
+def _softmax(
     builder: Builder,
     scores: Value,
-    among: tuple[Value, Value, int],
-    seen: tuple[Value, Value],
+    vectors: tuple[Value, Value, int],
+    visible: tuple[Value, Value],
     softcap: Value,
 ) -> Value:
-    """Makes weights of scores, next to nothing of those that are not seen, and gives their sum."""
-    first, last, _ = among
-    with builder.when(softcap.is_not(0)):
-        cap = softcap.splat(LANES)
-        with builder.loop(*among) as at:
-            builder.store(scores + at * 4, tanh(builder.load(scores + at * 4, F32, LANES) / cap) * cap)
-    for start, stop in ((first, seen[0]), (seen[1], last)):
+    """Replaces scores by weights, 0 for tokens that are not visible, and gives the sum of the weights."""
+    first, last, _ = vectors
+    cap_scores(builder, softcap, scores, vectors, 4, LANES)
+    for start, stop in ((first, visible[0]), (visible[1], last)):
         with builder.loop(start, stop) as at:
-            builder.store(scores + at * 4, builder.number(UNSEEN, F32))
-    top = builder.variable(builder.number(LOWEST, F32).splat(LANES))
-    with builder.loop(*among) as at:
-        top.set(top.get().most(builder.load(scores + at * 4, F32, LANES)))
-    highest = top.get().largest().splat(LANES)
+            builder.store(scores + at * 4, builder.constant(MASKED, F32))
+    maximum = builder.variable(builder.constant(LOWEST_MAX, F32).splat(LANES))
+    with builder.loop(*vectors) as at:
+        maximum.set(maximum.get().maximum(builder.load(scores + at * 4, F32, LANES)))
+    highest = maximum.get().reduce_max().splat(LANES)
     total = builder.variable(builder.zeros(F32, LANES))
-    with builder.loop(*among) as at:
+    with builder.loop(*vectors) as at:
         weight = exp(builder.load(scores + at * 4, F32, LANES) - highest)
         builder.store(scores + at * 4, weight)
         total.set(total.get() + weight)
-    return total.get().total().most(SMALLEST)
+    return total.get().reduce_sum().maximum(SMALLEST_SUM)

@@ -1,4 +1,4 @@
-"""What CPU attention is given, how it reads what is stored, and the functions of floats that it needs."""
+"""What CPU attention works on: heads of some shape, the arrays of a call, and blocks of queries."""
 
 from __future__ import annotations
 
@@ -7,152 +7,136 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from levserve.jit.builder import F16, F32, I8, I16, I32, LINE_BYTES, ROUNDER, Builder, Value
+from levserve.jit.builder import CACHE_LINE_BYTES, F16, F32, I8, I16, I32, Builder, Value
 from levserve.jit.target import Target
 from levserve.model.cache import FP8
 
 LANES = 16
-"""Of floats that are read at a time."""
-LOWEST, UNSEEN = -1e20, -1e30
-"""Where the highest score is looked for from, and so far below it, in place of what is not seen, that its
-weight is nothing."""
-SMALLEST = 1e-30
-"""In place of a sum of nothing: a query of padding gets zeros."""
-LOG2_E = math.log2(math.e)
-POWERS = tuple(math.log(2) ** n / math.factorial(n) for n in range(7))
-"""Of 2^x around 0, to float32's last bit for half a step to either side."""
-SMALLEST_POWER = -127.0
-"""What is no larger is 0, so that what is not seen adds nothing at all."""
+"""How many stored numbers are loaded at a time."""
+KEYS, VALUES = range(2)
+"""The halves of a page."""
 
 
 @dataclass(frozen=True)
-class Heads:
-    """What is known when the kernel is written: key-value heads, queries of each, numbers of a head, slots of
-    a page and their type."""
+class HeadShape:
+    """The sizes of attention that a kernel is compiled for."""
 
     kv_heads: int
     group: int
+    """Query heads of each key-value head."""
     size: int
+    """Numbers of a head."""
     page_size: int
-    numbers: jnp.dtype
+    dtype: jnp.dtype
+    """The type of stored keys and values."""
     target: Target
 
     @property
     def slot_bytes(self) -> int:
-        """Of one key or value of a head."""
-        return self.size * self.numbers.itemsize
+        """Bytes of one key or value of a head."""
+        return self.size * self.dtype.itemsize
 
     @property
     def tile_bytes(self) -> int:
-        """Of the keys, or the values, of a page and head."""
+        """Bytes of the keys, or of the values, of one head in a page."""
         return self.page_size * self.slot_bytes
 
 
 @dataclass(frozen=True)
-class Given:
-    """What is known when it runs. Queries lie `q_bytes` apart from one token to the next, and what is mixed
-    for them `mixed_bytes`."""
+class AttentionArrays:
+    """The arrays and sizes of a call. Strides are the bytes from one token to the next."""
 
     q: Value
-    mixed: Value
-    q_bytes: int
-    mixed_bytes: int
+    output: Value
+    q_stride: int
+    output_stride: int
     pool: Value
     table: Value
     positions: Value
     window: Value
+    """0: no window."""
     softcap: Value
+    """0: no soft cap."""
     chunk: Value
     table_width: Value
-    joined: Value | None = None
-    """For each row of a single token how many follow, itself included, that are attended with it; 0 if it is
-    one of those. None: 1."""
+    joined_rows: Value | None = None
+    """For rows of one token: how many rows, from each on, are attended together; 0 for a row that an earlier
+    one includes. None: 1 for every row."""
 
-    def num_queries(self, heads: Heads) -> Value:
-        """Of one row and head."""
+    def queries_per_row(self, heads: HeadShape) -> Value:
+        """Queries of one row over one key-value head."""
         return self.chunk * heads.group
 
-    def num_parts(self, heads: Heads, most: int) -> Value:
-        """Of the queries of one row and head, with so many in a part at most."""
-        return (self.num_queries(heads) + (most - 1)) // most
+    def num_blocks(self, heads: HeadShape, max_queries: int) -> Value:
+        """How many blocks of at most `max_queries` the queries of one row and key-value head are cut into."""
+        return (self.queries_per_row(heads) + (max_queries - 1)) // max_queries
 
-    def num_tokens(self, heads: Heads) -> Value:
-        """That a row may have, to a whole number of vectors."""
+    def max_tokens(self, heads: HeadShape) -> Value:
+        """How many tokens a row may have, rounded up to whole vectors."""
         return (self.table_width * heads.page_size + (LANES - 1)) // LANES * LANES
 
 
-class Part:
-    """A few neighbouring queries over one key-value head of one row, or of some that follow it and have its
-    pages."""
+class QueryBlock:
+    """Some neighbouring queries over one key-value head, of one row or of rows that are attended together."""
 
     def __init__(
-        self, builder: Builder, heads: Heads, given: Given, row: Value, head: Value, first: Value, held: Value
+        self,
+        builder: Builder,
+        heads: HeadShape,
+        arrays: AttentionArrays,
+        *,
+        row: Value,
+        kv_head: Value,
+        first_query: Value,
+        num_queries: Value,
     ) -> None:
-        self.builder, self.heads, self.given = builder, heads, given
-        self.head, self.first, self.held = head, first, held
-        self.row_start = row * given.chunk
-        self.table = given.table + row * given.table_width * 4
+        self.builder, self.heads, self.arrays = builder, heads, arrays
+        self.kv_head, self.first_query, self.num_queries = kv_head, first_query, num_queries
+        self.row_start = row * arrays.chunk
+        self.table = arrays.table + row * arrays.table_width * 4
 
     def query_at(self, index: Value) -> Value:
-        return self.given.q + self._token_of(index) * self.given.q_bytes + self._within_token(index)
+        return self.arrays.q + self._token_of(index) * self.arrays.q_stride + self._offset_in_token(index)
 
-    def mixed_at(self, index: Value) -> Value:
-        return self.given.mixed + self._token_of(index) * self.given.mixed_bytes + self._within_token(index)
+    def output_at(self, index: Value) -> Value:
+        token = self._token_of(index)
+        return self.arrays.output + token * self.arrays.output_stride + self._offset_in_token(index)
 
-    def seen(self, index: Value) -> tuple[Value, Value]:
-        """From which token to which a query may look."""
-        stop = (self.builder.index(self.given.positions, self._token_of(index)) + 1).most(0)
-        return self.given.window.is_(0).choose(
-            self.builder.number(0), (stop - self.given.window).most(0)
-        ), stop
+    def visible_range(self, index: Value) -> tuple[Value, Value]:
+        """The positions that a query attends to: the first, and the one after the last."""
+        window = self.arrays.window
+        stop = (self.builder.load_int32(self.arrays.positions, self._token_of(index)) + 1).maximum(0)
+        start = window.equals(0).select(self.builder.constant(0), (stop - window).maximum(0))
+        return start, stop
 
-    def tile_of(self, half: int, token: Value) -> Value:
-        """The keys or the values of a token's page."""
-        page = self.builder.index(self.table, token // self.heads.page_size)
-        return self.given.pool + ((page * 2 + half) * self.heads.kv_heads + self.head) * self.heads.tile_bytes
+    def tile_at(self, half: int, position: Value) -> Value:
+        """The keys or the values of the page that holds this position."""
+        heads = self.heads
+        page = self.builder.load_int32(self.table, position // heads.page_size)
+        return self.arrays.pool + ((page * 2 + half) * heads.kv_heads + self.kv_head) * heads.tile_bytes
 
-    def floats(self, stored: Value, lanes: int) -> Value:
-        """A vector of what is stored, in float32."""
-        builder, numbers = self.builder, self.heads.numbers
-        if numbers == jnp.float32:
-            return builder.load(stored, F32, lanes)
-        if numbers == jnp.bfloat16:
-            return (builder.load(stored, I16, lanes).convert("zext", I32) << 16).convert("bitcast", F32)
-        assert numbers == FP8
-        # In the places of a float16, whose exponent begins 8 lower.
-        bits = builder.load(stored, I8, lanes).convert("zext", I16)
-        number = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).convert("bitcast", F16).convert(
-            "fpext", F32
-        ) * 256.0
-        return (bits & 0x7F).is_(0x7F).choose(math.nan, number)
+    def load_floats(self, pointer: Value, lanes: int) -> Value:
+        """Stored numbers as a vector of float32."""
+        builder, dtype = self.builder, self.heads.dtype
+        if dtype == jnp.float32:
+            return builder.load(pointer, F32, lanes)
+        if dtype == jnp.bfloat16:
+            return (builder.load(pointer, I16, lanes).convert("zext", I32) << 16).convert("bitcast", F32)
+        assert dtype == FP8
+        # Moved to a float16, whose exponent is biased by 8 more.
+        bits = builder.load(pointer, I8, lanes).convert("zext", I16)
+        moved = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
+        number = moved.convert("bitcast", F16).convert("fpext", F32) * 256.0
+        return (bits & 0x7F).equals(0x7F).select(math.nan, number)
 
-    def ask_for(self, tile: Value, slot: Value, count: int) -> None:
-        """Some slots of a page that will be read soon."""
-        for line in range(0, count * self.heads.slot_bytes, LINE_BYTES):
+    def prefetch(self, tile: Value, slot: Value, count: int) -> None:
+        """Asks for some slots of a tile that will be read soon."""
+        for line in range(0, count * self.heads.slot_bytes, CACHE_LINE_BYTES):
             self.builder.prefetch(tile + slot * self.heads.slot_bytes + line)
 
     def _token_of(self, index: Value) -> Value:
-        return self.row_start + (self.first + index) // self.heads.group
+        return self.row_start + (self.first_query + index) // self.heads.group
 
-    def _within_token(self, index: Value) -> Value:
-        return (self.head * self.heads.group + (self.first + index) % self.heads.group) * (
-            4 * self.heads.size
-        )
-
-
-def exp(x: Value) -> Value:
-    """e^x of what is not above some 80; of what is not a number, that."""
-    power = (x * LOG2_E).most(SMALLEST_POWER)
-    rounded = power + ROUNDER
-    rest = power - (rounded - ROUNDER)
-    sum_ = rest * POWERS[-1] + POWERS[-2]
-    for factor in reversed(POWERS[:-2]):
-        sum_ = sum_.times_plus(rest, sum_.like(factor))
-    return sum_ * ((rounded.convert("bitcast", I32) + 127) << 23).convert("bitcast", F32)
-
-
-def tanh(x: Value) -> Value:
-    """By what is left of e^-2|x|, which cannot overflow."""
-    size = x.call("llvm.fabs")
-    left = exp(size * -2.0)
-    return ((left * -1.0 + 1.0) / (left + 1.0)).call("llvm.copysign", x)
+    def _offset_in_token(self, index: Value) -> Value:
+        group = self.heads.group
+        return (self.kv_head * group + (self.first_query + index) % group) * (4 * self.heads.size)

@@ -1,9 +1,8 @@
-"""All layers of a plain model in one call on a CPU: norms, products, rotation, KV write, attention and
-activation.
+"""All layers of a plain model in one call on a CPU: from the first norm to the last residual sum.
 
-Left to XLA, a step of one row has some 500 operations, and to begin and share each of them takes longer than
-many of them need. Here the threads are called once. Each layer is ten works, one after the other; what one
-leaves for the next lies in memory that stays in the cache.
+In XLA a step of one row has some 500 operations, and to start one of them and share it among threads takes
+longer than many of them run. Here XLA's threads are asked for help once. Each layer is one iteration of ten
+stages, which pass their results on in shared memory that stays in the cache.
 """
 
 from __future__ import annotations
@@ -18,76 +17,75 @@ import jax.numpy as jnp
 
 from levserve.jit.builder import F32, I16, I32, Builder, Value
 from levserve.jit.target import Target
-from levserve.jit.xla_call import Call, Kernel, Work, register
+from levserve.jit.xla_call import Call, Kernel, RunTask, Stage, register
 from levserve.model.cache import Place
-from levserve.model.cpu.attention import attend_part, join, num_pieces, own_bytes
-from levserve.model.cpu.heads import Given, Heads, exp
-from levserve.model.cpu.linear import Matrix, block_range, multiply_block, num_blocks, used_rows
+from levserve.model.cpu import attention, linear
+from levserve.model.cpu.heads import AttentionArrays, HeadShape
 from levserve.model.cpu.products import Product, product_for
+from levserve.model.cpu.softmax import exp
 from levserve.model.rotary import Angles
 
 LANES = 16
-X, NUM_USED, TABLE, POSITIONS, JOINED, COS, SIN, WINDOWS, FIRST = range(9)
-"""Arguments; after them come those of each layer."""
-LARGEST_POWER = 80.0
-"""Of e, that the activation needs: beyond, it is 0 to the last bit."""
-ROUNDING, QUIET_NAN = 0x7FFF, 0x7FC0
+X, NUM_USED, TABLE, POSITIONS, JOINED_ROWS, COS, SIN, WINDOWS, FIRST_LAYER = range(9)
+"""The arguments; from the last number on come those of each layer."""
+PREPARED, QKV, ATTENDED, GATE_UP = range(4)
+"""The buffers in shared memory, one row of each per token: activations prepared for a product, queries with
+keys and values, the output of attention, and gate with up."""
+LARGEST_EXPONENT = 80.0
+"""Limits the exponent of e in the activation, which is 0 to the last bit from there on."""
+BFLOAT16_HALF, BFLOAT16_NAN = 0x7FFF, 0x7FC0
+"""Just under half of bfloat16's last bit, in the bits of a float32; and the bits of a quiet NaN."""
 
-Do = Callable[[Call, Value, Value, Value], None]
-"""As in `Work`."""
-Keep = Callable[[Value, Value, Value], None]
-"""As in `multiply_block`."""
+MakeStore = Callable[[Call, Value], linear.StoreProducts]
+"""Given a call and its shared memory, decides where products are stored. It is called once per task, so that
+pointers are loaded once: LLVM cannot know that they stay the same."""
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What is known of a model when its kernel is written."""
+class ModelShape:
+    """The sizes and types of a model that a kernel is compiled for."""
 
-    heads: Heads
+    heads: HeadShape
     num_layers: int
     hidden: int
     intermediate: int
-    rotated: int
-    """Numbers of a head that turn, from the first on."""
-    eps: float
-    scale: float
-    """Of queries."""
-    fields: tuple[str, ...]
+    rotary_size: int
+    """How many numbers of a head are rotated, from the first on."""
+    norm_eps: float
+    query_scale: float
+    array_names: tuple[str, ...]
     """The arrays of a layer, in the order of the arguments."""
-    matrices: jnp.dtype
-    """What numbers they have."""
+    matrix_dtype: jnp.dtype
 
     @property
     def target(self) -> Target:
         return self.heads.target
 
     @property
-    def mixed(self) -> int:
+    def attended(self) -> int:
+        """Numbers of all query heads of a token."""
         return self.heads.kv_heads * self.heads.group * self.heads.size
 
     @property
     def qkv(self) -> int:
-        return self.mixed + 2 * self.heads.kv_heads * self.heads.size
+        """Numbers of all query, key and value heads of a token."""
+        return self.attended + 2 * self.heads.kv_heads * self.heads.size
 
     @property
     def name(self) -> str:
-        """That no other plan has, and this one in every process: programs that were compiled before call
-        it."""
+        """Unique to this shape, and the same in every process: programs in the code cache call it."""
         return f"levserve_layers_{hashlib.sha256(repr(self).encode()).hexdigest()[:16]}"
 
-    def product(self, size: int) -> Product:
-        return product_for(self.matrices, size, self.target)
 
-
-def refuse_unservable(head_dim: int, rotated: int, numbers: jnp.dtype) -> str | None:
-    """Why this kernel cannot serve a model, or None; its matrices are not looked at."""
-    if head_dim % LANES or rotated % 8 or (head_dim - rotated) % _lanes(rotated):
-        return f"heads of {head_dim} numbers, of which {rotated} turn"
-    return None if numbers in (jnp.float32, jnp.bfloat16) else f"a KV cache in {numbers}"
+def unsupported_reason(head_dim: int, rotary_size: int, kv_dtype: jnp.dtype) -> str | None:
+    """Why this kernel cannot serve a model with such heads, or None; `linear` knows which matrices it can."""
+    if head_dim % LANES or rotary_size % 8 or (head_dim - rotary_size) % _rotary_lanes(rotary_size):
+        return f"heads of {head_dim} numbers, of which {rotary_size} are rotated"
+    return None if kv_dtype in (jnp.float32, jnp.bfloat16) else f"a KV cache in {kv_dtype}"
 
 
 def run_layers(
-    plan: Plan,
+    shape: ModelShape,
     x: jax.Array,
     pools: Sequence[jax.Array],
     place: Place,
@@ -96,245 +94,256 @@ def run_layers(
     layers: Sequence[Mapping[str, jax.Array]],
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """x [row, chunk, hidden] after all layers, and the pools, written in place."""
-    name = register(kernel_for(plan))
-    arguments = [
-        x,
-        place.num_used,
-        place.table,
-        place.positions,
-        join(place, plan.heads),
-        *angles,
-        jnp.asarray(windows, jnp.int32),
-    ]
+    name = register(kernel_for(shape))
+    joined_rows = attention.count_joined_rows(place, shape.heads)
+    arguments = [x, place.num_used, place.table, place.positions, joined_rows, *angles]
+    arguments.append(jnp.asarray(windows, jnp.int32))
     aliases = {X: 0}
-    for number, (pool, layer) in enumerate(zip(pools, layers, strict=True)):
-        aliases[len(arguments)] = number + 1
-        arguments += [pool, *(layer[field] for field in plan.fields)]
+    for index, (pool, layer) in enumerate(zip(pools, layers, strict=True)):
+        aliases[len(arguments)] = index + 1
+        arguments += [pool, *(layer[array] for array in shape.array_names)]
     results = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (x, *pools)]
     x, *written = jax.ffi.ffi_call(name, results, input_output_aliases=aliases)(*arguments)
     return x, tuple(written)
 
 
-def kernel_for(plan: Plan) -> Kernel:
-    """Shared memory: rows that are prepared for a product, then queries, keys and values, what was mixed, and
-    gate and up."""
-    heads, hidden, size, item = plan.heads, plan.hidden, plan.heads.size, plan.heads.numbers.itemsize
-    by_hidden, by_mixed, by_activated = map(plan.product, (hidden, plan.mixed, plan.intermediate))
-    prepared_bytes = max(product.row_bytes for product in (by_hidden, by_mixed, by_activated))
-    widths = prepared_bytes, 4 * plan.qkv, 4 * plan.mixed, 8 * plan.intermediate
+def kernel_for(shape: ModelShape) -> Kernel:
+    return LayerWriter(shape).kernel()
 
-    def num_tokens(call: Call) -> Value:
+
+class LayerWriter:
+    """Writes the stages of a layer. A row is a token: chunks of all rows of the batch follow each other."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        self.shape, self.heads = shape, shape.heads
+        sizes = shape.hidden, shape.attended, shape.intermediate
+        self.by_hidden, self.by_attended, self.by_activated = (
+            product_for(shape.matrix_dtype, size, shape.target) for size in sizes
+        )
+        products = self.by_hidden, self.by_attended, self.by_activated
+        prepared_bytes = max(product.row_bytes for product in products)
+        self.widths = prepared_bytes, 4 * shape.qkv, 4 * shape.attended, 8 * shape.intermediate
+        """Bytes of a row of each buffer."""
+
+    def kernel(self) -> Kernel:
+        shape = self.shape
+        row_bytes = 4 * max(shape.hidden, shape.attended, shape.intermediate)
+        stages = (
+            Stage(self.num_rows, self.norm("input_norm")),
+            self.multiply(self.by_hidden, "qkv", shape.qkv, self.store_in(QKV, "qkv_bias")),
+            Stage(self.num_rows, self.rotate_and_write),
+            Stage(self.num_attention_tasks, self.attend),
+            Stage(self.num_rows, self.prepare_attended),
+            self.multiply(self.by_attended, "out", shape.hidden, self.add_to_x),
+            Stage(self.num_rows, self.norm("mlp_norm")),
+            self.multiply(self.by_hidden, "gate_up", 2 * shape.intermediate, self.store_in(GATE_UP)),
+            Stage(self.num_rows, self.activate),
+            self.multiply(self.by_activated, "down", shape.hidden, self.add_to_x),
+        )
+
+        def scratch_bytes(call: Call) -> Value:
+            return attention.scratch_bytes(self.heads, self.arrays(call, call.frame)).maximum(row_bytes)
+
+        return Kernel(
+            shape.name,
+            shape.target,
+            stages,
+            shape.num_layers,
+            shared_bytes=lambda call: self.num_tokens(call) * sum(self.widths),
+            scratch_bytes=scratch_bytes,
+        )
+
+    def num_tokens(self, call: Call) -> Value:
         return call.argument_size(X, 0) * call.argument_size(X, 1)
 
-    def num_rows(call: Call) -> Value:
-        return used_rows(call, NUM_USED).least(num_tokens(call))
+    def num_rows(self, call: Call) -> Value:
+        """Rows before the padding at the end."""
+        return linear.load_num_used(call, NUM_USED).minimum(self.num_tokens(call))
 
-    def parts(call: Call, shared: Value) -> list[Value]:
-        """Where each part of the shared memory begins."""
-        return [shared + num_tokens(call) * sum(widths[:index]) for index in range(len(widths))]
+    def buffers(self, call: Call, shared: Value) -> list[Value]:
+        return [
+            shared + self.num_tokens(call) * sum(self.widths[:index]) for index in range(len(self.widths))
+        ]
 
-    def of_layer(call: Call, field: str) -> Value:
-        return call.argument(_place_of(plan, call, field))
+    def argument_index(self, call: Call, name: str) -> Value:
+        """The number of an argument of the layer that this iteration computes."""
+        names = ("pool", *self.shape.array_names)
+        return call.iteration * len(names) + (FIRST_LAYER + names.index(name))
 
-    def norm_row(norm: str) -> Do:
-        def do(call: Call, shared: Value, own: Value, row: Value) -> None:
-            builder, x, weight = call.builder, call.result(X) + row * (4 * hidden), of_layer(call, norm)
+    def layer_array(self, call: Call, name: str) -> Value:
+        return call.argument(self.argument_index(call, name))
+
+    def norm(self, name: str) -> RunTask:
+        """Normalizes a row of x and prepares it for a product."""
+        hidden = self.shape.hidden
+
+        def run(call: Call, shared: Value, scratch: Value, row: Value) -> None:
+            builder, x = call.builder, call.result(X) + row * (4 * hidden)
+            weight = self.layer_array(call, name)
             squares = builder.variable(builder.zeros(F32, LANES))
             with builder.loop(0, hidden, LANES) as at:
-                each = builder.load(x + at * 4, F32, LANES)
-                squares.set(each.times_plus(each, squares.get()))
-            factor = _one_over_root(builder, squares.get().total(), hidden, plan.eps).splat(LANES)
+                numbers = builder.load(x + at * 4, F32, LANES)
+                squares.set(numbers.multiply_add(numbers, squares.get()))
+            factor = self.inverse_rms(builder, squares.get().reduce_sum(), hidden).splat(LANES)
             with builder.loop(0, hidden, LANES) as at:
-                each = (
-                    builder.load(x + at * 4, F32, LANES) * factor * builder.load(weight + at * 4, F32, LANES)
-                )
-                builder.store(own + at * 4, each)
-            by_hidden.prepare(builder, own, own, parts(call, shared)[0] + row * by_hidden.row_bytes)
+                numbers = builder.load(x + at * 4, F32, LANES) * factor
+                normalized = numbers * builder.load(weight + at * 4, F32, LANES)
+                builder.store(scratch + at * 4, normalized)
+            into = self.buffers(call, shared)[PREPARED] + row * self.by_hidden.row_bytes
+            self.by_hidden.prepare(builder, scratch, scratch, into)
 
-        return do
+        return run
 
-    def prepare_mixed(call: Call, shared: Value, own: Value, row: Value) -> None:
-        memory = parts(call, shared)
-        by_mixed.prepare(call.builder, memory[2] + row * widths[2], own, memory[0] + row * by_mixed.row_bytes)
+    def multiply(self, product: Product, name: str, num_out: int, make_store: MakeStore) -> Stage:
+        """Multiplies all prepared rows with a matrix of the layer."""
 
-    def activate_row(call: Call, shared: Value, own: Value, row: Value) -> None:
-        builder, memory = call.builder, parts(call, shared)
-        gates = memory[3] + row * widths[3]
-        ups = gates + 4 * plan.intermediate
-        with builder.loop(0, plan.intermediate, LANES) as at:
-            gate, up = (builder.load(each + at * 4, F32, LANES) for each in (gates, ups))
-            builder.store(own + at * 4, gate * up / (exp((gate * -1.0).least(LARGEST_POWER)) + 1.0))
-        by_activated.prepare(builder, own, own, memory[0] + row * by_activated.row_bytes)
+        def num_tasks(call: Call) -> Value:
+            return linear.num_tasks(product, call.builder.constant(num_out))
 
-    def multiply(product: Product, field: str, num_out: int, keeper: Callable[[Call, Value], Keep]) -> Work:
-        """What `keeper` looks up, it looks up once for a piece: LLVM could not tell."""
+        def run(call: Call, shared: Value, _: Value, task: Value) -> None:
+            weight = self.layer_array(call, name)
+            scales = self.layer_array(call, f"{name}_scale") if product.has_scales else None
+            outs = linear.task_range(product, task, call.builder.constant(num_out))
+            prepared, rows = self.buffers(call, shared)[PREPARED], self.num_rows(call)
+            store, matrix = make_store(call, shared), linear.Matrix(weight, scales)
+            linear.multiply_range(call.builder, product, matrix, prepared, rows, outs, store)
 
-        def do(call: Call, shared: Value, _: Value, piece: Value) -> None:
-            matrix = Matrix(
-                of_layer(call, field), of_layer(call, f"{field}_scale") if product.has_scales else None
-            )
-            outs = block_range(product, piece, call.builder.number(num_out))
-            multiply_block(
-                call.builder,
-                product,
-                matrix,
-                parts(call, shared)[0],
-                num_rows(call),
-                outs,
-                keeper(call, shared),
-            )
+        return Stage(num_tasks, run)
 
-        return Work(lambda call: num_blocks(product, call.builder.number(num_out)), do)
+    def store_in(self, buffer: int, bias_name: str | None = None) -> MakeStore:
+        """Stores products in a buffer, after adding the bias if the layer has one."""
 
-    def keep_in(part: int, bias: str | None = None) -> Callable[[Call, Value], Keep]:
-        """A part of the shared memory."""
+        def make_store(call: Call, shared: Value) -> linear.StoreProducts:
+            builder, into = call.builder, self.buffers(call, shared)[buffer]
+            bias = self.layer_array(call, bias_name) if bias_name in self.shape.array_names else None
 
-        def keeper(call: Call, shared: Value) -> Keep:
-            builder, into = call.builder, parts(call, shared)[part]
-            added = of_layer(call, bias) if bias in plan.fields else None
+            def store(row: Value, out: Value, products: Value) -> None:
+                if bias is not None:
+                    products = products + builder.load(bias + out * 4, F32, products.lanes)
+                builder.store(into + row * self.widths[buffer] + out * 4, products)
 
-            def keep(row: Value, out: Value, products: Value) -> None:
-                sums = (
-                    products
-                    if added is None
-                    else products + builder.load(added + out * 4, F32, products.lanes)
-                )
-                builder.store(into + row * widths[part] + out * 4, sums)
+            return store
 
-            return keep
+        return make_store
 
-        return keeper
-
-    def add_to_x(call: Call, _: Value) -> Keep:
+    def add_to_x(self, call: Call, _: Value) -> linear.StoreProducts:
         x = call.result(X)
 
-        def keep(row: Value, out: Value, products: Value) -> None:
-            at = x + row * (4 * hidden) + out * 4
-            call.builder.store(at, call.builder.load(at, F32, products.lanes) + products)
+        def store(row: Value, out: Value, products: Value) -> None:
+            place = x + row * (4 * self.shape.hidden) + out * 4
+            call.builder.store(place, call.builder.load(place, F32, products.lanes) + products)
 
-        return keep
+        return store
 
-    def place_token(call: Call, shared: Value, _: Value, token: Value) -> None:
-        """Turns a token's queries and keys, and writes its keys and values to their page."""
-        builder = call.builder
-        qkv = parts(call, shared)[1] + token * widths[1]
-        position = builder.index(call.argument(POSITIONS), token)
+    def rotate_and_write(self, call: Call, shared: Value, _: Value, token: Value) -> None:
+        """Rotates a token's queries and keys, and writes its keys and values to their page."""
+        builder, heads = call.builder, self.heads
+        head_bytes, num_queries = 4 * heads.size, heads.kv_heads * heads.group
+        qkv = self.buffers(call, shared)[QKV] + token * self.widths[QKV]
+        position = builder.load_int32(call.argument(POSITIONS), token)
         with builder.when(position >= 0):
             row = token // call.argument_size(X, 1)
             width = call.argument_size(TABLE, 1)
-            page = builder.index(call.argument(TABLE), row * width + position // heads.page_size)
-            cos, sin = (call.argument(which) + token * (2 * plan.rotated) for which in (COS, SIN))
-            with builder.loop(0, heads.kv_heads * heads.group) as head:
-                place = qkv + head * (4 * size)
-                for at, turned in _turned(plan, call, place, "q_norm", cos, sin):
-                    builder.store(place + 4 * at, turned * plan.scale)
-            with builder.when(page < call.argument_size(_place_of(plan, call, "pool"), 0)):
-                with builder.loop(0, heads.kv_heads) as head:
-                    key = qkv + (head + heads.kv_heads * heads.group) * (4 * size)
-                    value = key + 4 * heads.kv_heads * size
-                    lanes = _lanes(plan.rotated)
-                    plain = [(at, builder.load(value + 4 * at, F32, lanes)) for at in range(0, size, lanes)]
-                    for half, numbers in enumerate((_turned(plan, call, key, "k_norm", cos, sin), plain)):
-                        tile = (
-                            of_layer(call, "pool")
-                            + ((page * 2 + half) * heads.kv_heads + head) * heads.tile_bytes
-                        )
-                        slot = tile + (position % heads.page_size) * (size * item)
-                        for at, number in numbers:
-                            builder.store(slot + at * item, _stored(number, heads.numbers))
+            page = builder.load_int32(call.argument(TABLE), row * width + position // heads.page_size)
+            cos, sin = (call.argument(index) + token * (2 * self.shape.rotary_size) for index in (COS, SIN))
+            with builder.loop(0, num_queries) as head:
+                query = qkv + head * head_bytes
+                for at, numbers in self.rotated(call, query, "q_norm", cos, sin):
+                    builder.store(query + 4 * at, numbers * self.shape.query_scale)
+            num_pages = call.argument_size(self.argument_index(call, "pool"), 0)
+            with builder.when(page < num_pages), builder.loop(0, heads.kv_heads) as head:
+                key = qkv + (head + num_queries) * head_bytes
+                value = key + heads.kv_heads * head_bytes
+                lanes = _rotary_lanes(self.shape.rotary_size)
+                values = [
+                    (at, builder.load(value + 4 * at, F32, lanes)) for at in range(0, heads.size, lanes)
+                ]
+                for half, vectors in enumerate((self.rotated(call, key, "k_norm", cos, sin), values)):
+                    pool, tile = self.layer_array(call, "pool"), (page * 2 + half) * heads.kv_heads + head
+                    slot = pool + tile * heads.tile_bytes + (position % heads.page_size) * heads.slot_bytes
+                    for at, numbers in vectors:
+                        builder.store(slot + at * heads.dtype.itemsize, _to_storage(numbers, heads.dtype))
 
-    def given(call: Call, shared: Value) -> Given:
-        builder, memory = call.builder, parts(call, shared)
-        window = builder.index(call.argument(WINDOWS), call.turn)
-        sizes = call.argument_size(X, 1), call.argument_size(TABLE, 1)
-        return Given(
-            memory[1],
-            memory[2],
-            widths[1],
-            widths[2],
-            of_layer(call, "pool"),
-            call.argument(TABLE),
-            call.argument(POSITIONS),
-            window,
-            builder.number(0.0, F32),
-            *sizes,
-            call.argument(JOINED),
+    def rotated(self, call: Call, head: Value, norm: str, cos: Value, sin: Value) -> list[tuple[int, Value]]:
+        """A head, normalized if the layer does that, and rotated: vectors, and where each begins."""
+        builder, size, half = call.builder, self.heads.size, self.shape.rotary_size // 2
+        lanes = _rotary_lanes(self.shape.rotary_size)
+        vectors = {at: builder.load(head + 4 * at, F32, lanes) for at in range(0, size, lanes)}
+        if norm in self.shape.array_names:
+            weight = self.layer_array(call, norm)
+            squares = builder.zeros(F32, lanes)
+            for numbers in vectors.values():
+                squares = numbers.multiply_add(numbers, squares)
+            factor = self.inverse_rms(builder, squares.reduce_sum(), size).splat(lanes)
+            for at, numbers in vectors.items():
+                vectors[at] = numbers * factor * builder.load(weight + 4 * at, F32, lanes)
+        for at in range(0, half, lanes):
+            low, high = vectors[at], vectors[at + half]
+            cosine, sine = (builder.load(angles + 4 * at, F32, lanes) for angles in (cos, sin))
+            vectors[at], vectors[at + half] = low * cosine - high * sine, high * cosine + low * sine
+        return list(vectors.items())
+
+    def inverse_rms(self, builder: Builder, squares: Value, count: int) -> Value:
+        """What a norm multiplies with, given the sum of the squares of `count` numbers."""
+        mean = squares / float(count) + self.shape.norm_eps
+        return builder.constant(1.0, F32) / mean.intrinsic("llvm.sqrt")
+
+    def arrays(self, call: Call, shared: Value) -> AttentionArrays:
+        builder, buffers = call.builder, self.buffers(call, shared)
+        window = builder.load_int32(call.argument(WINDOWS), call.iteration)
+        chunk, table_width = call.argument_size(X, 1), call.argument_size(TABLE, 1)
+        return AttentionArrays(
+            q=buffers[QKV],
+            output=buffers[ATTENDED],
+            q_stride=self.widths[QKV],
+            output_stride=self.widths[ATTENDED],
+            pool=self.layer_array(call, "pool"),
+            table=call.argument(TABLE),
+            positions=call.argument(POSITIONS),
+            window=window,
+            softcap=builder.constant(0.0, F32),
+            chunk=chunk,
+            table_width=table_width,
+            joined_rows=call.argument(JOINED_ROWS),
         )
 
-    def num_parts(call: Call) -> Value:
+    def num_attention_tasks(self, call: Call) -> Value:
         chunk = call.argument_size(X, 1)
-        return num_pieces(heads, given(call, call.frame), (num_rows(call) + chunk - 1) // chunk)
+        arrays = self.arrays(call, call.frame)
+        return attention.num_tasks(self.heads, arrays, (self.num_rows(call) + chunk - 1) // chunk)
 
-    def attend(call: Call, shared: Value, own: Value, piece: Value) -> None:
-        attend_part(call.builder, heads, given(call, shared), own, piece)
+    def attend(self, call: Call, shared: Value, scratch: Value, task: Value) -> None:
+        attention.attend_block(call.builder, self.heads, self.arrays(call, shared), scratch, task)
 
-    works = (
-        Work(num_rows, norm_row("input_norm")),
-        multiply(by_hidden, "qkv", plan.qkv, keep_in(1, "qkv_bias")),
-        Work(num_rows, place_token),
-        Work(num_parts, attend),
-        Work(num_rows, prepare_mixed),
-        multiply(by_mixed, "out", hidden, add_to_x),
-        Work(num_rows, norm_row("mlp_norm")),
-        multiply(by_hidden, "gate_up", 2 * plan.intermediate, keep_in(3)),
-        Work(num_rows, activate_row),
-        multiply(by_activated, "down", hidden, add_to_x),
-    )
-    row_bytes = 4 * max(hidden, plan.mixed, plan.intermediate)
-    return Kernel(
-        plan.name,
-        plan.target,
-        works,
-        plan.num_layers,
-        shared_bytes=lambda call: num_tokens(call) * sum(widths),
-        own_bytes=lambda call: own_bytes(heads, given(call, call.frame)).most(row_bytes),
-    )
+    def prepare_attended(self, call: Call, shared: Value, scratch: Value, row: Value) -> None:
+        buffers = self.buffers(call, shared)
+        attended = buffers[ATTENDED] + row * self.widths[ATTENDED]
+        into = buffers[PREPARED] + row * self.by_attended.row_bytes
+        self.by_attended.prepare(call.builder, attended, scratch, into)
+
+    def activate(self, call: Call, shared: Value, scratch: Value, row: Value) -> None:
+        """Multiplies SiLU(gate) with up, and prepares the row for a product."""
+        builder, buffers = call.builder, self.buffers(call, shared)
+        gates = buffers[GATE_UP] + row * self.widths[GATE_UP]
+        ups = gates + 4 * self.shape.intermediate
+        with builder.loop(0, self.shape.intermediate, LANES) as at:
+            gate, up = (builder.load(half + at * 4, F32, LANES) for half in (gates, ups))
+            into = scratch + at * 4
+            builder.store(into, gate * up / (exp((gate * -1.0).minimum(LARGEST_EXPONENT)) + 1.0))
+        into = buffers[PREPARED] + row * self.by_activated.row_bytes
+        self.by_activated.prepare(builder, scratch, scratch, into)
 
 
-def _place_of(plan: Plan, call: Call, field: str) -> Value:
-    """An argument's number, for the layer whose turn it is."""
-    fields = ("pool", *plan.fields)
-    return call.turn * len(fields) + (FIRST + fields.index(field))
-
-
-def _turned(
-    plan: Plan, call: Call, head: Value, norm: str, cos: Value, sin: Value
-) -> list[tuple[int, Value]]:
-    """A head's numbers, normed if the model does that and turned by their position: vectors, and where each
-    begins."""
-    builder, lanes, half = call.builder, _lanes(plan.rotated), plan.rotated // 2
-    numbers = {at: builder.load(head + 4 * at, F32, lanes) for at in range(0, plan.heads.size, lanes)}
-    if norm in plan.fields:
-        weight = call.argument(_place_of(plan, call, norm))
-        squares = builder.zeros(F32, lanes)
-        for each in numbers.values():
-            squares = each.times_plus(each, squares)
-        factor = _one_over_root(builder, squares.total(), plan.heads.size, plan.eps).splat(lanes)
-        numbers = {
-            at: each * factor * builder.load(weight + 4 * at, F32, lanes) for at, each in numbers.items()
-        }
-    turned = dict(numbers)
-    for at in range(0, half, lanes):
-        low, high = numbers[at], numbers[at + half]
-        cosine, sine = (builder.load(which + 4 * at, F32, lanes) for which in (cos, sin))
-        turned[at], turned[at + half] = low * cosine - high * sine, high * cosine + low * sine
-    return list(turned.items())
-
-
-def _one_over_root(builder: Builder, squares: Value, count: int, eps: float) -> Value:
-    """What a norm multiplies with."""
-    return builder.number(1.0, F32) / (squares / float(count) + eps).call("llvm.sqrt")
-
-
-def _stored(numbers: Value, dtype: jnp.dtype) -> Value:
+def _to_storage(numbers: Value, dtype: jnp.dtype) -> Value:
+    """float32 as it is, or rounded to the nearest bfloat16, of two equally near ones to the even one."""
     if dtype == jnp.float32:
         return numbers
     bits = numbers.convert("bitcast", I32)
-    rounded = (bits + ((bits >> 16) & 1) + ROUNDING) >> 16
+    rounded = (bits + ((bits >> 16) & 1) + BFLOAT16_HALF) >> 16
     is_number = numbers >= -math.inf
-    return is_number.choose(rounded, QUIET_NAN).convert("trunc", I16)
+    return is_number.select(rounded, BFLOAT16_NAN).convert("trunc", I16)
 
 
-def _lanes(rotated: int) -> int:
-    """Of vectors that each half of what turns is made of."""
-    return math.gcd(rotated // 2, LANES)
+def _rotary_lanes(rotary_size: int) -> int:
+    """The lanes of vectors that cut each half of the rotated numbers evenly."""
+    return math.gcd(rotary_size // 2, LANES)

@@ -1,7 +1,6 @@
-"""Products with a matrix on a CPU, in calls of their own: each row of the matrix is read once, ahead of its
-use.
+"""Products with a matrix on a CPU, as kernels of their own: the matrix is read once, and prefetched.
 
-Rows of activations that are padding are left out: what is given for them is whatever was in memory.
+Rows of activations that are padding are skipped: their results are whatever was in memory.
 """
 
 from __future__ import annotations
@@ -14,24 +13,25 @@ import jax.numpy as jnp
 
 from levserve.jit.builder import Builder, Value
 from levserve.jit.target import Target
-from levserve.jit.xla_call import Call, Kernel, Work, num_threads, register
+from levserve.jit.xla_call import Call, Kernel, Stage, num_threads, register
 from levserve.model.cpu.products import INT8_LANES, Bfloat16Product, Product, product_for
 
-LEAST_ROWS, MOST_ROWS = 32, 1024
-"""Of the matrix in a piece."""
-BLOCK_BYTES = 36 << 10
-"""Of activations that meet a block of the matrix before the next ones do: so many stay in the nearest
-cache."""
-
+MIN_TASK_OUTS, MAX_TASK_OUTS = 32, 1024
+"""Bounds of how many rows of the matrix, which are outputs of the product, one task multiplies."""
+ROW_BLOCK_BYTES = 36 << 10
+"""Activations that a task multiplies at a time: as many as stay in the first-level cache."""
 X, NUM_USED, WEIGHT, SCALE = range(4)
-"""The arguments of a product's call; bfloat16 has no scales."""
+"""The arguments of a product's call; bfloat16 has no scale."""
+
+StoreProducts = Callable[[Value, Value, Value], None]
+"""Stores the products of a row of activations, given its number, the first output and a vector."""
 
 
-def refuse_unservable(out: int, size: int) -> str | None:
-    """Why these kernels cannot multiply with a matrix [out, size], or None; of one that is packed they
-    can."""
-    if out % Bfloat16Product.outs or size % INT8_LANES:
-        return f"a matrix of {out} x {size} (it takes multiples of {Bfloat16Product.outs} x {INT8_LANES})"
+def unsupported_reason(out: int, size: int) -> str | None:
+    """Why these kernels cannot multiply with a matrix [out, size] that is not packed, or None."""
+    if out % Bfloat16Product.tile_outs or size % INT8_LANES:
+        multiples = f"{Bfloat16Product.tile_outs} x {INT8_LANES}"
+        return f"a matrix of {out} x {size} (it takes multiples of {multiples})"
     return None
 
 
@@ -43,9 +43,10 @@ def multiply(
     *,
     target: Target,
 ) -> jax.Array:
-    """x [row, in], or the first `num_used` [1] of its rows, with a matrix [out, in]: float32 [row, out].
+    """x [row, in], or the first `num_used` [1] of its rows, times a matrix [out, in]: float32 [row, out].
 
-    With int8, packed or not, as `multiply_turned`; with bfloat16, which has no scale, in float32 to the end.
+    With int8, packed or not, it computes what `multiply_rotated` computes. With bfloat16, which has no scale,
+    it computes in float32.
     """
     out, size = weight.shape
     name = register(kernel_for(weight.dtype, size, target))
@@ -54,109 +55,98 @@ def multiply(
     return jax.ffi.ffi_call(name, jax.ShapeDtypeStruct((x.shape[0], out), jnp.float32))(*arguments)
 
 
-def kernel_for(numbers: jnp.dtype, size: int, target: Target) -> Kernel:
-    """Of products with a matrix of such numbers [out, size]. Shared memory: the rows, prepared."""
-    product = product_for(numbers, size, target)
+def kernel_for(dtype: jnp.dtype, size: int, target: Target) -> Kernel:
+    """The kernel for matrices of this type [out, size]. Its shared memory holds the prepared rows."""
+    product = product_for(dtype, size, target)
 
     def num_rows(call: Call) -> Value:
-        return used_rows(call, NUM_USED).least(call.argument_size(X, 0))
+        return load_num_used(call, NUM_USED).minimum(call.argument_size(X, 0))
 
-    def shared_bytes(call: Call) -> Value:
-        return num_rows(call) * product.row_bytes
+    def prepare_row(call: Call, shared: Value, scratch: Value, row: Value) -> None:
+        x = call.argument(X) + row * (4 * product.size)
+        product.prepare(call.builder, x, scratch, shared + row * product.row_bytes)
 
-    def prepare_row(call: Call, shared: Value, own: Value, row: Value) -> None:
-        product.prepare(
-            call.builder, call.argument(X) + row * (4 * product.size), own, shared + row * product.row_bytes
-        )
-
-    def multiply_piece(call: Call, shared: Value, _: Value, piece: Value) -> None:
+    def multiply_task(call: Call, shared: Value, _: Value, task: Value) -> None:
         num_out = call.argument_size(WEIGHT, 0)
 
-        def keep(row: Value, out: Value, products: Value) -> None:
+        def store(row: Value, out: Value, products: Value) -> None:
             call.builder.store(call.result(0) + (row * num_out + out) * 4, products)
 
         matrix = Matrix(call.argument(WEIGHT), call.argument(SCALE) if product.has_scales else None)
-        multiply_block(
-            call.builder, product, matrix, shared, num_rows(call), block_range(product, piece, num_out), keep
-        )
+        rows, outs = num_rows(call), task_range(product, task, num_out)
+        multiply_range(call.builder, product, matrix, shared, rows, outs, store)
 
-    works = (
-        Work(num_rows, prepare_row),
-        Work(lambda call: num_blocks(product, call.argument_size(WEIGHT, 0)), multiply_piece),
-    )
     return Kernel(
-        f"levserve_multiply_{numbers}_{size}",
+        f"levserve_multiply_{dtype}_{size}",
         target,
-        works,
-        shared_bytes=shared_bytes,
-        own_bytes=lambda call: call.builder.number(4 * product.size),
+        stages=(
+            Stage(num_rows, prepare_row),
+            Stage(lambda call: num_tasks(product, call.argument_size(WEIGHT, 0)), multiply_task),
+        ),
+        shared_bytes=lambda call: num_rows(call) * product.row_bytes,
+        scratch_bytes=lambda call: call.builder.constant(4 * product.size),
     )
 
 
-def used_rows(call: Call, argument: int) -> Value:
-    return call.builder.index(call.argument(argument), call.builder.number(0))
+def load_num_used(call: Call, argument: int) -> Value:
+    """The number in an argument int32 [1]."""
+    return call.builder.load_int32(call.argument(argument), call.builder.constant(0))
 
 
-def num_blocks(product: Product, num_out: Value) -> Value:
-    return (num_out + piece_size(product, num_out) - 1) // piece_size(product, num_out)
+def num_tasks(product: Product, num_out: Value) -> Value:
+    return (num_out + _task_outs(product, num_out) - 1) // _task_outs(product, num_out)
 
 
-def block_range(product: Product, piece: Value, num_out: Value) -> tuple[Value, Value]:
-    return piece * piece_size(product, num_out), ((piece + 1) * piece_size(product, num_out)).least(num_out)
+def task_range(product: Product, task: Value, num_out: Value) -> tuple[Value, Value]:
+    """The first output of a task, and the one after its last."""
+    start = task * _task_outs(product, num_out)
+    return start, ((task + 1) * _task_outs(product, num_out)).minimum(num_out)
 
 
-def piece_size(product: Product, num_out: Value) -> Value:
-    """Rows of the matrix in a piece of the work."""
-    pieces = product.pieces * num_threads()
-    share = (num_out + (pieces - 1)) // pieces
-    return (share.least(MOST_ROWS).most(LEAST_ROWS) + (product.outs - 1)) // product.outs * product.outs
+def _task_outs(product: Product, num_out: Value) -> Value:
+    """How many outputs a task computes: whole tiles."""
+    tasks, tile = product.tasks_per_thread * num_threads(), product.tile_outs
+    share = (num_out + (tasks - 1)) // tasks
+    return (share.minimum(MAX_TASK_OUTS).maximum(MIN_TASK_OUTS) + (tile - 1)) // tile * tile
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """Where a matrix begins, and its scales."""
+    """Pointers to a matrix and its scales."""
 
     weight: Value
     scales: Value | None
 
 
-def multiply_block(
+def multiply_range(
     builder: Builder,
     product: Product,
     matrix: Matrix,
     prepared: Value,
     num_rows: Value,
     outs: tuple[Value, Value],
-    keep: Callable[[Value, Value, Value], None],
+    store: StoreProducts,
 ) -> None:
-    """Multiplies all rows with a range of the matrix; `keep` gets a row, the first of a few outs, and their
-    products."""
+    """Multiplies all prepared rows with a range of the matrix."""
 
-    def multiply_tile(out: Value, row: Value, count: int) -> None:
-        weight, scales = (
-            matrix.weight + out * product.matrix_bytes,
-            matrix.weight if matrix.scales is None else matrix.scales + out * 4,
-        )
-        for number, each in enumerate(
-            product.multiply(builder, weight, scales, prepared + row * product.row_bytes, count)
-        ):
-            keep(row + number, out, each)
+    def multiply_tile(out: Value, row: Value, num_rows: int) -> None:
+        weight = matrix.weight + out * product.out_bytes
+        scales = matrix.weight if matrix.scales is None else matrix.scales + out * 4
+        rows = prepared + row * product.row_bytes
+        for index, products in enumerate(product.multiply(builder, weight, scales, rows, num_rows)):
+            store(row + index, out, products)
 
-    block = max(1, BLOCK_BYTES // (product.row_bytes * product.rows)) * product.rows
+    tile_rows = product.tile_rows
+    block = max(1, ROW_BLOCK_BYTES // (product.row_bytes * tile_rows)) * tile_rows
     with builder.loop(0, num_rows, block) as start:
-        held = (num_rows - start).least(block)
-        rest = held % product.rows
-        stop = start + held - rest
-        with builder.loop(*outs, product.outs) as out:
-            with builder.loop(start, stop, product.rows) as row:
-                multiply_tile(out, row, product.rows)
-            # Of what is left as many at a time as may be: the matrix is near by now.
-            for count in (
-                8,
-                4,
-                2,
-                1,
-            ):
-                if count < product.rows:
-                    with builder.when((rest & count).is_not(0)):
+        block_rows = (num_rows - start).minimum(block)
+        rest = block_rows % tile_rows
+        stop = start + block_rows - rest
+        with builder.loop(*outs, product.tile_outs) as out:
+            with builder.loop(start, stop, tile_rows) as row:
+                multiply_tile(out, row, tile_rows)
+            # The remaining rows, in as few tiles as possible: the matrix is in the cache by now.
+            for count in (8, 4, 2, 1):
+                if count < tile_rows:
+                    with builder.when((rest & count).differs_from(0)):
                         multiply_tile(out, stop + rest - rest % (2 * count), count)

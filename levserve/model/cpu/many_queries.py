@@ -1,10 +1,10 @@
-"""Many queries of a row on a CPU, as a prompt has: each lane is a query, and keys and values come one number
-at a time.
+"""Attention of many queries of a row on a CPU, as in a prompt: each lane is a query, and keys and values come
+one number at a time.
 
-So nothing is added up across lanes, not for a score and not for a softmax, and a number that was read meets
-every query. The queries are laid out anew for it once, and the numbers of a page are widened once. All is
-added in the order of `cpu_few_queries`: what a query gets does not depend, to the last bit, on how many there
-are beside it.
+So nothing is summed across lanes, neither for a score nor for a softmax, and a loaded number is used for
+every query. The queries are transposed for this once, and a page is widened to float32 once. Everything is
+added in the order of `few_queries`, so that a query's output is the same to the last bit however many queries
+there are beside it.
 """
 
 from __future__ import annotations
@@ -14,155 +14,155 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from levserve.jit.builder import F32, I32, Builder, Value, add_up
+from levserve.jit.builder import F32, I32, Builder, Value, sum_like_lanes
 from levserve.jit.target import Target
-from levserve.model.cpu.heads import LANES, LOWEST, SMALLEST, UNSEEN, Given, Heads, Part, exp, tanh
+from levserve.model.cpu.heads import KEYS, LANES, VALUES, AttentionArrays, HeadShape, QueryBlock
+from levserve.model.cpu.softmax import LOWEST_MAX, MASKED, SMALLEST_SUM, cap_scores, exp
 
-KEYS = 2
-"""That a vector of queries meets before the next: of each there are several sums at a time, until they are
-added up."""
+KEYS_TOGETHER = 2
+"""Keys that a vector of queries is multiplied with at a time: each has several sums until they are added."""
 
 
-def most_queries(target: Target) -> int:
-    """Queries that two registers hold."""
+def max_queries(target: Target) -> int:
+    """As many queries as two registers hold."""
     return 2 * target.lanes
 
 
-def own_bytes(heads: Heads, given: Given) -> Value:
-    return (given.num_tokens(heads) + _memory(heads).score_place) * (4 * most_queries(heads.target))
+def scratch_bytes(heads: HeadShape, arrays: AttentionArrays) -> Value:
+    return (arrays.max_tokens(heads) + _scratch_layout(heads).scores) * (4 * max_queries(heads.target))
 
 
-class Memory(NamedTuple):
-    """Where a part's own numbers begin, in vectors."""
+class ScratchLayout(NamedTuple):
+    """Where each array of the scratch memory begins, in vectors of queries; the queries come first."""
 
-    mixed_place: int
-    start_place: int
-    stop_place: int
-    tile_place: int
-    total_place: int
-    score_place: int
+    outputs: int
+    starts: int
+    stops: int
+    tile: int
+    sums: int
+    scores: int
 
 
-def _memory(heads: Heads) -> Memory:
-    """First the queries and what is mixed for them, number by number; then what they see, a page, sums, and
-    the scores, key by key."""
+def _scratch_layout(heads: HeadShape) -> ScratchLayout:
+    """Queries and outputs have a vector for each number of a head, scores for each token."""
     tile = 2 * heads.size + 2
-    total = tile + -(-heads.page_size * heads.size // most_queries(heads.target))
-    return Memory(heads.size, 2 * heads.size, 2 * heads.size + 1, tile, total, total + LANES)
+    sums = tile + -(-heads.page_size * heads.size // max_queries(heads.target))
+    return ScratchLayout(heads.size, 2 * heads.size, 2 * heads.size + 1, tile, sums, sums + LANES)
 
 
-def attend_many(builder: Builder, heads: Heads, given: Given, own: Value, part: Part) -> None:
-    size, page_size, most = heads.size, heads.page_size, most_queries(heads.target)
-    vector = 4 * most
-    # Numbers of values that a vector of weights meets before the next.
-    together = 8 if heads.target.vector_bytes == 64 else 4
-    mixed, starts, stops, tile, totals, scores = (own + place * vector for place in _memory(heads))
-    last = (part.held - 1).most(0)
-    lowest, highest = builder.variable(part.seen(builder.number(0))[0]), builder.variable(builder.number(0))
-    with builder.loop(0, most) as lane:
-        index = lane.least(last)  # lanes that are left over repeat the last query
-        start, stop = part.seen(index)
-        lowest.set(lowest.get().least(start))
-        highest.set(highest.get().most(stop))
+def attend_many(
+    builder: Builder, heads: HeadShape, arrays: AttentionArrays, queries: Value, block: QueryBlock
+) -> None:
+    size, page_size, lanes = heads.size, heads.page_size, max_queries(heads.target)
+    vector = 4 * lanes
+    outputs, starts, stops, tile, sums, scores = (
+        queries + offset * vector for offset in _scratch_layout(heads)
+    )
+    last = (block.num_queries - 1).maximum(0)
+    lowest = builder.variable(block.visible_range(builder.constant(0))[0])
+    highest = builder.variable(builder.constant(0))
+    with builder.loop(0, lanes) as lane:
+        index = lane.minimum(last)  # unused lanes repeat the last query
+        start, stop = block.visible_range(index)
+        lowest.set(lowest.get().minimum(start))
+        highest.set(highest.get().maximum(stop))
         for into, limit in ((starts, start), (stops, stop)):
             builder.store(into + lane * 4, limit.convert("trunc", I32))
-        query = part.query_at(index)
+        query = block.query_at(index)
         with builder.loop(0, size) as at:
-            builder.store(own + at * vector + lane * 4, builder.load(query + at * 4, F32))
+            builder.store(queries + at * vector + lane * 4, builder.load(query + at * 4, F32))
     begin, end = lowest.get() // page_size * page_size, highest.get()
 
     @contextmanager
     def pages(half: int) -> Iterator[tuple[Value, Value]]:
-        """The first token of each page, and how many slots there are to look at, whose numbers are in the
-        tile."""
+        """Puts one page after another into the tile; gives its first token and how many slots are visible."""
         with builder.loop(begin, end, page_size) as token:
-            num_slots, stored = (end - token).least(page_size), part.tile_of(half, token)
-            after = part.tile_of(half, (token + page_size).least(end - 1))
+            num_slots, stored = (end - token).minimum(page_size), block.tile_at(half, token)
+            next_tile = block.tile_at(half, (token + page_size).minimum(end - 1))
             with builder.loop(0, num_slots) as slot:
-                part.ask_for(after, slot, 1)
+                block.prefetch(next_tile, slot, 1)
                 for at in range(0, size, LANES):
-                    numbers = part.floats(
-                        stored + slot * heads.slot_bytes + at * heads.numbers.itemsize, LANES
-                    )
+                    place = stored + slot * heads.slot_bytes + at * heads.dtype.itemsize
+                    numbers = block.load_floats(place, LANES)
                     builder.store(tile + slot * (4 * size) + 4 * at, numbers)
             yield token, num_slots
 
-    num_keys = math.gcd(page_size, KEYS)
-    with pages(0) as (token, num_slots):
-        with builder.loop(0, num_slots, num_keys) as slot:
+    num_keys = math.gcd(page_size, KEYS_TOGETHER)
+    with pages(KEYS) as (token, num_slots), builder.loop(0, num_slots, num_keys) as slot:
+        keys = tile + slot * (4 * size)
 
-            def products(lane: int, keys: Value = tile + slot * (4 * size)) -> list[Value]:
-                """Of the numbers that have this lane where a query's are read as vectors, with each key."""
-                sums = [builder.zeros(F32, most)] * num_keys
-                for at in range(lane, size, heads.target.lanes):
-                    queries = builder.load(own + at * vector, F32, most)
-                    each = (builder.load(keys + 4 * (number * size + at), F32) for number in range(num_keys))
-                    sums = [queries.times_plus(key.splat(most), sum_) for key, sum_ in zip(each, sums)]
-                return sums
+        def partial_scores(lane: int) -> list[Value]:
+            """For each key, the sum of the products that `few_queries` adds in this lane."""
+            products = [builder.zeros(F32, lanes)] * num_keys
+            for at in range(lane, size, heads.target.lanes):
+                numbers = builder.load(queries + at * vector, F32, lanes)
+                each = (builder.load(keys + 4 * (number * size + at), F32) for number in range(num_keys))
+                products = [
+                    numbers.multiply_add(key.splat(lanes), product) for key, product in zip(each, products)
+                ]
+            return products
 
-            for number, score in enumerate(add_up(products, heads.target.lanes)):
-                builder.store(scores + (token + slot + number) * vector, score)
+        for number, score in enumerate(sum_like_lanes(partial_scores, heads.target.lanes)):
+            builder.store(scores + (token + slot + number) * vector, score)
 
-    share = _soften(builder, scores, (begin, end), (starts, stops), totals, given.softcap)
+    factor = _softmax(builder, scores, (begin, end), (starts, stops), sums, arrays.softcap)
     with builder.loop(0, size) as at:
-        builder.store(mixed + at * vector, builder.zeros(F32, most))
-    with pages(1) as (token, num_slots):
+        builder.store(outputs + at * vector, builder.zeros(F32, lanes))
+    # How many numbers of a value each vector of weights is multiplied with at a time.
+    together = 8 if heads.target.vector_bytes == 64 else 4
+    with pages(VALUES) as (token, num_slots):
         for first in range(0, size, together):
-            sums = [
-                builder.variable(builder.load(mixed + (first + number) * vector, F32, most))
+            totals = [
+                builder.variable(builder.load(outputs + (first + number) * vector, F32, lanes))
                 for number in range(together)
             ]
             with builder.loop(0, num_slots) as slot:
-                weights = builder.load(scores + (token + slot) * vector, F32, most)
-                for number, sum_ in enumerate(sums):
+                weights = builder.load(scores + (token + slot) * vector, F32, lanes)
+                for number, total in enumerate(totals):
                     value = builder.load(tile + slot * (4 * size) + 4 * (first + number), F32)
-                    sum_.set(weights.times_plus(value.splat(most), sum_.get()))
-            for number, sum_ in enumerate(sums):
-                builder.store(mixed + (first + number) * vector, sum_.get())
+                    total.set(weights.multiply_add(value.splat(lanes), total.get()))
+            for number, total in enumerate(totals):
+                builder.store(outputs + (first + number) * vector, total.get())
     with builder.loop(0, size) as at:
-        builder.store(mixed + at * vector, builder.load(mixed + at * vector, F32, most) * share)
-    with builder.loop(0, part.held) as index:
-        into = part.mixed_at(index)
+        builder.store(outputs + at * vector, builder.load(outputs + at * vector, F32, lanes) * factor)
+    with builder.loop(0, block.num_queries) as index:
+        into = block.output_at(index)
         with builder.loop(0, size) as at:
-            builder.store(into + at * 4, builder.load(mixed + at * vector + index * 4, F32))
+            builder.store(into + at * 4, builder.load(outputs + at * vector + index * 4, F32))
 
 
-def _soften(
+def _softmax(
     builder: Builder,
     scores: Value,
-    among: tuple[Value, Value],
-    seen: tuple[Value, Value],
-    totals: Value,
+    tokens: tuple[Value, Value],
+    visible: tuple[Value, Value],
+    sums: Value,
     softcap: Value,
 ) -> Value:
-    """Makes weights of scores, next to nothing of those that are not seen, and gives what their sum must be
-    multiplied with."""
-    most = most_queries(builder.target)
-    vector = 4 * most
-    with builder.when(softcap.is_not(0)):
-        cap = softcap.splat(most)
-        with builder.loop(*among) as at:
-            builder.store(
-                scores + at * vector, tanh(builder.load(scores + at * vector, F32, most) / cap) * cap
-            )
-    start, stop = (builder.load(limit, I32, most) for limit in seen)
-    top = builder.variable(builder.number(LOWEST, F32).splat(most))
-    with builder.loop(*among) as at:
-        token = at.convert("trunc", I32).splat(most)
-        score = (token >= start).choose(
-            (token < stop).choose(builder.load(scores + at * vector, F32, most), UNSEEN), UNSEEN
-        )
+    """Replaces scores by weights, 0 for tokens that are not visible, and gives what outputs must be
+    multiplied with: 1 / the sum of the weights.
+
+    `visible` points to the first visible token of each query, and to the one after the last.
+    """
+    lanes = max_queries(builder.target)
+    vector = 4 * lanes
+    cap_scores(builder, softcap, scores, (*tokens, 1), vector, lanes)
+    start, stop = (builder.load(limit, I32, lanes) for limit in visible)
+    maximum = builder.variable(builder.constant(LOWEST_MAX, F32).splat(lanes))
+    with builder.loop(*tokens) as at:
+        token = at.convert("trunc", I32).splat(lanes)
+        is_started = token >= start
+        before_stop = (token < stop).select(builder.load(scores + at * vector, F32, lanes), MASKED)
+        score = is_started.select(before_stop, MASKED)
         builder.store(scores + at * vector, score)
-        top.set(top.get().most(score))
-    highest = top.get()
+        maximum.set(maximum.get().maximum(score))
+    highest = maximum.get()
     for lane in range(LANES):
-        builder.store(totals + lane * vector, builder.zeros(F32, most))
-    with builder.loop(*among) as at:
-        weight, total = (
-            exp(builder.load(scores + at * vector, F32, most) - highest),
-            totals + at % LANES * vector,
-        )
+        builder.store(sums + lane * vector, builder.zeros(F32, lanes))
+    with builder.loop(*tokens) as at:
+        weight = exp(builder.load(scores + at * vector, F32, lanes) - highest)
+        total = sums + at % LANES * vector
         builder.store(scores + at * vector, weight)
-        builder.store(total, builder.load(total, F32, most) + weight)
-    (sum_,) = add_up(lambda lane: [builder.load(totals + lane * vector, F32, most)], LANES)
-    return highest.like(1.0) / sum_.most(SMALLEST)
+        builder.store(total, builder.load(total, F32, lanes) + weight)
+    (total,) = sum_like_lanes(lambda lane: [builder.load(sums + lane * vector, F32, lanes)], LANES)
+    return highest.full_like(1.0) / total.maximum(SMALLEST_SUM)

@@ -1,10 +1,9 @@
-"""How a few rows of activations are multiplied with a few rows of a matrix on a CPU, in each type that
-matrices have.
+"""Multiplies a tile on a CPU, a few rows of activations with a few rows of a matrix, for each type of matrix.
 
-In int8 they are the numbers of `quantize`'s product in XLA: activations are turned and rounded, in memory
-that stays in the cache, and one instruction sums four products: ARM's of signed numbers, x86's of unsigned
-with signed ones, which wants the matrix packed. bfloat16 is widened as it is read, for want of an instruction
-for it; XLA would widen the whole matrix first.
+With int8 it computes the same integers as `quantize.multiply_rotated` in XLA. Activations are rotated and
+rounded in memory that stays in the cache, and one instruction sums four products: ARM's multiplies signed
+numbers, x86's unsigned with signed ones, for which the matrix is packed. bfloat16 is widened as it is read,
+without an instruction of its own; XLA would widen the whole matrix first.
 """
 
 from __future__ import annotations
@@ -15,32 +14,32 @@ from typing import ClassVar, Protocol
 
 import jax.numpy as jnp
 
-from levserve.jit.builder import F32, I8, I16, I32, LINE_BYTES, ROUNDER, Builder, Value
+from levserve.jit.builder import CACHE_LINE_BYTES, F32, I8, I16, I32, ROUNDING_CONSTANT, Builder, Value
 from levserve.jit.target import Target
 from levserve.model.hadamard import block_size
 from levserve.model.int8_packing import OFFSET, OUTS, SMALLEST, STEPS, WORD
 
-AHEAD_BYTES = 4096
-"""How far ahead of its use the matrix is asked for."""
+PREFETCH_BYTES = 4096
+"""How far ahead of its use the matrix is prefetched."""
 INT8_LANES = 16
 TAIL_BYTES = 16
-"""After a row in int8: its scale, and what its sums begin with."""
+"""What follows a row in int8: its scale, the number its sums start with, and padding."""
 
 
-def product_for(numbers: jnp.dtype, size: int, target: Target) -> Product:
-    """With a matrix of such numbers."""
-    if numbers == jnp.bfloat16:
+def product_for(dtype: jnp.dtype, size: int, target: Target) -> Product:
+    """The product with a matrix of this type; uint8 is packed int8."""
+    if dtype == jnp.bfloat16:
         return Bfloat16Product(size, target)
-    return PackedProduct(size, target) if numbers == jnp.uint8 else Int8Product(size, target)
+    return PackedProduct(size, target) if dtype == jnp.uint8 else Int8Product(size, target)
 
 
 class Product(Protocol):
     """How rows of activations [size] are multiplied with a matrix [out, size]."""
 
-    outs: ClassVar[int]
-    """Rows of the matrix that are multiplied at a time: an activation that was loaded is used so often."""
-    pieces: ClassVar[int]
-    """For each thread: few, because what is asked for ahead of a piece's end is another's, and lost."""
+    tile_outs: ClassVar[int]
+    """Rows of the matrix in a tile: a loaded activation is used this often."""
+    tasks_per_thread: ClassVar[int]
+    """Few: what is prefetched at the end of a task belongs to another thread's task, and is wasted."""
     has_scales: ClassVar[bool]
 
     @property
@@ -50,138 +49,133 @@ class Product(Protocol):
     def target(self) -> Target: ...
 
     @property
-    def rows(self) -> int:
-        """Of activations, at a time."""
+    def tile_rows(self) -> int:
+        """Rows of activations in a tile, at most."""
 
     @property
-    def matrix_bytes(self) -> int:
-        """Of a row of the matrix."""
+    def out_bytes(self) -> int:
+        """Bytes of a row of the matrix."""
 
     @property
     def row_bytes(self) -> int:
-        """Of a row of activations that is prepared."""
+        """Bytes of a prepared row of activations."""
 
-    def prepare(self, builder: Builder, given: Value, own: Value, into: Value) -> None:
-        """Makes of a row of float32 what is multiplied, with memory for another such row, which may be the
-        same."""
+    def prepare(self, builder: Builder, x: Value, scratch: Value, into: Value) -> None:
+        """Prepares a row x of float32 for `multiply`. The scratch memory holds such a row, and may be x."""
 
     def multiply(
-        self, builder: Builder, weight: Value, scales: Value, prepared: Value, count: int
+        self, builder: Builder, weight: Value, scales: Value, prepared: Value, num_rows: int
     ) -> list[Value]:
-        """Of `count` rows with `outs` of the matrix: a vector of floats for each."""
+        """Multiplies prepared rows with `tile_outs` rows of the matrix: a vector of floats for each."""
 
 
 @dataclass(frozen=True)
-class WholeRows:
-    """Activations for products of whole numbers: each row turned and in int8, then its scale and `OFFSET`
-    times its sum, below zero."""
+class Int8Activations:
+    """Activations for integer products.
+
+    A prepared row is rotated and rounded to int8. After it come its scale and -`OFFSET` times its sum.
+    """
 
     size: int
     target: Target
     has_scales: ClassVar[bool] = True
 
     @property
-    def matrix_bytes(self) -> int:
+    def out_bytes(self) -> int:
         return self.size
 
     @property
     def row_bytes(self) -> int:
         return self.size + TAIL_BYTES
 
-    def prepare(self, builder: Builder, given: Value, own: Value, into: Value) -> None:
+    def prepare(self, builder: Builder, x: Value, scratch: Value, into: Value) -> None:
         lanes, block = self.target.lanes, block_size(self.size)
-        top = builder.variable(builder.zeros(F32, lanes))
+        maximum = builder.variable(builder.zeros(F32, lanes))
         with builder.loop(0, self.size, block) as start:
-            places = [start * 4 + 4 * number for number in range(0, block, lanes)]
-            for place, turned in zip(
-                places, _turned([builder.load(given + place, F32, lanes) for place in places], lanes)
-            ):
-                builder.store(own + place, turned)
-                top.set(top.get().call("llvm.maximum", turned.call("llvm.fabs")))
-        scale = top.get().largest().most(SMALLEST) / STEPS
-        share = (builder.number(1.0, F32) / scale).splat(INT8_LANES)
+            offsets = [start * 4 + 4 * number for number in range(0, block, lanes)]
+            rotated = _rotate_block([builder.load(x + offset, F32, lanes) for offset in offsets], lanes)
+            for offset, numbers in zip(offsets, rotated):
+                builder.store(scratch + offset, numbers)
+                maximum.set(maximum.get().intrinsic("llvm.maximum", numbers.intrinsic("llvm.fabs")))
+        scale = maximum.get().reduce_max().maximum(SMALLEST) / STEPS
+        inverse = (builder.constant(1.0, F32) / scale).splat(INT8_LANES)
         sums = builder.variable(builder.zeros(I32, INT8_LANES))
         with builder.loop(0, self.size, INT8_LANES) as at:
-            small = (
-                (builder.load(own + at * 4, F32, INT8_LANES) * share + ROUNDER)
-                .convert("bitcast", I32)
-                .convert("trunc", I8)
-            )
-            builder.store(into + at, small)
-            sums.set(sums.get() + small.convert("sext", I32))
+            rounded = builder.load(scratch + at * 4, F32, INT8_LANES) * inverse + ROUNDING_CONSTANT
+            integers = rounded.convert("bitcast", I32).convert("trunc", I8)
+            builder.store(into + at, integers)
+            sums.set(sums.get() + integers.convert("sext", I32))
         builder.store(into + self.size, scale * (1 / math.sqrt(block)))
-        builder.store(into + self.size + 4, sums.get().total() * -OFFSET)
+        builder.store(into + self.size + 4, sums.get().reduce_sum() * -OFFSET)
 
-    def _scaled(self, builder: Builder, row: Value, sums: Value, scales: Value) -> Value:
+    def _rescale(self, builder: Builder, row: Value, sums: Value, scales: Value) -> Value:
+        """Integer sums times the scale of the row of activations and the scales of the outputs."""
         lanes = sums.lanes
         assert lanes is not None
-        return (
-            sums.convert("sitofp", F32)
-            * builder.load(row + self.size, F32).splat(lanes)
-            * builder.load(scales, F32, lanes)
-        )
+        products = sums.convert("sitofp", F32) * builder.load(row + self.size, F32).splat(lanes)
+        return products * builder.load(scales, F32, lanes)
 
 
-class Int8Product(WholeRows):
-    """With a matrix as it is, for an instruction that multiplies signed numbers."""
+class Int8Product(Int8Activations):
+    """With a matrix in its plain order, for ARM's instruction that multiplies signed numbers."""
 
-    outs: ClassVar[int] = 4
-    pieces: ClassVar[int] = 2
-    rows: ClassVar[int] = 6  # 24 sums fit into 32 registers with what they need
+    tile_outs: ClassVar[int] = 4
+    tasks_per_thread: ClassVar[int] = 2
+    tile_rows: ClassVar[int] = 6  # 24 sums, which leaves 8 of 32 registers for the operands
 
     def multiply(
-        self, builder: Builder, weight: Value, scales: Value, prepared: Value, count: int
+        self, builder: Builder, weight: Value, scales: Value, prepared: Value, num_rows: int
     ) -> list[Value]:
-        rows = [prepared + number * self.row_bytes for number in range(count)]
+        rows = [prepared + index * self.row_bytes for index in range(num_rows)]
         sums = [
-            [builder.variable(builder.zeros(I32, INT8_LANES // 4)) for _ in range(self.outs)] for _ in rows
+            [builder.variable(builder.zeros(I32, INT8_LANES // 4)) for _ in range(self.tile_outs)]
+            for _ in rows
         ]
         with builder.loop(0, self.size, INT8_LANES) as at:
-            builder.prefetch(weight + AHEAD_BYTES + at * self.outs)
+            builder.prefetch(weight + PREFETCH_BYTES + at * self.tile_outs)
             matrix = [
-                builder.load(weight + at + number * self.size, I8, INT8_LANES) for number in range(self.outs)
+                builder.load(weight + at + index * self.size, I8, INT8_LANES)
+                for index in range(self.tile_outs)
             ]
-            for row, each in zip(rows, sums):
-                activation = builder.load(row + at, I8, INT8_LANES)
-                for part, sum_ in zip(matrix, each):
-                    sum_.set(builder.dot_into(sum_.get(), part, activation))
+            for row, row_sums in zip(rows, sums):
+                activations = builder.load(row + at, I8, INT8_LANES)
+                for weights, total in zip(matrix, row_sums):
+                    total.set(builder.accumulate_dot(total.get(), weights, activations))
         return [
-            self._scaled(builder, row, builder.totals(*(sum_.get() for sum_ in each)), scales)
-            for row, each in zip(rows, sums)
+            self._rescale(builder, row, builder.reduce_sums(*(total.get() for total in row_sums)), scales)
+            for row, row_sums in zip(rows, sums)
         ]
 
 
-class PackedProduct(WholeRows):
-    """With a matrix that is packed: each lane is an output, and a word of activations meets all of them."""
+class PackedProduct(Int8Activations):
+    """With a packed matrix: each lane is an output, and one word of activations serves all of them."""
 
-    outs: ClassVar[int] = OUTS
-    pieces: ClassVar[int] = 3  # of 18 times `outs` two threads get as many with 3 pieces each, and not with 2
+    tile_outs: ClassVar[int] = OUTS
+    tasks_per_thread: ClassVar[int] = 3  # 18 tiles are 6 equal tasks for two threads, but not 4
 
     @property
-    def rows(self) -> int:
+    def tile_rows(self) -> int:
         return 12 if self.target.vector_bytes == 64 else 2  # 24 sums in 32 registers, or 8 in 16
 
     def multiply(
-        self, builder: Builder, weight: Value, scales: Value, prepared: Value, count: int
+        self, builder: Builder, weight: Value, scales: Value, prepared: Value, num_rows: int
     ) -> list[Value]:
-        rows = [prepared + number * self.row_bytes for number in range(count)]
+        rows = [prepared + index * self.row_bytes for index in range(num_rows)]
         lanes = self.target.lanes
         starts = [builder.load(row + self.size + 4, I32).splat(lanes) for row in rows]
         sums = [[builder.variable(start) for _ in range(OUTS // lanes)] for start in starts]
         with builder.loop(0, self.size, WORD) as at:
             group = weight + at * OUTS
-            for line in range(0, OUTS * WORD, LINE_BYTES):
-                builder.prefetch(group + AHEAD_BYTES + line)
-            matrix = [
-                builder.load(group + number * WORD, I8, lanes * WORD) for number in range(0, OUTS, lanes)
-            ]
-            for row, each in zip(rows, sums):
+            for line in range(0, OUTS * WORD, CACHE_LINE_BYTES):
+                builder.prefetch(group + PREFETCH_BYTES + line)
+            matrix = [builder.load(group + out * WORD, I8, lanes * WORD) for out in range(0, OUTS, lanes)]
+            for row, row_sums in zip(rows, sums):
                 word = builder.load(row + at, I32)
-                for part, sum_ in zip(matrix, each):
-                    sum_.set(builder.dot_word_into(sum_.get(), part, word))
+                for weights, total in zip(matrix, row_sums):
+                    total.set(builder.accumulate_dot_word(total.get(), weights, word))
         return [
-            self._scaled(builder, row, builder.joined([sum_.get() for sum_ in each]), scales)
-            for row, each in zip(rows, sums)
+            self._rescale(builder, row, builder.concatenate([total.get() for total in row_sums]), scales)
+            for row, row_sums in zip(rows, sums)
         ]
 
 
@@ -190,58 +184,56 @@ class Bfloat16Product:
     size: int
     target: Target
     has_scales: ClassVar[bool] = False
-    outs: ClassVar[int] = 4
-    pieces: ClassVar[int] = 2
+    tile_outs: ClassVar[int] = 4
+    tasks_per_thread: ClassVar[int] = 2
 
     @property
-    def rows(self) -> int:
-        return 2 if self.target.vector_bytes == 32 else 6  # 8 sums for 16 registers, 24 for 32
+    def tile_rows(self) -> int:
+        return 2 if self.target.vector_bytes == 32 else 6  # 8 sums in 16 registers, or 24 in 32
 
     @property
-    def matrix_bytes(self) -> int:
+    def out_bytes(self) -> int:
         return 2 * self.size
 
     @property
     def row_bytes(self) -> int:
         return 4 * self.size
 
-    def prepare(self, builder: Builder, given: Value, own: Value, into: Value) -> None:
+    def prepare(self, builder: Builder, x: Value, scratch: Value, into: Value) -> None:
         with builder.loop(0, self.size, INT8_LANES) as at:
-            builder.store(into + at * 4, builder.load(given + at * 4, F32, INT8_LANES))
+            builder.store(into + at * 4, builder.load(x + at * 4, F32, INT8_LANES))
 
     def multiply(
-        self, builder: Builder, weight: Value, scales: Value, prepared: Value, count: int
+        self, builder: Builder, weight: Value, scales: Value, prepared: Value, num_rows: int
     ) -> list[Value]:
-        lanes = self.target.lanes
-        if count <= 2 and self.target.vector_bytes < 64:
-            lanes *= 2  # with few rows a sum would wait for itself
-        sums = [[builder.variable(builder.zeros(F32, lanes)) for _ in range(self.outs)] for _ in range(count)]
+        lanes, outs = self.target.lanes, range(self.tile_outs)
+        if num_rows <= 2 and self.target.vector_bytes < 64:
+            lanes *= 2  # with few rows each addition would wait for the one before
+        sums = [[builder.variable(builder.zeros(F32, lanes)) for _ in outs] for _ in range(num_rows)]
         with builder.loop(0, self.size, lanes) as at:
-            for line in range(0, 2 * self.outs * lanes, LINE_BYTES):
-                builder.prefetch(weight + AHEAD_BYTES + at * (2 * self.outs) + line)
-            stored = [
-                builder.load(weight + at * 2 + number * (2 * self.size), I16, lanes)
-                for number in range(self.outs)
-            ]
-            matrix = [(part.convert("zext", I32) << 16).convert("bitcast", F32) for part in stored]
-            for number, each in enumerate(sums):
-                x = builder.load(prepared + at * 4 + number * self.row_bytes, F32, lanes)
-                for part, sum_ in zip(matrix, each):
-                    sum_.set(part.times_plus(x, sum_.get()))
-        return [builder.totals(*(sum_.get() for sum_ in each)) for each in sums]
+            for line in range(0, 2 * self.tile_outs * lanes, CACHE_LINE_BYTES):
+                builder.prefetch(weight + PREFETCH_BYTES + at * (2 * self.tile_outs) + line)
+            bits = [builder.load(weight + at * 2 + out * (2 * self.size), I16, lanes) for out in outs]
+            matrix = [(each.convert("zext", I32) << 16).convert("bitcast", F32) for each in bits]
+            for index, row_sums in enumerate(sums):
+                activations = builder.load(prepared + at * 4 + index * self.row_bytes, F32, lanes)
+                for weights, total in zip(matrix, row_sums):
+                    total.set(weights.multiply_add(activations, total.get()))
+        return [builder.reduce_sums(*(total.get() for total in row_sums)) for row_sums in sums]
 
 
-def _turned(numbers: list[Value], lanes: int) -> list[Value]:
-    """A block of `rotation`, but for its scale: sums and differences at every distance."""
+def _rotate_block(vectors: list[Value], lanes: int) -> list[Value]:
+    """A block of `hadamard.rotate` without its scale: sums and differences at every distance, first within
+    the vectors and then between them."""
     distance = 1
     while distance < lanes:
-        numbers = [each.times_plus(each.signs(distance), each.swapped(distance)) for each in numbers]
+        vectors = [x.multiply_add(x.butterfly_signs(distance), x.swap_lanes(distance)) for x in vectors]
         distance *= 2
     distance = 1
-    while distance < len(numbers):
-        for low in range(len(numbers)):
+    while distance < len(vectors):
+        for low in range(len(vectors)):
             if not low & distance:
-                first, second = numbers[low], numbers[low | distance]
-                numbers[low], numbers[low | distance] = first + second, first - second
+                first, second = vectors[low], vectors[low | distance]
+                vectors[low], vectors[low | distance] = first + second, first - second
         distance *= 2
-    return numbers
+    return vectors

@@ -1,8 +1,7 @@
-"""The backend of NVIDIA GPUs: Pallas kernels, through its Triton compiler, for attention and for drawing
-tokens.
+"""The backend of NVIDIA GPUs: Pallas kernels for attention and for drawing tokens.
 
-Pallas announces that compiler as deprecated. Every Triton kernel stands behind this file, so each can be
-replaced on its own.
+They use Pallas' Triton backend, which jax announces as deprecated. Every Triton kernel stands behind this
+file, so each can be replaced on its own.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from levserve.model.xla import XlaBackend
 HEAD_SIZES = range(16, 257)
 
 
-def refuse_model(head_dim: int) -> str | None:
+def unsupported_reason(head_dim: int) -> str | None:
     """Why these kernels cannot serve a model, or None."""
     if head_dim not in HEAD_SIZES:
         return f"a head size of {head_dim} (it takes {HEAD_SIZES[0]} to {HEAD_SIZES[-1]})"

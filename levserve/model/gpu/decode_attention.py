@@ -1,10 +1,10 @@
 """Attention of a decode step as one Pallas kernel for NVIDIA GPUs: from the fused projection to the mixed
 values.
 
-Each program of the grid takes one row, one key-value head and one split of the row's positions. It norms and
-rotates the row's queries and its new key, writes the key and its value to the pool, and mixes the older
-positions with the new pair, which it holds itself: no program reads what another one writes. Rows start in
-their order, so the longest should come first; a long row that started last would run alone at the end.
+Each program of the grid takes one row, one key-value head and one split of the row's positions. It normalizes
+and rotates the row's queries and its new key, writes the key and its value to the pool, and mixes the older
+positions with the new pair, which it keeps in registers: no program reads what another one writes. Rows start
+in their order, so the longest should come first; a long row that started last would run alone at the end.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from levserve.model.gpu.paged_attention import (
     MIN_ROWS,
     ONE_QUERY_PROGRAMS,
     Columns,
-    bend,
+    apply_softcap,
+    attend_keys,
     choose_splits,
     choose_tiling,
-    cover,
     merge,
+    pad_table,
     power_of_two,
-    share,
-    walk,
+    split_steps,
 )
 from levserve.model.rotary import Angles
 
@@ -57,19 +57,18 @@ def decode_attention(
     splits: int | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Gives the mixed values [row, query head, head_size], in the pool's type or in float16 if that is fp8,
-    and the pool.
+    """The mixed values [row, query head, head_size], in the pool's type or in float16 if that is fp8, and the
+    pool.
 
     qkv [row, head, head_size]: queries, keys, values; pool [page, 2, kv_head, page_size, head_size], written
     in place; table [row, page]; positions [row], negative for padding, which is not written. Scores are
-    multiplied by `scale` and bent to stay within `softcap`. By default there are as many `splits` as fill the
-    card.
+    multiplied by `scale` and limited by `softcap`. By default there are as many `splits` as fill the card.
     """
     rows, num_heads, size = qkv.shape
     num_queries = num_heads - 2 * kv_heads
     num_pages, _, _, page_size, _ = pool.shape
     tiling = choose_tiling(1, size, pool.dtype, rows * kv_heads)
-    table, num_steps = cover(table, page_size, tiling.keys)
+    table, num_steps = pad_table(table, page_size, tiling.keys)
     splits = splits or choose_splits(rows * kv_heads, num_steps, ONE_QUERY_PROGRAMS)
     dtype = multiplied_in(pool.dtype)
 
@@ -77,16 +76,16 @@ def decode_attention(
         return pl.BlockSpec((None, *shape), lambda head, split, row: (row, *(0 for _ in shape)))
 
     of_pool = pl.BlockSpec((num_pages, 2, None, page_size, size), lambda head, split, row: (0, 0, head, 0, 0))
-    given = [
+    inputs = [
         (qkv, of_row(num_heads, size)),
         (pool, of_pool),
         (table, of_row(table.shape[1])),
         (positions, of_row()),
     ]
-    given += [(part[:, 0, 0], of_row(part.shape[-1])) for part in angles or ()]
-    given += [(weight, pl.BlockSpec((size,), lambda head, split, row: (0,))) for weight in norms or ()]
+    inputs += [(part[:, 0, 0], of_row(part.shape[-1])) for part in angles or ()]
+    inputs += [(weight, pl.BlockSpec((size,), lambda head, split, row: (0,))) for weight in norms or ()]
     flat = (rows, kv_heads, num_queries // kv_heads, size)
-    made = [
+    outputs = [
         (
             jax.ShapeDtypeStruct(flat, dtype),
             pl.BlockSpec((None, None, *flat[2:]), lambda head, split, row: (row, head, 0, 0)),
@@ -99,11 +98,11 @@ def decode_attention(
         of_split += [
             pl.BlockSpec((None, None, None, flat[2]), lambda head, split, row: (split, row, head, 0))
         ] * 2
-        made = [
+        outputs = [
             (jax.ShapeDtypeStruct((splits, *shape), jnp.float32), spec)
             for shape, spec in zip((flat, flat[:3], flat[:3]), of_split)
         ]
-    made = [(jax.ShapeDtypeStruct(pool.shape, pool.dtype), of_pool), *made]
+    outputs = [(jax.ShapeDtypeStruct(pool.shape, pool.dtype), of_pool), *outputs]
     kernel = functools.partial(
         _kernel,
         kv_heads=kv_heads,
@@ -121,14 +120,14 @@ def decode_attention(
     pool, *parts = pl.pallas_call(
         kernel,
         grid=(kv_heads, splits, rows),
-        in_specs=[spec for _, spec in given],
-        out_specs=[spec for _, spec in made],
-        out_shape=[shape for shape, _ in made],
+        in_specs=[spec for _, spec in inputs],
+        out_specs=[spec for _, spec in outputs],
+        out_shape=[shape for shape, _ in outputs],
         input_output_aliases={1: 0},
         compiler_params=plgpu.CompilerParams(num_warps=tiling.num_warps, num_stages=tiling.num_stages),
         interpret=interpret,
         name="decode_attention",
-    )(*(array for array, _ in given))
+    )(*(array for array, _ in inputs))
     mixed = parts[0] if splits == 1 else merge(*parts).astype(dtype)
     return mixed.reshape(rows, num_queries, size), pool
 
@@ -152,14 +151,11 @@ def _kernel(
     interpret: bool,
 ) -> None:
     angle_refs, refs = refs[: 2 * has_angles], refs[2 * has_angles :]
-    norm_refs, (written_ref, mixed_ref, *sum_refs) = (
-        refs[: 2 * has_norms] or (None, None),
-        refs[2 * has_norms :],
-    )
+    norm_refs, refs = refs[: 2 * has_norms] or (None, None), refs[2 * has_norms :]
+    written_ref, mixed_ref, *sum_refs = refs
     num_queries, (page_size, size) = qkv_ref.shape[0] - 2 * kv_heads, pool_ref.shape[2:]
     group, columns = num_queries // kv_heads, Columns(size, is_bounded=True)
     kv_head, split, position = pl.program_id(0), pl.program_id(1), position_ref[...]
-
     column, rotation = columns.numbers, Rotation.read(angle_refs, columns)
 
     def reader(heads: jax.Array) -> Callable[[jax.Array], jax.Array]:
@@ -173,16 +169,14 @@ def _kernel(
         return jnp.broadcast_to(x[None], (rows // heads, *x.shape)).reshape(rows, *x.shape[1:])
 
     # A group whose size is not a power of two is padded by repeating its last head.
-    of_group = reader(kv_head * group + jnp.minimum(jnp.arange(heads), group - 1))
-    q = rotated(of_group, columns, rotation, norm_refs[0], eps) * (scale * LOG2_E)
+    read_group = reader(kv_head * group + jnp.minimum(jnp.arange(heads), group - 1))
+    q = rotated(read_group, columns, rotation, norm_refs[0], eps) * (scale * LOG2_E)
     q = columns.masked(q).astype(multiplied_in(pool_ref.dtype))
-    alone = jnp.arange(1)
-    key = to_storage(
-        rotated(reader(alone + num_queries + kv_head), columns, rotation, norm_refs[1], eps), pool_ref.dtype
-    )
-    value = to_storage(
-        reader(alone + num_queries + kv_heads + kv_head)(column).astype(jnp.float32), pool_ref.dtype
-    )
+    one_head = jnp.arange(1)
+    key = rotated(reader(one_head + num_queries + kv_head), columns, rotation, norm_refs[1], eps)
+    key = to_storage(key, pool_ref.dtype)
+    value = reader(one_head + num_queries + kv_heads + kv_head)(column).astype(jnp.float32)
+    value = to_storage(value, pool_ref.dtype)
 
     @pl.when((position >= 0) & (split == 0))
     def _write() -> None:
@@ -192,7 +186,7 @@ def _kernel(
 
     score = (q.astype(jnp.float32) * key.astype(jnp.float32)).sum(-1)
     if softcap is not None:
-        score = bend(score, softcap)
+        score = apply_softcap(score, softcap)
     q, score = repeated(q), repeated(score)
     is_first = jnp.full(score.shape, split) == 0  # the first split has the new pair
     carry = (
@@ -205,17 +199,9 @@ def _kernel(
     if window is not None:
         first = position - window + 1
         start = jnp.maximum(first // keys, 0)
-    steps = share(start, end, split, splits, num_steps)
-    mixed, top, total = walk(
-        q,
-        pool_ref,
-        table_ref,
-        steps,
-        (first, position - 1),
-        carry,
-        keys=keys,
-        softcap=softcap,
-        interpret=interpret,
+    steps, visible = split_steps(start, end, split, splits, num_steps), (first, position - 1)
+    mixed, top, total = attend_keys(
+        q, pool_ref, table_ref, steps, visible, carry, keys=keys, softcap=softcap, interpret=interpret
     )
     head = jnp.minimum(jnp.arange(rows) % heads, group - 1)  # repeated heads store the same values twice
     if sum_refs:

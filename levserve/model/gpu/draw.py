@@ -2,8 +2,8 @@
 min-p.
 
 Every program of the grid takes a row and reads its logits several times: for the largest, for their weights,
-with top-p for what is likelier than the token that was drawn, and with top-k for the lowest that may be. By
-XLA each of these is several kernels.
+with top-p for the weight of what is likelier than the drawn token, and with top-k for the lowest logit that
+may be drawn. In XLA each of these is several kernels.
 """
 
 from __future__ import annotations
@@ -24,16 +24,15 @@ LINES, COLUMNS = 16, 1024
 """Logits that a program reads in one step, as lines and columns; sums over lines stay within a thread."""
 NUM_WARPS = 8
 NEARLY_EQUAL = 1e-12
-"""Logits that differ by no more than this are kept or dropped together; around 0 floats are much closer to
-each other."""
+"""Logits that differ by no more are kept or dropped together; around 0 floats are much closer together."""
 NEGLIGIBLE = 17.0
 """Logits further below the largest than this plus the logarithm of the vocabulary, times the temperature,
 have together less weight than float32 resolves."""
 
 
 class Range(NamedTuple):
-    """Bounds of the floor: the highest that keeps enough logits, the lowest that does not, and how many each
-    keeps."""
+    """Bounds of the floor: the highest known that keeps enough logits, the lowest known that does not, and
+    how many logits each keeps."""
 
     low: jax.Array
     high: jax.Array
@@ -65,9 +64,11 @@ def draw_tokens(
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Tokens [row] from float32 logits [row, vocab], by rules [row] as in `sampler.Rules`, and each row's
-    largest logit, which is not finite where it cannot be drawn from. A token is the likeliest at temperature
-    0, else an inverse CDF in two levels, first a line, then a token in it, at the first of `points` [row,
-    number, 2] that is in the nucleus of top-p; they are at least 0 and below 1.
+    largest logit, which is not finite if the row cannot be drawn from.
+
+    At temperature 0 the token is the likeliest. Otherwise the inverse CDF is applied in two levels, first to
+    lines and then to the tokens of a line, at the first of `points` [row, number, 2], at least 0 and below 1,
+    whose token is in the nucleus of top-p.
     """
     rows = len(logits)
 
@@ -103,9 +104,8 @@ def _kernel(
 ) -> None:
     (vocab,), num_points = logits_ref.shape, point_ref.shape[0]
     num_steps = -(-vocab // (lines * columns))
-    token = lax.broadcasted_iota(jnp.int32, (lines, columns), 0) * columns + lax.broadcasted_iota(
-        jnp.int32, (lines, columns), 1
-    )
+    line_start = lax.broadcasted_iota(jnp.int32, (lines, columns), 0) * columns
+    token = line_start + lax.broadcasted_iota(jnp.int32, (lines, columns), 1)
 
     def load(at: jax.Array) -> jax.Array:
         return plgpu.load(logits_ref.at[at], mask=at < vocab, other=-jnp.inf)
@@ -133,17 +133,15 @@ def _kernel(
         return jnp.where(x >= floor, jnp.exp2((x - top) * factor), 0.0)
 
     def keep_top_k(floor: jax.Array) -> jax.Array:
-        """The highest floor that `top_k` logits are not below, or a lower one with no other logits between.
+        """The highest floor that `top_k` logits reach, or a lower one with no other logits between.
 
-        Every turn looks at three floors between two that are known, until there is no more than one logit
-        between these.
+        Each iteration tries three floors between the known bounds, until at most one logit lies between them.
         """
 
         def is_open(known: Range) -> jax.Array:
             middle = known.low + (known.high - known.low) / 2
-            is_between = (
-                (known.high - known.low > NEARLY_EQUAL) & (middle > known.low) & (middle < known.high)
-            )
+            is_wide = known.high - known.low > NEARLY_EQUAL
+            is_between = is_wide & (middle > known.low) & (middle < known.high)
             return is_between & (known.num_low - known.num_high > 1)
 
         def narrow(known: Range) -> Range:
@@ -159,19 +157,15 @@ def _kernel(
             low, high, num_low, num_high = known
             found = [(floor, number.sum()) for floor, number in zip(floors, sums)]
             for floor, number in found:
-                low, num_low = (
-                    jnp.where(number >= top_k, floor, low),
-                    jnp.where(number >= top_k, number, num_low),
-                )
+                low = jnp.where(number >= top_k, floor, low)
+                num_low = jnp.where(number >= top_k, number, num_low)
             for floor, number in reversed(found):
-                high, num_high = (
-                    jnp.where(number < top_k, floor, high),
-                    jnp.where(number < top_k, number, num_high),
-                )
+                high = jnp.where(number < top_k, floor, high)
+                num_high = jnp.where(number < top_k, number, num_high)
             return Range(low, high, num_low, num_high)
 
-        nobody_above = top + jnp.maximum(temperature, 1e-5)
-        return lax.while_loop(is_open, narrow, Range(floor, nobody_above, jnp.int32(vocab), jnp.int32(0))).low
+        above_all = top + jnp.maximum(temperature, 1e-5)
+        return lax.while_loop(is_open, narrow, Range(floor, above_all, jnp.int32(vocab), jnp.int32(0))).low
 
     def first_beyond(weights: jax.Array, point: jax.Array) -> jax.Array:
         """As `sampler._first_beyond`, for a single row."""
@@ -181,11 +175,11 @@ def _kernel(
         found = jnp.where(is_beyond, number, weights.shape[0]).min()
         return jnp.where(found < weights.shape[0], found, heaviest)
 
-    def draw_from(floor: jax.Array, beaten: jax.Array, number: jax.Array) -> jax.Array:
-        """A token not below the floor and above `beaten`, drawn with this pair of random numbers."""
+    def draw_from(floor: jax.Array, excluded: jax.Array, number: jax.Array) -> jax.Array:
+        """Draws a token not below the floor and above the logit `excluded`, by a pair of random numbers."""
 
         def weigh_candidates(x: jax.Array) -> jax.Array:
-            return jnp.where(x > beaten, weigh(x, floor), 0.0)
+            return jnp.where(x > excluded, weigh(x, floor), 0.0)
 
         step_number = lax.broadcasted_iota(jnp.int32, (power_of_two(num_steps), lines), 0)
 
@@ -204,9 +198,9 @@ def _kernel(
             weights = weigh(x := load_step(step), floor)
             return sums[0] + jnp.where(x > logit, weights, 0.0).sum(0), sums[1] + weights.sum(0)
 
-        nothing = jnp.zeros(columns, jnp.float32)
-        above, left = lax.fori_loop(0, num_steps, add, (nothing, nothing))
-        return (above.sum() < top_p * left.sum()) | (logit >= top)
+        zeros = jnp.zeros(columns, jnp.float32)
+        above, total = lax.fori_loop(0, num_steps, add, (zeros, zeros))
+        return (above.sum() < top_p * total.sum()) | (logit >= top)
 
     def draw() -> jax.Array:
         """A token drawn outside the nucleus, and everything below it, is excluded from the next attempt."""

@@ -1,9 +1,8 @@
-"""Prepares the heads of a prefill chunk in one Pallas kernel for NVIDIA GPUs: queries ready for attention,
-and a written pool.
+"""Prepares the heads of a prefill chunk in one Pallas kernel for NVIDIA GPUs, and writes keys and values.
 
-Each program of the grid takes a few tokens and one key-value head: it norms and rotates the queries of that
-head's group and its key, and writes the key and its value to the pool. XLA needs four kernels for this, and
-its scatter alone takes longer.
+Each program of the grid takes a few tokens and one key-value head: it normalizes and rotates the queries of
+that head's group and its key, and writes the key and its value to the pool. XLA needs four kernels for this,
+and its scatter alone takes longer.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ def place_heads(
     eps: float = 0.0,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Gives the queries as `paged_attention` takes them, multiplied by `scale`, and the pool.
+    """The queries as `paged_attention` takes them, multiplied by `scale`, and the pool.
 
     qkv [row * chunk, head, head_size]: queries, keys, values; pool [page, 2, kv_head, page_size, head_size],
     written in place.
@@ -76,16 +75,16 @@ def place_heads(
         return pl.BlockSpec((tokens, *shape), lambda head, block: (block, *(0 for _ in shape)))
 
     of_pool = pl.BlockSpec((num_pages, 2, None, page_size, size), lambda head, block: (0, 0, head, 0, 0))
-    given = [
+    inputs = [
         (qkv, of_tokens(num_heads, size)),
         (pool, of_pool),
         (place.pages, of_tokens()),
         (place.offsets, of_tokens()),
     ]
-    given += [(part.reshape(num_tokens, -1), of_tokens(part.shape[-1])) for part in angles or ()]
-    given += [(weight, pl.BlockSpec((size,), lambda head, block: (0,))) for weight in norms or ()]
+    inputs += [(part.reshape(num_tokens, -1), of_tokens(part.shape[-1])) for part in angles or ()]
+    inputs += [(weight, pl.BlockSpec((size,), lambda head, block: (0,))) for weight in norms or ()]
     queries = jax.ShapeDtypeStruct((num_tokens, kv_heads, group, size), multiplied_in(pool.dtype))
-    pool, made = pl.pallas_call(
+    pool, result = pl.pallas_call(
         functools.partial(
             _kernel,
             group=group,
@@ -95,7 +94,7 @@ def place_heads(
             eps=eps,
         ),
         grid=(kv_heads, num_tokens // tokens),
-        in_specs=[spec for _, spec in given],
+        in_specs=[spec for _, spec in inputs],
         out_specs=[
             of_pool,
             pl.BlockSpec((tokens, None, group, size), lambda head, block: (block, head, 0, 0)),
@@ -105,8 +104,8 @@ def place_heads(
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="place_heads",
-    )(*(array for array, _ in given))
-    return made.reshape(*place.positions.shape, *queries.shape[1:]), pool
+    )(*(array for array, _ in inputs))
+    return result.reshape(*place.positions.shape, *queries.shape[1:]), pool
 
 
 def rotated(
@@ -116,23 +115,23 @@ def rotated(
     norm_ref: jax.Ref | None,
     eps: float,
 ) -> jax.Array:
-    """Heads [head, column], of which some columns are what `read` gives, normed and rotated, in float32."""
+    """Normalizes and rotates heads [head, column] in float32; `read` loads some of their columns."""
     column = columns.numbers
 
-    def weighed(column: jax.Array) -> jax.Array:
+    def weighted(column: jax.Array) -> jax.Array:
         x = read(column).astype(jnp.float32)
         return x if norm_ref is None else x * norm_ref[column][None, :]
 
-    x = weighed(column)
+    x = weighted(column)
     if rotation is not None:
         half = rotation.half
         is_low, is_rotated = column < half, column < 2 * half
-        partner = weighed(jnp.where(is_low, column + half, jnp.where(is_rotated, column - half, column)))
+        partner = weighted(jnp.where(is_low, column + half, jnp.where(is_rotated, column - half, column)))
         moved = x * rotation.cos + partner * jnp.where(is_low[None, :], -rotation.sin, rotation.sin)
         x = moved if 2 * half == columns.size else jnp.where(is_rotated[None, :], moved, x)
     if norm_ref is not None:  # the factor is the same for all numbers of a head
-        plain = columns.masked(read(column).astype(jnp.float32))
-        x = x * lax.rsqrt((plain * plain).sum(-1, keepdims=True) / columns.size + eps)
+        unscaled = columns.masked(read(column).astype(jnp.float32))
+        x = x * lax.rsqrt((unscaled * unscaled).sum(-1, keepdims=True) / columns.size + eps)
     return x
 
 
@@ -151,12 +150,8 @@ def _kernel(
     angle_refs, refs = refs[: 2 * has_angles], refs[2 * has_angles :]
     norm_refs, (written_ref, q_ref) = refs[: 2 * has_norms] or (None, None), refs[2 * has_norms :]
     tokens, num_heads, size = qkv_ref.shape
-    num_pages, columns, kv_head, kv_heads = (
-        pool_ref.shape[0],
-        Columns(size),
-        pl.program_id(0),
-        num_heads // (group + 2),
-    )
+    num_pages, kv_heads = pool_ref.shape[0], num_heads // (group + 2)
+    columns, kv_head = Columns(size), pl.program_id(0)
     token, column = jnp.arange(tokens)[:, None], columns.numbers[None, :]
     rotation = Rotation.read(angle_refs, columns, token)
 
@@ -169,8 +164,7 @@ def _kernel(
     key = rotated(reader(kv_heads * group + kv_head), columns, rotation, norm_refs[1], eps)
     value = reader(kv_heads * (group + 1) + kv_head)(columns.numbers)
     page, slot = page_ref[jnp.arange(tokens)][:, None], slot_ref[jnp.arange(tokens)][:, None]
-    is_somewhere = jnp.broadcast_to(page < num_pages, key.shape)
+    has_page = jnp.broadcast_to(page < num_pages, key.shape)
     for half, x in enumerate((key, value.astype(jnp.float32))):
-        plgpu.store(
-            written_ref.at[page, half, slot, column], to_storage(x, pool_ref.dtype), mask=is_somewhere
-        )
+        into = written_ref.at[page, half, slot, column]
+        plgpu.store(into, to_storage(x, pool_ref.dtype), mask=has_page)

@@ -1,11 +1,10 @@
-"""Queries over their rows' pages, as a Pallas kernel for NVIDIA GPUs: the same one for decoding and for
-prefill.
+"""Attention over the pages of rows as a Pallas kernel for NVIDIA GPUs; decode attention shares its parts.
 
 Every program of the grid takes a block of neighbouring queries of one row, one key-value head and one split
-of the row's positions, and walks the keys a step at a time with a running softmax. Keys are read where they
-lie, by one index per position: loads of two dimensions, which Triton pipelines; a load of whole pages that is
-reshaped costs half the bandwidth. Splits exist so that a few rows still fill the card: each has an equal part
-of the row's keys, and what they found is merged afterwards.
+of the row's positions, and goes through the keys a step at a time with a running softmax. Keys are read in
+place, by one index per position: loads of two dimensions, which Triton pipelines; a load of whole pages that
+is reshaped costs half the bandwidth. Splits exist so that a few rows still fill the card: each has an equal
+part of the row's keys, and their results are merged afterwards.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ LOG2_E = math.log2(math.e)
 MIN_ROWS = 16
 """Rows of the smallest matrix product a tensor core takes; a group of query heads is repeated to fill it."""
 QUERY_BLOCK, BLOCK_ROWS = 16, 64
-"""Queries of one row that prefill takes together: at least the first number, and more up to that many rows of
-a product."""
+"""Queries of a row that prefill takes together: at least the first, and more up to so many product rows."""
 NUM_PROCESSORS = 132
 """Processors of an H200, for which the number of splits is chosen."""
 MANY_QUERY_PROGRAMS, ONE_QUERY_PROGRAMS = 2 * NUM_PROCESSORS, 8 * NUM_PROCESSORS
@@ -62,13 +60,6 @@ WIDEN_FP8 = (
 """Widens four fp8 numbers in one register to float16 in two."""
 
 
-def refuse_unservable(head_dim: int) -> str | None:
-    """Why this kernel cannot serve a model, or None."""
-    if not 16 <= head_dim <= 256:
-        return f"a head size of {head_dim} (it takes 16 to 256)"
-    return None
-
-
 @functools.partial(jax.jit, static_argnames=("window", "softcap", "splits", "interpret"))
 def paged_attention(
     q: jax.Array,
@@ -86,14 +77,14 @@ def paged_attention(
     which comes last. Computes and answers in the pool's type, or in float16 if that is fp8, and sums in
     float32.
 
-    Scores are bent to stay within `softcap`. Without `splits` there are as many as fill the card.
+    Scores are limited by `softcap`. By default there are as many `splits` as fill the card.
     """
     rows, chunk, kv_heads, group, size = q.shape
     page_size = pool.shape[3]
     queries = math.gcd(chunk, max(QUERY_BLOCK, BLOCK_ROWS >> (group - 1).bit_length()))
     num_blocks = rows * chunk // queries
     tiling = choose_tiling(queries, size, pool.dtype, num_blocks * kv_heads)
-    table, num_steps = cover(table, page_size, tiling.keys)
+    table, num_steps = pad_table(table, page_size, tiling.keys)
     splits = splits or choose_splits(
         num_blocks * kv_heads, num_steps, ONE_QUERY_PROGRAMS if queries == 1 else MANY_QUERY_PROGRAMS
     )
@@ -111,10 +102,7 @@ def paged_attention(
     dtype = multiplied_in(pool.dtype)
     by_block = pl.BlockSpec((queries, None, group, size), lambda h, s, b: (last - b, h, 0, 0))
     # The last queries of a prompt see most, so they start first.
-    blocks_per_row, last = (
-        chunk // queries,
-        num_blocks - 1,
-    )
+    blocks_per_row, last = chunk // queries, num_blocks - 1
     out_specs, out_shape = [by_block], [jax.ShapeDtypeStruct(flat, dtype)]
     if splits > 1:
         out_specs = [pl.BlockSpec((None, queries, None, group, size), lambda h, s, b: (s, last - b, h, 0, 0))]
@@ -141,7 +129,7 @@ def paged_attention(
 
 
 def choose_tiling(queries: int, size: int, dtype: jnp.dtype, num_programs: int) -> Tiling:
-    """Larger keys take shorter steps: keys and values of all stages share a processor's 227 KB."""
+    """How a program is cut. Larger keys take shorter steps: keys and values of all stages share 227 KB."""
     key_bytes = size * dtype.itemsize
     if queries == 1 and dtype == FP8:
         return FEW_QUERIES_OF_FP8
@@ -160,28 +148,27 @@ def choose_splits(num_programs: int, num_steps: int, wanted: int) -> int:
     return 1 << (splits.bit_length() - 1)
 
 
-def share(
+def split_steps(
     start: jax.Array, end: jax.Array, split: jax.Array, splits: int, num_steps: int
 ) -> tuple[jax.Array, jax.Array]:
-    """This split's part of the steps from `start` to `end`, of which there are at most so many.
+    """This split's part of the steps from `start` to `end`, which are at most `num_steps`.
 
-    That one split has all is said by a constant: fp8 is read a quarter slower where it is computed.
+    A single split takes all steps as a constant: fp8 is read a quarter slower if the number is computed.
     """
     each = num_steps if splits == 1 else (end - start + splits - 1) // splits
     start = start + split * each
     return start, jnp.minimum(start + each, end)
 
 
-def cover(table: jax.Array, page_size: int, keys: int) -> tuple[jax.Array, int]:
-    """The table, widened so that no step reads beyond it, and its number of steps."""
+def pad_table(table: jax.Array, page_size: int, keys: int) -> tuple[jax.Array, int]:
+    """The table, padded so that no step reads beyond it, and its number of steps."""
     unread = -table.shape[1] % max(keys // page_size, 1)
     table = jnp.pad(table, ((0, 0), (0, unread)), mode="edge")
     return table, -(-table.shape[1] * page_size // keys)
 
 
 def merge(mixed: jax.Array, tops: jax.Array, totals: jax.Array) -> jax.Array:
-    """Combines the splits, which are the first axis, one by one: XLA would make separate kernels of sums over
-    that axis."""
+    """Merges the splits, the first axis, one by one: XLA would compile sums over it to separate kernels."""
     splits = range(len(tops))
     top = functools.reduce(jnp.maximum, (tops[split] for split in splits))
     weights = [jnp.exp2(tops[split] - top) for split in splits]  # an empty split weighs nothing
@@ -215,30 +202,30 @@ class Columns(NamedTuple):
 
     def masked(self, x: jax.Array) -> jax.Array:
         """[row, column] with zeros in place of repeated columns."""
-        return (
-            x
-            if self.padded == self.size
-            else jnp.where(jnp.arange(self.padded)[None, :] < self.size, x, jnp.zeros_like(x))
-        )
+        if self.padded == self.size:
+            return x
+        return jnp.where(jnp.arange(self.padded)[None, :] < self.size, x, jnp.zeros_like(x))
 
 
-def walk(
+def attend_keys(
     q: jax.Array,
     pool_ref: jax.Ref,
     table_ref: jax.Ref,
     steps: tuple[jax.Array, jax.Array],
-    seen: tuple[jax.Array | None, jax.Array],
+    visible: tuple[jax.Array | None, jax.Array],
     carry: Carry,
     *,
     keys: int,
     softcap: float | None,
     interpret: bool,
 ) -> Carry:
-    """Mixes q [query, column] with the keys of these steps that lie between the first and the last seen
-    one."""
+    """Adds the keys of these steps to the running softmax of q [query, column].
+
+    Only positions from the first to the last of `visible` count; there may be no first.
+    """
     page_size, size = pool_ref.shape[2:]
     columns = Columns(size)
-    first, last = seen
+    first, last = visible
 
     def load(half: int, page: jax.Array, slot: jax.Array) -> jax.Array:
         if columns.padded == size:
@@ -247,7 +234,7 @@ def walk(
             pool_ref[page[:, None], half, slot[:, None], columns.numbers[None, :]], q.dtype, interpret
         )
 
-    def find(step: jax.Array) -> jax.Array:
+    def pages_of(step: jax.Array) -> jax.Array:
         """The page of each key of the step, or any page if there is no such step."""
         return table_ref[jnp.minimum((step * keys + jnp.arange(keys)) // page_size, table_ref.shape[0] - 1)]
 
@@ -257,26 +244,25 @@ def walk(
         slot = at % page_size
         # One step ahead: otherwise Triton counts this load among its stages, and the keys of only one step
         # are in flight.
-        following = find(step + 1)
+        following = pages_of(step + 1)
         scores = jnp.dot(q, load(0, page, slot).T, preferred_element_type=jnp.float32)
         if softcap is not None:
-            scores = bend(scores, softcap)
-        is_seen = at[None, :] <= last
+            scores = apply_softcap(scores, softcap)
+        is_visible = at[None, :] <= last
         if first is not None:
-            is_seen &= at[None, :] >= first
-        scores = jnp.where(is_seen, scores, MASKED)
+            is_visible &= at[None, :] >= first
+        scores = jnp.where(is_visible, scores, MASKED)
         new_top = jnp.maximum(top, scores.max(-1))
         shrink = jnp.exp2(top - new_top)
         weights = jnp.exp2(scores - new_top[:, None])
         new = jnp.dot(weights.astype(q.dtype), load(1, page, slot), preferred_element_type=jnp.float32)
         return following, (mixed * shrink[:, None] + new, new_top, total * shrink + weights.sum(-1))
 
-    return lax.fori_loop(*steps, mix, (find(steps[0]), carry))[1]
+    return lax.fori_loop(*steps, mix, (pages_of(steps[0]), carry))[1]
 
 
 def widen(x: jax.Array, dtype: jnp.dtype, interpret: bool) -> jax.Array:
-    """Widens fp8 four numbers at a time; Triton's own conversion takes them apart and puts them together
-    again."""
+    """Widens fp8 four numbers at a time; Triton's own conversion unpacks and repacks them."""
     if x.dtype != FP8 or interpret:
         return x.astype(dtype)
     given = jax.ShapeDtypeStruct(x.shape, jnp.float16)
@@ -286,7 +272,7 @@ def widen(x: jax.Array, dtype: jnp.dtype, interpret: bool) -> jax.Array:
     return wide.astype(dtype)
 
 
-def bend(scores: jax.Array, softcap: float) -> jax.Array:
+def apply_softcap(scores: jax.Array, softcap: float) -> jax.Array:
     cap = softcap * LOG2_E
     return cap * jnp.tanh(scores / cap)
 
@@ -321,23 +307,15 @@ def _kernel(
     if window is not None:
         start = jnp.maximum((position_ref[0] - window + 1) // keys, 0)
         first = position - window + 1
-    nothing = (
+    empty = (
         jnp.zeros((queries * heads, columns.padded), jnp.float32),
         jnp.full((queries * heads,), MASKED, jnp.float32),
         jnp.zeros((queries * heads,), jnp.float32),
     )
     q = columns.masked(q_ref[place])
-    steps = share(start, end, pl.program_id(1), splits, num_steps)
-    mixed, top, total = walk(
-        q,
-        pool_ref,
-        table_ref,
-        steps,
-        (first, position),
-        nothing,
-        keys=keys,
-        softcap=softcap,
-        interpret=interpret,
+    steps, visible = split_steps(start, end, pl.program_id(1), splits, num_steps), (first, position)
+    mixed, top, total = attend_keys(
+        q, pool_ref, table_ref, steps, visible, empty, keys=keys, softcap=softcap, interpret=interpret
     )
     if top_ref is None or total_ref is None:
         mixed = mixed / jnp.maximum(total, 1e-30)[:, None]

@@ -1,0 +1,35 @@
+"""Finds the model that a request means: by its name, or by what people type instead of it.
+
+`qwen3-0.6b` is enough for `Qwen/Qwen3-0.6B`: case does not matter, and neither does the organization where
+one of the two names leaves it out. Stores keep `org/name` in a folder `org-name`, so either stands for the
+other. What may mean several models means none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+def similar_names(asked: str, names: Iterable[str]) -> list[str]:
+    """The names that `asked` may stand for; those that differ in case alone come before all others."""
+    others = list(names)
+    wanted = asked.casefold()
+    for is_meant in (_is_same, _is_folder_of, _has_same_end):
+        if found := [name for name in others if is_meant(wanted, name.casefold())]:
+            return found
+    return []
+
+
+def _is_same(one: str, other: str) -> bool:
+    return one == other
+
+
+def _is_folder_of(one: str, other: str) -> bool:
+    """Whether one is the folder in which a store keeps the other."""
+    return one.replace("/", "-") == other.replace("/", "-")
+
+
+def _has_same_end(one: str, other: str) -> bool:
+    owner, _, end = one.rpartition("/")
+    other_owner, _, other_end = other.rpartition("/")
+    return bool(end) and end == other_end and not (owner and other_owner)

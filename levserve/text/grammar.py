@@ -1,0 +1,224 @@
+"""Holds generated text to a JSON schema, a regular expression, a list of choices or a grammar.
+
+llguidance does the work. Its table of the vocabulary takes up to two seconds to make and keeps the GIL for
+that time, so a model makes it while it is loaded. HTTP threads compile grammars, which releases the GIL;
+the device thread follows each sequence with a matcher of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import llguidance
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+
+from levserve.errors import BadRequest
+from levserve.text.json_schema import check_schema
+from levserve.text.tokenizer import Tokenizer
+
+MAX_CHARS = 65_536
+"""Of a schema, expression or grammar; long enough for the largest schemas that people send."""
+MAX_CHOICES = 1000
+NUM_KEPT = 64
+"""Compiled grammars that are kept for the next request with the same text."""
+LIMITS = LLParserLimits(
+    max_items_in_row=500,
+    initial_lexer_fuel=50_000,
+    step_lexer_fuel=50_000,
+    step_max_items=20_000,
+    max_lexer_states=50_000,
+    max_grammar_size=100_000,
+    verbose_errors=False,
+)
+"""A few milliseconds of work for a token, also late in the text of a grammar with many readings, and a few
+dozen megabytes; usual grammars take a hundredth."""
+
+
+class GrammarKind(StrEnum):
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    CHOICE = "choice"
+    """A JSON list of strings."""
+    GRAMMAR = "grammar"
+    """Lark, or the GBNF of llama.cpp."""
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarText:
+    """A constraint as a request asks for it; `param` is the field that it came in, for errors."""
+
+    kind: GrammarKind
+    text: str
+    param: str
+    whitespace: str | None = None
+    """For a JSON schema: a regular expression for the white space that may stand between its parts."""
+
+
+class Grammars:
+    """The grammars of one model. Any thread may call it.
+
+    `on_compile` is told the seconds that a compilation took, and None for a grammar that was kept.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, vocab_rows: int, on_compile: Callable[[float | None], None]
+    ) -> None:
+        self.vocab_rows = vocab_rows
+        self._eos_ids = tokenizer.eos_ids
+        self._table = LLTokenizer(
+            TokenizerWrapper(_Vocabulary(tokenizer)), eos_token=sorted(tokenizer.eos_ids)
+        )
+        self._kept: OrderedDict[GrammarText, Grammar] = OrderedDict()
+        self._lock = threading.Lock()
+        self._on_compile = on_compile
+
+    def compile(self, asked: GrammarText) -> Grammar:
+        """Raises `BadRequest` for a text that is not a grammar, is too costly, or allows no text at all."""
+        with self._lock:
+            found = self._kept.get(asked)
+            if found is not None:
+                self._kept.move_to_end(asked)
+        if found is not None:
+            self._on_compile(None)
+            return found
+        start = time.monotonic()
+        grammar = Grammar(self._compile(asked), self._eos_ids, self.vocab_rows)
+        self._on_compile(time.monotonic() - start)
+        with self._lock:
+            self._kept[asked] = grammar
+            while len(self._kept) > NUM_KEPT:
+                self._kept.popitem(last=False)
+        return grammar
+
+    def _compile(self, asked: GrammarText) -> LLMatcher:
+        if len(asked.text) > MAX_CHARS:
+            raise _refusal(asked, f"it has {len(asked.text)} characters; at most {MAX_CHARS} are allowed")
+        try:
+            source = _source(asked)
+        except (ValueError, RecursionError) as error:
+            raise _refusal(asked, str(error)) from None
+        matcher = LLMatcher(self._table, source, log_level=0, limits=LIMITS)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # some impossible grammars are found only here
+        if matcher.is_error():
+            raise _refusal(asked, _explain(matcher.get_error()))
+        return matcher
+
+
+class Grammar:
+    """A compiled grammar, before its first token. Sequences share it, each with its own matcher."""
+
+    def __init__(self, pristine: LLMatcher, eos_ids: frozenset[int], vocab_rows: int) -> None:
+        self._pristine = pristine
+        self._eos_ids = eos_ids
+        self._vocab_rows = vocab_rows
+
+    def start(self) -> GrammarMatcher:
+        return GrammarMatcher(self._pristine.deep_copy(), self._eos_ids, self._vocab_rows)
+
+
+class GrammarMatcher:
+    """A `schedule.constraint.Matcher`."""
+
+    def __init__(self, matcher: LLMatcher, eos_ids: frozenset[int], vocab_rows: int) -> None:
+        self._matcher = matcher
+        self._eos_ids = eos_ids
+        self._mask_bytes = -(-vocab_rows // 32) * 4
+
+    @property
+    def is_over(self) -> bool:
+        return self._matcher.is_stopped() and not self._matcher.is_error()
+
+    @property
+    def is_stuck(self) -> bool:
+        return self._matcher.is_error()
+
+    def allows(self, token: int) -> bool:
+        """The same as the token's bit in `mask`. Forced text has one way to be written in tokens."""
+        if token in self._eos_ids:
+            return self._matcher.is_accepting()
+        forced = self._matcher.compute_ff_tokens()
+        if forced:
+            return token == forced[0]
+        return self._matcher.validate_tokens([token]) == 1
+
+    def take(self, token: int) -> None:
+        self._matcher.consume_token(token)
+
+    def ends_with(self, token: int) -> bool:
+        return token in self._eos_ids
+
+    def forced(self) -> Sequence[int]:
+        return self._matcher.compute_ff_tokens()
+
+    def mask(self) -> bytes:
+        """Models may have more rows than tokens; llguidance's mask covers the tokens, rounded up."""
+        return self._matcher.compute_bitmask()[: self._mask_bytes].ljust(self._mask_bytes, b"\0")
+
+
+class _Vocabulary:
+    """What llguidance wants to know of a tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        added = tokenizer.backend.get_added_tokens_decoder()
+        self.eos_token_id = min(tokenizer.eos_ids, default=None)
+        self.bos_token_id = None
+        self.tokens = [tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)]
+        self.special_token_ids = [token for token, entry in added.items() if entry.special]
+        self._encode = tokenizer.encode_plain
+
+    def __call__(self, text: str) -> list[int]:
+        return self._encode(text)
+
+
+def _source(asked: GrammarText) -> str:
+    """The grammar in llguidance's own form; raises ValueError."""
+    match asked.kind:
+        case GrammarKind.JSON_SCHEMA:
+            return _schema_source(json.dumps(check_schema(json.loads(asked.text))), asked.whitespace)
+        case GrammarKind.REGEX:
+            return LLMatcher.grammar_from_regex(asked.text)
+        case GrammarKind.CHOICE:
+            choices = json.loads(asked.text)
+            if len(choices) > MAX_CHOICES:
+                raise ValueError(f"it has {len(choices)} choices; at most {MAX_CHOICES} are allowed")
+            return LLMatcher.grammar_from_regex("|".join(map(_quote, choices)))
+        case GrammarKind.GRAMMAR:
+            return llguidance.grammar_from("grammar", asked.text)
+
+
+def _schema_source(schema: str, whitespace: str | None) -> str:
+    """White space only after separators: where it is free, models write it until they have no tokens left."""
+    if whitespace is not None:
+        return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": whitespace})
+    return LLMatcher.grammar_from_json_schema(
+        schema, overrides={"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    )
+
+
+def _quote(text: str) -> str:
+    """A regular expression for this very text. Python's `re.escape` also escapes what Rust does not know."""
+    return re.sub(r"[\\.+*?()|\[\]{}^$#&\-~/]", r"\\\g<0>", text)
+
+
+def _refusal(asked: GrammarText, reason: str) -> BadRequest:
+    return BadRequest(f"'{asked.param}' cannot be used: {reason}.", param=asked.param)
+
+
+def _explain(error: str) -> str:
+    """llguidance's message in one line, without what it says of its own state."""
+    if error.startswith("panic"):
+        return "it is too complex"
+    if error.startswith("NoExtension"):
+        return "it allows no text at all"
+    if found := re.match(r"Unimplemented keys: \[(.*)\]", error):
+        return f"these keywords are not supported: {found[1]}"
+    words = error.partition("<")[0].split()
+    return " ".join(words).rstrip(".")[:300]

@@ -1,0 +1,300 @@
+"""Describes the HTTP API in OpenAPI 3.1, made from the types that read bodies and write answers.
+
+Used by `docs_page.py`, on the HTTP thread of the first request for it. A route that is missing in
+`OPERATIONS` is an error, so that the description has all of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec import Struct
+from werkzeug.routing import Map
+
+from levserve import __version__, errors
+from levserve.models.entry import Reloaded
+from levserve.settings.settings import Settings
+from levserve.web.admin import ModelStats, ReloadBody, Stats
+from levserve.web.answer import ChatChoice, ChatChunkChoice, Envelope, TextChoice
+from levserve.web.auth import ADMIN_PATHS, OPEN_PATHS
+from levserve.web.call import TIMEOUT_HEADER
+from levserve.web.descriptions import ERRORS, FIELDS, OWN_FIELDS, ROUTES
+from levserve.web.embeddings import EmbeddingBody, EmbeddingList
+from levserve.web.models import ModelEntry, ModelList
+from levserve.web.native import GenerateBody, Generated, GeneratedChunk
+from levserve.web.ops import Health, HealthReport, Readiness
+from levserve.web.page import OPEN_PAGES, FrontPage
+from levserve.web.schema import UNSUPPORTED, UNSUPPORTED_IN_CHAT, ChatBody, CompletionBody
+from levserve.web.scoring import ScoreBody, Scores
+from levserve.web.tokens import (
+    ConversationBody,
+    DetokenizeBody,
+    Prompt,
+    TokenizeBody,
+    Tokenized,
+    TokenizerInfo,
+)
+
+REFERENCE = "#/components/schemas/{name}"
+LINK = re.compile(r"\[(.+?)\]\(.+?\)")
+VERSIONED = "; also under `/v1`"
+
+
+class Operation(NamedTuple):
+    """The types of one route. An answer that is text and no type is a content type."""
+
+    answer: Any
+    body: type[Struct] | None = None
+    events: Any = None
+    """Of each event of a stream."""
+    failure: type[Struct] | None = None
+    """Of a 503, where that is no error but what was asked for."""
+    query: dict[str, str] = {}
+    example: Any = None
+    """A body to try."""
+
+
+class ErrorDetail(Struct, frozen=True):
+    """What went wrong; `param` names the field, and `code` is for programs."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(Struct, frozen=True):
+    error: ErrorDetail
+
+
+MESSAGES = [{"role": "user", "content": "Say hello."}]
+GENERATE = {"prompts": ["The sky is"], "max_tokens": 16}
+OPERATIONS = {
+    "POST /v1/chat/completions": Operation(
+        Envelope[ChatChoice],
+        ChatBody,
+        Envelope[ChatChunkChoice],
+        example={"model": "", "messages": MESSAGES, "max_tokens": 32},
+    ),
+    "POST /v1/completions": Operation(
+        Envelope[TextChoice],
+        CompletionBody,
+        Envelope[TextChoice],
+        example={"model": "", "prompt": "The sky is", "max_tokens": 16},
+    ),
+    "POST /v1/embeddings": Operation(
+        EmbeddingList, EmbeddingBody, example={"model": "", "input": "The sky is blue."}
+    ),
+    "GET /v1/models": Operation(ModelList),
+    "GET /v1/models/{id}": Operation(ModelEntry),
+    "GET /v1/ws": Operation(None),
+    "POST /generate": Operation(Generated, GenerateBody, example=GENERATE),
+    "POST /generate_stream": Operation(None, GenerateBody, GeneratedChunk, example=GENERATE),
+    "POST /loglikelihood": Operation(
+        Scores,
+        ScoreBody,
+        example={"prompts": ["The sky is"], "continuations": [" blue"], "details": True},
+    ),
+    "POST /tokenize": Operation(Tokenized, TokenizeBody, example={"prompt": "The sky is blue."}),
+    "POST /detokenize": Operation(Prompt, DetokenizeBody, example={"tokens": [9, 10, 11]}),
+    "POST /apply_template": Operation(Prompt, ConversationBody, example={"messages": MESSAGES}),
+    "GET /tokenizer_info": Operation(TokenizerInfo, query={"model": FIELDS["model"]}),
+    "GET /healthz": Operation(Health, failure=Health),
+    "GET /health": Operation(HealthReport, failure=HealthReport),
+    "GET /readyz": Operation(Readiness, failure=Readiness),
+    "GET /metrics": Operation("text/plain"),
+    "POST /admin/reload": Operation(Reloaded, ReloadBody, example={}),
+    "GET /admin/stats": Operation(Stats),
+    "POST /admin/load/{id}": Operation(ModelStats),
+    "POST /admin/unload/{id}": Operation(ModelStats),
+    "GET /": Operation(FrontPage),
+    "GET /openapi.json": Operation("application/json"),
+    "GET /docs": Operation("text/html"),
+    "GET /static/{id}": Operation("*/*"),
+}
+BODY_STATUSES = (400, 401, 404, 408, 413, 429, 500, 503, 504)
+ADMIN_STATUSES = (400, 401, 403, 404, 409, 500, 503)
+OTHER_STATUSES = (401, 404, 500, 503)
+SOCKET_STATUSES = (400, 401, 403, 426, 500, 503)
+
+
+def list_routes(url_map: Map) -> list[str]:
+    """Every route as "METHOD /path/{id}"."""
+    found = set()
+    for rule in url_map.iter_rules():
+        path = re.sub(r"<.*?>", "{id}", rule.rule)
+        methods = (rule.methods or {"GET"}) - {"HEAD", "OPTIONS"}
+        found |= {f"{method} {path}" for method in methods}
+    return sorted(found)
+
+
+def make_document(routes: Iterable[str], settings: Settings, model_name: str = "") -> dict[str, Any]:
+    """The description of these routes, for a server with these settings; examples name the model."""
+    references, schemas = _schemas()
+    order = list(OPERATIONS)
+    paths: dict[str, dict[str, Any]] = {}
+    for route in sorted(routes, key=lambda route: order.index(_find(route, OPERATIONS))):
+        method, path = route.split(" ")
+        paths.setdefault(path, {})[method.lower()] = _operation(route, references, settings, model_name)
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "levserve",
+            "version": __version__,
+            "description": "Language models over the OpenAI HTTP API. Any optional field may be null, "
+            "which is the same as leaving it out.",
+        },
+        "servers": [{"url": "/"}],
+        "paths": paths,
+        "components": {
+            "schemas": schemas,
+            "responses": _error_responses(references[ErrorBody]),
+            "securitySchemes": {
+                "key": {"type": "http", "scheme": "bearer", "description": "A key of --api-key."},
+                "adminKey": {"type": "http", "scheme": "bearer", "description": "A key of --admin-key."},
+            },
+        },
+    }
+
+
+def _schemas() -> tuple[dict[Any, Any], dict[str, Any]]:
+    """A reference to the schema of each type of a body or an answer, and all schemas by their names."""
+    kinds: list[Any] = [ErrorBody]
+    for operation in OPERATIONS.values():
+        for kind in (operation.answer, operation.body, operation.events, operation.failure):
+            if kind is not None and not isinstance(kind, str) and kind not in kinds:
+                kinds.append(kind)
+    found, schemas = msgspec.json.schema_components(kinds, ref_template=REFERENCE)
+    for operation in OPERATIONS.values():
+        if operation.body is not None:
+            schema = schemas[operation.body.__name__]
+            schema["properties"] = _describe_fields(operation.body, schema["properties"])
+    return dict(zip(kinds, found, strict=True)), schemas
+
+
+def is_refused(body: type[Struct], name: str) -> bool:
+    """Whether a body declares a field only to refuse it by name."""
+    return name in UNSUPPORTED or (issubclass(body, ChatBody) and name in UNSUPPORTED_IN_CHAT)
+
+
+def _describe_fields(body: type[Struct], properties: dict[str, Any]) -> dict[str, Any]:
+    """The fields with what they mean, and without those that are refused."""
+    described = {}
+    for name, schema in properties.items():
+        if not is_refused(body, name):
+            meaning = OWN_FIELDS.get((body.__name__, name)) or FIELDS[name]
+            described[name] = schema | {"description": _plain(meaning)}
+    return described
+
+
+def _find(route: str, table: Mapping[str, object]) -> str:
+    """The key of a route in a table that has routes under /v1 only once."""
+    return route if route in table else route.replace(" /v1/", " /")
+
+
+def _operation(route: str, references: dict[Any, Any], settings: Settings, model_name: str) -> dict[str, Any]:
+    method, path = route.split(" ")
+    operation = OPERATIONS[_find(route, OPERATIONS)]
+    meaning = ROUTES[_find(route, ROUTES)].removesuffix(VERSIONED)
+    described: dict[str, Any] = {
+        "operationId": re.sub(r"\W+", "_", f"{method.lower()} {path}").strip("_"),
+        "summary": _plain(meaning),
+        "tags": [_tag(path)],
+        "security": _security(path, settings),
+        "responses": _responses(path, operation, references),
+    }
+    if parameters := _parameters(path, operation):
+        described["parameters"] = parameters
+    if operation.body is not None:
+        example = operation.example
+        if "model" in example:
+            example = {**example, "model": model_name}
+        content = {"schema": references[operation.body], "example": example}
+        is_required = path != f"{ADMIN_PATHS}reload"
+        described["requestBody"] = {"content": {"application/json": content}, "required": is_required}
+    return described
+
+
+def _responses(path: str, operation: Operation, references: dict[Any, Any]) -> dict[str, Any]:
+    if path == "/v1/ws":
+        upgraded = {"description": "The connection is a WebSocket from here on."}
+        return {"101": upgraded, **_references(SOCKET_STATUSES)}
+    content: dict[str, Any] = {}
+    if isinstance(operation.answer, str):
+        content[operation.answer] = {}
+    elif operation.answer is not None:
+        content["application/json"] = {"schema": references[operation.answer]}
+    if operation.events is not None:
+        content["text/event-stream"] = {"schema": references[operation.events]}
+    what = "The answer."
+    if operation.events is not None:
+        what = "The answer; as a stream, each event's data is such an object, and the last one's is [DONE]."
+    responses: dict[str, Any] = {"200": {"description": what, "content": content}}
+    if operation.failure is not None:
+        failure = {"application/json": {"schema": references[operation.failure]}}
+        return responses | {"503": {"description": "The server is not well.", "content": failure}}
+    if path.startswith(ADMIN_PATHS):
+        return responses | _references(ADMIN_STATUSES)
+    return responses | _references(BODY_STATUSES if operation.body is not None else OTHER_STATUSES)
+
+
+def _references(statuses: Iterable[int]) -> dict[str, Any]:
+    return {str(status): {"$ref": f"#/components/responses/{status}"} for status in statuses}
+
+
+def _error_responses(body: dict[str, Any]) -> dict[str, Any]:
+    """An answer for each status that an error has."""
+    meanings: dict[int, list[str]] = {}
+    for name, meaning in ERRORS.items():
+        meanings.setdefault(getattr(errors, name).status, []).append(_plain(meaning))
+    content = {"application/json": {"schema": body}}
+    return {
+        str(status): {"description": "; or ".join(meanings[status]), "content": content}
+        for status in sorted(meanings)
+    }
+
+
+def _parameters(path: str, operation: Operation) -> list[dict[str, Any]]:
+    parameters: list[dict[str, Any]] = []
+    if "{id}" in path:
+        what = "The path of a file." if path.startswith("/static/") else "The name of a model."
+        parameters.append(_parameter("id", "path", {"type": "string"}, what, required=True))
+    for name, meaning in operation.query.items():
+        parameters.append(_parameter(name, "query", {"type": "string"}, meaning))
+    if operation.body is not None and not path.startswith(ADMIN_PATHS):
+        schema = {"type": "number", "exclusiveMinimum": 0}
+        what = "Milliseconds that the request may take."
+        parameters.append(_parameter(TIMEOUT_HEADER, "header", schema, what))
+    return parameters
+
+
+def _parameter(
+    name: str, place: str, schema: dict[str, Any], description: str, *, required: bool = False
+) -> dict[str, Any]:
+    return {"name": name, "in": place, "required": required, "description": description, "schema": schema}
+
+
+def _security(path: str, settings: Settings) -> list[dict[str, list[str]]]:
+    if path.startswith(ADMIN_PATHS):
+        return [{"adminKey": []}]
+    is_open = path in OPEN_PATHS or (settings.open_metrics and path == "/metrics")
+    is_page = settings.ui and (path in OPEN_PAGES or path.startswith("/static/"))
+    return [] if is_open or is_page or not settings.api_keys else [{"key": []}]
+
+
+def _tag(path: str) -> str:
+    if path.startswith(ADMIN_PATHS):
+        return "admin"
+    if path in OPEN_PATHS or path == "/metrics":
+        return "operations"
+    if path in (*OPEN_PAGES, "/") or path.startswith("/static/"):
+        return "pages"
+    return "models"
+
+
+def _plain(text: str) -> str:
+    """A sentence of the documentation without its links."""
+    return LINK.sub(r"\1", text)

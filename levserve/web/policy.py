@@ -1,0 +1,64 @@
+"""What the operator decides about requests: the values that they leave out, and how much one may ask for.
+
+Used on HTTP threads, before a body is made into sequences. Nothing is changed in silence: what a client asked
+for and does not get is refused, or stands in the answer's `warnings`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from msgspec import structs
+
+from levserve.errors import BadRequest
+from levserve.settings.settings import Settings
+from levserve.web.schema import GenerationBody
+
+
+class Permitted(NamedTuple):
+    """A body that runs as it is, and sentences about what differs from what the client sent."""
+
+    body: GenerationBody
+    warnings: list[str]
+
+
+class Policy(NamedTuple):
+    """The operator's settings about requests to one model; 0 and None leave a value to the API's default."""
+
+    default_max_tokens: int = 0
+    default_temperature: float | None = None
+    max_new_tokens: int = 0
+    refuses_excess: bool = False
+    truncates_prompts: bool = False
+
+    @classmethod
+    def of(cls, settings: Settings) -> Policy:
+        return cls(
+            settings.default_max_tokens,
+            settings.default_temperature,
+            settings.max_new_tokens,
+            settings.max_new_tokens_mode == "refuse",
+            settings.truncate_prompts,
+        )
+
+    def apply_to(self, body: GenerationBody) -> Permitted:
+        """Raises `BadRequest` for a body that asks for too many tokens, where that is refused."""
+        if self.default_temperature is not None and body.temperature is None:
+            body = structs.replace(body, temperature=self.default_temperature)
+        field = body.limit_field
+        if field is None and self.default_max_tokens:
+            body = structs.replace(body, max_tokens=self.default_max_tokens)
+        most = self.max_new_tokens
+        if not most or (body.max_length is not None and body.max_length <= most):
+            return Permitted(body, [])
+        if body.max_length is None:  # `prepare` takes the smaller of this limit and what the context holds
+            return Permitted(body, [])
+        if field is None:  # a default: nothing was asked for that is not given
+            return Permitted(structs.replace(body, max_tokens=most), [])
+        told = f"'{field}' is {body.max_length}, and this server generates at most {most} tokens for a choice"
+        if self.refuses_excess:
+            raise BadRequest(f"{told}.", param=field)
+        return Permitted(structs.replace(body, **{field: most}), [f"{told}: it counts as {most}."])
+
+
+NO_POLICY = Policy()

@@ -1,0 +1,46 @@
+// The conversations that this browser keeps. Each has an entry of its own, so that two open pages do not overwrite
+// each other's. A conversation is {id, updated, system, messages}; a message is {role, content, note}.
+
+import { names, read, remove, write } from "./store.js";
+
+const START = "chat.";
+const TITLE_LENGTH = 60;
+
+export function newConversation(system = "") {
+  // randomUUID exists only over HTTPS and on localhost.
+  const id = `${Date.now().toString(36)}-${Math.random().toString(36).slice(2, 10)}`;
+  return { id, updated: Date.now(), system, messages: [] };
+}
+
+/** All conversations, the latest first; an entry that something else has spoilt is left out. */
+export function listConversations() {
+  const found = names(START).map((name) => read(name, null));
+  return found.filter(isConversation).sort((one, other) => other.updated - one.updated);
+}
+
+/** False if the browser has no room. */
+export function saveConversation(conversation) {
+  conversation.updated = Date.now();
+  return restoreConversation(conversation);
+}
+
+/** Saves without making it the latest one. */
+export function restoreConversation(conversation) {
+  return write(START + conversation.id, conversation);
+}
+
+export function deleteConversation(conversation) {
+  remove(START + conversation.id);
+}
+
+export function titleOf(conversation) {
+  const first = conversation.messages.find((message) => message.role === "user");
+  const line = (first?.content ?? "").trim().replace(/\s+/g, " ");
+  if (!line) return "New conversation";
+  return line.length > TITLE_LENGTH ? `${line.slice(0, TITLE_LENGTH - 1)}…` : line;
+}
+
+function isConversation(found) {
+  const isMessage = (message) => typeof message?.content === "string" && typeof message.role === "string";
+  return typeof found?.id === "string" && Array.isArray(found.messages) && found.messages.every(isMessage);
+}

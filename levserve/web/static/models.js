@@ -1,0 +1,64 @@
+// The model picker. While the server loads its first model, it shows how far that has come.
+
+import { ApiError, getJson } from "./api.js";
+import { element, find } from "./dom.js";
+import { read, write } from "./store.js";
+
+const RETRY_MS = 1000;
+let models = [];
+
+export const currentModel = () => find("model").value;
+
+export function mountModels() {
+  find("model").addEventListener("change", () => {
+    write("model", currentModel());
+    showContext();
+  });
+}
+
+/** Fills the picker; tries again until the server has a model. */
+export async function loadModels() {
+  while (true) {
+    try {
+      ({ data: models } = await getJson("/v1/models"));
+      return showModels();
+    } catch (error) {
+      if (!(error instanceof ApiError)) throw error;
+      showStatus(error.status === 503 ? await describeLoading() : error.message);
+      if (error.status === 401) return;
+    }
+    await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
+  }
+}
+
+function showModels() {
+  const chosen = currentModel() || read("model", "");
+  find("model").replaceChildren(
+    ...models.map(({ id, status }) => {
+      const label = status === "loaded" ? id : `${id} (${status === "loadable" ? "loads on first use" : status})`;
+      return element("option", { value: id, selected: id === chosen }, label);
+    }),
+  );
+  showContext();
+  showStatus("");
+}
+
+function showContext() {
+  const length = models.find((model) => model.id === currentModel())?.max_model_len;
+  find("context").textContent = length ? `${length.toLocaleString("en")} tokens` : "";
+}
+
+async function describeLoading() {
+  try {
+    const response = await fetch("/readyz");
+    const { status, progress } = await response.json();
+    return `The server is not ready: ${status}${progress ? `, ${progress}` : ""}.`;
+  } catch {
+    return "The server cannot be reached.";
+  }
+}
+
+function showStatus(message) {
+  if (find("status").textContent !== message) find("status").textContent = message;
+  find("status").hidden = !message;
+}

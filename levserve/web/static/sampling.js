@@ -1,0 +1,97 @@
+// The settings of a request, under the names that the API gives them. A field that is left empty is not sent, so the
+// server's default holds.
+
+import { element, find } from "./dom.js";
+import { read, write } from "./store.js";
+
+const NUM_ALTERNATIVES = 5;
+const FIRST_VISIT = { temperature: 0.7 }; // at OpenAI's 1, small models ramble
+
+// The range is the slider's; the number beside it may be anything that the server accepts.
+const FIELDS = [
+  { name: "temperature", min: 0, max: 2, step: 0.05, empty: "1", help: "0 always takes the likeliest token" },
+  { name: "top_p", min: 0, max: 1, step: 0.01, empty: "1", help: "keep the likeliest up to this probability" },
+  { name: "top_k", min: 0, max: 200, step: 1, empty: "all", help: "keep the k likeliest tokens" },
+  { name: "min_p", min: 0, max: 1, step: 0.01, empty: "0", help: "keep what is this likely beside the likeliest" },
+  { name: "max_tokens", min: 1, max: 4096, step: 1, empty: "auto", help: "the most tokens to generate" },
+  { name: "presence_penalty", min: -2, max: 2, step: 0.1, empty: "0", help: "against tokens that have come" },
+  { name: "frequency_penalty", min: -2, max: 2, step: 0.1, empty: "0", help: "the same, by how often they came" },
+  { name: "repetition_penalty", min: 0.5, max: 2, step: 0.05, empty: "1", help: "the same, also for the prompt's; 1 is none" },
+];
+
+export function mountSampling() {
+  const saved = read("sampling", FIRST_VISIT);
+  find("sampling").append(...FIELDS.map((field) => makeField(field, saved[field.name])));
+  find("seed").value = saved.seed ?? "";
+  find("stop").value = (saved.stop ?? []).join("\n");
+  find("logprobs").checked = saved.logprobs ?? true;
+  find("settings").addEventListener("input", (event) => {
+    const { target } = event;
+    const number = target.type === "range" ? find(target.dataset.for) : target;
+    if (target.type === "range") number.value = target.value;
+    if (find(`${number.id}-slider`)) showSlider(number);
+    save();
+  });
+  find("sampling-reset").addEventListener("click", () => {
+    for (const input of find("settings").querySelectorAll("input, #stop")) {
+      if (input.type === "checkbox") input.checked = true;
+      else if (input.type !== "range") input.value = "";
+    }
+    for (const { name } of FIELDS) showSlider(find(name));
+    save();
+  });
+}
+
+/** What is set, with the API's names; numbers that are no numbers are left to the browser to mark. */
+export function samplingFields() {
+  const fields = {};
+  for (const { name } of FIELDS) {
+    if (!Number.isNaN(find(name).valueAsNumber)) fields[name] = find(name).valueAsNumber;
+  }
+  if (!Number.isNaN(find("seed").valueAsNumber)) fields.seed = find("seed").valueAsNumber;
+  const stops = find("stop").value.split("\n").filter(Boolean);
+  if (stops.length) fields.stop = stops;
+  return fields;
+}
+
+/** How many alternatives to ask for with each token, or null for no log-probabilities. */
+export const numAlternatives = () => (find("logprobs").checked ? NUM_ALTERNATIVES : null);
+
+function save() {
+  write("sampling", { ...samplingFields(), logprobs: find("logprobs").checked });
+}
+
+function makeField({ name, min, max, step, empty, help }, value) {
+  const number = element("input", {
+    type: "number",
+    id: name,
+    step: "any",
+    placeholder: empty,
+    value,
+    "aria-describedby": `${name}-help`,
+  });
+  const slider = element("input", {
+    type: "range",
+    id: `${name}-slider`,
+    min,
+    max,
+    step,
+    "data-for": name,
+    "data-empty": Number.isNaN(Number(empty)) ? min : empty,
+    "aria-label": `${name}, slider`,
+  });
+  setSlider(slider, value ?? "");
+  const label = element("label", { for: name }, element("code", {}, name));
+  const hint = element("p", { class: "help", id: `${name}-help` }, help);
+  return element("div", { class: "field" }, label, number, slider, hint);
+}
+
+function showSlider(number) {
+  setSlider(find(`${number.id}-slider`), number.value);
+}
+
+/** A slider cannot be empty: it then stands at the default, and is pale. */
+function setSlider(slider, value) {
+  slider.value = value === "" ? slider.dataset.empty : value;
+  slider.classList.toggle("unset", value === "");
+}
