@@ -1,11 +1,11 @@
-"""Draws what `compare.py` measured, from the document it writes; also by itself: python bench/chart.py
-compare.json chart.png."""
+"""Draws what `compare.py` measured, from the document it writes (also by itself: python bench/chart.py compare.json
+chart.png), and the steps of `load.py`."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import matplotlib
 
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
+from load_report import Step, describe
 
 OURS = ("#1f5fa8", "#6aa5df")
 THEIRS = ("#8c8c8c", "#b0a18f", "#c9c9c9", "#a9b7a0")
@@ -95,6 +96,34 @@ def draw_growth(document: Mapping[str, Any], path: Path) -> None:
         panel.spines[["top", "right"]].set_visible(False)
     panels.flat[0].legend(fontsize=9)
     figure.suptitle(_where(document), fontsize=10)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def draw_sweep(steps: Sequence[Step], model: str, path: Path) -> None:
+    """Throughput and the three latencies of `load.py`, each against the streams or the arrivals of a step."""
+    settings = steps[0].settings
+    is_open = settings.rate is not None
+    places = [step.settings.rate if is_open else step.settings.concurrency for step in steps]
+    figure, panels = plt.subplots(2, 2, figsize=(9, 6.4), layout="constrained")
+    first, *others = panels.flat
+    first.plot(
+        places, [step.summary["output_tokens_per_second"] for step in steps], marker="o", color=OURS[0]
+    )
+    first.set_title("output tokens a second", fontsize=10)
+    for panel, name in zip(others, ("TTFT", "inter-token", "request")):
+        for rank, color in zip(("mean", "p95"), OURS):
+            values = [step.summary["latency_ms"][name].get(rank, float("nan")) for step in steps]
+            panel.plot(places, values, marker="o", color=color, label=rank)
+        panel.set_title(f"{name}, ms", fontsize=10)
+    others[-1].legend(fontsize=9)
+    for panel in panels.flat:
+        panel.set_xticks(places, [f"{place:g}" for place in places])
+        panel.set_ylim(bottom=0)
+        panel.set_xlabel("arrivals a second" if is_open else "requests at a time", fontsize=9)
+        panel.grid(alpha=0.3)
+        panel.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(describe(settings, model), fontsize=9, wrap=True)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 

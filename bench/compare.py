@@ -30,6 +30,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import load
+from figures import percentiles, summarize
+from jobs import make_job
+from load_options import Settings
 from peers import CONTESTANTS, CannotStart, Contestant, Found, Server, Setup, running
 
 PROMPT, OUTPUT, LONG_PROMPT = 100, 64, 900
@@ -86,8 +89,8 @@ class Failed(Exception):
     """A load had wrong answers, so its numbers mean nothing."""
 
 
-def figures(done: load.Load, settings: load.Settings) -> dict[str, Any]:
-    summary = load.summarize(done, settings)
+def figures(done: load.Load, settings: Settings) -> dict[str, Any]:
+    summary = summarize(done, settings)
     if summary["failures"] or not done.rows:
         raise Failed(next(note for note in summary["notes"] if note.startswith("failed")))
     return summary
@@ -130,11 +133,11 @@ def measure_busy(server: Server, seed: str) -> dict[str, float]:
     """Four streams at a time, every fourth with a long prompt; only the short ones are measured."""
     short = server.seeded(seed, prompt_tokens=PROMPT, output_tokens=OUTPUT)
     long = replace(short, prompt_tokens=LONG_PROMPT)
-    jobs = [load.make_job(long if index % 4 == 3 else short, server.model, index) for index in range(16)]
+    jobs = [make_job(long if index % 4 == 3 else short, server.model, index) for index in range(16)]
     done = server.run(jobs, concurrency=4, output_tokens=OUTPUT)
     figures(done, server.settings)
     rows = [row for row in done.rows if row.index % 4 != 3]
-    spread = load.percentiles([1e3 * gap / row.tokens_per_gap for row in rows for gap in row.gaps_seconds])
+    spread = percentiles([1e3 * gap / row.tokens_per_gap for row in rows for gap in row.gaps_seconds])
     ttft = 1e3 * statistics.median(row.ttft_seconds for row in rows)
     p50, p99 = spread["p50"], spread["p99"]
     return {"busy_ttft": ttft, "busy_p50": p50, "busy_p99": p99, "busy_spread": p99 / max(p50, 1e-3)}

@@ -95,6 +95,7 @@ def run_timed_device(settings: Settings, registry: Registry) -> None:
     from levserve.schedule.pace import Pace
     from levserve.schedule.pages import PagePool
     from levserve.schedule.scheduler import Scheduler
+    from levserve.text.grammar import Grammars
     from levserve.text.tokenizer import load_tokenizer
     from levserve.weights.source import find_source
 
@@ -150,7 +151,10 @@ def run_timed_device(settings: Settings, registry: Registry) -> None:
         rows, sizes.round_steps, sizes.chunk_costs, busy_tokens=sizes.num_tokens, idle_tokens=4096
     )
     scheduler = Scheduler(PagePool(sizes.num_pages, 32), budget)
-    model = ServedModel("timed", tokenizer, sizes.max_seq_len, 1, int(time.time()), max_inflight_tokens=10**9)
+    grammars = Grammars(tokenizer, tokenizer.vocab_size, registry.engine.metrics.note_grammar)
+    model = ServedModel(
+        "timed", tokenizer, sizes.max_seq_len, 1, int(time.time()), grammars, max_inflight_tokens=10**9
+    )
     pace = Pace(token_seconds, settings.inter_token_goal_ms / 1000)
     engine = registry.engine
     loop = DeviceLoop(engine)

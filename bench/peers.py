@@ -22,7 +22,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import http_client
 import load
+from answers import AnswerCheck
+from jobs import Job, make_jobs
+from load_options import Settings
 
 ROOT = Path(__file__).parent.parent
 STOP_SECONDS = 15
@@ -259,11 +263,11 @@ CONTESTANTS = (
 )
 
 
-class Check(load.AnswerCheck):
+class Check(AnswerCheck):
     """Adds what a peer is known to leave out. Without usage, `length` as the reason says that all tokens
     came."""
 
-    def __init__(self, settings: load.Settings, lacks: tuple[str, ...]) -> None:
+    def __init__(self, settings: Settings, lacks: tuple[str, ...]) -> None:
         super().__init__(settings)
         self._lacks = lacks
         self._reasons: list[str] = []
@@ -290,18 +294,18 @@ class Server:
 
     contestant: Contestant
     setup: Setup
-    settings: load.Settings
+    settings: Settings
     model: str = ""
     seconds_to_ready: float = 0.0
 
-    def spell(self, job: load.Job) -> load.Job:
+    def spell(self, job: Job) -> Job:
         """The same request in the contestant's own words."""
         body: dict[str, Any] = json.loads(job.body)
         if body.pop("ignore_eos", False):
             body |= self.contestant.ignore_eos(self.setup)
         return replace(job, body=json.dumps(body).encode())
 
-    def run(self, jobs: list[load.Job], **changes: Any) -> load.Load:
+    def run(self, jobs: list[Job], **changes: Any) -> load.Load:
         settings = replace(self.settings, **changes)
         done = load.Load(
             settings, [self.spell(job) for job in jobs], lambda given: Check(given, self.contestant.lacks)
@@ -311,9 +315,9 @@ class Server:
         return done
 
     def ask(self, seed: str, **changes: Any) -> load.Load:
-        return self.run(load.make_jobs(self.seeded(seed, **changes), self.model), **changes)
+        return self.run(make_jobs(self.seeded(seed, **changes), self.model), **changes)
 
-    def seeded(self, seed: str, **changes: Any) -> load.Settings:
+    def seeded(self, seed: str, **changes: Any) -> Settings:
         """Prompts depend on the name of their seed alone: every contestant is asked the same."""
         return replace(self.settings, seed=zlib.crc32(seed.encode()), **changes)
 
@@ -332,7 +336,7 @@ def running(
     environ |= (
         {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"} if contestant.is_ours else {"HF_HUB_OFFLINE": "1"}
     )
-    settings = load.Settings(url=f"http://127.0.0.1:{port}", timeout=900.0)
+    settings = Settings(url=f"http://127.0.0.1:{port}", timeout=900.0)
     began = time.monotonic()
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -361,12 +365,12 @@ def running(
 def is_answering(server: Server, seconds_left: float) -> bool:
     """Whether it completes a prompt: what /health says differs from server to server."""
     try:
-        status, body, _ = load.get(server.settings, "/v1/models")
+        status, body, _ = http_client.get(server.settings.address, "/v1/models")
         if status != 200:
             return False
         is_named_by_path = server.contestant.name == "transformers"  # and lists what is in the cache
         server.model = str(server.setup.hf_folder) if is_named_by_path else json.loads(body)["data"][0]["id"]
-    except (*load.TRANSPORT_ERRORS, LookupError, TypeError):
+    except (*http_client.TRANSPORT_ERRORS, LookupError, TypeError):
         return False
     done = server.ask(
         "first words",
@@ -410,7 +414,7 @@ def free_port() -> int:
 
 def last_words(log: Path) -> str:
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return f"{load.shorten(lines[-1]) if lines else 'it said nothing'} (all of it: {log})"
+    return f"{http_client.shorten(lines[-1]) if lines else 'it said nothing'} (all of it: {log})"
 
 
 def _find_module(needed: str, module: str, python: str, command: tuple[str, ...]) -> Found | str:

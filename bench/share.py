@@ -28,7 +28,7 @@ from typing import NamedTuple
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 from host import run_clients
-from load import spread_length
+from prompts import spread_length
 
 from levserve.device.delivery import AddressedBatch, Delivery
 from levserve.device.model_loop import ModelLoop
