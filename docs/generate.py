@@ -3,7 +3,8 @@
     python docs/generate.py
 
 fills every `<!-- generated: NAME -->` of `docs/pages`. A test compares, so a page cannot go stale. What a route, a field or an
-error means is said here, once; one without such a sentence, or a sentence without its thing, is an error.
+error means is said in `levserve/web/descriptions.py`, once; one without such a sentence, or a sentence without its thing, is an
+error.
 """
 
 from __future__ import annotations
@@ -29,8 +30,11 @@ from levserve.settings.parse import parse_settings
 from levserve.settings.settings import settings_table
 from levserve.web.admin import ReloadBody
 from levserve.web.app import create_app
+from levserve.web.constraint import ConstraintFields
+from levserve.web.descriptions import ERRORS, FIELDS, OWN_FIELDS, ROUTES
 from levserve.web.embeddings import EmbeddingBody
 from levserve.web.native import GenerateBody
+from levserve.web.openapi import is_refused, list_routes
 from levserve.web.schema import (
     UNSUPPORTED,
     UNSUPPORTED_IN_CHAT,
@@ -48,6 +52,7 @@ GENERATED = re.compile(r"(<!-- generated: (.+?) -->\n).*?(<!-- /generated -->)",
 
 BODIES: dict[str, tuple[str, type[msgspec.Struct]]] = {
     "GenerationBody": ("", GenerationBody),
+    "ConstraintFields": ("", ConstraintFields),
     "ChatBody": ("/v1/chat/completions", ChatBody),
     "CompletionBody": ("/v1/completions", CompletionBody),
     "EmbeddingBody": ("/v1/embeddings", EmbeddingBody),
@@ -59,118 +64,11 @@ BODIES: dict[str, tuple[str, type[msgspec.Struct]]] = {
     "ReloadBody": ("/admin/reload", ReloadBody),
 }
 
-ROUTES = {
-    "POST /v1/chat/completions": "chat with the model's own template, whole or streamed",
-    "POST /v1/completions": "continue texts or token ids, whole or streamed, with `echo`, `best_of` and `logprobs`",
-    "POST /v1/embeddings": "the pooled last hidden state",
-    "GET /v1/models": "the served models, loaded and loadable",
-    "GET /v1/models/{id}": "one of them",
-    "GET /v1/ws": "chat and completions over a [WebSocket](websocket.md)",
-    "POST /generate": "a list of prompts to a list of texts, for scripts",
-    "POST /generate_stream": "the same as a stream of events",
-    "POST /loglikelihood": "score continuations of prompts",
-    "POST /tokenize": "a text or a conversation to token ids; also under `/v1`",
-    "POST /detokenize": "token ids to text; also under `/v1`",
-    "POST /apply_template": "messages as the chat template writes them; also under `/v1`",
-    "GET /tokenizer_info": "special tokens, vocabulary size and chat template; also under `/v1`",
-    "GET /healthz": "200 while the process is alive and its device thread moves",
-    "GET /health": "the same",
-    "GET /readyz": "200 once the model is loaded, compiled and warm; before that 503 with the progress",
-    "GET /metrics": "[metrics](metrics.md) for Prometheus",
-    "POST /admin/reload": "newer weights of the same shape",
-    "GET /admin/stats": "memory, pages and requests of each model",
-    "POST /admin/load/{id}": "load a model, and answer when it is loaded",
-    "POST /admin/unload/{id}": "unload a model that is not in use",
-    "GET /": "name, version and paths",
-}
-
-FIELDS = {
-    "add_generation_prompt": "begin an assistant's message after the conversation; default true",
-    "add_special_tokens": "add what the tokenizer adds, such as bos; default true",
-    "best_of": "run so many sequences and return the `n` likeliest; not with `stream`",
-    "chat_template_kwargs": "further variables of the chat template",
-    "checkpoint_path": "a Levanter checkpoint to take the weights from",
-    "continuations": "a continuation for each prompt",
-    "continue_final_message": "let the answer continue the last message",
-    "details": "also return each token's log-probability, and whether all were the likeliest",
-    "dimensions": "only the model's own number is accepted",
-    "echo": "return the prompt before its continuation",
-    "encoding_format": "`float` (default) or `base64`",
-    "frequency_penalty": "subtracted from a logit for each time its token was generated",
-    "ignore_eos": "go on after the model's end token",
-    "include_stop_str_in_output": "keep the stop string in the text",
-    "input": "one or several texts, as strings or token ids",
-    "logit_bias": "added to the logits of these token ids; at most 300",
-    "logprobs": "log-probabilities of the chosen tokens",
-    "max_completion_tokens": "the most tokens to generate; wins over `max_tokens`",
-    "max_tokens": "the most tokens to generate",
-    "messages": "the conversation",
-    "min_p": "keep tokens at least this likely, relative to the likeliest",
-    "min_tokens": "do not stop before so many tokens",
-    "model": "the name of a served model",
-    "n": "choices for each prompt",
-    "name": "which loaded model gets the weights; needed where there are several",
-    "pooling": "`mean` (default) or `last`",
-    "presence_penalty": "subtracted from the logit of every token that was generated",
-    "prompt": "what to continue or tokenize",
-    "prompt_logprobs": "log-probabilities of the prompt's tokens and of so many alternatives; not with `stream`",
-    "prompts": "the texts",
-    "repetition_penalty": "divides positive and multiplies negative logits of tokens in prompt or answer",
-    "return_token_strs": "also return each token as text",
-    "revision": "branch, tag or commit on the Hugging Face Hub",
-    "seed": "makes the draws reproducible",
-    "skip_special_tokens": "leave special tokens out of the text; default true in answers, false in `/detokenize`",
-    "stop": "strings that end the answer; at most 16",
-    "stop_token_ids": "token ids that end the answer; at most 16",
-    "stream": "send events as tokens are generated",
-    "stream_options": '`{"include_usage": true}` adds a last chunk with the token counts; needs `stream`',
-    "temperature": "0 is greedy; default 1",
-    "timeout": "seconds that the request may take",
-    "timings": "add where the time went",
-    "tokens": "the token ids",
-    "top_k": "keep the k likeliest tokens; 0 or -1 keeps all",
-    "top_logprobs": "so many alternatives for each token; needs `logprobs`",
-    "top_p": "keep the likeliest tokens that together have this probability",
-    "user": "accepted and not read",
-}
-"""What a field means, in whatever body it stands."""
-
-OWN_FIELDS = {
-    ("ChatBody", "logprobs"): "return log-probabilities of the chosen tokens",
-    ("CompletionBody", "logprobs"): "log-probabilities of the chosen tokens and of so many alternatives",
-    (
-        "CompletionBody",
-        "max_tokens",
-    ): "the most tokens to generate; default 16; 0 with `echo` only scores the prompt",
-    ("ChatBody", "max_tokens"): "the most tokens to generate; default: what fits the context",
-    ("GenerateBody", "max_tokens"): "the most tokens to generate; default 128",
-    ("GenerateBody", "temperature"): "0 is greedy; default 0.7",
-    ("GenerateBody", "stream"): "must agree with the path",
-    ("ReloadBody", "model"): "a model to take the weights from, as `--model` names it",
-}
-"""Where it means something else."""
-
-ERRORS = {
-    "ServeError": "the server failed to handle the request",
-    "Poisoned": "the model computed numbers that are not finite for this request",
-    "BadRequest": "the request is wrong; `param` names the field",
-    "ContextTooLong": "prompt and `max_tokens` do not fit the context",
-    "Unauthorized": "no key, or a wrong one",
-    "Forbidden": "an `/admin` path without an admin key on the server, or a web page from an origin that is not listed",
-    "NotFound": "no such path or thing",
-    "ModelNotFound": "no model of that name; the message lists those there are",
-    "RequestTimeout": "the client took too long to send its request",
-    "Conflict": "the state of the server does not allow it: a reload that does not fit, or unloading a model in use",
-    "BodyTooLarge": "the body is larger than `--max-body-bytes`",
-    "UpgradeRequired": "the path is a WebSocket's",
-    "Overloaded": "the queue or its tokens are full",
-    "Unavailable": "loading, draining, stalled or failed, or no room for the model",
-    "DeadlineExceeded": "the request's time ended before its first token",
-}
 ABSTRACT = {"RetryLater"}
 
 
 NOUNS: dict[type[inspect.Type], str] = {
+    inspect.AnyType: "any value",
     inspect.IntType: "integer",
     inspect.FloatType: "number",
     inspect.StrType: "text",
@@ -217,11 +115,7 @@ def _endpoints() -> str:
         app = create_app(Registry(Engine(max_inflight=1, metrics=Metrics())), parse_settings([], {}), watcher)
     finally:
         watcher.stop()
-    found = set()
-    for rule in app.url_map.iter_rules():
-        path = re.sub(r"<.*?>", "{id}", rule.rule)
-        methods = (rule.methods or {"GET"}) - {"HEAD", "OPTIONS"}
-        found |= {f"{method} {path}" for method in methods}
+    found = set(list_routes(app.url_map))
     described = set(ROUTES)
     for route, meaning in ROUTES.items():
         if meaning.endswith("also under `/v1`"):
@@ -236,10 +130,10 @@ def _fields(name: str, *, is_titled: bool) -> str:
     rows = []
     for field in msgspec.structs.fields(kind):
         info = inspect.type_info(field.type)
-        is_refused = isinstance(info, inspect.AnyType)
-        if is_generation and (is_refused or field.name not in kind.__annotations__):
+        refused = is_refused(kind, field.name)
+        if is_generation and (refused or field.name not in kind.__annotations__):
             continue  # refused fields, and those that both endpoints have, have tables of their own
-        if is_refused:
+        if refused:
             rows.append([f"`{field.name}`", "", "refused"])
             continue
         meaning = OWN_FIELDS.get((name, field.name)) or FIELDS[field.name]
