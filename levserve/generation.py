@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import queue
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,6 +25,7 @@ from levserve.engine.stream import OnBatch, TokenStream
 from levserve.errors import BadRequest, DeadlineExceeded, Poisoned, ServeError, Unavailable
 from levserve.schedule.request import FinishReason, PooledHidden, TokenBatch, TokenLogprob
 from levserve.text.detokenizer import Detokenizer
+from levserve.text.parts import CallArguments, Content, Part, PartReader, Thought
 from levserve.text.stops import StopStrings
 
 GRACE_SECONDS = 5.0
@@ -64,6 +65,8 @@ class Delta(NamedTuple):
     logprobs: tuple[TokenLogprob | None, ...] = ()
     finish: FinishReason | None = None
     offsets: tuple[int, ...] = ()
+    parts: tuple[Part, ...] | None = None
+    """What the text consists of, where a reader splits it; it may lag behind the text."""
 
 
 class Choice:
@@ -74,6 +77,7 @@ class Choice:
       not shown and it is not counted.
     - Deltas carry `num_logprobs` alternatives, or no log-probabilities for None, however many the device
       computed.
+    - A `reader` splits the text into content, thoughts and calls of tools.
     - Of several choices of one prompt only the first is scored. The others show the scores of `scored_by`,
       which are complete before any of them has a token.
     """
@@ -87,6 +91,7 @@ class Choice:
         num_logprobs: int | None = None,
         echo: Echo | None = None,
         scored_by: Choice | None = None,
+        reader: PartReader | None = None,
     ) -> None:
         self._detokenizer = detokenizer
         self._stops = stops
@@ -94,14 +99,17 @@ class Choice:
         self._num_logprobs = num_logprobs
         self._echo = echo
         self._scored_by = scored_by or self
+        self._reader = reader
         self.num_tokens = 0
+        self.num_thought_tokens = 0
+        """Of `num_tokens`, those up to the end of the thoughts."""
         self.num_cached = 0
         self.finish: FinishReason | None = None
         self.prompt_logprobs: tuple[TokenLogprob, ...] = ()
         self.hidden: PooledHidden | None = None
         self._sum_logprobs = 0.0
         self._num_chars = 0 if echo is None else len(echo.text)
-        self._is_plain = num_logprobs is None and not stop_ids and not stops
+        self._is_plain = num_logprobs is None and not stop_ids and not stops and reader is None
 
     @property
     def mean_logprob(self) -> float:
@@ -147,6 +155,7 @@ class Choice:
         offsets = []
         num_before = self.num_tokens
         end = batch.finish
+        parts: list[Part] = []
         for token in batch.tokens:
             offsets.append(self._num_chars)
             if token in self._stop_ids:
@@ -155,18 +164,34 @@ class Choice:
             self.num_tokens += 1
             piece = self._detokenizer.add((token,))
             self._num_chars += len(piece)
-            text += self._stops.add(piece)
+            shown = self._stops.add(piece)
+            text += shown
+            if self._reader is not None:
+                self.num_thought_tokens += self._reader.is_thinking
+                parts += self._reader.add(shown)
             if self._stops.is_matched:
                 self.finish = FinishReason.STOP
                 break
         counted = batch.logprobs[: self.num_tokens - num_before]
         self._sum_logprobs += sum(logprob.logprob for logprob in counted)
         if self.finish is None and end is not None:
-            text += self._stops.add(self._detokenizer.flush()) + self._stops.flush()
+            rest = self._stops.add(self._detokenizer.flush()) + self._stops.flush()
+            text += rest
+            if self._reader is not None:
+                parts += self._reader.add(rest)
             self.finish = FinishReason.STOP if self._stops.is_matched else self._end(end)
+        if self._reader is not None and self.finish is not None:
+            parts += self._reader.flush()
         num_used = len(offsets)
         logprobs = self._show(batch.logprobs[:num_used])
-        return Delta(text, batch.tokens[:num_used], logprobs, self.finish, tuple(offsets))
+        return Delta(
+            text,
+            batch.tokens[:num_used],
+            logprobs,
+            self.finish,
+            tuple(offsets),
+            None if self._reader is None else join_parts(parts),
+        )
 
     def _show(self, logprobs: tuple[TokenLogprob, ...]) -> tuple[TokenLogprob, ...]:
         """Cuts the alternatives to the number asked for; other fields, such as `best_of`, may need more."""
@@ -199,6 +224,23 @@ class Choice:
             case FinishReason.DEADLINE if self._echo is not None:
                 raise DeadlineExceeded("The request's time ran out before its prompt was scored.")
         return finish
+
+
+def join_parts(parts: Iterable[Part]) -> tuple[Part, ...]:
+    """The same parts, with neighbours of one kind joined."""
+    joined: list[Part] = []
+    for part in parts:
+        last = joined[-1] if joined else None
+        match part:
+            case Content(text) if isinstance(last, Content):
+                joined[-1] = Content(last.text + text)
+            case Thought(text) if isinstance(last, Thought):
+                joined[-1] = Thought(last.text + text)
+            case CallArguments(number, text) if isinstance(last, CallArguments):
+                joined[-1] = CallArguments(number, last.text + text)
+            case _:
+                joined.append(part)
+    return tuple(joined)
 
 
 class Deltas(Iterator[tuple[int, Delta]]):

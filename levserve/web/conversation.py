@@ -23,6 +23,7 @@ from levserve.observe.tracing import Tracing
 from levserve.web import sse
 from levserve.web.answer import Answer, ChatAnswer, TextAnswer
 from levserve.web.call import Call, Calls
+from levserve.web.events import ChunkStream
 from levserve.web.heartbeat import Heartbeat
 from levserve.web.hijack import PATH
 from levserve.web.json_body import decode, missing
@@ -185,7 +186,7 @@ class Conversation:
             one.check()
         run = call.start(body, handle.model)
         ticks = Heartbeat(TICK_SECONDS, call.request_log.started)
-        for chunk in sse.stream(run, answer_kind, ticks):
+        for chunk in sse.stream(run, ChunkStream(answer_kind), ticks):
             for event in chunk.decode().split("\n\n"):
                 if event.startswith("data: "):  # the others are pings, which a WebSocket has of its own
                     self._ws.send(event.removeprefix("data: "))

@@ -1,19 +1,24 @@
 """Makes the events of a stream from deltas. Used by one thread at a time: the HTTP thread or the relay.
 
-Almost every event differs from the one before only in its text, so each choice keeps the bytes before and
-after the text: 0.4 us an event, where encoding the whole object takes 1.1. Only chunks with log-probabilities
-are encoded whole. An event is one `data:` line: `event:`, `id:` or `retry:` lines would break OpenAI's SDK.
+An endpoint that streams has a `StreamKind`, which makes the `StreamEvents` of each of its streams.
+`ChunkStream` is that of OpenAI's chat and completions, whose events are chunks of an `Answer`. Almost every
+chunk differs from the one before only in its text, so each choice keeps the bytes before and after the text:
+0.4 us an event, where encoding the whole object takes 1.1. Only chunks with log-probabilities are encoded
+whole. An event is one `data:` line: `event:`, `id:` or `retry:` lines would break OpenAI's SDK here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from json.encoder import encode_basestring_ascii
+from typing import Protocol
 
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET
 
 from levserve.errors import ServeError
 from levserve.generation import Delta
-from levserve.web.answer import Answer, ChatChunkChoice, TextChoice, Timings, Usage
+from levserve.web.answer import Answer, ChatChunkChoice, TextChoice
+from levserve.web.run import Run, Totals
 
 DONE = b"data: [DONE]\n\n"
 
@@ -22,14 +27,61 @@ MARK = Delta("\0")
 ENCODED_MARK = b'"\\u0000"'
 
 
-class Events:
-    """The events of one stream."""
+class StreamEvents(Protocol):
+    """The events of one stream, each framed as bytes."""
 
-    def __init__(self, answer: Answer, num_choices: int, *, with_usage: bool) -> None:
+    def opening(self) -> bytes:
+        """What comes before the first delta."""
+
+    def delta(self, index: int, delta: Delta) -> bytes:
+        """The events of a choice's next delta; none if it shows nothing yet."""
+
+    def closing(self) -> bytes:
+        """What comes after the last delta."""
+
+    def failure(self, error: ServeError) -> bytes:
+        """What comes instead of the rest, after a failure."""
+
+
+class StreamKind(Protocol):
+    """What an endpoint streams."""
+
+    def begin(self, run: Run) -> StreamEvents: ...
+
+    def refusal(self, error: ServeError) -> bytes:
+        """The whole stream of a request that failed before its run began."""
+
+
+class ChunkStream:
+    """Streams chunks of one kind of answer."""
+
+    def __init__(self, answer_kind: type[Answer]) -> None:
+        self._answer_kind = answer_kind
+
+    def begin(self, run: Run) -> ChunkEvents:
+        answer = run.make_answer(self._answer_kind)
+        return ChunkEvents(answer, len(run.choices), with_usage=run.body.wants_usage, totals=run.totals)
+
+    def refusal(self, error: ServeError) -> bytes:
+        return error_event(error) + DONE
+
+
+class ChunkEvents:
+    """The chunks of one stream."""
+
+    def __init__(
+        self,
+        answer: Answer,
+        num_choices: int,
+        *,
+        with_usage: bool,
+        totals: Callable[[], Totals | None] = lambda: None,
+    ) -> None:
         self._answer = answer
         self._num_choices = num_choices
         # A client that asks for usage gets a null in every chunk but the last.
         self._usage_so_far = None if with_usage else UNSET
+        self._totals = totals
         self._templates = [self._template(index) for index in range(num_choices)]
 
     def opening(self) -> bytes:
@@ -50,9 +102,13 @@ class Events:
             return event
         return event + self._event(self._answer.ending(index, delta.finish))
 
-    def closing(self, usage: Usage, timings: Timings | UnsetType = UNSET) -> bytes:
-        """The event after the last choice has ended: totals of all choices."""
-        return _frame(self._answer.chunk((), usage, timings))
+    def closing(self) -> bytes:
+        """Totals of all choices, where the client wants them, and the mark of the end."""
+        totals = self._totals()
+        return DONE if totals is None else _frame(self._answer.chunk((), *totals)) + DONE
+
+    def failure(self, error: ServeError) -> bytes:
+        return error_event(error) + DONE
 
     def _event(self, choice: TextChoice | ChatChunkChoice) -> bytes:
         return _frame(self._answer.chunk((choice,), self._usage_so_far))

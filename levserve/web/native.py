@@ -17,6 +17,7 @@ from levserve.schedule.request import FinishReason
 from levserve.web.answer import ChatChunkChoice, TextAnswer, TextChoice, Timings, Usage
 from levserve.web.call import Calls
 from levserve.web.constraint import ConstraintFields
+from levserve.web.events import ChunkStream
 from levserve.web.json_body import json_response
 from levserve.web.schema import MAX_STOPS, CompletionBody, Count, PromptLimit, Seconds, StopString
 from levserve.web.sse import stream_response
@@ -121,6 +122,6 @@ def native_routes(calls: Calls) -> Blueprint:
         with calls.begin() as call:
             body = call.read(GenerateBody)
             body.check_stream(wanted=True)
-            return stream_response(call, body.to_completion(), GenerateAnswer)
+            return stream_response(call, body.to_completion(), ChunkStream(GenerateAnswer))
 
     return routes

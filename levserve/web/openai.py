@@ -6,6 +6,7 @@ from flask import Blueprint, Response
 
 from levserve.web.answer import Answer, ChatAnswer, TextAnswer
 from levserve.web.call import Calls
+from levserve.web.events import ChunkStream
 from levserve.web.json_body import json_response
 from levserve.web.schema import ChatBody, CompletionBody
 from levserve.web.sse import stream_response
@@ -26,7 +27,7 @@ def openai_routes(calls: Calls) -> Blueprint:
         with calls.begin() as call:
             body = call.read(body_kind)
             if body.stream:
-                return stream_response(call, body, answer_kind)
+                return stream_response(call, body, ChunkStream(answer_kind))
             run = call.start(body, call.get_model(body.model))
             deltas = run.collect()
             answer = run.make_answer(answer_kind)

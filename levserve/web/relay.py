@@ -11,7 +11,7 @@ from __future__ import annotations
 import socket
 
 from levserve.generation import Delta
-from levserve.web.events import Events
+from levserve.web.events import StreamEvents
 from levserve.web.heartbeat import Heartbeat
 
 
@@ -22,7 +22,7 @@ class Relay:
     same time.
     """
 
-    def __init__(self, client: socket.socket, events: Events, heartbeat: Heartbeat) -> None:
+    def __init__(self, client: socket.socket, events: StreamEvents, heartbeat: Heartbeat) -> None:
         self._client = client
         self._events = events
         self._heartbeat = heartbeat

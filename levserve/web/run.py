@@ -7,18 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from msgspec import UNSET, UnsetType
 
 from levserve.engine.served_model import ServedModel
-from levserve.generation import Choice, Delta, Deltas
+from levserve.generation import Choice, Delta, Deltas, join_parts
 from levserve.web.answer import Answer, Timings, Usage, count_usage
 from levserve.web.logprobs import PromptLogprobs, prompt_logprobs
 from levserve.web.request_log import RequestLog
 from levserve.web.schema import GenerationBody
 
 AnswerKind = TypeVar("AnswerKind", bound=Answer)
+
+
+class Totals(NamedTuple):
+    usage: Usage
+    timings: Timings | UnsetType
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +63,11 @@ class Run:
         """Where the time went so far, if the client asked."""
         return self.request_log.timings() if self.body.timings else UNSET
 
+    def totals(self) -> Totals | None:
+        """What stands at the end of a stream, if the client asked for any of it."""
+        is_asked = self.body.wants_usage or self.body.timings
+        return Totals(self.usage(), self.timings()) if is_asked else None
+
     def prompt_logprobs(self) -> list[PromptLogprobs]:
         """Each prompt's scores, which its first choice has; empty if the client did not ask for them."""
         num_top = self.body.prompt_logprobs
@@ -83,10 +93,12 @@ class Run:
 
 
 def _join(deltas: list[Delta]) -> Delta:
+    has_parts = deltas[-1].parts is not None
     return Delta(
         "".join(delta.text for delta in deltas),
         tuple(token for delta in deltas for token in delta.tokens),
         tuple(logprob for delta in deltas for logprob in delta.logprobs),
         deltas[-1].finish,
         tuple(offset for delta in deltas for offset in delta.offsets),
+        join_parts(part for delta in deltas for part in delta.parts or ()) if has_parts else None,
     )

@@ -15,9 +15,19 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from msgspec import Meta, Struct, defstruct
 
 from levserve.errors import BadRequest
+from levserve.text.tools.request import ToolRequest
 from levserve.web.constraint import ConstraintFields
 from levserve.web.json_body import missing, unsupported
 from levserve.web.texts import Texts, check_texts, split_texts
+from levserve.web.tool_fields import (
+    CalledFunction,
+    Function,
+    FunctionTool,
+    ToolCall,
+    check_calls,
+    find_functions,
+    find_tools,
+)
 
 MAX_STOPS = 16
 MAX_LOGPROBS = 20  # the sampler's widest top list
@@ -39,15 +49,10 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "audio": (),
     "chat_template": (),
     "documents": ([],),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
     "length_penalty": (1,),
     "modalities": (["text"], []),
     "priority": (0,),
-    "reasoning_effort": ("none",),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "use_beam_search": (False,),
     "web_search_options": (),
 }
@@ -58,9 +63,7 @@ UNSUPPORTED_IN_CHAT: Mapping[str, tuple[object, ...]] = {
 }
 UNSUPPORTED_IN_MESSAGE: Mapping[str, tuple[object, ...]] = {
     "audio": (),
-    "function_call": (),
     "refusal": ("",),
-    "tool_calls": ([],),
 }
 
 if TYPE_CHECKING:
@@ -260,12 +263,24 @@ class Message(RefusedInMessage, frozen=True, kw_only=True):
     content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_call_id: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    function_call: CalledFunction | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+    @property
+    def calls(self) -> list[ToolCall]:
+        """The calls of tools that it made."""
+        return [ToolCall(self.function_call)] if self.function_call else self.tool_calls or []
 
     def check(self, path: str) -> None:
         require_choice(self.role, ROLES, f"{path}.role")
         _refuse_unsupported(self, UNSUPPORTED_IN_MESSAGE, f"{path}.")
         if self.role == "tool" and self.tool_call_id is None:
             raise missing(f"{path}.tool_call_id")
+        if self.calls and self.role != "assistant":
+            raise BadRequest("Only an assistant's message can have calls.", param=f"{path}.tool_calls")
+        check_calls(self.calls, f"{path}.tool_calls")
         if self.content is None and self.role != "assistant":
             raise missing(f"{path}.content")
         if isinstance(self.content, list):
@@ -296,6 +311,13 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    functions: list[Function] | None = None
+    function_call: str | dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    thinking_token_budget: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     add_special_tokens: Any = None
     best_of: Any = None
     echo: Any = None
@@ -305,6 +327,7 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
         _refuse_unsupported(self, UNSUPPORTED_IN_CHAT)
         for number, message in enumerate(self.messages):
             message.check(f"messages[{number}]")
+        self.find_tools()
         if self.top_logprobs is not None and not self.logprobs:
             raise BadRequest("'top_logprobs' is only allowed when 'logprobs' is true.", param="top_logprobs")
         if self.add_generation_prompt and self.continue_final_message:
@@ -312,6 +335,13 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
                 "'add_generation_prompt' and 'continue_final_message' exclude each other.",
                 param="continue_final_message",
             )
+
+    def find_tools(self) -> ToolRequest | None:
+        """What the fields ask for; None without tools. Raises `BadRequest`."""
+        if self.tools and self.functions:
+            raise BadRequest("'functions' is the older name of 'tools'; send one of them.", param="functions")
+        found = find_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
+        return found or find_functions(self.functions, self.function_call)
 
     @property
     def limit_field(self) -> str | None:

@@ -15,9 +15,8 @@ from flask import Response, request
 from levserve.errors import ServeError
 from levserve.generation import ClientGone, Deltas
 from levserve.models.handle import ModelHandle
-from levserve.web.answer import Answer
 from levserve.web.call import Call
-from levserve.web.events import DONE, Events, error_event
+from levserve.web.events import StreamEvents, StreamKind
 from levserve.web.heartbeat import PING, Heartbeat
 from levserve.web.relay import Relay
 from levserve.web.run import Run
@@ -32,7 +31,7 @@ HEADERS = {
 }
 
 
-def stream_response(call: Call, body: GenerationBody, answer_kind: type[Answer]) -> Response:
+def stream_response(call: Call, body: GenerationBody, kind: StreamKind) -> Response:
     """A streamed answer, which outlives the view.
 
     A failure before the first ping is due gets its real status. A model that is still loading then is waited
@@ -45,18 +44,18 @@ def stream_response(call: Call, body: GenerationBody, answer_kind: type[Answer])
     if call.wait(handle, heartbeat.seconds_left()):
         run = call.start(body, handle.model)
         run.deltas.wait(heartbeat.seconds_left())
-        chunks = stream(run, answer_kind, heartbeat, client)
+        chunks = stream(run, kind, heartbeat, client)
     else:
-        chunks = _wait_and_stream(call, handle, body, answer_kind, heartbeat, client)
+        chunks = _wait_and_stream(call, handle, body, kind, heartbeat, client)
     response = Response(chunks, headers=HEADERS)
     call.close_with(response)
     return response
 
 
 def stream(
-    run: Run, answer_kind: type[Answer], heartbeat: Heartbeat, client: socket.socket | None = None
+    run: Run, kind: StreamKind, heartbeat: Heartbeat, client: socket.socket | None = None
 ) -> Iterator[bytes]:
-    """The body of a stream. A failure after the 200 becomes an event; the last event is always [DONE].
+    """The body of a stream. A failure after the 200 becomes an event.
 
     With a `client`, which must be receiving a chunked body, most events go to its socket and not through
     here. The last events go out in one write: each write releases the GIL, and other threads are waiting to
@@ -64,32 +63,31 @@ def stream(
     """
     request_log = run.request_log
     last = b""
+    events = kind.begin(run)
     try:
-        events = Events(run.make_answer(answer_kind), len(run.choices), with_usage=run.body.wants_usage)
         relay = None if client is None else Relay(client, events, heartbeat)
         last = yield from _events(run.deltas, events, heartbeat, relay)
-        if run.body.wants_usage or run.body.timings:
-            last += events.closing(run.usage(), run.timings())
+        last += events.closing()
     except ClientGone as error:
         request_log.note_error(error)
         return
     except ServeError as error:
         request_log.note_error(error)
-        last += error_event(error)
+        last += events.failure(error)
     except OSError:  # from the client's socket
         raise
     except Exception:  # it is too late for the 500 handler
         log.exception("%s failed while streaming", request_log.request_id)
         request_log.error = "server_error"
-        last += error_event(ServeError("The server failed while it was answering."))
-    yield last + DONE
+        last += events.failure(ServeError("The server failed while it was answering."))
+    yield last
 
 
 def _wait_and_stream(
     call: Call,
     handle: ModelHandle,
     body: GenerationBody,
-    answer_kind: type[Answer],
+    kind: StreamKind,
     heartbeat: Heartbeat,
     client: socket.socket | None,
 ) -> Iterator[bytes]:
@@ -105,13 +103,13 @@ def _wait_and_stream(
         call.request_log.note_error(error)
         if isinstance(error, ClientGone):
             return
-        yield error_event(error) + DONE
+        yield kind.refusal(error)
         return
-    yield from stream(run, answer_kind, heartbeat, client)
+    yield from stream(run, kind, heartbeat, client)
 
 
 def _events(
-    deltas: Deltas, events: Events, heartbeat: Heartbeat, relay: Relay | None
+    deltas: Deltas, events: StreamEvents, heartbeat: Heartbeat, relay: Relay | None
 ) -> Generator[bytes, None, bytes]:
     """All events of the choices; returns the last of them, to be sent together with what follows."""
     pending = events.opening()

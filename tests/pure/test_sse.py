@@ -6,12 +6,14 @@ import json
 from typing import Any
 
 import pytest
+from msgspec import UNSET
 
 from levserve.errors import ServeError
 from levserve.generation import Delta
 from levserve.schedule.request import FinishReason, TokenLogprob
 from levserve.web.answer import Answer, CachedTokens, ChatAnswer, TextAnswer, Usage
-from levserve.web.events import Events, error_event
+from levserve.web.events import DONE, ChunkEvents, error_event
+from levserve.web.run import Totals
 from tests.fake_device import serve_toy
 
 TEXTS = [
@@ -46,7 +48,7 @@ def text_of(chunk: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_any_text_comes_out_as_it_went_in(answer: Answer, text: str) -> None:
-    (chunk,) = chunks(Events(answer, 2, with_usage=False).delta(1, Delta(text, (17,))))
+    (chunk,) = chunks(ChunkEvents(answer, 2, with_usage=False).delta(1, Delta(text, (17,))))
     assert text_of(chunk) == text
     assert chunk["model"] == 'mo"del\n'
     assert chunk["choices"][0]["index"] == 1
@@ -55,7 +57,7 @@ def test_any_text_comes_out_as_it_went_in(answer: Answer, text: str) -> None:
 
 @pytest.mark.parametrize("with_usage", [False, True])
 def test_a_templated_event_is_the_object_it_stands_for(answer: Answer, with_usage: bool) -> None:
-    events = Events(answer, 1, with_usage=with_usage)
+    events = ChunkEvents(answer, 1, with_usage=with_usage)
     (chunk,) = chunks(events.delta(0, Delta("hi", (17,))))
     (whole,) = chunks(events.delta(0, Delta("hi", (17,), (TokenLogprob(-0.5),), offsets=(0,))))
     assert whole["choices"][0].pop("logprobs") is not None
@@ -65,12 +67,12 @@ def test_a_templated_event_is_the_object_it_stands_for(answer: Answer, with_usag
 
 
 def test_a_delta_without_text_makes_no_event(answer: Answer) -> None:
-    assert Events(answer, 1, with_usage=True).delta(0, Delta("", (17,))) == b""
+    assert ChunkEvents(answer, 1, with_usage=True).delta(0, Delta("", (17,))) == b""
 
 
 def test_the_last_delta_makes_a_text_event_and_a_finish_event(answer: Answer) -> None:
     text, end = chunks(
-        Events(answer, 1, with_usage=False).delta(0, Delta("bye", (17,), finish=FinishReason.LENGTH))
+        ChunkEvents(answer, 1, with_usage=False).delta(0, Delta("bye", (17,), finish=FinishReason.LENGTH))
     )
     assert (text_of(text), text["choices"][0]["finish_reason"]) == ("bye", None)
     assert end["choices"][0]["finish_reason"] == "length"
@@ -79,20 +81,25 @@ def test_the_last_delta_makes_a_text_event_and_a_finish_event(answer: Answer) ->
 
 def test_log_probabilities_of_held_back_text_are_sent_at_once(answer: Answer) -> None:
     (chunk,) = chunks(
-        Events(answer, 1, with_usage=False).delta(0, Delta("", (17,), (TokenLogprob(-0.5),), offsets=(0,)))
+        ChunkEvents(answer, 1, with_usage=False).delta(
+            0, Delta("", (17,), (TokenLogprob(-0.5),), offsets=(0,))
+        )
     )
     assert chunk["choices"][0]["logprobs"] is not None
 
 
 def test_usage_comes_without_choices(answer: Answer) -> None:
-    (chunk,) = chunks(Events(answer, 1, with_usage=True).closing(Usage(3, 2, 5, CachedTokens(1))))
+    totals = Totals(Usage(3, 2, 5, CachedTokens(1)), UNSET)
+    closing = ChunkEvents(answer, 1, with_usage=True, totals=lambda: totals).closing()
+    assert closing.endswith(DONE)
+    (chunk,) = chunks(closing.removesuffix(DONE))
     assert chunk["choices"] == []
     assert chunk["usage"]["total_tokens"] == 5
 
 
 def test_only_chat_opens_each_choice_with_a_role() -> None:
     model = serve_toy("m", 64)
-    opened = chunks(Events(ChatAnswer(model), 2, with_usage=False).opening())
+    opened = chunks(ChunkEvents(ChatAnswer(model), 2, with_usage=False).opening())
     assert [chunk["choices"] for chunk in opened] == [
         [
             {
@@ -104,7 +111,7 @@ def test_only_chat_opens_each_choice_with_a_role() -> None:
         ]
         for index in (0, 1)
     ]
-    assert Events(TextAnswer(model), 2, with_usage=False).opening() == b""
+    assert ChunkEvents(TextAnswer(model), 2, with_usage=False).opening() == b""
 
 
 def test_an_error_event_has_the_whole_error_shape() -> None:

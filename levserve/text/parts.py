@@ -1,0 +1,54 @@
+"""What an answer consists of: content, thoughts and calls of tools, found in its text while it streams.
+
+A `PartReader` belongs to one choice. It is used after the stop strings were cut off, by one thread at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+
+class Content(NamedTuple):
+    """Text for the person who asked."""
+
+    text: str
+
+
+class Thought(NamedTuple):
+    """Text that the model wrote to itself before the answer."""
+
+    text: str
+
+
+class CallStart(NamedTuple):
+    """A call of a tool, whose name is complete. The arguments follow, before the next call begins."""
+
+    number: int
+    """The calls of an answer count from 0."""
+    id: str
+    name: str
+
+
+class CallArguments(NamedTuple):
+    """More of a call's arguments: a piece of JSON text. The pieces of one call join to one object."""
+
+    number: int
+    text: str
+
+
+Part = Content | Thought | CallStart | CallArguments
+
+
+class PartReader(Protocol):
+    """Splits the text of one answer. How the text was cut into pieces does not change the joined parts."""
+
+    @property
+    def is_thinking(self) -> bool:
+        """Whether the text read so far ends within the thoughts."""
+
+    def add(self, text: str) -> Sequence[Part]:
+        """Takes more text and returns the parts that are now certain; no part is empty."""
+
+    def flush(self) -> Sequence[Part]:
+        """Returns the rest at the end of the text."""
