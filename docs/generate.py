@@ -26,16 +26,8 @@ from levserve.engine.engine import Engine
 from levserve.models.registry import Registry
 from levserve.observe.metrics import Metrics
 from levserve.observe.vllm_metrics import VllmMetrics
-from levserve.settings.parse import parse_settings
-from levserve.settings.settings import settings_table
-from levserve.web.admin import ReloadBody
-from levserve.web.app import create_app
-from levserve.web.constraint import ConstraintFields
-from levserve.web.descriptions import ERRORS, FIELDS, OWN_FIELDS, ROUTES
-from levserve.web.embeddings import EmbeddingBody
-from levserve.web.native import GenerateBody
-from levserve.web.openapi import is_refused, list_routes
-from levserve.web.schema import (
+from levserve.request.constraint import ConstraintFields
+from levserve.request.schema import (
     UNSUPPORTED,
     UNSUPPORTED_IN_CHAT,
     UNSUPPORTED_IN_MESSAGE,
@@ -43,6 +35,14 @@ from levserve.web.schema import (
     CompletionBody,
     GenerationBody,
 )
+from levserve.settings.parse import parse_settings
+from levserve.settings.settings import settings_table
+from levserve.web.admin import ReloadBody
+from levserve.web.app import create_app
+from levserve.web.descriptions import ERRORS, FIELDS, OWN_FIELDS, ROUTES
+from levserve.web.embeddings import EmbeddingBody
+from levserve.web.native import GenerateBody
+from levserve.web.openapi import is_refused, list_routes
 from levserve.web.scoring import ScoreBody
 from levserve.web.tokens import ConversationBody, DetokenizeBody, TokenizeBody
 from levserve.web.watcher import Watcher

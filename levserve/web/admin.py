@@ -13,8 +13,9 @@ from levserve.device.sizing import process_memory
 from levserve.errors import BadRequest, ConfigError, Conflict, StartupError
 from levserve.models.entry import Counts, ModelInfo, Status
 from levserve.models.registry import Registry
+from levserve.request.decode import decode
 from levserve.web.device import ServerReport, report_server
-from levserve.web.json_body import decode, json_response, read_body
+from levserve.web.json_body import json_response, read_body
 from levserve.web.models import find_model, list_models
 
 MAX_BODY_BYTES = 1 << 16

@@ -28,16 +28,17 @@ from levserve.errors import BadRequest
 from levserve.generation import Choice, ClientGone, Deltas
 from levserve.models.handle import ModelHandle
 from levserve.models.registry import Registry
+from levserve.request.decode import Body, decode
+from levserve.request.policy import Policy
+from levserve.request.schema import GenerationBody
+from levserve.request.submission import Seeds, prepare
+from levserve.request.truncation import Truncation
 from levserve.schedule.request import GenerationRequest
 from levserve.settings.settings import Settings
 from levserve.text.stops import StopStrings
-from levserve.web.json_body import Body, decode, read_body
-from levserve.web.policy import Policy
+from levserve.web.json_body import read_body
 from levserve.web.request_log import RequestLog
 from levserve.web.run import Run
-from levserve.web.schema import GenerationBody
-from levserve.web.submission import Seeds, prepare
-from levserve.web.truncation import Truncation
 from levserve.web.watcher import Watcher
 
 TIMEOUT_HEADER = "x-request-timeout-ms"

@@ -20,15 +20,15 @@ from wsproto.frame_protocol import CloseReason
 from levserve.errors import BadRequest, NotFound, ServeError
 from levserve.observe.health import Phase
 from levserve.observe.tracing import Tracing
+from levserve.request.decode import decode, missing
+from levserve.request.schema import ChatBody, CompletionBody, GenerationBody
 from levserve.web import sse
 from levserve.web.answer import Answer, ChatAnswer, TextAnswer
 from levserve.web.call import Call, Calls
 from levserve.web.events import ChunkStream
 from levserve.web.heartbeat import Heartbeat
 from levserve.web.hijack import PATH
-from levserve.web.json_body import decode, missing
 from levserve.web.request_log import RequestLog
-from levserve.web.schema import ChatBody, CompletionBody, GenerationBody
 
 ENDPOINTS: dict[str, tuple[type[ChatBody] | type[CompletionBody], type[Answer]]] = {
     "/v1/chat/completions": (ChatBody, ChatAnswer),

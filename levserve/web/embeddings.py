@@ -15,13 +15,13 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from levserve.engine.served_model import ServedModel
 from levserve.errors import BadRequest, ContextTooLong
 from levserve.generation import Choice
+from levserve.request.schema import PromptLimit, Seconds, check_prompt_limit, require_choice
+from levserve.request.submission import encode_text
+from levserve.request.texts import Texts, check_texts, split_texts
+from levserve.request.truncation import Truncation, bos_of, keep_last
 from levserve.schedule.request import GenerationRequest
 from levserve.web.call import Calls
 from levserve.web.json_body import json_response
-from levserve.web.schema import PromptLimit, Seconds, check_prompt_limit, require_choice
-from levserve.web.submission import encode_text
-from levserve.web.texts import Texts, check_texts, split_texts
-from levserve.web.truncation import Truncation, bos_of, keep_last
 
 MAX_INPUTS = 2048  # OpenAI's limit
 FORMATS = ("float", "base64")

@@ -13,13 +13,13 @@ from flask import Blueprint, Response
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from levserve.errors import BadRequest
+from levserve.request.constraint import ConstraintFields
+from levserve.request.schema import MAX_STOPS, CompletionBody, Count, PromptLimit, Seconds, StopString
 from levserve.schedule.request import FinishReason
 from levserve.web.answer import ChatChunkChoice, TextAnswer, TextChoice, Timings, Usage
 from levserve.web.call import Calls
-from levserve.web.constraint import ConstraintFields
 from levserve.web.events import ChunkStream
 from levserve.web.json_body import json_response
-from levserve.web.schema import MAX_STOPS, CompletionBody, Count, PromptLimit, Seconds, StopString
 from levserve.web.sse import stream_response
 
 

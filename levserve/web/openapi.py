@@ -16,6 +16,7 @@ from werkzeug.routing import Map
 
 from levserve import __version__, errors
 from levserve.models.entry import Reloaded
+from levserve.request.schema import UNSUPPORTED, UNSUPPORTED_IN_CHAT, ChatBody, CompletionBody
 from levserve.settings.settings import Settings
 from levserve.web.admin import ModelStats, ReloadBody, Stats
 from levserve.web.answer import ChatChoice, ChatChunkChoice, Envelope, TextChoice
@@ -27,7 +28,6 @@ from levserve.web.models import ModelEntry, ModelList
 from levserve.web.native import GenerateBody, Generated, GeneratedChunk
 from levserve.web.ops import Health, HealthReport, Readiness
 from levserve.web.page import OPEN_PAGES, FrontPage
-from levserve.web.schema import UNSUPPORTED, UNSUPPORTED_IN_CHAT, ChatBody, CompletionBody
 from levserve.web.scoring import ScoreBody, Scores
 from levserve.web.tokens import (
     ConversationBody,

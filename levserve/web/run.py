@@ -13,10 +13,10 @@ from msgspec import UNSET, UnsetType
 
 from levserve.engine.served_model import ServedModel
 from levserve.generation import Choice, Delta, Deltas, join_parts
+from levserve.request.schema import GenerationBody
 from levserve.web.answer import Answer, Timings, Usage, count_usage
 from levserve.web.logprobs import PromptLogprobs, prompt_logprobs
 from levserve.web.request_log import RequestLog
-from levserve.web.schema import GenerationBody
 
 AnswerKind = TypeVar("AnswerKind", bound=Answer)
 

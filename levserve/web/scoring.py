@@ -14,14 +14,14 @@ from msgspec import UNSET, Meta, Struct, UnsetType, structs
 
 from levserve.engine.served_model import ServedModel
 from levserve.errors import BadRequest, ContextTooLong
+from levserve.request.schema import PromptLimit, Seconds, check_prompt_limit
+from levserve.request.submission import check_length
+from levserve.request.truncation import Truncation, bos_of, keep_last
 from levserve.schedule.request import GenerationRequest, Sampling, TokenLogprob
 from levserve.text.tokenizer import Tokenizer
 from levserve.web.call import Calls
 from levserve.web.json_body import json_response
 from levserve.web.logprobs import clamp, show_token
-from levserve.web.schema import PromptLimit, Seconds, check_prompt_limit
-from levserve.web.submission import check_length
-from levserve.web.truncation import Truncation, bos_of, keep_last
 
 MAX_PAIRS = 2048
 

@@ -15,12 +15,12 @@ from flask import Response, request
 from levserve.errors import ServeError
 from levserve.generation import ClientGone, Deltas
 from levserve.models.handle import ModelHandle
+from levserve.request.schema import GenerationBody
 from levserve.web.call import Call
 from levserve.web.events import StreamEvents, StreamKind
 from levserve.web.heartbeat import PING, Heartbeat
 from levserve.web.relay import Relay
 from levserve.web.run import Run
-from levserve.web.schema import GenerationBody
 
 log = logging.getLogger(__name__)
 

@@ -14,12 +14,13 @@ from msgspec import Meta, Struct
 
 from levserve.engine.served_model import ServedModel
 from levserve.errors import BadRequest
+from levserve.request.decode import missing, unsupported
+from levserve.request.schema import Message
+from levserve.request.submission import check_token_ids
 from levserve.text.chat import Options, render_chat, render_text, template_of
 from levserve.text.tokenizer import Tokenizer
 from levserve.web.call import Calls, header_timeout
-from levserve.web.json_body import json_response, missing, unsupported
-from levserve.web.schema import Message
-from levserve.web.submission import check_token_ids
+from levserve.web.json_body import json_response
 
 
 class ModelBody(Struct, frozen=True, kw_only=True):

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from levserve.request.schema import UNSUPPORTED, UNSUPPORTED_IN_CHAT, ChatBody, CompletionBody, StreamOptions
 from levserve.web.embeddings import EmbeddingBody
-from levserve.web.schema import UNSUPPORTED, UNSUPPORTED_IN_CHAT, ChatBody, CompletionBody, StreamOptions
 from levserve.web.scoring import ScoreBody
 from tests.fake_app import App, serving
 

@@ -28,11 +28,12 @@ FLOORS = {
     "device": 6,
     "models": 7,
     "generation": 8,
-    "wire": 9,
-    "web": 10,
-    "server": 11,
-    "cli": 12,
-    "__main__": 13,
+    "request": 9,
+    "wire": 10,
+    "web": 11,
+    "server": 12,
+    "cli": 13,
+    "__main__": 14,
 }
 FORBIDDEN = {
     "schedule": {"jax", "numpy", "flask", "haliax", "equinox", "transformers", "threading"},
@@ -43,6 +44,7 @@ FORBIDDEN = {
     "wire": {"jax", "flask"},
     "web": {"jax", "haliax", "equinox", "transformers"},
     "generation": {"jax", "flask"},
+    "request": {"jax", "flask", "gunicorn"},
 }
 
 

@@ -15,8 +15,8 @@ from msgspec import inspect
 from msgspec.inspect import Type
 from werkzeug.test import TestResponse
 
+from levserve.request.schema import ChatBody, CompletionBody
 from levserve.web.embeddings import EmbeddingBody
-from levserve.web.schema import ChatBody, CompletionBody
 from levserve.web.scoring import ScoreBody
 from tests.fake_app import App, serving
 

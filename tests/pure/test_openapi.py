@@ -10,8 +10,8 @@ from jsonschema import Draft202012Validator
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
 from levserve.errors import BadRequest
+from levserve.request.schema import UNSUPPORTED, ChatBody
 from levserve.web.openapi import OPERATIONS, ErrorDetail, list_routes
-from levserve.web.schema import UNSUPPORTED, ChatBody
 from tests.fake_app import App, serving
 
 KEY = "sk-test-0123456789"

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from levserve.engine.stream import TokenStream
 from levserve.generation import Choice, Deltas
+from levserve.request.schema import ChatBody, Message
 from levserve.schedule.request import FinishReason, TokenBatch
 from levserve.text.detokenizer import Detokenizer, Spelling
 from levserve.text.stops import StopStrings
@@ -25,7 +26,6 @@ from levserve.web.answer import ChatAnswer
 from levserve.web.heartbeat import Heartbeat
 from levserve.web.request_log import RequestLog
 from levserve.web.run import Run
-from levserve.web.schema import ChatBody, Message
 from tests.fake_device import serve_toy
 from tests.waiting import wait_until
 

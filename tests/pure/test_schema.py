@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from levserve.errors import BadRequest
-from levserve.web.json_body import decode
-from levserve.web.schema import UNSUPPORTED, UNSUPPORTED_IN_CHAT, ChatBody, CompletionBody
+from levserve.request.decode import decode
+from levserve.request.schema import UNSUPPORTED, UNSUPPORTED_IN_CHAT, ChatBody, CompletionBody
 
 USER = {"role": "user", "content": "hello"}
 
@@ -73,10 +73,7 @@ def test_unknown_and_ignorable_fields_are_accepted() -> None:
         "prompt_cache_options",
         "verbosity",
     )
-    extra = {
-        name: {"any": ["thing"]}
-        for name in (*fields, "moderation", "parallel_tool_calls", "prediction", "made_up")
-    }
+    extra = {name: {"any": ["thing"]} for name in (*fields, "moderation", "prediction", "made_up")}
     assert chat(**extra) == chat()
     assert completion(**extra) == completion()
 
@@ -160,7 +157,11 @@ def test_unknown_and_ignorable_fields_are_accepted() -> None:
             "messages[0].tool_call_id",
             "missing_required_parameter",
         ),
-        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls", None),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{}]}]},
+            "messages[0].tool_calls[0].function",
+            "missing_required_parameter",
+        ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             "messages[0].content[0].type",
@@ -303,8 +304,8 @@ def test_stop_is_a_string_or_a_list(stop: Any, stops: tuple[str, ...]) -> None:
 
 FIRST_BODIES = """
 import sys, threading
-from levserve.web.json_body import decode
-from levserve.web.schema import ChatBody, CompletionBody
+from levserve.request.decode import decode
+from levserve.request.schema import ChatBody, CompletionBody
 sys.setswitchinterval(1e-6)
 start = threading.Barrier(16)
 def work(kind, data):

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from levserve.generation import Choice
+from levserve.request.choices import make_choices
+from levserve.request.decode import decode
+from levserve.request.policy import Policy
+from levserve.request.schema import ChatBody, CompletionBody
+from levserve.request.submission import Seeds, prepare
 from levserve.schedule.request import FinishReason, GenerationRequest, Sampling, TokenBatch, TokenLogprob
 from levserve.text.stops import StopStrings
 from levserve.web.answer import count_usage
-from levserve.web.choices import make_choices
-from levserve.web.json_body import decode
-from levserve.web.policy import Policy
-from levserve.web.schema import ChatBody, CompletionBody
-from levserve.web.submission import Seeds, prepare
 from tests.fake_device import MAX_SEQ_LEN, MODEL, serve_toy
 
 SERVED = serve_toy(MODEL, MAX_SEQ_LEN)

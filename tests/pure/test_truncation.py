@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from levserve.web.truncation import keep_last
+from levserve.request.truncation import keep_last
 from tests.fake_app import App, serving
 from tests.fake_device import MAX_SEQ_LEN
 

@@ -12,11 +12,11 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct
 
 from levserve.errors import BadRequest
+from levserve.request.decode import missing, unsupported
 from levserve.schedule.constraint import Constraint
 from levserve.text.grammar import GrammarKind, Grammars, GrammarText
 from levserve.text.token_rules import AllOf, AllowedTokens, BannedWords
 from levserve.text.tokenizer import Tokenizer
-from levserve.web.json_body import missing, unsupported
 
 ANY_OBJECT = {"type": "object"}
 MAX_WORDS = 100

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from msgspec import Meta, Struct, defstruct
 
 from levserve.errors import BadRequest
-from levserve.text.tools.request import ToolRequest
-from levserve.web.constraint import ConstraintFields
-from levserve.web.json_body import missing, unsupported
-from levserve.web.texts import Texts, check_texts, split_texts
-from levserve.web.tool_fields import (
+from levserve.request.constraint import ConstraintFields
+from levserve.request.decode import missing, unsupported
+from levserve.request.texts import Texts, check_texts, split_texts
+from levserve.request.tool_fields import (
     CalledFunction,
     Function,
     FunctionTool,
@@ -28,6 +27,7 @@ from levserve.web.tool_fields import (
     find_functions,
     find_tools,
 )
+from levserve.text.tools.request import ToolRequest
 
 MAX_STOPS = 16
 MAX_LOGPROBS = 20  # the sampler's widest top list

@@ -9,8 +9,8 @@ from typing import Any
 from msgspec import Struct
 
 from levserve.errors import BadRequest
+from levserve.request.decode import missing, unsupported
 from levserve.text.tools.request import CallMode, Tool, ToolRequest
-from levserve.web.json_body import missing, unsupported
 
 MAX_TOOLS = 128
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")

@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 from levserve.engine.served_model import ServedModel
 from levserve.errors import BadRequest, ContextTooLong
 from levserve.generation import Choice
+from levserve.request.choices import make_choices
+from levserve.request.constraint import make_constraint
+from levserve.request.policy import NO_POLICY, Policy
+from levserve.request.schema import ChatBody, CompletionBody, GenerationBody
+from levserve.request.truncation import Truncation, bos_of, keep_last
 from levserve.schedule.request import GenerationRequest, Sampling
 from levserve.text.chat import render_chat
 from levserve.text.tokenizer import Tokenizer
-from levserve.web.choices import make_choices
-from levserve.web.constraint import make_constraint
-from levserve.web.policy import NO_POLICY, Policy
-from levserve.web.schema import ChatBody, CompletionBody, GenerationBody
-from levserve.web.truncation import Truncation, bos_of, keep_last
 
 ANSWER_SHARE = 4
 """A prompt that is cut to fit leaves this part of the context to an answer whose length was not said."""

@@ -9,9 +9,9 @@ import itertools
 from collections.abc import Sequence
 
 from levserve.generation import Choice, Echo
+from levserve.request.schema import CompletionBody, GenerationBody
 from levserve.text.stops import StopStrings
 from levserve.text.tokenizer import Tokenizer
-from levserve.web.schema import CompletionBody, GenerationBody
 
 
 def make_choices(

@@ -11,8 +11,8 @@ from typing import NamedTuple
 from msgspec import structs
 
 from levserve.errors import BadRequest
+from levserve.request.schema import GenerationBody
 from levserve.settings.settings import Settings
-from levserve.web.schema import GenerationBody
 
 
 class Permitted(NamedTuple):
