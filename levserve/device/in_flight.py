@@ -17,8 +17,8 @@ import numpy.typing as npt
 
 from levserve.device.rounds import ChunkOutput
 from levserve.model.sampler import NUM_TOP, POISONED
+from levserve.schedule.commit import Sampled
 from levserve.schedule.request import PooledHidden, TokenLogprob
-from levserve.schedule.scheduler import Sampled
 from levserve.schedule.sequence import Chunk, RoundPlan, Row, Sequence
 from levserve.schedule.speculation import num_accepted
 

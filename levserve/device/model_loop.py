@@ -20,9 +20,10 @@ from levserve.device.tasks import SwapWeights
 from levserve.engine.messages import Submit
 from levserve.engine.stream import TokenStream
 from levserve.observe.metrics import Metrics
+from levserve.schedule.commit import Sampled
 from levserve.schedule.pace import Pace
 from levserve.schedule.request import FinishReason
-from levserve.schedule.scheduler import Sampled, Scheduler
+from levserve.schedule.scheduler import Scheduler
 from levserve.schedule.sequence import RoundPlan, SequenceUpdate
 
 log = logging.getLogger(__name__)

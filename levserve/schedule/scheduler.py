@@ -20,34 +20,19 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections import OrderedDict
 from collections.abc import Sequence as Seq
-from typing import NamedTuple
 
 from levserve.schedule.budget import Budget
-from levserve.schedule.constraint import take_fitting
+from levserve.schedule.commit import Committer, Sampled
 from levserve.schedule.pace import Backlog
 from levserve.schedule.pages import PagePool
-from levserve.schedule.request import FinishReason, GenerationRequest, PooledHidden, TokenBatch, TokenLogprob
+from levserve.schedule.request import FinishReason, GenerationRequest, TokenBatch
+from levserve.schedule.roster import Roster
 from levserve.schedule.sequence import Chunk, Fork, RoundPlan, Row, Sequence, SequenceUpdate
 from levserve.schedule.speculation import Drafter, Speculation
 
-MIN_JUMP = 2
-"""Forced tokens that are worth a prefill; a single one costs no more as a decode step."""
 DEEP_TOKENS = 256
 """From this context on a prompt's token costs so much that a busy round may compute fewer of them."""
-
-
-class Sampled(NamedTuple):
-    """What a round computed for one sequence."""
-
-    tokens: Seq[int]
-    logprobs: Seq[TokenLogprob] = ()
-    prompt_logprobs: Seq[TokenLogprob] = ()
-    """The scores of the chunk's `scored` positions."""
-    hidden: PooledHidden | None = None
-    is_poisoned: bool = False
-    """Whether a number that is not finite followed `tokens`, or was among the prompt's scores and states."""
 
 
 class Scheduler:
@@ -60,48 +45,44 @@ class Scheduler:
         self.pool = pool
         self.budget = budget
         self.speculation = speculation
-        self._waiting: OrderedDict[str, Sequence] = OrderedDict()
-        self._running: dict[str, Sequence] = {}  # in order of arrival
-        self._free_slots = list(range(budget.num_slots - 1, -1, -1))
-        self._tainted: list[int] = []
-        self._num_misfits = 0
-        self._num_forced = 0
+        self._roster = Roster(pool, budget.num_slots)
+        self._committer = Committer(self._roster)
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._roster.waiting)
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        return len(self._roster.running)
 
     @property
     def has_work(self) -> bool:
-        return bool(self._waiting or self._running)
+        return bool(self._roster.waiting or self._roster.running)
 
     @property
     def is_speculating(self) -> bool:
         """Whether the next plan should draft; everything in flight must be read before."""
         return self.speculation is not None and self.speculation.pays(
-            sum(sequence.is_primed for sequence in self._running.values())
+            sum(sequence.is_primed for sequence in self._roster.running.values())
         )
 
     @property
     def reads_first(self) -> bool:
         """Whether the next plan gains by waiting for the round in flight: in rounds of one step with nothing
         but constrained rows every draw can then have its mask, and no round is void."""
-        if self.budget.steps > 1 or not self._running:
+        if self.budget.steps > 1 or not self._roster.running:
             return False
-        return all(sequence.matcher is not None for sequence in self._running.values())
+        return all(sequence.matcher is not None for sequence in self._roster.running.values())
 
     @property
     def num_streams(self) -> int:
         """Streams once the waiting sequences run too, as far as there are slots."""
-        return min(len(self._running) + len(self._waiting), self.budget.num_slots)
+        return min(len(self._roster.running) + len(self._roster.waiting), self.budget.num_slots)
 
     def backlog(self) -> Backlog:
         """Tokens still to compute if every sequence takes all it may; looks at each of them."""
-        sequences = (*self._running.values(), *self._waiting.values())
+        sequences = (*self._roster.running.values(), *self._roster.waiting.values())
         prefill = sum(
             len(sequence.tokens) - sequence.num_computed for sequence in sequences if not sequence.is_primed
         )
@@ -110,7 +91,7 @@ class Scheduler:
 
     def fits(self, request: GenerationRequest) -> bool:
         """Whether the request could run if it were alone."""
-        return self._pages_for(len(request.prompt) + request.max_tokens) <= self.pool.num_pages
+        return self._roster.pages_for(len(request.prompt) + request.max_tokens) <= self.pool.num_pages
 
     def add(self, request: GenerationRequest) -> Sequence:
         """Puts a request that `fits` at the end of the queue."""
@@ -119,26 +100,26 @@ class Scheduler:
         if self.speculation is not None and matcher is None:
             drafter = Drafter(self.speculation.num_draft)
         sequence = Sequence(request, list(request.prompt), matcher=matcher, drafter=drafter)
-        self._waiting[request.request_id] = sequence
+        self._roster.waiting[request.request_id] = sequence
         return sequence
 
     def end(self, request_id: str, finish: FinishReason) -> SequenceUpdate | None:
         """Ends a sequence from outside; None when it has ended already."""
-        sequence = self._running.get(request_id) or self._waiting.get(request_id)
+        sequence = self._roster.running.get(request_id) or self._roster.waiting.get(request_id)
         if sequence is None:
             return None
-        self._drop(sequence)
+        self._roster.drop(sequence)
         return SequenceUpdate(sequence, TokenBatch(tokens=(), finish=finish))
 
     def end_all(self, finish: FinishReason) -> list[SequenceUpdate]:
-        ends = [self.end(request_id, finish) for request_id in (*self._running, *self._waiting)]
+        ends = [self.end(request_id, finish) for request_id in (*self._roster.running, *self._roster.waiting)]
         return [end for end in ends if end is not None]
 
     def expire(self, now: float) -> list[SequenceUpdate]:
         """Ends every sequence whose deadline has passed, waiting ones before they cost anything."""
         late = [
             request_id
-            for sequences in (self._running, self._waiting)
+            for sequences in (self._roster.running, self._roster.waiting)
             for request_id, sequence in sequences.items()
             if sequence.request.deadline is not None and sequence.request.deadline <= now
         ]
@@ -159,7 +140,7 @@ class Scheduler:
         if max_prefill is not None:
             busy_tokens = min(busy_tokens, max_prefill)
         chunks = self._plan_chunks(busy_tokens if rows else None, admitted, forks)
-        tainted, self._tainted = self._tainted, []
+        tainted = self._committer.take_tainted()
         return RoundPlan(
             tuple(chunks), tuple(rows), tuple(admitted), tuple(preempted), tuple(forks), tuple(tainted)
         )
@@ -171,40 +152,39 @@ class Scheduler:
     def commit_chunks(self, plan: RoundPlan, chunks: Seq[Sampled]) -> list[SequenceUpdate]:
         """Commits the prompts alone; nothing else in the round depends on them."""
         updates = [
-            self._take_chunk(chunk, sampled) for chunk, sampled in zip(plan.chunks, chunks, strict=True)
+            self._committer.take_chunk(chunk, sampled)
+            for chunk, sampled in zip(plan.chunks, chunks, strict=True)
         ]
-        return [update for update in updates if update is not None]
+        return self._follow(updates)
 
     def commit_rows(self, plan: RoundPlan, rows: Seq[Sampled]) -> list[SequenceUpdate]:
-        updates = [self._take_row(row, sampled) for row, sampled in zip(plan.rows, rows, strict=True)]
-        return [update for update in updates if update is not None]
+        updates = [
+            self._committer.take_row(row, sampled) for row, sampled in zip(plan.rows, rows, strict=True)
+        ]
+        return self._follow(updates)
 
     def take_constraint_counts(self) -> tuple[int, int]:
         """Tokens that did not fit their constraint, and forced ones that were not drawn, since last time."""
-        counts = self._num_misfits, self._num_forced
-        self._num_misfits = self._num_forced = 0
-        return counts
+        return self._committer.take_constraint_counts()
 
     def forget_prefixes(self) -> None:
         """Called when the weights have changed: running sequences keep their KV, later ones compute anew."""
         self.pool.forget()
-        for sequence in self._running.values():
+        for sequence in self._roster.running.values():
             sequence.is_stale = True
 
     def check(self) -> None:
         """Recomputes slots and pages from the sequences; raises AssertionError on the first difference."""
-        self.pool.check(sequence.pages for sequence in self._running.values())
-        slots = [sequence.slot for sequence in self._running.values()]
-        assert sorted([*self._free_slots, *(slot for slot in slots if slot is not None)]) == list(
-            range(self.budget.num_slots)
-        )
-        for sequence in self._running.values():
-            assert not sequence.is_ended and sequence.slot is not None
-            assert self._pages_for(sequence.num_computed) <= len(sequence.pages)
-            assert sequence.length <= max(sequence.max_length, len(sequence.request.prompt) + 1)
-            assert sequence.num_computed <= sequence.length
-        for sequence in self._waiting.values():
-            assert not sequence.is_ended and sequence.slot is None and not sequence.pages
+        self._roster.check()
+
+    def _follow(self, updates: Seq[SequenceUpdate | None]) -> list[SequenceUpdate]:
+        """The updates that there are. Their new tokens show what drafts would have gained."""
+        gained = [update for update in updates if update is not None]
+        if self.speculation is not None:
+            for sequence, batch in gained:
+                if batch.tokens and sequence.drafter is not None:
+                    self.speculation.note_steps(sequence.drafter.follow(sequence.tokens))
+        return gained
 
     def _plan_rows(self, preempted: list[tuple[Sequence, int]]) -> list[Row]:
         """Gives every decoding sequence its pages for the round, oldest first; the youngest lose theirs if
@@ -213,7 +193,7 @@ class Scheduler:
         drafts = self._draft() if self.is_speculating else {}
         max_steps = 1 if drafts else self.budget.steps
         page_size = self.pool.page_size
-        for sequence in list(self._running.values()):
+        for sequence in list(self._roster.running.values()):
             if sequence.slot is None or not sequence.is_primed or sequence.is_verifying:
                 continue  # preempted a moment ago, or still prefilling
             steps = min(max_steps, sequence.max_length - sequence.length)
@@ -236,7 +216,7 @@ class Scheduler:
     def _draft(self) -> dict[str, tuple[int, ...]]:
         """Drafts for the sequences whose tokens are all known."""
         drafts = {}
-        for request_id, sequence in self._running.items():
+        for request_id, sequence in self._roster.running.items():
             if sequence.is_primed and not sequence.num_pending and sequence.drafter is not None:
                 drafts[request_id] = sequence.drafter.propose(
                     sequence.tokens, sequence.max_length - sequence.length - 1
@@ -245,7 +225,7 @@ class Scheduler:
 
     def _with_draft(self, row: Row, draft: tuple[int, ...]) -> Row:
         """The row with its draft, if there are free pages for it: no sequence is preempted for a draft."""
-        missing = self._pages_for(row.position + row.steps + len(draft)) - len(row.sequence.pages)
+        missing = self._roster.pages_for(row.position + row.steps + len(draft)) - len(row.sequence.pages)
         pages = self.pool.take(max(missing, 0)) if draft else None
         if pages is None:
             return row
@@ -256,11 +236,11 @@ class Scheduler:
     def _grow(self, sequence: Sequence, length: int, preempted: list[tuple[Sequence, int]]) -> bool:
         """Gives the sequence its missing pages for `length` positions, preempting the youngest; False if that
         is itself."""
-        missing = self._pages_for(length) - len(sequence.pages)
+        missing = self._roster.pages_for(length) - len(sequence.pages)
         while (pages := self.pool.take(missing)) is None:
-            youngest = next(reversed(self._running.values()))
+            youngest = next(reversed(self._roster.running.values()))
             preempted.append((youngest, youngest.num_computed))
-            self._preempt(youngest)
+            self._roster.preempt(youngest)
             if youngest is sequence:
                 return False
         sequence.pages += pages
@@ -277,13 +257,13 @@ class Scheduler:
         """
         sizes, overhead = self.budget.chunk_sizes, self.budget.chunk_overhead
         chunks: list[Chunk] = []
-        prefilling = [sequence for sequence in self._running.values() if not sequence.is_primed]
+        prefilling = [sequence for sequence in self._roster.running.values() if not sequence.is_primed]
         is_deep = bool(prefilling) and prefilling[0].num_computed >= DEEP_TOKENS
         budget = self.budget.idle_tokens if busy_tokens is None else busy_tokens
         left = max(budget, sizes[0] if is_deep or len(sizes) < 3 else sizes[1])
         while left >= sizes[0] and (left > overhead or not chunks):
             if not prefilling:
-                sequence = self._admit()
+                sequence = self._roster.admit()
                 if sequence is None:
                     break
                 admitted.append(sequence)
@@ -311,30 +291,8 @@ class Scheduler:
         if is_last:
             sequence.is_primed = True
             sequence.num_pending = 1
-        self._remember(sequence)
+        self._roster.remember(sequence)
         return Chunk(sequence, sequence.slot, start, count, is_last)
-
-    def _admit(self) -> Sequence | None:
-        """Moves the head of the queue into a free slot if there are pages for all its tokens and the next."""
-        sequence = next(iter(self._waiting.values()), None)
-        if sequence is None or not self._free_slots or sequence.num_pending > 0:
-            return None  # tokens in flight when it was preempted are read first: it must recompute them too
-        match = self.pool.match(sequence.tokens, sequence.num_reusable)
-        length = min(len(sequence.tokens) + 1, sequence.max_length)
-        rest = self.pool.take(self._pages_for(length) - len(match.pages))
-        if rest is None:
-            self.pool.release(match.pages)
-            return None
-        del self._waiting[sequence.request.request_id]
-        self._running[sequence.request.request_id] = sequence
-        sequence.slot = self._free_slots.pop()
-        sequence.pages = match.pages + rest
-        sequence.num_remembered, sequence.serial = len(match.pages), match.serial
-        sequence.num_computed = len(match.pages) * self.pool.page_size
-        sequence.is_stale = False
-        if sequence.num_cached is None:
-            sequence.num_cached = sequence.num_computed
-        return sequence
 
     def _fork(self, sequence: Sequence) -> Fork | None:
         """Lets an admitted sequence start from the computed prompt of the one it shares it with, while that
@@ -343,7 +301,7 @@ class Scheduler:
         The last token of the prompt is decoded, not prefilled: its KV exists, but each sequence draws its own
         next token.
         """
-        source = self._running.get(sequence.request.shares_prompt_of or "")
+        source = self._roster.running.get(sequence.request.shares_prompt_of or "")
         tail = (len(sequence.tokens) - 1) // self.pool.page_size
         if source is None or source.is_stale or not source.is_primed:
             return None
@@ -353,160 +311,3 @@ class Scheduler:
         sequence.num_computed = sequence.num_cached = len(sequence.tokens) - 1
         sequence.is_primed = True
         return Fork(sequence, sequence.slot, source.pages[tail], sequence.pages[tail])
-
-    def _take_chunk(self, chunk: Chunk, sampled: Sampled) -> SequenceUpdate | None:
-        """A chunk before the last gives an update only for wanted scores; a recomputed one repeats none."""
-        sequence = chunk.sequence
-        skipped = max(0, (sequence.request.score_from or 0) + sequence.num_scored - chunk.scored.start)
-        scores = sampled.prompt_logprobs[skipped:]
-        sequence.num_scored += len(scores)
-        if chunk.is_last or sampled.is_poisoned:
-            return self._take(sequence, sampled._replace(prompt_logprobs=scores))
-        if not scores or sequence.is_ended:
-            return None
-        return SequenceUpdate(
-            sequence, TokenBatch((), num_cached=sequence.num_cached or 0, prompt_logprobs=tuple(scores))
-        )
-
-    def _take_row(self, row: Row, sampled: Sampled) -> SequenceUpdate | None:
-        """Accepted tokens of a draft count as if they had been planned."""
-        sequence = row.sequence
-        if row.epoch != sequence.epoch:
-            return None
-        if row.draft:
-            sequence.is_verifying = False
-            num_more = max(len(sampled.tokens) - row.steps, 0)
-            sequence.num_pending += num_more
-            if sequence.is_primed:  # else it was preempted meanwhile
-                sequence.num_computed += num_more
-        return self._take(sequence, sampled)
-
-    def _take(self, sequence: Sequence, sampled: Sampled) -> SequenceUpdate | None:
-        if sequence.is_ended:
-            return None  # cancelled, or it had stopped when this round was already dispatched
-        sequence.num_pending -= len(sampled.tokens)
-        if sequence.matcher is None:
-            kept, finish = self._trim(sequence, sampled.tokens)
-        else:
-            kept, finish = self._hold(sequence, sampled.tokens)
-        if sampled.is_poisoned and (finish is None or not sequence.request.max_tokens):
-            return self._fail(sequence)
-        sequence.tokens += kept
-        if sequence.matcher is not None and finish is None:
-            if len(kept) < len(sampled.tokens):
-                self._void_pending(sequence)
-            kept = [*kept, *self._jump(sequence)]
-            if sequence.matcher.is_over:
-                finish = FinishReason.STOP
-        if self.speculation is not None and sequence.drafter is not None:
-            self.speculation.note_steps(sequence.drafter.follow(sequence.tokens))
-        self._remember(sequence)
-        if finish is not None:
-            self._drop(sequence)
-        logprobs = tuple(sampled.logprobs[: len(kept)]) if sampled.logprobs else ()
-        scores, hidden = tuple(sampled.prompt_logprobs), sampled.hidden
-        return SequenceUpdate(
-            sequence, TokenBatch(tuple(kept), logprobs, finish, sequence.num_cached or 0, scores, hidden)
-        )
-
-    def _hold(self, sequence: Sequence, tokens: Seq[int]) -> tuple[Seq[int], FinishReason | None]:
-        """The tokens up to the first that does not fit the constraint, to its end, or to the limit."""
-        assert sequence.matcher is not None
-        fit = take_fitting(sequence.matcher, tokens, sequence.request.stop_ids)
-        kept = tokens[: fit.num_fitting]
-        if fit.is_end:
-            return kept, FinishReason.STOP
-        if sequence.matcher.is_stuck:
-            return kept, FinishReason.STUCK
-        is_full = len(sequence.tokens) + len(kept) >= sequence.max_length
-        return kept, FinishReason.LENGTH if is_full else None
-
-    def _void_pending(self, sequence: Sequence) -> None:
-        """Goes back to the last known token. What rounds in flight write after it is overwritten, or lies in
-        pages that were given up."""
-        self._num_misfits += 1
-        sequence.epoch += 1
-        sequence.num_pending = 0
-        if sequence.is_primed:  # else it was preempted meanwhile
-            sequence.num_computed = len(sequence.tokens) - 1
-
-    def _jump(self, sequence: Sequence) -> list[int]:
-        """Appends the tokens that must follow, to be prefilled rather than drawn one at a time.
-
-        Not while drawn tokens are in flight, which are mostly the same, nor if that takes pages from others.
-        """
-        if sequence.num_pending or not sequence.is_primed or not sequence.may_jump:
-            return []
-        assert sequence.matcher is not None
-        forced = list(sequence.matcher.forced())[: sequence.max_length - len(sequence.tokens) - 1]
-        if len(forced) < MIN_JUMP:
-            return []
-        length = len(sequence.tokens) + len(forced) + 1
-        pages = self.pool.take(max(self._pages_for(length) - len(sequence.pages), 0))
-        if pages is None:
-            return []
-        sequence.pages += pages
-        sequence.num_computed = len(sequence.tokens) - 1
-        sequence.is_primed = False
-        for token in forced:
-            sequence.matcher.take(token)
-        sequence.tokens += forced
-        self._num_forced += len(forced)
-        return forced
-
-    def _fail(self, sequence: Sequence) -> SequenceUpdate:
-        """Ends a sequence whose numbers are not finite; its pages cannot be found again, and are cleared
-        before reuse."""
-        self._tainted += self.pool.discard(sequence.pages)
-        sequence.pages = []
-        self._drop(sequence)
-        return SequenceUpdate(sequence, TokenBatch((), finish=FinishReason.POISONED))
-
-    def _trim(self, sequence: Sequence, tokens: Seq[int]) -> tuple[Seq[int], FinishReason | None]:
-        """The tokens up to the first stop token or the limit. A stop token cannot come too early: the sampler
-        bans it."""
-        if sequence.request.max_tokens == 0:
-            return (), FinishReason.LENGTH
-        stop_ids = sequence.request.stop_ids
-        if not stop_ids.isdisjoint(tokens):
-            first = next(index for index, token in enumerate(tokens) if token in stop_ids)
-            return tokens[:first], FinishReason.STOP
-        is_full = len(sequence.tokens) + len(tokens) >= sequence.max_length
-        return tokens, FinishReason.LENGTH if is_full else None
-
-    def _remember(self, sequence: Sequence) -> None:
-        """Makes pages findable whose tokens are known and whose KV has been dispatched."""
-        if sequence.is_stale:
-            return
-        size = self.pool.page_size
-        num_known = min(sequence.num_computed, len(sequence.tokens))
-        while (end := (sequence.num_remembered + 1) * size) <= num_known:
-            page = sequence.pages[sequence.num_remembered]
-            tokens = tuple(sequence.tokens[end - size : end])
-            sequence.serial = self.pool.remember(page, sequence.serial, tokens)
-            sequence.num_remembered += 1
-
-    def _preempt(self, sequence: Sequence) -> None:
-        """Takes slot and pages away; the sequence waits ahead of all later ones, and is computed again."""
-        del self._running[sequence.request.request_id]
-        self._give_back(sequence)
-        sequence.num_computed = 0
-        sequence.is_primed = False
-        self._waiting[sequence.request.request_id] = sequence
-        self._waiting.move_to_end(sequence.request.request_id, last=False)
-
-    def _drop(self, sequence: Sequence) -> None:
-        self._running.pop(sequence.request.request_id, None)
-        self._waiting.pop(sequence.request.request_id, None)
-        self._give_back(sequence)
-        sequence.is_ended = True
-
-    def _give_back(self, sequence: Sequence) -> None:
-        self.pool.release(sequence.pages)
-        sequence.pages = []
-        if sequence.slot is not None:
-            self._free_slots.append(sequence.slot)
-            sequence.slot = None
-
-    def _pages_for(self, length: int) -> int:
-        return -(-length // self.pool.page_size)

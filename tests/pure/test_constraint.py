@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from levserve.schedule.budget import Budget
+from levserve.schedule.commit import Sampled
 from levserve.schedule.pages import PagePool
 from levserve.schedule.request import FinishReason, GenerationRequest, Sampling
-from levserve.schedule.scheduler import Sampled, Scheduler
+from levserve.schedule.scheduler import Scheduler
 from levserve.schedule.sequence import RoundPlan, Sequence
 
 VOCAB, END, NUM_STATES = 12, 11, 6

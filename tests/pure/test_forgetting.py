@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from levserve.schedule.commit import Sampled
 from levserve.schedule.pages import PagePool
-from levserve.schedule.scheduler import Sampled
 from levserve.schedule.sequence import RoundPlan
 from tests.pure.test_pages import fill
 from tests.pure.test_scheduler import FakeRounds, Server, ask, make

@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from levserve.schedule.budget import Budget
+from levserve.schedule.commit import Sampled
 from levserve.schedule.pages import PagePool
 from levserve.schedule.request import FinishReason, GenerationRequest, TokenLogprob
-from levserve.schedule.scheduler import DEEP_TOKENS, Sampled, Scheduler
+from levserve.schedule.scheduler import DEEP_TOKENS, Scheduler
 from levserve.schedule.sequence import RoundPlan, Sequence, SequenceUpdate
 from levserve.schedule.speculation import Speculation
 

@@ -21,8 +21,8 @@ from levserve.device.rounds import ChunkOutput
 from levserve.device.sizing import Sizes, plan_sizes
 from levserve.model import cache
 from levserve.model.sampler import Mode
+from levserve.schedule.commit import Sampled
 from levserve.schedule.request import FinishReason
-from levserve.schedule.scheduler import Sampled
 from levserve.schedule.sequence import Chunk, RoundPlan, Sequence
 from tests.conftest import FAMILIES, GOLDEN
 from tests.engines import Running, ask, read, running_engine

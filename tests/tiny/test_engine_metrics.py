@@ -18,8 +18,8 @@ from levserve.device.compile_events import COMPILER_THREAD
 from levserve.device.in_flight import InFlightRound
 from levserve.observe.metrics import Metrics
 from levserve.observe.vllm_metrics import VllmMetrics
+from levserve.schedule.commit import Sampled
 from levserve.schedule.request import FinishReason
-from levserve.schedule.scheduler import Sampled
 from tests.conftest import GOLDEN
 from tests.engines import Running, ask, read, running_engine
 from tests.pure.test_metrics import parse

@@ -1,0 +1,171 @@
+"""What happens to a sequence when the tokens that a round sampled for it are read.
+
+Called by the scheduler only, on the device thread. Tokens after a stop token, after the limit, or after one
+that does not fit the sequence's constraint are cut off here, and here a sequence ends by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import NamedTuple
+
+from levserve.schedule.constraint import take_fitting
+from levserve.schedule.request import FinishReason, PooledHidden, TokenBatch, TokenLogprob
+from levserve.schedule.roster import Roster
+from levserve.schedule.sequence import Chunk, Row, Sequence, SequenceUpdate
+
+MIN_JUMP = 2
+"""Forced tokens that are worth a prefill; a single one costs no more as a decode step."""
+
+
+class Sampled(NamedTuple):
+    """What a round computed for one sequence."""
+
+    tokens: Seq[int]
+    logprobs: Seq[TokenLogprob] = ()
+    prompt_logprobs: Seq[TokenLogprob] = ()
+    """The scores of the chunk's `scored` positions."""
+    hidden: PooledHidden | None = None
+    is_poisoned: bool = False
+    """Whether a number that is not finite followed `tokens`, or was among the prompt's scores and states."""
+
+
+class Committer:
+    """Commits what rounds sampled to the sequences of a roster, round by round in the order of dispatch."""
+
+    def __init__(self, roster: Roster) -> None:
+        self._roster = roster
+        self._tainted: list[int] = []
+        self._num_misfits = 0
+        self._num_forced = 0
+
+    def take_chunk(self, chunk: Chunk, sampled: Sampled) -> SequenceUpdate | None:
+        """A chunk before the last gives an update only for wanted scores; a recomputed one repeats none."""
+        sequence = chunk.sequence
+        skipped = max(0, (sequence.request.score_from or 0) + sequence.num_scored - chunk.scored.start)
+        scores = sampled.prompt_logprobs[skipped:]
+        sequence.num_scored += len(scores)
+        if chunk.is_last or sampled.is_poisoned:
+            return self._take(sequence, sampled._replace(prompt_logprobs=scores))
+        if not scores or sequence.is_ended:
+            return None
+        return SequenceUpdate(
+            sequence, TokenBatch((), num_cached=sequence.num_cached or 0, prompt_logprobs=tuple(scores))
+        )
+
+    def take_row(self, row: Row, sampled: Sampled) -> SequenceUpdate | None:
+        """Accepted tokens of a draft count as if they had been planned."""
+        sequence = row.sequence
+        if row.epoch != sequence.epoch:
+            return None
+        if row.draft:
+            sequence.is_verifying = False
+            num_more = max(len(sampled.tokens) - row.steps, 0)
+            sequence.num_pending += num_more
+            if sequence.is_primed:  # else it was preempted meanwhile
+                sequence.num_computed += num_more
+        return self._take(sequence, sampled)
+
+    def take_tainted(self) -> list[int]:
+        """Free pages that hold numbers which are not finite, since last time."""
+        tainted, self._tainted = self._tainted, []
+        return tainted
+
+    def take_constraint_counts(self) -> tuple[int, int]:
+        """Tokens that did not fit their constraint, and forced ones that were not drawn, since last time."""
+        counts = self._num_misfits, self._num_forced
+        self._num_misfits = self._num_forced = 0
+        return counts
+
+    def _take(self, sequence: Sequence, sampled: Sampled) -> SequenceUpdate | None:
+        if sequence.is_ended:
+            return None  # cancelled, or it had stopped when this round was already dispatched
+        sequence.num_pending -= len(sampled.tokens)
+        if sequence.matcher is None:
+            kept, finish = _trim(sequence, sampled.tokens)
+        else:
+            kept, finish = _hold(sequence, sampled.tokens)
+        if sampled.is_poisoned and (finish is None or not sequence.request.max_tokens):
+            return self._fail(sequence)
+        sequence.tokens += kept
+        if sequence.matcher is not None and finish is None:
+            if len(kept) < len(sampled.tokens):
+                self._void_pending(sequence)
+            kept = [*kept, *self._jump(sequence)]
+            if sequence.matcher.is_over:
+                finish = FinishReason.STOP
+        self._roster.remember(sequence)
+        if finish is not None:
+            self._roster.drop(sequence)
+        logprobs = tuple(sampled.logprobs[: len(kept)]) if sampled.logprobs else ()
+        scores, hidden = tuple(sampled.prompt_logprobs), sampled.hidden
+        return SequenceUpdate(
+            sequence, TokenBatch(tuple(kept), logprobs, finish, sequence.num_cached or 0, scores, hidden)
+        )
+
+    def _void_pending(self, sequence: Sequence) -> None:
+        """Goes back to the last known token. What rounds in flight write after it is overwritten, or lies in
+        pages that were given up."""
+        self._num_misfits += 1
+        sequence.epoch += 1
+        sequence.num_pending = 0
+        if sequence.is_primed:  # else it was preempted meanwhile
+            sequence.num_computed = len(sequence.tokens) - 1
+
+    def _jump(self, sequence: Sequence) -> list[int]:
+        """Appends the tokens that must follow, to be prefilled rather than drawn one at a time.
+
+        Not while drawn tokens are in flight, which are mostly the same, nor if that takes pages from others.
+        """
+        if sequence.num_pending or not sequence.is_primed or not sequence.may_jump:
+            return []
+        assert sequence.matcher is not None
+        forced = list(sequence.matcher.forced())[: sequence.max_length - len(sequence.tokens) - 1]
+        if len(forced) < MIN_JUMP:
+            return []
+        length = len(sequence.tokens) + len(forced) + 1
+        pages = self._roster.pool.take(max(self._roster.pages_for(length) - len(sequence.pages), 0))
+        if pages is None:
+            return []
+        sequence.pages += pages
+        sequence.num_computed = len(sequence.tokens) - 1
+        sequence.is_primed = False
+        for token in forced:
+            sequence.matcher.take(token)
+        sequence.tokens += forced
+        self._num_forced += len(forced)
+        return forced
+
+    def _fail(self, sequence: Sequence) -> SequenceUpdate:
+        """Ends a sequence whose numbers are not finite; its pages cannot be found again, and are cleared
+        before reuse."""
+        self._tainted += self._roster.pool.discard(sequence.pages)
+        sequence.pages = []
+        self._roster.drop(sequence)
+        return SequenceUpdate(sequence, TokenBatch((), finish=FinishReason.POISONED))
+
+
+def _trim(sequence: Sequence, tokens: Seq[int]) -> tuple[Seq[int], FinishReason | None]:
+    """The tokens up to the first stop token or the limit. A stop token cannot come too early: the sampler
+    bans it."""
+    if sequence.request.max_tokens == 0:
+        return (), FinishReason.LENGTH
+    stop_ids = sequence.request.stop_ids
+    if not stop_ids.isdisjoint(tokens):
+        first = next(index for index, token in enumerate(tokens) if token in stop_ids)
+        return tokens[:first], FinishReason.STOP
+    is_full = len(sequence.tokens) + len(tokens) >= sequence.max_length
+    return tokens, FinishReason.LENGTH if is_full else None
+
+
+def _hold(sequence: Sequence, tokens: Seq[int]) -> tuple[Seq[int], FinishReason | None]:
+    """The tokens up to the first that does not fit the constraint, to its end, or to the limit."""
+    assert sequence.matcher is not None
+    fit = take_fitting(sequence.matcher, tokens, sequence.request.stop_ids)
+    kept = tokens[: fit.num_fitting]
+    if fit.is_end:
+        return kept, FinishReason.STOP
+    if sequence.matcher.is_stuck:
+        return kept, FinishReason.STUCK
+    is_full = len(sequence.tokens) + len(kept) >= sequence.max_length
+    return kept, FinishReason.LENGTH if is_full else None
