@@ -30,6 +30,7 @@ from levserve.request.constraint import ConstraintFields
 from levserve.request.schema import (
     UNSUPPORTED,
     UNSUPPORTED_IN_CHAT,
+    UNSUPPORTED_IN_COMPLETIONS,
     UNSUPPORTED_IN_MESSAGE,
     ChatBody,
     CompletionBody,
@@ -186,6 +187,7 @@ def _refused() -> str:
         ("field", "in", "accepted all the same"),
         rows(UNSUPPORTED, "both")
         + rows(UNSUPPORTED_IN_CHAT, "chat")
+        + rows(UNSUPPORTED_IN_COMPLETIONS, "completions")
         + rows(UNSUPPORTED_IN_MESSAGE, "a chat's messages"),
     )
 

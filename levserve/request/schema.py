@@ -3,7 +3,7 @@
 Decoding checks everything that does not depend on the model; `submission.py` checks the rest (vocabulary,
 context). Any field may be null, which is the same as leaving it out. Fields that are not declared here are
 accepted and ignored, among them metadata, store, service_tier, safety_identifier, prompt_cache_key,
-prompt_cache_options, verbosity, moderation, parallel_tool_calls and prediction. A known field that this
+prompt_cache_options, verbosity, moderation and prediction. A known field that this
 server cannot honour is refused by name if it asks for something.
 """
 
@@ -60,6 +60,14 @@ UNSUPPORTED_IN_CHAT: Mapping[str, tuple[object, ...]] = {
     "add_special_tokens": (False,),  # the template writes them itself
     "best_of": (1,),
     "echo": (False,),
+}
+UNSUPPORTED_IN_COMPLETIONS: Mapping[str, tuple[object, ...]] = {
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "reasoning_effort": ("none",),
+    "thinking_token_budget": (),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
 }
 UNSUPPORTED_IN_MESSAGE: Mapping[str, tuple[object, ...]] = {
     "audio": (),
@@ -172,6 +180,11 @@ class GenerationBody(Refused, frozen=True, kw_only=True):
         return False
 
     @property
+    def calls_functions(self) -> bool:
+        """Whether calls of tools go to a client that knows only the older `functions`."""
+        return False
+
+    @property
     def choices_param(self) -> str:
         """The field that says how many sequences run, for errors about their number."""
         return "n" if self.num_sequences == self.num_choices else "best_of"
@@ -213,9 +226,16 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True):
     echo: bool | None = None
     best_of: NumChoices | None = None
     add_special_tokens: bool | None = None
+    function_call: Any = None
+    functions: Any = None
+    reasoning_effort: Any = None
+    thinking_token_budget: Any = None
+    tool_choice: Any = None
+    tools: Any = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _refuse_unsupported(self, UNSUPPORTED_IN_COMPLETIONS)
         check_texts(self.prompt, "prompt")
         if self.max_tokens == 0 and not self.echo:
             raise BadRequest("'max_tokens' must be at least 1, or 0 when 'echo' is true.", param="max_tokens")
@@ -279,7 +299,10 @@ class Message(RefusedInMessage, frozen=True, kw_only=True):
         if self.role == "tool" and self.tool_call_id is None:
             raise missing(f"{path}.tool_call_id")
         if self.calls and self.role != "assistant":
-            raise BadRequest("Only an assistant's message can have calls.", param=f"{path}.tool_calls")
+            raise BadRequest(
+                f"Only an assistant's message can have calls, not '{path}.tool_calls'.",
+                param=f"{path}.tool_calls",
+            )
         check_calls(self.calls, f"{path}.tool_calls")
         if self.content is None and self.role != "assistant":
             raise missing(f"{path}.content")
@@ -350,6 +373,10 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
     @property
     def continues_prompt(self) -> bool:
         return self.continue_final_message is True
+
+    @property
+    def calls_functions(self) -> bool:
+        return bool(self.functions)
 
     @property
     def num_logprobs(self) -> int | None:

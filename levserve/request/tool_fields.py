@@ -97,11 +97,14 @@ def make_tool_request(
 ) -> ToolRequest:
     """Checks the tools against each other and against the choice; raises `BadRequest`."""
     if len(tools) > MAX_TOOLS:
-        raise BadRequest(f"There are {len(tools)} tools; at most {MAX_TOOLS} are allowed.", param="tools")
+        raise BadRequest(f"'tools' has {len(tools)} entries; at most {MAX_TOOLS} are allowed.", param="tools")
     names: set[str] = set()
     for tool in tools:
         if tool.name in names:
-            raise BadRequest(f"Two tools have the name '{tool.name}'.", param=f"{tool.param}.name")
+            raise BadRequest(
+                f"'{tool.param}.name' is '{tool.name}', which another tool has already.",
+                param=f"{tool.param}.name",
+            )
         names.add(tool.name)
     for name in allowed or ():
         if name not in names:

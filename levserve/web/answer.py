@@ -1,8 +1,8 @@
 """The objects that clients get back: OpenAI's, whole or as the chunks of a stream.
 
 Used on HTTP threads. An `Answer` belongs to one HTTP request: it keeps what all its objects share (id, time,
-model) and turns the deltas of a choice into OpenAI's choice objects. One chunk shows one delta; a whole
-answer shows all of them joined.
+model) and turns the deltas of a choice into OpenAI's choice objects. A chunk shows one part of a delta; a
+whole answer shows all of them joined.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from levserve.engine.served_model import ServedModel
 from levserve.generation import Choice, Delta
 from levserve.schedule.request import FinishReason
 from levserve.web.logprobs import ChatLogprobs, PromptLogprobs, TextLogprobs, chat_logprobs, text_logprobs
+from levserve.web.message import AnswerMessage, has_call, piece_messages, whole_message
 
 FINGERPRINT = f"levserve-{__version__}"
 
@@ -63,19 +64,11 @@ class TextChoice(Struct, frozen=True):
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
-class AnswerMessage(Struct, frozen=True):
-    """A chat message, or the new part of one."""
-
-    role: str | UnsetType = UNSET
-    content: str | UnsetType = UNSET
-    refusal: UnsetType | None = UNSET
-
-
 class ChatChoice(Struct, frozen=True):
     index: int
     message: AnswerMessage
     logprobs: ChatLogprobs | None = None
-    finish_reason: FinishReason | None = None
+    finish_reason: str | None = None
     stop_reason: str | UnsetType = UNSET
 
 
@@ -83,7 +76,7 @@ class ChatChunkChoice(Struct, frozen=True):
     index: int
     delta: AnswerMessage
     logprobs: ChatLogprobs | None = None
-    finish_reason: FinishReason | None = None
+    finish_reason: str | None = None
     stop_reason: str | UnsetType = UNSET
 
 
@@ -115,12 +108,21 @@ class Answer(ABC):
     has_one_prompt: ClassVar[bool] = False
     """Whether the prompt's scores stand beside the choices instead of in each, as vLLM has it."""
 
-    def __init__(self, model: ServedModel, model_name: str = "", warnings: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        model: ServedModel,
+        model_name: str = "",
+        warnings: Sequence[str] = (),
+        *,
+        is_function: bool = False,
+    ) -> None:
         self._id = f"{self.id_prefix}{random.getrandbits(96):024x}"  # os.urandom would release the GIL
         self._created = int(time.time())
         self._model = model_name or model.name
         self._tokenizer = model.tokenizer
         self._warnings = warnings or UNSET
+        self._is_function = is_function
+        """Whether the client sent `functions` and not `tools`, so that it knows only `function_call`."""
 
     def whole(
         self,
@@ -177,11 +179,11 @@ class Answer(ABC):
         """What a stream says of a choice before its first text, if anything."""
 
     @abstractmethod
-    def delta(self, index: int, delta: Delta) -> TextChoice | ChatChunkChoice:
-        """A delta's text, and its log-probabilities if it has any."""
+    def delta(self, index: int, delta: Delta) -> Sequence[TextChoice | ChatChunkChoice]:
+        """A delta's text or parts; the first has the log-probabilities, if there are any."""
 
     @abstractmethod
-    def ending(self, index: int, finish: FinishReason) -> TextChoice | ChatChunkChoice:
+    def ending(self, index: int, finish: FinishReason, *, has_call: bool) -> TextChoice | ChatChunkChoice:
         """What a stream says of a choice after its last text."""
 
     @abstractmethod
@@ -198,10 +200,10 @@ class TextAnswer(Answer):
     def opening(self, index: int) -> None:
         return None
 
-    def delta(self, index: int, delta: Delta) -> TextChoice:
-        return TextChoice(index, delta.text, text_logprobs(delta, self._tokenizer))
+    def delta(self, index: int, delta: Delta) -> list[TextChoice]:
+        return [TextChoice(index, delta.text, text_logprobs(delta, self._tokenizer))]
 
-    def ending(self, index: int, finish: FinishReason) -> TextChoice:
+    def ending(self, index: int, finish: FinishReason, *, has_call: bool) -> TextChoice:
         return TextChoice(index, "", None, *_reasons(finish))
 
     def _choice(self, index: int, delta: Delta, scores: PromptLogprobs | UnsetType) -> TextChoice:
@@ -219,17 +221,35 @@ class ChatAnswer(Answer):
     def opening(self, index: int) -> ChatChunkChoice:
         return ChatChunkChoice(index, AnswerMessage("assistant", ""))
 
-    def delta(self, index: int, delta: Delta) -> ChatChunkChoice:
-        return ChatChunkChoice(
-            index, AnswerMessage(content=delta.text), chat_logprobs(delta, self._tokenizer)
-        )
+    def delta(self, index: int, delta: Delta) -> list[ChatChunkChoice]:
+        if delta.parts is None:
+            messages = [AnswerMessage(content=delta.text)]
+        else:
+            messages = [*piece_messages(delta.parts, is_function=self._is_function)]
+        logprobs = chat_logprobs(delta, self._tokenizer)
+        if logprobs is not None and not messages:
+            messages = [AnswerMessage(content="")]
+        return [
+            ChatChunkChoice(index, message, None if number else logprobs)
+            for number, message in enumerate(messages)
+        ]
 
-    def ending(self, index: int, finish: FinishReason) -> ChatChunkChoice:
-        return ChatChunkChoice(index, AnswerMessage(), None, *_reasons(finish))
+    def ending(self, index: int, finish: FinishReason, *, has_call: bool) -> ChatChunkChoice:
+        return ChatChunkChoice(index, AnswerMessage(), None, *self._reasons(finish, has_call))
 
     def _choice(self, index: int, delta: Delta, scores: PromptLogprobs | UnsetType) -> ChatChoice:
-        message = AnswerMessage("assistant", delta.text, refusal=None)
-        return ChatChoice(index, message, chat_logprobs(delta, self._tokenizer), *_reasons(delta.finish))
+        if delta.parts is None:
+            message = AnswerMessage("assistant", delta.text, refusal=None)
+        else:
+            message = whole_message(delta.parts, is_function=self._is_function)
+        logprobs = chat_logprobs(delta, self._tokenizer)
+        return ChatChoice(index, message, logprobs, *self._reasons(delta.finish, has_call(delta.parts)))
+
+    def _reasons(self, finish: FinishReason | None, has_call: bool) -> tuple[str | None, str | UnsetType]:
+        """A choice that ended by itself after a call waits for the tool's result; one cut off does not."""
+        if finish is FinishReason.STOP and has_call:
+            return "function_call" if self._is_function else "tool_calls", UNSET
+        return _reasons(finish)
 
 
 def _reasons(finish: FinishReason | None) -> tuple[FinishReason | None, str | UnsetType]:

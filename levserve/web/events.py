@@ -3,8 +3,9 @@
 An endpoint that streams has a `StreamKind`, which makes the `StreamEvents` of each of its streams.
 `ChunkStream` is that of OpenAI's chat and completions, whose events are chunks of an `Answer`. Almost every
 chunk differs from the one before only in its text, so each choice keeps the bytes before and after the text:
-0.4 us an event, where encoding the whole object takes 1.1. Only chunks with log-probabilities are encoded
-whole. An event is one `data:` line: `event:`, `id:` or `retry:` lines would break OpenAI's SDK here.
+0.4 us an event, where encoding the whole object takes 1.1. Only chunks with log-probabilities, thoughts or
+calls are encoded whole. An event is one `data:` line: `event:`, `id:` or `retry:` lines would break OpenAI's
+SDK here.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from msgspec import UNSET
 
 from levserve.errors import ServeError
 from levserve.generation import Delta
+from levserve.text.parts import Content
 from levserve.web.answer import Answer, ChatChunkChoice, TextChoice
+from levserve.web.message import has_call
 from levserve.web.run import Run, Totals
 
 DONE = b"data: [DONE]\n\n"
@@ -83,6 +86,7 @@ class ChunkEvents:
         self._usage_so_far = None if with_usage else UNSET
         self._totals = totals
         self._templates = [self._template(index) for index in range(num_choices)]
+        self._has_call = [False] * num_choices
 
     def opening(self) -> bytes:
         """One event per choice that names the role; nothing where the endpoint has no such event."""
@@ -90,17 +94,20 @@ class ChunkEvents:
         return b"".join(self._event(opening) for opening in openings if opening is not None)
 
     def delta(self, index: int, delta: Delta) -> bytes:
-        """The events of a delta: its text if there is any, its end if it is the last. May be empty."""
-        if delta.logprobs:
-            event = self._event(self._answer.delta(index, delta))
-        elif delta.text:
+        """The events of a delta: its text or parts, its end if it is the last. May be empty."""
+        text = _plain_text(delta)
+        if text is None:
+            events = b"".join(map(self._event, self._answer.delta(index, delta)))
+            self._has_call[index] |= has_call(delta.parts)
+        elif text:
             before, after = self._templates[index]
-            event = b"%b%b%b" % (before, encode_basestring_ascii(delta.text).encode(), after)
+            events = b"%b%b%b" % (before, encode_basestring_ascii(text).encode(), after)
         else:
-            event = b""
+            events = b""
         if delta.finish is None:
-            return event
-        return event + self._event(self._answer.ending(index, delta.finish))
+            return events
+        ending = self._answer.ending(index, delta.finish, has_call=self._has_call[index])
+        return events + self._event(ending)
 
     def closing(self) -> bytes:
         """Totals of all choices, where the client wants them, and the mark of the end."""
@@ -114,9 +121,24 @@ class ChunkEvents:
         return _frame(self._answer.chunk((choice,), self._usage_so_far))
 
     def _template(self, index: int) -> tuple[bytes, bytes]:
-        before, mark, after = self._event(self._answer.delta(index, MARK)).partition(ENCODED_MARK)
+        (marked,) = self._answer.delta(index, MARK)
+        before, mark, after = self._event(marked).partition(ENCODED_MARK)
         assert mark
         return before, after
+
+
+def _plain_text(delta: Delta) -> str | None:
+    """The text of a delta that shows nothing else, which a template takes; None for any other delta."""
+    if delta.logprobs:
+        return None
+    match delta.parts:
+        case None:
+            return delta.text
+        case ():
+            return ""
+        case (Content(text),):
+            return text
+    return None
 
 
 def error_event(error: ServeError) -> bytes:

@@ -16,7 +16,13 @@ from werkzeug.routing import Map
 
 from levserve import __version__, errors
 from levserve.models.entry import Reloaded
-from levserve.request.schema import UNSUPPORTED, UNSUPPORTED_IN_CHAT, ChatBody, CompletionBody
+from levserve.request.schema import (
+    UNSUPPORTED,
+    UNSUPPORTED_IN_CHAT,
+    UNSUPPORTED_IN_COMPLETIONS,
+    ChatBody,
+    CompletionBody,
+)
 from levserve.settings.settings import Settings
 from levserve.web.admin import ModelStats, ReloadBody, Stats
 from levserve.web.answer import ChatChoice, ChatChunkChoice, Envelope, TextChoice
@@ -177,7 +183,11 @@ def _schemas() -> tuple[dict[Any, Any], dict[str, Any]]:
 
 def is_refused(body: type[Struct], name: str) -> bool:
     """Whether a body declares a field only to refuse it by name."""
-    return name in UNSUPPORTED or (issubclass(body, ChatBody) and name in UNSUPPORTED_IN_CHAT)
+    if issubclass(body, ChatBody) and name in UNSUPPORTED_IN_CHAT:
+        return True
+    if issubclass(body, CompletionBody) and name in UNSUPPORTED_IN_COMPLETIONS:
+        return True
+    return name in UNSUPPORTED
 
 
 def _describe_fields(body: type[Struct], properties: dict[str, Any]) -> dict[str, Any]:

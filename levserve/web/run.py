@@ -42,7 +42,8 @@ class Run:
     """Where the server did not do what the client asked."""
 
     def make_answer(self, kind: type[AnswerKind]) -> AnswerKind:
-        return kind(self.model, self.model_name, self.warnings)
+        is_function = self.body.calls_functions
+        return kind(self.model, self.model_name, self.warnings, is_function=is_function)
 
     def collect(self) -> list[Delta]:
         """Waits for the end; one joined delta per answered choice, the likeliest first if there are more."""

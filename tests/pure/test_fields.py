@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 
-from levserve.request.schema import UNSUPPORTED, UNSUPPORTED_IN_CHAT, ChatBody, CompletionBody, StreamOptions
+from levserve.request.schema import (
+    UNSUPPORTED,
+    UNSUPPORTED_IN_CHAT,
+    UNSUPPORTED_IN_COMPLETIONS,
+    ChatBody,
+    CompletionBody,
+    StreamOptions,
+)
 from levserve.web.embeddings import EmbeddingBody
 from levserve.web.scoring import ScoreBody
 from tests.fake_app import App, serving
@@ -134,7 +141,7 @@ def outcome(app: App, path: str, fields: dict[str, Any]) -> tuple[Any, ...]:
 
 def cases() -> list[tuple[str, str]]:
     refused = {
-        TEXT: UNSUPPORTED.keys(),
+        TEXT: UNSUPPORTED.keys() | UNSUPPORTED_IN_COMPLETIONS.keys(),
         CHAT: UNSUPPORTED.keys() | UNSUPPORTED_IN_CHAT.keys(),
         EMBED: set(),
         SCORE: set(),

@@ -23,6 +23,7 @@ from levserve.text.detokenizer import Detokenizer, Spelling
 from levserve.text.stops import StopStrings
 from levserve.web import sse
 from levserve.web.answer import ChatAnswer
+from levserve.web.events import ChunkStream
 from levserve.web.heartbeat import Heartbeat
 from levserve.web.request_log import RequestLog
 from levserve.web.run import Run
@@ -54,7 +55,7 @@ class Wire:
         request_log = RequestLog("id", "POST", "/", choices=[choice])
         run = Run(BODY, MODEL, [[1]], [choice], Deltas(self.tokens, [choice]), request_log)
         beat = Heartbeat(heartbeat, time.monotonic())
-        self.pieces = sse.stream(run, ChatAnswer, beat, self.ours)
+        self.pieces = sse.stream(run, ChunkStream(ChatAnswer), beat, self.ours)
         self.num_written = 0
 
     def write(self) -> None:

@@ -11,9 +11,24 @@ import pytest
 
 from levserve.errors import BadRequest
 from levserve.request.decode import decode
-from levserve.request.schema import UNSUPPORTED, UNSUPPORTED_IN_CHAT, ChatBody, CompletionBody
+from levserve.request.schema import (
+    UNSUPPORTED,
+    UNSUPPORTED_IN_CHAT,
+    UNSUPPORTED_IN_COMPLETIONS,
+    ChatBody,
+    CompletionBody,
+)
 
 USER = {"role": "user", "content": "hello"}
+CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+def broken_call(arguments: str) -> dict[str, Any]:
+    return {"id": "call_2", "type": "function", "function": {"name": "f", "arguments": arguments}}
+
+
+def tool(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
 
 
 def completion(**fields: Any) -> CompletionBody:
@@ -163,6 +178,45 @@ def test_unknown_and_ignorable_fields_are_accepted() -> None:
             "missing_required_parameter",
         ),
         (
+            {"messages": [{"role": "user", "content": "", "tool_calls": [CALL]}]},
+            "messages[0].tool_calls",
+            None,
+        ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [CALL | {"type": "custom"}]}]},
+            "messages[0].tool_calls[0].type",
+            None,
+        ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [broken_call("{")]}]},
+            "messages[0].tool_calls[0].function.arguments",
+            None,
+        ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [CALL, broken_call("[]")]}]},
+            "messages[0].tool_calls[1].function.arguments",
+            None,
+        ),
+        ({"messages": [USER], "tools": [{}]}, "tools[0].type", "missing_required_parameter"),
+        ({"messages": [USER], "tools": [{"type": "custom"}]}, "tools[0].type", None),
+        (
+            {"messages": [USER], "tools": [{"type": "function"}]},
+            "tools[0].function",
+            "missing_required_parameter",
+        ),
+        ({"messages": [USER], "tools": [tool("a b")]}, "tools[0].function.name", None),
+        ({"messages": [USER], "tools": [tool("")]}, "tools[0].function.name", None),
+        ({"messages": [USER], "tools": [tool("f"), tool("f")]}, "tools[1].function.name", None),
+        ({"messages": [USER], "tools": [tool(f"f{n}") for n in range(129)]}, "tools", None),
+        ({"messages": [USER], "tools": [tool("f")], "functions": [{"name": "f"}]}, "functions", None),
+        ({"messages": [USER], "tools": [tool("f")], "tool_choice": "f"}, "tool_choice", None),
+        ({"messages": [USER], "tools": [tool("f")], "tool_choice": tool("g")}, "tool_choice", None),
+        ({"messages": [USER], "tool_choice": "required"}, "tool_choice", None),
+        ({"messages": [USER], "tool_choice": tool("f")}, "tool_choice", None),
+        ({"messages": [USER], "function_call": {"name": "f"}}, "function_call", None),
+        ({"messages": [USER], "functions": [{"name": "f"}], "function_call": "f"}, "function_call", None),
+        ({"messages": [USER], "functions": [{}]}, "functions[0].name", "missing_required_parameter"),
+        (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             "messages[0].content[0].type",
             None,
@@ -190,9 +244,6 @@ def test_a_mistake_names_its_field(fields: dict[str, Any], param: str, code: str
 ASKING = {
     "audio": {"voice": "alloy"},
     "modalities": ["text", "audio"],
-    "response_format": {"type": "json_object"},
-    "tool_choice": "required",
-    "tools": [{"type": "function"}],
 }
 
 
@@ -204,6 +255,13 @@ def test_a_known_field_that_cannot_be_honoured_is_refused_by_name_only_when_it_a
     assert error.param == field
     for value in (None, *harmless):
         assert chat(**{field: value}).model == "m"
+
+
+@pytest.mark.parametrize("field, harmless", UNSUPPORTED_IN_COMPLETIONS.items())
+def test_a_field_of_chats_is_refused_by_name_in_completions(field: str, harmless: tuple[object, ...]) -> None:
+    assert refused(**{field: [1]}).param == field
+    for value in (None, *harmless):
+        assert completion(**{field: value}).model == "m"
 
 
 def test_the_message_names_the_wanted_and_the_given_type() -> None:

@@ -249,7 +249,14 @@ class TestErrors:
             ("POST", "/v1/completions", completion("t17", stop_token_ids=[384]), 400, "stop_token_ids", None),
             ("POST", "/v1/completions", completion("t17", n=7), 400, "n", None),
             ("POST", "/v1/completions", completion("t17" * 4096), 413, None, "body_too_large"),
-            ("POST", "/v1/chat/completions", CHAT | {"tools": [{}]}, 400, "tools", None),
+            (
+                "POST",
+                "/v1/chat/completions",
+                CHAT | {"tools": [{"type": "custom"}]},
+                400,
+                "tools[0].type",
+                None,
+            ),
             (
                 "POST",
                 "/v1/chat/completions",
