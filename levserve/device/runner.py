@@ -154,9 +154,8 @@ class Runner:
 
     def _mask(self, plan: RoundPlan) -> None:
         """Gives the device the masks of the plan's draws that are held to a constraint."""
-        sequences = [row.sequence for row in plan.rows if row.is_masked]
-        sequences += [chunk.sequence for chunk in plan.chunks if chunk.is_last]
-        held = [sequence for sequence in sequences if sequence.matcher is not None]
+        held = [row.sequence for row in plan.rows if row.is_masked]
+        held += [chunk.sequence for chunk in plan.chunks if chunk.is_last and chunk.sequence.needs_mask]
         if not held:
             return
         rows = min(rows for rows in self._set_masks if rows >= len(held))

@@ -107,6 +107,7 @@ class Committer:
         """Goes back to the last known token. What rounds in flight write after it is overwritten, or lies in
         pages that were given up."""
         self._num_misfits += 1
+        sequence.has_misfit = True
         sequence.epoch += 1
         sequence.num_pending = 0
         if sequence.is_primed:  # else it was preempted meanwhile

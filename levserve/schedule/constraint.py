@@ -23,6 +23,10 @@ class Matcher(Protocol):
     def is_stuck(self) -> bool:
         """Whether it cannot go on: no token is left, or the constraint has become too costly to follow."""
 
+    @property
+    def is_free(self) -> bool:
+        """Whether nearly every token may come next, so that masks are made only after one that may not."""
+
     def allows(self, token: int) -> bool:
         """Whether the token may come next. An end token may where the text may end."""
 
@@ -30,7 +34,7 @@ class Matcher(Protocol):
         """Goes on by a token that it allows and that is not an end token."""
 
     def ends_with(self, token: int) -> bool:
-        """Whether the token is one of the model's end tokens."""
+        """Whether the token ends the text here, whatever the request says of end tokens."""
 
     def forced(self) -> Seq[int]:
         """Tokens that must follow, as far as they are known; it allows no others in their places."""

@@ -73,7 +73,10 @@ class Scheduler:
         but constrained rows every draw can then have its mask, and no round is void."""
         if self.budget.steps > 1 or not self._roster.running:
             return False
-        return all(sequence.matcher is not None for sequence in self._roster.running.values())
+        return all(
+            sequence.matcher is not None and not sequence.matcher.is_free
+            for sequence in self._roster.running.values()
+        )
 
     @property
     def num_streams(self) -> int:
@@ -203,10 +206,11 @@ class Scheduler:
             has_pages = position + steps <= len(sequence.pages) * page_size
             if not has_pages and not self._grow(sequence, position + steps, preempted):
                 break  # it was the youngest itself, so none is left after it
-            is_masked = sequence.matcher is not None and sequence.num_pending == 0
+            is_masked = sequence.num_pending == 0 and sequence.needs_mask
             rows.append(
                 Row(sequence, sequence.slot, position, steps, epoch=sequence.epoch, is_masked=is_masked)
             )
+            sequence.has_misfit = False
             sequence.num_computed += steps
             sequence.num_pending += steps
         if not drafts:

@@ -48,6 +48,8 @@ class Sequence:
     """Where its known tokens stand in its constraint, if it has one."""
     epoch: int = 0
     """Counts the times that tokens in flight became void, because one of them did not fit the constraint."""
+    has_misfit: bool = False
+    """Whether the token drawn after its known ones did not fit, and has to be drawn again."""
     drafter: Drafter | None = None
     is_verifying: bool = False
     """Whether a draft is in flight, so that not even the number of its tokens is known."""
@@ -68,6 +70,11 @@ class Sequence:
             return 0
         first_scored = self.request.score_from
         return len(self.tokens) - 1 if first_scored is None else first_scored - 1
+
+    @property
+    def needs_mask(self) -> bool:
+        """Whether a draw after its known tokens is held to its constraint's mask."""
+        return self.matcher is not None and (self.has_misfit or not self.matcher.is_free)
 
     @property
     def may_jump(self) -> bool:

@@ -72,6 +72,7 @@ class Grammars:
     ) -> None:
         self.vocab_rows = vocab_rows
         self._eos_ids = tokenizer.eos_ids
+        self._num_tokens = tokenizer.vocab_size
         self._table = LLTokenizer(
             TokenizerWrapper(_Vocabulary(tokenizer)), eos_token=sorted(tokenizer.eos_ids)
         )
@@ -89,7 +90,7 @@ class Grammars:
             self._on_compile(None)
             return found
         start = time.monotonic()
-        grammar = Grammar(self._compile(asked), self._eos_ids, self.vocab_rows)
+        grammar = Grammar(self._compile(asked), self._eos_ids, self._num_tokens, self.vocab_rows)
         self._on_compile(time.monotonic() - start)
         with self._lock:
             self._kept[asked] = grammar
@@ -115,21 +116,27 @@ class Grammars:
 class Grammar:
     """A compiled grammar, before its first token. Sequences share it, each with its own matcher."""
 
-    def __init__(self, pristine: LLMatcher, eos_ids: frozenset[int], vocab_rows: int) -> None:
+    def __init__(
+        self, pristine: LLMatcher, eos_ids: frozenset[int], num_tokens: int, vocab_rows: int
+    ) -> None:
         self._pristine = pristine
         self._eos_ids = eos_ids
+        self._num_tokens = num_tokens
         self._vocab_rows = vocab_rows
 
     def start(self) -> GrammarMatcher:
-        return GrammarMatcher(self._pristine.deep_copy(), self._eos_ids, self._vocab_rows)
+        return GrammarMatcher(self._pristine.deep_copy(), self._eos_ids, self._num_tokens, self._vocab_rows)
 
 
 class GrammarMatcher:
     """A `schedule.constraint.Matcher`."""
 
-    def __init__(self, matcher: LLMatcher, eos_ids: frozenset[int], vocab_rows: int) -> None:
+    is_free = False
+
+    def __init__(self, matcher: LLMatcher, eos_ids: frozenset[int], num_tokens: int, vocab_rows: int) -> None:
         self._matcher = matcher
         self._eos_ids = eos_ids
+        self._num_tokens = num_tokens
         self._mask_bytes = -(-vocab_rows // 32) * 4
 
     @property
@@ -144,6 +151,8 @@ class GrammarMatcher:
         """The same as the token's bit in `mask`. Forced text has one way to be written in tokens."""
         if token in self._eos_ids:
             return self._matcher.is_accepting()
+        if token >= self._num_tokens:
+            return False  # a row of the model that is no token; llguidance would give up
         forced = self._matcher.compute_ff_tokens()
         if forced:
             return token == forced[0]

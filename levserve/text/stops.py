@@ -69,7 +69,7 @@ class _Matcher:
     def __init__(self, stop: str) -> None:
         self.stop = stop
         self.num_matched = 0
-        self._fallbacks = _fallbacks(stop)
+        self._fallbacks = find_fallbacks(stop)
 
     def advance(self, char: str) -> bool:
         """Takes the next character; True if it completes the stop, after which the matcher is used up."""
@@ -82,8 +82,8 @@ class _Matcher:
         return length == len(self.stop)
 
 
-def _fallbacks(stop: str) -> list[int]:
-    """For each prefix of `stop`, how many characters at its end are also the start of `stop`."""
+def find_fallbacks(stop: str | bytes) -> list[int]:
+    """For each prefix of `stop`, how many characters or bytes at its end are also the start of `stop`."""
     lengths = [0] * len(stop)
     for end in range(1, len(stop)):
         length = lengths[end - 1]

@@ -16,6 +16,7 @@ class AllowedTokens:
 
     is_over = False
     is_stuck = False
+    is_free = False
 
     def __init__(self, allowed: frozenset[int], eos_ids: frozenset[int], vocab_rows: int) -> None:
         self._allowed = allowed
@@ -56,6 +57,7 @@ class BannedWords:
 class BannedWordsMatcher:
     is_over = False
     is_stuck = False
+    is_free = False
 
     def __init__(self, rule: BannedWords) -> None:
         self._rule = rule
@@ -110,6 +112,10 @@ class AllOfMatcher:
     @property
     def is_stuck(self) -> bool:
         return self._has_no_token or any(matcher.is_stuck for matcher in self._matchers)
+
+    @property
+    def is_free(self) -> bool:
+        return all(matcher.is_free for matcher in self._matchers)
 
     def allows(self, token: int) -> bool:
         return all(matcher.allows(token) for matcher in self._matchers)

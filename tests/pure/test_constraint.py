@@ -38,6 +38,7 @@ class ToyMatcher:
     state: int = 0
     is_over: bool = False
     is_stuck: bool = False
+    is_free: bool = False
 
     def allows(self, token: int) -> bool:
         return token in self.rule.allowed[self.state]
@@ -76,11 +77,13 @@ def expected(request: GenerationRequest) -> tuple[list[int], FinishReason]:
     tokens = list(request.prompt)
     assert request.constraint is not None
     matcher = request.constraint.start()
-    assert isinstance(matcher, ToyMatcher)
     while len(tokens) < len(request.prompt) + request.max_tokens:
         token = draw(tokens, request.sampling.seed)
         if not matcher.allows(token):
-            token = draw(tokens, request.sampling.seed, sorted(matcher.rule.allowed[matcher.state]))
+            bits = int.from_bytes(matcher.mask(), "little")
+            allowed = [token for token in range(VOCAB) if bits >> token & 1]
+            assert token not in allowed
+            token = draw(tokens, request.sampling.seed, allowed)
         if token == END:
             return tokens[len(request.prompt) :], FinishReason.STOP
         matcher.take(token)
@@ -100,12 +103,15 @@ class Rounds:
         self.masks: dict[int, tuple[int, int]] = {}
 
     def run(self, plan: RoundPlan) -> tuple[list[Sampled], list[Sampled]]:
+        for sequence in plan.admitted:  # a slot's mask was its last sequence's
+            if sequence.slot is not None:
+                self.masks.pop(sequence.slot, None)
         for row in plan.rows:
             if row.is_masked:
                 self._hold(row.sequence)
                 self.last[row.slot] = row.sequence.tokens[-1]
         for chunk in plan.chunks:
-            if chunk.is_last and chunk.sequence.matcher is not None:
+            if chunk.is_last and chunk.sequence.needs_mask:
                 self._hold(chunk.sequence)
         chunks = []
         for chunk in plan.chunks:

@@ -245,3 +245,10 @@ def test_references_in_either_order_are_followed_to_their_end() -> None:
     reverse = CHAIN | {"$defs": dict(reversed(CHAIN["$defs"].items()))}
     for schema in (CHAIN, reverse):
         assert write(asked(GrammarKind.JSON_SCHEMA, schema), 1) == "null"
+
+
+def test_a_row_of_the_model_that_is_no_token_does_not_fit_and_does_no_harm() -> None:
+    matcher = GRAMMARS.compile(asked(GrammarKind.REGEX, "ab")).start()
+    assert not matcher.allows(TOKENIZER.vocab_size)
+    assert not matcher.allows(ROWS - 1)
+    assert not matcher.is_stuck and matcher.forced()

@@ -41,6 +41,7 @@ class CycleMatcher:
     rule: Cycle
     count: int = 0
     is_stuck: bool = False
+    is_free: bool = False
 
     @property
     def is_over(self) -> bool:

@@ -1,0 +1,248 @@
+"""Thoughts before an answer: free text up to the mark that ends them, not longer than a budget, and then a
+constraint on the answer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from enum import Enum, auto
+
+from levserve.schedule.constraint import Constraint, Matcher
+from levserve.text.mark import Mark
+from levserve.text.phases import Started, to_bits
+from levserve.text.tokenizer import Tokenizer
+
+MAX_NEWLINES = 2
+"""Tokens of newlines that may stand between the end of the thoughts and a constrained answer."""
+
+
+class AfterThoughts:
+    """Everything is allowed until the end mark has been read, then a few newlines, then `inner`, if any.
+
+    - With an `opening`, the prompt has not begun a thought: the model may write that mark first, or begin
+      with the answer.
+    - After `budget` tokens of thought, `closing` must follow: the end mark, with the newlines that the model
+      writes around it.
+    - Where an answer is held to a constraint, the text cannot end within the thoughts.
+    - A token that completes the end mark may carry the beginning of the answer; if that does not fit `inner`
+      the token is not allowed.
+    """
+
+    def __init__(
+        self,
+        end: Mark,
+        inner: Constraint | None,
+        tokenizer: Tokenizer,
+        vocab_rows: int,
+        *,
+        opening: Mark | None = None,
+        budget: int | None = None,
+        closing: str | None = None,
+    ) -> None:
+        self.end = end
+        self.inner = inner
+        self.opening = opening
+        self.budget = budget
+        self.closing = encode_marks(tokenizer, closing or end.text)
+        self.eos_ids = tokenizer.eos_ids
+        self.token_bytes = tokenizer.token_bytes
+        self.everything = (1 << vocab_rows) - 1
+        self.mask_bytes = -(-vocab_rows // 32) * 4
+        self.newlines = _newline_tokens(tokenizer)
+        self._started = None if inner is None else Started(inner, tokenizer)
+
+    def start(self) -> AfterThoughtsMatcher:
+        return AfterThoughtsMatcher(self)
+
+    def begin(self, rest: bytes) -> Matcher:
+        """The inner matcher after these bytes, which it allows."""
+        assert self._started is not None
+        matcher = self._started.after(rest.lstrip(b"\r\n"))
+        assert matcher is not None
+        return matcher
+
+    def fits(self, rest: bytes) -> bool:
+        return self._started is None or self._started.fits(rest.lstrip(b"\r\n"))
+
+
+class _Phase(Enum):
+    OPENING = auto()
+    """Nothing but a beginning of the opening mark has come."""
+    THINKING = auto()
+    CLOSING = auto()
+    """The budget is spent."""
+    GAP = auto()
+    """Newlines may follow, or the answer."""
+    ANSWER = auto()
+
+
+class AfterThoughtsMatcher:
+    def __init__(self, rule: AfterThoughts) -> None:
+        self._rule = rule
+        self._inner = None if rule.inner is None else rule.inner.start()
+        self._phase = _Phase.THINKING if rule.opening is None else _Phase.OPENING
+        self._num_matched = 0
+        """Bytes of the mark that is awaited."""
+        self._num_thoughts = 0
+        self._num_forced = 0
+        self._num_newlines = 0
+        self._check_budget()
+
+    @property
+    def is_over(self) -> bool:
+        return self._phase is _Phase.ANSWER and self._inner is not None and self._inner.is_over
+
+    @property
+    def is_stuck(self) -> bool:
+        return self._inner is not None and self._inner.is_stuck
+
+    @property
+    def is_free(self) -> bool:
+        match self._phase:
+            case _Phase.THINKING:
+                return True
+            case _Phase.OPENING | _Phase.ANSWER:
+                return self._inner is None or self._inner.is_free
+        return False
+
+    def allows(self, token: int) -> bool:
+        inner = self._inner
+        match self._phase:
+            case _Phase.CLOSING:
+                return token == self._rule.closing[self._num_forced]
+            case _ if inner is None:
+                return True
+            case _Phase.OPENING:
+                return token in self._opening_tokens() or (not self._num_matched and inner.allows(token))
+            case _Phase.THINKING:
+                rest = self._rule.end.overshoots(self._num_matched).get(token)
+                return token not in self._rule.eos_ids and (rest is None or self._rule.fits(rest))
+            case _Phase.GAP:
+                return token in self._rule.newlines or inner.allows(token)
+        return inner.allows(token)
+
+    def take(self, token: int) -> None:
+        spelt = self._rule.token_bytes(token)
+        match self._phase:
+            case _Phase.OPENING:
+                self._open(token, spelt)
+            case _Phase.THINKING:
+                self._num_thoughts += 1
+                self._think(spelt)
+            case _Phase.CLOSING:
+                self._num_forced += 1
+                if self._num_forced == len(self._rule.closing):
+                    self._phase = _Phase.ANSWER
+            case _Phase.GAP:
+                self._pass_gap(token)
+            case _ if self._inner is not None:
+                self._inner.take(token)
+        self._check_budget()
+
+    def ends_with(self, token: int) -> bool:
+        """In free text the request's own stop tokens end the answer."""
+        is_held = self._phase is not _Phase.THINKING and self._inner is not None
+        return is_held and token in self._rule.eos_ids
+
+    def forced(self) -> Sequence[int]:
+        if self._phase is _Phase.CLOSING:
+            return self._rule.closing[self._num_forced :]
+        if self._phase is _Phase.ANSWER and self._inner is not None:
+            return self._inner.forced()
+        return ()
+
+    def mask(self) -> bytes:
+        return self._allowed_bits().to_bytes(self._rule.mask_bytes, "little")
+
+    def _allowed_bits(self) -> int:
+        rule, inner = self._rule, self._inner
+        match self._phase:
+            case _Phase.CLOSING:
+                return 1 << rule.closing[self._num_forced]
+            case _ if inner is None:
+                return rule.everything
+            case _Phase.OPENING if self._num_matched:
+                return to_bits(self._opening_tokens())
+            case _Phase.OPENING:
+                return to_bits(self._opening_tokens()) | _to_int(inner.mask())
+            case _Phase.THINKING:
+                overshoots = rule.end.overshoots(self._num_matched)
+                refused = to_bits(token for token, rest in overshoots.items() if not rule.fits(rest))
+                return rule.everything & ~refused & ~to_bits(rule.eos_ids)
+            case _Phase.GAP:
+                return to_bits(rule.newlines) | _to_int(inner.mask())
+        return _to_int(inner.mask())
+
+    def _opening_tokens(self) -> frozenset[int]:
+        assert self._rule.opening is not None
+        return self._rule.opening.continuations(self._num_matched)
+
+    def _open(self, token: int, spelt: bytes) -> None:
+        assert self._rule.opening is not None
+        left = self._rule.opening.spelt[self._num_matched :]
+        if token not in self._opening_tokens():
+            if self._inner is not None:
+                self._inner.take(token)
+            elif not self._num_matched and not spelt.strip():
+                return  # white space before the mark
+            self._phase = _Phase.ANSWER
+        elif len(spelt) < len(left):
+            self._num_matched += len(spelt)
+        else:
+            self._phase, self._num_matched = _Phase.THINKING, 0
+            self._think(spelt[len(left) :])
+
+    def _think(self, spelt: bytes) -> None:
+        self._num_matched, rest = self._rule.end.read(self._num_matched, spelt)
+        if rest is None:
+            return
+        self._phase = _Phase.ANSWER
+        if self._inner is None:
+            return
+        if rest.strip(b"\r\n"):
+            self._inner = self._rule.begin(rest)
+        else:
+            self._phase = _Phase.GAP
+
+    def _pass_gap(self, token: int) -> None:
+        """A newline with which the answer may begin belongs to the answer."""
+        assert self._inner is not None
+        if self._inner.allows(token):
+            self._inner.take(token)
+            self._phase = _Phase.ANSWER
+            return
+        self._num_newlines += 1
+        if self._num_newlines == MAX_NEWLINES:
+            self._phase = _Phase.ANSWER
+
+    def _check_budget(self) -> None:
+        budget = self._rule.budget
+        if self._phase is _Phase.THINKING and budget is not None and self._num_thoughts >= budget:
+            self._phase = _Phase.CLOSING
+
+
+def encode_marks(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The tokens of a text in which special tokens stand for themselves, as part of a longer text."""
+    specials = [re.escape(special) for special in tokenizer.special_tokens if special in text]
+    spans = re.split(f"({'|'.join(specials)})", text) if specials else [text]
+    tokens: list[int] = []
+    for span in spans:
+        if span in tokenizer.special_tokens:
+            tokens += tokenizer.encode(span, add_special_tokens=False)
+        elif span:
+            tokens += tokenizer.encode_plain(span)
+    return tokens
+
+
+def _newline_tokens(tokenizer: Tokenizer) -> frozenset[int]:
+    found = set()
+    for text in ("\n", "\n\n"):
+        tokens = tokenizer.encode_plain(text)
+        if len(tokens) == 1 and tokenizer.token_bytes(tokens[0]) == text.encode():
+            found.add(tokens[0])
+    return frozenset(found)
+
+
+def _to_int(mask: bytes) -> int:
+    return int.from_bytes(mask, "little")
