@@ -44,6 +44,7 @@ from levserve.web.descriptions import ERRORS, FIELDS, OWN_FIELDS, ROUTES
 from levserve.web.embeddings import EmbeddingBody
 from levserve.web.native import GenerateBody
 from levserve.web.openapi import is_refused, list_routes
+from levserve.web.responses.body import UNSUPPORTED_IN_RESPONSES, ResponseBody
 from levserve.web.scoring import ScoreBody
 from levserve.web.tokens import ConversationBody, DetokenizeBody, TokenizeBody
 from levserve.web.watcher import Watcher
@@ -56,6 +57,7 @@ BODIES: dict[str, tuple[str, type[msgspec.Struct]]] = {
     "ConstraintFields": ("", ConstraintFields),
     "ChatBody": ("/v1/chat/completions", ChatBody),
     "CompletionBody": ("/v1/completions", CompletionBody),
+    "ResponseBody": ("/v1/responses", ResponseBody),
     "EmbeddingBody": ("/v1/embeddings", EmbeddingBody),
     "ScoreBody": ("/loglikelihood", ScoreBody),
     "GenerateBody": ("/generate", GenerateBody),
@@ -188,7 +190,8 @@ def _refused() -> str:
         rows(UNSUPPORTED, "both")
         + rows(UNSUPPORTED_IN_CHAT, "chat")
         + rows(UNSUPPORTED_IN_COMPLETIONS, "completions")
-        + rows(UNSUPPORTED_IN_MESSAGE, "a chat's messages"),
+        + rows(UNSUPPORTED_IN_MESSAGE, "a chat's messages")
+        + rows(UNSUPPORTED_IN_RESPONSES, "responses"),
     )
 
 

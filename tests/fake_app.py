@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from flask.testing import FlaskClient
+from werkzeug.serving import WSGIRequestHandler, make_server
 from werkzeug.test import TestResponse
 
 from levserve.engine.engine import Engine
@@ -79,3 +81,22 @@ def serving(
         engine.stop()
         device.join()
         watcher.stop()
+
+
+class SilentHandler(WSGIRequestHandler):
+    def log(self, type: str, message: str, *args: Any) -> None:
+        pass
+
+
+@contextmanager
+def wsgi_server(app: Any) -> Iterator[str]:
+    """The address of a WSGI application in this process, for clients that need a socket."""
+    server = make_server("127.0.0.1", 0, app, threaded=True, request_handler=SilentHandler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()

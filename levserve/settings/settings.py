@@ -132,6 +132,13 @@ class Settings:
         "server", real(0), 15.0, "Seconds between comment lines that keep an idle stream open; 0: send none."
     )
 
+    state_dir: str = setting(
+        "server",
+        PATH,
+        "",
+        "Folder for what should outlive a restart, such as stored responses; empty: they are in memory only.",
+    )
+
     model: str = setting(
         "model",
         NAME,
@@ -307,6 +314,15 @@ class Settings:
     )
     max_sockets: int = setting(
         "limits", integer(0), 16, "Maximum number of open WebSockets; each occupies a thread."
+    )
+    max_stored_responses: int = setting(
+        "limits",
+        integer(0),
+        1000,
+        "Maximum number of responses kept for previous_response_id, the oldest go first; 0: none is kept.",
+    )
+    stored_responses_memory: int = setting(
+        "limits", size(0), 64 * 2**20, "Maximum size of all stored responses, in memory and in --state-dir."
     )
     request_timeout: float = setting("limits", real(0), 600.0, "Seconds a request may take; 0: no limit.")
     header_timeout: float = setting(

@@ -34,6 +34,9 @@ from levserve.web.ops import ops_routes
 from levserve.web.page import page_routes
 from levserve.web.rate_limits import show_limits
 from levserve.web.request_log import RequestLog
+from levserve.web.responses.routes import responses_routes
+from levserve.web.responses.state_folder import open_state_folder
+from levserve.web.responses.store import ResponseStore
 from levserve.web.scoring import scoring_routes
 from levserve.web.tokens import tokens_routes
 from levserve.web.watcher import Watcher
@@ -57,6 +60,7 @@ def create_app(
     app.before_request(key_check(settings))
     calls = Calls(registry, settings, watcher)
     app.register_blueprint(openai_routes(calls))
+    app.register_blueprint(responses_routes(calls, _response_store(settings)))
     app.register_blueprint(embeddings_routes(calls))
     app.register_blueprint(scoring_routes(calls))
     app.register_blueprint(native_routes(calls))
@@ -73,6 +77,11 @@ def create_app(
     app.register_error_handler(Exception, _answer_fault)
     app.after_request(_after_request(engine, tracing))
     return app
+
+
+def _response_store(settings: Settings) -> ResponseStore:
+    folder = open_state_folder(settings.state_dir, "responses")
+    return ResponseStore(settings.max_stored_responses, settings.stored_responses_memory, folder)
 
 
 def _begin_request() -> None:

@@ -10,6 +10,11 @@ ROUTES = {
     "POST /v1/chat/completions": "chat with the model's own template, whole or streamed",
     "POST /v1/completions": "continue texts or token ids, whole or streamed, with `echo`, `best_of` "
     "and `logprobs`",
+    "POST /v1/responses": "a chat in OpenAI's newer form, [responses](../how-to/responses.md), "
+    "whole or streamed",
+    "GET /v1/responses/{id}": "a stored response",
+    "DELETE /v1/responses/{id}": "forget a stored response",
+    "GET /v1/responses/{id}/input_items": "the items that a stored response was made from",
     "POST /v1/embeddings": "the pooled last hidden state",
     "GET /v1/models": "the served models, loaded and loadable",
     "GET /v1/models/{id}": "one of the served models",
@@ -58,6 +63,8 @@ FIELDS = {
     "guided_json": "a JSON schema, as an object or as text",
     "guided_regex": "a regular expression that the whole answer matches",
     "guided_whitespace_pattern": "the white space between the parts of JSON, as an expression",
+    "include": "`message.output_text.logprobs` asks for log-probabilities; other values are not read",
+    "instructions": "a system message in front; `previous_response_id` does not carry it over",
     "ignore_eos": "go on after the model's end token",
     "include_stop_str_in_output": "keep the stop string in the text",
     "input": "one or several texts, as strings or token ids",
@@ -65,6 +72,8 @@ FIELDS = {
     "logit_bias": "added to the logits of these token ids; at most 300",
     "logprobs": "log-probabilities of the chosen tokens",
     "max_completion_tokens": "the most tokens to generate; wins over `max_tokens`",
+    "max_output_tokens": "the most tokens to generate, thoughts included; default: what fits the context",
+    "metadata": "up to 16 texts that the response repeats",
     "max_tokens": "the most tokens to generate",
     "messages": "the conversation",
     "min_p": "keep tokens at least this likely, relative to the likeliest",
@@ -75,10 +84,12 @@ FIELDS = {
     "parallel_tool_calls": "whether one answer may have several calls; default true",
     "pooling": "`mean` (default) or `last`",
     "presence_penalty": "subtracted from the logit of every token that was generated",
+    "previous_response_id": "a stored response to go on from: its input and output come first",
     "prompt": "what to continue or tokenize",
     "prompt_logprobs": "log-probabilities of the prompt's tokens and of so many alternatives; "
     "not with `stream`",
     "prompts": "the texts",
+    "reasoning": "`effort`: as `reasoning_effort` of a chat; `summary` is not read: thoughts are shown whole",
     "reasoning_effort": "how much the model thinks before it answers; `none` switches it off",
     "repetition_penalty": "divides positive and multiplies negative logits of tokens in prompt or answer",
     "response_format": '`{"type": "json_object"}`, or '
@@ -93,7 +104,9 @@ FIELDS = {
     "stream": "send events as tokens are generated",
     "stream_options": '`{"include_usage": true}` adds a last chunk with the token counts; needs `stream`',
     "structured_outputs": "one of `json`, `regex`, `choice`, `grammar` and `json_object`",
+    "store": "keep the response for later requests; default true",
     "temperature": "0 is greedy; default 1",
+    "text": "`format`: `text`, `json_object`, or `json_schema` with its `schema`; `verbosity` is not read",
     "thinking_token_budget": "the most tokens of thoughts; then they are ended",
     "timeout": "seconds that the request may take",
     "timings": "add where the time went",
@@ -109,6 +122,16 @@ FIELDS = {
 """What a field means, in whatever body it stands."""
 
 OWN_FIELDS = {
+    (
+        "ResponseBody",
+        "input",
+    ): "a user's text, or a list of items: messages, calls of functions, their results and thoughts",
+    ("ResponseBody", "stream_options"): "accepted; needs `stream`",
+    (
+        "ResponseBody",
+        "top_logprobs",
+    ): "so many alternatives for each token; asks for log-probabilities itself",
+    ("ResponseBody", "user"): "repeated in the response",
     ("ChatBody", "logprobs"): "return log-probabilities of the chosen tokens",
     ("CompletionBody", "logprobs"): "log-probabilities of the chosen tokens and of so many alternatives",
     (

@@ -34,6 +34,10 @@ from levserve.web.models import ModelEntry, ModelList
 from levserve.web.native import GenerateBody, Generated, GeneratedChunk
 from levserve.web.ops import Health, HealthReport, Readiness
 from levserve.web.page import OPEN_PAGES, FrontPage
+from levserve.web.responses.body import UNSUPPORTED_IN_RESPONSES, ResponseBody
+from levserve.web.responses.event_types import ResponseEvent
+from levserve.web.responses.objects import ResponseObject
+from levserve.web.responses.routes import DeletedResponse, InputItemList
 from levserve.web.scoring import ScoreBody, Scores
 from levserve.web.tokens import (
     ConversationBody,
@@ -90,6 +94,22 @@ OPERATIONS = {
         CompletionBody,
         Envelope[TextChoice],
         example={"model": "", "prompt": "The sky is", "max_tokens": 16},
+    ),
+    "POST /v1/responses": Operation(
+        ResponseObject,
+        ResponseBody,
+        ResponseEvent,
+        example={"model": "", "input": "Say hello.", "max_output_tokens": 32},
+    ),
+    "GET /v1/responses/{id}": Operation(ResponseObject),
+    "DELETE /v1/responses/{id}": Operation(DeletedResponse),
+    "GET /v1/responses/{id}/input_items": Operation(
+        InputItemList,
+        query={
+            "limit": "items in the list, from 1 to 100; default 20",
+            "order": "`desc` (default) begins with the newest, `asc` with the oldest",
+            "after": "the id of an item; the list begins after it",
+        },
     ),
     "POST /v1/embeddings": Operation(
         EmbeddingList, EmbeddingBody, example={"model": "", "input": "The sky is blue."}
@@ -183,6 +203,8 @@ def _schemas() -> tuple[dict[Any, Any], dict[str, Any]]:
 
 def is_refused(body: type[Struct], name: str) -> bool:
     """Whether a body declares a field only to refuse it by name."""
+    if issubclass(body, ResponseBody):
+        return name in UNSUPPORTED_IN_RESPONSES
     if issubclass(body, ChatBody) and name in UNSUPPORTED_IN_CHAT:
         return True
     if issubclass(body, CompletionBody) and name in UNSUPPORTED_IN_COMPLETIONS:
@@ -241,7 +263,8 @@ def _responses(path: str, operation: Operation, references: dict[Any, Any]) -> d
         content["text/event-stream"] = {"schema": references[operation.events]}
     what = "The answer."
     if operation.events is not None:
-        what = "The answer; as a stream, each event's data is such an object, and the last one's is [DONE]."
+        what = "The answer; as a stream, each event's data is such an object"
+        what += "." if path.startswith("/v1/responses") else ", and the last one's is [DONE]."
     responses: dict[str, Any] = {"200": {"description": what, "content": content}}
     if operation.failure is not None:
         failure = {"application/json": {"schema": references[operation.failure]}}
@@ -270,7 +293,11 @@ def _error_responses(body: dict[str, Any]) -> dict[str, Any]:
 def _parameters(path: str, operation: Operation) -> list[dict[str, Any]]:
     parameters: list[dict[str, Any]] = []
     if "{id}" in path:
-        what = "The path of a file." if path.startswith("/static/") else "The name of a model."
+        what = "The name of a model."
+        if path.startswith("/static/"):
+            what = "The path of a file."
+        elif path.startswith("/v1/responses/"):
+            what = "The id of a stored response."
         parameters.append(_parameter("id", "path", {"type": "string"}, what, required=True))
     for name, meaning in operation.query.items():
         parameters.append(_parameter(name, "query", {"type": "string"}, meaning))

@@ -5,7 +5,7 @@ Belongs to one HTTP thread.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -49,13 +49,21 @@ class Run:
         """Waits for the end; one joined delta per answered choice, the likeliest first if there are more."""
         gathered: list[list[Delta]] = [[] for _ in self.choices]
 
-        def keep(index: int, delta: Delta) -> bool:
+        def keep(index: int, delta: Delta) -> None:
             gathered[index].append(delta)
+
+        self.each_delta(keep)
+        return [_join(gathered[index]) for index in self._answered()]
+
+    def each_delta(self, take: Callable[[int, Delta], None]) -> None:
+        """Gives every delta to `take`, until the end; by one thread at a time, but not always this one."""
+
+        def on_delta(index: int, delta: Delta) -> bool:
+            take(index, delta)
             return True
 
-        while self.deltas.wait(None, keep) and (found := next(self.deltas, None)) is not None:
-            keep(*found)
-        return [_join(gathered[index]) for index in self._answered()]
+        while self.deltas.wait(None, on_delta) and (found := next(self.deltas, None)) is not None:
+            take(*found)
 
     def usage(self) -> Usage:
         return count_usage(self.prompts, self.choices)

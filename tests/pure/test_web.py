@@ -357,6 +357,21 @@ class TestErrors:
         assert not any("t333" in line or "secret" in line for line in server.log.seen)
 
 
+class TestResponses:
+    def test_a_stream_says_what_the_whole_answer_says(self, server: ServerProcess) -> None:
+        body = {"model": "toy", "input": "t17", "temperature": 0, "max_output_tokens": 20}
+        count = read_metric(server, 'levserve_requests_total{route="/v1/responses",status="200"}')
+        whole = server.ask("POST", "/v1/responses", body).json
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            asked: Any = body | {"stream": True}
+            events = list(client.responses.create(**asked))
+        text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+        assert text == whole["output"][0]["content"][0]["text"] == " ".join(f"t{n}" for n in range(10, 30))
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        counted = read_metric(server, 'levserve_requests_total{route="/v1/responses",status="200"}')
+        assert counted == count + 2
+
+
 class TestLeaving:
     @pytest.mark.parametrize("stream", [False, True])
     @pytest.mark.parametrize("prompt", ["t4", "t6"])
@@ -372,6 +387,14 @@ class TestLeaving:
         client = server.start_completion("t6", stream=True)
         assert json.loads(next(client.stream()))["choices"][0]["text"] == " t7"
         client.close()
+        server.wait_event("cancel")
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_a_client_that_leaves_its_response_cancels_it(self, server: ServerProcess, stream: bool) -> None:
+        with server.connect() as client:
+            body = {"model": "toy", "input": "t6", "temperature": 0, "stream": stream}
+            client.send("POST", "/v1/responses", body)
+            server.wait_event("submit")
         server.wait_event("cancel")
 
     def test_two_requests_may_share_an_id(self, server: ServerProcess) -> None:

@@ -1,0 +1,118 @@
+"""OpenAI's /v1/responses: create, read and delete. The views run on HTTP threads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flask import Blueprint, Response, request
+from msgspec import Struct
+
+from levserve.errors import BadRequest, NotFound
+from levserve.generation import Delta
+from levserve.request.schema import require_choice
+from levserve.web.auth import key_owner
+from levserve.web.call import Call, Calls
+from levserve.web.json_body import json_response
+from levserve.web.responses.body import ResponseBody
+from levserve.web.responses.events import ResponseStream
+from levserve.web.responses.exchange import Exchange
+from levserve.web.responses.field_names import response_names
+from levserve.web.responses.input_items import InputItem
+from levserve.web.responses.objects import ResponseObject
+from levserve.web.responses.output import Output
+from levserve.web.responses.store import ResponseStore, StoredResponse
+from levserve.web.sse import stream_response
+
+MAX_LISTED = 100
+DEFAULT_LISTED = 20
+
+
+class DeletedResponse(Struct, frozen=True):
+    id: str
+    object: str = "response"
+    deleted: bool = True
+
+
+class InputItemList(Struct, frozen=True):
+    data: Sequence[InputItem]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+    object: str = "list"
+
+
+def responses_routes(calls: Calls, store: ResponseStore) -> Blueprint:
+    routes = Blueprint("responses", __name__)
+
+    @routes.post("/v1/responses")
+    def create_response() -> Response:
+        with calls.begin() as call:
+            body = call.read(ResponseBody)
+            exchange = Exchange(body, store, key_owner())
+            with response_names():
+                if body.stream:
+                    return stream_response(call, exchange.chat, ResponseStream(exchange))
+                return json_response(_run_whole(call, exchange))
+
+    @routes.get("/v1/responses/<response_id>")
+    def read_response(response_id: str) -> Response:
+        if request.args.get("stream", "false") != "false":
+            raise BadRequest("A stored response cannot be streamed.", param="stream")
+        return json_response(find(response_id).response)
+
+    @routes.delete("/v1/responses/<response_id>")
+    def delete_response(response_id: str) -> Response:
+        if not store.delete(response_id, key_owner()):
+            raise _not_found(response_id)
+        return json_response(DeletedResponse(response_id))
+
+    @routes.get("/v1/responses/<response_id>/input_items")
+    def list_input_items(response_id: str) -> Response:
+        return json_response(_list(find(response_id).items))
+
+    def find(response_id: str) -> StoredResponse:
+        found = store.get(response_id, key_owner())
+        if found is None:
+            raise _not_found(response_id)
+        return found
+
+    return routes
+
+
+def _run_whole(call: Call, exchange: Exchange) -> ResponseObject:
+    run = call.start(exchange.chat, call.get_model(exchange.chat.model))
+    begun = exchange.begin(run)
+    output = Output(run.choices[0], run.model.tokenizer)
+
+    def take(index: int, delta: Delta) -> None:
+        for _ in output.add(delta):  # the events are for streams
+            pass
+
+    run.each_delta(take)
+    for _ in output.close():
+        pass
+    return exchange.end(begun, output, run)
+
+
+def _list(items: Sequence[InputItem]) -> InputItemList:
+    """The page of items that the query asks for; as OpenAI has it, the newest come first."""
+    order = request.args.get("order", "desc")
+    require_choice(order, ("asc", "desc"), "order")
+    ordered = list(items) if order == "asc" else list(reversed(items))
+    limit = request.args.get("limit", str(DEFAULT_LISTED))
+    if not limit.isdecimal() or not 1 <= int(limit[:9]) <= MAX_LISTED:
+        raise BadRequest(f"'limit' must be an integer from 1 to {MAX_LISTED}.", param="limit")
+    after = request.args.get("after")
+    if after is not None:
+        places = [place for place, item in enumerate(ordered) if item.id == after]
+        if not places:
+            raise BadRequest(f"There is no item with the id '{after[:64]}'.", param="after")
+        ordered = ordered[places[0] + 1 :]
+    page = ordered[: int(limit)]
+    first_id = page[0].id if page else None
+    last_id = page[-1].id if page else None
+    return InputItemList(page, first_id, last_id, len(page) < len(ordered))
+
+
+def _not_found(response_id: str) -> NotFound:
+    return NotFound(f"There is no stored response with the id '{response_id[:64]}'.", param="response_id")
