@@ -112,6 +112,11 @@ class Choice:
         self._is_plain = num_logprobs is None and not stop_ids and not stops and reader is None
 
     @property
+    def has_parts(self) -> bool:
+        """Whether a reader splits its text."""
+        return self._reader is not None
+
+    @property
     def mean_logprob(self) -> float:
         """The mean log-probability of its tokens; minus infinity without tokens."""
         return self._sum_logprobs / self.num_tokens if self.num_tokens else float("-inf")
@@ -167,8 +172,9 @@ class Choice:
             shown = self._stops.add(piece)
             text += shown
             if self._reader is not None:
-                self.num_thought_tokens += self._reader.is_thinking
+                was_thinking = self._reader.is_thinking
                 parts += self._reader.add(shown)
+                self.num_thought_tokens += was_thinking or self._reader.is_thinking  # with both marks
             if self._stops.is_matched:
                 self.finish = FinishReason.STOP
                 break

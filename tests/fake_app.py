@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -66,12 +66,13 @@ def serving(
     max_inflight: int = 8,
     max_tokens: int = 0,
     tracing: Tracing | None = None,
+    make_device: Callable[[Registry], FakeDevice] | None = None,
     **settings: Any,
 ) -> Iterator[App]:
     engine = Engine(max_inflight=max_inflight, max_tokens=max_tokens, metrics=Metrics())
     watcher = Watcher()
     registry = Registry(engine)
-    device = FakeDevice(registry, obeys=obeys)
+    device = make_device(registry) if make_device else FakeDevice(registry, obeys=obeys)
     device.start()
     try:
         yield App(

@@ -33,6 +33,7 @@ from levserve.observe.metrics import Metrics
 from levserve.schedule.request import FinishReason, GenerationRequest, PooledHidden, TokenBatch, TokenLogprob
 from levserve.settings.settings import Settings
 from levserve.text.grammar import Grammars
+from levserve.text.reasoning import find_reasoning
 from levserve.text.tokenizer import Tokenizer
 from levserve.text.vocabulary import Vocabulary
 
@@ -59,17 +60,17 @@ def serve_toy(
 ) -> ServedModel:
     tokenizer = tokenizer or load_toy_tokenizer()
     grammars = Grammars(tokenizer, tokenizer.vocab_size, (metrics or Metrics()).note_grammar)
-    return ServedModel(name, tokenizer, max_seq_len, HIDDEN_SIZE, 1700000000, grammars)
+    reasoning = find_reasoning(tokenizer)
+    return ServedModel(name, tokenizer, max_seq_len, HIDDEN_SIZE, 1700000000, grammars, reasoning)
 
 
-def load_byte_tokenizer() -> Tokenizer:
+def load_byte_tokenizer(template: str = "{{ messages[-1].content }}") -> Tokenizer:
     """Each byte is a token; the chat template keeps the last message alone."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     vocab = {"</s>": PARROT_EOS} | {character: place + 1 for place, character in enumerate(alphabet)}
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, []))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
-    template = "{{ messages[-1].content }}"
     return Tokenizer(
         Vocabulary(backend, eos_ids=frozenset((PARROT_EOS,)), chat_template=template, eos_token="</s>")
     )
@@ -268,8 +269,8 @@ class Parrot(TellingDevice):
     row_kind = ParrotRow
     max_seq_len = 4096
 
-    def __init__(self, registry: Registry) -> None:
-        super().__init__(registry, load_byte_tokenizer(), obeys=False)
+    def __init__(self, registry: Registry, tokenizer: Tokenizer | None = None) -> None:
+        super().__init__(registry, tokenizer or load_byte_tokenizer(), obeys=False)
 
 
 def start_fake_device(settings: Settings, registry: Registry) -> threading.Thread:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from levserve.text.grammar import Grammars
+from levserve.text.reasoning import Reasoning
 from levserve.text.tokenizer import Tokenizer
 
 
@@ -18,6 +19,8 @@ class ServedModel:
     hidden_size: int
     created: int
     grammars: Grammars
+    reasoning: Reasoning | None = None
+    """How it thinks before it answers; None if it does not."""
     max_inflight_tokens: int = 0
     """Tokens of accepted requests that this model can hold; 0: its context length for each request."""
     aliases: tuple[str, ...] = ()

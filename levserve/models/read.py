@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,8 +18,11 @@ from levserve.observe.metrics import Metrics
 from levserve.settings.settings import Settings
 from levserve.text.chat import check_template
 from levserve.text.grammar import Grammars
+from levserve.text.reasoning import Reasoning, find_reasoning
 from levserve.text.tokenizer import Tokenizer, load_tokenizer
 from levserve.weights.checkpoint import load_arrays
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +32,7 @@ class Contents:
     arrays: dict[str, jax.Array]
     tokenizer: Tokenizer
     grammars: Grammars
+    reasoning: Reasoning | None = None
 
     @property
     def weight_bytes(self) -> int:
@@ -56,10 +61,14 @@ def read(description: Description, metrics: Metrics, report: Callable[[str], Non
 
 def _read_texts(
     settings: Settings, path: Path, vocab_rows: int, metrics: Metrics
-) -> tuple[Tokenizer, Grammars]:
+) -> tuple[Tokenizer, Grammars, Reasoning | None]:
     tokenizer = load_tokenizer(path, chat_template=_read_chat_template(settings))
     check_template(tokenizer)
-    return tokenizer, Grammars(tokenizer, vocab_rows, metrics.note_grammar)
+    grammars = Grammars(tokenizer, vocab_rows, metrics.note_grammar)
+    reasoning = find_reasoning(tokenizer, settings.reasoning)
+    if reasoning is not None:
+        logger.info("thoughts: %s", reasoning.description)
+    return tokenizer, grammars, reasoning
 
 
 def _read_chat_template(settings: Settings) -> str | None:

@@ -6,10 +6,11 @@ Called on HTTP threads, once the body has been checked.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from levserve.generation import Choice, Echo
 from levserve.request.schema import CompletionBody, GenerationBody
+from levserve.text.parts import PartReader
 from levserve.text.stops import StopStrings
 from levserve.text.tokenizer import Tokenizer
 
@@ -20,10 +21,13 @@ def make_choices(
     prompts: Sequence[list[int]],
     stop_ids: frozenset[int] = frozenset(),
     cut: Sequence[bool] = (),
+    make_reader: Callable[[], PartReader | None] = lambda: None,
+    visible: frozenset[int] = frozenset(),
 ) -> list[Choice]:
     """One choice per sequence, prompt-major. `stop_ids` end a choice here, not on the device.
 
-    `cut` tells of each prompt whether its beginning was left out.
+    `cut` tells of each prompt whether its beginning was left out. `make_reader` makes what splits an answer
+    into parts, and `visible` are the special tokens that it has to see.
     """
     skips = body.skip_special_tokens is not False
     choices: list[Choice] = []
@@ -31,12 +35,15 @@ def make_choices(
         first: Choice | None = None
         for _ in range(body.num_sequences):
             choice = Choice(
-                tokenizer.detokenizer(skip_special_tokens=skips, continues=body.continues_prompt),
+                tokenizer.detokenizer(
+                    skip_special_tokens=skips, continues=body.continues_prompt, visible=visible
+                ),
                 StopStrings(body.stops, include=body.include_stop_str_in_output is True),
                 stop_ids=stop_ids,
                 num_logprobs=body.num_logprobs,
                 echo=echo,
                 scored_by=first,
+                reader=make_reader(),
             )
             first = first or choice
             choices.append(choice)

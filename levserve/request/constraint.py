@@ -6,7 +6,7 @@ All of them become one `GrammarText`. `strict` changes nothing: every schema is 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any
 
 from msgspec import Meta, Struct
@@ -132,12 +132,22 @@ class ConstraintFields(Struct, frozen=True, kw_only=True):
             yield _schema(self.json_schema, "json_schema")
 
 
-def make_constraint(fields: ConstraintFields, tokenizer: Tokenizer, grammars: Grammars) -> Constraint | None:
-    """Compiles what the fields ask for; raises `BadRequest`."""
+def make_constraint(
+    fields: ConstraintFields,
+    tokenizer: Tokenizer,
+    grammars: Grammars,
+    add_thoughts: Callable[[Constraint | None], Constraint | None] = lambda answer: answer,
+) -> Constraint | None:
+    """Compiles what the fields ask for; raises `BadRequest`.
+
+    A grammar holds the answer, and `add_thoughts` puts free thoughts before it. Rules about single tokens
+    hold thoughts and answer.
+    """
     constraints: list[Constraint] = []
     asked = fields.find_grammar()
-    if asked is not None:
-        constraints.append(grammars.compile(asked))
+    text = add_thoughts(None if asked is None else grammars.compile(asked))
+    if text is not None:
+        constraints.append(text)
     if fields.allowed_token_ids is not None:
         allowed = frozenset(fields.allowed_token_ids)
         constraints.append(AllowedTokens(allowed, tokenizer.eos_ids, grammars.vocab_rows))

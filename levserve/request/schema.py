@@ -318,7 +318,13 @@ class Message(RefusedInMessage, frozen=True, kw_only=True):
             text = "".join(part.text or "" for part in self.content)
         else:
             text = self.content or ""
-        fields = {"role": self.role, "content": text, "name": self.name, "tool_call_id": self.tool_call_id}
+        fields = {
+            "role": self.role,
+            "content": text,
+            "name": self.name,
+            "tool_call_id": self.tool_call_id,
+            "reasoning_content": self.reasoning if self.reasoning_content is None else self.reasoning_content,
+        }
         return {name: value for name, value in fields.items() if value is not None}
 
 

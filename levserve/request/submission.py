@@ -19,6 +19,7 @@ from levserve.request.choices import make_choices
 from levserve.request.constraint import make_constraint
 from levserve.request.policy import NO_POLICY, Policy
 from levserve.request.schema import ChatBody, CompletionBody, GenerationBody
+from levserve.request.thinking import find_thinking, template_kwargs
 from levserve.request.truncation import Truncation, bos_of, keep_last
 from levserve.schedule.request import GenerationRequest, Sampling
 from levserve.text.chat import render_chat
@@ -69,7 +70,10 @@ def prepare(
     check_token_ids("stop_token_ids", body.stop_token_ids or (), model.tokenizer)
     limits = [_fit(prompt, body, model, policy.max_new_tokens) for prompt in prompts]
     check_token_ids("allowed_token_ids", body.allowed_token_ids or (), model.tokenizer)
-    constraint = make_constraint(body, model.tokenizer, model.grammars) if body.max_length != 0 else None
+    thinking = find_thinking(body, model, prompts)
+    constraint = None
+    if body.max_length != 0:
+        constraint = make_constraint(body, model.tokenizer, model.grammars, thinking.constrain)
     device_stops, choice_stops = _stop_ids(body, model.tokenizer)
     seed = seeds.draw() if body.seed is None else body.seed
     sampling = _sampling(body, seed)
@@ -93,7 +97,15 @@ def prepare(
                     shares_prompt_of=None if is_first else first_id,
                 )
             )
-    choices = make_choices(body, model.tokenizer, prompts, choice_stops, cut)
+    choices = make_choices(
+        body,
+        model.tokenizer,
+        prompts,
+        choice_stops,
+        cut,
+        make_reader=lambda: thinking.make_reader(None),
+        visible=thinking.visible,
+    )
     return Submission(prompts, requests, choices, truncation.warnings(body.prompt_param, model.max_seq_len))
 
 
@@ -156,7 +168,7 @@ def _tokenize(body: GenerationBody, model: ServedModel, *, checks_length: bool) 
             messages,
             add_generation_prompt=body.add_generation_prompt is not False,
             continue_final_message=body.continue_final_message is True,
-            template_kwargs=body.chat_template_kwargs,
+            template_kwargs=template_kwargs(body, model),
         )
     except RecursionError:
         raise BadRequest(

@@ -54,6 +54,7 @@ OWN_SETTINGS = (
     "revision",
     "tokenizer",
     "chat_template",
+    "reasoning",
     "served_model_name",
 )
 """Settings that a model's section never inherits."""
@@ -165,6 +166,13 @@ class Settings:
     )
     chat_template: str = setting(
         "model", PATH, "", "Jinja file to use instead of the model's own chat template."
+    )
+    reasoning: str = setting(
+        "model",
+        one_of("auto", "none", "think", "mistral", "gemma", "harmony"),
+        "auto",
+        "How the model marks its thoughts: as its chat template tells, not at all, or as a family does "
+        "(think: <think>...</think>).",
     )
     served_model_name: tuple[str, ...] = setting(
         "model",

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
+from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
@@ -53,6 +54,11 @@ def render_template(
     return _cut(text, messages[-1]["content"]) if continue_final_message else text
 
 
+def find_names(template: str) -> frozenset[str]:
+    """The variables that a template reads."""
+    return frozenset(find_undeclared_variables(_environment().parse(template)))
+
+
 def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
     """A copy with the model's reasoning under both names that templates read."""
     for name in _REASONING:
@@ -71,6 +77,15 @@ def _cut(text: str, final: str) -> str:
 
 @lru_cache
 def _compile(template: str) -> Template:
+    try:
+        return _environment().from_string(template)
+    except TemplateSyntaxError as error:
+        raise StartupError(f"the chat template is broken at line {error.lineno}: {error.message}") from error
+    except SyntaxError as error:  # a `break` outside a loop shows when Python compiles Jinja's code
+        raise StartupError(f"the chat template is broken: {error.msg}") from error
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
     )
@@ -79,12 +94,7 @@ def _compile(template: str) -> Template:
     environment.globals["namespace"] = _Namespace
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    try:
-        return environment.from_string(template)
-    except TemplateSyntaxError as error:
-        raise StartupError(f"the chat template is broken at line {error.lineno}: {error.message}") from error
-    except SyntaxError as error:  # a `break` outside a loop shows when Python compiles Jinja's code
-        raise StartupError(f"the chat template is broken: {error.msg}") from error
+    return environment
 
 
 class _Generation(Extension):

@@ -6,7 +6,7 @@ HTTP code imports this module before the fork, so it must not import anything sl
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -34,6 +34,18 @@ class SpeltTokens(dict[int, bytes | None]):
         text = self._backend.id_to_token(token)
         self[token] = spelt = None if text is None else self._spelling.spell(text)
         return spelt
+
+
+class _Visible:
+    """Spells tokens, also some of the special ones."""
+
+    def __init__(self, shown: frozenset[int], every: SpeltTokens, ordinary: SpeltTokens) -> None:
+        self._shown = shown
+        self._every = every
+        self._ordinary = ordinary
+
+    def __call__(self, token: int) -> bytes | None:
+        return (self._every if token in self._shown else self._ordinary)[token]
 
 
 class Tokenizer:
@@ -86,10 +98,25 @@ class Tokenizer:
         """The UTF-8 bytes of a token, which may be part of a character; none for an id without a token."""
         return self._bytes[token] or b""
 
-    def detokenizer(self, *, skip_special_tokens: bool = True, continues: bool = False) -> Detokenizer:
-        """A new detokenizer; with `continues` its text follows a prompt and keeps its first space."""
-        spelt = self._visible_bytes if skip_special_tokens else self._bytes
-        return Detokenizer(spelt.__getitem__, self._spelling, continues=continues)
+    def detokenizer(
+        self,
+        *,
+        skip_special_tokens: bool = True,
+        continues: bool = False,
+        visible: frozenset[int] = frozenset(),
+    ) -> Detokenizer:
+        """A new detokenizer; with `continues` its text follows a prompt and keeps its first space.
+
+        The special tokens in `visible` are in the text even if the others are skipped.
+        """
+        spell: Callable[[int], bytes | None]
+        if not skip_special_tokens:
+            spell = self._bytes.__getitem__
+        elif visible:
+            spell = _Visible(visible, self._bytes, self._visible_bytes)
+        else:
+            spell = self._visible_bytes.__getitem__
+        return Detokenizer(spell, self._spelling, continues=continues)
 
 
 def load_tokenizer(path: Path, *, chat_template: str | None = None) -> Tokenizer:

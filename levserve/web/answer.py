@@ -30,11 +30,17 @@ class CachedTokens(Struct, frozen=True):
     cached_tokens: int
 
 
+class ReasoningTokens(Struct, frozen=True):
+    reasoning_tokens: int
+
+
 class Usage(Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
+    completion_tokens_details: ReasoningTokens | UnsetType = UNSET
+    """Where an answer may have thoughts: their tokens, which `completion_tokens` counts too."""
 
 
 class Timings(Struct, frozen=True):
@@ -267,4 +273,12 @@ def count_usage(prompts: Sequence[Sequence[int]], choices: Sequence[Choice]) -> 
         # A prompt's later choices find in the cache what the first one has just computed; the smallest number
         # was saved.
         num_cached += min(choice.num_cached for choice in choices[start : start + num_choices])
-    return Usage(num_prompt, num_completion, num_prompt + num_completion, CachedTokens(num_cached))
+    num_thought = sum(choice.num_thought_tokens for choice in choices)
+    has_parts = any(choice.has_parts for choice in choices)
+    return Usage(
+        num_prompt,
+        num_completion,
+        num_prompt + num_completion,
+        CachedTokens(num_cached),
+        ReasoningTokens(num_thought) if has_parts else UNSET,
+    )

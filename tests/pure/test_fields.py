@@ -86,6 +86,8 @@ VALUES: dict[str, dict[str, Any]] = {
         "add_generation_prompt": False,
         "continue_final_message": True,
         "chat_template_kwargs": {"messages": 1},
+        "reasoning_effort": "high",
+        "thinking_token_budget": 5,
         "skip_special_tokens": {
             "messages": [{"role": "user", "content": "t382"}],
             "continue_final_message": True,
