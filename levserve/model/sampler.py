@@ -1,20 +1,20 @@
 """Draws one token per row from its logits, on the device, each row by its own rules.
 
-Of three modes the host picks the cheapest that serves every row: greedy, plain (temperature, top-k, top-p and
-min-p) and full (everything). Full mode skips at run time what no row asks for, so that one program is enough
-on a CPU. A row draws the same token in any mode that can serve it, next to any neighbours: the draw is an
-inverse CDF at random numbers that depend on the request's seed and the position alone. The vocabulary is
-never sorted.
+There are three modes: greedy, plain (temperature, top-k, top-p and min-p) and full (everything). The host
+picks the cheapest one that serves every row. Full mode skips at run time what no row asks for, so that one
+program is enough on a CPU. A row draws the same token in every mode that can serve it, whatever its
+neighbours are: the draw inverts the cumulative distribution at random numbers that depend on nothing but the
+request's seed and the position.
 
 A row may be held to a mask of tokens at one position. It draws as always, and if the mask does not allow the
-token it draws once more from what the mask allows. For a greedy row that is the likeliest allowed token, and
-for others a draw from the allowed ones: p + (1 - a) p / a = p / a, if a is what all of them have together.
+token, it draws once more from the allowed ones. For a greedy row the result is the likeliest allowed token.
+For other rows it is distributed as a single draw from the allowed tokens would be: where p is a token's
+probability and a that of all allowed tokens together, p + (1 - a) p / a = p / a.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from enum import StrEnum
 from typing import Annotated, Any, NamedTuple
 
@@ -24,25 +24,25 @@ import numpy as np
 from jax import lax
 
 from levserve.model.backend import Backend, Likeliest
+from levserve.model.search import chunked, largest, likeliest, row_of
+from levserve.model.truncation import find_floor
 
 NUM_TOP = 20
 """Alternatives returned with every token in full mode: the most that OpenAI's API lets a client ask for."""
-NUM_CANDIDATES = 128
-"""Likeliest tokens looked at for top-k and top-p before falling back to a search over the vocabulary."""
-CHUNK, SMALL_CHUNK = 256, 32
-"""Tokens of the vocabulary looked at together, at most, to find one of them or several."""
 NUM_ATTEMPTS = 8
-"""Draws with fresh random numbers that a kernel makes until one is in the nucleus of top-p: each is with
-probability top_p."""
+"""Draws that a kernel makes, each with fresh random numbers, until one lies in the nucleus of top-p. Each of
+them does with a probability of at least top_p."""
 MOST_LOGITS = 2**18
-"""Logits that a CPU edits at once: more memory would be taken from the system and returned at every step."""
+"""The most logits that a CPU edits at once. A larger buffer would be taken from the operating system and
+given back at every step."""
 SECOND_DRAW = 2**30
-"""Added to a position for other random numbers; no sequence is as long."""
+"""Added to the position for the random numbers of a second draw; no sequence is this long."""
 MAX_EDITS = 332
-"""Logit edits a row may have: 300 biases, 16 stop ids, and the model's own end tokens."""
+"""The most logit edits that a row may have: 300 biases, 16 stop ids, and the model's own end tokens."""
 BANNED = -1e30
+"""Added to the logit of a token that must not be drawn."""
 POISONED = -1
-"""Stands for a token where the row's logits are not finite."""
+"""Drawn in place of a token by a row whose logits are not finite."""
 
 
 class Mode(StrEnum):
@@ -54,12 +54,12 @@ class Mode(StrEnum):
 Floats = Annotated[jax.Array, np.float32]
 Ints = Annotated[jax.Array, np.int32]
 Seeds = Annotated[jax.Array, np.uint64]
-"""As two words, uint32 [row, 2]."""
+"""On the device a seed is two words: uint32 [row, 2]."""
 
 
 class Rules(NamedTuple):
-    """How each row is sampled; every field is [row]. Annotations name the types in which `device/rules.py`
-    packs them."""
+    """How each row is sampled; every field is [row]. An annotation names the type as which `device/rules.py`
+    packs the field."""
 
     temperature: Floats
     top_k: Ints
@@ -76,10 +76,10 @@ class Rules(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """What full mode remembers of each row: its tokens by position, the logits to edit, and a mask.
+    """What full mode remembers of each row: its tokens by position, its logit edits, and a mask.
 
-    An edit adds `values` to the logit of `ids` while the position is below `until`. The mask holds for the
-    one position `mask_at` of a row that is constrained.
+    An edit adds its value to the logit of its id at positions below its `until`. The mask applies to a
+    constrained row at the position `mask_at` alone.
     """
 
     history: jax.Array
@@ -95,7 +95,8 @@ class Memory(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """Tokens [row]; in full mode also their raw log-probabilities [row] and the likeliest [row, NUM_TOP]."""
+    """Tokens [row]; in full mode also their raw log-probabilities [row] and the likeliest tokens with theirs
+    [row, NUM_TOP]."""
 
     tokens: jax.Array
     logprobs: jax.Array | None = None
@@ -112,8 +113,8 @@ def sample(
     backend: Backend,
     num_used: jax.Array | None = None,
 ) -> Drawn:
-    """Draws the token for `positions` [row] from float32 logits [row, vocab]; `POISONED` where they are not
-    finite.
+    """Draws the token at `positions` [row] from float32 logits [row, vocab]; it is `POISONED` if the row's
+    logits are not finite.
 
     Rows after the first `num_used` [1] are padding.
     """
@@ -128,7 +129,7 @@ def sample(
     assert memory is not None
     if backend.traits.has_all_modes:
         drawn = _sample_fully(logits, positions, rules, memory)
-    else:  # this program also serves rows that ask for less, for which copying all logits would be a waste
+    else:  # this program also serves rows that ask for less, which need no copy of the logits
         drawn = _sample_as_asked(logits, best, positions, rules, memory)
     return drawn._replace(tokens=_mark_poisoned(drawn.tokens, best))
 
@@ -180,8 +181,8 @@ def _sample_fully(logits: jax.Array, positions: jax.Array, rules: Rules, memory:
     def draw(
         attempt: jax.Array, tokens: jax.Array, is_misfit: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The second attempt is under the masks, for rows whose first token did not fit. The two are one
-        loop because their code takes a second to compile."""
+        """Draws under the masks at the second attempt, for rows whose first token did not fit. The attempts
+        are a loop because compiling the code of a draw twice would take a second longer."""
         allowed = lax.cond(attempt > 0, lambda: _mask(edited, memory), lambda: edited)
         best = likeliest(allowed)
         found = choose(allowed, _floor(allowed, rules), best, positions + attempt * SECOND_DRAW, rules)
@@ -198,7 +199,7 @@ def _sample_fully(logits: jax.Array, positions: jax.Array, rules: Rules, memory:
 
 
 def _is_held(positions: jax.Array, rules: Rules, memory: Memory) -> jax.Array:
-    """Whether the row's draw for this position has a mask."""
+    """Whether the row has a mask for this position."""
     return (rules.is_constrained != 0) & (positions == memory.mask_at)
 
 
@@ -210,7 +211,7 @@ def _find_misfits(tokens: jax.Array, positions: jax.Array, rules: Rules, memory:
 
 
 def _mask(logits: jax.Array, memory: Memory) -> jax.Array:
-    """The logits of what the masks allow, and minus infinity for the rest."""
+    """The logits of the tokens that the masks allow, and minus infinity for all others."""
     bits = memory.mask[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)[None, None] & 1
     is_allowed = bits.reshape(bits.shape[0], -1)[:, : logits.shape[1]] == 1
     return jnp.where(is_allowed, logits, -jnp.inf)
@@ -225,43 +226,15 @@ def _is_truncated(rules: Rules) -> jax.Array:
 
 
 def _mark_poisoned(tokens: jax.Array, best: Likeliest) -> jax.Array:
-    """A NaN anywhere makes the row's largest logit one; single tokens may well be -inf."""
+    """Looks at the largest logit alone: a NaN anywhere in a row makes it NaN, and others may be -inf."""
     return jnp.where(jnp.isfinite(best.values), tokens, POISONED)
 
 
-def likeliest(logits: jax.Array) -> Likeliest:
-    """The largest entry of each row, in two levels: several times faster than one argmax on CPU."""
-    chunks = _chunked(logits, -jnp.inf)
-    tops = chunks.max(-1)
-    best = jnp.argmax(tops, axis=-1)
-    tokens = best * chunks.shape[-1] + jnp.argmax(_row_of(chunks, best), axis=-1)
-    return Likeliest(tokens.astype(jnp.int32), tops.max(-1))
-
-
-def largest(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """The largest entries of each row in descending order, and their places, as `lax.top_k` gives, which
-    sorts on a GPU.
-
-    They lie in the chunks with the largest maxima. Of equal entries the first counts, in chunks as in
-    entries.
-    """
-    chunks = _chunked(x, -jnp.inf, SMALL_CHUNK)
-    if chunks.shape[1] <= 2 * count:
-        values, places = lax.top_k(x, count)
-        return values, places.astype(jnp.int32)
-    chosen = jnp.sort(lax.top_k(chunks.max(-1), count)[1], axis=-1)
-    near = jnp.take_along_axis(chunks, chosen[:, :, None], axis=1).reshape(x.shape[0], -1)
-    values, at = lax.top_k(near, count)
-    size = chunks.shape[-1]
-    places = jnp.take_along_axis(chosen, at // size, axis=1) * size + at % size
-    return values, places.astype(jnp.int32)
-
-
 def logprobs_of(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The model's own log-probabilities: of the tokens [row], and of the likeliest, ids and values [row,
-    NUM_TOP].
+    """The model's own log-probabilities: those of the tokens [row], and the ids and log-probabilities of the
+    likeliest [row, NUM_TOP].
 
-    A token that is also among the likeliest has the very same number in both.
+    A token that is also among the likeliest has exactly the same number in both.
     """
     total = jax.nn.logsumexp(logits, axis=-1)
     top, top_ids = largest(logits, NUM_TOP)
@@ -286,8 +259,8 @@ def _no_logprobs(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.A
 def choose(
     logits: jax.Array, floor: jax.Array | None, best: Likeliest, positions: jax.Array, rules: Rules
 ) -> jax.Array:
-    """Greedy for rows at temperature 0, else a draw from the softmax of what is not below the floor [row], if
-    there is one."""
+    """The likeliest token for a row at temperature 0. Other rows draw from the softmax over the tokens that
+    are not below `floor` [row], or over all of them if there is no floor."""
 
     def draw() -> jax.Array:
         weights = jnp.exp((logits - best.values[:, None]) / _divisor(rules))
@@ -308,22 +281,23 @@ def _points(positions: jax.Array, rules: Rules, *shape: int) -> jax.Array:
 
 
 def _draw(weights: jax.Array, points: jax.Array) -> jax.Array:
-    """Inverse CDF in two levels: a chunk of the vocabulary, then a token in it, by a random number each."""
-    chunks = _chunked(weights, 0.0)
+    """Draws a chunk of the vocabulary and then a token in it, with a random number for each."""
+    chunks = chunked(weights, 0.0)
     chunk = _first_beyond(chunks.sum(-1), points[:, 0])
-    within = _first_beyond(_row_of(chunks, chunk), points[:, 1])
+    within = _first_beyond(row_of(chunks, chunk), points[:, 1])
     return (chunk * chunks.shape[-1] + within).astype(jnp.int32)
 
 
 def _first_beyond(weights: jax.Array, point: jax.Array) -> jax.Array:
-    """Index of the first running sum above `point` of the whole; the heaviest if rounding leaves none."""
+    """The first index at which the running sum exceeds the share `point` of the total; if rounding leaves
+    none, that of the largest weight."""
     sums = jnp.cumsum(weights, axis=-1)
     is_beyond = (sums > point[:, None] * sums[:, -1:]) & (weights > 0)
     return jnp.where(is_beyond.any(-1), jnp.argmax(is_beyond, axis=-1), jnp.argmax(weights, axis=-1))
 
 
 def _edit(logits: jax.Array, positions: jax.Array, rules: Rules, memory: Memory) -> jax.Array:
-    """Penalties and the rows' own edits."""
+    """The logits after penalties, and after each row's own edits."""
 
     def edit(logits: jax.Array) -> jax.Array:
         number = jnp.arange(MAX_EDITS, dtype=jnp.int32)[None]
@@ -340,7 +314,7 @@ def _edit(logits: jax.Array, positions: jax.Array, rules: Rules, memory: Memory)
 
 
 def _penalise(logits: jax.Array, positions: jax.Array, rules: Rules, memory: Memory) -> jax.Array:
-    """Presence and frequency count what was generated; repetition counts the prompt as well."""
+    """Presence and frequency penalties count generated tokens; repetition counts the prompt as well."""
     at = jnp.arange(memory.history.shape[1], dtype=jnp.int32)[None]
     is_known = at < positions[:, None]
     is_generated = is_known & (at >= rules.prompt_len[:, None])
@@ -355,97 +329,14 @@ def _penalise(logits: jax.Array, positions: jax.Array, rules: Rules, memory: Mem
 
 
 def _divisor(rules: Rules) -> jax.Array:
-    """Of logits [row, vocab] before they are weighed."""
+    """What logits [row, vocab] are divided by: the temperature, kept away from 0."""
     return jnp.maximum(rules.temperature, 1e-5)[:, None]
 
 
 def _floor(logits: jax.Array, rules: Rules) -> jax.Array:
-    """The lowest logit of each row, over the temperature, that top-k, then top-p, then min-p allow."""
+    """The lowest logit of each row, divided by the temperature, that may be drawn; -inf if all may."""
 
     def find() -> jax.Array:
-        scaled = logits / _divisor(rules)
-        vocab = logits.shape[1]
-        top_k = jnp.where(rules.top_k > 0, jnp.minimum(rules.top_k, vocab), vocab)
-        candidates, _ = largest(scaled, min(NUM_CANDIDATES, vocab))
-        floor = _top_k_floor(scaled, candidates, top_k)
-        floor = jnp.maximum(floor, _top_p_floor(scaled, candidates, floor, rules.top_p))
-        return jnp.maximum(floor, candidates[:, 0] + jnp.log(rules.min_p))
+        return find_floor(logits / _divisor(rules), rules.top_k, rules.top_p, rules.min_p)
 
     return lax.cond(_is_truncated(rules).any(), find, lambda: jnp.full(logits.shape[0], -jnp.inf))
-
-
-def _top_k_floor(scaled: jax.Array, candidates: jax.Array, top_k: jax.Array) -> jax.Array:
-    """The k-th largest value of each row."""
-    num = candidates.shape[1]
-    near = jnp.take_along_axis(candidates, jnp.minimum(top_k, num)[:, None] - 1, axis=1)[:, 0]
-    is_far = (top_k > num) & (top_k < scaled.shape[1])
-
-    def search() -> jax.Array:
-        return _lowest_floor(scaled, lambda keep: keep.sum(-1) >= top_k)
-
-    far = lax.cond(is_far.any(), search, lambda: near)
-    return jnp.where(is_far, far, jnp.where(top_k <= num, near, -jnp.inf))
-
-
-def _top_p_floor(scaled: jax.Array, candidates: jax.Array, floor: jax.Array, top_p: jax.Array) -> jax.Array:
-    """The value of the last token in the smallest set that reaches top_p, among those not below `floor`."""
-    top = candidates[:, :1]
-    weights = jnp.where(scaled >= floor[:, None], jnp.exp(scaled - top), 0.0)
-    wanted = top_p * weights.sum(-1)
-    reached = jnp.cumsum(jnp.where(candidates >= floor[:, None], jnp.exp(candidates - top), 0.0), axis=-1)
-    is_reached = reached >= wanted[:, None]
-    near = jnp.take_along_axis(candidates, jnp.argmax(is_reached, axis=-1)[:, None], axis=1)[:, 0]
-    is_far = ~is_reached.any(-1) & (top_p < 1)
-
-    def search() -> jax.Array:
-        return _lowest_floor(scaled, lambda keep: jnp.where(keep, weights, 0.0).sum(-1) >= wanted)
-
-    far = lax.cond(is_far.any(), search, lambda: near)
-    return jnp.where(top_p >= 1, -jnp.inf, jnp.where(is_far, far, near))
-
-
-def _lowest_floor(scaled: jax.Array, is_enough: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """The highest floor [row] that keeps enough, by search over the float32 numbers themselves.
-
-    It settles two bits of the floor at a time, which reads the logits half as often as one.
-    """
-    ordered = _ordered(scaled)
-
-    def narrow(step: jax.Array | int, floor: jax.Array) -> jax.Array:
-        unit = jnp.uint32(1) << (30 - 2 * jnp.uint32(step))
-        raised = (floor + unit * jnp.uint32(times) for times in (1, 2, 3))
-        return floor + unit * sum(
-            is_enough(ordered >= higher[:, None]).astype(jnp.uint32) for higher in raised
-        )
-
-    floor = lax.fori_loop(0, 16, narrow, jnp.zeros(scaled.shape[0], jnp.uint32))
-    return _from_ordered(jnp.maximum(floor, ordered.min(-1)))
-
-
-def _ordered(x: jax.Array) -> jax.Array:
-    """Float32 as uint32 that compare in the same order."""
-    bits = lax.bitcast_convert_type(x, jnp.uint32)
-    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
-
-
-def _from_ordered(bits: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(
-        jnp.where(bits >> 31 == 1, bits & jnp.uint32((1 << 31) - 1), ~bits), jnp.float32
-    )
-
-
-def _chunked(x: jax.Array, fill: float, size: int = CHUNK) -> jax.Array:
-    """[row, vocab] as [row, chunk, size]; with smaller chunks, down to a quarter, if those divide the
-    vocabulary evenly.
-
-    Otherwise the end is padded, for which a CPU copies all of it: a draw for 32 rows of 151,936 tokens then
-    takes more than three times as long.
-    """
-    fitting = math.gcd(size, x.shape[1])
-    size = fitting if 4 * fitting >= size else size
-    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % size)), constant_values=fill)
-    return x.reshape(x.shape[0], -1, size)
-
-
-def _row_of(chunks: jax.Array, index: jax.Array) -> jax.Array:
-    return jnp.take_along_axis(chunks, index[:, None, None], axis=1)[:, 0]

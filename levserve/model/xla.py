@@ -27,7 +27,7 @@ from levserve.model.cache import Place, take_ends
 from levserve.model.experts import mix_gathered, mix_in_blocks, mix_in_slots
 from levserve.model.quantize import multiply_rotated
 from levserve.model.rotary import Angles, rotate
-from levserve.model.sampler import likeliest
+from levserve.model.search import likeliest
 from levserve.model.traits import ACCELERATOR_TRAITS, CPU_TRAITS, GPU_TRAITS, Traits
 
 LIBRARY_ROWS = 64

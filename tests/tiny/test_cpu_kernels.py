@@ -28,7 +28,7 @@ from levserve.model.cpu.heads import HeadShape
 from levserve.model.hadamard import rotate
 from levserve.model.int8_packing import pack
 from levserve.model.quantize import STEPS, multiply_rotated
-from levserve.model.sampler import likeliest
+from levserve.model.search import likeliest
 from levserve.model.xla import XLA_ON_CPU
 from tests.targets import FOREIGN, HOST, NAMED, RUNNABLE, on_each_target, with_examples
 

@@ -15,7 +15,6 @@ from levserve.model.gpu.backend import GpuBackend
 from levserve.model.gpu.draw import draw_tokens
 from levserve.model.sampler import (
     MAX_EDITS,
-    NUM_CANDIDATES,
     NUM_TOP,
     POISONED,
     Drawn,
@@ -23,10 +22,10 @@ from levserve.model.sampler import (
     Mode,
     Rules,
     choose,
-    largest,
-    likeliest,
     sample,
 )
+from levserve.model.search import largest, likeliest
+from levserve.model.truncation import NUM_CANDIDATES
 from levserve.model.xla import XLA_ON_CPU
 
 VOCAB = 300
