@@ -43,6 +43,8 @@ PromptLimit = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
 """Of `truncate_prompt_tokens`; `check_prompt_limit` refuses 0."""
 Seconds = Annotated[float, Meta(gt=0)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Priority = int
+"""VLLM's: a smaller number is served first, and 0 is the default."""
 
 # Known fields that this server cannot honour yet, each with the values that ask for nothing.
 UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
@@ -51,7 +53,6 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "documents": ([],),
     "length_penalty": (1,),
     "modalities": (["text"], []),
-    "priority": (0,),
     "suffix": ("",),
     "use_beam_search": (False,),
     "web_search_options": (),
@@ -113,6 +114,7 @@ class GenerationBody(Refused, frozen=True, kw_only=True):
     truncate_prompt_tokens: PromptLimit | None = None
     timings: bool | None = None
     timeout: Seconds | None = None
+    priority: Priority | None = None
     user: str | None = None
 
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None

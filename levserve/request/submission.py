@@ -95,6 +95,7 @@ def prepare(
                     score_from=_score_from(prompt, body) if is_first else None,
                     constraint=constraint,
                     shares_prompt_of=None if is_first else first_id,
+                    priority=body.priority or 0,
                 )
             )
     choices = make_choices(

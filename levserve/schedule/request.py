@@ -67,6 +67,8 @@ class GenerationRequest:
     """What the generated text is held to."""
     shares_prompt_of: str | None = None
     """The id of an earlier request with the very same prompt, which need not be computed again."""
+    priority: int = 0
+    """Requests with a smaller number are served first, and those with the same in the order of arrival."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,10 @@
 """Decides, before every round, which sequences run, on which pages, and which have to wait.
 
 Called by the device loop only. Plain Python over numbers: no arrays, no clock of its own, no threads. The
-order is first come, first served, also after a preemption: a sequence that lost its pages keeps its tokens
-and its place.
+order is by priority, and first come, first served among equals, also after a preemption: a sequence that lost
+its pages keeps its tokens and its place. A waiting sequence that outranks a running one takes its slot or its
+pages where none are free. Nobody starves: every so many admissions the sequence that came first of all
+waiting ones is raised to the highest priority there is, and keeps it.
 
 A round may be planned before the last one has been read back. The number of tokens in flight is known and
 only their values are not, so positions and pages can be given ahead; a sequence that turns out to have
@@ -58,24 +60,23 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._roster.waiting or self._roster.running)
+        return self.num_waiting + self.num_running > 0
 
     @property
     def is_speculating(self) -> bool:
         """Whether the next plan should draft; everything in flight must be read before."""
         return self.speculation is not None and self.speculation.pays(
-            sum(sequence.is_primed for sequence in self._roster.running.values())
+            sum(sequence.is_primed for sequence in self._roster.running)
         )
 
     @property
     def reads_first(self) -> bool:
         """Whether the next plan gains by waiting for the round in flight: in rounds of one step with nothing
         but constrained rows every draw can then have its mask, and no round is void."""
-        if self.budget.steps > 1 or not self._roster.running:
+        if self.budget.steps > 1 or not self.num_running:
             return False
         return all(
-            sequence.matcher is not None and not sequence.matcher.is_free
-            for sequence in self._roster.running.values()
+            sequence.matcher is not None and not sequence.matcher.is_free for sequence in self._roster.running
         )
 
     @property
@@ -85,7 +86,7 @@ class Scheduler:
 
     def backlog(self) -> Backlog:
         """Tokens still to compute if every sequence takes all it may; looks at each of them."""
-        sequences = (*self._roster.running.values(), *self._roster.waiting.values())
+        sequences = (*self._roster.running, *self._roster.waiting)
         prefill = sum(
             len(sequence.tokens) - sequence.num_computed for sequence in sequences if not sequence.is_primed
         )
@@ -97,13 +98,13 @@ class Scheduler:
         return self._roster.pages_for(len(request.prompt) + request.max_tokens) <= self.pool.num_pages
 
     def add(self, request: GenerationRequest) -> Sequence:
-        """Puts a request that `fits` at the end of the queue."""
+        """Puts a request that `fits` in the queue, behind all of its priority."""
         matcher = None if request.constraint is None else request.constraint.start()
         drafter = None
         if self.speculation is not None and matcher is None:
             drafter = Drafter(self.speculation.num_draft)
         sequence = Sequence(request, list(request.prompt), matcher=matcher, drafter=drafter)
-        self._roster.waiting[request.request_id] = sequence
+        self._roster.add(sequence)
         return sequence
 
     def end(self, request_id: str, finish: FinishReason) -> SequenceUpdate | None:
@@ -115,15 +116,18 @@ class Scheduler:
         return SequenceUpdate(sequence, TokenBatch(tokens=(), finish=finish))
 
     def end_all(self, finish: FinishReason) -> list[SequenceUpdate]:
-        ends = [self.end(request_id, finish) for request_id in (*self._roster.running, *self._roster.waiting)]
+        ends = [
+            self.end(request_id, finish)
+            for request_id in (*self._roster.running.ids, *self._roster.waiting.ids)
+        ]
         return [end for end in ends if end is not None]
 
     def expire(self, now: float) -> list[SequenceUpdate]:
         """Ends every sequence whose deadline has passed, waiting ones before they cost anything."""
         late = [
-            request_id
+            sequence.request.request_id
             for sequences in (self._roster.running, self._roster.waiting)
-            for request_id, sequence in sequences.items()
+            for sequence in sequences
             if sequence.request.deadline is not None and sequence.request.deadline <= now
         ]
         ends = [self.end(request_id, FinishReason.DEADLINE) for request_id in late]
@@ -135,7 +139,7 @@ class Scheduler:
 
         Beside running streams it prefills no more than the budget allows, and `max_prefill`.
         """
-        preempted: list[tuple[Sequence, int]] = []
+        preempted = self._roster.make_way()
         rows = self._plan_rows(preempted)
         admitted: list[Sequence] = []
         forks: list[Fork] = []
@@ -173,7 +177,7 @@ class Scheduler:
     def forget_prefixes(self) -> None:
         """Called when the weights have changed: running sequences keep their KV, later ones compute anew."""
         self.pool.forget()
-        for sequence in self._roster.running.values():
+        for sequence in self._roster.running:
             sequence.is_stale = True
 
     def check(self) -> None:
@@ -190,13 +194,13 @@ class Scheduler:
         return gained
 
     def _plan_rows(self, preempted: list[tuple[Sequence, int]]) -> list[Row]:
-        """Gives every decoding sequence its pages for the round, oldest first; the youngest lose theirs if
-        there are too few."""
+        """Gives every decoding sequence its pages for the round, in order; the last ones lose theirs if there
+        are too few."""
         rows: list[Row] = []
         drafts = self._draft() if self.is_speculating else {}
         max_steps = 1 if drafts else self.budget.steps
         page_size = self.pool.page_size
-        for sequence in list(self._roster.running.values()):
+        for sequence in list(self._roster.running):
             if sequence.slot is None or not sequence.is_primed or sequence.is_verifying:
                 continue  # preempted a moment ago, or still prefilling
             steps = min(max_steps, sequence.max_length - sequence.length)
@@ -205,7 +209,7 @@ class Scheduler:
             position = sequence.num_computed
             has_pages = position + steps <= len(sequence.pages) * page_size
             if not has_pages and not self._grow(sequence, position + steps, preempted):
-                break  # it was the youngest itself, so none is left after it
+                break  # it was the last itself, so none is left after it
             is_masked = sequence.num_pending == 0 and sequence.needs_mask
             rows.append(
                 Row(sequence, sequence.slot, position, steps, epoch=sequence.epoch, is_masked=is_masked)
@@ -220,9 +224,9 @@ class Scheduler:
     def _draft(self) -> dict[str, tuple[int, ...]]:
         """Drafts for the sequences whose tokens are all known."""
         drafts = {}
-        for request_id, sequence in self._roster.running.items():
+        for sequence in self._roster.running:
             if sequence.is_primed and not sequence.num_pending and sequence.drafter is not None:
-                drafts[request_id] = sequence.drafter.propose(
+                drafts[sequence.request.request_id] = sequence.drafter.propose(
                     sequence.tokens, sequence.max_length - sequence.length - 1
                 )
         return {request_id: draft for request_id, draft in drafts.items() if draft}
@@ -238,14 +242,15 @@ class Scheduler:
         return row._replace(draft=draft)
 
     def _grow(self, sequence: Sequence, length: int, preempted: list[tuple[Sequence, int]]) -> bool:
-        """Gives the sequence its missing pages for `length` positions, preempting the youngest; False if that
-        is itself."""
+        """Gives the sequence its missing pages for `length` positions, preempting the last; False if that is
+        itself."""
         missing = self._roster.pages_for(length) - len(sequence.pages)
         while (pages := self.pool.take(missing)) is None:
-            youngest = next(reversed(self._roster.running.values()))
-            preempted.append((youngest, youngest.num_computed))
-            self._roster.preempt(youngest)
-            if youngest is sequence:
+            victim = self._roster.running.last()
+            assert victim is not None  # `sequence` runs
+            preempted.append((victim, victim.num_computed))
+            self._roster.preempt(victim)
+            if victim is sequence:
                 return False
         sequence.pages += pages
         return True
@@ -261,7 +266,7 @@ class Scheduler:
         """
         sizes, overhead = self.budget.chunk_sizes, self.budget.chunk_overhead
         chunks: list[Chunk] = []
-        prefilling = [sequence for sequence in self._roster.running.values() if not sequence.is_primed]
+        prefilling = [sequence for sequence in self._roster.running if not sequence.is_primed]
         is_deep = bool(prefilling) and prefilling[0].num_computed >= DEEP_TOKENS
         budget = self.budget.idle_tokens if busy_tokens is None else busy_tokens
         left = max(budget, sizes[0] if is_deep or len(sizes) < 3 else sizes[1])

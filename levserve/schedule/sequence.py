@@ -25,6 +25,8 @@ class Sequence:
 
     request: GenerationRequest
     tokens: list[int]
+    number: int = 0
+    """Counts arrivals."""
     slot: int | None = None
     pages: list[int] = field(default_factory=list)
     num_computed: int = 0
@@ -54,9 +56,17 @@ class Sequence:
     is_verifying: bool = False
     """Whether a draft is in flight, so that not even the number of its tokens is known."""
     max_length: int = field(init=False)
+    priority: int = field(init=False)
+    """The request's own, until the sequence has waited too long."""
 
     def __post_init__(self) -> None:
+        self.priority = self.request.priority
         self.max_length = len(self.request.prompt) + self.request.max_tokens
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Sequences of a smaller rank are served first and lose their pages last."""
+        return self.priority, self.number
 
     @property
     def length(self) -> int:

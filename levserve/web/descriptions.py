@@ -85,6 +85,7 @@ FIELDS = {
     "pooling": "`mean` (default) or `last`",
     "presence_penalty": "subtracted from the logit of every token that was generated",
     "previous_response_id": "a stored response to go on from: its input and output come first",
+    "priority": "requests with a smaller number are served first; default 0",
     "prompt": "what to continue or tokenize",
     "prompt_logprobs": "log-probabilities of the prompt's tokens and of so many alternatives; "
     "not with `stream`",

@@ -15,7 +15,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from levserve.engine.served_model import ServedModel
 from levserve.errors import BadRequest, ContextTooLong
 from levserve.generation import Choice
-from levserve.request.schema import PromptLimit, Seconds, check_prompt_limit, require_choice
+from levserve.request.schema import Priority, PromptLimit, Seconds, check_prompt_limit, require_choice
 from levserve.request.submission import encode_text
 from levserve.request.texts import Texts, check_texts, split_texts
 from levserve.request.truncation import Truncation, bos_of, keep_last
@@ -43,6 +43,7 @@ class EmbeddingBody(Struct, frozen=True, kw_only=True):
     truncate_prompt_tokens: PromptLimit | None = None
     user: str | None = None
     timeout: Seconds | None = None
+    priority: Priority | None = None
 
     def __post_init__(self) -> None:
         check_prompt_limit(self.truncate_prompt_tokens)
@@ -94,7 +95,12 @@ def embeddings_routes(calls: Calls) -> Blueprint:
             texts = _tokenize(body, model, truncation)
             requests = [
                 GenerationRequest(
-                    f"{call.engine_id}-{index}", tuple(tokens), 0, deadline=call.deadline, wants_hidden=True
+                    f"{call.engine_id}-{index}",
+                    tuple(tokens),
+                    0,
+                    deadline=call.deadline,
+                    wants_hidden=True,
+                    priority=body.priority or 0,
                 )
                 for index, tokens in enumerate(texts)
             ]

@@ -14,7 +14,15 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from levserve.errors import BadRequest
 from levserve.request.constraint import ConstraintFields
-from levserve.request.schema import MAX_STOPS, CompletionBody, Count, PromptLimit, Seconds, StopString
+from levserve.request.schema import (
+    MAX_STOPS,
+    CompletionBody,
+    Count,
+    Priority,
+    PromptLimit,
+    Seconds,
+    StopString,
+)
 from levserve.schedule.request import FinishReason
 from levserve.web.answer import ChatChunkChoice, TextAnswer, TextChoice, Timings, Usage
 from levserve.web.call import Calls
@@ -45,6 +53,7 @@ class GenerateBody(ConstraintFields, frozen=True, kw_only=True):
     truncate_prompt_tokens: PromptLimit | None = None
     stream: bool | None = None
     timeout: Seconds | None = None
+    priority: Priority | None = None
 
     def check_stream(self, *, wanted: bool) -> None:
         """Refuses a `stream` field that contradicts the path."""
@@ -62,6 +71,7 @@ class GenerateBody(ConstraintFields, frozen=True, kw_only=True):
             seed=self.seed,
             stop=self.stop,
             truncate_prompt_tokens=self.truncate_prompt_tokens,
+            priority=self.priority,
             **{name: getattr(self, name) for name in ConstraintFields.__struct_fields__},
         )
 

@@ -14,7 +14,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType, structs
 
 from levserve.engine.served_model import ServedModel
 from levserve.errors import BadRequest, ContextTooLong
-from levserve.request.schema import PromptLimit, Seconds, check_prompt_limit
+from levserve.request.schema import Priority, PromptLimit, Seconds, check_prompt_limit
 from levserve.request.submission import check_length
 from levserve.request.truncation import Truncation, bos_of, keep_last
 from levserve.schedule.request import GenerationRequest, Sampling, TokenLogprob
@@ -35,6 +35,7 @@ class ScoreBody(Struct, frozen=True, kw_only=True):
     details: bool | None = None
     truncate_prompt_tokens: PromptLimit | None = None
     timeout: Seconds | None = None
+    priority: Priority | None = None
 
     def __post_init__(self) -> None:
         check_prompt_limit(self.truncate_prompt_tokens)
@@ -82,6 +83,7 @@ def scoring_routes(calls: Calls) -> Blueprint:
                     sampling,
                     deadline=call.deadline,
                     score_from=pair.num_context,
+                    priority=body.priority or 0,
                 )
                 for index, pair in enumerate(pairs)
             ]

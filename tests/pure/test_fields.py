@@ -62,6 +62,7 @@ BOTH: dict[str, Any] = {
     "min_tokens": 2,
     "skip_special_tokens": {"ignore_eos": True, "skip_special_tokens": False},
     "timeout": 1000,
+    "priority": 1,
     "truncate_prompt_tokens": 1,
     "response_format": {"response_format": {"type": "json_object"}},
     "structured_outputs": {"structured_outputs": {"regex": "t[0-9]+"}},
@@ -104,6 +105,7 @@ VALUES: dict[str, dict[str, Any]] = {
         "add_special_tokens": False,
         "truncate_prompt_tokens": 1,
         "timeout": 1000,
+        "priority": 1,
     },
     SCORE: {
         "prompts": ["t18"],
@@ -111,6 +113,7 @@ VALUES: dict[str, dict[str, Any]] = {
         "model": "other",
         "details": True,
         "timeout": 1000,
+        "priority": 1,
         "truncate_prompt_tokens": {"prompts": ["t17 t17"], "truncate_prompt_tokens": 2},
     },
 }

@@ -427,7 +427,8 @@ def schedules(draw: st.DrawFn) -> tuple[Server, list[tuple[str, object]]]:
         stops = frozenset({STOP}) if draw(st.booleans()) else frozenset()
         deadline = draw(st.none() | st.integers(1, 40))
         scored = draw(st.none() | st.integers(1, 20))
-        more = {"stop_ids": stops, "deadline": deadline, "score_from": scored}
+        priority = draw(st.sampled_from([0, 0, 0, -3, 5]))
+        more = {"stop_ids": stops, "deadline": deadline, "score_from": scored, "priority": priority}
         events.append(("submit", ask(str(number), prompt, draw(st.integers(0, 20)), **more)))
         if draw(st.booleans()):
             twin = ask(
@@ -436,6 +437,7 @@ def schedules(draw: st.DrawFn) -> tuple[Server, list[tuple[str, object]]]:
                 draw(st.integers(0, 20)),
                 shares_prompt_of=str(number),
                 deadline=deadline,
+                priority=priority,
             )
             events.append(("submit", twin))
         events += [("step", reads_first) for reads_first in draw(st.lists(st.booleans(), max_size=4))]

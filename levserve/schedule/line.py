@@ -1,0 +1,61 @@
+"""Sequences in the order in which they are served: the more important first, then the earlier.
+
+The scheduler keeps two of these, the sequences that run and those that wait. Almost always a sequence joins
+at the end or, after a preemption, at the beginning; both are cheap. Joining in the middle sorts.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+
+from levserve.schedule.sequence import Sequence
+
+
+class Line:
+    """Sequences by their ids, in the order of their ranks."""
+
+    def __init__(self) -> None:
+        self._by_id: OrderedDict[str, Sequence] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._by_id.values())
+
+    @property
+    def ids(self) -> list[str]:
+        return list(self._by_id)
+
+    def get(self, request_id: str) -> Sequence | None:
+        return self._by_id.get(request_id)
+
+    def first(self) -> Sequence | None:
+        return next(iter(self._by_id.values()), None)
+
+    def last(self) -> Sequence | None:
+        return next(reversed(self._by_id.values()), None)
+
+    def oldest(self) -> Sequence | None:
+        """The sequence that came first, however unimportant it is."""
+        return min(self._by_id.values(), key=lambda sequence: sequence.number, default=None)
+
+    def add(self, sequence: Sequence) -> None:
+        first, last = self.first(), self.last()
+        self._by_id[sequence.request.request_id] = sequence
+        if first is None or last is None or last.rank < sequence.rank:
+            return
+        if sequence.rank < first.rank:
+            self._by_id.move_to_end(sequence.request.request_id, last=False)
+            return
+        ordered = sorted(self._by_id.values(), key=lambda one: one.rank)
+        self._by_id = OrderedDict((one.request.request_id, one) for one in ordered)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Does nothing if it is not there."""
+        self._by_id.pop(sequence.request.request_id, None)
+
+    def check(self) -> None:
+        ranks = [sequence.rank for sequence in self._by_id.values()]
+        assert ranks == sorted(ranks)
