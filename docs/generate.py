@@ -42,6 +42,7 @@ from levserve.web.admin import ReloadBody
 from levserve.web.app import create_app
 from levserve.web.descriptions import ERRORS, FIELDS, OWN_FIELDS, ROUTES
 from levserve.web.embeddings import EmbeddingBody
+from levserve.web.messages.body import MessageBody, PromptBody
 from levserve.web.native import GenerateBody
 from levserve.web.openapi import is_refused, list_routes
 from levserve.web.responses.body import UNSUPPORTED_IN_RESPONSES, ResponseBody
@@ -58,6 +59,8 @@ BODIES: dict[str, tuple[str, type[msgspec.Struct]]] = {
     "ChatBody": ("/v1/chat/completions", ChatBody),
     "CompletionBody": ("/v1/completions", CompletionBody),
     "ResponseBody": ("/v1/responses", ResponseBody),
+    "MessageBody": ("/v1/messages", MessageBody),
+    "PromptBody": ("/v1/messages/count_tokens", PromptBody),
     "EmbeddingBody": ("/v1/embeddings", EmbeddingBody),
     "ScoreBody": ("/loglikelihood", ScoreBody),
     "GenerateBody": ("/generate", GenerateBody),

@@ -85,6 +85,8 @@ class ContextTooLong(BadRequest):
             "Please shorten the prompt or the completion.",
             param=param,
         )
+        self.num_tokens = num_tokens + max_tokens
+        self.max_seq_len = max_seq_len
 
 
 class Unauthorized(ServeError):

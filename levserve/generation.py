@@ -117,6 +117,11 @@ class Choice:
         return self._reader is not None
 
     @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended it, if one did."""
+        return self._stops.matched
+
+    @property
     def mean_logprob(self) -> float:
         """The mean log-probability of its tokens; minus infinity without tokens."""
         return self._sum_logprobs / self.num_tokens if self.num_tokens else float("-inf")

@@ -24,6 +24,7 @@ _making = threading.Lock()
 PLACE = re.compile(r"(?P<what>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>[^`]*?)(?:\[\.\.\.\])*`)?", re.DOTALL)
 MISSING = re.compile(r"Object missing required field `(.+)`")
 WRONG_TYPE = re.compile(r"Expected `(.+)`, got `(.+)`")
+WRONG_TAG = re.compile(r"Invalid value '(.*)'", re.DOTALL)
 OUT_OF_RANGE = re.compile(r"Expected `(\w+)` (.+)")
 
 JSON_WORDS = {
@@ -80,6 +81,8 @@ def _explain(text: str) -> BadRequest:
         wanted = " or ".join(JSON_WORDS[word] for word in found[1].split(" | ") if word != "null")
         message = f"Invalid type for {name}: expected {wanted}, but got {JSON_WORDS[found[2]]} instead."
         return BadRequest(message, param=path, code="invalid_type")
+    if found := WRONG_TAG.fullmatch(what):
+        return BadRequest(f"{name} is '{found[1][:64]}', which this server does not support.", param=path)
     if found := OUT_OF_RANGE.fullmatch(what):
         return BadRequest(
             f"Invalid value for {name}: expected {JSON_WORDS[found[1]]} {found[2]}.", param=path

@@ -104,6 +104,8 @@ class GenerationBody(Refused, frozen=True, kw_only=True):
     default_max_tokens: ClassVar[int | None] = None
     """The most tokens to generate where no field says it; None for as many as the context holds."""
     default_temperature: ClassVar[float] = 1.0
+    cuts_limit: ClassVar[bool] = False
+    """Whether a limit that the context does not hold is cut to what it holds, and not refused."""
 
     model: str
     max_tokens: Count | None = None

@@ -63,7 +63,7 @@ def prepare(
 ) -> Submission:
     """Checks the body, to which the policy was applied, against the model; raises `BadRequest`."""
     truncation = Truncation(body.truncate_prompt_tokens, policy.truncates_prompts)
-    whole = _tokenize(body, model, checks_length=not truncation)
+    whole = tokenize(body, model, checks_length=not truncation)
     prompts = [_cut(prompt, body, model, policy, truncation) for prompt in whole]
     cut = [len(prompt) < len(before) for prompt, before in zip(prompts, whole, strict=True)]
     check_token_ids("logit_bias", body.logit_bias or (), model.tokenizer)
@@ -145,7 +145,8 @@ def check_token_ids(param: str, tokens: Sequence[int] | dict[int, float], tokeni
             )
 
 
-def _tokenize(body: GenerationBody, model: ServedModel, *, checks_length: bool) -> list[list[int]]:
+def tokenize(body: GenerationBody, model: ServedModel, *, checks_length: bool) -> list[list[int]]:
+    """The tokens of each prompt, before it is cut to fit."""
     if isinstance(body, CompletionBody):
         adds_special = body.add_special_tokens is not False
         return [
@@ -202,7 +203,7 @@ def _fit(prompt: Sequence[int], body: GenerationBody, model: ServedModel, max_ne
         raise BadRequest("The prompt has no tokens.", param=param)
     room = model.max_seq_len - len(prompt)
     if body.max_length is not None:
-        limit = body.max_length
+        limit = min(body.max_length, max(room, 1)) if body.cuts_limit else body.max_length
     else:
         limit = min(max(room, 1), max_new_tokens or model.max_seq_len)
     if limit > room:

@@ -27,6 +27,8 @@ from levserve.web.call import Calls
 from levserve.web.cors import Cors
 from levserve.web.docs_page import docs_routes
 from levserve.web.embeddings import embeddings_routes
+from levserve.web.messages.errors import REQUEST_ID_HEADER, error_body, is_messages_path
+from levserve.web.messages.routes import messages_routes
 from levserve.web.models import models_routes
 from levserve.web.native import native_routes
 from levserve.web.openai import openai_routes
@@ -61,6 +63,7 @@ def create_app(
     calls = Calls(registry, settings, watcher)
     app.register_blueprint(openai_routes(calls))
     app.register_blueprint(responses_routes(calls, _response_store(settings)))
+    app.register_blueprint(messages_routes(calls))
     app.register_blueprint(embeddings_routes(calls))
     app.register_blueprint(scoring_routes(calls))
     app.register_blueprint(native_routes(calls))
@@ -94,15 +97,22 @@ def _begin_request() -> None:
 
 def _answer_error(error: ServeError) -> Response:
     g.request_log.note_error(error)
-    return Response(error.body(), error.status, error.headers, content_type="application/json")
+    return Response(_body(error), error.status, error.headers, content_type="application/json")
+
+
+def _body(error: ServeError, status: int = 0) -> bytes:
+    """The error as clients of this path expect it: those of Anthropic's API have another shape."""
+    if is_messages_path(request.path):
+        return error_body(error, status or error.status, g.request_log.request_id)
+    return error.body()
 
 
 def _answer_http_error(error: HTTPException) -> Response:
-    """Gives what werkzeug refuses (404, 405, 413, 415 ...) OpenAI's shape; keeps headers such as Allow."""
+    """Gives what werkzeug refuses (404, 405, 413, 415 ...) the usual shape; keeps headers such as Allow."""
     code = error.code or 500
     shown = ServeError(f"{request.method} {request.path}: {error.description or HTTPStatus(code).phrase}")
     shown.type = "invalid_request_error" if code < 500 else "server_error"
-    response = Response(shown.body(), error.code, error.get_headers())
+    response = Response(_body(shown, code), error.code, error.get_headers())
     response.content_type = "application/json"
     return response
 
@@ -117,7 +127,7 @@ def _answer_fault(error: Exception) -> Response:
     request_log: RequestLog = g.request_log
     log.error("%s %s %s failed", request_log.request_id, request.method, request.path, exc_info=error)
     request_log.error = "server_error"
-    body = ServeError("The server failed to handle the request.").body()
+    body = _body(ServeError("The server failed to handle the request."))
     return Response(body, 500, NO_RETRY, content_type="application/json")
 
 
@@ -126,6 +136,8 @@ def _after_request(engine: Engine, tracing: Tracing | None) -> Callable[[Respons
         request_log: RequestLog = g.request_log
         milliseconds = round((time.monotonic() - request_log.started) * 1000)  # of a stream: until its head
         response.headers["x-request-id"] = request_log.request_id
+        if is_messages_path(request.path):
+            response.headers[REQUEST_ID_HEADER] = request_log.request_id
         response.headers["openai-processing-ms"] = str(milliseconds)
         route = request.url_rule.rule if request.url_rule is not None else "unknown"
         engine.metrics.requests.labels(route, response.status_code).inc()

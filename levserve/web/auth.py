@@ -23,6 +23,7 @@ ADMIN_PATHS = "/admin/"
 # one.
 KEY_SUBPROTOCOL = "openai-insecure-api-key."
 OWNER_DIGITS = 32
+KEY_HEADER = "x-api-key"  # where Anthropic's clients send it
 
 
 def key_check(settings: Settings) -> Callable[[], None]:
@@ -66,6 +67,8 @@ def _given_key() -> str:
     scheme, _, key = request.headers.get("Authorization", "").partition(" ")
     if scheme.lower() == "bearer":
         return key.strip()
+    if found := request.headers.get(KEY_HEADER, "").strip():
+        return found
     if request.headers.get("Upgrade", "").lower() == "websocket":
         for name in request.headers.get("Sec-WebSocket-Protocol", "").split(","):
             if name.strip().startswith(KEY_SUBPROTOCOL):

@@ -17,6 +17,7 @@ PREFLIGHT_SECONDS = 600
 READABLE = ", ".join(
     (
         "x-request-id",
+        "request-id",
         "openai-processing-ms",
         "retry-after",
         "retry-after-ms",

@@ -30,6 +30,9 @@ from levserve.web.auth import ADMIN_PATHS, OPEN_PATHS
 from levserve.web.call import TIMEOUT_HEADER
 from levserve.web.descriptions import ERRORS, FIELDS, OWN_FIELDS, ROUTES
 from levserve.web.embeddings import EmbeddingBody, EmbeddingList
+from levserve.web.messages import body as message_body
+from levserve.web.messages.errors import is_messages_path
+from levserve.web.messages.objects import MessageError, MessageEvent, MessageObject, TokenCount
 from levserve.web.models import ModelEntry, ModelList
 from levserve.web.native import GenerateBody, Generated, GeneratedChunk
 from levserve.web.ops import Health, HealthReport, Readiness
@@ -51,6 +54,8 @@ from levserve.web.tokens import (
 REFERENCE = "#/components/schemas/{name}"
 LINK = re.compile(r"\[(.+?)\]\(.+?\)")
 VERSIONED = "; also under `/v1`"
+MESSAGES_SHAPE = "messages-"
+"""Begins the names of the errors of Anthropic's paths, which have another shape."""
 
 
 class Operation(NamedTuple):
@@ -110,6 +115,15 @@ OPERATIONS = {
             "order": "`desc` (default) begins with the newest, `asc` with the oldest",
             "after": "the id of an item; the list begins after it",
         },
+    ),
+    "POST /v1/messages": Operation(
+        MessageObject,
+        message_body.MessageBody,
+        MessageEvent,
+        example={"model": "", "messages": MESSAGES, "max_tokens": 32},
+    ),
+    "POST /v1/messages/count_tokens": Operation(
+        TokenCount, message_body.PromptBody, example={"model": "", "messages": MESSAGES}
     ),
     "POST /v1/embeddings": Operation(
         EmbeddingList, EmbeddingBody, example={"model": "", "input": "The sky is blue."}
@@ -177,7 +191,7 @@ def make_document(routes: Iterable[str], settings: Settings, model_name: str = "
         "paths": paths,
         "components": {
             "schemas": schemas,
-            "responses": _error_responses(references[ErrorBody]),
+            "responses": _error_responses(references[ErrorBody], references[MessageError]),
             "securitySchemes": {
                 "key": {"type": "http", "scheme": "bearer", "description": "A key of --api-key."},
                 "adminKey": {"type": "http", "scheme": "bearer", "description": "A key of --admin-key."},
@@ -188,7 +202,7 @@ def make_document(routes: Iterable[str], settings: Settings, model_name: str = "
 
 def _schemas() -> tuple[dict[Any, Any], dict[str, Any]]:
     """A reference to the schema of each type of a body or an answer, and all schemas by their names."""
-    kinds: list[Any] = [ErrorBody]
+    kinds: list[Any] = [ErrorBody, MessageError]
     for operation in OPERATIONS.values():
         for kind in (operation.answer, operation.body, operation.events, operation.failure):
             if kind is not None and not isinstance(kind, str) and kind not in kinds:
@@ -205,6 +219,8 @@ def is_refused(body: type[Struct], name: str) -> bool:
     """Whether a body declares a field only to refuse it by name."""
     if issubclass(body, ResponseBody):
         return name in UNSUPPORTED_IN_RESPONSES
+    if issubclass(body, message_body.PromptBody):
+        return name in message_body.REFUSED
     if issubclass(body, ChatBody) and name in UNSUPPORTED_IN_CHAT:
         return True
     if issubclass(body, CompletionBody) and name in UNSUPPORTED_IN_COMPLETIONS:
@@ -264,28 +280,33 @@ def _responses(path: str, operation: Operation, references: dict[Any, Any]) -> d
     what = "The answer."
     if operation.events is not None:
         what = "The answer; as a stream, each event's data is such an object"
-        what += "." if path.startswith("/v1/responses") else ", and the last one's is [DONE]."
+        has_done = not path.startswith(("/v1/responses", "/v1/messages"))
+        what += ", and the last one's is [DONE]." if has_done else "."
     responses: dict[str, Any] = {"200": {"description": what, "content": content}}
     if operation.failure is not None:
         failure = {"application/json": {"schema": references[operation.failure]}}
         return responses | {"503": {"description": "The server is not well.", "content": failure}}
     if path.startswith(ADMIN_PATHS):
         return responses | _references(ADMIN_STATUSES)
-    return responses | _references(BODY_STATUSES if operation.body is not None else OTHER_STATUSES)
+    shape = MESSAGES_SHAPE if is_messages_path(path) else ""
+    return responses | _references(BODY_STATUSES if operation.body is not None else OTHER_STATUSES, shape)
 
 
-def _references(statuses: Iterable[int]) -> dict[str, Any]:
-    return {str(status): {"$ref": f"#/components/responses/{status}"} for status in statuses}
+def _references(statuses: Iterable[int], shape: str = "") -> dict[str, Any]:
+    return {str(status): {"$ref": f"#/components/responses/{shape}{status}"} for status in statuses}
 
 
-def _error_responses(body: dict[str, Any]) -> dict[str, Any]:
-    """An answer for each status that an error has."""
+def _error_responses(body: dict[str, Any], messages_body: dict[str, Any]) -> dict[str, Any]:
+    """An answer for each status that an error has, in each of the two shapes."""
     meanings: dict[int, list[str]] = {}
     for name, meaning in ERRORS.items():
         meanings.setdefault(getattr(errors, name).status, []).append(_plain(meaning))
-    content = {"application/json": {"schema": body}}
     return {
-        str(status): {"description": "; or ".join(meanings[status]), "content": content}
+        f"{shape}{status}": {
+            "description": "; or ".join(meanings[status]),
+            "content": {"application/json": {"schema": schema}},
+        }
+        for shape, schema in (("", body), (MESSAGES_SHAPE, messages_body))
         for status in sorted(meanings)
     }
 

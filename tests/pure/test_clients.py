@@ -1,4 +1,4 @@
-"""OpenAI's other clients, the asynchronous Python one and the one for Node, as their users call them."""
+"""OpenAI's asynchronous Python client and the one for Node, and Anthropic's, as their users call them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Iterator
 from typing import Any
 
+import anthropic
 import openai
 import pytest
 
@@ -105,4 +106,44 @@ def test_the_node_client_asks_streams_and_reads_errors(server: ServerProcess) ->
         "hasId": True,
     }
     assert told["failure"] == failure
+    server.wait_event("cancel")
+
+
+@pytest.fixture(scope="module")
+def claude(server: ServerProcess) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=server.url, api_key=KEY, max_retries=0) as client:
+        yield client
+
+
+GREEDY: dict[str, Any] = {"model": "toy", "max_tokens": 3, "extra_body": {"temperature": 0}}
+
+
+def test_anthropics_client_gets_a_message_whole_and_streamed(claude: anthropic.Anthropic) -> None:
+    whole = claude.messages.create(messages=MESSAGES, **GREEDY)
+    assert whole.content == [anthropic.types.TextBlock(type="text", text="t10 t11 t12")]
+    assert (whole.stop_reason, whole.usage.input_tokens, whole.usage.output_tokens) == ("max_tokens", 3, 3)
+    with claude.messages.stream(messages=MESSAGES, **GREEDY) as stream:
+        assert list(stream.text_stream) == ["t10", " t11", " t12"]
+        streamed = stream.get_final_message()
+    assert streamed.model_dump(exclude={"id", "content"}) == whole.model_dump(exclude={"id", "content"})
+    assert streamed.content[0].text == "t10 t11 t12"  # type: ignore[union-attr]
+    stopped = claude.beta.messages.create(messages=MESSAGES, stop_sequences=["t11"], **GREEDY)
+    assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "t11")
+    assert claude.messages.count_tokens(model="toy", messages=MESSAGES).input_tokens == 3
+
+
+def test_anthropics_client_reads_errors(server: ServerProcess, claude: anthropic.Anthropic) -> None:
+    with pytest.raises(anthropic.NotFoundError) as missing:
+        claude.messages.create(messages=MESSAGES, model="claude-unknown", max_tokens=3)
+    assert (missing.value.type, bool(missing.value.request_id)) == ("not_found_error", True)
+    with pytest.raises(anthropic.BadRequestError) as wrong:
+        claude.messages.create(messages=MESSAGES, model="toy", max_tokens=0)
+    assert wrong.value.type == "invalid_request_error" and "max_tokens" in wrong.value.message
+    with anthropic.Anthropic(base_url=server.url, auth_token="wrong", max_retries=0) as stranger:
+        with pytest.raises(anthropic.AuthenticationError):
+            stranger.messages.count_tokens(messages=MESSAGES, model="toy")
+    with claude.messages.stream(
+        messages=[{"role": "user", "content": "t6"}], timeout=None, **GREEDY
+    ) as stream:
+        next(iter(stream.text_stream))  # and leaves in the middle, which hangs up
     server.wait_event("cancel")

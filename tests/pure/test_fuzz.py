@@ -17,11 +17,13 @@ from werkzeug.test import TestResponse
 
 from levserve.request.schema import ChatBody, CompletionBody
 from levserve.web.embeddings import EmbeddingBody
+from levserve.web.messages.body import MessageBody
 from levserve.web.scoring import ScoreBody
 from tests.fake_app import App, serving
 
 CHAT, TEXT, EMBED, SCORE = "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/loglikelihood"
-KINDS = {CHAT: ChatBody, TEXT: CompletionBody, EMBED: EmbeddingBody, SCORE: ScoreBody}
+MESSAGE = "/v1/messages"
+KINDS = {CHAT: ChatBody, TEXT: CompletionBody, EMBED: EmbeddingBody, SCORE: ScoreBody, MESSAGE: MessageBody}
 FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), database=None)
 
 
@@ -115,7 +117,9 @@ def bodies(path: str) -> st.SearchStrategy[dict[str, Any]]:
 
 def check(reply: TestResponse) -> None:
     assert reply.status_code < 500 and reply.status_code != 429, reply.text
-    if reply.status_code >= 400:
+    if reply.request.path.startswith(MESSAGE):
+        check_message(reply)
+    elif reply.status_code >= 400:
         (error,) = json.loads(reply.text).values()
         assert sorted(error) == ["code", "message", "param", "type"]
         assert error["type"] == "invalid_request_error"
@@ -126,6 +130,20 @@ def check(reply: TestResponse) -> None:
         assert all("error" not in read_strictly(chunk.removeprefix("data: ")) for chunk in chunks)
     else:
         read_strictly(reply.text)
+
+
+def check_message(reply: TestResponse) -> None:
+    """Anthropic's shape, whole or as events."""
+    *events, rest = reply.text.split("\n\n") if reply.mimetype == "text/event-stream" else ("",)
+    answer = read_strictly(events[-1].partition("data: ")[2] if events else reply.text)
+    if reply.status_code >= 400:
+        assert sorted(answer) == ["error", "request_id", "type"] and sorted(answer["error"]) == [
+            "message",
+            "type",
+        ]
+        assert answer["error"]["type"] in ("invalid_request_error", "not_found_error", "request_too_large")
+    elif events:
+        assert (answer, rest) == ({"type": "message_stop"}, "")
 
 
 def read_strictly(text: str) -> Any:

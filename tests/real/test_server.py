@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 
+import anthropic
 import openai
 import pytest
 
@@ -93,6 +94,27 @@ def test_the_sdk_streams_what_it_would_get_whole(client: openai.OpenAI) -> None:
         "tokens come one by one"
     )
     assert chunks[-1].choices == [] and chunks[-1].usage is not None
+
+
+def test_anthropics_sdk_chats_and_streams(server: Server) -> None:
+    asked = {"model": OTHER_NAME, "max_tokens": 20, "extra_body": {"temperature": 0}}
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=120) as client:
+        whole = client.messages.create(messages=question, **asked)
+        with client.messages.stream(messages=question, **asked) as stream:
+            pieces = list(stream.text_stream)
+            streamed = stream.get_final_message()
+        counted = client.messages.count_tokens(model=MODEL, messages=question)
+        with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
+            client.messages.create(
+                messages=[{"role": "user", "content": "word " * 20_000}], model=MODEL, max_tokens=8
+            )
+    assert "Paris" in "".join(pieces) == whole.content[0].text == streamed.content[0].text
+    assert whole.stop_reason == streamed.stop_reason and whole.stop_reason in ("end_turn", "max_tokens")
+    assert whole.model == OTHER_NAME and len(pieces) > 3
+    used = streamed.usage
+    assert used.input_tokens + used.cache_read_input_tokens == counted.input_tokens
+    assert used.output_tokens == whole.usage.output_tokens
 
 
 def test_eight_bits_find_the_reference_likeliest_in_nineteen_of_twenty_places_and_go_its_way_in_half_of_the_cases(

@@ -1,0 +1,151 @@
+"""Makes a chat from the body of a message, so that one path runs both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from msgspec import structs
+
+from levserve.request.constraint import NamedSchema, ResponseFormat
+from levserve.request.schema import ChatBody, Message
+from levserve.request.tool_fields import CalledFunction, Function, FunctionTool, ToolCall
+from levserve.web.messages.blocks import (
+    InputMessage,
+    RedactedThinkingBlock,
+    TextBlock,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+    join_texts,
+)
+from levserve.web.messages.body import InputTool, MessageBody, PromptBody, ToolChoice
+
+# Templates that know efforts know these three.
+EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
+MODES = {"auto": "auto", "any": "required", "none": "none"}
+ERROR_PREFIX = "Error: "
+"""A chat has no field that says that a tool failed, so its result does."""
+
+
+class MessageChat(ChatBody, frozen=True, kw_only=True):
+    """The chat of a message. Coding tools ask for 32,000 tokens whatever the model: it gets what fits."""
+
+    cuts_limit = True
+
+
+def make_prompt(body: PromptBody) -> MessageChat:
+    """The part that decides the prompt; raises `BadRequest`."""
+    continues = body.messages[-1].role == "assistant"
+    asked = body.wanted_format
+    choice = body.tool_choice
+    return MessageChat(
+        model=body.model,
+        messages=make_messages(body.system, body.messages),
+        continue_final_message=continues or None,
+        tools=[_make_tool(tool) for tool in body.tools or ()] or None,
+        tool_choice=None if choice is None else _make_choice(choice),
+        parallel_tool_calls=False if choice is not None and choice.disable_parallel_tool_use else None,
+        response_format=None if asked is None else ResponseFormat("json_schema", NamedSchema(asked.schema)),
+        thinking_token_budget=None if body.thinking is None else body.thinking.budget_tokens,
+        chat_template_kwargs=_template_variables(body) or None,
+    )
+
+
+def make_chat(body: MessageBody) -> MessageChat:
+    """The chat that the engine runs; raises `BadRequest`."""
+    return structs.replace(
+        make_prompt(body),
+        max_tokens=body.max_tokens,
+        stop=body.stop_sequences or None,
+        stream=body.stream,
+        temperature=body.temperature,
+        top_k=body.top_k,
+        top_p=body.top_p,
+    )
+
+
+def make_messages(system: str | list[TextBlock] | None, given: Sequence[InputMessage]) -> list[Message]:
+    """The conversation, in which each result of a tool is a message of its own."""
+    messages = [Message(role="system", content=join_texts(system))] if system else []
+    names: dict[str, str] = {}
+    for message in given:
+        if message.role == "assistant":
+            messages.append(_make_assistant(message))
+            names |= {block.id: block.name for block in message.blocks if isinstance(block, ToolUseBlock)}
+        else:
+            messages += _make_turn(message, names)
+    return messages
+
+
+def _make_assistant(message: InputMessage) -> Message:
+    """Thoughts, text and calls as one message. Its texts are pieces of one answer, so nothing joins them."""
+    text, thoughts = "", ""
+    calls: list[ToolCall] = []
+    for block in message.blocks:
+        match block:
+            case TextBlock():
+                text += block.text
+            case ThinkingBlock():
+                thoughts += block.thinking
+            case ToolUseBlock():
+                arguments = msgspec.json.encode(block.input).decode()
+                calls.append(ToolCall(CalledFunction(block.name, arguments), block.id))
+            case RedactedThinkingBlock():
+                pass
+    return Message(
+        role="assistant",
+        content=text if text or not calls else None,
+        reasoning_content=thoughts or None,
+        tool_calls=calls or None,
+    )
+
+
+def _make_turn(message: InputMessage, names: dict[str, str]) -> list[Message]:
+    """What a user, or an operator in between, says: texts that stand together, and results of tools."""
+    messages: list[Message] = []
+    texts: list[TextBlock] = []
+
+    def say_texts() -> None:
+        if texts:
+            messages.append(Message(role=message.role, content=join_texts(texts)))
+            texts.clear()
+
+    for block in message.blocks:
+        match block:
+            case TextBlock():
+                texts.append(block)
+            case ToolResultBlock():
+                say_texts()
+                prefix = ERROR_PREFIX if block.is_error else ""
+                messages.append(
+                    Message(
+                        role="tool",
+                        content=prefix + join_texts(block.content),
+                        tool_call_id=block.tool_use_id,
+                        name=names[block.tool_use_id],
+                    )
+                )
+    say_texts()
+    return messages
+
+
+def _make_tool(tool: InputTool) -> FunctionTool:
+    return FunctionTool("function", Function(tool.name, tool.description, tool.input_schema))
+
+
+def _make_choice(choice: ToolChoice) -> str | dict[str, Any]:
+    if choice.type == "tool":
+        return {"type": "function", "function": {"name": choice.name}}
+    return MODES[choice.type]
+
+
+def _template_variables(body: PromptBody) -> dict[str, Any]:
+    """What templates of thinking models read; others pass over it."""
+    variables: dict[str, Any] = {}
+    if body.thinking is not None:
+        variables["enable_thinking"] = body.thinking.type != "disabled"
+    if body.output_config is not None and body.output_config.effort is not None:
+        variables["reasoning_effort"] = EFFORTS[body.output_config.effort]
+    return variables
