@@ -97,6 +97,7 @@ def run_timed_device(settings: Settings, registry: Registry) -> None:
     from levserve.schedule.scheduler import Scheduler
     from levserve.text.grammar import Grammars
     from levserve.text.tokenizer import load_tokenizer
+    from levserve.text.tools.model_tools import ModelTools
     from levserve.weights.source import find_source
 
     rows = settings.max_running
@@ -153,7 +154,14 @@ def run_timed_device(settings: Settings, registry: Registry) -> None:
     scheduler = Scheduler(PagePool(sizes.num_pages, 32), budget)
     grammars = Grammars(tokenizer, tokenizer.vocab_size, registry.engine.metrics.note_grammar)
     model = ServedModel(
-        "timed", tokenizer, sizes.max_seq_len, 1, int(time.time()), grammars, max_inflight_tokens=10**9
+        "timed",
+        tokenizer,
+        sizes.max_seq_len,
+        1,
+        int(time.time()),
+        grammars,
+        ModelTools(tokenizer),
+        max_inflight_tokens=10**9,
     )
     pace = Pace(token_seconds, settings.inter_token_goal_ms / 1000)
     engine = registry.engine

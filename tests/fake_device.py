@@ -35,6 +35,7 @@ from levserve.settings.settings import Settings
 from levserve.text.grammar import Grammars
 from levserve.text.reasoning import find_reasoning
 from levserve.text.tokenizer import Tokenizer
+from levserve.text.tools.model_tools import ModelTools
 from levserve.text.vocabulary import Vocabulary
 
 GOLDEN = Path(__file__).parent / "golden" / "llama"
@@ -60,8 +61,8 @@ def serve_toy(
 ) -> ServedModel:
     tokenizer = tokenizer or load_toy_tokenizer()
     grammars = Grammars(tokenizer, tokenizer.vocab_size, (metrics or Metrics()).note_grammar)
-    reasoning = find_reasoning(tokenizer)
-    return ServedModel(name, tokenizer, max_seq_len, HIDDEN_SIZE, 1700000000, grammars, reasoning)
+    tools, reasoning = ModelTools(tokenizer), find_reasoning(tokenizer)
+    return ServedModel(name, tokenizer, max_seq_len, HIDDEN_SIZE, 1700000000, grammars, tools, reasoning)
 
 
 def load_byte_tokenizer(template: str = "{{ messages[-1].content }}") -> Tokenizer:

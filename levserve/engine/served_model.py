@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from levserve.text.grammar import Grammars
 from levserve.text.reasoning import Reasoning
 from levserve.text.tokenizer import Tokenizer
+from levserve.text.tools.model_tools import ModelTools
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +20,8 @@ class ServedModel:
     hidden_size: int
     created: int
     grammars: Grammars
+    tools: ModelTools
+    """How it is told of tools, and how it calls them."""
     reasoning: Reasoning | None = None
     """How it thinks before it answers; None if it does not."""
     max_inflight_tokens: int = 0

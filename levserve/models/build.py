@@ -60,6 +60,7 @@ def build(
         name=name,
         tokenizer=contents.tokenizer,
         grammars=contents.grammars,
+        tools=contents.tools,
         reasoning=contents.reasoning,
         max_seq_len=sizes.max_seq_len,
         hidden_size=description.config.hidden_size,

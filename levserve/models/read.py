@@ -20,6 +20,7 @@ from levserve.text.chat import check_template
 from levserve.text.grammar import Grammars
 from levserve.text.reasoning import Reasoning, find_reasoning
 from levserve.text.tokenizer import Tokenizer, load_tokenizer
+from levserve.text.tools.model_tools import ModelTools
 from levserve.weights.checkpoint import load_arrays
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,7 @@ class Contents:
     arrays: dict[str, jax.Array]
     tokenizer: Tokenizer
     grammars: Grammars
+    tools: ModelTools
     reasoning: Reasoning | None = None
 
     @property
@@ -61,14 +63,16 @@ def read(description: Description, metrics: Metrics, report: Callable[[str], Non
 
 def _read_texts(
     settings: Settings, path: Path, vocab_rows: int, metrics: Metrics
-) -> tuple[Tokenizer, Grammars, Reasoning | None]:
+) -> tuple[Tokenizer, Grammars, ModelTools, Reasoning | None]:
     tokenizer = load_tokenizer(path, chat_template=_read_chat_template(settings))
     check_template(tokenizer)
     grammars = Grammars(tokenizer, vocab_rows, metrics.note_grammar)
+    tools = ModelTools(tokenizer, settings.tool_format)
+    logger.info("calls of tools: %s", tools.description)
     reasoning = find_reasoning(tokenizer, settings.reasoning)
     if reasoning is not None:
         logger.info("thoughts: %s", reasoning.description)
-    return tokenizer, grammars, reasoning
+    return tokenizer, grammars, tools, reasoning
 
 
 def _read_chat_template(settings: Settings) -> str | None:

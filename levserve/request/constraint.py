@@ -136,16 +136,16 @@ def make_constraint(
     fields: ConstraintFields,
     tokenizer: Tokenizer,
     grammars: Grammars,
-    add_thoughts: Callable[[Constraint | None], Constraint | None] = lambda answer: answer,
+    hold_answer: Callable[[Constraint | None], Constraint | None] = lambda content: content,
 ) -> Constraint | None:
     """Compiles what the fields ask for; raises `BadRequest`.
 
-    A grammar holds the answer, and `add_thoughts` puts free thoughts before it. Rules about single tokens
-    hold thoughts and answer.
+    A grammar holds the content; `hold_answer` adds the thoughts before it and the calls that may come instead
+    of it. Rules about single tokens hold all of them.
     """
     constraints: list[Constraint] = []
     asked = fields.find_grammar()
-    text = add_thoughts(None if asked is None else grammars.compile(asked))
+    text = hold_answer(None if asked is None else grammars.compile(asked))
     if text is not None:
         constraints.append(text)
     if fields.allowed_token_ids is not None:

@@ -316,8 +316,8 @@ class Message(RefusedInMessage, frozen=True, kw_only=True):
                 if part.text is None:
                     raise missing(f"{path}.content[{number}].text")
 
-    def to_template(self) -> dict[str, str]:
-        """The message as chat templates expect it, with its content parts joined."""
+    def to_template(self) -> dict[str, Any]:
+        """The message as chat templates expect it: content parts joined, arguments of calls parsed."""
         if isinstance(self.content, list):
             text = "".join(part.text or "" for part in self.content)
         else:
@@ -328,6 +328,7 @@ class Message(RefusedInMessage, frozen=True, kw_only=True):
             "name": self.name,
             "tool_call_id": self.tool_call_id,
             "reasoning_content": self.reasoning if self.reasoning_content is None else self.reasoning_content,
+            "tool_calls": [call.to_template() for call in self.calls] or None,
         }
         return {name: value for name, value in fields.items() if value is not None}
 

@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import random
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from levserve.engine.served_model import ServedModel
@@ -20,6 +21,7 @@ from levserve.request.constraint import make_constraint
 from levserve.request.policy import NO_POLICY, Policy
 from levserve.request.schema import ChatBody, CompletionBody, GenerationBody
 from levserve.request.thinking import find_thinking, template_kwargs
+from levserve.request.tool_use import find_tool_use, make_conversation
 from levserve.request.truncation import Truncation, bos_of, keep_last
 from levserve.schedule.request import GenerationRequest, Sampling
 from levserve.text.chat import render_chat
@@ -71,9 +73,11 @@ def prepare(
     limits = [_fit(prompt, body, model, policy.max_new_tokens) for prompt in prompts]
     check_token_ids("allowed_token_ids", body.allowed_token_ids or (), model.tokenizer)
     thinking = find_thinking(body, model, prompts)
+    tool_use = find_tool_use(body, model)
     constraint = None
     if body.max_length != 0:
-        constraint = make_constraint(body, model.tokenizer, model.grammars, thinking.constrain)
+        hold_answer = partial(tool_use.hold, grammars=model.grammars, add_thoughts=thinking.constrain)
+        constraint = make_constraint(body, model.tokenizer, model.grammars, hold_answer)
     device_stops, choice_stops = _stop_ids(body, model.tokenizer)
     seed = seeds.draw() if body.seed is None else body.seed
     sampling = _sampling(body, seed)
@@ -104,8 +108,8 @@ def prepare(
         prompts,
         choice_stops,
         cut,
-        make_reader=lambda: thinking.make_reader(None),
-        visible=thinking.visible,
+        make_reader=lambda: thinking.make_reader(tool_use.make_reader()),
+        visible=thinking.visible | tool_use.visible,
     )
     return Submission(prompts, requests, choices, truncation.warnings(body.prompt_param, model.max_seq_len))
 
@@ -160,17 +164,16 @@ def tokenize(body: GenerationBody, model: ServedModel, *, checks_length: bool) -
             for prompt in body.prompts
         ]
     assert isinstance(body, ChatBody)
-    messages = [message.to_template() for message in body.messages]
-    num_chars = sum(len(message["content"]) for message in messages)
+    conversation = make_conversation(body.messages, body.find_tools(), template_kwargs(body, model), model)
     if checks_length:
-        check_length(num_chars, model, "messages", num_messages=len(messages))
+        check_length(conversation.num_chars, model, "messages", num_messages=len(body.messages))
     try:
         tokens = render_chat(
             model.tokenizer,
-            messages,
+            conversation.messages,
             add_generation_prompt=body.add_generation_prompt is not False,
             continue_final_message=body.continue_final_message is True,
-            template_kwargs=template_kwargs(body, model),
+            template_kwargs=conversation.template_kwargs,
         )
     except RecursionError:
         raise BadRequest(

@@ -43,6 +43,13 @@ class ToolCall(Struct, frozen=True):
     id: str | None = None
     type: str = "function"
 
+    def to_template(self) -> dict[str, Any]:
+        """The call as chat templates expect it, with its arguments parsed."""
+        arguments = parse_arguments(self.function.arguments, "arguments")
+        function = {"name": self.function.name, "arguments": arguments}
+        named = {} if self.id is None else {"id": self.id}
+        return {**named, "type": self.type, "function": function}
+
 
 def find_tools(
     tools: list[FunctionTool] | None, choice: str | dict[str, Any] | None, is_parallel: bool | None

@@ -46,6 +46,24 @@ OTHER_DTYPES = {"float16": "bfloat16", "half": "bfloat16", "float": "float32"}
 """float16 is as large as bfloat16, and models trained in bfloat16 overflow it."""
 MODEL_SECTION = "model."
 """[model.NAME] describes one of several models. It may hold OWN_SETTINGS and SHARED_SETTINGS."""
+TOOL_FORMATS = (
+    "hermes",
+    "qwen3-coder",
+    "llama3-json",
+    "pythonic",
+    "mistral",
+    "mistral-ids",
+    "mistral-args",
+    "phi4",
+    "phi4-functools",
+    "granite",
+    "deepseek-v3",
+    "deepseek-v3.1",
+    "glm4",
+    "olmo3",
+    "harmony",
+    "prompt",
+)
 OWN_SETTINGS = (
     "model",
     "hf_checkpoint",
@@ -55,6 +73,7 @@ OWN_SETTINGS = (
     "tokenizer",
     "chat_template",
     "reasoning",
+    "tool_format",
     "served_model_name",
 )
 """Settings that a model's section never inherits."""
@@ -173,6 +192,12 @@ class Settings:
         "auto",
         "How the model marks its thoughts: as its chat template tells, not at all, or as a family does "
         "(think: <think>...</think>).",
+    )
+    tool_format: str = setting(
+        "model",
+        one_of("auto", *TOOL_FORMATS),
+        "auto",
+        "How the model writes calls of tools: as its chat template shows, or as a family does.",
     )
     served_model_name: tuple[str, ...] = setting(
         "model",

@@ -1,7 +1,7 @@
 """Renders a conversation with the model's chat template and encodes it.
 
 Called on HTTP threads. The template comes with the model and runs in a sandbox. Text that a client wrote
-never becomes a control token (see `_hide`).
+never becomes a control token (see `hide`).
 """
 
 from __future__ import annotations
@@ -46,6 +46,10 @@ _OWN_ARGUMENTS = {
     "messages",
     "return_assistant_tokens_mask",
 }
+
+
+class Written(str):
+    """Text of a message in which the server itself wrote special tokens; the client's have been hidden."""
 
 
 class Options(TypedDict, total=False):
@@ -102,8 +106,8 @@ def _render_hidden(
     try:
         return render_template(
             template,
-            _hide(conversation, specials),
-            _special_names(tokenizer) | _hide(template_kwargs or {}, specials),
+            hide(conversation, specials),
+            _special_names(tokenizer) | hide(template_kwargs or {}, specials),
             add_generation_prompt=add_generation_prompt and not continue_final_message,
             continue_final_message=continue_final_message,
         )
@@ -120,7 +124,10 @@ def _plain_message(number: int, message: Mapping[str, Any], template: str) -> di
     role = message.get("role")
     if role == "developer" and "developer" not in template:
         role = "system"
-    return {**message, "role": role, "content": _plain_content(number, role, message.get("content"))}
+    content = message.get("content")
+    if content is not None or not message.get("tool_calls"):  # some templates show calls only beside a null
+        content = _plain_content(number, role, content)
+    return {**message, "role": role, "content": content}
 
 
 def _plain_content(number: int, role: Any, content: Any) -> str:
@@ -154,12 +161,14 @@ def _special_names(tokenizer: Tokenizer) -> dict[str, str]:
     return {name: token for name, token in names.items() if token is not None}
 
 
-def _hide(value: Any, specials: Sequence[str]) -> Any:
+def hide(value: Any, specials: Sequence[str]) -> Any:
     """Hides the strings of special tokens in what a client wrote, so that only the template's remain.
 
     Filters such as `trim` treat the replacement as they would treat the string. Other values stay as they
     are.
     """
+    if isinstance(value, Written):
+        return value
     if isinstance(value, str):
         if not is_unicode(value):
             problem = "A message contains half of a surrogate pair, which is not a character."
@@ -168,9 +177,9 @@ def _hide(value: Any, specials: Sequence[str]) -> Any:
             value = value.replace(special, f"{_OPEN}{number}{_CLOSE}")
         return value
     if isinstance(value, Mapping):
-        return {key: _hide(item, specials) for key, item in value.items()}
+        return {hide(key, specials): hide(item, specials) for key, item in value.items()}
     if isinstance(value, Sequence):
-        return [_hide(item, specials) for item in value]
+        return [hide(item, specials) for item in value]
     return value
 
 

@@ -134,7 +134,7 @@ def _is_finite(schema: dict[str, Any], root: dict[str, Any], finite: set[int]) -
     def holds(part: Any) -> bool:
         return not isinstance(part, dict) or id(part) in finite
 
-    if "$ref" in schema and not holds(_resolve(schema["$ref"], root)):
+    if "$ref" in schema and not holds(resolve(schema["$ref"], root)):
         return False
     alternatives = _alternatives(schema)
     if alternatives and not any(map(holds, alternatives)):
@@ -154,7 +154,7 @@ def _names(schema: dict[str, Any], key: str) -> list[str]:
     return [name for name in _items(schema, key) if isinstance(name, str)]
 
 
-def _resolve(reference: Any, root: dict[str, Any]) -> Any:
+def resolve(reference: Any, root: dict[str, Any]) -> Any:
     """What a reference within the schema points to; None for any other, which the compiler refuses."""
     if not isinstance(reference, str) or not reference.startswith("#"):
         return None

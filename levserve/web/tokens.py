@@ -17,8 +17,11 @@ from levserve.errors import BadRequest
 from levserve.request.decode import missing, unsupported
 from levserve.request.schema import Message
 from levserve.request.submission import check_token_ids
+from levserve.request.tool_fields import FunctionTool, find_tools
+from levserve.request.tool_use import make_conversation
 from levserve.text.chat import Options, render_chat, render_text, template_of
 from levserve.text.tokenizer import Tokenizer
+from levserve.text.tools.request import ToolRequest
 from levserve.web.call import Calls, header_timeout
 from levserve.web.json_body import json_response
 
@@ -37,12 +40,12 @@ class ConversationBody(ModelBody, frozen=True, kw_only=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     chat_template: Any = None
-    tools: Any = None
+    tools: list[FunctionTool] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("chat_template", "tools"):
-            if getattr(self, name):
-                raise unsupported(name)
+        if self.chat_template:
+            raise unsupported("chat_template")
+        self.find_tools()
         for number, message in enumerate(self.messages or ()):
             message.check(f"messages[{number}]")
         if self.add_generation_prompt and self.continue_final_message:
@@ -51,18 +54,17 @@ class ConversationBody(ModelBody, frozen=True, kw_only=True):
                 param="continue_final_message",
             )
 
-    @property
-    def conversation(self) -> list[dict[str, str]]:
+    def find_tools(self) -> ToolRequest | None:
+        return find_tools(self.tools, None, None)
+
+    def make_conversation(self, model: ServedModel) -> tuple[list[dict[str, Any]], Options]:
         if self.messages is None:
             raise missing("messages")
-        return [message.to_template() for message in self.messages]
-
-    @property
-    def options(self) -> Options:
-        return {
+        made = make_conversation(self.messages, self.find_tools(), self.chat_template_kwargs, model)
+        return made.messages, {
             "add_generation_prompt": self.add_generation_prompt is not False,
             "continue_final_message": self.continue_final_message is True,
-            "template_kwargs": self.chat_template_kwargs,
+            "template_kwargs": made.template_kwargs,
         }
 
 
@@ -121,7 +123,8 @@ def tokens_routes(calls: Calls) -> Blueprint:
             body = call.read(TokenizeBody)
             model = call.get_model(body.model)
             if body.prompt is None:
-                tokens = render_chat(model.tokenizer, body.conversation, **body.options)
+                messages, options = body.make_conversation(model)
+                tokens = render_chat(model.tokenizer, messages, **options)
             else:
                 adds_special = body.add_special_tokens is not False
                 tokens = model.tokenizer.encode(body.prompt, add_special_tokens=adds_special)
@@ -139,8 +142,9 @@ def tokens_routes(calls: Calls) -> Blueprint:
     def apply_template() -> Response:
         with calls.begin() as call:
             body = call.read(ConversationBody)
-            tokenizer = call.get_model(body.model).tokenizer
-            return json_response(Prompt(render_text(tokenizer, body.conversation, **body.options)))
+            model = call.get_model(body.model)
+            messages, options = body.make_conversation(model)
+            return json_response(Prompt(render_text(model.tokenizer, messages, **options)))
 
     def show_tokenizer() -> Response:
         """Needs no place in the queue: nothing here takes long."""

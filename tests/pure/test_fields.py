@@ -17,6 +17,7 @@ from levserve.request.schema import (
     CompletionBody,
     StreamOptions,
 )
+from levserve.text.grammar import Grammar
 from levserve.web.embeddings import EmbeddingBody
 from levserve.web.scoring import ScoreBody
 from tests.fake_app import App, serving
@@ -36,6 +37,8 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 KINDS = {CHAT: ChatBody, TEXT: CompletionBody, EMBED: EmbeddingBody, SCORE: ScoreBody}
 IGNORED = {"user"}  # who asks is nobody's business here
+
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
 # A value that asks for something, and where one alone does not, what must be asked for beside it.
 BOTH: dict[str, Any] = {
@@ -89,6 +92,11 @@ VALUES: dict[str, dict[str, Any]] = {
         "chat_template_kwargs": {"messages": 1},
         "reasoning_effort": "high",
         "thinking_token_budget": 5,
+        "tools": TOOLS,
+        "tool_choice": {"tools": TOOLS, "tool_choice": "required"},
+        "parallel_tool_calls": {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False},
+        "functions": [{"name": "f"}],
+        "function_call": {"functions": [{"name": "f"}], "function_call": {"name": "f"}},
         "skip_special_tokens": {
             "messages": [{"role": "user", "content": "t382"}],
             "continue_final_message": True,
@@ -132,7 +140,12 @@ def outcome(app: App, path: str, fields: dict[str, Any]) -> tuple[Any, ...]:
     reply = app.post(path, BODIES[path] | fields)
     asked = [
         dataclasses.replace(
-            request, request_id="", shares_prompt_of=None, deadline=None if request.deadline is None else 1.0
+            request,
+            request_id="",
+            shares_prompt_of=None,
+            deadline=None if request.deadline is None else 1.0,
+            # Only a grammar is kept for the next request; equal constraints of other kinds are not the same.
+            constraint=request.constraint if isinstance(request.constraint, Grammar) else None,
         )
         for request in app.device.requests[before:]
     ]
@@ -141,7 +154,8 @@ def outcome(app: App, path: str, fields: dict[str, Any]) -> tuple[Any, ...]:
         body = {name: value for name, value in body.items() if name not in ("id", "created", "timings")} | {
             "timed": "timings" in body
         }
-    return reply.status_code, asked, body
+    kinds = [type(request.constraint) for request in app.device.requests[before:]]
+    return reply.status_code, asked, kinds, body
 
 
 def cases() -> list[tuple[str, str]]:

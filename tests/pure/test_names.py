@@ -54,7 +54,7 @@ def test_a_last_part_that_several_models_have_means_none_of_them() -> None:
 
 def resident(name: str, *aliases: str) -> Resident:
     nothing: Any = SimpleNamespace()
-    return Resident(model=ServedModel(name, nothing, 64, 4, 0, nothing, aliases=aliases))
+    return Resident(model=ServedModel(name, nothing, 64, 4, 0, nothing, nothing, aliases=aliases))
 
 
 def test_a_registry_knows_all_names_of_a_model_and_lists_candidates() -> None:

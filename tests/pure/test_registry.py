@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -25,8 +26,8 @@ PATIENCE = 20.0
 
 
 def resident(name: str, num_bytes: int = 0) -> Resident:
-    tokenizer: object = SimpleNamespace()
-    model = ServedModel(name, tokenizer, 64, 4, 0, grammars=SimpleNamespace())  # type: ignore[arg-type]
+    nothing: Any = SimpleNamespace()
+    model = ServedModel(name, nothing, 64, 4, 0, grammars=nothing, tools=nothing)
     return Resident(model=model, weight_bytes=num_bytes)
 
 

@@ -1,0 +1,85 @@
+"""What the tools of one chat mean for its prompt, for what its answer is held to, and for how it is read.
+
+Called on HTTP threads.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from levserve.engine.served_model import ServedModel
+from levserve.request.schema import ChatBody, GenerationBody, Message
+from levserve.schedule.constraint import Constraint
+from levserve.text.grammar import Grammars
+from levserve.text.parts import PartReader
+from levserve.text.tools.history import to_template
+from levserve.text.tools.model_tools import ModelTools
+from levserve.text.tools.request import ToolRequest
+
+
+class Conversation(NamedTuple):
+    """What the chat template gets."""
+
+    messages: list[dict[str, Any]]
+    template_kwargs: dict[str, Any]
+    num_chars: int
+    """Of everything that the client wrote in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """The tools of a request; nothing for one that is not a chat."""
+
+    asked: ToolRequest | None = None
+    tools: ModelTools | None = None
+
+    def hold(
+        self,
+        content: Constraint | None,
+        grammars: Grammars,
+        add_thoughts: Callable[[Constraint | None], Constraint | None],
+    ) -> Constraint | None:
+        """What the answer is held to, where its content is held to this; raises `BadRequest`."""
+        if self.tools is None or self.asked is None:
+            return add_thoughts(content)
+        if self.tools.form.has_channels:  # a call is a message of its own, not something after the thoughts
+            return self.tools.constrain(self.asked, add_thoughts(content), grammars)
+        return add_thoughts(self.tools.constrain(self.asked, content, grammars))
+
+    def make_reader(self) -> PartReader | None:
+        return None if self.tools is None else self.tools.make_reader(self.asked)
+
+    @property
+    def visible(self) -> frozenset[int]:
+        """The special tokens that a reader has to see."""
+        if self.tools is None:
+            return frozenset()
+        is_read = self.tools.form.has_channels or (self.asked is not None and self.asked.callable_tools)
+        return self.tools.visible if is_read else frozenset()
+
+
+def find_tool_use(body: GenerationBody, model: ServedModel) -> ToolUse:
+    return ToolUse(body.find_tools(), model.tools) if isinstance(body, ChatBody) else ToolUse()
+
+
+def make_conversation(
+    messages: Sequence[Message],
+    asked: ToolRequest | None,
+    template_kwargs: Mapping[str, Any] | None,
+    model: ServedModel,
+) -> Conversation:
+    """The messages and tools as the model's template takes them."""
+    history = model.tools.history
+    tools = () if asked is None else asked.tools
+    kwargs = dict(template_kwargs or {})
+    named = history.template_tools(tools)
+    if named is not None:
+        kwargs["tools"] = named
+    plain = [message.to_template() for message in messages]
+    num_chars = sum(len(message["content"]) for message in plain)
+    num_chars += sum(len(call.function.arguments) for message in messages for call in message.calls)
+    num_chars += sum(len(json.dumps(to_template(tool))) for tool in tools)
+    return Conversation(history.adapt(plain, tools), kwargs, num_chars)

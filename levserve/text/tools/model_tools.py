@@ -1,0 +1,102 @@
+"""Tools as one model uses them: made when the model is loaded, asked by every request that has tools.
+
+HTTP threads share it; it does not change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from levserve.errors import BadRequest
+from levserve.schedule.constraint import Constraint
+from levserve.text.any_of import AnyOf
+from levserve.text.grammar import GrammarKind, Grammars, GrammarText
+from levserve.text.mark import Mark
+from levserve.text.parts import PartReader
+from levserve.text.phases import Triggered
+from levserve.text.tokenizer import Tokenizer
+from levserve.text.tools.arguments import arguments_schema
+from levserve.text.tools.body import Calls
+from levserve.text.tools.detect import AUTO, find_history
+from levserve.text.tools.format import ToolFormat
+from levserve.text.tools.harmony import HarmonyReader
+from levserve.text.tools.lark import Lark
+from levserve.text.tools.reader import CallReader
+from levserve.text.tools.request import CallMode, Tool, ToolRequest
+
+THOUGHTS = "<|channel|>analysis<|message|>"
+AFTER_THOUGHTS = "<|end|><|start|>assistant"
+
+
+class ModelTools:
+    """How a model is told of tools, and how its calls are found and held to their schemas."""
+
+    def __init__(self, tokenizer: Tokenizer, wanted: str = AUTO) -> None:
+        self.history = find_history(tokenizer, wanted)
+        self.form: ToolFormat = self.history.form
+        self._tokenizer = tokenizer
+        self._trigger = Mark(self.form.trigger, tokenizer)  # reads the whole vocabulary: not for a request
+        added = tokenizer.backend.get_added_tokens_decoder()
+        self.visible = frozenset(
+            token for token, entry in added.items() if entry.special and entry.content in self.form.visible
+        )
+        """The special tokens that a reader has to see."""
+
+    @property
+    def description(self) -> str:
+        """What was found, for the log."""
+        if self.history.use.lists_tools or self.history.use.shows_calls:
+            return self.form.name
+        return f"{self.form.name} (the chat template knows no tools)"
+
+    def make_reader(self, asked: ToolRequest | None) -> PartReader | None:
+        """Finds the calls in one answer; None if there can be none."""
+        tools = () if asked is None else asked.callable_tools
+        if self.form.has_channels:
+            return HarmonyReader(Calls(tools, has_short_ids=False))
+        if not tools:
+            return None
+        return CallReader(self.form, Calls(tools, has_short_ids=self.form.has_short_ids))
+
+    def constrain(
+        self, asked: ToolRequest, content: Constraint | None, grammars: Grammars
+    ) -> Constraint | None:
+        """What the answer is held to, where its content is held to this; raises `BadRequest`."""
+        tools = asked.callable_tools
+        if not tools:
+            return content
+        num_calls = self.form.max_calls(is_parallel=asked.is_parallel)
+        lark = Lark(self._tokenizer)
+        if asked.mode is CallMode.AUTO and content is None and not self.form.is_at_start:
+            rest = self.form.write_after_trigger(lark, tools, num_calls)
+            inner = self._compile(lark, rest, tools, grammars)
+            max_times = 1 if self.form.opening else num_calls
+            rows = grammars.vocab_rows
+            return Triggered(self._trigger, inner, self._tokenizer, rows, max_times=max_times)
+        calls = self._compile(lark, self._calls(lark, tools, num_calls), tools, grammars)
+        if asked.mode is CallMode.REQUIRED:
+            return calls
+        if content is None:
+            free = f"/(?s:.*)/ & ~/(?s:{self.form.guard(tools)}.*)/"
+            text = f"%llguidance {{}}\nstart: FREE\nFREE: {free}\n"
+            content = grammars.compile(GrammarText(GrammarKind.GRAMMAR, text, "tools"))
+        return AnyOf([content, calls])
+
+    def _calls(self, lark: Lark, tools: Sequence[Tool], num_calls: int) -> str:
+        calls = self.form.write_calls(lark, tools, num_calls)
+        if not self.form.has_channels:
+            return calls
+        end = lark.literal(AFTER_THOUGHTS)
+        thoughts = lark.rule("THOUGHTS", "/(?s:.*)/")
+        return f"({lark.literal(THOUGHTS)} {thoughts} {end})? {calls}"
+
+    def _compile(self, lark: Lark, start: str, tools: Sequence[Tool], grammars: Grammars) -> Constraint:
+        try:
+            return grammars.compile(GrammarText(GrammarKind.GRAMMAR, lark.text(start), "tools"))
+        except BadRequest:
+            for tool in tools:  # the one that is at fault has a better name than all of them together
+                param = f"{tool.param}.parameters"
+                schema = Lark(self._tokenizer)
+                text = schema.text(schema.json("args", arguments_schema(tool)))
+                grammars.compile(GrammarText(GrammarKind.GRAMMAR, text, param))
+            raise

@@ -1,0 +1,127 @@
+"""Finds calls in the text of an answer while it streams; what is no call is content.
+
+White space around calls is dropped. Text that may become a call is held back until that is certain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from levserve.text.parts import Content, Part
+from levserve.text.tools.body import Calls
+from levserve.text.tools.format import ToolFormat
+from levserve.text.tools.scanner import Scanner, Steps
+
+
+class CallReader:
+    """A `PartReader` for formats that `ToolFormat` describes."""
+
+    is_thinking = False
+
+    def __init__(self, form: ToolFormat, calls: Calls) -> None:
+        self._form = form
+        self._calls = calls
+        self._scanner = Scanner()
+        self._steps = self._read()
+        self._is_done = False
+
+    def add(self, text: str) -> Sequence[Part]:
+        if not text:
+            return ()
+        self._scanner.text += text
+        return self._advance()
+
+    def flush(self) -> Sequence[Part]:
+        self._scanner.is_ended = True
+        return self._advance()
+
+    def _advance(self) -> list[Part]:
+        if not self._is_done:
+            self._is_done = next(self._steps, self) is self
+        parts, self._calls.parts = self._calls.parts, []
+        return parts
+
+    def _read(self) -> Steps[None]:
+        scanner = self._scanner
+        if self._form.is_at_start:
+            yield from scanner.skip_space()
+            if not (yield from self._read_calls()):
+                scanner.at = 0
+            yield from self._show_rest()
+            return
+        while (yield from self._find_trigger()):
+            start = scanner.at
+            if (yield from self._read_calls()):
+                yield from scanner.skip_space()
+            else:
+                scanner.at = start
+                yield from scanner.skip_space()
+                self._show(scanner.at + 1)
+
+    def _find_trigger(self) -> Steps[bool]:
+        """Shows the text before the next trigger, but for the white space just before it."""
+        scanner, trigger = self._scanner, self._form.trigger
+        while True:
+            found = scanner.text.find(trigger, scanner.at)
+            end = found if found >= 0 else len(scanner.text)
+            if found < 0:
+                if scanner.is_ended:
+                    self._show(end)
+                    return False
+                end -= _overlap(scanner.text, trigger)
+            self._show(scanner.at + len(scanner.text[scanner.at : end].rstrip()))
+            if found >= 0:
+                return True
+            yield
+
+    def _show(self, end: int) -> None:
+        """Shows the text up to this place as content."""
+        scanner = self._scanner
+        if end > scanner.at:
+            self._calls.parts.append(Content(scanner.text[scanner.at : end]))
+        scanner.at = end
+        scanner.drop()
+
+    def _show_rest(self) -> Steps[None]:
+        yield from self._skip_space_after_call()
+        while True:
+            self._show(len(self._scanner.text))
+            if self._scanner.is_ended:
+                return
+            yield
+
+    def _skip_space_after_call(self) -> Steps[None]:
+        if self._calls.count:
+            yield from self._scanner.skip_space()
+
+    def _read_calls(self) -> Steps[bool]:
+        """Reads the calls that begin here; False if there is none."""
+        form, scanner = self._form, self._scanner
+        if not (yield from scanner.take(form.opening)) or not (yield from self._read_call()):
+            return False
+        if not form.opening:
+            return True
+        while True:
+            if (yield from scanner.take(form.closing)):
+                return True
+            start = scanner.at
+            if not (yield from scanner.take(form.separator)) or not (yield from self._read_call()):
+                scanner.at = start
+                return True
+
+    def _read_call(self) -> Steps[bool]:
+        form, scanner = self._form, self._scanner
+        if not (yield from scanner.take(form.before)) or not (
+            yield from form.body.read(scanner, self._calls)
+        ):
+            return False
+        yield from scanner.take(form.after)
+        return True
+
+
+def _overlap(text: str, trigger: str) -> int:
+    """How many characters at the end of the text may be the beginning of the trigger."""
+    for length in range(min(len(text), len(trigger) - 1), 0, -1):
+        if text.endswith(trigger[:length]):
+            return length
+    return 0
