@@ -19,13 +19,16 @@ MAX_PASSES = 20
 FORMATS = frozenset("date date-time time duration email hostname ipv4 ipv6 uuid uri".split())
 """Those that are held; any other is an annotation, as the standard says."""
 
+ANNOTATIONS = ("$comment", "$schema", "default", "description", "examples", "title")
+"""They say nothing of the text, and make schemas long."""
+
 LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 NAMED = ("properties", "patternProperties", "$defs", "definitions")
 SINGLE = ("items", "additionalProperties", "additionalItems", "not", "contains")
 
 
 def check_schema(schema: Any) -> Any:
-    """The schema without unknown formats; raises ValueError, with the reason, if it cannot be served."""
+    """The schema without annotations; raises ValueError, with the reason, if it cannot be served."""
     if not isinstance(schema, dict | bool):
         raise ValueError("a schema is an object or a boolean")
     if schema is False:
@@ -38,7 +41,7 @@ def check_schema(schema: Any) -> Any:
 
 
 class _Survey:
-    """Counts what a schema is made of, and copies it without unknown formats."""
+    """Counts what a schema is made of, and copies it without annotations and unknown formats."""
 
     def __init__(self) -> None:
         self._num_schemas = 0
@@ -49,7 +52,7 @@ class _Survey:
         if not isinstance(schema, dict):
             return schema
         self._count(schema, depth)
-        copy = dict(schema)
+        copy = {key: value for key, value in schema.items() if key not in ANNOTATIONS}
         if copy.get("format") not in FORMATS:
             copy.pop("format", None)
         for key, value in schema.items():
