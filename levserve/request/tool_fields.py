@@ -74,7 +74,9 @@ def find_tools(
             raise missing(f"{param}.function")
         found.append(_tool(one.function, f"{param}.function"))
     mode, allowed = _read_choice(choice)
-    return make_tool_request(found, mode, allowed, is_parallel is not False, "tool_choice")
+    is_named = isinstance(choice, dict) and choice.get("type") == "function"  # that is one call
+    may_repeat = is_parallel is not False and not is_named
+    return make_tool_request(found, mode, allowed, may_repeat, "tool_choice")
 
 
 def find_functions(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from levserve.models.registry import Registry
+from levserve.request.decode import decode
+from levserve.request.schema import ChatBody
 from levserve.settings.settings import TOOL_FORMATS
 from levserve.text.tools.families import BY_NAME
 from tests.fake_app import App, serving
@@ -115,6 +118,14 @@ def test_a_call_that_is_cut_off_ends_by_length(app: App) -> None:
     assert choice["finish_reason"] == "length"
     assert choice["message"]["tool_calls"][0]["function"]["arguments"] == F[F.index('{"city') : 50]
     assert joined(app, body(F, max_tokens=50)) == flat(choice)
+
+
+def test_a_named_function_is_called_once() -> None:
+    asked = decode(
+        json.dumps(body("", tool_choice={"type": "function", "function": {"name": "f"}})).encode(), ChatBody
+    ).find_tools()
+    assert asked is not None and not asked.is_parallel
+    assert [tool.name for tool in asked.callable_tools] == ["f"]
 
 
 def test_a_client_that_knows_functions_gets_a_function_call(app: App) -> None:

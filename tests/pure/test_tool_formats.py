@@ -203,6 +203,15 @@ def test_a_call_that_is_cut_off_is_given_as_far_as_it_came(name: str) -> None:
     assert PARIS.startswith(last.text) and "Paris" in last.text
 
 
+@pytest.mark.parametrize("name", [name for name, form in FORMATS.items() if not form.is_at_start])
+def test_a_call_that_is_cut_off_before_its_name_is_complete_is_left_out(name: str) -> None:
+    form = FORMATS[name]
+    start = form.opening + form.before
+    for end in range(len(form.trigger), len(start) + 1):
+        if form.trigger in start[:end]:
+            assert model_of(name).read([start[:end]]) == ()
+
+
 @every_family
 def test_a_call_of_a_function_that_does_not_exist_is_content(name: str) -> None:
     model = model_of(name)

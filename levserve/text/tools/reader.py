@@ -53,6 +53,8 @@ class CallReader:
             start = scanner.at
             if (yield from self._read_calls()):
                 yield from scanner.skip_space()
+            elif scanner.has_run_out:
+                return  # the answer was cut off before the name of a call was complete
             else:
                 scanner.at = start
                 yield from scanner.skip_space()

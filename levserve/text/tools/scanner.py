@@ -26,6 +26,8 @@ class Scanner:
         self.text = ""
         self.at = 0
         self.is_ended = False
+        self.has_run_out = False
+        """Whether the text ended where a parser wanted more of it."""
 
     def drop(self) -> None:
         """Forgets what has been read. Places in the text that were kept are void after this."""
@@ -36,6 +38,7 @@ class Scanner:
         """The next character, which is not taken; empty at the end."""
         while self.at >= len(self.text):
             if self.is_ended:
+                self.has_run_out = True
                 return ""
             yield
         return self.text[self.at]
@@ -68,6 +71,7 @@ class Scanner:
                 self.at, name = end, self.text[self.at : end]
                 return name
             if self.is_ended:
+                self.has_run_out = True
                 return ""
             yield
 
@@ -80,6 +84,7 @@ class Scanner:
                 self.at = found + len(mark)
                 return before
             if self.is_ended:
+                self.has_run_out = True
                 return None
             yield
 
