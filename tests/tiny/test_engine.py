@@ -42,8 +42,8 @@ def cases_of(family: str) -> list[dict[str, Any]]:
 
 
 def in_short_rows(*args: Any, **given: Any) -> Sizes:
-    """As on a GPU, but small."""
-    return replace(plan_sizes(*args, **given), chunk_sizes=(8, 32), prefill_row_tokens=8)
+    """As on a GPU, but small. The only prefill program has four rows, so that prompts share it from the start."""
+    return replace(plan_sizes(*args, **given), chunk_sizes=(32,), prefill_row_tokens=8)
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def test_prompts_that_share_prefill_programs_in_short_rows_match_their_reference
 ) -> None:
     monkeypatch.setattr("levserve.models.size.plan_sizes", in_short_rows)
     cases = cases_of(family)
-    with running_engine(GOLDEN / family, compiles_all=True) as running:
+    with running_engine(GOLDEN / family) as running:
         answers = running.run(*(ask(case["prompt"], num_logprobs=0, score_from=1) for case in cases))
     for case, answer in zip(cases, answers):
         assert answer.tokens == case["greedy"]
@@ -102,7 +102,7 @@ def test_where_rows_are_computed_in_their_order_the_longest_come_first(
     monkeypatch.setattr("levserve.models.size.plan_sizes", in_short_rows)
     monkeypatch.setattr(InFlightRound, "read_rows", read_rows)
     prompts = [[5, 6, 7], [*range(10, 40)], [8], [*range(20, 36)]]
-    with running_engine(GOLDEN / "llama", compiles_all=True) as running:
+    with running_engine(GOLDEN / "llama") as running:
         together = running.run(*(ask(prompt) for prompt in prompts))
         alone = [running.run(ask(prompt))[0] for prompt in prompts]
     assert any(len(positions) == len(prompts) for positions in computed)
@@ -163,7 +163,7 @@ def test_prompts_of_which_only_the_next_token_is_wanted_get_it_from_sample_only_
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def as_on_a_gpu(*args: Any, **given: Any) -> Sizes:
-        return replace(in_short_rows(*args, **given), row_sizes=(4,), chunk_sizes=(32,), has_all_modes=True)
+        return replace(in_short_rows(*args, **given), row_sizes=(4,), has_all_modes=True)
 
     monkeypatch.setattr("levserve.models.size.plan_sizes", as_on_a_gpu)
     used: list[Shape] = []
@@ -383,7 +383,7 @@ def test_no_request_waits_for_a_compile_after_ready() -> None:
             compiled_on.append(threading.current_thread().name)
 
     # Sizes that no other test has: jax remembers what it compiled in this process.
-    flags = (*LARGE_CHUNKS, "--kv-pages", "260", "--compile-cache", "false")
+    flags = (*SMALL, "--kv-pages", "260", "--compile-cache", "false")
     with running_engine(GOLDEN / "llama", *flags, compiles_all=True) as running:
         assert not running.loaded.runner.programs.is_complete, "some shapes are left for the background"
         jax.monitoring.register_event_duration_secs_listener(note)
