@@ -24,7 +24,7 @@ class AfterThoughts:
       with the answer.
     - After `budget` tokens of thought, `closing` must follow: the end mark, with the newlines that the model
       writes around it.
-    - Where an answer is held to a constraint, the text cannot end within the thoughts.
+    - The text can end within the thoughts only where `inner` allows an empty answer.
     - A token that completes the end mark may carry the beginning of the answer; if that does not fit `inner`
       the token is not allowed.
     """
@@ -84,6 +84,8 @@ class AfterThoughtsMatcher:
         self._phase = _Phase.THINKING if rule.opening is None else _Phase.OPENING
         self._num_matched = 0
         """Bytes of the mark that is awaited."""
+        self._may_answer = True
+        """Whether what has come may be the beginning of an answer; asked while the thoughts may begin."""
         self._num_thoughts = 0
         self._num_forced = 0
         self._num_newlines = 0
@@ -114,10 +116,12 @@ class AfterThoughtsMatcher:
             case _ if inner is None:
                 return True
             case _Phase.OPENING:
-                return token in self._opening_tokens() or (not self._num_matched and inner.allows(token))
+                return token in self._opening_tokens() or (self._may_answer and inner.allows(token))
             case _Phase.THINKING:
+                if token in self._rule.eos_ids:
+                    return inner.allows(token)
                 rest = self._rule.end.overshoots(self._num_matched).get(token)
-                return token not in self._rule.eos_ids and (rest is None or self._rule.fits(rest))
+                return rest is None or self._rule.fits(rest)
             case _Phase.GAP:
                 return token in self._rule.newlines or inner.allows(token)
         return inner.allows(token)
@@ -142,8 +146,9 @@ class AfterThoughtsMatcher:
 
     def ends_with(self, token: int) -> bool:
         """In free text the request's own stop tokens end the answer."""
-        is_held = self._phase is not _Phase.THINKING and self._inner is not None
-        return is_held and token in self._rule.eos_ids
+        if self._phase is _Phase.THINKING or self._inner is None:
+            return False
+        return self._inner.ends_with(token)
 
     def forced(self) -> Sequence[int]:
         if self._phase is _Phase.CLOSING:
@@ -162,14 +167,15 @@ class AfterThoughtsMatcher:
                 return 1 << rule.closing[self._num_forced]
             case _ if inner is None:
                 return rule.everything
-            case _Phase.OPENING if self._num_matched:
+            case _Phase.OPENING if not self._may_answer:
                 return to_bits(self._opening_tokens())
             case _Phase.OPENING:
                 return to_bits(self._opening_tokens()) | _to_int(inner.mask())
             case _Phase.THINKING:
                 overshoots = rule.end.overshoots(self._num_matched)
                 refused = to_bits(token for token, rest in overshoots.items() if not rule.fits(rest))
-                return rule.everything & ~refused & ~to_bits(rule.eos_ids)
+                ends = to_bits(token for token in rule.eos_ids if not inner.allows(token))
+                return rule.everything & ~refused & ~ends
             case _Phase.GAP:
                 return to_bits(rule.newlines) | _to_int(inner.mask())
         return _to_int(inner.mask())
@@ -179,19 +185,23 @@ class AfterThoughtsMatcher:
         return self._rule.opening.continuations(self._num_matched)
 
     def _open(self, token: int, spelt: bytes) -> None:
+        """Text that may be either is read as the mark and as the answer, until it is only one of them."""
         assert self._rule.opening is not None
         left = self._rule.opening.spelt[self._num_matched :]
-        if token not in self._opening_tokens():
-            if self._inner is not None:
-                self._inner.take(token)
-            elif not self._num_matched and not spelt.strip():
-                return  # white space before the mark
-            self._phase = _Phase.ANSWER
-        elif len(spelt) < len(left):
-            self._num_matched += len(spelt)
-        else:
+        is_opening = token in self._opening_tokens()
+        if is_opening and len(spelt) >= len(left):
             self._phase, self._num_matched = _Phase.THINKING, 0
+            self._inner = None if self._rule.inner is None else self._rule.inner.start()
             self._think(spelt[len(left) :])
+            return
+        if self._inner is not None and self._may_answer:
+            self._may_answer = self._inner.allows(token)
+            if self._may_answer:
+                self._inner.take(token)
+        if is_opening:
+            self._num_matched += len(spelt)
+        elif self._inner is not None or self._num_matched or spelt.strip():
+            self._phase = _Phase.ANSWER  # else it is white space before the mark
 
     def _think(self, spelt: bytes) -> None:
         self._num_matched, rest = self._rule.end.read(self._num_matched, spelt)

@@ -193,11 +193,31 @@ def test_a_model_may_open_a_thought_or_answer_at_once(inner: Constraint | None) 
     assert list(thinks.forced()) == encode_marks(TOKENIZER, "</t>")
 
 
-def test_once_a_thought_is_being_opened_a_held_answer_cannot_begin() -> None:
+def test_once_a_thought_is_being_opened_an_answer_that_begins_otherwise_cannot_begin() -> None:
     matcher = after_thoughts(opening="<t>").start()
     assert allowed(matcher) == {token("<"), token("<t"), token("1"), token("12")}
     feed(matcher, "<")
     assert {token("t"), token("t>")} <= allowed(matcher) and not matcher.allows(token("1"))
+
+
+def test_an_answer_may_begin_as_a_thought_does() -> None:
+    tagged = GRAMMARS.compile(asked(GrammarKind.REGEX, "<(tx|b)>"))
+    matcher = after_thoughts(opening="<t>", inner=tagged).start()
+    feed(matcher, "<", "t")
+    assert {token(">"), token("x")} <= allowed(matcher)
+    feed(matcher, "x", ">")
+    assert matcher.is_over
+    thinks = after_thoughts(opening="<t>", inner=tagged).start()
+    feed(thinks, "<", "t", ">", "a", "</", "t", ">", "<", "b", ">")
+    assert thinks.is_over
+
+
+def test_thoughts_may_be_the_end_where_an_answer_may_be_empty() -> None:
+    for inner, may_end in ((triggered(), True), (NUMBER, False)):
+        matcher = after_thoughts(inner=inner).start()
+        feed(matcher, "a")
+        assert matcher.allows(END) is may_end
+        check(matcher)
 
 
 constraints = st.sampled_from(
@@ -208,6 +228,10 @@ constraints = st.sampled_from(
         after_thoughts("[/T]", opening="[T]", budget=3),
         after_thoughts(opening="<t>", budget=6, closing="\n</t>\n"),
         after_thoughts(inner=None, opening="<t>", budget=2),
+        after_thoughts(inner=triggered(), opening="<t>", budget=4),
+        after_thoughts(
+            inner=GRAMMARS.compile(asked(GrammarKind.REGEX, "<t?[a-z]{2}")), opening="<t>", budget=3
+        ),
     ]
 )
 LIKELY = [token(text) for text in ("<", "<t", "t", "t>", "</", ">", ">1", ">\n", "1", "2", ".", "\n", "a")]
