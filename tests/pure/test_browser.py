@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 
 import pytest
@@ -304,9 +305,48 @@ def test_the_server_is_watched_and_nothing_else_is_asked(page: Browser, parrot: 
     assert len(asked) > 15 and all(name.startswith(parrot.url) for name in asked)
 
 
-def test_the_description_of_the_api_is_a_page_too(page: Browser, parrot: ServerProcess) -> None:
+@pytest.fixture
+def docs(page: Browser) -> Browser:
+    """The description of the API, found by the link on the page."""
     page.element("header a[href='/docs']").click()
-    page.wait_text("#operations", "/v1/chat/completions")
+    page.wait(lambda: page.run("return document.querySelector('#operations[aria-busy=false]') !== null"))
+    return page
+
+
+def test_every_endpoint_of_the_description_is_listed_and_nothing_else_is_asked(
+    docs: Browser, parrot: ServerProcess
+) -> None:
+    with urllib.request.urlopen(parrot.url + "/openapi.json", timeout=10) as response:
+        paths = json.load(response)["paths"]
+    described = {(method.upper(), path) for path, methods in paths.items() for method in methods}
+    titles = "return [...document.querySelectorAll('.operation > summary')].map((one) => [...one.children].map((part) => part.innerText))"
+    shown = docs.run(titles)
+    assert {(method, path) for method, path, _ in shown} == described and len(shown) == len(described)
+    assert ("POST", "/v1/chat/completions") in described and all(what for _, _, what in shown)
+    asked = docs.run("return performance.getEntriesByType('resource').map((one) => one.name)")
+    assert len(asked) > 2 and all(name.startswith(parrot.url) for name in asked)
+
+
+def test_an_endpoint_unfolds_to_its_fields_and_can_be_tried(docs: Browser) -> None:
+    script = "return [...document.querySelectorAll('.operation')].find((one) => one.querySelector('code').innerText === arguments[0])"
+    chat = docs.run(script, "/v1/chat/completions")
+    inside = chat.find_element("css selector", "summary + div")
+    assert not inside.is_displayed()
+    chat.find_element("css selector", "summary").click()
+    docs.wait(inside.is_displayed)
+    fields, *_ = inside.find_elements("css selector", "details")
+    fields.find_element("css selector", "summary").click()
+    names = [one.text for one in fields.find_elements("css selector", "td:first-child")]
+    assert {"messages", "max_tokens", "temperature"} <= set(names)
+    body = inside.find_element("css selector", "textarea")
+    example = json.loads(str(body.get_attribute("value")))
+    asked = example | {"messages": [{"role": "user", "content": QUOTES}], "max_tokens": 200, "stream": False}
+    docs.run("arguments[0].value = arguments[1]", body, json.dumps(asked))
+    inside.find_element("css selector", "button").click()
+    output = inside.find_element("css selector", "[role=status]")
+    docs.wait(lambda: '"finish_reason"' in output.text)
+    status, _, answer = output.text.partition("\n")
+    assert status == "200 OK" and json.loads(answer)["choices"][0]["message"]["content"] == QUOTES
 
 
 def test_light_dark_and_a_phone(page: Browser) -> None:
