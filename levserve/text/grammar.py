@@ -73,9 +73,10 @@ class Grammars:
         self.vocab_rows = vocab_rows
         self._eos_ids = tokenizer.eos_ids
         self._num_tokens = tokenizer.vocab_size
-        self._table = LLTokenizer(
-            TokenizerWrapper(_Vocabulary(tokenizer)), eos_token=sorted(tokenizer.eos_ids)
-        )
+        self._table: LLTokenizer | None = None  # llguidance refuses a vocabulary without an end token
+        if tokenizer.eos_ids:
+            ends = sorted(tokenizer.eos_ids)
+            self._table = LLTokenizer(TokenizerWrapper(_Vocabulary(tokenizer)), eos_token=ends)
         self._kept: OrderedDict[GrammarText, Grammar] = OrderedDict()
         self._lock = threading.Lock()
         self._on_compile = on_compile
@@ -101,6 +102,8 @@ class Grammars:
     def _compile(self, asked: GrammarText) -> LLMatcher:
         if len(asked.text) > MAX_CHARS:
             raise _refusal(asked, f"it has {len(asked.text)} characters; at most {MAX_CHARS} are allowed")
+        if self._table is None:
+            raise _refusal(asked, "the model has no end token, and a constrained text could not end")
         try:
             source = _source(asked)
         except (ValueError, RecursionError) as error:

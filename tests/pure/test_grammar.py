@@ -252,3 +252,9 @@ def test_a_row_of_the_model_that_is_no_token_does_not_fit_and_does_no_harm() -> 
     assert not matcher.allows(TOKENIZER.vocab_size)
     assert not matcher.allows(ROWS - 1)
     assert not matcher.is_stuck and matcher.forced()
+
+
+def test_a_model_without_an_end_token_has_no_grammars() -> None:
+    grammars = Grammars(Tokenizer(Vocabulary(TOKENIZER.backend)), ROWS, COMPILED.append)
+    with pytest.raises(BadRequest, match="'field' cannot be used: the model has no end token"):
+        grammars.compile(asked(GrammarKind.REGEX, "ab"))
