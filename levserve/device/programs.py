@@ -28,6 +28,7 @@ from levserve.device.program_cache import find_program, keep_program
 from levserve.device.rounds import (
     Arrays,
     Skeleton,
+    SlotMasks,
     State,
     decode_round,
     fill_pages,
@@ -240,13 +241,13 @@ class Programs:
         jitted = jax.jit(set_memory, donate_argnums=0)
         return self._get("set memory", lambda: jitted.lower(memory, slot, history, ids, values, until))
 
-    def set_masks(self, rows: int) -> Callable[..., tuple[Memory, jax.Array]]:
+    def set_masks(self, rows: int) -> Callable[..., tuple[SlotMasks, jax.Array]]:
         """The program that holds the next draws of so many rows to masks."""
-        memory, last_tokens = self._state.memory, self._state.last_tokens
+        masks, last_tokens = self._state.masks, self._state.last_tokens
         packed = jax.ShapeDtypeStruct((rows, 3), jnp.int32)
-        masks = jax.ShapeDtypeStruct((rows, memory.mask.shape[1]), jnp.uint32)
+        words = jax.ShapeDtypeStruct((rows, masks.words.shape[1]), jnp.uint32)
         jitted = jax.jit(set_masks, donate_argnums=(0, 1))
-        return self._get(f"set {rows} masks", lambda: jitted.lower(memory, last_tokens, packed, masks))
+        return self._get(f"set {rows} masks", lambda: jitted.lower(masks, last_tokens, packed, words))
 
     def fork_slot(self) -> Callable[[State, object], State]:
         """The program that gives a computed prompt to one more row."""

@@ -21,7 +21,7 @@ from levserve.device.packing import NUM_COLUMNS, RoundInput, unpack
 from levserve.model import cache
 from levserve.model.backend import Backend
 from levserve.model.decoder import CHUNK, ROW, Decoder
-from levserve.model.sampler import NUM_TOP, Drawn, Memory, Mode, logprobs_of, sample
+from levserve.model.sampler import FREE, NUM_TOP, Drawn, Masks, Memory, Mode, logprobs_of, sample
 
 Arrays = tuple[jax.Array, ...]
 
@@ -31,6 +31,15 @@ NUM_OUTPUTS = {Mode.GREEDY: 1, Mode.PLAIN: 1, Mode.FULL: 2 + 2 * NUM_TOP}
 """Columns of an output: the token; in full mode also its log-probability, the likeliest ids and theirs."""
 
 
+class SlotMasks(NamedTuple):
+    """What the next draw of a slot with a constraint is held to; see `sampler.Masks`."""
+
+    words: jax.Array
+    """uint32 [slot, vocab / 32]"""
+    at: jax.Array
+    """int32 [slot]: the one position that the words are for."""
+
+
 class State(NamedTuple):
     """Everything on the device that changes from round to round."""
 
@@ -38,6 +47,7 @@ class State(NamedTuple):
     last_tokens: jax.Array
     """int32 [slot]: the newest token, not yet in the KV pool."""
     memory: Memory
+    masks: SlotMasks
 
 
 class Skeleton(NamedTuple):
@@ -76,9 +86,9 @@ def sample_only_prefill(
     ends = jnp.maximum(given.counts - 1, 0)
     named, pools = model(tokens[:, :-1], state.pools, given.table, _chunk_positions(given, is_given), ends)
     hidden = named.rearrange((ROW, CHUNK, "embed")).array[:, 0]
-    drawn = _sample(model, hidden, given, given.positions + given.counts, state.memory, Mode.PLAIN)
+    drawn = _sample(model, hidden, given, given.positions + given.counts, state, Mode.PLAIN)
     last_tokens = state.last_tokens.at[given.slots].set(drawn.tokens, mode="drop")
-    return State(pools, last_tokens, state.memory), ChunkOutput(_outputs(drawn))
+    return state._replace(pools=pools, last_tokens=last_tokens), ChunkOutput(_outputs(drawn))
 
 
 def prefill_chunk(
@@ -95,7 +105,7 @@ def prefill_chunk(
     num_slots = state.last_tokens.shape[0]
 
     def draw() -> tuple[jax.Array, jax.Array, jax.Array]:
-        drawn = _sample(model, hidden_last, given, given.positions + given.counts, state.memory, Mode.FULL)
+        drawn = _sample(model, hidden_last, given, given.positions + given.counts, state, Mode.FULL)
         last_tokens = state.last_tokens.at[given.slots].set(drawn.tokens, mode="drop")
         history = _remember(state.memory, given.slots, given.positions + given.counts, drawn.tokens)
         return last_tokens, history, _outputs(drawn)
@@ -108,7 +118,7 @@ def prefill_chunk(
     as_computed = with_layout_constraint(hidden, Layout((0, 1, 2)))
     pooled = jnp.stack([jnp.where(is_given[..., None], as_computed, 0.0).sum(1), hidden_last], axis=1)
     output = ChunkOutput(outputs, _score(model, hidden, tokens[:, 1:], (given.scored > 0).any()), pooled)
-    return State(pools, last_tokens, state.memory._replace(history=history)), output
+    return _next_state(state, pools, last_tokens, history), output
 
 
 def _unpack_chunks(packed: jax.Array, skeleton: Skeleton) -> tuple[RoundInput, jax.Array, jax.Array]:
@@ -165,11 +175,11 @@ def decode_round(
         is_active = number < given.counts
         positions = jnp.where(is_active, given.positions + number, -1)
         hidden, pools = model(tokens[:, None], pools, given.table, positions[:, None])
-        memory = state.memory._replace(history=history)
-        drawn = _sample(model, hidden.array[:, 0], given, positions + 1, memory, mode)
+        so_far = state._replace(memory=state.memory._replace(history=history))
+        drawn = _sample(model, hidden.array[:, 0], given, positions + 1, so_far, mode)
         if mode is Mode.FULL:
             slots = jnp.where(is_active, given.slots, history.shape[0])
-            history = _remember(memory, slots, positions + 1, drawn.tokens)
+            history = _remember(so_far.memory, slots, positions + 1, drawn.tokens)
         tokens = jnp.where(is_active, drawn.tokens, tokens)
         return tokens, pools, history, outputs.at[number].set(_outputs(drawn))
 
@@ -177,7 +187,7 @@ def decode_round(
     carry = step(0, carry) if num_steps == 1 else lax.fori_loop(0, num_steps, step, carry)
     tokens, pools, history, outputs = carry
     last_tokens = state.last_tokens.at[given.slots].set(tokens, mode="drop")
-    return State(pools, last_tokens, state.memory._replace(history=history)), outputs
+    return _next_state(state, pools, last_tokens, history), outputs
 
 
 def mixed_round(
@@ -194,13 +204,13 @@ def mixed_round(
     hidden, pools = model(tokens[:, None], state.pools, given.table, positions[:, None])
     sampled = jax.tree.map(lambda array: array[:num_sampled], given)
     following = jnp.where(sampled.slots < state.last_tokens.shape[0], positions[:num_sampled] + 1, 0)
-    drawn = _sample(model, hidden.array[:num_sampled, 0], sampled, following, state.memory, mode)
-    memory = state.memory
+    drawn = _sample(model, hidden.array[:num_sampled, 0], sampled, following, state, mode)
+    history = state.memory.history
     if mode is Mode.FULL:
-        memory = memory._replace(history=_remember(memory, sampled.slots, following, drawn.tokens))
+        history = _remember(state.memory, sampled.slots, following, drawn.tokens)
     last_tokens = state.last_tokens.at[sampled.slots].set(drawn.tokens, mode="drop")
     outputs = _outputs(drawn)
-    return State(pools, last_tokens, memory), (outputs[None], outputs)
+    return _next_state(state, pools, last_tokens, history), (outputs[None], outputs)
 
 
 def verify_round(
@@ -229,7 +239,8 @@ def verify_round(
     memory = state.memory._replace(history=history)
     each = jax.tree.map(lambda array: jnp.repeat(array, places, axis=0), given)
     flat = hidden.rearrange((ROW, CHUNK, "embed")).array.reshape(rows * places, -1)
-    drawn = _sample(model, flat, each, positions.reshape(-1) + 1, memory, Mode.FULL)
+    so_far = state._replace(memory=memory)
+    drawn = _sample(model, flat, each, positions.reshape(-1) + 1, so_far, Mode.FULL)
 
     tokens = drawn.tokens.reshape(rows, places)
     is_right = (tokens[:, :-1] == draft) & is_fed[:, 1:]
@@ -238,36 +249,35 @@ def verify_round(
     last_tokens = state.last_tokens.at[given.slots].set(newest, mode="drop")
     history = _remember(memory, given.slots, given.positions + accepted + 1, newest)
     outputs = _outputs(drawn).reshape(rows, places, -1).swapaxes(0, 1)
-    return State(pools, last_tokens, state.memory._replace(history=history)), outputs
+    return _next_state(state, pools, last_tokens, history), outputs
 
 
 def set_memory(
     memory: Memory, slot: jax.Array, history: jax.Array, ids: jax.Array, values: jax.Array, until: jax.Array
 ) -> Memory:
     """Gives a slot the tokens and logit edits of its new sequence; donates `memory`."""
-    return memory._replace(
+    return Memory(
         history=memory.history.at[slot].set(history),
         edit_ids=memory.edit_ids.at[slot].set(ids),
         edit_values=memory.edit_values.at[slot].set(values),
         edit_until=memory.edit_until.at[slot].set(until),
-        mask_at=memory.mask_at.at[slot].set(0),
     )
 
 
 def set_masks(
-    memory: Memory, last_tokens: jax.Array, packed: jax.Array, masks: jax.Array
-) -> tuple[Memory, jax.Array]:
-    """Holds the next draw of some slots to masks, uint32 [row, vocab / 32]; donates `memory` and the tokens.
+    masks: SlotMasks, last_tokens: jax.Array, packed: jax.Array, words: jax.Array
+) -> tuple[SlotMasks, jax.Array]:
+    """Holds the next draw of some slots to masks, uint32 [row, vocab / 32]; donates all masks and the tokens.
 
     packed: int32 [row, 3], the slot, the position that is drawn, and the newest token before it, in case that
     the device drew another one. Drops rows of slots that do not exist.
     """
     slots, positions, tokens = packed.T
-    memory = memory._replace(
-        mask=memory.mask.at[slots].set(masks, mode="drop"),
-        mask_at=memory.mask_at.at[slots].set(positions, mode="drop"),
+    masks = SlotMasks(
+        words=masks.words.at[slots].set(words, mode="drop"),
+        at=masks.at.at[slots].set(positions, mode="drop"),
     )
-    return memory, last_tokens.at[slots].set(tokens, mode="drop")
+    return masks, last_tokens.at[slots].set(tokens, mode="drop")
 
 
 def fork_slot(state: State, packed: jax.Array) -> State:
@@ -289,17 +299,25 @@ def fill_pages(pools: Arrays, pages: jax.Array, value: jax.Array) -> Arrays:
 
 
 def _sample(
-    model: Decoder, hidden: jax.Array, given: RoundInput, positions: jax.Array, memory: Memory, mode: Mode
+    model: Decoder, hidden: jax.Array, given: RoundInput, positions: jax.Array, state: State, mode: Mode
 ) -> Drawn:
     rows = hidden.shape[0]
     if rows == 1:
         hidden = jnp.concatenate([hidden, hidden])  # a CPU's product of one row takes 50 ms, of two 15
     used = cache.num_used(positions > 0)
     logits = model.logits(hax.named(hidden, (ROW, model.config.Embed)), used)[:rows]
-    seen = None
+    memory = masks = None
     if mode is Mode.FULL:
-        seen = Memory(*(array.at[given.slots].get(mode="clip") for array in memory))
-    return sample(logits, positions, given.rules, seen, mode, model.backend, used)
+        memory = Memory(*(array.at[given.slots].get(mode="clip") for array in state.memory))
+    if mode is not Mode.GREEDY:
+        slots = jnp.where(given.rules.is_constrained != 0, given.slots, FREE)
+        masks = Masks(*state.masks, slots)
+    return sample(logits, positions, given.rules, memory, masks, mode, model.backend, used)
+
+
+def _next_state(state: State, pools: Arrays, last_tokens: jax.Array, history: jax.Array) -> State:
+    memory = state.memory._replace(history=history)
+    return state._replace(pools=pools, last_tokens=last_tokens, memory=memory)
 
 
 def _remember(memory: Memory, slots: jax.Array, positions: jax.Array, tokens: jax.Array) -> jax.Array:

@@ -54,7 +54,7 @@ RULES = {
     "prompt_len": Rule(lambda request: len(request.prompt)),
     "num_edits": Rule(lambda request: len(_edits_of(request)), 0, Mode.FULL, needs_memory=True),
     "wants_logprobs": Rule(lambda request: request.sampling.num_logprobs is not None, 0, Mode.FULL),
-    "is_constrained": Rule(lambda request: request.constraint is not None, 0, Mode.FULL, needs_memory=True),
+    "is_constrained": Rule(lambda request: request.constraint is not None, 0, Mode.PLAIN),
     "seed": Rule(lambda request: request.sampling.seed % 2**64),
 }
 """By the fields of `Rules`."""

@@ -21,7 +21,7 @@ import numpy as np
 from levserve.device.in_flight import InFlightRound, PrefillRow
 from levserve.device.packing import SlotTable
 from levserve.device.programs import Programs, Shape
-from levserve.device.rounds import Arrays, ChunkOutput, Skeleton, State
+from levserve.device.rounds import Arrays, ChunkOutput, Skeleton, SlotMasks, State
 from levserve.device.rules import Ints, edits_for, mode_for, needs_memory
 from levserve.device.sizing import Sizes
 from levserve.model import cache
@@ -52,7 +52,7 @@ class Runner:
         self.prefill_token_seconds = math.inf
         """Seconds a prompt's token takes in the fastest prefill program, by the timed runs."""
         self._set_memory: Callable[..., Memory] | None = None
-        self._set_masks: dict[int, Callable[..., tuple[Memory, jax.Array]]] = {}
+        self._set_masks: dict[int, Callable[..., tuple[SlotMasks, jax.Array]]] = {}
         self._fork_slot: Callable[[State, object], State] | None = None
         self._fill_pages: Callable[[Arrays, object, object], Arrays] | None = None
 
@@ -159,16 +159,14 @@ class Runner:
         if not held:
             return
         rows = min(rows for rows in self._set_masks if rows >= len(held))
-        masks = np.zeros((rows, self._state.memory.mask.shape[1]), np.uint32)
+        words = np.zeros((rows, self._state.masks.words.shape[1]), np.uint32)
         packed = np.full((rows, 3), self._sizes.rows, np.int32)
         for index, sequence in enumerate(held):
             assert sequence.matcher is not None and sequence.slot is not None
-            masks[index] = np.frombuffer(sequence.matcher.mask(), np.uint32)
+            words[index] = np.frombuffer(sequence.matcher.mask(), np.uint32)
             packed[index] = sequence.slot, len(sequence.tokens), sequence.tokens[-1]
-        memory, last_tokens = self._set_masks[rows](
-            self._state.memory, self._state.last_tokens, packed, masks
-        )
-        self._state = self._state._replace(memory=memory, last_tokens=last_tokens)
+        masks, last_tokens = self._set_masks[rows](self._state.masks, self._state.last_tokens, packed, words)
+        self._state = self._state._replace(masks=masks, last_tokens=last_tokens)
 
     def _dispatch_chunks(self, chunks: Seq[Chunk]) -> list[list[PrefillRow]]:
         """The rows of each chunk. A program writes all KV before it reads any, so they may share one."""
@@ -272,10 +270,12 @@ def make_state(model: Decoder, sizes: Sizes, storage: jnp.dtype) -> State:
         edit_ids=jnp.zeros((sizes.rows, MAX_EDITS), jnp.int32),
         edit_values=jnp.zeros((sizes.rows, MAX_EDITS), jnp.float32),
         edit_until=jnp.zeros((sizes.rows, MAX_EDITS), jnp.int32),
-        mask=jnp.zeros((sizes.rows, -(-model.config.vocab_size // 32)), jnp.uint32),
-        mask_at=jnp.zeros(sizes.rows, jnp.int32),
     )
-    return State(pools, jnp.zeros(sizes.rows, jnp.int32), memory)
+    masks = SlotMasks(
+        words=jnp.zeros((sizes.rows, -(-model.config.vocab_size // 32)), jnp.uint32),
+        at=jnp.zeros(sizes.rows, jnp.int32),
+    )
+    return State(pools, jnp.zeros(sizes.rows, jnp.int32), memory, masks)
 
 
 def mask_rows(rows: int) -> list[int]:

@@ -147,11 +147,17 @@ class Backend(ABC):
         top_p: jax.Array,
         min_p: jax.Array,
         points: jax.Array,
+        positions: jax.Array,
+        words: jax.Array,
+        at: jax.Array,
+        slots: jax.Array,
     ) -> Likeliest:
         """Draws by temperature, top-k, top-p and min-p, all [row], only if `draws_tokens`; the values are
         each row's largest logit.
 
-        points [row, attempt, 2] are random numbers, at least 0 and below 1.
+        points [row, attempt, 2] are random numbers, at least 0 and below 1. The first half is for a row's
+        first draw. The others are for a second one, where the mask that `words`, `at` and `slots` tell of
+        (see `sampler.Masks`) does not allow the first token; its value is the largest of the allowed logits.
         """
         raise NotImplementedError
 

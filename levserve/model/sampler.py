@@ -1,8 +1,8 @@
 """Draws one token per row from its logits, on the device, each row by its own rules.
 
-There are three modes: greedy, plain (temperature, top-k, top-p and min-p) and full (everything). The host
-picks the cheapest one that serves every row. Full mode skips at run time what no row asks for, so that one
-program is enough on a CPU. A row draws the same token in every mode that can serve it, whatever its
+There are three modes: greedy, plain (temperature, top-k, top-p, min-p and masks) and full (everything). The
+host picks the cheapest one that serves every row. Full mode skips at run time what no row asks for, so that
+one program is enough on a CPU. A row draws the same token in every mode that can serve it, whatever its
 neighbours are: the draw inverts the cumulative distribution at random numbers that depend on nothing but the
 request's seed and the position.
 
@@ -43,6 +43,8 @@ BANNED = -1e30
 """Added to the logit of a token that must not be drawn."""
 POISONED = -1
 """Drawn in place of a token by a row whose logits are not finite."""
+FREE = -1
+"""Stands for the slot of a row that has no mask."""
 
 
 class Mode(StrEnum):
@@ -76,10 +78,9 @@ class Rules(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """What full mode remembers of each row: its tokens by position, its logit edits, and a mask.
+    """What full mode remembers of each row: its tokens by position, and its logit edits.
 
-    An edit adds its value to the logit of its id at positions below its `until`. The mask applies to a
-    constrained row at the position `mask_at` alone.
+    An edit adds its value to the logit of its id at positions below its `until`.
     """
 
     history: jax.Array
@@ -88,10 +89,17 @@ class Memory(NamedTuple):
     edit_values: jax.Array
     edit_until: jax.Array
     """[row, MAX_EDITS]"""
-    mask: jax.Array
-    """uint32 [row, vocab / 32]: a bit for every token that may be drawn, the first in the lowest bit."""
-    mask_at: jax.Array
-    """int32 [row]"""
+
+
+class Masks(NamedTuple):
+    """What constrained rows may draw. The words of a slot hold for one position, so a step has few masks."""
+
+    words: jax.Array
+    """uint32 [slot, vocab / 32]: a bit for every token that may be drawn, the first in the lowest bit."""
+    at: jax.Array
+    """int32 [slot]: the position that the words are for."""
+    slots: jax.Array
+    """int32 [row]: the slot of a constrained row, or `FREE`."""
 
 
 class Drawn(NamedTuple):
@@ -109,6 +117,7 @@ def sample(
     positions: jax.Array,
     rules: Rules,
     memory: Memory | None,
+    masks: Masks | None,
     mode: Mode,
     backend: Backend,
     num_used: jax.Array | None = None,
@@ -116,49 +125,64 @@ def sample(
     """Draws the token at `positions` [row] from float32 logits [row, vocab]; it is `POISONED` if the row's
     logits are not finite.
 
-    Rows after the first `num_used` [1] are padding.
+    Only full mode needs the memory, and all but greedy the masks. Rows after the first `num_used` [1] are
+    padding.
     """
-    if backend.draws_tokens and mode is not Mode.GREEDY:
-        return _sample_by_kernel(logits, positions, rules, memory, backend)
-    best = backend.likeliest(logits, num_used)
     if mode is Mode.GREEDY:
+        best = backend.likeliest(logits, num_used)
         return Drawn(_mark_poisoned(best.tokens, best))
+    assert masks is not None
+    if backend.draws_tokens:
+        return _sample_by_kernel(logits, positions, rules, memory, masks, backend)
+    best = backend.likeliest(logits, num_used)
     if mode is Mode.PLAIN:
-        floor = _floor(logits, rules)
-        return Drawn(_mark_poisoned(choose(logits, floor, best, positions, rules), best))
+        tokens = choose(logits, _floor(logits, rules), best, positions, rules)
+        return Drawn(_mark_poisoned(_redraw_misfits(logits, tokens, positions, rules, masks), best))
     assert memory is not None
     if backend.traits.has_all_modes:
-        drawn = _sample_fully(logits, positions, rules, memory)
+        drawn = _sample_fully(logits, positions, rules, memory, masks)
     else:  # this program also serves rows that ask for less, which need no copy of the logits
-        drawn = _sample_as_asked(logits, best, positions, rules, memory)
+        drawn = _sample_as_asked(logits, best, positions, rules, memory, masks)
     return drawn._replace(tokens=_mark_poisoned(drawn.tokens, best))
 
 
 def _sample_by_kernel(
-    logits: jax.Array, positions: jax.Array, rules: Rules, memory: Memory | None, backend: Backend
+    logits: jax.Array,
+    positions: jax.Array,
+    rules: Rules,
+    memory: Memory | None,
+    masks: Masks,
+    backend: Backend,
 ) -> Drawn:
-    def draw(logits: jax.Array, positions: jax.Array) -> jax.Array:
-        points = _points(positions, rules, NUM_ATTEMPTS, 2)
-        best = backend.draw(logits, rules.temperature, rules.top_k, rules.top_p, rules.min_p, points)
-        return _mark_poisoned(best.tokens, best)
+    """The kernel draws a second time by itself where a mask does not allow the first token."""
+    given = logits if memory is None else _edit(logits, positions, rules, memory)
+    points = _points(positions, rules, 2 * NUM_ATTEMPTS, 2)
+    cuts = rules.temperature, rules.top_k, rules.top_p, rules.min_p
+    best = backend.draw(given, *cuts, points, positions, *masks)
+    tokens = _mark_poisoned(best.tokens, best)
+    return Drawn(tokens) if memory is None else Drawn(tokens, *_logprobs_if_wanted(logits, tokens, rules))
 
-    if memory is None:
-        return Drawn(draw(logits, positions))
-    edited = _edit(logits, positions, rules, memory)
-    tokens = draw(edited, positions)
-    is_misfit = _find_misfits(tokens, positions, rules, memory)
+
+def _redraw_misfits(
+    logits: jax.Array, tokens: jax.Array, positions: jax.Array, rules: Rules, masks: Masks
+) -> jax.Array:
+    held = _held_slots(positions, masks)
+    is_misfit = _find_misfits(tokens, held, masks)
 
     def redraw() -> jax.Array:
-        return jnp.where(is_misfit, draw(_mask(edited, memory), positions + SECOND_DRAW), tokens)
+        allowed = _mask(logits, held, masks)
+        best = likeliest(allowed)
+        found = choose(allowed, _floor(allowed, rules), best, positions + SECOND_DRAW, rules)
+        return jnp.where(is_misfit, _mark_poisoned(found, best), tokens)
 
-    tokens = lax.cond(is_misfit.any(), redraw, lambda: tokens)
-    return Drawn(tokens, *_logprobs_if_wanted(logits, tokens, rules))
+    redrawn: jax.Array = lax.cond(is_misfit.any(), redraw, lambda: tokens)
+    return redrawn
 
 
 def _sample_as_asked(
-    logits: jax.Array, best: Likeliest, positions: jax.Array, rules: Rules, memory: Memory
+    logits: jax.Array, best: Likeliest, positions: jax.Array, rules: Rules, memory: Memory, masks: Masks
 ) -> Drawn:
-    def sample_plainly(logits: jax.Array, positions: jax.Array, rules: Rules, _: Memory) -> Drawn:
+    def sample_plainly(logits: jax.Array, positions: jax.Array, rules: Rules, *_: Any) -> Drawn:
         tokens = choose(logits, None, best, positions, rules)
         return Drawn(tokens, *_no_logprobs(logits, tokens))
 
@@ -166,28 +190,32 @@ def _sample_as_asked(
         rows, vocab = logits.shape
         size = math.gcd(rows, 2 ** int(math.log2(max(MOST_LOGITS // vocab, 1))))
         parts = jax.tree.map(lambda array: array.reshape(-1, size, *array.shape[1:]), given)
-        drawn = lax.map(lambda part: _sample_fully(*part), parts)
+        drawn = lax.map(lambda part: _sample_fully(*part[:-1], masks._replace(slots=part[-1])), parts)
         return jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), drawn)
 
     is_changed = _is_penalised(rules) | _is_truncated(rules) | (rules.num_edits > 0)
-    is_asked = is_changed | (rules.wants_logprobs != 0) | _is_held(positions, rules, memory)
-    drawn: Drawn = lax.cond(is_asked.any(), sample_by_parts, sample_plainly, logits, positions, rules, memory)
+    is_asked = is_changed | (rules.wants_logprobs != 0) | (_held_slots(positions, masks) != FREE)
+    given = (logits, positions, rules, memory, masks.slots)
+    drawn: Drawn = lax.cond(is_asked.any(), sample_by_parts, sample_plainly, *given)
     return drawn
 
 
-def _sample_fully(logits: jax.Array, positions: jax.Array, rules: Rules, memory: Memory) -> Drawn:
+def _sample_fully(
+    logits: jax.Array, positions: jax.Array, rules: Rules, memory: Memory, masks: Masks
+) -> Drawn:
     edited = _edit(logits, positions, rules, memory)
+    held = _held_slots(positions, masks)
 
     def draw(
         attempt: jax.Array, tokens: jax.Array, is_misfit: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Draws under the masks at the second attempt, for rows whose first token did not fit. The attempts
         are a loop because compiling the code of a draw twice would take a second longer."""
-        allowed = lax.cond(attempt > 0, lambda: _mask(edited, memory), lambda: edited)
+        allowed = lax.cond(attempt > 0, lambda: _mask(edited, held, masks), lambda: edited)
         best = likeliest(allowed)
         found = choose(allowed, _floor(allowed, rules), best, positions + attempt * SECOND_DRAW, rules)
         tokens = jnp.where(is_misfit, _mark_poisoned(found, best), tokens)
-        return attempt + 1, tokens, _find_misfits(tokens, positions, rules, memory)
+        return attempt + 1, tokens, _find_misfits(tokens, held, masks)
 
     def has_next(attempt: jax.Array, _: jax.Array, is_misfit: jax.Array) -> jax.Array:
         return (attempt == 0) | ((attempt == 1) & is_misfit.any())
@@ -198,21 +226,22 @@ def _sample_fully(logits: jax.Array, positions: jax.Array, rules: Rules, memory:
     return Drawn(tokens, *_logprobs_if_wanted(logits, tokens, rules))
 
 
-def _is_held(positions: jax.Array, rules: Rules, memory: Memory) -> jax.Array:
-    """Whether the row has a mask for this position."""
-    return (rules.is_constrained != 0) & (positions == memory.mask_at)
+def _held_slots(positions: jax.Array, masks: Masks) -> jax.Array:
+    """The slot whose mask the row's draw for this position is held to, or `FREE`."""
+    return jnp.where(masks.at.at[masks.slots].get(mode="clip") == positions, masks.slots, FREE)
 
 
-def _find_misfits(tokens: jax.Array, positions: jax.Array, rules: Rules, memory: Memory) -> jax.Array:
+def _find_misfits(tokens: jax.Array, held: jax.Array, masks: Masks) -> jax.Array:
     """Whether the row's mask does not allow its token."""
-    word = jnp.take_along_axis(memory.mask, jnp.maximum(tokens, 0)[:, None] >> 5, axis=1)[:, 0]
+    word = masks.words[jnp.maximum(held, 0), jnp.maximum(tokens, 0) >> 5]
     is_allowed = (word >> (tokens & 31).astype(jnp.uint32)) & 1
-    return _is_held(positions, rules, memory) & (tokens != POISONED) & (is_allowed == 0)
+    return (held != FREE) & (tokens != POISONED) & (is_allowed == 0)
 
 
-def _mask(logits: jax.Array, memory: Memory) -> jax.Array:
-    """The logits of the tokens that the masks allow, and minus infinity for all others."""
-    bits = memory.mask[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)[None, None] & 1
+def _mask(logits: jax.Array, held: jax.Array, masks: Masks) -> jax.Array:
+    """The logits of what the masks allow, and minus infinity for the rest; rows without a mask are void."""
+    words = masks.words[jnp.maximum(held, 0)]
+    bits = words[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)[None, None] & 1
     is_allowed = bits.reshape(bits.shape[0], -1)[:, : logits.shape[1]] == 1
     return jnp.where(is_allowed, logits, -jnp.inf)
 

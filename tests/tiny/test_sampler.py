@@ -14,10 +14,12 @@ from levserve.model.backend import Likeliest
 from levserve.model.gpu.backend import GpuBackend
 from levserve.model.gpu.draw import draw_tokens
 from levserve.model.sampler import (
+    FREE,
     MAX_EDITS,
     NUM_TOP,
     POISONED,
     Drawn,
+    Masks,
     Memory,
     Mode,
     Rules,
@@ -51,9 +53,14 @@ def draw_as_asked(
     memory: Memory,
     mode: Mode,
     has_kernel: bool = False,
+    masks: Masks | None = None,
 ) -> Drawn:
     backend = SmallSteps() if has_kernel else XLA_ON_CPU
-    return sample(logits, positions, rules, memory if mode is Mode.FULL else None, mode, backend)
+    if masks is None:
+        rows, vocab = logits.shape
+        free = jnp.full(rows, FREE, jnp.int32)
+        masks = Masks(jnp.zeros((1, -(-vocab // 32)), jnp.uint32), jnp.zeros(1, jnp.int32), free)
+    return sample(logits, positions, rules, memory if mode is Mode.FULL else None, masks, mode, backend)
 
 
 STATIC = ("mode", "has_kernel")
@@ -102,8 +109,7 @@ def make_memory(
         columns[:, :, index] = np.asarray(edit)[:, None]
     ids, values, until = columns
     edit_arrays = ids.astype(np.int32), values.astype(np.float32), until.astype(np.int32)
-    mask = np.zeros((rows, -(-vocab // 32)), np.uint32)
-    return Memory(*map(jnp.asarray, (padded, *edit_arrays, mask, np.zeros(rows, np.int32))))
+    return Memory(*map(jnp.asarray, (padded, *edit_arrays)))
 
 
 @by_both
@@ -130,6 +136,7 @@ def draw_many(
     position: int = 5,
     memory: Memory | None = None,
     has_kernel: bool = False,
+    masks: Masks | None = None,
     **rules: object,
 ) -> np.ndarray:
     """One token for each of DRAWS seeds."""
@@ -137,7 +144,7 @@ def draw_many(
     positions = jnp.full(DRAWS, position, jnp.int32)
     given = make_rules(DRAWS, **rules), memory or make_memory(DRAWS)
     function = draw_for_many_rows if len(logits) == VOCAB else draw
-    return np.asarray(function(rows, positions, *given, mode, has_kernel).tokens)
+    return np.asarray(function(rows, positions, *given, mode, has_kernel, masks).tokens)
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
@@ -387,42 +394,57 @@ def test_malloc_keeps_what_sampling_many_rows_needs_from_step_to_step() -> None:
     assert needed + 4 * rows * vocab < LARGE_BYTES
 
 
-def mask_of(rows: int, allowed: list[int], at: int) -> Memory:
-    """Memory whose every row may draw only these tokens for the position `at`."""
+def mask_of(rules: Rules, allowed: list[int], at: int) -> Masks:
+    """Masks by which every row that is constrained may draw only these tokens for the position `at`."""
+    rows = len(rules.is_constrained)
     words = np.zeros((rows, -(-VOCAB // 32)), np.uint32)
     for token in allowed:
         words[:, token // 32] |= np.uint32(1 << token % 32)
-    return make_memory(rows)._replace(mask=jnp.asarray(words), mask_at=jnp.full(rows, at, jnp.int32))
+    slots = jnp.where(rules.is_constrained != 0, jnp.arange(rows, dtype=jnp.int32), FREE)
+    return Masks(jnp.asarray(words), jnp.full(rows, at, jnp.int32), slots)
 
 
-@by_both
-def test_a_masked_greedy_draw_is_the_likeliest_allowed_token(has_kernel: bool) -> None:
+masked_ways = pytest.mark.parametrize(
+    "mode, has_kernel",
+    [(Mode.PLAIN, True), (Mode.PLAIN, False), (Mode.FULL, False)],
+    ids=["kernel", "plain", "full"],
+)
+
+
+@masked_ways
+def test_a_masked_greedy_draw_is_the_likeliest_allowed_token(mode: Mode, has_kernel: bool) -> None:
     logits = jax.random.normal(jax.random.key(1), (4, VOCAB))
     allowed = [3, 31, 32, 77, VOCAB - 1]
     rules = make_rules(4, temperature=0.0, is_constrained=np.array([1, 1, 0, 1]))
     positions = jnp.array([5, 6, 5, 5], jnp.int32)
-    drawn = draw(logits, positions, rules, mask_of(4, allowed, at=5), Mode.FULL, has_kernel)
+    masks = mask_of(rules, allowed, at=5)
+    drawn = draw(logits, positions, rules, make_memory(4), mode, has_kernel, masks)
     best = np.argmax(logits, axis=1)
     held = np.array(allowed)[np.argmax(np.asarray(logits)[:, allowed], axis=1)]
     assert drawn.tokens.tolist() == [held[0], best[1], best[2], held[3]], (
         "only the mask's own position is held"
     )
-    assert drawn.logprobs is not None
-    expected = jax.nn.log_softmax(logits)[jnp.arange(4), drawn.tokens]
-    np.testing.assert_allclose(drawn.logprobs, expected, rtol=1e-5, atol=1e-5)
+    if mode is Mode.FULL:
+        assert drawn.logprobs is not None
+        expected = jax.nn.log_softmax(logits)[jnp.arange(4), drawn.tokens]
+        np.testing.assert_allclose(drawn.logprobs, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_masked_draws_have_the_probabilities_of_the_allowed_tokens() -> None:
+@masked_ways
+def test_masked_draws_have_the_probabilities_of_the_allowed_tokens(mode: Mode, has_kernel: bool) -> None:
     allowed = [2, 40, 41, 60]
-    tokens = draw_many(memory=mask_of(DRAWS, allowed, at=5), is_constrained=1)
+    masks = mask_of(make_rules(DRAWS, is_constrained=1), allowed, at=5)
+    tokens = draw_many(mode=mode, has_kernel=has_kernel, masks=masks, is_constrained=1)
     masked = np.full(VOCAB, -np.inf, np.float32)
     masked[allowed] = LOGITS[allowed]
     check_distribution(tokens, softmax(masked))
 
 
-@by_both
-def test_a_mask_that_allows_nothing_poisons_its_own_row_alone(has_kernel: bool) -> None:
+@masked_ways
+def test_a_mask_that_allows_nothing_poisons_its_own_row_alone(mode: Mode, has_kernel: bool) -> None:
     logits = jax.random.normal(jax.random.key(3), (2, VOCAB))
     rules = make_rules(2, temperature=0.0, is_constrained=np.array([1, 0]))
-    drawn = draw(logits, jnp.full(2, 4, jnp.int32), rules, mask_of(2, [], at=4), Mode.FULL, has_kernel)
+    positions = jnp.full(2, 4, jnp.int32)
+    masks = mask_of(rules, [], at=4)
+    drawn = draw(logits, positions, rules, make_memory(2), mode, has_kernel, masks)
     assert drawn.tokens.tolist() == [POISONED, int(np.argmax(logits[1]))]

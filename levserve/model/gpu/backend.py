@@ -78,6 +78,10 @@ class GpuBackend(XlaBackend):
         top_p: jax.Array,
         min_p: jax.Array,
         points: jax.Array,
+        positions: jax.Array,
+        words: jax.Array,
+        at: jax.Array,
+        slots: jax.Array,
     ) -> Likeliest:
-        drawn = draw_tokens(logits, temperature, top_k, top_p, min_p, points, interpret=self.interpret)
-        return Likeliest(*drawn)
+        given = (logits, temperature, top_k, top_p, min_p, points, positions, words, at, slots)
+        return Likeliest(*draw_tokens(*given, interpret=self.interpret))
