@@ -1,4 +1,4 @@
-"""The command `levserve`: reads the settings, checks them, and serves.
+"""The command `levserve`: reads the settings, checks them, and serves; or runs one of its other commands.
 
 Runs on the main thread of the process that becomes gunicorn's arbiter, so it does not import jax.
 """
@@ -11,13 +11,15 @@ import threading
 from collections.abc import Sequence
 
 from levserve.device.malloc import tune_malloc
+from levserve.device.rows import resolve_rows
 from levserve.device.threads import set_threads
 from levserve.errors import StartupError
 from levserve.models.registry import Registry
 from levserve.observe.logs import report_startup_error, start_logging
-from levserve.server import num_threads, resolve_rows, serve
+from levserve.server import num_threads, serve
 from levserve.settings.parse import parse_settings
 from levserve.settings.settings import Settings
+from levserve.terminal.commands import COMMANDS, run_command
 from levserve.web import request_log
 
 log = logging.getLogger(__name__)
@@ -25,6 +27,9 @@ log = logging.getLogger(__name__)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code; a mistake of the user's is one line on stderr."""
+    words = sys.argv[1:] if argv is None else argv
+    if words and words[0] in COMMANDS:
+        return run_command(words[0], words[1:])
     settings = parse_settings(argv)
     try:
         return _run(settings)

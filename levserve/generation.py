@@ -254,6 +254,19 @@ def join_parts(parts: Iterable[Part]) -> tuple[Part, ...]:
     return tuple(joined)
 
 
+def join_deltas(deltas: Sequence[Delta]) -> Delta:
+    """All that one choice gained, from its first delta to its last."""
+    has_parts = deltas[-1].parts is not None
+    return Delta(
+        "".join(delta.text for delta in deltas),
+        tuple(token for delta in deltas for token in delta.tokens),
+        tuple(logprob for delta in deltas for logprob in delta.logprobs),
+        deltas[-1].finish,
+        tuple(offset for delta in deltas for offset in delta.offsets),
+        join_parts(part for delta in deltas for part in delta.parts or ()) if has_parts else None,
+    )
+
+
 class Deltas(Iterator[tuple[int, Delta]]):
     """The deltas of one HTTP request, each with the number of its choice, until all choices have ended.
 

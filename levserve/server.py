@@ -17,7 +17,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NoReturn
 
 from flask import Flask
@@ -47,7 +46,6 @@ log = logging.getLogger(__name__)
 
 StartDevice = Callable[[Settings, Registry], threading.Thread]
 
-ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd", "/dev/accel0", "/dev/vfio/0")  # NVIDIA, AMD and TPUs
 SPARE_THREADS = 16  # for refusals and short requests while every place in the queue is taken
 IDLE_CONNECTIONS = 1000
 OTHER_FILES = 256  # weights, compiled programs, the device
@@ -73,18 +71,6 @@ def serve(settings: Settings, start_device: StartDevice) -> NoReturn:
     log.info("listening on %s, loading %s", application.url, model)
     application.run()
     raise AssertionError("the arbiter raises SystemExit")
-
-
-def resolve_rows(settings: Settings) -> Settings:
-    """Fills in `max_running` and `max_waiting` where they were left out; everything after this reads them.
-
-    The size of the thread pool depends on them, so they are chosen before jax can say what the device is.
-    """
-    has_accelerator = settings.device in ("gpu", "rocm", "tpu")
-    if settings.device == "auto":
-        has_accelerator = any(map(os.path.exists, ACCELERATORS))
-    rows = settings.max_running or (256 if has_accelerator else 32)
-    return replace(settings, max_running=rows, max_waiting=settings.max_waiting or 4 * rows)
 
 
 def num_threads(settings: Settings) -> int:

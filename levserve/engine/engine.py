@@ -15,11 +15,11 @@ from collections.abc import Callable, Sequence
 from levserve.engine.admission import Admission, Reservation
 from levserve.engine.messages import Cancel, DeviceTask, Drain, Message, Stop, Submit
 from levserve.engine.served_model import ServedModel
-from levserve.engine.stream import TokenStream
+from levserve.engine.stream import PushStream, TokenStream
 from levserve.errors import Unavailable
 from levserve.observe.health import DeviceStatus, Phase
 from levserve.observe.metrics import Metrics
-from levserve.schedule.request import FinishReason, GenerationRequest
+from levserve.schedule.request import FinishReason, GenerationRequest, TokenBatch
 
 
 class Engine:
@@ -101,10 +101,20 @@ class Engine:
         the stream.
         """
         self.require_ready()
-        arrival = time.monotonic()
         stream = TokenStream([request.request_id for request in requests], self._cancel)
-        for index, request in enumerate(requests):
-            self.inbox.put(Submit(request, stream, index, arrival, model.name))
+        self._send_requests(requests, model, stream)
+        return stream
+
+    def push(
+        self,
+        requests: Sequence[GenerationRequest],
+        model: ServedModel,
+        on_batch: Callable[[int, TokenBatch], None],
+    ) -> PushStream:
+        """The same without a reader: each batch goes to `on_batch`, on the thread that delivers it."""
+        self.require_ready()
+        stream = PushStream([request.request_id for request in requests], self._cancel, on_batch)
+        self._send_requests(requests, model, stream)
         return stream
 
     def send(self, task: DeviceTask) -> None:
@@ -156,6 +166,13 @@ class Engine:
         if not self._has_own_limit:
             limits = (model.max_inflight_tokens or self.max_inflight * model.max_seq_len for model in models)
             self.admission.max_tokens = sum(limits)
+
+    def _send_requests(
+        self, requests: Sequence[GenerationRequest], model: ServedModel, stream: TokenStream
+    ) -> None:
+        arrival = time.monotonic()
+        for index, request in enumerate(requests):
+            self.inbox.put(Submit(request, stream, index, arrival, model.name))
 
     def _still_loading(self) -> Unavailable:
         return Unavailable(f"The model is still loading ({self.progress}).", retry_after_seconds=5.0)

@@ -94,3 +94,24 @@ class TokenStream:
             is_empty = self._batches.empty()
             self._on_batch = on_batch if is_empty else None
             return is_empty
+
+
+class PushStream(TokenStream):
+    """A stream without a reader: each batch goes to a function, on the writer's thread, as it comes.
+
+    The function must neither block nor raise. Any thread may call `close`.
+    """
+
+    def __init__(
+        self,
+        request_ids: Sequence[str],
+        on_close: Callable[[str, FinishReason], None],
+        push: Callable[[int, TokenBatch], None],
+    ) -> None:
+        super().__init__(request_ids, on_close)
+        self._push = push
+
+    def put(self, index: int, batch: TokenBatch) -> None:
+        if batch.finish is not None:
+            self._unfinished.discard(index)
+        self._push(index, batch)

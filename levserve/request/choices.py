@@ -50,6 +50,21 @@ def make_choices(
     return choices
 
 
+def rank_choices(choices: Sequence[Choice], num_run: int, num_kept: int) -> list[int]:
+    """The numbers of the choices that are in the answer, in its order.
+
+    Of each prompt's `num_run` the likeliest `num_kept` are, the likeliest first; or all, in their own order.
+    """
+    if num_run == num_kept:
+        return list(range(len(choices)))
+    answered: list[int] = []
+    for start in range(0, len(choices), num_run):
+        group = range(start, start + num_run)
+        ranked = sorted(group, key=lambda index: choices[index].mean_logprob, reverse=True)
+        answered += ranked[:num_kept]
+    return answered
+
+
 def _echoes(
     body: GenerationBody, tokenizer: Tokenizer, prompts: Sequence[list[int]], cut: Sequence[bool]
 ) -> list[Echo | None]:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from levserve.device.sizing import TOKENS_PER_ROW
 from levserve.engine.served_model import ServedModel
 from levserve.errors import BadRequest, ContextTooLong
 from levserve.generation import Choice
@@ -112,6 +113,15 @@ def prepare(
         visible=thinking.visible | tool_use.visible,
     )
     return Submission(prompts, requests, choices, truncation.warnings(body.prompt_param, model.max_seq_len))
+
+
+def count_reserved(requests: Sequence[GenerationRequest], body: GenerationBody, model: ServedModel) -> int:
+    """The tokens that the sequences of a body count as, against the bound on all accepted work.
+
+    A request without a limit may fill the whole context but hardly ever does: it counts as a long chat.
+    """
+    most = TOKENS_PER_ROW if body.max_length is None else model.max_seq_len
+    return sum(len(request.prompt) + min(request.max_tokens, most) for request in requests)
 
 
 def encode_text(

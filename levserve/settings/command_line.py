@@ -28,6 +28,13 @@ Serves a language model over the OpenAI HTTP API.
   levserve                                  serves the bundled model on 127.0.0.1:8000
   levserve --config serve.ini --port 9000   takes settings from the file, except for the port
 
+Other commands, each with its own --help:
+
+  levserve chat [MODEL]                     a conversation in the terminal
+  levserve generate "PROMPT"                writes the continuation of a text
+  levserve models                           lists what can be served
+  levserve fetch NAME                       downloads a model
+
 Every setting can be given as a flag, an environment variable or a key in the file:
 --max-running 8, LEVSERVE_MAX_RUNNING=8, or "max-running = 8" under [engine].
 A flag overrides the environment, and the environment overrides the file. A setting that is

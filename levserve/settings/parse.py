@@ -51,14 +51,18 @@ def parse_settings(argv: Sequence[str] | None = None, environ: Mapping[str, str]
     """Exits as argparse does: with 0 after --help, --version and --print-config, with 2 after a mistake."""
     argv = complete(sys.argv[1:] if argv is None else argv)
     try:
-        environment = _environment(argv, environ)
-        options, sources, notes = _read_options(argv, environment)
-        settings = _make_settings(options, sources, notes)
-        faults = _read_faults(environment.variables, options.config)
-        settings = replace(settings, faults=faults, notes=tuple(notes))
+        return read_settings(argv, _environment(argv, environ))
     except ConfigError as error:
         print(f"levserve: error: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
+
+
+def read_settings(argv: Sequence[str], environment: Environment) -> Settings:
+    """The same for a completed command line; raises `ConfigError` for a mistake."""
+    options, sources, notes = _read_options(argv, environment)
+    settings = _make_settings(options, sources, notes)
+    faults = _read_faults(environment.variables, options.config)
+    settings = replace(settings, faults=faults, notes=tuple(notes))
     if options.print_config:
         print(_format_settings(settings))
         raise SystemExit(0)
@@ -204,7 +208,7 @@ def _make_settings(options: Namespace, sources: dict[str, str], notes: list[str]
             f"--cors-credentials true ({sources['cors_credentials']}) needs the origins by name: "
             "browsers refuse credentials where --cors-origins is *"
         )
-    settings = _resolve_model(settings, given.keys())
+    settings = resolve_model(settings, given.keys())
     return replace(settings, models=_make_models(options.models, settings, f"file {options.config}"))
 
 
@@ -228,7 +232,7 @@ def _make_models(
             given = {"kv_memory": 0, "kv_pages": 0, **given}
         own = settings.for_model(name, **{"model": name, **given})
         own = replace(own, sources={**settings.sources, **dict.fromkeys(given, place)})
-        own = _resolve_model(own, given.keys())
+        own = resolve_model(own, given.keys())
         if not own.main_name:
             own = replace(own, served_model_name=(name,))
         taken = {other for one in models.values() for other in one.served_model_name}
@@ -239,7 +243,7 @@ def _make_models(
     return models
 
 
-def _resolve_model(settings: Settings, given: Collection[str]) -> Settings:
+def resolve_model(settings: Settings, given: Collection[str]) -> Settings:
     """Copies the path of an alias to `model`; raises `ConfigError` for settings that exclude each other."""
     if settings.kv_memory and settings.kv_pages:
         raise ConfigError(_both("kv_memory", "kv_pages", settings))

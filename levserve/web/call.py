@@ -21,7 +21,6 @@ from types import TracebackType
 
 from flask import Response, g, request
 
-from levserve.device.sizing import TOKENS_PER_ROW
 from levserve.engine.admission import Reservation
 from levserve.engine.served_model import ServedModel
 from levserve.errors import BadRequest
@@ -31,7 +30,7 @@ from levserve.models.registry import Registry
 from levserve.request.decode import Body, decode
 from levserve.request.policy import Policy
 from levserve.request.schema import GenerationBody
-from levserve.request.submission import Seeds, prepare
+from levserve.request.submission import Seeds, count_reserved, prepare
 from levserve.request.truncation import Truncation
 from levserve.schedule.request import GenerationRequest
 from levserve.settings.settings import Settings
@@ -160,10 +159,7 @@ class Call:
         prompts, requests, choices, cuts = prepare(
             body, model, self._calls.seeds, self.engine_id, self.deadline, policy
         )
-        # A request without a limit may fill the whole context but hardly ever does: it counts as a long chat.
-        most = TOKENS_PER_ROW if body.max_length is None else model.max_seq_len
-        num_tokens = sum(len(request.prompt) + min(request.max_tokens, most) for request in requests)
-        self._grow_to(len(requests), num_tokens, "max_tokens")
+        self._grow_to(len(requests), count_reserved(requests, body, model), "max_tokens")
         self.request_log.note_work(model.name, sum(map(len, prompts)), choices)
         deltas = self._submit(requests, choices, model, self._held)
         return Run(

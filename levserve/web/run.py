@@ -12,7 +12,8 @@ from typing import NamedTuple, TypeVar
 from msgspec import UNSET, UnsetType
 
 from levserve.engine.served_model import ServedModel
-from levserve.generation import Choice, Delta, Deltas, join_parts
+from levserve.generation import Choice, Delta, Deltas, join_deltas
+from levserve.request.choices import rank_choices
 from levserve.request.schema import GenerationBody
 from levserve.web.answer import Answer, Timings, Usage, count_usage
 from levserve.web.logprobs import PromptLogprobs, prompt_logprobs
@@ -53,7 +54,8 @@ class Run:
             gathered[index].append(delta)
 
         self.each_delta(keep)
-        return [_join(gathered[index]) for index in self._answered()]
+        answered = rank_choices(self.choices, self.body.num_sequences, self.body.num_choices)
+        return [join_deltas(gathered[index]) for index in answered]
 
     def each_delta(self, take: Callable[[int, Delta], None]) -> None:
         """Gives every delta to `take`, until the end; by one thread at a time, but not always this one."""
@@ -87,27 +89,3 @@ class Run:
             prompt_logprobs(prompt, choice.prompt_logprobs, num_top, self.model.tokenizer)
             for prompt, choice in scored
         ]
-
-    def _answered(self) -> list[int]:
-        """The numbers of the choices that are in the answer, in its order."""
-        num_run, num_kept = self.body.num_sequences, self.body.num_choices
-        if num_run == num_kept:
-            return list(range(len(self.choices)))
-        answered: list[int] = []
-        for start in range(0, len(self.choices), num_run):
-            group = range(start, start + num_run)
-            ranked = sorted(group, key=lambda index: self.choices[index].mean_logprob, reverse=True)
-            answered += ranked[:num_kept]
-        return answered
-
-
-def _join(deltas: list[Delta]) -> Delta:
-    has_parts = deltas[-1].parts is not None
-    return Delta(
-        "".join(delta.text for delta in deltas),
-        tuple(token for delta in deltas for token in delta.tokens),
-        tuple(logprob for delta in deltas for logprob in delta.logprobs),
-        deltas[-1].finish,
-        tuple(offset for delta in deltas for offset in delta.offsets),
-        join_parts(part for delta in deltas for part in delta.parts or ()) if has_parts else None,
-    )

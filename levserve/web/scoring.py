@@ -7,16 +7,14 @@ through the prefix cache.
 
 from __future__ import annotations
 
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 from flask import Blueprint, Response
 from msgspec import UNSET, Meta, Struct, UnsetType, structs
 
-from levserve.engine.served_model import ServedModel
-from levserve.errors import BadRequest, ContextTooLong
+from levserve.errors import BadRequest
+from levserve.request.pairs import Pair, make_pairs
 from levserve.request.schema import Priority, PromptLimit, Seconds, check_prompt_limit
-from levserve.request.submission import check_length
-from levserve.request.truncation import Truncation, bos_of, keep_last
 from levserve.schedule.request import GenerationRequest, Sampling, TokenLogprob
 from levserve.text.tokenizer import Tokenizer
 from levserve.web.call import Calls
@@ -57,13 +55,6 @@ class Scores(Struct, frozen=True):
     warnings: list[str] | UnsetType = UNSET
 
 
-class Pair(NamedTuple):
-    """The tokens of a prompt and its continuation, and how many of them are the prompt's."""
-
-    tokens: list[int]
-    num_context: int
-
-
 def scoring_routes(calls: Calls) -> Blueprint:
     routes = Blueprint("scoring", __name__)
 
@@ -73,7 +64,7 @@ def scoring_routes(calls: Calls) -> Blueprint:
             body = call.read(ScoreBody)
             model = call.get_model(body.model)
             truncation = call.truncation(body.truncate_prompt_tokens, model)
-            pairs = _make_pairs(body, model, truncation)
+            pairs = make_pairs(body.prompts, body.continuations, model, truncation)
             sampling = Sampling(num_logprobs=1 if body.details else 0)
             requests = [
                 GenerationRequest(
@@ -94,59 +85,6 @@ def scoring_routes(calls: Calls) -> Blueprint:
         return json_response(structs.replace(shown, warnings=warnings or UNSET))
 
     return routes
-
-
-def split_pair(prompt: str, continuation: str, tokenizer: Tokenizer) -> Pair:
-    """Tokenizes a pair as lm-evaluation-harness does.
-
-    Spaces at the end of the prompt move to the continuation, where tokenizers keep them. The two are
-    tokenized together; the tokens after as many as the prompt has alone are the continuation's. A bos token
-    stands for an empty prompt.
-    """
-    context = prompt.rstrip()
-    continuation = prompt[len(context) :] + continuation
-    context_tokens = tokenizer.encode(context) if context else []
-    if context_tokens:
-        return Pair(tokenizer.encode(context + continuation), len(context_tokens))
-    if tokenizer.bos_token is None:
-        raise BadRequest(
-            "An empty prompt needs a bos token, which this model does not have; give each prompt a text.",
-            param="prompts",
-        )
-    bos = tokenizer.encode(tokenizer.bos_token, add_special_tokens=False)
-    return Pair(bos + tokenizer.encode(continuation, add_special_tokens=False), len(bos))
-
-
-def _make_pairs(body: ScoreBody, model: ServedModel, truncation: Truncation) -> list[Pair]:
-    pairs = []
-    for index, (prompt, continuation) in enumerate(zip(body.prompts, body.continuations, strict=True)):
-        if not truncation:
-            check_length(len(prompt) + len(continuation), model, f"prompts[{index}]")
-        pair = split_pair(prompt, continuation, model.tokenizer)
-        if len(pair.tokens) <= pair.num_context:
-            param = f"continuations[{index}]"
-            raise BadRequest(f"'{param}' has no tokens of its own after its prompt.", param=param)
-        if truncation:
-            pair = _cut(pair, index, model, truncation)
-        if len(pair.tokens) > model.max_seq_len:
-            raise ContextTooLong(len(pair.tokens), 0, model.max_seq_len, param=f"prompts[{index}]")
-        pairs.append(pair)
-    return pairs
-
-
-def _cut(pair: Pair, index: int, model: ServedModel, truncation: Truncation) -> Pair:
-    """The pair without the beginning of its prompt; a continuation stays whole and follows some token."""
-    num_scored = len(pair.tokens) - pair.num_context
-    kept = truncation.num_kept(len(pair.tokens), model.max_seq_len)
-    if num_scored < kept:
-        return Pair(keep_last(pair.tokens, kept, bos_of(model.tokenizer)), kept - num_scored)
-    if truncation.asked is not None and kept == truncation.asked:
-        raise BadRequest(
-            f"'truncate_prompt_tokens' keeps {kept} tokens, but 'continuations[{index}]' has {num_scored} "
-            "and needs one more before it.",
-            param="truncate_prompt_tokens",
-        )
-    raise ContextTooLong(len(pair.tokens), 0, model.max_seq_len, param=f"continuations[{index}]")
 
 
 def _show(

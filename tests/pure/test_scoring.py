@@ -10,9 +10,9 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 from levserve.errors import BadRequest
+from levserve.request.pairs import Pair, split_pair
 from levserve.text.tokenizer import Tokenizer
 from levserve.text.vocabulary import Vocabulary
-from levserve.web.scoring import Pair, split_pair
 from tests.fake_app import App, serving
 
 PATH = "/loglikelihood"

@@ -1,0 +1,110 @@
+"""The fields of a request as keyword arguments: the server's own, with its checks and its defaults."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
+
+import msgspec
+
+from levserve.errors import BadRequest
+from levserve.request.decode import Body, decode
+
+NOT_HERE = {"model", "prompt", "messages", "stream", "stream_options", "timings", "user"}
+"""Fields of a body that are no keyword arguments: the call itself says these things."""
+
+
+class Fields(TypedDict, total=False):
+    """What `generate` and `chat` share. The documentation of /v1/completions explains each field."""
+
+    max_tokens: int
+    n: int
+    seed: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    logit_bias: Mapping[int, float]
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    include_stop_str_in_output: bool
+    ignore_eos: bool
+    min_tokens: int
+    skip_special_tokens: bool
+    prompt_logprobs: int
+    truncate_prompt_tokens: int
+    timeout: float
+    priority: int
+    response_format: Mapping[str, Any]
+    structured_outputs: Mapping[str, Any]
+    guided_json: Any
+    guided_regex: str
+    guided_choice: Sequence[str]
+    guided_grammar: str
+    guided_whitespace_pattern: str
+    grammar: str
+    json_schema: Any
+    allowed_token_ids: Sequence[int]
+    bad_words: Sequence[str]
+
+
+class TextFields(Fields, total=False):
+    """The fields of `generate`."""
+
+    logprobs: int
+    """So many alternatives for each token; 0: the chosen tokens alone."""
+    echo: bool
+    best_of: int
+    add_special_tokens: bool
+
+
+class ChatFields(Fields, total=False):
+    """The fields of `chat`."""
+
+    max_completion_tokens: int
+    logprobs: bool
+    top_logprobs: int
+    add_generation_prompt: bool
+    continue_final_message: bool
+    chat_template_kwargs: Mapping[str, Any]
+    tools: Sequence[Mapping[str, Any]]
+    tool_choice: str | Mapping[str, Any]
+    parallel_tool_calls: bool
+    reasoning_effort: str
+    thinking_token_budget: int
+
+
+def make_body(kind: type[Body], own: Mapping[str, object], given: Mapping[str, object]) -> Body:
+    """The body that a client would have sent, read as the server reads it.
+
+    Raises `BadRequest` for a wrong value, and `TypeError` for a name that no field has.
+    """
+    known = set(kind.__struct_fields__) - NOT_HERE
+    for name, value in given.items():
+        if name not in known:
+            similar = difflib.get_close_matches(name, known, 1)
+            hint = f"; did you mean {similar[0]!r}?" if similar else ""
+            raise TypeError(f"unknown keyword argument {name!r}{hint}")
+        if isinstance(value, float) and not math.isfinite(value):  # JSON would have null, the default
+            raise BadRequest(f"Invalid value for '{name}': expected a finite number.", param=name)
+    try:
+        data = msgspec.json.encode({**own, **given}, enc_hook=_plain)
+    except (TypeError, UnicodeEncodeError) as error:
+        raise BadRequest(f"The request cannot be read: {error}.") from None
+    return decode(data, kind)
+
+
+def _plain(value: Any) -> Any:
+    """NumPy's numbers and arrays, and other sequences, as JSON has them."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, (Sequence, range)):
+        return list(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"{type(value).__name__} is of no use here")

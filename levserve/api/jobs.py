@@ -1,0 +1,152 @@
+"""Makes jobs of bodies, of pairs to score and of texts to embed, as the server's endpoints do."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from msgspec import structs
+
+from levserve.api.results import Result, Score, Usage, make_choice
+from levserve.api.work import Job
+from levserve.engine.served_model import ServedModel
+from levserve.errors import BadRequest, ContextTooLong
+from levserve.generation import Choice, Delta, join_deltas
+from levserve.request.choices import rank_choices
+from levserve.request.pairs import Pair, make_pairs
+from levserve.request.policy import Policy
+from levserve.request.schema import GenerationBody
+from levserve.request.submission import Seeds, check_token_ids, count_reserved, encode_text, prepare
+from levserve.request.truncation import Truncation
+from levserve.schedule.request import GenerationRequest, Sampling
+from levserve.settings.settings import Settings
+from levserve.text.stops import StopStrings
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+Tokens = Sequence[int]
+
+
+class Jobs:
+    """Any thread may call its methods; making a job takes as long as tokenizing does."""
+
+    def __init__(self, model: ServedModel, settings: Settings) -> None:
+        self._model = model
+        self._settings = settings
+        self._policy = Policy.of(settings)
+        self._seeds = Seeds(settings.seed)
+        self._numbers = itertools.count()
+
+    def generate(self, body: GenerationBody, number: int = 0) -> Job[Result]:
+        """For the prompt of this number in a list, which gets the seeds that it would get in one request."""
+        allowed, warnings = self._policy.apply_to(body)
+        if allowed.seed is not None:
+            allowed = structs.replace(allowed, seed=allowed.seed + number * allowed.num_sequences)
+        deadline = self._deadline(allowed.timeout)
+        prompts, requests, choices, cuts = prepare(
+            allowed, self._model, self._seeds, self._name(), deadline, self._policy
+        )
+        (prompt,) = prompts
+        told = (*warnings, *cuts)
+
+        def finish(gathered: Sequence[Sequence[Delta]]) -> Result:
+            return _make_result(allowed, prompt, choices, gathered, told)
+
+        return Job(requests, choices, count_reserved(requests, allowed, self._model), finish, told)
+
+    def score(
+        self, prompt: str | Tokens, continuation: str | Tokens, truncate: int | None, priority: int
+    ) -> Job[Score]:
+        pair = self._make_pair(prompt, continuation, Truncation(truncate, self._policy.truncates_prompts))
+        scored = tuple(pair.tokens[pair.num_context :])
+        request = GenerationRequest(
+            self._name(),
+            tuple(pair.tokens),
+            0,
+            Sampling(num_logprobs=1),
+            deadline=self._deadline(None),
+            score_from=pair.num_context,
+            priority=priority,
+        )
+        choice = Choice(self._model.tokenizer.detokenizer(), StopStrings(()))
+
+        def finish(gathered: Sequence[Sequence[Delta]]) -> Score:
+            found = choice.prompt_logprobs
+            logprobs = tuple(one.logprob for one in found)
+            is_greedy = all(one.logprob >= one.top[0][1] for one in found)
+            return Score(sum(logprobs), is_greedy, scored, logprobs)
+
+        return Job([request], [choice], len(pair.tokens), finish)
+
+    def embed(
+        self, text: str | Tokens, pooling: str, *, add_special_tokens: bool, priority: int
+    ) -> Job[npt.NDArray[np.float32]]:
+        given = text if isinstance(text, str) else list(text)
+        tokens = encode_text(given, self._model, "texts", add_special_tokens=add_special_tokens)
+        if not tokens:
+            raise BadRequest("A text has no tokens.", param="texts")
+        if len(tokens) > self._model.max_seq_len:
+            raise ContextTooLong(len(tokens), 0, self._model.max_seq_len, param="texts")
+        request = GenerationRequest(
+            self._name(),
+            tuple(tokens),
+            0,
+            deadline=self._deadline(None),
+            wants_hidden=True,
+            priority=priority,
+        )
+        choice = Choice(self._model.tokenizer.detokenizer(), StopStrings(()))
+
+        def finish(gathered: Sequence[Sequence[Delta]]) -> npt.NDArray[np.float32]:
+            import numpy as np
+
+            assert choice.hidden is not None  # it was asked for
+            vector = np.array(choice.hidden.last if pooling == "last" else choice.hidden.mean, np.float32)
+            vector /= np.linalg.norm(vector) or 1.0
+            return vector
+
+        return Job([request], [choice], len(tokens), finish)
+
+    def _make_pair(self, prompt: str | Tokens, continuation: str | Tokens, truncation: Truncation) -> Pair:
+        if isinstance(prompt, str) and isinstance(continuation, str):
+            (pair,) = make_pairs([prompt], [continuation], self._model, truncation)
+            return pair
+        if isinstance(prompt, str) or isinstance(continuation, str):
+            raise BadRequest("A pair is two texts or two lists of token ids.", param="pairs")
+        pair = Pair([*prompt, *continuation], len(prompt))
+        check_token_ids("pairs", pair.tokens, self._model.tokenizer)
+        if not prompt or not continuation:
+            raise BadRequest("A prompt and its continuation have at least one token each.", param="pairs")
+        if len(pair.tokens) > self._model.max_seq_len:
+            raise ContextTooLong(len(pair.tokens), 0, self._model.max_seq_len, param="pairs")
+        return pair
+
+    def _name(self) -> str:
+        return f"api.{next(self._numbers)}"
+
+    def _deadline(self, timeout: float | None) -> float | None:
+        """A request that a program makes has all the time in the world, unless the program says otherwise."""
+        return None if timeout is None else time.monotonic() + timeout
+
+
+def _make_result(
+    body: GenerationBody,
+    prompt: Sequence[int],
+    choices: Sequence[Choice],
+    gathered: Sequence[Sequence[Delta]],
+    warnings: tuple[str, ...],
+) -> Result:
+    answered = rank_choices(choices, body.num_sequences, body.num_choices)
+    num_completion = sum(choice.num_tokens for choice in choices)
+    scores = None if body.prompt_logprobs is None else (None, *choices[0].prompt_logprobs)
+    return Result(
+        tuple(make_choice(join_deltas(gathered[index])) for index in answered),
+        tuple(prompt),
+        Usage(len(prompt), num_completion, min(choice.num_cached for choice in choices)),
+        scores,
+        warnings,
+    )

@@ -1,0 +1,121 @@
+"""Opens a model: a device thread as the server has one, which ends without ending the process."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+
+from levserve.api.model import Model
+from levserve.device.rows import resolve_rows
+from levserve.device.threads import set_threads
+from levserve.engine.engine import Engine
+from levserve.errors import ConfigError
+from levserve.models.load import load
+from levserve.models.registry import Registry
+from levserve.models.startup import serve
+from levserve.observe.metrics import Metrics
+from levserve.settings.program import make_settings
+from levserve.settings.settings import Settings
+from levserve.weights.source import check_source
+
+log = logging.getLogger(__name__)
+
+
+def open_model(name: str, values: Mapping[str, object], report: Callable[[str], None] | None = None) -> Model:
+    """See `levserve.open`."""
+    settings = make_settings({"model": name, **values} if name else values)
+    return open_with(settings, report)
+
+
+def open_with(settings: Settings, report: Callable[[str], None] | None = None) -> Model:
+    """Loads the one model of the settings. Raises `StartupError`."""
+    if settings.has_several:
+        raise ConfigError("the settings are of several models, and one is opened at a time")
+    check_source(settings)
+    settings = resolve_rows(settings)
+    set_threads(settings.threads)
+    opened = OpenedDevice(settings, report or _log_progress)
+    try:
+        opened.wait_ready()
+        model = Model(opened.registry, settings, opened.close)
+    except BaseException:
+        opened.abandon()
+        raise
+    atexit.register(model.close)  # a program that ends without closing it
+    opened.on_closed = lambda: atexit.unregister(model.close)
+    return model
+
+
+class OpenedDevice:
+    """Owns the device thread of one model, and with it everything that lies in the device's memory."""
+
+    def __init__(self, settings: Settings, report: Callable[[str], None]) -> None:
+        # Nobody else is to be told that the device stands still: the program sees it itself.
+        self._engine = Engine(
+            max_inflight=settings.max_running + settings.max_waiting,
+            max_tokens=settings.max_inflight_tokens,
+            stall_seconds=0.0,
+            metrics=Metrics(),
+        )
+        self.registry = Registry(self._engine)
+        self.on_closed: Callable[[], object] = lambda: None
+        self._settings = settings
+        self._report = report
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="levserve-device", daemon=True)
+        self._thread.start()
+
+    def wait_ready(self) -> None:
+        while self._thread.is_alive() and not self._engine.wait_ready(1.0):
+            pass
+        if self._failure is not None:
+            raise self._failure
+
+    def abandon(self) -> None:
+        """Ends the thread without waiting for it: it may be in the middle of a compile."""
+        self._engine.stop()
+
+    def close(self) -> None:
+        from levserve.device.tasks import Detach  # brings jax
+
+        if self._thread.is_alive():
+            self._engine.send(Detach(self.registry.default_name, Future()))  # waits for the round in flight
+            self._engine.stop()
+            self._thread.join()
+        self.registry.close()
+        self.registry.join()
+        self.on_closed()
+        gc.collect()  # the compiled programs, which are in reference cycles
+
+    def _run(self) -> None:
+        try:
+            loaded = load(
+                self._settings, self._engine.metrics, rows=self._settings.max_running, report=self._report
+            )
+        except BaseException as error:
+            self._failure = error
+            self._engine.fail()
+            return
+        try:
+            serve(self.registry, loaded)
+        except BaseException as error:
+            self._failure = error
+            log.critical("the device thread failed", exc_info=True)
+            self._engine.fail()
+        finally:
+            loaded.runner.free()
+            self._close_files()
+
+    def _close_files(self) -> None:
+        """The cache may delete the model's files from here on."""
+        with self.registry.borrow(loads=False) as handle:
+            if handle.resident.reloader is not None:
+                handle.resident.reloader.close()
+
+
+def _log_progress(line: str) -> None:
+    log.info("%s", line)

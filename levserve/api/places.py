@@ -1,0 +1,89 @@
+"""Lets work in as far as admission has room, by priority and then in order; the rest waits.
+
+The server refuses what is too much. A program that brings its own work wants it to wait instead.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from levserve.engine.admission import Reservation
+from levserve.engine.engine import Engine
+
+OnGranted = Callable[[Reservation | Exception], None]
+"""Gets the places, or why there are none; must not block."""
+
+
+@dataclass(slots=True, order=True)
+class Ticket:
+    """Someone who waits for places; cancelling leaves it in the heap until its turn."""
+
+    priority: int
+    number: int
+    num_requests: int = field(compare=False)
+    num_tokens: int = field(compare=False)
+    on_granted: OnGranted = field(compare=False)
+    is_cancelled: bool = field(default=False, compare=False)
+
+
+class Places:
+    """Any thread may call its methods. All work of the engine comes through here."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._lock = threading.Lock()
+        self._waiting: list[Ticket] = []
+        self._numbers = itertools.count()
+
+    def ask(self, num_requests: int, num_tokens: int, priority: int, on_granted: OnGranted) -> Ticket:
+        """Has `on_granted` called, at once or when there is room, on the thread that made the room."""
+        ticket = Ticket(priority, next(self._numbers), num_requests, num_tokens, on_granted)
+        with self._lock:
+            heapq.heappush(self._waiting, ticket)
+        self._grant()
+        return ticket
+
+    def release(self, reservation: Reservation) -> None:
+        with self._lock:
+            reservation.release()
+        self._grant()
+
+    def close(self) -> None:
+        """Fails all that waits; the engine refuses what comes later."""
+        with self._lock:
+            waiting, self._waiting = self._waiting, []
+        for ticket in waiting:
+            ticket.on_granted(self._reserve(ticket))
+
+    def _grant(self) -> None:
+        while True:
+            with self._lock:
+                while self._waiting and self._waiting[0].is_cancelled:
+                    heapq.heappop(self._waiting)
+                if not self._waiting or not self._has_room(self._waiting[0]):
+                    return
+                ticket = heapq.heappop(self._waiting)
+                granted = self._reserve(ticket)
+            ticket.on_granted(granted)
+
+    def _has_room(self, ticket: Ticket) -> bool:
+        room = self._engine.admission.room()
+        can_never_fit = ticket.num_requests > room.max_requests or ticket.num_tokens > room.max_tokens
+        fits = ticket.num_requests <= room.free_requests and ticket.num_tokens <= room.free_tokens
+        return fits or can_never_fit  # which `_reserve` refuses with the numbers
+
+    def _reserve(self, ticket: Ticket) -> Reservation | Exception:
+        try:
+            reservation = self._engine.reserve()
+        except Exception as error:
+            return error
+        try:
+            reservation.grow_to(ticket.num_requests, ticket.num_tokens)
+        except Exception as error:
+            reservation.release()
+            return error
+        return reservation

@@ -1,0 +1,128 @@
+"""What the Python API gives back: plain frozen records."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from levserve.generation import Delta
+from levserve.schedule.request import TokenLogprob
+from levserve.text.parts import CallArguments, CallStart, Content, Thought
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """How many tokens a result took. A prompt counts once, however many choices it has."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    """Of the prompt's tokens, those that did not have to be computed."""
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a tool; `arguments` is JSON text."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One answer to one prompt."""
+
+    text: str
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob | None, ...]
+    """One for each token, if they were asked for; else empty. An echoed prompt's first token has none."""
+    finish_reason: str
+    """`stop`, `length`, or `deadline` where the time ran out."""
+    thoughts: str = ""
+    """What the model wrote to itself before the answer, where it can be told apart."""
+    tool_calls: tuple[ToolCall, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The answer to one prompt. `text`, `tokens`, `logprobs` and `finish_reason` are of the first choice."""
+
+    choices: tuple[Choice, ...]
+    prompt: tuple[int, ...]
+    """The prompt's tokens."""
+    usage: Usage
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    """One for each token of the prompt, if they were asked for; None for the first, which follows nothing."""
+    warnings: tuple[str, ...] = ()
+    """Where settings of the model kept it from doing what was asked."""
+
+    @property
+    def text(self) -> str:
+        return self.choices[0].text
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return self.choices[0].tokens
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprob | None, ...]:
+        return self.choices[0].logprobs
+
+    @property
+    def finish_reason(self) -> str:
+        return self.choices[0].finish_reason
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one choice gained: a piece of text, and on its last piece why it ended."""
+
+    text: str
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob | None, ...] = ()
+    finish_reason: str | None = None
+    index: int = 0
+    """The number of the choice, where `n` is above 1."""
+    thoughts: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """How likely a continuation is after its prompt."""
+
+    logprob: float
+    """The sum over the continuation's tokens."""
+    is_greedy: bool
+    """Whether each token was the likeliest in its place."""
+    tokens: tuple[int, ...]
+    """The continuation's."""
+    token_logprobs: tuple[float, ...]
+
+
+def make_choice(delta: Delta) -> Choice:
+    """From all that a choice gained."""
+    assert delta.finish is not None
+    if delta.parts is None:
+        return Choice(delta.text, delta.tokens, delta.logprobs, delta.finish.value)
+    text = "".join(part.text for part in delta.parts if isinstance(part, Content))
+    thoughts = "".join(part.text for part in delta.parts if isinstance(part, Thought))
+    starts = [part for part in delta.parts if isinstance(part, CallStart)]
+    arguments = [part for part in delta.parts if isinstance(part, CallArguments)]
+    calls = tuple(
+        ToolCall(start.id, start.name, "".join(one.text for one in arguments if one.number == start.number))
+        for start in starts
+    )
+    return Choice(text, delta.tokens, delta.logprobs, delta.finish.value, thoughts, calls)
+
+
+def make_piece(index: int, delta: Delta) -> Piece:
+    finish = None if delta.finish is None else delta.finish.value
+    text, thoughts = delta.text, ""
+    if delta.parts is not None:
+        text = "".join(part.text for part in delta.parts if isinstance(part, Content))
+        thoughts = "".join(part.text for part in delta.parts if isinstance(part, Thought))
+    return Piece(text, delta.tokens, delta.logprobs, finish, index, thoughts)

@@ -1,0 +1,79 @@
+"""The pieces of one answer as they come: an iterator, and one for event loops. Closing it ends the work."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
+from types import TracebackType
+from typing import Any
+
+from levserve.api.results import Piece, make_piece
+from levserve.api.work import Job, Lane, Work
+
+Item = Piece | Exception | None
+"""None is the end."""
+
+
+class TextStream(Iterator[Piece]):
+    """Belongs to one thread; any thread may call `close`."""
+
+    def __init__(self, lane: Lane, job: Job[Any]) -> None:
+        self._items: queue.SimpleQueue[Item] = queue.SimpleQueue()
+        self._work = start_streaming(lane, job, self._items.put)
+        self._is_over = False
+
+    def __next__(self) -> Piece:
+        if self._is_over:
+            raise StopIteration
+        item = self._items.get()
+        if isinstance(item, Piece):
+            return item
+        self._is_over = True
+        if item is None:
+            raise StopIteration
+        raise item
+
+    def close(self) -> None:
+        """Ends the answer; the iterator then stops."""
+        self._work.cancel()
+        self._items.put(None)
+
+    def __enter__(self) -> TextStream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if work := getattr(self, "_work", None):
+            work.cancel()  # nobody reads the rest
+
+
+async def stream_async(lane: Lane, make: Callable[[], Job[Any]], executor: Any) -> AsyncIterator[Piece]:
+    """The same for an event loop, which is not blocked."""
+    loop = asyncio.get_running_loop()
+    items: asyncio.Queue[Item] = asyncio.Queue()
+
+    def put(item: Item) -> None:
+        with suppress(RuntimeError):  # the loop was closed
+            loop.call_soon_threadsafe(items.put_nowait, item)
+
+    job = await loop.run_in_executor(executor, make)
+    work = start_streaming(lane, job, put)
+    try:
+        while (item := await items.get()) is not None:
+            if isinstance(item, Exception):
+                raise item
+            yield item
+    finally:
+        work.cancel()
+
+
+def start_streaming(lane: Lane, job: Job[Any], put: Callable[[Item], None]) -> Work:
+    work = Work(lane, job, lambda index, delta: put(make_piece(index, delta)), put)
+    work.start()
+    return work

@@ -1,0 +1,101 @@
+"""Runs any number of jobs, as many at a time as the engine takes, and gives their outcomes as they end.
+
+Jobs are made one at a time and only when there is room for one more, so a list may be of any length.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable
+from concurrent.futures import Executor
+from contextlib import suppress
+from typing import Generic, NamedTuple, TypeVar
+
+from levserve.api.work import Job, Lane, Work
+from levserve.generation import Delta
+
+T = TypeVar("T")
+
+MakeJob = Callable[[], Job[T]]
+
+
+class Outcome(NamedTuple, Generic[T]):
+    """How the job of this number ended."""
+
+    number: int
+    value: T | None
+    error: Exception | None
+
+    def get(self) -> T:
+        if self.error is not None:
+            raise self.error
+        assert self.value is not None
+        return self.value
+
+
+def run_jobs(lane: Lane, jobs: Iterable[MakeJob[T]]) -> Generator[Outcome[T], None, None]:
+    """The outcomes in the order in which they come; leaving the iterator cancels what runs."""
+    done: queue.SimpleQueue[Outcome[T]] = queue.SimpleQueue()
+    left = enumerate(jobs)
+    running: dict[int, Work] = {}
+    try:
+        while True:
+            while len(running) < lane.engine.max_inflight and (job := next(left, None)) is not None:
+                number, make = job
+                running[number] = start_job(lane, number, make(), done.put)
+            if not running:
+                return
+            outcome = done.get()
+            del running[outcome.number]
+            yield outcome
+    finally:
+        for work in running.values():
+            work.cancel()
+
+
+async def run_jobs_async(
+    lane: Lane, jobs: Iterable[MakeJob[T]], executor: Executor
+) -> AsyncGenerator[Outcome[T], None]:
+    """The same for an event loop, which is not blocked: the executor makes the jobs."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Queue[Outcome[T]] = asyncio.Queue()
+
+    def put(outcome: Outcome[T]) -> None:
+        with suppress(RuntimeError):  # the loop was closed
+            loop.call_soon_threadsafe(done.put_nowait, outcome)
+
+    left = enumerate(jobs)
+    running: dict[int, Work] = {}
+    try:
+        while True:
+            while len(running) < lane.engine.max_inflight and (job := next(left, None)) is not None:
+                number, make = job
+                made = await loop.run_in_executor(executor, make)
+                running[number] = start_job(lane, number, made, put)
+            if not running:
+                return
+            outcome = await done.get()
+            del running[outcome.number]
+            yield outcome
+    finally:
+        for work in running.values():
+            work.cancel()
+
+
+def start_job(lane: Lane, number: int, job: Job[T], put: Callable[[Outcome[T]], None]) -> Work:
+    gathered: list[list[Delta]] = [[] for _ in job.choices]
+
+    def end(error: Exception | None) -> None:
+        if error is not None:
+            put(Outcome(number, None, error))
+            return
+        try:
+            outcome = Outcome(number, job.finish(gathered), None)
+        except Exception as failure:
+            outcome = Outcome[T](number, None, failure)
+        put(outcome)
+
+    work = Work(lane, job, lambda index, delta: gathered[index].append(delta), end)
+    work.start()
+    return work

@@ -1,0 +1,150 @@
+"""One prompt's sequences on their way: they wait for places, run, and their text goes to a listener.
+
+No thread waits for them: the thread that delivers tokens turns them into text and calls the listener, as it
+does for streams of the server.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from levserve.api.places import Places, Ticket
+from levserve.engine.admission import Reservation
+from levserve.engine.engine import Engine
+from levserve.engine.served_model import ServedModel
+from levserve.engine.stream import PushStream
+from levserve.errors import DeadlineExceeded
+from levserve.generation import Choice, Delta
+from levserve.schedule.request import FinishReason, GenerationRequest, TokenBatch
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Job(Generic[T]):
+    """What is to be run, and how the outcome is made of what the choices gained."""
+
+    requests: Sequence[GenerationRequest]
+    choices: Sequence[Choice]
+    num_tokens: int
+    finish: Callable[[Sequence[Sequence[Delta]]], T]
+    warnings: Sequence[str] = ()
+
+    @property
+    def priority(self) -> int:
+        return self.requests[0].priority
+
+
+@dataclass(slots=True)
+class Lane:
+    """Where work runs: an engine, one of its models, and the places in it."""
+
+    engine: Engine
+    model: ServedModel
+    places: Places = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.places = Places(self.engine)
+
+
+class Work:
+    """One job that runs. `on_delta` and `on_end` are called on the delivery thread and must not block.
+
+    `on_end` is called exactly once, with what ended the work early, if anything; not after `cancel`.
+    """
+
+    def __init__(
+        self,
+        lane: Lane,
+        job: Job[T],
+        on_delta: Callable[[int, Delta], None],
+        on_end: Callable[[Exception | None], None],
+    ) -> None:
+        self._lane = lane
+        self._job = job
+        self._on_delta = on_delta
+        self._on_end = on_end
+        self._lock = threading.Lock()
+        self._num_open = len(job.choices)
+        self._is_over = False
+        self._reservation: Reservation | None = None
+        self._stream: PushStream | None = None
+        self._ticket: Ticket | None = None
+
+    def start(self) -> None:
+        job = self._job
+        ticket = self._lane.places.ask(len(job.requests), job.num_tokens, job.priority, self._enter)
+        self._ticket = ticket
+        if self._is_over:
+            ticket.is_cancelled = True
+
+    def cancel(self) -> None:
+        """Ends the work; its rows and pages are free within one round. Any thread may call this."""
+        if self._end():
+            if self._ticket is not None:
+                self._ticket.is_cancelled = True
+            if self._stream is not None:
+                self._stream.close()
+
+    def _enter(self, granted: Reservation | Exception) -> None:
+        if isinstance(granted, Exception):
+            self._fail(granted)
+            return
+        with self._lock:
+            is_over = self._is_over
+            if not is_over:
+                self._reservation = granted
+        if is_over:
+            self._lane.places.release(granted)
+            return
+        try:
+            self._stream = self._lane.engine.push(self._job.requests, self._lane.model, self._take)
+        except Exception as error:
+            self._fail(error)
+            return
+        if self._is_over:  # cancelled meanwhile
+            self._stream.close()
+
+    def _take(self, index: int, batch: TokenBatch) -> None:
+        if self._is_over:
+            return
+        try:
+            self._add(index, batch)
+        except Exception as error:
+            self._fail(error)
+
+    def _add(self, index: int, batch: TokenBatch) -> None:
+        choices = self._job.choices
+        if batch.finish is FinishReason.DEADLINE and not any(choice.num_tokens for choice in choices):
+            raise DeadlineExceeded("The request's time ran out before its first token.")
+        delta = choices[index].add(batch)
+        if delta is None:
+            return
+        self._on_delta(index, delta)
+        if delta.finish is None:
+            return
+        if batch.finish is None and self._stream is not None:
+            self._stream.close(index, FinishReason.STOP)  # the device does not know of this stop
+        self._num_open -= 1
+        if not self._num_open and self._end():
+            self._on_end(None)
+
+    def _fail(self, error: Exception) -> None:
+        if self._end():
+            if self._stream is not None:
+                self._stream.close()
+            self._on_end(error)
+
+    def _end(self) -> bool:
+        """Gives the places back; whether it was not over before."""
+        with self._lock:
+            if self._is_over:
+                return False
+            self._is_over = True
+            reservation, self._reservation = self._reservation, None
+        if reservation is not None:
+            self._lane.places.release(reservation)
+        return True

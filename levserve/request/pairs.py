@@ -1,0 +1,75 @@
+"""Prompts and continuations to score: tokenized as lm-evaluation-harness does, cut and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from levserve.engine.served_model import ServedModel
+from levserve.errors import BadRequest, ContextTooLong
+from levserve.request.submission import check_length
+from levserve.request.truncation import Truncation, bos_of, keep_last
+from levserve.text.tokenizer import Tokenizer
+
+
+class Pair(NamedTuple):
+    """The tokens of a prompt and its continuation, and how many of them are the prompt's."""
+
+    tokens: list[int]
+    num_context: int
+
+
+def split_pair(prompt: str, continuation: str, tokenizer: Tokenizer) -> Pair:
+    """Tokenizes a pair as lm-evaluation-harness does.
+
+    Spaces at the end of the prompt move to the continuation, where tokenizers keep them. The two are
+    tokenized together; the tokens after as many as the prompt has alone are the continuation's. A bos token
+    stands for an empty prompt.
+    """
+    context = prompt.rstrip()
+    continuation = prompt[len(context) :] + continuation
+    context_tokens = tokenizer.encode(context) if context else []
+    if context_tokens:
+        return Pair(tokenizer.encode(context + continuation), len(context_tokens))
+    if tokenizer.bos_token is None:
+        raise BadRequest(
+            "An empty prompt needs a bos token, which this model does not have; give each prompt a text.",
+            param="prompts",
+        )
+    bos = tokenizer.encode(tokenizer.bos_token, add_special_tokens=False)
+    return Pair(bos + tokenizer.encode(continuation, add_special_tokens=False), len(bos))
+
+
+def make_pairs(
+    prompts: Sequence[str], continuations: Sequence[str], model: ServedModel, truncation: Truncation
+) -> list[Pair]:
+    """The pairs in tokens, checked against the model; raises `BadRequest`."""
+    pairs = []
+    for index, (prompt, continuation) in enumerate(zip(prompts, continuations, strict=True)):
+        if not truncation:
+            check_length(len(prompt) + len(continuation), model, f"prompts[{index}]")
+        pair = split_pair(prompt, continuation, model.tokenizer)
+        if len(pair.tokens) <= pair.num_context:
+            param = f"continuations[{index}]"
+            raise BadRequest(f"'{param}' has no tokens of its own after its prompt.", param=param)
+        if truncation:
+            pair = _cut(pair, index, model, truncation)
+        if len(pair.tokens) > model.max_seq_len:
+            raise ContextTooLong(len(pair.tokens), 0, model.max_seq_len, param=f"prompts[{index}]")
+        pairs.append(pair)
+    return pairs
+
+
+def _cut(pair: Pair, index: int, model: ServedModel, truncation: Truncation) -> Pair:
+    """The pair without the beginning of its prompt; a continuation stays whole and follows some token."""
+    num_scored = len(pair.tokens) - pair.num_context
+    kept = truncation.num_kept(len(pair.tokens), model.max_seq_len)
+    if num_scored < kept:
+        return Pair(keep_last(pair.tokens, kept, bos_of(model.tokenizer)), kept - num_scored)
+    if truncation.asked is not None and kept == truncation.asked:
+        raise BadRequest(
+            f"'truncate_prompt_tokens' keeps {kept} tokens, but 'continuations[{index}]' has {num_scored} "
+            "and needs one more before it.",
+            param="truncate_prompt_tokens",
+        )
+    raise ContextTooLong(len(pair.tokens), 0, model.max_seq_len, param=f"continuations[{index}]")

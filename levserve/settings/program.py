@@ -1,0 +1,47 @@
+"""Settings that a program gives by their names, over those of the environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from levserve.errors import ConfigError
+from levserve.settings.environment import Environment
+from levserve.settings.file import did_you_mean
+from levserve.settings.parse import read_settings, resolve_model
+from levserve.settings.settings import BY_NAME, Settings
+
+SOURCE = "argument"
+SERVER_SECTIONS = ("server", "log")
+"""Settings that mean nothing without a server."""
+
+
+def make_settings(values: Mapping[str, object], environ: Mapping[str, str] | None = None) -> Settings:
+    """Reads each value as a flag's text would be read; raises `ConfigError`."""
+    variables = os.environ if environ is None else environ
+    settings = read_settings([], Environment(variables, {}, "", ()))
+    given: dict[str, Any] = {}
+    for name, value in values.items():
+        setting = BY_NAME.get(name)
+        if setting is None:
+            raise ConfigError(f"unknown setting {name!r}{did_you_mean(name, list(BY_NAME))}")
+        if setting.section in SERVER_SECTIONS:
+            raise ConfigError(f"{name} is a setting of the server, and there is none here")
+        try:
+            given[name] = setting.kind.read(_text(value))
+        except (ValueError, KeyError):
+            raise ConfigError(f"{name} must be {setting.kind.words}, not {value!r}") from None
+    if given.keys() & {"kv_memory", "kv_pages"}:  # either one replaces both of the environment's
+        settings = replace(settings, kv_memory=0, kv_pages=0)
+    sources = {**settings.sources, **dict.fromkeys(given, SOURCE)}
+    return resolve_model(replace(settings, **given, sources=sources), given.keys())
+
+
+def _text(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (list, tuple)):
+        return " ".join(map(str, value))
+    return "" if value is None else str(value)

@@ -1,0 +1,111 @@
+"""`levserve chat`: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from levserve.api.model import Model
+from levserve.errors import ServeError
+from levserve.terminal.options import add_sampling, make_parser, open_with_progress, sampling_of
+
+DESCRIPTION = """\
+A conversation with a model.
+
+  levserve chat                           with the bundled model, at once
+  levserve chat Qwen/Qwen3-0.6B           with a model of the Hugging Face Hub
+  levserve chat ./my-model --temperature 0 --system "Answer in one sentence."
+
+Ctrl-C stops an answer, Ctrl-D leaves. /help lists what else can be typed.
+"""
+HELP = """\
+/new             forget the conversation
+/system TEXT     tell the model how to behave, from the start of a new conversation
+/undo            take the last question and its answer back
+/help            this text
+/quit, Ctrl-D    leave
+Ctrl-C           stops an answer"""
+PROMPT = "> "
+
+
+class Conversation:
+    """What was said so far; the whole of it is sent with each question."""
+
+    def __init__(self, model: Model, fields: dict[str, Any], system: str = "") -> None:
+        self._model = model
+        self._fields = fields
+        self._system = system
+        self.messages: list[dict[str, str]] = []
+        self.forget()
+
+    def forget(self) -> None:
+        self.messages = [{"role": "system", "content": self._system}] if self._system else []
+
+    def obey(self, line: str) -> bool:
+        """Does what a line with a slash says; False ends the conversation."""
+        command, _, rest = line.partition(" ")
+        if command in ("/quit", "/exit"):
+            return False
+        if command == "/new":
+            self.forget()
+        elif command == "/system":
+            self._system = rest.strip()
+            self.forget()
+        elif command == "/undo":
+            while self.messages and self.messages.pop()["role"] != "user":
+                pass
+        else:
+            print(HELP)
+        return True
+
+    def ask(self, question: str) -> None:
+        """Prints the answer as it comes. What Ctrl-C cuts off stays in the conversation as it is."""
+        self.messages.append({"role": "user", "content": question})
+        answer = ""
+        try:
+            with self._model.stream_chat(self.messages, **self._fields) as stream:
+                for piece in stream:
+                    answer += piece.text
+                    print(piece.text, end="", flush=True)
+        except KeyboardInterrupt:
+            print(" ...", end="")
+        except ServeError as error:
+            print(error.message, file=sys.stderr)
+            self.messages.pop()
+            return
+        print()
+        self.messages.append({"role": "assistant", "content": answer})
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = make_parser("chat", DESCRIPTION)
+    parser.add_argument("model", nargs="?", help="What to talk to. [default: the bundled model]")
+    parser.add_argument("--system", default="", metavar="TEXT", help="How the model is to behave.")
+    add_sampling(parser)
+    options = parser.parse_args(argv)
+    if sys.stdin.isatty():
+        import readline  # noqa: F401  (gives `input` its history and its keys)
+    with open_with_progress(options) as model:
+        conversation = Conversation(model, sampling_of(options), options.system)
+        if sys.stdin.isatty():
+            print(f"{model.name}: Ctrl-C stops an answer, Ctrl-D leaves, /help tells more.")
+        talk(conversation)
+    return 0
+
+
+def talk(conversation: Conversation) -> None:
+    """Reads lines until the end of the input."""
+    while True:
+        try:
+            line = input(PROMPT if sys.stdin.isatty() else "").strip()
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            print()
+            continue
+        if line.startswith("/"):
+            if not conversation.obey(line):
+                return
+        elif line:
+            conversation.ask(line)

@@ -1,0 +1,39 @@
+"""The commands besides serving: `levserve chat`, `generate`, `models` and `fetch`.
+
+They run on the main thread of their own process. jax is imported when a model is opened.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from levserve.errors import ServeError, StartupError
+
+COMMANDS = {
+    "chat": ("levserve.terminal.chat", "main"),
+    "generate": ("levserve.terminal.generate", "main"),
+    "models": ("levserve.terminal.models", "list_main"),
+    "fetch": ("levserve.terminal.models", "fetch_main"),
+}
+
+
+def run_command(name: str, argv: Sequence[str]) -> int:
+    """The exit code. A mistake of the user's is one line on stderr and 2."""
+    module, function = COMMANDS[name]
+    try:
+        code: int = getattr(importlib.import_module(module), function)(argv)
+        return code
+    except StartupError as error:
+        print(f"levserve {name}: error: {error}", file=sys.stderr)
+        return error.exit_code
+    except ServeError as error:
+        print(f"levserve {name}: error: {error.message}", file=sys.stderr)
+        return 2 if error.status < 500 else 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `levserve generate ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1

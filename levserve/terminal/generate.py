@@ -1,0 +1,40 @@
+"""`levserve generate`: continues a prompt and writes the text as it comes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from levserve.terminal.options import add_sampling, make_parser, open_with_progress, sampling_of
+
+DESCRIPTION = """\
+Continues a prompt, or answers it as a chat.
+
+  levserve generate "The capital of France is"
+  levserve generate --chat "Name three rivers" --model Qwen/Qwen3-0.6B
+  cat letter.txt | levserve generate - --temperature 0 --max-tokens 200
+
+Only the text goes to stdout.
+"""
+DEFAULT_MAX_TOKENS = 128
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = make_parser("generate", DESCRIPTION)
+    parser.add_argument("prompt", help="The text; - reads it from stdin.")
+    parser.add_argument("--model", metavar="NAME", help="What to use. [default: the bundled model]")
+    parser.add_argument("--chat", action="store_true", help="Put the text as a question in a chat.")
+    add_sampling(parser)
+    options = parser.parse_args(argv)
+    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
+    fields = {"max_tokens": DEFAULT_MAX_TOKENS} | sampling_of(options)
+    with open_with_progress(options) as model:
+        if options.chat:
+            stream = model.stream_chat([{"role": "user", "content": prompt}], **fields)
+        else:
+            stream = model.stream(prompt, **fields)
+        with stream:
+            for piece in stream:
+                print(piece.text, end="", flush=True)
+    print()
+    return 0

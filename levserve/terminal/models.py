@@ -1,0 +1,87 @@
+"""`levserve models` and `levserve fetch`: what can be served from here, and how to get more."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from levserve.models.catalogue import Catalogue
+from levserve.settings.program import make_settings
+from levserve.settings.settings import Settings
+from levserve.terminal.options import make_parser, settings_of
+from levserve.weights.bundled import SMOLLM2
+from levserve.weights.source import check_source, find_source, local_problem
+
+LIST_DESCRIPTION = """\
+Lists the models that can be served, with the name to give to levserve, chat and generate.
+
+  levserve models                                   what is in the cache
+  levserve models --models-dir ~/models             and what is in a folder, or below an address
+"""
+FETCH_DESCRIPTION = """\
+Downloads a model into the cache, so that it starts at once later.
+
+  levserve fetch                                    the bundled model
+  levserve fetch Qwen/Qwen3-0.6B                    from the Hugging Face Hub
+  levserve fetch gs://bucket/models/my-model        from a store
+"""
+
+
+class Found(NamedTuple):
+    name: str
+    place: str
+    num_bytes: int | None
+
+
+def list_main(argv: Sequence[str]) -> int:
+    options = make_parser("models", LIST_DESCRIPTION).parse_args(argv)
+    settings = make_settings(settings_of(options))
+    rows = [*_in_cache(settings), *_in_folder(settings)]
+    width = max(len(row.name) for row in rows)
+    for row in rows:
+        size = "" if row.num_bytes is None else f"{row.num_bytes / 1e6:,.0f} MB"
+        print(f"{row.name:{width}}  {size:>12}  {row.place}")
+    return 0
+
+
+def fetch_main(argv: Sequence[str]) -> int:
+    parser = make_parser("fetch", FETCH_DESCRIPTION)
+    parser.add_argument("model", nargs="?", metavar="NAME", help="What to download.")
+    options = parser.parse_args(argv)
+    settings = make_settings(settings_of(options))
+    check_source(settings)
+    files = find_source(settings, lambda line: print(line, file=sys.stderr, flush=True))
+    if files.lease is not None:
+        files.lease.close()
+    print(files.path)
+    return 0
+
+
+def _in_cache(settings: Settings) -> Iterator[Found]:
+    bundled = settings.cache_path / SMOLLM2.file_name
+    if bundled.is_file():
+        yield Found(SMOLLM2.name, str(bundled), bundled.stat().st_size)
+    else:
+        yield Found(SMOLLM2.name, "not downloaded yet; it comes with its first use", SMOLLM2.member_bytes)
+    for folder in sorted((settings.cache_path / "hub").glob("models--*")):
+        for snapshot in sorted((folder / "snapshots").glob("*")):
+            if local_problem(snapshot) is None:
+                name = folder.name.removeprefix("models--").replace("--", "/", 1)
+                yield Found(f"{name}@{snapshot.name[:12]}", str(snapshot), _size(snapshot))
+
+
+def _in_folder(settings: Settings) -> Iterator[Found]:
+    if not settings.has_several:
+        return
+    catalogue = Catalogue(settings)
+    for name in catalogue.names():
+        own = catalogue.find(name)
+        path = "" if own is None else own.model
+        yield Found(path, f"{name} of --models-dir", _size(Path(path)) if Path(path).exists() else None)
+
+
+def _size(path: Path) -> int:
+    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+    return sum(file.stat().st_size for file in files)

@@ -1,0 +1,86 @@
+"""The options of the commands: their own, those of sampling, and every setting of the server that applies."""
+
+from __future__ import annotations
+
+import sys
+from argparse import SUPPRESS, ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from typing import Any, NoReturn
+
+from levserve.api.model import Model
+from levserve.errors import ConfigError
+from levserve.settings.kind import SWITCH
+from levserve.settings.program import SERVER_SECTIONS
+from levserve.settings.settings import SETTINGS
+
+SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop")
+ROWS = 4
+"""One conversation needs one; fewer rows than a server has are compiled sooner."""
+EPILOG = """\
+Settings of the server work here too: --dtype, --max-seq-len, --threads and so on; see levserve --help.
+"""
+
+
+class Parser(ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} (see {self.prog} --help)")
+
+
+def make_parser(command: str, description: str) -> Parser:
+    """A parser that knows every setting which means something without a server."""
+    parser = Parser(
+        prog=f"levserve {command}",
+        description=description,
+        epilog=EPILOG,
+        formatter_class=RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    for setting in SETTINGS:
+        if setting.section not in SERVER_SECTIONS and setting.name not in ("model", "seed"):
+            # A switch may stand alone, as it may for the server.
+            more: dict[str, Any] = {"nargs": "?", "const": "true"} if setting.kind is SWITCH else {}
+            parser.add_argument(
+                setting.flag, dest=f"setting:{setting.name}", default=SUPPRESS, help=SUPPRESS, **more
+            )
+    return parser
+
+
+def add_sampling(parser: Parser) -> None:
+    group = parser.add_argument_group("sampling")
+    group.add_argument("--max-tokens", type=int, metavar="N", help="The most tokens of an answer.")
+    group.add_argument("--temperature", type=float, metavar="X", help="0 is greedy. [default 1]")
+    group.add_argument("--top-p", type=float, metavar="X", help="Keep the likeliest tokens up to this sum.")
+    group.add_argument("--top-k", type=int, metavar="N", help="Keep the N likeliest tokens.")
+    group.add_argument("--min-p", type=float, metavar="X", help="Keep tokens this likely, to the likeliest.")
+    group.add_argument("--seed", type=int, metavar="N", help="Makes the draws repeatable.")
+    group.add_argument("--stop", action="append", metavar="TEXT", help="Ends an answer; may be repeated.")
+
+
+def sampling_of(options: Namespace) -> dict[str, Any]:
+    """The fields of sampling that were given."""
+    given = {name: getattr(options, name) for name in SAMPLING}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def settings_of(options: Namespace) -> dict[str, object]:
+    """The settings that were given, by name."""
+    prefix = "setting:"
+    given = {name.removeprefix(prefix): value for name, value in vars(options).items() if prefix in name}
+    model = getattr(options, "model", None)
+    return given | ({"model": model} if model else {})
+
+
+def open_with_progress(options: Namespace) -> Model:
+    """Loads the model and shows how far that is, in a terminal on one line that goes away."""
+    from levserve.api.opening import open_model
+
+    is_terminal = sys.stderr.isatty()
+
+    def report(line: str) -> None:
+        if is_terminal:
+            print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
+
+    try:
+        return open_model("", {"max_running": ROWS, **settings_of(options)}, report)
+    finally:
+        if is_terminal:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
