@@ -106,6 +106,8 @@ class GenerationBody(Refused, frozen=True, kw_only=True):
     default_temperature: ClassVar[float] = 1.0
     cuts_limit: ClassVar[bool] = False
     """Whether a limit that the context does not hold is cut to what it holds, and not refused."""
+    may_lack_thoughts: ClassVar[bool] = False
+    """Whether a model that does not think may answer a request for thoughts, which else is refused."""
 
     model: str
     max_tokens: Count | None = None

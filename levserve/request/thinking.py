@@ -51,7 +51,7 @@ def template_kwargs(body: ChatBody, model: ServedModel) -> dict[str, Any] | None
         return body.chat_template_kwargs
     require_choice(effort, EFFORTS, "reasoning_effort")
     if model.reasoning is None:
-        if effort == "none":
+        if effort == "none" or body.may_lack_thoughts:
             return body.chat_template_kwargs
         raise BadRequest(
             "This model does not think, as far as its chat template tells; leave 'reasoning_effort' out.",
@@ -65,7 +65,7 @@ def find_thinking(body: GenerationBody, model: ServedModel, prompts: list[list[i
     if not isinstance(body, ChatBody):
         return Thinking()
     if model.reasoning is None:
-        if body.thinking_token_budget is not None:
+        if body.thinking_token_budget is not None and not body.may_lack_thoughts:
             raise BadRequest(
                 "This model does not think, as far as its chat template tells; leave 'thinking_token_budget' "
                 "out.",

@@ -384,21 +384,29 @@ class TestTranslation:
         assert asked.tools[0].description == "Finds a word."
 
     @pytest.mark.parametrize(
-        ("fields", "budget", "variables"),
+        ("fields", "budget", "effort", "variables"),
         [
-            ({}, None, None),
-            ({"thinking": {"type": "disabled"}}, None, {"enable_thinking": False}),
-            ({"thinking": {"type": "adaptive"}}, None, {"enable_thinking": True}),
-            ({"thinking": {"type": "enabled", "budget_tokens": 2}}, 2, {"enable_thinking": True}),
-            ({"output_config": {"effort": "max"}}, None, {"reasoning_effort": "high"}),
-            ({"output_config": {"effort": "low"}}, None, {"reasoning_effort": "low"}),
+            ({}, None, None, None),
+            ({"thinking": {"type": "disabled"}}, None, "none", None),
+            ({"thinking": {"type": "adaptive"}}, None, "medium", None),
+            ({"thinking": {"type": "enabled", "budget_tokens": 2}}, 2, "medium", None),
+            ({"thinking": {"type": "adaptive"}, "output_config": {"effort": "low"}}, None, "low", None),
+            ({"output_config": {"effort": "max"}}, None, None, {"reasoning_effort": "high"}),
         ],
     )
-    def test_thinking_reaches_the_template(
-        self, fields: dict[str, Any], budget: int | None, variables: dict[str, Any] | None
+    def test_thinking_is_asked_for_as_a_chat_asks(
+        self, fields: dict[str, Any], budget: int | None, effort: str | None, variables: dict[str, Any] | None
     ) -> None:
         chat = chat_of(**fields)
-        assert (chat.thinking_token_budget, chat.chat_template_kwargs) == (budget, variables)
+        assert (chat.thinking_token_budget, chat.reasoning_effort) == (budget, effort)
+        assert chat.chat_template_kwargs == variables
+
+    @pytest.mark.parametrize("kind", ["enabled", "adaptive", "disabled"])
+    def test_a_model_that_does_not_think_answers_without_thoughts(self, app: App, kind: str) -> None:
+        thinking = {"type": kind} | ({"budget_tokens": 2} if kind == "enabled" else {})
+        reply = app.post(PATH, BODY | {"thinking": thinking, "output_config": {"effort": "high"}})
+        assert reply.status_code == 200, reply.text
+        assert reply.json is not None and [block["type"] for block in reply.json["content"]] == ["text"]
 
     def test_what_anthropic_needs_for_itself_is_accepted(self) -> None:
         fields: dict[str, Any] = {
@@ -414,7 +422,7 @@ class TestTranslation:
         fields = {"tools": [TOOL], "system": "a", "thinking": {"type": "disabled"}}
         counted = make_prompt(decode(json.dumps(BODY | fields).encode(), PromptBody))
         answered = chat_of(**fields)
-        for name in ("messages", "tools", "chat_template_kwargs", "continue_final_message"):
+        for name in ("messages", "tools", "reasoning_effort", "continue_final_message"):
             assert getattr(counted, name) == getattr(answered, name)
 
 

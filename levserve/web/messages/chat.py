@@ -22,6 +22,7 @@ from levserve.web.messages.blocks import (
 )
 from levserve.web.messages.body import InputTool, MessageBody, PromptBody, ToolChoice
 
+DEFAULT_EFFORT = "medium"
 # Templates that know efforts know these three.
 EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
 MODES = {"auto": "auto", "any": "required", "none": "none"}
@@ -30,9 +31,10 @@ ERROR_PREFIX = "Error: "
 
 
 class MessageChat(ChatBody, frozen=True, kw_only=True):
-    """The chat of a message. Coding tools ask for 32,000 tokens whatever the model: it gets what fits."""
+    """The chat of a message. Coding tools ask for 32,000 tokens and for thoughts whatever the model is."""
 
     cuts_limit = True
+    may_lack_thoughts = True
 
 
 def make_prompt(body: PromptBody) -> MessageChat:
@@ -49,7 +51,7 @@ def make_prompt(body: PromptBody) -> MessageChat:
         parallel_tool_calls=False if choice is not None and choice.disable_parallel_tool_use else None,
         response_format=None if asked is None else ResponseFormat("json_schema", NamedSchema(asked.schema)),
         thinking_token_budget=None if body.thinking is None else body.thinking.budget_tokens,
-        chat_template_kwargs=_template_variables(body) or None,
+        **_ask_for_thoughts(body),
     )
 
 
@@ -141,11 +143,12 @@ def _make_choice(choice: ToolChoice) -> str | dict[str, Any]:
     return MODES[choice.type]
 
 
-def _template_variables(body: PromptBody) -> dict[str, Any]:
-    """What templates of thinking models read; others pass over it."""
-    variables: dict[str, Any] = {}
+def _ask_for_thoughts(body: PromptBody) -> dict[str, Any]:
+    """The fields of the chat for `thinking` and `output_config.effort`."""
+    asked = None if body.output_config is None else body.output_config.effort
+    effort = None if asked is None else EFFORTS[asked]
     if body.thinking is not None:
-        variables["enable_thinking"] = body.thinking.type != "disabled"
-    if body.output_config is not None and body.output_config.effort is not None:
-        variables["reasoning_effort"] = EFFORTS[body.output_config.effort]
-    return variables
+        is_on = body.thinking.type != "disabled"
+        return {"reasoning_effort": (effort or DEFAULT_EFFORT) if is_on else "none"}
+    # As a variable, which switches no thinking on that the template leaves off.
+    return {} if effort is None else {"chat_template_kwargs": {"reasoning_effort": effort}}
