@@ -18,12 +18,20 @@ from werkzeug.test import TestResponse
 from levserve.request.schema import ChatBody, CompletionBody
 from levserve.web.embeddings import EmbeddingBody
 from levserve.web.messages.body import MessageBody
+from levserve.web.responses.body import ResponseBody
 from levserve.web.scoring import ScoreBody
 from tests.fake_app import App, serving
 
 CHAT, TEXT, EMBED, SCORE = "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/loglikelihood"
-MESSAGE = "/v1/messages"
-KINDS = {CHAT: ChatBody, TEXT: CompletionBody, EMBED: EmbeddingBody, SCORE: ScoreBody, MESSAGE: MessageBody}
+MESSAGE, RESPOND = "/v1/messages", "/v1/responses"
+KINDS = {
+    CHAT: ChatBody,
+    TEXT: CompletionBody,
+    EMBED: EmbeddingBody,
+    SCORE: ScoreBody,
+    MESSAGE: MessageBody,
+    RESPOND: ResponseBody,
+}
 FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), database=None)
 
 
@@ -58,6 +66,20 @@ messages = st.lists(
     ),
     min_size=1,
     max_size=3,
+)
+calls = st.fixed_dictionaries(
+    {"type": st.just("function_call"), "call_id": st.just("a"), "name": st.just("f")}
+)
+items = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["user", "system", "assistant", "developer"]), "content": words}
+    )
+    | calls.map(lambda call: call | {"arguments": "{}"})
+    | st.just({"type": "function_call_output", "call_id": "a", "output": "t20"})
+    | st.fixed_dictionaries({"type": st.just("reasoning"), "summary": st.just([])})
+    | junk,
+    min_size=1,
+    max_size=4,
 )
 # What the type of a field does not tell.
 LIKELY: dict[str, st.SearchStrategy[Any]] = {
@@ -100,8 +122,9 @@ def bodies(path: str) -> st.SearchStrategy[dict[str, Any]]:
     """Most are right in all or all but one of their fields, so that they get past the first checks."""
     kind = inspect.type_info(KINDS[path])
     assert isinstance(kind, inspect.StructType)
+    likely = LIKELY | ({"input": words | items} if path == RESPOND else {})
     fields = {
-        field.name: LIKELY[field.name] if field.name in LIKELY else values(field.type)
+        field.name: likely[field.name] if field.name in likely else values(field.type)
         for field in kind.fields
     }
     needed = {field.name: fields[field.name] for field in kind.fields if field.required}
@@ -124,6 +147,11 @@ def check(reply: TestResponse) -> None:
         assert sorted(error) == ["code", "message", "param", "type"]
         assert error["type"] == "invalid_request_error"
         assert error["code"] is None or isinstance(error["code"], str)
+    elif reply.text.startswith("event: response.created"):
+        *events, rest = reply.text.split("\n\n")
+        assert rest == ""
+        read = [read_strictly(event.partition("\ndata: ")[2]) for event in events]
+        assert read[-1]["type"] in ("response.completed", "response.incomplete")
     elif reply.mimetype == "text/event-stream":
         *chunks, done, rest = reply.text.split("\n\n")
         assert (done, rest) == ("data: [DONE]", "")
@@ -218,6 +246,9 @@ def roomy() -> Iterator[App]:
         (CHAT, {"messages": [USER | {"role": "x" * LONG}]}, "messages[0].role"),
         (CHAT, {"messages": [USER], "chat_template": "{{ cycler.__init__.__globals__ }}"}, "chat_template"),
         (EMBED, {"input": "t17 " * (LONG // 4)}, "input"),
+        (RESPOND, {"input": "t17 " * (LONG // 4)}, "input"),
+        (RESPOND, {"input": [{"role": "user", "content": ""}] * (LONG // 40)}, "input"),
+        (RESPOND, {"input": [{"role": "user", "content": "", "type": "x" * LONG}]}, "input[0].type"),
         (SCORE, {"prompts": ["t17 " * (LONG // 4)], "continuations": [" t18"]}, "prompts[0]"),
     ],
     ids=lambda value: str(value)[:40],

@@ -14,9 +14,11 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any, Literal
 
 import anthropic
 import openai
+import pydantic
 import pytest
 
 from tests.browser import open_browser
@@ -259,6 +261,49 @@ def test_json_is_held_to_its_schema_streamed_or_whole_alone_or_beside_other_requ
         for choice in event.choices:
             days[choice.index] += choice.text
     assert all(re.fullmatch("20[0-9]{2}-[01][0-9]-[0-3][0-9]", day) for day in days)
+
+
+def test_a_response_says_what_a_chat_says_whole_streamed_and_continued(client: openai.OpenAI) -> None:
+    question, second_question = "What is the capital of France?", "And what is the capital of Italy?"
+    asked: Any = {"model": MODEL, "temperature": 0, "max_output_tokens": 20}
+    first = client.responses.create(input=question, **asked)
+    assert first.output_text == chat(client, question, 20)
+    with client.responses.stream(input=question, **asked) as stream:
+        texts = [event.delta for event in stream if event.type == "response.output_text.delta"]
+    assert "".join(texts) == first.output_text and len(texts) > 3
+    second = client.responses.create(input=second_question, previous_response_id=first.id, **asked)
+    messages: Any = [
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": first.output_text},
+        {"role": "user", "content": second_question},
+    ]
+    answer = client.chat.completions.create(
+        model=MODEL, temperature=0, max_completion_tokens=20, messages=messages
+    )
+    assert second.output_text == answer.choices[0].message.content
+    assert client.responses.retrieve(second.id).output == second.output
+    client.responses.delete(first.id)
+    with pytest.raises(openai.BadRequestError, match="stored response"):
+        client.responses.create(input=question, previous_response_id=first.id, **asked)
+
+
+class City(pydantic.BaseModel):
+    name: str = pydantic.Field(max_length=20)
+    country: Literal["France", "Italy"]
+    inhabitants: int = pydantic.Field(ge=1, le=100_000_000)
+
+
+def test_the_sdk_parses_answers_into_models(client: openai.OpenAI) -> None:
+    question = "Tell me about Paris as JSON with name, country and inhabitants."
+    asked: Any = {"model": MODEL, "temperature": 0}
+    parsed = client.responses.parse(input=question, text_format=City, max_output_tokens=100, **asked)
+    assert isinstance(parsed.output_parsed, City)
+    with client.responses.stream(input=question, text_format=City, max_output_tokens=100, **asked) as stream:
+        assert stream.get_final_response().output_parsed == parsed.output_parsed
+    answer = client.chat.completions.parse(
+        messages=[{"role": "user", "content": question}], response_format=City, max_tokens=100, **asked
+    )
+    assert answer.choices[0].message.parsed == parsed.output_parsed
 
 
 def test_plain_prompts_get_one_of_the_choices(server: Server) -> None:

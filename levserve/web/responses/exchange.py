@@ -51,7 +51,8 @@ class Exchange:
             usage=count_usage(run),
         )
         if response.store:
-            self._store.put(response.id, self._owner, self._items, msgspec.json.encode(response))
+            items = [item.complete() for item in self._items]
+            self._store.put(response.id, self._owner, items, msgspec.json.encode(response))
         return response
 
 

@@ -99,9 +99,8 @@ class InputItem(Struct, frozen=True, omit_defaults=True, kw_only=True):
 def read_input(given: str | Sequence[InputItem], history: Iterable[InputItem]) -> list[InputItem]:
     """The items of a request's `input`, checked; a text is a user's message. Raises `BadRequest`."""
     if isinstance(given, str):
-        return [InputItem(role="user", content=given).complete()]
+        return [InputItem(role="user", content=given)]
     calls = {item.call_id for item in history if item.type == "function_call"}
-    items = []
     for number, item in enumerate(given):
         path = f"input[{number}]"
         item.check(path)
@@ -112,8 +111,7 @@ def read_input(given: str | Sequence[InputItem], history: Iterable[InputItem]) -
                 f"'{path}.call_id' is '{str(item.call_id)[:64]}', and no call before it has this id.",
                 param=f"{path}.call_id",
             )
-        items.append(item.complete())
-    return items
+    return list(given)
 
 
 def make_id(prefix: str) -> str:
