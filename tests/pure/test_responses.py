@@ -14,6 +14,7 @@ from werkzeug.test import TestResponse
 
 from levserve.web.responses.body import UNSUPPORTED_IN_RESPONSES
 from tests.fake_app import App, serving, wsgi_server
+from tests.pure.test_thinking_chats import ThinkingParrot
 from tests.waiting import PATIENCE_SECONDS
 
 PATH = "/v1/responses"
@@ -29,6 +30,13 @@ DONE_EVENTS = ["response.output_text.done", "response.content_part.done", "respo
 @pytest.fixture(scope="module")
 def app() -> Iterator[App]:
     with serving(obeys=False) as app:
+        yield app
+
+
+@pytest.fixture(scope="module")
+def parrot() -> Iterator[App]:
+    """Repeats its prompt, in which it finds thoughts."""
+    with serving(make_device=ThinkingParrot) as app:
         yield app
 
 
@@ -408,6 +416,31 @@ class TestKept:
             assert app.client.get(f"{PATH}/{gone['id']}").status_code == 404
             ask(app, input="t30", previous_response_id=first["id"])
             assert prompt_of(app) == (17, 18, 10, 11, 12, 30, 9)
+
+
+class TestThoughts:
+    def test_thoughts_are_an_item_of_their_own(self, parrot: App) -> None:
+        fields = {"input": "<think>hm</think>yes", "max_output_tokens": None, "top_logprobs": 1}
+        response = ask(parrot, **fields)
+        thoughts, message = response["output"]
+        assert (thoughts["type"], thoughts["summary"]) == ("reasoning", [])
+        assert thoughts["content"] == [{"type": "reasoning_text", "text": "hm"}]
+        assert message["content"][0]["text"] == "yes"
+        assert [one["token"] for one in message["content"][0]["logprobs"]] == ["y", "e", "s"]
+        num_thought = len(">hm</think>")  # of the opening mark, the token that completes it
+        assert response["usage"]["output_tokens_details"] == {"reasoning_tokens": num_thought}
+        assert without_ids(stream(parrot, **fields)[-1]["response"]) == without_ids(response)
+
+    def test_thoughts_are_part_of_the_history(self, parrot: App) -> None:
+        first = ask(parrot, input="<think>hm</think>yes", max_output_tokens=None)
+        second = ask(parrot, input="?", previous_response_id=first["id"], max_output_tokens=None)
+        assert second["usage"]["input_tokens"] == len("<think>hm</think>yes" + "(hm)yes" + "?")
+
+    def test_efforts_are_honoured_or_refused_by_name(self, app: App, parrot: App) -> None:
+        fields = {"input": "a", "reasoning": {"effort": "high"}, "max_output_tokens": None}
+        assert ask(parrot, **fields)["usage"]["input_tokens"] == len("a<think>")
+        assert app.refuse(PATH, ASKED | {"reasoning": {"effort": "high"}}) == (400, "reasoning.effort")
+        assert app.refuse(PATH, ASKED | {"reasoning": {"effort": "x"}}) == (400, "reasoning.effort")
 
 
 class TestSdk:
