@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -304,6 +305,38 @@ def test_the_sdk_parses_answers_into_models(client: openai.OpenAI) -> None:
         messages=[{"role": "user", "content": question}], response_format=City, max_tokens=100, **asked
     )
     assert answer.choices[0].message.parsed == parsed.output_parsed
+
+
+def test_the_agents_sdk_calls_a_tool_and_goes_on_with_its_result(server: Server) -> None:
+    import agents  # takes seconds
+
+    asked = []
+
+    @agents.function_tool
+    def weather(city: Literal["Paris", "Rome"]) -> str:
+        """Tells the weather of a city."""
+        asked.append(city)
+        return f"It is sunny in {city}."
+
+    async def run(**options: Any) -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            agent = agents.Agent(
+                name="Guide",
+                instructions="Answer in one sentence.",
+                model=agents.OpenAIResponsesModel(MODEL, client),
+                tools=[weather],
+                model_settings=agents.ModelSettings(temperature=0, max_tokens=64, tool_choice="required"),
+            )
+            result = await agents.Runner.run(agent, "What is the weather in Paris?", max_turns=6, **options)
+        assert result.final_output
+        return [item.type for item in result.new_items]
+
+    agents.set_tracing_disabled(True)
+    whole = asyncio.run(run())
+    assert whole[0] == "tool_call_item" and whole[-1] == "message_output_item"
+    assert whole.count("tool_call_output_item") == len(asked) > 0
+    stored = asyncio.run(run(auto_previous_response_id=True))
+    assert stored == whole, "what the server remembers is what a client sends again"
 
 
 def test_plain_prompts_get_one_of_the_choices(server: Server) -> None:
