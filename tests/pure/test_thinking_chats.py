@@ -10,7 +10,7 @@ import pytest
 from levserve.models.registry import Registry
 from levserve.schedule.constraint import Matcher
 from tests.fake_app import App, serving
-from tests.fake_device import Parrot, load_byte_tokenizer
+from tests.fake_device import PARROT_EOS, Parrot, load_byte_tokenizer
 
 CHAT = "/v1/chat/completions"
 TEMPLATE = (
@@ -18,6 +18,14 @@ TEMPLATE = (
     "{% endif %}{{ message.content }}{% endfor %}"
     "{% if enable_thinking %}<think>{% elif enable_thinking is defined %}<think>\n\n</think>\n\n{% endif %}"
 )
+CALL = '<tool_call>{"name": "look", "arguments": {"at": "x"}}</tool_call>'
+LOOK = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "parameters": {"type": "object", "properties": {"at": {"type": "string"}}, "required": ["at"]},
+    },
+}
 
 
 class ThinkingParrot(Parrot):
@@ -180,3 +188,27 @@ def test_a_model_that_does_not_think_may_be_told_not_to(plain_app: App) -> None:
 
 def test_an_unknown_effort_is_refused(app: App) -> None:
     assert app.refuse(CHAT, chat("a", reasoning_effort="sideways")) == (400, "reasoning_effort")
+
+
+def test_required_calls_are_held_after_the_thoughts(app: App) -> None:
+    ask(app, "yes", tools=[LOOK], tool_choice="required", reasoning_effort="high")
+    matcher = matcher_of(app)
+    for token in load_byte_tokenizer().encode_plain("hm <tool_call></think>\n" + CALL):
+        assert matcher.allows(token)
+        matcher.take(token)
+    assert matcher.allows(PARROT_EOS)
+
+
+def test_an_answer_has_thoughts_and_calls_whole_and_streamed(app: App) -> None:
+    text = "<think>hm</think>\n" + CALL
+    # The description of the tools comes first in the prompt, and is cut off for the parrot.
+    fields = {"tools": [LOOK], "truncate_prompt_tokens": len(text)}
+    (choice,) = ask(app, text, **fields)["choices"]
+    assert choice["message"]["reasoning"] == "hm" and choice["message"]["content"] is None
+    assert choice["message"]["tool_calls"][0]["function"] == {"name": "look", "arguments": '{"at": "x"}'}
+    assert choice["finish_reason"] == "tool_calls"
+    deltas = [chunk["choices"][0]["delta"] for chunk in app.stream(CHAT, chat(text, **fields))]
+    assert "".join(delta.get("reasoning", "") for delta in deltas) == "hm"
+    calls = [call["function"] for delta in deltas for call in delta.get("tool_calls", ())]
+    assert "".join(call.get("name", "") for call in calls) == "look"
+    assert "".join(call["arguments"] for call in calls) == '{"at": "x"}'
