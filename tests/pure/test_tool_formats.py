@@ -137,6 +137,17 @@ def test_the_format_is_found_from_the_template(name: str) -> None:
     assert model_of(name).tools.form is FORMATS[name]
 
 
+def test_a_template_that_leaves_quotation_marks_out_is_found_too() -> None:
+    template = FAMILY["pythonic"].template.replace("'{{ value }}'", "{{ value }}")
+    assert template != FAMILY["pythonic"].template
+    assert ModelTools(make_tokenizer(template)).form is FORMATS["pythonic"]
+
+
+def test_a_template_that_shows_calls_only_beside_tools_is_found_too() -> None:
+    template = "{%- if tools %}" + FAMILY["hermes"].template + "{%- else %}No tools.{%- endif %}"
+    assert ModelTools(make_tokenizer(template)).form is FORMATS["hermes"]
+
+
 @every_family
 def test_a_call_in_the_history_is_rendered_as_the_model_writes_it(name: str) -> None:
     text = model_of(name).render(CONVERSATION, TOOLS)

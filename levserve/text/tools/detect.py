@@ -44,7 +44,7 @@ def find_history(tokenizer: Tokenizer, wanted: str = AUTO) -> History:
     known = FORMATS if wanted == AUTO else (BY_NAME[wanted],)
     for use in uses:
         shown = _show_call(tokenizer, use)
-        matching = [form for form in known if _is_shown(form, shown)]
+        matching = [form for form in known if _signature(form) in shown]
         if matching:
             form = max(matching, key=lambda form: len(_signature(form)))
             use = TemplateUse(lists_tools, True, use.takes_text, use.wants_null)
@@ -55,17 +55,12 @@ def find_history(tokenizer: Tokenizer, wanted: str = AUTO) -> History:
 
 
 def _show_call(tokenizer: Tokenizer, use: TemplateUse) -> str:
-    """A conversation with a call, without white space; empty if the template refuses it."""
+    """A conversation with a call, without tools and with them, all without white space."""
     arguments: Any = ARGUMENTS if not use.takes_text else '{"QQkey": "QQval"}'
     call = {"id": ID, "type": "function", "function": {"name": "QQfun", "arguments": arguments}}
     answer = {"role": "assistant", "content": None if use.wants_null else "", "tool_calls": [call]}
-    return _squeeze(_render(tokenizer, [ASKED, answer]))
-
-
-def _is_shown(form: ToolFormat, shown: str) -> bool:
-    """Python has two kinds of quotation marks."""
-    signature = _signature(form)
-    return signature in shown or signature.replace("'", '"') in shown
+    messages: list[dict[str, Any]] = [ASKED, answer]
+    return _squeeze(_render(tokenizer, messages) + _render(tokenizer, messages, tools=TOOLS))
 
 
 def _signature(form: ToolFormat) -> str:

@@ -72,6 +72,7 @@ FORMATS = (
         closing="]",
         trigger="[",
         is_at_start=True,
+        shown_as="[QQfun(QQkey=",  # some templates leave the quotation marks out
     ),
     ToolFormat(
         "mistral",
@@ -185,6 +186,7 @@ FORMATS = (
         opening="<function_calls>\n",
         closing="\n</function_calls>",
         trigger="<function_calls>",
+        shown_as="<function_calls>QQfun(QQkey=",
         visible=("<function_calls>", "</function_calls>"),
     ),
     ToolFormat(
