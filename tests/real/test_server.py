@@ -21,6 +21,7 @@ import anthropic
 import openai
 import pydantic
 import pytest
+from pydantic import BaseModel
 
 from tests.browser import open_browser
 from tests.conftest import GOLDEN, QUICK_COMPILE
@@ -344,6 +345,62 @@ def test_plain_prompts_get_one_of_the_choices(server: Server) -> None:
     answer = server.call("/generate", body).body
     assert set(answer["completions"]) <= {"yes", "no"}
     assert answer["finish_reasons"] == ["stop", "stop"]
+
+
+class Temperature(BaseModel):
+    """The temperature in a city."""
+
+    city: Literal["Oslo", "Paris"]
+    days: int | None = None
+
+
+class Now(BaseModel):
+    """The time."""
+
+
+KINDS = {"Temperature": Temperature, "Now": Now}
+TOOLS = [openai.pydantic_function_tool(kind) for kind in KINDS.values()]
+
+
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "Temperature"}}, "auto", "none"]
+)
+def test_calls_fit_their_tools_and_are_the_same_streamed_or_whole(client: openai.OpenAI, choice: Any) -> None:
+    question = "How warm is it in Oslo and in Paris? Call Temperature for both."
+    fields: dict[str, Any] = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": question}],
+        "tools": TOOLS,
+        "tool_choice": choice,
+        "max_tokens": 100,
+        "temperature": 0.8,
+        "seed": 4,
+    }
+    answer = client.chat.completions.create(**fields).choices[0]
+    calls = answer.message.tool_calls or []
+    if answer.finish_reason == "tool_calls":
+        assert calls
+        for call in calls:
+            KINDS[call.function.name].model_validate_json(call.function.arguments)
+    if choice == "required":
+        assert calls and answer.finish_reason in ("tool_calls", "length")
+    if choice == "none":
+        assert not calls and answer.message.content
+    if isinstance(choice, dict):
+        (parsed,) = client.chat.completions.parse(**fields).choices[0].message.tool_calls or ()
+        assert isinstance(parsed.function.parsed_arguments, Temperature)
+        assert answer.finish_reason == "tool_calls" and len(calls) == 1
+    content, streamed, finish = "", dict[int, list[str]](), None
+    for event in client.chat.completions.create(stream=True, **fields):
+        (delta,) = event.choices
+        content += delta.delta.content or ""
+        finish = delta.finish_reason or finish
+        for piece in delta.delta.tool_calls or ():
+            call = streamed.setdefault(piece.index, ["", ""])
+            call[0] += piece.function.name or ""
+            call[1] += piece.function.arguments or ""
+    assert (content, finish) == (answer.message.content or "", answer.finish_reason)
+    assert list(streamed.values()) == [[call.function.name, call.function.arguments] for call in calls]
 
 
 def test_a_client_that_hangs_up_stops_its_request(server: Server) -> None:
