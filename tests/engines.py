@@ -25,6 +25,7 @@ from levserve.observe.metrics import Metrics
 from levserve.schedule.request import FinishReason, GenerationRequest, PooledHidden, Sampling, TokenLogprob
 from levserve.settings.parse import parse_settings
 from tests.conftest import CACHE_VARIABLE
+from tests.waiting import COMPILE_SECONDS, wait_until
 
 _numbers = count()
 
@@ -59,6 +60,10 @@ class Running:
 
     def metric(self, name: str, **labels: str) -> float:
         return self.engine.metrics.registry.get_sample_value(f"levserve_{name}", labels) or 0.0
+
+    def wait_compiled(self) -> None:
+        """Until every program is ready."""
+        wait_until(lambda: self.loaded.runner.programs.is_complete, COMPILE_SECONDS)
 
     def wait_idle(self) -> None:
         """Until the device thread has seen to everything; gauges are set at the end of each of its turns."""
@@ -136,7 +141,7 @@ def running_engine(folder: Path, *flags: str, rows: int = 4, compiles_all: bool 
 
     thread = threading.Thread(target=work, name="levserve-device")
     thread.start()
-    is_ready = engine.wait_ready(timeout_seconds=240)
+    is_ready = engine.wait_ready(timeout_seconds=COMPILE_SECONDS)
     try:
         if not is_ready:
             raise failures[0]
@@ -145,5 +150,5 @@ def running_engine(folder: Path, *flags: str, rows: int = 4, compiles_all: bool 
         engine.stop()
         registry.close()
         registry.join()
-        thread.join(timeout=60)
+        thread.join(timeout=COMPILE_SECONDS)  # it finishes the program that it compiles
         assert not thread.is_alive(), "the device thread did not stop"

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 
 PATIENCE_SECONDS = 60.0
+COMPILE_SECONDS = 600.0
+"""For the programs of an engine, or a fresh process that imports jax: a crowded machine has taken five minutes."""
 
 
 def wait_until(holds: Callable[[], bool], seconds: float = PATIENCE_SECONDS) -> None:

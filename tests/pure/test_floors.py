@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import HEAVY
+from tests.waiting import COMPILE_SECONDS
 
 PACKAGE = Path(__file__).parents[2] / "levserve"
 FLOORS = {
@@ -69,7 +70,9 @@ def imports_of(path: Path) -> list[str]:
 
 def imported_by(program: str) -> set[str]:
     program += "\nimport sys; print('imported', *sys.modules)"
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=COMPILE_SECONDS
+    )
     assert result.returncode == 0, result.stderr
     return set(result.stdout.partition("imported ")[2].split())
 

@@ -24,7 +24,6 @@ from levserve.jit.xla_call import Kernel
 from levserve.model.cpu.linear import kernel_for, multiply
 from tests.conftest import GOLDEN
 from tests.engines import ask, read, running_engine
-from tests.waiting import wait_until
 
 
 @pytest.fixture
@@ -236,7 +235,7 @@ def test_a_second_start_traces_nothing_and_says_the_same(
 
     def answer() -> list[int]:
         with running_engine(GOLDEN / "llama", *flags, rows=2, compiles_all=True) as running:
-            wait_until(lambda: running.loaded.runner.programs.is_complete)
+            running.wait_compiled()
             (answer,) = read(running.submit(ask([1, 2, 3], 20)))
             assert running.metric("compile_cache_misses_total") == 0 or not is_second
             return list(answer.tokens)

@@ -26,7 +26,7 @@ from levserve.schedule.request import FinishReason
 from levserve.schedule.sequence import Chunk, RoundPlan, Sequence
 from tests.conftest import FAMILIES, GOLDEN
 from tests.engines import Running, ask, read, running_engine
-from tests.waiting import wait_until
+from tests.waiting import COMPILE_SECONDS, wait_until
 
 ROWS = 16
 # Engines of the same sizes find the programs that the first of them compiled, and compiling is most of what these tests cost.
@@ -150,7 +150,7 @@ def test_a_prompt_that_would_leave_a_large_program_mostly_empty_takes_small_ones
     monkeypatch.setattr(Programs, "__getitem__", lambda self, shape: used.append(shape) or take(self, shape))
     with running_engine(GOLDEN / "llama", *LARGE_CHUNKS, compiles_all=True) as running:
         programs = running.loaded.runner.programs
-        wait_until(lambda: programs.is_complete and not programs.has_cold, 240)
+        wait_until(lambda: programs.is_complete and not programs.has_cold, COMPILE_SECONDS)
         running.run(ask([1], 1))  # and so the last first run is over
         for length, sizes in ((40, [16, 16, 8]), (100, [128])):
             used.clear()
@@ -171,7 +171,7 @@ def test_prompts_of_which_only_the_next_token_is_wanted_get_it_from_sample_only_
     monkeypatch.setattr(Programs, "__getitem__", lambda self, shape: used.append(shape) or take(self, shape))
     cases = cases_of(family)
     with running_engine(GOLDEN / family, compiles_all=True) as running:
-        wait_until(lambda: running.loaded.runner.programs.is_complete, 240)
+        running.wait_compiled()
         used.clear()
         answers = running.run(*(ask(case["prompt"]) for case in cases))
         drawn = running.run(
@@ -387,7 +387,7 @@ def test_no_request_waits_for_a_compile_after_ready() -> None:
     with running_engine(GOLDEN / "llama", *flags, compiles_all=True) as running:
         assert not running.loaded.runner.programs.is_complete, "some shapes are left for the background"
         jax.monitoring.register_event_duration_secs_listener(note)
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + COMPILE_SECONDS
         try:
             while not running.loaded.runner.programs.is_complete:
                 assert time.monotonic() < deadline

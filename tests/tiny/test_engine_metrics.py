@@ -66,7 +66,7 @@ class Gate:
 def running() -> Iterator[Running]:
     with running_engine(GOLDEN / "llama", *FLAGS, rows=2, compiles_all=True) as running:
         VllmMetrics(running.engine.metrics)
-        wait_until(lambda: running.loaded.runner.programs.is_complete)
+        running.wait_compiled()
         yield running
 
 

@@ -105,9 +105,8 @@ def test_a_poisoned_row_fails_alone_and_leaves_no_trace(monkeypatch: pytest.Monk
     monkeypatch.setattr(Runner, "dispatch", Runner.dispatch)  # put back what `install` replaces
     with running_engine(GOLDEN / "llama", *SIZES, compiles_all=True) as running:
         programs = running.loaded.runner.programs
-        wait_until(
-            lambda: programs.is_complete and not programs.has_cold
-        )  # a first run exchanges the pages while one counts
+        running.wait_compiled()
+        wait_until(lambda: not programs.has_cold)  # a first run exchanges the pages while one counts
         wanted = [running.run(ask(prompt, 12))[0].tokens for prompt in prompts]
         running.wait_idle()
         held = live_bytes()

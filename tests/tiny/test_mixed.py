@@ -15,7 +15,6 @@ from levserve.schedule.request import GenerationRequest
 from levserve.schedule.sequence import RoundPlan
 from tests.conftest import GOLDEN
 from tests.engines import Answer, Running, ask, read, running_engine
-from tests.waiting import wait_until
 
 
 class Mixed:
@@ -39,7 +38,7 @@ def running() -> Iterator[Running]:
         dot = lambda target, *, is_int8: CpuBackend(target=target, has_products=True)  # noqa: E731
         patch.setattr("levserve.model.cpu.backend.fit_target", dot)
         with running_engine(GOLDEN / "llama", "--quantize", "int8", compiles_all=True) as running:
-            wait_until(lambda: running.loaded.runner.programs.is_complete)
+            running.wait_compiled()
             running.run(ask((1, 2, 3), 4))
             yield running
 

@@ -19,7 +19,6 @@ from tests.conftest import GOLDEN
 from tests.engines import Answer, Running, ask, read, running_engine
 from tests.pure.test_speculation import NUM_DRAFT
 from tests.tiny.test_engine import cases_of
-from tests.waiting import wait_until
 
 
 class Switch(Speculation):
@@ -36,7 +35,7 @@ def mistral() -> Iterator[Running]:
     """An engine that drafts, once its programs are ready for it; some layers of its model see a window."""
     flags = ("--speculate", str(NUM_DRAFT), "--page-size", "4", "--kv-pages", "40", "--prefill-chunk", "32")
     with running_engine(GOLDEN / "mistral", *flags, rows=2, compiles_all=True) as running:
-        wait_until(lambda: running.loaded.runner.programs.is_complete, 240)
+        running.wait_compiled()
         running.loaded.scheduler.speculation = Switch(NUM_DRAFT)
         yield running
         running.wait_idle()
