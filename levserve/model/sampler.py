@@ -190,7 +190,12 @@ def _sample_as_asked(
         rows, vocab = logits.shape
         size = math.gcd(rows, 2 ** int(math.log2(max(MOST_LOGITS // vocab, 1))))
         parts = jax.tree.map(lambda array: array.reshape(-1, size, *array.shape[1:]), given)
-        drawn = lax.map(lambda part: _sample_fully(*part[:-1], masks._replace(slots=part[-1])), parts)
+
+        def sample_part(part: tuple[jax.Array, jax.Array, Rules, Memory, jax.Array]) -> Drawn:
+            logits, positions, rules, memory, slots = part
+            return _sample_fully(logits, positions, rules, memory, masks._replace(slots=slots))
+
+        drawn = lax.map(sample_part, parts)
         return jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), drawn)
 
     is_changed = _is_penalised(rules) | _is_truncated(rules) | (rules.num_edits > 0)

@@ -84,6 +84,12 @@ class Reasoning(Struct, frozen=True):
     summary: str | None = None
 
 
+class ResponseChat(ChatBody, frozen=True, kw_only=True):
+    """The chat of a response. Coding tools ask for an effort whatever the model is."""
+
+    may_lack_thoughts = True
+
+
 class ResponseBody(RefusedInResponses, frozen=True, kw_only=True):
     model: str
     input: str | list[InputItem]
@@ -145,7 +151,7 @@ class ResponseBody(RefusedInResponses, frozen=True, kw_only=True):
         if not messages:
             raise BadRequest("'input' has no message.", param="input")
         with response_names():
-            return ChatBody(
+            return ResponseChat(
                 model=self.model,
                 messages=messages,
                 stream=self.stream,
