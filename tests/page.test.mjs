@@ -8,6 +8,7 @@ import { parse } from "./static/markdown.js";
 import { parseMetrics, summarize } from "./static/metrics.js";
 import { curlCommand, pythonProgram } from "./static/snippets.js";
 import { EventReader } from "./static/sse.js";
+import { addCalls, layOut, readSchema, readTools, toSent } from "./static/structure.js";
 
 const TAGS = new Set("a blockquote br code del em h3 h4 h5 h6 hr li ol p pre strong table tbody td th thead tr ul".split(" "));
 
@@ -137,4 +138,39 @@ test("a note says what is known and no more", () => {
   const whole = { usage, timings: { tokens_per_second: 12.34 }, ttft: 0.0501, finish: "length" };
   assert.equal(describe(whole), "5 tokens in (4 cached) · 7 out · TTFT 50 ms · 12.3 tok/s · reached max_tokens");
   assert.equal(describe({ finish: "stopped" }), "stopped by you");
+});
+
+test("a schema and tools become fields, and a mistake in them is told", () => {
+  assert.deepEqual(readSchema("  "), {});
+  const schema = { type: "object" };
+  assert.deepEqual(readSchema(JSON.stringify(schema)).response_format.json_schema.schema, schema);
+  const tool = { name: "add", parameters: schema };
+  const wanted = { tools: [{ type: "function", function: tool }] };
+  assert.deepEqual(readTools(JSON.stringify([tool])), wanted);
+  assert.deepEqual(readTools(JSON.stringify(wanted.tools)), wanted);
+  assert.deepEqual(readTools("[]"), {});
+  for (const text of ["{", "[1]", "null", '"text"', "7"]) assert.throws(() => readSchema(text), Error, text);
+  for (const text of ["[", "{}", "[{}]", "[null]", '[{"name": 1}]', '[{"function": {}}]']) {
+    assert.throws(() => readTools(text), Error, text);
+  }
+  assert.throws(() => readSchema("{"), /not JSON/);
+});
+
+test("calls are joined from their pieces and sent back as they came", () => {
+  const calls = [];
+  addCalls(calls, [{ index: 0, id: "a", function: { name: "add", arguments: "" } }]);
+  addCalls(calls, [{ index: 0, function: { arguments: '{"x": 1.' } }]);
+  addCalls(calls, [{ index: 0, function: { arguments: "50}" } }, { index: 1, id: "b", function: { name: "stop" } }]);
+  assert.deepEqual(calls, [
+    { id: "a", name: "add", arguments: '{"x": 1.50}' },
+    { id: "b", name: "stop", arguments: "" },
+  ]);
+  const sent = toSent({ role: "assistant", content: "", calls });
+  assert.equal(sent.content, null);
+  assert.equal(sent.tool_calls[0].function.arguments, '{"x": 1.50}');
+  assert.deepEqual(toSent({ role: "tool", callId: "a", content: "" }), { role: "tool", tool_call_id: "a", content: "" });
+  assert.equal(toSent({ role: "assistant", content: "" }), null);
+  assert.deepEqual(toSent({ role: "user", content: "x", note: "y" }), { role: "user", content: "x" });
+  assert.equal(layOut('{"x":1}'), '{\n  "x": 1\n}');
+  assert.equal(layOut('{"x": "cut'), '{"x": "cut');
 });

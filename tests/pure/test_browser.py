@@ -252,6 +252,46 @@ def test_sampling_fields_are_sent_by_their_names(page: Browser, parrot: ServerPr
     assert page.element("#top_k").get_attribute("value") == ""
 
 
+def write_into(page: Browser, name: str, text: str) -> None:
+    page.run(
+        "const field = document.getElementById(arguments[0]); field.value = arguments[1];"
+        " for (const kind of ['input', 'change']) field.dispatchEvent(new Event(kind, { bubbles: true }));",
+        name,
+        text,
+    )
+
+
+def test_a_schema_is_sent_and_one_that_is_not_json_keeps_the_question_back(page: Browser) -> None:
+    write_into(page, "schema", '{"type": ')
+    assert "not JSON" in page.text("#schema-error")
+    say(page, "hello")
+    assert page.elements(".message") == [] and page.run("return document.activeElement.id") == "schema"
+    write_into(page, "schema", '{"const": "hello"}')
+    assert not page.element("#schema-error").is_displayed()
+    ask(page, "hello")
+    page.element("#code-open").click()
+    assert '"schema": { "const": "hello" }' in " ".join(page.text("#curl-code").split())
+    page.element("#code-close").click()
+
+
+def test_calls_of_tools_are_shown_as_text_and_go_on_with_their_results(page: Browser) -> None:
+    write_into(
+        page,
+        "tools",
+        '[{"name": "look", "parameters": {"type": "object", "properties": {"at": {"type": "string"}}}}]',
+    )
+    hostile = "<img src=x onerror=window.pwned=1>"
+    ask(page, f'<tool_call>{{"name": "look", "arguments": {{"at": "{hostile}"}}}}</tool_call>')
+    assert page.text(".call-head") == "Call of look"
+    assert hostile in page.text(".call pre") and "calls tools" in page.text(".assistant .note")
+    page.element(".results textarea").send_keys("a wall")
+    page.element(".results button").click()
+    page.wait(lambda: len(page.elements(".assistant footer")) == 2)
+    assert page.text(".message.tool pre") == "a wall" and "a wall" in page.text(".assistant .body")
+    assert page.elements(".results") == []
+    assert page.run("return window.pwned") is None
+
+
 def test_the_code_on_the_screen_runs(page: Browser) -> None:
     page.run("composer.value = arguments[0]", QUOTES)
     page.run("document.getElementById('prompt').value = arguments[0]", QUOTES)

@@ -1,4 +1,4 @@
-"""The page's scripts that need no browser (Markdown, events, metrics, code), in node. Left out where there is no node."""
+"""The page's scripts that need no browser (Markdown, events, metrics, code, calls), in node. Left out where there is no node."""
 
 from __future__ import annotations
 
@@ -22,4 +22,4 @@ def test_the_pages_scripts_in_node(tmp_path: Path) -> None:
         ["node", "--test", TESTS.name], cwd=tmp_path, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stdout
-    assert "# fail 0" in done.stdout and "# pass 31" in done.stdout
+    assert "# fail 0" in done.stdout and "# pass 33" in done.stdout

@@ -2,7 +2,9 @@
 // time; another conversation may be looked at meanwhile.
 
 import { ApiError } from "./api.js";
+import { callsView, resultsForm, resultView, thoughtsView } from "./calls.js";
 import { button, copyButton, element, find } from "./dom.js";
+import { soundFields, structureFields } from "./editors.js";
 import { describe, describeTimings, generate } from "./generate.js";
 import {
   deleteConversation,
@@ -17,6 +19,7 @@ import { currentModel } from "./models.js";
 import { announce, notify } from "./notice.js";
 import { numAlternatives, samplingFields } from "./sampling.js";
 import { read, write } from "./store.js";
+import { addCalls, toSent } from "./structure.js";
 import { tokenRow } from "./tokens.js";
 
 const PATH = "/v1/chat/completions";
@@ -64,25 +67,28 @@ export function mountChat(showTab) {
 export function chatRequest() {
   const draft = find("composer").value.trim();
   const { messages } = conversation;
-  const lastQuestion = messages.findLastIndex((message) => message.role === "user");
+  const lastQuestion = messages.findLastIndex(isAsked);
   const shown = draft ? [...messages, { role: "user", content: draft }] : messages.slice(0, lastQuestion + 1);
   const asked = shown.length ? shown : [{ role: "user", content: "Hello!" }];
   return { path: PATH, body: { ...chatBody(conversation.system, asked), stream: true } };
 }
 
+/** Whether a message is the user's, or the result of a tool, which wants an answer as well. */
+const isAsked = ({ role }) => role !== "assistant";
+
 function chatBody(system, messages) {
-  const sent = messages.filter(({ content }) => content).map(({ role, content }) => ({ role, content }));
+  const sent = messages.map(toSent).filter(Boolean);
   if (system.trim()) sent.unshift({ role: "system", content: system });
   const count = numAlternatives();
   const logprobs = count === null ? {} : { logprobs: true, top_logprobs: count };
-  return { model: currentModel(), messages: sent, ...samplingFields(), ...logprobs };
+  return { model: currentModel(), messages: sent, ...samplingFields(), ...soundFields("schema", "tools"), ...logprobs };
 }
 
 // What the user does
 
 function send() {
   const content = find("composer").value.trim();
-  if (!content) return;
+  if (!content || !structureFields("schema", "tools")) return;
   const message = { role: "user", content };
   conversation.messages.push(message);
   find("composer").value = "";
@@ -92,13 +98,22 @@ function send() {
   answer();
 }
 
+/** Goes on after calls of tools, with what the user says that they gave. */
+function sendResults({ calls }, texts) {
+  if (running || !structureFields("schema", "tools")) return;
+  const results = calls.map(({ id, name }, index) => ({ role: "tool", callId: id, name, content: texts[index] }));
+  conversation.messages.push(...results);
+  showMessages();
+  answer();
+}
+
 function stop() {
   running?.controller.abort();
 }
 
 function tryAgain() {
-  if (running) return;
-  const lastQuestion = conversation.messages.findLastIndex((message) => message.role === "user");
+  if (running || !structureFields("schema", "tools")) return;
+  const lastQuestion = conversation.messages.findLastIndex(isAsked);
   conversation.messages.length = lastQuestion + 1;
   showMessages();
   answer();
@@ -165,7 +180,7 @@ async function answer() {
   announce("Answering");
   const timer = setInterval(() => keep(answered), SAVE_MS);
   try {
-    const result = await generate(PATH, body, controller.signal, (text, tokens) => grow(message, text, tokens));
+    const result = await generate(PATH, body, controller.signal, (...piece) => grow(message, ...piece));
     message.note = describe(result);
     message.detail = describeTimings(result.timings);
     announce(`The answer is finished. ${message.note}`);
@@ -182,8 +197,10 @@ async function answer() {
   }
 }
 
-function grow(message, text, tokens) {
+function grow(message, text, tokens, delta) {
   message.content += text;
+  if (delta.reasoning_content) message.thoughts = (message.thoughts ?? "") + delta.reasoning_content;
+  if (delta.tool_calls) addCalls((message.calls ??= []), delta.tool_calls);
   if (tokens.length && !tokensOf.has(message)) tokensOf.set(message, []);
   tokensOf.get(message)?.push(...tokens);
   const view = views.get(message);
@@ -199,7 +216,7 @@ function grow(message, text, tokens) {
 function end(answered, message) {
   const { error } = message;
   delete message.error;
-  if (message.content === "") answered.messages = answered.messages.filter((other) => other !== message);
+  if (message.content === "" && !message.calls) answered.messages = answered.messages.filter((other) => other !== message);
   save(answered);
   showRunning();
   if (answered !== conversation) return;
@@ -260,13 +277,15 @@ function show(message) {
     before?.remove(); // an answer without a word
     return;
   }
-  const view = message.role === "user" ? questionView(message) : answerView(message);
+  const view = (VIEWS[message.role] ?? answerView)(message);
   views.set(message, view);
   if (isShown) before.replaceWith(view.element);
   else find("messages").append(view.element);
   find("welcome").hidden = true;
   find("transcript").scrollTop = find("transcript").scrollHeight;
 }
+
+const VIEWS = { user: questionView, assistant: answerView, tool: resultView };
 
 function questionView(message) {
   const body = element("div", { class: "body" }, message.content);
@@ -278,16 +297,23 @@ function answerView(message) {
   const isRunning = running?.message === message;
   const body = element("div", { class: "body markdown" });
   const foot = element("footer", {}, element("span", { class: "note", title: message.detail || null }, message.note || ""));
-  const made = element("article", { class: "message assistant", "aria-label": "Answer" }, body);
+  const thoughts = thoughtsView();
+  const calls = callsView();
+  const parts = [thoughts.element, body, calls.element];
+  const made = element("article", { class: "message assistant", "aria-label": "Answer" }, ...parts);
   made.ariaBusy = String(isRunning);
   made.classList.toggle("running", isRunning);
   const showText = () => {
     const isAtEnd = isScrolledToEnd();
+    thoughts.show(message.thoughts);
     render(body, message.content);
+    calls.show(message.calls);
     if (isAtEnd) find("transcript").scrollTop = find("transcript").scrollHeight;
   };
   showText();
   if (!isRunning) {
+    const isLast = conversation.messages.at(-1) === message;
+    if (message.calls && isLast) made.append(resultsForm(message.calls, (texts) => sendResults(message, texts)));
     if (tokensOf.has(message)) foot.append(tokensButton(message, body, showText));
     foot.append(copyButton(() => message.content));
     foot.append(button("Try again", tryAgain, { class: "again quiet" }));

@@ -2,6 +2,7 @@
 
 import { ApiError } from "./api.js";
 import { find } from "./dom.js";
+import { soundFields, structureFields } from "./editors.js";
 import { describe, describeTimings, generate } from "./generate.js";
 import { currentModel } from "./models.js";
 import { announce } from "./notice.js";
@@ -42,11 +43,12 @@ export function completionRequest() {
 function completionBody() {
   const count = numAlternatives();
   const logprobs = count === null ? {} : { logprobs: count };
-  const fields = { max_tokens: DEFAULT_MAX_TOKENS, ...samplingFields(), ...logprobs };
+  const fields = { max_tokens: DEFAULT_MAX_TOKENS, ...samplingFields(), ...soundFields("schema"), ...logprobs };
   return { model: currentModel(), prompt: find("prompt").value, ...fields };
 }
 
 async function complete() {
+  if (!structureFields("schema")) return;
   clear();
   controller = new AbortController();
   showRunning();

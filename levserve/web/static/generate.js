@@ -4,7 +4,8 @@
 import { stream } from "./api.js";
 
 /**
- * Calls `onPiece(text, tokens)` for each piece of the answer, and returns {finish, usage, timings, ttft, seconds}.
+ * Calls `onPiece(text, tokens, delta)` for each piece of the answer, and returns {finish, usage, timings, ttft,
+ * seconds}. `delta` is that of a chat, with its thoughts and calls; a completion's is empty.
  * Leaving early, by `signal` or by an error, throws; `onPiece` has then had everything that came.
  */
 export async function generate(path, body, signal, onPiece) {
@@ -16,11 +17,12 @@ export async function generate(path, body, signal, onPiece) {
     result.timings = chunk.timings ?? result.timings;
     const choice = chunk.choices[0];
     if (!choice) continue;
-    const text = choice.text ?? choice.delta?.content ?? "";
+    const delta = choice.delta ?? {};
+    const text = choice.text ?? delta.content ?? "";
     const tokens = readTokens(choice.logprobs);
-    if (text || tokens.length) {
+    if (text || tokens.length || delta.reasoning_content || delta.tool_calls) {
       result.ttft ??= (performance.now() - began) / 1000;
-      onPiece(text, tokens);
+      onPiece(text, tokens, delta);
     }
     result.finish = choice.finish_reason ?? result.finish;
   }
@@ -68,7 +70,7 @@ export function describeTimings(timings) {
   return phases.map((phase) => `${phase} ${timings[`${phase}_ms`].toFixed(1)} ms`).join(", ");
 }
 
-const FINISHES = { stop: "finished", length: "reached max_tokens", stopped: "stopped by you" };
+const FINISHES = { stop: "finished", tool_calls: "calls tools", length: "reached max_tokens", stopped: "stopped by you" };
 
 function seconds(value) {
   return value < 1 ? `${Math.round(value * 1000)} ms` : `${value.toFixed(2)} s`;

@@ -1,5 +1,6 @@
 // The conversations that this browser keeps. Each has an entry of its own, so that two open pages do not overwrite
-// each other's. A conversation is {id, updated, system, messages}; a message is {role, content, note}.
+// each other's. A conversation is {id, updated, system, messages}; a message is {role, content, note},
+// an answer may also have {thoughts, calls: [{id, name, arguments}]}, and the result of a tool has {callId, name}.
 
 import { names, read, remove, write } from "./store.js";
 

@@ -3,6 +3,7 @@
 import { chatRequest, mountChat } from "./chat.js";
 import { mountCode } from "./code.js";
 import { completionRequest, mountCompletion } from "./completion.js";
+import { mountEditors } from "./editors.js";
 import { mountKey } from "./key.js";
 import { onModelsChange, startMetrics } from "./metrics.js";
 import { loadModels, mountModels } from "./models.js";
@@ -20,6 +21,7 @@ async function connect() {
 mountTabs();
 mountModels();
 mountSampling();
+mountEditors();
 mountChat(showTab);
 mountCompletion();
 mountScoring();

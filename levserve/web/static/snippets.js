@@ -6,7 +6,7 @@ const KEY_VARIABLE = "LEVSERVE_API_KEY";
 // What OpenAI's SDK has arguments for; the rest goes into extra_body.
 const SDK_FIELDS = new Set(
   `model messages prompt max_tokens temperature top_p presence_penalty frequency_penalty seed stop logprobs top_logprobs
-   stream`.split(/\s+/),
+   stream response_format tools tool_choice`.split(/\s+/),
 );
 
 /** A request is {origin, path, body, needsKey}. */
