@@ -20,7 +20,7 @@ from levserve.api.progress import show_progress
 from levserve.api.results import Piece, Result, Score
 from levserve.api.stream import TextStream, stream_async
 from levserve.api.window import MakeJob, run_jobs, run_jobs_async
-from levserve.api.work import Job, Lane
+from levserve.api.work import Job, Runtime
 from levserve.errors import BadRequest
 from levserve.models.registry import Registry
 from levserve.request.schema import ChatBody, CompletionBody
@@ -55,7 +55,7 @@ class Model:
     ) -> None:
         self._engine = registry.engine
         self._model = registry.default
-        self._lane = Lane(self._engine, self._model)
+        self._runtime = Runtime(self._engine, self._model)
         self._jobs = Jobs(self._model, settings)
         self._on_close = on_close
         self._closing = threading.Lock()
@@ -170,11 +170,11 @@ class Model:
     def astream(self, prompt: Prompt, **fields: Unpack[TextFields]) -> AsyncIterator[Piece]:
         """`stream` for an event loop; the work begins with the first piece that is asked for."""
         (make,) = self._text_jobs(_single(prompt), fields)
-        return stream_async(self._lane, make, self._executor)
+        return stream_async(self._runtime, make, self._executor)
 
     def astream_chat(self, messages: Sequence[Message], **fields: Unpack[ChatFields]) -> AsyncIterator[Piece]:
         """`stream_chat` for an event loop."""
-        return stream_async(self._lane, self._chat_job(messages, fields), self._executor)
+        return stream_async(self._runtime, self._chat_job(messages, fields), self._executor)
 
     def close(self) -> None:
         """Ends all work, frees the memory and joins the threads. Closing twice is harmless."""
@@ -183,7 +183,7 @@ class Model:
                 return
             self._is_closed = True
         self._engine.begin_drain(0.0)
-        self._lane.places.close()
+        self._runtime.places.close()
         self._executor.shutdown()
         if self._on_close is not None:
             self._on_close()
@@ -223,12 +223,12 @@ class Model:
 
     def _stream(self, make: MakeJob[Result]) -> TextStream:
         self._engine.require_ready()
-        return TextStream(self._lane, make())
+        return TextStream(self._runtime, make())
 
     def _run(self, jobs: Iterable[MakeJob[T]], given: object, progress: bool | None) -> list[T]:
         self._engine.require_ready()
         found: dict[int, T] = {}
-        with show_progress(given, progress) as tick, closing(run_jobs(self._lane, jobs)) as outcomes:
+        with show_progress(given, progress) as tick, closing(run_jobs(self._runtime, jobs)) as outcomes:
             for outcome in outcomes:
                 found[outcome.number] = outcome.get()
                 tick()
@@ -237,7 +237,7 @@ class Model:
     async def _arun(self, jobs: Iterable[MakeJob[T]]) -> list[T]:
         self._engine.require_ready()
         found: dict[int, T] = {}
-        async with aclosing(run_jobs_async(self._lane, jobs, self._executor)) as outcomes:
+        async with aclosing(run_jobs_async(self._runtime, jobs, self._executor)) as outcomes:
             async for outcome in outcomes:
                 found[outcome.number] = outcome.get()
         return [found[number] for number in range(len(found))]

@@ -19,7 +19,7 @@ OnGranted = Callable[[Reservation | Exception], None]
 
 
 @dataclass(slots=True, order=True)
-class Ticket:
+class Waiter:
     """Someone who waits for places; cancelling leaves it in the heap until its turn."""
 
     priority: int
@@ -36,16 +36,16 @@ class Places:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._lock = threading.Lock()
-        self._waiting: list[Ticket] = []
+        self._waiting: list[Waiter] = []
         self._numbers = itertools.count()
 
-    def ask(self, num_requests: int, num_tokens: int, priority: int, on_granted: OnGranted) -> Ticket:
+    def ask(self, num_requests: int, num_tokens: int, priority: int, on_granted: OnGranted) -> Waiter:
         """Has `on_granted` called, at once or when there is room, on the thread that made the room."""
-        ticket = Ticket(priority, next(self._numbers), num_requests, num_tokens, on_granted)
+        waiter = Waiter(priority, next(self._numbers), num_requests, num_tokens, on_granted)
         with self._lock:
-            heapq.heappush(self._waiting, ticket)
+            heapq.heappush(self._waiting, waiter)
         self._grant()
-        return ticket
+        return waiter
 
     def release(self, reservation: Reservation) -> None:
         with self._lock:
@@ -56,8 +56,8 @@ class Places:
         """Fails all that waits; the engine refuses what comes later."""
         with self._lock:
             waiting, self._waiting = self._waiting, []
-        for ticket in waiting:
-            ticket.on_granted(self._reserve(ticket))
+        for waiter in waiting:
+            waiter.on_granted(self._reserve(waiter))
 
     def _grant(self) -> None:
         while True:
@@ -66,23 +66,23 @@ class Places:
                     heapq.heappop(self._waiting)
                 if not self._waiting or not self._has_room(self._waiting[0]):
                     return
-                ticket = heapq.heappop(self._waiting)
-                granted = self._reserve(ticket)
-            ticket.on_granted(granted)
+                waiter = heapq.heappop(self._waiting)
+                granted = self._reserve(waiter)
+            waiter.on_granted(granted)
 
-    def _has_room(self, ticket: Ticket) -> bool:
+    def _has_room(self, waiter: Waiter) -> bool:
         room = self._engine.admission.room()
-        can_never_fit = ticket.num_requests > room.max_requests or ticket.num_tokens > room.max_tokens
-        fits = ticket.num_requests <= room.free_requests and ticket.num_tokens <= room.free_tokens
+        can_never_fit = waiter.num_requests > room.max_requests or waiter.num_tokens > room.max_tokens
+        fits = waiter.num_requests <= room.free_requests and waiter.num_tokens <= room.free_tokens
         return fits or can_never_fit  # which `_reserve` refuses with the numbers
 
-    def _reserve(self, ticket: Ticket) -> Reservation | Exception:
+    def _reserve(self, waiter: Waiter) -> Reservation | Exception:
         try:
             reservation = self._engine.reserve()
         except Exception as error:
             return error
         try:
-            reservation.grow_to(ticket.num_requests, ticket.num_tokens)
+            reservation.grow_to(waiter.num_requests, waiter.num_tokens)
         except Exception as error:
             reservation.release()
             return error

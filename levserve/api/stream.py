@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from levserve.api.results import Piece, make_piece
-from levserve.api.work import Job, Lane, Work
+from levserve.api.work import Job, Runtime, Work
 
 Item = Piece | Exception | None
 """None is the end."""
@@ -19,9 +19,9 @@ Item = Piece | Exception | None
 class TextStream(Iterator[Piece]):
     """Belongs to one thread; any thread may call `close`."""
 
-    def __init__(self, lane: Lane, job: Job[Any]) -> None:
+    def __init__(self, runtime: Runtime, job: Job[Any]) -> None:
         self._items: queue.SimpleQueue[Item] = queue.SimpleQueue()
-        self._work = start_streaming(lane, job, self._items.put)
+        self._work = start_streaming(runtime, job, self._items.put)
         self._is_over = False
 
     def __next__(self) -> Piece:
@@ -53,7 +53,7 @@ class TextStream(Iterator[Piece]):
             work.cancel()  # nobody reads the rest
 
 
-async def stream_async(lane: Lane, make: Callable[[], Job[Any]], executor: Any) -> AsyncIterator[Piece]:
+async def stream_async(runtime: Runtime, make: Callable[[], Job[Any]], executor: Any) -> AsyncIterator[Piece]:
     """The same for an event loop, which is not blocked."""
     loop = asyncio.get_running_loop()
     items: asyncio.Queue[Item] = asyncio.Queue()
@@ -63,7 +63,7 @@ async def stream_async(lane: Lane, make: Callable[[], Job[Any]], executor: Any) 
             loop.call_soon_threadsafe(items.put_nowait, item)
 
     job = await loop.run_in_executor(executor, make)
-    work = start_streaming(lane, job, put)
+    work = start_streaming(runtime, job, put)
     try:
         while (item := await items.get()) is not None:
             if isinstance(item, Exception):
@@ -73,7 +73,7 @@ async def stream_async(lane: Lane, make: Callable[[], Job[Any]], executor: Any) 
         work.cancel()
 
 
-def start_streaming(lane: Lane, job: Job[Any], put: Callable[[Item], None]) -> Work:
-    work = Work(lane, job, lambda index, delta: put(make_piece(index, delta)), put)
+def start_streaming(runtime: Runtime, job: Job[Any], put: Callable[[Item], None]) -> Work:
+    work = Work(runtime, job, lambda index, delta: put(make_piece(index, delta)), put)
     work.start()
     return work

@@ -12,7 +12,7 @@ from concurrent.futures import Executor
 from contextlib import suppress
 from typing import Generic, NamedTuple, TypeVar
 
-from levserve.api.work import Job, Lane, Work
+from levserve.api.work import Job, Runtime, Work
 from levserve.generation import Delta
 
 T = TypeVar("T")
@@ -34,16 +34,16 @@ class Outcome(NamedTuple, Generic[T]):
         return self.value
 
 
-def run_jobs(lane: Lane, jobs: Iterable[MakeJob[T]]) -> Generator[Outcome[T], None, None]:
+def run_jobs(runtime: Runtime, jobs: Iterable[MakeJob[T]]) -> Generator[Outcome[T], None, None]:
     """The outcomes in the order in which they come; leaving the iterator cancels what runs."""
     done: queue.SimpleQueue[Outcome[T]] = queue.SimpleQueue()
     left = enumerate(jobs)
     running: dict[int, Work] = {}
     try:
         while True:
-            while len(running) < lane.engine.max_inflight and (job := next(left, None)) is not None:
+            while len(running) < runtime.engine.max_inflight and (job := next(left, None)) is not None:
                 number, make = job
-                running[number] = start_job(lane, number, make(), done.put)
+                running[number] = start_job(runtime, number, make(), done.put)
             if not running:
                 return
             outcome = done.get()
@@ -55,7 +55,7 @@ def run_jobs(lane: Lane, jobs: Iterable[MakeJob[T]]) -> Generator[Outcome[T], No
 
 
 async def run_jobs_async(
-    lane: Lane, jobs: Iterable[MakeJob[T]], executor: Executor
+    runtime: Runtime, jobs: Iterable[MakeJob[T]], executor: Executor
 ) -> AsyncGenerator[Outcome[T], None]:
     """The same for an event loop, which is not blocked: the executor makes the jobs."""
     loop = asyncio.get_running_loop()
@@ -69,10 +69,10 @@ async def run_jobs_async(
     running: dict[int, Work] = {}
     try:
         while True:
-            while len(running) < lane.engine.max_inflight and (job := next(left, None)) is not None:
+            while len(running) < runtime.engine.max_inflight and (job := next(left, None)) is not None:
                 number, make = job
                 made = await loop.run_in_executor(executor, make)
-                running[number] = start_job(lane, number, made, put)
+                running[number] = start_job(runtime, number, made, put)
             if not running:
                 return
             outcome = await done.get()
@@ -83,7 +83,7 @@ async def run_jobs_async(
             work.cancel()
 
 
-def start_job(lane: Lane, number: int, job: Job[T], put: Callable[[Outcome[T]], None]) -> Work:
+def start_job(runtime: Runtime, number: int, job: Job[T], put: Callable[[Outcome[T]], None]) -> Work:
     gathered: list[list[Delta]] = [[] for _ in job.choices]
 
     def end(error: Exception | None) -> None:
@@ -96,6 +96,6 @@ def start_job(lane: Lane, number: int, job: Job[T], put: Callable[[Outcome[T]], 
             outcome = Outcome[T](number, None, failure)
         put(outcome)
 
-    work = Work(lane, job, lambda index, delta: gathered[index].append(delta), end)
+    work = Work(runtime, job, lambda index, delta: gathered[index].append(delta), end)
     work.start()
     return work

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from levserve.api.places import Places, Ticket
+from levserve.api.places import Places, Waiter
 from levserve.engine.admission import Reservation
 from levserve.engine.engine import Engine
 from levserve.engine.served_model import ServedModel
@@ -39,7 +39,7 @@ class Job(Generic[T]):
 
 
 @dataclass(slots=True)
-class Lane:
+class Runtime:
     """Where work runs: an engine, one of its models, and the places in it."""
 
     engine: Engine
@@ -58,12 +58,12 @@ class Work:
 
     def __init__(
         self,
-        lane: Lane,
+        runtime: Runtime,
         job: Job[T],
         on_delta: Callable[[int, Delta], None],
         on_end: Callable[[Exception | None], None],
     ) -> None:
-        self._lane = lane
+        self._runtime = runtime
         self._job = job
         self._on_delta = on_delta
         self._on_end = on_end
@@ -72,20 +72,20 @@ class Work:
         self._is_over = False
         self._reservation: Reservation | None = None
         self._stream: PushStream | None = None
-        self._ticket: Ticket | None = None
+        self._waiter: Waiter | None = None
 
     def start(self) -> None:
         job = self._job
-        ticket = self._lane.places.ask(len(job.requests), job.num_tokens, job.priority, self._enter)
-        self._ticket = ticket
+        waiter = self._runtime.places.ask(len(job.requests), job.num_tokens, job.priority, self._enter)
+        self._waiter = waiter
         if self._is_over:
-            ticket.is_cancelled = True
+            waiter.is_cancelled = True
 
     def cancel(self) -> None:
         """Ends the work; its rows and pages are free within one round. Any thread may call this."""
         if self._end():
-            if self._ticket is not None:
-                self._ticket.is_cancelled = True
+            if self._waiter is not None:
+                self._waiter.is_cancelled = True
             if self._stream is not None:
                 self._stream.close()
 
@@ -98,10 +98,10 @@ class Work:
             if not is_over:
                 self._reservation = granted
         if is_over:
-            self._lane.places.release(granted)
+            self._runtime.places.release(granted)
             return
         try:
-            self._stream = self._lane.engine.push(self._job.requests, self._lane.model, self._take)
+            self._stream = self._runtime.engine.push(self._job.requests, self._runtime.model, self._take)
         except Exception as error:
             self._fail(error)
             return
@@ -146,5 +146,5 @@ class Work:
             self._is_over = True
             reservation, self._reservation = self._reservation, None
         if reservation is not None:
-            self._lane.places.release(reservation)
+            self._runtime.places.release(reservation)
         return True

@@ -18,7 +18,7 @@ import pytest
 import levserve
 from levserve.api.fields import ChatFields, TextFields
 from levserve.api.model import Model
-from levserve.api.places import Places, Ticket
+from levserve.api.places import Places, Waiter
 from levserve.engine.admission import Reservation
 from levserve.errors import (
     BadRequest,
@@ -254,7 +254,7 @@ def test_a_cancelled_task_ends_its_work(app: App, model: Model) -> None:
 def test_whoever_waits_for_a_place_waits_by_priority(app: App) -> None:
     places, granted, held = Places(app.engine), list[str](), list[Reservation]()
 
-    def ask(name: str, priority: int) -> Ticket:
+    def ask(name: str, priority: int) -> Waiter:
         def note(place: Reservation | Exception) -> None:
             assert isinstance(place, Reservation)
             held.append(place)
@@ -275,7 +275,15 @@ def test_whoever_waits_for_a_place_waits_by_priority(app: App) -> None:
         places.release(place)
 
 
-def test_ctrl_c_leaves_nothing_behind(app: App, model: Model) -> None:
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """A test run that was started in the background ignores SIGINT, and this one's signal would be lost."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_leaves_nothing_behind(app: App, model: Model, ctrl_c: None) -> None:
     timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
     with pytest.raises(KeyboardInterrupt):
