@@ -7,11 +7,11 @@ one of several tokens. The prompt has already written the beginning of the first
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from levserve.text.parts import Content, Part, Thought
-from levserve.text.tools.body import Calls
-from levserve.text.tools.scanner import Scanner, Steps
+from levserve.text.parts import Content, Thought
+from levserve.text.tools.scanner import Steps
+from levserve.text.tools.stepwise import StepwiseReader
 
 MESSAGE = "<|message|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
@@ -21,29 +21,8 @@ RECIPIENT = re.compile(r"to=functions\.([A-Za-z0-9_.\-]+)")
 CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 
 
-class HarmonyReader:
-    """A `PartReader`. A call of an unknown function, and text without channels, are content."""
-
-    def __init__(self, calls: Calls) -> None:
-        self.is_thinking = False
-        self._calls = calls
-        self._scanner = Scanner()
-        self._steps = self._read()
-        self._is_done = False
-
-    def add(self, text: str) -> Sequence[Part]:
-        self._scanner.text += text
-        return self._advance()
-
-    def flush(self) -> Sequence[Part]:
-        self._scanner.is_ended = True
-        return self._advance()
-
-    def _advance(self) -> list[Part]:
-        if not self._is_done:
-            self._is_done = next(self._steps, self) is self
-        parts, self._calls.parts = self._calls.parts, []
-        return parts
+class HarmonyReader(StepwiseReader):
+    """A call of an unknown function, and text without channels, are content."""
 
     def _read(self) -> Steps[None]:
         scanner = self._scanner

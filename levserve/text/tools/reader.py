@@ -5,41 +5,19 @@ White space around calls is dropped. Text that may become a call is held back un
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from levserve.text.parts import Content, Part
+from levserve.text.parts import Content
 from levserve.text.tools.body import Calls
 from levserve.text.tools.format import ToolFormat
-from levserve.text.tools.scanner import Scanner, Steps
+from levserve.text.tools.scanner import Steps
+from levserve.text.tools.stepwise import StepwiseReader
 
 
-class CallReader:
-    """A `PartReader` for formats that `ToolFormat` describes."""
-
-    is_thinking = False
+class CallReader(StepwiseReader):
+    """For formats that `ToolFormat` describes."""
 
     def __init__(self, form: ToolFormat, calls: Calls) -> None:
+        super().__init__(calls)
         self._form = form
-        self._calls = calls
-        self._scanner = Scanner()
-        self._steps = self._read()
-        self._is_done = False
-
-    def add(self, text: str) -> Sequence[Part]:
-        if not text:
-            return ()
-        self._scanner.text += text
-        return self._advance()
-
-    def flush(self) -> Sequence[Part]:
-        self._scanner.is_ended = True
-        return self._advance()
-
-    def _advance(self) -> list[Part]:
-        if not self._is_done:
-            self._is_done = next(self._steps, self) is self
-        parts, self._calls.parts = self._calls.parts, []
-        return parts
 
     def _read(self) -> Steps[None]:
         scanner = self._scanner
