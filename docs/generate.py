@@ -22,6 +22,8 @@ from prometheus_client import Metric
 from prometheus_client.metrics import MetricWrapperBase
 
 from levserve import errors
+from levserve.answers.embeddings import EmbeddingBody
+from levserve.answers.scoring import ScoreBody
 from levserve.engine.engine import Engine
 from levserve.models.registry import Registry
 from levserve.observe.metrics import Metrics
@@ -41,12 +43,10 @@ from levserve.settings.settings import settings_table
 from levserve.web.admin import ReloadBody
 from levserve.web.app import create_app
 from levserve.web.descriptions import ERRORS, FIELDS, OWN_FIELDS, ROUTES
-from levserve.web.embeddings import EmbeddingBody
 from levserve.web.messages.body import MessageBody, PromptBody
 from levserve.web.native import GenerateBody
 from levserve.web.openapi import is_refused, list_routes
 from levserve.web.responses.body import UNSUPPORTED_IN_RESPONSES, ResponseBody
-from levserve.web.scoring import ScoreBody
 from levserve.web.tokens import ConversationBody, DetokenizeBody, TokenizeBody
 from levserve.web.watcher import Watcher
 

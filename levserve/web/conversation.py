@@ -17,13 +17,13 @@ from msgspec import Raw, Struct
 from simple_websocket import ConnectionClosed, Server
 from wsproto.frame_protocol import CloseReason
 
+from levserve.answers.answer import Answer, ChatAnswer, TextAnswer
 from levserve.errors import BadRequest, NotFound, ServeError
 from levserve.observe.health import Phase
 from levserve.observe.tracing import Tracing
 from levserve.request.decode import decode, missing
 from levserve.request.schema import ChatBody, CompletionBody, GenerationBody
 from levserve.web import sse
-from levserve.web.answer import Answer, ChatAnswer, TextAnswer
 from levserve.web.call import Call, Calls
 from levserve.web.events import ChunkStream
 from levserve.web.heartbeat import Heartbeat

@@ -1,86 +1,12 @@
-"""The embeddings endpoint: the pooled last hidden state of a model that was trained to generate text.
-
-The view runs on HTTP threads. Every vector has length 1, so that a dot product is a cosine. The model was not
-trained for this, so how well its vectors tell texts apart varies.
-"""
+"""The embeddings endpoint, /v1/embeddings. The view runs on HTTP threads."""
 
 from __future__ import annotations
 
-import base64
-from typing import Annotated
-
 from flask import Blueprint, Response
-from msgspec import UNSET, Meta, Struct, UnsetType
 
-from levserve.engine.served_model import ServedModel
-from levserve.errors import BadRequest, ContextTooLong
-from levserve.generation import Choice
-from levserve.request.schema import Priority, PromptLimit, Seconds, check_prompt_limit, require_choice
-from levserve.request.submission import encode_text
-from levserve.request.texts import Texts, check_texts, split_texts
-from levserve.request.truncation import Truncation, bos_of, keep_last
-from levserve.schedule.request import GenerationRequest
+from levserve.answers.embeddings import EmbeddingBody, prepare_embeddings
 from levserve.web.call import Calls
 from levserve.web.json_body import json_response
-
-MAX_INPUTS = 2048  # OpenAI's limit
-FORMATS = ("float", "base64")
-POOLINGS = ("mean", "last")
-
-
-class EmbeddingBody(Struct, frozen=True, kw_only=True):
-    """The body of /v1/embeddings; `pooling` and `add_special_tokens` are not OpenAI's.
-
-    The default format is float and the default pooling is mean.
-    """
-
-    model: str
-    input: Texts
-    encoding_format: str | None = None
-    dimensions: Annotated[int, Meta(ge=1)] | None = None
-    pooling: str | None = None
-    add_special_tokens: bool | None = None
-    truncate_prompt_tokens: PromptLimit | None = None
-    user: str | None = None
-    timeout: Seconds | None = None
-    priority: Priority | None = None
-
-    def __post_init__(self) -> None:
-        check_prompt_limit(self.truncate_prompt_tokens)
-        if self.encoding_format is not None:
-            require_choice(self.encoding_format, FORMATS, "encoding_format")
-        if self.pooling is not None:
-            require_choice(self.pooling, POOLINGS, "pooling")
-        check_texts(self.input, "input")
-        if len(self.inputs) > MAX_INPUTS:
-            raise BadRequest(
-                f"'input' has {len(self.inputs)} texts; at most {MAX_INPUTS} are accepted.",
-                param="input",
-            )
-
-    @property
-    def inputs(self) -> list[str | list[int]]:
-        """Each text as a string to tokenize or as the tokens themselves."""
-        return split_texts(self.input)
-
-
-class Embedding(Struct, frozen=True):
-    index: int
-    embedding: list[float] | str
-    object: str = "embedding"
-
-
-class EmbeddingUsage(Struct, frozen=True):
-    prompt_tokens: int
-    total_tokens: int
-
-
-class EmbeddingList(Struct, frozen=True):
-    data: list[Embedding]
-    model: str
-    usage: EmbeddingUsage
-    object: str = "list"
-    warnings: list[str] | UnsetType = UNSET
 
 
 def embeddings_routes(calls: Calls) -> Blueprint:
@@ -92,58 +18,8 @@ def embeddings_routes(calls: Calls) -> Blueprint:
             body = call.read(EmbeddingBody)
             model = call.get_model(body.model)
             truncation = call.truncation(body.truncate_prompt_tokens, model)
-            texts = _tokenize(body, model, truncation)
-            requests = [
-                GenerationRequest(
-                    f"{call.engine_id}-{index}",
-                    tuple(tokens),
-                    0,
-                    deadline=call.deadline,
-                    wants_hidden=True,
-                    priority=body.priority or 0,
-                )
-                for index, tokens in enumerate(texts)
-            ]
-            choices = call.compute(requests, model)
-        data = [Embedding(index, _embedding(choice, body)) for index, choice in enumerate(choices)]
-        num_tokens = sum(len(tokens) for tokens in texts)
-        usage = EmbeddingUsage(num_tokens, num_tokens)
-        warnings = truncation.warnings("input", model.max_seq_len)
-        return json_response(EmbeddingList(data, call.model_name, usage, warnings=warnings or UNSET))
+            work = prepare_embeddings(body, model, call.model_name, truncation, call.engine_id, call.deadline)
+            choices = call.compute(work.requests, model)
+        return json_response(work.answer(choices))
 
     return routes
-
-
-def _tokenize(body: EmbeddingBody, model: ServedModel, truncation: Truncation) -> list[list[int]]:
-    if body.dimensions not in (None, model.hidden_size):
-        raise BadRequest(
-            f"'dimensions' is {body.dimensions}; this model's embeddings always have {model.hidden_size}.",
-            param="dimensions",
-        )
-    adds_special = body.add_special_tokens is not False
-    texts = []
-    for given in body.inputs:
-        tokens = encode_text(
-            given, model, "input", add_special_tokens=adds_special, checks_length=not truncation
-        )
-        if not tokens:
-            raise BadRequest("A text of 'input' has no tokens.", param="input")
-        if truncation:
-            kept = truncation.num_kept(len(tokens), model.max_seq_len)
-            tokens = keep_last(tokens, kept, bos_of(model.tokenizer) if isinstance(given, str) else None)
-        if len(tokens) > model.max_seq_len:
-            raise ContextTooLong(len(tokens), 0, model.max_seq_len, param="input")
-        texts.append(tokens)
-    return texts
-
-
-def _embedding(choice: Choice, body: EmbeddingBody) -> list[float] | str:
-    import numpy as np  # takes 0.1 s, which would delay the start
-
-    assert choice.hidden is not None  # it was asked for
-    vector = np.array(choice.hidden.last if body.pooling == "last" else choice.hidden.mean, dtype="<f4")
-    vector /= np.linalg.norm(vector) or 1.0
-    if body.encoding_format == "base64":
-        return base64.b64encode(vector.tobytes()).decode()
-    floats: list[float] = vector.tolist()
-    return floats

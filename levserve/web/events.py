@@ -16,11 +16,11 @@ from typing import Protocol
 
 from msgspec import UNSET
 
+from levserve.answers.answer import Answer, ChatChunkChoice, TextChoice
+from levserve.answers.message import has_call
 from levserve.errors import ServeError
 from levserve.generation import Delta
 from levserve.text.parts import Content
-from levserve.web.answer import Answer, ChatChunkChoice, TextChoice
-from levserve.web.message import has_call
 from levserve.web.run import Run, Totals
 
 DONE = b"data: [DONE]\n\n"

@@ -12,6 +12,7 @@ import msgspec
 from flask import Blueprint, Response
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from levserve.answers.answer import ChatChunkChoice, TextAnswer, TextChoice, Timings, Usage
 from levserve.errors import BadRequest
 from levserve.request.constraint import ConstraintFields
 from levserve.request.schema import (
@@ -24,7 +25,6 @@ from levserve.request.schema import (
     StopString,
 )
 from levserve.schedule.request import FinishReason
-from levserve.web.answer import ChatChunkChoice, TextAnswer, TextChoice, Timings, Usage
 from levserve.web.call import Calls
 from levserve.web.events import ChunkStream
 from levserve.web.json_body import json_response

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from flask import Blueprint, Response
 
+from levserve.answers.answer import Answer, ChatAnswer, TextAnswer
 from levserve.request.schema import ChatBody, CompletionBody
-from levserve.web.answer import Answer, ChatAnswer, TextAnswer
 from levserve.web.call import Calls
 from levserve.web.events import ChunkStream
 from levserve.web.json_body import json_response

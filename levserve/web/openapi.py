@@ -15,6 +15,9 @@ from msgspec import Struct
 from werkzeug.routing import Map
 
 from levserve import __version__, errors
+from levserve.answers.answer import ChatChoice, ChatChunkChoice, Envelope, TextChoice
+from levserve.answers.embeddings import EmbeddingBody, EmbeddingList
+from levserve.answers.scoring import ScoreBody, Scores
 from levserve.models.entry import Reloaded
 from levserve.request.schema import (
     UNSUPPORTED,
@@ -25,11 +28,9 @@ from levserve.request.schema import (
 )
 from levserve.settings.settings import Settings
 from levserve.web.admin import ModelStats, ReloadBody, Stats
-from levserve.web.answer import ChatChoice, ChatChunkChoice, Envelope, TextChoice
 from levserve.web.auth import ADMIN_PATHS, OPEN_PATHS
 from levserve.web.call import TIMEOUT_HEADER
 from levserve.web.descriptions import ERRORS, FIELDS, OWN_FIELDS, ROUTES
-from levserve.web.embeddings import EmbeddingBody, EmbeddingList
 from levserve.web.messages import body as message_body
 from levserve.web.messages.errors import is_messages_path
 from levserve.web.messages.objects import MessageError, MessageEvent, MessageObject, TokenCount
@@ -41,7 +42,6 @@ from levserve.web.responses.body import UNSUPPORTED_IN_RESPONSES, ResponseBody
 from levserve.web.responses.event_types import ResponseEvent
 from levserve.web.responses.objects import ResponseObject
 from levserve.web.responses.routes import DeletedResponse, InputItemList
-from levserve.web.scoring import ScoreBody, Scores
 from levserve.web.tokens import (
     ConversationBody,
     DetokenizeBody,

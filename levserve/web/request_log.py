@@ -12,11 +12,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from levserve.answers.answer import Timings
+from levserve.answers.timings import make_timings
 from levserve.errors import ServeError
 from levserve.generation import Choice, Deltas
 from levserve.observe.metrics import Metrics
 from levserve.observe.tracing import Tracing
-from levserve.web.answer import Timings
 from levserve.web.ops import OPS_PATHS
 from levserve.web.static_files import STATIC_PATHS
 
@@ -81,19 +82,13 @@ class RequestLog:
 
     def timings(self, now: float | None = None) -> Timings:
         """Where the time went up to now. A phase that has not begun took none."""
-        now = time.monotonic() if now is None else now
-        submitted = self.submitted or now
-        admitted = self.admitted or now
-        first = self.first_token or now
-        num_later = self.completion_tokens - 1
-        return Timings(
-            prepare_ms=_milliseconds(submitted - self.started),
-            queue_ms=_milliseconds(admitted - submitted),
-            prefill_ms=_milliseconds(first - admitted),
-            first_token_ms=None if self.first_token is None else _milliseconds(first - self.started),
-            decode_ms=_milliseconds(now - first),
-            total_ms=_milliseconds(now - self.started),
-            tokens_per_second=round(num_later / (now - first), 2) if num_later > 0 and now > first else None,
+        return make_timings(
+            time.monotonic() if now is None else now,
+            started=self.started,
+            submitted=self.submitted,
+            admitted=self.admitted,
+            first_token=self.first_token,
+            num_tokens=self.completion_tokens,
         )
 
     def end(self, status: int, metrics: Metrics, tracing: Tracing | None) -> None:
@@ -149,7 +144,3 @@ class RequestLog:
         if self.admitted is None:
             return "queued"
         return "prefill" if self.first_token is None else "decode"
-
-
-def _milliseconds(seconds: float) -> float:
-    return round(seconds * 1000, 3)

@@ -11,12 +11,12 @@ from typing import NamedTuple, TypeVar
 
 from msgspec import UNSET, UnsetType
 
+from levserve.answers.answer import Answer, Timings, Usage, count_usage
+from levserve.answers.logprobs import PromptLogprobs
+from levserve.answers.whole import join_answered, show_prompts
 from levserve.engine.served_model import ServedModel
-from levserve.generation import Choice, Delta, Deltas, join_deltas
-from levserve.request.choices import rank_choices
+from levserve.generation import Choice, Delta, Deltas
 from levserve.request.schema import GenerationBody
-from levserve.web.answer import Answer, Timings, Usage, count_usage
-from levserve.web.logprobs import PromptLogprobs, prompt_logprobs
 from levserve.web.request_log import RequestLog
 
 AnswerKind = TypeVar("AnswerKind", bound=Answer)
@@ -54,8 +54,7 @@ class Run:
             gathered[index].append(delta)
 
         self.each_delta(keep)
-        answered = rank_choices(self.choices, self.body.num_sequences, self.body.num_choices)
-        return [join_deltas(gathered[index]) for index in answered]
+        return join_answered(self.body, self.choices, gathered)
 
     def each_delta(self, take: Callable[[int, Delta], None]) -> None:
         """Gives every delta to `take`, until the end; by one thread at a time, but not always this one."""
@@ -81,11 +80,4 @@ class Run:
 
     def prompt_logprobs(self) -> list[PromptLogprobs]:
         """Each prompt's scores, which its first choice has; empty if the client did not ask for them."""
-        num_top = self.body.prompt_logprobs
-        if num_top is None:
-            return []
-        scored = zip(self.prompts, self.choices[:: self.body.num_sequences], strict=True)
-        return [
-            prompt_logprobs(prompt, choice.prompt_logprobs, num_top, self.model.tokenizer)
-            for prompt, choice in scored
-        ]
+        return show_prompts(self.body, self.prompts, self.choices, self.model.tokenizer)

@@ -1,58 +1,12 @@
-"""The scoring endpoint, /loglikelihood: how likely is each continuation after its prompt.
-
-The view runs on HTTP threads. Nothing is generated: the device computes each prompt with its continuation
-once and returns the log-probabilities of the continuation's tokens. Continuations of the same prompt share it
-through the prefix cache.
-"""
+"""The scoring endpoint, /loglikelihood. The view runs on HTTP threads."""
 
 from __future__ import annotations
 
-from typing import Annotated
-
 from flask import Blueprint, Response
-from msgspec import UNSET, Meta, Struct, UnsetType, structs
 
-from levserve.errors import BadRequest
-from levserve.request.pairs import Pair, make_pairs
-from levserve.request.schema import Priority, PromptLimit, Seconds, check_prompt_limit
-from levserve.schedule.request import GenerationRequest, Sampling, TokenLogprob
-from levserve.text.tokenizer import Tokenizer
+from levserve.answers.scoring import ScoreBody, prepare_scores
 from levserve.web.call import Calls
 from levserve.web.json_body import json_response
-from levserve.web.logprobs import clamp, show_token
-
-MAX_PAIRS = 2048
-
-
-class ScoreBody(Struct, frozen=True, kw_only=True):
-    """The body of /loglikelihood. `details` adds the tokens, and whether they were the likeliest."""
-
-    prompts: Annotated[list[str], Meta(min_length=1, max_length=MAX_PAIRS)]
-    continuations: Annotated[list[str], Meta(min_length=1, max_length=MAX_PAIRS)]
-    model: str | None = None
-    details: bool | None = None
-    truncate_prompt_tokens: PromptLimit | None = None
-    timeout: Seconds | None = None
-    priority: Priority | None = None
-
-    def __post_init__(self) -> None:
-        check_prompt_limit(self.truncate_prompt_tokens)
-        if len(self.prompts) != len(self.continuations):
-            raise BadRequest(
-                f"'prompts' has {len(self.prompts)} entries and 'continuations' {len(self.continuations)}; "
-                "each continuation needs its prompt.",
-                param="continuations",
-            )
-
-
-class Scores(Struct, frozen=True):
-    """Parallel lists with one entry per pair; `ll` is the sum of the continuation's `token_logprobs`."""
-
-    ll: list[float]
-    is_greedy: list[bool] | UnsetType = UNSET
-    tokens: list[list[str]] | UnsetType = UNSET
-    token_logprobs: list[list[float]] | UnsetType = UNSET
-    warnings: list[str] | UnsetType = UNSET
 
 
 def scoring_routes(calls: Calls) -> Blueprint:
@@ -64,36 +18,8 @@ def scoring_routes(calls: Calls) -> Blueprint:
             body = call.read(ScoreBody)
             model = call.get_model(body.model)
             truncation = call.truncation(body.truncate_prompt_tokens, model)
-            pairs = make_pairs(body.prompts, body.continuations, model, truncation)
-            sampling = Sampling(num_logprobs=1 if body.details else 0)
-            requests = [
-                GenerationRequest(
-                    f"{call.engine_id}-{index}",
-                    tuple(pair.tokens),
-                    0,
-                    sampling,
-                    deadline=call.deadline,
-                    score_from=pair.num_context,
-                    priority=body.priority or 0,
-                )
-                for index, pair in enumerate(pairs)
-            ]
-            choices = call.compute(requests, model)
-        scores = [choice.prompt_logprobs for choice in choices]
-        shown = _show(pairs, scores, model.tokenizer, with_details=body.details is True)
-        warnings = truncation.warnings("prompts", model.max_seq_len)
-        return json_response(structs.replace(shown, warnings=warnings or UNSET))
+            work = prepare_scores(body, model, truncation, call.engine_id, call.deadline)
+            choices = call.compute(work.requests, model)
+        return json_response(work.answer(choices))
 
     return routes
-
-
-def _show(
-    pairs: list[Pair], scores: list[tuple[TokenLogprob, ...]], tokenizer: Tokenizer, *, with_details: bool
-) -> Scores:
-    logprobs = [[clamp(score.logprob) for score in continuation] for continuation in scores]
-    sums = [sum(values) for values in logprobs]
-    if not with_details:
-        return Scores(sums)
-    is_greedy = [all(score.logprob >= score.top[0][1] for score in continuation) for continuation in scores]
-    tokens = [[show_token(token, tokenizer) for token in pair.tokens[pair.num_context :]] for pair in pairs]
-    return Scores(sums, is_greedy, tokens, logprobs)

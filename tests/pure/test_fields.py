@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from levserve.answers.embeddings import EmbeddingBody
+from levserve.answers.scoring import ScoreBody
 from levserve.request.schema import (
     UNSUPPORTED,
     UNSUPPORTED_IN_CHAT,
@@ -18,8 +20,6 @@ from levserve.request.schema import (
     StreamOptions,
 )
 from levserve.text.grammar import Grammar
-from levserve.web.embeddings import EmbeddingBody
-from levserve.web.scoring import ScoreBody
 from tests.fake_app import App, serving
 
 CHAT, TEXT, EMBED, SCORE = "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/loglikelihood"

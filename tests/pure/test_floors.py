@@ -29,6 +29,7 @@ FLOORS = {
     "models": 7,
     "generation": 8,
     "request": 9,
+    "answers": 10,
     "api": 10,
     "__init__": 11,  # `levserve.open`
     "wire": 11,
@@ -48,6 +49,7 @@ FORBIDDEN = {
     "web": {"jax", "haliax", "equinox", "transformers"},
     "generation": {"jax", "flask"},
     "request": {"jax", "flask", "gunicorn"},
+    "answers": {"jax", "flask", "gunicorn"},
     "api": {"jax", "flask", "gunicorn"},
 }
 

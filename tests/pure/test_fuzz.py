@@ -15,11 +15,11 @@ from msgspec import inspect
 from msgspec.inspect import Type
 from werkzeug.test import TestResponse
 
+from levserve.answers.embeddings import EmbeddingBody
+from levserve.answers.scoring import ScoreBody
 from levserve.request.schema import ChatBody, CompletionBody
-from levserve.web.embeddings import EmbeddingBody
 from levserve.web.messages.body import MessageBody
 from levserve.web.responses.body import ResponseBody
-from levserve.web.scoring import ScoreBody
 from tests.fake_app import App, serving
 
 CHAT, TEXT, EMBED, SCORE = "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/loglikelihood"

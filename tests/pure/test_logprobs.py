@@ -9,10 +9,10 @@ from typing import cast
 import msgspec
 import pytest
 
+from levserve.answers.logprobs import chat_logprobs, clamp, prompt_logprobs, text_logprobs
 from levserve.generation import Delta
 from levserve.schedule.request import TokenLogprob
 from levserve.text.tokenizer import Tokenizer
-from levserve.web.logprobs import chat_logprobs, clamp, prompt_logprobs, text_logprobs
 
 
 class Bytes:

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from levserve.answers.answer import ChatAnswer
 from levserve.engine.stream import TokenStream
 from levserve.generation import Choice, Deltas
 from levserve.request.schema import ChatBody, Message
@@ -22,7 +23,6 @@ from levserve.schedule.request import FinishReason, TokenBatch
 from levserve.text.detokenizer import Detokenizer, Spelling
 from levserve.text.stops import StopStrings
 from levserve.web import sse
-from levserve.web.answer import ChatAnswer
 from levserve.web.events import ChunkStream
 from levserve.web.heartbeat import Heartbeat
 from levserve.web.request_log import RequestLog

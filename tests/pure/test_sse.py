@@ -9,11 +9,11 @@ import msgspec
 import pytest
 from msgspec import UNSET
 
+from levserve.answers.answer import Answer, CachedTokens, ChatAnswer, TextAnswer, Usage
 from levserve.errors import ServeError
 from levserve.generation import Delta
 from levserve.schedule.request import FinishReason, TokenLogprob
 from levserve.text.parts import CallArguments, CallStart, Content, Part, Thought
-from levserve.web.answer import Answer, CachedTokens, ChatAnswer, TextAnswer, Usage
 from levserve.web.events import DONE, ChunkEvents, error_event
 from levserve.web.run import Totals
 from tests.fake_device import serve_toy

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from levserve.answers.answer import count_usage
 from levserve.generation import Choice
 from levserve.request.choices import make_choices
 from levserve.request.decode import decode
@@ -15,7 +16,6 @@ from levserve.request.schema import ChatBody, CompletionBody
 from levserve.request.submission import Seeds, prepare
 from levserve.schedule.request import FinishReason, GenerationRequest, Sampling, TokenBatch, TokenLogprob
 from levserve.text.stops import StopStrings
-from levserve.web.answer import count_usage
 from tests.fake_device import MAX_SEQ_LEN, MODEL, serve_toy
 
 SERVED = serve_toy(MODEL, MAX_SEQ_LEN)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from levserve.web.logprobs import ChosenToken
+from levserve.answers.logprobs import ChosenToken
 from levserve.web.responses.objects import OutputItem, OutputText, ReasoningText, ResponseObject
 
 

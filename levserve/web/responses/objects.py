@@ -9,8 +9,8 @@ from typing import Any
 
 from msgspec import UNSET, Struct, UnsetType, structs
 
+from levserve.answers.logprobs import ChosenToken
 from levserve.errors import ServeError
-from levserve.web.logprobs import ChosenToken
 from levserve.web.responses.body import Reasoning, ResponseBody, ResponseTool, TextConfig, TextFormat
 from levserve.web.responses.field_names import rename_quoted
 from levserve.web.responses.input_items import make_id

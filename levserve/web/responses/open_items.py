@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
-from levserve.web.logprobs import ChosenToken
+from levserve.answers.logprobs import ChosenToken
 from levserve.web.responses.event_types import (
     ArgumentsDelta,
     ArgumentsDone,

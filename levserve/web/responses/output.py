@@ -8,11 +8,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
+from levserve.answers.logprobs import ChosenToken, chat_logprobs
 from levserve.generation import Choice, Delta
 from levserve.schedule.request import FinishReason
 from levserve.text.parts import CallArguments, CallStart, Content, Part, Thought
 from levserve.text.tokenizer import Tokenizer
-from levserve.web.logprobs import ChosenToken, chat_logprobs
 from levserve.web.responses.event_types import Event
 from levserve.web.responses.objects import OutputItem, ReasoningItem, Status
 from levserve.web.responses.open_items import OpenCall, OpenItem, OpenMessage, OpenReasoning

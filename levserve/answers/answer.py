@@ -1,8 +1,8 @@
 """The objects that clients get back: OpenAI's, whole or as the chunks of a stream.
 
-Used on HTTP threads. An `Answer` belongs to one HTTP request: it keeps what all its objects share (id, time,
-model) and turns the deltas of a choice into OpenAI's choice objects. A chunk shows one part of a delta; a
-whole answer shows all of them joined.
+Used on HTTP threads and by batches. An `Answer` belongs to one request: it keeps what all its objects share
+(id, time, model) and turns the deltas of a choice into OpenAI's choice objects. A chunk shows one part of a
+delta; a whole answer shows all of them joined.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from levserve import __version__
+from levserve.answers.logprobs import ChatLogprobs, PromptLogprobs, TextLogprobs, chat_logprobs, text_logprobs
+from levserve.answers.message import AnswerMessage, has_call, piece_messages, whole_message
 from levserve.engine.served_model import ServedModel
 from levserve.generation import Choice, Delta
 from levserve.schedule.request import FinishReason
-from levserve.web.logprobs import ChatLogprobs, PromptLogprobs, TextLogprobs, chat_logprobs, text_logprobs
-from levserve.web.message import AnswerMessage, has_call, piece_messages, whole_message
 
 FINGERPRINT = f"levserve-{__version__}"
 

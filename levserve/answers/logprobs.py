@@ -1,6 +1,6 @@
 """Log-probabilities in the three shapes clients know: of a chat, of a completion, and vLLM's of a prompt.
 
-Used on HTTP threads, by `answer.py`. All are the model's own, before temperature and penalties. A token among
+Used on HTTP threads and by batches. All are the model's own, before temperature and penalties. A token among
 its own alternatives has the very same number in both places, by which lm-evaluation-harness knows a greedy
 choice.
 """

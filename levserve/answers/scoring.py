@@ -1,0 +1,107 @@
+"""The scores of /loglikelihood: how likely is each continuation after its prompt.
+
+Used on HTTP threads and by batches. Nothing is generated: the device computes each prompt with its
+continuation once and returns the log-probabilities of the continuation's tokens. Continuations of the same
+prompt share it through the prefix cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import UNSET, Meta, Struct, UnsetType, structs
+
+from levserve.answers.logprobs import clamp, show_token
+from levserve.engine.served_model import ServedModel
+from levserve.errors import BadRequest
+from levserve.generation import Choice
+from levserve.request.pairs import Pair, make_pairs
+from levserve.request.schema import Priority, PromptLimit, Seconds, check_prompt_limit
+from levserve.request.truncation import Truncation
+from levserve.schedule.request import GenerationRequest, Sampling, TokenLogprob
+from levserve.text.tokenizer import Tokenizer
+
+MAX_PAIRS = 2048
+
+
+class ScoreBody(Struct, frozen=True, kw_only=True):
+    """The body of /loglikelihood. `details` adds the tokens, and whether they were the likeliest."""
+
+    prompts: Annotated[list[str], Meta(min_length=1, max_length=MAX_PAIRS)]
+    continuations: Annotated[list[str], Meta(min_length=1, max_length=MAX_PAIRS)]
+    model: str | None = None
+    details: bool | None = None
+    truncate_prompt_tokens: PromptLimit | None = None
+    timeout: Seconds | None = None
+    priority: Priority | None = None
+
+    def __post_init__(self) -> None:
+        check_prompt_limit(self.truncate_prompt_tokens)
+        if len(self.prompts) != len(self.continuations):
+            raise BadRequest(
+                f"'prompts' has {len(self.prompts)} entries and 'continuations' {len(self.continuations)}; "
+                "each continuation needs its prompt.",
+                param="continuations",
+            )
+
+
+class Scores(Struct, frozen=True):
+    """Parallel lists with one entry per pair; `ll` is the sum of the continuation's `token_logprobs`."""
+
+    ll: list[float]
+    is_greedy: list[bool] | UnsetType = UNSET
+    tokens: list[list[str]] | UnsetType = UNSET
+    token_logprobs: list[list[float]] | UnsetType = UNSET
+    warnings: list[str] | UnsetType = UNSET
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreWork:
+    """A checked body in tokens: the sequences that run, and the answer that is made of them."""
+
+    body: ScoreBody
+    model: ServedModel
+    truncation: Truncation
+    pairs: list[Pair]
+    requests: list[GenerationRequest]
+
+    def answer(self, choices: Sequence[Choice]) -> Scores:
+        scores = [choice.prompt_logprobs for choice in choices]
+        shown = _show(self.pairs, scores, self.model.tokenizer, with_details=self.body.details is True)
+        warnings = self.truncation.warnings("prompts", self.model.max_seq_len)
+        return structs.replace(shown, warnings=warnings or UNSET)
+
+
+def prepare_scores(
+    body: ScoreBody, model: ServedModel, truncation: Truncation, engine_id: str, deadline: float | None
+) -> ScoreWork:
+    """Checks the body against the model; raises `BadRequest`."""
+    pairs = make_pairs(body.prompts, body.continuations, model, truncation)
+    sampling = Sampling(num_logprobs=1 if body.details else 0)
+    requests = [
+        GenerationRequest(
+            f"{engine_id}-{index}",
+            tuple(pair.tokens),
+            0,
+            sampling,
+            deadline=deadline,
+            score_from=pair.num_context,
+            priority=body.priority or 0,
+        )
+        for index, pair in enumerate(pairs)
+    ]
+    return ScoreWork(body, model, truncation, pairs, requests)
+
+
+def _show(
+    pairs: list[Pair], scores: list[tuple[TokenLogprob, ...]], tokenizer: Tokenizer, *, with_details: bool
+) -> Scores:
+    logprobs = [[clamp(score.logprob) for score in continuation] for continuation in scores]
+    sums = [sum(values) for values in logprobs]
+    if not with_details:
+        return Scores(sums)
+    is_greedy = [all(score.logprob >= score.top[0][1] for score in continuation) for continuation in scores]
+    tokens = [[show_token(token, tokenizer) for token in pair.tokens[pair.num_context :]] for pair in pairs]
+    return Scores(sums, is_greedy, tokens, logprobs)

@@ -1,0 +1,34 @@
+"""Where a request's time went, as its answer tells it."""
+
+from __future__ import annotations
+
+from levserve.answers.answer import Timings
+
+
+def make_timings(
+    now: float,
+    *,
+    started: float,
+    submitted: float | None,
+    admitted: float | None,
+    first_token: float | None,
+    num_tokens: int,
+) -> Timings:
+    """Up to `now`, on the clock of the other times. A phase that has not begun took none."""
+    submitted = submitted or now
+    admitted = admitted or now
+    first = first_token or now
+    num_later = num_tokens - 1
+    return Timings(
+        prepare_ms=_milliseconds(submitted - started),
+        queue_ms=_milliseconds(admitted - submitted),
+        prefill_ms=_milliseconds(first - admitted),
+        first_token_ms=None if first_token is None else _milliseconds(first - started),
+        decode_ms=_milliseconds(now - first),
+        total_ms=_milliseconds(now - started),
+        tokens_per_second=round(num_later / (now - first), 2) if num_later > 0 and now > first else None,
+    )
+
+
+def _milliseconds(seconds: float) -> float:
+    return round(seconds * 1000, 3)
