@@ -67,6 +67,8 @@ class Delta(NamedTuple):
     offsets: tuple[int, ...] = ()
     parts: tuple[Part, ...] | None = None
     """What the text consists of, where a reader splits it; it may lag behind the text."""
+    num_echoed: int = 0
+    """Of the tokens, so many at the beginning are an echoed prompt's."""
 
 
 class Choice:
@@ -146,6 +148,7 @@ class Choice:
             scores + delta.logprobs,
             delta.finish,
             echo.offsets + delta.offsets,
+            num_echoed=len(echo.tokens),
         )
 
     def _continue(self, batch: TokenBatch) -> Delta:
@@ -264,6 +267,7 @@ def join_deltas(deltas: Sequence[Delta]) -> Delta:
         deltas[-1].finish,
         tuple(offset for delta in deltas for offset in delta.offsets),
         join_parts(part for delta in deltas for part in delta.parts or ()) if has_parts else None,
+        deltas[0].num_echoed,
     )
 
 

@@ -24,6 +24,7 @@ from levserve.generation import Choice, Delta
 from levserve.schedule.request import FinishReason
 
 FINGERPRINT = f"levserve-{__version__}"
+TokenIds = Sequence[int]
 
 
 class CachedTokens(Struct, frozen=True):
@@ -68,6 +69,8 @@ class TextChoice(Struct, frozen=True):
     finish_reason: FinishReason | None = None
     stop_reason: str | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: TokenIds | UnsetType = UNSET
+    token_ids: TokenIds | UnsetType = UNSET
 
 
 class ChatChoice(Struct, frozen=True):
@@ -76,6 +79,7 @@ class ChatChoice(Struct, frozen=True):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: str | UnsetType = UNSET
+    token_ids: TokenIds | UnsetType = UNSET
 
 
 class ChatChunkChoice(Struct, frozen=True):
@@ -84,6 +88,7 @@ class ChatChunkChoice(Struct, frozen=True):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: str | UnsetType = UNSET
+    token_ids: TokenIds | UnsetType = UNSET
 
 
 ChoiceKind = TypeVar("ChoiceKind", bound=TextChoice | ChatChoice | ChatChunkChoice)
@@ -100,6 +105,7 @@ class Envelope(Struct, Generic[ChoiceKind], frozen=True):
     usage: Usage | UnsetType | None = UNSET
     system_fingerprint: str = FINGERPRINT
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: TokenIds | UnsetType = UNSET
     timings: Timings | UnsetType = UNSET
     warnings: Sequence[str] | UnsetType = UNSET
     """In a whole answer and in the last chunk of each choice."""
@@ -112,7 +118,7 @@ class Answer(ABC):
     whole_object: ClassVar[str]
     chunk_object: ClassVar[str]
     has_one_prompt: ClassVar[bool] = False
-    """Whether the prompt's scores stand beside the choices instead of in each, as vLLM has it."""
+    """Whether the prompt's scores and ids stand beside the choices instead of in each, as vLLM has it."""
 
     def __init__(
         self,
@@ -121,6 +127,8 @@ class Answer(ABC):
         warnings: Sequence[str] = (),
         *,
         is_function: bool = False,
+        shown_prompts: Sequence[TokenIds] | None = None,
+        num_choices: int = 1,
     ) -> None:
         self._id = f"{self.id_prefix}{random.getrandbits(96):024x}"  # os.urandom would release the GIL
         self._created = int(time.time())
@@ -129,6 +137,13 @@ class Answer(ABC):
         self._warnings = warnings or UNSET
         self._is_function = is_function
         """Whether the client sent `functions` and not `tools`, so that it knows only `function_call`."""
+        self._shown_prompts = shown_prompts
+        self._num_choices = num_choices
+
+    @property
+    def shows_token_ids(self) -> bool:
+        """Whether the client asked for the ids of all tokens."""
+        return self._shown_prompts is not None
 
     def whole(
         self,
@@ -155,6 +170,7 @@ class Answer(ABC):
             choices,
             usage,
             prompt_logprobs=shared,
+            prompt_token_ids=self._shared_prompt(),
             timings=timings,
             warnings=self._warnings,
         )
@@ -164,6 +180,8 @@ class Answer(ABC):
         choices: Sequence[TextChoice | ChatChunkChoice],
         usage: Usage | UnsetType | None,
         timings: Timings | UnsetType = UNSET,
+        *,
+        is_opening: bool = False,
     ) -> bytes:
         """The JSON of one event of a stream."""
         is_end = any(choice.finish_reason is not None for choice in choices)
@@ -175,6 +193,7 @@ class Answer(ABC):
                 self._model,
                 choices,
                 usage,
+                prompt_token_ids=self._shared_prompt() if is_opening else UNSET,
                 timings=timings,
                 warnings=self._warnings if is_end else UNSET,
             )
@@ -197,25 +216,38 @@ class Answer(ABC):
         self, index: int, delta: Delta, scores: PromptLogprobs | UnsetType
     ) -> TextChoice | ChatChoice: ...
 
+    def _shared_prompt(self) -> TokenIds | UnsetType:
+        return UNSET if self._shown_prompts is None or not self.has_one_prompt else self._shown_prompts[0]
+
+    def _prompt_of(self, index: int) -> TokenIds | UnsetType:
+        return UNSET if self._shown_prompts is None else self._shown_prompts[index // self._num_choices]
+
+    def _ids(self, delta: Delta) -> TokenIds | UnsetType:
+        """The ids of the tokens that were generated; an echoed prompt is not among them."""
+        return UNSET if self._shown_prompts is None else delta.tokens[delta.num_echoed :]
+
 
 class TextAnswer(Answer):
     """The answer of /v1/completions."""
 
     id_prefix, whole_object, chunk_object = "cmpl-", "text_completion", "text_completion"
 
-    def opening(self, index: int) -> None:
-        return None
+    def opening(self, index: int) -> TextChoice | None:
+        if not self.shows_token_ids:
+            return None
+        return TextChoice(index, "", prompt_token_ids=self._prompt_of(index), token_ids=())
 
     def delta(self, index: int, delta: Delta) -> list[TextChoice]:
-        return [TextChoice(index, delta.text, text_logprobs(delta, self._tokenizer))]
+        logprobs = text_logprobs(delta, self._tokenizer)
+        return [TextChoice(index, delta.text, logprobs, token_ids=self._ids(delta))]
 
     def ending(self, index: int, finish: FinishReason, *, has_call: bool) -> TextChoice:
         return TextChoice(index, "", None, *_reasons(finish))
 
     def _choice(self, index: int, delta: Delta, scores: PromptLogprobs | UnsetType) -> TextChoice:
-        return TextChoice(
-            index, delta.text, text_logprobs(delta, self._tokenizer), *_reasons(delta.finish), scores
-        )
+        logprobs = text_logprobs(delta, self._tokenizer)
+        ids = self._prompt_of(index), self._ids(delta)
+        return TextChoice(index, delta.text, logprobs, *_reasons(delta.finish), scores, *ids)
 
 
 class ChatAnswer(Answer):
@@ -233,12 +265,12 @@ class ChatAnswer(Answer):
         else:
             messages = [*piece_messages(delta.parts, is_function=self._is_function)]
         logprobs = chat_logprobs(delta, self._tokenizer)
-        if logprobs is not None and not messages:
+        if not messages and (logprobs is not None or (self.shows_token_ids and delta.tokens)):
             messages = [AnswerMessage(content="")]
-        return [
-            ChatChunkChoice(index, message, None if number else logprobs)
-            for number, message in enumerate(messages)
-        ]
+        chunks = [ChatChunkChoice(index, message) for message in messages]
+        if chunks:
+            chunks[0] = ChatChunkChoice(index, messages[0], logprobs, token_ids=self._ids(delta))
+        return chunks
 
     def ending(self, index: int, finish: FinishReason, *, has_call: bool) -> ChatChunkChoice:
         return ChatChunkChoice(index, AnswerMessage(), None, *self._reasons(finish, has_call))
@@ -249,7 +281,8 @@ class ChatAnswer(Answer):
         else:
             message = whole_message(delta.parts, is_function=self._is_function)
         logprobs = chat_logprobs(delta, self._tokenizer)
-        return ChatChoice(index, message, logprobs, *self._reasons(delta.finish, has_call(delta.parts)))
+        reasons = self._reasons(delta.finish, has_call(delta.parts))
+        return ChatChoice(index, message, logprobs, *reasons, self._ids(delta))
 
     def _reasons(self, finish: FinishReason | None, has_call: bool) -> tuple[str | None, str | UnsetType]:
         """A choice that ended by itself after a call waits for the tool's result; one cut off does not."""

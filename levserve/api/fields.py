@@ -12,8 +12,8 @@ import msgspec
 from levserve.errors import BadRequest
 from levserve.request.decode import Body, decode
 
-NOT_HERE = {"model", "prompt", "messages", "stream", "stream_options", "timings", "user"}
-"""Fields of a body that are no keyword arguments: the call itself says these things."""
+NOT_HERE = {"model", "prompt", "messages", "stream", "stream_options", "timings", "user", "return_token_ids"}
+"""Fields of a body that are no keyword arguments: the call itself says these things, or does them always."""
 
 
 class Fields(TypedDict, total=False):

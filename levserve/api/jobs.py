@@ -40,6 +40,10 @@ class Jobs:
         self._policy = Policy.of(settings)
         self._seeds = Seeds(settings.seed)
         self._numbers = itertools.count()
+        # The default is for a server's clients. A program has all the time in the world, unless it says
+        # otherwise.
+        is_given = "request_timeout" in settings.sources
+        self._most_seconds = settings.request_timeout if is_given else 0.0
 
     def generate(self, body: GenerationBody, number: int = 0) -> Job[Result]:
         """For the prompt of this number in a list, which gets the seeds that it would get in one request."""
@@ -59,7 +63,12 @@ class Jobs:
         return Job(requests, choices, count_reserved(requests, allowed, self._model), finish, told)
 
     def score(
-        self, prompt: str | Tokens, continuation: str | Tokens, truncate: int | None, priority: int
+        self,
+        prompt: str | Tokens,
+        continuation: str | Tokens,
+        truncate: int | None,
+        priority: int,
+        timeout: float | None = None,
     ) -> Job[Score]:
         pair = self._make_pair(prompt, continuation, Truncation(truncate, self._policy.truncates_prompts))
         scored = tuple(pair.tokens[pair.num_context :])
@@ -68,7 +77,7 @@ class Jobs:
             tuple(pair.tokens),
             0,
             Sampling(num_logprobs=1),
-            deadline=self._deadline(None),
+            deadline=self._deadline(timeout),
             score_from=pair.num_context,
             priority=priority,
         )
@@ -83,7 +92,13 @@ class Jobs:
         return Job([request], [choice], len(pair.tokens), finish)
 
     def embed(
-        self, text: str | Tokens, pooling: str, *, add_special_tokens: bool, priority: int
+        self,
+        text: str | Tokens,
+        pooling: str,
+        *,
+        add_special_tokens: bool,
+        priority: int,
+        timeout: float | None = None,
     ) -> Job[npt.NDArray[np.float32]]:
         given = text if isinstance(text, str) else list(text)
         tokens = encode_text(given, self._model, "texts", add_special_tokens=add_special_tokens)
@@ -95,7 +110,7 @@ class Jobs:
             self._name(),
             tuple(tokens),
             0,
-            deadline=self._deadline(None),
+            deadline=self._deadline(timeout),
             wants_hidden=True,
             priority=priority,
         )
@@ -129,8 +144,10 @@ class Jobs:
         return f"api.{next(self._numbers)}"
 
     def _deadline(self, timeout: float | None) -> float | None:
-        """A request that a program makes has all the time in the world, unless the program says otherwise."""
-        return None if timeout is None else time.monotonic() + timeout
+        if timeout is not None and not timeout > 0:
+            raise BadRequest("'timeout' must be a number of seconds above 0.", param="timeout")
+        limits = [seconds for seconds in (timeout, self._most_seconds) if seconds]
+        return time.monotonic() + min(limits) if limits else None
 
 
 def _make_result(

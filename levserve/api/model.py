@@ -120,6 +120,7 @@ class Model:
         *,
         truncate_prompt_tokens: int | None = None,
         priority: int = 0,
+        timeout: float | None = None,
         progress: bool | None = None,
     ) -> list[Score]:
         """How likely each continuation is after its prompt, as /loglikelihood tells it.
@@ -127,7 +128,9 @@ class Model:
         A pair is two texts, which are tokenized as lm-evaluation-harness does, or two lists of token ids.
         """
         jobs = (
-            functools.partial(self._jobs.score, prompt, continuation, truncate_prompt_tokens, priority)
+            functools.partial(
+                self._jobs.score, prompt, continuation, truncate_prompt_tokens, priority, timeout
+            )
             for prompt, continuation in pairs
         )
         return self._run(jobs, pairs, progress)
@@ -139,6 +142,7 @@ class Model:
         pooling: str = "mean",
         add_special_tokens: bool = True,
         priority: int = 0,
+        timeout: float | None = None,
         progress: bool | None = None,
     ) -> npt.NDArray[np.float32]:
         """One row of length 1 for each text, as /v1/embeddings gives them."""
@@ -147,7 +151,12 @@ class Model:
         given = _several(texts)
         jobs = (
             functools.partial(
-                self._jobs.embed, text, pooling, add_special_tokens=add_special_tokens, priority=priority
+                self._jobs.embed,
+                text,
+                pooling,
+                add_special_tokens=add_special_tokens,
+                priority=priority,
+                timeout=timeout,
             )
             for text in given
         )

@@ -117,6 +117,7 @@ class GenerationBody(Refused, frozen=True, kw_only=True):
     stream_options: StreamOptions | None = None
     truncate_prompt_tokens: PromptLimit | None = None
     timings: bool | None = None
+    return_token_ids: bool | None = None
     timeout: Seconds | None = None
     priority: Priority | None = None
     user: str | None = None

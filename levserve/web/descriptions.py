@@ -99,6 +99,7 @@ FIELDS = {
     "repetition_penalty": "divides positive and multiplies negative logits of tokens in prompt or answer",
     "response_format": '`{"type": "json_object"}`, or '
     '`{"type": "json_schema", "json_schema": {"schema": ...}}`',
+    "return_token_ids": "also return the token ids: `prompt_token_ids`, and `token_ids` of each choice",
     "return_token_strs": "also return each token as text",
     "revision": "branch, tag or commit on the Hugging Face Hub",
     "seed": "makes the draws [reproducible](../explanation/determinism.md)",

@@ -91,11 +91,16 @@ class ChunkEvents:
     def opening(self) -> bytes:
         """One event per choice that names the role; nothing where the endpoint has no such event."""
         openings = (self._answer.opening(index) for index in range(self._num_choices))
-        return b"".join(self._event(opening) for opening in openings if opening is not None)
+        return b"".join(
+            _frame(self._answer.chunk((opening,), self._usage_so_far, is_opening=True))
+            for opening in openings
+            if opening is not None
+        )
 
     def delta(self, index: int, delta: Delta) -> bytes:
         """The events of a delta: its text or parts, its end if it is the last. May be empty."""
-        text = _plain_text(delta)
+        has_ids = self._answer.shows_token_ids and len(delta.tokens) > 0
+        text = None if has_ids else _plain_text(delta)
         if text is None:
             events = b"".join(map(self._event, self._answer.delta(index, delta)))
             self._has_call[index] |= has_call(delta.parts)

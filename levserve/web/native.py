@@ -100,6 +100,8 @@ class GenerateAnswer(TextAnswer):
         choices: Sequence[TextChoice | ChatChunkChoice],
         usage: Usage | UnsetType | None,
         timings: Timings | UnsetType = UNSET,
+        *,
+        is_opening: bool = False,
     ) -> bytes:
         (choice,) = choices
         assert isinstance(choice, TextChoice)

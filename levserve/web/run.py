@@ -43,8 +43,14 @@ class Run:
     """Where the server did not do what the client asked."""
 
     def make_answer(self, kind: type[AnswerKind]) -> AnswerKind:
-        is_function = self.body.calls_functions
-        return kind(self.model, self.model_name, self.warnings, is_function=is_function)
+        return kind(
+            self.model,
+            self.model_name,
+            self.warnings,
+            is_function=self.body.calls_functions,
+            shown_prompts=self.prompts if self.body.return_token_ids else None,
+            num_choices=self.body.num_choices,
+        )
 
     def collect(self) -> list[Delta]:
         """Waits for the end; one joined delta per answered choice, the likeliest first if there are more."""

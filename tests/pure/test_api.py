@@ -340,3 +340,23 @@ def test_an_open_that_fails_raises_one_sentence() -> None:
         levserve.open("/nowhere/at-all")
     with pytest.raises(StartupError, match="unknown setting 'colour'"):
         levserve.open(colour="red")
+
+
+def test_a_call_has_a_timeout_of_its_own_or_that_of_the_settings(app: App) -> None:
+    with Model(app.registry, Settings()) as model:
+        with pytest.raises(DeadlineExceeded):
+            model.score([("t17", " t4")], timeout=0.05)
+        with pytest.raises(DeadlineExceeded):
+            model.embed("t4", timeout=0.05)
+        for wrong in (0, -1, math.nan):
+            with pytest.raises(BadRequest, match="timeout"):
+                model.score([("t17", " t18")], timeout=wrong)
+
+
+def test_a_timeout_for_all_calls_is_a_setting(app: App) -> None:
+    assert Settings().request_timeout > 0  # the server's default, which is not a program's
+    settings = make_settings({"request_timeout": 0.05}, {})
+    with Model(app.registry, settings) as model:
+        with pytest.raises(DeadlineExceeded):
+            model.generate("t4")
+        assert model.generate("t17", max_tokens=1, temperature=0)[0].tokens == (18,)
