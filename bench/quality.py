@@ -32,7 +32,8 @@ from numpy.typing import NDArray
 
 from levserve.model import cache
 from levserve.model.config import ModelConfig
-from levserve.model.decoder import CHUNK, ROW, Decoder
+from levserve.model.decoder import Decoder
+from levserve.model.feed_forward import CHUNK, ROW
 from levserve.model.quantize import NARROW, choose_quantization
 from levserve.model.select import choose_backend
 from levserve.settings.parse import parse_settings

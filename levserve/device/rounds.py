@@ -20,7 +20,8 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from levserve.device.packing import NUM_COLUMNS, RoundInput, unpack
 from levserve.model import cache
 from levserve.model.backend import Backend
-from levserve.model.decoder import CHUNK, ROW, Decoder
+from levserve.model.decoder import Decoder
+from levserve.model.feed_forward import CHUNK, ROW
 from levserve.model.sampler import FREE, NUM_TOP, Drawn, Masks, Memory, Mode, logprobs_of, sample
 
 Arrays = tuple[jax.Array, ...]

@@ -8,7 +8,7 @@ traced and lowered once.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import equinox as eqx
 import haliax as hax
@@ -19,40 +19,13 @@ from haliax import Axis, NamedArray
 from levserve.model import cache
 from levserve.model.backend import AttentionShape, Backend, HeadNorms
 from levserve.model.cache import Place, take_ends
-from levserve.model.config import Activation, ModelConfig, parameter_shapes
-from levserve.model.experts import choose_experts
+from levserve.model.config import ModelConfig, parameter_shapes
+from levserve.model.feed_forward import CHUNK, ROW, Experts, Mlp
 from levserve.model.linear import Linear
+from levserve.model.norm import Norm, apply
 from levserve.model.quantize import Quantization
 from levserve.model.rotary import Angles, angles_at
 from levserve.model.xla import XLA_ON_CPU
-
-ROW, CHUNK = "row", "chunk"
-ACTIVATIONS: dict[Activation, Callable[[NamedArray], NamedArray]] = {
-    Activation.SILU: hax.nn.silu,
-    Activation.GELU: functools.partial(hax.nn.gelu, approximate=False),
-    Activation.GELU_TANH: functools.partial(hax.nn.gelu, approximate=True),
-}
-
-
-class Norm(eqx.Module):
-    """An RMS norm over the axes of its weight, or a layer norm, which subtracts the mean."""
-
-    weight: NamedArray
-    bias: NamedArray | None
-    eps: float = eqx.field(static=True)
-    is_layer_norm: bool = eqx.field(static=True)
-
-    def __call__(self, x: NamedArray) -> NamedArray:
-        over = self.weight.axes
-        if self.is_layer_norm:
-            x = x - hax.mean(x, over)
-        x = x * hax.rsqrt(hax.mean(hax.square(x), over) + self.eps) * self.weight
-        return x if self.bias is None else x + self.bias
-
-
-def apply(norm: Norm | None, x: NamedArray) -> NamedArray:
-    """Applies the norm if the model has one at this place."""
-    return x if norm is None else norm(x)
 
 
 class Attention(eqx.Module):
@@ -111,60 +84,6 @@ class Attention(eqx.Module):
         return heads(0, config.Heads), heads(num_q, config.KVHeads), heads(num_q + num_kv, config.KVHeads)
 
 
-class Mlp(eqx.Module):
-    config: ModelConfig = eqx.field(static=True)
-    gate_up: Linear
-    down: Linear
-
-    def __call__(self, x: NamedArray, num_used: jax.Array | None = None) -> NamedArray:
-        wide = self.gate_up(x, num_used)
-        activate = ACTIVATIONS[self.config.activation]
-        size = self.config.intermediate_size
-        if not self.config.is_gated:
-            return self.down(activate(wide).rename({"gate_up": "mlp"}), num_used)
-        gate, up = (wide["gate_up", at : at + size].rename({"gate_up": "mlp"}) for at in (0, size))
-        return self.down(activate(gate) * up, num_used)
-
-
-class Experts(eqx.Module):
-    """A router, and all experts as one `Mlp` whose matrices are [expert, out, in]."""
-
-    config: ModelConfig = eqx.field(static=True)
-    backend: Backend = eqx.field(static=True)
-    router: Linear
-    stacked: Mlp
-
-    def __call__(self, x: NamedArray, place: Place) -> NamedArray:
-        config = self.config
-        flat = x.flatten_axes((ROW, CHUNK), "token").rearrange(("token", "embed"))
-        scores = self.router(flat).rearrange(("token", "expert")).array
-        choice = choose_experts(scores, config.experts_per_token, renormalises=config.renormalises_experts)
-        is_real = place.positions.reshape(-1) >= 0
-        mixed = self.backend.mix_experts(flat.array, choice, is_real, self, config.num_experts)
-        return hax.named(mixed.reshape(*place.positions.shape, config.hidden_size), (ROW, CHUNK, "embed"))
-
-    def one(self, number: jax.Array, tokens: jax.Array) -> jax.Array:
-        return self._run(
-            self.stacked.gate_up.of_expert(number), self.stacked.down.of_expert(number), tokens, "token"
-        )
-
-    def chosen(self, numbers: jax.Array, tokens: jax.Array) -> jax.Array:
-        named = hax.named(numbers, "token")
-        return self._run(
-            self.stacked.gate_up.of_each(named), self.stacked.down.of_each(named), tokens, "token"
-        )
-
-    def every(self, tokens: jax.Array) -> jax.Array:
-        return self._run(self.stacked.gate_up, self.stacked.down, tokens, "expert", "slot")
-
-    def _run(self, gate_up: Linear, down: Linear, tokens: jax.Array, *axes: str) -> jax.Array:
-        return (
-            Mlp(self.config, gate_up, down)(hax.named(tokens, (*axes, "embed")))
-            .rearrange((*axes, "embed"))
-            .array
-        )
-
-
 class Layer(eqx.Module):
     """One layer; a norm that the model does not have is None."""
 
@@ -220,7 +139,7 @@ def run_layer(
     with jax.named_scope("mlp"):
         mlp_norm = layer.input_norm if config.shares_norm else layer.mlp_norm
         fed = apply(mlp_norm, x if config.is_parallel else added)
-        fed = layer.mlp(fed, num_used) if isinstance(layer.mlp, Mlp) else layer.mlp(fed, place)
+        fed = layer.mlp(fed, num_used) if isinstance(layer.mlp, Mlp) else layer.mlp(fed, place.positions >= 0)
         return added + apply(layer.mlp_post_norm, fed) * config.residual_scale, pool
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from levserve.schedule.constraint import take_fitting
 from levserve.schedule.request import FinishReason, PooledHidden, TokenBatch, TokenLogprob
-from levserve.schedule.roster import Roster
+from levserve.schedule.seats import Seats
 from levserve.schedule.sequence import Chunk, Row, Sequence, SequenceUpdate
 
 MIN_JUMP = 2
@@ -31,10 +31,10 @@ class Sampled(NamedTuple):
 
 
 class Committer:
-    """Commits what rounds sampled to the sequences of a roster, round by round in the order of dispatch."""
+    """Commits what rounds sampled to the sequences in seats, round by round in the order of dispatch."""
 
-    def __init__(self, roster: Roster) -> None:
-        self._roster = roster
+    def __init__(self, seats: Seats) -> None:
+        self._seats = seats
         self._tainted: list[int] = []
         self._num_misfits = 0
         self._num_forced = 0
@@ -94,9 +94,9 @@ class Committer:
             kept = [*kept, *self._jump(sequence)]
             if sequence.matcher.is_over:
                 finish = FinishReason.STOP
-        self._roster.remember(sequence)
+        self._seats.remember(sequence)
         if finish is not None:
-            self._roster.drop(sequence)
+            self._seats.drop(sequence)
         logprobs = tuple(sampled.logprobs[: len(kept)]) if sampled.logprobs else ()
         scores, hidden = tuple(sampled.prompt_logprobs), sampled.hidden
         return SequenceUpdate(
@@ -124,11 +124,8 @@ class Committer:
         forced = list(sequence.matcher.forced())[: sequence.max_length - len(sequence.tokens) - 1]
         if len(forced) < MIN_JUMP:
             return []
-        length = len(sequence.tokens) + len(forced) + 1
-        pages = self._roster.pool.take(max(self._roster.pages_for(length) - len(sequence.pages), 0))
-        if pages is None:
+        if not self._seats.extend(sequence, len(sequence.tokens) + len(forced) + 1):
             return []
-        sequence.pages += pages
         sequence.num_computed = len(sequence.tokens) - 1
         sequence.is_primed = False
         for token in forced:
@@ -140,9 +137,8 @@ class Committer:
     def _fail(self, sequence: Sequence) -> SequenceUpdate:
         """Ends a sequence whose numbers are not finite; its pages cannot be found again, and are cleared
         before reuse."""
-        self._tainted += self._roster.pool.discard(sequence.pages)
-        sequence.pages = []
-        self._roster.drop(sequence)
+        self._tainted += self._seats.discard(sequence)
+        self._seats.drop(sequence)
         return SequenceUpdate(sequence, TokenBatch((), finish=FinishReason.POISONED))
 
 

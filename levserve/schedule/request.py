@@ -61,6 +61,8 @@ class GenerationRequest:
     score_from: int | None = None
     """First position, at least 1, whose prompt token's log-probability is wanted, with `num_logprobs`
     alternatives."""
+    scores_in_one_pass: bool = False
+    """Whether all scores are read off one run over the whole prompt, whose positions see what they score."""
     wants_hidden: bool = False
     """Whether the prompt's last hidden states are wanted, pooled."""
     constraint: Constraint | None = None

@@ -28,7 +28,7 @@ from levserve.schedule.budget import Budget
 from levserve.schedule.commit import Committer, Sampled
 from levserve.schedule.pace import Backlog
 from levserve.schedule.pages import PagePool
-from levserve.schedule.request import FinishReason, GenerationRequest, TokenBatch
+from levserve.schedule.request import FinishReason, GenerationRequest
 from levserve.schedule.roster import Roster
 from levserve.schedule.sequence import Chunk, Fork, RoundPlan, Row, Sequence, SequenceUpdate
 from levserve.schedule.speculation import Drafter, Speculation
@@ -109,29 +109,14 @@ class Scheduler:
 
     def end(self, request_id: str, finish: FinishReason) -> SequenceUpdate | None:
         """Ends a sequence from outside; None when it has ended already."""
-        sequence = self._roster.running.get(request_id) or self._roster.waiting.get(request_id)
-        if sequence is None:
-            return None
-        self._roster.drop(sequence)
-        return SequenceUpdate(sequence, TokenBatch(tokens=(), finish=finish))
+        return self._roster.end(request_id, finish)
 
     def end_all(self, finish: FinishReason) -> list[SequenceUpdate]:
-        ends = [
-            self.end(request_id, finish)
-            for request_id in (*self._roster.running.ids, *self._roster.waiting.ids)
-        ]
-        return [end for end in ends if end is not None]
+        return self._roster.end_all(finish)
 
     def expire(self, now: float) -> list[SequenceUpdate]:
         """Ends every sequence whose deadline has passed, waiting ones before they cost anything."""
-        late = [
-            sequence.request.request_id
-            for sequences in (self._roster.running, self._roster.waiting)
-            for sequence in sequences
-            if sequence.request.deadline is not None and sequence.request.deadline <= now
-        ]
-        ends = [self.end(request_id, FinishReason.DEADLINE) for request_id in late]
-        return [end for end in ends if end is not None]
+        return self._roster.expire(now)
 
     def plan(self, max_prefill: int | None = None) -> RoundPlan:
         """Chooses the next round's work and counts it as done, so that the round after can be planned before

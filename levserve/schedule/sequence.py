@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from levserve.schedule.constraint import Matcher
+from levserve.schedule.pace import Backlog
 from levserve.schedule.pages import ROOT
 from levserve.schedule.request import FinishReason, GenerationRequest, TokenBatch
 from levserve.schedule.speculation import Drafter
@@ -55,6 +56,8 @@ class Sequence:
     drafter: Drafter | None = None
     is_verifying: bool = False
     """Whether a draft is in flight, so that not even the number of its tokens is known."""
+    turn: int = 0
+    """The last round that computed it, where sequences take turns."""
     max_length: int = field(init=False)
     priority: int = field(init=False)
     """The request's own, until the sequence has waited too long."""
@@ -161,6 +164,9 @@ class RoundPlan:
     forks: tuple[Fork, ...] = ()
     tainted: tuple[int, ...] = ()
     """Free pages to clear first: masked positions must hold finite numbers, because zero times NaN is NaN."""
+    work: Backlog | None = None
+    """Tokens that are computed for prompts and for answers; None: those of the chunks, and one for each token
+    that is gained."""
 
     @property
     def is_verify(self) -> bool:
@@ -170,6 +176,17 @@ class RoundPlan:
     @property
     def num_prefill(self) -> int:
         return sum(chunk.count for chunk in self.chunks)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the round computes."""
+        if self.work is not None:
+            return sum(self.work)
+        return self.num_prefill + sum(row.steps + len(row.draft) for row in self.rows)
+
+    def work_done(self, num_gained: int) -> Backlog:
+        """The work that the round has done once the rows have gained so many tokens."""
+        return Backlog(self.num_prefill, num_gained) if self.work is None else self.work
 
     @property
     def is_empty(self) -> bool:

@@ -158,6 +158,17 @@ def _read_origins(text: str) -> tuple[str, ...]:
     return origins
 
 
+def _read_pair(text: str) -> tuple[int, int] | None:
+    """One number for both, or one for each."""
+    numbers = [int(word) for word in text.replace(",", " ").split()]
+    if not numbers:
+        return None
+    first, second = numbers * 2 if len(numbers) == 1 else numbers
+    if min(first, second) < 1:
+        raise ValueError
+    return first, second
+
+
 def _read_names(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(text.split()))
 
@@ -178,5 +189,11 @@ ORIGINS = Kind(
     is_list=True,
 )
 NAMES = Kind("names, separated by spaces", "NAMES", _read_names, " ".join, is_list=True)
+PAIR = Kind(
+    "an integer of at least 1, two of them with a comma, or empty",
+    "N[,N]",
+    _read_pair,
+    lambda pair: "" if pair is None else f"{pair[0]},{pair[1]}",
+)
 TEMPERATURE = _optional(real(0, 2))
 SEED = _optional(integer(0, MAX_SEED))

@@ -19,6 +19,7 @@ from levserve.settings.kind import (
     NAME,
     NAMES,
     ORIGINS,
+    PAIR,
     PATH,
     SEED,
     SWITCH,
@@ -74,6 +75,9 @@ OWN_SETTINGS = (
     "chat_template",
     "reasoning",
     "tool_format",
+    "hrm_heads",
+    "hrm_cycles",
+    "hrm_experts_per_token",
     "served_model_name",
 )
 """Settings that a model's section never inherits."""
@@ -223,6 +227,18 @@ class Settings:
         integer(0),
         0,
         "Maximum tokens in prompt and answer together; 0: the model's limit, or what memory allows.",
+    )
+    hrm_heads: int = setting(
+        "model", integer(0), 0, "Attention heads of an HRM brain; 0: as its brain.json says, or else 8."
+    )
+    hrm_cycles: tuple[int, int] | None = setting(
+        "model",
+        PAIR,
+        None,
+        "High and low cycles of an HRM brain; empty: as its brain.json says, or 2,2.",
+    )
+    hrm_experts_per_token: int = setting(
+        "model", integer(0), 0, "Experts per token of an HRM brain; 0: as its brain.json says, or else 2."
     )
     default_max_tokens: int = setting(
         "model",

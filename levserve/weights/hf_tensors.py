@@ -25,6 +25,7 @@ from levserve.weights.torch_file import TorchTensor, read_state_dict
 
 SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
 INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+TORCH_SUFFIXES = (".bin", ".pt")
 DTYPES = ("F32", "F16", "BF16")
 TORCH_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 # Masks in the files of GPT-2 and GPT-NeoX, and the part of Gemma 3 that reads images.
@@ -113,13 +114,14 @@ class InterleavedTensor:
 def read_tensors(folder: Path, head_dim: int) -> Iterator[tuple[str, StoredTensor]]:
     """Every tensor of the checkpoint in `folder`, under its name in the table of tensor names."""
     for path in find_files(folder):
-        for name, mapped in _read_file(path):
+        for name, mapped in read_file(path):
             if not SKIPPED.fullmatch(name):
                 yield plain_name(name), _tensor(path, name, mapped, head_dim)
 
 
-def _read_file(path: Path) -> Iterator[tuple[str, _Slice]]:
-    if path.suffix == ".bin":
+def read_file(path: Path) -> Iterator[tuple[str, _Slice]]:
+    """The tensors of one file, by the names that they have in it."""
+    if path.suffix in TORCH_SUFFIXES:
         for name, tensor in read_state_dict(path).items():
             yield name, _TorchSlice(tensor)
         return
@@ -164,10 +166,15 @@ def _indexed_files(index: Path) -> list[Path]:
     return [index.parent / name for name in names]
 
 
-def _tensor(path: Path, name: str, mapped: _Slice, head_dim: int) -> HfTensor:
+def check_dtype(path: Path, name: str, mapped: _Slice) -> None:
+    """Refuses a tensor whose numbers cannot be read."""
     dtype = mapped.get_dtype()
     if dtype not in DTYPES:
         raise StartupError(f"{path}: {name} is stored as {dtype}; supported are {', '.join(DTYPES)}")
+
+
+def _tensor(path: Path, name: str, mapped: _Slice, head_dim: int) -> HfTensor:
+    check_dtype(path, name, mapped)
     is_transposed = TRANSPOSED.fullmatch(plain_name(name)) is not None
     return HfTensor(
         mapped, is_transposed=is_transposed, by_head=head_dim if BY_HEAD.fullmatch(name) else None

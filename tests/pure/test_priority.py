@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from levserve.schedule.line import Line
-from levserve.schedule.roster import RAISE_EVERY
+from levserve.schedule.seats import RAISE_EVERY
 from levserve.schedule.sequence import Sequence
 from tests.pure.test_scheduler import Server, ask, expected_output, make
 

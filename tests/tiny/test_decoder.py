@@ -16,7 +16,8 @@ import pytest
 
 from levserve.model import cache
 from levserve.model.config import Activation, LongScaling, Rope, parameter_shapes
-from levserve.model.decoder import ACTIVATIONS, CHUNK, ROW, Decoder, Experts
+from levserve.model.decoder import Decoder
+from levserve.model.feed_forward import ACTIVATIONS, CHUNK, ROW, Experts
 from levserve.model.gpu.backend import GpuBackend
 from levserve.model.quantize import NARROW, choose_quantization
 from levserve.model.rotary import angles_at, rotate

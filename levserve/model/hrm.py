@@ -1,0 +1,162 @@
+"""The hierarchical reasoning model of AI-OS ("ACT v1"): one forward pass over whole texts.
+
+Attention has no direction: every position sees every other, so a new token changes the states of all before
+it, and nothing of a run can be kept for the next one. Texts of different lengths are padded on the right, and
+no position attends to padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+from haliax import Axis, NamedArray
+from jax import lax
+
+from levserve.model.backend import Backend
+from levserve.model.feed_forward import CHUNK, ROW, Experts, Mlp
+from levserve.model.hrm_config import HrmConfig, hrm_parameter_shapes
+from levserve.model.linear import Linear
+from levserve.model.norm import rms_norm
+from levserve.model.rotary import Angles, angles_at, rotate
+from levserve.model.xla import XLA_ON_CPU
+
+EMBED_LIMIT, LOGIT_LIMIT = 10.0, 20.0
+QUERY_BLOCK = 256
+"""Queries whose scores are computed together: those of a whole long text would take gigabytes."""
+MASKED = -1e30
+
+
+class Block(eqx.Module):
+    """Attention and a feed-forward part; the sum after each is normalized."""
+
+    config: HrmConfig = eqx.field(static=True)
+    qkv: Linear
+    out: Linear
+    mlp: Mlp | Experts
+
+
+class Level(eqx.Module):
+    """Blocks that are run one after another, and the state that they start from."""
+
+    init: NamedArray
+    blocks: tuple[Block, ...]
+
+    def __call__(self, state: NamedArray, angles: Angles, is_real: jax.Array) -> NamedArray:
+        for block in self.blocks:
+            state = run_block(block, state, angles, is_real)
+        return state
+
+
+@jax.jit
+def run_block(block: Block, x: NamedArray, angles: Angles, is_real: jax.Array) -> NamedArray:
+    """x [row, chunk, embed]; jitted so that equal blocks are traced once."""
+    config = block.config
+    Embed, eps = config.block.Embed, config.block.norm_eps
+    with jax.named_scope("attend"):
+        qkv = block.qkv(x).rearrange((ROW, CHUNK, "qkv")).array
+        mixed = attend_to_all(qkv, config.num_heads, angles, is_real)
+        x = rms_norm(x + block.out(hax.named(mixed, (ROW, CHUNK, "mixed"))), Embed, eps)
+    with jax.named_scope("mlp"):
+        fed = block.mlp(x) if isinstance(block.mlp, Mlp) else block.mlp(x, is_real)
+        return rms_norm(x + fed, Embed, eps).rearrange((ROW, CHUNK, "embed"))
+
+
+def attend_to_all(qkv: jax.Array, num_heads: int, angles: Angles, is_real: jax.Array) -> jax.Array:
+    """Attention of every position [row, chunk] to all real ones; qkv and the result are [row, chunk, ...]."""
+    rows, chunk, width = qkv.shape
+    size = width // (3 * num_heads)
+    q, k, v = jnp.split(qkv.reshape(rows, chunk, 3 * num_heads, size), 3, axis=2)
+    q, k = rotate(q, angles) * size**-0.5, rotate(k, angles)
+    bias = jnp.where(is_real, 0.0, MASKED)[:, None, None]  # [row, 1, 1, key]
+
+    def attend(queries: jax.Array) -> jax.Array:
+        scores = jnp.einsum("rqhd,rkhd->rhqk", queries, k) + bias
+        return jnp.einsum("rhqk,rkhd->rqhd", jax.nn.softmax(scores, axis=-1), v)
+
+    if chunk <= QUERY_BLOCK or chunk % QUERY_BLOCK:
+        return attend(q).reshape(rows, chunk, -1)
+    blocks = q.reshape(rows, -1, QUERY_BLOCK, num_heads, size).swapaxes(0, 1)
+    return lax.map(attend, blocks).swapaxes(0, 1).reshape(rows, chunk, -1)
+
+
+class Hrm(eqx.Module):
+    """A whole model. Activations are float32 between the products; weights have their own type."""
+
+    config: HrmConfig = eqx.field(static=True)
+    embed: NamedArray
+    high: Level
+    low: Level
+    head: Linear
+    backend: Backend = eqx.field(static=True)
+
+    @staticmethod
+    def from_arrays(
+        config: HrmConfig, arrays: Mapping[str, jax.Array], *, backend: Backend = XLA_ON_CPU
+    ) -> Hrm:
+        """Builds the model from the arrays that `hrm_parameter_shapes` names."""
+        assert arrays.keys() == hrm_parameter_shapes(config).keys()
+        block = config.block
+
+        def linear(name: str, Out: Axis, In: Axis, *stacked: Axis) -> Linear:
+            return Linear(hax.named(arrays[name], (*stacked, Out, In)))
+
+        def mlp(at: str, *stacked: Axis) -> Mlp:
+            gate_up = linear(at + "gate_up", block.GateUp, block.Embed, *stacked)
+            return Mlp(block, gate_up, linear(at + "down", block.Embed, block.Mlp, *stacked))
+
+        def feed_forward(at: str) -> Mlp | Experts:
+            if not config.num_experts:
+                return mlp(at)
+            router = linear(at + "router", block.Expert, block.Embed)
+            return Experts(block, backend, router, mlp(at + "experts_", block.Expert))
+
+        def level(name: str) -> Level:
+            blocks = []
+            for index in range(config.num_layers(name)):
+                at = f"{name}.layers.{index}."
+                qkv = linear(at + "qkv", block.QKV, block.Embed)
+                out = linear(at + "out", block.Embed, block.Mixed)
+                blocks.append(Block(config, qkv, out, feed_forward(at)))
+            return Level(hax.named(arrays[f"{name}.init"], block.Embed), tuple(blocks))
+
+        embed = hax.named(arrays["embed"], (block.Vocab, block.Embed))
+        return Hrm(config, embed, level("h"), level("l"), linear("head", block.Vocab, block.Embed), backend)
+
+    def __call__(self, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
+        """The last states, float32 [row, chunk, embed], of texts [row, chunk] that have these lengths [row].
+
+        States of padding mean nothing.
+        """
+        config = self.config
+        places = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+        is_real = places < lengths[:, None]
+        rope = config.block.rope(0)
+        assert rope is not None
+        angles = angles_at(places, rope)
+        x = self.embed.take("vocab", hax.named(tokens, (ROW, CHUNK))).astype(jnp.float32)
+        x = hax.clip(x * config.embed_scale, -EMBED_LIMIT, EMBED_LIMIT).rearrange((ROW, CHUNK, "embed"))
+
+        def start(level: Level) -> NamedArray:
+            return level.init.astype(jnp.float32).broadcast_to(x.axes)
+
+        def think(_: jax.Array | int, high: NamedArray) -> NamedArray:
+            low = lax.fori_loop(
+                0,
+                config.l_cycles,
+                lambda _, low: self.low(low + (high + x), angles, is_real),
+                start(self.low),
+            )
+            return self.high(high + low, angles, is_real)
+
+        high: NamedArray = lax.fori_loop(0, config.h_cycles, think, start(self.high))
+        return high.rearrange((ROW, CHUNK, "embed")).array
+
+    def logits(self, states: jax.Array) -> jax.Array:
+        """float32 scores [row, vocab] of states [row, embed]; ask only for rows that are read."""
+        named = hax.named(states, (ROW, self.config.block.Embed))
+        scores = self.head(named).rearrange((ROW, "vocab")).array
+        return jnp.clip(scores, -LOGIT_LIMIT, LOGIT_LIMIT)

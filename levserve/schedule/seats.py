@@ -1,0 +1,141 @@
+"""The sequences that were accepted and have not ended: those that wait, and those that run, each with a slot.
+
+Belongs to a scheduler, on the device thread. A slot is a place for a sequence's sampling state on the device.
+What else a running sequence holds depends on the kind of model: `Roster` adds the pages of a KV cache.
+"""
+
+from __future__ import annotations
+
+from levserve.schedule.line import Line
+from levserve.schedule.request import FinishReason, TokenBatch
+from levserve.schedule.sequence import Sequence, SequenceUpdate
+
+RAISE_EVERY = 16
+"""After so many admissions the longest wait counts and not priority: at most this part of them goes to work
+of low priority while more important work waits."""
+
+
+class Seats:
+    """Every sequence is in exactly one of `waiting` and `running` until it is dropped."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.waiting = Line()
+        self.running = Line()
+        self._num_arrived = 0
+        self._until_raise = RAISE_EVERY
+        self._num_slots = num_slots
+        self._free_slots = list(range(num_slots - 1, -1, -1))
+
+    def add(self, sequence: Sequence) -> None:
+        """Lets a new sequence wait, behind all of its priority."""
+        self._num_arrived += 1
+        sequence.number = self._num_arrived
+        self.waiting.add(sequence)
+
+    def make_way(self) -> list[tuple[Sequence, int]]:
+        """Preempts less important sequences if the head of the queue needs what they hold.
+
+        Gives those that were preempted, each with the computed tokens that it lost.
+        """
+        head = self.waiting.first()
+        last = self.running.last()
+        if head is None or last is None or self._free_slots or last.priority <= head.priority:
+            return []
+        preempted = (last, last.num_computed)
+        self.preempt(last)
+        return [preempted]
+
+    def admit(self) -> Sequence | None:
+        """Moves the head of the queue into a free slot, if there is one and it has all that it needs."""
+        sequence = self.waiting.first()
+        if sequence is None or not self._free_slots:
+            return None
+        self._seat(sequence)
+        return sequence
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Takes everything away; the sequence waits ahead of all later ones, and is computed again."""
+        self.running.remove(sequence)
+        self._give_back(sequence)
+        sequence.num_computed = 0
+        sequence.is_primed = False
+        self.waiting.add(sequence)
+
+    def drop(self, sequence: Sequence) -> None:
+        """Ends a sequence, wherever it is."""
+        self.running.remove(sequence)
+        self.waiting.remove(sequence)
+        self._give_back(sequence)
+        sequence.is_ended = True
+
+    def end(self, request_id: str, finish: FinishReason) -> SequenceUpdate | None:
+        """Ends a sequence from outside; None when it has ended already."""
+        sequence = self.running.get(request_id) or self.waiting.get(request_id)
+        if sequence is None:
+            return None
+        self.drop(sequence)
+        return SequenceUpdate(sequence, TokenBatch(tokens=(), finish=finish))
+
+    def end_all(self, finish: FinishReason) -> list[SequenceUpdate]:
+        ends = [self.end(request_id, finish) for request_id in (*self.running.ids, *self.waiting.ids)]
+        return [end for end in ends if end is not None]
+
+    def expire(self, now: float) -> list[SequenceUpdate]:
+        """Ends every sequence whose deadline has passed, waiting ones before they cost anything."""
+        late = [
+            sequence.request.request_id
+            for sequences in (self.running, self.waiting)
+            for sequence in sequences
+            if sequence.request.deadline is not None and sequence.request.deadline <= now
+        ]
+        ends = [self.end(request_id, FinishReason.DEADLINE) for request_id in late]
+        return [end for end in ends if end is not None]
+
+    def remember(self, sequence: Sequence) -> None:
+        """Called when a sequence's tokens have been read: a cache may make them findable."""
+
+    def extend(self, sequence: Sequence, length: int) -> bool:
+        """Gives a running sequence what it needs to grow to this length, unless that is taken from others."""
+        return True
+
+    def discard(self, sequence: Sequence) -> list[int]:
+        """Takes away what holds numbers that are not finite; the free pages that must be cleared."""
+        return []
+
+    def check(self) -> None:
+        """Recomputes slots from the sequences; raises AssertionError on the first difference."""
+        self.running.check()
+        self.waiting.check()
+        slots = [sequence.slot for sequence in self.running]
+        assert sorted([*self._free_slots, *(slot for slot in slots if slot is not None)]) == list(
+            range(self._num_slots)
+        )
+        for sequence in self.running:
+            assert not sequence.is_ended and sequence.slot is not None
+        for sequence in self.waiting:
+            assert not sequence.is_ended and sequence.slot is None
+
+    def _seat(self, sequence: Sequence) -> None:
+        """Moves a waiting sequence into a free slot, which there must be."""
+        self.waiting.remove(sequence)
+        self.running.add(sequence)
+        self._raise_oldest()
+        sequence.slot = self._free_slots.pop()
+
+    def _raise_oldest(self) -> None:
+        """Called at every admission; now and then the longest wait is ended, whatever its priority."""
+        self._until_raise -= 1
+        if self._until_raise > 0:
+            return
+        self._until_raise = RAISE_EVERY
+        oldest, first, top = self.waiting.oldest(), self.waiting.first(), self.running.first()
+        if oldest is None or first is None or top is None:
+            return
+        self.waiting.remove(oldest)
+        oldest.priority = min(first.priority, top.priority)
+        self.waiting.add(oldest)
+
+    def _give_back(self, sequence: Sequence) -> None:
+        if sequence.slot is not None:
+            self._free_slots.append(sequence.slot)
+            sequence.slot = None

@@ -1,0 +1,251 @@
+"""Decides what runs next for a model without a cache, which computes a whole text for every token.
+
+Called by the device loop only, as `Scheduler` is for models with a KV cache. A sequence holds nothing but a
+slot, so preemption costs nothing. What is scarce is work: the tokens that a round computes, padding included.
+Running sequences take turns, the longest wait first, as many in a round as its work allows. A round is read
+before the next one is planned: then all tokens are known, no text is computed for a sequence that has ended,
+and equal texts are computed once.
+
+Prompts that are scored by the chain rule are as many texts as they have scored tokens; each round computes
+some of them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from levserve.schedule.commit import Committer, Sampled
+from levserve.schedule.pace import Backlog
+from levserve.schedule.pages import PagePool
+from levserve.schedule.request import FinishReason, GenerationRequest
+from levserve.schedule.seats import Seats
+from levserve.schedule.sequence import Chunk, RoundPlan, Row, Sequence, SequenceUpdate
+from levserve.schedule.speculation import Speculation
+
+Text = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkBudget:
+    """How much one round may do."""
+
+    num_slots: int
+    lengths: tuple[int, ...]
+    """What texts are padded to, ascending."""
+    round_tokens: int
+    """Tokens in one round, padding included; one text is always computed, however long it is."""
+
+    def padded(self, length: int) -> int:
+        """The tokens that a text of this length takes."""
+        return self.lengths[bisect_left(self.lengths, length)]
+
+
+class _Work:
+    """What one plan has spent, by text: a text that is computed already costs nothing more."""
+
+    def __init__(self, budget: WorkBudget) -> None:
+        self._budget = budget
+        self._seen: set[Text] = set()
+        self.prompts = 0
+        self.answers = 0
+
+    @property
+    def left(self) -> int:
+        return self._budget.round_tokens - self.prompts - self.answers
+
+    def cost(self, text: Text) -> int:
+        return 0 if text in self._seen else self._budget.padded(len(text))
+
+    def fits(self, text: Text) -> bool:
+        return self.cost(text) <= self.left or not self._seen
+
+    def spend_on_answer(self, text: Text) -> None:
+        self.answers += self.cost(text)
+        self._seen.add(text)
+
+    def spend_on_prompt(self, text: Text) -> None:
+        self.prompts += self.cost(text)
+        self._seen.add(text)
+
+
+class WholeTextScheduler:
+    """Every sequence that has been accepted and has not ended is either waiting or running."""
+
+    pool: PagePool | None = None
+    speculation: Speculation | None = None
+    is_speculating = False
+    reads_first = True
+
+    def __init__(self, budget: WorkBudget) -> None:
+        self.budget = budget
+        self._seats = Seats(budget.num_slots)
+        self._committer = Committer(self._seats)
+        self._turn = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._seats.waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._seats.running)
+
+    @property
+    def has_work(self) -> bool:
+        return self.num_waiting + self.num_running > 0
+
+    @property
+    def num_streams(self) -> int:
+        """Streams once the waiting sequences run too, as far as there are slots."""
+        return min(self.num_running + self.num_waiting, self.budget.num_slots)
+
+    def backlog(self) -> Backlog:
+        """Tokens still to compute if every sequence takes all it may."""
+        prompts = answers = 0
+        for sequence in (*self._seats.running, *self._seats.waiting):
+            length, limit = len(sequence.tokens), sequence.max_length
+            answers += (limit - length) * (length + limit) // 2
+            prompts += len(_unscored(sequence)) * length
+        return Backlog(prompts, answers)
+
+    def add(self, request: GenerationRequest) -> Sequence:
+        """Puts a request in the queue, behind all of its priority."""
+        matcher = None if request.constraint is None else request.constraint.start()
+        sequence = Sequence(request, list(request.prompt), matcher=matcher)
+        self._seats.add(sequence)
+        return sequence
+
+    def end(self, request_id: str, finish: FinishReason) -> SequenceUpdate | None:
+        """Ends a sequence from outside; None when it has ended already."""
+        return self._seats.end(request_id, finish)
+
+    def end_all(self, finish: FinishReason) -> list[SequenceUpdate]:
+        return self._seats.end_all(finish)
+
+    def expire(self, now: float) -> list[SequenceUpdate]:
+        """Ends every sequence whose deadline has passed, waiting ones before they cost anything."""
+        return self._seats.expire(now)
+
+    def plan(self, max_prefill: int | None = None) -> RoundPlan:
+        """Chooses the next round's texts; the round before must have been committed.
+
+        Beside running streams it computes `max_prefill` tokens for scores at most, but always one text.
+        """
+        preempted = self._seats.make_way()
+        while self._seats.admit() is not None:
+            pass
+        self._turn += 1
+        in_turn = sorted(self._seats.running, key=lambda sequence: (sequence.turn, *sequence.rank))
+        is_busy = any(not _has_prompt_work(sequence) for sequence in in_turn)
+        prompt_tokens = max_prefill if is_busy and max_prefill is not None else self.budget.round_tokens
+        work = _Work(self.budget)
+        chunks: list[Chunk] = []
+        rows: list[Row] = []
+        for sequence in in_turn:
+            if _has_prompt_work(sequence):
+                chunk = self._plan_chunk(sequence, work, prompt_tokens)
+                if chunk is None:
+                    continue
+                chunks.append(chunk)
+            else:
+                if not work.fits(tuple(sequence.tokens)):
+                    continue
+                work.spend_on_answer(tuple(sequence.tokens))
+                rows.append(self._plan_row(sequence))
+            sequence.turn = self._turn
+        planned = [each.sequence for each in (*chunks, *rows)]
+        unseated = [sequence for sequence in planned if not sequence.is_primed]
+        for sequence in unseated:
+            sequence.is_primed = True
+        return RoundPlan(
+            tuple(chunks),
+            tuple(rows),
+            tuple(unseated),
+            tuple(preempted),
+            work=Backlog(work.prompts, work.answers),
+        )
+
+    def commit(self, plan: RoundPlan, chunks: Seq[Sampled], rows: Seq[Sampled]) -> list[SequenceUpdate]:
+        """Takes what a planned round sampled, in the plan's order, and tells what each stream gained."""
+        return self.commit_chunks(plan, chunks) + self.commit_rows(plan, rows)
+
+    def commit_chunks(self, plan: RoundPlan, chunks: Seq[Sampled]) -> list[SequenceUpdate]:
+        updates = [
+            self._committer.take_chunk(chunk, sampled)
+            for chunk, sampled in zip(plan.chunks, chunks, strict=True)
+        ]
+        return [update for update in updates if update is not None]
+
+    def commit_rows(self, plan: RoundPlan, rows: Seq[Sampled]) -> list[SequenceUpdate]:
+        updates = [
+            self._committer.take_row(row, sampled) for row, sampled in zip(plan.rows, rows, strict=True)
+        ]
+        return [update for update in updates if update is not None]
+
+    def take_constraint_counts(self) -> tuple[int, int]:
+        """Tokens that did not fit their constraint, and forced ones that were not drawn, since last time."""
+        return self._committer.take_constraint_counts()
+
+    def forget_prefixes(self) -> None:
+        """There are none: nothing of a text is kept."""
+
+    def check(self) -> None:
+        """Recomputes slots from the sequences; raises AssertionError on the first difference."""
+        self._seats.check()
+
+    def _plan_row(self, sequence: Sequence) -> Row:
+        assert sequence.slot is not None and sequence.num_pending == 0
+        sequence.num_pending = 1
+        is_masked = sequence.needs_mask
+        sequence.has_misfit = False
+        return Row(
+            sequence, sequence.slot, len(sequence.tokens), 1, epoch=sequence.epoch, is_masked=is_masked
+        )
+
+    def _plan_chunk(self, sequence: Sequence, work: _Work, max_tokens: int) -> Chunk | None:
+        """As many of a prompt's texts as the round has room for; the last ones come with the next token."""
+        assert sequence.slot is not None
+        num_done = 0
+        texts = prompt_texts(sequence, _unscored(sequence), is_last=True)
+        for text in texts:
+            is_over = work.prompts > 0 and work.prompts + work.cost(text) > max_tokens
+            if is_over or not work.fits(text):
+                break
+            work.spend_on_prompt(text)
+            num_done += 1
+        if texts and not num_done:
+            return None
+        is_last = num_done == len(texts)
+        if is_last and sequence.request.max_tokens:
+            sequence.num_pending = 1
+        start = _unscored(sequence).start - 1
+        count = len(sequence.request.prompt) - start if is_last else num_done
+        return Chunk(sequence, sequence.slot, start, count, is_last)
+
+
+def prompt_texts(sequence: Sequence, scored: range, *, is_last: bool) -> list[Text]:
+    """The texts that a prompt's scores are computed from, and with the last of them the prompt itself."""
+    prompt = sequence.request.prompt
+    if sequence.request.scores_in_one_pass:
+        return [prompt]
+    texts = [prompt[:place] for place in scored]
+    if is_last and (sequence.request.max_tokens or sequence.request.wants_hidden):
+        texts.append(prompt)
+    return texts
+
+
+def _has_prompt_work(sequence: Sequence) -> bool:
+    """Whether the next thing to compute is about the prompt itself, not a token after it."""
+    request = sequence.request
+    is_new = len(sequence.tokens) == len(request.prompt)
+    return is_new and bool(_unscored(sequence) or request.wants_hidden or not request.max_tokens)
+
+
+def _unscored(sequence: Sequence) -> range:
+    """Positions of the prompt whose scores are wanted and not delivered yet."""
+    request = sequence.request
+    if request.score_from is None:
+        return range(len(request.prompt), len(request.prompt))
+    return range(request.score_from + sequence.num_scored, len(request.prompt))

@@ -1,0 +1,88 @@
+"""The HRM's forward pass against AI-OS's own, on every golden brain, alone and padded among others."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from levserve.model import hrm
+from levserve.model.config import Rope
+from levserve.model.hrm import Hrm
+from levserve.model.rotary import angles_at
+from levserve.settings.parse import parse_settings
+from levserve.weights.brain_arrays import read_brain_arrays
+from levserve.weights.brain_config import read_brain_config
+from levserve.weights.brain_folder import find_brain
+from tests.brains import BRAINS, WIDE, brain_cases, brain_folder
+
+FLOAT32 = jnp.dtype(jnp.float32)
+SIZE = 64
+"""Rows and tokens that every batch is padded to, so that each brain is compiled once."""
+
+
+@functools.cache
+def load(name: str) -> Hrm:
+    brain = find_brain(brain_folder(name))
+    config = read_brain_config(brain, parse_settings([], {})).config
+    arrays = read_brain_arrays(brain.weights, config, FLOAT32, report=lambda _: None)
+    return Hrm.from_arrays(config, {name: jnp.asarray(array) for name, array in arrays})
+
+
+@jax.jit
+def logprobs_at(
+    model: Hrm, tokens: jax.Array, lengths: jax.Array, rows: jax.Array, places: jax.Array
+) -> jax.Array:
+    return jax.nn.log_softmax(model.logits(model(tokens, lengths)[rows, places]))
+
+
+def run(model: Hrm, texts: list[list[int]], at: list[tuple[int, int]]) -> np.ndarray:
+    """Log-probabilities after some places (row, position) of texts, padded to one shape for all tests."""
+    tokens = np.zeros((SIZE, SIZE), np.int32)
+    for row, text in enumerate(texts):
+        tokens[row, : len(text)] = text
+    lengths = [len(text) for text in texts] + [1] * (SIZE - len(texts))
+    rows, places = zip(*at, *[(0, 0)] * (SIZE - len(at)))
+    given = (jnp.asarray(ints, jnp.int32) for ints in (tokens, lengths, rows, places))
+    return np.asarray(logprobs_at(model, *given))[: len(at)]
+
+
+@pytest.mark.parametrize("name", [*BRAINS, WIDE])
+def test_a_brain_says_what_ai_os_says_of_it(name: str) -> None:
+    """All prefixes of prompt and answer are one batch: each row is the distribution of the next token."""
+    model = load(name)
+    for case in brain_cases(name):
+        text, first = case["prompt"] + case["greedy"], len(case["prompt"]) - 1
+        prefixes = [text[:end] for end in range(1, len(text))]
+        found = run(model, prefixes, [(row, row) for row in range(len(prefixes))])
+        assert found[first:].argmax(-1).tolist() == case["greedy"]
+        got = found[np.arange(len(prefixes)), text[1:]]
+        np.testing.assert_allclose(got, case["prompt_logprobs"][1:] + case["greedy_logprobs"], atol=1e-3)
+        top = [found[first][token] for token, _ in case["last_top5"]]
+        np.testing.assert_allclose(top, [value for _, value in case["last_top5"]], atol=1e-3)
+
+        whole = case["prompt"] + case["continuation"]
+        places = range(first, len(whole) - 1)
+        found = run(model, [whole], [(0, place) for place in places])
+        got = found[np.arange(len(places)), case["continuation"]]
+        np.testing.assert_allclose(got, case["continuation_logprobs_one_pass"], atol=1e-3)
+
+
+def test_a_text_among_longer_ones_gives_the_same_numbers_as_alone() -> None:
+    model = load("hrm-tiny-moe")
+    texts = [case["prompt"] for case in brain_cases("hrm-tiny-moe")]
+    together = run(model, texts, [(row, len(text) - 1) for row, text in enumerate(texts)])
+    for row, text in enumerate(texts):
+        np.testing.assert_allclose(together[row], run(model, [text], [(0, len(text) - 1)])[0], atol=1e-4)
+
+
+def test_attention_in_blocks_of_queries_is_the_same_as_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    qkv = jax.random.normal(jax.random.key(0), (2, 64, 3 * 2 * 8))
+    angles = angles_at(jnp.arange(64, dtype=jnp.int32)[None], Rope(8, 10_000.0, None))
+    is_real = jnp.arange(64)[None] < jnp.asarray([[64], [40]])
+    at_once = hrm.attend_to_all(qkv, 2, angles, is_real)
+    monkeypatch.setattr(hrm, "QUERY_BLOCK", 16)
+    np.testing.assert_allclose(hrm.attend_to_all(qkv, 2, angles, is_real), at_once, atol=1e-5)
