@@ -33,6 +33,15 @@ def open_model(name: str, values: Mapping[str, object], report: Callable[[str], 
 
 def open_with(settings: Settings, report: Callable[[str], None] | None = None) -> Model:
     """Loads the one model of the settings. Raises `StartupError`."""
+    opened = open_device(settings, report)
+    model = Model(opened.registry, opened.settings, opened.close)
+    atexit.register(model.close)  # a program that ends without closing it
+    opened.on_closed = lambda: atexit.unregister(model.close)
+    return model
+
+
+def open_device(settings: Settings, report: Callable[[str], None] | None = None) -> OpenedDevice:
+    """Loads the one model of the settings, for a caller that brings its own work. Raises `StartupError`."""
     if settings.has_several:
         raise ConfigError("the settings are of several models, and one is opened at a time")
     check_source(settings)
@@ -41,13 +50,10 @@ def open_with(settings: Settings, report: Callable[[str], None] | None = None) -
     opened = OpenedDevice(settings, report or _log_progress)
     try:
         opened.wait_ready()
-        model = Model(opened.registry, settings, opened.close)
     except BaseException:
         opened.abandon()
         raise
-    atexit.register(model.close)  # a program that ends without closing it
-    opened.on_closed = lambda: atexit.unregister(model.close)
-    return model
+    return opened
 
 
 class OpenedDevice:
@@ -63,7 +69,7 @@ class OpenedDevice:
         )
         self.registry = Registry(self._engine)
         self.on_closed: Callable[[], object] = lambda: None
-        self._settings = settings
+        self.settings = settings
         self._report = report
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="levserve-device", daemon=True)
@@ -94,7 +100,7 @@ class OpenedDevice:
     def _run(self) -> None:
         try:
             loaded = load(
-                self._settings, self._engine.metrics, rows=self._settings.max_running, report=self._report
+                self.settings, self._engine.metrics, rows=self.settings.max_running, report=self._report
             )
         except BaseException as error:
             self._failure = error

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from levserve.engine.admission import Reservation
+from levserve.engine.admission import Admission, Reservation
 from levserve.engine.engine import Engine
 
 OnGranted = Callable[[Reservation | Exception], None]
@@ -31,10 +31,15 @@ class Waiter:
 
 
 class Places:
-    """Any thread may call its methods. All work of the engine comes through here."""
+    """Any thread may call its methods.
 
-    def __init__(self, engine: Engine) -> None:
+    The engine's own admission counts all of its work, unless another one is given: work that yields to all
+    other takes nobody's place.
+    """
+
+    def __init__(self, engine: Engine, admission: Admission | None = None) -> None:
         self._engine = engine
+        self._admission = admission or engine.admission
         self._lock = threading.Lock()
         self._waiting: list[Waiter] = []
         self._numbers = itertools.count()
@@ -71,14 +76,15 @@ class Places:
             waiter.on_granted(granted)
 
     def _has_room(self, waiter: Waiter) -> bool:
-        room = self._engine.admission.room()
+        room = self._admission.room()
         can_never_fit = waiter.num_requests > room.max_requests or waiter.num_tokens > room.max_tokens
         fits = waiter.num_requests <= room.free_requests and waiter.num_tokens <= room.free_tokens
         return fits or can_never_fit  # which `_reserve` refuses with the numbers
 
     def _reserve(self, waiter: Waiter) -> Reservation | Exception:
         try:
-            reservation = self._engine.reserve()
+            self._engine.require_ready()
+            reservation = self._admission.reserve(0, 0)
         except Exception as error:
             return error
         try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from levserve.api.places import Places, Waiter
@@ -38,16 +38,13 @@ class Job(Generic[T]):
         return self.requests[0].priority
 
 
-@dataclass(slots=True)
 class Runtime:
     """Where work runs: an engine, one of its models, and the places in it."""
 
-    engine: Engine
-    model: ServedModel
-    places: Places = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.places = Places(self.engine)
+    def __init__(self, engine: Engine, model: ServedModel, places: Places | None = None) -> None:
+        self.engine = engine
+        self.model = model
+        self.places = places or Places(engine)
 
 
 class Work:
@@ -73,6 +70,11 @@ class Work:
         self._reservation: Reservation | None = None
         self._stream: PushStream | None = None
         self._waiter: Waiter | None = None
+
+    @property
+    def admitted_at(self) -> float | None:
+        """When the first of its sequences got a row, on `time.monotonic`'s clock."""
+        return None if self._stream is None else self._stream.admitted_at
 
     def start(self) -> None:
         job = self._job

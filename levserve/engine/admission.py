@@ -59,6 +59,20 @@ class Admission:
         guess = min(body_bytes // BYTES_PER_TOKEN, max_guess, self.max_tokens // MAX_GUESS_SHARE)
         return Reservation(self, guess)
 
+    def check(self, num_requests: int, num_tokens: int, param: str | None) -> None:
+        """Raises `BadRequest` for a request that would not fit if it were alone."""
+        if num_requests > self.max_requests:
+            raise BadRequest(
+                f"The request asks for {num_requests} choices in all; this server runs {self.max_requests}.",
+                param=param,
+            )
+        if num_tokens > self.max_tokens:
+            raise BadRequest(
+                f"The request may take {num_tokens} tokens, prompts and answers of all its choices together; "
+                f"this server admits {self.max_tokens} at a time.",
+                param=param,
+            )
+
     def enter(self, guess: int) -> None:
         """Takes a place for one sequence. Its guess counts against other guesses until it is replaced."""
         with self._lock:
@@ -128,17 +142,7 @@ class Reservation:
         If it raises, it keeps what it held. 0 tokens means that they are not counted yet.
         """
         admission = self._admission
-        if num_requests > admission.max_requests:
-            most = admission.max_requests
-            raise BadRequest(
-                f"The request asks for {num_requests} choices in all; this server runs {most}.", param=param
-            )
-        if num_tokens > admission.max_tokens:
-            raise BadRequest(
-                f"The request may take {num_tokens} tokens, prompts and answers of all its choices together; "
-                f"this server admits {admission.max_tokens} at a time.",
-                param=param,
-            )
+        admission.check(num_requests, num_tokens, param)
         num_requests = max(num_requests, self._num_requests)
         num_tokens = max(num_tokens, self._num_tokens)
         guess = 0 if num_tokens else self._guess

@@ -1,4 +1,4 @@
-"""The commands besides serving: `levserve chat`, `generate`, `models` and `fetch`.
+"""The commands besides serving: `levserve chat`, `generate`, `batch`, `models` and `fetch`.
 
 They run on the main thread of their own process. jax is imported when a model is opened.
 """
@@ -15,6 +15,7 @@ from levserve.errors import ServeError, StartupError
 COMMANDS = {
     "chat": ("levserve.terminal.chat", "main"),
     "generate": ("levserve.terminal.generate", "main"),
+    "batch": ("levserve.terminal.batch", "main"),
     "models": ("levserve.terminal.models", "list_main"),
     "fetch": ("levserve.terminal.models", "fetch_main"),
 }

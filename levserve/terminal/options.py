@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from argparse import SUPPRESS, ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from levserve.api.model import Model
@@ -70,9 +72,16 @@ def settings_of(options: Namespace) -> dict[str, object]:
 
 
 def open_with_progress(options: Namespace) -> Model:
-    """Loads the model and shows how far that is, in a terminal on one line that goes away."""
+    """Loads the model and shows how far that is."""
     from levserve.api.opening import open_model
 
+    with show_loading() as report:
+        return open_model("", {"max_running": ROWS, **settings_of(options)}, report)
+
+
+@contextmanager
+def show_loading() -> Iterator[Callable[[str], None]]:
+    """Yields what shows how far loading is, in a terminal on one line that goes away."""
     is_terminal = sys.stderr.isatty()
 
     def report(line: str) -> None:
@@ -80,7 +89,7 @@ def open_with_progress(options: Namespace) -> Model:
             print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
 
     try:
-        return open_model("", {"max_running": ROWS, **settings_of(options)}, report)
+        yield report
     finally:
         if is_terminal:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)

@@ -32,6 +32,7 @@ from levserve.request.policy import Policy
 from levserve.request.schema import GenerationBody
 from levserve.request.submission import Seeds, count_reserved, prepare
 from levserve.request.truncation import Truncation
+from levserve.request.waves import split_waves
 from levserve.schedule.request import GenerationRequest
 from levserve.settings.settings import Settings
 from levserve.text.stops import StopStrings
@@ -42,7 +43,6 @@ from levserve.web.watcher import Watcher
 
 TIMEOUT_HEADER = "x-request-timeout-ms"
 MAX_SECONDS = 1e6  # longer timeouts count as this much: Python refuses to wait 1e10 seconds
-WAVE_SHARE = 4  # a wave of prompts takes at most this part of the tokens that may be admitted
 
 
 class Calls:
@@ -182,7 +182,7 @@ class Call:
         choices = [Choice(model.tokenizer.detokenizer(), StopStrings(())) for _ in requests]
         sizes = [len(request.prompt) for request in requests]
         self.request_log.note_work(model.name, sum(sizes), choices)
-        waves = split_waves(sizes, self._max_wave(), self._calls.engine.admission.max_tokens // WAVE_SHARE)
+        waves = split_waves(sizes, self._max_wave(), self._calls.engine.admission.max_tokens)
         self._grow_to(max(len(sizes[wave]) for wave in waves), max(sum(sizes[wave]) for wave in waves))
         for wave in waves:
             with ExitStack() as held:
@@ -217,18 +217,6 @@ class Call:
     def _max_wave(self) -> int:
         max_inflight = self._calls.engine.max_inflight
         return min(self.settings.max_running or max_inflight, max_inflight)
-
-
-def split_waves(sizes: Sequence[int], max_prompts: int, max_tokens: int) -> list[slice]:
-    """Cuts prompts of these sizes into waves within both bounds; one over `max_tokens` is a wave alone."""
-    waves = []
-    start, num_tokens = 0, 0
-    for index, size in enumerate(sizes):
-        num_tokens += size
-        if index > start and (index - start == max_prompts or num_tokens > max_tokens):
-            waves.append(slice(start, index))
-            start, num_tokens = index, size
-    return [*waves, slice(start, len(sizes))]
 
 
 def header_timeout() -> float | None:

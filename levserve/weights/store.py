@@ -1,4 +1,4 @@
-"""Folders and files behind gs://, s3:// and http(s):// addresses, read through fsspec. Imports no jax."""
+"""Folders and files behind gs://, s3:// and http(s):// addresses, through fsspec. Imports no jax."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path, PurePosixPath
@@ -169,6 +169,29 @@ class Store:
     def read_whole(self, file: RemoteFile, path: Path) -> None:
         self._fs.get_file(file.path, str(path))
 
+    def write(self, name: str, data: bytes) -> None:
+        """Puts a small file into the folder, in place of what had its name."""
+        with self._writing(name):
+            self._fs.pipe_file(self._path(name), data)
+
+    def write_file(self, name: str, path: Path) -> None:
+        """Puts a file of any size into the folder, in place of what had its name."""
+        with self._writing(name):
+            self._fs.put_file(str(path), self._path(name))
+
+    def remove(self, name: str) -> None:
+        """Does nothing if there is none."""
+        with self._writing(name), suppress(FileNotFoundError):
+            self._fs.rm_file(self._path(name))
+
+    @contextmanager
+    def _writing(self, name: str) -> Iterator[None]:
+        address = f"{self.address}/{name}".rstrip("/")
+        if self._is_web:
+            raise ConfigError(f"cannot write {address}: only gs:// and s3:// can be written to")
+        with as_startup_error(address, verb="write"):
+            yield
+
     def is_encrypted(self, file: RemoteFile) -> bool:
         """Whether S3 encrypts the object with a key of its own, in which case its ETag is not an MD5."""
         if self._scheme != "s3":
@@ -183,7 +206,7 @@ class Store:
 
 
 @contextmanager
-def as_startup_error(address: str, *, hint: str = "") -> Iterator[None]:
+def as_startup_error(address: str, *, hint: str = "", verb: str = "fetch") -> Iterator[None]:
     """Turns any error of a store's library into one line that names the address."""
     try:
         yield
@@ -191,7 +214,7 @@ def as_startup_error(address: str, *, hint: str = "") -> Iterator[None]:
         raise
     except Exception as error:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise StartupError(f"cannot fetch {address}: {reason}{hint}") from error
+        raise StartupError(f"cannot {verb} {address}: {reason}{hint}") from error
 
 
 def _md5(info: Mapping[str, Any], etag: str) -> str | None:

@@ -31,6 +31,7 @@ FLOORS = {
     "request": 9,
     "answers": 10,
     "api": 10,
+    "batch": 11,
     "__init__": 11,  # `levserve.open`
     "wire": 11,
     "web": 12,
@@ -51,6 +52,7 @@ FORBIDDEN = {
     "request": {"jax", "flask", "gunicorn"},
     "answers": {"jax", "flask", "gunicorn"},
     "api": {"jax", "flask", "gunicorn"},
+    "batch": {"jax", "flask", "gunicorn"},
 }
 
 

@@ -1,0 +1,110 @@
+"""The lines of batch files in OpenAI's format: a request on each line of the input, its result on one of the
+output.
+
+A result's id holds the number of the request's line and a checksum of it. So the results themselves tell
+which requests are done, and a batch that was killed goes on from what it has written.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import zlib
+from typing import NamedTuple
+
+import msgspec
+from msgspec import Raw, Struct
+
+from levserve.errors import BadRequest, BodyTooLarge
+from levserve.request.decode import decode
+
+RESULT_ID = re.compile(r"batch_req_([0-9a-f]{1,12})_([0-9a-f]{8})")
+MAX_ID_CHARS = 512
+
+
+class InputLine(NamedTuple):
+    """A line as it stands in the file, and its number from 1 on. Of one that is too long only the beginning
+    was kept."""
+
+    number: int
+    data: bytes
+    num_bytes: int
+    is_too_long: bool = False
+
+    @property
+    def checksum(self) -> int:
+        return zlib.crc32(self.data)
+
+
+class RequestLine(Struct, frozen=True):
+    """What a line asks for. The body is read later, as its endpoint reads it."""
+
+    custom_id: str
+    method: str
+    url: str
+    body: Raw
+
+    def __post_init__(self) -> None:
+        if len(self.custom_id) > MAX_ID_CHARS:
+            raise BadRequest(f"'custom_id' has more than {MAX_ID_CHARS} characters.", param="custom_id")
+
+
+class LineResponse(Struct, frozen=True):
+    """The answer that the request would have had over HTTP."""
+
+    status_code: int
+    request_id: str
+    body: Raw
+
+
+class LineError(Struct, frozen=True):
+    """Why a request was not run."""
+
+    code: str
+    message: str
+
+
+class ResultLine(Struct, frozen=True):
+    id: str
+    custom_id: str | None
+    response: LineResponse | None
+    error: LineError | None = None
+
+    def encode(self) -> bytes:
+        return msgspec.json.encode(self) + b"\n"
+
+
+class CustomId(Struct, frozen=True):
+    custom_id: str | None = None
+
+
+def read_line(line: InputLine, max_bytes: int) -> RequestLine:
+    """Raises `BadRequest`, or `BodyTooLarge` as the server does."""
+    if line.is_too_long:
+        raise BodyTooLarge(f"The body is larger than this server's limit of {max_bytes} bytes.")
+    try:
+        request = decode(line.data, RequestLine)
+    except BadRequest as error:
+        if error.param is None:
+            raise BadRequest(error.message.replace("body", "line", 1), code=error.code) from None
+        raise
+    if len(request.body) > max_bytes:
+        raise BodyTooLarge(f"The body is larger than this server's limit of {max_bytes} bytes.")
+    return request
+
+
+def find_custom_id(line: InputLine) -> str | None:
+    """The id of a line that is otherwise of no use, if it has one."""
+    try:
+        return msgspec.json.decode(line.data, type=CustomId).custom_id
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def result_id(line: InputLine) -> str:
+    return f"batch_req_{line.number:x}_{line.checksum:08x}"
+
+
+def make_result(line: InputLine, custom_id: str | None, status: int, body: bytes) -> ResultLine:
+    response = LineResponse(status, f"{random.getrandbits(64):016x}", Raw(body))
+    return ResultLine(result_id(line), custom_id, response)

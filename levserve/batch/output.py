@@ -1,0 +1,133 @@
+"""Where the results of a batch go: a file, or an object in a store.
+
+Objects cannot grow. The results of a batch that goes to a store are kept in a file of the cache meanwhile,
+and what is new in it goes to the store every minute, in parts beside the object; so a batch goes on after a
+kill, and on another machine too. In the end the object is written and the parts are removed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+
+from levserve.batch.done import DoneLines
+from levserve.batch.results import ResultFile
+from levserve.errors import ConfigError
+from levserve.weights.store import Store, is_address
+
+PART_BYTES = 16 << 20
+PART_SECONDS = 60.0
+"""New results go to the store when they are so many, or this old."""
+
+
+class Output:
+    """Results in a file. Belongs to one thread. Raises `StartupError`."""
+
+    def __init__(self, path: Path, *, overwrites: bool = False) -> None:
+        self.done = DoneLines()
+        try:
+            if overwrites:
+                path.unlink(missing_ok=True)
+            self.results = ResultFile(path, self.done)
+        except OSError as error:
+            raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+
+    def checkpoint(self) -> None:
+        """Called after every result."""
+
+    def finish(self) -> None:
+        """Called when every line has its result."""
+        self.results.close()
+
+    def __enter__(self) -> Output:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.results.close()
+
+
+class StoreOutput(Output):
+    """Results that end in a store."""
+
+    def __init__(self, address: str, cache_path: Path, *, overwrites: bool = False) -> None:
+        self._store = Store(address)
+        self._parts = Store(f"{address}.parts")
+        spool = cache_path / "batch" / f"{hashlib.sha256(address.encode()).hexdigest()[:24]}.jsonl"
+        spool.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        names = self._parts.list_files()
+        if overwrites:
+            self._remove_parts(names)
+            names = []
+        else:
+            self._fetch(spool, names)
+        super().__init__(spool, overwrites=overwrites)
+        self._num_parts = len(names)
+        self._num_sent = sum(part.num_bytes for part in self._parts.describe_all(names))
+        self._sent_at = time.monotonic()
+        self._sending: Future[None] | None = None
+        self._sender = ThreadPoolExecutor(1, "levserve-upload")
+
+    def checkpoint(self) -> None:
+        is_due = self.results.num_bytes - self._num_sent >= PART_BYTES
+        is_due |= time.monotonic() - self._sent_at >= PART_SECONDS
+        if not is_due or self.results.num_bytes == self._num_sent:
+            return
+        if self._sending is not None:
+            if not self._sending.done():
+                return
+            self._sending.result()
+        start, stop = self._num_sent, self.results.num_bytes
+        name = f"{self._num_parts:08d}.jsonl"
+        self._sending = self._sender.submit(self._send, name, start, stop)
+        self._num_sent, self._num_parts, self._sent_at = stop, self._num_parts + 1, time.monotonic()
+
+    def finish(self) -> None:
+        self._sender.shutdown()
+        super().finish()
+        self._store.write_file("", self.results.path)
+        self._remove_parts(Store(self._parts.address).list_files())
+        self.results.path.unlink()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._sender.shutdown()
+        super().__exit__(kind, error, trace)
+
+    def _send(self, name: str, start: int, stop: int) -> None:
+        with self.results.path.open("rb") as file:
+            file.seek(start)
+            self._parts.write(name, file.read(stop - start))
+
+    def _fetch(self, spool: Path, names: list[str]) -> None:
+        """Makes the file of the cache from the store, unless it is here and has at least as much."""
+        whole = None if names else self._store.describe("")  # the results of a batch that was complete
+        found = self._parts.describe_all(names) if whole is None else [whole]
+        num_bytes = sum(part.num_bytes for part in found)
+        if spool.exists() and spool.stat().st_size >= num_bytes:
+            return
+        half = spool.with_suffix(".half")
+        if whole is not None:
+            self._store.read_whole(whole, half)
+        else:
+            with half.open("wb") as file:
+                for name in names:
+                    file.write(self._parts.read(name) or b"")
+        os.replace(half, spool)
+
+    def _remove_parts(self, names: list[str]) -> None:
+        for name in names:
+            self._parts.remove(name)
+
+
+def open_output(place: str, cache_path: Path, *, overwrites: bool = False) -> Output:
+    """Continues what is there, unless it `overwrites` it."""
+    if is_address(place):
+        return StoreOutput(place, cache_path, overwrites=overwrites)
+    return Output(Path(place), overwrites=overwrites)

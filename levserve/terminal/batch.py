@@ -1,0 +1,139 @@
+"""`levserve batch`: answers a file of requests, without a server."""
+
+from __future__ import annotations
+
+import sys
+import time
+from argparse import SUPPRESS
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+
+from levserve.api.opening import OpenedDevice, open_device
+from levserve.api.places import Places
+from levserve.batch.endpoints import Limits
+from levserve.batch.line import InputLine
+from levserve.batch.ordering import MAX_LINES, order_lines
+from levserve.batch.output import Output, open_output
+from levserve.batch.runner import Interrupted, Runner
+from levserve.batch.source import Source
+from levserve.batch.tally import Tally
+from levserve.errors import ConfigError, StartupError
+from levserve.settings.program import make_settings
+from levserve.settings.settings import Settings
+from levserve.terminal.options import make_parser, settings_of, show_loading
+
+DESCRIPTION = """\
+Answers a file of requests in OpenAI's batch format, each on a line of its own:
+
+  {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions",
+   "body": {"model": "...", "messages": [...]}}
+
+  levserve batch in.jsonl out.jsonl                       with the bundled model
+  levserve batch in.jsonl out.jsonl --model Qwen/Qwen3-0.6B
+  levserve batch gs://bucket/in.jsonl gs://bucket/out.jsonl
+
+The url is /v1/chat/completions, /v1/completions, /v1/embeddings or /loglikelihood. Each result has the body
+that the server would have answered with. Results are written as they end; find them by custom_id.
+The same command again goes on after an interruption: what has its result is not run again.
+"""
+FAILED_LINES = 3
+"""Exit code of a batch that is complete, with requests that failed."""
+TERMINAL_SECONDS, LOG_SECONDS = 0.5, 30.0
+"""Between two reports of the progress, in a terminal and elsewhere."""
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = make_parser("batch", DESCRIPTION)
+    parser.add_argument("input", help="The file of requests, or its gs://, s3:// or http(s):// address.")
+    parser.add_argument("output", help="The file of results, or its gs:// or s3:// address.")
+    parser.add_argument("--model", metavar="NAME", help="What to use. [default: the bundled model]")
+    parser.add_argument("--overwrite", action="store_true", help="Begin anew, whatever the output holds.")
+    parser.add_argument(
+        "--window",
+        type=int,
+        default=MAX_LINES,
+        metavar="N",
+        help="Lines that are sorted together, so that common beginnings are computed once. [%(default)s]",
+    )
+    parser.add_argument(
+        "--seed",
+        dest="setting:seed",
+        default=SUPPRESS,
+        metavar="N",
+        help="Makes lines without a seed repeatable.",
+    )
+    options = parser.parse_args(argv)
+    if options.window < 1:
+        raise ConfigError("--window must be at least 1")
+    if options.input == options.output:
+        raise ConfigError("the input and the output are the same file")
+    settings = make_settings(settings_of(options))
+    source = Source(options.input)
+    with open_output(options.output, settings.cache_path, overwrites=options.overwrite) as output:
+        tally = Tally(source.num_bytes)
+        if not _has_work(source, output, settings):  # no model is needed to find that out
+            tally.num_before = output.results.num_results
+        else:
+            with show_loading() as report, closing(open_device(settings, report)) as opened:
+                run(source, output, opened, tally, options.window)
+        output.finish()
+        for line in tally.describe_end():
+            print(line, file=sys.stderr)
+        return FAILED_LINES if output.results.num_failed else 0
+
+
+def run(source: Source, output: Output, opened: OpenedDevice, tally: Tally, window: int) -> None:
+    """Runs what has no result yet. Raises `StartupError` if the device fails."""
+    engine, settings = opened.registry.engine, opened.settings
+    limits = Limits(engine.admission, min(settings.max_running, engine.max_inflight))
+    runner = Runner(opened.registry, settings, Places(engine), limits, max_sequences=engine.max_inflight)
+    lines = order_lines(_not_done(source, output, tally, settings), settings.max_body_bytes, window)
+    reports = Reports()
+    tally.start()
+    try:
+        with closing(runner.run(lines)) as results:
+            for result in results:
+                output.results.write(result.result)
+                output.checkpoint()
+                tally.add(result)
+                reports.show(tally)
+    except Interrupted as error:
+        raise StartupError("the device failed; the same command goes on from here") from error
+    except OSError as error:
+        raise StartupError(f"cannot write {output.results.path}: {error.strerror}") from error
+    finally:
+        reports.end()
+
+
+class Reports:
+    """The progress on stderr: a line that is drawn anew in a terminal, a new line now and then elsewhere."""
+
+    def __init__(self) -> None:
+        self._is_terminal = sys.stderr.isatty()
+        self._next = time.monotonic() + (0 if self._is_terminal else LOG_SECONDS)
+
+    def show(self, tally: Tally) -> None:
+        now = time.monotonic()
+        if now < self._next:
+            return
+        self._next = now + (TERMINAL_SECONDS if self._is_terminal else LOG_SECONDS)
+        if self._is_terminal:
+            print(f"\r\x1b[K{tally.describe_progress()}", end="", file=sys.stderr, flush=True)
+        else:
+            print(tally.describe_progress(), file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        if self._is_terminal:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def _has_work(source: Source, output: Output, settings: Settings) -> bool:
+    return any(not output.done.has(line) for line in source.lines(settings.max_body_bytes))
+
+
+def _not_done(source: Source, output: Output, tally: Tally, settings: Settings) -> Iterator[InputLine]:
+    for line in source.lines(settings.max_body_bytes):
+        if output.done.has(line):
+            tally.skip(line.num_bytes)
+        else:
+            yield line
