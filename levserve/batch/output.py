@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +20,8 @@ from levserve.batch.results import ResultFile
 from levserve.errors import ConfigError
 from levserve.weights.store import Store, is_address
 
+PART_NAME = re.compile(r"(\d{15})-(\d{15})\.jsonl")
+"""Where in the results a part begins and ends."""
 PART_BYTES = 16 << 20
 PART_SECONDS = 60.0
 """New results go to the store when they are so many, or this old."""
@@ -57,18 +60,18 @@ class StoreOutput(Output):
 
     def __init__(self, address: str, cache_path: Path, *, overwrites: bool = False) -> None:
         self._store = Store(address)
+        self._store.check_writable()
         self._parts = Store(f"{address}.parts")
         spool = cache_path / "batch" / f"{hashlib.sha256(address.encode()).hexdigest()[:24]}.jsonl"
         spool.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        names = self._parts.list_files()
+        names = [name for name in self._parts.list_files() if PART_NAME.fullmatch(name)]
         if overwrites:
             self._remove_parts(names)
             names = []
         else:
             self._fetch(spool, names)
         super().__init__(spool, overwrites=overwrites)
-        self._num_parts = len(names)
-        self._num_sent = sum(part.num_bytes for part in self._parts.describe_all(names))
+        self._num_sent = _end_of(names)
         self._sent_at = time.monotonic()
         self._sending: Future[None] | None = None
         self._sender = ThreadPoolExecutor(1, "levserve-upload")
@@ -83,9 +86,8 @@ class StoreOutput(Output):
                 return
             self._sending.result()
         start, stop = self._num_sent, self.results.num_bytes
-        name = f"{self._num_parts:08d}.jsonl"
-        self._sending = self._sender.submit(self._send, name, start, stop)
-        self._num_sent, self._num_parts, self._sent_at = stop, self._num_parts + 1, time.monotonic()
+        self._sending = self._sender.submit(self._send, start, stop)
+        self._num_sent, self._sent_at = stop, time.monotonic()
 
     def finish(self) -> None:
         self._sender.shutdown()
@@ -100,16 +102,15 @@ class StoreOutput(Output):
         self._sender.shutdown()
         super().__exit__(kind, error, trace)
 
-    def _send(self, name: str, start: int, stop: int) -> None:
+    def _send(self, start: int, stop: int) -> None:
         with self.results.path.open("rb") as file:
             file.seek(start)
-            self._parts.write(name, file.read(stop - start))
+            self._parts.write(f"{start:015d}-{stop:015d}.jsonl", file.read(stop - start))
 
     def _fetch(self, spool: Path, names: list[str]) -> None:
         """Makes the file of the cache from the store, unless it is here and has at least as much."""
         whole = None if names else self._store.describe("")  # the results of a batch that was complete
-        found = self._parts.describe_all(names) if whole is None else [whole]
-        num_bytes = sum(part.num_bytes for part in found)
+        num_bytes = _end_of(names) if whole is None else whole.num_bytes
         if spool.exists() and spool.stat().st_size >= num_bytes:
             return
         half = spool.with_suffix(".half")
@@ -118,12 +119,19 @@ class StoreOutput(Output):
         else:
             with half.open("wb") as file:
                 for name in names:
-                    file.write(self._parts.read(name) or b"")
+                    part = self._parts.read(name) or b""
+                    file.write(part if part.endswith(b"\n") else part + b"\n")
         os.replace(half, spool)
 
     def _remove_parts(self, names: list[str]) -> None:
         for name in names:
             self._parts.remove(name)
+
+
+def _end_of(names: list[str]) -> int:
+    """How many bytes of the results are in these parts, which are in order."""
+    found = PART_NAME.fullmatch(names[-1]) if names else None
+    return 0 if found is None else int(found[2])
 
 
 def open_output(place: str, cache_path: Path, *, overwrites: bool = False) -> Output:

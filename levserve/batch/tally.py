@@ -26,6 +26,7 @@ class Tally:
         self.errors: Counter[tuple[int, str]] = Counter()
         self.num_run = 0
         self.num_before = 0
+        self.num_failed_before = 0
 
     @property
     def num_failed(self) -> int:
@@ -69,7 +70,9 @@ class Tally:
             f"({self._completion_tokens / seconds:,.0f} tok/s)"
         ]
         if self.num_before:
-            lines.append(f"{self.num_before:,} more were done before")
+            lines.append(
+                f"{self.num_before:,} more were done before, {self.num_failed_before:,} of them failed"
+            )
         for (status, code), count in self.errors.most_common(MAX_KINDS):
             lines.append(f"  {count:,} x {status} {code}")
         if len(self.errors) > MAX_KINDS:

@@ -32,6 +32,7 @@ Other commands, each with its own --help:
 
   levserve chat [MODEL]                     a conversation in the terminal
   levserve generate "PROMPT"                writes the continuation of a text
+  levserve batch IN.jsonl OUT.jsonl         answers a file of requests
   levserve models                           lists what can be served
   levserve fetch NAME                       downloads a model
 

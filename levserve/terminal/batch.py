@@ -71,11 +71,12 @@ def main(argv: Sequence[str]) -> int:
     source = Source(options.input)
     with open_output(options.output, settings.cache_path, overwrites=options.overwrite) as output:
         tally = Tally(source.num_bytes)
-        if not _has_work(source, output, settings):  # no model is needed to find that out
-            tally.num_before = output.results.num_results
-        else:
+        tally.num_failed_before = output.results.num_failed
+        if _has_work(source, output, settings):
             with show_loading() as report, closing(open_device(settings, report)) as opened:
                 run(source, output, opened, tally, options.window)
+        else:  # no model is needed to find that out
+            tally.num_before = output.results.num_results
         output.finish()
         for line in tally.describe_end():
             print(line, file=sys.stderr)

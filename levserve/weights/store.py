@@ -184,12 +184,15 @@ class Store:
         with self._writing(name), suppress(FileNotFoundError):
             self._fs.rm_file(self._path(name))
 
+    def check_writable(self) -> None:
+        """Raises `ConfigError` for a kind of address that cannot be written to."""
+        if self._is_web:
+            raise ConfigError(f"cannot write {self.address}: only gs:// and s3:// can be written to")
+
     @contextmanager
     def _writing(self, name: str) -> Iterator[None]:
-        address = f"{self.address}/{name}".rstrip("/")
-        if self._is_web:
-            raise ConfigError(f"cannot write {address}: only gs:// and s3:// can be written to")
-        with as_startup_error(address, verb="write"):
+        self.check_writable()
+        with as_startup_error(f"{self.address}/{name}".rstrip("/"), verb="write"):
             yield
 
     def is_encrypted(self, file: RemoteFile) -> bool:

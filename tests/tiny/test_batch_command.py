@@ -1,0 +1,68 @@
+"""`levserve batch` as a user runs it, on a tiny model: killed in the middle, and run again."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from levserve import cli
+from tests.conftest import GOLDEN
+from tests.engines import cache_folder
+from tests.waiting import COMPILE_SECONDS, wait_until
+
+CASES = json.loads((GOLDEN / "llama" / "golden.json").read_text())["cases"]
+FLAGS = ["--model", str(GOLDEN / "llama"), "--served-model-name", "tiny", "--dtype", "float32"]
+FLAGS += ["--page-size", "4", "--prefill-chunk", "16", "--kv-pages", "64", "--max-running", "4"]
+FLAGS += ["--cache-dir", str(cache_folder())]
+NUM_LINES = 300
+
+
+def write_input(path: Path, count: int) -> None:
+    with path.open("w") as file:
+        for number in range(count):
+            body: dict[str, Any] = {"model": "tiny", "prompt": CASES[number % len(CASES)]["prompt"]}
+            body |= {"max_tokens": 24, "temperature": 0, "ignore_eos": True}
+            line = {"custom_id": f"{number}", "method": "POST", "url": "/v1/completions", "body": body}
+            file.write(json.dumps(line) + "\n")
+        file.write('{"custom_id": "wrong"}\n')
+
+
+def test_a_batch_that_is_killed_goes_on_with_nothing_lost_and_nothing_done_twice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    write_input(source, NUM_LINES)
+    command = [sys.executable, "-m", "levserve", "batch", str(source), str(target), *FLAGS]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    try:
+        wait_until(lambda: target.exists() and target.read_bytes().count(b"\n") >= 5, COMPILE_SECONDS)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    num_before = target.read_bytes().count(b"\n")
+    assert 5 <= num_before < NUM_LINES
+    before = target.read_bytes().splitlines()[:num_before]
+    assert cli.main(command[3:]) == 3
+    told = capsys.readouterr().err
+    assert f"{NUM_LINES + 1 - num_before} requests" in told and f"{num_before} more were done before" in told
+    assert "1 x 400 missing_required_parameter" in told or "before, 1 of them failed" in told
+    assert target.read_bytes().splitlines()[:num_before] == before
+    results = [json.loads(line) for line in target.read_text().splitlines()]
+    (wrong,) = (result for result in results if result["custom_id"] == "wrong")
+    results.remove(wrong)
+    assert sorted(int(result["custom_id"]) for result in results) == list(range(NUM_LINES))
+    for result in results:
+        case = CASES[int(result["custom_id"]) % len(CASES)]
+        usage = result["response"]["body"]["usage"]
+        assert usage["completion_tokens"] == len(case["greedy"])
+    assert any(
+        result["response"]["body"]["usage"]["prompt_tokens_details"]["cached_tokens"] for result in results
+    )
+    assert cli.main(command[3:]) == 3  # all is done, and a failed request is still a failed one
+    assert "before, 1 of them failed" in capsys.readouterr().err
