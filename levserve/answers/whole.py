@@ -6,12 +6,36 @@ Used on HTTP threads and by batches. The choices are prompt-major, equally many 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
+from levserve.answers.answer import Answer
 from levserve.answers.logprobs import PromptLogprobs, prompt_logprobs
+from levserve.engine.served_model import ServedModel
 from levserve.generation import Choice, Delta, join_deltas
 from levserve.request.choices import rank_choices
 from levserve.request.schema import GenerationBody
 from levserve.text.tokenizer import Tokenizer
+
+AnswerKind = TypeVar("AnswerKind", bound=Answer)
+
+
+def make_answer(
+    kind: type[AnswerKind],
+    body: GenerationBody,
+    model: ServedModel,
+    model_name: str,
+    prompts: Sequence[Sequence[int]],
+    warnings: Sequence[str],
+) -> AnswerKind:
+    """What makes the objects of the answer; `model_name` is the name that the client used."""
+    return kind(
+        model,
+        model_name,
+        warnings,
+        is_function=body.calls_functions,
+        shown_prompts=prompts if body.return_token_ids else None,
+        num_choices=body.num_choices,
+    )
 
 
 def join_answered(

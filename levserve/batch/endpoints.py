@@ -16,7 +16,7 @@ from levserve.answers.answer import Answer, ChatAnswer, TextAnswer, Timings, cou
 from levserve.answers.embeddings import EmbeddingBody, prepare_embeddings
 from levserve.answers.scoring import ScoreBody, prepare_scores
 from levserve.answers.timings import make_timings
-from levserve.answers.whole import join_answered, show_prompts
+from levserve.answers.whole import join_answered, make_answer, show_prompts
 from levserve.engine.admission import Admission
 from levserve.engine.served_model import ServedModel
 from levserve.errors import BadRequest, NotFound
@@ -151,7 +151,7 @@ def _generate(
     deadline: float | None,
     admission: Admission,
 ) -> LineWork:
-    answer_kind = ChatAnswer if isinstance(body, ChatBody) else TextAnswer
+    answer_kind: type[Answer] = ChatAnswer if isinstance(body, ChatBody) else TextAnswer
     model = borrowed.model
     allowed, warnings = policy.apply_to(body)
     admission.check(allowed.num_prompts * allowed.num_sequences, 0, allowed.choices_param)
@@ -164,8 +164,7 @@ def _generate(
         if allowed.timings:
             num_generated = sum(choice.num_tokens for choice in choices)
             timings = make_timings(time.monotonic(), **moments._asdict(), num_tokens=num_generated)
-        told = [*warnings, *cuts]
-        answer = answer_kind(model, borrowed.name, told, is_function=allowed.calls_functions)
+        answer = make_answer(answer_kind, allowed, model, borrowed.name, prompts, [*warnings, *cuts])
         deltas = join_answered(allowed, choices, gathered[0])
         scores = show_prompts(allowed, prompts, choices, model.tokenizer)
         return msgspec.json.encode(answer.whole(deltas, count_usage(prompts, choices), scores, timings))

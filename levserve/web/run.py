@@ -7,19 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from msgspec import UNSET, UnsetType
 
-from levserve.answers.answer import Answer, Timings, Usage, count_usage
+from levserve.answers.answer import Timings, Usage, count_usage
 from levserve.answers.logprobs import PromptLogprobs
-from levserve.answers.whole import join_answered, show_prompts
+from levserve.answers.whole import AnswerKind, join_answered, make_answer, show_prompts
 from levserve.engine.served_model import ServedModel
 from levserve.generation import Choice, Delta, Deltas
 from levserve.request.schema import GenerationBody
 from levserve.web.request_log import RequestLog
-
-AnswerKind = TypeVar("AnswerKind", bound=Answer)
 
 
 class Totals(NamedTuple):
@@ -43,14 +41,7 @@ class Run:
     """Where the server did not do what the client asked."""
 
     def make_answer(self, kind: type[AnswerKind]) -> AnswerKind:
-        return kind(
-            self.model,
-            self.model_name,
-            self.warnings,
-            is_function=self.body.calls_functions,
-            shown_prompts=self.prompts if self.body.return_token_ids else None,
-            num_choices=self.body.num_choices,
-        )
+        return make_answer(kind, self.body, self.model, self.model_name, self.prompts, self.warnings)
 
     def collect(self) -> list[Delta]:
         """Waits for the end; one joined delta per answered choice, the likeliest first if there are more."""

@@ -84,6 +84,8 @@ SAME = [
     (CHAT, {"messages": USER, "seed": 1, "stop": "t13", "max_tokens": 20}),
     (CHAT, {"messages": USER, "temperature": 0, "tools": [{"type": "function", "function": {"name": "f"}}]}),
     (TEXT, {"prompt": ["t17 t18", "t30"], "seed": 3, "n": 2, "max_tokens": 3}),
+    (TEXT, {"prompt": ["t17 t18", "t30"], "seed": 3, "n": 2, "max_tokens": 3, "return_token_ids": True}),
+    (CHAT, {"messages": USER, "seed": 3, "n": 2, "max_tokens": 3, "return_token_ids": True}),
     (TEXT, {"prompt": [17, 18], "temperature": 0, "echo": True, "logprobs": 2, "max_tokens": 2}),
     (TEXT, {"prompt": "t17", "seed": 3, "best_of": 3, "n": 1, "max_tokens": 3}),
     (TEXT, {"prompt": "t7 t7 t20", "temperature": 0}),

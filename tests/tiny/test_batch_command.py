@@ -20,7 +20,7 @@ CASES = json.loads((GOLDEN / "llama" / "golden.json").read_text())["cases"]
 FLAGS = ["--model", str(GOLDEN / "llama"), "--served-model-name", "tiny", "--dtype", "float32"]
 FLAGS += ["--page-size", "4", "--prefill-chunk", "16", "--kv-pages", "64", "--max-running", "4"]
 FLAGS += ["--cache-dir", str(cache_folder())]
-NUM_LINES = 300
+NUM_LINES = 200
 
 
 def write_input(path: Path, count: int) -> None:
