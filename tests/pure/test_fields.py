@@ -49,6 +49,7 @@ BOTH: dict[str, Any] = {
     "stream": True,
     "stream_options": {"stream": True, "stream_options": {"include_usage": True}},
     "timings": True,
+    "return_token_ids": True,
     "seed": 2,
     "temperature": 0.5,
     "top_p": 0.5,
