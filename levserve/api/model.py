@@ -21,7 +21,8 @@ from levserve.api.results import Piece, Result, Score
 from levserve.api.stream import TextStream, stream_async
 from levserve.api.window import MakeJob, run_jobs, run_jobs_async
 from levserve.api.work import Job, Runtime
-from levserve.errors import BadRequest
+from levserve.errors import BadRequest, StartupError
+from levserve.models.entry import SwappedWeights
 from levserve.models.registry import Registry
 from levserve.request.schema import ChatBody, CompletionBody
 from levserve.settings.settings import Settings
@@ -57,6 +58,8 @@ class Model:
         self._model = registry.default
         self._runtime = Runtime(self._engine, self._model)
         self._jobs = Jobs(self._model, settings)
+        with registry.borrow(loads=False) as handle:
+            self._reloader = handle.resident.reloader
         self._on_close = on_close
         self._closing = threading.Lock()
         self._is_closed = False
@@ -184,6 +187,23 @@ class Model:
     def astream_chat(self, messages: Sequence[Message], **fields: Unpack[ChatFields]) -> AsyncIterator[Piece]:
         """`stream_chat` for an event loop."""
         return stream_async(self._runtime, self._chat_job(messages, fields), self._executor)
+
+    def load_weights(self, arrays: Mapping[str, Any]) -> SwappedWeights:
+        """Replaces the weights by these arrays of jax or NumPy, and tells how long it took.
+
+        The names and shapes are those of a Hugging Face checkpoint of the model; a head that is tied to the
+        embedding may be left out. Types, tied heads and quantization are handled as they are when a model is
+        opened, and nothing is compiled. Prompts that run finish with the old weights, later ones wait for the
+        new ones, and nothing of the old ones stays in the prefix cache. The arrays are copied. Raises
+        `BadRequest` for arrays that do not fit, and the old weights stay.
+        """
+        self._engine.require_ready()
+        if self._reloader is None:
+            raise BadRequest("The weights of this model cannot be replaced.")
+        try:
+            return self._reloader.load(arrays, self._runtime.places.hold_back)
+        except StartupError as error:
+            raise BadRequest(f"{error}", param="arrays") from error
 
     def close(self) -> None:
         """Ends all work, frees the memory and joins the threads. Closing twice is harmless."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 import heapq
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from levserve.engine.admission import Admission, Reservation
@@ -42,6 +43,9 @@ class Places:
         self._admission = admission or engine.admission
         self._lock = threading.Lock()
         self._waiting: list[Waiter] = []
+        self._num_inside = 0
+        self._is_held_back = False
+        self._is_empty = threading.Condition(self._lock)
         self._numbers = itertools.count()
 
     def ask(self, num_requests: int, num_tokens: int, priority: int, on_granted: OnGranted) -> Waiter:
@@ -55,24 +59,46 @@ class Places:
     def release(self, reservation: Reservation) -> None:
         with self._lock:
             reservation.release()
+            self._num_inside -= 1
+            self._is_empty.notify_all()
         self._grant()
+
+    @contextmanager
+    def hold_back(self) -> Iterator[None]:
+        """Waits until all that was let in has ended, and lets nothing in until the block ends.
+
+        For one thread at a time.
+        """
+        try:
+            with self._lock:
+                self._is_held_back = True
+                self._is_empty.wait_for(lambda: self._num_inside == 0)
+            yield
+        finally:
+            with self._lock:
+                self._is_held_back = False
+            self._grant()
 
     def close(self) -> None:
         """Fails all that waits; the engine refuses what comes later."""
         with self._lock:
             waiting, self._waiting = self._waiting, []
         for waiter in waiting:
-            waiter.on_granted(self._reserve(waiter))
+            granted = self._reserve(waiter)
+            with self._lock:
+                self._num_inside += isinstance(granted, Reservation)
+            waiter.on_granted(granted)
 
     def _grant(self) -> None:
         while True:
             with self._lock:
                 while self._waiting and self._waiting[0].is_cancelled:
                     heapq.heappop(self._waiting)
-                if not self._waiting or not self._has_room(self._waiting[0]):
+                if not self._waiting or self._is_held_back or not self._has_room(self._waiting[0]):
                     return
                 waiter = heapq.heappop(self._waiting)
                 granted = self._reserve(waiter)
+                self._num_inside += isinstance(granted, Reservation)
             waiter.on_granted(granted)
 
     def _has_room(self, waiter: Waiter) -> bool:

@@ -52,6 +52,11 @@ class Description:
         return self.backend.kv_storage(self.kv_dtype)
 
     @property
+    def read_dtype(self) -> jnp.dtype:
+        """The type in which weights are read: those that will be quantized are not rounded before."""
+        return self.dtype if self.quantization is None else jnp.dtype(jnp.float32)
+
+    @property
     def page_bytes(self) -> int:
         return cache.page_bytes(self.config, self.settings.page_size, self.storage)
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from levserve.engine.served_model import ServedModel
 from levserve.errors import Unavailable
@@ -42,8 +43,31 @@ class Reloaded:
     mean_logprob_before: float
 
 
+@dataclass(frozen=True, slots=True)
+class SwappedWeights:
+    """What loading weights from memory took."""
+
+    convert_seconds: float
+    """Putting the arrays into the form that serves, in the host's memory; requests run meanwhile."""
+    wait_seconds: float
+    """Until what had begun before was done."""
+    swap_seconds: float
+    """Copying to the device, while nothing runs."""
+    mean_logprob: float
+    """Of a fixed text's tokens: far below that of other weights of the model, these were converted wrong."""
+    mean_logprob_before: float
+
+    @property
+    def seconds(self) -> float:
+        return self.convert_seconds + self.wait_seconds + self.swap_seconds
+
+
 class Reloader(Protocol):
     """Swaps newer weights into a loaded model; see `reload.py`."""
+
+    def load(
+        self, arrays: Mapping[str, Any], hold_back: Callable[[], AbstractContextManager[None]]
+    ) -> SwappedWeights: ...
 
     def reload(self, *, model: str = "", checkpoint_path: str = "", revision: str = "") -> Reloaded: ...
 

@@ -12,9 +12,11 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,10 +31,11 @@ from levserve.errors import Conflict, StartupError
 from levserve.model.config import ModelConfig
 from levserve.model.decoder import Decoder
 from levserve.models.describe import Description, parameter_bytes
-from levserve.models.entry import Reloaded
+from levserve.models.entry import Reloaded, SwappedWeights
 from levserve.models.probe import ProbeScores, probe_request
 from levserve.settings.settings import Settings
-from levserve.weights.checkpoint import read_arrays, read_config
+from levserve.weights.checkpoint import Tensors, convert_tensors, open_tensors, read_config
+from levserve.weights.memory_tensors import tensors_in_memory
 from levserve.weights.model_files import ModelFiles
 from levserve.weights.source import check_source, find_source
 
@@ -53,18 +56,8 @@ class WeightReloader:
 
         Raises `StartupError` for weights that cannot replace those that are served.
         """
-        if not self._reloading.acquire(blocking=False):
-            raise Conflict(f"A reload is under way ({self._engine.progress}); please wait for it.")
-        try:
+        with self._one_at_a_time():
             reloaded = self._reload(self._settings_for(model, checkpoint_path, revision))
-        except StartupError as error:
-            self._engine.metrics.reloads.labels("refused").inc()
-            log.warning("%s: reload refused, the old weights stay: %s", self._model.name, error)
-            raise
-        finally:
-            self._engine.progress = "ready"
-            self._reloading.release()
-        self._engine.metrics.reloads.labels("done").inc()
         log.info(
             "%s: reloaded %s in %.1f s, swapped in %.2f s: "
             "the probe's log-probabilities differ by up to %.4f (mean %.4f, before %.4f)",
@@ -78,10 +71,58 @@ class WeightReloader:
         )
         return reloaded
 
+    def load(
+        self, arrays: Mapping[str, Any], hold_back: Callable[[], AbstractContextManager[None]]
+    ) -> SwappedWeights:
+        """Serves these weights, which have the names of a Hugging Face checkpoint of the model.
+
+        The swap happens inside `hold_back`, which is to wait for what runs and to let nothing new in. Raises
+        `StartupError` for weights that cannot replace those that are served.
+        """
+        with self._one_at_a_time():
+            start = time.monotonic()
+            tensors = tensors_in_memory(arrays, self._description.config)
+            leaves = self._convert(tensors)
+            before = self._probe()
+            converted = time.monotonic()
+            with hold_back():
+                waited = time.monotonic()
+                swap_seconds = self._swap(leaves)
+            after = self._probe()
+        log.info(
+            "%s: loaded weights from memory in %.2f s, swapped in %.2f s",
+            self._model.name,
+            converted - start,
+            swap_seconds,
+        )
+        return SwappedWeights(
+            convert_seconds=converted - start,
+            wait_seconds=waited - converted,
+            swap_seconds=swap_seconds,
+            mean_logprob=after.mean,
+            mean_logprob_before=before.mean,
+        )
+
     def close(self) -> None:
         """Called when the model is unloaded: the cache may then delete its files."""
         if self._description.files.lease is not None:
             self._description.files.lease.close()
+
+    @contextmanager
+    def _one_at_a_time(self) -> Iterator[None]:
+        """Counts what was done or refused. Raises `Conflict` while another reload runs."""
+        if not self._reloading.acquire(blocking=False):
+            raise Conflict(f"A reload is under way ({self._engine.progress}); please wait for it.")
+        try:
+            yield
+        except StartupError as error:
+            self._engine.metrics.reloads.labels("refused").inc()
+            log.warning("%s: reload refused, the old weights stay: %s", self._model.name, error)
+            raise
+        finally:
+            self._engine.progress = "ready"
+            self._reloading.release()
+        self._engine.metrics.reloads.labels("done").inc()
 
     def _settings_for(self, model: str, checkpoint_path: str, revision: str) -> Settings:
         settings = replace(
@@ -101,25 +142,13 @@ class WeightReloader:
         try:
             config = read_config(files.path, files.config_file)
             self._check_config(files, config)
-            check_memory(config, served.dtype, free_memory())
-            arrays = read_arrays(
-                files.path,
-                config,
-                served.dtype,
-                report=self._report,
-                quantization=served.quantization,
-                backend=served.backend,
-            )
-            leaves = host_leaves(config, arrays)
+            leaves = self._convert(open_tensors(files.path, config, served.read_dtype))
         except BaseException:
             self._let_go(files)
             raise
         loaded = time.monotonic()
         before = self._probe()
-        done: Future[float] = Future()
-        self._engine.send(SwapWeights(self._model.name, leaves, done))
-        del leaves
-        swap_seconds = done.result()
+        swap_seconds = self._swap(leaves)
         after = self._probe()
         self._description = replace(served, settings=settings, files=files)
         self._let_go(served.files)
@@ -133,6 +162,26 @@ class WeightReloader:
             mean_logprob=after.mean,
             mean_logprob_before=before.mean,
         )
+
+    def _convert(self, tensors: Tensors) -> list[jax.Array]:
+        """The leaves of the decoder as it serves, in the host's memory."""
+        served = self._description
+        check_memory(served.config, served.dtype, free_memory())
+        arrays = convert_tensors(
+            tensors,
+            served.config,
+            served.dtype,
+            report=self._report,
+            quantization=served.quantization,
+            backend=served.backend,
+        )
+        return host_leaves(served.config, arrays)
+
+    def _swap(self, leaves: list[jax.Array]) -> float:
+        """The seconds that it took."""
+        done: Future[float] = Future()
+        self._engine.send(SwapWeights(self._model.name, leaves, done))
+        return done.result()
 
     def _check_config(self, files: ModelFiles, config: ModelConfig) -> None:
         served, new = dataclasses.asdict(self._description.config), dataclasses.asdict(config)

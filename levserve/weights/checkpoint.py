@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,13 +34,32 @@ from levserve.weights.levanter_folder import CONFIG_FILE, find_config, is_levant
 from levserve.weights.mapping import release_pages
 from levserve.weights.progress import Progress, Report
 from levserve.weights.stored_tensor import StoredTensor
-from levserve.weights.tensor_names import INTERLEAVED, Format, find_targets, match_tensors
+from levserve.weights.tensor_names import Format, find_targets, match_tensors
 
 if TYPE_CHECKING:
     from levserve.weights.levanter_checkpoint import Checkpoint
 
 MAPPED_BYTES = 128 << 20
 """Bytes of weights that are read before the pages of their files are released."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tensors:
+    """The tensors of a checkpoint, or of a program that has them in memory."""
+
+    source: str
+    """Where they are from, for errors."""
+    by_name: Mapping[str, StoredTensor]
+    file_format: Format = Format.HUGGING_FACE
+    files: Sequence[Path] = ()
+    """Those that are mapped into memory."""
+    is_stacked: bool = False
+    """Whether tensors of one kind are read fastest one after another."""
+
+    @property
+    def has_offset_norms(self) -> bool:
+        """Whether a family that adds 1 to its norms stores them without it; llama.cpp's converter adds it."""
+        return self.file_format is not Format.GGUF
 
 
 def read_config(path: Path, config_file: Path | None = None) -> ModelConfig:
@@ -91,16 +111,30 @@ def read_arrays(
     quantization: Quantization | None = None,
     backend: Backend = XLA_ON_CPU,
 ) -> Iterator[tuple[str, NDArray[np.generic]]]:
-    """The same arrays one after another in the host's memory. Uses no device, so any thread may call it.
+    """The same arrays one after another in the host's memory. Uses no device, so any thread may call it."""
+    tensors = open_tensors(path, config, dtype if quantization is None else jnp.dtype(jnp.float32))
+    return convert_tensors(tensors, config, dtype, report=report, quantization=quantization, backend=backend)
+
+
+def convert_tensors(
+    tensors: Tensors,
+    config: ModelConfig,
+    dtype: jnp.dtype,
+    *,
+    report: Report,
+    quantization: Quantization | None = None,
+    backend: Backend = XLA_ON_CPU,
+) -> Iterator[tuple[str, NDArray[np.generic]]]:
+    """The model's arrays, filled from these tensors as they are asked for.
 
     Matrices that will be quantized are read in float32, one at a time.
     """
     if quantization is None:
-        return _read_plain(path, config, dtype, backend.expert_storage(dtype), report=report)
+        return _read_plain(tensors, config, dtype, backend.expert_storage(dtype), report=report)
     if config.num_experts:
-        raise StartupError(f"{path}: --quantize does not support a mixture of experts")
+        raise StartupError(f"{tensors.source}: --quantize does not support a mixture of experts")
     float32 = jnp.dtype(jnp.float32)
-    plain = _read_plain(path, config, float32, float32, report=report)
+    plain = _read_plain(tensors, config, float32, float32, report=report)
     return quantize_arrays(config, plain, dtype, quantization, num_threads())
 
 
@@ -113,26 +147,23 @@ def load_order(names: Iterable[str]) -> list[str]:
 
 
 def _read_plain(
-    path: Path,
+    tensors: Tensors,
     config: ModelConfig,
     dtype: jnp.dtype,
     expert_storage: jnp.dtype,
     *,
     report: Report,
 ) -> Iterator[tuple[str, NDArray[np.generic]]]:
-    sources = _find_sources(path, config, dtype)
+    sources = _find_sources(tensors, config)
     shapes = parameter_shapes(config)
-    # In a GGUF file llama.cpp's converter has added the offsets.
-    has_offsets = config.has_offset_norms and path.is_dir()
+    has_offsets = config.has_offset_norms and tensors.has_offset_norms
     progress = Progress("loading weights", sum(map(math.prod, shapes.values())), report)
-    is_levanter = is_levanter_checkpoint(path)
-    files = hf_tensors.find_files(path) if path.is_dir() and not is_levanter else [path]
     mapped_bytes = 0
     with ThreadPoolExecutor(num_threads(), thread_name_prefix="levserve-weights") as pool:
-        for name in load_order(shapes) if is_levanter else shapes:
+        for name in load_order(shapes) if tensors.is_stacked else shapes:
             host = aligned_array(shapes[name], np.dtype(dtype if len(shapes[name]) > 1 else np.float32))
             for source in sources[name]:
-                fill(host[source.target.index], source, pool, path)
+                fill(host[source.target.index], source, pool, tensors.source)
             if has_offsets and name.endswith("norm"):
                 np.add(host, 1, out=host)
             if host.ndim > 2:
@@ -140,7 +171,7 @@ def _read_plain(
             progress.advance(host.size)
             mapped_bytes += host.nbytes
             if mapped_bytes > MAPPED_BYTES:
-                release_pages(files)
+                release_pages(tensors.files)
                 mapped_bytes = 0
             yield name, host
 
@@ -164,23 +195,23 @@ def _open_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(path)
 
 
-def _find_sources(path: Path, config: ModelConfig, dtype: jnp.dtype) -> dict[str, list[Source]]:
-    """The tensors that fill each array; refuses a checkpoint with tensors missing or left over."""
-    file_format = Format.HUGGING_FACE
-    tensors: dict[str, StoredTensor]
+def open_tensors(path: Path, config: ModelConfig, dtype: jnp.dtype) -> Tensors:
     if is_levanter_checkpoint(path):
-        tensors = dict(_open_checkpoint(path).read_tensors(np.dtype(dtype)))
-    elif path.is_dir():
-        tensors = dict(hf_tensors.read_tensors(path, config.head_dim))
-        if config.has_interleaved_heads:
-            for name in filter(INTERLEAVED.fullmatch, tensors):
-                tensors[name] = hf_tensors.InterleavedTensor(tensors[name], config.head_dim)
-    else:
-        file_format = Format.GGUF
-        tensors = dict(gguf_tensors.read_tensors(path, config.head_dim))
-    targets = find_targets(config, file_format, tensors.keys())
-    match_tensors(str(path), {name: tensor.shape for name, tensor in tensors.items()}, targets)
+        stored = dict(_open_checkpoint(path).read_tensors(np.dtype(dtype)))
+        return Tensors(str(path), stored, files=[path], is_stacked=True)
+    if path.is_dir():
+        found = hf_tensors.read_tensors(path, config)
+        return Tensors(str(path), dict(found), files=hf_tensors.find_files(path))
+    found = gguf_tensors.read_tensors(path, config.head_dim)
+    return Tensors(str(path), dict(found), Format.GGUF, [path])
+
+
+def _find_sources(tensors: Tensors, config: ModelConfig) -> dict[str, list[Source]]:
+    """The tensors that fill each array; refuses a checkpoint with tensors missing or left over."""
+    targets = find_targets(config, tensors.file_format, tensors.by_name.keys())
+    shapes = {name: tensor.shape for name, tensor in tensors.by_name.items()}
+    match_tensors(tensors.source, shapes, targets)
     sources: dict[str, list[Source]] = {}
     for name, target in targets.items():
-        sources.setdefault(target.array, []).append(Source(name, tensors[name], target))
+        sources.setdefault(target.array, []).append(Source(name, tensors.by_name[name], target))
     return sources

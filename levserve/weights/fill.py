@@ -32,7 +32,8 @@ class Source:
     target: Target
 
 
-def fill(rows: NDArray[np.generic], source: Source, pool: Executor, path: Path) -> None:
+def fill(rows: NDArray[np.generic], source: Source, pool: Executor, origin: str | Path) -> None:
+    """`origin` is where the tensor is from, for errors."""
     step = max(1, BLOCK_SIZE // (rows.size // len(rows)))
 
     def copy(start: int) -> None:
@@ -40,7 +41,7 @@ def fill(rows: NDArray[np.generic], source: Source, pool: Executor, path: Path) 
         block = source.tensor.read(start, stop)
         if not _is_finite(block):
             place = f"rows {start} to {stop}"
-            raise StartupError(f"{path}: {source.name} is corrupt: some numbers are not finite ({place})")
+            raise StartupError(f"{origin}: {source.name} is corrupt: some numbers are not finite ({place})")
         rows[start:stop] = block
 
     for _ in pool.map(copy, range(0, len(rows), step)):  # taking the results raises the errors of the threads

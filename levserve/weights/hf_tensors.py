@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from levserve.errors import StartupError
+from levserve.model.config import ModelConfig
 from levserve.weights.gguf_tensors import interleaved_rows
 from levserve.weights.stored_tensor import StoredTensor
-from levserve.weights.tensor_names import BY_HEAD, TRANSPOSED
+from levserve.weights.tensor_names import BY_HEAD, INTERLEAVED, TRANSPOSED
 from levserve.weights.torch_file import TorchTensor, read_state_dict
 
 SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
@@ -35,7 +36,7 @@ SKIPPED = re.compile(
 )
 
 
-class _Slice(Protocol):
+class Slice(Protocol):
     """What we use of safetensors' lazy tensor, which keeps the file mapped after it is closed."""
 
     def get_shape(self) -> list[int]: ...
@@ -66,7 +67,7 @@ class HfTensor:
     and value of the first head first, then those of the second; here all queries come first.
     """
 
-    def __init__(self, mapped: _Slice, *, is_transposed: bool = False, by_head: int | None = None) -> None:
+    def __init__(self, mapped: Slice, *, is_transposed: bool = False, by_head: int | None = None) -> None:
         self._mapped = mapped
         self._is_transposed = is_transposed
         self._by_head = by_head
@@ -111,15 +112,26 @@ class InterleavedTensor:
         return self._stored.read(first, last)[rows]
 
 
-def read_tensors(folder: Path, head_dim: int) -> Iterator[tuple[str, StoredTensor]]:
+def read_tensors(folder: Path, config: ModelConfig) -> Iterator[tuple[str, StoredTensor]]:
     """Every tensor of the checkpoint in `folder`, under its name in the table of tensor names."""
     for path in find_files(folder):
-        for name, mapped in read_file(path):
-            if not SKIPPED.fullmatch(name):
-                yield plain_name(name), _tensor(path, name, mapped, head_dim)
+        yield from arrange_tensors(str(path), read_file(path), config)
 
 
-def read_file(path: Path) -> Iterator[tuple[str, _Slice]]:
+def arrange_tensors(
+    source: str, found: Iterable[tuple[str, Slice]], config: ModelConfig
+) -> Iterator[tuple[str, StoredTensor]]:
+    """The tensors with their rows in the order of the model's arrays; `source` is for errors."""
+    for name, stored in found:
+        if SKIPPED.fullmatch(name):
+            continue
+        tensor: StoredTensor = _tensor(source, name, stored, config.head_dim)
+        if config.has_interleaved_heads and INTERLEAVED.fullmatch(plain_name(name)):
+            tensor = InterleavedTensor(tensor, config.head_dim)
+        yield plain_name(name), tensor
+
+
+def read_file(path: Path) -> Iterator[tuple[str, Slice]]:
     """The tensors of one file, by the names that they have in it."""
     if path.suffix in TORCH_SUFFIXES:
         for name, tensor in read_state_dict(path).items():
@@ -166,15 +178,15 @@ def _indexed_files(index: Path) -> list[Path]:
     return [index.parent / name for name in names]
 
 
-def check_dtype(path: Path, name: str, mapped: _Slice) -> None:
+def check_dtype(source: str | Path, name: str, mapped: Slice) -> None:
     """Refuses a tensor whose numbers cannot be read."""
     dtype = mapped.get_dtype()
     if dtype not in DTYPES:
-        raise StartupError(f"{path}: {name} is stored as {dtype}; supported are {', '.join(DTYPES)}")
+        raise StartupError(f"{source}: {name} is stored as {dtype}; supported are {', '.join(DTYPES)}")
 
 
-def _tensor(path: Path, name: str, mapped: _Slice, head_dim: int) -> HfTensor:
-    check_dtype(path, name, mapped)
+def _tensor(source: str, name: str, mapped: Slice, head_dim: int) -> HfTensor:
+    check_dtype(source, name, mapped)
     is_transposed = TRANSPOSED.fullmatch(plain_name(name)) is not None
     return HfTensor(
         mapped, is_transposed=is_transposed, by_head=head_dim if BY_HEAD.fullmatch(name) else None

@@ -360,3 +360,46 @@ def test_a_timeout_for_all_calls_is_a_setting(app: App) -> None:
         with pytest.raises(DeadlineExceeded):
             model.generate("t4")
         assert model.generate("t17", max_tokens=1, temperature=0)[0].tokens == (18,)
+
+
+def test_a_notebook_whose_event_loop_runs_may_call_both_kinds(model: Model) -> None:
+    async def cell() -> None:
+        """What a notebook does: a cell is run inside a loop that is running."""
+        assert model.generate("t17", max_tokens=2, temperature=0)[0].tokens == (18, 19)
+        assert [piece.text for piece in model.stream("t17", max_tokens=1, temperature=0)] == [" t18"]
+        assert model.score([("t17", " t18")])[0].is_greedy
+        (result,) = await model.agenerate("t17", max_tokens=2, temperature=0)
+        assert result.tokens == (18, 19)
+
+    asyncio.run(cell())
+
+
+def test_work_that_is_held_back_waits_for_what_runs_and_then_goes_on(app: App) -> None:
+    places, granted = Places(app.engine), list[Reservation]()
+
+    def ask() -> Waiter:
+        def note(place: Reservation | Exception) -> None:
+            assert isinstance(place, Reservation)
+            granted.append(place)
+
+        return places.ask(1, 4, 0, note)
+
+    ask()
+    entered, leave = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with places.hold_back():
+            entered.set()
+            leave.wait(10)
+
+    holding = threading.Thread(target=hold)
+    holding.start()
+    wait_until(lambda: places._is_held_back)
+    ask()
+    assert len(granted) == 1 and not entered.is_set()
+    places.release(granted[0])
+    assert entered.wait(10) and len(granted) == 1
+    leave.set()
+    holding.join()
+    assert len(granted) == 2
+    places.release(granted[1])

@@ -397,7 +397,7 @@ def test_masks_in_a_published_file_of_gpt_neox_are_left_out(tmp_path: Path) -> N
 
 
 def test_heads_that_are_stored_one_after_the_other_are_sorted_in_pieces_of_any_size() -> None:
-    stored = dict(read_tensors(GOLDEN / "gpt-neox", head_dim=16))[
+    stored = dict(read_tensors(GOLDEN / "gpt-neox", read_config(GOLDEN / "gpt-neox")))[
         "gpt_neox.layers.1.attention.query_key_value.weight"
     ]
     whole = stored.read(0, 192)

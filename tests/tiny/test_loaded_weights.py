@@ -1,0 +1,169 @@
+"""`load_weights`: the weights of an open model replaced from memory, as a loop of training and sampling does it."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from levserve.api.model import Model
+from levserve.errors import BadRequest
+from levserve.model.config import ModelConfig
+from levserve.model.quantize import NARROW, choose_quantization
+from levserve.model.select import choose_backend
+from levserve.models.reload import host_leaves
+from levserve.settings.settings import Settings
+from levserve.weights.checkpoint import convert_tensors, read_arrays, read_config
+from levserve.weights.memory_tensors import tensors_in_memory
+from tests.conftest import FAMILIES, GOLDEN
+from tests.engines import Running, running_engine
+from tests.waiting import wait_until
+
+FOLDER = GOLDEN / "llama"
+CASES = json.loads((FOLDER / "golden.json").read_text())["cases"]
+NAME = "model.layers.0.self_attn.q_proj.weight"
+Arrays = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Running]:
+    # The sizes of other tests, so that their programs are found.
+    with running_engine(FOLDER, "--page-size", "4", "--prefill-chunk", "16") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def model(running: Running) -> Model:
+    return Model(running.registry, Settings())
+
+
+@pytest.fixture
+def arrays() -> Arrays:
+    return read_folder(FOLDER)
+
+
+@pytest.fixture(scope="module")
+def changed() -> Arrays:
+    """Other weights of the same model: layers and rows have changed places."""
+    arrays = read_folder(FOLDER)
+    swapped = {name.replace("layers.0.", "layers.x."): array for name, array in arrays.items()}
+    swapped = {name.replace("layers.1.", "layers.0."): array for name, array in swapped.items()}
+    swapped = {name.replace("layers.x.", "layers.1."): array for name, array in swapped.items()}
+    swapped["model.embed_tokens.weight"] = np.roll(swapped["model.embed_tokens.weight"], 3, axis=0)
+    return swapped
+
+
+def read_folder(folder: Path) -> Arrays:
+    return {name: array for file in folder.glob("*.safetensors") for name, array in load_file(file).items()}
+
+
+def greedy(model: Model, prompt: list[int], **fields: Any) -> list[int]:
+    (result,) = model.generate(prompt, max_tokens=24, temperature=0, ignore_eos=True, **fields)
+    return list(result.tokens)
+
+
+def test_new_weights_serve_and_the_old_ones_come_back(
+    model: Model, arrays: Arrays, changed: Arrays, tmp_path: Path
+) -> None:
+    save_file(changed, tmp_path / "model.safetensors")
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        if (FOLDER / name).exists():
+            (tmp_path / name).write_bytes((FOLDER / name).read_bytes())
+    with running_engine(tmp_path, "--page-size", "4", "--prefill-chunk", "16") as other:
+        wanted = [greedy(Model(other.registry, Settings()), case["prompt"]) for case in CASES]
+    told = model.load_weights(changed)
+    assert [greedy(model, case["prompt"]) for case in CASES] == wanted
+    assert wanted != [case["greedy"] for case in CASES]
+    assert told.seconds >= told.swap_seconds > 0 and told.mean_logprob != told.mean_logprob_before
+    model.load_weights({name: jnp.asarray(array) for name, array in arrays.items()})
+    assert [greedy(model, case["prompt"]) for case in CASES] == [case["greedy"] for case in CASES]
+
+
+def test_nothing_is_compiled_and_no_prefix_stays(
+    running: Running, model: Model, arrays: Arrays, changed: Arrays
+) -> None:
+    model.load_weights(changed)
+    prompt = [number % 200 + 20 for number in range(40)]
+    before = [running.metric("compiles_total", when=when) for when in ("starting", "serving")]
+    (first,) = model.generate(prompt, max_tokens=2, temperature=0)
+    (again,) = model.generate(prompt, max_tokens=2, temperature=0)
+    model.load_weights(arrays)
+    (after,) = model.generate(prompt, max_tokens=2, temperature=0)
+    assert [running.metric("compiles_total", when=when) for when in ("starting", "serving")] == before
+    assert (first.usage.cached_tokens, after.usage.cached_tokens) == (0, 0) and again.usage.cached_tokens > 0
+
+
+def test_what_runs_ends_with_the_old_weights_and_what_comes_later_has_the_new_ones(
+    model: Model, arrays: Arrays, changed: Arrays
+) -> None:
+    model.load_weights(arrays)
+    long = {"max_tokens": 150, "temperature": 0, "ignore_eos": True}
+    (wanted,) = model.generate(CASES[0]["prompt"], **long)  # type: ignore[arg-type]
+    stream = model.stream(CASES[0]["prompt"], **long)  # type: ignore[arg-type]
+    tokens = list(next(stream).tokens)
+    swapping = threading.Thread(target=model.load_weights, args=(changed,))
+    swapping.start()
+    wait_until(lambda: model._runtime.places._is_held_back or not swapping.is_alive())
+    later = greedy(model, CASES[1]["prompt"])
+    swapping.join()
+    tokens += [token for piece in stream for token in piece.tokens]
+    assert tokens == list(wanted.tokens)
+    assert later == greedy(model, CASES[1]["prompt"]) != CASES[1]["greedy"]
+    model.load_weights(arrays)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({NAME: None}, f"missing {NAME}"),
+        ({"model.layers.7.x": np.zeros(3, np.float32)}, "unexpected model.layers.7.x"),
+        ({NAME: np.zeros((3, 4), np.float32)}, rf"wrong shape: {NAME} is \[3, 4\], expected"),
+        ({NAME: [1.0, 2.0]}, f"{NAME} is a list, and not an array of jax or NumPy"),
+        ({NAME: np.zeros((64, 64), np.int32)}, f"{NAME} is stored as int32"),
+        ({NAME: np.full((64, 64), np.nan, np.float32)}, f"{NAME} is corrupt: some numbers are not finite"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused_and_the_old_ones_stay(
+    model: Model, arrays: Arrays, change: Arrays, words: str
+) -> None:
+    given = {name: value for name, value in (arrays | change).items() if value is not None}
+    with pytest.raises(BadRequest, match=words):
+        model.load_weights(given)
+    assert greedy(model, CASES[0]["prompt"]) == CASES[0]["greedy"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_familys_leaves_are_those_of_its_checkpoint(family: str) -> None:
+    config, arrays, dtype = (
+        read_config(GOLDEN / family),
+        read_folder(GOLDEN / family),
+        jnp.dtype(jnp.bfloat16),
+    )
+    check_leaves(config, arrays, read_arrays(GOLDEN / family, config, dtype, report=print), dtype)
+    if config.tied_head:  # a training program may well have the tied head beside the embedding
+        arrays["lm_head.weight"] = arrays.get("model.embed_tokens.weight", np.zeros((2, 2), np.float32))
+        check_leaves(config, arrays, read_arrays(GOLDEN / family, config, dtype, report=print), dtype)
+
+
+def test_quantized_weights_are_quantized_as_at_load() -> None:
+    config, dtype = read_config(FOLDER), jnp.dtype(jnp.float32)
+    narrow = NARROW["int8"]
+    backend, _ = choose_backend("cpu", config, kernels="auto", quantized=narrow, dtype=dtype, kv_dtype=dtype)
+    quantization = choose_quantization(narrow, backend, dtype)
+    read = read_arrays(FOLDER, config, dtype, report=print, quantization=quantization, backend=backend)
+    check_leaves(config, read_folder(FOLDER), read, dtype, quantization=quantization, backend=backend)
+
+
+def check_leaves(config: ModelConfig, arrays: Arrays, read: Any, dtype: jnp.dtype, **how: Any) -> None:
+    given = convert_tensors(tensors_in_memory(arrays, config), config, dtype, report=print, **how)
+    for one, other in zip(host_leaves(config, given), host_leaves(config, read), strict=True):
+        assert isinstance(one, jax.Array)
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
