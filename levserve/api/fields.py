@@ -37,6 +37,7 @@ class Fields(TypedDict, total=False):
     min_tokens: int
     skip_special_tokens: bool
     prompt_logprobs: int
+    logprobs_mode: str
     truncate_prompt_tokens: int
     timeout: float
     priority: int

@@ -17,8 +17,16 @@ import numpy as np
 import numpy.typing as npt
 from jax import lax
 
-from levserve.model.sampler import BANNED, MAX_EDITS, Mode, Rules
-from levserve.schedule.request import GenerationRequest
+from levserve.model.sampler import (
+    BANNED,
+    MAX_EDITS,
+    NO_LOGPROBS,
+    PROCESSED_LOGPROBS,
+    RAW_LOGPROBS,
+    Mode,
+    Rules,
+)
+from levserve.schedule.request import GenerationRequest, LogprobsMode, Sampling
 
 FOREVER = np.iinfo(np.int32).max
 FORMATS = {np.float32: "f", np.int32: "i", np.uint64: "Q"}
@@ -53,7 +61,7 @@ RULES = {
     ),
     "prompt_len": Rule(lambda request: len(request.prompt)),
     "num_edits": Rule(lambda request: len(_edits_of(request)), 0, Mode.FULL, needs_memory=True),
-    "wants_logprobs": Rule(lambda request: request.sampling.num_logprobs is not None, 0, Mode.FULL),
+    "logprobs": Rule(lambda request: _logprobs_of(request.sampling), NO_LOGPROBS, Mode.FULL),
     "is_constrained": Rule(lambda request: request.constraint is not None, 0, Mode.PLAIN),
     "seed": Rule(lambda request: request.sampling.seed % 2**64),
 }
@@ -123,6 +131,12 @@ def edits_for(request: GenerationRequest) -> Edits:
     for index, entry in enumerate(_edits_of(request)):
         ids[index], values[index], until[index] = entry
     return Edits(ids, values, until)
+
+
+def _logprobs_of(sampling: Sampling) -> int:
+    if sampling.num_logprobs is None:
+        return NO_LOGPROBS
+    return PROCESSED_LOGPROBS if sampling.logprobs_mode is LogprobsMode.PROCESSED else RAW_LOGPROBS
 
 
 def _edits_of(request: GenerationRequest) -> list[tuple[int, float, int]]:

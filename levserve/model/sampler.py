@@ -15,6 +15,7 @@ probability and a that of all allowed tokens together, p + (1 - a) p / a = p / a
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from enum import StrEnum
 from typing import Annotated, Any, NamedTuple
 
@@ -45,6 +46,9 @@ POISONED = -1
 """Drawn in place of a token by a row whose logits are not finite."""
 FREE = -1
 """Stands for the slot of a row that has no mask."""
+NO_LOGPROBS, RAW_LOGPROBS, PROCESSED_LOGPROBS = range(3)
+"""What a row wants to know of its tokens: nothing, the model's own log-probabilities, or those of the
+distribution that the token was drawn from."""
 
 
 class Mode(StrEnum):
@@ -72,7 +76,7 @@ class Rules(NamedTuple):
     repetition: Floats
     prompt_len: Ints
     num_edits: Ints
-    wants_logprobs: Ints
+    logprobs: Ints
     is_constrained: Ints
     seed: Seeds
 
@@ -103,7 +107,7 @@ class Masks(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """Tokens [row]; in full mode also their raw log-probabilities [row] and the likeliest tokens with theirs
+    """Tokens [row]; in full mode also their log-probabilities [row] and the likeliest tokens with theirs
     [row, NUM_TOP]."""
 
     tokens: jax.Array
@@ -160,7 +164,13 @@ def _sample_by_kernel(
     cuts = rules.temperature, rules.top_k, rules.top_p, rules.min_p
     best = backend.draw(given, *cuts, points, positions, *masks)
     tokens = _mark_poisoned(best.tokens, best)
-    return Drawn(tokens) if memory is None else Drawn(tokens, *_logprobs_if_wanted(logits, tokens, rules))
+    if memory is None:
+        return Drawn(tokens)
+
+    def find_floor_again() -> jax.Array:
+        return _floor(given, rules)
+
+    return Drawn(tokens, *_logprobs_if_wanted(logits, given, find_floor_again, tokens, rules))
 
 
 def _redraw_misfits(
@@ -199,7 +209,7 @@ def _sample_as_asked(
         return jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), drawn)
 
     is_changed = _is_penalised(rules) | _is_truncated(rules) | (rules.num_edits > 0)
-    is_asked = is_changed | (rules.wants_logprobs != 0) | (_held_slots(positions, masks) != FREE)
+    is_asked = is_changed | (rules.logprobs != NO_LOGPROBS) | (_held_slots(positions, masks) != FREE)
     given = (logits, positions, rules, memory, masks.slots)
     drawn: Drawn = lax.cond(is_asked.any(), sample_by_parts, sample_plainly, *given)
     return drawn
@@ -212,23 +222,25 @@ def _sample_fully(
     held = _held_slots(positions, masks)
 
     def draw(
-        attempt: jax.Array, tokens: jax.Array, is_misfit: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        attempt: jax.Array, tokens: jax.Array, is_misfit: jax.Array, first_floor: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """Draws under the masks at the second attempt, for rows whose first token did not fit. The attempts
         are a loop because compiling the code of a draw twice would take a second longer."""
         allowed = lax.cond(attempt > 0, lambda: _mask(edited, held, masks), lambda: edited)
         best = likeliest(allowed)
-        found = choose(allowed, _floor(allowed, rules), best, positions + attempt * SECOND_DRAW, rules)
+        floor = _floor(allowed, rules)
+        found = choose(allowed, floor, best, positions + attempt * SECOND_DRAW, rules)
         tokens = jnp.where(is_misfit, _mark_poisoned(found, best), tokens)
-        return attempt + 1, tokens, _find_misfits(tokens, held, masks)
+        first_floor = jnp.where(attempt == 0, floor, first_floor)
+        return attempt + 1, tokens, _find_misfits(tokens, held, masks), first_floor
 
-    def has_next(attempt: jax.Array, _: jax.Array, is_misfit: jax.Array) -> jax.Array:
+    def has_next(attempt: jax.Array, _: jax.Array, is_misfit: jax.Array, __: jax.Array) -> jax.Array:
         return (attempt == 0) | ((attempt == 1) & is_misfit.any())
 
     rows = logits.shape[0]
-    start = jnp.int32(0), jnp.zeros(rows, jnp.int32), jnp.ones(rows, bool)
-    _, tokens, _ = lax.while_loop(lambda carry: has_next(*carry), lambda carry: draw(*carry), start)
-    return Drawn(tokens, *_logprobs_if_wanted(logits, tokens, rules))
+    start = jnp.int32(0), jnp.zeros(rows, jnp.int32), jnp.ones(rows, bool), jnp.zeros(rows, jnp.float32)
+    _, tokens, _, floor = lax.while_loop(lambda carry: has_next(*carry), lambda carry: draw(*carry), start)
+    return Drawn(tokens, *_logprobs_if_wanted(logits, edited, lambda: floor, tokens, rules))
 
 
 def _held_slots(positions: jax.Array, masks: Masks) -> jax.Array:
@@ -265,8 +277,8 @@ def _mark_poisoned(tokens: jax.Array, best: Likeliest) -> jax.Array:
 
 
 def logprobs_of(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The model's own log-probabilities: those of the tokens [row], and the ids and log-probabilities of the
-    likeliest [row, NUM_TOP].
+    """The log-probabilities that the logits stand for: those of the tokens [row], and the ids and
+    log-probabilities of the likeliest [row, NUM_TOP].
 
     A token that is also among the likeliest has exactly the same number in both.
     """
@@ -277,12 +289,41 @@ def logprobs_of(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Ar
 
 
 def _logprobs_if_wanted(
-    logits: jax.Array, tokens: jax.Array, rules: Rules
+    logits: jax.Array,
+    edited: jax.Array,
+    get_floor: Callable[[], jax.Array],
+    tokens: jax.Array,
+    rules: Rules,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Of each row what it wants: from the model's logits, or from the edited ones that are not below the
+    floor."""
+
+    def find() -> tuple[jax.Array, jax.Array, jax.Array]:
+        is_processed = rules.logprobs == PROCESSED_LOGPROBS
+        shown = lax.cond(
+            is_processed.any(),
+            lambda: jnp.where(is_processed[:, None], _as_drawn(edited, get_floor(), tokens, rules), logits),
+            lambda: logits,
+        )
+        return logprobs_of(shown, tokens)
+
     found: tuple[jax.Array, jax.Array, jax.Array] = lax.cond(
-        (rules.wants_logprobs != 0).any(), logprobs_of, _no_logprobs, logits, tokens
+        (rules.logprobs != NO_LOGPROBS).any(), find, lambda: _no_logprobs(logits, tokens)
     )
     return found
+
+
+def _as_drawn(edited: jax.Array, floor: jax.Array, tokens: jax.Array, rules: Rules) -> jax.Array:
+    """The logits of the distribution that tokens are drawn from; a masked row's without its mask.
+
+    A row at temperature 0 draws nothing; it shows the edited logits as they are. The token that was drawn is
+    always shown: a kernel may round a little differently where the floor is.
+    """
+    is_drawn = rules.temperature > 0
+    scaled = jnp.where(is_drawn[:, None], edited / _divisor(rules), edited)
+    chosen = jnp.take_along_axis(scaled, tokens[:, None], axis=1)[:, 0]
+    lowest = jnp.where(is_drawn, jnp.minimum(floor, chosen), -jnp.inf)
+    return jnp.where(scaled >= lowest[:, None], scaled, -jnp.inf)
 
 
 def _no_logprobs(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -27,6 +27,7 @@ from levserve.request.tool_fields import (
     find_functions,
     find_tools,
 )
+from levserve.schedule.request import LogprobsMode
 from levserve.text.tools.request import ToolRequest
 
 MAX_STOPS = 16
@@ -113,6 +114,7 @@ class GenerationBody(Refused, frozen=True, kw_only=True):
     max_tokens: Count | None = None
     n: NumChoices | None = None
     prompt_logprobs: NumTop | None = None
+    logprobs_mode: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     truncate_prompt_tokens: PromptLimit | None = None
@@ -144,6 +146,8 @@ class GenerationBody(Refused, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         _refuse_unsupported(self, UNSUPPORTED)
         check_prompt_limit(self.truncate_prompt_tokens)
+        if self.logprobs_mode is not None:
+            require_choice(self.logprobs_mode, tuple(LogprobsMode), "logprobs_mode")
         self.find_grammar()
         if self.stream_options and not self.stream:
             raise BadRequest(

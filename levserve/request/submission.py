@@ -24,7 +24,7 @@ from levserve.request.schema import ChatBody, CompletionBody, GenerationBody
 from levserve.request.thinking import find_thinking, template_kwargs
 from levserve.request.tool_use import find_tool_use, make_conversation
 from levserve.request.truncation import Truncation, bos_of, keep_last
-from levserve.schedule.request import GenerationRequest, Sampling
+from levserve.schedule.request import GenerationRequest, LogprobsMode, Sampling
 from levserve.text.chat import render_chat
 from levserve.text.tokenizer import Tokenizer
 
@@ -252,6 +252,7 @@ def _sampling(body: GenerationBody, seed: int) -> Sampling:
         "logit_bias": tuple((body.logit_bias or {}).items()),
         "seed": seed,
         "num_logprobs": body.num_computed_logprobs,
+        "logprobs_mode": body.logprobs_mode and LogprobsMode(body.logprobs_mode),
     }
     return Sampling(**{name: value for name, value in given.items() if value is not None})
 

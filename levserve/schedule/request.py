@@ -25,6 +25,16 @@ class FinishReason(StrEnum):
     """Its constraint leaves no token, or has become too costly to follow."""
 
 
+class LogprobsMode(StrEnum):
+    """Which log-probabilities of generated tokens are wanted; the names are vLLM's."""
+
+    RAW = "raw_logprobs"
+    """The model's own."""
+    PROCESSED = "processed_logprobs"
+    """Those of the distribution that tokens are drawn from: after penalties, biases, temperature, top-k,
+    top-p and min-p."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How one request's tokens are drawn; every field at its default changes nothing."""
@@ -44,6 +54,7 @@ class Sampling:
     """The draw is a function of this and the position alone; a client that gives none gets a fresh one."""
     num_logprobs: int | None = None
     """None: no log-probabilities; 0: those of the chosen tokens; n: also of the n likeliest."""
+    logprobs_mode: LogprobsMode = LogprobsMode.RAW
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +86,8 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """The chosen token's log-probability under the model, before temperature and penalties, and the likeliest
-    tokens."""
+    """The chosen token's log-probability and those of the likeliest tokens: under the model, before
+    temperature and penalties, unless the request's `logprobs_mode` says otherwise."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()

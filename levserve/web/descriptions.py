@@ -73,6 +73,9 @@ FIELDS = {
     "json_schema": "a JSON schema",
     "logit_bias": "added to the logits of these token ids; at most 300",
     "logprobs": "log-probabilities of the chosen tokens",
+    "logprobs_mode": "`raw_logprobs` (default) are the model's own; `processed_logprobs` those of the "
+    "distribution that the token was drawn from, after penalties, `logit_bias`, `temperature`, `top_k`, "
+    "`top_p` and `min_p`",
     "max_completion_tokens": "the most tokens to generate; wins over `max_tokens`",
     "max_output_tokens": "the most tokens to generate, thoughts included; default: what fits the context",
     "metadata": "up to 16 texts that the response repeats",

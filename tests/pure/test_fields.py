@@ -50,6 +50,7 @@ BOTH: dict[str, Any] = {
     "stream_options": {"stream": True, "stream_options": {"include_usage": True}},
     "timings": True,
     "return_token_ids": True,
+    "logprobs_mode": "processed_logprobs",
     "seed": 2,
     "temperature": 0.5,
     "top_p": 0.5,

@@ -141,7 +141,8 @@ class TestCreate:
         assert {name: response[name] for name in defaults} == defaults
 
     def test_sampling_reaches_the_device(self, app: App) -> None:
-        ask(app, temperature=0.5, top_p=0.25, seed=7, top_k=4)
+        ask(app, temperature=0.5, top_p=0.25, seed=7, top_k=4, priority=-2)
+        assert app.device.requests[-1].priority == -2
         sampling = app.device.requests[-1].sampling
         assert (sampling.temperature, sampling.top_p, sampling.seed, sampling.top_k) == (0.5, 0.25, 7, 4)
 

@@ -19,8 +19,16 @@ from levserve.device.rules import (
     mode_for,
     needs_memory,
 )
-from levserve.model.sampler import Floats, Ints, Mode, Rules, Seeds
-from levserve.schedule.request import GenerationRequest, Sampling
+from levserve.model.sampler import (
+    NO_LOGPROBS,
+    PROCESSED_LOGPROBS,
+    Floats,
+    Ints,
+    Mode,
+    Rules,
+    Seeds,
+)
+from levserve.schedule.request import GenerationRequest, LogprobsMode, Sampling
 
 CHANGED: dict[str, Any] = {
     "temperature": 0.5,
@@ -34,6 +42,7 @@ CHANGED: dict[str, Any] = {
     "min_tokens": 4,
     "seed": 2**64 - 5,
     "num_logprobs": 0,
+    "logprobs_mode": LogprobsMode.PROCESSED,
 }
 """A value for every option that is not its default."""
 
@@ -55,7 +64,8 @@ def test_every_field_of_rules_is_in_the_table() -> None:
 def test_every_sampling_option_reaches_the_device() -> None:
     assert CHANGED.keys() == {field.name for field in dataclasses.fields(Sampling)}
     for name, value in CHANGED.items():
-        plain, changed = request(), request(**{name: value})
+        beside = {"num_logprobs": 1} if name == "logprobs_mode" else {}
+        plain, changed = request(**beside), request(**beside | {name: value})
         is_packed = not np.array_equal(RULE_PACKING.pack(plain), RULE_PACKING.pack(changed))
         assert is_packed, f"{name} is lost"
 
@@ -72,7 +82,7 @@ def test_rules_arrive_as_they_were_asked_for() -> None:
         "repetition": (1.5, 1.0),
         "prompt_len": (3, 3),
         "num_edits": (2, 0),
-        "wants_logprobs": (1, 0),
+        "logprobs": (PROCESSED_LOGPROBS, NO_LOGPROBS),
     }
     assert {name: tuple(getattr(rules, name).tolist()) for name in asked} == asked
     assert rules.seed.dtype == jnp.uint32

@@ -82,10 +82,10 @@ def make_rules(rows: int, **given: object) -> Rules:
         repetition=1.0,
         prompt_len=0,
         num_edits=0,
-        wants_logprobs=1,
+        logprobs=1,
         is_constrained=0,
     )
-    integers = {"top_k", "prompt_len", "num_edits", "wants_logprobs", "is_constrained"}
+    integers = {"top_k", "prompt_len", "num_edits", "logprobs", "is_constrained"}
     columns = {
         name: jnp.asarray(
             np.broadcast_to(given.get(name, value), rows), jnp.int32 if name in integers else jnp.float32

@@ -20,6 +20,7 @@ from levserve.request.schema import (
     Count,
     NumTop,
     Penalty,
+    Priority,
     Seconds,
     StopString,
     StreamOptions,
@@ -122,6 +123,7 @@ class ResponseBody(RefusedInResponses, frozen=True, kw_only=True):
     repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     thinking_token_budget: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    priority: Priority | None = None
 
     def __post_init__(self) -> None:
         for name, harmless in UNSUPPORTED_IN_RESPONSES.items():
@@ -176,6 +178,7 @@ class ResponseBody(RefusedInResponses, frozen=True, kw_only=True):
                 repetition_penalty=self.repetition_penalty,
                 chat_template_kwargs=self.chat_template_kwargs,
                 thinking_token_budget=self.thinking_token_budget,
+                priority=self.priority,
             )
 
 
