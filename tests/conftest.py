@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.browser import find_browser
 from tests.h200 import find_plugin
+from tests.harness import find_harness
 from tests.images import find_podman
 from tests.kubectl import find_kubectl
 from tests.nginx import find_nginx
@@ -121,6 +122,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             ("kubectl", find_kubectl),
             ("podman", find_podman),
             ("h200", find_plugin),
+            ("harness", find_harness),
         ):
             _leave_out(config, items, mark, find)
     # With several workers the longest come first, so that none of them works alone at the end.

@@ -35,6 +35,7 @@ Other commands, each with its own --help:
   levserve batch IN.jsonl OUT.jsonl         answers a file of requests
   levserve models                           lists what can be served
   levserve fetch NAME                       downloads a model
+  levserve eval --tasks NAMES               evaluates a model with lm-evaluation-harness
 
 Every setting can be given as a flag, an environment variable or a key in the file:
 --max-running 8, LEVSERVE_MAX_RUNNING=8, or "max-running = 8" under [engine].

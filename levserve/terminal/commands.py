@@ -1,4 +1,4 @@
-"""The commands besides serving: `levserve chat`, `generate`, `batch`, `models` and `fetch`.
+"""The commands besides serving: `levserve chat`, `generate`, `batch`, `models`, `fetch` and `eval`.
 
 They run on the main thread of their own process. jax is imported when a model is opened.
 """
@@ -18,6 +18,7 @@ COMMANDS = {
     "batch": ("levserve.terminal.batch", "main"),
     "models": ("levserve.terminal.models", "list_main"),
     "fetch": ("levserve.terminal.models", "fetch_main"),
+    "eval": ("levserve.evaluation.command", "main"),
 }
 
 

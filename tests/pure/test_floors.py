@@ -32,6 +32,7 @@ FLOORS = {
     "answers": 10,
     "api": 10,
     "batch": 11,
+    "evaluation": 11,
     "__init__": 11,  # `levserve.open`
     "wire": 11,
     "web": 12,
@@ -53,6 +54,7 @@ FORBIDDEN = {
     "answers": {"jax", "flask", "gunicorn"},
     "api": {"jax", "flask", "gunicorn"},
     "batch": {"jax", "flask", "gunicorn"},
+    "evaluation": {"jax", "flask", "gunicorn"},
 }
 
 

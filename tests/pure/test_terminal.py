@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from levserve.terminal.chat import Conversation, talk
 from levserve.terminal.commands import COMMANDS
 from tests.conftest import GOLDEN
 from tests.fake_app import serving
+from tests.stores import web_store
 
 
 @pytest.fixture
@@ -127,3 +129,17 @@ def test_models_lists_a_folder_and_what_was_fetched(
 def test_fetching_what_is_here_prints_where_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["fetch", str(GOLDEN / "llama")]) == 0
     assert capsys.readouterr().out.strip() == str(GOLDEN / "llama")
+
+
+def test_fetching_from_a_store_downloads_and_prints_where_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(GOLDEN / "llama", tmp_path / "web" / "llama")
+    with web_store(tmp_path / "web") as server:
+        words = ["fetch", f"{server.address}/llama", "--cache-dir", str(tmp_path / "cache")]
+        assert cli.main(words) == 0
+        folder = Path(capsys.readouterr().out.strip())
+    assert tmp_path / "cache" in folder.parents
+    wanted = (GOLDEN / "llama" / "model.safetensors").read_bytes()
+    assert (folder / "model.safetensors").read_bytes() == wanted
+    assert cli.main(["fetch", str(folder)]) == 0  # the store has gone

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -13,12 +14,22 @@ from pathlib import Path
 import pytest
 
 from tests.documents import Block, blocks
+from tests.engines import cache_folder
 from tests.examples import COMMANDS, EXAMPLES, client_environ
 from tests.node import package_folder
 from tests.servers import Server, running_server
 
 URL = "127.0.0.1:8000"
 ADMIN_KEY = "sesame"
+PROMPTS = ["The capital of France is", "One, two, three,", "Water boils at"]
+ASK_FROM_PYTHON = """
+import json, sys, levserve
+path, cache, fields, prompts = json.loads(sys.argv[1])
+with levserve.open(path, served_model_name="smollm2-135m", max_running=8, prefill_chunk=128, cache_dir=cache) as model:
+    texts = [choice.text for result in model.generate(prompts, **fields) for choice in result.choices]
+    chat = model.chat([{"role": "user", "content": "Name a river."}], max_tokens=12, seed=3).text
+print(json.dumps([texts, chat]))
+"""
 FAILING_CURL = 'curl() { command curl -sS --fail-with-body "$@" && echo; }\n'
 
 
@@ -61,6 +72,27 @@ def test_every_curl_command_gets_its_answer(block: Block, server: Server) -> Non
 @pytest.mark.parametrize("block", blocks("python"), ids=lambda block: block.place)
 def test_every_python_program_runs(block: Block, server: Server) -> None:
     assert run(server, [sys.executable, "-c"], block.text).strip()
+
+
+def test_a_program_gets_the_text_that_the_server_gives(server: Server, bundled_gguf: Path) -> None:
+    fields = {"max_tokens": 12, "temperature": 0.8, "seed": 5, "n": 2}
+    body = {"model": "smollm2-135m", "prompt": PROMPTS, **fields}
+    wanted = [choice["text"] for choice in server.call("/v1/completions", body).body["choices"]]
+    question = [{"role": "user", "content": "Name a river."}]
+    chat = {"model": "smollm2-135m", "messages": question, "max_tokens": 12, "seed": 3}
+    answer = server.call("/v1/chat/completions", chat).body["choices"][0]["message"]["content"]
+    given = json.dumps([str(bundled_gguf), str(cache_folder()), fields, PROMPTS])
+    # As the server's: the flags of the tests' own jax would compile other programs.
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("XLA_")}
+    done = subprocess.run(
+        [sys.executable, "-c", ASK_FROM_PYTHON, given],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env=environ,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [wanted, answer]
 
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if not name.endswith(".mjs")])

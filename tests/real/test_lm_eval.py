@@ -1,6 +1,7 @@
-"""lm-evaluation-harness against a live server, with its remote tokenizer, on a task of three lines.
+"""lm-evaluation-harness on tasks of three lines: against a live server with its remote tokenizer, and with the model `levserve`.
 
-Slow: it makes a virtual environment of its own and installs lm-eval there. Run it with `pytest -m slow`.
+The first is slow: it makes a virtual environment of its own and installs lm-eval there; run it with `pytest -m slow`. The second
+is left out where lm-eval is not installed beside levserve.
 """
 
 from __future__ import annotations
@@ -8,18 +9,20 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.conftest import GOLDEN
+from tests.engines import cache_folder
 from tests.servers import running_server
 from tests.tiny.test_decoder import load, run_in_chunks
 
-pytestmark = pytest.mark.slow
-
-DOCUMENTS = [
+Samples = dict[str, list[dict[str, Any]]]
+DOCUMENTS: list[dict[str, Any]] = [
     {"question": "t10 t11 t12", "choices": ["t13 t14", "t20", "t30 t31 t32"], "answer": 1},
     {"question": "t40 t41", "choices": ["t42", "t81 t305", "t99"], "answer": 0},
     {"question": "t275", "choices": ["t81 t305", "t9", "t8 t7"], "answer": 0},
@@ -64,8 +67,7 @@ def continue_greedily(question: str, count: int) -> str:
     return "".join(f" t{token}" for token in tokens[-count:])
 
 
-def evaluate(url: str, folder: Path) -> dict[str, list[dict[str, object]]]:
-    """The samples of each task as lm-eval logs them."""
+def write_tasks(folder: Path) -> None:
     data = folder / "data.jsonl"
     data.write_text("".join(json.dumps(document) + "\n" for document in DOCUMENTS))
     for name, task in TASKS.items():
@@ -76,6 +78,11 @@ def evaluate(url: str, folder: Path) -> dict[str, list[dict[str, object]]]:
             "test_split": "test",
         }
         (folder / f"{name}.yaml").write_text(json.dumps(shared | task))  # JSON is YAML
+
+
+def evaluate(url: str, folder: Path) -> Samples:
+    """Asks a server."""
+    write_tasks(folder)
     subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
     subprocess.run([folder / "venv/bin/pip", "install", "-q", "lm-eval[api]>=0.4.9"], check=True)
     model = f"model=llama,base_url={url}/v1/completions,tokenizer_backend=remote,num_concurrent=1,max_retries=1,max_length=250"
@@ -85,20 +92,31 @@ def evaluate(url: str, folder: Path) -> dict[str, list[dict[str, object]]]:
         "local-completions",
         "--model_args",
         model,
-        "--tasks",
-        ",".join(TASKS),
     ]
-    subprocess.run(
-        [*command, "--include_path", folder, "--output_path", folder / "out", "--log_samples"],
-        check=True,
-        cwd=folder,
-    )
+    return run_tasks(command, folder)
+
+
+def run_tasks(command: Sequence[str | Path], folder: Path) -> Samples:
+    """The samples of each task as lm-eval logs them."""
+    files = ["--include_path", folder, "--output_path", folder / "out", "--log_samples"]
+    subprocess.run([*command, "--tasks", ",".join(TASKS), *files], check=True, cwd=folder)
     samples = {name: next((folder / "out").rglob(f"samples_{name}_*.jsonl")) for name in TASKS}
     return {
         name: [json.loads(line) for line in path.read_text().splitlines()] for name, path in samples.items()
     }
 
 
+def check_samples(samples: Samples) -> None:
+    for document, sample in zip(DOCUMENTS, samples["lev_choice"], strict=True):
+        got = [float(score) for ((score, _),) in sample["resps"]]
+        wanted = [loglikelihood(document["question"], choice) for choice in document["choices"]]
+        np.testing.assert_allclose(got, wanted, atol=1e-3)
+        assert sample["acc"] == 1.0 and wanted.index(max(wanted)) == document["answer"]
+    for document, sample in zip(DOCUMENTS, samples["lev_generate"], strict=True):
+        assert sample["resps"] == [[continue_greedily(document["question"], 6)]]
+
+
+@pytest.mark.slow
 def test_lm_eval_gets_the_models_own_scores_and_text(tmp_path: Path) -> None:
     flags = (
         "--model",
@@ -112,10 +130,12 @@ def test_lm_eval_gets_the_models_own_scores_and_text(tmp_path: Path) -> None:
     )
     with running_server(*flags) as server:
         samples = evaluate(server.url, tmp_path)
-    for document, sample in zip(DOCUMENTS, samples["lev_choice"], strict=True):
-        got = [float(score) for ((score, _),) in sample["resps"]]  # type: ignore[attr-defined]
-        wanted = [loglikelihood(str(document["question"]), choice) for choice in document["choices"]]  # type: ignore[attr-defined]
-        np.testing.assert_allclose(got, wanted, atol=1e-3)
-        assert sample["acc"] == 1.0 and wanted.index(max(wanted)) == document["answer"]
-    for document, sample in zip(DOCUMENTS, samples["lev_generate"], strict=True):
-        assert sample["resps"] == [[continue_greedily(str(document["question"]), 6)]]
+    check_samples(samples)
+
+
+@pytest.mark.harness
+def test_the_model_levserve_gets_them_without_a_server(tmp_path: Path) -> None:
+    write_tasks(tmp_path)
+    settings = f"dtype=float32,max_running=4,prefill_chunk=32,cache_dir={cache_folder()}"
+    model = f"pretrained={GOLDEN / 'llama'},{settings}"
+    check_samples(run_tasks([sys.executable, "-m", "levserve", "eval", "--model_args", model], tmp_path))
