@@ -29,10 +29,11 @@ MAX_PAIRS = 2048
 class ScoreBody(Struct, frozen=True, kw_only=True):
     """The body of /loglikelihood. `details` adds the tokens, and whether they were the likeliest."""
 
-    prompts: Annotated[list[str], Meta(min_length=1, max_length=MAX_PAIRS)]
-    continuations: Annotated[list[str], Meta(min_length=1, max_length=MAX_PAIRS)]
+    prompts: Annotated[list[str | list[int]], Meta(min_length=1, max_length=MAX_PAIRS)]
+    continuations: Annotated[list[str | list[int]], Meta(min_length=1, max_length=MAX_PAIRS)]
     model: str | None = None
     details: bool | None = None
+    return_token_ids: bool | None = None
     truncate_prompt_tokens: PromptLimit | None = None
     timeout: Seconds | None = None
     priority: Priority | None = None
@@ -54,6 +55,8 @@ class Scores(Struct, frozen=True):
     is_greedy: list[bool] | UnsetType = UNSET
     tokens: list[list[str]] | UnsetType = UNSET
     token_logprobs: list[list[float]] | UnsetType = UNSET
+    prompt_token_ids: list[list[int]] | UnsetType = UNSET
+    token_ids: list[list[int]] | UnsetType = UNSET
     warnings: list[str] | UnsetType = UNSET
 
 
@@ -71,7 +74,12 @@ class ScoreWork:
         scores = [choice.prompt_logprobs for choice in choices]
         shown = _show(self.pairs, scores, self.model.tokenizer, with_details=self.body.details is True)
         warnings = self.truncation.warnings("prompts", self.model.max_seq_len)
-        return structs.replace(shown, warnings=warnings or UNSET)
+        shown = structs.replace(shown, warnings=warnings or UNSET)
+        if not self.body.return_token_ids:
+            return shown
+        contexts = [pair.tokens[: pair.num_context] for pair in self.pairs]
+        scored = [pair.tokens[pair.num_context :] for pair in self.pairs]
+        return structs.replace(shown, prompt_token_ids=contexts, token_ids=scored)
 
 
 def prepare_scores(

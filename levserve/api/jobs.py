@@ -15,10 +15,10 @@ from levserve.engine.served_model import ServedModel
 from levserve.errors import BadRequest, ContextTooLong
 from levserve.generation import Choice, Delta, join_deltas
 from levserve.request.choices import rank_choices
-from levserve.request.pairs import Pair, make_pairs
+from levserve.request.pairs import make_pairs
 from levserve.request.policy import Policy
 from levserve.request.schema import GenerationBody
-from levserve.request.submission import Seeds, check_token_ids, count_reserved, encode_text, prepare
+from levserve.request.submission import Seeds, count_reserved, encode_text, prepare
 from levserve.request.truncation import Truncation
 from levserve.schedule.request import GenerationRequest, Sampling
 from levserve.settings.settings import Settings
@@ -70,7 +70,8 @@ class Jobs:
         priority: int,
         timeout: float | None = None,
     ) -> Job[Score]:
-        pair = self._make_pair(prompt, continuation, Truncation(truncate, self._policy.truncates_prompts))
+        truncation = Truncation(truncate, self._policy.truncates_prompts)
+        (pair,) = make_pairs([prompt], [continuation], self._model, truncation)
         scored = tuple(pair.tokens[pair.num_context :])
         request = GenerationRequest(
             self._name(),
@@ -125,20 +126,6 @@ class Jobs:
             return vector
 
         return Job([request], [choice], len(tokens), finish)
-
-    def _make_pair(self, prompt: str | Tokens, continuation: str | Tokens, truncation: Truncation) -> Pair:
-        if isinstance(prompt, str) and isinstance(continuation, str):
-            (pair,) = make_pairs([prompt], [continuation], self._model, truncation)
-            return pair
-        if isinstance(prompt, str) or isinstance(continuation, str):
-            raise BadRequest("A pair is two texts or two lists of token ids.", param="pairs")
-        pair = Pair([*prompt, *continuation], len(prompt))
-        check_token_ids("pairs", pair.tokens, self._model.tokenizer)
-        if not prompt or not continuation:
-            raise BadRequest("A prompt and its continuation have at least one token each.", param="pairs")
-        if len(pair.tokens) > self._model.max_seq_len:
-            raise ContextTooLong(len(pair.tokens), 0, self._model.max_seq_len, param="pairs")
-        return pair
 
     def _name(self) -> str:
         return f"api.{next(self._numbers)}"

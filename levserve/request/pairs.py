@@ -1,4 +1,4 @@
-"""Prompts and continuations to score: tokenized as lm-evaluation-harness does, cut and checked."""
+"""Prompts and continuations to score: texts, tokenized as lm-evaluation-harness does, or token ids."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from typing import NamedTuple
 
 from levserve.engine.served_model import ServedModel
 from levserve.errors import BadRequest, ContextTooLong
-from levserve.request.submission import check_length
+from levserve.request.submission import check_length, check_token_ids
 from levserve.request.truncation import Truncation, bos_of, keep_last
 from levserve.text.tokenizer import Tokenizer
+
+Text = str | Sequence[int]
+"""A text, or its tokens."""
 
 
 class Pair(NamedTuple):
@@ -41,31 +44,50 @@ def split_pair(prompt: str, continuation: str, tokenizer: Tokenizer) -> Pair:
 
 
 def make_pairs(
-    prompts: Sequence[str], continuations: Sequence[str], model: ServedModel, truncation: Truncation
+    prompts: Sequence[Text], continuations: Sequence[Text], model: ServedModel, truncation: Truncation
 ) -> list[Pair]:
     """The pairs in tokens, checked against the model; raises `BadRequest`."""
     pairs = []
     for index, (prompt, continuation) in enumerate(zip(prompts, continuations, strict=True)):
-        if not truncation:
-            check_length(len(prompt) + len(continuation), model, f"prompts[{index}]")
-        pair = split_pair(prompt, continuation, model.tokenizer)
+        is_text = isinstance(prompt, str)
+        if isinstance(prompt, str) and isinstance(continuation, str):
+            if not truncation:
+                check_length(len(prompt) + len(continuation), model, f"prompts[{index}]")
+            pair = split_pair(prompt, continuation, model.tokenizer)
+        elif isinstance(prompt, str) or isinstance(continuation, str):
+            raise BadRequest(
+                "A prompt and its continuation are two texts or two lists of token ids.",
+                param=f"continuations[{index}]",
+            )
+        else:
+            pair = _join_pair(prompt, continuation, index, model.tokenizer)
         if len(pair.tokens) <= pair.num_context:
             param = f"continuations[{index}]"
             raise BadRequest(f"'{param}' has no tokens of its own after its prompt.", param=param)
         if truncation:
-            pair = _cut(pair, index, model, truncation)
+            pair = _cut(pair, index, model, truncation, has_bos=is_text)
         if len(pair.tokens) > model.max_seq_len:
             raise ContextTooLong(len(pair.tokens), 0, model.max_seq_len, param=f"prompts[{index}]")
         pairs.append(pair)
     return pairs
 
 
-def _cut(pair: Pair, index: int, model: ServedModel, truncation: Truncation) -> Pair:
+def _join_pair(prompt: Sequence[int], continuation: Sequence[int], index: int, tokenizer: Tokenizer) -> Pair:
+    check_token_ids(f"prompts[{index}]", prompt, tokenizer)
+    check_token_ids(f"continuations[{index}]", continuation, tokenizer)
+    if len(prompt) == 0:
+        param = f"prompts[{index}]"
+        raise BadRequest(f"'{param}' has no tokens; a continuation follows at least one.", param=param)
+    return Pair([*prompt, *continuation], len(prompt))
+
+
+def _cut(pair: Pair, index: int, model: ServedModel, truncation: Truncation, *, has_bos: bool) -> Pair:
     """The pair without the beginning of its prompt; a continuation stays whole and follows some token."""
     num_scored = len(pair.tokens) - pair.num_context
     kept = truncation.num_kept(len(pair.tokens), model.max_seq_len)
     if num_scored < kept:
-        return Pair(keep_last(pair.tokens, kept, bos_of(model.tokenizer)), kept - num_scored)
+        bos = bos_of(model.tokenizer) if has_bos else None
+        return Pair(keep_last(pair.tokens, kept, bos), kept - num_scored)
     if truncation.asked is not None and kept == truncation.asked:
         raise BadRequest(
             f"'truncate_prompt_tokens' keeps {kept} tokens, but 'continuations[{index}]' has {num_scored} "

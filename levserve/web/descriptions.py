@@ -50,7 +50,7 @@ FIELDS = {
     "best_of": "run so many sequences and return the `n` likeliest; not with `stream`",
     "chat_template_kwargs": "further variables of the chat template",
     "checkpoint_path": "a Levanter checkpoint to take the weights from",
-    "continuations": "a continuation for each prompt",
+    "continuations": "a continuation for each prompt, as text or token ids like its prompt",
     "continue_final_message": "let the answer continue the last message",
     "details": "also return each token's log-probability, and whether all were the likeliest",
     "dimensions": "only the model's own number is accepted",
@@ -162,6 +162,11 @@ OWN_FIELDS = {
     ("MessageBody", "tools"): "tools with `name`, `description` and `input_schema`; at most 128",
     ("PromptBody", "tool_choice"): "as in a message",
     ("PromptBody", "tools"): "as in a message",
+    ("ScoreBody", "prompts"): "the texts, or lists of token ids",
+    (
+        "ScoreBody",
+        "return_token_ids",
+    ): "also return the token ids: `prompt_token_ids`, and `token_ids` of the continuations",
     ("ReloadBody", "model"): "a model to take the weights from, as `--model` names it",
 }
 """Where it means something else."""

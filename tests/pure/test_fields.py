@@ -122,6 +122,7 @@ VALUES: dict[str, dict[str, Any]] = {
         "continuations": [" t19"],
         "model": "other",
         "details": True,
+        "return_token_ids": True,
         "timeout": 1000,
         "priority": 1,
         "truncate_prompt_tokens": {"prompts": ["t17 t17"], "truncate_prompt_tokens": 2},

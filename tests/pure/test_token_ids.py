@@ -81,3 +81,34 @@ def test_nothing_changes_where_nobody_asks(app: App) -> None:
         400,
         "return_token_ids",
     )
+
+
+def test_pairs_to_score_may_be_token_ids_and_their_ids_come_back(app: App) -> None:
+    texts = {"prompts": ["t17", "t20 t21"], "continuations": [" t18 t19", " t22"], "return_token_ids": True}
+    ids = {"prompts": [[17], [20, 21]], "continuations": [[18, 19], [22]], "return_token_ids": True}
+    found = app.post("/loglikelihood", ids).json
+    assert found is not None and found == app.post("/loglikelihood", texts).json
+    assert (found["prompt_token_ids"], found["token_ids"]) == ([[17], [20, 21]], [[18, 19], [22]])
+    long = {"prompts": [[50] * 100 + [17]], "continuations": [[18]], "truncate_prompt_tokens": -1}
+    reply = app.post("/loglikelihood", long | {"return_token_ids": True}).json
+    assert reply is not None and len(reply["prompt_token_ids"][0]) == 63
+
+
+@pytest.mark.parametrize(
+    "prompt, continuation, param",
+    [
+        ([17], " t18", "continuations[0]"),
+        ("t17", [18], "continuations[0]"),
+        ([], [18], "prompts[0]"),
+        ([17], [], "continuations[0]"),
+        ([100_000], [18], "prompts[0]"),
+        ([17], [-1], "continuations[0]"),
+        ([True], [18], "prompts[0][0]"),
+        ([17] * 100, [18], "prompts[0]"),
+    ],
+)
+def test_a_pair_that_cannot_be_scored_is_refused(
+    app: App, prompt: Any, continuation: Any, param: str
+) -> None:
+    body = {"prompts": [prompt], "continuations": [continuation]}
+    assert app.refuse("/loglikelihood", body) == (400, param)
