@@ -121,6 +121,9 @@ def build_parser(file: SettingsFile) -> Parser:
             text = f"{s.help} [default {s.show(s.default)}; env {s.variable}]"
             if others := aliases.names_of(s.name):
                 text += f" [aliases {', '.join(others)}]"
+            if s.kind.synonyms:
+                meanings = (f"{word} means {value}" for word, value in s.kind.synonyms.items())
+                text += f" [{', '.join(meanings)}]"
             # Without a type or a default: `_make_settings` reads the values and knows their sources.
             group.add_argument(
                 s.flag,

@@ -167,8 +167,8 @@ class Settings:
         "model",
         NAME,
         "smollm2-135m",
-        "Model to serve: the bundled model's name, a Hugging Face folder, a .gguf file, org/name on the Hub, "
-        "or a gs://, s3:// or http(s):// address.",
+        "Model to serve: the bundled model's name, a Hugging Face folder, a .gguf file, org/name or "
+        "org/name@revision on the Hub, or a gs://, s3:// or http(s):// address.",
     )
     hf_checkpoint: str = setting("model", PATH, "", "Another name for --model; give only one of the two.")
     checkpoint_path: str = setting(

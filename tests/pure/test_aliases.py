@@ -247,6 +247,16 @@ def test_every_alias_is_in_the_help_and_in_the_reference(capsys: pytest.CaptureF
         assert shown in out and f"`{shown}`" in rows
 
 
+def test_words_of_other_servers_for_a_value_are_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_settings(["--help"], {})
+    out = " ".join(capsys.readouterr().out.split())
+    for setting in SETTINGS:
+        for word, value in setting.kind.synonyms.items():
+            assert f"{word} means {value}" in out
+    assert "cuda means gpu" in out and "float16 means bfloat16" in out and "org/name@revision" in out
+
+
 def test_every_alias_is_on_the_page_for_people_who_move() -> None:
     page = Path("docs/pages/how-to/move.md").read_text(encoding="utf-8")
     for alias in ALIASES:
