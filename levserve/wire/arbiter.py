@@ -22,6 +22,8 @@ from levserve.wire.worker import FAULT
 log = logging.getLogger(__name__)
 
 REPEAT_SECONDS = 1.0
+ECHO_SECONDS = 0.5
+"""A SIGTERM so soon after the first is the same one: timeout(1) signals the process and then its group."""
 REAP_SECONDS = 5.0
 
 
@@ -82,12 +84,14 @@ class OneWorkerArbiter(Arbiter):  # type: ignore[misc]
             listener.close()  # the worker has its own copy, and answers until it has drained
         self.LISTENERS = []
         number = signal.SIGTERM if graceful else signal.SIGQUIT
-        deadline = time.monotonic() + self.cfg.graceful_timeout
+        began = time.monotonic()
+        deadline = began + self.cfg.graceful_timeout
         while self.WORKERS and time.monotonic() < deadline:
             self.kill_workers(number)  # repeated: a worker that has just started has no handler yet
             with suppress(queue.Empty):
                 received = self.SIG_QUEUE.get(timeout=REPEAT_SECONDS)
-                if received in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT):
+                is_echo = received == signal.SIGTERM and time.monotonic() < began + ECHO_SECONDS
+                if received in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT) and not is_echo:
                     number = signal.SIGQUIT
             self.reap_workers()
         if self.WORKERS:
