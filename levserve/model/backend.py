@@ -130,6 +130,10 @@ class Backend(ABC):
         raise NotImplementedError
 
     @abstractmethod
+    def mean(self, x: jax.Array) -> jax.Array:
+        """The mean over the last axis, which norms divide by. It stays, with a size of one."""
+
+    @abstractmethod
     def mix_experts(
         self, x: jax.Array, choice: ExpertChoice, is_real: jax.Array, experts: ExpertLayer, num_experts: int
     ) -> jax.Array:

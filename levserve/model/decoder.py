@@ -184,7 +184,7 @@ class Decoder(eqx.Module):
                 return None
             weight = arrays[name].reshape([axis.size for axis in over])
             bias = optional(f"{name}_bias", *over)
-            return Norm(hax.named(weight, over), bias, config.norm_eps, config.has_layer_norms)
+            return Norm(hax.named(weight, over), bias, config.norm_eps, config.has_layer_norms, backend)
 
         def mlp(at: str, *stacked: Axis) -> Mlp:
             gate_up = linear(at + "gate_up", config.GateUp, config.Embed, *stacked)

@@ -59,10 +59,10 @@ def run_block(block: Block, x: NamedArray, angles: Angles, is_real: jax.Array) -
     with jax.named_scope("attend"):
         qkv = block.qkv(x).rearrange((ROW, CHUNK, "qkv")).array
         mixed = attend_to_all(qkv, config.num_heads, angles, is_real)
-        x = rms_norm(x + block.out(hax.named(mixed, (ROW, CHUNK, "mixed"))), Embed, eps)
+        x = rms_norm(x + block.out(hax.named(mixed, (ROW, CHUNK, "mixed"))), (Embed,), eps)
     with jax.named_scope("mlp"):
         fed = block.mlp(x) if isinstance(block.mlp, Mlp) else block.mlp(x, is_real)
-        return rms_norm(x + fed, Embed, eps).rearrange((ROW, CHUNK, "embed"))
+        return rms_norm(x + fed, (Embed,), eps).rearrange((ROW, CHUNK, "embed"))
 
 
 def attend_to_all(qkv: jax.Array, num_heads: int, angles: Angles, is_real: jax.Array) -> jax.Array:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import equinox as eqx
 import haliax as hax
 from haliax import Axis, NamedArray
 
+from levserve.model.backend import Backend
 
-def rms_norm(x: NamedArray, over: Axis | Sequence[Axis], eps: float) -> NamedArray:
+Mean = Callable[[NamedArray, Sequence[Axis]], NamedArray]
+
+
+def rms_norm(x: NamedArray, over: Sequence[Axis], eps: float, mean: Mean = hax.mean) -> NamedArray:
     """The norm without a weight."""
-    return x * hax.rsqrt(hax.mean(hax.square(x), over) + eps)
+    return x * hax.rsqrt(mean(hax.square(x), over) + eps)
 
 
 class Norm(eqx.Module):
@@ -21,13 +25,20 @@ class Norm(eqx.Module):
     bias: NamedArray | None
     eps: float = eqx.field(static=True)
     is_layer_norm: bool = eqx.field(static=True)
+    backend: Backend = eqx.field(static=True)
 
     def __call__(self, x: NamedArray) -> NamedArray:
         over = self.weight.axes
         if self.is_layer_norm:
-            x = x - hax.mean(x, over)
-        x = rms_norm(x, over, self.eps) * self.weight
+            x = x - self._mean(x, over)
+        x = rms_norm(x, over, self.eps, self._mean) * self.weight
         return x if self.bias is None else x + self.bias
+
+    def _mean(self, x: NamedArray, over: Sequence[Axis]) -> NamedArray:
+        ordered = x.rearrange((..., *over))
+        others = ordered.axes[: -len(over)]
+        mean = self.backend.mean(ordered.array.reshape(*(axis.size for axis in others), -1))
+        return hax.named(mean[..., 0], others)
 
 
 def apply(norm: Norm | None, x: NamedArray) -> NamedArray:

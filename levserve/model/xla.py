@@ -73,7 +73,7 @@ class XlaBackend(Backend):
         qkv = qkv.reshape(rows, chunk, -1, size)
         q, k, v = jnp.split(qkv, (heads, heads + shape.kv_heads), axis=2)
         if norms is not None:
-            q, k = _norm(q, norms.queries, shape.eps), _norm(k, norms.keys, shape.eps)
+            q, k = (self._norm(x, weight, shape.eps) for x, weight in zip((q, k), norms))
         if angles is not None:
             q, k = rotate(q, angles), rotate(k, angles)
         with jax.named_scope("kv_write"):
@@ -106,6 +106,11 @@ class XlaBackend(Backend):
             return None
         return lambda x, num_used: multiply_rotated(weight, scale, x)
 
+    def mean(self, x: jax.Array) -> jax.Array:
+        """On a CPU XLA adds in an order that depends on the number of rows, and the last bit of a sum can
+        decide which integer an activation is rounded to. The order of `sum_pairwise` is always the same."""
+        return sum_pairwise(x) / x.shape[-1] if self.is_cpu else jnp.mean(x, axis=-1, keepdims=True)
+
     def mix_experts(
         self, x: jax.Array, choice: ExpertChoice, is_real: jax.Array, experts: ExpertLayer, num_experts: int
     ) -> jax.Array:
@@ -114,6 +119,9 @@ class XlaBackend(Backend):
         if 3 * choice.experts.size <= num_experts:  # a gathered matrix is read, written and read again
             return mix_gathered(x, choice, experts)
         return mix_in_slots(x, choice, is_real, experts, num_experts)
+
+    def _norm(self, x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+        return x * lax.rsqrt(self.mean(jnp.square(x)) + eps) * weight[None, None, None]
 
     def likeliest(self, logits: jax.Array, num_used: jax.Array | None = None) -> Likeliest:
         return likeliest(logits)
@@ -147,6 +155,10 @@ class XlaBackend(Backend):
 XLA_ON_CPU = XlaBackend("cpu")
 
 
-def _norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    mean_square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
-    return x * lax.rsqrt(mean_square + eps) * weight[None, None, None]
+def sum_pairwise(x: jax.Array) -> jax.Array:
+    """Adds the second half of the last axis to the first until one number is left."""
+    while (size := x.shape[-1]) > 1:
+        half = size // 2
+        pairs = x[..., :half] + x[..., half : 2 * half]
+        x = jnp.concatenate([pairs[..., :-1], pairs[..., -1:] + x[..., -1:]], -1) if size % 2 else pairs
+    return x

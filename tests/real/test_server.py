@@ -121,6 +121,29 @@ def test_anthropics_sdk_chats_and_streams(server: Server) -> None:
     assert used.output_tokens == whole.usage.output_tokens
 
 
+def test_anthropics_sdk_calls_a_tool_and_goes_on_with_its_result(server: Server) -> None:
+    tool = {"name": "Temperature", "input_schema": Temperature.model_json_schema()}
+    asked: dict[str, Any] = {"model": MODEL, "max_tokens": 60, "tools": [tool]}
+    question = {"role": "user", "content": "How warm is it in Oslo? Call Temperature."}
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=120) as client:
+        held = {"tool_choice": {"type": "tool", "name": "Temperature"}, "extra_body": {"temperature": 0}}
+        called = client.messages.create(messages=[question], **asked, **held)
+        with client.messages.stream(messages=[question], **asked, **held) as stream:
+            streamed = stream.get_final_message()
+        result = {"type": "tool_result", "tool_use_id": called.content[-1].id, "content": "21 degrees"}
+        history = [
+            question,
+            {"role": "assistant", "content": called.content},
+            {"role": "user", "content": [result]},
+        ]
+        answered = client.messages.create(messages=history, tool_choice={"type": "none"}, **asked)
+    call = called.content[-1]
+    assert (call.type, call.name, called.stop_reason) == ("tool_use", "Temperature", "tool_use")
+    Temperature.model_validate(call.input)
+    assert (streamed.content[-1].name, streamed.content[-1].input) == (call.name, call.input)
+    assert [block.type for block in answered.content] == ["text"]
+
+
 def test_eight_bits_find_the_reference_likeliest_in_nineteen_of_twenty_places_and_go_its_way_in_half_of_the_cases(
     server: Server,
 ) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import openai
 import pytest
 
@@ -90,3 +91,22 @@ def test_it_answers_without_thoughts_if_asked_to(client: openai.OpenAI) -> None:
     assert "reasoning_content" not in answer.choices[0].message.model_fields_set
     assert json.loads(answer.choices[0].message.content).keys() == {"city", "people"}
     assert answer.usage.completion_tokens_details.reasoning_tokens == 0
+
+
+def test_anthropics_sdk_gets_thoughts_in_blocks_of_their_own(server: Server) -> None:
+    asked: dict[str, Any] = {
+        "model": MODEL,
+        "max_tokens": 1100,
+        "messages": [{"role": "user", "content": "Name the capital of France and its people, as JSON."}],
+        "output_config": {"format": {"type": "json_schema", "schema": CITY}},
+        "extra_body": {"thinking": {"type": "enabled", "budget_tokens": BUDGET}, "temperature": 0},
+    }
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=120) as client:
+        whole = client.messages.create(**asked)
+        with client.messages.stream(**asked) as stream:
+            streamed = stream.get_final_message()
+    thought, text = whole.content
+    assert (thought.type, text.type, whole.stop_reason) == ("thinking", "text", "end_turn")
+    assert thought.thinking and json.loads(text.text).keys() == {"city", "people"}
+    assert [block.type for block in streamed.content] == ["thinking", "text"]
+    assert (streamed.content[0].thinking, streamed.content[1].text) == (thought.thinking, text.text)

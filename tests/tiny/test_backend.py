@@ -130,3 +130,16 @@ def test_a_model_of_a_golden_family_runs_its_layers_at_once_only_in_types_that_t
     assert backend.layers_unsupported_reason(config, bfloat16, bfloat16) is None
     assert "float32" in (backend.layers_unsupported_reason(config, FLOAT32, bfloat16) or "")
     assert CpuBackend().layers_unsupported_reason(config, bfloat16, bfloat16) is not None
+
+
+@pytest.mark.parametrize("size", [576, 100])
+def test_a_mean_is_the_same_to_the_last_bit_however_many_rows_there_are(size: int) -> None:
+    """Or an activation beside seven others would be rounded to another integer than alone."""
+    x = np.random.default_rng(size).standard_normal((32, size), np.float32)
+    mean = jax.jit(XLA_ON_CPU.mean)
+    one_by_one, *others = (
+        np.concatenate([mean(x[at : at + rows]) for at in range(0, len(x), rows)]) for rows in (1, 2, 8, 32)
+    )
+    np.testing.assert_allclose(one_by_one, x.mean(1, dtype=np.float64)[:, None], atol=1e-6)
+    for other in others:
+        np.testing.assert_array_equal(other, one_by_one)
