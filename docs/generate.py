@@ -42,6 +42,7 @@ from levserve.settings.parse import parse_settings
 from levserve.settings.settings import settings_table
 from levserve.web.admin import ReloadBody
 from levserve.web.app import create_app
+from levserve.web.batches.objects import BatchBody
 from levserve.web.descriptions import ERRORS, FIELDS, OWN_FIELDS, ROUTES
 from levserve.web.messages.body import MessageBody, PromptBody
 from levserve.web.native import GenerateBody
@@ -61,6 +62,7 @@ BODIES: dict[str, tuple[str, type[msgspec.Struct]]] = {
     "ResponseBody": ("/v1/responses", ResponseBody),
     "MessageBody": ("/v1/messages", MessageBody),
     "PromptBody": ("/v1/messages/count_tokens", PromptBody),
+    "BatchBody": ("/v1/batches", BatchBody),
     "EmbeddingBody": ("/v1/embeddings", EmbeddingBody),
     "ScoreBody": ("/loglikelihood", ScoreBody),
     "GenerateBody": ("/generate", GenerateBody),

@@ -35,7 +35,8 @@ from levserve.observe.tracing import start_tracing
 from levserve.observe.vllm_metrics import VllmMetrics
 from levserve.settings.settings import KEY_VARIABLE, OTHER_KEY_VARIABLE, Settings
 from levserve.text.chat import template_of
-from levserve.web.app import create_app
+from levserve.web.app import BATCHES, create_app
+from levserve.web.batches.worker import BatchWorker
 from levserve.web.hijack import PATH as SOCKET_PATH
 from levserve.web.ops import OPS_PATHS
 from levserve.web.watcher import Watcher
@@ -182,7 +183,9 @@ class Application(BaseApplication):  # type: ignore[misc]
         self._tracing = start_tracing(settings.tracing)
         self._notifier = Notifier(self._supervision, self.engine)
         self._watcher = Watcher()
-        return create_app(self.registry, settings, self._watcher, self._tracing)
+        app = create_app(self.registry, settings, self._watcher, self._tracing)
+        self._batches: BatchWorker = app.extensions[BATCHES]
+        return app
 
     def on_start(self) -> None:
         """Called by the worker before its main loop; it must not block."""
@@ -212,6 +215,7 @@ class Application(BaseApplication):  # type: ignore[misc]
     def close(self) -> None:
         """Stops what `load` and `on_start` started; by now no HTTP thread waits for tokens."""
         self.engine.begin_drain(time.monotonic())
+        self._batches.close()
         self.engine.stop()
         self.registry.join()
         self._notifier.stop()

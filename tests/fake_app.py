@@ -17,7 +17,7 @@ from levserve.models.registry import Registry
 from levserve.observe.metrics import Metrics
 from levserve.observe.tracing import Tracing
 from levserve.settings.settings import Settings
-from levserve.web.app import create_app
+from levserve.web.app import BATCHES, create_app
 from levserve.web.watcher import Watcher
 from tests.fake_device import FakeDevice
 from tests.fake_server import completion
@@ -74,11 +74,11 @@ def serving(
     registry = Registry(engine)
     device = make_device(registry) if make_device else FakeDevice(registry, obeys=obeys)
     device.start()
+    app = create_app(registry, Settings(**settings), watcher, tracing)
     try:
-        yield App(
-            create_app(registry, Settings(**settings), watcher, tracing).test_client(), device, registry
-        )
+        yield App(app.test_client(), device, registry)
     finally:
+        app.extensions[BATCHES].close()
         engine.stop()
         device.join()
         watcher.stop()

@@ -21,6 +21,7 @@ from levserve.device.tasks import Attach, Detach, SwapWeights
 from levserve.engine.engine import Engine
 from levserve.engine.messages import Cancel, DeviceTask, Drain, Message, Stop, Submit
 from levserve.errors import Unavailable
+from levserve.schedule.background import Rest
 from levserve.schedule.request import FinishReason, TokenBatch
 
 log = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ class DeviceLoop:
         self._delivery = Delivery()
         self._model_loops: dict[str, ModelLoop] = {}
         self._pace_told = 0.0
+        self._rest = Rest()
         self._drain_deadline: float | None = None
         self._is_stopped = False
         self._note_device()
@@ -66,7 +68,7 @@ class DeviceLoop:
             while not self._is_stopped:
                 self._take_messages(wait=not self._has_work)
                 self._engine.beat(is_busy=self._has_work)
-                for model_loop in self._model_loops.values():
+                for model_loop in self._active():
                     model_loop.step()
                 self._set_gauges()
         except BaseException:
@@ -77,6 +79,16 @@ class DeviceLoop:
             for model_loop in self._model_loops.values():
                 model_loop.runner.programs.stop()
         self._end_all(FinishReason.SHUTDOWN)
+
+    def _active(self) -> list[ModelLoop]:
+        """The models that take a step; those with nothing but background work rest beside live work."""
+        model_loops = list(self._model_loops.values())
+        live = [model_loop for model_loop in model_loops if model_loop.has_live_work]
+        has_background = any(
+            model_loop.has_work and not model_loop.has_live_work for model_loop in model_loops
+        )
+        rests = bool(live) and has_background and not self._rest.takes_turn()
+        return live if rests else model_loops
 
     @property
     def _has_work(self) -> bool:

@@ -70,6 +70,11 @@ class ModelLoop:
         return self._in_flight is not None or self.scheduler.has_work
 
     @property
+    def has_live_work(self) -> bool:
+        """Whether it has work that is not background work."""
+        return self.scheduler.has_live_work
+
+    @property
     def drain_seconds(self) -> float:
         """How long all its accepted work will take, by the measured rates."""
         return self._pace.seconds_for(self.scheduler.backlog())

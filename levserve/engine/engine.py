@@ -36,6 +36,8 @@ class Engine:
         self.metrics = metrics
         self.max_inflight = max_inflight
         self.admission = Admission(max_inflight, max_tokens, metrics)
+        self.background = Admission(max_inflight, max_tokens, metrics)
+        """Counts work that yields to all other, and so takes none of its places."""
         self.progress = "starting"
         self.device: DeviceStatus | None = None
         """What the server runs on; the device thread sets it, from the first model on."""
@@ -165,7 +167,7 @@ class Engine:
         self._max_guess = max(model.max_seq_len for model in models)
         if not self._has_own_limit:
             limits = (model.max_inflight_tokens or self.max_inflight * model.max_seq_len for model in models)
-            self.admission.max_tokens = sum(limits)
+            self.admission.max_tokens = self.background.max_tokens = sum(limits)
 
     def _send_requests(
         self, requests: Sequence[GenerationRequest], model: ServedModel, stream: TokenStream

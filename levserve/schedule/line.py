@@ -37,9 +37,10 @@ class Line:
     def last(self) -> Sequence | None:
         return next(reversed(self._by_id.values()), None)
 
-    def oldest(self) -> Sequence | None:
-        """The sequence that came first, however unimportant it is."""
-        return min(self._by_id.values(), key=lambda sequence: sequence.number, default=None)
+    def oldest(self, *, below: int | None = None) -> Sequence | None:
+        """The sequence that came first, however unimportant it is; or of those below a priority."""
+        sequences = (one for one in self._by_id.values() if below is None or one.priority < below)
+        return min(sequences, key=lambda sequence: sequence.number, default=None)
 
     def add(self, sequence: Sequence) -> None:
         first, last = self.first(), self.last()

@@ -9,6 +9,9 @@ from typing import NamedTuple
 
 from levserve.schedule.constraint import Constraint
 
+BACKGROUND = 1 << 30
+"""Requests of this priority and above are background work: it runs in the rounds that no other work needs."""
+
 
 class FinishReason(StrEnum):
     """Why a request ended. Only the first two are answers; the rest tell what ended it."""

@@ -4,7 +4,8 @@ Called by the device loop only. Plain Python over numbers: no arrays, no clock o
 order is by priority, and first come, first served among equals, also after a preemption: a sequence that lost
 its pages keeps its tokens and its place. A waiting sequence that outranks a running one takes its slot or its
 pages where none are free. Nobody starves: every so many admissions the sequence that came first of all
-waiting ones is raised to the highest priority there is, and keeps it.
+waiting ones is raised to the highest priority there is, and keeps it. Background work rests while there is
+other work; see `background.py`.
 
 A round may be planned before the last one has been read back. The number of tokens in flight is known and
 only their values are not, so positions and pages can be given ahead; a sequence that turns out to have
@@ -22,13 +23,15 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
+from levserve.schedule.background import Rest, is_resting, live_only
 from levserve.schedule.budget import Budget
 from levserve.schedule.commit import Committer, Sampled
 from levserve.schedule.pace import Backlog
 from levserve.schedule.pages import PagePool
-from levserve.schedule.request import FinishReason, GenerationRequest
+from levserve.schedule.request import BACKGROUND, FinishReason, GenerationRequest
 from levserve.schedule.roster import Roster
 from levserve.schedule.sequence import Chunk, Fork, RoundPlan, Row, Sequence, SequenceUpdate
 from levserve.schedule.speculation import Drafter, Speculation
@@ -49,6 +52,7 @@ class Scheduler:
         self.speculation = speculation
         self._roster = Roster(pool, budget.num_slots)
         self._committer = Committer(self._roster)
+        self._rest = Rest()
 
     @property
     def num_waiting(self) -> int:
@@ -66,7 +70,7 @@ class Scheduler:
     def is_speculating(self) -> bool:
         """Whether the next plan should draft; everything in flight must be read before."""
         return self.speculation is not None and self.speculation.pays(
-            sum(sequence.is_primed for sequence in self._roster.running)
+            sum(sequence.is_primed for sequence in self._active(self._roster.running))
         )
 
     @property
@@ -76,17 +80,27 @@ class Scheduler:
         if self.budget.steps > 1 or not self.num_running:
             return False
         return all(
-            sequence.matcher is not None and not sequence.matcher.is_free for sequence in self._roster.running
+            sequence.matcher is not None and not sequence.matcher.is_free
+            for sequence in self._active(self._roster.running)
         )
 
     @property
     def num_streams(self) -> int:
         """Streams once the waiting sequences run too, as far as there are slots."""
-        return min(len(self._roster.running) + len(self._roster.waiting), self.budget.num_slots)
+        sequences = (*self._roster.running, *self._roster.waiting)
+        return min(sum(1 for _ in self._active(sequences)), self.budget.num_slots)
+
+    @property
+    def has_live_work(self) -> bool:
+        """Whether any sequence is not background work."""
+        return self._roster.has_live_work
 
     def backlog(self) -> Backlog:
-        """Tokens still to compute if every sequence takes all it may; looks at each of them."""
-        sequences = (*self._roster.running, *self._roster.waiting)
+        """Tokens still to compute if every sequence takes all it may; looks at each of them.
+
+        Background work is not counted: no other work waits for it.
+        """
+        sequences = [*live_only(self._roster.running), *live_only(self._roster.waiting)]
         prefill = sum(
             len(sequence.tokens) - sequence.num_computed for sequence in sequences if not sequence.is_primed
         )
@@ -125,17 +139,11 @@ class Scheduler:
         Beside running streams it prefills no more than the budget allows, and `max_prefill`.
         """
         preempted = self._roster.make_way()
-        rows = self._plan_rows(preempted)
-        admitted: list[Sequence] = []
-        forks: list[Fork] = []
-        busy_tokens = self.budget.busy_tokens
-        if max_prefill is not None:
-            busy_tokens = min(busy_tokens, max_prefill)
-        chunks = self._plan_chunks(busy_tokens if rows else None, admitted, forks)
-        tainted = self._committer.take_tainted()
-        return RoundPlan(
-            tuple(chunks), tuple(rows), tuple(admitted), tuple(preempted), tuple(forks), tuple(tainted)
-        )
+        rests = is_resting(self._roster) and not self._rest.takes_turn()
+        plan = self._plan(max_prefill, preempted, rests=rests)
+        if rests and plan.is_empty:  # the last tokens of live work are in flight
+            return self._plan(max_prefill, preempted, rests=False)
+        return plan
 
     def commit(self, plan: RoundPlan, chunks: Seq[Sampled], rows: Seq[Sampled]) -> list[SequenceUpdate]:
         """Takes what a planned round sampled, in the plan's order, and tells what each stream gained."""
@@ -178,14 +186,35 @@ class Scheduler:
                     self.speculation.note_steps(sequence.drafter.follow(sequence.tokens))
         return gained
 
-    def _plan_rows(self, preempted: list[tuple[Sequence, int]]) -> list[Row]:
+    def _active(self, sequences: Iterable[Sequence]) -> Iterable[Sequence]:
+        """Those that do not rest; in one round of many all take part."""
+        return live_only(sequences) if is_resting(self._roster) else sequences
+
+    def _plan(
+        self, max_prefill: int | None, preempted: list[tuple[Sequence, int]], *, rests: bool
+    ) -> RoundPlan:
+        rows = self._plan_rows(preempted, rests=rests)
+        admitted: list[Sequence] = []
+        forks: list[Fork] = []
+        busy_tokens = self.budget.busy_tokens
+        if max_prefill is not None:
+            busy_tokens = min(busy_tokens, max_prefill)
+        chunks = self._plan_chunks(busy_tokens if rows else None, admitted, forks, rests=rests)
+        tainted = self._committer.take_tainted()
+        return RoundPlan(
+            tuple(chunks), tuple(rows), tuple(admitted), tuple(preempted), tuple(forks), tuple(tainted)
+        )
+
+    def _plan_rows(self, preempted: list[tuple[Sequence, int]], *, rests: bool) -> list[Row]:
         """Gives every decoding sequence its pages for the round, in order; the last ones lose theirs if there
-        are too few."""
+        are too few. If background work `rests`, it has no row."""
         rows: list[Row] = []
         drafts = self._draft() if self.is_speculating else {}
         max_steps = 1 if drafts else self.budget.steps
         page_size = self.pool.page_size
         for sequence in list(self._roster.running):
+            if rests and sequence.priority >= BACKGROUND:
+                break  # all after it are background work too
             if sequence.slot is None or not sequence.is_primed or sequence.is_verifying:
                 continue  # preempted a moment ago, or still prefilling
             steps = min(max_steps, sequence.max_length - sequence.length)
@@ -241,7 +270,7 @@ class Scheduler:
         return True
 
     def _plan_chunks(
-        self, busy_tokens: int | None, admitted: list[Sequence], forks: list[Fork]
+        self, busy_tokens: int | None, admitted: list[Sequence], forks: list[Fork], *, rests: bool
     ) -> list[Chunk]:
         """Spends the prefill budget on sequences that prefill already, then on the queue; at least one small
         chunk.
@@ -251,12 +280,16 @@ class Scheduler:
         """
         sizes, overhead = self.budget.chunk_sizes, self.budget.chunk_overhead
         chunks: list[Chunk] = []
-        prefilling = [sequence for sequence in self._roster.running if not sequence.is_primed]
+        running = live_only(self._roster.running) if rests else self._roster.running
+        prefilling = [sequence for sequence in running if not sequence.is_primed]
         is_deep = bool(prefilling) and prefilling[0].num_computed >= DEEP_TOKENS
         budget = self.budget.idle_tokens if busy_tokens is None else busy_tokens
         left = max(budget, sizes[0] if is_deep or len(sizes) < 3 else sizes[1])
         while left >= sizes[0] and (left > overhead or not chunks):
             if not prefilling:
+                head = self._roster.waiting.first()
+                if rests and head is not None and head.priority >= BACKGROUND:
+                    break
                 sequence = self._roster.admit()
                 if sequence is None:
                     break

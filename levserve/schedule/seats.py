@@ -7,7 +7,7 @@ What else a running sequence holds depends on the kind of model: `Roster` adds t
 from __future__ import annotations
 
 from levserve.schedule.line import Line
-from levserve.schedule.request import FinishReason, TokenBatch
+from levserve.schedule.request import BACKGROUND, FinishReason, TokenBatch
 from levserve.schedule.sequence import Sequence, SequenceUpdate
 
 RAISE_EVERY = 16
@@ -25,6 +25,17 @@ class Seats:
         self._until_raise = RAISE_EVERY
         self._num_slots = num_slots
         self._free_slots = list(range(num_slots - 1, -1, -1))
+
+    @property
+    def has_live_work(self) -> bool:
+        """Whether any sequence is not background work."""
+        firsts = (self.running.first(), self.waiting.first())
+        return any(first is not None and first.priority < BACKGROUND for first in firsts)
+
+    @property
+    def has_background_work(self) -> bool:
+        lasts = (self.running.last(), self.waiting.last())
+        return any(last is not None and last.priority >= BACKGROUND for last in lasts)
 
     def add(self, sequence: Sequence) -> None:
         """Lets a new sequence wait, behind all of its priority."""
@@ -119,8 +130,8 @@ class Seats:
         """Moves a waiting sequence into a free slot, which there must be."""
         self.waiting.remove(sequence)
         self.running.add(sequence)
-        self._raise_oldest()
         sequence.slot = self._free_slots.pop()
+        self._raise_oldest()
 
     def _raise_oldest(self) -> None:
         """Called at every admission; now and then the longest wait is ended, whatever its priority."""
@@ -128,7 +139,9 @@ class Seats:
         if self._until_raise > 0:
             return
         self._until_raise = RAISE_EVERY
-        oldest, first, top = self.waiting.oldest(), self.waiting.first(), self.running.first()
+        # Background work that rests although there are slots is not raised: it has its rounds.
+        oldest = self.waiting.oldest(below=BACKGROUND if self._free_slots else None)
+        first, top = self.waiting.first(), self.running.first()
         if oldest is None or first is None or top is None:
             return
         self.waiting.remove(oldest)

@@ -93,6 +93,11 @@ class WholeTextScheduler:
         return len(self._seats.running)
 
     @property
+    def has_live_work(self) -> bool:
+        """Whether any sequence is not background work."""
+        return self._seats.has_live_work
+
+    @property
     def has_work(self) -> bool:
         return self.num_waiting + self.num_running > 0
 

@@ -160,7 +160,8 @@ class Settings:
         "server",
         PATH,
         "",
-        "Folder for what should outlive a restart, such as stored responses; empty: they are in memory only.",
+        "Folder for what should outlive a restart, such as stored responses, files and batches; empty: "
+        "responses are in memory only, and the others in a temporary folder.",
     )
 
     model: str = setting(
@@ -372,6 +373,13 @@ class Settings:
     )
     stored_responses_memory: int = setting(
         "limits", size(0), 64 * 2**20, "Maximum size of all stored responses, in memory and in --state-dir."
+    )
+    max_file_bytes: int = setting("limits", size(1), 200 * 2**20, "Maximum size of a file for /v1/files.")
+    files_disk: int = setting(
+        "limits", size(0), 10 * 2**30, "Maximum size of all files of /v1/files together, in --state-dir."
+    )
+    max_batch_requests: int = setting(
+        "limits", integer(1), 50_000, "Maximum number of requests in one batch of /v1/batches."
     )
     request_timeout: float = setting("limits", real(0), 600.0, "Seconds a request may take; 0: no limit.")
     header_timeout: float = setting(

@@ -23,6 +23,11 @@ from levserve.observe.tracing import PARENT_HEADERS, Tracing
 from levserve.settings.settings import Settings
 from levserve.web.admin import admin_routes
 from levserve.web.auth import key_check
+from levserve.web.batches.disk import DiskFolder
+from levserve.web.batches.files import FileStore
+from levserve.web.batches.routes import batches_routes, files_routes
+from levserve.web.batches.store import BatchStore
+from levserve.web.batches.worker import BatchWorker
 from levserve.web.call import Calls
 from levserve.web.cors import Cors
 from levserve.web.docs_page import docs_routes
@@ -45,6 +50,8 @@ from levserve.web.watcher import Watcher
 
 log = logging.getLogger(__name__)
 
+BATCHES = "levserve-batches"
+"""The extension of the application that is its `BatchWorker`, to be closed at its end."""
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
@@ -64,6 +71,7 @@ def create_app(
     app.register_blueprint(openai_routes(calls))
     app.register_blueprint(responses_routes(calls, _response_store(settings)))
     app.register_blueprint(messages_routes(calls))
+    app.extensions[BATCHES] = _register_batches(app, registry, settings, cors)
     app.register_blueprint(embeddings_routes(calls))
     app.register_blueprint(scoring_routes(calls))
     app.register_blueprint(native_routes(calls))
@@ -80,6 +88,17 @@ def create_app(
     app.register_error_handler(Exception, _answer_fault)
     app.after_request(_after_request(engine, tracing))
     return app
+
+
+def _register_batches(app: Flask, registry: Registry, settings: Settings, cors: Cors) -> BatchWorker:
+    disk = DiskFolder(settings.state_dir)
+    files = FileStore(disk, settings.files_disk, settings.max_file_bytes)
+    batches = BatchStore(disk)
+    worker = BatchWorker(registry, settings, disk, files, batches)
+    app.register_blueprint(files_routes(files, batches, cors))
+    app.register_blueprint(batches_routes(files, batches, worker, settings))
+    worker.wake()  # there may be batches that an earlier start has left
+    return worker
 
 
 def _response_store(settings: Settings) -> ResponseStore:

@@ -45,11 +45,12 @@ class Cors:
             app.before_request(self._answer_preflight)
             app.after_request(self._name_origin)
 
-    def check_origin(self) -> None:
-        """Raises `Forbidden` for a page that is not listed: browsers open WebSockets without asking."""
+    def check_origin(self, what: str = "WebSocket") -> None:
+        """Raises `Forbidden` for a page that is not listed: browsers open WebSockets, and send forms, without
+        asking."""
         origin = request.headers.get("Origin")
         if origin is not None and not self._allows(origin):
-            raise Forbidden("This server accepts no WebSocket from pages of this origin; see --cors-origins.")
+            raise Forbidden(f"This server accepts no {what} from pages of this origin; see --cors-origins.")
 
     def _allows(self, origin: str) -> bool:
         return "*" in self._origins or origin.lower() in self._origins
@@ -63,7 +64,7 @@ class Cors:
         response = Response(status=204)
         if self._allows(origin):
             asked = request.headers.get("Access-Control-Request-Headers", "")
-            response.headers["Access-Control-Allow-Methods"] = "GET, POST, OPTIONS"
+            response.headers["Access-Control-Allow-Methods"] = "GET, POST, DELETE, OPTIONS"
             response.headers["Access-Control-Allow-Headers"] = asked
             response.headers["Access-Control-Max-Age"] = str(PREFLIGHT_SECONDS)
         return response

@@ -29,6 +29,14 @@ from levserve.request.schema import (
 from levserve.settings.settings import Settings
 from levserve.web.admin import ModelStats, ReloadBody, Stats
 from levserve.web.auth import ADMIN_PATHS, OPEN_PATHS
+from levserve.web.batches.objects import (
+    BatchBody,
+    BatchList,
+    BatchObject,
+    DeletedFile,
+    FileList,
+    FileObject,
+)
 from levserve.web.call import TIMEOUT_HEADER
 from levserve.web.descriptions import ERRORS, FIELDS, OWN_FIELDS, ROUTES
 from levserve.web.messages import body as message_body
@@ -68,6 +76,8 @@ class Operation(NamedTuple):
     failure: type[Struct] | None = None
     """Of a 503, where that is no error but what was asked for."""
     query: dict[str, str] = {}
+    form: dict[str, str] = {}
+    """The fields of a form, where the body is one."""
     example: Any = None
     """A body to try."""
 
@@ -87,6 +97,11 @@ class ErrorBody(Struct, frozen=True):
 
 MESSAGES = [{"role": "user", "content": "Say hello."}]
 GENERATE = {"prompts": ["The sky is"], "max_tokens": 16}
+LIST_QUERY = {
+    "limit": "items in the list, from 1 to 100; default 20",
+    "order": "`desc` (default) begins with the newest, `asc` with the oldest",
+    "after": "the id of an item; the list begins after it",
+}
 OPERATIONS = {
     "POST /v1/chat/completions": Operation(
         Envelope[ChatChoice],
@@ -108,14 +123,7 @@ OPERATIONS = {
     ),
     "GET /v1/responses/{id}": Operation(ResponseObject),
     "DELETE /v1/responses/{id}": Operation(DeletedResponse),
-    "GET /v1/responses/{id}/input_items": Operation(
-        InputItemList,
-        query={
-            "limit": "items in the list, from 1 to 100; default 20",
-            "order": "`desc` (default) begins with the newest, `asc` with the oldest",
-            "after": "the id of an item; the list begins after it",
-        },
-    ),
+    "GET /v1/responses/{id}/input_items": Operation(InputItemList, query=LIST_QUERY),
     "POST /v1/messages": Operation(
         MessageObject,
         message_body.MessageBody,
@@ -128,6 +136,33 @@ OPERATIONS = {
     "POST /v1/embeddings": Operation(
         EmbeddingList, EmbeddingBody, example={"model": "", "input": "The sky is blue."}
     ),
+    "POST /v1/files": Operation(
+        FileObject,
+        form={
+            "file": "the requests, one on each line",
+            "purpose": "`batch`",
+            "expires_after[anchor]": "`created_at`",
+            "expires_after[seconds]": "how long the file is kept, from an hour to 30 days; default 30 days",
+        },
+    ),
+    "GET /v1/files": Operation(
+        FileList, query={**LIST_QUERY, "purpose": "only files of this purpose: `batch` or `batch_output`"}
+    ),
+    "GET /v1/files/{id}": Operation(FileObject),
+    "DELETE /v1/files/{id}": Operation(DeletedFile),
+    "GET /v1/files/{id}/content": Operation("application/octet-stream"),
+    "POST /v1/batches": Operation(
+        BatchObject,
+        BatchBody,
+        example={
+            "input_file_id": "file-...",
+            "endpoint": "/v1/chat/completions",
+            "completion_window": "24h",
+        },
+    ),
+    "GET /v1/batches": Operation(BatchList, query=LIST_QUERY),
+    "GET /v1/batches/{id}": Operation(BatchObject),
+    "POST /v1/batches/{id}/cancel": Operation(BatchObject),
     "GET /v1/models": Operation(ModelList),
     "GET /v1/models/{id}": Operation(ModelEntry),
     "GET /v1/ws": Operation(None),
@@ -157,6 +192,7 @@ OPERATIONS = {
 }
 BODY_STATUSES = (400, 401, 404, 408, 413, 429, 500, 503, 504)
 ADMIN_STATUSES = (400, 401, 403, 404, 409, 500, 503)
+BATCH_STATUSES = (400, 401, 403, 404, 408, 409, 413, 429, 500, 503)
 OTHER_STATUSES = (401, 404, 500, 503)
 SOCKET_STATUSES = (400, 401, 403, 426, 500, 503)
 
@@ -263,7 +299,16 @@ def _operation(route: str, references: dict[Any, Any], settings: Settings, model
         content = {"schema": references[operation.body], "example": example}
         is_required = path != f"{ADMIN_PATHS}reload"
         described["requestBody"] = {"content": {"application/json": content}, "required": is_required}
+    if operation.form:
+        described["requestBody"] = {"content": {"multipart/form-data": {"schema": _form(operation)}}}
+        described["requestBody"]["required"] = True
     return described
+
+
+def _form(operation: Operation) -> dict[str, Any]:
+    properties = {name: {"type": "string", "description": what} for name, what in operation.form.items()}
+    properties["file"]["format"] = "binary"
+    return {"type": "object", "properties": properties, "required": ["file", "purpose"]}
 
 
 def _responses(path: str, operation: Operation, references: dict[Any, Any]) -> dict[str, Any]:
@@ -289,6 +334,8 @@ def _responses(path: str, operation: Operation, references: dict[Any, Any]) -> d
     if path.startswith(ADMIN_PATHS):
         return responses | _references(ADMIN_STATUSES)
     shape = MESSAGES_SHAPE if is_messages_path(path) else ""
+    if path.startswith(("/v1/files", "/v1/batches")):
+        return responses | _references(BATCH_STATUSES)
     return responses | _references(BODY_STATUSES if operation.body is not None else OTHER_STATUSES, shape)
 
 
@@ -319,10 +366,14 @@ def _parameters(path: str, operation: Operation) -> list[dict[str, Any]]:
             what = "The path of a file."
         elif path.startswith("/v1/responses/"):
             what = "The id of a stored response."
+        elif path.startswith("/v1/files/"):
+            what = "The id of a file."
+        elif path.startswith("/v1/batches/"):
+            what = "The id of a batch."
         parameters.append(_parameter("id", "path", {"type": "string"}, what, required=True))
     for name, meaning in operation.query.items():
         parameters.append(_parameter(name, "query", {"type": "string"}, meaning))
-    if operation.body is not None and not path.startswith(ADMIN_PATHS):
+    if operation.body is not None and not path.startswith((ADMIN_PATHS, "/v1/batches")):
         schema = {"type": "number", "exclusiveMinimum": 0}
         what = "Milliseconds that the request may take."
         parameters.append(_parameter(TIMEOUT_HEADER, "header", schema, what))

@@ -169,7 +169,7 @@ def test_a_browser_that_asks_first_needs_no_key(registry: Registry, watcher: Wat
     assert headers.pop("expose-headers")
     assert headers == {
         "allow-origin": PAGE,
-        "allow-methods": "GET, POST, OPTIONS",
+        "allow-methods": "GET, POST, DELETE, OPTIONS",
         "allow-headers": "authorization,content-type",
         "max-age": "600",
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from typing import Any
 
@@ -60,6 +61,12 @@ def test_each_example_is_answered_as_described(app: App, document: dict[str, Any
     method, path = route.split(" ")
     operation = document["paths"][path][method.lower()]
     example = operation["requestBody"]["content"]["application/json"]["example"]
+    if "input_file_id" in example:
+        form = {"purpose": "batch", "file": (io.BytesIO(b"{}"), "in.jsonl")}
+        uploaded = app.client.post("/v1/files", data=form).json
+        answer = document["paths"]["/v1/files"]["post"]["responses"]["200"]
+        check(document, answer["content"]["application/json"]["schema"], uploaded)
+        example = example | {"input_file_id": (uploaded or {})["id"]}
     # The toy's context is short, and its vocabulary has other words.
     reply = app.post(path, with_toy_words(example))
     assert reply.status_code == 200, reply.text

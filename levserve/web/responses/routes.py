@@ -9,10 +9,10 @@ from msgspec import Struct
 
 from levserve.errors import BadRequest, NotFound
 from levserve.generation import Delta
-from levserve.request.schema import require_choice
 from levserve.web.auth import key_owner
 from levserve.web.call import Call, Calls
 from levserve.web.json_body import json_response
+from levserve.web.listing import take_page
 from levserve.web.responses.body import ResponseBody
 from levserve.web.responses.events import ResponseStream
 from levserve.web.responses.exchange import Exchange
@@ -68,7 +68,9 @@ def responses_routes(calls: Calls, store: ResponseStore) -> Blueprint:
 
     @routes.get("/v1/responses/<response_id>/input_items")
     def list_input_items(response_id: str) -> Response:
-        return json_response(_list(find(response_id).items))
+        items = find(response_id).items
+        page = take_page(items, default_limit=DEFAULT_LISTED, max_limit=MAX_LISTED)
+        return json_response(InputItemList(page.items, page.first_id, page.last_id, page.has_more))
 
     def find(response_id: str) -> StoredResponse:
         found = store.get(response_id, key_owner())
@@ -92,26 +94,6 @@ def _run_whole(call: Call, exchange: Exchange) -> ResponseObject:
     for _ in output.close():
         pass
     return exchange.end(begun, output, run)
-
-
-def _list(items: Sequence[InputItem]) -> InputItemList:
-    """The page of items that the query asks for; as OpenAI has it, the newest come first."""
-    order = request.args.get("order", "desc")
-    require_choice(order, ("asc", "desc"), "order")
-    ordered = list(items) if order == "asc" else list(reversed(items))
-    limit = request.args.get("limit", str(DEFAULT_LISTED))
-    if not limit.isdecimal() or not 1 <= int(limit[:9]) <= MAX_LISTED:
-        raise BadRequest(f"'limit' must be an integer from 1 to {MAX_LISTED}.", param="limit")
-    after = request.args.get("after")
-    if after is not None:
-        places = [place for place, item in enumerate(ordered) if item.id == after]
-        if not places:
-            raise BadRequest(f"There is no item with the id '{after[:64]}'.", param="after")
-        ordered = ordered[places[0] + 1 :]
-    page = ordered[: int(limit)]
-    first_id = page[0].id if page else None
-    last_id = page[-1].id if page else None
-    return InputItemList(page, first_id, last_id, len(page) < len(ordered))
 
 
 def _not_found(response_id: str) -> NotFound:

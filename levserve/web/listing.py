@@ -1,0 +1,50 @@
+"""The page of a list that a query asks for, as OpenAI's lists have them. Called in views."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+from flask import request
+
+from levserve.errors import BadRequest
+from levserve.request.schema import require_choice
+
+
+class HasId(Protocol):
+    @property
+    def id(self) -> str: ...
+
+
+T = TypeVar("T", bound=HasId)
+
+
+class Page(NamedTuple, Generic[T]):
+    items: Sequence[T]
+    has_more: bool
+
+    @property
+    def first_id(self) -> str | None:
+        return self.items[0].id if self.items else None
+
+    @property
+    def last_id(self) -> str | None:
+        return self.items[-1].id if self.items else None
+
+
+def take_page(items: Sequence[T], *, default_limit: int, max_limit: int) -> Page[T]:
+    """Of items from the oldest to the newest; as OpenAI has it, the newest come first, unless asked for."""
+    order = request.args.get("order", "desc")
+    require_choice(order, ("asc", "desc"), "order")
+    ordered = list(items) if order == "asc" else list(reversed(items))
+    limit = request.args.get("limit", str(default_limit))
+    if not limit.isdecimal() or not 1 <= int(limit[:9]) <= max_limit:
+        raise BadRequest(f"'limit' must be an integer from 1 to {max_limit}.", param="limit")
+    after = request.args.get("after")
+    if after is not None:
+        places = [place for place, item in enumerate(ordered) if item.id == after]
+        if not places:
+            raise BadRequest(f"There is no item with the id '{after[:64]}'.", param="after")
+        ordered = ordered[places[0] + 1 :]
+    page = ordered[: int(limit)]
+    return Page(page, len(page) < len(ordered))

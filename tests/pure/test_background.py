@@ -1,0 +1,140 @@
+"""Background work: it rests beside live work, ends all the same, and is never in its way."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from levserve.schedule.background import REST_ROUNDS
+from levserve.schedule.request import BACKGROUND
+from levserve.schedule.sequence import RoundPlan
+from tests.pure.test_scheduler import Server, ask, expected_output, make
+
+
+def has_background(plan: RoundPlan) -> bool:
+    sequences = [row.sequence for row in plan.rows] + [chunk.sequence for chunk in plan.chunks]
+    return any(sequence.request.priority >= BACKGROUND for sequence in sequences)
+
+
+def keep_live(server: Server, number: int) -> None:
+    """Sees to it that live work runs in this round."""
+    if not server.scheduler.has_live_work:
+        server.submit(ask(f"live-{number}", (9, 9), 30))
+
+
+def test_background_work_has_the_device_to_itself_while_there_is_no_other() -> None:
+    server = make(num_pages=64, num_slots=4)
+    for number in range(3):
+        server.submit(ask(f"batch-{number}", (number, 1), 20, priority=BACKGROUND))
+    rounds = 0
+    while server.scheduler.has_work:
+        server.step()
+        rounds += 1
+    assert rounds < 60
+    for number in range(3):
+        assert server.outputs[f"batch-{number}"] == expected_output((number, 1), 20, stop=False)
+
+
+def test_beside_live_work_it_takes_part_in_one_round_of_many() -> None:
+    server = make(num_pages=64, num_slots=4)
+    for number in range(2):
+        server.submit(ask(f"batch-{number}", (number, 1), 40, priority=BACKGROUND))
+    for _ in range(5):
+        server.step()
+    assert all(server.outputs[f"batch-{number}"] for number in range(2))
+    num_rounds = num_shared = 0
+    for number in range(4 * REST_ROUNDS):
+        keep_live(server, number)
+        num_rounds += 1
+        num_shared += has_background(server.step())
+    # Besides its turns it has rounds in which no live sequence could take part, such as between two requests.
+    live = [name for name in server.finishes if name.startswith("live")]
+    assert num_rounds // REST_ROUNDS <= num_shared <= num_rounds // REST_ROUNDS + 2 * len(live)
+
+
+def test_a_live_stream_never_shares_a_round_before_the_turn_comes() -> None:
+    server = make(num_pages=64, num_slots=4)
+    server.submit(ask("batch", (1, 2), 40, priority=BACKGROUND))
+    for _ in range(4):
+        server.step()
+    server.submit(ask("live", (3, 4), 30))
+    while not server.finishes["live"]:
+        plan = server.step()
+        is_live = any(row.sequence.request.request_id == "live" for row in plan.rows)
+        assert not (is_live and has_background(plan))
+    server.run_dry()
+    assert server.outputs["batch"] == expected_output((1, 2), 40, stop=False)
+
+
+def test_live_work_takes_the_slots_and_the_pages_of_background_work() -> None:
+    server = make(num_pages=10, num_slots=2)
+    for number in range(2):
+        server.submit(ask(f"batch-{number}", (number,) * 8, 8, priority=BACKGROUND + number))
+    for _ in range(6):
+        server.step()
+    server.submit(ask("live", (5,) * 20, 12))
+    while not server.finishes["live"]:
+        server.step()
+    assert server.num_preempted >= 1
+    assert server.outputs["live"] == expected_output((5,) * 20, 12, stop=False)
+    server.run_dry()
+    for number in range(2):
+        assert server.outputs[f"batch-{number}"] == expected_output((number,) * 8, 8, stop=False)
+
+
+def test_it_ends_although_live_work_never_does() -> None:
+    server = make(num_pages=64, num_slots=4)
+    server.submit(ask("batch", (1, 2), 10, priority=BACKGROUND))
+    for number in range(20 * REST_ROUNDS):
+        keep_live(server, number)
+        server.step()
+        if server.finishes["batch"]:
+            return
+    raise AssertionError("background work starves")
+
+
+def test_where_live_work_always_waits_for_slots_the_longest_wait_is_ended() -> None:
+    server = make(num_pages=64, num_slots=2)
+    server.submit(ask("batch", (1, 2), 3, priority=BACKGROUND))
+    for number in range(2 * REST_ROUNDS):
+        while server.scheduler.num_waiting < 4:
+            server.submit(ask(f"live-{number}-{server.scheduler.num_waiting}", (9, 9), 2))
+        server.step()
+        if server.finishes["batch"]:
+            return
+    raise AssertionError("background work starves")
+
+
+def test_what_others_are_told_does_not_count_it() -> None:
+    server = make(num_pages=64, num_slots=4)
+    server.submit(ask("batch", (1, 2), 40, priority=BACKGROUND))
+    backlog = server.scheduler.backlog()
+    assert (backlog.prefill, backlog.decode) == (0, 0)
+    assert server.scheduler.num_streams == 1
+    server.submit(ask("live", (3, 4, 5), 10))
+    assert server.scheduler.num_streams == 1
+    assert server.scheduler.backlog().prefill == 3
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(
+        st.tuples(st.booleans(), st.integers(1, 12), st.integers(1, 10), st.integers(0, 4)),
+        min_size=1,
+        max_size=12,
+    ),
+    st.integers(1, 4),
+)
+def test_every_sequence_has_the_text_that_it_would_have_alone(
+    arrivals: list[tuple[bool, int, int, int]], num_slots: int
+) -> None:
+    server = make(num_pages=12, num_slots=num_slots)
+    for number, (is_live, length, max_tokens, num_rounds) in enumerate(arrivals):
+        prompt = (number % 13,) * length
+        server.submit(ask(str(number), prompt, max_tokens, priority=0 if is_live else BACKGROUND))
+        for _ in range(num_rounds):
+            server.step()
+    server.run_dry()
+    for number, (_, length, max_tokens, _) in enumerate(arrivals):
+        prompt = (number % 13,) * length
+        assert server.outputs[str(number)] == expected_output(prompt, max_tokens, stop=False)
