@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import jax
 
 from levserve.device.malloc import tune_malloc
+from levserve.device.missing import explain, find_missing
 from levserve.device.sizing import cpu_features, free_memory, human
 from levserve.errors import StartupError
 from levserve.jit.code_cache import CodeCache, open_folder, use_cache
@@ -30,14 +31,16 @@ def open_device(settings: Settings) -> jax.Device:
         jax.config.update("jax_default_matmul_precision", "highest")
     if settings.compile_cache:
         _keep_programs(settings)
+    if missing := find_missing(settings.device):
+        raise StartupError(f"--device {settings.device}: no such device here ({missing})")
     try:
         device = jax.devices()[0]
     except RuntimeError as error:
-        reason = str(error).splitlines()[0]
+        reason = explain(settings.device, str(error).splitlines()[0])
         raise StartupError(f"--device {settings.device}: no such device here ({reason})") from error
     if settings.device not in ("auto", "cpu") and device.platform == "cpu":
-        # Without NVIDIA's plugin, jax passes over "cuda" in the list of platforms and takes the next.
-        reason = "jax finds only the CPU; is its plugin installed?"
+        # Where a plugin fails, jax passes over its platform in the list and takes the next.
+        reason = explain(settings.device, "jax finds only the CPU; is its plugin installed?")
         raise StartupError(f"--device {settings.device}: no such device here ({reason})")
     return device
 
