@@ -33,8 +33,8 @@ def explain(device: str, reason: str) -> str:
     """What jax says, with the cause that it does not see."""
     if device == "tpu" and not os.access(TPU_LOCK_FOLDER, os.W_OK):
         return (
-            f"libtpu keeps a lock in {TPU_LOCK_FOLDER}, which cannot be written; a container with a read-only "
-            "root needs --tmpfs /tmp"
+            f"libtpu keeps a lock in {TPU_LOCK_FOLDER}, which cannot be written; a container with a "
+            "read-only root needs --tmpfs /tmp"
         )
     return reason
 

@@ -175,12 +175,13 @@ def test_compose_mounts_files_that_exist_and_builds_a_target_that_exists() -> No
     assert (DOCKER / build["context"]).resolve() == ROOT and (ROOT / build["dockerfile"]).exists()
 
 
-def test_composes_server_drains_before_it_is_killed() -> None:
-    service = read_yaml(DOCKER / "compose.yaml")["services"]["levserve"]
-    assert (
-        int(service["stop_grace_period"].removesuffix("s")) > BY_KEY["drain-seconds"].default + EXIT_SECONDS
-    )
-    assert service["read_only"] is True
+def test_composes_server_drains_before_it_is_killed_and_nginx_with_it() -> None:
+    """nginx ends its streams too before it exits, and compose stops it before the server it depends on."""
+    services = read_yaml(DOCKER / "compose.yaml")["services"]
+    for name in ("levserve", "nginx"):
+        grace_seconds = int(services[name]["stop_grace_period"].removesuffix("s"))
+        assert grace_seconds > BY_KEY["drain-seconds"].default + EXIT_SECONDS, name
+    assert services["levserve"]["read_only"] is True
 
 
 def test_compose_points_nginx_prometheus_and_grafana_at_their_neighbours() -> None:
