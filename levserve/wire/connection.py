@@ -20,6 +20,7 @@ from levserve.wire.framing import RequestBuffer
 
 READ_BYTES = 2**16  # read at a time, so that no client keeps the main loop busy
 LINGER_BYTES = 2**18
+FORM_BYTES = 2**16  # what a form may have besides its file
 # In seconds, but for the count.
 KEEPALIVE = {socket.TCP_KEEPIDLE: 15, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
 UNSENT_BYTES = 2**18  # kept by the kernel for a slow reader; by default 2.6 MB pile up on a fast link
@@ -42,7 +43,11 @@ class Connection:
         self.sock = sock
         self.client = client
         self.server = server
-        self.buffer = RequestBuffer(settings.max_body_bytes)
+        self.buffer = RequestBuffer(
+            settings.max_body_bytes,
+            max_upload_bytes=settings.max_file_bytes + FORM_BYTES,
+            upload_folder=settings.state_dir or None,
+        )
         self.state = State.HEAD
         self.deadline = math.inf
         self._num_discarded = 0

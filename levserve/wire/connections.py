@@ -31,6 +31,7 @@ MAX_ACCEPTS = 64  # in one turn of the main loop
 LINGER_SECONDS = 2.0
 BUFFERED_BODIES = 16  # incomplete bodies of the largest size that may be in memory
 BUFFERED_BYTES = 2**26  # may be in memory at least, if bodies must be small
+MAX_UPLOADS = 4  # of the largest size, on their way at the same time
 LATE_STATES = {State.HEAD: "header", State.BODY: "body"}
 
 Dispatch = Callable[[Connection, RawRequest], None]
@@ -131,7 +132,7 @@ class Connections:
             self._drop(connection)
             return
         is_head = connection.state is State.HEAD
-        seconds = self._settings.header_timeout if is_head else self._settings.body_timeout
+        seconds = self._settings.header_timeout if is_head else self._body_seconds(connection)
         message = f"The request's {late_part} did not arrive within {seconds:g} seconds."
         self.refuse(connection, RequestTimeout(message))
 
@@ -182,11 +183,27 @@ class Connections:
             message = "The server is busy receiving requests; please try again."
             self.refuse(connection, Unavailable(message, retry_after_seconds=1.0))
         elif buffer.has_head and connection.state is not State.BODY:
-            connection.enter(State.BODY, time.monotonic() + self._settings.body_timeout)
-            if buffer.pop_expects_continue() and not connection.send_now(CONTINUE):
+            connection.enter(State.BODY, time.monotonic() + self._body_seconds(connection))
+            if self._is_full_of_uploads(connection):
+                self._metrics.refused.labels("memory_full").inc()
+                message = "The server is busy receiving files; please try again."
+                self.refuse(connection, Unavailable(message, retry_after_seconds=1.0))
+            elif buffer.pop_expects_continue() and not connection.send_now(CONTINUE):
                 self._drop(connection)
         elif len(buffer) and connection.state is State.IDLE:
             connection.enter(State.HEAD, time.monotonic() + self._settings.header_timeout)
+
+    def _body_seconds(self, connection: Connection) -> float:
+        """The time for a body; an upload has to come as fast as the largest of other bodies."""
+        share = connection.buffer.upload_bytes / self._settings.max_body_bytes
+        return self._settings.body_timeout * max(share, 1.0)
+
+    def _is_full_of_uploads(self, connection: Connection) -> bool:
+        """Whether this upload is one too many: anyone can begin one, for keys are checked later."""
+        if not connection.buffer.upload_bytes:
+            return False
+        expected = sum(one.buffer.upload_bytes for one in self._waiting)
+        return expected > MAX_UPLOADS * self._settings.max_file_bytes
 
     def _linger(self, connection: Connection) -> None:
         self._forget_buffer(connection)

@@ -1,6 +1,6 @@
 """Finds where a request ends in the bytes of a connection, so that only whole requests take an HTTP thread.
 
-Pure: bytes in, requests out; the worker's main loop feeds it. It reads only what determines the length.
+Bytes in, requests out; the worker's main loop feeds it. It reads only what determines the length.
 gunicorn's parser, which gets exactly the bytes found here, decides whether a request is well-formed: bytes
 that this file cannot make sense of go to the parser at once, to be refused, and end the connection.
 """
@@ -8,16 +8,21 @@ that this file cannot make sense of go to the parser at once, to be refused, and
 from __future__ import annotations
 
 import re
+import tempfile
 from dataclasses import dataclass
+from typing import BinaryIO
 
 from gunicorn.http.errors import LimitRequestHeaders
 from gunicorn.http.unreader import Unreader
 
-from levserve.errors import BodyTooLarge
+from levserve.errors import BodyTooLarge, Unavailable
 
 MAX_HEAD_BYTES = 2**16  # gunicorn allows 100 fields of 8 KiB, more than any client needs
 MAX_LINE_BYTES = 8190  # for a chunk's size and its extensions, as in gunicorn
 FRAMING_BYTES = 2**16  # a chunked body's framing may take this more than the body itself
+UPLOAD_START = b"POST /v1/files "  # the one path whose bodies may be as large as files
+UPLOAD_BLOCK_BYTES = 2**16
+UPLOAD_RETRY_SECONDS = 60.0
 CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})(?:[ \t]*;[^\r\n]*)?")
 
 
@@ -32,6 +37,12 @@ class RawRequest:
     body: bytes
     is_whole: bool = True
     shortfall: Exception | None = None
+    upload: BinaryIO | None = None
+    """The body of an upload, in a file and at its beginning."""
+
+    def close(self) -> None:
+        if self.upload is not None:
+            self.upload.close()
 
     @property
     def path(self) -> bytes:
@@ -41,34 +52,49 @@ class RawRequest:
 
 
 class RawReader(Unreader):  # type: ignore[misc]
-    """Lets gunicorn's parser read from memory, so that no HTTP thread ever waits for a client to send."""
+    """Lets gunicorn's parser read what has come, so that no HTTP thread ever waits for a client to send."""
 
     def __init__(self, request: RawRequest) -> None:
         super().__init__()
         self._unread = [request.body, request.head]  # read from the end
+        self._upload = request.upload
         self._shortfall = request.shortfall
 
     def chunk(self, size_hint: int | None = None) -> bytes:
         while self._unread:
             if data := self._unread.pop():
                 return data
+        if self._upload is not None and (data := self._upload.read(UPLOAD_BLOCK_BYTES)):
+            return data
         if self._shortfall is not None:
             raise self._shortfall
         return b""
 
 
 class RequestBuffer:
-    """The bytes that a client has sent after its last whole request. Owned by the main loop."""
+    """The bytes that a client has sent after its last whole request. Owned by the main loop.
 
-    def __init__(self, max_body_bytes: int) -> None:
+    The body of an upload may be larger than other bodies, up to `max_upload_bytes`; then it goes to a
+    temporary file in `upload_folder`, which has no name and is gone when it is closed.
+    """
+
+    def __init__(
+        self, max_body_bytes: int, max_upload_bytes: int = 0, upload_folder: str | None = None
+    ) -> None:
         self._max_body_bytes = max_body_bytes
+        self._max_upload_bytes = max_upload_bytes
+        self._upload_folder = upload_folder
         self._data = bytearray()
+        self._upload: BinaryIO | None = None
         self._forget()
 
     def _forget(self) -> None:
         self._num_searched = 0
         self._head_len = 0
         self._body_len = 0  # by Content-Length, or of the chunks that are here
+        self._limit = self._max_body_bytes
+        self._num_uploaded = 0
+        self._upload_error: OSError | None = None
         self._chunk_start = 0
         self._is_chunked = False
         self._expects_continue = False
@@ -81,17 +107,40 @@ class RequestBuffer:
         """Whether the head is complete, so that `take` waits for the rest of the body."""
         return self._head_len > 0
 
+    @property
+    def upload_bytes(self) -> int:
+        """The size of the upload that is on its way; 0 if there is none."""
+        return 0 if self._upload is None else self._body_len
+
     def pop_expects_continue(self) -> bool:
         """Whether the client waits for "100 Continue" before it sends the body; True at most once."""
         expects, self._expects_continue = self._expects_continue, False
         return expects and len(self._data) == self._head_len
 
     def feed(self, data: bytes) -> None:
-        self._data += data
+        if self._upload is None:
+            self._data += data
+            return
+        count = min(len(data), self._body_len - self._num_uploaded)
+        self._keep(data[:count])
+        self._data += data[count:]
 
     def clear(self) -> None:
         self._data.clear()
+        if self._upload is not None:
+            self._upload.close()
+            self._upload = None
         self._forget()
+
+    def _keep(self, data: bytes) -> None:
+        """Writes a part of an upload. An error is told later: here it would end the main loop."""
+        assert self._upload is not None
+        self._num_uploaded += len(data)
+        try:
+            if self._upload_error is None:
+                self._upload.write(data)
+        except OSError as error:
+            self._upload_error = error
 
     def take(self) -> RawRequest | None:
         """The next request, if it is whole or must be refused; call it again after every `feed`."""
@@ -143,10 +192,39 @@ class RequestBuffer:
         has_bad_coding = codings and not self._is_chunked
         if has_bad_length or has_bad_coding or (expects and not expects_continue):
             return self._give_up(None)
+        if first.startswith(UPLOAD_START) and not self._is_chunked:
+            self._limit = max(self._max_upload_bytes, self._max_body_bytes)
+            if self._max_body_bytes < self._body_len <= self._limit:
+                return self._begin_upload()
         return None
 
+    def _begin_upload(self) -> RawRequest | None:
+        try:
+            self._upload = tempfile.TemporaryFile(buffering=0, dir=self._upload_folder)  # noqa: SIM115
+        except OSError as error:
+            return self._give_up(_cannot_keep(error))
+        early = self._data[self._head_len :]
+        del self._data[self._head_len :]
+        self.feed(bytes(early))
+        return None
+
+    def _take_upload(self) -> RawRequest | None:
+        assert self._upload is not None
+        if self._upload_error is not None:
+            return self._give_up(_cannot_keep(self._upload_error))
+        if self._num_uploaded < self._body_len:
+            return None
+        self._upload.seek(0)
+        request = RawRequest(bytes(self._data[: self._head_len]), b"", upload=self._upload)
+        self._upload = None
+        del self._data[: self._head_len]
+        self._forget()
+        return request
+
     def _take_counted(self) -> RawRequest | None:
-        if self._body_len > self._max_body_bytes:
+        if self._upload is not None:
+            return self._take_upload()
+        if self._body_len > self._limit:
             return self._give_up(self._too_large())
         end = self._head_len + self._body_len
         return self._cut(end) if len(self._data) >= end else None
@@ -180,7 +258,7 @@ class RequestBuffer:
         return None
 
     def _too_large(self) -> BodyTooLarge:
-        return BodyTooLarge(f"The body is larger than this server's limit of {self._max_body_bytes} bytes.")
+        return BodyTooLarge(f"The body is larger than this server's limit of {self._limit} bytes.")
 
     def _cut(self, end: int) -> RawRequest:
         request = RawRequest(bytes(self._data[: self._head_len]), bytes(self._data[self._head_len : end]))
@@ -194,3 +272,8 @@ class RequestBuffer:
         request = RawRequest(bytes(self._data[:head_len]), bytes(self._data[head_len:]), False, shortfall)
         self.clear()
         return request
+
+
+def _cannot_keep(error: OSError) -> Unavailable:
+    message = f"The server cannot keep the file: {error.strerror}."
+    return Unavailable(message, retry_after_seconds=UPLOAD_RETRY_SECONDS)

@@ -132,6 +132,8 @@ class Worker(ThreadWorker):  # type: ignore[misc]
             log.debug("a client left during its answer: %s", error)
         except Exception as error:
             self.handle_error(req, connection.sock, connection.client, error)
+        finally:
+            request.close()
         return False
 
     def handle_error(self, req: Any, client: socket.socket, addr: Any, exc: Exception) -> None:

@@ -11,7 +11,7 @@ from gunicorn.http.parser import RequestParser
 from hypothesis import given
 from hypothesis import strategies as st
 
-from levserve.errors import BodyTooLarge
+from levserve.errors import BodyTooLarge, Unavailable
 from levserve.wire.framing import FRAMING_BYTES, MAX_HEAD_BYTES, RawReader, RawRequest, RequestBuffer
 
 MAX_BODY = 200
@@ -57,6 +57,55 @@ def test_requests_are_found_whole_however_they_are_cut_up(sent: list[bytes], pla
     found, buffer = feed(cut(b"".join(sent), places))
     assert [request.head + request.body for request in found] == [one.removeprefix(b"\r\n") for one in sent]
     assert all(request.is_whole for request in found) and len(buffer) == 0
+
+
+@given(
+    st.binary(min_size=MAX_BODY + 1, max_size=4 * MAX_BODY),
+    st.lists(st.integers(0, 10**6), max_size=12),
+    bodies,
+)
+def test_a_large_upload_goes_to_a_file_and_the_next_request_is_found(
+    body: bytes, places: list[int], next_body: bytes
+) -> None:
+    head = b"POST /v1/files HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % len(body)
+    buffer = RequestBuffer(MAX_BODY, 4 * MAX_BODY)
+    found = []
+    for piece in cut(head + body + counted(next_body), places):
+        buffer.feed(piece)
+        while (request := buffer.take()) is not None:
+            found.append(request)
+        assert len(buffer) <= len(head) + len(counted(next_body))
+    upload, other = found
+    assert upload.head == head and upload.is_whole and other.head + other.body == counted(next_body)
+    parser = RequestParser(Config(), (), ("127.0.0.1", 1))
+    parser.unreader = RawReader(upload)
+    assert next(parser).body.read() == body
+    upload.close()
+    assert len(buffer) == 0 and buffer.upload_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("head", "size"),
+    [(b"POST /v1/files HTTP/1.1", 4 * MAX_BODY + 1), (b"POST /v1/other HTTP/1.1", MAX_BODY + 1)],
+)
+def test_only_uploads_may_be_large_and_they_have_a_limit_too(head: bytes, size: int) -> None:
+    buffer = RequestBuffer(MAX_BODY, 4 * MAX_BODY)
+    buffer.feed(head + b"\r\nContent-Length: %d\r\n\r\n" % size)
+    request = buffer.take()
+    assert request is not None and isinstance(request.shortfall, BodyTooLarge)
+
+
+def test_an_upload_that_cannot_be_kept_is_refused() -> None:
+    head = b"POST /v1/files HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % (2 * MAX_BODY)
+    buffer = RequestBuffer(MAX_BODY, 4 * MAX_BODY, "/nowhere")
+    buffer.feed(head)
+    request = buffer.take()
+    assert request is not None and isinstance(request.shortfall, Unavailable)
+    buffer = RequestBuffer(MAX_BODY, 4 * MAX_BODY)
+    buffer.feed(head + b"x")
+    assert buffer.take() is None and buffer.upload_bytes == 2 * MAX_BODY
+    buffer.clear()
+    assert buffer.upload_bytes == 0
 
 
 @given(bodies, st.integers(0, 60))

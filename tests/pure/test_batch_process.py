@@ -1,0 +1,77 @@
+"""Batches on a server process: uploads larger than bodies may be, and a kill in the middle."""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+from pathlib import Path
+
+import openai
+
+from tests.fake_server import ServerProcess
+from tests.pure.test_batch import TEXT, make_line
+from tests.waiting import wait_until
+
+NUM_LINES = 1200
+MAX_BODY = 20_000
+
+
+def client_of(server: ServerProcess) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+def make_input() -> bytes:
+    body = {"model": "toy", "temperature": 0, "max_tokens": 3}
+    lines = (
+        make_line(number, TEXT, body | {"prompt": f"t{20 + number % 200}"}) for number in range(NUM_LINES)
+    )
+    return b"\n".join(lines)
+
+
+def test_a_server_that_is_killed_goes_on_with_nothing_lost_and_nothing_done_twice(tmp_path: Path) -> None:
+    options = ["--state-dir", str(tmp_path), "--max-body-bytes", str(MAX_BODY), "--max-running", "8"]
+    data = make_input()
+    assert len(data) > 5 * MAX_BODY
+    with ServerProcess(*options) as server:
+        server.wait_ready()
+        with client_of(server) as client:
+            uploaded = client.files.create(file=("in.jsonl", io.BytesIO(data)), purpose="batch")
+            assert client.files.content(uploaded.id).content == data
+            batch = client.batches.create(input_file_id=uploaded.id, endpoint=TEXT, completion_window="24h")
+
+            def num_done() -> int:
+                counts = client.batches.retrieve(batch.id).request_counts
+                return 0 if counts is None else counts.completed
+
+            wait_until(lambda: num_done() >= 20)
+        server.send_signal(signal.SIGKILL, to_group=True)
+        server.wait_end()
+    with ServerProcess(*options) as server:
+        server.wait_ready()
+        with client_of(server) as client:
+            wait_until(lambda: client.batches.retrieve(batch.id).status == "completed")
+            ended = client.batches.retrieve(batch.id)
+            assert ended.output_file_id is not None and ended.error_file_id is None
+            lines = client.files.content(ended.output_file_id).text.splitlines()
+            ids = [json.loads(line)["custom_id"] for line in lines]
+            assert sorted(ids) == sorted(f"line {number}" for number in range(NUM_LINES))
+        num_run = sum(json.loads(event)[0] == "submit" for event in server.events)
+        assert 0 < num_run < NUM_LINES
+
+
+def test_a_file_that_is_too_large_is_refused_before_it_is_sent(tmp_path: Path) -> None:
+    with ServerProcess("--max-file-bytes", "200000", "--max-body-bytes", str(MAX_BODY)) as server:
+        server.wait_ready()
+        with client_of(server) as client:
+            large = io.BytesIO(b"x" * 1_000_000)
+            try:
+                client.files.create(file=("in.jsonl", large), purpose="batch")
+            except openai.APIStatusError as error:
+                assert error.status_code == 413 and "limit of" in error.message
+            except openai.APIConnectionError:
+                pass  # the server answered and hung up while the client was still sending
+            else:
+                raise AssertionError("it was taken")
+            fits = client.files.create(file=("in.jsonl", io.BytesIO(b"x" * 200_000)), purpose="batch")
+            assert fits.bytes == 200_000
