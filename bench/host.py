@@ -84,8 +84,9 @@ def run_timed_device(settings: Settings, registry: Registry) -> None:
     from levserve.device.loop import DeviceLoop
     from levserve.device.packing import COUNT, SlotTable
     from levserve.device.programs import Programs, Shape
-    from levserve.device.rounds import NUM_OUTPUTS, ChunkOutput
+    from levserve.device.rounds import ChunkOutput
     from levserve.device.runner import Runner
+    from levserve.device.sampling import NUM_OUTPUTS
     from levserve.device.sizing import Sizes
     from levserve.device.tasks import Attach
     from levserve.engine.served_model import ServedModel

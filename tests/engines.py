@@ -81,7 +81,14 @@ def ask(
     """A greedy request unless told otherwise; sampling fields and the request's own may be given alike."""
     own = {
         name: given.pop(name)
-        for name in ("deadline", "score_from", "wants_hidden", "shares_prompt_of", "constraint")
+        for name in (
+            "deadline",
+            "score_from",
+            "scores_in_one_pass",
+            "wants_hidden",
+            "shares_prompt_of",
+            "constraint",
+        )
         if name in given
     }
     rules = Sampling(**({"temperature": 0.0} | given))

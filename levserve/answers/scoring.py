@@ -18,20 +18,26 @@ from levserve.engine.served_model import ServedModel
 from levserve.errors import BadRequest
 from levserve.generation import Choice
 from levserve.request.pairs import Pair, make_pairs
-from levserve.request.schema import Priority, PromptLimit, Seconds, check_prompt_limit
+from levserve.request.schema import Priority, PromptLimit, Seconds, check_prompt_limit, require_choice
 from levserve.request.truncation import Truncation
 from levserve.schedule.request import GenerationRequest, Sampling, TokenLogprob
 from levserve.text.tokenizer import Tokenizer
 
 MAX_PAIRS = 2048
+ONE_PASS = "one_pass"
+MODES = ("chain_rule", ONE_PASS)
 
 
 class ScoreBody(Struct, frozen=True, kw_only=True):
-    """The body of /loglikelihood. `details` adds the tokens, and whether they were the likeliest."""
+    """The body of /loglikelihood. `details` adds the tokens, and whether they were the likeliest.
+
+    The default mode is the chain rule: each token is scored given nothing but what precedes it.
+    """
 
     prompts: Annotated[list[str | list[int]], Meta(min_length=1, max_length=MAX_PAIRS)]
     continuations: Annotated[list[str | list[int]], Meta(min_length=1, max_length=MAX_PAIRS)]
     model: str | None = None
+    mode: str | None = None
     details: bool | None = None
     return_token_ids: bool | None = None
     truncate_prompt_tokens: PromptLimit | None = None
@@ -40,6 +46,8 @@ class ScoreBody(Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         check_prompt_limit(self.truncate_prompt_tokens)
+        if self.mode is not None:
+            require_choice(self.mode, MODES, "mode")
         if len(self.prompts) != len(self.continuations):
             raise BadRequest(
                 f"'prompts' has {len(self.prompts)} entries and 'continuations' {len(self.continuations)}; "
@@ -86,7 +94,14 @@ def prepare_scores(
     body: ScoreBody, model: ServedModel, truncation: Truncation, engine_id: str, deadline: float | None
 ) -> ScoreWork:
     """Checks the body against the model; raises `BadRequest`."""
-    pairs = make_pairs(body.prompts, body.continuations, model, truncation)
+    in_one_pass = body.mode == ONE_PASS
+    if in_one_pass and not model.has_whole_texts:
+        raise BadRequest(
+            "'mode' one_pass is for models that read a text in both directions; this one scores by the chain "
+            "rule alone.",
+            param="mode",
+        )
+    pairs = make_pairs(body.prompts, body.continuations, model, truncation, in_one_pass=in_one_pass)
     sampling = Sampling(num_logprobs=1 if body.details else 0)
     requests = [
         GenerationRequest(
@@ -96,6 +111,7 @@ def prepare_scores(
             sampling,
             deadline=deadline,
             score_from=pair.num_context,
+            scores_in_one_pass=in_one_pass,
             priority=body.priority or 0,
         )
         for index, pair in enumerate(pairs)

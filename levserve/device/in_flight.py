@@ -61,7 +61,7 @@ class InFlightRound:
             outputs = np.asarray(sampled)  # [step, row, outputs]
             tokens: list[list[int]] = outputs[:, :, 0].T.tolist()
             for index, row in enumerate(group):
-                results.append(_sampled(row.sequence, _kept(row, tokens[index]), outputs, index))
+                results.append(read_drawn(row.sequence, _kept(row, tokens[index]), outputs, index))
         return results
 
 
@@ -80,12 +80,12 @@ def _read_prefill(prefill_row: PrefillRow) -> Sampled:
     sampled = Sampled(())
     if chunk.is_last:
         outputs = np.asarray(output.sampled)[None]
-        sampled = _sampled(sequence, outputs[:, row, 0].tolist(), outputs, row)
+        sampled = read_drawn(sequence, outputs[:, row, 0].tolist(), outputs, row)
     if chunk.scored:
         first = chunk.scored.start - chunk.start - 1
         scores = np.asarray(output.scores)[row, first : first + len(chunk.scored)]
         is_poisoned = sampled.is_poisoned or bool(np.isnan(scores[:, 1].view(np.float32)).any())
-        logprobs = _logprobs(scores, sequence.request.sampling.num_logprobs or 0)
+        logprobs = read_logprobs(scores, sequence.request.sampling.num_logprobs or 0)
         sampled = sampled._replace(prompt_logprobs=logprobs, is_poisoned=is_poisoned)
     if sequence.request.wants_hidden:
         total, last = np.asarray(output.pooled)[row]
@@ -104,7 +104,7 @@ def _kept(row: Row, tokens: list[int]) -> list[int]:
     return tokens[: row.steps + (num_accepted(row.draft, tokens) if row.draft else 0)]
 
 
-def _sampled(sequence: Sequence, tokens: list[int], outputs: npt.NDArray[np.int32], row: int) -> Sampled:
+def read_drawn(sequence: Sequence, tokens: list[int], outputs: npt.NDArray[np.int32], row: int) -> Sampled:
     """A sequence's tokens and what else its row of [token, row, outputs] has; see `rounds.NUM_OUTPUTS`."""
     is_poisoned = POISONED in tokens
     if is_poisoned:
@@ -112,10 +112,10 @@ def _sampled(sequence: Sequence, tokens: list[int], outputs: npt.NDArray[np.int3
     wanted = sequence.request.sampling.num_logprobs
     if wanted is None:
         return Sampled(tokens, is_poisoned=is_poisoned)
-    return Sampled(tokens, _logprobs(outputs[: len(tokens), row], wanted), is_poisoned=is_poisoned)
+    return Sampled(tokens, read_logprobs(outputs[: len(tokens), row], wanted), is_poisoned=is_poisoned)
 
 
-def _logprobs(outputs: npt.NDArray[np.int32], num_top: int) -> list[TokenLogprob]:
+def read_logprobs(outputs: npt.NDArray[np.int32], num_top: int) -> list[TokenLogprob]:
     floats = outputs.view(np.float32)
     chosen = floats[:, 1].tolist()
     ids = outputs[:, 2 : 2 + num_top].tolist()

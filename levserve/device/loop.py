@@ -22,6 +22,7 @@ from levserve.engine.engine import Engine
 from levserve.engine.messages import Cancel, DeviceTask, Drain, Message, Stop, Submit
 from levserve.errors import Unavailable
 from levserve.schedule.background import Rest
+from levserve.schedule.pages import PagePool
 from levserve.schedule.request import FinishReason, TokenBatch
 
 log = logging.getLogger(__name__)
@@ -155,19 +156,28 @@ class DeviceLoop:
 
     def _note_models(self) -> None:
         """Sets the metrics that only change when a model is added or removed."""
-        pools = {name: model_loop.scheduler.pool for name, model_loop in self._model_loops.items()}
-        self._metrics.kv_pages_total.set(sum(pool.num_pages for pool in pools.values()))
+        self._metrics.kv_pages_total.set(sum(pool.num_pages for pool in self._pools))
+        has_texts = len(self._pools) < len(self._model_loops)
+        self._metrics.note_kinds(has_pages=bool(self._pools) or not has_texts, has_texts=has_texts)
         self._metrics.model_info.clear()
-        for name, pool in pools.items():
-            self._metrics.model_info.labels(name, pool.page_size, pool.num_pages).set(1)
+        for name, model_loop in self._model_loops.items():
+            pool = model_loop.scheduler.pool
+            # A label without a value is the same to Prometheus as none.
+            pages = ("", "") if pool is None else (pool.page_size, pool.num_pages)
+            self._metrics.model_info.labels(name, *pages).set(1)
+
+    @property
+    def _pools(self) -> list[PagePool]:
+        pools = [model_loop.scheduler.pool for model_loop in self._model_loops.values()]
+        return [pool for pool in pools if pool is not None]
 
     def _set_gauges(self) -> None:
         """Sets the gauges, which are of all models together."""
         schedulers = [model_loop.scheduler for model_loop in self._model_loops.values()]
         self._metrics.running.set(sum(scheduler.num_running for scheduler in schedulers))
         self._metrics.waiting.set(sum(scheduler.num_waiting for scheduler in schedulers))
-        self._metrics.kv_pages_used.set(sum(scheduler.pool.num_held for scheduler in schedulers))
-        self._metrics.kv_pages_cached.set(sum(scheduler.pool.num_idle for scheduler in schedulers))
+        self._metrics.kv_pages_used.set(sum(pool.num_held for pool in self._pools))
+        self._metrics.kv_pages_cached.set(sum(pool.num_idle for pool in self._pools))
         now = time.monotonic()
         if now - self._pace_told >= PACE_SECONDS:
             self._pace_told = now

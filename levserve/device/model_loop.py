@@ -14,8 +14,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from levserve.device.delivery import AddressedBatch, Delivery
-from levserve.device.in_flight import InFlightRound
-from levserve.device.runner import Runner
+from levserve.device.kind import Planner, Round, RoundRunner
 from levserve.device.tasks import SwapWeights
 from levserve.engine.messages import Submit
 from levserve.engine.stream import TokenStream
@@ -23,8 +22,7 @@ from levserve.observe.metrics import Metrics
 from levserve.schedule.commit import Sampled
 from levserve.schedule.pace import Pace
 from levserve.schedule.request import FinishReason
-from levserve.schedule.scheduler import Scheduler
-from levserve.schedule.sequence import RoundPlan, SequenceUpdate
+from levserve.schedule.sequence import RoundPlan, Sequence, SequenceUpdate
 
 log = logging.getLogger(__name__)
 
@@ -54,14 +52,14 @@ class ModelLoop:
     """Belongs to the device thread."""
 
     def __init__(
-        self, scheduler: Scheduler, runner: Runner, pace: Pace, delivery: Delivery, metrics: Metrics
+        self, scheduler: Planner, runner: RoundRunner, pace: Pace, delivery: Delivery, metrics: Metrics
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self._pace = pace
         self._delivery = delivery
         self._metrics = metrics
-        self._in_flight: InFlightRound | None = None
+        self._in_flight: Round | None = None
         self._requests: dict[str, RequestState] = {}
         self._round_began = 0.0
 
@@ -126,7 +124,7 @@ class ModelLoop:
         if in_flight is not None:
             in_flight.read()
 
-    def _read(self, in_flight: InFlightRound) -> None:
+    def _read(self, in_flight: Round) -> None:
         started = time.monotonic()
         chunks = in_flight.read_chunks()
         chunks_read = time.monotonic()
@@ -137,13 +135,12 @@ class ModelLoop:
         seconds = now - self._round_began
         self._round_began = now
         self._metrics.round_time.observe(seconds)
-        self._pace.note_round(
-            in_flight.plan.num_prefill, sum(len(sampled.tokens) for sampled in rows), seconds
-        )
+        work = in_flight.plan.work_done(sum(len(sampled.tokens) for sampled in rows))
+        self._pace.note_round(*work, seconds)
         if rows and not in_flight.is_mixed:
             decode_seconds = now - chunks_read
             if chunks_read - started <= BLOCKED_SECONDS:
-                decode_seconds = seconds - in_flight.plan.num_prefill * self.runner.prefill_token_seconds
+                decode_seconds = seconds - work.prefill * self.runner.prefill_token_seconds
             self._pace.note_decoding(len(rows), decode_seconds)
         self._note_drafts(in_flight.plan, rows, seconds)
         self._deliver(self.scheduler.commit_rows(in_flight.plan, rows))
@@ -228,23 +225,21 @@ class ModelLoop:
                 metrics.queue_time.observe(now - state.arrival)
                 metrics.prefix_hit_tokens.inc(sequence.num_cached or 0)
         for sequence, lost in plan.preempted:
-            pool = self.scheduler.pool
-            log.warning(
-                "%s: preempted, %d tokens to recompute; %d of %d KV pages in use",
-                sequence.request.request_id,
-                lost,
-                pool.num_held,
-                pool.num_pages,
-            )
-            metrics.preemptions.inc()
-            metrics.preempted_tokens.inc(lost)
+            self._note_preempted(sequence, lost)
         if not plan.is_empty:
-            metrics.round_tokens.observe(
-                plan.num_prefill + sum(row.steps + len(row.draft) for row in plan.rows)
-            )
-        if plan.chunks:
+            metrics.round_tokens.observe(plan.num_tokens)
+        if plan.chunks and self.scheduler.pool is None:
+            metrics.rounds.labels("score").inc()
+        elif plan.chunks:
             metrics.rounds.labels("prefill").inc()
             metrics.prefill_tokens.inc(plan.num_prefill)
         if plan.rows:
             metrics.rounds.labels("verify" if plan.is_verify else "decode").inc()
             metrics.batch_rows.observe(len(plan.rows))
+
+    def _note_preempted(self, sequence: Sequence, lost: int) -> None:
+        pool = self.scheduler.pool
+        held = "" if pool is None else f"; {pool.num_held} of {pool.num_pages} KV pages in use"
+        log.warning("%s: preempted, %d tokens to recompute%s", sequence.request.request_id, lost, held)
+        self._metrics.preemptions.inc()
+        self._metrics.preempted_tokens.inc(lost)

@@ -7,12 +7,13 @@ takes a few numpy gathers for any number of rows. `unpack` takes the array apart
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+import numpy.typing as npt
 
-from levserve.device.rules import RULE_PACKING, Ints, mode_for
+from levserve.device.rules import RULE_PACKING, Ints, edits_for, mode_for
 from levserve.model.sampler import Mode, Rules
 from levserve.schedule.request import GenerationRequest, Sampling
 from levserve.schedule.sequence import Chunk, Row, Sequence
@@ -138,6 +139,27 @@ class SlotTable:
             self._pages[slot] = pages[0]
         self._pages[slot, known : len(pages)] = pages[known:]
         self._num_pages[slot] = len(pages)
+
+
+def pack_memory(sequence: Sequence, max_seq_len: int) -> tuple[Any, ...]:
+    """What `set_memory` is given for a sequence that has a slot: its tokens and its logit edits."""
+    history = np.zeros(max_seq_len, np.int32)
+    history[: len(sequence.tokens)] = sequence.tokens
+    edits = edits_for(sequence.request)
+    return np.int32(sequence.slot or 0), history, edits.ids, edits.values, edits.until
+
+
+def pack_masks(
+    held: Seq[Sequence], rows: int, num_words: int, num_slots: int
+) -> tuple[Ints, npt.NDArray[np.uint32]]:
+    """What the programs that set masks are given: the draws that are held, and the tokens they may draw."""
+    words = np.zeros((rows, num_words), np.uint32)
+    packed = np.full((rows, 3), num_slots, np.int32)
+    for index, sequence in enumerate(held):
+        assert sequence.matcher is not None and sequence.slot is not None
+        words[index] = np.frombuffer(sequence.matcher.mask(), np.uint32)
+        packed[index] = sequence.slot, len(sequence.tokens), sequence.tokens[-1]
+    return packed, words
 
 
 def unpack(packed: jax.Array, table_width: int) -> RoundInput:

@@ -8,27 +8,17 @@ in its place, or a smaller one several times. So a round never waits for a compi
 from __future__ import annotations
 
 import functools
-import hashlib
-import logging
-import os
-import queue
-import threading
-import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from levserve.device.compile_events import listen
-from levserve.device.malloc import trim_malloc
 from levserve.device.packing import NUM_COLUMNS
-from levserve.device.program_cache import find_program, keep_program
+from levserve.device.program_set import ProgramSet, aval
 from levserve.device.rounds import (
     Arrays,
     Skeleton,
-    SlotMasks,
     State,
     decode_round,
     fill_pages,
@@ -37,28 +27,18 @@ from levserve.device.rounds import (
     prefill_chunk,
     sample_only_prefill,
     set_masks,
-    set_memory,
     verify_round,
 )
+from levserve.device.sampling import SlotMasks, set_memory
 from levserve.device.sizing import Sizes
 from levserve.model.backend import CompilerOptions
 from levserve.model.sampler import MAX_EDITS, Memory, Mode
 from levserve.observe.metrics import Metrics
-from levserve.observe.threads import COMPILER_THREAD
-
-log = logging.getLogger(__name__)
 
 MODES = (Mode.GREEDY, Mode.PLAIN, Mode.FULL)
 """From the cheapest to the one that can do everything."""
 WELL_FILLED = 0.7
 """The part of a program that must be in use. Padding takes time too, but two smaller programs take longer."""
-CORES_PER_COMPILER = 4
-"""For each background compiler: the server serves requests meanwhile."""
-COMPILER_STACK_BYTES = 64 << 20
-"""XLA's recursion grows with the layers; a thread's default stack is too small for deep models."""
-
-RoundCall = Callable[[Arrays, State, object], tuple[State, Any]]
-"""Returns the fields of a `ChunkOutput` for prefill, an array for decoding, and two for a mixed round."""
 
 
 class Shape(NamedTuple):
@@ -85,28 +65,19 @@ class Shape(NamedTuple):
         return f"{self.mode} decode of {self.size} rows{' and prefill' if self.is_mixed else ''}"
 
 
-class Programs:
-    """Compiles programs and chooses among them.
-
-    Compiler threads only add to `_ready`, so the device thread may read it at any time.
-    """
+class Programs(ProgramSet[Shape]):
+    """The programs of a model with a KV cache, and the choice among those that are ready."""
 
     def __init__(
         self, leaves: Arrays, state: State, skeleton: Skeleton, sizes: Sizes, metrics: Metrics
     ) -> None:
-        self._leaves = jax.tree.map(_aval, leaves)
-        self._state = jax.tree.map(_aval, state)
+        self._leaves = jax.tree.map(aval, leaves)
+        self._state = jax.tree.map(aval, state)
         self._skeleton = skeleton
         self._backend = skeleton.backend
         self._sizes = sizes
-        self._device = _device_of(leaves[0])
-        self._compiles = listen(metrics)
-        self._ready: dict[Shape, RoundCall] = {}
-        self._cold: queue.SimpleQueue[Shape] = queue.SimpleQueue()
-        self._tracing = threading.Lock()
-        """One compiler at a time traces: tracing runs Python, and the serving threads wait for the GIL."""
-        self._stopping = threading.Event()
-        self._background: list[threading.Thread] = []
+        made_from = sizes, self._leaves, self._state, str(skeleton.tree)
+        super().__init__(leaves[0], made_from, metrics)
 
     @property
     def first_shapes(self) -> list[Shape]:
@@ -131,62 +102,6 @@ class Programs:
         if sizes.has_all_modes:
             sample_only = [shape._replace(is_sample_only=True) for shape in prefill]
         return _unique(*self.first_shapes, *sample_only, *decode, *verify, *prefill)
-
-    def compile_first(self, report: Callable[[str], None]) -> None:
-        """Compiles what the server needs to be ready, side by side: compiling does not hold the GIL."""
-        failures: list[BaseException] = []
-
-        def work(shape: Shape) -> None:
-            try:
-                self._compile(shape, "startup")
-            except BaseException as error:
-                failures.append(error)
-
-        report("compiling " + " and ".join(map(str, self.first_shapes)))
-        threads = [_compiler_thread(functools.partial(work, shape)) for shape in self.first_shapes]
-        for thread in threads:
-            thread.join()
-        if failures:
-            raise failures[0]
-
-    def compile_only(self, shapes: Sequence[Shape]) -> None:
-        """Compiles these programs and drops all others, for measurements."""
-        self._ready.clear()
-        for shape in shapes:
-            self._compile(shape, "startup")
-
-    def start_background(self) -> None:
-        """Compiles the remaining programs while the server runs; `stop` waits for those that it has begun."""
-        self._compiles.note_ready()
-        rest = deque(shape for shape in self.all_shapes if shape not in self._ready)
-        num_threads = max((os.cpu_count() or 1) // CORES_PER_COMPILER, 1)
-        self._background = [
-            _compiler_thread(functools.partial(self._compile_rest, rest)) for _ in range(num_threads)
-        ]
-
-    def stop(self) -> None:
-        self._stopping.set()
-        for thread in self._background:
-            thread.join()
-        self._compiles.stop()
-
-    @property
-    def is_complete(self) -> bool:
-        return len(self._ready) == len(self.all_shapes)
-
-    @property
-    def has_cold(self) -> bool:
-        return not self._cold.empty()
-
-    def next_cold(self) -> Shape | None:
-        """A program to run once while no request waits: its first run takes up to a second longer."""
-        try:
-            return self._cold.get_nowait()
-        except queue.Empty:
-            return None
-
-    def __getitem__(self, shape: Shape) -> RoundCall:
-        return self._ready[shape]
 
     def prefill(self, num_tokens: int, *, can_split: bool = False, is_sample_only: bool = False) -> Shape:
         """The smallest ready program that holds `num_tokens`, or else the largest one.
@@ -287,80 +202,12 @@ class Programs:
             packed = jax.ShapeDtypeStruct((shape.size, width), jnp.int32)
         return jax.jit(function, donate_argnums=1).lower(self._leaves, self._state, packed)
 
-    def _compile(self, shape: Shape, when: str) -> None:
-        start = time.monotonic()
-        program = self._get(str(shape), lambda: self.lower(shape), self._compiler_options(shape))
-        trim_malloc()
-        self._ready[shape] = program
-        if shape not in self.first_shapes:
-            self._cold.put(shape)
-        log.debug("got %s in %.1f s (%s)", shape, time.monotonic() - start, when)
-
-    def _get(
-        self, name: str, lower: Callable[[], jax.stages.Lowered], options: CompilerOptions | None = None
-    ) -> jax.stages.Compiled:
-        """A program from disk, or a new one."""
-        start = time.monotonic()
-        key = hashlib.sha256(f"{self._made_from} {name} {options}".encode()).hexdigest()
-        program = find_program(key, self._device)
-        if program is not None:
-            self._compiles.note_found(name, time.monotonic() - start)
-            return program
-        with self._tracing:
-            lowered = lower()
-        num_found = self._compiles.num_found_here
-        program = lowered.compile(options)
-        if self._compiles.num_found_here == num_found:  # XLA cannot serialize all of what jax found on disk
-            keep_program(key, lowered, program)
-        return program
-
     def _compiler_options(self, shape: Shape) -> CompilerOptions:
         is_quantized = any(leaf.dtype.itemsize == 1 for leaf in self._leaves)
         return self._backend.compiler_options(
             num_tokens=shape.size, is_prefill=shape.is_prefill, is_quantized=is_quantized
         )
 
-    @functools.cached_property
-    def _made_from(self) -> str:
-        """Everything that programs depend on, besides the sources of this package and of others."""
-        device = self._device.device_kind, self._device.client.platform_version
-        given = self._sizes, self._leaves, self._state, str(self._skeleton.tree)
-        precision = getattr(jax.config, "jax_default_matmul_precision")
-        return hashlib.sha256(repr((device, given, precision)).encode()).hexdigest()
-
-    def _compile_rest(self, shapes: deque[Shape]) -> None:
-        """Compiles from a queue that several threads share, until it is empty."""
-        while not self._stopping.is_set():
-            try:
-                shape = shapes.popleft()
-            except IndexError:
-                return
-            try:
-                self._compile(shape, "background")
-            except Exception:
-                log.exception("could not compile %s; other programs serve in its place", shape)
-            if self.is_complete:
-                log.info("all %d programs are compiled", len(self._ready))
-
 
 def _unique(*shapes: Shape) -> list[Shape]:
     return list(dict.fromkeys(shapes))
-
-
-def _compiler_thread(work: Callable[[], None]) -> threading.Thread:
-    before = threading.stack_size(COMPILER_STACK_BYTES)
-    try:
-        thread = threading.Thread(target=work, name=COMPILER_THREAD, daemon=True)
-        thread.start()
-    finally:
-        threading.stack_size(before)
-    return thread
-
-
-def _device_of(array: jax.Array) -> Any:
-    (device,) = array.sharding.device_set
-    return device
-
-
-def _aval(array: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)

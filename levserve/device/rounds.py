@@ -8,7 +8,6 @@ round later.
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import haliax as hax
@@ -18,27 +17,22 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from levserve.device.packing import NUM_COLUMNS, RoundInput, unpack
+from levserve.device.sampling import (
+    NUM_OUTPUTS,
+    SlotMasks,
+    draw,
+    hold_slots,
+    pack_outputs,
+    remember,
+    score_by_tiles,
+)
 from levserve.model import cache
 from levserve.model.backend import Backend
 from levserve.model.decoder import Decoder
 from levserve.model.feed_forward import CHUNK, ROW
-from levserve.model.sampler import FREE, NUM_TOP, Drawn, Masks, Memory, Mode, logprobs_of, sample
+from levserve.model.sampler import Drawn, Memory, Mode
 
 Arrays = tuple[jax.Array, ...]
-
-SCORE_TILE = 128
-"""Positions scored together; their logits take 25 MB with the bundled model."""
-NUM_OUTPUTS = {Mode.GREEDY: 1, Mode.PLAIN: 1, Mode.FULL: 2 + 2 * NUM_TOP}
-"""Columns of an output: the token; in full mode also its log-probability, the likeliest ids and theirs."""
-
-
-class SlotMasks(NamedTuple):
-    """What the next draw of a slot with a constraint is held to; see `sampler.Masks`."""
-
-    words: jax.Array
-    """uint32 [slot, vocab / 32]"""
-    at: jax.Array
-    """int32 [slot]: the one position that the words are for."""
 
 
 class State(NamedTuple):
@@ -89,7 +83,7 @@ def sample_only_prefill(
     hidden = named.rearrange((ROW, CHUNK, "embed")).array[:, 0]
     drawn = _sample(model, hidden, given, given.positions + given.counts, state, Mode.PLAIN)
     last_tokens = state.last_tokens.at[given.slots].set(drawn.tokens, mode="drop")
-    return state._replace(pools=pools, last_tokens=last_tokens), ChunkOutput(_outputs(drawn))
+    return state._replace(pools=pools, last_tokens=last_tokens), ChunkOutput(pack_outputs(drawn))
 
 
 def prefill_chunk(
@@ -105,16 +99,16 @@ def prefill_chunk(
     hidden_last = hidden[jnp.arange(rows), jnp.maximum(given.counts - 1, 0)]
     num_slots = state.last_tokens.shape[0]
 
-    def draw() -> tuple[jax.Array, jax.Array, jax.Array]:
+    def draw_last() -> tuple[jax.Array, jax.Array, jax.Array]:
         drawn = _sample(model, hidden_last, given, given.positions + given.counts, state, Mode.FULL)
         last_tokens = state.last_tokens.at[given.slots].set(drawn.tokens, mode="drop")
-        history = _remember(state.memory, given.slots, given.positions + given.counts, drawn.tokens)
-        return last_tokens, history, _outputs(drawn)
+        history = remember(state.memory, given.slots, given.positions + given.counts, drawn.tokens)
+        return last_tokens, history, pack_outputs(drawn)
 
     def skip() -> tuple[jax.Array, jax.Array, jax.Array]:
         return state.last_tokens, state.memory.history, jnp.zeros((rows, NUM_OUTPUTS[Mode.FULL]), jnp.int32)
 
-    last_tokens, history, outputs = lax.cond((given.slots < num_slots).any(), draw, skip)
+    last_tokens, history, outputs = lax.cond((given.slots < num_slots).any(), draw_last, skip)
     # Without the constraint jax 0.12 changes the layout of all layers' activations on a GPU for this sum.
     as_computed = with_layout_constraint(hidden, Layout((0, 1, 2)))
     pooled = jnp.stack([jnp.where(is_given[..., None], as_computed, 0.0).sum(1), hidden_last], axis=1)
@@ -136,23 +130,16 @@ def _chunk_positions(given: RoundInput, is_given: jax.Array) -> jax.Array:
 
 
 def _score(model: Decoder, hidden: jax.Array, following: jax.Array, is_wanted: jax.Array) -> jax.Array:
-    """Log-probabilities of the token after each position, by tiles: all logits at once would be too large."""
+    """Log-probabilities of the token after each position, if any is wanted."""
     rows, chunk, _ = hidden.shape
-    tile = math.gcd(chunk, SCORE_TILE)
 
-    def score_tile(given: tuple[jax.Array, jax.Array]) -> jax.Array:
-        states, tokens = given
-        logits = model.logits(hax.named(states, (ROW, model.config.Embed)))
-        return _outputs(Drawn(tokens, *logprobs_of(logits, tokens)))
-
-    def compute() -> jax.Array:
-        tiles = (hidden.reshape(-1, tile, hidden.shape[-1]), following.reshape(-1, tile))
-        return lax.map(score_tile, tiles).reshape(rows, chunk, -1)
+    def logits_of(states: jax.Array) -> jax.Array:
+        return model.logits(hax.named(states, (ROW, model.config.Embed)))
 
     def skip() -> jax.Array:
         return jnp.zeros((rows, chunk, NUM_OUTPUTS[Mode.FULL]), jnp.int32)
 
-    return lax.cond(is_wanted, compute, skip)
+    return lax.cond(is_wanted, lambda: score_by_tiles(logits_of, hidden, following), skip)
 
 
 def decode_round(
@@ -180,9 +167,9 @@ def decode_round(
         drawn = _sample(model, hidden.array[:, 0], given, positions + 1, so_far, mode)
         if mode is Mode.FULL:
             slots = jnp.where(is_active, given.slots, history.shape[0])
-            history = _remember(so_far.memory, slots, positions + 1, drawn.tokens)
+            history = remember(so_far.memory, slots, positions + 1, drawn.tokens)
         tokens = jnp.where(is_active, drawn.tokens, tokens)
-        return tokens, pools, history, outputs.at[number].set(_outputs(drawn))
+        return tokens, pools, history, outputs.at[number].set(pack_outputs(drawn))
 
     carry = (tokens, state.pools, state.memory.history, outputs)
     carry = step(0, carry) if num_steps == 1 else lax.fori_loop(0, num_steps, step, carry)
@@ -208,9 +195,9 @@ def mixed_round(
     drawn = _sample(model, hidden.array[:num_sampled, 0], sampled, following, state, mode)
     history = state.memory.history
     if mode is Mode.FULL:
-        history = _remember(state.memory, sampled.slots, following, drawn.tokens)
+        history = remember(state.memory, sampled.slots, following, drawn.tokens)
     last_tokens = state.last_tokens.at[sampled.slots].set(drawn.tokens, mode="drop")
-    outputs = _outputs(drawn)
+    outputs = pack_outputs(drawn)
     return _next_state(state, pools, last_tokens, history), (outputs[None], outputs)
 
 
@@ -236,7 +223,7 @@ def verify_round(
 
     # The sampler looks only at the history before a place's position, so the whole draft may be in it.
     nowhere = state.memory.history.shape[1]
-    history = _remember(state.memory, given.slots[:, None], jnp.where(is_fed, positions, nowhere), fed)
+    history = remember(state.memory, given.slots[:, None], jnp.where(is_fed, positions, nowhere), fed)
     memory = state.memory._replace(history=history)
     each = jax.tree.map(lambda array: jnp.repeat(array, places, axis=0), given)
     flat = hidden.rearrange((ROW, CHUNK, "embed")).array.reshape(rows * places, -1)
@@ -248,21 +235,9 @@ def verify_round(
     accepted = jnp.cumprod(is_right.astype(jnp.int32), axis=1).sum(1)
     newest = jnp.take_along_axis(tokens, accepted[:, None], axis=1)[:, 0]
     last_tokens = state.last_tokens.at[given.slots].set(newest, mode="drop")
-    history = _remember(memory, given.slots, given.positions + accepted + 1, newest)
-    outputs = _outputs(drawn).reshape(rows, places, -1).swapaxes(0, 1)
+    history = remember(memory, given.slots, given.positions + accepted + 1, newest)
+    outputs = pack_outputs(drawn).reshape(rows, places, -1).swapaxes(0, 1)
     return _next_state(state, pools, last_tokens, history), outputs
-
-
-def set_memory(
-    memory: Memory, slot: jax.Array, history: jax.Array, ids: jax.Array, values: jax.Array, until: jax.Array
-) -> Memory:
-    """Gives a slot the tokens and logit edits of its new sequence; donates `memory`."""
-    return Memory(
-        history=memory.history.at[slot].set(history),
-        edit_ids=memory.edit_ids.at[slot].set(ids),
-        edit_values=memory.edit_values.at[slot].set(values),
-        edit_until=memory.edit_until.at[slot].set(until),
-    )
 
 
 def set_masks(
@@ -273,12 +248,8 @@ def set_masks(
     packed: int32 [row, 3], the slot, the position that is drawn, and the newest token before it, in case that
     the device drew another one. Drops rows of slots that do not exist.
     """
-    slots, positions, tokens = packed.T
-    masks = SlotMasks(
-        words=masks.words.at[slots].set(words, mode="drop"),
-        at=masks.at.at[slots].set(positions, mode="drop"),
-    )
-    return masks, last_tokens.at[slots].set(tokens, mode="drop")
+    slots, _, tokens = packed.T
+    return hold_slots(masks, packed, words), last_tokens.at[slots].set(tokens, mode="drop")
 
 
 def fork_slot(state: State, packed: jax.Array) -> State:
@@ -307,28 +278,9 @@ def _sample(
         hidden = jnp.concatenate([hidden, hidden])  # a CPU's product of one row takes 50 ms, of two 15
     used = cache.num_used(positions > 0)
     logits = model.logits(hax.named(hidden, (ROW, model.config.Embed)), used)[:rows]
-    memory = masks = None
-    if mode is Mode.FULL:
-        memory = Memory(*(array.at[given.slots].get(mode="clip") for array in state.memory))
-    if mode is not Mode.GREEDY:
-        slots = jnp.where(given.rules.is_constrained != 0, given.slots, FREE)
-        masks = Masks(*state.masks, slots)
-    return sample(logits, positions, given.rules, memory, masks, mode, model.backend, used)
+    return draw(logits, given, positions, state.memory, state.masks, mode, model.backend, used)
 
 
 def _next_state(state: State, pools: Arrays, last_tokens: jax.Array, history: jax.Array) -> State:
     memory = state.memory._replace(history=history)
     return state._replace(pools=pools, last_tokens=last_tokens, memory=memory)
-
-
-def _remember(memory: Memory, slots: jax.Array, positions: jax.Array, tokens: jax.Array) -> jax.Array:
-    return memory.history.at[slots, positions].set(tokens, mode="drop")
-
-
-def _outputs(drawn: Drawn) -> jax.Array:
-    """A row's results side by side, floats as their bits, so that the host copies one array."""
-    if drawn.logprobs is None or drawn.top_ids is None or drawn.top_logprobs is None:
-        return drawn.tokens[:, None]
-    floats = jnp.concatenate([drawn.logprobs[:, None], drawn.top_logprobs], axis=1)
-    bits = lax.bitcast_convert_type(floats, jnp.int32)
-    return jnp.concatenate([drawn.tokens[:, None], bits[:, :1], drawn.top_ids, bits[:, 1:]], axis=1)

@@ -19,14 +19,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from levserve.device.in_flight import InFlightRound, PrefillRow
-from levserve.device.packing import SlotTable
+from levserve.device.packing import SlotTable, pack_masks, pack_memory
 from levserve.device.programs import Programs, Shape
-from levserve.device.rounds import Arrays, ChunkOutput, Skeleton, SlotMasks, State
-from levserve.device.rules import Ints, edits_for, mode_for, needs_memory
+from levserve.device.rounds import Arrays, ChunkOutput, Skeleton, State
+from levserve.device.rules import Ints, mode_for, needs_memory
+from levserve.device.sampling import SlotMasks, make_masks, make_memory
 from levserve.device.sizing import Sizes
 from levserve.model import cache
 from levserve.model.decoder import Decoder
-from levserve.model.sampler import MAX_EDITS, Memory, Mode
+from levserve.model.sampler import Memory, Mode
 from levserve.observe.metrics import Metrics
 from levserve.schedule.request import GenerationRequest
 from levserve.schedule.sequence import Chunk, Fork, RoundPlan, Row, Sequence
@@ -71,12 +72,8 @@ class Runner:
     def swap(self, leaves: Seq[jax.Array]) -> None:
         """Replaces the weights by those on the host, array by array: there is no room for two sets."""
         served = list(self._leaves)
-        for old, new in zip(served, leaves, strict=True):
-            assert (old.shape, old.dtype) == (new.shape, new.dtype)
         self._leaves = ()
-        for index, leaf in enumerate(leaves):
-            served[index] = jax.device_put(leaf, served[index].sharding).block_until_ready()
-        self._leaves = tuple(served)
+        self._leaves = swap_leaves(served, leaves)
 
     def free(self) -> None:
         """Frees its memory on the device. No round may be in flight, and it cannot be used any more."""
@@ -144,27 +141,17 @@ class Runner:
         if not needs_memory(sequence.request):
             return
         assert self._set_memory is not None
-        history = np.zeros(self._sizes.max_seq_len, np.int32)
-        history[: len(sequence.tokens)] = sequence.tokens
-        edits = edits_for(sequence.request)
-        memory = self._set_memory(
-            self._state.memory, np.int32(sequence.slot or 0), history, edits.ids, edits.values, edits.until
-        )
+        packed = pack_memory(sequence, self._sizes.max_seq_len)
+        memory = self._set_memory(self._state.memory, *packed)
         self._state = self._state._replace(memory=memory)
 
     def _mask(self, plan: RoundPlan) -> None:
         """Gives the device the masks of the plan's draws that are held to a constraint."""
-        held = [row.sequence for row in plan.rows if row.is_masked]
-        held += [chunk.sequence for chunk in plan.chunks if chunk.is_last and chunk.sequence.needs_mask]
+        held = plan.held_sequences
         if not held:
             return
         rows = min(rows for rows in self._set_masks if rows >= len(held))
-        words = np.zeros((rows, self._state.masks.words.shape[1]), np.uint32)
-        packed = np.full((rows, 3), self._sizes.rows, np.int32)
-        for index, sequence in enumerate(held):
-            assert sequence.matcher is not None and sequence.slot is not None
-            words[index] = np.frombuffer(sequence.matcher.mask(), np.uint32)
-            packed[index] = sequence.slot, len(sequence.tokens), sequence.tokens[-1]
+        packed, words = pack_masks(held, rows, self._state.masks.words.shape[1], self._sizes.rows)
         masks, last_tokens = self._set_masks[rows](self._state.masks, self._state.last_tokens, packed, words)
         self._state = self._state._replace(masks=masks, last_tokens=last_tokens)
 
@@ -265,17 +252,21 @@ class Runner:
 def make_state(model: Decoder, sizes: Sizes, storage: jnp.dtype) -> State:
     """An empty pool and memory, on the device."""
     pools = cache.make_pool(model.config, sizes.num_pages, sizes.page_size, storage)
-    memory = Memory(
-        history=jnp.zeros((sizes.rows, sizes.max_seq_len), jnp.int32),
-        edit_ids=jnp.zeros((sizes.rows, MAX_EDITS), jnp.int32),
-        edit_values=jnp.zeros((sizes.rows, MAX_EDITS), jnp.float32),
-        edit_until=jnp.zeros((sizes.rows, MAX_EDITS), jnp.int32),
+    return State(
+        pools,
+        jnp.zeros(sizes.rows, jnp.int32),
+        make_memory(sizes.rows, sizes.max_seq_len),
+        make_masks(sizes.rows, model.config.vocab_size),
     )
-    masks = SlotMasks(
-        words=jnp.zeros((sizes.rows, -(-model.config.vocab_size // 32)), jnp.uint32),
-        at=jnp.zeros(sizes.rows, jnp.int32),
-    )
-    return State(pools, jnp.zeros(sizes.rows, jnp.int32), memory, masks)
+
+
+def swap_leaves(served: list[jax.Array], leaves: Seq[jax.Array]) -> Arrays:
+    """Replaces weights by those on the host, one array after another, so that each frees its memory."""
+    for old, new in zip(served, leaves, strict=True):
+        assert (old.shape, old.dtype) == (new.shape, new.dtype)
+    for index, leaf in enumerate(leaves):
+        served[index] = jax.device_put(leaf, served[index].sharding).block_until_ready()
+    return tuple(served)
 
 
 def mask_rows(rows: int) -> list[int]:

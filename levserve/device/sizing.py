@@ -182,9 +182,9 @@ def plan_sizes(
         num_pages=num_pages,
         page_bytes=page_bytes,
         weight_bytes=weight_bytes,
-        row_sizes=_row_sizes(traits, rows),
+        row_sizes=row_sizes(traits, rows),
         num_draft=settings.speculate,
-        verify_sizes=_doublings(1, min(rows, most_verified), by=4) if settings.speculate else (),
+        verify_sizes=doublings(1, min(rows, most_verified), by=4) if settings.speculate else (),
         chunk_sizes=_chunk_sizes(traits, largest_chunk, max_seq_len),
         prefill_row_tokens=traits.prefill_row_tokens,
         leaves_out_padding=traits.leaves_out_padding,
@@ -280,26 +280,27 @@ def _num_pages(
     return num_pages
 
 
-def _row_sizes(traits: Traits, rows: int) -> tuple[int, ...]:
+def row_sizes(traits: Traits, rows: int) -> tuple[int, ...]:
+    """Rows of the programs that decode or draw."""
     if traits.steps_rows:
         return _row_steps(8, max(rows, 2))
     # Never a program of one row: XLA would copy the whole pool for it.
-    return _doublings(2, max(rows, 2), by=4 if traits.leaves_out_padding else 2)
+    return doublings(2, max(rows, 2), by=4 if traits.leaves_out_padding else 2)
 
 
 def _chunk_sizes(traits: Traits, largest: int, max_seq_len: int) -> tuple[int, ...]:
     if (row_tokens := traits.prefill_row_tokens) is not None:
-        return _doublings(row_tokens, -(-largest // row_tokens) * row_tokens)
+        return doublings(row_tokens, -(-largest // row_tokens) * row_tokens)
     largest = min(largest, max_seq_len)
     if traits.leaves_out_padding:
         return (largest,)
     if not traits.small_chunks:
-        return _doublings(64, largest)
+        return doublings(64, largest)
     # A token takes about as long in any of them, and streams wait less beside small ones.
     return (*(size for size in traits.small_chunks if size < largest), largest)
 
 
-def _doublings(smallest: int, largest: int, by: int = 2) -> tuple[int, ...]:
+def doublings(smallest: int, largest: int, by: int = 2) -> tuple[int, ...]:
     """Powers of `by` times `smallest` below `largest`, and `largest` itself."""
     sizes = []
     size = smallest

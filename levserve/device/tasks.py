@@ -8,10 +8,9 @@ from dataclasses import dataclass
 
 import jax
 
-from levserve.device.runner import Runner
+from levserve.device.kind import Planner, RoundRunner
 from levserve.engine.messages import DeviceTask
 from levserve.schedule.pace import Pace
-from levserve.schedule.scheduler import Scheduler
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +18,8 @@ class Attach(DeviceTask):
     """Serves this model too, from the next round on."""
 
     model: str
-    scheduler: Scheduler
-    runner: Runner
+    scheduler: Planner
+    runner: RoundRunner
     pace: Pace
 
 
@@ -29,7 +28,7 @@ class Detach(DeviceTask):
     """Stops serving this model; `done` gets its runner, which is then not in use."""
 
     model: str
-    done: Future[Runner]
+    done: Future[RoundRunner]
 
     def refuse(self, error: Exception) -> None:
         self.done.set_exception(error)

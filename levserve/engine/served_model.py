@@ -22,6 +22,10 @@ class ServedModel:
     grammars: Grammars
     tools: ModelTools
     """How it is told of tools, and how it calls them."""
+    num_rows: int = 0
+    """Rows of the model's output, where that may be fewer than the tokenizer has tokens; 0: it is not."""
+    has_whole_texts: bool = False
+    """Whether every position sees the whole text, also what follows it, so that scores have two readings."""
     reasoning: Reasoning | None = None
     """How it thinks before it answers; None if it does not."""
     max_inflight_tokens: int = 0

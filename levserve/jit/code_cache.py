@@ -24,9 +24,13 @@ COMPILED = (
     "jit/*.py",
     "device/packing.py",
     "device/platform.py",
+    "device/program_set.py",
     "device/programs.py",
     "device/rounds.py",
     "device/rules.py",
+    "device/sampling.py",
+    "device/text_programs.py",
+    "device/text_rounds.py",
 )
 """The sources that programs and kernels are traced from. A change to any other file invalidates nothing."""
 PACKAGES = ("equinox-", "haliax-", "jax", "llvmlite-", "marin_haliax-", "ml_dtypes-", "numpy-", "nvidia_")

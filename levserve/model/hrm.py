@@ -131,6 +131,15 @@ class Hrm(eqx.Module):
 
         States of padding mean nothing.
         """
+        with jax.default_matmul_precision(self._precision):
+            return self._think(tokens, lengths)
+
+    @property
+    def _precision(self) -> str:
+        """By default a GPU multiplies float32 with ten bits of fraction, which the cycles would amplify."""
+        return "highest" if self.embed.dtype == jnp.float32 else "default"
+
+    def _think(self, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
         config = self.config
         places = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         is_real = places < lengths[:, None]
@@ -158,5 +167,6 @@ class Hrm(eqx.Module):
     def logits(self, states: jax.Array) -> jax.Array:
         """float32 scores [row, vocab] of states [row, embed]; ask only for rows that are read."""
         named = hax.named(states, (ROW, self.config.block.Embed))
-        scores = self.head(named).rearrange((ROW, "vocab")).array
+        with jax.default_matmul_precision(self._precision):
+            scores = self.head(named).rearrange((ROW, "vocab")).array
         return jnp.clip(scores, -LOGIT_LIMIT, LOGIT_LIMIT)

@@ -21,6 +21,8 @@ class Traits:
     """Whether the KV pool takes its whole share by default, or only what the rows are likely to need."""
     has_all_modes: bool
     """Whether greedy and plain sampling have programs of their own; otherwise the full one serves them."""
+    text_tokens: int = 1 << 15
+    """Tokens, of several texts, in one program of a model that computes whole texts."""
     host_overhead: int = 0
     """Bytes that the processes take, at most, in the memory that the weights are in, besides weights and KV
     pages; 0 for a device with a memory of its own."""
@@ -57,6 +59,7 @@ CPU_TRAITS = Traits(
     verify_tokens=32,
     kv_share=0.25,
     fills_memory=False,
+    text_tokens=2048,  # a CPU is busy with fewer, and each program takes time to compile
     has_all_modes=False,  # compiling is what takes long on a CPU
     host_overhead=CPU_OVERHEAD_BYTES,
     small_chunks=(8, 16),  # every program takes some 40 MB, so there are few

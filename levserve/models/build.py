@@ -6,30 +6,25 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from levserve.device.kind import Planner, RoundRunner
 from levserve.device.platform import explained
-from levserve.device.runner import Runner
-from levserve.device.sizing import Sizes, human
 from levserve.device.tasks import Attach
 from levserve.engine.served_model import ServedModel
-from levserve.models.describe import Description
+from levserve.models.kind import AnyKind, ModelSizes
 from levserve.models.read import Contents
 from levserve.observe.metrics import Metrics
-from levserve.schedule.budget import Budget
 from levserve.schedule.pace import Pace
-from levserve.schedule.pages import PagePool
-from levserve.schedule.scheduler import Scheduler
-from levserve.schedule.speculation import Speculation
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """Everything the device loop needs, ready to run."""
 
-    description: Description
+    description: AnyKind
     model: ServedModel
-    sizes: Sizes
-    runner: Runner
-    scheduler: Scheduler
+    sizes: ModelSizes
+    runner: RoundRunner
+    scheduler: Planner
     pace: Pace
 
     def attach(self) -> Attach:
@@ -38,18 +33,17 @@ class Loaded:
 
 
 def build(
-    description: Description,
+    description: AnyKind,
     contents: Contents,
-    sizes: Sizes,
+    sizes: ModelSizes,
     metrics: Metrics,
     report: Callable[[str], None],
 ) -> Loaded:
-    """Allocates the KV pool and compiles the first programs; slow."""
+    """Allocates the state on the device and compiles the first programs; slow."""
     settings = description.settings
-    asked = f"{human(sizes.kv_bytes)} for {sizes.num_pages} KV pages"
-    with explained(asked, description.device, "lower --kv-memory, --kv-pages or --max-running"):
-        decoder = description.make_decoder(contents.arrays, sizes.max_seq_len)
-        runner = Runner(decoder, sizes, description.storage, metrics)
+    asked, advice = description.explain_memory(sizes)
+    with explained(asked, description.device, advice):
+        runner = description.make_runner(contents.arrays, sizes, metrics)
         try:
             runner.warm_up(report)
         except BaseException:
@@ -63,25 +57,12 @@ def build(
         tools=contents.tools,
         reasoning=contents.reasoning,
         max_seq_len=sizes.max_seq_len,
-        hidden_size=description.config.hidden_size,
+        hidden_size=description.hidden_size,
+        num_rows=description.vocab_size,
+        has_whole_texts=description.has_whole_texts,
         created=int(time.time()),
         aliases=tuple(aliases),
         root=description.files.name,
     )
     pace = Pace(runner.prefill_token_seconds, settings.inter_token_goal_ms / 1000)
-    return Loaded(description, model, sizes, runner, _make_scheduler(description, sizes), pace)
-
-
-def _make_scheduler(description: Description, sizes: Sizes) -> Scheduler:
-    traits = description.backend.traits
-    budget = Budget(
-        sizes.rows,
-        sizes.round_steps,
-        sizes.chunk_costs,
-        busy_tokens=sizes.num_tokens,
-        idle_tokens=sizes.chunk_sizes[-1],
-        chunk_overhead=0 if sizes.mixed_tokens else traits.chunk_overhead,
-        double_at=traits.double_at,
-    )
-    speculation = Speculation(sizes.num_draft) if sizes.num_draft else None
-    return Scheduler(PagePool(sizes.num_pages, sizes.page_size), budget, speculation)
+    return Loaded(description, model, sizes, runner, description.make_planner(sizes, runner), pace)

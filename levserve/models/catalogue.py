@@ -49,7 +49,7 @@ class Catalogue:
         if not self.default:
             raise ConfigError(
                 f"--models-dir {self._folder!r} holds no model: "
-                "no folder with config.json or a checkpoint, no .gguf file"
+                "no folder with config.json, a checkpoint or a brain, no .gguf file"
             )
 
     def names(self) -> list[str]:
@@ -107,7 +107,8 @@ class Catalogue:
         return found
 
     def _settings_of(self, name: str, path: Path) -> Settings | None:
-        if local_problem(path) is None:
+        is_gguf = path.suffix == GGUF_SUFFIX
+        if (path.is_dir() or is_gguf) and local_problem(path) is None:
             return self._settings.for_model(name, model=str(path))
         if path.is_dir() and any(next(path.glob(pattern), None) for pattern in CHECKPOINT_FILES):
             return self._settings.for_model(name, model=str(path), checkpoint_path=str(path))

@@ -1,19 +1,24 @@
-"""The second step of a start: what the model is, and how this device serves it.
+"""The second step of a start, for decoders: what the model is, and how this device serves it.
 
 Reads configuration files and no weights. Everything that is chosen by the kind of device is chosen here.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
 
+from levserve.device.kind import Planner, RoundRunner
 from levserve.device.platform import kernel_platform, open_device
+from levserve.device.runner import Runner
+from levserve.device.sizing import Sizes, human, kv_floor, plan_sizes
 from levserve.errors import ConfigError
 from levserve.model import cache
 from levserve.model.backend import Backend
@@ -21,8 +26,22 @@ from levserve.model.config import ModelConfig, parameter_shapes
 from levserve.model.decoder import Decoder
 from levserve.model.quantize import NARROW, Quantization, choose_quantization
 from levserve.model.select import choose_backend
+from levserve.models.checks import check_host_memory, check_same_model, sum_bytes
+from levserve.observe.metrics import Metrics
+from levserve.schedule.budget import Budget
+from levserve.schedule.pages import PagePool
+from levserve.schedule.scheduler import Scheduler
+from levserve.schedule.speculation import Speculation
 from levserve.settings.settings import Settings
-from levserve.weights.checkpoint import is_quantized_file, read_config
+from levserve.weights.checkpoint import (
+    Tensors,
+    convert_tensors,
+    is_quantized_file,
+    load_arrays,
+    open_tensors,
+    read_config,
+)
+from levserve.weights.memory_tensors import tensors_in_memory
 from levserve.weights.model_files import ModelFiles
 
 FP8_CAPABILITY = (8, 9)
@@ -31,7 +50,7 @@ FP8_CAPABILITY = (8, 9)
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """A model and the way it is served, decided before any weight is read.
+    """See `ModelKind`.
 
     A reload replaces `settings` and `files`; weights that need anything else to change are refused.
     """
@@ -45,6 +64,17 @@ class Description:
     backend: Backend
     backend_reason: str
     kv_dtype: jnp.dtype
+
+    default_chat_template = None
+    has_whole_texts = False
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def hidden_size(self) -> int:
+        return self.config.hidden_size
 
     @property
     def storage(self) -> jnp.dtype:
@@ -63,7 +93,79 @@ class Description:
     @property
     def expected_weight_bytes(self) -> int:
         kept = self.dtype if self.quantization is None else self.quantization.kept
-        return parameter_bytes(self.config, kept)
+        return sum_bytes(parameter_shapes(self.config), kept)
+
+    @property
+    def floor_bytes(self) -> int:
+        return kv_floor(self.settings, max_position=self.config.max_position, page_bytes=self.page_bytes)
+
+    def load_arrays(self, report: Callable[[str], None]) -> dict[str, jax.Array]:
+        return load_arrays(
+            self.files.path,
+            self.config,
+            self.dtype,
+            report=report,
+            quantization=self.quantization,
+            backend=self.backend,
+        )
+
+    def plan_sizes(self, *, rows: int, free_bytes: int, weight_bytes: int, peak_bytes: int) -> Sizes:
+        return plan_sizes(
+            self.settings,
+            self.backend.traits,
+            free_bytes=free_bytes,
+            rows=rows,
+            max_position=self.config.max_position,
+            page_bytes=self.page_bytes,
+            weight_bytes=weight_bytes,
+            peak_bytes=peak_bytes,
+        )
+
+    def explain_memory(self, sizes: Sizes) -> tuple[str, str]:
+        asked = f"{human(sizes.kv_bytes)} for {sizes.num_pages} KV pages"
+        return asked, "lower --kv-memory, --kv-pages or --max-running"
+
+    def make_runner(self, arrays: Mapping[str, jax.Array], sizes: Sizes, metrics: Metrics) -> RoundRunner:
+        return Runner(self.make_decoder(arrays, sizes.max_seq_len), sizes, self.storage, metrics)
+
+    def make_planner(self, sizes: Sizes, runner: RoundRunner) -> Planner:
+        traits = self.backend.traits
+        budget = Budget(
+            sizes.rows,
+            sizes.round_steps,
+            sizes.chunk_costs,
+            busy_tokens=sizes.num_tokens,
+            idle_tokens=sizes.chunk_sizes[-1],
+            chunk_overhead=0 if sizes.mixed_tokens else traits.chunk_overhead,
+            double_at=traits.double_at,
+        )
+        speculation = Speculation(sizes.num_draft) if sizes.num_draft else None
+        return Scheduler(PagePool(sizes.num_pages, sizes.page_size), budget, speculation)
+
+    def read_leaves(
+        self, settings: Settings, files: ModelFiles, report: Callable[[str], None]
+    ) -> list[jax.Array]:
+        config = read_config(files.path, files.config_file)
+        check_same_model(files.path, self.config, config)
+        return self._convert(open_tensors(files.path, config, self.read_dtype), report)
+
+    def convert_leaves(self, arrays: Mapping[str, Any], report: Callable[[str], None]) -> list[jax.Array]:
+        return self._convert(tensors_in_memory(arrays, self.config), report)
+
+    def _convert(self, tensors: Tensors, report: Callable[[str], None]) -> list[jax.Array]:
+        check_host_memory(sum_bytes(parameter_shapes(self.config), self.dtype))
+        arrays = convert_tensors(
+            tensors,
+            self.config,
+            self.dtype,
+            report=report,
+            quantization=self.quantization,
+            backend=self.backend,
+        )
+        return host_leaves(self.config, arrays)
+
+    def with_files(self, settings: Settings, files: ModelFiles) -> Description:
+        return replace(self, settings=settings, files=files)
 
     def make_decoder(self, arrays: Mapping[str, jax.Array], max_seq_len: int = 0) -> Decoder:
         """The decoder for sequences of this length at most, or of any that the model takes."""
@@ -134,9 +236,9 @@ def check_fp8(settings: Settings, device: jax.Device) -> None:
         )
 
 
-def parameter_bytes(config: ModelConfig, dtype: jnp.dtype) -> int:
-    """Bytes of all weights with matrices in this type; vectors are float32."""
-    return sum(
-        math.prod(shape) * (dtype.itemsize if len(shape) > 1 else 4)
-        for shape in parameter_shapes(config).values()
-    )
+def host_leaves(config: ModelConfig, arrays: Iterable[tuple[str, NDArray[np.generic]]]) -> list[jax.Array]:
+    """A model's leaves in the device's order, in the host's memory: jax's CPU device does not copy them."""
+    cpu = jax.local_devices(backend="cpu")[0]
+    with jax.default_device(cpu):
+        on_host = {name: jax.device_put(array, cpu) for name, array in arrays}
+        return jax.tree.leaves(Decoder.from_arrays(config, on_host))

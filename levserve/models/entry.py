@@ -25,8 +25,9 @@ class Counts(NamedTuple):
 
     running: int
     waiting: int
-    pages_used: int
-    pages_total: int
+    pages_used: int | None = None
+    pages_total: int | None = None
+    """None for a model without a KV cache."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ def load(
         report("importing jax")
     # These bring jax, which takes seconds to import and must not be touched before gunicorn forks.
     from levserve.models.build import build
-    from levserve.models.describe import describe
+    from levserve.models.choose import describe
     from levserve.models.probe import probe
     from levserve.models.read import read
     from levserve.models.size import reserve, size
@@ -72,7 +72,8 @@ def resident_of(engine: Engine, loaded: Loaded) -> Resident:
 
     def counts() -> Counts:
         pool = scheduler.pool
-        return Counts(scheduler.num_running, scheduler.num_waiting, pool.num_held, pool.num_pages)
+        pages = () if pool is None else (pool.num_held, pool.num_pages)
+        return Counts(scheduler.num_running, scheduler.num_waiting, *pages)
 
     # As many times the pool as the queue is longer than the rows: then the tokens of the longest chats do not
     # keep a place in the queue empty.

@@ -21,7 +21,7 @@ from levserve.models.registry import MakeRoom, Registry, Report
 from levserve.settings.settings import Settings
 
 if TYPE_CHECKING:
-    from levserve.device.runner import Runner
+    from levserve.device.kind import RoundRunner
     from levserve.models.build import Loaded
 
 DETACH_SECONDS = 60.0
@@ -59,7 +59,7 @@ class ModelLoader:
     def unload(self, resident: Resident) -> None:
         from levserve.device.tasks import Detach  # brings jax
 
-        done: Future[Runner] = Future()
+        done: Future[RoundRunner] = Future()
         self._engine.send(Detach(resident.model.name, done))
         done.result(DETACH_SECONDS).free()
         if resident.reloader is not None:

@@ -12,16 +12,15 @@ import jax
 
 from levserve.device.platform import explained
 from levserve.errors import StartupError
-from levserve.models.describe import Description
+from levserve.models.kind import AnyKind
 from levserve.observe.logs import redirect_library_logs
 from levserve.observe.metrics import Metrics
 from levserve.settings.settings import Settings
-from levserve.text.chat import check_template
+from levserve.text.chat import check_template, template_of
 from levserve.text.grammar import Grammars
 from levserve.text.reasoning import Reasoning, find_reasoning
 from levserve.text.tokenizer import Tokenizer, load_tokenizer
 from levserve.text.tools.model_tools import ModelTools
-from levserve.weights.checkpoint import load_arrays
 
 logger = logging.getLogger(__name__)
 
@@ -41,30 +40,31 @@ class Contents:
         return sum(array.nbytes for array in self.arrays.values())
 
 
-def read(description: Description, metrics: Metrics, report: Callable[[str], None]) -> Contents:
+def read(description: AnyKind, metrics: Metrics, report: Callable[[str], None]) -> Contents:
     """Raises `StartupError` for files that cannot be read or do not fit into memory."""
     settings, files = description.settings, description.files
     with ThreadPoolExecutor(1, thread_name_prefix="levserve-tokenizer") as beside:
         texts = beside.submit(
-            _read_texts, settings, files.tokenizer or files.path, description.config.vocab_size, metrics
+            _read_texts,
+            settings,
+            files.tokenizer or files.path,
+            description.vocab_size,
+            description.default_chat_template,
+            metrics,
         )
         with explained("the weights", description.device, "serve a smaller model"):
-            arrays = load_arrays(
-                files.path,
-                description.config,
-                description.dtype,
-                report=report,
-                quantization=description.quantization,
-                backend=description.backend,
-            )
+            arrays = description.load_arrays(report)
     redirect_library_logs()  # the tokenizer may have brought some
     return Contents(arrays, *texts.result())
 
 
 def _read_texts(
-    settings: Settings, path: Path, vocab_rows: int, metrics: Metrics
+    settings: Settings, path: Path, vocab_rows: int, default_template: str | None, metrics: Metrics
 ) -> tuple[Tokenizer, Grammars, ModelTools, Reasoning | None]:
     tokenizer = load_tokenizer(path, chat_template=_read_chat_template(settings))
+    if default_template is not None and template_of(tokenizer) is None:
+        tokenizer.chat_template = default_template
+        logger.info("chats: the tokenizer has no template, so a chat is the text of its last user message")
     check_template(tokenizer)
     grammars = Grammars(tokenizer, vocab_rows, metrics.note_grammar)
     tools = ModelTools(tokenizer, settings.tool_format)

@@ -8,34 +8,25 @@ refused before the swap, and the old ones stay.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from numpy.typing import NDArray
 
-from levserve.device.sizing import free_memory
 from levserve.device.tasks import SwapWeights
 from levserve.engine.engine import Engine
 from levserve.engine.served_model import ServedModel
 from levserve.errors import Conflict, StartupError
-from levserve.model.config import ModelConfig
-from levserve.model.decoder import Decoder
-from levserve.models.describe import Description, parameter_bytes
 from levserve.models.entry import Reloaded, SwappedWeights
+from levserve.models.kind import AnyKind
 from levserve.models.probe import ProbeScores, probe_request
 from levserve.settings.settings import Settings
-from levserve.weights.checkpoint import Tensors, convert_tensors, open_tensors, read_config
-from levserve.weights.memory_tensors import tensors_in_memory
 from levserve.weights.model_files import ModelFiles
 from levserve.weights.source import check_source, find_source
 
@@ -45,7 +36,7 @@ log = logging.getLogger(__name__)
 class WeightReloader:
     """Reloads one model. One reload at a time: a second one is refused."""
 
-    def __init__(self, engine: Engine, description: Description, model: ServedModel) -> None:
+    def __init__(self, engine: Engine, description: AnyKind, model: ServedModel) -> None:
         self._engine = engine
         self._description = description
         self._model = model
@@ -81,8 +72,7 @@ class WeightReloader:
         """
         with self._one_at_a_time():
             start = time.monotonic()
-            tensors = tensors_in_memory(arrays, self._description.config)
-            leaves = self._convert(tensors)
+            leaves = self._description.convert_leaves(arrays, self._report)
             before = self._probe()
             converted = time.monotonic()
             with hold_back():
@@ -140,9 +130,7 @@ class WeightReloader:
         check_source(settings)
         files = find_source(settings, self._report, with_tokenizer=False)
         try:
-            config = read_config(files.path, files.config_file)
-            self._check_config(files, config)
-            leaves = self._convert(open_tensors(files.path, config, served.read_dtype))
+            leaves = served.read_leaves(settings, files, self._report)
         except BaseException:
             self._let_go(files)
             raise
@@ -150,7 +138,7 @@ class WeightReloader:
         before = self._probe()
         swap_seconds = self._swap(leaves)
         after = self._probe()
-        self._description = replace(served, settings=settings, files=files)
+        self._description = served.with_files(settings, files)
         self._let_go(served.files)
         return Reloaded(
             model=self._model.name,
@@ -163,32 +151,11 @@ class WeightReloader:
             mean_logprob_before=before.mean,
         )
 
-    def _convert(self, tensors: Tensors) -> list[jax.Array]:
-        """The leaves of the decoder as it serves, in the host's memory."""
-        served = self._description
-        check_memory(served.config, served.dtype, free_memory())
-        arrays = convert_tensors(
-            tensors,
-            served.config,
-            served.dtype,
-            report=self._report,
-            quantization=served.quantization,
-            backend=served.backend,
-        )
-        return host_leaves(served.config, arrays)
-
     def _swap(self, leaves: list[jax.Array]) -> float:
         """The seconds that it took."""
         done: Future[float] = Future()
         self._engine.send(SwapWeights(self._model.name, leaves, done))
         return done.result()
-
-    def _check_config(self, files: ModelFiles, config: ModelConfig) -> None:
-        served, new = dataclasses.asdict(self._description.config), dataclasses.asdict(config)
-        changed = [key for key in served if new[key] != served[key]]
-        if changed:
-            differences = "; ".join(f"{key} is {new[key]}, served is {served[key]}" for key in changed)
-            raise StartupError(f"{files.path}: another model than the one that is served: {differences}")
 
     def _probe(self) -> ProbeScores:
         """Scores the probe's text beside the requests of clients."""
@@ -209,20 +176,3 @@ class WeightReloader:
     def _report(self, progress: str) -> None:
         self._engine.progress = f"ready; reloading: {progress}"
         log.info("reloading: %s", progress)
-
-
-def check_memory(config: ModelConfig, dtype: jnp.dtype, free_bytes: int) -> None:
-    """Refuses weights that the host cannot hold beside what it serves: the kernel would kill the server."""
-    needed, free = parameter_bytes(config, dtype) / 1e9, free_bytes / 1e9
-    if needed > free:
-        raise StartupError(
-            f"the new weights take {needed:.1f} GB of the host's memory and {free:.1f} GB are free"
-        )
-
-
-def host_leaves(config: ModelConfig, arrays: Iterable[tuple[str, NDArray[np.generic]]]) -> list[jax.Array]:
-    """A model's leaves in the device's order, in the host's memory: jax's CPU device does not copy them."""
-    cpu = jax.local_devices(backend="cpu")[0]
-    with jax.default_device(cpu):
-        on_host = {name: jax.device_put(array, cpu) for name, array in arrays}
-        return jax.tree.leaves(Decoder.from_arrays(config, on_host))

@@ -17,6 +17,7 @@ from prometheus_client import (
     disable_created_metrics,
 )
 from prometheus_client.exposition import generate_latest
+from prometheus_client.registry import Collector
 
 from levserve import __version__
 
@@ -171,6 +172,37 @@ class Metrics:
         self.request_max = self._histogram(
             "request_max_tokens", "max_tokens of a finished sequence.", TOKEN_BUCKETS
         )
+
+        self.has_pages = True
+        """Whether the metrics are exported that only models with a KV cache have."""
+        self._of_pages: tuple[Collector, ...] = (
+            self.prefix_hit_tokens,
+            self.prefill_tokens,
+            self.drafts,
+            self.draft_tokens,
+            self.accepted_tokens,
+            self.kv_pages_used,
+            self.kv_pages_cached,
+            self.kv_pages_total,
+        )
+
+    def note_kinds(self, *, has_pages: bool, has_texts: bool) -> None:
+        """Exports what the loaded kinds of model have: without a KV cache its metrics are absent, not 0."""
+        if has_texts:
+            self.rounds.labels("score")
+        if has_pages == self.has_pages:
+            return
+        self.has_pages = has_pages
+        for metric in self._of_pages:
+            if has_pages:
+                self.registry.register(metric)
+            else:
+                self.registry.unregister(metric)
+        for kind in ("prefill", "verify"):
+            if has_pages:
+                self.rounds.labels(kind)
+            else:
+                self.rounds.remove(kind)
 
     def note_grammar(self, seconds: float | None) -> None:
         """Counts a grammar that took so long to compile, or for None one that had been compiled before."""

@@ -25,11 +25,7 @@ class VllmMetrics(Collector):
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         m = metrics
-        self._same: dict[str, MetricWrapperBase] = {
-            "num_requests_running": m.running,
-            "num_requests_waiting": m.waiting,
-            "prompt_tokens": m.prompt_tokens,
-            "generation_tokens": m.generated_tokens,
+        self._of_pages: dict[str, MetricWrapperBase] = {
             "prefix_cache_queries": m.prompt_tokens,
             "prefix_cache_hits": m.prefix_hit_tokens,
             "gpu_prefix_cache_queries": m.prompt_tokens,  # retired in vLLM but still queried
@@ -37,6 +33,13 @@ class VllmMetrics(Collector):
             "spec_decode_num_drafts": m.drafts,
             "spec_decode_num_draft_tokens": m.draft_tokens,
             "spec_decode_num_accepted_tokens": m.accepted_tokens,
+        }
+        """Absent while no loaded model has a KV cache."""
+        self._same: dict[str, MetricWrapperBase] = {
+            "num_requests_running": m.running,
+            "num_requests_waiting": m.waiting,
+            "prompt_tokens": m.prompt_tokens,
+            "generation_tokens": m.generated_tokens,
             "num_preemptions": m.preemptions,
             "time_to_first_token_seconds": m.ttft,
             "inter_token_latency_seconds": m.inter_token,
@@ -59,16 +62,22 @@ class VllmMetrics(Collector):
         (info,) = self._metrics.model_info.collect()
         if not info.samples:
             return  # still loading
-        model = info.samples[0].labels
+        model = max(info.samples, key=lambda sample: sample.labels["page_size"] != "").labels
         labels = {"model_name": model["model"], "engine": "0"}
         for name, metric in self._same.items():
+            yield _renamed(metric, name, labels)
+        yield self._successes(labels)
+        if self._metrics.has_pages:
+            yield from self._pages(labels, model)
+
+    def _pages(self, labels: dict[str, str], model: dict[str, str]) -> Iterator[Metric]:
+        for name, metric in self._of_pages.items():
             yield _renamed(metric, name, labels)
         used = _value(self._metrics.kv_pages_used) / _value(self._metrics.kv_pages_total)
         for name in ("kv_cache_usage_perc", "gpu_cache_usage_perc"):  # the second is retired
             yield _gauge(name, "Share of the KV pages held by sequences, 0 to 1.", labels, used)
         cache = {**labels, "block_size": model["page_size"], "num_gpu_blocks": model["pages"]}
         yield _gauge("cache_config_info", "Always 1; labels describe the KV cache.", cache, 1)
-        yield self._successes(labels)
 
     def _successes(self, labels: dict[str, str]) -> Metric:
         counts = dict.fromkeys(("stop", "length", "abort", "error"), 0.0)

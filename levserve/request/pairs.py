@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from levserve.engine.served_model import ServedModel
 from levserve.errors import BadRequest, ContextTooLong
-from levserve.request.submission import check_length, check_token_ids
+from levserve.request.submission import check_length, check_rows, check_token_ids
 from levserve.request.truncation import Truncation, bos_of, keep_last
 from levserve.text.tokenizer import Tokenizer
 
@@ -43,8 +43,26 @@ def split_pair(prompt: str, continuation: str, tokenizer: Tokenizer) -> Pair:
     return Pair(bos + tokenizer.encode(continuation, add_special_tokens=False), len(bos))
 
 
+def encode_apart(prompt: str, continuation: str, model: ServedModel) -> Pair:
+    """Tokenizes a pair as AI-OS's evaluations do: each text alone, without special tokens.
+
+    Of an empty prompt's continuation the first token is not scored. A prompt that is too long loses its
+    beginning.
+    """
+    context = model.tokenizer.encode(prompt, add_special_tokens=False)
+    scored = model.tokenizer.encode(continuation, add_special_tokens=False)
+    room = max(model.max_seq_len - len(scored), 0)
+    context = context[max(len(context) - room, 0) :]
+    return Pair(context + scored, max(len(context), 1))
+
+
 def make_pairs(
-    prompts: Sequence[Text], continuations: Sequence[Text], model: ServedModel, truncation: Truncation
+    prompts: Sequence[Text],
+    continuations: Sequence[Text],
+    model: ServedModel,
+    truncation: Truncation,
+    *,
+    in_one_pass: bool = False,
 ) -> list[Pair]:
     """The pairs in tokens, checked against the model; raises `BadRequest`."""
     pairs = []
@@ -53,7 +71,10 @@ def make_pairs(
         if isinstance(prompt, str) and isinstance(continuation, str):
             if not truncation:
                 check_length(len(prompt) + len(continuation), model, f"prompts[{index}]")
-            pair = split_pair(prompt, continuation, model.tokenizer)
+            if in_one_pass:
+                pair = encode_apart(prompt, continuation, model)
+            else:
+                pair = split_pair(prompt, continuation, model.tokenizer)
         elif isinstance(prompt, str) or isinstance(continuation, str):
             raise BadRequest(
                 "A prompt and its continuation are two texts or two lists of token ids.",
@@ -61,7 +82,9 @@ def make_pairs(
             )
         else:
             pair = _join_pair(prompt, continuation, index, model.tokenizer)
-        if len(pair.tokens) <= pair.num_context:
+        check_rows(pair.tokens, model, f"prompts[{index}]")
+        is_first_alone = in_one_pass and is_text and len(pair.tokens) == 1
+        if len(pair.tokens) <= pair.num_context and not is_first_alone:
             param = f"continuations[{index}]"
             raise BadRequest(f"'{param}' has no tokens of its own after its prompt.", param=param)
         if truncation:

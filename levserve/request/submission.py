@@ -136,9 +136,22 @@ def encode_text(
     if isinstance(text, str):
         if checks_length:
             check_length(len(text), model, param)
-        return model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        tokens = model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        check_rows(tokens, model, param)
+        return tokens
     check_token_ids(param, text, model.tokenizer)
+    check_rows(text, model, param)
     return text
+
+
+def check_rows(tokens: Sequence[int], model: ServedModel, param: str) -> None:
+    """Refuses tokens that the tokenizer knows and the model does not: it was made with fewer of them."""
+    if model.num_rows and tokens and max(tokens) >= model.num_rows:
+        raise BadRequest(
+            f"'{param}' has the token id {max(tokens)}, which this model has no weights for: "
+            f"its ids are 0 to {model.num_rows - 1}.",
+            param=param,
+        )
 
 
 def check_length(num_chars: int, model: ServedModel, param: str, num_messages: int = 0) -> None:
@@ -189,6 +202,7 @@ def tokenize(body: GenerationBody, model: ServedModel, *, checks_length: bool) -
         raise BadRequest(
             "'chat_template_kwargs' is nested too deeply.", param="chat_template_kwargs"
         ) from None
+    check_rows(tokens, model, "messages")
     return [tokens]
 
 

@@ -178,6 +178,12 @@ class RoundPlan:
         return sum(chunk.count for chunk in self.chunks)
 
     @property
+    def held_sequences(self) -> list[Sequence]:
+        """Those whose next draw is held to a mask."""
+        held = [row.sequence for row in self.rows if row.is_masked]
+        return held + [chunk.sequence for chunk in self.chunks if chunk.is_last and chunk.sequence.needs_mask]
+
+    @property
     def num_tokens(self) -> int:
         """Tokens that the round computes."""
         if self.work is not None:

@@ -16,6 +16,7 @@ from bisect import bisect_left
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+from levserve.schedule.background import Rest, is_resting, live_only
 from levserve.schedule.commit import Committer, Sampled
 from levserve.schedule.pace import Backlog
 from levserve.schedule.pages import PagePool
@@ -83,6 +84,7 @@ class WholeTextScheduler:
         self._seats = Seats(budget.num_slots)
         self._committer = Committer(self._seats)
         self._turn = 0
+        self._rest = Rest()
 
     @property
     def num_waiting(self) -> int:
@@ -142,7 +144,9 @@ class WholeTextScheduler:
         while self._seats.admit() is not None:
             pass
         self._turn += 1
-        in_turn = sorted(self._seats.running, key=lambda sequence: (sequence.turn, *sequence.rank))
+        rests = is_resting(self._seats) and not self._rest.takes_turn()
+        running = live_only(self._seats.running) if rests else self._seats.running
+        in_turn = sorted(running, key=lambda sequence: (sequence.turn, *sequence.rank))
         is_busy = any(not _has_prompt_work(sequence) for sequence in in_turn)
         prompt_tokens = max_prefill if is_busy and max_prefill is not None else self.budget.round_tokens
         work = _Work(self.budget)

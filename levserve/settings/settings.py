@@ -168,8 +168,8 @@ class Settings:
         "model",
         NAME,
         "smollm2-135m",
-        "Model to serve: the bundled model's name, a Hugging Face folder, a .gguf file, org/name or "
-        "org/name@revision on the Hub, or a gs://, s3:// or http(s):// address.",
+        "Model to serve: the bundled model's name, a Hugging Face folder, a .gguf file, an AI-OS brain, "
+        "org/name or org/name@revision on the Hub, or a gs://, s3:// or http(s):// address.",
     )
     hf_checkpoint: str = setting("model", PATH, "", "Another name for --model; give only one of the two.")
     checkpoint_path: str = setting(
@@ -214,7 +214,7 @@ class Settings:
         "model",
         one_of("auto", "float32", "bfloat16", synonyms=OTHER_DTYPES),
         "auto",
-        "Number format to compute in; auto: bfloat16.",
+        "Number format to compute in; auto: bfloat16, or float32 for an HRM brain.",
     )
     quantize: str = setting(
         "model",

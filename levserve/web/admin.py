@@ -46,8 +46,9 @@ class ModelStats(Struct, frozen=True):
     """Which kernels compute it; null while it is not loaded."""
     weight_bytes: int
     kv_bytes: int
-    kv_pages: int
-    kv_pages_used: int
+    kv_pages: int | None
+    """Null for a model without a KV cache."""
+    kv_pages_used: int | None
     running: int
     waiting: int
     requests: int

@@ -96,6 +96,8 @@ FIELDS = {
     "messages": "the conversation",
     "min_p": "keep tokens at least this likely, relative to the likeliest",
     "min_tokens": "do not stop before so many tokens",
+    "mode": "how continuations are scored: `chain_rule`, the default, or `one_pass`, for "
+    "[HRM brains](../how-to/hrm.md) only",
     "model": "the name of a served model",
     "n": "choices for each prompt",
     "name": "which loaded model gets the weights; needed where there are several",

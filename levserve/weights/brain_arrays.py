@@ -34,7 +34,7 @@ def read_brain_arrays(
         for name, shape in shapes.items():
             host = aligned_array(shape, np.dtype(dtype if len(shape) > 1 else np.float32))
             for source in sources[name]:
-                fill(host[source.target.index], source, pool, path)
+                fill(host[source.target.index], source, pool, str(path))
             if host.ndim > 2:
                 host = host.view(backend.expert_storage(dtype))
             progress.advance(host.size)

@@ -19,9 +19,9 @@ from levserve.weights.store import Store, is_address
 class ModelFiles:
     """A model on disk.
 
-    `path` is a folder with config.json and weights, a .gguf file, or a Levanter checkpoint. `name` is
-    the model's own name. `config_file` belongs to a Levanter run. `tokenizer` is set if the tokenizer is not
-    at `path`.
+    `path` is a folder with config.json and weights, a .gguf file, a Levanter checkpoint, or the file of a
+    brain's weights. `name` is the model's own name. `config_file` belongs to a Levanter run. `tokenizer` is
+    set if the tokenizer is not at `path`.
     """
 
     name: str

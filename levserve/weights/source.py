@@ -13,6 +13,7 @@ from pathlib import Path, PurePosixPath
 
 from levserve.errors import ConfigError, StartupError
 from levserve.settings.settings import Settings
+from levserve.weights.brain_folder import find_brain, find_brain_tokenizer, is_brain
 from levserve.weights.bundled import SMOLLM2, find_bundled
 from levserve.weights.fetch import fetch_files
 from levserve.weights.hub import fetch_repo, has_weights, needed_files
@@ -23,7 +24,7 @@ from levserve.weights.store import Store, check_address, is_address
 
 WEIGHTS = "*.safetensors or pytorch_model*.bin"
 ACCEPTED = (
-    f"{SMOLLM2.name}, a folder with config.json and {WEIGHTS}, a .gguf file, "
+    f"{SMOLLM2.name}, a folder with config.json and {WEIGHTS}, a .gguf file, an AI-OS brain, "
     "an org/name on the Hugging Face Hub, or a gs://, s3:// or http(s):// address of such a folder or file"
 )
 REPO_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
@@ -78,8 +79,10 @@ def find_source(settings: Settings, report: Report, *, with_tokenizer: bool = Tr
         )
         if address != settings.model:
             files = ModelFiles(settings.model, files.path, lease=files.lease)
-    if not settings.tokenizer or not with_tokenizer:
+    if not with_tokenizer:
         return files
+    if not settings.tokenizer:
+        return files if not is_brain(files.path) else _with_brain_tokenizer(files)
     tokenizer = find_tokenizer(settings.tokenizer, settings, report)
     return ModelFiles(files.name, files.path, files.config_file, tokenizer, files.lease)
 
@@ -127,6 +130,9 @@ def find_model(
     if is_address(model):
         return _fetch_model(model, cache_path, limit_bytes, report)
     path = Path(model).expanduser()
+    if is_brain(path):
+        brain = find_brain(path)
+        return ModelFiles(brain.folder.resolve().name, brain.weights)
     if path.is_file():
         return ModelFiles(path.stem, path)
     if path.is_dir():
@@ -177,6 +183,8 @@ def local_problem(path: Path) -> str | None:
     """Why a file or folder is not a model, as the end of a sentence that starts with its path."""
     if not path.exists():
         return "does not exist"
+    if is_brain(path):
+        return _brain_problem(path)
     if path.is_file():
         is_gguf = path.suffix == GGUF_SUFFIX
         return None if is_gguf else f"is a file of an unknown type ({path.suffix or 'no suffix'})"
@@ -185,3 +193,15 @@ def local_problem(path: Path) -> str | None:
     if not has_weights(file.name for file in path.iterdir()):
         return f"is a folder without {WEIGHTS}"
     return None
+
+
+def _brain_problem(path: Path) -> str | None:
+    try:
+        find_brain(path)
+    except StartupError as error:
+        return f"cannot be served: {error}"
+    return None
+
+
+def _with_brain_tokenizer(files: ModelFiles) -> ModelFiles:
+    return replace(files, tokenizer=find_brain_tokenizer(find_brain(files.path)))

@@ -77,7 +77,7 @@ def test_a_family_served_in_one_batch_matches_its_reference(family: str) -> None
 def test_prompts_that_share_prefill_programs_in_short_rows_match_their_references(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("levserve.models.size.plan_sizes", in_short_rows)
+    monkeypatch.setattr("levserve.models.describe.plan_sizes", in_short_rows)
     cases = cases_of(family)
     with running_engine(GOLDEN / family) as running:
         answers = running.run(*(ask(case["prompt"], num_logprobs=0, score_from=1) for case in cases))
@@ -99,7 +99,7 @@ def test_where_rows_are_computed_in_their_order_the_longest_come_first(
         return as_ever(in_flight)
 
     as_ever = InFlightRound.read_rows
-    monkeypatch.setattr("levserve.models.size.plan_sizes", in_short_rows)
+    monkeypatch.setattr("levserve.models.describe.plan_sizes", in_short_rows)
     monkeypatch.setattr(InFlightRound, "read_rows", read_rows)
     prompts = [[5, 6, 7], [*range(10, 40)], [8], [*range(20, 36)]]
     with running_engine(GOLDEN / "llama") as running:
@@ -165,7 +165,7 @@ def test_prompts_of_which_only_the_next_token_is_wanted_get_it_from_sample_only_
     def as_on_a_gpu(*args: Any, **given: Any) -> Sizes:
         return replace(in_short_rows(*args, **given), row_sizes=(4,), has_all_modes=True)
 
-    monkeypatch.setattr("levserve.models.size.plan_sizes", as_on_a_gpu)
+    monkeypatch.setattr("levserve.models.describe.plan_sizes", as_on_a_gpu)
     used: list[Shape] = []
     take = Programs.__getitem__
     monkeypatch.setattr(Programs, "__getitem__", lambda self, shape: used.append(shape) or take(self, shape))

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from levserve.errors import StartupError
+from levserve.model.config import parameter_shapes
 from levserve.model.decoder import Decoder
-from levserve.models.reload import check_memory, host_leaves
+from levserve.models.checks import check_host_memory, sum_bytes
+from levserve.models.describe import host_leaves
 from levserve.weights.checkpoint import load_arrays, read_arrays, read_config
 from tests.conftest import FAMILIES, GOLDEN
 
@@ -28,8 +30,8 @@ def test_the_leaves_on_the_host_are_those_on_the_device(family: str) -> None:
 
 def test_weights_that_the_host_cannot_hold_are_refused() -> None:
     config, dtype = read_config(GOLDEN / "llama"), jnp.dtype(jnp.float32)
-    check_memory(config, dtype, 1 << 20)
+    check_host_memory(sum_bytes(parameter_shapes(config), dtype), 1 << 20)
     with pytest.raises(
         StartupError, match="the new weights take 0.0 GB of the host's memory and 0.0 GB are free"
     ):
-        check_memory(config, dtype, 100_000)
+        check_host_memory(sum_bytes(parameter_shapes(config), dtype), 100_000)

@@ -1,0 +1,125 @@
+"""What follows the logits, for every kind of model: the draw by each row's rules, masks, scores, and outputs.
+
+These are parts of compiled programs, and small programs of their own that keep the state of slots.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from levserve.device.packing import RoundInput
+from levserve.model.backend import Backend
+from levserve.model.sampler import FREE, MAX_EDITS, NUM_TOP, Drawn, Masks, Memory, Mode, logprobs_of, sample
+
+SCORE_TILE = 128
+"""Positions scored together; their logits take 25 MB with the bundled model."""
+NUM_OUTPUTS = {Mode.GREEDY: 1, Mode.PLAIN: 1, Mode.FULL: 2 + 2 * NUM_TOP}
+"""Columns of an output: the token; in full mode also its log-probability, the likeliest ids and theirs."""
+
+
+class SlotMasks(NamedTuple):
+    """What the next draw of a slot with a constraint is held to; see `sampler.Masks`."""
+
+    words: jax.Array
+    """uint32 [slot, vocab / 32]"""
+    at: jax.Array
+    """int32 [slot]: the one position that the words are for."""
+
+
+def make_memory(num_slots: int, max_seq_len: int) -> Memory:
+    """Nothing remembered, on the device."""
+    return Memory(
+        history=jnp.zeros((num_slots, max_seq_len), jnp.int32),
+        edit_ids=jnp.zeros((num_slots, MAX_EDITS), jnp.int32),
+        edit_values=jnp.zeros((num_slots, MAX_EDITS), jnp.float32),
+        edit_until=jnp.zeros((num_slots, MAX_EDITS), jnp.int32),
+    )
+
+
+def make_masks(num_slots: int, vocab_size: int) -> SlotMasks:
+    """No masks, on the device."""
+    return SlotMasks(
+        words=jnp.zeros((num_slots, -(-vocab_size // 32)), jnp.uint32), at=jnp.zeros(num_slots, jnp.int32)
+    )
+
+
+def draw(
+    logits: jax.Array,
+    given: RoundInput,
+    positions: jax.Array,
+    memory: Memory,
+    masks: SlotMasks,
+    mode: Mode,
+    backend: Backend,
+    num_used: jax.Array | None = None,
+) -> Drawn:
+    """Draws the token at `positions` [row] from logits [row, vocab] by the rules of each row's slot."""
+    of_rows = held = None
+    if mode is Mode.FULL:
+        of_rows = Memory(*(array.at[given.slots].get(mode="clip") for array in memory))
+    if mode is not Mode.GREEDY:
+        held = Masks(*masks, jnp.where(given.rules.is_constrained != 0, given.slots, FREE))
+    return sample(logits, positions, given.rules, of_rows, held, mode, backend, num_used)
+
+
+def score_by_tiles(
+    logits_of: Callable[[jax.Array], jax.Array], hidden: jax.Array, following: jax.Array
+) -> jax.Array:
+    """Outputs for the token after each position of hidden [row, chunk, embed], [row, chunk, outputs].
+
+    By tiles, because all logits at once would be too large.
+    """
+    rows, chunk, _ = hidden.shape
+    tile = math.gcd(chunk, SCORE_TILE)
+
+    def score_tile(given: tuple[jax.Array, jax.Array]) -> jax.Array:
+        states, tokens = given
+        return pack_outputs(Drawn(tokens, *logprobs_of(logits_of(states), tokens)))
+
+    tiles = (hidden.reshape(-1, tile, hidden.shape[-1]), following.reshape(-1, tile))
+    return lax.map(score_tile, tiles).reshape(rows, chunk, -1)
+
+
+def remember(memory: Memory, slots: jax.Array, positions: jax.Array, tokens: jax.Array) -> jax.Array:
+    """The history with these tokens; slots and positions that do not exist are left out."""
+    return memory.history.at[slots, positions].set(tokens, mode="drop")
+
+
+def pack_outputs(drawn: Drawn) -> jax.Array:
+    """A row's results side by side, floats as their bits, so that the host copies one array."""
+    if drawn.logprobs is None or drawn.top_ids is None or drawn.top_logprobs is None:
+        return drawn.tokens[:, None]
+    floats = jnp.concatenate([drawn.logprobs[:, None], drawn.top_logprobs], axis=1)
+    bits = lax.bitcast_convert_type(floats, jnp.int32)
+    return jnp.concatenate([drawn.tokens[:, None], bits[:, :1], drawn.top_ids, bits[:, 1:]], axis=1)
+
+
+def set_memory(
+    memory: Memory, slot: jax.Array, history: jax.Array, ids: jax.Array, values: jax.Array, until: jax.Array
+) -> Memory:
+    """Gives a slot the tokens and logit edits of its new sequence; donates `memory`."""
+    return Memory(
+        history=memory.history.at[slot].set(history),
+        edit_ids=memory.edit_ids.at[slot].set(ids),
+        edit_values=memory.edit_values.at[slot].set(values),
+        edit_until=memory.edit_until.at[slot].set(until),
+    )
+
+
+def hold_slots(masks: SlotMasks, packed: jax.Array, words: jax.Array) -> SlotMasks:
+    """Holds the next draw of some slots to masks, uint32 [row, vocab / 32]; donates all masks.
+
+    packed: int32 [row, 3], the slot, the position that is drawn, and the newest token before it. Drops rows
+    of slots that do not exist.
+    """
+    slots, positions, _ = packed.T
+    return SlotMasks(
+        words=masks.words.at[slots].set(words, mode="drop"),
+        at=masks.at.at[slots].set(positions, mode="drop"),
+    )

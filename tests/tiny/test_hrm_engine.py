@@ -1,0 +1,200 @@
+"""The whole engine on golden brains: right tokens in any company, scores of both kinds, equal texts once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from levserve.device.text_programs import Task, TextPrograms, TextShape
+from levserve.device.text_runner import TextRunner
+from levserve.model.sampler import Mode
+from levserve.schedule.request import FinishReason
+from tests.brains import BRAINS, WIDE, brain_cases, brain_folder
+from tests.engines import Running, ask, running_engine
+
+ROWS = 4
+MOE = "hrm-tiny-moe"
+
+
+@pytest.fixture(scope="module")
+def moe() -> Iterator[Running]:
+    with running_engine(brain_folder(MOE), "--max-seq-len", "64", rows=ROWS, compiles_all=True) as running:
+        running.wait_compiled()
+        yield running
+
+
+def logprobs(entries: list[Any]) -> list[float]:
+    return [entry.logprob for entry in entries]
+
+
+@pytest.mark.parametrize("name", [name for name in (*BRAINS, WIDE) if name != MOE])
+def test_a_brain_served_in_one_batch_matches_its_reference(name: str) -> None:
+    cases = brain_cases(name)
+    with running_engine(
+        brain_folder(name), "--max-seq-len", "64" if name != "hrm-tiny-odd" else "40"
+    ) as running:
+        requests = [
+            ask(case["prompt"], len(case["greedy"]), num_logprobs=5, score_from=score_from(case))
+            for case in cases
+        ]
+        answers = running.run(*requests)
+    for case, answer in zip(cases, answers):
+        check(case, answer)
+
+
+def score_from(case: dict[str, Any]) -> int | None:
+    return 1 if len(case["prompt"]) > 1 else None
+
+
+def check(case: dict[str, Any], answer: Any) -> None:
+    assert answer.tokens == case["greedy"] and answer.finish is FinishReason.LENGTH
+    np.testing.assert_allclose(logprobs(answer.logprobs), case["greedy_logprobs"], atol=1e-3)
+    np.testing.assert_allclose(logprobs(answer.prompt_logprobs), case["prompt_logprobs"][1:], atol=1e-3)
+    best, value = answer.logprobs[0].top[0]
+    assert best == case["last_top5"][0][0] and value == pytest.approx(case["last_top5"][0][1], abs=1e-3)
+
+
+def test_texts_among_others_of_other_lengths_match_their_references(moe: Running) -> None:
+    cases = brain_cases(MOE)
+    crowd = [ask([5 + number] * (1 + 4 * number), 9, temperature=0.8, seed=number) for number in range(8)]
+    requests = [
+        ask(case["prompt"], len(case["greedy"]), num_logprobs=5, score_from=score_from(case))
+        for case in cases
+    ]
+    answers = moe.run(*crowd, *requests)[len(crowd) :]
+    for case, answer in zip(cases, answers):
+        check(case, answer)
+
+
+def test_continuations_are_scored_by_the_chain_rule_or_in_one_pass(moe: Running) -> None:
+    cases = brain_cases(MOE)
+    texts = [(case["prompt"] + case["continuation"], len(case["prompt"])) for case in cases]
+    chain = [ask(text, 0, score_from=first, num_logprobs=0) for text, first in texts]
+    whole = [ask(text, 0, score_from=first, scores_in_one_pass=True) for text, first in texts]
+    answers = moe.run(*chain, *whole)
+    for case, by_chain, in_pass in zip(cases, answers, answers[len(cases) :]):
+        np.testing.assert_allclose(
+            logprobs(by_chain.prompt_logprobs), case["continuation_logprobs"], atol=1e-3
+        )
+        found = logprobs(in_pass.prompt_logprobs)
+        np.testing.assert_allclose(found, case["continuation_logprobs_one_pass"], atol=1e-3)
+        assert by_chain.finish is in_pass.finish is FinishReason.LENGTH
+
+
+def test_a_text_that_reaches_the_context_ends_there() -> None:
+    case = brain_cases("hrm-tiny-odd")[-1]
+    with running_engine(brain_folder("hrm-tiny-odd")) as running:
+        assert running.loaded.model.max_seq_len == 40
+        (answer,) = running.run(ask(case["prompt"], 10))
+    assert answer.tokens == case["greedy"]
+
+
+def test_equal_texts_of_a_round_are_computed_once(moe: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: list[int] = []
+    batch = TextRunner._dispatch_batch
+
+    def count(runner: TextRunner, texts: Any, uses: Any) -> None:
+        counts.append(len(texts))
+        batch(runner, texts, uses)
+
+    monkeypatch.setattr(TextRunner, "_dispatch_batch", count)
+    answers = moe.run(*(ask([7, 8, 9], 4) for _ in range(ROWS)))
+    assert len({tuple(answer.tokens) for answer in answers}) == 1
+    assert counts == [1, 1, 1, 1], "greedy answers to one prompt stay equal"
+
+
+def test_the_same_seed_gives_the_same_text_alone_and_in_company(moe: Running) -> None:
+    request = {"temperature": 0.9, "top_p": 0.95, "top_k": 20, "seed": 11}
+    (alone,) = moe.run(ask([4, 5, 6], 12, **request))
+    others = [ask([9] * number, 6, temperature=1.0, seed=number) for number in range(1, 7)]
+    together = moe.run(*others, ask([4, 5, 6], 12, **request))[-1]
+    (another,) = moe.run(ask([4, 5, 6], 12, **(request | {"seed": 12})))
+    assert alone.tokens == together.tokens != another.tokens
+
+
+def test_penalties_biases_and_minimum_lengths_hold(moe: Running) -> None:
+    (plain,) = moe.run(ask([3, 4], 8))
+    banned = plain.tokens[0]
+    (biased,) = moe.run(ask([3, 4], 8, logit_bias=((banned, -100.0),)))
+    assert banned not in biased.tokens
+    (stopped,) = moe.run(ask([3, 4], 8, stop_ids=[banned]))
+    assert stopped.tokens == [] and stopped.finish is FinishReason.STOP
+    (late,) = moe.run(ask([3, 4], 8, stop_ids=[banned], min_tokens=3))
+    assert len(late.tokens) >= 3 and banned not in late.tokens[:3]
+    (varied,) = moe.run(ask([3, 4], 8, frequency_penalty=2.0, presence_penalty=2.0))
+    assert len(set(varied.tokens)) > len(set(plain.tokens)) or varied.tokens != plain.tokens
+
+
+def test_embeddings_are_the_mean_and_the_last_of_the_last_states(moe: Running) -> None:
+    one, many = moe.run(ask([5], 0, wants_hidden=True), ask([5, 6, 7], 0, wants_hidden=True))
+    assert one.hidden is not None and many.hidden is not None
+    assert list(one.hidden.mean) == pytest.approx(list(one.hidden.last), abs=1e-6)
+    assert len(many.hidden.mean) == moe.loaded.model.hidden_size
+    # A norm ends every block, so each state has a mean square of one.
+    assert sum(x * x for x in many.hidden.last) / len(many.hidden.last) == pytest.approx(1, abs=1e-3)
+    assert list(many.hidden.mean) != pytest.approx(list(many.hidden.last), abs=1e-3)
+
+
+def test_a_cancelled_text_ends_and_others_go_on(moe: Running) -> None:
+    stream = moe.submit(ask([1, 2, 3], 50))
+    stream.get(timeout_seconds=30)
+    stream.close()
+    (answer,) = moe.run(ask([1, 2, 3], 2))
+    moe.wait_idle()
+    assert len(answer.tokens) == 2
+    moe.loaded.scheduler.check()
+
+
+def test_what_a_cache_would_have_is_absent_from_the_metrics(moe: Running) -> None:
+    moe.run(ask([1, 2, 3], 2, score_from=1))
+    shown = moe.engine.metrics.render().decode()
+    for name in ("prefix_hit", "prefill_tokens", "kv_pages", "draft", 'kind="prefill"', 'kind="verify"'):
+        assert name not in shown
+    assert 'levserve_rounds_total{kind="decode"}' in shown and 'levserve_rounds_total{kind="score"}' in shown
+    assert 'levserve_model_info{model="hrm-tiny-moe",page_size="",pages=""} 1.0' in shown
+
+
+def test_nothing_is_compiled_while_serving(moe: Running) -> None:
+    before = moe.metric("compiles_total", when="serving")
+    moe.run(*(ask([3] * length, 3, temperature=0.5, top_p=0.9, num_logprobs=3) for length in range(1, 40, 3)))
+    assert moe.metric("compiles_total", when="serving") == before == 0
+
+
+def test_numbers_that_are_not_finite_fail_their_request_alone(moe: Running) -> None:
+    runner = moe.loaded.runner
+    assert isinstance(runner, TextRunner)
+    embed = np.asarray(runner._leaves[0]).copy()
+    assert embed.shape[0] == 97
+    spoilt = embed.copy()
+    spoilt[50] = math.nan
+    leaves = list(runner._leaves)
+    try:
+        runner.swap([spoilt, *map(np.asarray, leaves[1:])])
+        bad, good = moe.run(ask([50, 3], 4), ask([4, 3], 4))
+    finally:
+        runner.swap([embed, *map(np.asarray, leaves[1:])])
+    assert bad.finish is FinishReason.POISONED and good.finish is FinishReason.LENGTH
+
+
+def test_programs_are_chosen_so_that_little_of_them_is_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    programs = TextPrograms.__new__(TextPrograms)
+    shapes = [TextShape(Task.RUN, count, 32) for count in (1, 4, 16)]
+    draws = [TextShape(Task.DRAW, 2), TextShape(Task.DRAW, 8), TextShape(Task.DRAW, 8, mode=Mode.GREEDY)]
+    passes = [TextShape(Task.ONE_PASS, 1, 32), TextShape(Task.ONE_PASS, 1, 128)]
+    programs._ready = dict.fromkeys([*shapes, *draws, *passes], print)
+    assert [programs.run(number, 32).count for number in (1, 2, 3, 4, 9, 12, 40)] == [1, 1, 4, 4, 4, 16, 16]
+    assert programs.draw(3, Mode.GREEDY) == draws[2] and programs.draw(3, Mode.PLAIN) == draws[1]
+    assert programs.draw(20, Mode.PLAIN) == draws[1] and programs.one_pass(40).length == 128
+
+
+def test_streams_get_a_token_a_round(moe: Running) -> None:
+    stream = moe.submit(ask([2, 3], 5))
+    sizes = []
+    while not stream.is_finished:
+        _, batch = stream.get(timeout_seconds=30)
+        sizes.append(len(batch.tokens))
+    assert sizes == [1] * 5
