@@ -122,14 +122,18 @@ def test_embeddings_have_the_length_of_a_state(server: Server) -> None:
 
 def test_a_token_without_a_row_is_refused(server: Server) -> None:
     """The tokenizer of this brain has 105 tokens, and its matrices have 97 rows."""
-    for prompt in ("t99", [3, 104]):
+    for prompt in ("t5 <extra_99>", [3, 104]):
         reply = server.call("/v1/completions", {"model": "brain", "prompt": prompt, "max_tokens": 2})
         assert reply.status == 400 and "no weights for" in reply.body["error"]["message"]
 
 
-def test_an_answer_can_be_held_to_a_form(server: Server) -> None:
-    answer = complete(server, structured_outputs={"choice": ["t5 t6", "t7 t8 t9"]}, ignore_eos=False)
-    assert answer["choices"][0]["text"].strip() in ("t5 t6", "t7 t8 t9")
+def test_an_answer_can_be_held_to_some_tokens(server: Server) -> None:
+    answer = complete(server, allowed_token_ids=[5, 7, 60], ignore_eos=False)
+    assert len(answer["choices"][0]["token_ids"]) == 24 and set(answer["choices"][0]["token_ids"]) <= {
+        5,
+        7,
+        60,
+    }
 
 
 def test_a_brain_and_a_decoder_answer_side_by_side(server: Server) -> None:
@@ -198,7 +202,7 @@ def test_a_mistake_is_a_400_that_says_what_is_wrong(
 def test_work_beyond_the_queue_is_refused_with_429(server: Server) -> None:
     body = {"prompts": [f"t{number}" for number in range(3, 19)], "model": "brain", "temperature": 0}
     with ThreadPoolExecutor(4) as pool:
-        asked = [pool.submit(server.call, "/generate", body | {"max_tokens": 200}) for _ in range(4)]
+        asked = [pool.submit(server.call, "/generate", body | {"max_tokens": 40}) for _ in range(4)]
         replies = [one.result() for one in asked]
     statuses = sorted(reply.status for reply in replies)
     assert statuses[0] == 200 and statuses[-1] == 429 and set(statuses) == {200, 429}

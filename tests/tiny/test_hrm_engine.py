@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from levserve.model.sampler import Mode
 from levserve.schedule.request import FinishReason
 from tests.brains import BRAINS, WIDE, brain_cases, brain_folder
 from tests.engines import Running, ask, running_engine
+from tests.tiny.test_constrained_text import Cycle, CycleMatcher
 
 ROWS = 4
 MOE = "hrm-tiny-moe"
@@ -137,6 +139,37 @@ def test_embeddings_are_the_mean_and_the_last_of_the_last_states(moe: Running) -
     # A norm ends every block, so each state has a mean square of one.
     assert sum(x * x for x in many.hidden.last) / len(many.hidden.last) == pytest.approx(1, abs=1e-3)
     assert list(many.hidden.mean) != pytest.approx(list(many.hidden.last), abs=1e-3)
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """Tokens by turns from these sets, as a constraint; a set of one is a forced token."""
+
+    sets: tuple[frozenset[int], ...]
+    length: int
+
+    def start(self) -> PatternMatcher:
+        return PatternMatcher(Cycle(self.sets, self.length))
+
+
+class PatternMatcher(CycleMatcher):
+    def mask(self) -> bytes:
+        return sum(1 << token for token in self._set(self.count)).to_bytes(16, "little")
+
+
+def test_a_text_is_held_to_its_constraint_and_forced_tokens_are_not_drawn(moe: Running) -> None:
+    forced = [frozenset([token]) for token in (33, 34, 35)]
+    rule = Pattern((frozenset(range(10, 20)), *forced, frozenset(range(40, 90))), 15)
+    before = moe.metric("rounds_total", kind="decode")
+    company = [ask([8, number], 6, temperature=1.0, seed=number) for number in range(3)]
+    held = [ask([5, 6], 40, constraint=rule), ask([5, 6], 40, constraint=rule, temperature=1.0, seed=3)]
+    answers = moe.run(*held)
+    for answer in answers:
+        assert answer.finish is FinishReason.STOP and len(answer.tokens) == 15
+        assert all(token in rule.sets[place % 5] for place, token in enumerate(answer.tokens))
+    assert moe.metric("rounds_total", kind="decode") - before <= 8, "two of five tokens are drawn"
+    together = moe.run(*company, *held)[3:]
+    assert [answer.tokens for answer in together] == [answer.tokens for answer in answers]
 
 
 def test_a_cancelled_text_ends_and_others_go_on(moe: Running) -> None:
