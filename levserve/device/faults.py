@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from levserve.errors import ConfigError
 from levserve.settings.settings import FAULTS_VARIABLE
 
 if TYPE_CHECKING:
-    from levserve.device.in_flight import InFlightRound
+    from levserve.device.kind import Round
     from levserve.schedule.sequence import RoundPlan
 
 FORMS = {
@@ -92,11 +93,17 @@ def _slow_the_tokenizer(seconds: float) -> None:
 
 def _break_rounds(faults: list[Fault]) -> None:
     from levserve.device.runner import Runner
+    from levserve.device.text_runner import TextRunner
 
-    dispatch = Runner.dispatch
     numbers = itertools.count(1)
+    for kind in (Runner, TextRunner):
+        setattr(kind, "dispatch", _with_faults(kind.dispatch, faults, numbers))
 
-    def dispatch_with_faults(runner: Runner, plan: RoundPlan, *, may_mix: bool = False) -> InFlightRound:
+
+def _with_faults(
+    dispatch: Callable[..., Round], faults: list[Fault], numbers: Iterator[int]
+) -> Callable[..., Round]:
+    def dispatch_with_faults(runner: Any, plan: RoundPlan, *, may_mix: bool = False) -> Round:
         number = next(numbers)
         due = [fault for fault in faults if fault.at <= number and (plan.rows or fault.kind != "nan")]
         for fault in due:
@@ -106,8 +113,8 @@ def _break_rounds(faults: list[Fault]) -> None:
                     raise RuntimeError(f"{FAULTS_VARIABLE}: round {number} raises")
                 case "stall":
                     time.sleep(fault.seconds)
-                case "nan":
+                case "nan" if plan.rows[0].sequence.pages:
                     runner.fill_pages(plan.rows[0].sequence.pages[:1], float("nan"))
         return dispatch(runner, plan, may_mix=may_mix)
 
-    setattr(Runner, "dispatch", dispatch_with_faults)
+    return dispatch_with_faults
