@@ -91,7 +91,7 @@ def create_app(
 
 
 def _register_batches(app: Flask, registry: Registry, settings: Settings, cors: Cors) -> BatchWorker:
-    disk = DiskFolder(settings.state_dir)
+    disk = DiskFolder(settings.state_dir, settings.cache_path)
     files = FileStore(disk, settings.files_disk, settings.max_file_bytes)
     batches = BatchStore(disk)
     worker = BatchWorker(registry, settings, disk, files, batches)

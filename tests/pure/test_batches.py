@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -343,7 +344,7 @@ class Clocked:
 
     def __init__(self, registry: Registry, folder: Path) -> None:
         self.now = 1_000_000.0
-        disk = DiskFolder(str(folder))
+        disk = DiskFolder(str(folder), folder)
         self.files = FileStore(disk, 10**6, 10**6, lambda: self.now)
         self.batches = BatchStore(disk, lambda: self.now)
         self.worker = BatchWorker(registry, Settings(), disk, self.files, self.batches)
@@ -427,3 +428,19 @@ def test_a_server_without_a_folder_leaves_none_behind() -> None:
         assert folder.is_dir()
     assert not folder.parent.exists()
     assert not [thread for thread in threading.enumerate() if thread.name == "levserve-batches"]
+
+
+def test_a_system_without_temporary_folders_keeps_files_in_the_cache_until_it_stops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container with a read-only root has no other place."""
+
+    def find_none() -> str:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(tempfile, "gettempdir", find_none)
+    disk = DiskFolder("", tmp_path)
+    disk.prepare()
+    assert disk.files.is_dir() and tmp_path in disk.files.parents
+    disk.close()
+    assert not list(tmp_path.iterdir())

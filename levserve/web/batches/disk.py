@@ -17,11 +17,14 @@ PART_SUFFIX = ".part"
 class DiskFolder:
     """The files hold what clients wrote: only their owner may read them."""
 
-    def __init__(self, state_dir: str) -> None:
-        """Raises `StartupError` if the folder cannot be used."""
+    def __init__(self, state_dir: str, cache_path: Path) -> None:
+        """Raises `StartupError` if the folder cannot be used.
+
+        A temporary folder is below `cache_path` where the system has no place for one, as in a container
+        whose root is read-only.
+        """
         self._is_temporary = not state_dir
-        temporary = Path(tempfile.gettempdir()) / f"levserve-{secrets.token_hex(12)}"
-        self._root = temporary if self._is_temporary else Path(state_dir)
+        self._root = _name_temporary(cache_path) if self._is_temporary else Path(state_dir)
         self.files, self.batches = self._root / "files", self._root / "batches"
         if self._is_temporary:
             return
@@ -44,6 +47,14 @@ class DiskFolder:
         """Removes the folder, if it is a temporary one."""
         if self._is_temporary:
             shutil.rmtree(self._root, ignore_errors=True)
+
+
+def _name_temporary(cache_path: Path) -> Path:
+    try:
+        place = Path(tempfile.gettempdir())
+    except FileNotFoundError:
+        place = cache_path
+    return place / f"levserve-{secrets.token_hex(12)}"
 
 
 def write_whole(path: Path, data: bytes) -> None:
