@@ -73,12 +73,12 @@ class WeightReloader:
         with self._one_at_a_time():
             start = time.monotonic()
             leaves = self._description.convert_leaves(arrays, self._report)
-            before = self._probe()
             converted = time.monotonic()
-            with hold_back():
+            with hold_back():  # the probes too would wait behind what runs
                 waited = time.monotonic()
+                before = self._probe()
                 swap_seconds = self._swap(leaves)
-            after = self._probe()
+                after = self._probe()
         log.info(
             "%s: loaded weights from memory in %.2f s, swapped in %.2f s",
             self._model.name,
