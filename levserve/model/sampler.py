@@ -26,7 +26,7 @@ from jax import lax
 
 from levserve.model.backend import Backend, Likeliest
 from levserve.model.search import chunked, largest, likeliest, row_of
-from levserve.model.truncation import find_floor
+from levserve.model.truncation import find_floor, sort_for_floor
 
 NUM_TOP = 20
 """Alternatives returned with every token in full mode: the most that OpenAI's API lets a client ask for."""
@@ -168,7 +168,7 @@ def _sample_by_kernel(
         return Drawn(tokens)
 
     def find_floor_again() -> jax.Array:
-        return _floor(given, rules)
+        return sort_for_floor(given / _divisor(rules), rules.top_k, rules.top_p, rules.min_p)
 
     return Drawn(tokens, *_logprobs_if_wanted(logits, given, find_floor_again, tokens, rules))
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from levserve.api.model import Model
 from levserve.errors import BadRequest
 from levserve.model.sampler import PROCESSED_LOGPROBS, RAW_LOGPROBS, Mode
+from levserve.model.truncation import find_floor, sort_for_floor
 from levserve.settings.settings import Settings
 from tests.conftest import GOLDEN
 from tests.engines import running_engine
@@ -87,6 +89,22 @@ def test_rows_that_want_the_models_own_numbers_keep_them_beside_others(has_kerne
     np.testing.assert_array_equal(mixed.tokens, raw.tokens)
     assert mixed.logprobs is not None and raw.logprobs is not None
     np.testing.assert_array_equal(mixed.logprobs[::2], raw.logprobs[::2])
+
+
+@pytest.mark.parametrize("find", [find_floor, sort_for_floor], ids=["searched", "sorted"])
+def test_both_ways_find_the_floor_of_top_k_top_p_and_min_p(find: Callable[..., Any]) -> None:
+    draw = np.random.default_rng(5)
+    scaled = draw.normal(0, 3, (64, VOCAB)).astype(np.float32)
+    scaled[:8] = np.round(scaled[:8])  # with ties
+    top_k = draw.choice([0, 1, 3, 40, 200, VOCAB, 1000], 64).astype(np.int32)
+    top_p = draw.choice([1.0, 0.99, 0.5, 0.01], 64).astype(np.float32)
+    min_p = draw.choice([0.0, 0.1, 1.0], 64).astype(np.float32)
+    floors = jax.jit(find)(*map(jnp.asarray, (scaled, top_k, top_p, min_p)))
+    for row in range(8, 64):
+        kept = np.isfinite(process(scaled[row], 1.0, int(top_k[row]), float(top_p[row]), float(min_p[row])))
+        np.testing.assert_array_equal(scaled[row] >= floors[row], kept)
+    for row in range(8):
+        assert scaled[row].max() >= floors[row]
 
 
 @pytest.fixture(scope="module")
