@@ -19,7 +19,7 @@ from levserve.errors import BadRequest
 from levserve.model.config import ModelConfig
 from levserve.model.quantize import NARROW, choose_quantization
 from levserve.model.select import choose_backend
-from levserve.models.reload import host_leaves
+from levserve.models.describe import host_leaves
 from levserve.settings.settings import Settings
 from levserve.weights.checkpoint import convert_tensors, read_arrays, read_config
 from levserve.weights.memory_tensors import tensors_in_memory
