@@ -62,7 +62,9 @@ def serve_toy(
     tokenizer = tokenizer or load_toy_tokenizer()
     grammars = Grammars(tokenizer, tokenizer.vocab_size, (metrics or Metrics()).note_grammar)
     tools, reasoning = ModelTools(tokenizer), find_reasoning(tokenizer)
-    return ServedModel(name, tokenizer, max_seq_len, HIDDEN_SIZE, 1700000000, grammars, tools, reasoning)
+    return ServedModel(
+        name, tokenizer, max_seq_len, HIDDEN_SIZE, 1700000000, grammars, tools, reasoning=reasoning
+    )
 
 
 def load_byte_tokenizer(template: str = "{{ messages[-1].content }}") -> Tokenizer:

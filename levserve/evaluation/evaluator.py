@@ -84,7 +84,7 @@ class Evaluator:
     def _score(self, pairs: Sequence[Scored]) -> list[tuple[float, bool]]:
         """Equal pairs are computed once; a continuation without tokens of its own is certain."""
         fitting = [cut(pair, self._model.max_seq_len) for pair in pairs]
-        num_cut = sum(one is not two and one != two for one, two in zip(pairs, fitting, strict=True))
+        num_cut = sum(one != two for one, two in zip(pairs, fitting, strict=True))
         if num_cut:
             log.warning(
                 "%d of %d contexts lost their beginning: the model takes %d tokens",

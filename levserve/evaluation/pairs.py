@@ -51,7 +51,7 @@ class Encoder:
 def find_prefix(tokenizer: Tokenizer) -> int | None:
     """The bos token, or else the token that ends a text; None for a vocabulary without either."""
     if tokenizer.bos_token is not None:
-        bos = tokenizer.backend.token_to_id(tokenizer.bos_token)
+        bos: int | None = tokenizer.backend.token_to_id(tokenizer.bos_token)
         if bos is not None:
             return bos
     return min(tokenizer.eos_ids, default=None)

@@ -96,6 +96,17 @@ def test_thoughts_stand_beside_the_content_whole_and_streamed(
     assert joined.get("reasoning_content") == joined.get("reasoning") == thought
 
 
+@pytest.mark.parametrize("fields", [{}, {"stop": ["zzzz"]}])
+def test_every_token_id_is_streamed_once_also_while_it_shows_nothing(
+    app: App, fields: dict[str, Any]
+) -> None:
+    text = "<think>\nhm\n</think>\n\nyes"
+    whole = ask(app, text, return_token_ids=True, **fields)["choices"][0]["token_ids"]
+    chunks = app.stream(CHAT, chat(text, return_token_ids=True, **fields))
+    streamed = [token for chunk in chunks for token in chunk["choices"][0].get("token_ids", [])]
+    assert streamed == whole and len(whole) > 10
+
+
 def test_tokens_of_thoughts_are_counted_and_all_tokens_have_log_probabilities(app: App) -> None:
     answer = ask(app, "<think>hm</think>yes", logprobs=True)
     usage = answer["usage"]
