@@ -101,8 +101,8 @@ def measure_run(
 ) -> tuple[float, TextState]:
     """Seconds of one run of a program, and the state after it: runs donate the buffer of logits."""
     programs.compile_only([shape])
-    packed = np.full((shape.count, TOKENS + shape.length), 7, np.int32)
-    packed[:, TARGET], packed[:, LENGTH] = np.arange(shape.count), shape.length
+    packed = np.full((shape.rows, TOKENS + shape.length), 7, np.int32)
+    packed[:, TARGET], packed[:, LENGTH] = np.arange(shape.rows), shape.length
     times = []
     for _ in range(options.repetitions + 1):
         start = time.perf_counter()

@@ -44,7 +44,7 @@ class ProgramSet(ABC, Generic[ShapeT]):
     """
 
     def __init__(self, array: jax.Array, made_from: object, metrics: Metrics) -> None:
-        (self._device,) = array.sharding.device_set
+        self._device: jax.Device = next(iter(array.sharding.device_set))
         self._made_from_parts = made_from
         self._compiles = listen(metrics)
         self._ready: dict[ShapeT, Callable[..., Any]] = {}

@@ -28,7 +28,8 @@ class Cell(NamedTuple):
 
     def read(self) -> npt.NDArray[np.generic]:
         """Waits for the device. jax keeps the host's copy of an array, so reading many rows copies once."""
-        return np.asarray(self.outputs)[self.row]
+        row: npt.NDArray[np.generic] = np.asarray(self.outputs)[self.row]
+        return row
 
 
 @dataclass(slots=True)

@@ -42,17 +42,17 @@ class Task(StrEnum):
 
 
 class TextShape(NamedTuple):
-    """What a program is compiled for: `count` texts of `length`, or so many rows of draws or scores."""
+    """What a program is compiled for: so many rows of texts of `length`, of draws or of scores."""
 
     task: Task
-    count: int
+    rows: int
     length: int = 0
     mode: Mode = Mode.FULL
 
     def __str__(self) -> str:
         if self.length:
-            return f"{self.task} of {self.count} texts of {self.length} tokens"
-        return f"{self.mode} {self.task} of {self.count} rows"
+            return f"{self.task} of {self.rows} texts of {self.length} tokens"
+        return f"{self.mode} {self.task} of {self.rows} rows"
 
 
 class TextPrograms(ProgramSet[TextShape]):
@@ -115,8 +115,8 @@ class TextPrograms(ProgramSet[TextShape]):
         """The smallest ready program that draws so many rows, best in their own mode, or else the largest."""
         able = MODES[MODES.index(mode) :]
         shapes = [shape for shape in self._ready.copy() if shape.task is Task.DRAW and shape.mode in able]
-        ready = sorted(shapes, key=lambda shape: (shape.count, shape.mode != mode))
-        return next((shape for shape in ready if shape.count >= num_rows), ready[-1])
+        ready = sorted(shapes, key=lambda shape: (shape.rows, shape.mode != mode))
+        return next((shape for shape in ready if shape.rows >= num_rows), ready[-1])
 
     def set_memory(self) -> Callable[..., Memory]:
         """The program that gives a row the tokens and logit edits of its sequence."""
@@ -141,15 +141,15 @@ class TextPrograms(ProgramSet[TextShape]):
         function: Callable[..., Any]
         match shape.task:
             case Task.RUN:
-                packed = jax.ShapeDtypeStruct((shape.count, TOKENS + shape.length), jnp.int32)
+                packed = jax.ShapeDtypeStruct((shape.rows, TOKENS + shape.length), jnp.int32)
                 function = functools.partial(run_texts, skeleton=self._skeleton)
                 return jax.jit(function, donate_argnums=1).lower(self._leaves, state.logits, packed)
             case Task.DRAW:
-                packed = jax.ShapeDtypeStruct((shape.count, NUM_COLUMNS + 1), jnp.int32)
+                packed = jax.ShapeDtypeStruct((shape.rows, NUM_COLUMNS + 1), jnp.int32)
                 function = functools.partial(draw_texts, backend=self._skeleton.backend, mode=shape.mode)
                 return jax.jit(function, donate_argnums=1).lower(*state, packed)
             case Task.SCORE:
-                packed = jax.ShapeDtypeStruct((shape.count, 2), jnp.int32)
+                packed = jax.ShapeDtypeStruct((shape.rows, 2), jnp.int32)
                 return jax.jit(score_texts).lower(state.logits, packed)
             case Task.ONE_PASS:
                 packed = jax.ShapeDtypeStruct((1, TOKENS + shape.length), jnp.int32)
@@ -157,11 +157,11 @@ class TextPrograms(ProgramSet[TextShape]):
                 return jax.jit(function).lower(self._leaves, packed)
 
     def _counts(self, task: Task, length: int = 0) -> list[int]:
-        return [shape.count for shape in self._ready.copy() if shape.task is task and shape.length == length]
+        return [shape.rows for shape in self._ready.copy() if shape.task is task and shape.length == length]
 
     def _compiler_options(self, shape: TextShape) -> CompilerOptions:
         return self._skeleton.backend.compiler_options(
-            num_tokens=shape.count * max(shape.length, 1),
+            num_tokens=shape.rows * max(shape.length, 1),
             is_prefill=shape.length > 0,
             is_quantized=False,
         )

@@ -154,8 +154,8 @@ class TextRunner:
             scores += [(target, *one) for one in uses[text].scores]
         while scores:
             shape = self.programs.score(len(scores))
-            group, scores = scores[: shape.count], scores[shape.count :]
-            packed = np.zeros((shape.count, 2), np.int32)
+            group, scores = scores[: shape.rows], scores[shape.rows :]
+            packed = np.zeros((shape.rows, 2), np.int32)
             packed[: len(group)] = [(target, token) for target, token, _, _ in group]
             outputs = self.programs[shape](self._state.logits, packed)
             outputs.copy_to_host_async()
@@ -169,7 +169,7 @@ class TextRunner:
     ) -> None:
         while targets:
             shape = self.programs.run(len(targets), length)
-            group, targets = targets[: shape.count], targets[shape.count :]
+            group, targets = targets[: shape.rows], targets[shape.rows :]
             packed = _pack_texts([texts[target] for target in group], group, shape, self._sizes.rows)
             logits, pooled = self.programs[shape](self._leaves, self._state.logits, packed)
             self._state = self._state._replace(logits=logits)
@@ -181,10 +181,10 @@ class TextRunner:
         """Draws after some of the texts; gives the draws that are left."""
         mode = self._slots.mode_of([draw.row for _, draw in draws])
         shape = self.programs.draw(len(draws), mode)
-        group, rest = draws[: shape.count], draws[shape.count :]
-        targets = np.zeros((shape.count, 1), np.int32)
+        group, rest = draws[: shape.rows], draws[shape.rows :]
+        targets = np.zeros((shape.rows, 1), np.int32)
         targets[: len(group), 0] = [target for target, _ in group]
-        rows = self._slots.pack_rows([draw.row for _, draw in group], shape.count)
+        rows = self._slots.pack_rows([draw.row for _, draw in group], shape.rows)
         packed = np.concatenate([rows, targets], axis=1)
         memory, outputs = self.programs[shape](*self._state, packed)
         self._state = self._state._replace(memory=memory)
@@ -236,13 +236,13 @@ class TextRunner:
                 self._state = state._replace(logits=logits)
                 jax.block_until_ready(pooled)
             case Task.DRAW:
-                rows = self._slots.pack_rows((), shape.count)
-                packed = np.concatenate([rows, np.zeros((shape.count, 1), np.int32)], axis=1)
+                rows = self._slots.pack_rows((), shape.rows)
+                packed = np.concatenate([rows, np.zeros((shape.rows, 1), np.int32)], axis=1)
                 memory, outputs = program(*state, packed)
                 self._state = state._replace(memory=memory)
                 jax.block_until_ready(outputs)
             case Task.SCORE:
-                jax.block_until_ready(program(state.logits, np.zeros((shape.count, 2), np.int32)))
+                jax.block_until_ready(program(state.logits, np.zeros((shape.rows, 2), np.int32)))
             case Task.ONE_PASS:
                 packed = _pack_texts([(0,)], [0], shape, 0)
                 jax.block_until_ready(program(self._leaves, packed))
@@ -250,7 +250,7 @@ class TextRunner:
 
 def _pack_texts(texts: Seq[Text], targets: Seq[int], shape: TextShape, nowhere: int) -> Ints:
     """[count, 2 + length]: see `text_rounds.TARGET`. Padding names the row `nowhere`."""
-    packed = np.zeros((shape.count, TOKENS + shape.length), np.int32)
+    packed = np.zeros((shape.rows, TOKENS + shape.length), np.int32)
     packed[:, TARGET] = nowhere
     for row, (text, target) in enumerate(zip(texts, targets, strict=True)):
         packed[row, TARGET], packed[row, LENGTH] = target, len(text)

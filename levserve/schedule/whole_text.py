@@ -164,7 +164,7 @@ class WholeTextScheduler:
                 work.spend_on_answer(tuple(sequence.tokens))
                 rows.append(self._plan_row(sequence))
             sequence.turn = self._turn
-        planned = [each.sequence for each in (*chunks, *rows)]
+        planned = [chunk.sequence for chunk in chunks] + [row.sequence for row in rows]
         unseated = [sequence for sequence in planned if not sequence.is_primed]
         for sequence in unseated:
             sequence.is_primed = True

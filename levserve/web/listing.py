@@ -13,7 +13,7 @@ from levserve.request.schema import require_choice
 
 class HasId(Protocol):
     @property
-    def id(self) -> str: ...
+    def id(self) -> str | None: ...
 
 
 T = TypeVar("T", bound=HasId)

@@ -117,7 +117,7 @@ def find_brain_sources(
         expected = shapes[array] if expert is None else shapes[array][1:]
         if tensor.shape != expected:
             raise StartupError(f"{path}: {name} is of shape {list(tensor.shape)}, not {list(expected)}")
-        index = slice(None) if expert is None else expert
+        index = (slice(None) if expert is None else expert,)
         sources.setdefault(array, []).append(Source(name, tensor, Target(array, index, tensor.shape)))
     for array, shape in shapes.items():
         needed = shape[0] if len(shape) == 3 else 1

@@ -215,7 +215,7 @@ def test_programs_are_chosen_so_that_little_of_them_is_padding(monkeypatch: pyte
     draws = [TextShape(Task.DRAW, 2), TextShape(Task.DRAW, 8), TextShape(Task.DRAW, 8, mode=Mode.GREEDY)]
     passes = [TextShape(Task.ONE_PASS, 1, 32), TextShape(Task.ONE_PASS, 1, 128)]
     programs._ready = dict.fromkeys([*shapes, *draws, *passes], print)
-    assert [programs.run(number, 32).count for number in (1, 2, 3, 4, 9, 12, 40)] == [1, 1, 4, 4, 4, 16, 16]
+    assert [programs.run(number, 32).rows for number in (1, 2, 3, 4, 9, 12, 40)] == [1, 1, 4, 4, 4, 16, 16]
     assert programs.draw(3, Mode.GREEDY) == draws[2] and programs.draw(3, Mode.PLAIN) == draws[1]
     assert programs.draw(20, Mode.PLAIN) == draws[1] and programs.one_pass(40).length == 128
 
