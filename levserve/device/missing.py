@@ -20,7 +20,7 @@ def find_missing(device: str) -> str | None:
     if device != "gpu":
         return None
     if not _has_cuda_plugin():
-        return "jax's CUDA plugin is not installed: pip install 'jax[cuda13]'"
+        return "jax's CUDA plugin is not installed: install levserve with its extra cuda13 or cuda12"
     if not _can_load(CUDA_DRIVER):
         return (
             f"there is no NVIDIA driver, because {CUDA_DRIVER} cannot be loaded; a container gets it from "

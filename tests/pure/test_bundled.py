@@ -5,14 +5,25 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
+import ssl
 import subprocess
 import sys
+import threading
 import zipfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
 
 from levserve.errors import StartupError
 from levserve.weights.bundled import SMOLLM2, BundledModel, find_bundled
@@ -107,6 +118,43 @@ def test_no_network_and_no_cache_is_one_clear_line(tmp_path: Path) -> None:
     )
     assert "\n" not in message
     assert list((tmp_path / "cache").iterdir()) == []
+
+
+@contextmanager
+def untrusted_index(folder: Path) -> Iterator[str]:
+    """A server over TLS with a certificate that no one has signed."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
+    today = datetime.now(UTC)
+    builder = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
+    builder = builder.serial_number(x509.random_serial_number())
+    builder = builder.not_valid_before(today).not_valid_after(today + timedelta(days=1))
+    certificate = builder.sign(key, SHA256())
+    secret = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    (folder / "server.pem").write_bytes(secret + certificate.public_bytes(Encoding.PEM))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(folder / "server.pem")
+    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        thread = threading.Thread(target=server.serve_forever, name="index")
+        thread.start()
+        yield f"https://127.0.0.1:{server.server_port}/simple"
+        server.shutdown()
+        thread.join()
+
+
+def test_a_certificate_that_is_not_trusted_is_named_as_the_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As behind a proxy with a certificate authority of its own, in a container that does not know it."""
+    for variable in ("PIP_FIND_LINKS", "PIP_NO_INDEX", "PIP_EXTRA_INDEX_URL"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with untrusted_index(tmp_path) as url:
+        monkeypatch.setenv("PIP_INDEX_URL", url)
+        with pytest.raises(StartupError, match="certificate is not trusted here .*PIP_CERT"):
+            find_bundled(tmp_path / "cache", print)
 
 
 def test_cache_that_cannot_be_written_is_one_clear_line(tiny: BundledModel, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def add_plugin(folder: Path, name: str) -> None:
 
 def test_a_gpu_without_jaxs_plugin_is_told_what_to_install(plugins: Path) -> None:
     add_plugin(plugins, "xla_rocm")
-    assert "pip install" in (missing.find_missing("gpu") or "")
+    assert "extra cuda13" in (missing.find_missing("gpu") or "")
 
 
 def test_a_gpu_without_a_driver_is_told_how_a_container_gets_it(
