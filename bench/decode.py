@@ -4,10 +4,12 @@ machine's own floor.
     python bench/decode.py --shape smollm2-135m --rows 4 8 16 --context 256
     python bench/decode.py --shape llama-1b --rows 2 64 256 --context 576 --steps 16
     python bench/decode.py --shape llama-8b --rows 64 --context 576 --steps 16 --quantize fp8 --kv-dtype fp8
+    python bench/decode.py --shape qwen3-30b-a3b --rows 2 64 256 --context 576 --steps 16 --chunks 512 --prompts 8
 
 Weights are random, so any shape can be measured without its checkpoint; the programs are the ones the server
 runs. How fast the machine reads memory and multiplies large matrices is measured first. The floor is the time
-to read the weights once and every row's KV once at that speed.
+to read the weights once and every row's KV once at that speed; of experts, those that so many rows choose if
+they choose at random.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import argparse
 import functools
 import math
+import random
 import statistics
 import sys
 import time
@@ -45,6 +48,16 @@ SHAPES = {
     "qwen3-0.6b": ModelConfig(151936, 1024, 3072, 28, 16, 8, 128, 1e-6, 1e6, 40960, True, qk_norm=True),
     "llama-1b": ModelConfig(128256, 2048, 8192, 16, 32, 8, 64, 1e-5, 5e5, 8192, True),
     "llama-8b": ModelConfig(128256, 4096, 14336, 32, 32, 8, 128, 1e-5, 5e5, 8192, False),
+    "qwen3-30b-a3b": ModelConfig(
+        *(151936, 2048, 768, 48, 32, 4, 128, 1e-6, 1e6, 40960, False),
+        qk_norm=True,
+        num_experts=128,
+        experts_per_token=8,
+    ),
+    # Eight of Mixtral's 32 layers.
+    "mixtral-8-layers": ModelConfig(
+        *(32000, 4096, 14336, 8, 32, 8, 128, 1e-5, 1e6, 32768, False), num_experts=8, experts_per_token=2
+    ),
 }
 PAGE_SIZE = 32
 NARROW_SPREAD = 24.0
@@ -65,9 +78,12 @@ def main() -> None:
         f"memory reads {bandwidth / 1e9:.1f} GB/s, products of {factors} make {measure_products(factors) / 1e9:.0f} GFLOP/s"
     )
     runner, sizes = build(config, dtype, device.platform, options)
-    weight_bytes = sizes.weight_bytes
     for rows in options.rows:
+        # Nothing is prefilled, so the rows' first tokens are put where prefill would leave them.
+        firsts = jnp.asarray(random_tokens(config, sizes.rows, rows), jnp.int32)
+        runner._state = runner._state._replace(last_tokens=firsts)
         step_seconds = measure_decode(runner, sizes, rows, options)
+        weight_bytes = sizes.weight_bytes - round(num_unread_weights(config, rows) * dtype.itemsize)
         kv_bytes = rows * options.context * sizes.page_bytes // PAGE_SIZE
         floor = (weight_bytes + kv_bytes) / bandwidth
         flops = rows * (
@@ -81,7 +97,7 @@ def main() -> None:
             flush=True,
         )
     for size in options.chunks:
-        seconds = measure_prefill(runner, sizes, size, options)
+        seconds = measure_prefill(runner, sizes, config, size, options)
         total = size * options.prompts
         flops = total * (
             2 * num_weights(config) + num_attention_flops(config, size / 2)
@@ -93,13 +109,22 @@ def main() -> None:
         )
 
 
-def num_weights(config: ModelConfig) -> int:
+def num_weights(config: ModelConfig) -> float:
     """Parameters in the matrices of all layers, with each of which a token is multiplied once."""
+    share = config.experts_per_token / config.num_experts if config.num_experts else 0.0
     return sum(
-        math.prod(shape)
+        math.prod(shape) * (1 if len(shape) == 2 else share)
         for name, shape in parameter_shapes(config).items()
-        if len(shape) == 2 and name not in ("embed", "head")
+        if len(shape) > 1 and name not in ("embed", "head")
     )
+
+
+def num_unread_weights(config: ModelConfig, rows: int) -> float:
+    """Parameters of the experts that none of so many tokens is likely to choose."""
+    if not config.num_experts:
+        return 0.0
+    share = (1 - config.experts_per_token / config.num_experts) ** rows
+    return share * sum(math.prod(shape) for shape in parameter_shapes(config).values() if len(shape) == 3)
 
 
 def num_head_weights(config: ModelConfig) -> int:
@@ -207,7 +232,9 @@ def measure_decode(runner: Runner, sizes: Sizes, rows: int, options: argparse.Na
     return statistics.median(seconds[2:]) / int(options.steps)
 
 
-def measure_prefill(runner: Runner, sizes: Sizes, size: int, options: argparse.Namespace) -> float:
+def measure_prefill(
+    runner: Runner, sizes: Sizes, config: ModelConfig, size: int, options: argparse.Namespace
+) -> float:
     """Seconds until the first tokens of so many prompts of `size` tokens, submitted together."""
     is_sample_only = sizes.prefill_row_tokens is not None  # as on a GPU
     runner.programs.compile_only(
@@ -217,7 +244,7 @@ def measure_prefill(runner: Runner, sizes: Sizes, size: int, options: argparse.N
     sequences = [
         Sequence(
             GenerationRequest(str(n), (1,) * size, 1),
-            [1] * size,
+            random_tokens(config, size, n),
             slot=n,
             pages=list(range(n * pages, (n + 1) * pages)),
         )
@@ -231,6 +258,11 @@ def measure_prefill(runner: Runner, sizes: Sizes, size: int, options: argparse.N
         runner.dispatch(plan).read()
         seconds.append(time.perf_counter() - start)
     return statistics.median(seconds)
+
+
+def random_tokens(config: ModelConfig, count: int, number: int) -> list[int]:
+    """Different tokens choose different experts; equal ones would all choose the same."""
+    return random.Random(number).choices(range(config.vocab_size), k=count)
 
 
 def measure_bandwidth() -> float:

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from levserve.model.cache import Place
-from levserve.model.config import ModelConfig
+from levserve.model.config import Activation, ModelConfig
 from levserve.model.rotary import Angles
 from levserve.model.traits import Traits
 
@@ -66,6 +66,29 @@ class ExpertLayer(Protocol):
 
     def every(self, tokens: jax.Array) -> jax.Array:
         """Tokens for each expert: [expert, slot, embed]."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertRule:
+    """How experts are chosen by the router's scores, and how each computes."""
+
+    num_experts: int
+    per_token: int
+    renormalises: bool
+    """Whether the weights of a token's experts are made to sum to one."""
+    is_gated: bool
+    activation: Activation
+
+
+class Mixture(ExpertLayer, Protocol):
+    """Experts with all that a kernel must know of them."""
+
+    @property
+    def rule(self) -> ExpertRule: ...
+
+    @property
+    def matrices(self) -> tuple[jax.Array, jax.Array]:
+        """Gate above up [expert, 2 * mlp, embed], or up alone, and down [expert, embed, mlp]."""
 
 
 class ExpertChoice(NamedTuple):
@@ -134,10 +157,11 @@ class Backend(ABC):
         """The mean over the last axis, which norms divide by. It stays, with a size of one."""
 
     @abstractmethod
-    def mix_experts(
-        self, x: jax.Array, choice: ExpertChoice, is_real: jax.Array, experts: ExpertLayer, num_experts: int
-    ) -> jax.Array:
-        """The weighted sum of each token's experts, float32 [token, embed]; zeros for padding."""
+    def mix_experts(self, x: jax.Array, scores: jax.Array, is_real: jax.Array, experts: Mixture) -> jax.Array:
+        """The weighted sum of each token's experts, float32 [token, embed]; zeros for padding.
+
+        x float32 [token, embed], scores [token, expert] by the router, is_real [token].
+        """
 
     @abstractmethod
     def likeliest(self, logits: jax.Array, num_used: jax.Array | None = None) -> Likeliest:

@@ -28,6 +28,11 @@ def choose_experts(scores: jax.Array, count: int, *, renormalises: bool) -> Expe
     return ExpertChoice(experts, weights / weights.sum(-1, keepdims=True) if renormalises else weights)
 
 
+def are_few(num_pairs: int, num_experts: int) -> bool:
+    """Whether a GPU had better gather a matrix for each pair: hardly two choose the same expert then."""
+    return 3 * num_pairs <= num_experts
+
+
 class _Sorted(NamedTuple):
     """Pairs sorted by expert, padding last. Expert e has the pairs `order[ends[e] - counts[e] : ends[e]]`."""
 

@@ -10,9 +10,8 @@ import haliax as hax
 import jax
 from haliax import NamedArray
 
-from levserve.model.backend import Backend
+from levserve.model.backend import Backend, ExpertRule
 from levserve.model.config import Activation, ModelConfig
-from levserve.model.experts import choose_experts
 from levserve.model.linear import Linear
 
 ROW, CHUNK = "row", "chunk"
@@ -51,9 +50,23 @@ class Experts(eqx.Module):
         config = self.config
         flat = x.flatten_axes((ROW, CHUNK), "token").rearrange(("token", "embed"))
         scores = self.router(flat).rearrange(("token", "expert")).array
-        choice = choose_experts(scores, config.experts_per_token, renormalises=config.renormalises_experts)
-        mixed = self.backend.mix_experts(flat.array, choice, is_real.reshape(-1), self, config.num_experts)
+        mixed = self.backend.mix_experts(flat.array, scores, is_real.reshape(-1), self)
         return hax.named(mixed.reshape(*is_real.shape, config.hidden_size), (ROW, CHUNK, "embed"))
+
+    @property
+    def rule(self) -> ExpertRule:
+        config = self.config
+        return ExpertRule(
+            config.num_experts,
+            config.experts_per_token,
+            config.renormalises_experts,
+            config.is_gated,
+            config.activation,
+        )
+
+    @property
+    def matrices(self) -> tuple[jax.Array, jax.Array]:
+        return self.stacked.gate_up.weight.array, self.stacked.down.weight.array
 
     def one(self, number: jax.Array, tokens: jax.Array) -> jax.Array:
         return self._run(

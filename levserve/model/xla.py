@@ -17,14 +17,13 @@ from levserve.model.backend import (
     AttentionShape,
     Backend,
     CompilerOptions,
-    ExpertChoice,
-    ExpertLayer,
     HeadNorms,
     Likeliest,
+    Mixture,
     Product,
 )
 from levserve.model.cache import Place, take_ends
-from levserve.model.experts import mix_gathered, mix_in_blocks, mix_in_slots
+from levserve.model.experts import are_few, choose_experts, mix_gathered, mix_in_blocks, mix_in_slots
 from levserve.model.quantize import multiply_rotated
 from levserve.model.rotary import Angles, rotate
 from levserve.model.search import likeliest
@@ -111,12 +110,13 @@ class XlaBackend(Backend):
         decide which integer an activation is rounded to. The order of `sum_pairwise` is always the same."""
         return sum_pairwise(x) / x.shape[-1] if self.is_cpu else jnp.mean(x, axis=-1, keepdims=True)
 
-    def mix_experts(
-        self, x: jax.Array, choice: ExpertChoice, is_real: jax.Array, experts: ExpertLayer, num_experts: int
-    ) -> jax.Array:
+    def mix_experts(self, x: jax.Array, scores: jax.Array, is_real: jax.Array, experts: Mixture) -> jax.Array:
+        rule = experts.rule
+        num_experts = rule.num_experts
+        choice = choose_experts(scores, rule.per_token, renormalises=rule.renormalises)
         if self.is_cpu:
             return mix_in_blocks(x, choice, is_real, experts, num_experts)
-        if 3 * choice.experts.size <= num_experts:  # a gathered matrix is read, written and read again
+        if are_few(choice.experts.size, num_experts):
             return mix_gathered(x, choice, experts)
         return mix_in_slots(x, choice, is_real, experts, num_experts)
 

@@ -1,4 +1,4 @@
-"""The backend of NVIDIA GPUs: Pallas kernels for attention and for drawing tokens.
+"""The backend of NVIDIA GPUs: Pallas kernels for attention, experts and for drawing tokens.
 
 They use Pallas' Triton backend, which jax announces as deprecated. Every Triton kernel stands behind this
 file, so each can be replaced on its own.
@@ -9,11 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 
-from levserve.model.backend import AttentionShape, HeadNorms, Likeliest
+from levserve.model.backend import AttentionShape, HeadNorms, Likeliest, Mixture
 from levserve.model.cache import Place, take_ends
+from levserve.model.experts import are_few, mix_gathered
 from levserve.model.gpu.decode_attention import decode_attention
 from levserve.model.gpu.draw import draw_tokens
+from levserve.model.gpu.expert_choice import choose_experts
+from levserve.model.gpu.expert_plan import choose_plan
+from levserve.model.gpu.grouped_experts import mix_grouped
 from levserve.model.gpu.heads import place_heads
 from levserve.model.gpu.paged_attention import paged_attention
 from levserve.model.rotary import Angles
@@ -43,7 +48,7 @@ class GpuBackend(XlaBackend):
         return GPU_KERNEL_TRAITS
 
     def describe(self) -> str:
-        return "triton kernels for attention and sampling, XLA for the rest"
+        return "triton kernels for attention, experts and sampling, XLA for the rest"
 
     def attend(
         self,
@@ -69,6 +74,21 @@ class GpuBackend(XlaBackend):
             q, positions = take_ends(q, ends), take_ends(positions, ends)
         mixed = paged_attention(q, pool, place.table, positions, **limits)
         return mixed.reshape(rows, positions.shape[1], -1), pool
+
+    def mix_experts(self, x: jax.Array, scores: jax.Array, is_real: jax.Array, experts: Mixture) -> jax.Array:
+        rule, (gate_up, down) = experts.rule, experts.matrices
+        plan = choose_plan(len(x), rule, gate_up, down)
+        if plan is None:
+            return super().mix_experts(x, scores, is_real, experts)
+        choice = choose_experts(scores, is_real, rule, interpret=self.interpret)
+        if are_few(choice.experts.size, rule.num_experts):
+            known = jnp.minimum(choice.experts, rule.num_experts - 1)
+            total = mix_gathered(x, choice._replace(experts=known), experts)
+        else:
+            total = mix_grouped(
+                x.astype(gate_up.dtype), choice, gate_up, down, plan=plan, interpret=self.interpret
+            )
+        return jnp.where(is_real[:, None], total, 0.0)
 
     def draw(
         self,

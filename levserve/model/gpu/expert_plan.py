@@ -1,0 +1,86 @@
+"""How the products of experts are cut on an NVIDIA GPU; measured on an H200 with Qwen3-30B-A3B's shape."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+
+from levserve.model.backend import ExpertRule
+from levserve.model.config import Activation
+
+FEW_TOKENS = 16
+"""Up to so many tokens a tile has all of them, whatever their experts are."""
+SMALLEST = 16
+"""Rows, columns and depth of the smallest product a tensor core takes."""
+MAX_ELEMENTS = 1 << 31
+"""Numbers of all experts' matrices together that a kernel's 32-bit positions reach."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    columns: int
+    """Of the result that a program computes."""
+    depth: int
+    """Numbers of a row multiplied in one step."""
+    num_warps: int
+    num_stages: int
+    is_turned: bool = False
+    """Whether the matrix is the left factor of the product, which has at least 64 rows in Hopper's larger
+    instructions, and the tokens are the right one, which may have 8."""
+
+    def fit(self, width: int, depth: int) -> Tiling:
+        return replace(self, columns=math.gcd(self.columns, width), depth=math.gcd(self.depth, depth))
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    size: int
+    """Pairs of a token and an expert in a tile."""
+    gate_up: Tiling
+    down: Tiling
+    halvings: int = 0
+    """How often a tile that is at most half full is computed as one of half the size. Both sizes must use the
+    same instructions, so that a token's result does not depend on how many others have its expert."""
+    rounds: bool = False
+    """Whether results are rounded to the matrices' type before they are summed."""
+
+
+FEW = Plan(16, Tiling(64, 128, 4, 4, is_turned=True), Tiling(128, 128, 4, 3))
+BY_SHARE = {
+    6: Plan(16, Tiling(64, 128, 4, 3, is_turned=True), Tiling(256, 128, 8, 2)),
+    24: Plan(32, Tiling(64, 64, 4, 5, is_turned=True), Tiling(128, 128, 4, 3), halvings=1),
+    48: Plan(64, Tiling(128, 64, 4, 4), Tiling(256, 64, 4, 4)),
+    math.inf: Plan(128, Tiling(128, 64, 8, 4), Tiling(256, 64, 8, 4), halvings=1),
+}
+"""By the mean number of pairs of an expert, at most."""
+WIDE = Plan(16, Tiling(32, 32, 4, 2), Tiling(32, 32, 4, 2))
+"""For float32, which no tensor core multiplies exactly; it is for comparisons."""
+MANY_TOKENS = 1024
+"""From here on results in bfloat16 are rounded: they are most of what is written and read besides matrices.
+A layer of Qwen3-30B-A3B's then differs from one in float32 by 5.2e-4 of the largest number, not 1.7e-4."""
+
+
+def choose_plan(num_tokens: int, rule: ExpertRule, gate_up: jax.Array, down: jax.Array) -> Plan | None:
+    """How to cut the products, or None if the kernels do not serve these experts."""
+    _, embed, mlp = down.shape
+    is_known = rule.is_gated and rule.activation is Activation.SILU
+    if not is_known or embed % SMALLEST or mlp % SMALLEST or gate_up.size >= MAX_ELEMENTS:
+        return None
+    if gate_up.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32) or gate_up.dtype != down.dtype:
+        return None
+    if gate_up.dtype == jnp.float32:
+        plan = WIDE
+    elif num_tokens <= FEW_TOKENS:
+        plan = FEW
+    else:
+        share = num_tokens * rule.per_token / rule.num_experts
+        plan = next(plan for most, plan in BY_SHARE.items() if share <= most)
+    return replace(
+        plan,
+        gate_up=plan.gate_up.fit(mlp, embed),
+        down=plan.down.fit(embed, mlp),
+        rounds=num_tokens >= MANY_TOKENS and gate_up.dtype == jnp.bfloat16,
+    )

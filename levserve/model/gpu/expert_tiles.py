@@ -1,0 +1,103 @@
+"""Tiles of tokens with the same expert, found by a Pallas kernel for NVIDIA GPUs.
+
+A pair is a token and one of its experts; pairs are numbered token by token. A tile is up to `size` pairs of
+one expert, which are multiplied with its matrices together. No sort is needed: every expert counts the pairs
+of the experts before it, which tells where its own tiles begin.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from levserve.model.gpu.paged_attention import power_of_two
+
+PAIRS_PER_STEP = 4096
+"""Pairs that a program looks at in one step."""
+
+
+class Tiles(NamedTuple):
+    """Tiles of pairs of one expert."""
+
+    pairs: jax.Array
+    """[tile, size]: numbers of pairs; the number of all pairs where a tile is not full. The last tile, which
+    is in excess, means nothing."""
+    experts: jax.Array
+    """[tile]: the expert of each; the number of experts for a tile that is empty."""
+
+
+def tile_pairs(experts: jax.Array, num_experts: int, size: int, *, interpret: bool = False) -> Tiles:
+    """Tiles of the pairs of tokens with `experts` [token, experts per token], which differ for each token; a
+    pair of expert `num_experts` is in no tile.
+
+    Expert e begins with the tile `before // size + e` if so many pairs are before its own. So tiles of two
+    experts never meet, and each expert finds its place without the others' numbers of tiles.
+    """
+    num_tiles = experts.size // size + num_experts
+    shapes = ((num_tiles + 1) * size,), (num_tiles,)
+    pairs, of_tiles = pl.pallas_call(
+        functools.partial(_kernel, num_experts=num_experts, size=size),
+        grid=(num_experts,),
+        in_specs=[pl.BlockSpec(experts.shape, lambda number: (0, 0))],
+        out_specs=[pl.BlockSpec(shape, lambda number: (0,)) for shape in shapes],
+        out_shape=[jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes],
+        compiler_params=plgpu.CompilerParams(
+            num_warps=8 if experts.size >= PAIRS_PER_STEP else 4, num_stages=1
+        ),
+        interpret=interpret,
+        name="tile_pairs",
+    )(experts)
+    return Tiles(pairs.reshape(num_tiles + 1, size), of_tiles)
+
+
+def _kernel(
+    expert_ref: jax.Ref, pair_ref: jax.Ref, of_tile_ref: jax.Ref, *, num_experts: int, size: int
+) -> None:
+    (num_tokens, per_token), (num_tiles,) = expert_ref.shape, of_tile_ref.shape
+    number = pl.program_id(0)
+    width = power_of_two(per_token)
+    height = min(power_of_two(num_tokens), max(PAIRS_PER_STEP // width, 1))
+    num_steps = -(-num_tokens // height)
+    place = lax.broadcasted_iota(jnp.int32, (height, width), 1)
+
+    def load(step: jax.Array) -> tuple[jax.Array, jax.Array]:
+        tokens = step * height + jnp.arange(height, dtype=jnp.int32)
+        is_there = (tokens < num_tokens)[:, None] & (place < per_token)
+        return tokens, plgpu.load(expert_ref.at[tokens[:, None], place], mask=is_there, other=num_experts)
+
+    def count(step: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        _, experts = load(step)
+        is_before, is_own = (mask.astype(jnp.int32) for mask in (experts < number, experts == number))
+        before, own = carry
+        return before + jnp.sum(is_before), own + jnp.sum(is_own)
+
+    before, own = lax.fori_loop(0, num_steps, count, (jnp.int32(0), jnp.int32(0)))
+    first, used = before // size + number, (own + size - 1) // size
+    end = jnp.where(number == num_experts - 1, num_tiles, (before + own) // size + number + 1)
+
+    def name_tile(tile: jax.Array, carry: None) -> None:
+        of_tile_ref[tile] = jnp.where(tile < first + used, number, num_experts)
+
+    lax.fori_loop(first, end, name_tile, None)
+    unfilled = own + jnp.arange(size, dtype=jnp.int32)
+    none = jnp.full(size, num_tokens * per_token, jnp.int32)
+    plgpu.store(pair_ref.at[first * size + unfilled], none, mask=unfilled < used * size)
+
+    def put(step: jax.Array, count: jax.Array) -> jax.Array:
+        tokens, experts = load(step)
+        own_place = jnp.where(experts == number, place, -1).max(1)  # a token has an expert once
+        is_own = own_place >= 0
+        is_one = is_own.astype(jnp.int32)
+        rank = count + jnp.cumsum(is_one) - 1
+        # Interpreted, a masked store writes what is there already, so it must be to another place.
+        to = jnp.where(is_own, first * size + rank, num_tiles * size)
+        plgpu.store(pair_ref.at[to], tokens * per_token + own_place, mask=is_own)
+        return count + jnp.sum(is_one)
+
+    lax.fori_loop(0, num_steps, put, jnp.int32(0))

@@ -1,0 +1,180 @@
+"""The experts' products as two Pallas kernels for NVIDIA GPUs: gate, up and activation, then down and weight.
+
+Every program of a grid takes one tile of pairs of a token and an expert (see `expert_tiles`) and some columns
+of the result. Only matrices of experts that have a pair are read. Results stand pair by pair, so that the sum
+over a token's experts is always made in the same order.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from levserve.model.backend import ExpertChoice
+from levserve.model.gpu.expert_plan import FEW_TOKENS, Plan, Tiling
+from levserve.model.gpu.expert_tiles import Tiles, tile_pairs
+from levserve.model.gpu.paged_attention import power_of_two
+
+
+@functools.partial(jax.jit, static_argnames=("plan", "interpret"))
+def mix_grouped(
+    x: jax.Array,
+    choice: ExpertChoice,
+    gate_up: jax.Array,
+    down: jax.Array,
+    *,
+    plan: Plan,
+    interpret: bool = False,
+) -> jax.Array:
+    """The weighted sum of each token's experts with gated SiLU, float32 [token, embed].
+
+    x [token, embed], gate_up [expert, 2 * mlp, embed] and down [expert, embed, mlp] have one type. A token
+    whose experts have the number of experts is padding, for which the result means nothing.
+    """
+    num_tokens, per_token = choice.experts.shape
+    if num_tokens <= FEW_TOKENS:
+        tiles = Tiles(choice.experts, choice.experts.reshape(-1))
+    else:
+        tiles = tile_pairs(choice.experts, len(gate_up), plan.size, interpret=interpret)
+    sizes = tuple(plan.size >> halving for halving in range(plan.halvings + 1))
+    multiply = functools.partial(
+        _multiply,
+        tiles=tiles,
+        sizes=sizes,
+        per_token=per_token,
+        num_tokens=num_tokens,
+        interpret=interpret,
+    )
+    hidden = multiply(x, gate_up, tiling=plan.gate_up, dtype=x.dtype)
+    dtype = x.dtype if plan.rounds else jnp.dtype(jnp.float32)
+    results = multiply(hidden, down, tiling=plan.down, weights=choice.weights.reshape(-1), dtype=dtype)
+    results = results[:-1].reshape(num_tokens, per_token, -1)
+    # One by one: XLA would compile a sum over an axis to a kernel of its own.
+    return functools.reduce(jnp.add, (results[:, place].astype(jnp.float32) for place in range(per_token)))
+
+
+def _multiply(
+    rows: jax.Array,
+    matrices: jax.Array,
+    *,
+    weights: jax.Array | None = None,
+    dtype: jnp.dtype,
+    tiles: Tiles,
+    sizes: tuple[int, ...],
+    tiling: Tiling,
+    num_tokens: int,
+    per_token: int,
+    interpret: bool,
+) -> jax.Array:
+    """Without weights, the hidden numbers of each pair from its token's row; with them, the weighted result
+    of each pair from its own row. One row is in excess: pairs that a tile lacks have its number."""
+    width = matrices.shape[1] // 2 if weights is None else matrices.shape[1]
+    arrays = [rows, matrices, *tiles, *([] if weights is None else [weights])]
+    out = jax.ShapeDtypeStruct((num_tokens * per_token + 1, width), dtype)
+    return pl.pallas_call(
+        functools.partial(_kernel, num_tokens=num_tokens, per_token=per_token, sizes=sizes, tiling=tiling),
+        grid=(width // tiling.columns, len(tiles.experts)),
+        in_specs=[pl.BlockSpec(array.shape, functools.partial(_whole, array.ndim)) for array in arrays],
+        out_specs=pl.BlockSpec(out.shape, functools.partial(_whole, 2)),
+        out_shape=out,
+        compiler_params=plgpu.CompilerParams(num_warps=tiling.num_warps, num_stages=tiling.num_stages),
+        interpret=interpret,
+        name="experts_up" if weights is None else "experts_down",
+    )(*arrays)
+
+
+def _whole(num_dims: int, *program: jax.Array) -> tuple[int, ...]:
+    return (0,) * num_dims
+
+
+def _kernel(
+    row_ref: jax.Ref,
+    matrix_ref: jax.Ref,
+    pair_ref: jax.Ref,
+    expert_ref: jax.Ref,
+    *refs: jax.Ref,
+    num_tokens: int,
+    per_token: int,
+    sizes: tuple[int, ...],
+    tiling: Tiling,
+) -> None:
+    *weight_refs, out_ref = refs
+    num_pairs = num_tokens * per_token
+    first_column, tile = pl.program_id(0) * tiling.columns, pl.program_id(1)
+    expert = expert_ref[tile]
+    is_used = expert < matrix_ref.shape[0]
+
+    def across(numbers: jax.Array) -> jax.Array:
+        """A number for each pair, beside the columns of the result."""
+        return numbers[None, :] if tiling.is_turned else numbers[:, None]
+
+    def compute(pairs: jax.Array) -> None:
+        known = jnp.minimum(pairs, num_pairs - 1)
+        at = known if weight_refs else known // per_token
+        result, *up = _sum_products(row_ref, matrix_ref, at, expert, first_column, tiling, not weight_refs)
+        columns, is_pair = first_column + jnp.arange(tiling.columns, dtype=jnp.int32), pairs < num_pairs
+        if weight_refs:
+            result = result * across(plgpu.load(weight_refs[0].at[known]))
+        else:
+            result = jax.nn.silu(result) * up[0]
+        of_columns = columns[:, None] if tiling.is_turned else columns[None, :]
+        mask = jnp.broadcast_to(across(is_pair), result.shape)
+        plgpu.store(out_ref.at[across(pairs), of_columns], result.astype(out_ref.dtype), mask=mask)
+
+    def compute_first(size: int) -> None:
+        compute(pair_ref[tile, pl.ds(0, size)])
+
+    if num_tokens <= FEW_TOKENS:
+        pairs = _pairs_of(expert, pair_ref, sizes[0])
+        # Of the pairs of an expert, the first one's program computes it.
+        pl.when(is_used & (pairs.min() == tile))(functools.partial(compute, pairs))
+        return
+    for size, half in zip(sizes, (*sizes[1:], 0), strict=True):
+        is_size = is_used if size == sizes[0] else is_used & (pair_ref[tile, size] == num_pairs)
+        if half:
+            is_size &= pair_ref[tile, half] < num_pairs
+        pl.when(is_size)(functools.partial(compute_first, size))
+
+
+def _pairs_of(expert: jax.Array, pair_ref: jax.Ref, size: int) -> jax.Array:
+    """For a tile of all tokens: the pair of each with this expert, or the number of pairs."""
+    num_tokens, per_token = pair_ref.shape
+    token, place = (lax.broadcasted_iota(jnp.int32, (size, power_of_two(per_token)), axis) for axis in (0, 1))
+    is_there = (token < num_tokens) & (place < per_token)
+    experts = plgpu.load(pair_ref.at[token, place], mask=is_there, other=-1)
+    return jnp.where(experts == expert, token * per_token + place, num_tokens * per_token).min(1)
+
+
+def _sum_products(
+    row_ref: jax.Ref,
+    matrix_ref: jax.Ref,
+    at: jax.Array,
+    expert: jax.Array,
+    first_column: jax.Array,
+    tiling: Tiling,
+    has_gate: bool,
+) -> tuple[jax.Array, ...]:
+    """Rows `at` times the expert's columns from the first on, in float32, and with a gate those of up."""
+    _, width, depth = matrix_ref.shape
+    starts = (first_column, first_column + width // 2) if has_gate else (first_column,)
+    precision = lax.Precision.HIGHEST if row_ref.dtype == jnp.float32 else None
+
+    def step(index: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        first = index * tiling.depth
+        numbers = first + jnp.arange(tiling.depth, dtype=jnp.int32)
+        rows = plgpu.load(row_ref.at[at[:, None], numbers[None, :]])
+        added = []
+        for start in starts:
+            matrix = matrix_ref[expert, pl.ds(start, tiling.columns), pl.ds(first, tiling.depth)]
+            left, right = (matrix, rows) if tiling.is_turned else (rows, matrix)
+            added.append(plgpu.dot(left, right.T, precision=precision))
+        return tuple(total + product for total, product in zip(sums, added, strict=True))
+
+    shape = (tiling.columns, len(at)) if tiling.is_turned else (len(at), tiling.columns)
+    zeros = tuple(jnp.zeros(shape, jnp.float32) for _ in starts)
+    return lax.fori_loop(0, depth // tiling.depth, step, zeros)

@@ -1,0 +1,100 @@
+"""What XLA makes of a mixture of experts for an H200: the kernels that are ours, in one graph, and no copy of a matrix.
+
+One layer's experts of Qwen3-30B-A3B's shape; compiled, not run (see `h200.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import topologies
+
+from levserve.model.backend import ExpertRule
+from levserve.model.config import Activation
+from levserve.model.gpu.expert_choice import choose_experts
+from levserve.model.gpu.expert_plan import choose_plan
+from levserve.model.gpu.grouped_experts import mix_grouped
+from tests.h200 import HOLDERS, SPECIFICATION, Thunk, inside, read_thunks
+from tests.hlo import PASSED_ON, Instruction, instructions
+from tests.tiny.test_h200 import on_the_card
+
+pytestmark = [
+    pytest.mark.h200,
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
+]
+
+NUM_EXPERTS, PER_TOKEN, EMBED, MLP = 128, 8, 2048, 768
+RULE = ExpertRule(NUM_EXPERTS, PER_TOKEN, renormalises=True, is_gated=True, activation=Activation.SILU)
+TOKENS = [8, 64, 256, 4096]
+
+
+class Compiled(NamedTuple):
+    made: list[Instruction]
+    thunks: list[Thunk]
+    temp_bytes: int
+
+
+@functools.cache
+def compile_there(num_tokens: int) -> Compiled:
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=SPECIFICATION.read_text(), topology="1x1x1"
+    )
+    there = jax.sharding.SingleDeviceSharding(topology.devices[0])
+
+    def mix(
+        x: jax.Array, scores: jax.Array, is_real: jax.Array, gate_up: jax.Array, down: jax.Array
+    ) -> jax.Array:
+        plan = choose_plan(num_tokens, RULE, gate_up, down)
+        assert plan is not None
+        return mix_grouped(x, choose_experts(scores, is_real, RULE), gate_up, down, plan=plan)
+
+    bfloat16 = jnp.bfloat16
+    given = [
+        jax.ShapeDtypeStruct(shape, dtype, sharding=there)
+        for shape, dtype in (
+            ((num_tokens, EMBED), bfloat16),
+            ((num_tokens, NUM_EXPERTS), jnp.float32),
+            ((num_tokens,), jnp.bool_),
+            ((NUM_EXPERTS, 2 * MLP, EMBED), bfloat16),
+            ((NUM_EXPERTS, EMBED, MLP), bfloat16),
+        )
+    ]
+    with tempfile.TemporaryDirectory() as folder, on_the_card():
+        lowered = jax.jit(mix).trace(*given).lower()
+        compiled = lowered.compile({"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
+        thunks = read_thunks(Path(folder))
+    made = [each for each in instructions(compiled.as_text()) if each.operation not in PASSED_ON]
+    return Compiled(made, thunks, compiled.memory_analysis().temp_size_in_bytes)
+
+
+@pytest.mark.parametrize("num_tokens", TOKENS)
+def test_experts_are_one_graph_of_five_kernels(num_tokens: int) -> None:
+    thunks = compile_there(num_tokens).thunks
+    assert [thunk.kind for thunk in thunks if thunk.depth == 0] == ["kCommandBuffer"]
+    names = [thunk.name for thunk in inside(thunks, 0) if thunk.kind not in HOLDERS]
+    ours = ["choose_experts", *(["tile_pairs"] if num_tokens > 16 else []), "experts_up", "experts_down"]
+    assert [name for name in names if name in ours] == ours
+    assert len(names) == len(ours) + 2, (
+        "the sum, and once for all layers the tokens that are real as integers"
+    )
+
+
+@pytest.mark.parametrize("num_tokens", TOKENS)
+def test_matrices_of_experts_are_read_as_they_lie(num_tokens: int) -> None:
+    shapes = (NUM_EXPERTS, 2 * MLP, EMBED), (NUM_EXPERTS, EMBED, MLP)
+    made = compile_there(num_tokens).made
+    assert len(made) >= 4, "the text was understood"
+    assert [each.text for each in made if any(map(each.holds, shapes))] == []
+
+
+@pytest.mark.parametrize("num_tokens", TOKENS)
+def test_the_memory_in_between_is_what_the_pairs_give(num_tokens: int) -> None:
+    result_bytes = 2 if num_tokens >= 1024 else 4
+    of_each = PER_TOKEN * (2 * MLP + result_bytes * EMBED)
+    assert compile_there(num_tokens).temp_bytes <= num_tokens * of_each + (1 << 20)
