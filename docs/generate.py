@@ -28,12 +28,12 @@ from levserve.engine.engine import Engine
 from levserve.models.registry import Registry
 from levserve.observe.metrics import Metrics
 from levserve.observe.vllm_metrics import VllmMetrics
+from levserve.request.chat_message import UNSUPPORTED_IN_MESSAGE
 from levserve.request.constraint import ConstraintFields
 from levserve.request.schema import (
     UNSUPPORTED,
     UNSUPPORTED_IN_CHAT,
     UNSUPPORTED_IN_COMPLETIONS,
-    UNSUPPORTED_IN_MESSAGE,
     ChatBody,
     CompletionBody,
     GenerationBody,

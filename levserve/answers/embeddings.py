@@ -16,7 +16,8 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from levserve.engine.served_model import ServedModel
 from levserve.errors import BadRequest, ContextTooLong
 from levserve.generation import Choice
-from levserve.request.schema import Priority, PromptLimit, Seconds, check_prompt_limit, require_choice
+from levserve.request.decode import require_choice
+from levserve.request.schema import Priority, PromptLimit, Seconds, check_prompt_limit
 from levserve.request.submission import encode_text
 from levserve.request.texts import Texts, check_texts, split_texts
 from levserve.request.truncation import Truncation, bos_of, keep_last

@@ -17,8 +17,9 @@ from levserve.answers.logprobs import clamp, show_token
 from levserve.engine.served_model import ServedModel
 from levserve.errors import BadRequest
 from levserve.generation import Choice
+from levserve.request.decode import require_choice
 from levserve.request.pairs import Pair, make_pairs
-from levserve.request.schema import Priority, PromptLimit, Seconds, check_prompt_limit, require_choice
+from levserve.request.schema import Priority, PromptLimit, Seconds, check_prompt_limit
 from levserve.request.truncation import Truncation
 from levserve.schedule.request import GenerationRequest, Sampling, TokenLogprob
 from levserve.text.tokenizer import Tokenizer

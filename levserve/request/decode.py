@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import threading
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -88,3 +89,21 @@ def _explain(text: str) -> BadRequest:
             f"Invalid value for {name}: expected {JSON_WORDS[found[1]]} {found[2]}.", param=path
         )
     return BadRequest(f"Invalid value for {name}: {what[:1].lower()}{what[1:]}.", param=path)
+
+
+def require_choice(value: str, choices: tuple[str, ...], param: str) -> None:
+    if value not in choices:
+        wanted = ", ".join(f"'{choice}'" for choice in choices)
+        raise BadRequest(
+            f"Invalid value for '{param}': '{value[:64]}'. Supported values are: {wanted}.", param=param
+        )
+
+
+def refuse_unsupported(
+    record: msgspec.Struct, table: Mapping[str, tuple[object, ...]], path: str = ""
+) -> None:
+    """Refuses a field of the table that asks for something; the table has the values that do not."""
+    for name, harmless in table.items():
+        value = getattr(record, name)
+        if value is not None and value not in harmless:
+            raise unsupported(f"{path}{name}")

@@ -15,15 +15,13 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from msgspec import Meta, Struct, defstruct
 
 from levserve.errors import BadRequest
+from levserve.request.chat_message import Message
 from levserve.request.constraint import ConstraintFields
-from levserve.request.decode import missing, unsupported
+from levserve.request.decode import refuse_unsupported, require_choice, unsupported
 from levserve.request.texts import Texts, check_texts, split_texts
 from levserve.request.tool_fields import (
-    CalledFunction,
     Function,
     FunctionTool,
-    ToolCall,
-    check_calls,
     find_functions,
     find_tools,
 )
@@ -32,7 +30,6 @@ from levserve.text.tools.request import ToolRequest
 
 MAX_STOPS = 16
 MAX_LOGPROBS = 20  # the sampler's widest top list
-ROLES = ("developer", "system", "user", "assistant", "tool", "function")
 
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]  # beyond any context; the bound keeps sums inside an int32
 NumTop = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
@@ -71,24 +68,16 @@ UNSUPPORTED_IN_COMPLETIONS: Mapping[str, tuple[object, ...]] = {
     "tool_choice": ("none", "auto"),
     "tools": ([],),
 }
-UNSUPPORTED_IN_MESSAGE: Mapping[str, tuple[object, ...]] = {
-    "audio": (),
-    "refusal": ("",),
-}
 
 if TYPE_CHECKING:
     Refused = ConstraintFields
-    RefusedInMessage = Struct
-else:  # the tables declare the fields, so that each is named once
+else:  # the table declares the fields, so that each is named once
     Refused = defstruct(
         "Refused",
         [(name, Any, None) for name in UNSUPPORTED],
         bases=(ConstraintFields,),
         frozen=True,
         kw_only=True,
-    )
-    RefusedInMessage = defstruct(
-        "RefusedInMessage", [(name, Any, None) for name in UNSUPPORTED_IN_MESSAGE], frozen=True, kw_only=True
     )
 
 
@@ -144,7 +133,7 @@ class GenerationBody(Refused, frozen=True, kw_only=True):
     skip_special_tokens: bool | None = None
 
     def __post_init__(self) -> None:
-        _refuse_unsupported(self, UNSUPPORTED)
+        refuse_unsupported(self, UNSUPPORTED)
         check_prompt_limit(self.truncate_prompt_tokens)
         if self.logprobs_mode is not None:
             require_choice(self.logprobs_mode, tuple(LogprobsMode), "logprobs_mode")
@@ -246,7 +235,7 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _refuse_unsupported(self, UNSUPPORTED_IN_COMPLETIONS)
+        refuse_unsupported(self, UNSUPPORTED_IN_COMPLETIONS)
         check_texts(self.prompt, "prompt")
         if self.max_tokens == 0 and not self.echo:
             raise BadRequest("'max_tokens' must be at least 1, or 0 when 'echo' is true.", param="max_tokens")
@@ -284,62 +273,6 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True):
         return self.echo is True
 
 
-class ContentPart(Struct, frozen=True):
-    type: str
-    text: str | None = None
-
-
-class Message(RefusedInMessage, frozen=True, kw_only=True):
-    role: str
-    content: str | list[ContentPart] | None = None
-    name: str | None = None
-    tool_call_id: str | None = None
-    tool_calls: list[ToolCall] | None = None
-    function_call: CalledFunction | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-
-    @property
-    def calls(self) -> list[ToolCall]:
-        """The calls of tools that it made."""
-        return [ToolCall(self.function_call)] if self.function_call else self.tool_calls or []
-
-    def check(self, path: str) -> None:
-        require_choice(self.role, ROLES, f"{path}.role")
-        _refuse_unsupported(self, UNSUPPORTED_IN_MESSAGE, f"{path}.")
-        if self.role == "tool" and self.tool_call_id is None:
-            raise missing(f"{path}.tool_call_id")
-        if self.calls and self.role != "assistant":
-            raise BadRequest(
-                f"Only an assistant's message can have calls, not '{path}.tool_calls'.",
-                param=f"{path}.tool_calls",
-            )
-        check_calls(self.calls, f"{path}.tool_calls")
-        if self.content is None and self.role != "assistant":
-            raise missing(f"{path}.content")
-        if isinstance(self.content, list):
-            for number, part in enumerate(self.content):
-                require_choice(part.type, ("text",), f"{path}.content[{number}].type")
-                if part.text is None:
-                    raise missing(f"{path}.content[{number}].text")
-
-    def to_template(self) -> dict[str, Any]:
-        """The message as chat templates expect it: content parts joined, arguments of calls parsed."""
-        if isinstance(self.content, list):
-            text = "".join(part.text or "" for part in self.content)
-        else:
-            text = self.content or ""
-        fields = {
-            "role": self.role,
-            "content": text,
-            "name": self.name,
-            "tool_call_id": self.tool_call_id,
-            "reasoning_content": self.reasoning if self.reasoning_content is None else self.reasoning_content,
-            "tool_calls": [call.to_template() for call in self.calls] or None,
-        }
-        return {name: value for name, value in fields.items() if value is not None}
-
-
 class ChatBody(GenerationBody, frozen=True, kw_only=True):
     """The body of /v1/chat/completions."""
 
@@ -365,7 +298,7 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _refuse_unsupported(self, UNSUPPORTED_IN_CHAT)
+        refuse_unsupported(self, UNSUPPORTED_IN_CHAT)
         for number, message in enumerate(self.messages):
             message.check(f"messages[{number}]")
         self.find_tools()
@@ -401,24 +334,9 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-def require_choice(value: str, choices: tuple[str, ...], param: str) -> None:
-    if value not in choices:
-        wanted = ", ".join(f"'{choice}'" for choice in choices)
-        raise BadRequest(
-            f"Invalid value for '{param}': '{value[:64]}'. Supported values are: {wanted}.", param=param
-        )
-
-
 def check_prompt_limit(limit: int | None) -> None:
     if limit == 0:
         raise BadRequest(
             "'truncate_prompt_tokens' must be at least 1, or -1 for as many as fit.",
             param="truncate_prompt_tokens",
         )
-
-
-def _refuse_unsupported(record: Struct, table: Mapping[str, tuple[object, ...]], path: str = "") -> None:
-    for name, harmless in table.items():
-        value = getattr(record, name)
-        if value is not None and value not in harmless:
-            raise unsupported(f"{path}{name}")

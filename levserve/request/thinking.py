@@ -10,7 +10,8 @@ from typing import Any
 
 from levserve.engine.served_model import ServedModel
 from levserve.errors import BadRequest
-from levserve.request.schema import ChatBody, GenerationBody, require_choice
+from levserve.request.decode import require_choice
+from levserve.request.schema import ChatBody, GenerationBody
 from levserve.schedule.constraint import Constraint
 from levserve.text.parts import PartReader
 from levserve.text.reasoning import Begun, Reasoning

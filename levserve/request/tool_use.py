@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from levserve.engine.served_model import ServedModel
-from levserve.request.schema import ChatBody, GenerationBody, Message
+from levserve.request.chat_message import Message
+from levserve.request.schema import ChatBody, GenerationBody
 from levserve.schedule.constraint import Constraint
 from levserve.text.grammar import Grammars
 from levserve.text.parts import PartReader

@@ -8,7 +8,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 from flask import request
 
 from levserve.errors import BadRequest
-from levserve.request.schema import require_choice
+from levserve.request.decode import require_choice
 
 
 class HasId(Protocol):

@@ -14,8 +14,8 @@ from msgspec import Meta, Struct
 
 from levserve.engine.served_model import ServedModel
 from levserve.errors import BadRequest
+from levserve.request.chat_message import Message
 from levserve.request.decode import missing, unsupported
-from levserve.request.schema import Message
 from levserve.request.submission import check_token_ids
 from levserve.request.tool_fields import FunctionTool, find_tools
 from levserve.request.tool_use import make_conversation

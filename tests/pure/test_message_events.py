@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from levserve.engine.stream import TokenStream
 from levserve.errors import ServeError
 from levserve.generation import Choice, Delta, Deltas, join_parts
-from levserve.request.schema import ChatBody, Message
+from levserve.request.chat_message import Message
+from levserve.request.schema import ChatBody
 from levserve.schedule.request import FinishReason, TokenBatch
 from levserve.text.parts import CallArguments, CallStart, Content, Part, Thought
 from levserve.text.stops import StopStrings

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from levserve.answers.answer import ChatAnswer
 from levserve.engine.stream import TokenStream
 from levserve.generation import Choice, Deltas
-from levserve.request.schema import ChatBody, Message
+from levserve.request.chat_message import Message
+from levserve.request.schema import ChatBody
 from levserve.schedule.request import FinishReason, TokenBatch
 from levserve.text.detokenizer import Detokenizer, Spelling
 from levserve.text.stops import StopStrings

@@ -9,7 +9,7 @@ from msgspec import Meta, Struct
 
 from levserve.batch.endpoints import ENDPOINTS
 from levserve.errors import BadRequest
-from levserve.request.schema import require_choice
+from levserve.request.decode import require_choice
 
 MAX_METADATA = 16
 SECONDS_OF = {"h": 3600, "d": 86400}

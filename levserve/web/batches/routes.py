@@ -9,8 +9,7 @@ from gunicorn.http.errors import NoMoreData, ParseException
 from werkzeug.exceptions import UnsupportedMediaType
 
 from levserve.errors import BadRequest, Conflict, NotFound
-from levserve.request.decode import decode, missing
-from levserve.request.schema import require_choice
+from levserve.request.decode import decode, missing, require_choice
 from levserve.settings.settings import Settings
 from levserve.web.auth import key_owner
 from levserve.web.batches.files import FileStore

@@ -12,7 +12,7 @@ from typing import Any
 from msgspec import Struct
 
 from levserve.errors import BadRequest
-from levserve.request.schema import require_choice
+from levserve.request.decode import require_choice
 from levserve.request.tool_fields import check_name
 
 ROLES = ("user", "assistant", "system")

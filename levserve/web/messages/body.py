@@ -13,8 +13,8 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct
 
 from levserve.errors import BadRequest
-from levserve.request.decode import missing, unsupported
-from levserve.request.schema import MAX_STOPS, Count, StopString, require_choice
+from levserve.request.decode import missing, require_choice, unsupported
+from levserve.request.schema import MAX_STOPS, Count, StopString
 from levserve.request.tool_fields import check_name
 from levserve.web.messages.blocks import InputMessage, TextBlock, check_results
 

@@ -8,8 +8,9 @@ from typing import Any
 import msgspec
 from msgspec import structs
 
+from levserve.request.chat_message import Message
 from levserve.request.constraint import NamedSchema, ResponseFormat
-from levserve.request.schema import ChatBody, Message
+from levserve.request.schema import ChatBody
 from levserve.request.tool_fields import CalledFunction, Function, FunctionTool, ToolCall
 from levserve.web.messages.blocks import (
     InputMessage,

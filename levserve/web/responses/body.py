@@ -13,7 +13,7 @@ from msgspec import Meta, Struct, defstruct
 
 from levserve.errors import BadRequest
 from levserve.request.constraint import NamedSchema, ResponseFormat
-from levserve.request.decode import missing, unsupported
+from levserve.request.decode import missing, require_choice, unsupported
 from levserve.request.schema import (
     MAX_STOPS,
     ChatBody,
@@ -24,7 +24,6 @@ from levserve.request.schema import (
     Seconds,
     StopString,
     StreamOptions,
-    require_choice,
 )
 from levserve.request.tool_fields import Function, FunctionTool
 from levserve.web.responses.field_names import response_names

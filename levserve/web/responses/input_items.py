@@ -11,8 +11,7 @@ from collections.abc import Iterable, Sequence
 from msgspec import Struct, structs
 
 from levserve.errors import BadRequest
-from levserve.request.decode import missing
-from levserve.request.schema import require_choice
+from levserve.request.decode import missing, require_choice
 from levserve.request.tool_fields import check_name, parse_arguments
 
 ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from levserve.request.schema import Message
+from levserve.request.chat_message import Message
 from levserve.request.tool_fields import CalledFunction, ToolCall
 from levserve.web.responses.input_items import InputItem
 
