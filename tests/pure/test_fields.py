@@ -122,6 +122,7 @@ VALUES: dict[str, dict[str, Any]] = {
         "continuations": [" t19"],
         "model": "other",
         "details": True,
+        "mode": "one_pass",
         "return_token_ids": True,
         "timeout": 1000,
         "priority": 1,
