@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType, structs
@@ -43,7 +43,6 @@ MAX_OWN_PRIORITY = 1000
 """A line's own priority orders it among others of its kind; it never lifts a batch above live requests."""
 
 Body = ChatBody | CompletionBody | EmbeddingBody | ScoreBody
-AnyBody = TypeVar("AnyBody", bound=Struct)
 Gathered = Sequence[Sequence[Delta]]
 """What each sequence of a part gained."""
 

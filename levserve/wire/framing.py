@@ -7,6 +7,8 @@ that this file cannot make sense of go to the parser at once, to be refused, and
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import tempfile
 from dataclasses import dataclass
@@ -137,8 +139,8 @@ class RequestBuffer:
         assert self._upload is not None
         self._num_uploaded += len(data)
         try:
-            if self._upload_error is None:
-                self._upload.write(data)
+            if self._upload_error is None and self._upload.write(data) != len(data):
+                self._upload_error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             self._upload_error = error
 

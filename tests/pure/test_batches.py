@@ -399,7 +399,7 @@ def test_files_go_when_they_have_expired_but_not_while_a_batch_reads_them(tmp_pa
                 assert clocked.files.path_of(input_id).exists()
             wait_until(lambda: clocked.get(batch_id).status == "expired")
             clocked.now += 40 * 86400
-            assert clocked.files.list("me") == [] and clocked.batches.list("me") == []
+            assert clocked.files.owned_by("me") == [] and clocked.batches.owned_by("me") == []
             assert list((tmp_path / "batches").iterdir()) == []
         finally:
             clocked.worker.close()

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO
 
 import msgspec
 
@@ -54,7 +54,7 @@ class FileStore:
         return self._folder / file_id
 
     def create(
-        self, stream: BinaryIO, filename: str, purpose: str, owner: str, seconds: int | None = None
+        self, stream: IO[bytes], filename: str, purpose: str, owner: str, seconds: int | None = None
     ) -> FileObject:
         """Keeps what the stream holds. Raises `BodyTooLarge`, and `BadRequest` where there is no room."""
         self.purge()
@@ -99,7 +99,7 @@ class FileStore:
             stored = self._records.get(file_id)
         return stored.file if stored is not None and stored.owner == owner else None
 
-    def list(self, owner: str) -> list[FileObject]:
+    def owned_by(self, owner: str) -> list[FileObject]:
         """From the oldest to the newest."""
         self.purge()
         with self._lock:

@@ -46,7 +46,7 @@ def files_routes(files: FileStore, batches: BatchStore, cors: Cors) -> Blueprint
     @routes.get("/v1/files")
     def list_files() -> Response:
         purpose = request.args.get("purpose")
-        found = [one for one in files.list(key_owner()) if purpose in (None, one.purpose)]
+        found = [one for one in files.owned_by(key_owner()) if purpose in (None, one.purpose)]
         page = take_page(found, default_limit=MAX_FILES_LISTED, max_limit=MAX_FILES_LISTED)
         return json_response(FileList(page.items, page.first_id, page.last_id, page.has_more))
 
@@ -105,7 +105,7 @@ def batches_routes(
 
     @routes.get("/v1/batches")
     def list_batches() -> Response:
-        found = batches.list(key_owner())
+        found = batches.owned_by(key_owner())
         page = take_page(found, default_limit=DEFAULT_BATCHES_LISTED, max_limit=MAX_BATCHES_LISTED)
         return json_response(BatchList(page.items, page.first_id, page.last_id, page.has_more))
 
@@ -144,7 +144,7 @@ def _upload(files: FileStore) -> FileObject:
         raise missing("purpose")
     require_choice(purpose, (PURPOSE,), "purpose")
     seconds = _expiry(form.get("expires_after[seconds]"), form.get("expires_after[anchor]"))
-    return files.create(upload.stream, upload.filename or "file", purpose, key_owner(), seconds)  # type: ignore[arg-type]
+    return files.create(upload.stream, upload.filename or "file", purpose, key_owner(), seconds)
 
 
 def _expiry(seconds: str | None, anchor: str | None) -> int | None:

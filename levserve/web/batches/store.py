@@ -76,7 +76,7 @@ class BatchStore:
         with self._lock:
             return self._records.get(batch_id)
 
-    def list(self, owner: str) -> list[BatchObject]:
+    def owned_by(self, owner: str) -> list[BatchObject]:
         """From the oldest to the newest."""
         self._purge()
         with self._lock:
