@@ -51,7 +51,8 @@ class TextShape(NamedTuple):
 
     def __str__(self) -> str:
         if self.length:
-            return f"{self.task} of {self.rows} texts of {self.length} tokens"
+            texts = "1 text" if self.rows == 1 else f"{self.rows} texts"
+            return f"{self.task} of {texts} of {self.length} tokens"
         return f"{self.mode} {self.task} of {self.rows} rows"
 
 
