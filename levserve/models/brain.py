@@ -23,17 +23,11 @@ from levserve.models.checks import check_host_memory, check_same_model, sum_byte
 from levserve.observe.metrics import Metrics
 from levserve.schedule.whole_text import WholeTextScheduler, WorkBudget
 from levserve.settings.settings import Settings
+from levserve.text.chat import LAST_USER_MESSAGE
 from levserve.weights.brain_arrays import read_brain_arrays
 from levserve.weights.brain_config import read_brain_config
 from levserve.weights.brain_folder import find_brain
 from levserve.weights.model_files import ModelFiles
-
-LAST_USER_MESSAGE = (
-    "{% set users = messages | selectattr('role', 'equalto', 'user') | list %}"
-    "{% if not users %}{{ raise_exception('there is no message of a user') }}{% endif %}"
-    "{{ users[-1].content }}"
-)
-"""What AI-OS gives a brain of a conversation: the text of the user's last message, and nothing else."""
 
 
 @dataclass(frozen=True, slots=True)

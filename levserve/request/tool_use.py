@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from levserve.engine.served_model import ServedModel
+from levserve.errors import BadRequest
 from levserve.request.chat_message import Message
 from levserve.request.schema import ChatBody, GenerationBody
 from levserve.schedule.constraint import Constraint
+from levserve.text.chat import LAST_USER_MESSAGE
 from levserve.text.grammar import Grammars
 from levserve.text.parts import PartReader
 from levserve.text.tools.history import to_template
@@ -75,6 +77,12 @@ def make_conversation(
     """The messages and tools as the model's template takes them."""
     history = model.tools.history
     tools = () if asked is None else asked.tools
+    if tools and model.tokenizer.chat_template == LAST_USER_MESSAGE:
+        raise BadRequest(
+            "This model has no chat template and reads the last user message alone, so it cannot be told of "
+            "tools.",
+            param="tools",
+        )
     kwargs = dict(template_kwargs or {})
     named = history.template_tools(tools)
     if named is not None:

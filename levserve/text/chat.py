@@ -28,6 +28,13 @@ _LLAMA3_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
 )
 
+LAST_USER_MESSAGE = (
+    "{% set users = messages | selectattr('role', 'equalto', 'user') | list %}"
+    "{% if not users %}{{ raise_exception('there is no message of a user') }}{% endif %}"
+    "{{ users[-1].content }}"
+)
+"""What AI-OS gives a brain of a conversation: the text of the user's last message, and nothing else."""
+
 NO_TEMPLATE = (
     "This model has no chat template, so it cannot answer messages: send a prompt to /v1/completions, "
     "or start the server with --chat-template FILE."
