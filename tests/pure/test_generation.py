@@ -148,7 +148,12 @@ def test_an_echo_waits_for_the_prompts_scores_and_comes_with_the_first_token() -
     ]
     deltas, _ = run(batches, [choice(num_logprobs=0, echo=ECHO)])
     assert deltas[0][1] == Delta(
-        "t7 t8 t9", (7, 8, 9), (None, TokenLogprob(-3.0), TokenLogprob(-0.5)), None, (0, 2, 5)
+        "t7 t8 t9",
+        (7, 8, 9),
+        (None, TokenLogprob(-3.0), TokenLogprob(-0.5)),
+        None,
+        (0, 2, 5),
+        num_echoed=2,
     )
     assert len(deltas) == 2 and deltas[1][1].text == ""
 
