@@ -33,8 +33,9 @@ class Sampled(NamedTuple):
 class Committer:
     """Commits what rounds sampled to the sequences in seats, round by round in the order of dispatch."""
 
-    def __init__(self, seats: Seats) -> None:
+    def __init__(self, seats: Seats, *, jumps_delay_others: bool = True) -> None:
         self._seats = seats
+        self._jumps_delay_others = jumps_delay_others
         self._tainted: list[int] = []
         self._num_misfits = 0
         self._num_forced = 0
@@ -116,9 +117,12 @@ class Committer:
     def _jump(self, sequence: Sequence) -> list[int]:
         """Appends the tokens that must follow, to be prefilled rather than drawn one at a time.
 
-        Not while drawn tokens are in flight, which are mostly the same, nor if that takes pages from others.
+        Not while drawn tokens are in flight, which are mostly the same, nor if that takes pages from others
+        or lets sequences without a constraint wait for a prefill.
         """
         if sequence.num_pending or not sequence.is_primed or not sequence.may_jump:
+            return []
+        if self._jumps_delay_others and any(other.matcher is None for other in self._seats.running):
             return []
         assert sequence.matcher is not None
         forced = list(sequence.matcher.forced())[: sequence.max_length - len(sequence.tokens) - 1]

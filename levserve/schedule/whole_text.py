@@ -82,7 +82,7 @@ class WholeTextScheduler:
     def __init__(self, budget: WorkBudget) -> None:
         self.budget = budget
         self._seats = Seats(budget.num_slots)
-        self._committer = Committer(self._seats)
+        self._committer = Committer(self._seats, jumps_delay_others=False)
         self._turn = 0
         self._rest = Rest()
 

@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -249,3 +250,19 @@ def test_the_text_is_the_same_in_any_company_with_any_rounds_and_after_preemptio
         assert server.outputs[request.request_id] == tokens
         assert server.finishes[request.request_id] == [finish]
     assert server.scheduler.pool.num_held == 0
+
+
+@pytest.mark.parametrize(("has_company", "is_jumped"), [(False, True), (True, False)])
+def test_forced_tokens_are_prefilled_only_where_no_free_sequence_waits_for_that(
+    has_company: bool, is_jumped: bool
+) -> None:
+    server = make_server()
+    rule = ToyConstraint(tuple(frozenset((token + 1,)) for token in range(NUM_STATES)), None)
+    held = GenerationRequest("held", (3, 4), 12, Sampling(seed=1), constraint=rule)
+    server.submit(held)
+    if has_company:
+        server.submit(GenerationRequest("free", (5, 6), 40, Sampling(seed=2)))
+    server.run()
+    _, num_forced = server.scheduler.take_constraint_counts()
+    assert bool(num_forced) is is_jumped
+    assert server.outputs["held"] == expected(held)[0]
