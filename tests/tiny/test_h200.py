@@ -50,8 +50,9 @@ LAYER_KERNELS = {FEW: 12, MANY: 9, MOST: 8, DRAWN: 9, ANYHOW: 12, PREFILL: 9, QU
 """Four products, attention, two norms, the gated activation; in prefill one that turns queries and keys and writes to the cache. Up to
 64 rows one that merges attention's splits; with few a sum for the residual stream, which larger products have in them, and one of a
 product's parts."""
-OTHER_KERNELS = {FEW: 11, MANY: 11, MOST: 11, DRAWN: 10, ANYHOW: 17, PREFILL: 25, QUIET: 17}
-"""Without those of what a row may ask for. In full mode two of them look up whether a mask allows the token."""
+OTHER_KERNELS = {FEW: 11, MANY: 11, MOST: 11, DRAWN: 11, ANYHOW: 17, PREFILL: 25, QUIET: 17}
+"""Without those of what a row may ask for. Where tokens are drawn, one of them finds the mask of each row; in full mode two look up
+whether it allows the token."""
 WORKSPACE_BYTES = 4 << 20
 """Of the library for large products."""
 
