@@ -34,12 +34,20 @@ def logprobs(entries: list[Any]) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("name", "context"), [("hrm-tiny-dense-pt", 64), ("hrm-tiny-odd", 40), ("hrm-wide-recipe", 64)]
+    ("name", "context"),
+    [
+        ("hrm-tiny-dense-pt", 64),
+        ("hrm-tiny-odd", 40),
+        ("hrm-tiny-bare-fp16", 64),
+        ("hrm-tiny-trained", 64),
+        ("hrm-wide-recipe", 64),
+    ],
 )
 def test_a_brain_served_in_one_batch_matches_its_reference(name: str, context: int) -> None:
-    """The other folders differ from these in what is read, not in what is computed; see `test_hrm.py`."""
+    """With the folder of the tests below, these are all. Where none is said, the context would be 2,048."""
     cases = brain_cases(name)
-    flags = ("--max-seq-len", str(context)) if name == "hrm-wide-recipe" else ()
+    is_said = name not in ("hrm-wide-recipe", "hrm-tiny-bare-fp16")
+    flags = () if is_said else ("--max-seq-len", str(context))
     with running_engine(brain_folder(name), *flags) as running:
         assert running.loaded.model.max_seq_len == context
         answers = running.run(
