@@ -19,11 +19,14 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, TypeVar
 
 import jax
+import jax.numpy as jnp
 
 from levserve.device.compile_events import listen
 from levserve.device.malloc import trim_malloc
 from levserve.device.program_cache import find_program, keep_program
+from levserve.device.sampling import set_memory
 from levserve.model.backend import CompilerOptions
+from levserve.model.sampler import Memory
 from levserve.observe.metrics import Metrics
 from levserve.observe.threads import COMPILER_THREAD
 
@@ -123,6 +126,13 @@ class ProgramSet(ABC, Generic[ShapeT]):
             return self._cold.get_nowait()
         except queue.Empty:
             return None
+
+    def set_memory(self, memory: Memory) -> Callable[..., Memory]:
+        """The program that gives a slot the tokens and logit edits of its sequence."""
+        of_slot = [jax.ShapeDtypeStruct(array.shape[1:], array.dtype) for array in memory]
+        lowered = jax.jit(set_memory, donate_argnums=0).lower
+        number = jax.ShapeDtypeStruct((), jnp.int32)
+        return self._get("set memory", lambda: lowered(jax.tree.map(aval, memory), number, *of_slot))
 
     def __getitem__(self, shape: ShapeT) -> Callable[..., Any]:
         return self._ready[shape]

@@ -29,10 +29,10 @@ from levserve.device.rounds import (
     set_masks,
     verify_round,
 )
-from levserve.device.sampling import SlotMasks, set_memory
+from levserve.device.sampling import SlotMasks
 from levserve.device.sizing import Sizes
 from levserve.model.backend import CompilerOptions
-from levserve.model.sampler import MAX_EDITS, Memory, Mode
+from levserve.model.sampler import Mode
 from levserve.observe.metrics import Metrics
 
 MODES = (Mode.GREEDY, Mode.PLAIN, Mode.FULL)
@@ -145,16 +145,6 @@ class Programs(ProgramSet[Shape]):
     def max_verified(self) -> int:
         """Rows whose drafts can be verified together; 0 until such a program is ready."""
         return max((shape.size for shape in self._ready.copy() if shape.is_verify), default=0)
-
-    def set_memory(self) -> Callable[..., Memory]:
-        """The program that gives a row the tokens and logit edits of its sequence."""
-        memory = self._state.memory
-        slot = jax.ShapeDtypeStruct((), jnp.int32)
-        history = jax.ShapeDtypeStruct((memory.history.shape[1],), jnp.int32)
-        ids = until = jax.ShapeDtypeStruct((MAX_EDITS,), jnp.int32)
-        values = jax.ShapeDtypeStruct((MAX_EDITS,), jnp.float32)
-        jitted = jax.jit(set_memory, donate_argnums=0)
-        return self._get("set memory", lambda: jitted.lower(memory, slot, history, ids, values, until))
 
     def set_masks(self, rows: int) -> Callable[..., tuple[SlotMasks, jax.Array]]:
         """The program that holds the next draws of so many rows to masks."""

@@ -6,7 +6,6 @@ host plans the next one and delivers the tokens of the one before.
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -19,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from levserve.device.in_flight import InFlightRound, PrefillRow
+from levserve.device.model_runner import ModelRunner, mask_rows
 from levserve.device.packing import SlotTable, pack_masks, pack_memory
 from levserve.device.programs import Programs, Shape
 from levserve.device.rounds import Arrays, ChunkOutput, Skeleton, State
@@ -37,21 +37,17 @@ TRY_TOKENS = 32
 """Timed runs of the first prefill program, and the tokens of each; the quickest run counts."""
 
 
-class Runner:
-    """Owns the weights and every array that changes on the device."""
+class Runner(ModelRunner[Shape, Programs, State]):
+    """Of models with a KV cache."""
 
     def __init__(self, model: Decoder, sizes: Sizes, storage: jnp.dtype, metrics: Metrics) -> None:
         leaves, tree = jax.tree.flatten(model)
-        self._leaves: Arrays = tuple(leaves)
-        self._state = make_state(model, sizes, storage)
+        state = make_state(model, sizes, storage)
+        skeleton = Skeleton(tree, sizes.table_width, model.backend)
+        super().__init__(tuple(leaves), state, Programs(tuple(leaves), state, skeleton, sizes, metrics))
         self._slots = SlotTable(sizes.rows, sizes.table_width)
         self._sizes = sizes
         self._traits = model.backend.traits
-        self.programs = Programs(
-            self._leaves, self._state, Skeleton(tree, sizes.table_width, model.backend), sizes, metrics
-        )
-        self.prefill_token_seconds = math.inf
-        """Seconds a prompt's token takes in the fastest prefill program, by the timed runs."""
         self._set_memory: Callable[..., Memory] | None = None
         self._set_masks: dict[int, Callable[..., tuple[SlotMasks, jax.Array]]] = {}
         self._fork_slot: Callable[[State, object], State] | None = None
@@ -60,7 +56,7 @@ class Runner:
     def warm_up(self, report: Callable[[str], None]) -> None:
         """Compiles and runs the first programs."""
         self.programs.compile_first(report)
-        self._set_memory = self.programs.set_memory()
+        self._set_memory = self.programs.set_memory(self._state.memory)
         self._set_masks = {rows: self.programs.set_masks(rows) for rows in mask_rows(self._sizes.rows)}
         self._fork_slot = self.programs.fork_slot()
         self._fill_pages = self.programs.fill_pages()
@@ -68,25 +64,6 @@ class Runner:
         first = self.programs.first_shapes
         for shape in (*first, *[first[0]] * TRIES):
             self._warm(shape, TRY_TOKENS)  # writes to pages, which no sequence holds yet
-
-    def swap(self, leaves: Seq[jax.Array]) -> None:
-        """Replaces the weights by those on the host, array by array: there is no room for two sets."""
-        served = list(self._leaves)
-        self._leaves = ()
-        self._leaves = swap_leaves(served, leaves)
-
-    def free(self) -> None:
-        """Frees its memory on the device. No round may be in flight, and it cannot be used any more."""
-        self.programs.stop()
-        for leaf in jax.tree.leaves((self._leaves, self._state)):
-            leaf.delete()
-        self._leaves = ()
-
-    def warm_one(self) -> None:
-        """Gives one program its first run; called when there is nothing else to do."""
-        shape = self.programs.next_cold()
-        if shape is not None:
-            self._warm(shape)
 
     def dispatch(self, plan: RoundPlan, *, may_mix: bool = False) -> InFlightRound:
         """Starts a planned round behind what the device is doing; `may_mix` allows one program for all."""
@@ -258,20 +235,6 @@ def make_state(model: Decoder, sizes: Sizes, storage: jnp.dtype) -> State:
         make_memory(sizes.rows, sizes.max_seq_len),
         make_masks(sizes.rows, model.config.vocab_size),
     )
-
-
-def swap_leaves(served: list[jax.Array], leaves: Seq[jax.Array]) -> Arrays:
-    """Replaces weights by those on the host, one array after another, so that each frees its memory."""
-    for old, new in zip(served, leaves, strict=True):
-        assert (old.shape, old.dtype) == (new.shape, new.dtype)
-    for index, leaf in enumerate(leaves):
-        served[index] = jax.device_put(leaf, served[index].sharding).block_until_ready()
-    return tuple(served)
-
-
-def mask_rows(rows: int) -> list[int]:
-    """The sizes of the programs that set masks."""
-    return sorted({min(size, rows) for size in (1, 8, rows)})
 
 
 def _is_sample_only(chunk: Chunk) -> bool:

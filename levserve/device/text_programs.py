@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from levserve.device.packing import NUM_COLUMNS
 from levserve.device.program_set import ProgramSet, aval
 from levserve.device.programs import MODES, WELL_FILLED
-from levserve.device.sampling import SlotMasks, hold_slots, set_memory
+from levserve.device.sampling import SlotMasks, hold_slots
 from levserve.device.text_rounds import (
     TOKENS,
     Arrays,
@@ -30,7 +30,7 @@ from levserve.device.text_rounds import (
 )
 from levserve.device.text_sizing import TextSizes
 from levserve.model.backend import CompilerOptions
-from levserve.model.sampler import MAX_EDITS, Memory, Mode
+from levserve.model.sampler import Mode
 from levserve.observe.metrics import Metrics
 
 
@@ -118,16 +118,6 @@ class TextPrograms(ProgramSet[TextShape]):
         shapes = [shape for shape in self._ready.copy() if shape.task is Task.DRAW and shape.mode in able]
         ready = sorted(shapes, key=lambda shape: (shape.rows, shape.mode != mode))
         return next((shape for shape in ready if shape.rows >= num_rows), ready[-1])
-
-    def set_memory(self) -> Callable[..., Memory]:
-        """The program that gives a row the tokens and logit edits of its sequence."""
-        memory = self._state.memory
-        slot = jax.ShapeDtypeStruct((), jnp.int32)
-        history = jax.ShapeDtypeStruct((memory.history.shape[1],), jnp.int32)
-        ids = until = jax.ShapeDtypeStruct((MAX_EDITS,), jnp.int32)
-        values = jax.ShapeDtypeStruct((MAX_EDITS,), jnp.float32)
-        jitted = jax.jit(set_memory, donate_argnums=0)
-        return self._get("set memory", lambda: jitted.lower(memory, slot, history, ids, values, until))
 
     def hold_slots(self, rows: int) -> Callable[..., SlotMasks]:
         """The program that holds the next draws of so many rows to masks."""

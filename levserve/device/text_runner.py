@@ -5,7 +5,6 @@ Belongs to the device thread. Dispatching returns at once.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -16,13 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from levserve.device.model_runner import ModelRunner, mask_rows
 from levserve.device.packing import SlotTable, pack_masks, pack_memory
 from levserve.device.rules import Ints, needs_memory
-from levserve.device.runner import mask_rows, swap_leaves
 from levserve.device.sampling import SlotMasks, make_masks, make_memory
 from levserve.device.text_in_flight import Cell, ChunkCells, TextRound
 from levserve.device.text_programs import Task, TextPrograms, TextShape
-from levserve.device.text_rounds import LENGTH, TARGET, TOKENS, Arrays, TextSkeleton, TextState
+from levserve.device.text_rounds import LENGTH, TARGET, TOKENS, TextSkeleton, TextState
 from levserve.device.text_sizing import TextSizes
 from levserve.model.backend import Backend
 from levserve.model.sampler import Memory
@@ -52,54 +51,33 @@ class _Uses:
     pooled: list[ChunkCells] = field(default_factory=list)
 
 
-class TextRunner:
-    """Owns the weights and every array that changes on the device."""
+class TextRunner(ModelRunner[TextShape, TextPrograms, TextState]):
+    """Of models that compute whole texts."""
 
     def __init__(
         self, model: eqx.Module, backend: Backend, vocab_size: int, sizes: TextSizes, metrics: Metrics
     ) -> None:
         leaves, tree = jax.tree.flatten(model)
-        self._leaves: Arrays = tuple(leaves)
-        self._state = TextState(
+        state = TextState(
             jnp.zeros((sizes.rows, vocab_size), jnp.float32),
             make_memory(sizes.rows, sizes.max_seq_len),
             make_masks(sizes.rows, vocab_size),
         )
+        programs = TextPrograms(tuple(leaves), state, TextSkeleton(tree, backend), sizes, metrics)
+        super().__init__(tuple(leaves), state, programs)
         self._slots = SlotTable(sizes.rows, 0)
         self._sizes = sizes
         self._traits = backend.traits
-        self.programs = TextPrograms(self._leaves, self._state, TextSkeleton(tree, backend), sizes, metrics)
-        self.prefill_token_seconds = math.inf
-        """Seconds that a token of a text takes in the fastest program for one text, by the timed runs."""
         self._set_memory: Callable[..., Memory] | None = None
         self._hold_slots: dict[int, Callable[..., SlotMasks]] = {}
 
     def warm_up(self, report: Callable[[str], None]) -> None:
         """Compiles and runs the first programs, and times them."""
         self.programs.compile_first(report)
-        self._set_memory = self.programs.set_memory()
+        self._set_memory = self.programs.set_memory(self._state.memory)
         self._hold_slots = {rows: self.programs.hold_slots(rows) for rows in mask_rows(self._sizes.rows)}
         report("warming up")
         for shape in self.programs.first_shapes:
-            self._warm(shape)
-
-    def swap(self, leaves: Seq[jax.Array]) -> None:
-        """Replaces the weights by those on the host, array by array: there is no room for two sets."""
-        served = list(self._leaves)
-        self._leaves = ()
-        self._leaves = swap_leaves(served, leaves)
-
-    def free(self) -> None:
-        """Frees its memory on the device. No round may be in flight, and it cannot be used any more."""
-        self.programs.stop()
-        for leaf in jax.tree.leaves((self._leaves, self._state)):
-            leaf.delete()
-        self._leaves = ()
-
-    def warm_one(self) -> None:
-        """Gives one program its first run; called when there is nothing else to do."""
-        shape = self.programs.next_cold()
-        if shape is not None:
             self._warm(shape)
 
     def dispatch(self, plan: RoundPlan, *, may_mix: bool = False) -> TextRound:

@@ -26,13 +26,13 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
-from levserve.schedule.background import Rest, is_resting, live_only
+from levserve.schedule.background import is_resting, live_only
 from levserve.schedule.budget import Budget
-from levserve.schedule.commit import Committer, Sampled
 from levserve.schedule.pace import Backlog
 from levserve.schedule.pages import PagePool
-from levserve.schedule.request import BACKGROUND, FinishReason, GenerationRequest
+from levserve.schedule.request import BACKGROUND, GenerationRequest
 from levserve.schedule.roster import Roster
+from levserve.schedule.seated import SeatedScheduler
 from levserve.schedule.sequence import Chunk, Fork, RoundPlan, Row, Sequence, SequenceUpdate
 from levserve.schedule.speculation import Drafter, Speculation
 
@@ -40,37 +40,20 @@ DEEP_TOKENS = 256
 """From this context on a prompt's token costs so much that a busy round may compute fewer of them."""
 
 
-class Scheduler:
-    """Every sequence that has been accepted and has not ended is either waiting or running.
-
-    `check` recomputes every page and slot from scratch and is cheap enough to call after each step of a test.
-    """
+class Scheduler(SeatedScheduler[Roster]):
+    """Of models with a KV cache."""
 
     def __init__(self, pool: PagePool, budget: Budget, speculation: Speculation | None = None) -> None:
         self.pool = pool
         self.budget = budget
         self.speculation = speculation
-        self._roster = Roster(pool, budget.num_slots)
-        self._committer = Committer(self._roster)
-        self._rest = Rest()
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._roster.waiting)
-
-    @property
-    def num_running(self) -> int:
-        return len(self._roster.running)
-
-    @property
-    def has_work(self) -> bool:
-        return self.num_waiting + self.num_running > 0
+        super().__init__(Roster(pool, budget.num_slots), jumps_delay_others=True)
 
     @property
     def is_speculating(self) -> bool:
         """Whether the next plan should draft; everything in flight must be read before."""
         return self.speculation is not None and self.speculation.pays(
-            sum(sequence.is_primed for sequence in self._active(self._roster.running))
+            sum(sequence.is_primed for sequence in self._active(self._seats.running))
         )
 
     @property
@@ -81,26 +64,21 @@ class Scheduler:
             return False
         return all(
             sequence.matcher is not None and not sequence.matcher.is_free
-            for sequence in self._active(self._roster.running)
+            for sequence in self._active(self._seats.running)
         )
 
     @property
     def num_streams(self) -> int:
         """Streams once the waiting sequences run too, as far as there are slots."""
-        sequences = (*self._roster.running, *self._roster.waiting)
+        sequences = (*self._seats.running, *self._seats.waiting)
         return min(sum(1 for _ in self._active(sequences)), self.budget.num_slots)
-
-    @property
-    def has_live_work(self) -> bool:
-        """Whether any sequence is not background work."""
-        return self._roster.has_live_work
 
     def backlog(self) -> Backlog:
         """Tokens still to compute if every sequence takes all it may; looks at each of them.
 
         Background work is not counted: no other work waits for it.
         """
-        sequences = [*live_only(self._roster.running), *live_only(self._roster.waiting)]
+        sequences = [*live_only(self._seats.running), *live_only(self._seats.waiting)]
         prefill = sum(
             len(sequence.tokens) - sequence.num_computed for sequence in sequences if not sequence.is_primed
         )
@@ -109,7 +87,7 @@ class Scheduler:
 
     def fits(self, request: GenerationRequest) -> bool:
         """Whether the request could run if it were alone."""
-        return self._roster.pages_for(len(request.prompt) + request.max_tokens) <= self.pool.num_pages
+        return self._seats.pages_for(len(request.prompt) + request.max_tokens) <= self.pool.num_pages
 
     def add(self, request: GenerationRequest) -> Sequence:
         """Puts a request that `fits` in the queue, behind all of its priority."""
@@ -118,19 +96,8 @@ class Scheduler:
         if self.speculation is not None and matcher is None:
             drafter = Drafter(self.speculation.num_draft)
         sequence = Sequence(request, list(request.prompt), matcher=matcher, drafter=drafter)
-        self._roster.add(sequence)
+        self._seats.add(sequence)
         return sequence
-
-    def end(self, request_id: str, finish: FinishReason) -> SequenceUpdate | None:
-        """Ends a sequence from outside; None when it has ended already."""
-        return self._roster.end(request_id, finish)
-
-    def end_all(self, finish: FinishReason) -> list[SequenceUpdate]:
-        return self._roster.end_all(finish)
-
-    def expire(self, now: float) -> list[SequenceUpdate]:
-        """Ends every sequence whose deadline has passed, waiting ones before they cost anything."""
-        return self._roster.expire(now)
 
     def plan(self, max_prefill: int | None = None) -> RoundPlan:
         """Chooses the next round's work and counts it as done, so that the round after can be planned before
@@ -138,48 +105,22 @@ class Scheduler:
 
         Beside running streams it prefills no more than the budget allows, and `max_prefill`.
         """
-        preempted = self._roster.make_way()
-        rests = is_resting(self._roster) and not self._rest.takes_turn()
+        preempted = self._seats.make_way()
+        rests = is_resting(self._seats) and not self._rest.takes_turn()
         plan = self._plan(max_prefill, preempted, rests=rests)
         if rests and plan.is_empty:  # the last tokens of live work are in flight
             return self._plan(max_prefill, preempted, rests=False)
         return plan
 
-    def commit(self, plan: RoundPlan, chunks: Seq[Sampled], rows: Seq[Sampled]) -> list[SequenceUpdate]:
-        """Takes what a planned round sampled, in the plan's order, and tells what each stream gained."""
-        return self.commit_chunks(plan, chunks) + self.commit_rows(plan, rows)
-
-    def commit_chunks(self, plan: RoundPlan, chunks: Seq[Sampled]) -> list[SequenceUpdate]:
-        """Commits the prompts alone; nothing else in the round depends on them."""
-        updates = [
-            self._committer.take_chunk(chunk, sampled)
-            for chunk, sampled in zip(plan.chunks, chunks, strict=True)
-        ]
-        return self._follow(updates)
-
-    def commit_rows(self, plan: RoundPlan, rows: Seq[Sampled]) -> list[SequenceUpdate]:
-        updates = [
-            self._committer.take_row(row, sampled) for row, sampled in zip(plan.rows, rows, strict=True)
-        ]
-        return self._follow(updates)
-
-    def take_constraint_counts(self) -> tuple[int, int]:
-        """Tokens that did not fit their constraint, and forced ones that were not drawn, since last time."""
-        return self._committer.take_constraint_counts()
-
     def forget_prefixes(self) -> None:
         """Called when the weights have changed: running sequences keep their KV, later ones compute anew."""
         self.pool.forget()
-        for sequence in self._roster.running:
+        for sequence in self._seats.running:
             sequence.is_stale = True
 
-    def check(self) -> None:
-        """Recomputes slots and pages from the sequences; raises AssertionError on the first difference."""
-        self._roster.check()
-
-    def _follow(self, updates: Seq[SequenceUpdate | None]) -> list[SequenceUpdate]:
+    def _gained(self, updates: Seq[SequenceUpdate | None]) -> list[SequenceUpdate]:
         """The updates that there are. Their new tokens show what drafts would have gained."""
-        gained = [update for update in updates if update is not None]
+        gained = super()._gained(updates)
         if self.speculation is not None:
             for sequence, batch in gained:
                 if batch.tokens and sequence.drafter is not None:
@@ -188,7 +129,7 @@ class Scheduler:
 
     def _active(self, sequences: Iterable[Sequence]) -> Iterable[Sequence]:
         """Those that do not rest; in one round of many all take part."""
-        return live_only(sequences) if is_resting(self._roster) else sequences
+        return live_only(sequences) if is_resting(self._seats) else sequences
 
     def _plan(
         self, max_prefill: int | None, preempted: list[tuple[Sequence, int]], *, rests: bool
@@ -212,7 +153,7 @@ class Scheduler:
         drafts = self._draft() if self.is_speculating else {}
         max_steps = 1 if drafts else self.budget.steps
         page_size = self.pool.page_size
-        for sequence in list(self._roster.running):
+        for sequence in list(self._seats.running):
             if rests and sequence.priority >= BACKGROUND:
                 break  # all after it are background work too
             if sequence.slot is None or not sequence.is_primed or sequence.is_verifying:
@@ -238,7 +179,7 @@ class Scheduler:
     def _draft(self) -> dict[str, tuple[int, ...]]:
         """Drafts for the sequences whose tokens are all known."""
         drafts = {}
-        for sequence in self._roster.running:
+        for sequence in self._seats.running:
             if sequence.is_primed and not sequence.num_pending and sequence.drafter is not None:
                 drafts[sequence.request.request_id] = sequence.drafter.propose(
                     sequence.tokens, sequence.max_length - sequence.length - 1
@@ -247,7 +188,7 @@ class Scheduler:
 
     def _with_draft(self, row: Row, draft: tuple[int, ...]) -> Row:
         """The row with its draft, if there are free pages for it: no sequence is preempted for a draft."""
-        missing = self._roster.pages_for(row.position + row.steps + len(draft)) - len(row.sequence.pages)
+        missing = self._seats.pages_for(row.position + row.steps + len(draft)) - len(row.sequence.pages)
         pages = self.pool.take(max(missing, 0)) if draft else None
         if pages is None:
             return row
@@ -258,12 +199,12 @@ class Scheduler:
     def _grow(self, sequence: Sequence, length: int, preempted: list[tuple[Sequence, int]]) -> bool:
         """Gives the sequence its missing pages for `length` positions, preempting the last; False if that is
         itself."""
-        missing = self._roster.pages_for(length) - len(sequence.pages)
+        missing = self._seats.pages_for(length) - len(sequence.pages)
         while (pages := self.pool.take(missing)) is None:
-            victim = self._roster.running.last()
+            victim = self._seats.running.last()
             assert victim is not None  # `sequence` runs
             preempted.append((victim, victim.num_computed))
-            self._roster.preempt(victim)
+            self._seats.preempt(victim)
             if victim is sequence:
                 return False
         sequence.pages += pages
@@ -280,17 +221,17 @@ class Scheduler:
         """
         sizes, overhead = self.budget.chunk_sizes, self.budget.chunk_overhead
         chunks: list[Chunk] = []
-        running = live_only(self._roster.running) if rests else self._roster.running
+        running = live_only(self._seats.running) if rests else self._seats.running
         prefilling = [sequence for sequence in running if not sequence.is_primed]
         is_deep = bool(prefilling) and prefilling[0].num_computed >= DEEP_TOKENS
         budget = self.budget.idle_tokens if busy_tokens is None else busy_tokens
         left = max(budget, sizes[0] if is_deep or len(sizes) < 3 else sizes[1])
         while left >= sizes[0] and (left > overhead or not chunks):
             if not prefilling:
-                head = self._roster.waiting.first()
+                head = self._seats.waiting.first()
                 if rests and head is not None and head.priority >= BACKGROUND:
                     break
-                sequence = self._roster.admit()
+                sequence = self._seats.admit()
                 if sequence is None:
                     break
                 admitted.append(sequence)
@@ -318,7 +259,7 @@ class Scheduler:
         if is_last:
             sequence.is_primed = True
             sequence.num_pending = 1
-        self._roster.remember(sequence)
+        self._seats.remember(sequence)
         return Chunk(sequence, sequence.slot, start, count, is_last)
 
     def _fork(self, sequence: Sequence) -> Fork | None:
@@ -328,7 +269,7 @@ class Scheduler:
         The last token of the prompt is decoded, not prefilled: its KV exists, but each sequence draws its own
         next token.
         """
-        source = self._roster.running.get(sequence.request.shares_prompt_of or "")
+        source = self._seats.running.get(sequence.request.shares_prompt_of or "")
         tail = (len(sequence.tokens) - 1) // self.pool.page_size
         if source is None or source.is_stale or not source.is_primed:
             return None

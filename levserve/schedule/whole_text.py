@@ -13,16 +13,15 @@ some of them.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from levserve.schedule.background import Rest, is_resting, live_only
-from levserve.schedule.commit import Committer, Sampled
+from levserve.schedule.background import is_resting, live_only
 from levserve.schedule.pace import Backlog
 from levserve.schedule.pages import PagePool
-from levserve.schedule.request import FinishReason, GenerationRequest
+from levserve.schedule.request import GenerationRequest
+from levserve.schedule.seated import SeatedScheduler
 from levserve.schedule.seats import Seats
-from levserve.schedule.sequence import Chunk, RoundPlan, Row, Sequence, SequenceUpdate
+from levserve.schedule.sequence import Chunk, RoundPlan, Row, Sequence
 from levserve.schedule.speculation import Speculation
 
 Text = tuple[int, ...]
@@ -71,8 +70,8 @@ class _Work:
         self._seen.add(text)
 
 
-class WholeTextScheduler:
-    """Every sequence that has been accepted and has not ended is either waiting or running."""
+class WholeTextScheduler(SeatedScheduler[Seats]):
+    """Of models without a cache."""
 
     pool: PagePool | None = None
     speculation: Speculation | None = None
@@ -81,27 +80,8 @@ class WholeTextScheduler:
 
     def __init__(self, budget: WorkBudget) -> None:
         self.budget = budget
-        self._seats = Seats(budget.num_slots)
-        self._committer = Committer(self._seats, jumps_delay_others=False)
+        super().__init__(Seats(budget.num_slots), jumps_delay_others=False)
         self._turn = 0
-        self._rest = Rest()
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._seats.waiting)
-
-    @property
-    def num_running(self) -> int:
-        return len(self._seats.running)
-
-    @property
-    def has_live_work(self) -> bool:
-        """Whether any sequence is not background work."""
-        return self._seats.has_live_work
-
-    @property
-    def has_work(self) -> bool:
-        return self.num_waiting + self.num_running > 0
 
     @property
     def num_streams(self) -> int:
@@ -123,17 +103,6 @@ class WholeTextScheduler:
         sequence = Sequence(request, list(request.prompt), matcher=matcher)
         self._seats.add(sequence)
         return sequence
-
-    def end(self, request_id: str, finish: FinishReason) -> SequenceUpdate | None:
-        """Ends a sequence from outside; None when it has ended already."""
-        return self._seats.end(request_id, finish)
-
-    def end_all(self, finish: FinishReason) -> list[SequenceUpdate]:
-        return self._seats.end_all(finish)
-
-    def expire(self, now: float) -> list[SequenceUpdate]:
-        """Ends every sequence whose deadline has passed, waiting ones before they cost anything."""
-        return self._seats.expire(now)
 
     def plan(self, max_prefill: int | None = None) -> RoundPlan:
         """Chooses the next round's texts; the round before must have been committed.
@@ -176,33 +145,8 @@ class WholeTextScheduler:
             work=Backlog(work.prompts, work.answers),
         )
 
-    def commit(self, plan: RoundPlan, chunks: Seq[Sampled], rows: Seq[Sampled]) -> list[SequenceUpdate]:
-        """Takes what a planned round sampled, in the plan's order, and tells what each stream gained."""
-        return self.commit_chunks(plan, chunks) + self.commit_rows(plan, rows)
-
-    def commit_chunks(self, plan: RoundPlan, chunks: Seq[Sampled]) -> list[SequenceUpdate]:
-        updates = [
-            self._committer.take_chunk(chunk, sampled)
-            for chunk, sampled in zip(plan.chunks, chunks, strict=True)
-        ]
-        return [update for update in updates if update is not None]
-
-    def commit_rows(self, plan: RoundPlan, rows: Seq[Sampled]) -> list[SequenceUpdate]:
-        updates = [
-            self._committer.take_row(row, sampled) for row, sampled in zip(plan.rows, rows, strict=True)
-        ]
-        return [update for update in updates if update is not None]
-
-    def take_constraint_counts(self) -> tuple[int, int]:
-        """Tokens that did not fit their constraint, and forced ones that were not drawn, since last time."""
-        return self._committer.take_constraint_counts()
-
     def forget_prefixes(self) -> None:
         """There are none: nothing of a text is kept."""
-
-    def check(self) -> None:
-        """Recomputes slots from the sequences; raises AssertionError on the first difference."""
-        self._seats.check()
 
     def _plan_row(self, sequence: Sequence) -> Row:
         assert sequence.slot is not None and sequence.num_pending == 0

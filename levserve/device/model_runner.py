@@ -1,0 +1,62 @@
+"""What the runners of all kinds of models have in common: the weights and the state of a model on the device.
+
+Belongs to the device thread.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, Generic, TypeVar
+
+import jax
+
+from levserve.device.program_set import ProgramSet, ShapeT
+
+Arrays = tuple[jax.Array, ...]
+ProgramsT = TypeVar("ProgramsT", bound=ProgramSet[Any])
+StateT = TypeVar("StateT")
+
+
+class ModelRunner(ABC, Generic[ShapeT, ProgramsT, StateT]):
+    """Owns the weights and every array that changes on the device."""
+
+    def __init__(self, leaves: Arrays, state: StateT, programs: ProgramsT) -> None:
+        self._leaves = leaves
+        self._state = state
+        self.programs = programs
+        self.prefill_token_seconds = math.inf
+        """Seconds a prompt's token takes in the fastest program that the timed runs have tried."""
+
+    @abstractmethod
+    def _warm(self, shape: ShapeT) -> None:
+        """Gives a program the runs it needs before it has its full speed."""
+
+    def swap(self, leaves: Sequence[jax.Array]) -> None:
+        """Replaces the weights by those on the host, array by array: there is no room for two sets."""
+        served = list(self._leaves)
+        self._leaves = ()
+        for old, new in zip(served, leaves, strict=True):
+            assert (old.shape, old.dtype) == (new.shape, new.dtype)
+        for index, leaf in enumerate(leaves):
+            served[index] = jax.device_put(leaf, served[index].sharding).block_until_ready()
+        self._leaves = tuple(served)
+
+    def free(self) -> None:
+        """Frees its memory on the device. No round may be in flight, and it cannot be used any more."""
+        self.programs.stop()
+        for leaf in jax.tree.leaves((self._leaves, self._state)):
+            leaf.delete()
+        self._leaves = ()
+
+    def warm_one(self) -> None:
+        """Gives one program its first run; called when there is nothing else to do."""
+        shape = self.programs.next_cold()
+        if shape is not None:
+            self._warm(shape)
+
+
+def mask_rows(rows: int) -> list[int]:
+    """The sizes of the programs that set masks."""
+    return sorted({min(size, rows) for size in (1, 8, rows)})

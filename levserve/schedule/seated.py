@@ -1,0 +1,82 @@
+"""What the schedulers of all kinds of models have in common: sequences come, are committed to, and end.
+
+Called by the device loop only. Which of them run in a round is for a subclass to plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Generic, TypeVar
+
+from levserve.schedule.background import Rest
+from levserve.schedule.commit import Committer, Sampled
+from levserve.schedule.request import FinishReason
+from levserve.schedule.seats import Seats
+from levserve.schedule.sequence import RoundPlan, SequenceUpdate
+
+SeatsT = TypeVar("SeatsT", bound=Seats)
+
+
+class SeatedScheduler(Generic[SeatsT]):
+    """Every sequence that has been accepted and has not ended is either waiting or running.
+
+    `check` recomputes what they hold from scratch and is cheap enough to call after each step of a test.
+    """
+
+    def __init__(self, seats: SeatsT, *, jumps_delay_others: bool) -> None:
+        self._seats = seats
+        self._committer = Committer(seats, jumps_delay_others=jumps_delay_others)
+        self._rest = Rest()
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._seats.waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._seats.running)
+
+    @property
+    def has_work(self) -> bool:
+        return self.num_waiting + self.num_running > 0
+
+    @property
+    def has_live_work(self) -> bool:
+        """Whether any sequence is not background work."""
+        return self._seats.has_live_work
+
+    def end(self, request_id: str, finish: FinishReason) -> SequenceUpdate | None:
+        """Ends a sequence from outside; None when it has ended already."""
+        return self._seats.end(request_id, finish)
+
+    def end_all(self, finish: FinishReason) -> list[SequenceUpdate]:
+        return self._seats.end_all(finish)
+
+    def expire(self, now: float) -> list[SequenceUpdate]:
+        """Ends every sequence whose deadline has passed, waiting ones before they cost anything."""
+        return self._seats.expire(now)
+
+    def commit(self, plan: RoundPlan, chunks: Seq[Sampled], rows: Seq[Sampled]) -> list[SequenceUpdate]:
+        """Takes what a planned round sampled, in the plan's order, and tells what each stream gained."""
+        return self.commit_chunks(plan, chunks) + self.commit_rows(plan, rows)
+
+    def commit_chunks(self, plan: RoundPlan, chunks: Seq[Sampled]) -> list[SequenceUpdate]:
+        """Commits the prompts alone; nothing else in the round depends on them."""
+        pairs = zip(plan.chunks, chunks, strict=True)
+        return self._gained([self._committer.take_chunk(chunk, sampled) for chunk, sampled in pairs])
+
+    def commit_rows(self, plan: RoundPlan, rows: Seq[Sampled]) -> list[SequenceUpdate]:
+        pairs = zip(plan.rows, rows, strict=True)
+        return self._gained([self._committer.take_row(row, sampled) for row, sampled in pairs])
+
+    def take_constraint_counts(self) -> tuple[int, int]:
+        """Tokens that did not fit their constraint, and forced ones that were not drawn, since last time."""
+        return self._committer.take_constraint_counts()
+
+    def check(self) -> None:
+        """Recomputes slots and pages from the sequences; raises AssertionError on the first difference."""
+        self._seats.check()
+
+    def _gained(self, updates: Seq[SequenceUpdate | None]) -> list[SequenceUpdate]:
+        """The updates that there are."""
+        return [update for update in updates if update is not None]
