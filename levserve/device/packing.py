@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
+from levserve.device.masks import fill_masks, mask_executor
 from levserve.device.rules import RULE_PACKING, Ints, edits_for, mode_for
 from levserve.model.sampler import Mode, Rules
 from levserve.schedule.request import GenerationRequest, Sampling
@@ -155,10 +156,12 @@ def pack_masks(
     """What the programs that set masks are given: the draws that are held, and the tokens they may draw."""
     words = np.zeros((rows, num_words), np.uint32)
     packed = np.full((rows, 3), num_slots, np.int32)
+    matchers = []
     for index, sequence in enumerate(held):
         assert sequence.matcher is not None and sequence.slot is not None
-        words[index] = np.frombuffer(sequence.matcher.mask(), np.uint32)
+        matchers.append(sequence.matcher)
         packed[index] = sequence.slot, len(sequence.tokens), sequence.tokens[-1]
+    fill_masks(words, matchers, mask_executor())
     return packed, words
 
 

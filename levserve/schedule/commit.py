@@ -122,7 +122,7 @@ class Committer:
         """
         if sequence.num_pending or not sequence.is_primed or not sequence.may_jump:
             return []
-        if self._jumps_delay_others and any(other.matcher is None for other in self._seats.running):
+        if self._jumps_delay_others and self._seats.running.num_free:
             return []
         assert sequence.matcher is not None
         forced = list(sequence.matcher.forced())[: sequence.max_length - len(sequence.tokens) - 1]

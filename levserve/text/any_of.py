@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from levserve.schedule.constraint import Constraint, Matcher
+from levserve.schedule.constraint import Constraint, Matcher, take_each
 
 
 class AnyOf:
@@ -42,6 +42,9 @@ class AnyOfMatcher:
         self._open = [matcher for matcher in self._open if not matcher.is_over and matcher.allows(token)]
         for matcher in self._open:
             matcher.take(token)
+
+    def take_many(self, tokens: Sequence[int]) -> int:
+        return take_each(self, tokens)
 
     def ends_with(self, token: int) -> bool:
         return any(matcher.ends_with(token) for matcher in self._open)

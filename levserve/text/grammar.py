@@ -7,12 +7,13 @@ the device thread follows each sequence with a matcher of its own.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -20,6 +21,7 @@ import llguidance
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from levserve.errors import BadRequest
+from levserve.text.grammar_matcher import GrammarMatcher
 from levserve.text.json_schema import check_schema
 from levserve.text.tokenizer import Tokenizer
 
@@ -28,6 +30,8 @@ MAX_CHARS = 65_536
 MAX_CHOICES = 1000
 NUM_KEPT = 64
 """Compiled grammars that are kept for the next request with the same text."""
+NUM_ENCODED, MAX_ENCODED = 4096, 256
+"""Forced texts whose tokens are kept, and the characters of the longest; a megabyte or two in all."""
 LIMITS = LLParserLimits(
     max_items_in_row=500,
     initial_lexer_fuel=50_000,
@@ -131,50 +135,6 @@ class Grammar:
         return GrammarMatcher(self._pristine.deep_copy(), self._eos_ids, self._num_tokens, self._vocab_rows)
 
 
-class GrammarMatcher:
-    """A `schedule.constraint.Matcher`."""
-
-    is_free = False
-
-    def __init__(self, matcher: LLMatcher, eos_ids: frozenset[int], num_tokens: int, vocab_rows: int) -> None:
-        self._matcher = matcher
-        self._eos_ids = eos_ids
-        self._num_tokens = num_tokens
-        self._mask_bytes = -(-vocab_rows // 32) * 4
-
-    @property
-    def is_over(self) -> bool:
-        return self._matcher.is_stopped() and not self._matcher.is_error()
-
-    @property
-    def is_stuck(self) -> bool:
-        return self._matcher.is_error()
-
-    def allows(self, token: int) -> bool:
-        """The same as the token's bit in `mask`. Forced text has one way to be written in tokens."""
-        if token in self._eos_ids:
-            return self._matcher.is_accepting()
-        if token >= self._num_tokens:
-            return False  # a row of the model that is no token; llguidance would give up
-        forced = self._matcher.compute_ff_tokens()
-        if forced:
-            return token == forced[0]
-        return self._matcher.validate_tokens([token]) == 1
-
-    def take(self, token: int) -> None:
-        self._matcher.consume_token(token)
-
-    def ends_with(self, token: int) -> bool:
-        return token in self._eos_ids
-
-    def forced(self) -> Sequence[int]:
-        return self._matcher.compute_ff_tokens()
-
-    def mask(self) -> bytes:
-        """Models may have more rows than tokens; llguidance's mask covers the tokens, rounded up."""
-        return self._matcher.compute_bitmask()[: self._mask_bytes].ljust(self._mask_bytes, b"\0")
-
-
 class _Vocabulary:
     """What llguidance wants to know of a tokenizer."""
 
@@ -185,9 +145,11 @@ class _Vocabulary:
         self.tokens = [tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)]
         self.special_token_ids = [token for token, entry in added.items() if entry.special]
         self._encode = tokenizer.encode_plain
+        self._encode_again = functools.lru_cache(NUM_ENCODED)(tokenizer.encode_plain)
 
     def __call__(self, text: str) -> list[int]:
-        return self._encode(text)
+        """Called by a matcher wherever text is forced, mostly with what was forced in many places before."""
+        return self._encode_again(text) if len(text) <= MAX_ENCODED else self._encode(text)
 
 
 def _source(asked: GrammarText) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from levserve.schedule.constraint import Constraint, Matcher
+from levserve.schedule.constraint import Constraint, Matcher, take_each
 from levserve.text.mark import Mark
 from levserve.text.tokenizer import Tokenizer
 
@@ -80,6 +80,9 @@ class TriggeredMatcher:
         if self._inner.is_over:
             self._inner = None
             self._num_runs += 1
+
+    def take_many(self, tokens: Sequence[int]) -> int:
+        return take_each(self, tokens)
 
     def ends_with(self, token: int) -> bool:
         return self._inner is not None and self._inner.ends_with(token)

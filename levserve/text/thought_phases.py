@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from enum import Enum, auto
 
-from levserve.schedule.constraint import Constraint, Matcher
+from levserve.schedule.constraint import Constraint, Matcher, take_each
 from levserve.text.mark import Mark
 from levserve.text.phases import Started, to_bits
 from levserve.text.tokenizer import Tokenizer
@@ -143,6 +143,9 @@ class AfterThoughtsMatcher:
             case _ if self._inner is not None:
                 self._inner.take(token)
         self._check_budget()
+
+    def take_many(self, tokens: Sequence[int]) -> int:
+        return take_each(self, tokens)
 
     def ends_with(self, token: int) -> bool:
         """In free text the request's own stop tokens end the answer."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from levserve.schedule.constraint import Constraint, Matcher
+from levserve.schedule.constraint import Constraint, Matcher, take_each
 
 
 class AllowedTokens:
@@ -31,6 +31,9 @@ class AllowedTokens:
 
     def take(self, token: int) -> None:
         pass
+
+    def take_many(self, tokens: Sequence[int]) -> int:
+        return take_each(self, tokens)
 
     def ends_with(self, token: int) -> bool:
         return token in self._eos_ids
@@ -68,6 +71,9 @@ class BannedWordsMatcher:
 
     def take(self, token: int) -> None:
         self._recent.append(token)
+
+    def take_many(self, tokens: Sequence[int]) -> int:
+        return take_each(self, tokens)
 
     def ends_with(self, token: int) -> bool:
         return token in self._rule.eos_ids
@@ -123,6 +129,9 @@ class AllOfMatcher:
     def take(self, token: int) -> None:
         for matcher in self._matchers:
             matcher.take(token)
+
+    def take_many(self, tokens: Sequence[int]) -> int:
+        return take_each(self, tokens)
 
     def ends_with(self, token: int) -> bool:
         return any(matcher.ends_with(token) for matcher in self._matchers)

@@ -7,15 +7,20 @@ import random
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llguidance import LLExecutor
 from tokenizers import models, pre_tokenizers
 
+from levserve.device.masks import fill_masks
 from levserve.errors import BadRequest
 from levserve.observe.metrics import Metrics
+from levserve.schedule.constraint import Matcher, take_each
 from levserve.text.grammar import GrammarKind, Grammars, GrammarText
+from levserve.text.token_rules import AllowedTokens
 from levserve.text.tokenizer import Tokenizer
 from levserve.text.vocabulary import Vocabulary
 from tests.pure.test_metrics import parse
@@ -138,6 +143,50 @@ def test_the_mask_allows_what_the_check_allows_and_forced_tokens_are_alone(seed:
         matcher.take(token)
         if matcher.is_over:
             break
+
+
+SHAPES = {
+    "schema": asked(GrammarKind.JSON_SCHEMA, PERSON),
+    "array": asked(
+        GrammarKind.JSON_SCHEMA, {"type": "array", "items": {"enum": [True, "name", 7]}, "maxItems": 9}
+    ),
+    "choice": asked(GrammarKind.CHOICE, ["name of it", "name  of it", "names"]),
+    "expression": asked(GrammarKind.REGEX, "(na|me){2}age( {3}b){1,9}"),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 10**6))
+def test_many_tokens_at_once_are_taken_as_one_at_a_time(shape: str, seed: int) -> None:
+    chooser = random.Random(seed)
+    drawn = [*TOKENIZER.encode_plain(write(SHAPES[shape], seed)), END, 7, 8]
+    for _ in range(chooser.randrange(3)):
+        drawn[chooser.randrange(len(drawn))] = chooser.randrange(ROWS)
+    grammar = GRAMMARS.compile(SHAPES[shape])
+    slow, fast, start = grammar.start(), grammar.start(), 0
+    while start < len(drawn):
+        run = drawn[start : start + chooser.randrange(1, 9)]
+        num_taken = take_each(slow, run)
+        assert fast.take_many(run) == num_taken
+        assert (fast.is_over, fast.is_stuck, fast.mask()) == (slow.is_over, slow.is_stuck, slow.mask())
+        assert fast.forced() == slow.forced()
+        start += num_taken
+        if num_taken < len(run):
+            break
+
+
+@pytest.mark.parametrize("executor", [None, LLExecutor(2)])
+def test_masks_that_are_made_together_are_those_of_each(executor: LLExecutor | None) -> None:
+    allowed = AllowedTokens(frozenset((5, 300)), TOKENIZER.eos_ids, ROWS)
+    matchers: list[Matcher] = [GRAMMARS.compile(wanted).start() for wanted in SHAPES.values()] + [allowed]
+    for matcher, token in zip(matchers, TOKENIZER.encode_plain('{["n')):
+        if matcher.allows(token):
+            matcher.take(token)
+    words = np.zeros((len(matchers) + 1, ROWS // 32), np.uint32)
+    fill_masks(words, matchers, executor)
+    assert [row.tobytes() for row in words[:-1]] == [matcher.mask() for matcher in matchers]
+    assert not words[-1].any()
 
 
 def test_a_text_may_end_only_where_it_is_complete() -> None:

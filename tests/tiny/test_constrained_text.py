@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from levserve.schedule.constraint import take_each
 from levserve.schedule.request import FinishReason, GenerationRequest
 from levserve.text.token_rules import AllOf, AllowedTokens, BannedWords
 from tests.conftest import GOLDEN
@@ -56,6 +57,9 @@ class CycleMatcher:
     def take(self, token: int) -> None:
         assert self.allows(token)
         self.count += 1
+
+    def take_many(self, tokens: Sequence[int]) -> int:
+        return take_each(self, tokens)
 
     def ends_with(self, token: int) -> bool:
         return False

@@ -1,0 +1,108 @@
+"""Follows one sequence's text in a compiled grammar; see `grammar.py`.
+
+Belongs to the device thread, which a round waits for, so it calls llguidance as seldom as it can. What costs
+most is the tokenizer, which llguidance asks for the tokens of forced text, and then masks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from llguidance import LLMatcher
+
+
+class GrammarMatcher:
+    """A `schedule.constraint.Matcher`.
+
+    Forced text has one way to be written in tokens. It is worked out where the text becomes forced, and kept
+    in `_forced` until it has been taken, so that what is allowed depends on the tokens before it alone.
+    """
+
+    is_free = False
+
+    def __init__(self, matcher: LLMatcher, eos_ids: frozenset[int], num_tokens: int, vocab_rows: int) -> None:
+        self._matcher = matcher
+        self._eos_ids = eos_ids
+        self._num_tokens = num_tokens
+        self._mask_bytes = -(-vocab_rows // 32) * 4
+        self._forced: list[int] = []
+
+    @property
+    def is_over(self) -> bool:
+        return self._matcher.is_stopped() and not self._matcher.is_error()
+
+    @property
+    def is_stuck(self) -> bool:
+        return self._matcher.is_error()
+
+    def allows(self, token: int) -> bool:
+        """The same as the token's bit in `mask`."""
+        if token in self._eos_ids:
+            return self._matcher.is_accepting()
+        if token >= self._num_tokens:
+            return False  # a row of the model that is no token; llguidance would give up
+        if self._find_forced():
+            return token == self._forced[0]
+        return self._matcher.validate_tokens([token]) == 1
+
+    def take(self, token: int) -> None:
+        self._matcher.consume_token(token)
+        del self._forced[:1]
+
+    def take_many(self, tokens: Seq[int]) -> int:
+        count = 0
+        while count < len(tokens):
+            if self._find_forced():
+                num_right = _num_equal(self._forced, tokens[count:])
+                self._matcher.consume_tokens(self._forced[:num_right])
+                del self._forced[:num_right]
+            else:
+                num_right = self._try(tokens[count])
+            if num_right == 0:
+                break
+            count += num_right
+        return count
+
+    def ends_with(self, token: int) -> bool:
+        return token in self._eos_ids
+
+    def forced(self) -> Seq[int]:
+        self._find_forced()
+        return tuple(self._forced)
+
+    def mask(self) -> bytes:
+        """Models may have more rows than tokens; llguidance's mask covers the tokens, rounded up."""
+        if self._find_forced():
+            return (1 << self._forced[0]).to_bytes(self._mask_bytes, "little")
+        return self._matcher.compute_bitmask()[: self._mask_bytes].ljust(self._mask_bytes, b"\0")
+
+    @property
+    def mask_maker(self) -> LLMatcher:
+        """What makes its mask where no token is forced, for those who make several at once."""
+        return self._matcher
+
+    @property
+    def num_mask_words(self) -> int:
+        """Words of 32 bits that `mask_maker` writes."""
+        return -(-self._num_tokens // 32)
+
+    def _find_forced(self) -> bool:
+        """Whether only one token may follow. Asking for forced bytes is cheaper than for forced tokens."""
+        if not self._forced and self._matcher.compute_ff_bytes():
+            self._forced = self._matcher.compute_ff_tokens()
+        return bool(self._forced)
+
+    def _try(self, token: int) -> int:
+        if token in self._eos_ids or token >= self._num_tokens:
+            return 0
+        return self._matcher.try_consume_tokens([token])
+
+
+def _num_equal(first: Seq[int], second: Seq[int]) -> int:
+    """How many tokens the two begin with in common."""
+    count = 0
+    for one, other in zip(first, second):
+        if one != other:
+            break
+        count += 1
+    return count
