@@ -34,7 +34,7 @@ from levserve.device.runner import Runner
 from levserve.device.sizing import Sizes
 from levserve.model import cache
 from levserve.model.config import ModelConfig, parameter_shapes
-from levserve.model.decoder import Decoder
+from levserve.model.decoder import Blueprint
 from levserve.model.int8_packing import OFFSET, is_packable
 from levserve.model.quantize import NARROW, Quantization, choose_quantization, is_quantized
 from levserve.model.sampler import Mode
@@ -164,8 +164,8 @@ def build(
         round_steps=options.steps,
         prefill_row_tokens=prefill_row_tokens,
     )
-    model = Decoder.from_arrays(config, arrays, backend=backend, quantization=quantization)
-    return Runner(model, sizes, storage, Metrics()), sizes
+    blueprint = Blueprint(config, backend, quantization)
+    return Runner(blueprint, arrays, sizes, storage, Metrics()), sizes
 
 
 def random_arrays(

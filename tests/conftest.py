@@ -37,6 +37,10 @@ if version("jaxlib").startswith(
     "0.10."
 ):  # a third of the time; later ones may not know the flags, and end the process that has one
     QUICK_COMPILE["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false --xla_cpu_prefer_vector_width=128"
+# Models that several devices share are tested on a CPU that is divided into four; all others run on the first. Servers get
+# the same flags, because what is compiled with other flags is kept in another folder.
+FOUR_DEVICES = " --xla_force_host_platform_device_count=4"
+QUICK_COMPILE["XLA_FLAGS"] += FOUR_DEVICES
 os.environ.update(QUICK_COMPILE)
 
 # Tracing leaves many objects behind that live on: at the usual threshold a tenth of the time goes to finding no garbage.

@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-import jax
-
+from levserve.model.placement import HostArray
 from levserve.schedule.commit import Sampled
 from levserve.schedule.pace import Backlog
 from levserve.schedule.pages import PagePool
@@ -127,6 +126,6 @@ class RoundRunner(Protocol):
 
     def dispatch(self, plan: RoundPlan, *, may_mix: bool = False) -> Round: ...
 
-    def swap(self, leaves: Sequence[jax.Array]) -> None: ...
+    def swap(self, leaves: Sequence[HostArray]) -> None: ...
 
     def free(self) -> None: ...

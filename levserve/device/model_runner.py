@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 import jax
 
 from levserve.device.program_set import ProgramSet, ShapeT
+from levserve.model.placement import HostArray, host_shape, put_like
 
 Arrays = tuple[jax.Array, ...]
 ProgramsT = TypeVar("ProgramsT", bound=ProgramSet[Any])
@@ -33,14 +34,14 @@ class ModelRunner(ABC, Generic[ShapeT, ProgramsT, StateT]):
     def _warm(self, shape: ShapeT) -> None:
         """Gives a program the runs it needs before it has its full speed."""
 
-    def swap(self, leaves: Sequence[jax.Array]) -> None:
+    def swap(self, leaves: Sequence[HostArray]) -> None:
         """Replaces the weights by those on the host, array by array: there is no room for two sets."""
         served = list(self._leaves)
         self._leaves = ()
         for old, new in zip(served, leaves, strict=True):
-            assert (old.shape, old.dtype) == (new.shape, new.dtype)
+            assert (host_shape(old), old.dtype) == (new.shape, new.dtype)
         for index, leaf in enumerate(leaves):
-            served[index] = jax.device_put(leaf, served[index].sharding).block_until_ready()
+            served[index] = put_like(leaf, served[index].sharding).block_until_ready()
         self._leaves = tuple(served)
 
     def free(self) -> None:

@@ -5,12 +5,13 @@ Called on the thread that loads a model, before anything else looks at jax's dev
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import jax
 
 from levserve.device.malloc import tune_malloc
+from levserve.device.mesh import prepare_cpu_devices
 from levserve.device.missing import explain, find_missing
 from levserve.device.sizing import cpu_features, free_memory, human
 from levserve.errors import StartupError
@@ -29,6 +30,7 @@ def open_device(settings: Settings) -> jax.Device:
     if settings.dtype == "float32":
         # By default a GPU multiplies float32 with ten bits of fraction.
         jax.config.update("jax_default_matmul_precision", "highest")
+    prepare_cpu_devices(settings)
     if settings.compile_cache:
         _keep_programs(settings)
     if missing := find_missing(settings.device):
@@ -50,18 +52,18 @@ def kernel_platform(device: jax.Device) -> str:
     return "rocm" if "rocm" in device.client.platform_version.lower() else device.platform
 
 
-def free_bytes(device: jax.Device) -> int:
-    """Memory of the device that is free now."""
-    if device.platform == "cpu":
-        return free_memory()
-    stats = device.memory_stats()
-    return int(stats["bytes_limit"] - stats["bytes_in_use"])
+def free_bytes(*devices: jax.Device) -> int:
+    """Memory that is free now on each of these devices; those that a CPU is divided into share its memory."""
+    if devices[0].platform == "cpu":
+        return free_memory() // len(devices)
+    stats = [device.memory_stats() for device in devices]
+    return min(int(each["bytes_limit"] - each["bytes_in_use"]) for each in stats)
 
 
 @contextmanager
-def explained(asked: str, device: jax.Device, advice: str) -> Iterator[None]:
+def explained(asked: str, devices: Sequence[jax.Device], advice: str) -> Iterator[None]:
     """Turns running out of memory into one line that says what was asked for, what is free and what to do."""
-    free = free_bytes(device)
+    free = free_bytes(*devices)
     try:
         yield
     except (RuntimeError, MemoryError) as error:

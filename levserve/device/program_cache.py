@@ -9,6 +9,7 @@ import logging
 import pickle
 import re
 import zlib
+from collections.abc import Sequence
 
 import jax
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
@@ -21,8 +22,12 @@ KERNEL = re.compile(r"@(levserve_\w+)")
 """The CPU kernels that a program calls, by name."""
 
 
-def find_program(name: str, device: jax.Device) -> jax.stages.Compiled | None:
-    """These files are unpickled, so the cache folder must be trusted. `CodeCache` rejects corrupt files."""
+def find_program(name: str, devices: Sequence[jax.Device]) -> jax.stages.Compiled | None:
+    """The program that was kept under this name, for these devices, if there is one.
+
+    As many devices as it was compiled for: with fewer, XLA ends the process. These files are unpickled, so
+    the cache folder must be trusted. `CodeCache` rejects corrupt files.
+    """
     kept = code_cache.current.find(name)
     if kept is None:
         return None
@@ -31,7 +36,7 @@ def find_program(name: str, device: jax.Device) -> jax.stages.Compiled | None:
         if not _register(kernels):
             return None
         compiled: jax.stages.Compiled = deserialize_and_load(
-            program, in_tree, out_tree, device.client, [device]
+            program, in_tree, out_tree, devices[0].client, devices
         )
         return compiled
     except Exception:

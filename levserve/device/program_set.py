@@ -25,7 +25,9 @@ from levserve.device.compile_events import listen
 from levserve.device.malloc import trim_malloc
 from levserve.device.program_cache import find_program, keep_program
 from levserve.device.sampling import set_memory
+from levserve.device.spread import Spread
 from levserve.model.backend import CompilerOptions
+from levserve.model.placement import devices_of, mesh_of
 from levserve.model.sampler import Memory
 from levserve.observe.metrics import Metrics
 from levserve.observe.threads import COMPILER_THREAD
@@ -47,7 +49,8 @@ class ProgramSet(ABC, Generic[ShapeT]):
     """
 
     def __init__(self, array: jax.Array, made_from: object, metrics: Metrics) -> None:
-        self._device: jax.Device = next(iter(array.sharding.device_set))
+        self._devices = devices_of(array)
+        self._spread = Spread(mesh_of(array))
         self._made_from_parts = made_from
         self._compiles = listen(metrics)
         self._ready: dict[ShapeT, Callable[..., Any]] = {}
@@ -129,10 +132,11 @@ class ProgramSet(ABC, Generic[ShapeT]):
 
     def set_memory(self, memory: Memory) -> Callable[..., Memory]:
         """The program that gives a slot the tokens and logit edits of its sequence."""
-        of_slot = [jax.ShapeDtypeStruct(array.shape[1:], array.dtype) for array in memory]
-        lowered = jax.jit(set_memory, donate_argnums=0).lower
-        number = jax.ShapeDtypeStruct((), jnp.int32)
-        return self._get("set memory", lambda: lowered(jax.tree.map(aval, memory), number, *of_slot))
+        kept = jax.tree.map(aval, memory)
+        number = self._spread.argument((), jnp.int32)
+        of_slot = [self._spread.argument(array.shape[1:], array.dtype) for array in memory]
+        given = kept, number, *of_slot
+        return self._get("set memory", lambda: self._spread.lower(set_memory, *given, returns=kept, donate=0))
 
     def __getitem__(self, shape: ShapeT) -> Callable[..., Any]:
         return self._ready[shape]
@@ -152,7 +156,7 @@ class ProgramSet(ABC, Generic[ShapeT]):
         """A program from disk, or a new one."""
         start = time.monotonic()
         key = hashlib.sha256(f"{self._made_from} {name} {options}".encode()).hexdigest()
-        program = find_program(key, self._device)
+        program = find_program(key, self._devices)
         if program is not None:
             self._compiles.note_found(name, time.monotonic() - start)
             return program
@@ -166,7 +170,8 @@ class ProgramSet(ABC, Generic[ShapeT]):
 
     @functools.cached_property
     def _made_from(self) -> str:
-        device = self._device.device_kind, self._device.client.platform_version
+        first = self._devices[0]
+        device = first.device_kind, first.client.platform_version, len(self._devices)
         precision = getattr(jax.config, "jax_default_matmul_precision")
         return hashlib.sha256(repr((device, self._made_from_parts, precision)).encode()).hexdigest()
 

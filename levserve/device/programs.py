@@ -32,6 +32,7 @@ from levserve.device.rounds import (
 from levserve.device.sampling import SlotMasks
 from levserve.device.sizing import Sizes
 from levserve.model.backend import CompilerOptions
+from levserve.model.placement import WHOLE
 from levserve.model.sampler import Mode
 from levserve.observe.metrics import Metrics
 
@@ -76,7 +77,7 @@ class Programs(ProgramSet[Shape]):
         self._skeleton = skeleton
         self._backend = skeleton.backend
         self._sizes = sizes
-        made_from = sizes, self._leaves, self._state, str(skeleton.tree)
+        made_from = sizes, self._leaves, self._state, skeleton
         super().__init__(leaves[0], made_from, metrics)
 
     @property
@@ -149,22 +150,30 @@ class Programs(ProgramSet[Shape]):
     def set_masks(self, rows: int) -> Callable[..., tuple[SlotMasks, jax.Array]]:
         """The program that holds the next draws of so many rows to masks."""
         masks, last_tokens = self._state.masks, self._state.last_tokens
-        packed = jax.ShapeDtypeStruct((rows, 3), jnp.int32)
-        words = jax.ShapeDtypeStruct((rows, masks.words.shape[1]), jnp.uint32)
-        jitted = jax.jit(set_masks, donate_argnums=(0, 1))
-        return self._get(f"set {rows} masks", lambda: jitted.lower(masks, last_tokens, packed, words))
+        packed = self._spread.argument((rows, 3), jnp.int32)
+        words = self._spread.argument((rows, masks.words.shape[1]), jnp.uint32)
+        given = masks, last_tokens, packed, words
+        returns = masks, last_tokens
+        return self._get(
+            f"set {rows} masks",
+            lambda: self._spread.lower(set_masks, *given, returns=returns, donate=(0, 1)),
+        )
 
     def fork_slot(self) -> Callable[[State, object], State]:
         """The program that gives a computed prompt to one more row."""
-        fork = jax.ShapeDtypeStruct((4,), jnp.int32)
-        return self._get("fork slot", lambda: jax.jit(fork_slot, donate_argnums=0).lower(self._state, fork))
+        given = self._state, self._spread.argument((4,), jnp.int32)
+        return self._get(
+            "fork slot", lambda: self._spread.lower(fork_slot, *given, returns=self._state, donate=0)
+        )
 
     def fill_pages(self) -> Callable[[Arrays, object, object], Arrays]:
         """The program that overwrites pages, as many at a time as a page table has."""
-        pages = jax.ShapeDtypeStruct((self._sizes.table_width,), jnp.int32)
-        value = jax.ShapeDtypeStruct((), self._state.pools[0].dtype)
+        pools = self._state.pools
+        pages = self._spread.argument((self._sizes.table_width,), jnp.int32)
+        value = self._spread.argument((), pools[0].dtype)
         return self._get(
-            "fill pages", lambda: jax.jit(fill_pages, donate_argnums=0).lower(self._state.pools, pages, value)
+            "fill pages",
+            lambda: self._spread.lower(fill_pages, pools, pages, value, returns=pools, donate=0),
         )
 
     def lower(self, shape: Shape) -> jax.stages.Lowered:
@@ -176,21 +185,23 @@ class Programs(ProgramSet[Shape]):
                 sample_only_prefill if shape.is_sample_only else prefill_chunk, skeleton=self._skeleton
             )
             rows, chunk = self._sizes.prefill_rows(shape.size)
-            packed = jax.ShapeDtypeStruct((rows, width + chunk + 1), jnp.int32)
+            packed_shape = rows, width + chunk + 1
         elif shape.is_verify:
             function = functools.partial(verify_round, skeleton=self._skeleton)
-            packed = jax.ShapeDtypeStruct((shape.size, width + self._sizes.num_draft), jnp.int32)
+            packed_shape = shape.size, width + self._sizes.num_draft
         elif shape.is_mixed:
             function = functools.partial(
                 mixed_round, skeleton=self._skeleton, num_sampled=shape.size, mode=shape.mode
             )
-            packed = jax.ShapeDtypeStruct((shape.size + self._sizes.mixed_tokens, width + 1), jnp.int32)
+            packed_shape = shape.size + self._sizes.mixed_tokens, width + 1
         else:
             function = functools.partial(
                 decode_round, skeleton=self._skeleton, num_steps=self._sizes.round_steps, mode=shape.mode
             )
-            packed = jax.ShapeDtypeStruct((shape.size, width), jnp.int32)
-        return jax.jit(function, donate_argnums=1).lower(self._leaves, self._state, packed)
+            packed_shape = shape.size, width
+        packed = self._spread.argument(packed_shape, jnp.int32)
+        returns = self._state, WHOLE
+        return self._spread.lower(function, self._leaves, self._state, packed, returns=returns, donate=1)
 
     def _compiler_options(self, shape: Shape) -> CompilerOptions:
         is_quantized = any(leaf.dtype.itemsize == 1 for leaf in self._leaves)

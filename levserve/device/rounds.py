@@ -28,7 +28,7 @@ from levserve.device.sampling import (
 )
 from levserve.model import cache
 from levserve.model.backend import Backend
-from levserve.model.decoder import Decoder
+from levserve.model.decoder import Blueprint, Decoder
 from levserve.model.feed_forward import CHUNK, ROW
 from levserve.model.sampler import Drawn, Memory, Mode
 
@@ -46,15 +46,18 @@ class State(NamedTuple):
 
 
 class Skeleton(NamedTuple):
-    """How to rebuild a model from its leaves inside a trace."""
+    """How to build a model from its arrays inside a trace. Each of several devices builds its own."""
 
-    tree: jax.tree_util.PyTreeDef
+    blueprint: Blueprint
+    names: tuple[str, ...]
     table_width: int
-    backend: Backend
+
+    @property
+    def backend(self) -> Backend:
+        return self.blueprint.backend
 
     def model(self, leaves: Arrays) -> Decoder:
-        model: Decoder = jax.tree.unflatten(self.tree, leaves)
-        return model
+        return self.blueprint.build(dict(zip(self.names, leaves, strict=True)))
 
 
 class ChunkOutput(NamedTuple):

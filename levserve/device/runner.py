@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from itertools import count, islice
@@ -16,6 +16,7 @@ from itertools import count, islice
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from levserve.device.in_flight import InFlightRound, PrefillRow
 from levserve.device.model_runner import ModelRunner, mask_rows
@@ -26,7 +27,9 @@ from levserve.device.rules import Ints, mode_for, needs_memory
 from levserve.device.sampling import SlotMasks, make_masks, make_memory
 from levserve.device.sizing import Sizes
 from levserve.model import cache
-from levserve.model.decoder import Decoder
+from levserve.model.config import ModelConfig
+from levserve.model.decoder import Blueprint
+from levserve.model.placement import BY_HEADS, WHOLE, mesh_of
 from levserve.model.sampler import Memory, Mode
 from levserve.observe.metrics import Metrics
 from levserve.schedule.request import GenerationRequest
@@ -40,14 +43,22 @@ TRY_TOKENS = 32
 class Runner(ModelRunner[Shape, Programs, State]):
     """Of models with a KV cache."""
 
-    def __init__(self, model: Decoder, sizes: Sizes, storage: jnp.dtype, metrics: Metrics) -> None:
-        leaves, tree = jax.tree.flatten(model)
-        state = make_state(model, sizes, storage)
-        skeleton = Skeleton(tree, sizes.table_width, model.backend)
-        super().__init__(tuple(leaves), state, Programs(tuple(leaves), state, skeleton, sizes, metrics))
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        arrays: Mapping[str, jax.Array],
+        sizes: Sizes,
+        storage: jnp.dtype,
+        metrics: Metrics,
+    ) -> None:
+        names = tuple(sorted(arrays))  # a reload may read them in another order
+        leaves = tuple(arrays[name] for name in names)
+        state = make_state(blueprint.config, sizes, storage, mesh_of(leaves[0]))
+        skeleton = Skeleton(blueprint, names, sizes.table_width)
+        super().__init__(leaves, state, Programs(leaves, state, skeleton, sizes, metrics))
         self._slots = SlotTable(sizes.rows, sizes.table_width)
         self._sizes = sizes
-        self._traits = model.backend.traits
+        self._traits = blueprint.backend.traits
         self._set_memory: Callable[..., Memory] | None = None
         self._set_masks: dict[int, Callable[..., tuple[SlotMasks, jax.Array]]] = {}
         self._fork_slot: Callable[[State, object], State] | None = None
@@ -226,15 +237,22 @@ class Runner(ModelRunner[Shape, Programs, State]):
         return time.monotonic() - start
 
 
-def make_state(model: Decoder, sizes: Sizes, storage: jnp.dtype) -> State:
-    """An empty pool and memory, on the device."""
-    pools = cache.make_pool(model.config, sizes.num_pages, sizes.page_size, storage)
-    return State(
-        pools,
-        jnp.zeros(sizes.rows, jnp.int32),
-        make_memory(sizes.rows, sizes.max_seq_len),
-        make_masks(sizes.rows, model.config.vocab_size),
-    )
+def make_state(config: ModelConfig, sizes: Sizes, storage: jnp.dtype, mesh: Mesh | None = None) -> State:
+    """An empty pool and memory, on the device; each device of a mesh makes its own, as this config says."""
+
+    def make() -> State:
+        return State(
+            cache.make_pool(config, sizes.num_pages, sizes.page_size, storage),
+            jnp.zeros(sizes.rows, jnp.int32),
+            make_memory(sizes.rows, sizes.max_seq_len),
+            make_masks(sizes.rows, config.vocab_size),
+        )
+
+    if mesh is None:
+        return make()
+    specs = State((BY_HEADS,) * config.num_layers, WHOLE, WHOLE, WHOLE)
+    state: State = jax.jit(jax.shard_map(make, mesh=mesh, in_specs=(), out_specs=specs, check_vma=False))()
+    return state
 
 
 def _is_sample_only(chunk: Chunk) -> bool:

@@ -64,6 +64,8 @@ class Sizes:
     """What the processes take besides weights and KV pages, where they share one memory."""
     reserve_bytes: int = field(default=0, repr=False)
     """What weights and KV pages leave of a device's own memory, for the arrays of a step."""
+    num_devices: int = field(default=1, repr=False)
+    """Those that share the model; all sizes in bytes are of each of them."""
 
     @property
     def kv_bytes(self) -> int:
@@ -72,7 +74,10 @@ class Sizes:
     @property
     def total_bytes(self) -> int:
         """Needed at most of the memory that the weights are in. On a CPU a container may be limited to it."""
-        return self.weight_bytes + self.kv_bytes + self.overhead_bytes + self.reserve_bytes
+        held_bytes = self.weight_bytes + self.kv_bytes
+        if self.overhead_bytes:
+            return self.num_devices * held_bytes + self.overhead_bytes
+        return held_bytes + self.reserve_bytes
 
     @property
     def takes_longest_first(self) -> bool:
@@ -114,10 +119,11 @@ class Sizes:
         drafts = ""
         if self.num_draft:
             drafts = f"; drafts of {self.num_draft} tokens for at most {self.verify_sizes[-1]} rows"
+        each = f" on each of {self.num_devices} devices" if self.num_devices > 1 else ""
         return [
-            f"weights     {human(self.weight_bytes)}",
+            f"weights     {human(self.weight_bytes)}{each}",
             f"KV pages    {self.num_pages} x {self.page_size} tokens = {self.num_tokens} tokens, "
-            f"{human(self.kv_bytes)}",
+            f"{human(self.kv_bytes)}{each}",
             *self._describe_memory(),
             f"context     {self.max_seq_len} tokens",
             f"rows        {self.rows}; decode shapes {', '.join(map(str, self.row_sizes))}; "
@@ -133,7 +139,8 @@ class Sizes:
                 f"overhead    {overhead} for the runtime, the compiler, its programs and HTTP",
                 f"{total} at most, and a container may be limited to that",
             ]
-        return [f"reserve     {human(self.reserve_bytes)} for the arrays of a step", f"{total} of the device"]
+        where = "the device" if self.num_devices == 1 else "each device"
+        return [f"reserve     {human(self.reserve_bytes)} for the arrays of a step", f"{total} of {where}"]
 
 
 def plan_sizes(
@@ -146,10 +153,12 @@ def plan_sizes(
     page_bytes: int,
     weight_bytes: int,
     peak_bytes: int = 0,
+    num_devices: int = 1,
 ) -> Sizes:
     """Plans for `free_bytes` that the weights leave; raises `ConfigError` for settings that do not fit.
 
-    `peak_bytes` is the most of the host's memory that the process has taken so far.
+    All bytes are of each of `num_devices`, except that `peak_bytes` is the most of the host's memory that the
+    process has taken so far.
     """
     max_seq_len = settings.max_seq_len or max_position
     if max_seq_len > max_position:
@@ -171,7 +180,7 @@ def plan_sizes(
     overhead_bytes = reserve_bytes = 0
     if traits.host_overhead:
         # Reading weights may take more than serving them: a matrix is in float32 before it is quantized.
-        loading_bytes = peak_bytes + ARBITER_BYTES - weight_bytes - kv_bytes
+        loading_bytes = peak_bytes + ARBITER_BYTES - num_devices * (weight_bytes + kv_bytes)
         overhead_bytes = max(traits.host_overhead, loading_bytes)
     else:
         reserve_bytes = free_bytes - kv_bytes
@@ -193,6 +202,7 @@ def plan_sizes(
         has_all_modes=traits.has_all_modes,
         overhead_bytes=overhead_bytes,
         reserve_bytes=reserve_bytes,
+        num_devices=num_devices,
     )
 
 

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-import jax
-
 from levserve.device.kind import Planner, RoundRunner
 from levserve.engine.messages import DeviceTask
+from levserve.model.placement import HostArray
 from levserve.schedule.pace import Pace
 
 
@@ -39,7 +38,7 @@ class SwapWeights(DeviceTask):
     """Serves with these weights from the next round on; `done` gets the seconds that the swap took."""
 
     model: str
-    leaves: Sequence[jax.Array]
+    leaves: Sequence[HostArray]
     """On the host."""
     done: Future[float]
 

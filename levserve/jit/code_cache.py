@@ -29,6 +29,7 @@ COMPILED = (
     "device/rounds.py",
     "device/rules.py",
     "device/sampling.py",
+    "device/spread.py",
     "device/text_programs.py",
     "device/text_rounds.py",
 )

@@ -171,6 +171,15 @@ class ModelConfig:
     renormalises_experts: bool = True
     """The weights of the chosen experts are scaled to sum to one."""
 
+    num_shards: int = 1
+    """Devices that share the model. If there are several, the numbers of heads and `intermediate_size` are
+    those of one device (see `sharding.py`); everything else is the whole model's."""
+
+    @property
+    def vocab_rows(self) -> int:
+        """Rows of the embedding and of the head on each device; the last device may have rows of zeros."""
+        return -(-self.vocab_size // self.num_shards)
+
     def stretched_for(self, max_seq_len: int) -> ModelConfig:
         """The config for a server of at most `max_seq_len` tokens."""
         scaling = self.rope_scaling
@@ -196,7 +205,7 @@ class ModelConfig:
 
     @property
     def Vocab(self) -> Axis:
-        return Axis("vocab", self.vocab_size)
+        return Axis("vocab", self.vocab_rows)
 
     @property
     def Position(self) -> Axis:
@@ -254,7 +263,7 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     gated). The seam between `weights/`, which fills these arrays, and `Decoder.from_arrays`, which arranges
     them.
     """
-    embed, vocab = config.hidden_size, config.vocab_size
+    embed, vocab = config.hidden_size, config.vocab_rows
     norms = ("norm", "norm_bias") if config.has_layer_norms and config.has_norm_biases else ("norm",)
     layer: dict[str, tuple[int, ...]] = {}
     if config.has_pre_norms:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import equinox as eqx
 import haliax as hax
@@ -25,6 +26,7 @@ from levserve.model.linear import Linear
 from levserve.model.norm import Norm, apply
 from levserve.model.quantize import Quantization
 from levserve.model.rotary import Angles, angles_at
+from levserve.model.sharding import gather_over_devices, look_up_over_devices
 from levserve.model.xla import XLA_ON_CPU
 
 
@@ -168,6 +170,7 @@ class Decoder(eqx.Module):
         )
 
         widened = None if quantization is None else quantization.widened
+        is_shared = config.num_shards > 1
 
         def optional(name: str, *axes: Axis) -> NamedArray | None:
             return hax.named(arrays[name], axes) if name in arrays else None
@@ -177,14 +180,21 @@ class Decoder(eqx.Module):
             scale = optional(f"{name}_scale", Out)
             # Products that are added to the residual stream are never rounded: every bit counts there.
             rounds = backend.rounds_products and Out in (config.QKV, config.GateUp)
-            return Linear(weight, bias, scale, backend, rounds, None if scale is None else widened)
+            # The devices' experts are added up after they are mixed.
+            is_partial = is_shared and Out == config.Embed and not stacked
+            return Linear(
+                weight, bias, scale, backend, rounds, None if scale is None else widened, is_partial
+            )
 
         def norm(name: str, *over: Axis) -> Norm | None:
             if name not in arrays:
                 return None
             weight = arrays[name].reshape([axis.size for axis in over])
             bias = optional(f"{name}_bias", *over)
-            return Norm(hax.named(weight, over), bias, config.norm_eps, config.has_layer_norms, backend)
+            is_partial = is_shared and over[0] in (config.Heads, config.KVHeads)
+            return Norm(
+                hax.named(weight, over), bias, config.norm_eps, config.has_layer_norms, backend, is_partial
+            )
 
         def mlp(at: str, *stacked: Axis) -> Mlp:
             gate_up = linear(at + "gate_up", config.GateUp, config.Embed, *stacked)
@@ -244,7 +254,7 @@ class Decoder(eqx.Module):
         chunk of one.
         """
         config = self.config
-        x = self.embed.take("vocab", hax.named(tokens, (ROW, CHUNK))).astype(jnp.float32) * config.embed_scale
+        x = self._embed(tokens) * config.embed_scale
         if self.positions is not None:
             x = x + self.positions.take(
                 "position", hax.named(jnp.maximum(positions, 0), (ROW, CHUNK))
@@ -268,9 +278,30 @@ class Decoder(eqx.Module):
             written.append(pool)
         return self.final_norm(x), tuple(written)
 
+    def _embed(self, tokens: jax.Array) -> NamedArray:
+        if self.config.num_shards > 1:
+            found = look_up_over_devices(self.embed.array, tokens)
+            return hax.named(found, (ROW, CHUNK, "embed"))
+        return self.embed.take("vocab", hax.named(tokens, (ROW, CHUNK))).astype(jnp.float32)
+
     def logits(self, hidden: NamedArray, num_used: jax.Array | None = None) -> jax.Array:
         """float32 scores [row, vocab] of hidden states [row, embed]; ask only for rows that are sampled."""
         head = Linear(self.embed, backend=self.backend) if self.head is None else self.head
-        scores = head(hidden, num_used).rearrange((ROW, "vocab")).array * self.config.logit_scale
+        scores = head(hidden, num_used).rearrange((ROW, "vocab")).array
+        if self.config.num_shards > 1:
+            scores = gather_over_devices(scores)[:, : self.config.vocab_size]
+        scores = scores * self.config.logit_scale
         cap = self.config.logit_softcap
         return scores if cap is None else cap * jnp.tanh(scores / cap)
+
+
+@dataclass(frozen=True, slots=True)
+class Blueprint:
+    """A decoder without its arrays; of several devices that share a model, what each of them runs."""
+
+    config: ModelConfig
+    backend: Backend = XLA_ON_CPU
+    quantization: Quantization | None = None
+
+    def build(self, arrays: Mapping[str, jax.Array]) -> Decoder:
+        return Decoder.from_arrays(self.config, arrays, backend=self.backend, quantization=self.quantization)

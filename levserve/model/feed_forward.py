@@ -13,6 +13,7 @@ from haliax import NamedArray
 from levserve.model.backend import Backend, ExpertRule
 from levserve.model.config import Activation, ModelConfig
 from levserve.model.linear import Linear
+from levserve.model.sharding import sum_over_devices
 
 ROW, CHUNK = "row", "chunk"
 ACTIVATIONS: dict[Activation, Callable[[NamedArray], NamedArray]] = {
@@ -51,6 +52,8 @@ class Experts(eqx.Module):
         flat = x.flatten_axes((ROW, CHUNK), "token").rearrange(("token", "embed"))
         scores = self.router(flat).rearrange(("token", "expert")).array
         mixed = self.backend.mix_experts(flat.array, scores, is_real.reshape(-1), self)
+        if config.num_shards > 1:
+            mixed = sum_over_devices(mixed)
         return hax.named(mixed.reshape(*is_real.shape, config.hidden_size), (ROW, CHUNK, "embed"))
 
     @property

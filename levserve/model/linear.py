@@ -11,6 +11,7 @@ from jax import lax
 
 from levserve.model import cache
 from levserve.model.backend import Backend, Product
+from levserve.model.sharding import sum_over_devices
 
 
 class Linear(eqx.Module):
@@ -29,10 +30,14 @@ class Linear(eqx.Module):
     """None: XLA multiplies."""
     rounds: bool = eqx.field(static=True, default=False)
     widened: jnp.dtype | None = eqx.field(static=True, default=None)
+    is_partial: bool = eqx.field(static=True, default=False)
+    """Whether each of several devices has some of the inputs, so that their products are added up."""
 
     def __call__(self, x: NamedArray, num_used: jax.Array | None = None) -> NamedArray:
         """A kernel may skip what comes after the first `num_used` [1] vectors in `x`, which is padding."""
         y = self._multiply(x, num_used)
+        if self.is_partial:
+            y = hax.named(sum_over_devices(y.array), y.axes)
         return y if self.bias is None else y + self.bias
 
     @property

@@ -9,6 +9,7 @@ import haliax as hax
 from haliax import Axis, NamedArray
 
 from levserve.model.backend import Backend
+from levserve.model.sharding import mean_over_devices
 
 Mean = Callable[[NamedArray, Sequence[Axis]], NamedArray]
 
@@ -26,6 +27,8 @@ class Norm(eqx.Module):
     eps: float = eqx.field(static=True)
     is_layer_norm: bool = eqx.field(static=True)
     backend: Backend = eqx.field(static=True)
+    is_partial: bool = eqx.field(static=True, default=False)
+    """Whether each of several devices has some of the numbers that the mean is over."""
 
     def __call__(self, x: NamedArray) -> NamedArray:
         over = self.weight.axes
@@ -38,6 +41,8 @@ class Norm(eqx.Module):
         ordered = x.rearrange((..., *over))
         others = ordered.axes[: -len(over)]
         mean = self.backend.mean(ordered.array.reshape(*(axis.size for axis in others), -1))
+        if self.is_partial:
+            mean = mean_over_devices(mean)
         return hax.named(mean[..., 0], others)
 
 

@@ -69,17 +69,20 @@ def quantize_arrays(
     dtype: jnp.dtype,
     quantization: Quantization,
     num_threads: int = 2,
+    *,
+    num_shares: int = 1,
 ) -> Iterator[tuple[str, NDArray[np.generic]]]:
     """Quantizes a stream of float32 arrays: matrices to eight bits with scales, embeddings to `dtype`; norms
     stay.
 
-    A head that shares the embedding's matrix gets a quantized matrix of its own.
+    A head that shares the embedding's matrix gets a quantized matrix of its own. A matrix that is cut comes
+    as so many shares one above the other.
     """
     with ThreadPoolExecutor(num_threads, thread_name_prefix="levserve-quantize") as pool:
         for name, array in arrays:
             is_head = name == "embed" and config.tied_head
             if is_quantized(name) or is_head:
-                weight, scale = _quantize_rows(array, quantization, pool)
+                weight, scale = _quantize_rows(array, quantization, pool, num_shares)
                 target = "head" if is_head else name
                 yield target, weight
                 yield f"{target}_scale", scale
@@ -97,10 +100,11 @@ def is_quantized(name: str) -> bool:
 
 
 def _quantize_rows(
-    matrix: NDArray[np.generic], quantization: Quantization, pool: ThreadPoolExecutor
+    matrix: NDArray[np.generic], quantization: Quantization, pool: ThreadPoolExecutor, num_shares: int
 ) -> tuple[NDArray[np.generic], NDArray[np.float32]]:
     """The quantized matrix [out, in] and its scales, float32 [out]."""
-    is_packed = quantization.is_packed and is_packable(*matrix.shape)
+    rows, columns = matrix.shape
+    is_packed = quantization.is_packed and is_packable(rows // num_shares, columns)
     quantized = aligned_array(matrix.shape, np.dtype(np.uint8 if is_packed else quantization.kept))
     scale = np.empty(len(matrix), np.float32)
     steps, fill = (STEPS, _fill_int8) if quantization.kept == np.int8 else (LARGEST_FP8, _fill_fp8)

@@ -38,7 +38,7 @@ class BrainDescription:
     files: ModelFiles
     config: HrmConfig
     config_lines: tuple[str, ...]
-    device: jax.Device
+    devices: tuple[jax.Device]
     dtype: jnp.dtype
     backend: Backend
 
@@ -64,7 +64,7 @@ class BrainDescription:
 
     def lines(self) -> list[str]:
         return [
-            f"device      {self.device}",
+            f"device      {self.devices[0]}",
             *self.config_lines,
             f"tokenizer   {self.files.tokenizer}",
             f"matrices    {self.dtype}",
@@ -134,6 +134,10 @@ def describe_brain(settings: Settings, files: ModelFiles) -> BrainDescription:
             raise ConfigError(
                 f"{option} does not apply to {files.name}: an HRM brain has no KV cache and no quantized form"
             )
+    if settings.tensor_parallel > 1:
+        raise ConfigError(
+            f"--tensor-parallel does not apply to {files.name}: an HRM brain runs on one device"
+        )
     found = read_brain_config(find_brain(files.path), settings)
     device = open_device(settings)
     # AI-OS computes in float32 whatever the weights are stored in.
@@ -143,7 +147,7 @@ def describe_brain(settings: Settings, files: ModelFiles) -> BrainDescription:
         files=files,
         config=found.config,
         config_lines=found.lines,
-        device=device,
+        devices=(device,),
         dtype=dtype,
         backend=XlaBackend(kernel_platform(device)),
     )

@@ -42,7 +42,7 @@ def build(
     """Allocates the state on the device and compiles the first programs; slow."""
     settings = description.settings
     asked, advice = description.explain_memory(sizes)
-    with explained(asked, description.device, advice):
+    with explained(asked, description.devices, advice):
         runner = description.make_runner(contents.arrays, sizes, metrics)
         try:
             runner.warm_up(report)

@@ -31,6 +31,8 @@ class Catalogue:
         self._settings = settings
         self._folder = settings.models_dir
         self._sections: Mapping[str, Settings] = settings.models
+        everyone = (settings, *settings.models.values())
+        self._most_devices = max(each.tensor_parallel for each in everyone)
         self._found: dict[str, Settings] = {}
         self._look_at = 0.0
         self._found = self._look()
@@ -67,7 +69,8 @@ class Catalogue:
 
     def find(self, name: str) -> Settings | None:
         """The settings to load a model with."""
-        return self._sections.get(name) or self._found.get(name)
+        found = self._sections.get(name) or self._found.get(name)
+        return None if found is None else replace(found, most_devices=self._most_devices)
 
     def names_at_start(self) -> list[str]:
         """The models besides the default that are loaded at start, not on their first request."""

@@ -5,7 +5,7 @@ Reads configuration files and no weights. Everything that is chosen by the kind 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from numpy.typing import NDArray
 
 from levserve.device.kind import Planner, RoundRunner
+from levserve.device.mesh import choose_mesh
 from levserve.device.platform import kernel_platform, open_device
 from levserve.device.runner import Runner
 from levserve.device.sizing import Sizes, human, kv_floor, plan_sizes
@@ -23,9 +25,11 @@ from levserve.errors import ConfigError
 from levserve.model import cache
 from levserve.model.backend import Backend
 from levserve.model.config import ModelConfig, parameter_shapes
-from levserve.model.decoder import Decoder
+from levserve.model.decoder import Blueprint
+from levserve.model.placement import HostArray, shards_of
 from levserve.model.quantize import NARROW, Quantization, choose_quantization
 from levserve.model.select import choose_backend
+from levserve.model.sharding import Shards, local_config
 from levserve.models.checks import check_host_memory, check_same_model, sum_bytes
 from levserve.observe.metrics import Metrics
 from levserve.schedule.budget import Budget
@@ -41,6 +45,7 @@ from levserve.weights.checkpoint import (
     open_tensors,
     read_config,
 )
+from levserve.weights.cutter import Cutter
 from levserve.weights.memory_tensors import tensors_in_memory
 from levserve.weights.model_files import ModelFiles
 
@@ -58,7 +63,10 @@ class Description:
     settings: Settings
     files: ModelFiles
     config: ModelConfig
+    """The whole model's."""
     device: jax.Device
+    """The first, if several share the model."""
+    mesh: Mesh | None
     dtype: jnp.dtype
     quantization: Quantization | None
     backend: Backend
@@ -77,6 +85,21 @@ class Description:
         return self.config.hidden_size
 
     @property
+    def shards(self) -> Shards:
+        return shards_of(self.mesh)
+
+    @property
+    def local_config(self) -> ModelConfig:
+        """What each device runs: the whole model, or its share."""
+        return local_config(self.config, self.shards.count)
+
+    @property
+    def devices(self) -> Sequence[jax.Device]:
+        if self.mesh is None:
+            return (self.device,)
+        return tuple(self.mesh.devices.flat[index] for index in self.shards.here)
+
+    @property
     def storage(self) -> jnp.dtype:
         """The type that KV pages are stored in."""
         return self.backend.kv_storage(self.kv_dtype)
@@ -88,12 +111,13 @@ class Description:
 
     @property
     def page_bytes(self) -> int:
-        return cache.page_bytes(self.config, self.settings.page_size, self.storage)
+        """Of one KV page on each device."""
+        return cache.page_bytes(self.local_config, self.settings.page_size, self.storage)
 
     @property
     def expected_weight_bytes(self) -> int:
         kept = self.dtype if self.quantization is None else self.quantization.kept
-        return sum_bytes(parameter_shapes(self.config), kept)
+        return sum_bytes(parameter_shapes(self.local_config), kept)
 
     @property
     def floor_bytes(self) -> int:
@@ -107,6 +131,7 @@ class Description:
             report=report,
             quantization=self.quantization,
             backend=self.backend,
+            mesh=self.mesh,
         )
 
     def plan_sizes(self, *, rows: int, free_bytes: int, weight_bytes: int, peak_bytes: int) -> Sizes:
@@ -119,6 +144,7 @@ class Description:
             page_bytes=self.page_bytes,
             weight_bytes=weight_bytes,
             peak_bytes=peak_bytes,
+            num_devices=self.shards.count,
         )
 
     def explain_memory(self, sizes: Sizes) -> tuple[str, str]:
@@ -126,7 +152,10 @@ class Description:
         return asked, "lower --kv-memory, --kv-pages or --max-running"
 
     def make_runner(self, arrays: Mapping[str, jax.Array], sizes: Sizes, metrics: Metrics) -> RoundRunner:
-        return Runner(self.make_decoder(arrays, sizes.max_seq_len), sizes, self.storage, metrics)
+        blueprint = Blueprint(
+            self.local_config.stretched_for(sizes.max_seq_len), self.backend, self.quantization
+        )
+        return Runner(blueprint, arrays, sizes, self.storage, metrics)
 
     def make_planner(self, sizes: Sizes, runner: RoundRunner) -> Planner:
         traits = self.backend.traits
@@ -144,16 +173,17 @@ class Description:
 
     def read_leaves(
         self, settings: Settings, files: ModelFiles, report: Callable[[str], None]
-    ) -> list[jax.Array]:
+    ) -> Sequence[HostArray]:
         config = read_config(files.path, files.config_file)
         check_same_model(files.path, self.config, config)
         return self._convert(open_tensors(files.path, config, self.read_dtype), report)
 
-    def convert_leaves(self, arrays: Mapping[str, Any], report: Callable[[str], None]) -> list[jax.Array]:
+    def convert_leaves(self, arrays: Mapping[str, Any], report: Callable[[str], None]) -> Sequence[HostArray]:
         return self._convert(tensors_in_memory(arrays, self.config), report)
 
-    def _convert(self, tensors: Tensors, report: Callable[[str], None]) -> list[jax.Array]:
-        check_host_memory(sum_bytes(parameter_shapes(self.config), self.dtype))
+    def _convert(self, tensors: Tensors, report: Callable[[str], None]) -> Sequence[HostArray]:
+        shapes = Cutter(self.config, self.shards).host_shapes
+        check_host_memory(sum_bytes(shapes, self.dtype))
         arrays = convert_tensors(
             tensors,
             self.config,
@@ -161,21 +191,19 @@ class Description:
             report=report,
             quantization=self.quantization,
             backend=self.backend,
+            shards=self.shards,
         )
-        return host_leaves(self.config, arrays)
+        return in_order(arrays)
 
     def with_files(self, settings: Settings, files: ModelFiles) -> Description:
         return replace(self, settings=settings, files=files)
 
-    def make_decoder(self, arrays: Mapping[str, jax.Array], max_seq_len: int = 0) -> Decoder:
-        """The decoder for sequences of this length at most, or of any that the model takes."""
-        config = self.config.stretched_for(max_seq_len) if max_seq_len else self.config
-        return Decoder.from_arrays(config, arrays, backend=self.backend, quantization=self.quantization)
-
     def lines(self) -> list[str]:
         """The description for people."""
+        count = self.shards.count
+        others = f" and {count - 1} more, which share the model" if count > 1 else ""
         return [
-            f"device      {self.device}",
+            f"device      {self.device}{others}",
             f"matrices    {self.quantization or self.dtype}",
             f"backend     {self.backend.describe()} ({self.backend_reason})",
             f"KV cache    keys and values in {self.kv_dtype}",
@@ -187,12 +215,13 @@ def describe(settings: Settings, files: ModelFiles) -> Description:
     device = open_device(settings)
     config = read_config(files.path, files.config_file)
     dtype = jnp.dtype(jnp.float32 if settings.dtype == "float32" else jnp.bfloat16)
+    mesh = choose_mesh(settings, config)
     check_fp8(settings, device)
     narrow = choose_narrow(settings, device.platform, files.path, config)
     kv_dtype = cache.kv_dtype(settings.kv_dtype, dtype)
     backend, reason = choose_backend(
         kernel_platform(device),
-        config,
+        local_config(config, 1 if mesh is None else mesh.size),
         kernels=settings.kernels,
         quantized=narrow,
         dtype=dtype,
@@ -203,6 +232,7 @@ def describe(settings: Settings, files: ModelFiles) -> Description:
         files=files,
         config=config,
         device=device,
+        mesh=mesh,
         dtype=dtype,
         quantization=choose_quantization(narrow, backend, dtype),
         backend=backend,
@@ -236,9 +266,6 @@ def check_fp8(settings: Settings, device: jax.Device) -> None:
         )
 
 
-def host_leaves(config: ModelConfig, arrays: Iterable[tuple[str, NDArray[np.generic]]]) -> list[jax.Array]:
-    """A model's leaves in the device's order, in the host's memory: jax's CPU device does not copy them."""
-    cpu = jax.local_devices(backend="cpu")[0]
-    with jax.default_device(cpu):
-        on_host = {name: jax.device_put(array, cpu) for name, array in arrays}
-        return jax.tree.leaves(Decoder.from_arrays(config, on_host))
+def in_order(arrays: Iterable[tuple[str, NDArray[np.generic]]]) -> list[NDArray[np.generic]]:
+    """The arrays in the order of their names, in which a runner keeps them."""
+    return [array for _, array in sorted(arrays, key=lambda named: named[0])]

@@ -6,13 +6,14 @@ HRM brains; `load.py` chooses by the model's files. What the device thread asks 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import jax
 
 from levserve.device.kind import Planner, RoundRunner
 from levserve.model.backend import Backend
+from levserve.model.placement import HostArray
 from levserve.observe.metrics import Metrics
 from levserve.settings.settings import Settings
 from levserve.weights.model_files import ModelFiles
@@ -53,7 +54,8 @@ class ModelKind(Protocol[SizesT]):
     def files(self) -> ModelFiles: ...
 
     @property
-    def device(self) -> jax.Device: ...
+    def devices(self) -> Sequence[jax.Device]:
+        """Those of this process that it is served on; one, unless several share it."""
 
     @property
     def backend(self) -> Backend: ...
@@ -99,10 +101,10 @@ class ModelKind(Protocol[SizesT]):
 
     def read_leaves(
         self, settings: Settings, files: ModelFiles, report: Callable[[str], None]
-    ) -> list[jax.Array]:
+    ) -> Sequence[HostArray]:
         """Other weights of the same model, in the host's memory; raises `StartupError` for another model."""
 
-    def convert_leaves(self, arrays: Mapping[str, Any], report: Callable[[str], None]) -> list[jax.Array]:
+    def convert_leaves(self, arrays: Mapping[str, Any], report: Callable[[str], None]) -> Sequence[HostArray]:
         """The same for weights that are in memory, by the names that they have in a checkpoint."""
 
     def with_files(self, settings: Settings, files: ModelFiles) -> ModelKind[SizesT]:

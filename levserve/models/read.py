@@ -12,6 +12,7 @@ import jax
 
 from levserve.device.platform import explained
 from levserve.errors import StartupError
+from levserve.model.placement import device_bytes
 from levserve.models.kind import AnyKind
 from levserve.observe.logs import redirect_library_logs
 from levserve.observe.metrics import Metrics
@@ -37,7 +38,8 @@ class Contents:
 
     @property
     def weight_bytes(self) -> int:
-        return sum(array.nbytes for array in self.arrays.values())
+        """On each device."""
+        return sum(map(device_bytes, self.arrays.values()))
 
 
 def read(description: AnyKind, metrics: Metrics, report: Callable[[str], None]) -> Contents:
@@ -52,7 +54,7 @@ def read(description: AnyKind, metrics: Metrics, report: Callable[[str], None]) 
             description.default_chat_template,
             metrics,
         )
-        with explained("the weights", description.device, "serve a smaller model"):
+        with explained("the weights", description.devices, "serve a smaller model"):
             arrays = description.load_arrays(report)
     redirect_library_logs()  # the tokenizer may have brought some
     return Contents(arrays, *texts.result())

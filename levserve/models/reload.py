@@ -11,18 +11,17 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
-import jax
-
 from levserve.device.tasks import SwapWeights
 from levserve.engine.engine import Engine
 from levserve.engine.served_model import ServedModel
 from levserve.errors import Conflict, StartupError
+from levserve.model.placement import HostArray
 from levserve.models.entry import Reloaded, SwappedWeights
 from levserve.models.kind import AnyKind
 from levserve.models.probe import ProbeScores, probe_request
@@ -151,7 +150,7 @@ class WeightReloader:
             mean_logprob_before=before.mean,
         )
 
-    def _swap(self, leaves: list[jax.Array]) -> float:
+    def _swap(self, leaves: Sequence[HostArray]) -> float:
         """The seconds that it took."""
         done: Future[float] = Future()
         self._engine.send(SwapWeights(self._model.name, leaves, done))

@@ -12,12 +12,12 @@ from levserve.models.registry import MakeRoom
 def reserve(description: AnyKind, make_room: MakeRoom) -> int:
     """Unloads other models if this one needs their memory; the bytes that it may take."""
     needed = description.expected_weight_bytes + description.floor_bytes
-    return make_room(needed, lambda: free_bytes(description.device))
+    return make_room(needed, lambda: free_bytes(*description.devices))
 
 
 def size(description: AnyKind, contents: Contents, *, rows: int, allowed_bytes: int | None) -> ModelSizes:
     """Shares out what the weights leave free, or what they leave of `allowed_bytes` if that is less."""
-    free, peak = free_bytes(description.device), peak_memory()
+    free, peak = free_bytes(*description.devices), peak_memory()
     if allowed_bytes is not None:
         free = min(free, allowed_bytes - contents.weight_bytes)
         peak = 0  # other models have a part in it

@@ -111,7 +111,7 @@ def serve(registry: Registry, loaded: Loaded, others: Sequence[str] = ()) -> Non
     engine = registry.engine
     loaded.runner.programs.start_background()
     engine.progress = "ready"
-    loop = DeviceLoop(engine, loaded.description.device)
+    loop = DeviceLoop(engine, loaded.description.devices[0])
     loop.attach(loaded.attach())
     registry.publish(resident_of(engine, loaded))
     log.info("admitting   %d requests, %d tokens", engine.max_inflight, engine.admission.max_tokens)

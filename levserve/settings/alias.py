@@ -76,6 +76,7 @@ def _int8_if_on(text: str) -> str | None:
 ALIASES = (
     Alias("model-path", "model"),
     Alias("tokenizer-path", "tokenizer"),
+    Alias("tensor-parallel-size", "tensor_parallel"),
     Alias("max-context-length", "max_seq_len"),
     Alias("context-window", "max_seq_len"),
     Alias("max-model-len", "max_seq_len"),

@@ -169,6 +169,15 @@ def _read_pair(text: str) -> tuple[int, int] | None:
     return first, second
 
 
+def _read_count(text: str) -> int:
+    if text.lower() == "auto":
+        return 0
+    count = int(text)
+    if count < 1:
+        raise ValueError
+    return count
+
+
 def _read_names(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(text.split()))
 
@@ -194,6 +203,9 @@ PAIR = Kind(
     "N[,N]",
     _read_pair,
     lambda pair: "" if pair is None else f"{pair[0]},{pair[1]}",
+)
+COUNT_OR_AUTO = Kind(
+    "an integer, at least 1, or auto", "N|auto", _read_count, lambda count: str(count) if count else "auto"
 )
 TEMPERATURE = _optional(real(0, 2))
 SEED = _optional(integer(0, MAX_SEED))

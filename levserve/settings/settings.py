@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from levserve.settings.alias import names_of
 from levserve.settings.kind import (
+    COUNT_OR_AUTO,
     ENV_PREFIX,
     NAME,
     NAMES,
@@ -94,6 +95,7 @@ SHARED_SETTINGS = (
     "kv_memory",
     "kv_pages",
     "kernels",
+    "tensor_parallel",
 )
 """Settings that a model's section takes from the other sections unless it sets them itself."""
 
@@ -276,6 +278,12 @@ class Settings:
         "auto",
         "Kind of device to run on; gpu is NVIDIA's, rocm is AMD's and untested.",
     )
+    tensor_parallel: int = setting(
+        "engine",
+        COUNT_OR_AUTO,
+        1,
+        "Devices that share the model, each with a part of every layer; auto: as many as divide it.",
+    )
     threads: int = setting(
         "engine",
         integer(0, 1024),
@@ -419,6 +427,8 @@ class Settings:
     )
 
     models: Mapping[str, Settings] = field(default_factory=dict)
+    most_devices: int = 1
+    """The most that any of several models is to be shared by."""
     dry_run: bool = False
     faults: str = ""
     notes: tuple[str, ...] = field(default=(), compare=False)

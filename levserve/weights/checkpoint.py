@@ -17,15 +17,19 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from numpy.typing import NDArray
 
 from levserve.errors import StartupError
 from levserve.model.aligned import aligned_array
 from levserve.model.backend import Backend
-from levserve.model.config import ModelConfig, parameter_shapes
+from levserve.model.config import ModelConfig
+from levserve.model.placement import place, shards_of
 from levserve.model.quantize import Quantization, quantize_arrays
+from levserve.model.sharding import UNSHARED, Shards, find_cut
 from levserve.model.xla import XLA_ON_CPU
 from levserve.weights import gguf_tensors, hf_tensors
+from levserve.weights.cutter import Cutter
 from levserve.weights.fill import Source, fill, num_threads
 from levserve.weights.gguf_config import read_gguf_config
 from levserve.weights.hf_config import read_hf_config
@@ -91,15 +95,28 @@ def load_arrays(
     report: Report,
     quantization: Quantization | None = None,
     backend: Backend = XLA_ON_CPU,
+    mesh: Mesh | None = None,
 ) -> dict[str, jax.Array]:
-    """Every array of `parameter_shapes`, on the device.
+    """Every array of `parameter_shapes`, on the device, or cut over those of a mesh.
 
     Matrices are in `dtype` or in eight bits, those of experts in the backend's `expert_storage` of `dtype`;
     norms and biases are in float32.
     """
-    # Waiting for each transfer keeps the host from holding several arrays.
-    arrays = read_arrays(path, config, dtype, report=report, quantization=quantization, backend=backend)
-    return {name: jax.device_put(host).block_until_ready() for name, host in arrays}
+    arrays = read_arrays(
+        path,
+        config,
+        dtype,
+        report=report,
+        quantization=quantization,
+        backend=backend,
+        shards=shards_of(mesh),
+    )
+    placed = {}
+    for name, host in arrays:
+        array = place(host, mesh, is_cut=find_cut(name, config) is not None)
+        # Waiting for each transfer keeps the host from holding several arrays.
+        placed[name] = array.block_until_ready()
+    return placed
 
 
 def read_arrays(
@@ -110,10 +127,19 @@ def read_arrays(
     report: Report,
     quantization: Quantization | None = None,
     backend: Backend = XLA_ON_CPU,
+    shards: Shards = UNSHARED,
 ) -> Iterator[tuple[str, NDArray[np.generic]]]:
     """The same arrays one after another in the host's memory. Uses no device, so any thread may call it."""
     tensors = open_tensors(path, config, dtype if quantization is None else jnp.dtype(jnp.float32))
-    return convert_tensors(tensors, config, dtype, report=report, quantization=quantization, backend=backend)
+    return convert_tensors(
+        tensors,
+        config,
+        dtype,
+        report=report,
+        quantization=quantization,
+        backend=backend,
+        shards=shards,
+    )
 
 
 def convert_tensors(
@@ -124,18 +150,20 @@ def convert_tensors(
     report: Report,
     quantization: Quantization | None = None,
     backend: Backend = XLA_ON_CPU,
+    shards: Shards = UNSHARED,
 ) -> Iterator[tuple[str, NDArray[np.generic]]]:
-    """The model's arrays, filled from these tensors as they are asked for.
+    """The arrays of the whole model's `config`, filled from these tensors as they are asked for.
 
-    Matrices that will be quantized are read in float32, one at a time.
+    Those that are cut between devices come as the shares of `shards` one above the other. Matrices that will
+    be quantized are read in float32, one at a time, and cut before: a quantized matrix mixes its columns.
     """
     if quantization is None:
-        return _read_plain(tensors, config, dtype, backend.expert_storage(dtype), report=report)
+        return _read_plain(tensors, config, dtype, backend.expert_storage(dtype), shards, report=report)
     if config.num_experts:
         raise StartupError(f"{tensors.source}: --quantize does not support a mixture of experts")
     float32 = jnp.dtype(jnp.float32)
-    plain = _read_plain(tensors, config, float32, float32, report=report)
-    return quantize_arrays(config, plain, dtype, quantization, num_threads())
+    plain = _read_plain(tensors, config, float32, float32, shards, report=report)
+    return quantize_arrays(config, plain, dtype, quantization, num_threads(), num_shares=len(shards.here))
 
 
 def load_order(names: Iterable[str]) -> list[str]:
@@ -151,19 +179,23 @@ def _read_plain(
     config: ModelConfig,
     dtype: jnp.dtype,
     expert_storage: jnp.dtype,
+    shards: Shards,
     *,
     report: Report,
 ) -> Iterator[tuple[str, NDArray[np.generic]]]:
     sources = _find_sources(tensors, config)
-    shapes = parameter_shapes(config)
+    cutter = Cutter(config, shards)
+    shapes = cutter.host_shapes
     has_offsets = config.has_offset_norms and tensors.has_offset_norms
     progress = Progress("loading weights", sum(map(math.prod, shapes.values())), report)
     mapped_bytes = 0
     with ThreadPoolExecutor(num_threads(), thread_name_prefix="levserve-weights") as pool:
         for name in load_order(shapes) if tensors.is_stacked else shapes:
             host = aligned_array(shapes[name], np.dtype(dtype if len(shapes[name]) > 1 else np.float32))
+            if cutter.has_gaps(name):
+                host[...] = 0
             for source in sources[name]:
-                fill(host[source.target.index], source, pool, tensors.source)
+                fill(cutter.copies(name, host, source), source, pool, tensors.source)
             if has_offsets and name.endswith("norm"):
                 np.add(host, 1, out=host)
             if host.ndim > 2:

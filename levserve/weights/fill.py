@@ -5,17 +5,20 @@ A few threads decode blocks of rows and write them in the array's type straight 
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Iterable
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
 from levserve.errors import StartupError
-from levserve.weights.stored_tensor import StoredTensor
+from levserve.weights.stored_tensor import ALL, StoredTensor
 from levserve.weights.tensor_names import Target
 
 BLOCK_SIZE = 1 << 18  # numbers decoded at a time: 1 MB of float32 stays in the CPU's cache
@@ -32,20 +35,54 @@ class Source:
     target: Target
 
 
-def fill(rows: NDArray[np.generic], source: Source, pool: Executor, origin: str | Path) -> None:
-    """`origin` is where the tensor is from, for errors."""
-    step = max(1, BLOCK_SIZE // (rows.size // len(rows)))
+class Copy(NamedTuple):
+    """Rows of a tensor that go to an array: `part` of each of them, which is all of it if it is empty."""
 
-    def copy(start: int) -> None:
-        stop = min(start + step, len(rows))
-        block = source.tensor.read(start, stop)
+    rows: range
+    part: tuple[slice, ...]
+    into: NDArray[np.generic]
+
+
+def fill(copies: Iterable[Copy], source: Source, pool: Executor, origin: str | Path) -> None:
+    """Reads rows that several copies have in common once. `origin` is for errors."""
+    by_rows: dict[range, list[Copy]] = {}
+    for copy in copies:
+        by_rows.setdefault(copy.rows, []).append(copy)
+    for rows, alike in by_rows.items():
+        _fill_rows(rows, alike, source, pool, origin)
+    source.tensor.finish()
+
+
+def _fill_rows(rows: range, copies: list[Copy], source: Source, pool: Executor, origin: str | Path) -> None:
+    step = max(1, BLOCK_SIZE // math.prod(source.tensor.shape[1:]))
+    columns = _columns_of(copies, source)
+    first = columns.start or 0
+
+    def copy_block(start: int) -> None:
+        stop = min(start + step, rows.stop)
+        block = source.tensor.read(start, stop, columns)
         if not _is_finite(block):
             place = f"rows {start} to {stop}"
             raise StartupError(f"{origin}: {source.name} is corrupt: some numbers are not finite ({place})")
-        rows[start:stop] = block
+        for copy in copies:
+            part = copy.part
+            if columns != ALL:
+                (wanted,) = part
+                part = (slice(wanted.start - first, wanted.stop - first),)
+            copy.into[start - rows.start : stop - rows.start] = block[(ALL, *part)]
 
-    for _ in pool.map(copy, range(0, len(rows), step)):  # taking the results raises the errors of the threads
+    starts = range(rows.start, rows.stop, step)
+    for _ in pool.map(copy_block, starts):  # taking the results raises the errors of the threads
         pass
+
+
+def _columns_of(copies: list[Copy], source: Source) -> slice:
+    """The columns of a matrix that any of the copies needs."""
+    if len(source.tensor.shape) != 2 or not all(copy.part for copy in copies):
+        return ALL
+    parts = [part for copy in copies for part in copy.part]
+    first, last = min(part.start for part in parts), max(part.stop for part in parts)
+    return ALL if last - first == source.tensor.shape[1] else slice(first, last)
 
 
 def _is_finite(block: NDArray[np.generic]) -> bool:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from levserve.errors import StartupError
 from levserve.gguf.header import TensorEntry, read_header
-from levserve.weights.stored_tensor import StoredTensor
+from levserve.weights.stored_tensor import ALL, StoredTensor
 
 UNQUANTIZED = (Kind.F32, Kind.F16, Kind.BF16)
 # In a file of K-quants llama.cpp stores rows that are not a multiple of 256 as Q5_0, Q5_1 or IQ4_NL.
@@ -54,13 +54,23 @@ class GGUFTensor:
     def shape(self) -> tuple[int, ...]:
         return self.entry.shape
 
-    def read(self, start: int, stop: int) -> NDArray[np.generic]:
+    def read(self, start: int, stop: int, columns: slice = ALL) -> NDArray[np.generic]:
         rows = self.entry.data.reshape(self.shape[0], -1)  # [row, byte]
+        size, num_bytes = GGML_QUANT_SIZES[self.entry.kind]
+        if columns != ALL and columns.start % size == columns.stop % size == 0:
+            rows = rows[:, columns.start // size * num_bytes : columns.stop // size * num_bytes]
+            columns = ALL
         if self.interleaved_head is None:
             packed = rows[start:stop]
         else:
             packed = rows[interleaved_rows(np.arange(start, stop), self.interleaved_head)]
-        return _decode(packed.reshape(-1), self.entry.kind).reshape(stop - start, *self.shape[1:])
+        decoded = _decode(packed.reshape(-1), self.entry.kind)
+        if len(self.shape) == 2:
+            return decoded.reshape(stop - start, -1)[:, columns]
+        return decoded.reshape(stop - start, *self.shape[1:])
+
+    def finish(self) -> None:
+        """The file stays mapped."""
 
 
 def read_tensors(path: Path, head_dim: int) -> Iterator[tuple[str, StoredTensor]]:

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from levserve.errors import StartupError
 from levserve.weights.levanter_folder import DATABASE_FILE, MODEL
-from levserve.weights.stored_tensor import StoredTensor
+from levserve.weights.stored_tensor import ALL, StoredTensor
 from levserve.weights.tensor_names import TRANSPOSED
 
 MANIFEST_FILE = "manifest.json"
@@ -132,7 +132,7 @@ class Checkpoint:
 
 
 class Stack:
-    """A stored array that is read at the first `take` and freed when all of it has been taken.
+    """A stored array that is read at the first `take` and freed when all of its layers are finished.
 
     Several threads may use it.
     """
@@ -145,7 +145,7 @@ class Stack:
             array = ts.cast(array, ts.bfloat16 if is_narrow else ts.float32)
         self._array = array
         self._is_stacked = is_stacked
-        self._num_left = array.size
+        self._num_left = array.shape[0] if is_stacked else 1
         self._lock = threading.Lock()
         self._data: NDArray[np.generic] | None = None
 
@@ -158,11 +158,13 @@ class Stack:
                     self._data = self._array.read().result()
             assert self._data is not None
             layer = self._data[index] if self._is_stacked else self._data
-            taken = layer.reshape(shape)[part]
-            self._num_left -= taken.size
+            return layer.reshape(shape)[part]
+
+    def finish_layer(self) -> None:
+        with self._lock:
+            self._num_left -= 1
             if self._num_left <= 0:
                 self._data = None
-            return taken
 
 
 class LevanterTensor:
@@ -175,11 +177,15 @@ class LevanterTensor:
         self._is_transposed = is_transposed
         self.shape = (*shape[:-2], shape[-1], shape[-2]) if is_transposed else shape
 
-    def read(self, start: int, stop: int) -> NDArray[np.generic]:
+    def read(self, start: int, stop: int, columns: slice = ALL) -> NDArray[np.generic]:
         has_columns_first = self._is_transposed and len(self.shape) == 2
         part = (slice(None), slice(start, stop)) if has_columns_first else slice(start, stop)
         rows = self._stack.take(self._index, self._stored_shape, part)
-        return rows.swapaxes(-1, -2) if self._is_transposed else rows
+        rows = rows.swapaxes(-1, -2) if self._is_transposed else rows
+        return rows if columns == ALL else rows[:, columns]
+
+    def finish(self) -> None:
+        self._stack.finish_layer()
 
 
 def fold(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -12,6 +12,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+ALL = slice(None)
+
 
 class StoredTensor(Protocol):
     """A tensor in Hugging Face's row order, `[out, in]` or `[out]`."""
@@ -19,6 +21,13 @@ class StoredTensor(Protocol):
     @property
     def shape(self) -> tuple[int, ...]: ...
 
-    def read(self, start: int, stop: int) -> NDArray[np.generic]:
-        """Rows `start` to `stop`, decoded to float32 or bfloat16. Safe to call from several threads."""
+    def read(self, start: int, stop: int, columns: slice = ALL) -> NDArray[np.generic]:
+        """Rows `start` to `stop`, decoded to float32 or bfloat16. Safe to call from several threads.
+
+        Of a matrix only these `columns`, of which both ends are given or neither. Where the format allows,
+        the others are not read.
+        """
         ...
+
+    def finish(self) -> None:
+        """Called when nothing more of it will be read."""

@@ -210,22 +210,22 @@ def test_a_program_comes_back_with_the_kernel_it_calls(folder: Path, monkeypatch
     assert {path.name for path in folder.iterdir()} == {"sum", kernel}
 
     monkeypatch.setattr(xla_call, "compile_kernel", None)  # nothing is compiled any more
-    found = find_program("sum", device)
+    found = find_program("sum", [device])
     assert found is not None
     np.testing.assert_array_equal(found(weight, x)[0], compiled(weight, x)[0])
 
     xla_call._registered.clear()
     (folder / kernel).unlink()
-    assert find_program("sum", device) is None, "without its kernel it is of no use"
+    assert find_program("sum", [device]) is None, "without its kernel it is of no use"
     np.testing.assert_array_equal(compiled(weight, x)[0], found(weight, x)[0])  # whoever has it goes on
-    assert find_program("another", device) is None
+    assert find_program("another", [device]) is None
 
 
 def test_a_program_that_cannot_be_read_back_is_compiled_anew(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     CodeCache(folder).keep("sum", b"not a program, but kept as it was")
-    assert find_program("sum", jax.devices("cpu")[0]) is None
+    assert find_program("sum", jax.devices("cpu")[:1]) is None
     assert "is compiled again" in caplog.text
 
 

@@ -20,7 +20,7 @@ from levserve.device.sizing import Sizes, process_memory
 from levserve.model import cache
 from levserve.model.backend import Backend
 from levserve.model.cpu.backend import CpuBackend
-from levserve.model.decoder import Decoder
+from levserve.model.decoder import Blueprint
 from levserve.model.quantize import NARROW, choose_quantization
 from levserve.model.sampler import Mode
 from levserve.model.xla import XLA_ON_CPU, XlaBackend
@@ -74,7 +74,8 @@ def runner_of(kind: str, backend: Backend = XLA_ON_CPU) -> Runner:
         num_draft=5,
     )
     return Runner(
-        Decoder.from_arrays(config, arrays, backend=backend, quantization=quantization),
+        Blueprint(config, backend, quantization),
+        arrays,
         sizes,
         storage,
         Metrics(),

@@ -24,7 +24,7 @@ from levserve.device.runner import make_state
 from levserve.device.sizing import plan_sizes
 from levserve.model import cache
 from levserve.model.config import ModelConfig, parameter_shapes
-from levserve.model.decoder import Decoder
+from levserve.model.decoder import Blueprint
 from levserve.model.gpu.decode_attention import decode_attention
 from levserve.model.gpu.paged_attention import WIDEN_FP8, paged_attention
 from levserve.model.sampler import Mode
@@ -99,14 +99,10 @@ def given() -> Given:
         name: jax.ShapeDtypeStruct(shape, dtype if len(shape) > 1 else jnp.float32)
         for name, shape in parameter_shapes(CONFIG).items()
     }
-    model = jax.eval_shape(lambda arrays: Decoder.from_arrays(CONFIG, arrays, backend=backend), arrays)
-    state = jax.tree.map(placed, jax.eval_shape(lambda: make_state(model, sizes, storage)))
-    leaves, tree = jax.tree.flatten(jax.tree.map(placed, model))
-    return Given(
-        tuple(leaves),
-        state,
-        Programs(tuple(leaves), state, Skeleton(tree, sizes.table_width, backend), sizes, Metrics()),
-    )
+    state = jax.tree.map(placed, jax.eval_shape(lambda: make_state(CONFIG, sizes, storage)))
+    leaves = tuple(map(placed, arrays.values()))
+    skeleton = Skeleton(Blueprint(CONFIG, backend), tuple(arrays), sizes.table_width)
+    return Given(leaves, state, Programs(leaves, state, skeleton, sizes, Metrics()))
 
 
 def on_the_card() -> AbstractContextManager[None]:

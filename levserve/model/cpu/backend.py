@@ -126,6 +126,8 @@ class CpuBackend(XlaBackend):
         It serves a model only if every field of the config that it does not know has its default, so that a
         new field can never be ignored.
         """
+        if config.num_shards > 1:
+            return "devices that share a model add up their results within every layer"
         if not self.has_products:
             return "this CPU has no instruction for int8 products"
         others = (each for each in dataclasses.fields(config) if each.name not in PLAIN_FIELDS)

@@ -1,0 +1,89 @@
+"""Which rows and columns of a checkpoint's tensors go where, if several devices share a model.
+
+Each process reads the shares of its own devices and nothing else, where the file's format allows that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from levserve.model.config import ModelConfig, parameter_shapes
+from levserve.model.sharding import Shards, Share, find_cut, local_config, share_of, stacked_shape
+from levserve.weights.fill import Copy, Source
+
+
+class Cutter:
+    """Cuts the arrays of a model's `config` for these shards."""
+
+    def __init__(self, config: ModelConfig, shards: Shards) -> None:
+        self._config = config
+        self._shards = shards
+        self._local = parameter_shapes(local_config(config, shards.count))
+
+    @property
+    def host_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every array as it is filled: the shares that are here one above the other, or all of it."""
+        return {
+            name: stacked_shape(shape, len(self._shards.here)) if self._is_cut(name) else shape
+            for name, shape in self._local.items()
+        }
+
+    def has_gaps(self, name: str) -> bool:
+        """Whether some rows are filled by no tensor."""
+        is_by_words = name in ("embed", "head", "head_bias")
+        return is_by_words and self._config.vocab_size % self._shards.count > 0
+
+    def copies(self, name: str, host: NDArray[np.generic], source: Source) -> Iterator[Copy]:
+        """What goes from a tensor to an array that has the shape of `host_shapes`."""
+        if not self._is_cut(name):
+            yield Copy(_rows_of(source), (), host[source.target.index])
+            return
+        size = self._local[name][0]
+        for number, index in enumerate(self._shards.here):
+            into = host[number * size : (number + 1) * size]
+            share = share_of(name, host.ndim, self._config, self._shards.count, index)
+            assert share is not None
+            if share.axis < len(source.target.index):
+                yield from _cut_rows(share, into, source)
+            else:
+                yield _cut_columns(share, into, source)
+
+    def _is_cut(self, name: str) -> bool:
+        return self._shards.count > 1 and find_cut(name, self._config) is not None
+
+
+def _cut_columns(share: Share, into: NDArray[np.generic], source: Source) -> Copy:
+    """The columns of a share; a tensor has all columns of its rows."""
+    (columns,) = share.ranges
+    inner = (slice(None),) * (len(source.tensor.shape) - 2)
+    return Copy(_rows_of(source), (*inner, _slice(columns)), into[source.target.index])
+
+
+def _cut_rows(share: Share, into: NDArray[np.generic], source: Source) -> Iterator[Copy]:
+    """Those rows of a share that this tensor has."""
+    *outer, filled = source.target.index
+    assert isinstance(filled, slice)
+    has_all_experts = into.ndim == 3 and len(source.tensor.shape) == 3
+    place = 0
+    for wanted in share.ranges:
+        found = range(max(wanted.start, filled.start), min(wanted.stop, filled.stop))
+        if found:
+            first = place + found.start - wanted.start
+            target = into[(*outer, slice(first, first + len(found)))]
+            rows = range(found.start - filled.start, found.stop - filled.start)
+            if has_all_experts:  # then the tensor's rows are experts
+                yield Copy(_rows_of(source), (_slice(rows),), target)
+            else:
+                yield Copy(rows, (), target)
+        place += len(wanted)
+
+
+def _rows_of(source: Source) -> range:
+    return range(source.tensor.shape[0])
+
+
+def _slice(part: range) -> slice:
+    return slice(part.start, part.stop)
