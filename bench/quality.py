@@ -117,8 +117,7 @@ def main() -> None:
 
 
 def score(path: Path, config: ModelConfig, tokens: list[int], number_format: Format) -> Scores:
-    """Runs the text through the model as prefill does, a chunk at a time over paged KV in the type the server
-    would store."""
+    """The scores of the text, computed as the server would with these settings."""
     platform, dtype, narrow = (
         jax.default_backend(),
         jnp.dtype(number_format.dtype),
@@ -132,12 +131,19 @@ def score(path: Path, config: ModelConfig, tokens: list[int], number_format: For
     quantization = choose_quantization(narrow, backend, dtype)
     arrays = load_arrays(path, config, dtype, report=lambda _: None, quantization=quantization)
     model = Decoder.from_arrays(config, arrays, backend=backend, quantization=quantization)
+    scores = score_text(model, config, tokens, kv_dtype)
+    print(f"{number_format} took {time.monotonic() - began:.0f} s", file=sys.stderr)
+    return scores
+
+
+def score_text(model: Decoder, config: ModelConfig, tokens: list[int], kv_dtype: jnp.dtype) -> Scores:
+    """Runs the text through the model as prefill does, a chunk at a time over paged KV."""
     num_pages = -(-len(tokens) // PAGE_SIZE)
     pools = cache.make_pool(
         config,
         num_pages,
         PAGE_SIZE,
-        backend.kv_storage(kv_dtype),
+        model.backend.kv_storage(kv_dtype),
     )
     table = jnp.arange(num_pages, dtype=jnp.int32)[None]
 
@@ -169,7 +175,6 @@ def score(path: Path, config: ModelConfig, tokens: list[int], number_format: For
         positions[0, :count] = np.arange(start, start + count)
         logprobs, likeliest, pools = run(model, given, positions, following, pools)
         parts.append((np.asarray(logprobs)[:count], np.asarray(likeliest)[:count]))
-    print(f"{number_format} took {time.monotonic() - began:.0f} s", file=sys.stderr)
     return Scores(np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts]))
 
 

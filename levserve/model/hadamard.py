@@ -32,13 +32,13 @@ def rotate(x: Array) -> Array:
     block = block_size(x.shape[-1])
     if isinstance(x, np.ndarray):
         together = math.gcd(x.size // block, BLOCKS_PER_PRODUCT)
-        return (x.reshape(-1, together, block) @ _matrix(block)).reshape(x.shape)
-    return (x.reshape(-1, block) @ _matrix(block)).reshape(x.shape)
+        return (x.reshape(-1, together, block) @ rotation(block)).reshape(x.shape)
+    return (x.reshape(-1, block) @ rotation(block)).reshape(x.shape)
 
 
 @functools.cache
-def _matrix(block: int) -> NDArray[np.float32]:
-    """Symmetric, and its own inverse."""
+def rotation(block: int) -> NDArray[np.float32]:
+    """The matrix that rotates a block: symmetric, and its own inverse."""
     matrix = np.ones((1, 1), np.float32)
     while len(matrix) < block:
         matrix = np.block([[matrix, matrix], [matrix, -matrix]])

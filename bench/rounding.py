@@ -1,0 +1,139 @@
+#!/usr/bin/env python3
+"""Measures what ways to round matrices and activations would cost in quality, before kernels for them exist.
+
+    python bench/rounding.py
+    python bench/rounding.py --ways int8 blocks --model path/to/checkpoint
+
+Products are computed in float32 with numbers that were rounded first, which gives what integer kernels would
+give. The text, the model and the columns are those of bench/quality.py, keys and values are in bfloat16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+
+import jax
+import jax.numpy as jnp
+from quality import TEXT, Format, _show, compare, score, score_text
+
+from levserve.model.backend import Product
+from levserve.model.decoder import Decoder
+from levserve.model.hadamard import rotation
+from levserve.model.quantize import is_quantized
+from levserve.model.xla import XlaBackend
+from levserve.settings.parse import parse_settings
+from levserve.text.tokenizer import load_tokenizer
+from levserve.weights.checkpoint import load_arrays, read_config
+from levserve.weights.source import find_source
+
+EXACT = 0
+"""As a number of bits: nothing is rounded."""
+WHOLE_ROW = 0
+"""As the size of a group: one scale for all numbers of a row."""
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """How numbers are rounded: to so many bits, with one scale for each group of them."""
+
+    bits: int
+    group: int = WHOLE_ROW
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        if self.bits == EXACT:
+            return x
+        groups = x.reshape(*x.shape[:-1], -1, self.group or x.shape[-1])
+        scale = jnp.maximum(jnp.abs(groups).max(-1, keepdims=True), 1e-20) / (2 ** (self.bits - 1) - 1)
+        return (jnp.round(groups / scale) * scale).reshape(x.shape)
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to multiply: both sides are rotated in blocks, then rounded."""
+
+    block: int
+    """1: no rotation."""
+    weights: Rounding
+    activations: Rounding
+    head: Rounding | None = None
+    """Of the head's activations; None: as those of others."""
+
+
+WAYS = {
+    "int8": Way(64, Rounding(8), Rounding(8)),
+    "groups": Way(64, Rounding(8, 64), Rounding(8, 64)),
+    "file": Way(1, Rounding(EXACT), Rounding(8, 32)),
+    "file+int16": Way(1, Rounding(EXACT), Rounding(16, 32)),
+    "exact64": Way(64, Rounding(EXACT), Rounding(8, 64)),
+    "exact32": Way(32, Rounding(EXACT), Rounding(8, 32)),
+    "exact32+head": Way(32, Rounding(EXACT), Rounding(8, 32), Rounding(16, 32)),
+}
+
+
+@dataclass(frozen=True)
+class Simulated(XlaBackend):
+    """Rounds activations before each product; the matrices that it gets are rounded already."""
+
+    way: Way = field(default=WAYS["int8"])
+    vocab_size: int = 0
+
+    def product(self, weight: jax.Array, scale: jax.Array | None) -> Product:
+        way = self.way
+        is_head = len(weight) == self.vocab_size
+        round_activations = (is_head and way.head) or way.activations
+
+        def multiply(x: jax.Array, num_used: jax.Array | None) -> jax.Array:
+            return round_activations(_rotate(x, way.block)) @ weight.T
+
+        return multiply
+
+
+def main() -> None:
+    options = _parser().parse_args()
+    jax.config.update("jax_default_matmul_precision", "highest")
+    files = find_source(parse_settings(["--model", options.model], {}), lambda _: None)
+    config = read_config(files.path, files.config_file)
+    tokens = load_tokenizer(files.tokenizer or files.path).encode(TEXT.read_text())[: options.tokens]
+    reference = score(files.path, config, tokens, Format(dtype="float32"))
+    arrays = load_arrays(files.path, config, jnp.dtype(jnp.float32), report=lambda _: None)
+    if config.tied_head:  # the head is rounded and the embedding is not
+        config, arrays["head"] = replace(config, tied_head=False), arrays["embed"]
+    for name in options.ways:
+        way = WAYS[name]
+        rounded = {
+            key: _round_matrix(way, array) if is_quantized(key) else array for key, array in arrays.items()
+        }
+        backend = Simulated(way=way, vocab_size=config.vocab_size)
+        model = Decoder.from_arrays(config, rounded, backend=backend)
+        _show(compare(name, score_text(model, config, tokens, jnp.dtype(jnp.bfloat16)), reference))
+
+
+def _round_matrix(way: Way, matrix: jax.Array) -> jax.Array:
+    return way.weights(_rotate(matrix, way.block))
+
+
+def _rotate(x: jax.Array, block: int) -> jax.Array:
+    return (x.reshape(-1, block) @ rotation(block)).reshape(x.shape)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", default="smollm2-135m", help="as levserve's --model (default: the bundled one)"
+    )
+    parser.add_argument("--tokens", type=int, default=4096, help="of the text, at most (default: 4096)")
+    parser.add_argument(
+        "--ways", choices=WAYS, nargs="+", default=list(WAYS), metavar="WAY", help=" ".join(WAYS)
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    main()
