@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
 """How long a token of an HRM brain takes, by the length of its text and the rows computed together.
 
-Each line compares the measured time with a floor: what the operations of a token would take at the speed of one large product of
-matrices, which is measured first, in the same run and number format. The model has random weights in the shape of AI-OS's English-v1
+Each line compares the measured time with two floors, measured in the same run and number format. The first is what the operations of
+a token would take at the speed of one large product of matrices. The second is the products of all blocks alone, of the same shapes
+one after another: narrow matrices do not reach the speed of large ones. It leaves out attention, and of a mixture of experts it has
+what the chosen experts multiply, as one product for all of them. The model has random weights in the shape of AI-OS's English-v1
 unless told otherwise. Needs no file and no server.
 """
 
@@ -12,7 +14,7 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -25,13 +27,15 @@ from levserve.device.sampling import make_masks, make_memory
 from levserve.device.text_programs import Task, TextPrograms, TextShape
 from levserve.device.text_rounds import LENGTH, TARGET, TOKENS, Arrays, TextSkeleton, TextState
 from levserve.device.text_sizing import plan_text_sizes
+from levserve.model.backend import Backend
 from levserve.model.hrm import Hrm
 from levserve.model.hrm_config import HrmConfig, hrm_parameter_shapes
-from levserve.model.xla import XlaBackend
+from levserve.model.select import KERNELS, choose_text_backend
 from levserve.observe.metrics import Metrics
 
 PEAK_SIZES = {"cpu": 2048, "gpu": 8192}
 """Rows and columns of the product that the floor is measured with."""
+WARM_UPS = 3
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -52,11 +56,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--rows", default="1,4", metavar="N,N", help="texts computed together (default: %(default)s)")
     add("--repetitions", type=int, default=5, metavar="N", help="runs of each (default: %(default)s)")
     add("--dtype", choices=("float32", "bfloat16"), default="float32")
+    add("--kernels", choices=KERNELS, default="auto", help="as the server's option (default: %(default)s)")
     return parser.parse_args(argv)
 
 
-def make_model(options: argparse.Namespace, backend: XlaBackend) -> Hrm:
-    config = HrmConfig(
+def make_config(options: argparse.Namespace) -> HrmConfig:
+    return HrmConfig(
         vocab_size=options.vocab,
         hidden_size=options.hidden,
         intermediate_size=options.inner,
@@ -69,6 +74,9 @@ def make_model(options: argparse.Namespace, backend: XlaBackend) -> Hrm:
         experts_per_token=min(2, options.experts),
         max_position=max(read_numbers(options.lengths)),
     )
+
+
+def make_model(config: HrmConfig, options: argparse.Namespace, backend: Backend) -> Hrm:
     random = np.random.default_rng(0)
     dtype = jnp.dtype(options.dtype)
     arrays = {}
@@ -85,12 +93,54 @@ def measure_peak(platform: str, dtype: jnp.dtype) -> float:
     one = jnp.ones((size, size), dtype)
     precision = "highest" if dtype == jnp.float32 else "default"  # as the model computes
     product = jax.jit(lambda a, b: jnp.dot(a, b, precision=precision, preferred_element_type=jnp.float32))
+    return float(2 * size**3 / time_calls(lambda: product(one, one), 5))
+
+
+def measure_products(config: HrmConfig, num_tokens: int, count: int, options: argparse.Namespace) -> float:
+    """Seconds of the products of a run over so many tokens, with the logits of `count` of them."""
+    dtype, hidden, inner = jnp.dtype(options.dtype), config.hidden_size, config.intermediate_size
+    precision = "highest" if dtype == jnp.float32 else "default"
+    per_token = config.experts_per_token if config.num_experts else 1
+    wide = inner if config.num_experts else 2 * inner
+    shapes = (
+        (3 * hidden, hidden),
+        (hidden, hidden),
+        (wide, hidden),
+        (hidden, inner),
+        (config.vocab_size, hidden),
+    )
+    qkv, out, up, down, head = (jnp.ones(shape, dtype) for shape in shapes)
+
+    def multiply(x: jax.Array, matrix: jax.Array) -> jax.Array:
+        product = jnp.einsum("ti,oi->to", x, matrix, precision=precision, preferred_element_type=dtype)
+        return product.astype(dtype)
+
+    def block(_: int, x: jax.Array) -> jax.Array:
+        x = multiply(multiply(x, qkv)[:, :hidden], out)
+        fed = multiply(jnp.concatenate([x] * per_token), up)[:, :inner]
+        return multiply(fed, down)[:num_tokens]
+
+    def products(x: jax.Array) -> jax.Array:
+        return multiply(jax.lax.fori_loop(0, config.num_blocks, block, x)[:count], head)
+
+    run = jax.jit(
+        products,
+        compiler_options=choose_text_backend(jax.devices()[0].platform, config.block).compiler_options(
+            num_tokens=num_tokens, is_prefill=True, is_quantized=False
+        ),
+    )
+    x = jnp.ones((num_tokens, hidden), dtype)
+    return time_calls(lambda: run(x), options.repetitions)
+
+
+def time_calls(call: Callable[[], jax.Array], repetitions: int) -> float:
+    """The median of so many calls. The first ones are not counted: a GPU records graphs in them."""
     times = []
-    for _ in range(6):
+    for _ in range(WARM_UPS + repetitions):
         start = time.perf_counter()
-        product(one, one).block_until_ready()
+        call().block_until_ready()
         times.append(time.perf_counter() - start)
-    return float(2 * size**3 / statistics.median(times[1:]))
+    return statistics.median(times[WARM_UPS:])
 
 
 def measure_run(
@@ -102,16 +152,19 @@ def measure_run(
 ) -> tuple[float, TextState]:
     """Seconds of one run of a program, and the state after it: runs donate the buffer of logits."""
     programs.compile_only([shape])
-    packed = np.full((shape.rows, TOKENS + shape.length), 7, np.int32)
+    # Equal tokens would all choose the same experts.
+    packed = np.random.default_rng(0).integers(
+        options.vocab, size=(shape.rows, TOKENS + shape.length), dtype=np.int32
+    )
     packed[:, TARGET], packed[:, LENGTH] = np.arange(shape.rows), shape.length
-    times = []
-    for _ in range(options.repetitions + 1):
-        start = time.perf_counter()
-        logits, pooled = programs[shape](leaves, state.logits, packed)
-        jax.block_until_ready(pooled)
-        state = state._replace(logits=logits)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[1:]), state
+    logits = state.logits
+
+    def run() -> jax.Array:
+        nonlocal logits
+        logits, pooled = programs[shape](leaves, logits, packed)
+        return pooled
+
+    return time_calls(run, options.repetitions), state._replace(logits=logits)
 
 
 def read_numbers(text: str) -> list[int]:
@@ -121,8 +174,9 @@ def read_numbers(text: str) -> list[int]:
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     platform = jax.devices()[0].platform
-    backend = XlaBackend(platform)
-    model = make_model(options, backend)
+    config = make_config(options)
+    backend = choose_text_backend(platform, config.block, options.kernels)
+    model = make_model(config, options, backend)
     lengths, rows = read_numbers(options.lengths), read_numbers(options.rows)
     sizes = plan_text_sizes(
         backend.traits,
@@ -140,20 +194,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     programs = TextPrograms(tuple(leaves), state, TextSkeleton(tree, backend), sizes, Metrics())
     peak = measure_peak(platform, jnp.dtype(options.dtype))
     print(
-        f"{jax.devices()[0].device_kind}, {options.dtype}: a large product runs at {peak / 1e9:,.0f} Gflop/s"
+        f"{jax.devices()[0].device_kind}, {options.dtype}, {backend.describe()}: "
+        f"a large product runs at {peak / 1e9:,.0f} Gflop/s"
     )
-    print("| tokens | rows | ms a run | ms a token | Gflop a token | floor, ms a token | times the floor |")
-    print("|---|---|---|---|---|---|---|")
+    print(
+        "| tokens | rows | ms a run | ms a token | floor, ms a token | times the floor | products alone, ms | times these |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
     for length in lengths:
         for count in rows:
-            seconds, state = measure_run(
-                programs, tuple(leaves), state, TextShape(Task.RUN, count, length), options
+            shape = TextShape(Task.RUN, count, length)
+            seconds, state = measure_run(programs, tuple(leaves), state, shape, options)
+            floor = config.flops(length) / peak
+            products = measure_products(config, count * length, count, options)
+            cells = (
+                f"{seconds * 1e3:,.2f} | {seconds / count * 1e3:,.3f} | {floor * 1e3:,.3f} | {seconds / count / floor:.2f}",
+                f"{products * 1e3:,.2f} | {seconds / products:.2f}",
             )
-            flops = model.config.flops(length)
-            floor = flops / peak
-            cells = f"{seconds * 1e3:,.1f} | {seconds / count * 1e3:,.1f} | {flops / 1e9:.1f}"
-            ratio = seconds / count / floor
-            print(f"| {length} | {count} | {cells} | {floor * 1e3:,.1f} | {ratio:.2f} |", flush=True)
+            print(f"| {length} | {count} | {' | '.join(cells)} |", flush=True)
     return 0
 
 

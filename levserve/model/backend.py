@@ -21,8 +21,10 @@ import jax.numpy as jnp
 from levserve.model.cache import Place
 from levserve.model.config import Activation, ModelConfig
 from levserve.model.rotary import Angles
+from levserve.model.text_attention import Texts
 from levserve.model.traits import Traits
 
+Arrays = tuple[jax.Array, ...]
 Product = Callable[[jax.Array, jax.Array | None], jax.Array]
 """float32 [row, in] times a matrix: float32 [row, out]. It may skip rows after the first `num_used` [1]."""
 CompilerOptions = dict[str, str | bool]
@@ -114,6 +116,11 @@ class Backend(ABC):
     @abstractmethod
     def traits(self) -> Traits: ...
 
+    @property
+    def float32_precision(self) -> str:
+        """How float32 is multiplied where little may be lost, as `jax.default_matmul_precision` names it."""
+        return "highest"
+
     @abstractmethod
     def describe(self) -> str:
         """What computes what, for the log."""
@@ -134,6 +141,20 @@ class Backend(ABC):
         qkv [row * chunk, head, head_size]: queries, then keys, then values. Gives [row, chunk, query heads *
         head_size] and the pool. With `ends` [row] only the query at that place of each row's chunk is mixed,
         as a chunk of one.
+        """
+
+    @abstractmethod
+    def text_scratch(self, rows: int, chunk: int, heads: int, size: int, dtype: jnp.dtype) -> Arrays:
+        """Memory that `attend_texts` works in, for texts [row, chunk] and heads of this size and type."""
+
+    @abstractmethod
+    def attend_texts(
+        self, qkv: jax.Array, texts: Texts, scratch: Arrays, num_heads: int
+    ) -> tuple[jax.Array, Arrays]:
+        """Rotates heads and mixes all of a text for each of its positions.
+
+        qkv [row, chunk, 3 * heads * size]: queries, keys, values. Gives [row, chunk, heads * size], and the
+        memory for the next call.
         """
 
     @abstractmethod

@@ -21,19 +21,22 @@ from levserve.model.feed_forward import CHUNK, ROW, Experts, Mlp
 from levserve.model.hrm_config import HrmConfig, hrm_parameter_shapes
 from levserve.model.linear import Linear
 from levserve.model.norm import rms_norm
-from levserve.model.rotary import Angles, angles_at, rotate
+from levserve.model.rotary import angles_at
+from levserve.model.text_attention import Texts
 from levserve.model.xla import XLA_ON_CPU
 
 EMBED_LIMIT, LOGIT_LIMIT = 10.0, 20.0
-QUERY_BLOCK = 256
-"""Queries whose scores are computed together: those of a whole long text would take gigabytes."""
-MASKED = -1e30
+
+Arrays = tuple[jax.Array, ...]
+Carry = tuple[NamedArray, Arrays]
+"""States, and the scratch memory of attention."""
 
 
 class Block(eqx.Module):
     """Attention and a feed-forward part; the sum after each is normalized."""
 
     config: HrmConfig = eqx.field(static=True)
+    backend: Backend = eqx.field(static=True)
     qkv: Linear
     out: Linear
     mlp: Mlp | Experts
@@ -45,42 +48,24 @@ class Level(eqx.Module):
     init: NamedArray
     blocks: tuple[Block, ...]
 
-    def __call__(self, state: NamedArray, angles: Angles, is_real: jax.Array) -> NamedArray:
+    def __call__(self, state: NamedArray, texts: Texts, scratch: Arrays) -> tuple[NamedArray, Arrays]:
         for block in self.blocks:
-            state = run_block(block, state, angles, is_real)
-        return state
+            state, scratch = run_block(block, state, texts, scratch)
+        return state, scratch
 
 
 @jax.jit
-def run_block(block: Block, x: NamedArray, angles: Angles, is_real: jax.Array) -> NamedArray:
+def run_block(block: Block, x: NamedArray, texts: Texts, scratch: Arrays) -> tuple[NamedArray, Arrays]:
     """x [row, chunk, embed]; jitted so that equal blocks are traced once."""
     config = block.config
     Embed, eps = config.block.Embed, config.block.norm_eps
     with jax.named_scope("attend"):
-        qkv = block.qkv(x).rearrange((ROW, CHUNK, "qkv")).array
-        mixed = attend_to_all(qkv, config.num_heads, angles, is_real)
+        qkv = block.qkv(x).rearrange((ROW, CHUNK, "qkv")).astype(block.qkv.product_dtype).array
+        mixed, scratch = block.backend.attend_texts(qkv, texts, scratch, config.num_heads)
         x = rms_norm(x + block.out(hax.named(mixed, (ROW, CHUNK, "mixed"))), (Embed,), eps)
     with jax.named_scope("mlp"):
-        fed = block.mlp(x) if isinstance(block.mlp, Mlp) else block.mlp(x, is_real)
-        return rms_norm(x + fed, (Embed,), eps).rearrange((ROW, CHUNK, "embed"))
-
-
-def attend_to_all(qkv: jax.Array, num_heads: int, angles: Angles, is_real: jax.Array) -> jax.Array:
-    """Attention of every position [row, chunk] to all real ones; qkv and the result are [row, chunk, ...]."""
-    rows, chunk, width = qkv.shape
-    size = width // (3 * num_heads)
-    q, k, v = jnp.split(qkv.reshape(rows, chunk, 3 * num_heads, size), 3, axis=2)
-    q, k = rotate(q, angles) * size**-0.5, rotate(k, angles)
-    bias = jnp.where(is_real, 0.0, MASKED)[:, None, None]  # [row, 1, 1, key]
-
-    def attend(queries: jax.Array) -> jax.Array:
-        scores = jnp.einsum("rqhd,rkhd->rhqk", queries, k) + bias
-        return jnp.einsum("rhqk,rkhd->rqhd", jax.nn.softmax(scores, axis=-1), v)
-
-    if chunk <= QUERY_BLOCK or chunk % QUERY_BLOCK:
-        return attend(q).reshape(rows, chunk, -1)
-    blocks = q.reshape(rows, -1, QUERY_BLOCK, num_heads, size).swapaxes(0, 1)
-    return lax.map(attend, blocks).swapaxes(0, 1).reshape(rows, chunk, -1)
+        fed = block.mlp(x) if isinstance(block.mlp, Mlp) else block.mlp(x, texts.is_real)
+        return rms_norm(x + fed, (Embed,), eps).rearrange((ROW, CHUNK, "embed")), scratch
 
 
 class Hrm(eqx.Module):
@@ -102,7 +87,8 @@ class Hrm(eqx.Module):
         block = config.block
 
         def linear(name: str, Out: Axis, In: Axis, *stacked: Axis) -> Linear:
-            return Linear(hax.named(arrays[name], (*stacked, Out, In)))
+            rounds = backend.rounds_products and Out in (block.QKV, block.GateUp)
+            return Linear(hax.named(arrays[name], (*stacked, Out, In)), rounds=rounds)
 
         def mlp(at: str, *stacked: Axis) -> Mlp:
             gate_up = linear(at + "gate_up", block.GateUp, block.Embed, *stacked)
@@ -120,7 +106,7 @@ class Hrm(eqx.Module):
                 at = f"{name}.layers.{index}."
                 qkv = linear(at + "qkv", block.QKV, block.Embed)
                 out = linear(at + "out", block.Embed, block.Mixed)
-                blocks.append(Block(config, qkv, out, feed_forward(at)))
+                blocks.append(Block(config, backend, qkv, out, feed_forward(at)))
             return Level(hax.named(arrays[f"{name}.init"], block.Embed), tuple(blocks))
 
         embed = hax.named(arrays["embed"], (block.Vocab, block.Embed))
@@ -137,7 +123,7 @@ class Hrm(eqx.Module):
     @property
     def _precision(self) -> str:
         """By default a GPU multiplies float32 with ten bits of fraction, which the cycles would amplify."""
-        return "highest" if self.embed.dtype == jnp.float32 else "default"
+        return self.backend.float32_precision if self.embed.dtype == jnp.float32 else "default"
 
     def _think(self, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
         config = self.config
@@ -145,28 +131,33 @@ class Hrm(eqx.Module):
         is_real = places < lengths[:, None]
         rope = config.block.rope(0)
         assert rope is not None
-        angles = angles_at(places, rope)
+        ends = jnp.broadcast_to(lengths[:, None] - 1, tokens.shape)
+        texts = Texts(angles_at(places, rope), is_real, ends)
+        scratch = self.backend.text_scratch(
+            *tokens.shape, config.num_heads, config.head_dim, self.low.blocks[0].qkv.product_dtype
+        )
         x = self.embed.take("vocab", hax.named(tokens, (ROW, CHUNK))).astype(jnp.float32)
         x = hax.clip(x * config.embed_scale, -EMBED_LIMIT, EMBED_LIMIT).rearrange((ROW, CHUNK, "embed"))
 
         def start(level: Level) -> NamedArray:
             return level.init.astype(jnp.float32).broadcast_to(x.axes)
 
-        def think(_: jax.Array | int, high: NamedArray) -> NamedArray:
-            low = lax.fori_loop(
-                0,
-                config.l_cycles,
-                lambda _, low: self.low(low + (high + x), angles, is_real),
-                start(self.low),
-            )
-            return self.high(high + low, angles, is_real)
+        def think(_: jax.Array | int, carry: Carry) -> Carry:
+            high, scratch = carry
 
-        high: NamedArray = lax.fori_loop(0, config.h_cycles, think, start(self.high))
+            def think_low(_: jax.Array | int, carry: Carry) -> Carry:
+                low, scratch = carry
+                return self.low(low + (high + x), texts, scratch)
+
+            low, scratch = lax.fori_loop(0, config.l_cycles, think_low, (start(self.low), scratch))
+            return self.high(high + low, texts, scratch)
+
+        high, _ = lax.fori_loop(0, config.h_cycles, think, (start(self.high), scratch))
         return high.rearrange((ROW, CHUNK, "embed")).array
 
     def logits(self, states: jax.Array) -> jax.Array:
         """float32 scores [row, vocab] of states [row, embed]; ask only for rows that are read."""
         named = hax.named(states, (ROW, self.config.block.Embed))
-        with jax.default_matmul_precision(self._precision):
+        with jax.default_matmul_precision("highest" if self.embed.dtype == jnp.float32 else "default"):
             scores = self.head(named).rearrange((ROW, "vocab")).array
         return jnp.clip(scores, -LOGIT_LIMIT, LOGIT_LIMIT)

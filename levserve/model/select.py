@@ -46,6 +46,15 @@ def choose_backend(
     return Chosen(plain, f"there are no kernels for a {platform}")
 
 
+def choose_text_backend(platform: str, config: ModelConfig, kernels: str = "auto") -> Backend:
+    """The same for a model that computes whole texts: the CPU's kernels are for caches of pages."""
+    return (
+        XlaBackend(platform)
+        if platform == "cpu"
+        else choose_backend(platform, config, kernels=kernels).backend
+    )
+
+
 def _choose_for_cpu(
     plain: XlaBackend,
     config: ModelConfig,

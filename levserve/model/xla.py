@@ -14,6 +14,7 @@ from jax import lax
 from levserve.model import cache
 from levserve.model.attention import attend_in_blocks
 from levserve.model.backend import (
+    Arrays,
     AttentionShape,
     Backend,
     CompilerOptions,
@@ -27,6 +28,7 @@ from levserve.model.experts import are_few, choose_experts, mix_gathered, mix_in
 from levserve.model.quantize import multiply_rotated
 from levserve.model.rotary import Angles, rotate
 from levserve.model.search import likeliest
+from levserve.model.text_attention import Texts, attend_to_all
 from levserve.model.traits import ACCELERATOR_TRAITS, CPU_TRAITS, GPU_TRAITS, Traits
 
 LIBRARY_ROWS = 64
@@ -99,6 +101,14 @@ class XlaBackend(Backend):
     ) -> jax.Array:
         """Attention of scaled queries [row, chunk, kv_head, group, head_size] over pages that are written."""
         return attend_in_blocks(q, pool, table, positions, window=window, softcap=softcap, on_cpu=self.is_cpu)
+
+    def text_scratch(self, rows: int, chunk: int, heads: int, size: int, dtype: jnp.dtype) -> Arrays:
+        return ()
+
+    def attend_texts(
+        self, qkv: jax.Array, texts: Texts, scratch: Arrays, num_heads: int
+    ) -> tuple[jax.Array, Arrays]:
+        return attend_to_all(qkv, texts, num_heads), scratch
 
     def product(self, weight: jax.Array, scale: jax.Array | None) -> Product | None:
         if scale is None or weight.ndim != 2 or not self.is_cpu:

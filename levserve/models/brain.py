@@ -18,7 +18,7 @@ from levserve.errors import ConfigError, StartupError
 from levserve.model.backend import Backend
 from levserve.model.hrm import Hrm
 from levserve.model.hrm_config import HrmConfig, hrm_parameter_shapes
-from levserve.model.xla import XlaBackend
+from levserve.model.select import choose_text_backend
 from levserve.models.checks import check_host_memory, check_same_model, sum_bytes
 from levserve.observe.metrics import Metrics
 from levserve.schedule.whole_text import WholeTextScheduler, WorkBudget
@@ -149,5 +149,5 @@ def describe_brain(settings: Settings, files: ModelFiles) -> BrainDescription:
         config_lines=found.lines,
         devices=(device,),
         dtype=dtype,
-        backend=XlaBackend(kernel_platform(device)),
+        backend=choose_text_backend(kernel_platform(device), found.config.block, settings.kernels),
     )

@@ -46,10 +46,8 @@ def find_brain(path: Path) -> BrainFiles:
     fields = _read_description(folder / DESCRIPTION)
     if path.is_file():
         return BrainFiles(folder, path, fields)
-    named = [fields.get("checkpoint_file"), fields.get("student_pt")]
-    # Paths may be of another machine, and of Windows: the file lies in the folder in any case.
-    names = [PureWindowsPath(name).name for name in named if isinstance(name, str) and name]
-    for name in (*names, *STUDENTS):
+    names = weight_names(fields)
+    for name in names:
         if (folder / name).is_file():
             return BrainFiles(folder, folder / name, fields)
     if (folder / STARTER).is_file():
@@ -57,8 +55,15 @@ def find_brain(path: Path) -> BrainFiles:
             f"{folder} holds a starter brain, which is an ordinary model with a halting head beside it that "
             "does not change its answers: serve the model's own folder"
         )
-    looked_for = ", ".join(dict.fromkeys((*names, *STUDENTS)))
-    raise StartupError(f"{folder} is a brain without weights: there is none of {looked_for}")
+    raise StartupError(f"{folder} is a brain without weights: there is none of {', '.join(names)}")
+
+
+def weight_names(fields: Fields) -> list[str]:
+    """What the file of the weights may be called, the best first."""
+    named = [fields.get("checkpoint_file"), fields.get("student_pt")]
+    # Paths may be of another machine, and of Windows: the file lies in the folder in any case.
+    names = [PureWindowsPath(name).name for name in named if isinstance(name, str) and name]
+    return list(dict.fromkeys((*names, *STUDENTS)))
 
 
 def find_brain_tokenizer(brain: BrainFiles) -> Path:
@@ -89,11 +94,19 @@ def _tokenizer_places(brain: BrainFiles) -> Iterator[Path]:
 
 def _read_description(path: Path) -> Fields:
     try:
-        content = json.loads(path.read_text(encoding="utf-8-sig"))
+        return parse_description(path.read_bytes(), str(path))
     except FileNotFoundError:
         return Fields(str(path), {})
-    except (OSError, ValueError) as error:
-        raise StartupError(f"{path}: cannot be read as JSON: {error}") from error
+    except OSError as error:
+        raise StartupError(f"{path}: cannot be read: {error}") from error
+
+
+def parse_description(text: bytes, place: str) -> Fields:
+    """The fields of a brain.json that was read from a place."""
+    try:
+        content = json.loads(text.decode("utf-8-sig"))
+    except ValueError as error:
+        raise StartupError(f"{place}: cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):
-        raise StartupError(f"{path}: not a JSON object")
-    return Fields(str(path), content)
+        raise StartupError(f"{place}: not a JSON object")
+    return Fields(place, content)

@@ -13,7 +13,8 @@ from pathlib import Path, PurePosixPath
 
 from levserve.errors import ConfigError, StartupError
 from levserve.settings.settings import Settings
-from levserve.weights.brain_folder import find_brain, find_brain_tokenizer, is_brain
+from levserve.weights.brain_folder import DESCRIPTION, SUFFIXES, find_brain, find_brain_tokenizer, is_brain
+from levserve.weights.brain_store import fetch_brain
 from levserve.weights.bundled import SMOLLM2, find_bundled
 from levserve.weights.fetch import fetch_files
 from levserve.weights.hub import fetch_repo, has_weights, needed_files
@@ -96,7 +97,7 @@ def stored_name(model: str, store: str) -> str:
 
 def _is_stored_run(address: str) -> bool:
     """Whether a Levanter run, or one of its checkpoints, is at an address where a model may be."""
-    if not is_address(address) or address.endswith(GGUF_SUFFIX):
+    if not is_address(address) or address.endswith((GGUF_SUFFIX, *SUFFIXES)):
         return False
     store = Store(address)
     if store.describe("config.json") is not None:
@@ -140,7 +141,7 @@ def find_model(
     folder = fetch_repo(model, revision=revision, cache_path=cache_path / "hub", report=report)
     if problem := local_problem(folder):
         raise StartupError(f"model {model!r} on the Hugging Face Hub {problem}")
-    return ModelFiles(model, folder)
+    return ModelFiles(model, find_brain(folder).weights if is_brain(folder) else folder)
 
 
 def _fetch_model(address: str, cache_path: Path, limit_bytes: int, report: Report) -> ModelFiles:
@@ -152,10 +153,15 @@ def _fetch_model(address: str, cache_path: Path, limit_bytes: int, report: Repor
             raise StartupError(f"model {address} does not exist")
         lease = fetch_files(store, [file], cache_path, limit_bytes=limit_bytes, report=report)
         return ModelFiles(name.removesuffix(GGUF_SUFFIX), lease.path / file.name, lease=lease)
+    if name.endswith(SUFFIXES):
+        folder = Store(store.address.removesuffix(f"/{name}"))
+        return fetch_brain(folder, cache_path, weights=name, limit_bytes=limit_bytes, report=report)
     found_files = store.describe_all(_model_files(store))
     needed = needed_files([file.name for file in found_files])
     files = [file for file in found_files if file.name in needed]
     names = sorted(needed)
+    if "config.json" not in names and store.describe(DESCRIPTION) is not None:
+        return fetch_brain(store, cache_path, limit_bytes=limit_bytes, report=report)
     if "config.json" not in names or not has_weights(names):
         found = f"found {', '.join(names[:8])}" if names else "found nothing"
         raise StartupError(f"model {address}: expected config.json and {WEIGHTS}, {found}")

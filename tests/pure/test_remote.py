@@ -128,6 +128,31 @@ def test_a_single_file_comes_from_a_web_server(web: WebServer, cache: Cache) -> 
     assert files.name == "tiny.Q8_0" and files.path.read_bytes() == content
 
 
+def test_a_brain_comes_from_a_store_with_the_tokenizer_in_its_folder(
+    google: Any, web: WebServer, cache: Cache, tmp_path: Path
+) -> None:
+    brain = GOLDEN / "hrm-tiny-dense-pt"
+    upload(google, brain, "models/brains/dense")
+    shutil.copytree(brain, tmp_path / "web" / "brain")
+    (tmp_path / "web" / "brain" / "brain.json").unlink()
+    for address, name in (
+        ("gs://models/brains/dense", "dense"),
+        ("gs://models/brains/dense/actv1_student.pt", "dense"),
+        (f"{web.address}/brain/actv1_student.pt", "brain"),
+    ):
+        found = cache.find(address)
+        assert (found.name, found.path.name) == (name, "actv1_student.pt")
+        assert found.path.read_bytes() == (brain / "actv1_student.pt").read_bytes()
+        assert found.tokenizer == found.path.parent / "tokenizer"
+        assert (found.tokenizer / "tokenizer.json").is_file()
+
+
+def test_a_stored_brain_without_weights_is_told(google: Any, cache: Cache) -> None:
+    google.pipe_file("models/brains/empty/brain.json", b'{"checkpoint_file": "D:\\\\new.pt"}')
+    with pytest.raises(StartupError, match="none of new.pt, actv1_student.safetensors, actv1_student.pt"):
+        cache.find("gs://models/brains/empty")
+
+
 def test_names_with_slashes_are_kept_with_hyphens(google: Any, cache: Cache) -> None:
     files = cache.find("org/llama", model_store="gs://models/names/")
     assert files.name == "org/llama" and same_files(files.path, LLAMA)

@@ -68,6 +68,26 @@ def test_the_kernels_give_the_sum_of_the_chosen_experts(
     np.testing.assert_allclose(np.asarray(got)[is_real], wanted[is_real], atol=1e-5)
 
 
+@pytest.mark.parametrize("activation", [Activation.GELU, Activation.GELU_TANH])
+def test_experts_without_a_gate_have_their_own_activation(activation: Activation) -> None:
+    rng = np.random.default_rng(0)
+    x, up, down = (
+        jnp.asarray(rng.standard_normal(shape, np.float32))
+        for shape in ((24, EMBED), (4, MLP, EMBED), (4, EMBED, MLP))
+    )
+    rule = ExpertRule(4, 1, renormalises=True, is_gated=False, activation=activation)
+    choice = choose_experts(
+        jnp.asarray(rng.standard_normal((24, 4), np.float32)), jnp.ones(24, bool), rule, interpret=True
+    )
+    plan = choose_plan(24, rule, up, down)
+    assert plan is not None
+    got = mix_grouped(x, choice, up, down, plan=plan, interpret=True)
+    hidden = jnp.einsum("ti,tmi->tm", x, up[choice.experts[:, 0]])
+    hidden = jax.nn.gelu(hidden, approximate=activation is Activation.GELU_TANH)
+    wanted = jnp.einsum("tm,tem->te", hidden, down[choice.experts[:, 0]])
+    np.testing.assert_allclose(got, wanted, atol=2e-5 * float(jnp.abs(wanted).max()))
+
+
 @pytest.mark.parametrize("rows", [3, 20])
 def test_the_backend_with_kernels_mixes_as_the_one_without(rows: int) -> None:
     """Of three rows each pair gets its own matrices."""
@@ -143,7 +163,7 @@ def test_kernels_are_planned_only_for_experts_that_they_compute() -> None:
     rule = rule_of(8, 2)
     assert plan_of(rule) is not None and plan_of(rule, dtype="float32") is not None
     assert plan_of(rule, mlp=40) is None, "no tensor core takes a depth of 8"
-    assert plan_of(dataclasses.replace(rule, is_gated=False)) is None
-    assert plan_of(dataclasses.replace(rule, activation=Activation.GELU)) is None
+    plan = plan_of(dataclasses.replace(rule, is_gated=False, activation=Activation.GELU))
+    assert plan is not None and (plan.is_gated, plan.activation) == (False, Activation.GELU)
     assert plan_of(rule_of(256, 8), embed=7168, mlp=2048) is None, "positions do not fit 32 bits"
     assert plan_of(rule, dtype="int8") is None

@@ -9,10 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from levserve.model import hrm
+from levserve.model import text_attention
 from levserve.model.config import Rope
+from levserve.model.gpu.backend import GpuBackend
 from levserve.model.hrm import Hrm
+from levserve.model.hrm_config import HrmConfig, hrm_parameter_shapes
 from levserve.model.rotary import angles_at
+from levserve.model.text_attention import Texts
+from levserve.model.xla import XLA_ON_CPU
 from levserve.settings.parse import parse_settings
 from levserve.weights.brain_arrays import read_brain_arrays
 from levserve.weights.brain_config import read_brain_config
@@ -80,9 +84,42 @@ def test_a_text_among_longer_ones_gives_the_same_numbers_as_alone() -> None:
 
 
 def test_attention_in_blocks_of_queries_is_the_same_as_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    qkv = jax.random.normal(jax.random.key(0), (2, 64, 3 * 2 * 8))
-    angles = angles_at(jnp.arange(64, dtype=jnp.int32)[None], Rope(8, 10_000.0, None))
-    is_real = jnp.arange(64)[None] < jnp.asarray([[64], [40]])
-    at_once = hrm.attend_to_all(qkv, 2, angles, is_real)
-    monkeypatch.setattr(hrm, "QUERY_BLOCK", 16)
-    np.testing.assert_allclose(hrm.attend_to_all(qkv, 2, angles, is_real), at_once, atol=1e-5)
+    qkv, texts = random_heads(num_heads=2, size=8)
+    at_once = text_attention.attend_to_all(qkv, texts, 2)
+    monkeypatch.setattr(text_attention, "QUERY_BLOCK", 16)
+    np.testing.assert_allclose(text_attention.attend_to_all(qkv, texts, 2), at_once, atol=1e-5)
+
+
+def test_a_gpus_kernels_mix_the_same_as_xla() -> None:
+    qkv, texts = random_heads(num_heads=2, size=16)
+    backend = GpuBackend(interpret=True)
+    scratch = backend.text_scratch(*texts.is_real.shape, 2, 16, FLOAT32)
+    for _ in range(2):  # what a call has left in the scratch memory does no harm to the next one
+        mixed, scratch = backend.attend_texts(qkv, texts, scratch, 2)
+    wanted = text_attention.attend_to_all(qkv, texts, 2)
+    seen = np.asarray(texts.is_real)
+    np.testing.assert_allclose(np.asarray(mixed)[seen], np.asarray(wanted)[seen], atol=1e-5)
+
+
+def test_a_gpus_kernels_compute_a_whole_brain_as_xla_does() -> None:
+    config = HrmConfig(96, 32, 16, 2, 1, 1, 2, 2, num_experts=4, experts_per_token=2, max_position=64)
+    random = np.random.default_rng(0)
+    arrays = {
+        name: jnp.asarray(random.standard_normal(shape, np.float32) / 4)
+        for name, shape in hrm_parameter_shapes(config).items()
+    }
+    texts = [random.integers(96, size=length).tolist() for length in (64, 3, 33)]
+    at = [(row, len(text) - 1) for row, text in enumerate(texts)]
+    kernels, xla = (
+        run(Hrm.from_arrays(config, arrays, backend=backend), texts, at)
+        for backend in (GpuBackend(interpret=True), XLA_ON_CPU)
+    )
+    np.testing.assert_allclose(kernels, xla, atol=1e-4)
+
+
+def random_heads(*, num_heads: int, size: int) -> tuple[jax.Array, Texts]:
+    """Of a text of 64 tokens and one of 40."""
+    qkv = jax.random.normal(jax.random.key(0), (2, 64, 3 * num_heads * size))
+    places, lengths = jnp.arange(64, dtype=jnp.int32)[None], jnp.asarray([[64], [40]], jnp.int32)
+    angles = angles_at(places, Rope(size, 10_000.0, None))
+    return qkv, Texts(angles, places < lengths, jnp.broadcast_to(lengths - 1, (2, 64)))

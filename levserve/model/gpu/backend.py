@@ -10,22 +10,26 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from levserve.model.backend import AttentionShape, HeadNorms, Likeliest, Mixture
+from levserve.model.backend import Arrays, AttentionShape, HeadNorms, Likeliest, Mixture
 from levserve.model.cache import Place, take_ends
 from levserve.model.experts import are_few, mix_gathered
 from levserve.model.gpu.decode_attention import decode_attention
 from levserve.model.gpu.draw import draw_tokens
 from levserve.model.gpu.expert_choice import choose_experts
 from levserve.model.gpu.expert_plan import choose_plan
-from levserve.model.gpu.grouped_experts import mix_grouped
+from levserve.model.gpu.grouped_experts import FLOAT32_PRECISION, mix_grouped
 from levserve.model.gpu.heads import place_heads
 from levserve.model.gpu.paged_attention import paged_attention
 from levserve.model.rotary import Angles
+from levserve.model.text_attention import Texts
 from levserve.model.traits import GPU_KERNEL_TRAITS, Traits
 from levserve.model.xla import XlaBackend
 
 HEAD_SIZES = range(16, 257)
+TEXT_PAGE = 32
+"""Tokens of a text whose keys lie together; texts are padded to a multiple of it."""
 
 
 def unsupported_reason(head_dim: int) -> str | None:
@@ -42,6 +46,11 @@ class GpuBackend(XlaBackend):
     """Whether jax interprets the kernels, which needs no GPU; for tests."""
     draws_tokens = True
     rounds_products = True
+
+    @property
+    def float32_precision(self) -> str:
+        """Three products of tensor cores, which are three times as fast as one without them."""
+        return super().float32_precision if self.interpret else FLOAT32_PRECISION.name
 
     @property
     def traits(self) -> Traits:
@@ -74,6 +83,32 @@ class GpuBackend(XlaBackend):
             q, positions = take_ends(q, ends), take_ends(positions, ends)
         mixed = paged_attention(q, pool, place.table, positions, **limits)
         return mixed.reshape(rows, positions.shape[1], -1), pool
+
+    def text_scratch(self, rows: int, chunk: int, heads: int, size: int, dtype: jnp.dtype) -> Arrays:
+        """The keys and values of all texts, as pages that lie one after another."""
+        return (jnp.zeros((-(-rows * chunk // TEXT_PAGE), 2, heads, TEXT_PAGE, size), dtype),)
+
+    def attend_texts(
+        self, qkv: jax.Array, texts: Texts, scratch: Arrays, num_heads: int
+    ) -> tuple[jax.Array, Arrays]:
+        """The kernels of prompts, each query standing at the end of its text: so it sees all of it."""
+        rows, chunk, width = qkv.shape
+        size = width // (3 * num_heads)
+        numbers = np.arange(rows * chunk, dtype=np.int32).reshape(rows, chunk)
+        pages, offsets = (jnp.asarray(part.reshape(-1)) for part in np.divmod(numbers, TEXT_PAGE))
+        table = jnp.asarray(numbers[:, ::TEXT_PAGE] // TEXT_PAGE)
+        place = Place(table, texts.ends, pages, offsets, jnp.asarray([rows * chunk], jnp.int32))
+        q, pool = place_heads(
+            qkv.reshape(rows * chunk, -1, size),
+            scratch[0],
+            place,
+            texts.angles,
+            kv_heads=num_heads,
+            scale=size**-0.5,
+            interpret=self.interpret,
+        )
+        mixed = paged_attention(q, pool, table, texts.ends, interpret=self.interpret)
+        return mixed.reshape(rows, chunk, -1), (pool,)
 
     def mix_experts(self, x: jax.Array, scores: jax.Array, is_real: jax.Array, experts: Mixture) -> jax.Array:
         rule, (gate_up, down) = experts.rule, experts.matrices

@@ -46,6 +46,8 @@ class Plan:
     same instructions, so that a token's result does not depend on how many others have its expert."""
     rounds: bool = False
     """Whether results are rounded to the matrices' type before they are summed."""
+    is_gated: bool = True
+    activation: Activation = Activation.SILU
 
 
 FEW = Plan(16, Tiling(64, 128, 4, 4, is_turned=True), Tiling(128, 128, 4, 3))
@@ -56,8 +58,11 @@ BY_SHARE = {
     math.inf: Plan(128, Tiling(128, 64, 8, 4), Tiling(256, 64, 8, 4), halvings=1),
 }
 """By the mean number of pairs of an expert, at most."""
-WIDE = Plan(16, Tiling(32, 32, 4, 2), Tiling(32, 32, 4, 2))
-"""For float32, which no tensor core multiplies exactly; it is for comparisons."""
+WIDE_BY_SHARE = {
+    24: Plan(16, Tiling(32, 32, 4, 2), Tiling(32, 32, 4, 2)),
+    math.inf: Plan(64, Tiling(64, 32, 4, 3), Tiling(64, 32, 4, 3)),
+}
+"""The same for float32."""
 MANY_TOKENS = 1024
 """From here on results in bfloat16 are rounded: they are most of what is written and read besides matrices.
 A layer of Qwen3-30B-A3B's then differs from one in float32 by 5.2e-4 of the largest number, not 1.7e-4."""
@@ -66,21 +71,20 @@ A layer of Qwen3-30B-A3B's then differs from one in float32 by 5.2e-4 of the lar
 def choose_plan(num_tokens: int, rule: ExpertRule, gate_up: jax.Array, down: jax.Array) -> Plan | None:
     """How to cut the products, or None if the kernels do not serve these experts."""
     _, embed, mlp = down.shape
-    is_known = rule.is_gated and rule.activation is Activation.SILU
-    if not is_known or embed % SMALLEST or mlp % SMALLEST or gate_up.size >= MAX_ELEMENTS:
+    if embed % SMALLEST or mlp % SMALLEST or gate_up.size >= MAX_ELEMENTS:
         return None
     if gate_up.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32) or gate_up.dtype != down.dtype:
         return None
-    if gate_up.dtype == jnp.float32:
-        plan = WIDE
-    elif num_tokens <= FEW_TOKENS:
-        plan = FEW
-    else:
-        share = num_tokens * rule.per_token / rule.num_experts
-        plan = next(plan for most, plan in BY_SHARE.items() if share <= most)
+    share = num_tokens * rule.per_token / rule.num_experts
+    by_share = WIDE_BY_SHARE if gate_up.dtype == jnp.float32 else BY_SHARE
+    plan = next(plan for most, plan in by_share.items() if share <= most)
+    if num_tokens <= FEW_TOKENS:
+        plan = WIDE_BY_SHARE[24] if gate_up.dtype == jnp.float32 else FEW
     return replace(
         plan,
         gate_up=plan.gate_up.fit(mlp, embed),
         down=plan.down.fit(embed, mlp),
         rounds=num_tokens >= MANY_TOKENS and gate_up.dtype == jnp.bfloat16,
+        is_gated=rule.is_gated,
+        activation=rule.activation,
     )

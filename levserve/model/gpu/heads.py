@@ -74,6 +74,11 @@ def place_heads(
     def of_tokens(*shape: int) -> pl.BlockSpec:
         return pl.BlockSpec((tokens, *shape), lambda head, block: (block, *(0 for _ in shape)))
 
+    def of_positions(angles: jax.Array) -> pl.BlockSpec:
+        """Angles of fewer tokens are those of a row, and of all rows."""
+        num_blocks = angles.size // angles.shape[-1] // tokens
+        return pl.BlockSpec((tokens, angles.shape[-1]), lambda head, block: (block % num_blocks, 0))
+
     of_pool = pl.BlockSpec((num_pages, 2, None, page_size, size), lambda head, block: (0, 0, head, 0, 0))
     inputs = [
         (qkv, of_tokens(num_heads, size)),
@@ -81,7 +86,7 @@ def place_heads(
         (place.pages, of_tokens()),
         (place.offsets, of_tokens()),
     ]
-    inputs += [(part.reshape(num_tokens, -1), of_tokens(part.shape[-1])) for part in angles or ()]
+    inputs += [(part.reshape(-1, part.shape[-1]), of_positions(part)) for part in angles or ()]
     inputs += [(weight, pl.BlockSpec((size,), lambda head, block: (0,))) for weight in norms or ()]
     queries = jax.ShapeDtypeStruct((num_tokens, kv_heads, group, size), multiplied_in(pool.dtype))
     pool, result = pl.pallas_call(
