@@ -26,6 +26,7 @@ from tests.brains import BRAINS, WIDE, brain_cases, brain_folder
 FLOAT32 = jnp.dtype(jnp.float32)
 SIZE = 64
 """Rows and tokens that every batch is padded to, so that each brain is compiled once."""
+PLACES = 2 * SIZE
 
 
 @functools.cache
@@ -36,51 +37,61 @@ def load(name: str) -> Hrm:
     return Hrm.from_arrays(config, {name: jnp.asarray(array) for name, array in arrays})
 
 
-@jax.jit
 def logprobs_at(
     model: Hrm, tokens: jax.Array, lengths: jax.Array, rows: jax.Array, places: jax.Array
 ) -> jax.Array:
     return jax.nn.log_softmax(model.logits(model(tokens, lengths)[rows, places]))
 
 
-def run(model: Hrm, texts: list[list[int]], at: list[tuple[int, int]]) -> np.ndarray:
+compile_quickly = jax.jit(logprobs_at)
+# The wide brain takes seconds a run, so that optimizing pays.
+compile_well = jax.jit(logprobs_at, compiler_options={"xla_backend_optimization_level": 3})
+
+
+def run(name: str, texts: list[list[int]], at: list[tuple[int, int]]) -> np.ndarray:
     """Log-probabilities after some places (row, position) of texts, padded to one shape for all tests."""
     tokens = np.zeros((SIZE, SIZE), np.int32)
     for row, text in enumerate(texts):
         tokens[row, : len(text)] = text
     lengths = [len(text) for text in texts] + [1] * (SIZE - len(texts))
-    rows, places = zip(*at, *[(0, 0)] * (SIZE - len(at)))
+    rows, places = zip(*at, *[(0, 0)] * (PLACES - len(at)))
     given = (jnp.asarray(ints, jnp.int32) for ints in (tokens, lengths, rows, places))
-    return np.asarray(logprobs_at(model, *given))[: len(at)]
+    program = compile_well if name == WIDE else compile_quickly
+    return np.asarray(program(load(name), *given))[: len(at)]
 
 
 @pytest.mark.parametrize("name", [*BRAINS, WIDE])
 def test_a_brain_says_what_ai_os_says_of_it(name: str) -> None:
-    """All prefixes of prompt and answer are one batch: each row is the distribution of the next token."""
-    model = load(name)
+    """All prefixes of prompt and answer are one batch: each row is the distribution of the next token.
+
+    The prompt with the continuation is its last row, which is asked about several places.
+    """
     for case in brain_cases(name):
         text, first = case["prompt"] + case["greedy"], len(case["prompt"]) - 1
         prefixes = [text[:end] for end in range(1, len(text))]
-        found = run(model, prefixes, [(row, row) for row in range(len(prefixes))])
+        whole = case["prompt"] + case["continuation"]
+        lasts = [(row, row) for row in range(len(prefixes))]
+        places = [(len(prefixes), place) for place in range(first, len(whole) - 1)]
+        logprobs = run(name, [*prefixes, whole], [*lasts, *places])
+
+        found = logprobs[: len(prefixes)]
         assert found[first:].argmax(-1).tolist() == case["greedy"]
         got = found[np.arange(len(prefixes)), text[1:]]
         np.testing.assert_allclose(got, case["prompt_logprobs"][1:] + case["greedy_logprobs"], atol=1e-3)
         top = [found[first][token] for token, _ in case["last_top5"]]
         np.testing.assert_allclose(top, [value for _, value in case["last_top5"]], atol=1e-3)
 
-        whole = case["prompt"] + case["continuation"]
-        places = range(first, len(whole) - 1)
-        found = run(model, [whole], [(0, place) for place in places])
-        got = found[np.arange(len(places)), case["continuation"]]
+        in_one_pass = logprobs[len(prefixes) :]
+        got = in_one_pass[np.arange(len(places)), case["continuation"]]
         np.testing.assert_allclose(got, case["continuation_logprobs_one_pass"], atol=1e-3)
 
 
 def test_a_text_among_longer_ones_gives_the_same_numbers_as_alone() -> None:
-    model = load("hrm-tiny-moe")
-    texts = [case["prompt"] for case in brain_cases("hrm-tiny-moe")]
-    together = run(model, texts, [(row, len(text) - 1) for row, text in enumerate(texts)])
+    name = "hrm-tiny-moe"
+    texts = [case["prompt"] for case in brain_cases(name)]
+    together = run(name, texts, [(row, len(text) - 1) for row, text in enumerate(texts)])
     for row, text in enumerate(texts):
-        np.testing.assert_allclose(together[row], run(model, [text], [(0, len(text) - 1)])[0], atol=1e-4)
+        np.testing.assert_allclose(together[row], run(name, [text], [(0, len(text) - 1)])[0], atol=1e-4)
 
 
 def test_attention_in_blocks_of_queries_is_the_same_as_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
