@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
@@ -174,9 +175,12 @@ def no_leaked_threads(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def bundled_gguf() -> Path:
-    """The bundled model, fetched once into the user's cache as a first start would."""
+    """The bundled model, fetched once into the user's cache as a first start would; the cache of this run links to it."""
     from levserve.settings.parse import parse_settings
     from levserve.weights.source import find_model
 
     settings = parse_settings([], {})
-    return find_model("smollm2-135m", revision="", cache_path=settings.cache_path, report=lambda _: None).path
+    path = find_model("smollm2-135m", revision="", cache_path=settings.cache_path, report=lambda _: None).path
+    with suppress(FileExistsError):  # another worker may have linked it
+        Path(os.environ[CACHE_VARIABLE], path.name).symlink_to(path)
+    return path

@@ -70,6 +70,15 @@ class Server:
         return self.process.wait(timeout=60)
 
 
+def user_environ() -> dict[str, str]:
+    """The environment without settings and the quick compiles of the tests' own jax: programs are those of users."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("LEVSERVE_", "LEVANTER_", "XLA_"))
+    }
+
+
 @contextmanager
 def running_server(*flags: str, **variables: str) -> Iterator[Server]:
     """Starts `levserve` on a free port and waits until it says it is ready; kills it afterwards if nothing else did."""
@@ -83,12 +92,7 @@ def running_server(*flags: str, **variables: str) -> Iterator[Server]:
         str(cache_folder()),
         *flags,
     ]
-    environ = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("LEVSERVE_", "LEVANTER_", "XLA_"))
-    }
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environ | variables)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=user_environ() | variables)
     server = Server(process)
     is_ready = threading.Event()
 

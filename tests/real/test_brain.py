@@ -33,7 +33,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     ini = tmp_path_factory.mktemp("brain") / "serve.ini"
     ini.write_text(
         f"[server]\nadmin-key = sesame\n"
-        f"[model.brain]\nmodel = {GOLDEN / MOE / 'actv1_student.safetensors'}\nmax-seq-len = 512\n"
+        f"[model.brain]\nmodel = {GOLDEN / MOE / 'actv1_student.safetensors'}\nmax-seq-len = 128\n"
         f"[model.llama]\nmodel = {GOLDEN / 'llama'}\n"
     )
     with running_server("--config", str(ini), *FLAGS, **QUICK_COMPILE) as server:
@@ -179,7 +179,7 @@ def test_sixteen_prompts_five_times_do_not_make_the_server_grow(server: Server) 
         ("/generate", {"prompts": []}, "prompts"),
         ("/generate", {"prompts": ["t5"], "temperature": 3}, "temperature"),
         ("/generate", {"prompts": ["t5"], "top_p": 0}, "top_p"),
-        ("/generate", {"prompts": ["t5"], "max_tokens": 600}, "512"),
+        ("/generate", {"prompts": ["t5"], "max_tokens": 600}, "128"),
         ("/loglikelihood", {"prompts": ["t5"], "continuations": []}, "continuations"),
         ("/loglikelihood", {"prompts": ["t5", "t6"], "continuations": ["t7"]}, "continuations"),
     ],
@@ -205,7 +205,7 @@ def test_work_beyond_the_queue_is_refused_with_429(server: Server) -> None:
 def test_a_brain_is_ready_within_a_minute_answers_in_two_seconds_and_drains() -> None:
     """Compiled as users' servers are."""
     with running_server(
-        "--model-path", str(GOLDEN / "hrm-tiny-dense-pt" / "actv1_student.pt"), *FLAGS
+        "--model-path", str(GOLDEN / "hrm-tiny-dense-pt" / "actv1_student.pt"), *FLAGS, "--max-running", "2"
     ) as server:
         metrics = server.call("/metrics").body
         used = next(line for line in metrics.splitlines() if line.startswith("process_cpu_seconds_total"))

@@ -17,7 +17,7 @@ from tests.documents import Block, blocks
 from tests.engines import cache_folder
 from tests.examples import COMMANDS, EXAMPLES, client_environ
 from tests.node import package_folder
-from tests.servers import Server, running_server
+from tests.servers import Server, running_server, user_environ
 
 URL = "127.0.0.1:8000"
 ADMIN_KEY = "sesame"
@@ -51,7 +51,13 @@ def server(bundled_gguf: Path) -> Iterator[Server]:
 
 
 def run(server: Server, command: list[str], text: str) -> str:
-    environ = os.environ | {"LEVSERVE_ADMIN_KEY": ADMIN_KEY, "LEVSERVE_API_KEY": "any"}
+    """A block that opens the model itself gets the server's chunk, and so its compiled programs."""
+    environ = user_environ() | {
+        "LEVSERVE_ADMIN_KEY": ADMIN_KEY,
+        "LEVSERVE_API_KEY": "any",
+        "LEVSERVE_CACHE_DIR": str(cache_folder()),
+        "LEVSERVE_PREFILL_CHUNK": "128",
+    }
     moved = text.replace(URL, server.url.removeprefix("http://"))
     result = subprocess.run([*command, moved], capture_output=True, text=True, timeout=120, env=environ)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -82,14 +88,12 @@ def test_a_program_gets_the_text_that_the_server_gives(server: Server, bundled_g
     chat = {"model": "smollm2-135m", "messages": question, "max_tokens": 12, "seed": 3}
     answer = server.call("/v1/chat/completions", chat).body["choices"][0]["message"]["content"]
     given = json.dumps([str(bundled_gguf), str(cache_folder()), fields, PROMPTS])
-    # As the server's: the flags of the tests' own jax would compile other programs.
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("XLA_")}
     done = subprocess.run(
         [sys.executable, "-c", ASK_FROM_PYTHON, given],
         capture_output=True,
         text=True,
         timeout=600,
-        env=environ,
+        env=user_environ(),
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [wanted, answer]

@@ -18,7 +18,7 @@ import pytest
 
 from levserve.model.decoder import Decoder
 from levserve.weights.checkpoint import load_arrays, read_config
-from tests.conftest import GOLDEN
+from tests.conftest import GOLDEN, QUICK_COMPILE
 from tests.levanter_files import read_model, write_checkpoint
 from tests.servers import Reply, Server, running_server
 from tests.tiny.test_decoder import SHAPE, run_in_chunks
@@ -59,7 +59,9 @@ def server(run: Path) -> Iterator[Server]:
         "--device",
         "cpu",
     )
-    with running_server("--checkpoint-path", str(run), "--admin-key", "sesame", *flags) as server:
+    with running_server(
+        "--checkpoint-path", str(run), "--admin-key", "sesame", *flags, **QUICK_COMPILE
+    ) as server:
         yield server
 
 
