@@ -33,14 +33,18 @@ def find_kind(resources: Resources, kind: str) -> Any:
     return found
 
 
-def containers_of(resource: Any) -> list[Any]:
-    template = resource.get("spec", {}).get("template", {})
-    return template.get("spec", {}).get("containers", [])
+def templates_of(resource: Any) -> list[Any]:
+    """The templates of a resource's pods; a LeaderWorkerSet has one for the leader and one for the others."""
+    spec = resource.get("spec", {})
+    group = spec.get("leaderWorkerTemplate", {})
+    found = [spec.get("template"), group.get("leaderTemplate"), group.get("workerTemplate")]
+    return [template for template in found if template is not None]
 
 
 def container_of(resource: Any) -> Any:
-    """The container of a resource that has one."""
-    (container,) = containers_of(resource)
+    """The container of a resource with one kind of pods that have one container."""
+    (template,) = templates_of(resource)
+    (container,) = template["spec"]["containers"]
     return container
 
 
@@ -80,9 +84,10 @@ def _key(resource: Any) -> str:
 
 
 def _set_image(resource: Any, image: dict[str, str]) -> None:
-    for container in containers_of(resource):
-        if container["image"].rpartition(":")[0] == image["name"]:
-            container["image"] = f"{image['newName']}:{image['newTag']}"
+    for template in templates_of(resource):
+        for container in template["spec"]["containers"]:
+            if container["image"].rpartition(":")[0] == image["name"]:
+                container["image"] = f"{image['newName']}:{image['newTag']}"
 
 
 def merge(base: Any, patch: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Many pods on Kubernetes: replicas, groups of hosts and the inference gateway."""
+"""Many pods on Kubernetes: as many as the load needs, and what kustomize makes of the files."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ FOLDER = ROOT / "deploy" / "kubernetes"
 MONITORING = FOLDER / "components" / "monitoring"
 DEVICES = ("cpu", "nvidia", "tpu")
 VERSIONS = ("1.30", "1.37")
-EXTENSIONS = {"ServiceMonitor"}
-"""Kinds that no schema is there for: a test asserts their fields."""
+EXTENSIONS = {"ServiceMonitor", "InferencePool", "HTTPRoute", "LeaderWorkerSet"}
+"""Kinds that no schema is there for: tests assert their fields."""
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def average(metric: Any) -> float:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("folder", ["replicas"])
+@pytest.mark.parametrize("folder", ["replicas", "gateway"])
 def test_every_resource_is_valid(folder: str, version: str) -> None:
     kinds = set()
     for resource in build(FOLDER / folder).values():
@@ -134,6 +134,7 @@ def test_a_device_is_added_to_replicas(device: str, tmp_path: Path) -> None:
         *[(f"overlays/{device}", []) for device in DEVICES],
         ("overlays/cpu", ["monitoring"]),
         ("replicas", ["nvidia"]),
+        ("gateway", ["nvidia"]),
     ],
 )
 def test_kustomize_builds_what_these_tests_check(base: str, components: list[str], tmp_path: Path) -> None:
