@@ -165,5 +165,6 @@ def test_kernels_are_planned_only_for_experts_that_they_compute() -> None:
     assert plan_of(rule, mlp=40) is None, "no tensor core takes a depth of 8"
     plan = plan_of(dataclasses.replace(rule, is_gated=False, activation=Activation.GELU))
     assert plan is not None and (plan.is_gated, plan.activation) == (False, Activation.GELU)
+    assert plan.gate_up.num_stages == 3, "two programs share a processor"
     assert plan_of(rule_of(256, 8), embed=7168, mlp=2048) is None, "positions do not fit 32 bits"
     assert plan_of(rule, dtype="int8") is None
