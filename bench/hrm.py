@@ -161,6 +161,7 @@ def measure_run(
 
     def run() -> jax.Array:
         nonlocal logits
+        pooled: jax.Array
         logits, pooled = programs[shape](leaves, logits, packed)
         return pooled
 

@@ -49,7 +49,8 @@ class Rounding:
             return x
         groups = x.reshape(*x.shape[:-1], -1, self.group or x.shape[-1])
         scale = jnp.maximum(jnp.abs(groups).max(-1, keepdims=True), 1e-20) / (2 ** (self.bits - 1) - 1)
-        return (jnp.round(groups / scale) * scale).reshape(x.shape)
+        rounded: jax.Array = jnp.round(groups / scale) * scale
+        return rounded.reshape(x.shape)
 
 
 @dataclass(frozen=True)

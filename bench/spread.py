@@ -48,13 +48,14 @@ def measure(count: int, num_leaves: int, num_calls: int) -> float:
     def zeros(shape: tuple[int, ...], spec: jax.sharding.PartitionSpec) -> jax.Array:
         if mesh is None:
             return jnp.zeros(shape)
-        return jax.device_put(jnp.zeros(shape), jax.sharding.NamedSharding(mesh, spec))
+        placed: jax.Array = jax.device_put(jnp.zeros(shape), jax.sharding.NamedSharding(mesh, spec))
+        return placed
 
     def run(
         leaves: tuple[jax.Array, ...], pools: tuple[jax.Array, ...], packed: jax.Array
     ) -> tuple[tuple[jax.Array, ...], jax.Array]:
         # Every array is used, or else XLA would drop it.
-        return pools, packed + sum(leaf[0, 0] for leaf in leaves).astype(jnp.int32)
+        return pools, packed + jnp.stack([leaf[0, 0] for leaf in leaves]).sum().astype(jnp.int32)
 
     leaves = tuple(zeros((8 * count, 8), STACKED) for _ in range(num_leaves))
     pools = tuple(zeros((4, 2, count), BY_HEADS) for _ in range(NUM_LAYERS))

@@ -250,7 +250,7 @@ def make_state(config: ModelConfig, sizes: Sizes, storage: jnp.dtype, mesh: Mesh
 
     if mesh is None:
         return make()
-    specs = State((BY_HEADS,) * config.num_layers, WHOLE, WHOLE, WHOLE)
+    specs = State._make(((BY_HEADS,) * config.num_layers, WHOLE, WHOLE, WHOLE))
     state: State = jax.jit(jax.shard_map(make, mesh=mesh, in_specs=(), out_specs=specs, check_vma=False))()
     return state
 

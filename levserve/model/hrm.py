@@ -133,9 +133,9 @@ class Hrm(eqx.Module):
         assert rope is not None
         ends = jnp.broadcast_to(lengths[:, None] - 1, tokens.shape)
         texts = Texts(angles_at(places, rope), is_real, ends)
-        scratch = self.backend.text_scratch(
-            *tokens.shape, config.num_heads, config.head_dim, self.low.blocks[0].qkv.product_dtype
-        )
+        rows, chunk = tokens.shape
+        product_dtype = self.low.blocks[0].qkv.product_dtype
+        scratch = self.backend.text_scratch(rows, chunk, config.num_heads, config.head_dim, product_dtype)
         x = self.embed.take("vocab", hax.named(tokens, (ROW, CHUNK))).astype(jnp.float32)
         x = hax.clip(x * config.embed_scale, -EMBED_LIMIT, EMBED_LIMIT).rearrange((ROW, CHUNK, "embed"))
 

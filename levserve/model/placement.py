@@ -31,7 +31,10 @@ def make_mesh(devices: Sequence[jax.Device]) -> Mesh | None:
 
 def mesh_of(array: jax.Array | jax.ShapeDtypeStruct) -> Mesh | None:
     sharding = array.sharding
-    return sharding.mesh if isinstance(sharding, NamedSharding) else None
+    if not isinstance(sharding, NamedSharding):
+        return None
+    assert isinstance(sharding.mesh, Mesh)
+    return sharding.mesh
 
 
 def devices_of(array: jax.Array | jax.ShapeDtypeStruct) -> list[jax.Device]:

@@ -33,7 +33,8 @@ class Shards:
 UNSHARED = Shards()
 
 
-class Units(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Units:
     """What is dealt out to the devices: so many units, each of `size` rows or columns of an array."""
 
     count: int
