@@ -22,6 +22,7 @@ OUR_SOURCES = Path(__file__).parents[1]
 COMPILED = (
     "model/**/*.py",
     "jit/*.py",
+    "device/masks.py",
     "device/packing.py",
     "device/platform.py",
     "device/program_set.py",
@@ -32,6 +33,7 @@ COMPILED = (
     "device/spread.py",
     "device/text_programs.py",
     "device/text_rounds.py",
+    "text/grammar_matcher.py",
 )
 """The sources that programs and kernels are traced from. A change to any other file invalidates nothing."""
 PACKAGES = ("equinox-", "haliax-", "jax", "llvmlite-", "marin_haliax-", "ml_dtypes-", "numpy-", "nvidia_")

@@ -8,18 +8,21 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType as Kind
+from gguf import quants
 from numpy.typing import NDArray
 
 from levserve.api.model import Model
 from levserve.device.mesh import choose_mesh
 from levserve.device.spread import Spread
-from levserve.errors import ConfigError
+from levserve.errors import ConfigError, StartupError
 from levserve.model import cache
 from levserve.model.config import ModelConfig
 from levserve.model.decoder import Blueprint
@@ -32,11 +35,13 @@ from levserve.model.xla import XLA_ON_CPU
 from levserve.models.choose import describe
 from levserve.settings.parse import parse_settings
 from levserve.settings.settings import Settings
-from levserve.weights.checkpoint import load_arrays, read_arrays, read_config
+from levserve.weights.checkpoint import convert_tensors, load_arrays, read_arrays, read_config
+from levserve.weights.memory_tensors import tensors_in_memory
 from levserve.weights.source import find_source
 from tests.brains import brain_folder
 from tests.conftest import FAMILIES, GOLDEN
 from tests.engines import Running, ask, running_engine
+from tests.tiny.test_gguf import metadata_of, tensors_of, write_gguf
 from tests.tiny.test_loaded_weights import read_folder
 
 FLOAT32 = jnp.dtype(jnp.float32)
@@ -119,6 +124,34 @@ def test_what_is_read_for_some_devices_is_their_part_of_the_whole(name: str) -> 
     shards = Shards(4, (1, 2))  # a process that has two of four devices
     for array, host in read_arrays(path, config, FLOAT32, report=print, shards=shards):
         np.testing.assert_array_equal(host, cut(array, whole[array], config, shards))
+
+
+@pytest.mark.parametrize("kind", [Kind.F16, Kind.Q8_0])
+def test_of_a_gguf_file_too_each_device_gets_its_part(kind: Kind, tmp_path: Path) -> None:
+    tensors = tensors_of("llama")
+    for name, (tensor, _) in tensors.items():
+        if tensor.ndim == 2:
+            tensors[name] = (quants.quantize(tensor.astype(np.float32), kind), kind)
+    path = write_gguf(tmp_path / "model.gguf", metadata_of("llama"), tensors)
+    config = read_config(path)
+    whole = dict(read_arrays(path, config, FLOAT32, report=print))
+    # A part of `down` begins at a block of 32 numbers, one of `out` within a block.
+    shards = Shards(4, (3,))
+    for array, host in read_arrays(path, config, FLOAT32, report=print, shards=shards):
+        np.testing.assert_array_equal(host, cut(array, whole[array], config, shards))
+
+
+@pytest.mark.parametrize(
+    ("name", "part"), [("q_proj", np.s_[:16]), ("o_proj", np.s_[:, :16]), ("v_proj", np.s_[:16])]
+)
+def test_what_other_devices_hold_is_not_read(name: str, part: Any) -> None:
+    config, arrays = read_config(GOLDEN / "llama"), read_folder(GOLDEN / "llama")
+    spoilt = arrays[f"model.layers.1.self_attn.{name}.weight"].copy()
+    spoilt[part] = np.nan  # whoever reads it says so
+    tensors = tensors_in_memory(arrays | {f"model.layers.1.self_attn.{name}.weight": spoilt}, config)
+    list(convert_tensors(tensors, config, FLOAT32, report=print, shards=Shards(4, (2, 3))))
+    with pytest.raises(StartupError, match=f"{name}.weight is corrupt"):
+        list(convert_tensors(tensors, config, FLOAT32, report=print, shards=Shards(4, (0,))))
 
 
 def cut(name: str, whole: NDArray[Any], config: ModelConfig, shards: Shards) -> NDArray[Any]:
