@@ -16,7 +16,7 @@ from levserve.model.backend import Backend
 from levserve.model.hrm_config import HrmConfig, hrm_parameter_shapes
 from levserve.model.xla import XLA_ON_CPU
 from levserve.weights.brain_tensors import find_brain_sources, read_brain_tensors
-from levserve.weights.fill import fill, num_threads
+from levserve.weights.fill import Copy, fill, num_threads
 from levserve.weights.progress import Progress, Report
 
 
@@ -34,7 +34,8 @@ def read_brain_arrays(
         for name, shape in shapes.items():
             host = aligned_array(shape, np.dtype(dtype if len(shape) > 1 else np.float32))
             for source in sources[name]:
-                fill(host[source.target.index], source, pool, str(path))
+                whole = Copy(range(source.tensor.shape[0]), (), host[source.target.index])
+                fill([whole], source, pool, str(path))
             if host.ndim > 2:
                 host = host.view(backend.expert_storage(dtype))
             progress.advance(host.size)
