@@ -224,6 +224,7 @@ class Application(BaseApplication):  # type: ignore[misc]
             self._tracing.stop()
         if self._is_announced:  # a device thread that is still loading is not waited for
             self._device.join(JOIN_SECONDS)
+        self.engine.close()
 
     def _announce(self) -> None:
         """Logs where the model is served, and what to try."""

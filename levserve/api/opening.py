@@ -44,6 +44,8 @@ def open_device(settings: Settings, report: Callable[[str], None] | None = None)
     """Loads the one model of the settings, for a caller that brings its own work. Raises `StartupError`."""
     if settings.has_several:
         raise ConfigError("the settings are of several models, and one is opened at a time")
+    if settings.num_hosts > 1:
+        raise ConfigError("--num-hosts is for servers: a model that is opened is on one host")
     check_source(settings)
     settings = resolve_rows(settings)
     set_threads(settings.threads)

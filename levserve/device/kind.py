@@ -120,7 +120,11 @@ class RoundRunner(Protocol):
     @property
     def programs(self) -> CompiledPrograms: ...
 
-    def warm_up(self, report: Callable[[str], None]) -> None: ...
+    def compile_first(self, report: Callable[[str], None]) -> None:
+        """Compiles what is needed to serve everything, if slowly."""
+
+    def warm_up(self, report: Callable[[str], None]) -> None:
+        """Runs the first programs, and times them."""
 
     def warm_one(self) -> None: ...
 

@@ -21,7 +21,7 @@ def prepare_cpu_devices(settings: Settings) -> None:
 
     They share its cores and its memory, so that this is for trials and tests.
     """
-    count = max(settings.tensor_parallel, settings.most_devices)
+    count = max(settings.tensor_parallel, settings.most_devices) // settings.num_hosts
     if count < 2 or HOST_DEVICES in os.environ.get("XLA_FLAGS", ""):
         return
     try:
@@ -33,11 +33,23 @@ def prepare_cpu_devices(settings: Settings) -> None:
 def choose_mesh(settings: Settings, config: ModelConfig) -> Mesh | None:
     """The devices that share the model, or None if one has all of it; raises `ConfigError`."""
     found = jax.devices()
-    count = settings.tensor_parallel or largest_count(config, len(found))
+    num_hosts = settings.num_hosts
+    count = settings.tensor_parallel or largest_count(config, len(found), num_hosts)
     if count > len(found):
         kind = f"{found[0].platform} device{'s' if len(found) > 1 else ''}"
         raise ConfigError(f"--tensor-parallel {count}: jax finds only {len(found)} {kind}")
     reason = indivisible_reason(config, count)
     if reason is not None:
         raise ConfigError(f"--tensor-parallel {count} does not fit the model: {reason}")
-    return make_mesh(found[:count])
+    return make_mesh(_devices_of_each(num_hosts, count // num_hosts))
+
+
+def _devices_of_each(num_hosts: int, count: int) -> list[jax.Device]:
+    """The first devices of each host, host after host."""
+    devices: list[jax.Device] = []
+    for host_id in range(num_hosts):
+        own = [device for device in jax.devices() if device.process_index == host_id]
+        if len(own) < count:
+            raise ConfigError(f"host {host_id} has {len(own)} of the {count} devices that each host needs")
+        devices += own[:count]
+    return devices

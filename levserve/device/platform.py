@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import jax
 
+from levserve.device.distributed import start_distributed
 from levserve.device.malloc import tune_malloc
 from levserve.device.mesh import prepare_cpu_devices
 from levserve.device.missing import explain, find_missing
@@ -31,12 +32,14 @@ def open_device(settings: Settings) -> jax.Device:
         # By default a GPU multiplies float32 with ten bits of fraction.
         jax.config.update("jax_default_matmul_precision", "highest")
     prepare_cpu_devices(settings)
+    if settings.num_hosts > 1:
+        start_distributed(settings)
     if settings.compile_cache:
         _keep_programs(settings)
     if missing := find_missing(settings.device):
         raise StartupError(f"--device {settings.device}: no such device here ({missing})")
     try:
-        device = jax.devices()[0]
+        device = jax.local_devices()[0]
     except RuntimeError as error:
         reason = explain(settings.device, str(error).splitlines()[0])
         raise StartupError(f"--device {settings.device}: no such device here ({reason})") from error

@@ -53,7 +53,10 @@ class ProgramSet(ABC, Generic[ShapeT]):
         self._spread = Spread(mesh_of(array))
         self._made_from_parts = made_from
         self._compiles = listen(metrics)
+        self._compiled: dict[ShapeT, Callable[..., Any]] = {}
         self._ready: dict[ShapeT, Callable[..., Any]] = {}
+        self.on_compiled: Callable[[ShapeT], None] = self.open
+        """Where several hosts serve a model, a program is opened when all of them have compiled it."""
         self._cold: queue.SimpleQueue[ShapeT] = queue.SimpleQueue()
         self._tracing = threading.Lock()
         """One compiler at a time traces: tracing runs Python, and the serving threads wait for the GIL."""
@@ -96,6 +99,7 @@ class ProgramSet(ABC, Generic[ShapeT]):
 
     def compile_only(self, shapes: Sequence[ShapeT]) -> None:
         """Compiles these programs and drops all others, for measurements."""
+        self._compiled.clear()
         self._ready.clear()
         for shape in shapes:
             self._compile(shape, "startup")
@@ -103,7 +107,7 @@ class ProgramSet(ABC, Generic[ShapeT]):
     def start_background(self) -> None:
         """Compiles the remaining programs while the server runs; `stop` waits for those that it has begun."""
         self._compiles.note_ready()
-        rest = deque(shape for shape in self.all_shapes if shape not in self._ready)
+        rest = deque(shape for shape in self.all_shapes if shape not in self._compiled)
         num_threads = max((os.cpu_count() or 1) // CORES_PER_COMPILER, 1)
         self._background = [
             _compiler_thread(functools.partial(self._compile_rest, rest)) for _ in range(num_threads)
@@ -114,6 +118,12 @@ class ProgramSet(ABC, Generic[ShapeT]):
         for thread in self._background:
             thread.join()
         self._compiles.stop()
+
+    def open(self, shape: ShapeT) -> None:
+        """Lets rounds use a program that is compiled; any thread may call this."""
+        self._ready[shape] = self._compiled[shape]
+        if shape not in self.first_shapes:
+            self._cold.put(shape)
 
     @property
     def is_complete(self) -> bool:
@@ -145,9 +155,8 @@ class ProgramSet(ABC, Generic[ShapeT]):
         start = time.monotonic()
         program = self._get(str(shape), lambda: self.lower(shape), self._compiler_options(shape))
         trim_malloc()
-        self._ready[shape] = program
-        if shape not in self.first_shapes:
-            self._cold.put(shape)
+        self._compiled[shape] = program
+        self.on_compiled(shape)
         log.debug("got %s in %.1f s (%s)", shape, time.monotonic() - start, when)
 
     def _get(
@@ -155,6 +164,9 @@ class ProgramSet(ABC, Generic[ShapeT]):
     ) -> jax.stages.Compiled:
         """A program from disk, or a new one."""
         start = time.monotonic()
+        if self._devices[0].platform == "gpu" and len({device.process_index for device in self._devices}) > 1:
+            # Hosts would share the trial of kernels, and wait for one that has found its program on disk.
+            options = {**(options or {}), "xla_gpu_shard_autotuning": False}
         key = hashlib.sha256(f"{self._made_from} {name} {options}".encode()).hexdigest()
         program = find_program(key, self._devices)
         if program is not None:
@@ -186,8 +198,8 @@ class ProgramSet(ABC, Generic[ShapeT]):
                 self._compile(shape, "background")
             except Exception:
                 log.exception("could not compile %s; other programs serve in its place", shape)
-            if self.is_complete:
-                log.info("all %d programs are compiled", len(self._ready))
+            if len(self._compiled) == len(self.all_shapes):
+                log.info("all %d programs are compiled", len(self._compiled))
 
 
 def aval(array: jax.Array) -> jax.ShapeDtypeStruct:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from enum import StrEnum
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from levserve.device.model_runner import mask_rows
 from levserve.device.packing import NUM_COLUMNS
 from levserve.device.program_set import ProgramSet, aval
 from levserve.device.rounds import (
@@ -29,7 +31,6 @@ from levserve.device.rounds import (
     set_masks,
     verify_round,
 )
-from levserve.device.sampling import SlotMasks
 from levserve.device.sizing import Sizes
 from levserve.model.backend import CompilerOptions
 from levserve.model.placement import WHOLE
@@ -64,6 +65,29 @@ class Shape(NamedTuple):
         if self.mode is None:
             return f"{'sample-only ' if self.is_sample_only else ''}prefill of {self.size} tokens"
         return f"{self.mode} decode of {self.size} rows{' and prefill' if self.is_mixed else ''}"
+
+
+class EditKind(StrEnum):
+    """What a program changes between rounds."""
+
+    MEMORY = "memory"
+    """Gives a row the tokens and logit edits of its sequence."""
+    MASKS = "masks"
+    """Holds the next draws of so many rows to masks."""
+    FORK = "fork"
+    """Gives a computed prompt to one more row."""
+    FILL = "fill"
+    """Overwrites pages, as many at a time as a page table has."""
+
+
+class Edit(NamedTuple):
+    kind: EditKind
+    rows: int = 0
+    """Of masks."""
+
+    def __str__(self) -> str:
+        names = {EditKind.MEMORY: "set memory", EditKind.FORK: "fork slot", EditKind.FILL: "fill pages"}
+        return names.get(self.kind, f"set {self.rows} masks")
 
 
 class Programs(ProgramSet[Shape]):
@@ -147,61 +171,95 @@ class Programs(ProgramSet[Shape]):
         """Rows whose drafts can be verified together; 0 until such a program is ready."""
         return max((shape.size for shape in self._ready.copy() if shape.is_verify), default=0)
 
-    def set_masks(self, rows: int) -> Callable[..., tuple[SlotMasks, jax.Array]]:
-        """The program that holds the next draws of so many rows to masks."""
-        masks, last_tokens = self._state.masks, self._state.last_tokens
-        packed = self._spread.argument((rows, 3), jnp.int32)
-        words = self._spread.argument((rows, masks.words.shape[1]), jnp.uint32)
-        given = masks, last_tokens, packed, words
-        returns = masks, last_tokens
+    @functools.cached_property
+    def all_edits(self) -> list[Edit]:
+        masks = [Edit(EditKind.MASKS, rows) for rows in mask_rows(self._sizes.rows)]
+        return [Edit(EditKind.MEMORY), *masks, Edit(EditKind.FORK), Edit(EditKind.FILL)]
+
+    @functools.cached_property
+    def numbered(self) -> list[Shape | Edit]:
+        """All programs. Hosts that serve a model together name them by their places here."""
+        return [*self.all_edits, *self.all_shapes]
+
+    @functools.cached_property
+    def numbers(self) -> dict[Shape | Edit, int]:
+        return {program: number for number, program in enumerate(self.numbered)}
+
+    def open_number(self, number: int) -> None:
+        program = self.numbered[number]
+        assert isinstance(program, Shape)  # edits are compiled before the first run
+        self.open(program)
+
+    def compile_edit(self, edit: Edit) -> Callable[..., Any]:
+        """The program takes the arrays that it changes, which are donated, and then its arguments."""
+        state = self._state
+        function: Callable[..., Any]
+        changed: tuple[Any, ...]
+        match edit.kind:
+            case EditKind.MEMORY:
+                return self.set_memory(state.memory)
+            case EditKind.MASKS:
+                function, changed = set_masks, (state.masks, state.last_tokens)
+            case EditKind.FORK:
+                function, changed = fork_slot, (state,)
+            case EditKind.FILL:
+                function, changed = fill_pages, (state.pools,)
+        returns = changed[0] if len(changed) == 1 else changed
+        donate = tuple(range(len(changed)))
+        given = *changed, *self.arguments(edit)
         return self._get(
-            f"set {rows} masks",
-            lambda: self._spread.lower(set_masks, *given, returns=returns, donate=(0, 1)),
+            str(edit), lambda: self._spread.lower(function, *given, returns=returns, donate=donate)
         )
 
-    def fork_slot(self) -> Callable[[State, object], State]:
-        """The program that gives a computed prompt to one more row."""
-        given = self._state, self._spread.argument((4,), jnp.int32)
-        return self._get(
-            "fork slot", lambda: self._spread.lower(fork_slot, *given, returns=self._state, donate=0)
-        )
-
-    def fill_pages(self) -> Callable[[Arrays, object, object], Arrays]:
-        """The program that overwrites pages, as many at a time as a page table has."""
-        pools = self._state.pools
-        pages = self._spread.argument((self._sizes.table_width,), jnp.int32)
-        value = self._spread.argument((), pools[0].dtype)
-        return self._get(
-            "fill pages",
-            lambda: self._spread.lower(fill_pages, pools, pages, value, returns=pools, donate=0),
-        )
+    def arguments(self, program: Shape | Edit) -> list[jax.ShapeDtypeStruct]:
+        """The arrays that the host passes to a program."""
+        argument = self._spread.argument
+        if isinstance(program, Shape):
+            return [argument(self._packed_shape(program), jnp.int32)]
+        state = self._state
+        match program.kind:
+            case EditKind.MEMORY:
+                of_slot = [argument(array.shape[1:], array.dtype) for array in state.memory]
+                return [argument((), jnp.int32), *of_slot]
+            case EditKind.MASKS:
+                words = argument((program.rows, state.masks.words.shape[1]), jnp.uint32)
+                return [argument((program.rows, 3), jnp.int32), words]
+            case EditKind.FORK:
+                return [argument((4,), jnp.int32)]
+            case EditKind.FILL:
+                pages = argument((self._sizes.table_width,), jnp.int32)
+                return [pages, argument((), state.pools[0].dtype)]
 
     def lower(self, shape: Shape) -> jax.stages.Lowered:
         """A program before XLA compiles it; tests look at it too."""
-        width = NUM_COLUMNS + self._sizes.table_width
         function: Callable[..., tuple[State, Any]]
         if shape.mode is None:
             function = functools.partial(
                 sample_only_prefill if shape.is_sample_only else prefill_chunk, skeleton=self._skeleton
             )
-            rows, chunk = self._sizes.prefill_rows(shape.size)
-            packed_shape = rows, width + chunk + 1
         elif shape.is_verify:
             function = functools.partial(verify_round, skeleton=self._skeleton)
-            packed_shape = shape.size, width + self._sizes.num_draft
         elif shape.is_mixed:
             function = functools.partial(
                 mixed_round, skeleton=self._skeleton, num_sampled=shape.size, mode=shape.mode
             )
-            packed_shape = shape.size + self._sizes.mixed_tokens, width + 1
         else:
             function = functools.partial(
                 decode_round, skeleton=self._skeleton, num_steps=self._sizes.round_steps, mode=shape.mode
             )
-            packed_shape = shape.size, width
-        packed = self._spread.argument(packed_shape, jnp.int32)
-        returns = self._state, WHOLE
-        return self._spread.lower(function, self._leaves, self._state, packed, returns=returns, donate=1)
+        given = self._leaves, self._state, *self.arguments(shape)
+        return self._spread.lower(function, *given, returns=(self._state, WHOLE), donate=1)
+
+    def _packed_shape(self, shape: Shape) -> tuple[int, int]:
+        width = NUM_COLUMNS + self._sizes.table_width
+        if shape.is_prefill:
+            rows, chunk = self._sizes.prefill_rows(shape.size)
+            return rows, width + chunk + 1
+        if shape.is_verify:
+            return shape.size, width + self._sizes.num_draft
+        if shape.is_mixed:
+            return shape.size + self._sizes.mixed_tokens, width + 1
+        return shape.size, width
 
     def _compiler_options(self, shape: Shape) -> CompilerOptions:
         is_quantized = any(leaf.dtype.itemsize == 1 for leaf in self._leaves)

@@ -18,19 +18,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from levserve.device.executor import Executor
 from levserve.device.in_flight import InFlightRound, PrefillRow
-from levserve.device.model_runner import ModelRunner, mask_rows
+from levserve.device.model_runner import mask_rows
 from levserve.device.packing import SlotTable, pack_masks, pack_memory
-from levserve.device.programs import Programs, Shape
-from levserve.device.rounds import Arrays, ChunkOutput, Skeleton, State
+from levserve.device.programs import Edit, EditKind, Programs, Shape
+from levserve.device.rounds import ChunkOutput, Skeleton, State
 from levserve.device.rules import Ints, mode_for, needs_memory
-from levserve.device.sampling import SlotMasks, make_masks, make_memory
+from levserve.device.sampling import make_masks, make_memory
 from levserve.device.sizing import Sizes
 from levserve.model import cache
 from levserve.model.config import ModelConfig
 from levserve.model.decoder import Blueprint
 from levserve.model.placement import BY_HEADS, WHOLE, mesh_of
-from levserve.model.sampler import Memory, Mode
+from levserve.model.sampler import Mode
 from levserve.observe.metrics import Metrics
 from levserve.schedule.request import GenerationRequest
 from levserve.schedule.sequence import Chunk, Fork, RoundPlan, Row, Sequence
@@ -40,8 +41,8 @@ TRY_TOKENS = 32
 """Timed runs of the first prefill program, and the tokens of each; the quickest run counts."""
 
 
-class Runner(ModelRunner[Shape, Programs, State]):
-    """Of models with a KV cache."""
+class Runner(Executor):
+    """An executor that knows plans, and which sequence has which row."""
 
     def __init__(
         self,
@@ -59,18 +60,9 @@ class Runner(ModelRunner[Shape, Programs, State]):
         self._slots = SlotTable(sizes.rows, sizes.table_width)
         self._sizes = sizes
         self._traits = blueprint.backend.traits
-        self._set_memory: Callable[..., Memory] | None = None
-        self._set_masks: dict[int, Callable[..., tuple[SlotMasks, jax.Array]]] = {}
-        self._fork_slot: Callable[[State, object], State] | None = None
-        self._fill_pages: Callable[[Arrays, object, object], Arrays] | None = None
 
     def warm_up(self, report: Callable[[str], None]) -> None:
-        """Compiles and runs the first programs."""
-        self.programs.compile_first(report)
-        self._set_memory = self.programs.set_memory(self._state.memory)
-        self._set_masks = {rows: self.programs.set_masks(rows) for rows in mask_rows(self._sizes.rows)}
-        self._fork_slot = self.programs.fork_slot()
-        self._fill_pages = self.programs.fill_pages()
+        """Runs the first programs, and times prefill."""
         report("warming up")
         first = self.programs.first_shapes
         for shape in (*first, *[first[0]] * TRIES):
@@ -96,7 +88,6 @@ class Runner(ModelRunner[Shape, Programs, State]):
 
     def fill_pages(self, pages: Seq[int], value: float) -> None:
         """Overwrites pages behind what the device is doing."""
-        assert self._fill_pages is not None
         num_pages, dtype = self._state.pools[0].shape[0], self._state.pools[0].dtype
         stored = np.asarray(value, cache.NUMBERS.get(dtype, dtype)).view(dtype)
         width = self._slots.table_width
@@ -104,7 +95,7 @@ class Runner(ModelRunner[Shape, Programs, State]):
             named = pages[start : start + width]
             part = np.full(width, num_pages, np.int32)  # pages that do not exist
             part[: len(named)] = named
-            self._state = self._state._replace(pools=self._fill_pages(self._state.pools, part, stored))
+            self.run(Edit(EditKind.FILL), part, stored)
 
     def _cut(self, chunk: Chunk) -> list[Chunk]:
         """The chunk in parts that fit a row of a prefill program."""
@@ -128,20 +119,16 @@ class Runner(ModelRunner[Shape, Programs, State]):
         self._slots.seat(sequence)
         if not needs_memory(sequence.request):
             return
-        assert self._set_memory is not None
-        packed = pack_memory(sequence, self._sizes.max_seq_len)
-        memory = self._set_memory(self._state.memory, *packed)
-        self._state = self._state._replace(memory=memory)
+        self.run(Edit(EditKind.MEMORY), *pack_memory(sequence, self._sizes.max_seq_len))
 
     def _mask(self, plan: RoundPlan) -> None:
         """Gives the device the masks of the plan's draws that are held to a constraint."""
         held = plan.held_sequences
         if not held:
             return
-        rows = min(rows for rows in self._set_masks if rows >= len(held))
+        rows = min(rows for rows in mask_rows(self._sizes.rows) if rows >= len(held))
         packed, words = pack_masks(held, rows, self._state.masks.words.shape[1], self._sizes.rows)
-        masks, last_tokens = self._set_masks[rows](self._state.masks, self._state.last_tokens, packed, words)
-        self._state = self._state._replace(masks=masks, last_tokens=last_tokens)
+        self.run(Edit(EditKind.MASKS, rows), packed, words)
 
     def _dispatch_chunks(self, chunks: Seq[Chunk]) -> list[list[PrefillRow]]:
         """The rows of each chunk. A program writes all KV before it reads any, so they may share one."""
@@ -158,8 +145,7 @@ class Runner(ModelRunner[Shape, Programs, State]):
             rows, size = self._sizes.prefill_rows(shape.size)
             group = [waiting.popleft() for _ in range(min(rows, len(waiting)))]
             packed = self._slots.pack_chunks(group, rows, size)
-            self._state, arrays = self.programs[shape](self._leaves, self._state, packed)
-            output = ChunkOutput(*arrays)
+            output = ChunkOutput(*self.run(shape, packed))
             if any(part.is_last for part in group):
                 output.sampled.copy_to_host_async()
             dispatched += [PrefillRow(part, output, row) for row, part in enumerate(group)]
@@ -181,7 +167,7 @@ class Runner(ModelRunner[Shape, Programs, State]):
 
     def _dispatch_mixed(self, plan: RoundPlan, shape: Shape) -> InFlightRound:
         packed = self._slots.pack_mixed(plan.rows, plan.chunks, shape.size + self._sizes.mixed_tokens)
-        self._state, (of_rows, of_all) = self.programs[shape](self._leaves, self._state, packed)
+        of_rows, of_all = self.run(shape, packed)
         of_rows.copy_to_host_async()
         of_all.copy_to_host_async()
         output, ends = ChunkOutput(of_all), count(len(plan.rows))
@@ -189,10 +175,9 @@ class Runner(ModelRunner[Shape, Programs, State]):
         return InFlightRound(plan, chunks, [(plan.rows, of_rows)], is_mixed=True)
 
     def _dispatch_fork(self, fork: Fork) -> None:
-        assert self._fork_slot is not None
         token = fork.sequence.tokens[-1]
-        self._state = self._fork_slot(
-            self._state, np.array([fork.slot, token, fork.source_page, fork.target_page], np.int32)
+        self.run(
+            Edit(EditKind.FORK), np.array([fork.slot, token, fork.source_page, fork.target_page], np.int32)
         )
 
     def _dispatch_rows(self, rows: Seq[Row], is_verify: bool) -> jax.Array:
@@ -200,7 +185,7 @@ class Runner(ModelRunner[Shape, Programs, State]):
             shape = self.programs.verify(len(rows))
         else:
             shape = self.programs.decode(len(rows), self._slots.mode_of(rows))
-        self._state, arrays = self.programs[shape](self._leaves, self._state, self._pack_rows(rows, shape))
+        arrays = self.run(shape, self._pack_rows(rows, shape))
         outputs: jax.Array = arrays[0] if shape.is_mixed else arrays
         outputs.copy_to_host_async()
         return outputs
@@ -232,8 +217,7 @@ class Runner(ModelRunner[Shape, Programs, State]):
         else:
             packed = self._pack_rows((), shape)
         start = time.monotonic()
-        self._state, outputs = self.programs[shape](self._leaves, self._state, packed)
-        jax.block_until_ready(outputs)
+        jax.block_until_ready(self.run(shape, packed))
         return time.monotonic() - start
 
 

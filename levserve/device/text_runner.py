@@ -71,11 +71,13 @@ class TextRunner(ModelRunner[TextShape, TextPrograms, TextState]):
         self._set_memory: Callable[..., Memory] | None = None
         self._hold_slots: dict[int, Callable[..., SlotMasks]] = {}
 
-    def warm_up(self, report: Callable[[str], None]) -> None:
-        """Compiles and runs the first programs, and times them."""
+    def compile_first(self, report: Callable[[str], None]) -> None:
         self.programs.compile_first(report)
         self._set_memory = self.programs.set_memory(self._state.memory)
         self._hold_slots = {rows: self.programs.hold_slots(rows) for rows in mask_rows(self._sizes.rows)}
+
+    def warm_up(self, report: Callable[[str], None]) -> None:
+        """Runs the first programs, and times them."""
         report("warming up")
         for shape in self.programs.first_shapes:
             self._warm(shape)

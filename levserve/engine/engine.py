@@ -7,6 +7,7 @@ comes back are the batches of a `TokenStream`, and the attributes that the devic
 from __future__ import annotations
 
 import functools
+import math
 import queue
 import threading
 import time
@@ -50,6 +51,9 @@ class Engine:
         self._is_settled = threading.Event()
         self._last_beat = time.monotonic()
         self._on_drain: list[Callable[[], None]] = []
+        self._on_close: list[Callable[[], None]] = []
+        self.drain_deadline = math.inf
+        """When running work must have ended, on the monotonic clock."""
         metrics.heartbeat_age.set_function(self.heartbeat_age)
         for phase in Phase:
             metrics.phase.labels(phase.value).set_function(functools.partial(self._is_in, phase))
@@ -64,7 +68,7 @@ class Engine:
     @property
     def is_stalled(self) -> bool:
         """Whether the device thread serves and has work, but has not called `beat` for too long."""
-        is_serving = self._phase is Phase.READY or self._phase is Phase.DRAINING
+        is_serving = self._phase in (Phase.READY, Phase.FOLLOWING, Phase.DRAINING)
         has_work = self._is_busy or not self.inbox.empty()
         return is_serving and has_work and 0 < self._stall_seconds < self.heartbeat_age()
 
@@ -85,6 +89,8 @@ class Engine:
         self.metrics.refused.labels(self._phase.value).inc()
         if self._phase is Phase.LOADING:
             raise self._still_loading()
+        if self._phase is Phase.FOLLOWING:
+            raise Unavailable("This host works for host 0; please ask that one.", retry_after_seconds=10.0)
         if self._phase is Phase.DRAINING:
             raise Unavailable(
                 "The server is shutting down; please try another one.", retry_after_seconds=10.0
@@ -131,8 +137,18 @@ class Engine:
         """Refuses new work and lets running work finish until `deadline` on the monotonic clock."""
         if self._phase is not Phase.FAILED:
             self._phase = Phase.DRAINING
+        self.drain_deadline = min(self.drain_deadline, deadline)
         self.inbox.put(Drain(deadline))
         for call in self._on_drain:
+            call()
+
+    def on_close(self, call: Callable[[], None]) -> None:
+        """Registers a function that `close` calls."""
+        self._on_close.append(call)
+
+    def close(self) -> None:
+        """The last act of a server that ends in order; the device thread has ended, or is still loading."""
+        for call in self._on_close:
             call()
 
     def stop(self) -> None:
@@ -155,6 +171,12 @@ class Engine:
             self._phase = Phase.READY
         self._has_model = True
         self._is_settled.set()
+
+    def mark_following(self) -> None:
+        """This host computes for another one, which accepts the requests."""
+        self.beat()
+        if self._phase is Phase.LOADING:
+            self._phase = Phase.FOLLOWING
 
     def fail(self) -> None:
         self._phase = Phase.FAILED

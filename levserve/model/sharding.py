@@ -156,9 +156,10 @@ def indivisible_reason(config: ModelConfig, count: int) -> str | None:
     return None
 
 
-def largest_count(config: ModelConfig, num_devices: int) -> int:
-    """The most of so many devices that can share the model."""
-    return next(n for n in range(num_devices, 0, -1) if indivisible_reason(config, n) is None)
+def largest_count(config: ModelConfig, num_devices: int, multiple_of: int = 1) -> int:
+    """The most of so many devices that can share the model; at least `multiple_of`, which may not."""
+    counts = range(num_devices - num_devices % multiple_of, 0, -multiple_of)
+    return next((n for n in counts if indivisible_reason(config, n) is None), multiple_of)
 
 
 def local_config(config: ModelConfig, count: int) -> ModelConfig:

@@ -134,6 +134,8 @@ def describe_brain(settings: Settings, files: ModelFiles) -> BrainDescription:
             raise ConfigError(
                 f"{option} does not apply to {files.name}: an HRM brain has no KV cache and no quantized form"
             )
+    if settings.num_hosts > 1:
+        raise ConfigError(f"--num-hosts does not apply to {files.name}: an HRM brain runs on one device")
     if settings.tensor_parallel > 1:
         raise ConfigError(
             f"--tensor-parallel does not apply to {files.name}: an HRM brain runs on one device"

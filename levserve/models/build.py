@@ -6,10 +6,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from levserve.device.executor import Executor
 from levserve.device.kind import Planner, RoundRunner
 from levserve.device.platform import explained
 from levserve.device.tasks import Attach
 from levserve.engine.served_model import ServedModel
+from levserve.models.group import Group
 from levserve.models.kind import AnyKind, ModelSizes
 from levserve.models.read import Contents
 from levserve.observe.metrics import Metrics
@@ -38,6 +40,7 @@ def build(
     sizes: ModelSizes,
     metrics: Metrics,
     report: Callable[[str], None],
+    group: Group | None = None,
 ) -> Loaded:
     """Allocates the state on the device and compiles the first programs; slow."""
     settings = description.settings
@@ -45,6 +48,10 @@ def build(
     with explained(asked, description.devices, advice):
         runner = description.make_runner(contents.arrays, sizes, metrics)
         try:
+            runner.compile_first(report)
+            if group is not None:
+                assert isinstance(runner, Executor)
+                group.lead(runner)
             runner.warm_up(report)
         except BaseException:
             runner.free()

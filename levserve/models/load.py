@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from levserve.engine.engine import Engine
 from levserve.models.entry import Counts, Resident
+from levserve.models.group import Group
 from levserve.models.registry import MakeRoom
 from levserve.observe.metrics import Metrics
 from levserve.settings.settings import Settings
@@ -33,8 +34,12 @@ def load(
     rows: int,
     report: Callable[[str], None],
     make_room: MakeRoom | None = None,
+    group: Group | None = None,
 ) -> Loaded:
-    """Slow. One of several models gets the memory that `make_room` gives it; one alone takes what is free."""
+    """Slow. One of several models gets the memory that `make_room` gives it; one alone takes what is free.
+
+    The hosts of a `group` take the same steps together.
+    """
     prefix = "" if make_room is None else f"{settings.main_name}: "
 
     def tell(*lines: str) -> None:
@@ -42,6 +47,8 @@ def load(
             log.info("%s%s", prefix, line)
 
     files = find_source(settings, report)
+    if group is not None:
+        group.agree_on_model(files)
     if "jax" not in sys.modules:
         report("importing jax")
     # These bring jax, which takes seconds to import and must not be touched before gunicorn forks.
@@ -55,9 +62,10 @@ def load(
     tell(*description.lines())
     allowed_bytes = None if make_room is None else reserve(description, make_room)
     contents = read(description, metrics, report)
-    sizes = size(description, contents, rows=rows, allowed_bytes=allowed_bytes)
+    agree = None if group is None else group.agree_on_memory
+    sizes = size(description, contents.weight_bytes, rows=rows, allowed_bytes=allowed_bytes, agree=agree)
     tell(*sizes.describe())
-    loaded = build(description, contents, sizes, metrics, report)
+    loaded = build(description, contents, sizes, metrics, report, group)
     tell(f"prefill     {loaded.runner.prefill_token_seconds * 1000:.3g} ms a token")
     scores = probe(loaded)
     tell(f"probe       {scores}")

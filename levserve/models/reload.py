@@ -100,6 +100,10 @@ class WeightReloader:
     @contextmanager
     def _one_at_a_time(self) -> Iterator[None]:
         """Counts what was done or refused. Raises `Conflict` while another reload runs."""
+        if self._description.settings.num_hosts > 1:
+            raise Conflict(
+                "Several hosts serve this model: they take new weights at a restart of all of them."
+            )
         if not self._reloading.acquire(blocking=False):
             raise Conflict(f"A reload is under way ({self._engine.progress}); please wait for it.")
         try:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from levserve.device.platform import free_bytes
 from levserve.device.sizing import peak_memory
 from levserve.models.kind import AnyKind, ModelSizes
-from levserve.models.read import Contents
 from levserve.models.registry import MakeRoom
 
 
@@ -15,13 +16,25 @@ def reserve(description: AnyKind, make_room: MakeRoom) -> int:
     return make_room(needed, lambda: free_bytes(*description.devices))
 
 
-def size(description: AnyKind, contents: Contents, *, rows: int, allowed_bytes: int | None) -> ModelSizes:
-    """Shares out what the weights leave free, or what they leave of `allowed_bytes` if that is less."""
+def size(
+    description: AnyKind,
+    weight_bytes: int,
+    *,
+    rows: int,
+    allowed_bytes: int | None = None,
+    agree: Callable[[int], int] | None = None,
+) -> ModelSizes:
+    """Shares out what the weights leave free, or what they leave of `allowed_bytes` if that is less.
+
+    Of several hosts, `agree` gives the least that any of them has free.
+    """
     free, peak = free_bytes(*description.devices), peak_memory()
     if allowed_bytes is not None:
-        free = min(free, allowed_bytes - contents.weight_bytes)
+        free = min(free, allowed_bytes - weight_bytes)
         peak = 0  # other models have a part in it
+    if agree is not None:
+        free = agree(free)
     sizes: ModelSizes = description.plan_sizes(
-        rows=rows, free_bytes=free, weight_bytes=contents.weight_bytes, peak_bytes=peak
+        rows=rows, free_bytes=free, weight_bytes=weight_bytes, peak_bytes=peak
     )
     return sizes

@@ -10,7 +10,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from levserve.device.faults import install, parse_faults
@@ -18,6 +18,8 @@ from levserve.engine.engine import Engine
 from levserve.engine.messages import DeviceTask, Stop
 from levserve.errors import StartupError
 from levserve.models.catalogue import Catalogue
+from levserve.models.follow import follow
+from levserve.models.group import Group
 from levserve.models.load import load, resident_of
 from levserve.models.loader import load_first, open_catalogue
 from levserve.models.registry import Registry
@@ -64,8 +66,11 @@ def _device_main(settings: Settings, registry: Registry, rows: int) -> None:
             return
         if settings.has_several:
             loaded, others = load_first(settings, registry, rows=rows, report=report)
+        elif settings.num_hosts > 1 and settings.host_id:
+            follow(settings, engine, rows=rows, report=report)
+            return
         else:
-            loaded, others = load(settings, engine.metrics, rows=rows, report=report), []
+            loaded, others = _load_one(settings, engine, rows=rows, report=report), []
         serve(registry, loaded, others)
     except StartupError as error:
         report_startup_error(error)
@@ -75,6 +80,19 @@ def _device_main(settings: Settings, registry: Registry, rows: int) -> None:
         engine.fail()
         time.sleep(LAST_WORDS_SECONDS)
         os._exit(DEVICE_FAULT)
+
+
+def _load_one(settings: Settings, engine: Engine, *, rows: int, report: Callable[[str], None]) -> Loaded:
+    """The only model, on this host or on all of its group."""
+    group = Group(settings, engine) if settings.num_hosts > 1 else None
+    if group is None:
+        return load(settings, engine.metrics, rows=rows, report=report)
+    group.gather(report)
+    try:
+        return load(settings, engine.metrics, rows=rows, report=report, group=group)
+    except StartupError as error:
+        group.give_up(error)
+        raise
 
 
 def dry_run(settings: Settings, *, num_threads: int) -> None:

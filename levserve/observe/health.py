@@ -7,10 +7,14 @@ from typing import NamedTuple, Protocol
 
 
 class Phase(StrEnum):
-    """A server goes loading -> ready -> draining, may fail in any phase, and never goes back."""
+    """A server goes loading -> ready -> draining, may fail in any phase, and never goes back.
+
+    Of several hosts that serve a model only the first becomes ready; the others are following it then.
+    """
 
     LOADING = "loading"
     READY = "ready"
+    FOLLOWING = "following"
     DRAINING = "draining"
     FAILED = "failed"
 

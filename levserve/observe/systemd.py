@@ -105,12 +105,14 @@ class Notifier:
     def _report(self, *, pings: bool) -> None:
         """Sends everything that is new since the last report in one message."""
         phase, lines = self._engine.phase, []
-        status = self._engine.progress if phase in (Phase.LOADING, Phase.READY) else str(phase)
+        status = (
+            self._engine.progress if phase in (Phase.LOADING, Phase.READY, Phase.FOLLOWING) else str(phase)
+        )
         if status != self._status:
             lines.append(f"STATUS={status}")
         if phase is Phase.LOADING and self._engine.heartbeat_age() < MAX_SILENT_SECONDS:
             lines.append(f"EXTEND_TIMEOUT_USEC={EXTEND_SECONDS * 1_000_000}")
-        if phase is not self._reported and phase is Phase.READY:
+        if phase is not self._reported and phase in (Phase.READY, Phase.FOLLOWING):
             lines.append("READY=1")
         if phase is not self._reported and phase is Phase.DRAINING:
             lines.append("STOPPING=1")
@@ -123,7 +125,8 @@ class Notifier:
     def _is_fresh(self) -> bool:
         """Whether the device thread is alive; an idle one beats every second. Not needed before READY."""
         assert self._watchdog_seconds is not None
-        is_serving = self._engine.phase in (Phase.READY, Phase.DRAINING) and not self._engine.is_stalled
+        serving = (Phase.READY, Phase.FOLLOWING, Phase.DRAINING)
+        is_serving = self._engine.phase in serving and not self._engine.is_stalled
         return is_serving and self._engine.heartbeat_age() < self._watchdog_seconds / 2
 
     def _send(self, message: str) -> None:

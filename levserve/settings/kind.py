@@ -209,3 +209,4 @@ COUNT_OR_AUTO = Kind(
 )
 TEMPERATURE = _optional(real(0, 2))
 SEED = _optional(integer(0, MAX_SEED))
+HOST_ID = _optional(integer(0))

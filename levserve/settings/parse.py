@@ -30,6 +30,7 @@ from levserve.settings.command_line import (
 )
 from levserve.settings.environment import Environment, read_environment
 from levserve.settings.file import SettingsFile, did_you_mean, find_setting
+from levserve.settings.hosts import resolve_hosts
 from levserve.settings.key_file import read_keys
 from levserve.settings.kind import ENV_PREFIX, Setting
 from levserve.settings.settings import (
@@ -62,6 +63,7 @@ def read_settings(argv: Sequence[str], environment: Environment) -> Settings:
     options, sources, notes = _read_options(argv, environment)
     settings = _make_settings(options, sources, notes)
     faults = _read_faults(environment.variables, options.config)
+    settings = resolve_hosts(settings, environment.variables, notes)
     settings = replace(settings, faults=faults, notes=tuple(notes))
     if options.print_config:
         print(_format_settings(settings))

@@ -17,6 +17,7 @@ from levserve.settings.alias import names_of
 from levserve.settings.kind import (
     COUNT_OR_AUTO,
     ENV_PREFIX,
+    HOST_ID,
     NAME,
     NAMES,
     ORIGINS,
@@ -44,6 +45,7 @@ SECTIONS = {
     "limits": "queues, sizes and timeouts",
     "log": "logs, metrics and traces",
 }
+MAX_HOSTS = 4096
 OTHER_DTYPES = {"float16": "bfloat16", "half": "bfloat16", "float": "float32"}
 """float16 is as large as bfloat16, and models trained in bfloat16 overflow it."""
 MODEL_SECTION = "model."
@@ -338,6 +340,22 @@ class Settings:
     )
     compile_cache: bool = setting(
         "engine", SWITCH, True, "Keep compiled programs on disk for the next start."
+    )
+    num_hosts: int = setting(
+        "engine", integer(1, MAX_HOSTS), 1, "Hosts that serve one model together, one process on each."
+    )
+    host_id: int | None = setting(
+        "engine", HOST_ID, None, "Number of this host, from 0; host 0 answers HTTP and schedules."
+    )
+    coordinator: str = setting(
+        "engine",
+        TEXT,
+        "",
+        "host:port of host 0, where the hosts meet; the next port is used too; auto: this and the two above "
+        "are found in the variables of LeaderWorkerSet, SLURM or a TPU pod; empty: there is one host.",
+    )
+    hosts_timeout: float = setting(
+        "engine", real(1), 300.0, "Seconds that hosts wait for each other at the start."
     )
 
     max_waiting: int = setting(

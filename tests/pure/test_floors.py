@@ -19,6 +19,7 @@ FLOORS = {
     "settings": 1,
     "observe": 1,
     "gguf": 1,
+    "hosts": 2,
     "schedule": 2,
     "jit": 2,
     "text": 3,
@@ -43,6 +44,7 @@ FLOORS = {
 }
 FORBIDDEN = {
     "schedule": {"jax", "numpy", "flask", "haliax", "equinox", "transformers", "threading"},
+    "hosts": {"jax", "numpy", "flask", "gunicorn"},
     "text": {"jax", "flask"},
     "model": {"threading", "queue", "flask", "pathlib"},
     "jit": {"haliax", "equinox", "flask"},

@@ -144,7 +144,7 @@ def test_the_phase_and_the_version_are_told(server: ServerProcess) -> None:
     samples = scrape(server)
     assert {name: value for name, value in samples.items() if "phase{" in name} == {
         f'levserve_phase{{phase="{phase}"}}': float(phase == "ready")
-        for phase in ("loading", "ready", "draining", "failed")
+        for phase in ("loading", "ready", "following", "draining", "failed")
     }
     assert samples['levserve_build_info{version="0.2.0"}'] == 1
     assert samples["levserve_websockets"] == 0

@@ -1,0 +1,48 @@
+"""Makes jax's processes on several hosts one: their devices then share a model as those of one host would.
+
+Called before anything looks at jax's devices, on the device thread. The hosts have found each other by then
+(`hosts`), so that jax waits for nobody long.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import jax
+
+from levserve.errors import StartupError
+from levserve.settings.hosts import split_address
+from levserve.settings.settings import Settings
+
+log = logging.getLogger(__name__)
+
+CONNECT_SECONDS = 60
+SILENT_SECONDS = 60
+"""After so long without a sign of life jax aborts the process. Our own watch (`hosts.peer`) is quicker and
+says which host it was."""
+
+
+def start_distributed(settings: Settings) -> None:
+    """Connects to the other hosts, once; raises `StartupError` if that fails."""
+    if jax.distributed.is_initialized():
+        return
+    host, port = split_address(settings.coordinator)
+    address = f"[{host}]" if ":" in host else host
+    # It would take SIGTERM from the server, which drains by it.
+    jax.config.update("jax_enable_preemption_service", False)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    try:
+        jax.distributed.initialize(
+            f"{address}:{port + 1}",
+            settings.num_hosts,
+            settings.host_id,
+            cluster_detection_method="deactivate",
+            initialization_timeout=CONNECT_SECONDS,
+            heartbeat_timeout_seconds=SILENT_SECONDS,
+        )
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise StartupError(
+            f"jax's processes do not find each other at {address}:{port + 1}: {reason}"
+        ) from error
+    log.info("jax runs on %d hosts, and this is host %d", settings.num_hosts, settings.host_id)

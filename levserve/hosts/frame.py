@@ -1,0 +1,105 @@
+"""What hosts send each other: a kind, a number and bytes, with their length before them.
+
+Arrays travel as they are in memory: both sides know the shapes from the programs that both have compiled. All
+hosts of a group have the same byte order, as they have the same programs. Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import NamedTuple
+
+HEADER = struct.Struct("!BHI")
+"""Kind, number, and bytes that follow."""
+MAX_BYTES = 1 << 28
+"""More than any round needs. A larger length is not from a host of ours."""
+FIRST_MAX_BYTES = 1 << 16
+"""For the first frame of a connection, which may come from anyone."""
+
+
+class FrameKind(IntEnum):
+    HELLO = 1
+    """From a follower: its number, versions and settings."""
+    REFUSED = 2
+    """From the leader: why the follower cannot join, as a sentence."""
+    WELCOME = 3
+    """From the leader: all hosts are there."""
+    BEAT = 4
+    """From both, every second: the sender is alive."""
+    MODEL = 5
+    """From a follower: the fingerprint of its model's files. From the leader: all have the same."""
+    MEMORY = 6
+    """From a follower: its free bytes. From the leader: the least of all hosts."""
+    COMPILED = 7
+    """From a follower: it has compiled what the first runs need."""
+    RUN = 8
+    """From the leader: run the program of this number with these arrays."""
+    READY = 9
+    """From a follower: it has compiled the program of this number."""
+    READ = 10
+    """From the leader: read other weights. From a follower: it has read them, or why it has not."""
+    SWAP = 11
+    """From the leader: serve the weights that were read; with the number 0: drop them."""
+    LEAVING = 12
+    """From a follower: it was asked to end, in order (1) or at once (0)."""
+    FAILED = 13
+    """From a follower: why it cannot start, as a sentence."""
+    STOP = 14
+    """From the leader: the group ends in order."""
+
+
+class Frame(NamedTuple):
+    kind: FrameKind
+    number: int
+    payload: bytes
+
+
+class BadFrame(Exception):
+    """The other side does not speak this language."""
+
+
+def send_frame(
+    connection: socket.socket, kind: FrameKind, number: int = 0, payload: Sequence[memoryview] = ()
+) -> None:
+    """Sends all of it; the bytes are not copied together first."""
+    num_bytes = sum(part.nbytes for part in payload)
+    waiting = [memoryview(HEADER.pack(kind, number, num_bytes)), *payload]
+    while waiting:
+        sent = connection.sendmsg(waiting)
+        while waiting and sent >= waiting[0].nbytes:
+            sent -= waiting.pop(0).nbytes
+        if waiting and sent:
+            waiting[0] = waiting[0][sent:]
+
+
+def receive_frame(connection: socket.socket, max_bytes: int = MAX_BYTES) -> Frame | None:
+    """Waits for a frame; None at the end of the stream. Raises `BadFrame` for what cannot be one."""
+    header = _receive(connection, HEADER.size, may_end=True)
+    if header is None:
+        return None
+    kind, number, num_bytes = HEADER.unpack(header)
+    if num_bytes > max_bytes:
+        raise BadFrame(f"a length of {num_bytes} bytes")
+    try:
+        known = FrameKind(kind)
+    except ValueError:
+        raise BadFrame(f"an unknown kind {kind}") from None
+    payload = _receive(connection, num_bytes)
+    assert payload is not None
+    return Frame(known, number, bytes(payload))
+
+
+def _receive(connection: socket.socket, num_bytes: int, *, may_end: bool = False) -> bytearray | None:
+    received = bytearray(num_bytes)
+    view = memoryview(received)
+    while view.nbytes:
+        count = connection.recv_into(view)
+        if not count:
+            if may_end and view.nbytes == num_bytes:
+                return None
+            raise ConnectionResetError("the connection ended within a message")
+        view = view[count:]
+    return received

@@ -1,0 +1,141 @@
+"""Another host than the first of several that serve one model: it repeats what host 0 runs.
+
+It loads its own part of the weights and compiles the same programs, but it has no scheduler and no tokenizer.
+Its HTTP port answers health checks and metrics and refuses everything else.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from levserve.engine.engine import Engine
+from levserve.errors import StartupError
+from levserve.hosts.follower import Follower
+from levserve.hosts.frame import FrameKind
+from levserve.hosts.identity import identity_of
+from levserve.hosts.peer import PeerLost
+from levserve.settings.hosts import split_address
+from levserve.settings.settings import Settings
+from levserve.weights.fingerprint import fingerprint
+from levserve.weights.source import find_source
+
+log = logging.getLogger(__name__)
+
+HOST_LOST = 70
+BEAT_SECONDS = 1.0
+"""How often an idle device thread shows that it is alive."""
+LEAVE_SECONDS = 5.0
+"""How much longer than its drain host 0 may take to end the group."""
+
+
+def follow(settings: Settings, engine: Engine, *, rows: int, report: Callable[[str], None]) -> None:
+    """Runs on the device thread, for life: host 0 ends the process, or its loss does."""
+    report(f"looking for host 0 at {settings.coordinator}")
+    follower = Follower(
+        split_address(settings.coordinator),
+        timeout_seconds=settings.hosts_timeout,
+        on_lost=lambda reason: _end(HOST_LOST, f"{reason}, which ends the group"),
+        on_stop=lambda: _end(0, ""),
+    )
+    _leave_together(follower, engine)
+    report("waiting until all hosts are there")
+    follower.join(identity_of(settings))
+    try:
+        _follow(follower, settings, engine, rows=rows, report=report)
+    except StartupError as error:
+        with suppress(PeerLost):
+            follower.send_text(FrameKind.FAILED, str(error))
+        raise
+
+
+def _follow(
+    follower: Follower, settings: Settings, engine: Engine, *, rows: int, report: Callable[[str], None]
+) -> None:
+    files = find_source(settings, report, with_tokenizer=False)
+    follower.send_text(FrameKind.MODEL, fingerprint(files))
+    follower.expect(FrameKind.MODEL)
+
+    # These bring jax, which takes seconds to import and must not be touched before gunicorn forks.
+    import jax
+
+    from levserve.device.executor import Executor
+    from levserve.device.platform import explained
+    from levserve.device.programs import Shape
+    from levserve.model.placement import device_bytes
+    from levserve.models.choose import describe
+    from levserve.models.size import size
+
+    description = describe(settings, files)
+    for line in description.lines():
+        log.info("%s", line)
+    with explained("the weights", description.devices, "serve a smaller model"):
+        arrays = description.load_arrays(report)
+    weight_bytes = sum(map(device_bytes, arrays.values()))
+    sizes = size(description, weight_bytes, rows=rows, agree=lambda free: _agree(follower, free))
+    asked, advice = description.explain_memory(sizes)
+    with explained(asked, description.devices, advice):
+        runner = description.make_runner(arrays, sizes, engine.metrics)
+        assert isinstance(runner, Executor)
+        runner.compile_first(report)
+    programs = runner.programs
+
+    def tell_compiled(shape: Shape) -> None:
+        programs.open(shape)
+        follower.send(FrameKind.READY, programs.numbers[shape])
+
+    programs.on_compiled = tell_compiled
+    follower.send(FrameKind.COMPILED)
+    programs.start_background()
+    engine.progress = f"following host 0 at {settings.coordinator}"
+    engine.mark_following()
+    log.info("host %d is following host 0", settings.host_id)
+    last = None
+    while True:
+        frame = follower.take(BEAT_SECONDS)
+        engine.beat(is_busy=frame is not None)
+        if frame is None:
+            continue
+        assert frame.kind is FrameKind.RUN, f"host 0 sent {frame.kind!r}"
+        outputs = runner.repeat(frame.number, frame.payload)
+        # One run may be in flight behind the last, as on host 0; what failed is raised here.
+        jax.block_until_ready(last)
+        last = outputs
+
+
+def _agree(follower: Follower, free_bytes: int) -> int:
+    follower.send_text(FrameKind.MEMORY, str(free_bytes))
+    return int(follower.expect(FrameKind.MEMORY).payload)
+
+
+def _leave_together(follower: Follower, engine: Engine) -> None:
+    """Has a SIGTERM of this host drain host 0, which then ends all; this one stays until then."""
+    deadlines: list[float] = []
+
+    def tell() -> None:
+        if deadlines:
+            return
+        deadlines.append(engine.drain_deadline)
+        is_orderly = engine.drain_deadline > time.monotonic()
+        with suppress(PeerLost):
+            follower.leave(is_orderly=is_orderly)
+        if is_orderly and follower.is_welcome:
+            deadlines.append(engine.drain_deadline + LEAVE_SECONDS)
+
+    def wait() -> None:
+        time.sleep(max(deadlines[-1] - time.monotonic(), 0.0))  # host 0 ends the process earlier
+
+    engine.on_drain(tell)
+    engine.on_close(wait)
+
+
+def _end(exit_code: int, reason: str) -> None:
+    if reason:
+        log.critical("%s", reason)
+    else:
+        log.info("host 0 has ended the group")
+    logging.shutdown()
+    os._exit(exit_code)

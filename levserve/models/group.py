@@ -1,0 +1,108 @@
+"""Host 0 of several hosts that serve one model: what it agrees on with the others, and what it tells them.
+
+Made on the device thread, before jax is touched. A follower that is lost ends this process, because its part
+of the weights and of the KV cache is gone; the exit code has systemd or Kubernetes start all hosts again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from levserve.engine.engine import Engine
+from levserve.errors import StartupError
+from levserve.hosts.frame import FrameKind
+from levserve.hosts.identity import identity_of
+from levserve.hosts.leader import Leader
+from levserve.settings.hosts import split_address
+from levserve.settings.settings import Settings
+from levserve.weights.fingerprint import fingerprint
+from levserve.weights.model_files import ModelFiles
+
+if TYPE_CHECKING:
+    from levserve.device.executor import Executor
+
+log = logging.getLogger(__name__)
+
+HOST_LOST = 70
+"""Exit code of all hosts when one of them is lost."""
+LAST_WORDS_SECONDS = 1.0
+"""How long HTTP threads get to tell their clients."""
+HOST_0 = 0
+
+
+class Group:
+    """Belongs to the device thread, except where a method says otherwise."""
+
+    def __init__(self, settings: Settings, engine: Engine) -> None:
+        self._settings = settings
+        self._engine = engine
+        self._voting = threading.Lock()
+        self._votes: defaultdict[int, set[int]] = defaultdict(set)
+        self._executor: Executor | None = None
+        self._leader = Leader(
+            split_address(settings.coordinator),
+            identity_of(settings),
+            settings.num_hosts,
+            on_lost=self._lose,
+            on_leaving=lambda: os.kill(os.getpid(), signal.SIGTERM),  # which drains this server
+            on_ready=self._vote,
+        )
+        engine.on_close(self._leader.stop)
+
+    def gather(self, report: Callable[[str], None]) -> None:
+        """Waits for the other hosts; raises `StartupError` if they do not come."""
+        self._leader.gather(self._settings.hosts_timeout, report)
+
+    def agree_on_model(self, files: ModelFiles) -> None:
+        """Raises `StartupError`, on all hosts, if another one has other files."""
+        own = fingerprint(files)
+        for host_id, answer in self._leader.ask(FrameKind.MODEL).items():
+            theirs = answer.decode()
+            if theirs != own:
+                raise self._leader.refuse(
+                    f"host {host_id} has another model than host 0: "
+                    f"the files of {files.name} have the fingerprint {own} on host 0 and {theirs} there"
+                )
+        self._leader.send(FrameKind.MODEL)
+
+    def agree_on_memory(self, free_bytes: int) -> int:
+        """The least that a device of any host has free: all hosts plan for that."""
+        others = self._leader.ask(FrameKind.MEMORY)
+        least = min(free_bytes, *(int(answer) for answer in others.values()))
+        self._leader.send(FrameKind.MEMORY, payload=[memoryview(str(least).encode())])
+        return least
+
+    def lead(self, executor: Executor) -> None:
+        """Waits until all hosts have the first programs; from here on they repeat what this one runs."""
+        self._leader.ask(FrameKind.COMPILED)
+        executor.announce = lambda number, arrays: self._leader.send(FrameKind.RUN, number, arrays)
+        with self._voting:
+            self._executor = executor
+        programs = executor.programs
+        programs.on_compiled = lambda shape: self._vote(HOST_0, programs.numbers[shape])
+
+    def give_up(self, error: StartupError) -> None:
+        """Tells the other hosts why this one cannot start."""
+        self._leader.refuse(str(error))
+
+    def _vote(self, host_id: int, number: int) -> None:
+        """Counts the hosts that have compiled a program; any thread may call this."""
+        with self._voting:
+            self._votes[number].add(host_id)
+            is_everywhere = len(self._votes[number]) == self._settings.num_hosts
+        if is_everywhere and self._executor is not None:
+            self._executor.programs.open_number(number)
+
+    def _lose(self, reason: str) -> None:
+        log.critical("%s, which ends the group", reason)
+        self._engine.fail()
+        time.sleep(LAST_WORDS_SECONDS)
+        logging.shutdown()
+        os._exit(HOST_LOST)

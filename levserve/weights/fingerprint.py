@@ -1,0 +1,52 @@
+"""A short name for what a model's files hold, to see whether two machines have the same model.
+
+Reading a large model twice would double the time of a start. So of each file its name, its size and its first
+and last part count. The first part of a safetensors or GGUF file has the names, types and shapes of all
+tensors; the last one has numbers, which differ between two steps of a training.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from levserve.errors import StartupError
+from levserve.weights.hub import has_weights
+from levserve.weights.model_files import ModelFiles
+
+PART_BYTES = 1 << 20
+CHECKPOINT_FILES = ("metadata.json", "manifest.ocdbt")
+"""Of a Levanter checkpoint; the manifest of its database changes with everything in it."""
+
+
+def fingerprint(files: ModelFiles) -> str:
+    """Tokenizers do not count. Raises `StartupError` for files that cannot be read."""
+    digest = hashlib.sha256()
+    try:
+        for name, file in sorted(_model_files(files).items()):
+            size = file.stat().st_size
+            digest.update(f"{name}\0{size}\0".encode())
+            with file.open("rb") as stream:
+                digest.update(stream.read(PART_BYTES))
+                if size > PART_BYTES:
+                    stream.seek(-PART_BYTES, 2)
+                    digest.update(stream.read(PART_BYTES))
+    except OSError as error:
+        raise StartupError(f"cannot read {error.filename}: {error.strerror}") from None
+    return digest.hexdigest()[:16]
+
+
+def _model_files(files: ModelFiles) -> dict[str, Path]:
+    """Those that weights and architecture are read from, by names that are the same on every machine."""
+    path = files.path
+    if path.is_file():
+        return {"": path}  # people rename such files
+    found = {} if files.config_file is None else {"config": files.config_file}
+    for file in path.iterdir():
+        is_model = file.name == "config.json" or has_weights([file.name]) or file.name in CHECKPOINT_FILES
+        if is_model and file.is_file():
+            found[file.name] = file
+    for file in (path / "model").rglob("*"):  # a Levanter checkpoint of the older layout
+        if file.is_file():
+            found[file.relative_to(path).as_posix()] = file
+    return found
