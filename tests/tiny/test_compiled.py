@@ -41,7 +41,8 @@ POOLS = {
 }
 """The KV cache that is asked for with each, and what it is stored as."""
 # The flag that makes tests compile quickly also makes other fusions than a server has.
-AS_SERVED = {"xla_cpu_use_fusion_emitters": True} if "fusion_emitters" in QUICK_COMPILE["XLA_FLAGS"] else {}
+HAS_FLAG = "xla_cpu_use_fusion_emitters" in QUICK_COMPILE["XLA_FLAGS"]
+AS_SERVED = {"xla_cpu_use_fusion_emitters": True} if HAS_FLAG else {}
 NUM_PAGES = 333  # so that nothing else has the pool's shape
 
 
