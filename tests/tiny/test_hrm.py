@@ -119,10 +119,10 @@ def test_a_gpus_kernels_compute_a_whole_brain_as_xla_does() -> None:
         name: jnp.asarray(random.standard_normal(shape, np.float32) / 4)
         for name, shape in hrm_parameter_shapes(config).items()
     }
-    texts = [random.integers(96, size=length).tolist() for length in (64, 3, 33)]
-    at = [(row, len(text) - 1) for row, text in enumerate(texts)]
+    tokens = jnp.asarray(random.integers(96, size=(3, 64)), jnp.int32)
+    lengths, rows = jnp.asarray([64, 3, 33], jnp.int32), jnp.arange(3, dtype=jnp.int32)
     kernels, xla = (
-        run(Hrm.from_arrays(config, arrays, backend=backend), texts, at)
+        compile_quickly(Hrm.from_arrays(config, arrays, backend=backend), tokens, lengths, rows, lengths - 1)
         for backend in (GpuBackend(interpret=True), XLA_ON_CPU)
     )
     np.testing.assert_allclose(kernels, xla, atol=1e-4)
