@@ -240,7 +240,7 @@ def _vllm_metrics() -> str:
     metrics = Metrics()
     metrics.model_info.labels("model", 32, 1).set(1)
     metrics.kv_pages_total.set(1)
-    names = {_sample_name(family) for family in VllmMetrics(metrics).collect()}
+    names = set(re.findall(r"^# TYPE (\S+)", VllmMetrics(metrics).render(), re.MULTILINE))
     return "\n".join(f"- `{name}`" for name in sorted(names))
 
 

@@ -39,6 +39,7 @@ from levserve.web.app import BATCHES, create_app
 from levserve.web.batches.worker import BatchWorker
 from levserve.web.hijack import PATH as SOCKET_PATH
 from levserve.web.ops import OPS_PATHS
+from levserve.web.quick_scrape import QuickScrape
 from levserve.web.watcher import Watcher
 from levserve.wire.arbiter import OneWorkerArbiter
 from levserve.wire.worker import MAX_QUEUED, OPS_THREADS, Worker
@@ -178,8 +179,8 @@ class Application(BaseApplication):  # type: ignore[misc]
             metrics=Metrics(),
         )
         self.registry = Registry(self.engine)
-        if settings.vllm_metrics:
-            VllmMetrics(self.engine.metrics)
+        VllmMetrics(self.engine.metrics, is_exported=settings.vllm_metrics)
+        self.answer_quickly = QuickScrape(self.engine.metrics, settings).answer
         self._tracing = start_tracing(settings.tracing)
         self._notifier = Notifier(self._supervision, self.engine)
         self._watcher = Watcher()

@@ -6,20 +6,22 @@ test makes its own.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from collections.abc import Collection
+from threading import Lock
+from typing import Protocol
 
 from prometheus_client import (
     CollectorRegistry,
     Counter,
     Gauge,
-    Histogram,
     ProcessCollector,
     disable_created_metrics,
 )
-from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
 from levserve import __version__
+from levserve.observe.histogram import PageHistogram
+from levserve.observe.metric_text import MetricText, TextSource, text_of
 
 LATENCY_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 300)
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -31,14 +33,22 @@ TIMES = ("startup", "background", "serving")
 # Otherwise every counter has a second series, with the time it was created.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
+PICKER_NAMES = (
+    "num_requests_running",
+    "num_requests_waiting",
+    "kv_cache_usage_perc",
+    "cache_config_info",
+    "lora_requests_info",
+)
+"""What the endpoint picker of Kubernetes' inference gateway reads of vLLM."""
 
-class RowHistogram(Histogram):
-    """A histogram of an amount that is the same for many rows of a round."""
 
-    def observe_rows(self, amount: float, num_rows: int) -> None:
-        """Does what `num_rows` calls of `observe` would do."""
-        self._sum.inc(amount * num_rows)
-        self._buckets[bisect_left(self._upper_bounds, amount)].inc(num_rows)
+class Aliases(Protocol):
+    """The same metrics under other names."""
+
+    is_exported: bool
+
+    def render(self, names: Collection[str] | None = None) -> str: ...
 
 
 class Metrics:
@@ -46,7 +56,11 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        ProcessCollector(registry=self.registry)  # the usual process_ metrics: memory, descriptors, CPU time
+        self.aliases: Aliases | None = None
+        self._texts: dict[Collector, TextSource] = {}
+        self._rendering = Lock()
+        # The usual process_ metrics: memory, descriptors, CPU time.
+        self.process = ProcessCollector(registry=self.registry)
         self.requests = self._counter(
             "requests", "Requests answered, by route and HTTP status.", ("route", "status")
         )
@@ -136,11 +150,8 @@ class Metrics:
         self.ttft = self._histogram(
             "ttft_seconds", "Seconds from admission to the first token.", LATENCY_BUCKETS
         )
-        self.inter_token = RowHistogram(
-            "levserve_inter_token_seconds",
-            "Mean seconds between a sequence's tokens in a round.",
-            buckets=LATENCY_BUCKETS,
-            registry=self.registry,
+        self.inter_token = self._histogram(
+            "inter_token_seconds", "Mean seconds between a sequence's tokens in a round.", LATENCY_BUCKETS
         )
         self.queue_time = self._histogram(
             "queue_seconds", "Seconds from admission to the first prefill.", LATENCY_BUCKETS
@@ -172,6 +183,8 @@ class Metrics:
         self.request_max = self._histogram(
             "request_max_tokens", "max_tokens of a finished sequence.", TOKEN_BUCKETS
         )
+
+        self._router_texts = [MetricText(self.running), MetricText(self.waiting), MetricText(self.phase)]
 
         self.has_pages = True
         """Whether the metrics are exported that only models with a KV cache have."""
@@ -214,7 +227,21 @@ class Metrics:
 
     def render(self) -> bytes:
         """All metrics in Prometheus' text format."""
-        return generate_latest(self.registry)
+        with self._rendering:
+            collectors = list(self.registry._collector_to_names)
+            self._texts = {one: self._texts.get(one) or text_of(one) for one in collectors}
+            lines = [text.render() for text in self._texts.values()]
+            if self.aliases is not None and self.aliases.is_exported:
+                lines.append(self.aliases.render())
+            return "".join(lines).encode()
+
+    def render_for_router(self) -> bytes:
+        """The gauges by which a router chooses a server: a small page, to be read many times a second."""
+        with self._rendering:
+            lines = [text.render() for text in self._router_texts]
+            if self.aliases is not None:
+                lines.append(self.aliases.render(PICKER_NAMES))
+            return "".join(lines).encode()
 
     def _counter(
         self, name: str, text: str, labels: tuple[str, ...] = (), values: tuple[str, ...] = ()
@@ -228,5 +255,5 @@ class Metrics:
     def _gauge(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Gauge:
         return Gauge(f"levserve_{name}", text, labels, registry=self.registry)
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(f"levserve_{name}", text, buckets=buckets, registry=self.registry)
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> PageHistogram:
+        return PageHistogram(f"levserve_{name}", text, buckets=buckets, registry=self.registry)

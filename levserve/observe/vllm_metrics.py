@@ -1,31 +1,36 @@
 """levserve's metrics under vLLM's names, for dashboards and gateways made for vLLM.
 
-`VllmMetrics` is a collector that derives them from levserve's own at each scrape, so nothing is counted
-twice. Histograms keep levserve's buckets, which start at 1 ms.
+`VllmMetrics` derives them from levserve's own at each scrape, so nothing is counted twice. Histograms keep
+levserve's buckets, which start at 1 ms. What an endpoint picker reads is always on the router's page;
+the rest is exported where it is wanted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Collection
 
-from prometheus_client import Metric
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.metrics import MetricWrapperBase
-from prometheus_client.registry import Collector
+from prometheus_client import CollectorRegistry, Counter, Gauge
 
+from levserve.observe.histogram import PageHistogram
+from levserve.observe.metric_text import HistogramText, MetricText, TextSource, value_of
 from levserve.observe.metrics import Metrics
 
 # Every other reason of ours is an abort there.
 REASONS = {"stop": "stop", "length": "length", "failed": "error", "poisoned": "error"}
 
 
-class VllmMetrics(Collector):
-    """Exports `metrics` a second time. The label `engine` is always 0."""
+class VllmMetrics:
+    """Exports `metrics` a second time, if `is_exported`. The label `engine` is always 0.
 
-    def __init__(self, metrics: Metrics) -> None:
+    One thread renders at a time, as the lock of `metrics` sees to.
+    """
+
+    def __init__(self, metrics: Metrics, *, is_exported: bool = True) -> None:
+        self.is_exported = is_exported
         self._metrics = metrics
         m = metrics
-        self._of_pages: dict[str, MetricWrapperBase] = {
+        self._of_pages: dict[str, Counter] = {
             "prefix_cache_queries": m.prompt_tokens,
             "prefix_cache_hits": m.prefix_hit_tokens,
             "gpu_prefix_cache_queries": m.prompt_tokens,  # retired in vLLM but still queried
@@ -35,7 +40,7 @@ class VllmMetrics(Collector):
             "spec_decode_num_accepted_tokens": m.accepted_tokens,
         }
         """Absent while no loaded model has a KV cache."""
-        self._same: dict[str, MetricWrapperBase] = {
+        self._same: dict[str, Counter | Gauge | PageHistogram] = {
             "num_requests_running": m.running,
             "num_requests_waiting": m.waiting,
             "prompt_tokens": m.prompt_tokens,
@@ -53,60 +58,68 @@ class VllmMetrics(Collector):
             "request_max_num_generation_tokens": m.request_max,
             "iteration_tokens_total": m.round_tokens,
         }
-        metrics.registry.register(self)
+        self._since = time.time()
+        self._model: tuple[str, ...] = ()
+        metrics.aliases = self
 
-    def describe(self) -> list[Metric]:
-        return []  # without this the registry would call `collect` before the model is known
-
-    def collect(self) -> Iterator[Metric]:
-        (info,) = self._metrics.model_info.collect()
-        if not info.samples:
-            return  # still loading
-        model = max(info.samples, key=lambda sample: sample.labels["page_size"] != "").labels
-        labels = {"model_name": model["model"], "engine": "0"}
-        for name, metric in self._same.items():
-            yield _renamed(metric, name, labels)
-        yield self._successes(labels)
+    def render(self, names: Collection[str] | None = None) -> str:
+        """All of them, or those with these names."""
+        models = list(self._metrics.model_info._metrics.copy())
+        if not models:
+            return ""  # still loading
+        model = tuple(max(models, key=lambda values: values[1] != ""))  # one that has pages, if there is one
+        if model != self._model:
+            self._model = model
+            self._name_model(*model)
+        texts = self._texts
         if self._metrics.has_pages:
-            yield from self._pages(labels, model)
+            texts = texts | self._page_texts
+            total = value_of(self._metrics.kv_pages_total)
+            used = value_of(self._metrics.kv_pages_used) / total if total else 0.0
+            for gauge in self._usage:
+                gauge.set(used)
+        if names is None:
+            self._count_successes()
+            names = texts
+        return "".join([texts[name].render() for name in names if name in texts])
 
-    def _pages(self, labels: dict[str, str], model: dict[str, str]) -> Iterator[Metric]:
-        for name, metric in self._of_pages.items():
-            yield _renamed(metric, name, labels)
-        used = _value(self._metrics.kv_pages_used) / _value(self._metrics.kv_pages_total)
-        for name in ("kv_cache_usage_perc", "gpu_cache_usage_perc"):  # the second is retired
-            yield _gauge(name, "Share of the KV pages held by sequences, 0 to 1.", labels, used)
-        cache = {**labels, "block_size": model["page_size"], "num_gpu_blocks": model["pages"]}
-        yield _gauge("cache_config_info", "Always 1; labels describe the KV cache.", cache, 1)
+    def _name_model(self, name: str, page_size: str, num_pages: str) -> None:
+        labels = {"model_name": name, "engine": "0"}
+        self._texts = {alias: _renamed(metric, alias, labels) for alias, metric in self._same.items()}
+        self._page_texts = {
+            alias: _renamed(metric, alias, labels) for alias, metric in self._of_pages.items()
+        }
+        registry = CollectorRegistry()  # of those that only exist here
+        self._successes = Counter(
+            "request_success", "Finished sequences, by reason.", ("finished_reason",), registry=registry
+        )
+        self._texts["request_success"] = _renamed(self._successes, "request_success", labels)
+        # The inference gateway complains at each scrape where this one is absent.
+        text = "Unix time of the last change; labels name adapters, which levserve does not have."
+        adapters = Gauge("lora_requests_info", text, registry=registry)
+        adapters.set(self._since)
+        none = {"max_lora": "0", "running_lora_adapters": "", "waiting_lora_adapters": ""}
+        self._texts["lora_requests_info"] = _renamed(adapters, "lora_requests_info", none)
+        self._usage = []
+        for alias in ("kv_cache_usage_perc", "gpu_cache_usage_perc"):  # the second is retired
+            gauge = Gauge(alias, "Share of the KV pages held by sequences, 0 to 1.", registry=registry)
+            self._usage.append(gauge)
+            self._page_texts[alias] = _renamed(gauge, alias, labels)
+        info = Gauge("cache_config_info", "Always 1; labels describe the KV cache.", registry=registry)
+        info.set(1)
+        cache = labels | {"block_size": page_size, "num_gpu_blocks": num_pages}
+        self._page_texts["cache_config_info"] = _renamed(info, "cache_config_info", cache)
 
-    def _successes(self, labels: dict[str, str]) -> Metric:
+    def _count_successes(self) -> None:
         counts = dict.fromkeys(("stop", "length", "abort", "error"), 0.0)
-        (finished,) = self._metrics.finished.collect()
-        for sample in finished.samples:
-            if sample.name.endswith("_total"):
-                counts[REASONS.get(sample.labels["reason"], "abort")] += sample.value
-        names = [*labels, "finished_reason"]
-        family = CounterMetricFamily("vllm:request_success", "Finished sequences, by reason.", labels=names)
+        for (reason,), child in self._metrics.finished._metrics.copy().items():
+            counts[REASONS.get(reason, "abort")] += value_of(child)
         for reason, count in counts.items():
-            family.add_metric([*labels.values(), reason], count)
-        return family
+            child = self._successes.labels(reason)
+            child.inc(count - value_of(child))
 
 
-def _renamed(metric: MetricWrapperBase, name: str, labels: dict[str, str]) -> Metric:
-    (family,) = metric.collect()
-    renamed = Metric(f"vllm:{name}", family.documentation, family.type)
-    for sample in family.samples:
-        suffix = sample.name.removeprefix(family.name)
-        renamed.add_sample(f"vllm:{name}{suffix}", {**labels, **sample.labels}, sample.value)
-    return renamed
-
-
-def _gauge(name: str, text: str, labels: dict[str, str], value: float) -> Metric:
-    family = GaugeMetricFamily(f"vllm:{name}", text, labels=list(labels))
-    family.add_metric(list(labels.values()), value)
-    return family
-
-
-def _value(metric: MetricWrapperBase) -> float:
-    (family,) = metric.collect()
-    return family.samples[0].value
+def _renamed(metric: Counter | Gauge | PageHistogram, name: str, labels: dict[str, str]) -> TextSource:
+    if isinstance(metric, PageHistogram):
+        return HistogramText(metric, f"vllm:{name}", labels)
+    return MetricText(metric, f"vllm:{name}", labels)

@@ -137,7 +137,7 @@ class Settings:
     admin_key_file: str = setting(
         "server", PATH, "", "File of additional admin keys, one per line; # starts a comment."
     )
-    open_metrics: bool = setting("server", SWITCH, False, "Serve /metrics without a key.")
+    open_metrics: bool = setting("server", SWITCH, False, "Serve /metrics and /metrics/router without a key.")
     ui: bool = setting(
         "server", SWITCH, True, "Serve a page for browsers at /, with its files under /static."
     )

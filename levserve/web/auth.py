@@ -18,6 +18,7 @@ from levserve.settings.settings import Settings
 from levserve.web.page import is_for_page
 
 OPEN_PATHS = frozenset(("/healthz", "/readyz", "/health"))  # a probe has no key
+METRICS_PATHS = frozenset(("/metrics", "/metrics/router"))  # open if --open-metrics says so
 ADMIN_PATHS = "/admin/"
 # A web page cannot set headers on a WebSocket, only offer subprotocols; OpenAI's clients send the key in this
 # one.
@@ -30,7 +31,7 @@ def key_check(settings: Settings) -> Callable[[], None]:
     """For Flask's `before_request`: raises `Unauthorized` where a needed key is missing or wrong."""
     client_keys = [_digest(key) for key in settings.api_keys]
     admin_keys = [_digest(key) for key in settings.admin_keys]
-    open_paths = OPEN_PATHS | {"/metrics"} if settings.open_metrics else OPEN_PATHS
+    open_paths = OPEN_PATHS | METRICS_PATHS if settings.open_metrics else OPEN_PATHS
 
     def check_key() -> None:
         is_admin = request.path.startswith(ADMIN_PATHS)

@@ -42,6 +42,7 @@ ROUTES = {
     "GET /health": "what `/healthz` says, versions, the device and its memory, and the loaded models",
     "GET /readyz": "200 once the model is loaded, compiled and warm; before that 503 with the progress",
     "GET /metrics": "[metrics](metrics.md) for Prometheus",
+    "GET /metrics/router": "the few by which a [router](metrics.md#the-routers-page) chooses a server",
     "POST /admin/reload": "newer weights of the same shape",
     "GET /admin/stats": "the device, and memory, pages and requests of each model",
     "POST /admin/load/{id}": "load a model, and answer when it is loaded",

@@ -28,7 +28,7 @@ from levserve.request.schema import (
 )
 from levserve.settings.settings import Settings
 from levserve.web.admin import ModelStats, ReloadBody, Stats
-from levserve.web.auth import ADMIN_PATHS, OPEN_PATHS
+from levserve.web.auth import ADMIN_PATHS, METRICS_PATHS, OPEN_PATHS
 from levserve.web.batches.objects import (
     BatchBody,
     BatchList,
@@ -181,6 +181,7 @@ OPERATIONS = {
     "GET /health": Operation(HealthReport, failure=HealthReport),
     "GET /readyz": Operation(Readiness, failure=Readiness),
     "GET /metrics": Operation("text/plain"),
+    "GET /metrics/router": Operation("text/plain"),
     "POST /admin/reload": Operation(Reloaded, ReloadBody, example={}),
     "GET /admin/stats": Operation(Stats),
     "POST /admin/load/{id}": Operation(ModelStats),
@@ -389,7 +390,7 @@ def _parameter(
 def _security(path: str, settings: Settings) -> list[dict[str, list[str]]]:
     if path.startswith(ADMIN_PATHS):
         return [{"adminKey": []}]
-    is_open = path in OPEN_PATHS or (settings.open_metrics and path == "/metrics")
+    is_open = path in OPEN_PATHS or (settings.open_metrics and path in METRICS_PATHS)
     is_page = settings.ui and (path in OPEN_PAGES or path.startswith("/static/"))
     return [] if is_open or is_page or not settings.api_keys else [{"key": []}]
 
@@ -397,7 +398,7 @@ def _security(path: str, settings: Settings) -> list[dict[str, list[str]]]:
 def _tag(path: str) -> str:
     if path.startswith(ADMIN_PATHS):
         return "admin"
-    if path in OPEN_PATHS or path == "/metrics":
+    if path in OPEN_PATHS | METRICS_PATHS:
         return "operations"
     if path in (*OPEN_PAGES, "/") or path.startswith("/static/"):
         return "pages"

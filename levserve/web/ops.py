@@ -11,8 +11,9 @@ from levserve.models.registry import Registry
 from levserve.observe.health import Phase
 from levserve.web.device import ServerReport, report_server
 from levserve.web.json_body import json_response
+from levserve.web.quick_scrape import ROUTER_PATH
 
-OPS_PATHS = (b"/health", b"/healthz", b"/readyz", b"/metrics")
+OPS_PATHS = (b"/health", b"/healthz", b"/readyz", b"/metrics", b"/metrics/router")
 """Polled every few seconds: they have threads of their own and are logged at debug level."""
 
 
@@ -61,6 +62,11 @@ def ops_routes(registry: Registry) -> Blueprint:
     @routes.get("/metrics")
     def show_metrics() -> Response:
         return Response(engine.metrics.render(), content_type=CONTENT_TYPE_LATEST)
+
+    @routes.get(ROUTER_PATH)
+    def show_router_metrics() -> Response:
+        """Where a key is needed, and for unusual requests; `QuickScrape` answers the others."""
+        return Response(engine.metrics.render_for_router(), content_type=CONTENT_TYPE_LATEST)
 
     return routes
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import Gauge, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from levserve.engine.engine import Engine
@@ -171,6 +172,115 @@ def test_vllms_names_are_there_if_they_are_wanted(server: ServerProcess) -> None
     assert scrape(server)['vllm:num_requests_waiting{engine="0",model_name="toy"}'] == 0
     with ServerProcess().wait_ready() as other:
         assert not any(name.startswith("vllm:") for name in scrape(other))
+
+
+PICKER = {
+    "vllm:num_requests_running": {"model_name", "engine"},
+    "vllm:num_requests_waiting": {"model_name", "engine"},
+    "vllm:kv_cache_usage_perc": {"model_name", "engine"},
+    "vllm:cache_config_info": {"model_name", "engine", "block_size", "num_gpu_blocks"},
+    "vllm:lora_requests_info": {"max_lora", "running_lora_adapters", "waiting_lora_adapters"},
+}
+
+
+def read_router_page(text: str) -> dict[str, set[str]]:
+    """The labels of each sample."""
+    return {
+        sample.name: set(sample.labels)
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+ROUTER = "/metrics/router"
+SCRAPE = b"GET /metrics/router HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+def test_a_router_finds_on_its_page_what_an_endpoint_picker_reads(server: ServerProcess) -> None:
+    first, second = server.ask("GET", ROUTER), server.ask("GET", ROUTER)
+    assert PICKER.items() <= read_router_page(first.body.decode()).items()
+    assert first.headers["content-type"] == server.ask("GET", "/metrics").headers["content-type"]
+    assert len(first.headers["x-request-id"]) == 16
+    assert first.headers["x-request-id"] != second.headers["x-request-id"]
+    assert int(first.headers["content-length"]) == len(first.body) < 2000
+
+
+def test_a_router_sees_a_queue_at_once_and_is_counted(server: ServerProcess) -> None:
+    before = scrape(server)[f'levserve_requests_total{{route="{ROUTER}",status="200"}}']
+    with server.connect() as router:
+        router.send("GET", ROUTER)
+        assert parse(router.receive().body.decode())['levserve_phase{phase="ready"}'] == 1
+        router.send("GET", ROUTER, **{"X-Request-Id": "mine"})  # which goes the usual way
+        assert router.receive().headers["x-request-id"] == "mine"
+        router.send("GET", ROUTER + "?x")
+        assert router.receive().status == 200
+        router.send("POST", ROUTER, {})
+        assert router.receive().status == 405
+    assert scrape(server)[f'levserve_requests_total{{route="{ROUTER}",status="200"}}'] == before + 3
+
+
+def test_many_scrapes_sent_at_once_are_all_answered(server: ServerProcess) -> None:
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as router:
+        router.settimeout(20)
+        last = SCRAPE.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
+        router.sendall(SCRAPE * 30 + last)
+        answers = b"".join(iter(lambda: router.recv(65536), b""))
+    assert answers.count(b"HTTP/1.1 200 OK") == 31
+    assert server.ask("GET", "/healthz").status == 200
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_the_routers_page_needs_a_key_where_metrics_need_one(is_open: bool) -> None:
+    flags = ("--open-metrics", str(is_open).lower())
+    with ServerProcess(*flags, environ={"LEVSERVE_API_KEY": "secret"}).wait_ready() as server:
+        assert server.ask("GET", ROUTER).status == (200 if is_open else 401)
+        reply = server.ask("GET", ROUTER, Authorization="Bearer secret")
+        assert PICKER.items() <= read_router_page(reply.body.decode()).items()
+
+
+class TestText:
+    """Our own writing of the page against prometheus_client's, which is slower and right."""
+
+    @pytest.fixture
+    def metrics(self) -> Metrics:
+        metrics = Metrics()
+        metrics.registry.unregister(metrics.process)  # whose values change by themselves
+        return metrics
+
+    @staticmethod
+    def assert_same(metrics: Metrics) -> None:
+        assert metrics.render().decode() == generate_latest(metrics.registry).decode()
+
+    def test_it_is_the_same_at_the_start(self, metrics: Metrics) -> None:
+        self.assert_same(metrics)
+
+    @pytest.mark.parametrize("amount", [0.0, 0.25, 1e-9, 7.0, 123456.7, 999999.0, 1e6, 1234567.0, 3e21])
+    def test_it_is_the_same_for_any_number(self, metrics: Metrics, amount: float) -> None:
+        metrics.render()
+        metrics.prompt_tokens.inc(amount)
+        metrics.running.set(amount)
+        metrics.ttft.observe(amount)
+        metrics.ttft.observe_rows(amount, 3)
+        self.assert_same(metrics)
+        metrics.running.set(-1 - amount)
+        metrics.waiting.set(float("nan"))
+        metrics.kv_pages_used.set(float("inf"))
+        self.assert_same(metrics)
+
+    def test_it_is_the_same_with_labels_that_must_be_escaped(self, metrics: Metrics) -> None:
+        metrics.model_info.labels('a "quoted" \\ name\n%s %', "", "").set(1)
+        metrics.requests.labels("/v1/ws", 503).inc()
+        self.assert_same(metrics)
+
+    def test_it_is_the_same_when_metrics_and_labels_come_and_go(self, metrics: Metrics) -> None:
+        metrics.note_kinds(has_pages=False, has_texts=True)
+        metrics.model_info.labels("first", "16", "4").set(1)
+        self.assert_same(metrics)
+        metrics.model_info.clear()
+        metrics.model_info.labels("second", "16", "4").set(1)
+        metrics.note_kinds(has_pages=True, has_texts=False)
+        Gauge("of_a_stranger", "Somebody else's.", registry=metrics.registry).set_function(lambda: 5)
+        self.assert_same(metrics)
 
 
 def test_models_are_counted_as_they_come_and_go() -> None:

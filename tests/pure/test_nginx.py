@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
-import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +10,7 @@ import pytest
 from simple_websocket import Client as WebSocket
 
 from tests.fake_server import Client, ServerProcess, completion
-from tests.nginx import find_nginx
+from tests.nginx import running_nginx
 from tests.waiting import PATIENCE_SECONDS
 
 CONFIG = Path(__file__).parents[2] / "deploy" / "nginx" / "levserve.conf"
@@ -31,43 +28,10 @@ def server() -> Iterator[ServerProcess]:
 def port(server: ServerProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     """Where nginx listens; its configuration is ours but for the two ports."""
     folder = tmp_path_factory.mktemp("nginx")
-    port = free_port()
     config = CONFIG.read_text()
-    for old, new in (
-        ("127.0.0.1:8000", server.url.removeprefix("http://")),
-        ("listen 80;", f"listen 127.0.0.1:{port};"),
-    ):
-        assert config.count(old) == 1
-        config = config.replace(old, new)
-    (folder / "levserve.conf").write_text(config)
-    kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
-    temp = " ".join(f"{kind}_temp_path {folder}/{kind};" for kind in kinds)
-    main = f"daemon off; pid {folder}/pid; error_log stderr; events {{}} http {{ access_log off; {temp} include {folder}/levserve.conf; }}"
-    (folder / "nginx.conf").write_text(main)
-    with subprocess.Popen(
-        [find_nginx(), "-p", str(folder), "-c", str(folder / "nginx.conf"), "-e", "stderr"]
-    ) as process:
-        try:
-            wait_open(port, process)
-            yield port
-        finally:
-            process.terminate()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
-
-
-def wait_open(port: int, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while True:
-        assert process.poll() is None and time.monotonic() < deadline, "nginx did not start"
-        try:
-            socket.create_connection(("127.0.0.1", port)).close()
-            return
-        except OSError:
-            time.sleep(0.02)
+    assert config.count("127.0.0.1:8000") == 1
+    with running_nginx(config.replace("127.0.0.1:8000", server.url.removeprefix("http://")), folder) as port:
+        yield port
 
 
 def test_a_token_arrives_while_the_next_is_not_there_yet(server: ServerProcess, port: int) -> None:

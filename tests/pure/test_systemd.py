@@ -175,16 +175,22 @@ def test_two_sockets_are_one_too_many() -> None:
 
 @pytest.mark.systemd
 @pytest.mark.parametrize("drop_in", [None, "gpu.conf"])
-def test_the_units_have_no_mistakes_and_a_small_surface(tmp_path: Path, drop_in: str | None) -> None:
+@pytest.mark.parametrize(
+    "service, other", [("levserve", "levserve.socket"), ("levserve@", "levserve.target")]
+)
+def test_the_units_have_no_mistakes_and_a_small_surface(
+    tmp_path: Path, service: str, other: str, drop_in: str | None
+) -> None:
     """`verify` exits 0 for unknown keys and bad values; it only complains."""
-    for name in ("levserve.service", "levserve.socket"):
+    for name in (f"{service}.service", other):
         (tmp_path / name).write_text(
             (UNITS / name).read_text().replace("/opt/levserve/bin/levserve", "/bin/true")
         )
     if drop_in:
-        (tmp_path / "levserve.service.d").mkdir()
-        shutil.copy(UNITS / drop_in, tmp_path / "levserve.service.d")
-    units = [str(tmp_path / name) for name in ("levserve.service", "levserve.socket")]
+        (tmp_path / f"{service}.service.d").mkdir()
+        shutil.copy(UNITS / drop_in, tmp_path / f"{service}.service.d")
+    started = "levserve@3" if service.endswith("@") else service
+    units = [str(tmp_path / name) for name in (f"{started}.service", other)]
     verified = subprocess.run(
         ["systemd-analyze", "verify", "--man=no", *units], capture_output=True, text=True
     )
@@ -192,6 +198,34 @@ def test_the_units_have_no_mistakes_and_a_small_surface(tmp_path: Path, drop_in:
     command = ["systemd-analyze", "security", "--offline=true", "--threshold=25", "--no-pager", units[0]]
     secured = subprocess.run(command, capture_output=True, text=True)
     assert secured.returncode == 0, secured.stdout[-200:]
+
+
+def read_unit(name: str) -> set[str]:
+    lines = (UNITS / name).read_text().splitlines()
+    return {line for line in lines if line and not line.startswith("#")}
+
+
+def test_the_unit_for_many_devices_differs_in_nothing_but_its_instance() -> None:
+    one, many = read_unit("levserve.service"), read_unit("levserve@.service")
+    assert {line.partition("=")[0] for line in one ^ many} == {
+        "Description",
+        "PartOf",
+        "ExecStart",
+        "Environment",
+        "User",
+        "StateDirectory",
+        "WantedBy",
+    }
+    assert one - many == {line for line in one - many if "multi-user" in line or "levserve" in line}
+
+
+def test_ports_of_devices_are_counted_up() -> None:
+    """The shell's own line, as systemd hands it over for device 2."""
+    (start,) = (line for line in read_unit("levserve@.service") if line.startswith("ExecStart="))
+    script = start.partition("-c '")[2].removesuffix("'").replace("%i", "2").replace("$$", "$")
+    script = script.replace("/opt/levserve/bin/levserve", "echo")
+    told = subprocess.run(["/bin/sh", "-c", script], capture_output=True, text=True, check=True)
+    assert told.stdout.split() == ["--config", "/etc/levserve/serve.ini", "--port", "8002"]
 
 
 def test_the_unit_allows_what_xla_needs() -> None:

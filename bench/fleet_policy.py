@@ -1,0 +1,107 @@
+"""The routers that are compared: each names a replica for a request, from what it can know."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from fleet_ring import Ring
+from fleet_sim import Choose, Request
+
+BOUND = 1.25  # of the mean load, above which a bounded hash passes a replica over
+PATH = 8  # replicas that it looks at before it takes the last
+STALE_SECONDS = 0.05  # between the scrapes of an endpoint picker
+PATIENCE = 16  # more requests than the least loaded has, for which the picker still sends a talk home
+
+
+def round_robin(num_replicas: int, rng: random.Random) -> Choose:
+    turn = 0
+
+    def choose(request: Request, now: float, loads: list[int]) -> int:
+        nonlocal turn
+        turn += 1
+        return turn % num_replicas
+
+    return choose
+
+
+def least_conn(num_replicas: int, rng: random.Random) -> Choose:
+    """One nginx, which sees every request; equals take turns."""
+    last = 0
+
+    def choose(request: Request, now: float, loads: list[int]) -> int:
+        nonlocal last
+        least = min(loads)
+        try:
+            last = loads.index(least, last + 1)
+        except ValueError:
+            last = loads.index(least)
+        return last
+
+    return choose
+
+
+def two_choices(num_replicas: int, rng: random.Random) -> Choose:
+    """The less loaded of two at random: as good as no view of all gets."""
+
+    def choose(request: Request, now: float, loads: list[int]) -> int:
+        first, second = rng.randrange(num_replicas), rng.randrange(num_replicas)
+        return first if loads[first] <= loads[second] else second
+
+    return choose
+
+
+def hash_beginning(num_replicas: int, rng: random.Random) -> Choose:
+    """nginx' consistent hash; a retry goes on to the next server of the ring."""
+    return hash_by(Ring([f"10.0.0.1:{10_000 + place}" for place in range(num_replicas)]))
+
+
+def hash_by(ring: Ring) -> Choose:
+    def choose(request: Request, now: float, loads: list[int]) -> int:
+        return ring.walk(request.talk.key, request.tries)[-1]
+
+    return choose
+
+
+def bounded_hash(num_replicas: int, rng: random.Random) -> Choose:
+    """The same ring, but one that has more than its share of the load is passed over."""
+    ring = Ring([f"10.0.0.1:{10_000 + place}" for place in range(num_replicas)])
+
+    def choose(request: Request, now: float, loads: list[int]) -> int:
+        bound = max(4.0, BOUND * (sum(loads) + 1) / num_replicas)
+        home = ring.walk(request.talk.key, 1)[0]
+        if loads[home] < bound:
+            return home
+        path = ring.walk(request.talk.key, min(PATH, num_replicas))
+        return next((place for place in path if loads[place] < bound), path[-1])
+
+    return choose
+
+
+def picker(num_replicas: int, rng: random.Random) -> Choose:
+    """As an endpoint picker does it: loads as of the last scrape, and what it remembers to have sent where."""
+    homes: dict[int, int] = {}
+    scraped, seen = -1.0, [0] * num_replicas
+
+    def choose(request: Request, now: float, loads: list[int]) -> int:
+        nonlocal scraped, seen
+        if now - scraped >= STALE_SECONDS:
+            seen, scraped = loads.copy(), now
+        least = min(seen)
+        home = homes.get(request.talk.number)
+        if home is None or request.tries > 1 or seen[home] > least + PATIENCE:
+            home = rng.choice([place for place, load in enumerate(seen) if load == least])
+        homes[request.talk.number] = home
+        return home
+
+    return choose
+
+
+POLICIES: dict[str, Callable[[int, random.Random], Choose]] = {
+    "round_robin": round_robin,
+    "least_conn": least_conn,
+    "two_choices": two_choices,
+    "hash": hash_beginning,
+    "bounded_hash": bounded_hash,
+    "picker": picker,
+}
