@@ -17,6 +17,8 @@ COMMANDS = {
 """Those that every test run can run."""
 HEAVY = {"chat_with_langchain.py": "langchain-openai>=1", "chat_with_litellm.py": "litellm>=1.80"}
 """Those that need a large install, with the package that each needs."""
+RAY = {"ray_serve.py": "ray[serve]>=2.50,<3"}
+"""The one that starts servers itself, and has a test and a page of its own."""
 
 
 def client_environ(url: str) -> dict[str, str]:

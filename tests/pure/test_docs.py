@@ -14,7 +14,7 @@ import pytest
 from levserve.settings.parse import parse_settings
 from tests.documents import DOCUMENTS, PAGES, README, ROOT, Block, anchors, blocks, links
 from tests.examples import COMMANDS as EXAMPLE_COMMANDS
-from tests.examples import EXAMPLES, HEAVY
+from tests.examples import EXAMPLES, HEAVY, RAY
 
 KEY_FILES = ("/etc/levserve/keys", "/etc/levserve/admin-keys")
 COMMANDS = (
@@ -131,6 +131,8 @@ def test_the_readme_is_short() -> None:
 
 def test_every_example_is_run_by_a_test_and_named_on_its_page() -> None:
     names = {path.name for path in EXAMPLES.iterdir() if path.is_file()}
-    assert names == {*EXAMPLE_COMMANDS, *HEAVY}
-    page = (ROOT / "docs" / "pages" / "how-to" / "clients.md").read_text()
-    assert all(f"`{name}`" in page for name in names)
+    assert names == {*EXAMPLE_COMMANDS, *HEAVY, *RAY}
+    pages = ROOT / "docs" / "pages" / "how-to"
+    for page, shown in (("clients.md", names - RAY.keys()), ("ray-serve.md", RAY.keys())):
+        text = (pages / page).read_text()
+        assert all(f"`{name}`" in text for name in shown)

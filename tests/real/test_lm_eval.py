@@ -1,7 +1,7 @@
-"""lm-evaluation-harness on tasks of three lines: against a live server with its remote tokenizer, and with the model `levserve`.
+"""lm-evaluation-harness on tasks of a few lines: against a live server with its remote tokenizer, and with the model `levserve`.
 
-The first is slow: it makes a virtual environment of its own and installs lm-eval there; run it with `pytest -m slow`. The second
-is left out where lm-eval is not installed beside levserve.
+The first is slow: it makes a virtual environment of its own and installs lm-eval there; run it with `pytest -m slow`. The others
+are left out where lm-eval is not installed beside levserve.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,17 @@ TASKS = {
         "metric_list": [{"metric": "exact_match"}],
     },
 }
+QUESTIONS: list[dict[str, Any]] = [
+    {"question": "The capital of France is", "choices": ["Rome", "Paris", "Cairo", "Tokyo"], "answer": 1},
+    {"question": "The capital of Japan is", "choices": ["Rome", "Paris", "Cairo", "Tokyo"], "answer": 3},
+    {"question": "The sun rises in the", "choices": ["east", "kitchen", "book", "seven"], "answer": 0},
+    {"question": "Two plus two is", "choices": ["green", "a cat", "four", "Monday"], "answer": 2},
+]
+CAPITALS = {"lev_capitals": TASKS["lev_choice"]}
+# What `levserve eval` does, for those who have a command of their own around lm_eval's.
+IMPORT_AND_EVALUATE = (
+    "import levserve.evaluation.harness; from lm_eval.__main__ import cli_evaluate; cli_evaluate()"
+)
 
 
 def tokens_of(text: str) -> list[int]:
@@ -67,10 +78,12 @@ def continue_greedily(question: str, count: int) -> str:
     return "".join(f" t{token}" for token in tokens[-count:])
 
 
-def write_tasks(folder: Path) -> None:
+def write_tasks(
+    folder: Path, documents: list[dict[str, Any]] = DOCUMENTS, tasks: Mapping[str, Any] = TASKS
+) -> None:
     data = folder / "data.jsonl"
-    data.write_text("".join(json.dumps(document) + "\n" for document in DOCUMENTS))
-    for name, task in TASKS.items():
+    data.write_text("".join(json.dumps(document) + "\n" for document in documents))
+    for name, task in tasks.items():
         shared = {
             "task": name,
             "dataset_path": "json",
@@ -96,11 +109,13 @@ def evaluate(url: str, folder: Path) -> Samples:
     return run_tasks(command, folder)
 
 
-def run_tasks(command: Sequence[str | Path], folder: Path) -> Samples:
+def run_tasks(
+    command: Sequence[str | Path], folder: Path, tasks: Mapping[str, Any] = TASKS, output: str = "out"
+) -> Samples:
     """The samples of each task as lm-eval logs them."""
-    files = ["--include_path", folder, "--output_path", folder / "out", "--log_samples"]
-    subprocess.run([*command, "--tasks", ",".join(TASKS), *files], check=True, cwd=folder)
-    samples = {name: next((folder / "out").rglob(f"samples_{name}_*.jsonl")) for name in TASKS}
+    files = ["--include_path", folder, "--output_path", folder / output, "--log_samples"]
+    subprocess.run([*command, "--tasks", ",".join(tasks), *files], check=True, cwd=folder)
+    samples = {name: next((folder / output).rglob(f"samples_{name}_*.jsonl")) for name in tasks}
     return {
         name: [json.loads(line) for line in path.read_text().splitlines()] for name, path in samples.items()
     }
@@ -139,3 +154,16 @@ def test_the_model_levserve_gets_them_without_a_server(tmp_path: Path) -> None:
     settings = f"dtype=float32,max_running=4,prefill_chunk=32,cache_dir={cache_folder()}"
     model = f"pretrained={GOLDEN / 'llama'},{settings}"
     check_samples(run_tasks([sys.executable, "-m", "levserve", "eval", "--model_args", model], tmp_path))
+
+
+@pytest.mark.harness
+def test_both_commands_evaluate_the_bundled_model(bundled_gguf: Path, tmp_path: Path) -> None:
+    write_tasks(tmp_path, QUESTIONS, CAPITALS)
+    settings = f"pretrained={bundled_gguf},max_running=4,prefill_chunk=128,cache_dir={cache_folder()}"
+    given = ["--model_args", settings]
+    ours = [sys.executable, "-m", "levserve", "eval", *given]
+    theirs = [sys.executable, "-c", IMPORT_AND_EVALUATE, "--model", "levserve", *given]
+    found = run_tasks(ours, tmp_path, CAPITALS, "ours")["lev_capitals"]
+    assert [sample["acc"] for sample in found] == [1.0] * len(QUESTIONS)
+    again = run_tasks(theirs, tmp_path, CAPITALS, "theirs")["lev_capitals"]
+    assert [sample["resps"] for sample in again] == [sample["resps"] for sample in found]
