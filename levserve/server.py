@@ -198,7 +198,8 @@ class Application(BaseApplication):  # type: ignore[misc]
         if not self._is_announced and self.engine.phase is Phase.READY:
             self._is_announced = True
             self._announce()
-        if self._is_announced and not self._is_frozen and self.registry.loaded_names():
+        is_loaded = self.registry.loaded_names() or self.engine.phase is Phase.FOLLOWING
+        if not self._is_frozen and is_loaded:
             self._is_frozen = True
             freeze_loaded_objects()
         if self._is_announced:

@@ -1,13 +1,13 @@
 """Runs programs on the arrays that a model has on the device: its weights, and its state between rounds.
 
-Belongs to the device thread. Whatever changes on the device between two reloads changes in `run`. Where
-several hosts serve a model, host 0 tells the others of each run here, and they `repeat` it: the same programs
-in the same order with the same numbers.
+Belongs to the device thread. Whatever changes on the device changes in `run` and `swap`. Where several hosts
+serve a model, host 0 tells the others of each run here, and they `repeat` it: the same programs in the same
+order with the same numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from levserve.device.model_runner import ModelRunner
 from levserve.device.programs import Edit, EditKind, Programs, Shape
 from levserve.device.rounds import Arrays, State
+from levserve.model.placement import HostArray
 
 Announce = Callable[[int, list[memoryview]], None]
 """Tells other hosts to run the program of this number with the arrays of these bytes."""
@@ -27,6 +28,7 @@ class Executor(ModelRunner[Shape, Programs, State]):
     def __init__(self, leaves: Arrays, state: State, programs: Programs) -> None:
         super().__init__(leaves, state, programs)
         self.announce: Announce | None = None
+        self.announce_swap: Callable[[], None] | None = None
         self._edits: dict[Edit, Callable[..., Any]] = {}
 
     def compile_first(self, report: Callable[[str], None]) -> None:
@@ -65,6 +67,12 @@ class Executor(ModelRunner[Shape, Programs, State]):
             start += array.nbytes
         assert start == len(payload), f"{program} takes {start} bytes, and {len(payload)} came"
         return self.run(program, *arrays)
+
+    def swap(self, leaves: Sequence[HostArray]) -> None:
+        """Other hosts have read their own parts of the same weights."""
+        if self.announce_swap is not None:
+            self.announce_swap()
+        super().swap(leaves)
 
 
 def _bytes_of(array: Any) -> memoryview:

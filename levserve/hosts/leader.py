@@ -91,7 +91,7 @@ class Leader:
 
     def send(self, kind: FrameKind, number: int = 0, payload: Sequence[memoryview] = ()) -> None:
         """Tells all followers; raises `PeerLost` if one cannot be told."""
-        for host_id, peer in self._peers.items():
+        for host_id, peer in list(self._peers.items()):
             try:
                 peer.send(kind, number, payload)
             except PeerLost as error:

@@ -28,6 +28,7 @@ class Loaded:
     runner: RoundRunner
     scheduler: Planner
     pace: Pace
+    group: Group | None = None
 
     def attach(self) -> Attach:
         """The message that makes the device thread serve it."""
@@ -72,4 +73,4 @@ def build(
         root=description.files.name,
     )
     pace = Pace(runner.prefill_token_seconds, settings.inter_token_goal_ms / 1000)
-    return Loaded(description, model, sizes, runner, description.make_planner(sizes, runner), pace)
+    return Loaded(description, model, sizes, runner, description.make_planner(sizes, runner), pace, group)

@@ -18,6 +18,7 @@ from levserve.hosts.follower import Follower
 from levserve.hosts.frame import FrameKind
 from levserve.hosts.identity import identity_of
 from levserve.hosts.peer import PeerLost
+from levserve.models.group import SWAP_IN
 from levserve.settings.hosts import split_address
 from levserve.settings.settings import Settings
 from levserve.weights.fingerprint import fingerprint
@@ -68,6 +69,7 @@ def _follow(
     from levserve.model.placement import device_bytes
     from levserve.models.choose import describe
     from levserve.models.size import size
+    from levserve.models.weight_reader import WeightReader
 
     description = describe(settings, files)
     for line in description.lines():
@@ -93,17 +95,27 @@ def _follow(
     engine.progress = f"following host 0 at {settings.coordinator}"
     engine.mark_following()
     log.info("host %d is following host 0", settings.host_id)
+    reader = WeightReader(follower, description)
     last = None
     while True:
         frame = follower.take(BEAT_SECONDS)
         engine.beat(is_busy=frame is not None)
         if frame is None:
             continue
-        assert frame.kind is FrameKind.RUN, f"host 0 sent {frame.kind!r}"
-        outputs = runner.repeat(frame.number, frame.payload)
-        # One run may be in flight behind the last, as on host 0; what failed is raised here.
-        jax.block_until_ready(last)
-        last = outputs
+        match frame.kind:
+            case FrameKind.RUN:
+                outputs = runner.repeat(frame.number, frame.payload)
+                # One run may be in flight behind the last, as on host 0; what failed is raised here.
+                jax.block_until_ready(last)
+                last = outputs
+            case FrameKind.READ:
+                reader.begin(frame.payload)
+            case FrameKind.SWAP:
+                leaves = reader.take()
+                if frame.number == SWAP_IN:
+                    runner.swap(leaves)
+            case other:
+                raise AssertionError(f"host 0 sent {other!r}")
 
 
 def _agree(follower: Follower, free_bytes: int) -> int:

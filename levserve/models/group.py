@@ -6,6 +6,7 @@ of the weights and of the KV cache is gone; the exit code has systemd or Kuberne
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -32,9 +33,12 @@ log = logging.getLogger(__name__)
 
 HOST_LOST = 70
 """Exit code of all hosts when one of them is lost."""
-LAST_WORDS_SECONDS = 1.0
-"""How long HTTP threads get to tell their clients."""
+LAST_WORDS_SECONDS = 2.0
+"""How long the device thread has to see the failure too, and HTTP threads to tell their clients."""
 HOST_0 = 0
+DROP, SWAP_IN = 0, 1
+"""What happens to the weights that the hosts have read for a reload."""
+WEIGHT_SETTINGS = ("model", "checkpoint_path", "revision")
 
 
 class Group:
@@ -83,10 +87,30 @@ class Group:
         """Waits until all hosts have the first programs; from here on they repeat what this one runs."""
         self._leader.ask(FrameKind.COMPILED)
         executor.announce = lambda number, arrays: self._leader.send(FrameKind.RUN, number, arrays)
+        executor.announce_swap = lambda: self._leader.send(FrameKind.SWAP, SWAP_IN)
         with self._voting:
             self._executor = executor
         programs = executor.programs
         programs.on_compiled = lambda shape: self._vote(HOST_0, programs.numbers[shape])
+
+    def begin_read(self, settings: Settings) -> None:
+        """Has the other hosts read the weights that these settings name; a reload's thread calls this."""
+        names = {name: getattr(settings, name) for name in WEIGHT_SETTINGS}
+        self._leader.send(FrameKind.READ, payload=[memoryview(json.dumps(names).encode())])
+
+    def end_read(self, files: ModelFiles | None) -> None:
+        """Waits until they have; raises `StartupError`, and they drop them, if some have not the same files.
+
+        With no files they drop them anyway: this host could not read its own.
+        """
+        own = None if files is None else fingerprint(files)
+        for host_id, answer in self._leader.ask(FrameKind.READ).items():
+            read = json.loads(answer)
+            if own is not None and read != {"fingerprint": own}:
+                self._leader.send(FrameKind.SWAP, DROP)
+                raise StartupError(f"host {host_id} {read.get('error') or 'found other files than host 0'}")
+        if own is None:
+            self._leader.send(FrameKind.SWAP, DROP)
 
     def give_up(self, error: StartupError) -> None:
         """Tells the other hosts why this one cannot start."""

@@ -91,6 +91,6 @@ def resident_of(engine: Engine, loaded: Loaded) -> Resident:
         weight_bytes=sizes.weight_bytes,
         kv_bytes=sizes.kv_bytes,
         backend=loaded.description.backend.describe(),
-        reloader=WeightReloader(engine, loaded.description, loaded.model),
+        reloader=WeightReloader(engine, loaded.description, loaded.model, loaded.group),
         counts=counts,
     )

@@ -23,6 +23,7 @@ from levserve.engine.served_model import ServedModel
 from levserve.errors import Conflict, StartupError
 from levserve.model.placement import HostArray
 from levserve.models.entry import Reloaded, SwappedWeights
+from levserve.models.group import Group
 from levserve.models.kind import AnyKind
 from levserve.models.probe import ProbeScores, probe_request
 from levserve.settings.settings import Settings
@@ -35,10 +36,13 @@ log = logging.getLogger(__name__)
 class WeightReloader:
     """Reloads one model. One reload at a time: a second one is refused."""
 
-    def __init__(self, engine: Engine, description: AnyKind, model: ServedModel) -> None:
+    def __init__(
+        self, engine: Engine, description: AnyKind, model: ServedModel, group: Group | None = None
+    ) -> None:
         self._engine = engine
         self._description = description
         self._model = model
+        self._group = group
         self._reloading = threading.Lock()
 
     def reload(self, *, model: str = "", checkpoint_path: str = "", revision: str = "") -> Reloaded:
@@ -69,6 +73,8 @@ class WeightReloader:
         The swap happens inside `hold_back`, which is to wait for what runs and to let nothing new in. Raises
         `StartupError` for weights that cannot replace those that are served.
         """
+        if self._group is not None:
+            raise Conflict("Several hosts serve this model: weights cannot be given to one of them.")
         with self._one_at_a_time():
             start = time.monotonic()
             leaves = self._description.convert_leaves(arrays, self._report)
@@ -100,10 +106,6 @@ class WeightReloader:
     @contextmanager
     def _one_at_a_time(self) -> Iterator[None]:
         """Counts what was done or refused. Raises `Conflict` while another reload runs."""
-        if self._description.settings.num_hosts > 1:
-            raise Conflict(
-                "Several hosts serve this model: they take new weights at a restart of all of them."
-            )
         if not self._reloading.acquire(blocking=False):
             raise Conflict(f"A reload is under way ({self._engine.progress}); please wait for it.")
         try:
@@ -130,13 +132,7 @@ class WeightReloader:
     def _reload(self, settings: Settings) -> Reloaded:
         start = time.monotonic()
         served = self._description
-        check_source(settings)
-        files = find_source(settings, self._report, with_tokenizer=False)
-        try:
-            leaves = served.read_leaves(settings, files, self._report)
-        except BaseException:
-            self._let_go(files)
-            raise
+        files, leaves = self._read(settings)
         loaded = time.monotonic()
         before = self._probe()
         swap_seconds = self._swap(leaves)
@@ -153,6 +149,32 @@ class WeightReloader:
             mean_logprob=after.mean,
             mean_logprob_before=before.mean,
         )
+
+    def _read(self, settings: Settings) -> tuple[ModelFiles, Sequence[HostArray]]:
+        """Of several hosts, each reads its own part of the weights."""
+        check_source(settings)
+        if self._group is None:
+            return self._read_here(settings)
+        self._group.begin_read(settings)
+        try:
+            files, leaves = self._read_here(settings)
+        except BaseException:
+            self._group.end_read(None)
+            raise
+        try:
+            self._group.end_read(files)
+        except BaseException:
+            self._let_go(files)
+            raise
+        return files, leaves
+
+    def _read_here(self, settings: Settings) -> tuple[ModelFiles, Sequence[HostArray]]:
+        files = find_source(settings, self._report, with_tokenizer=False)
+        try:
+            return files, self._description.read_leaves(settings, files, self._report)
+        except BaseException:
+            self._let_go(files)
+            raise
 
     def _swap(self, leaves: Sequence[HostArray]) -> float:
         """The seconds that it took."""
