@@ -4,9 +4,12 @@
     python bench/batch.py --only throughput --model Qwen/Qwen3-0.6B
     python bench/batch.py --only live --streams 8
 
-The first part runs the same number of requests in two ways, in turn, a slice at a time: as sequences of tokens
-that the engine computes, with nothing around it, and as `levserve batch` runs a file of them, with its reading,
-checking, tokenizing, detokenizing and writing. It prints the ratio of generated tokens a second. The second
+The first part runs the same number of requests in two ways, a slice at a time: as sequences of tokens that the
+engine computes, with nothing around it, and as `levserve batch` runs a file of them, with its reading, checking,
+tokenizing, detokenizing and writing. Both are run once before anything is measured, both may have as many
+sequences in the engine as it takes, and they go first by turns, so that neither gains from programs that were
+compiled meanwhile or from a machine that becomes quieter. It prints the median of the slices' ratios, and the
+ratio of the processor time that each way took, which other programs on the machine change less. The second
 part starts a server, streams from it with and without a batch beside, in turn, and prints the ratio of the 99th
 percentiles of the gaps between tokens. No prompt is asked twice, so no prefix cache helps.
 """
@@ -21,6 +24,7 @@ import math
 import queue
 import random
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -28,7 +32,7 @@ import threading
 import time
 import urllib.request
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from levserve.api.opening import OpenedDevice, open_device
 from levserve.batch.ordering import MAX_LINES
@@ -52,7 +56,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--only", choices=("throughput", "live"))
     parser.add_argument("--requests", type=int, default=2000)
-    parser.add_argument("--slices", type=int, default=4, help="parts that the two ways take in turn")
+    parser.add_argument("--slices", type=int, default=8, help="parts that the two ways take by turns")
     parser.add_argument("--prompt-tokens", type=int, default=24)
     parser.add_argument("--output-tokens", type=int, default=16)
     parser.add_argument("--streams", type=int, default=4, help="live streams at the same time")
@@ -71,28 +75,59 @@ def main() -> None:
 def measure_throughput(options: argparse.Namespace, rng: random.Random, folder: Path) -> None:
     settings = make_settings({"model": options.model})
     opened = open_device(settings, lambda line: None)
+    per_slice = options.requests // options.slices
+    ratios: list[Ratio] = []
     try:
-        wait_compiled(opened)
         options.vocab_size = opened.registry.default.tokenizer.vocab_size
-        per_slice = options.requests // options.slices
-        run_engine(opened, 64, options, rng)  # so that no first run of a program is measured
-        engine_seconds = batch_seconds = 0.0
+        num_warming = 2 * opened.registry.engine.max_inflight
+        for arm in (run_engine, run_batch):
+            wait_compiled(opened)
+            arm(opened, num_warming, options, rng, folder)
         for number in range(options.slices):
-            engine_seconds += run_engine(opened, per_slice, options, rng)
-            batch_seconds += run_batch(opened, per_slice, options, rng, folder, number)
-            done = (number + 1) * per_slice * options.output_tokens
-            engine, batch = done / engine_seconds, done / batch_seconds
-            print(
-                f"engine {engine:8.1f} tok/s, batch {batch:8.1f} tok/s, ratio {batch / engine:.3f}",
-                flush=True,
-            )
+            ratios.append(compare_slice(opened, per_slice, options, rng, folder, number))
     finally:
         opened.registry.engine.begin_drain(0.0)
         opened.close()
-    count = per_slice * options.slices
     print(
-        f"batch / engine on {count:,} requests: {engine_seconds / batch_seconds:.3f} (goal: 0.95)", flush=True
+        f"batch / engine on {per_slice * options.slices:,} requests, the median of {options.slices} slices: "
+        f"{statistics.median(ratio.speed for ratio in ratios):.3f} (goal: 0.95); "
+        f"by processor time {statistics.median(ratio.work for ratio in ratios):.3f}",
+        flush=True,
     )
+
+
+class Ratio(NamedTuple):
+    """What the engine alone takes for what a batch takes, in seconds and in processor seconds."""
+
+    speed: float
+    work: float
+
+
+def compare_slice(
+    opened: OpenedDevice,
+    count: int,
+    options: argparse.Namespace,
+    rng: random.Random,
+    folder: Path,
+    number: int,
+) -> Ratio:
+    """In every other slice the batch goes first."""
+    seconds: dict[str, float] = {}
+    work: dict[str, float] = {}
+    arms = {"engine": run_engine, "batch": run_batch}
+    for name in sorted(arms, reverse=number % 2 == 0):
+        begun = time.process_time()
+        seconds[name] = arms[name](opened, count, options, rng, folder)
+        work[name] = time.process_time() - begun
+    done = count * options.output_tokens
+    ratio = Ratio(seconds["engine"] / seconds["batch"], work["engine"] / work["batch"])
+    print(
+        f"engine {done / seconds['engine']:8.1f} tok/s, batch {done / seconds['batch']:8.1f} tok/s, "
+        f"ratio {ratio.speed:.3f}, by processor time {ratio.work:.3f}, "
+        f"{'batch' if number % 2 else 'engine'} first",
+        flush=True,
+    )
+    return ratio
 
 
 def wait_compiled(opened: OpenedDevice) -> None:
@@ -108,7 +143,9 @@ def wait_compiled(opened: OpenedDevice) -> None:
         before = value
 
 
-def run_engine(opened: OpenedDevice, count: int, options: argparse.Namespace, rng: random.Random) -> float:
+def run_engine(
+    opened: OpenedDevice, count: int, options: argparse.Namespace, rng: random.Random, folder: Path
+) -> float:
     """Seconds that the engine takes for so many sequences, of which it always has all that it holds."""
     engine, model = opened.registry.engine, opened.registry.default
     sampling = Sampling(temperature=0.0)
@@ -146,9 +183,9 @@ def run_batch(
     options: argparse.Namespace,
     rng: random.Random,
     folder: Path,
-    number: int,
 ) -> float:
-    source, target = folder / f"in-{number}.jsonl", folder / f"out-{number}.jsonl"
+    source, target = folder / "in.jsonl", folder / "out.jsonl"
+    target.unlink(missing_ok=True)
     write_lines(source, count, opened.registry.default_name, options, rng)
     started = time.monotonic()
     with Output(target) as output:

@@ -30,6 +30,8 @@ class InputLine(NamedTuple):
     data: bytes
     num_bytes: int
     is_too_long: bool = False
+    is_repeated: bool = False
+    """Whether an earlier line has its custom_id."""
 
     @property
     def checksum(self) -> int:
@@ -88,6 +90,11 @@ def read_line(line: InputLine, max_bytes: int) -> RequestLine:
         if error.param is None:
             raise BadRequest(error.message.replace("body", "line", 1), code=error.code) from None
         raise
+    if line.is_repeated:
+        shown = request.custom_id[:64]
+        raise BadRequest(
+            f"An earlier line has the custom_id '{shown}' too.", param="custom_id", code="duplicate_custom_id"
+        )
     if len(request.body) > max_bytes:
         raise BodyTooLarge(f"The body is larger than this server's limit of {max_bytes} bytes.")
     return request

@@ -73,6 +73,9 @@ class Planner(Protocol):
 
     def commit_rows(self, plan: RoundPlan, rows: Sequence[Sampled]) -> list[SequenceUpdate]: ...
 
+    def note_round(self, plan: RoundPlan, seconds: float) -> None:
+        """Takes the time of a round that was read."""
+
     def take_constraint_counts(self) -> tuple[int, int]: ...
 
     def forget_prefixes(self) -> None:

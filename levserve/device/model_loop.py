@@ -142,6 +142,7 @@ class ModelLoop:
             if chunks_read - started <= BLOCKED_SECONDS:
                 decode_seconds = seconds - work.prefill * self.runner.prefill_token_seconds
             self._pace.note_decoding(len(rows), decode_seconds)
+        self.scheduler.note_round(in_flight.plan, seconds)
         self._note_drafts(in_flight.plan, rows, seconds)
         self._deliver(self.scheduler.commit_rows(in_flight.plan, rows))
         self._note_constraints()

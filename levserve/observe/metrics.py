@@ -28,6 +28,7 @@ ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 
 PHASES = ("queued", "prefill", "decode")
+OUTCOMES = ("completed", "failed")
 TIMES = ("startup", "background", "serving")
 
 # Otherwise every counter has a second series, with the time it was created.
@@ -108,6 +109,9 @@ class Metrics:
         self.preempted_tokens = self._counter(
             "preempted_tokens", "Computed tokens that were lost to preemption."
         )
+        self.batch_requests = self._counter(
+            "batch_requests", "Requests of batches that have ended, by outcome.", ("outcome",), OUTCOMES
+        )
         self.reloads = self._counter("reloads", "Weight reloads, by outcome.", ("outcome",))
         self.model_loads = self._counter(
             "model_loads", "Models loaded after startup, by outcome.", ("outcome",)
@@ -136,6 +140,7 @@ class Metrics:
         self.kv_pages_used = self._gauge("kv_pages_used", "KV pages held by sequences.")
         self.kv_pages_cached = self._gauge("kv_pages_cached", "KV pages kept only as prefix cache.")
         self.kv_pages_total = self._gauge("kv_pages_total", "KV pages in the pool.")
+        self.batches = self._gauge("batches", "Batches that are kept, by status.", ("status",))
         self.websockets = self._gauge("websockets", "Open WebSockets.")
         self.heartbeat_age = self._gauge(
             "device_heartbeat_age_seconds", "Seconds since the device thread's last heartbeat."

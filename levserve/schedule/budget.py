@@ -24,6 +24,11 @@ class Budget:
     """The context at which a token counts as two, because it attends to all before it; at twice as much as
     three, and so on."""
 
+    @property
+    def least_tokens(self) -> int:
+        """What a round prefills at least if there is a prompt: the second size where there are several."""
+        return self.chunk_sizes[0 if len(self.chunk_sizes) < 3 else 1]
+
     def weight_at(self, start: int) -> float:
         """What a token at this position counts as while streams wait."""
         return 1.0 if self.double_at is None else 1.0 + start / self.double_at

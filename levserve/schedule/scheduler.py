@@ -5,7 +5,7 @@ order is by priority, and first come, first served among equals, also after a pr
 its pages keeps its tokens and its place. A waiting sequence that outranks a running one takes its slot or its
 pages where none are free. Nobody starves: every so many admissions the sequence that came first of all
 waiting ones is raised to the highest priority there is, and keeps it. Background work rests while there is
-other work; see `background.py`.
+other work, as far as that would notice it; see `background.py`.
 
 A round may be planned before the last one has been read back. The number of tokens in flight is known and
 only their values are not, so positions and pages can be given ahead; a sequence that turns out to have
@@ -26,7 +26,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
-from levserve.schedule.background import is_resting, live_only
+from levserve.schedule.background import NOTHING, Allowance, is_resting, live_only
 from levserve.schedule.budget import Budget
 from levserve.schedule.pace import Backlog
 from levserve.schedule.pages import PagePool
@@ -106,10 +106,13 @@ class Scheduler(SeatedScheduler[Roster]):
         Beside running streams it prefills no more than the budget allows, and `max_prefill`.
         """
         preempted = self._seats.make_way()
-        rests = is_resting(self._seats) and not self._rest.takes_turn()
-        plan = self._plan(max_prefill, preempted, rests=rests)
-        if rests and plan.is_empty:  # the last tokens of live work are in flight
-            return self._plan(max_prefill, preempted, rests=False)
+        if not is_resting(self._seats) or self._rest.takes_turn():
+            return self._plan(max_prefill, preempted, None)
+        num_live = sum(sequence.is_primed for sequence in live_only(self._seats.running))
+        beside = NOTHING if self.is_speculating else self._share.next(num_live, max_prefill)
+        plan = self._plan(max_prefill, preempted, beside)
+        if plan.is_empty:  # the last tokens of live work are in flight
+            return self._plan(max_prefill, preempted, None)
         return plan
 
     def forget_prefixes(self) -> None:
@@ -132,29 +135,37 @@ class Scheduler(SeatedScheduler[Roster]):
         return live_only(sequences) if is_resting(self._seats) else sequences
 
     def _plan(
-        self, max_prefill: int | None, preempted: list[tuple[Sequence, int]], *, rests: bool
+        self, max_prefill: int | None, preempted: list[tuple[Sequence, int]], beside: Allowance | None
     ) -> RoundPlan:
-        rows = self._plan_rows(preempted, rests=rests)
+        """`beside` is what background work may do; None if it takes part like any other."""
+        rows = self._plan_rows(preempted, beside)
         admitted: list[Sequence] = []
         forks: list[Fork] = []
         busy_tokens = self.budget.busy_tokens
         if max_prefill is not None:
             busy_tokens = min(busy_tokens, max_prefill)
+        rests = beside is not None
         chunks = self._plan_chunks(busy_tokens if rows else None, admitted, forks, rests=rests)
+        if beside is not None and rows and not chunks and beside.tokens >= self.budget.least_tokens:
+            chunks = self._plan_chunks(beside.tokens, admitted, forks, rests=False)
         tainted = self._committer.take_tainted()
         return RoundPlan(
             tuple(chunks), tuple(rows), tuple(admitted), tuple(preempted), tuple(forks), tuple(tainted)
         )
 
-    def _plan_rows(self, preempted: list[tuple[Sequence, int]], *, rests: bool) -> list[Row]:
+    def _plan_rows(self, preempted: list[tuple[Sequence, int]], beside: Allowance | None) -> list[Row]:
         """Gives every decoding sequence its pages for the round, in order; the last ones lose theirs if there
-        are too few. If background work `rests`, it has no row."""
+        are too few."""
         rows: list[Row] = []
-        drafts = self._draft() if self.is_speculating else {}
+        # Where all background work takes part, there may be more rows than drafts can be checked for.
+        has_all = beside is None and is_resting(self._seats)
+        drafts = self._draft() if self.is_speculating and not has_all else {}
+        num_beside = 0
         max_steps = 1 if drafts else self.budget.steps
         page_size = self.pool.page_size
         for sequence in list(self._seats.running):
-            if rests and sequence.priority >= BACKGROUND:
+            is_background = sequence.priority >= BACKGROUND
+            if beside is not None and is_background and num_beside >= beside.rows:
                 break  # all after it are background work too
             if sequence.slot is None or not sequence.is_primed or sequence.is_verifying:
                 continue  # preempted a moment ago, or still prefilling
@@ -169,6 +180,7 @@ class Scheduler(SeatedScheduler[Roster]):
             rows.append(
                 Row(sequence, sequence.slot, position, steps, epoch=sequence.epoch, is_masked=is_masked)
             )
+            num_beside += is_background
             sequence.has_misfit = False
             sequence.num_computed += steps
             sequence.num_pending += steps
@@ -225,7 +237,7 @@ class Scheduler(SeatedScheduler[Roster]):
         prefilling = [sequence for sequence in running if not sequence.is_primed]
         is_deep = bool(prefilling) and prefilling[0].num_computed >= DEEP_TOKENS
         budget = self.budget.idle_tokens if busy_tokens is None else busy_tokens
-        left = max(budget, sizes[0] if is_deep or len(sizes) < 3 else sizes[1])
+        left = max(budget, sizes[0] if is_deep else self.budget.least_tokens)
         while left >= sizes[0] and (left > overhead or not chunks):
             if not prefilling:
                 head = self._seats.waiting.first()

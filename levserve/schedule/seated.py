@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import Generic, TypeVar
 
-from levserve.schedule.background import Rest
+from levserve.schedule.background import Rest, Share, live_only
 from levserve.schedule.commit import Committer, Sampled
 from levserve.schedule.request import FinishReason
 from levserve.schedule.seats import Seats
@@ -27,6 +27,7 @@ class SeatedScheduler(Generic[SeatsT]):
         self._seats = seats
         self._committer = Committer(seats, jumps_delay_others=jumps_delay_others)
         self._rest = Rest()
+        self._share = Share()
 
     @property
     def num_waiting(self) -> int:
@@ -68,6 +69,14 @@ class SeatedScheduler(Generic[SeatsT]):
     def commit_rows(self, plan: RoundPlan, rows: Seq[Sampled]) -> list[SequenceUpdate]:
         pairs = zip(plan.rows, rows, strict=True)
         return self._gained([self._committer.take_row(row, sampled) for row, sampled in pairs])
+
+    def note_round(self, plan: RoundPlan, seconds: float) -> None:
+        """Takes the time of a round, from which follows how many background rows its live rows can bear."""
+        if not plan.rows or plan.chunks or plan.forks or plan.is_verify:
+            return
+        num_live = sum(1 for _ in live_only(row.sequence for row in plan.rows))
+        steps = max(row.steps for row in plan.rows)
+        self._share.note(num_live, len(plan.rows) - num_live, seconds / steps)
 
     def take_constraint_counts(self) -> tuple[int, int]:
         """Tokens that did not fit their constraint, and forced ones that were not drawn, since last time."""

@@ -11,10 +11,11 @@ from contextlib import closing
 from levserve.api.opening import OpenedDevice, open_device
 from levserve.api.places import Places
 from levserve.batch.endpoints import Limits
-from levserve.batch.line import InputLine
+from levserve.batch.line import InputLine, find_custom_id
 from levserve.batch.ordering import MAX_LINES, order_lines
 from levserve.batch.output import Output, open_output
 from levserve.batch.runner import Interrupted, Runner
+from levserve.batch.seen import SeenIds
 from levserve.batch.source import Source
 from levserve.batch.tally import Tally
 from levserve.errors import ConfigError, StartupError
@@ -33,7 +34,8 @@ Answers a file of requests in OpenAI's batch format, each on a line of its own:
   levserve batch gs://bucket/in.jsonl gs://bucket/out.jsonl
 
 The url is /v1/chat/completions, /v1/completions, /v1/embeddings or /loglikelihood. Each result has the body
-that the server would have answered with. Results are written as they end; find them by custom_id.
+that the server would have answered with. Results are written as they end; find them by custom_id. A line
+whose custom_id an earlier one has is not run; its result is an error.
 The same command again goes on after an interruption: what has its result is not run again.
 """
 FAILED_LINES = 3
@@ -133,8 +135,12 @@ def _has_work(source: Source, output: Output, settings: Settings) -> bool:
 
 
 def _not_done(source: Source, output: Output, tally: Tally, settings: Settings) -> Iterator[InputLine]:
+    """The lines without a result. Of those with the same custom_id, the first in the file is run."""
+    seen = SeenIds()
     for line in source.lines(settings.max_body_bytes):
+        custom_id = find_custom_id(line)
+        is_repeated = custom_id is not None and not seen.add(custom_id)
         if output.done.has(line):
             tally.skip(line.num_bytes)
         else:
-            yield line
+            yield line._replace(is_repeated=is_repeated)

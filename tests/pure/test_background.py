@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from levserve.schedule.background import REST_ROUNDS
+from levserve.schedule.background import REST_ROUNDS, Rest, Share
 from levserve.schedule.request import BACKGROUND
 from levserve.schedule.sequence import RoundPlan
-from tests.pure.test_scheduler import Server, ask, expected_output, make
+from tests.pure.test_scheduler import Server, ask, eager, expected_output, make
 
 
 def has_background(plan: RoundPlan) -> bool:
@@ -52,6 +52,64 @@ def test_beside_live_work_it_takes_part_in_one_round_of_many() -> None:
     assert num_rounds // REST_ROUNDS <= num_shared <= num_rounds // REST_ROUNDS + 2 * len(live)
 
 
+def run_timed(row_cost: float, program_rows: int, num_live: int, num_rounds: int) -> tuple[list[float], int]:
+    """How many times as long as alone each round of live rows took, and the rows of others beside them.
+
+    A step takes 1 and `row_cost` for each row, of as many as the smallest program has that is large enough.
+    """
+
+    def seconds(num_rows: int) -> float:
+        return 1 + row_cost * -(-num_rows // program_rows) * program_rows
+
+    share, rest = Share(), Rest()
+    slowdowns, num_beside = [], 0
+    for _ in range(num_rounds):
+        rows = 24 if rest.takes_turn() else min(share.next(num_live, None).rows, 24)
+        share.note(num_live, rows, seconds(num_live + rows))
+        slowdowns.append(seconds(num_live + rows) / seconds(num_live))
+        num_beside += rows
+    return slowdowns, num_beside
+
+
+def percentile_99(values: list[float]) -> float:
+    return sorted(values)[-(-len(values) * 99 // 100) - 1]
+
+
+def test_where_every_row_costs_much_background_work_has_its_turns_alone() -> None:
+    slowdowns, num_beside = run_timed(0.5, 1, num_live=2, num_rounds=5000)
+    assert percentile_99(slowdowns) == 1 and num_beside >= 24 * (5000 // REST_ROUNDS)
+
+
+@settings(max_examples=30)
+@given(st.floats(0, 0.3), st.sampled_from((1, 4, 8, 32)), st.integers(1, 40))
+def test_live_streams_lose_less_than_a_fifth_in_ninety_nine_rounds_of_a_hundred(
+    row_cost: float, program_rows: int, num_live: int
+) -> None:
+    slowdowns, num_beside = run_timed(row_cost, program_rows, num_live, num_rounds=5000)
+    assert percentile_99(slowdowns) <= 1.2
+    if row_cost * 12 < 0.1 and program_rows == 1:  # a dozen more rows are hardly noticed
+        assert num_beside > 6 * 5000
+
+
+def test_where_rows_cost_nothing_background_work_fills_the_free_slots() -> None:
+    server = make(num_pages=128, num_slots=8)
+    for number in range(4):
+        server.submit(ask(f"batch-{number}", (number, 1), 90, priority=BACKGROUND))
+    for _ in range(8):
+        server.step()
+    server.submit(ask("live", (3, 4), 90))
+    num_shared = 0
+    while not server.finishes["live"]:
+        plan = server.step()
+        num_shared += sum(row.sequence.request.priority >= BACKGROUND for row in plan.rows)
+        if plan.rows:
+            server.scheduler.note_round(plan, 1.0 * max(row.steps for row in plan.rows))
+    assert num_shared > 90  # more rows than the live one had
+    server.run_dry()
+    for number in range(4):
+        assert server.outputs[f"batch-{number}"] == expected_output((number, 1), 90, stop=False)
+
+
 def test_a_live_stream_never_shares_a_round_before_the_turn_comes() -> None:
     server = make(num_pages=64, num_slots=4)
     server.submit(ask("batch", (1, 2), 40, priority=BACKGROUND))
@@ -64,6 +122,23 @@ def test_a_live_stream_never_shares_a_round_before_the_turn_comes() -> None:
         assert not (is_live and has_background(plan))
     server.run_dry()
     assert server.outputs["batch"] == expected_output((1, 2), 40, stop=False)
+
+
+def test_no_draft_is_checked_in_a_round_with_more_rows_than_drafts_can_be_checked_for() -> None:
+    server = make(num_pages=128, num_slots=4, speculation=eager(3, max_rows=1))
+    server.reads_first = True
+    for number in range(3):
+        server.submit(ask(f"batch-{number}", (number, 1), 60, priority=BACKGROUND))
+    for _ in range(8):
+        server.step()
+    num_checked = num_shared = 0
+    for number in range(2 * REST_ROUNDS):
+        keep_live(server, number)
+        plan = server.step()
+        num_checked += plan.is_verify
+        num_shared += len(plan.rows) > 1
+        assert not plan.is_verify or len(plan.rows) == 1
+    assert num_checked and num_shared
 
 
 def test_live_work_takes_the_slots_and_the_pages_of_background_work() -> None:

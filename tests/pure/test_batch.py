@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from levserve.api.places import Places
@@ -21,6 +21,7 @@ from levserve.batch.ordering import ReadyLine, order_lines
 from levserve.batch.output import Output
 from levserve.batch.results import ResultFile
 from levserve.batch.runner import Interrupted, LineResult, Runner
+from levserve.batch.seen import SeenIds
 from levserve.batch.source import Source, split_lines
 from levserve.batch.tally import Tally, show_seconds
 from levserve.errors import ConfigError
@@ -338,6 +339,18 @@ def test_what_is_done_is_known_by_number(numbers: set[int]) -> None:
         assert not done.add(result_id(InputLine(number, b"x", 1)))
     assert {number for number in range(1, 3100) if done.has(InputLine(number, b"x", 1))} == numbers
     assert done.num_done == len(numbers)
+
+
+@settings(max_examples=20)
+@given(st.lists(st.text(max_size=3) | st.integers(0, 99).map(str), max_size=60), st.sampled_from((0, 5000)))
+def test_ids_that_a_file_had_before_are_known(ids: list[str], num_others: int) -> None:
+    seen, known = SeenIds(), set()
+    for number in range(num_others):
+        assert seen.add(f"other {number}")
+    for custom_id in ids:
+        assert seen.add(custom_id) is (custom_id not in known)
+        known.add(custom_id)
+    assert not any(seen.add(f"other {number}") for number in range(0, num_others, 97))
 
 
 def test_a_tally_tells_rates_time_left_and_errors(app: App) -> None:

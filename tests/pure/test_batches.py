@@ -25,6 +25,7 @@ from levserve.web.batches.store import BatchStore
 from levserve.web.batches.worker import BatchWorker
 from tests.fake_app import App, serving, wsgi_server
 from tests.pure.test_batch import CHAT, TEXT, VECTORS, make_line
+from tests.pure.test_metrics import parse
 from tests.waiting import wait_until
 
 ENDED = ("completed", "failed", "expired", "cancelled")
@@ -126,6 +127,11 @@ def test_the_sdk_uploads_runs_reads_lists_and_deletes(app: App) -> None:
         with pytest.raises(openai.NotFoundError):
             client.batches.retrieve("batch_no")
         assert client.batches.cancel(batch.id).status == "completed"
+    samples = parse(app.client.get("/metrics").text)
+    assert samples['levserve_batches{status="completed"}'] == 1
+    assert samples['levserve_batches{status="in_progress"}'] == 0
+    assert samples['levserve_batch_requests_total{outcome="completed"}'] == 30
+    assert samples['levserve_batch_requests_total{outcome="failed"}'] == 1
 
 
 def test_the_requests_of_a_batch_are_background_work(app: App) -> None:

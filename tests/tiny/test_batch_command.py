@@ -31,6 +31,7 @@ def write_input(path: Path, count: int) -> None:
             line = {"custom_id": f"{number}", "method": "POST", "url": "/v1/completions", "body": body}
             file.write(json.dumps(line) + "\n")
         file.write('{"custom_id": "wrong"}\n')
+        file.write(json.dumps(line) + "\n")  # the last id again
 
 
 def test_a_batch_that_is_killed_goes_on_with_nothing_lost_and_nothing_done_twice(
@@ -50,12 +51,18 @@ def test_a_batch_that_is_killed_goes_on_with_nothing_lost_and_nothing_done_twice
     before = target.read_bytes().splitlines()[:num_before]
     assert cli.main(command[3:]) == 3
     told = capsys.readouterr().err
-    assert f"{NUM_LINES + 1 - num_before} requests" in told and f"{num_before} more were done before" in told
-    assert "1 x 400 missing_required_parameter" in told or "before, 1 of them failed" in told
+    assert f"{NUM_LINES + 2 - num_before} requests" in told
+    assert f"{num_before} more were done before, 2 of them failed" in told  # lines that cannot run come first
     assert target.read_bytes().splitlines()[:num_before] == before
     results = [json.loads(line) for line in target.read_text().splitlines()]
     (wrong,) = (result for result in results if result["custom_id"] == "wrong")
     results.remove(wrong)
+    (repeated,) = (result for result in results if result["response"]["status_code"] == 400)
+    error = repeated["response"]["body"]["error"]
+    assert (error["code"], error["param"]) == ("duplicate_custom_id", "custom_id")
+    assert repeated["custom_id"] == str(NUM_LINES - 1)
+    assert repeated["id"].startswith(f"batch_req_{NUM_LINES + 2:x}_")  # and not the line that had it first
+    results.remove(repeated)
     assert sorted(int(result["custom_id"]) for result in results) == list(range(NUM_LINES))
     for result in results:
         case = CASES[int(result["custom_id"]) % len(CASES)]
@@ -65,4 +72,4 @@ def test_a_batch_that_is_killed_goes_on_with_nothing_lost_and_nothing_done_twice
         result["response"]["body"]["usage"]["prompt_tokens_details"]["cached_tokens"] for result in results
     )
     assert cli.main(command[3:]) == 3  # all is done, and a failed request is still a failed one
-    assert "before, 1 of them failed" in capsys.readouterr().err
+    assert "before, 2 of them failed" in capsys.readouterr().err

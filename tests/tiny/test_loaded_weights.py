@@ -119,6 +119,45 @@ def test_what_runs_ends_with_the_old_weights_and_what_comes_later_has_the_new_on
     model.load_weights(arrays)
 
 
+def wait_for_more(answers: list[tuple[int, list[int]]]) -> None:
+    enough = len(answers) + 3
+    wait_until(lambda: len(answers) >= enough)
+
+
+def test_weights_are_swapped_again_and_again_while_answers_are_written(
+    model: Model, arrays: Arrays, changed: Arrays
+) -> None:
+    prompts = [case["prompt"] for case in CASES[:3]]
+    allowed: list[list[list[int]]] = [[], [], []]
+    for given in (changed, arrays):
+        model.load_weights(given)
+        for index, prompt in enumerate(prompts):
+            allowed[index].append(greedy(model, prompt))
+    answers: list[tuple[int, list[int]]] = []
+    is_over = threading.Event()
+
+    def write(index: int) -> None:
+        while not is_over.is_set():
+            answers.append((index, greedy(model, prompts[index])))
+
+    writers = [threading.Thread(target=write, args=(index,)) for index in range(3)]
+    for writer in writers:
+        writer.start()
+    for given in (changed, arrays) * 3:
+        told = model.load_weights(given)
+        assert told.seconds >= told.swap_seconds > 0
+        wait_for_more(answers)
+    is_over.set()
+    for writer in writers:
+        writer.join()
+    for index, tokens in answers:
+        assert tokens in allowed[index]  # of the old weights or of the new ones, never of both
+    for index in range(3):
+        seen = [tokens for number, tokens in answers if number == index]
+        assert all(one in seen for one in allowed[index])
+    assert [greedy(model, prompt) for prompt in prompts] == [both[1] for both in allowed]
+
+
 @pytest.mark.parametrize(
     "change, words",
     [

@@ -148,6 +148,7 @@ class BatchList(Struct, frozen=True):
 
 
 ENDED = ("completed", "failed", "expired", "cancelled")
+STATUSES = ("validating", "in_progress", "finalizing", "cancelling", *ENDED)
 
 
 def is_ended(batch: BatchObject) -> bool:

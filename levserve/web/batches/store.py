@@ -87,6 +87,11 @@ class BatchStore:
         with self._lock:
             return next((one for one in self._records.values() if not is_ended(one.batch)), None)
 
+    def num_with(self, status: str) -> int:
+        """How many batches have this status, whoever made them."""
+        with self._lock:
+            return sum(one.batch.status == status for one in self._records.values())
+
     def uses_file(self, file_id: str) -> bool:
         """Whether a batch that has not ended reads this file."""
         with self._lock:

@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 
 from levserve.api.places import Places
 from levserve.batch.done import DoneLines
@@ -26,7 +27,14 @@ from levserve.schedule.request import BACKGROUND
 from levserve.settings.settings import Settings
 from levserve.web.batches.disk import DiskFolder
 from levserve.web.batches.files import FileStore
-from levserve.web.batches.objects import BatchObject, LineProblem, ProblemList, RequestCounts, StoredBatch
+from levserve.web.batches.objects import (
+    STATUSES,
+    BatchObject,
+    LineProblem,
+    ProblemList,
+    RequestCounts,
+    StoredBatch,
+)
 from levserve.web.batches.store import BatchStore
 from levserve.web.batches.validation import inspect_lines
 
@@ -66,6 +74,9 @@ class BatchWorker:
         self._thread: threading.Thread | None = None
         self._stopping = threading.Event()
         files.is_in_use = batches.uses_file
+        self._metrics = self._engine.metrics
+        for status in STATUSES:
+            self._metrics.batches.labels(status).set_function(partial(batches.num_with, status))
         self._engine.on_drain(self.stop)
 
     def wake(self) -> None:
@@ -187,14 +198,17 @@ class BatchWorker:
         lines = order_lines(self._left(batch, done), self._settings.max_body_bytes)
         with closing(self._runner.run(lines, is_wanted)) as results:
             for result in results:
-                (output if result.status == 200 else errors).write(result.result)
+                is_answered = result.status == 200
+                (output if is_answered else errors).write(result.result)
                 done.add(result.result.id)
+                self._metrics.batch_requests.labels("completed" if is_answered else "failed").inc()
                 counter.show()
 
     def _expire(self, batch: BatchObject, done: DoneLines, errors: ResultFile) -> None:
         for line in self._left(batch, done):
             errors.write(ResultLine(result_id(line), find_custom_id(line), None, EXPIRED))
             done.add(result_id(line))
+            self._metrics.batch_requests.labels("failed").inc()
 
     def _note_finalizing(self, batch: BatchObject) -> None:
         current = self._batches.find(batch.id)
