@@ -16,7 +16,7 @@ from tests.kustomize import build, templates_of
 FOLDER = ROOT / "deploy" / "kubernetes" / "multi-host"
 VERSIONS = ("1.30", "1.37")
 SET_LABEL = "leaderworkerset.sigs.k8s.io/"
-LWS_VARIABLES = {"LWS_LEADER_ADDRESS": "levserve-0.levserve.default", "LWS_GROUP_SIZE": "2"}
+LWS_VARIABLES = {"LWS_LEADER_ADDRESS": "levserve-hosts-0.levserve-hosts.default", "LWS_GROUP_SIZE": "2"}
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def test_the_sets_variables_become_levserves_settings(templates: list[Any], host
                 r"\$\((\w+)\)", lambda found: environ[found[1]], variable["value"]
             )
     settings = parse_settings(["--config", str(FOLDER / "serve.ini")], environ)
-    assert settings.coordinator == "levserve-0.levserve.default:8890"
+    assert settings.coordinator == "levserve-hosts-0.levserve-hosts.default:8890"
     assert (settings.num_hosts, settings.host_id) == (2, host_id)
 
 
@@ -93,6 +93,8 @@ def test_host_0_alone_gets_requests(hosts: dict[str, Any], templates: list[Any])
     assert first["livenessProbe"]["httpGet"]["path"] == "/healthz"
     labels = {**templates[0]["metadata"]["labels"], f"{SET_LABEL}worker-index": "0"}
     assert hosts["Service"]["spec"]["selector"] == labels
+    name = hosts["LeaderWorkerSet"]["metadata"]["name"]
+    assert name != hosts["Service"]["metadata"]["name"], "the set makes a headless Service of its own name"
     ports = {port["name"]: port["containerPort"] for port in first["ports"]}
     address = first["env"][0]["value"]
     assert address.endswith(f":{ports['hosts']}") and ports["jax"] == ports["hosts"] + 1
