@@ -88,11 +88,8 @@ class Replica:
     def round(self, now: float) -> tuple[float, list[Request]]:
         """Does one round: when it ends, and who has ended with it."""
         costs, seconds = self.costs, 0.0
-        while self.waiting and len(self.prefilling) + self.num_running < costs.max_running:
-            request = self.waiting.popleft()
-            request.cached_tokens = self.find_cached(request)
-            request.to_prefill = request.prompt_tokens - request.cached_tokens
-            self.prefilling.append(request)
+        if not self.prefilling and not self.num_running:
+            self._admit()
         begun = self._prefill()
         if begun:
             tokens = begun[0]
@@ -109,11 +106,19 @@ class Replica:
             seconds += step * costs.round_steps
             self.num_rounds += 1
         self.busy_seconds += seconds
+        self._admit()  # for the next round, which levserve plans when this one begins: who comes later waits for both
         ended = self.ending.pop(self.num_rounds, [])
         self.num_running -= len(ended)
         for request in ended:
             request.ended = now + seconds + costs.host_seconds
         return now + seconds, ended
+
+    def _admit(self) -> None:
+        while self.waiting and len(self.prefilling) + self.num_running < self.costs.max_running:
+            request = self.waiting.popleft()
+            request.cached_tokens = self.find_cached(request)
+            request.to_prefill = request.prompt_tokens - request.cached_tokens
+            self.prefilling.append(request)
 
     def _prefill(self) -> tuple[int, list[Request]] | None:
         costs, finished = self.costs, []
