@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from fleet_policy import POLICIES, hash_by
 from fleet_ring import Ring
-from fleet_sim import Choose, Costs, Fleet, Replica, Request
+from fleet_sim import Costs, Fleet, Replica, Request
 from fleet_traffic import Talk, Traffic, make_gaps, make_talks
 from table import align
 
@@ -170,8 +170,11 @@ def check(run: dict[str, Any]) -> int:
 def repeat(run: dict[str, Any], costs: Costs, name: str) -> Outcome:
     """The talks of a real run, each turn sent when the one before was answered and thought about."""
     replicas = [Replica(place, costs) for place in range(len(run["addresses"]))]
-    choose: Choose = hash_by(Ring(run["addresses"])) if name == "hash" else None  # type: ignore[assignment]
-    fleet = Fleet(replicas, choose or POLICIES[name](len(replicas), random.Random(0)))
+    if name == "hash":
+        choose = hash_by(Ring(run["addresses"]))
+    else:
+        choose = POLICIES[name](len(replicas), random.Random(0))
+    fleet = Fleet(replicas, choose)
 
     def send(talk: Talk) -> None:
         fleet.send(Request(talk, talk.prompts[talk.turn], talk.answers[talk.turn], fleet.now))

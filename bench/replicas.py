@@ -202,7 +202,8 @@ def _step_seconds(server: Server, num_streams: int, options: argparse.Namespace)
         for thread in threads:
             thread.join()
         walls.append(time.perf_counter() - began)
-    return (walls[1] - walls[0]) / (options.round_steps * 6)
+    seconds: float = (walls[1] - walls[0]) / (options.round_steps * 6)
+    return seconds
 
 
 def _cache_counts(servers: list[Server]) -> tuple[float, float]:

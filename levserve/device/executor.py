@@ -77,4 +77,4 @@ class Executor(ModelRunner[Shape, Programs, State]):
 
 def _bytes_of(array: Any) -> memoryview:
     """The array's own memory, not a copy; numpy's buffers do not know bfloat16."""
-    return memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data

@@ -41,8 +41,13 @@ class PageHistogram(Histogram):
         return self._numbers
 
     def bounds(self) -> list[str]:
-        return [floatToGoString(bound) for bound in self._upper_bounds]
+        return [_write_any(bound) for bound in self._upper_bounds]
 
 
 def write_number(value: float) -> str:
-    return repr(value) if 0 <= value < PLAIN_BELOW and type(value) is float else floatToGoString(value)
+    return repr(value) if 0 <= value < PLAIN_BELOW and type(value) is float else _write_any(value)
+
+
+def _write_any(value: float) -> str:
+    written: str = floatToGoString(value)  # type: ignore[no-untyped-call]
+    return written

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 from prometheus_client import Counter, Gauge
 from prometheus_client.exposition import generate_latest
@@ -54,7 +54,7 @@ class MetricText:
     def _read(self) -> tuple[list[tuple[str, ...]], list[float]]:
         if not self._metric._labelnames:
             return [()], [value_of(self._metric)]
-        children = self._metric._metrics.copy()  # other threads add children
+        children = children_of(self._metric)
         return list(children), [value_of(child) for child in children.values()]
 
     def _line(self, key: tuple[str, ...], value: float) -> str:
@@ -124,6 +124,12 @@ def begin_line(name: str, labels: Mapping[str, str]) -> str:
         return f"{name} "
     escaped = [f'{key}="{_escape(value)}"' for key, value in sorted(labels.items())]
     return f"{name}{{{','.join(escaped)}}} "
+
+
+def children_of(metric: Counter | Gauge) -> dict[tuple[str, ...], Counter | Gauge]:
+    """The metric for each combination of labels; a copy, because other threads add to them."""
+    children: dict[Any, Any] = metric._metrics.copy()
+    return children
 
 
 def value_of(metric: Counter | Gauge) -> float:

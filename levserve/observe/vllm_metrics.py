@@ -13,7 +13,7 @@ from collections.abc import Collection
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from levserve.observe.histogram import PageHistogram
-from levserve.observe.metric_text import HistogramText, MetricText, TextSource, value_of
+from levserve.observe.metric_text import HistogramText, MetricText, TextSource, children_of, value_of
 from levserve.observe.metrics import Metrics
 
 # Every other reason of ours is an abort there.
@@ -64,10 +64,10 @@ class VllmMetrics:
 
     def render(self, names: Collection[str] | None = None) -> str:
         """All of them, or those with these names."""
-        models = list(self._metrics.model_info._metrics.copy())
+        models = list(children_of(self._metrics.model_info))
         if not models:
             return ""  # still loading
-        model = tuple(max(models, key=lambda values: values[1] != ""))  # one that has pages, if there is one
+        model = max(models, key=lambda values: values[1] != "")  # one that has pages, if there is one
         if model != self._model:
             self._model = model
             self._name_model(*model)
@@ -112,11 +112,11 @@ class VllmMetrics:
 
     def _count_successes(self) -> None:
         counts = dict.fromkeys(("stop", "length", "abort", "error"), 0.0)
-        for (reason,), child in self._metrics.finished._metrics.copy().items():
+        for (reason,), child in children_of(self._metrics.finished).items():
             counts[REASONS.get(reason, "abort")] += value_of(child)
         for reason, count in counts.items():
-            child = self._successes.labels(reason)
-            child.inc(count - value_of(child))
+            counter = self._successes.labels(reason)
+            counter.inc(count - value_of(counter))
 
 
 def _renamed(metric: Counter | Gauge | PageHistogram, name: str, labels: dict[str, str]) -> TextSource:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from levserve.errors import ConfigError
 from levserve.settings.cluster import find_place
@@ -47,7 +48,11 @@ def split_address(coordinator: str) -> tuple[str, int]:
 def _find(settings: Settings, environ: Mapping[str, str], notes: list[str]) -> Settings:
     """What is given beside `auto` counts more than what is found."""
     place = find_place(environ)
-    found = {"coordinator": place.coordinator, "num_hosts": place.num_hosts, "host_id": place.host_id}
+    found: dict[str, Any] = {
+        "coordinator": place.coordinator,
+        "num_hosts": place.num_hosts,
+        "host_id": place.host_id,
+    }
     for name in ("num_hosts", "host_id"):
         if name in settings.sources:
             del found[name]
