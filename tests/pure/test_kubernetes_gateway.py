@@ -79,21 +79,17 @@ def test_the_picker_may_only_look(gateway: dict[str, Any]) -> None:
     assert f"ServiceAccount/{account}" in gateway and binding["roleRef"]["name"] == role["metadata"]["name"]
 
 
-def test_the_picker_reads_metrics_that_levserve_exports(
-    gateway: dict[str, Any], plugins: dict[str, Any]
-) -> None:
-    assert plugins["metrics-data-source"]["path"].encode() in OPS_PATHS
-    assert {"name": "LEVSERVE_VLLM_METRICS", "value": "true"} in container_of(gateway["Deployment/levserve"])[
-        "env"
-    ]
+def test_the_picker_reads_metrics_that_the_routers_page_has(plugins: dict[str, Any]) -> None:
+    assert plugins["metrics-data-source"]["path"] == "/metrics/router"
+    assert b"/metrics/router" in OPS_PATHS
     (engine,) = plugins["core-metrics-extractor"]["engineConfigs"]
     assert engine.pop("name") == plugins["core-metrics-extractor"]["defaultEngine"]
     assert engine.pop("loraSpec") == ""
     metrics = Metrics()
-    VllmMetrics(metrics)
+    VllmMetrics(metrics, is_exported=False)
     metrics.model_info.labels("a-model", "32", "100").set(1)
     metrics.kv_pages_total.set(100)
-    page = metrics.render().decode()
+    page = metrics.render_for_router().decode()
     for name in engine.values():
         assert f"\n{name}{{" in page, name
 
