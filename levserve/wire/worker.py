@@ -121,6 +121,8 @@ class Worker(ThreadWorker):  # type: ignore[misc]
         try:
             req = next(parser)
             req._expected_100_continue = False  # already sent, if it was due, before the body came
+            if not request.is_whole:
+                req.force_close()  # so that the answer says it: a client would send its next request here
             return self.handle_request(req, connection) and request.is_whole and not req.body.failed
         except StopIteration:  # a WebSocket, or an answer that failed half-way and is logged
             return False

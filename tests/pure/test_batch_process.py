@@ -5,13 +5,14 @@ from __future__ import annotations
 import io
 import json
 import signal
+import socket
 from pathlib import Path
 
 import openai
 
 from tests.fake_server import ServerProcess
 from tests.pure.test_batch import TEXT, make_line
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_SECONDS, wait_until
 
 NUM_LINES = 1200
 MAX_BODY = 20_000
@@ -63,6 +64,13 @@ def test_a_server_that_is_killed_goes_on_with_nothing_lost_and_nothing_done_twic
 def test_a_file_that_is_too_large_is_refused_before_it_is_sent(tmp_path: Path) -> None:
     with ServerProcess("--max-file-bytes", "200000", "--max-body-bytes", str(MAX_BODY)) as server:
         server.wait_ready()
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=PATIENCE_SECONDS) as connection:
+            kind = "multipart/form-data; boundary=x"
+            head = f"POST /v1/files HTTP/1.1\r\nHost: x\r\nContent-Type: {kind}\r\nContent-Length: 1000000\r\n\r\n"
+            connection.sendall(head.encode())
+            answer = connection.recv(65536)
+        assert answer.startswith(b"HTTP/1.1 413 ") and b"\r\nConnection: close\r\n" in answer
         with client_of(server) as client:
             large = io.BytesIO(b"x" * 1_000_000)
             try:
