@@ -81,6 +81,7 @@ def start_timed_device(settings: Settings, registry: Registry) -> threading.Thre
 
 def run_timed_device(settings: Settings, registry: Registry) -> None:
     """Does what `models.load` and `serve` do, with programs that compute nothing."""
+    from levserve.device.executor import Executor
     from levserve.device.loop import DeviceLoop
     from levserve.device.packing import COUNT, SlotTable
     from levserve.device.programs import Programs, Shape
@@ -143,9 +144,9 @@ def run_timed_device(settings: Settings, registry: Registry) -> None:
 
     class TimedRunner(Runner):
         def __init__(self) -> None:
-            self._leaves, self._state, self._sizes = (), (), sizes  # type: ignore[assignment]
+            Executor.__init__(self, (), (), TimedPrograms())  # type: ignore[arg-type]
+            self._sizes = sizes
             self._slots = SlotTable(rows, sizes.table_width)
-            self.programs = TimedPrograms()
             self.prefill_token_seconds = token_seconds
 
     tokenizer = load_tokenizer(find_source(settings, lambda _: None).path)
