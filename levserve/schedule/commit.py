@@ -118,11 +118,11 @@ class Committer:
         """Appends the tokens that must follow, to be prefilled rather than drawn one at a time.
 
         Not while drawn tokens are in flight, which are mostly the same, nor if that takes pages from others
-        or lets sequences without a constraint wait for a prefill.
+        or lets them wait for a prefill: a step draws for all of them in little more time than for one.
         """
         if sequence.num_pending or not sequence.is_primed or not sequence.may_jump:
             return []
-        if self._jumps_delay_others and self._seats.running.num_free:
+        if self._jumps_delay_others and len(self._seats.running) > 1:
             return []
         assert sequence.matcher is not None
         forced = list(sequence.matcher.forced())[: sequence.max_length - len(sequence.tokens) - 1]

@@ -256,16 +256,18 @@ def test_the_text_is_the_same_in_any_company_with_any_rounds_and_after_preemptio
     assert server.scheduler.pool.num_held == 0
 
 
-@pytest.mark.parametrize(("has_company", "is_jumped"), [(False, True), (True, False)])
-def test_forced_tokens_are_prefilled_only_where_no_free_sequence_waits_for_that(
-    has_company: bool, is_jumped: bool
+@pytest.mark.parametrize(("company", "is_jumped"), [("", True), ("free", False), ("held", False)])
+def test_forced_tokens_are_prefilled_only_where_no_other_sequence_waits_for_that(
+    company: str, is_jumped: bool
 ) -> None:
     server = make_server()
     rule = ToyConstraint(tuple(frozenset((token + 1,)) for token in range(NUM_STATES)), None)
     held = GenerationRequest("held", (3, 4), 12, Sampling(seed=1), constraint=rule)
     server.submit(held)
-    if has_company:
-        server.submit(GenerationRequest("free", (5, 6), 40, Sampling(seed=2)))
+    if company:
+        # A sequence that is left alone jumps: neither may outlive the other, or the free one must.
+        its_rule, max_tokens = (rule, 12) if company == "held" else (None, 40)
+        server.submit(GenerationRequest("other", (5, 6), max_tokens, Sampling(seed=2), constraint=its_rule))
     server.run()
     _, num_forced = server.scheduler.take_constraint_counts()
     assert bool(num_forced) is is_jumped
