@@ -7,6 +7,7 @@ that does not fit the sequence's constraint are cut off here, and here a sequenc
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from enum import Enum, auto
 from typing import NamedTuple
 
 from levserve.schedule.constraint import take_fitting
@@ -16,6 +17,20 @@ from levserve.schedule.sequence import Chunk, Row, Sequence, SequenceUpdate
 
 MIN_JUMP = 2
 """Forced tokens that are worth a prefill; a single one costs no more as a decode step."""
+
+
+class Jumps(Enum):
+    """When the tokens that a constraint forces are prefilled, although others wait meanwhile.
+
+    Where a round is one step, the others draw in that step in little more time than one sequence alone. Where
+    it is several, a prefill of a few tokens takes less time than a round, and a sequence whose draw did not
+    fit has lost a round already.
+    """
+
+    ALWAYS = auto()
+    BESIDE_CONSTRAINED = auto()
+    """If every other sequence is constrained too: sequences without a constraint never wait for others'."""
+    ALONE = auto()
 
 
 class Sampled(NamedTuple):
@@ -33,9 +48,9 @@ class Sampled(NamedTuple):
 class Committer:
     """Commits what rounds sampled to the sequences in seats, round by round in the order of dispatch."""
 
-    def __init__(self, seats: Seats, *, jumps_delay_others: bool = True) -> None:
+    def __init__(self, seats: Seats, jumps: Jumps) -> None:
         self._seats = seats
-        self._jumps_delay_others = jumps_delay_others
+        self._jumps = jumps
         self._tainted: list[int] = []
         self._num_misfits = 0
         self._num_forced = 0
@@ -117,12 +132,12 @@ class Committer:
     def _jump(self, sequence: Sequence) -> list[int]:
         """Appends the tokens that must follow, to be prefilled rather than drawn one at a time.
 
-        Not while drawn tokens are in flight, which are mostly the same, nor if that takes pages from others
-        or lets them wait for a prefill: a step draws for all of them in little more time than for one.
+        Not while drawn tokens are in flight, which are mostly the same, nor if that takes pages from others,
+        nor beside sequences that must not wait for a prefill.
         """
         if sequence.num_pending or not sequence.is_primed or not sequence.may_jump:
             return []
-        if self._jumps_delay_others and len(self._seats.running) > 1:
+        if self._num_delayed() > 0:
             return []
         assert sequence.matcher is not None
         forced = list(sequence.matcher.forced())[: sequence.max_length - len(sequence.tokens) - 1]
@@ -137,6 +152,13 @@ class Committer:
         sequence.tokens += forced
         self._num_forced += len(forced)
         return forced
+
+    def _num_delayed(self) -> int:
+        """Running sequences that must not wait for another one's forced tokens."""
+        if self._jumps is Jumps.ALWAYS:
+            return 0
+        running = self._seats.running
+        return running.num_free if self._jumps is Jumps.BESIDE_CONSTRAINED else len(running) - 1
 
     def _fail(self, sequence: Sequence) -> SequenceUpdate:
         """Ends a sequence whose numbers are not finite; its pages cannot be found again, and are cleared

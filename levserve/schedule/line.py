@@ -17,6 +17,8 @@ class Line:
 
     def __init__(self) -> None:
         self._by_id: OrderedDict[str, Sequence] = OrderedDict()
+        self.num_free = 0
+        """Sequences without a constraint."""
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -45,6 +47,7 @@ class Line:
     def add(self, sequence: Sequence) -> None:
         first, last = self.first(), self.last()
         self._by_id[sequence.request.request_id] = sequence
+        self.num_free += sequence.matcher is None
         if first is None or last is None or last.rank < sequence.rank:
             return
         if sequence.rank < first.rank:
@@ -55,8 +58,10 @@ class Line:
 
     def remove(self, sequence: Sequence) -> None:
         """Does nothing if it is not there."""
-        self._by_id.pop(sequence.request.request_id, None)
+        if self._by_id.pop(sequence.request.request_id, None) is not None:
+            self.num_free -= sequence.matcher is None
 
     def check(self) -> None:
         ranks = [sequence.rank for sequence in self._by_id.values()]
         assert ranks == sorted(ranks)
+        assert self.num_free == sum(sequence.matcher is None for sequence in self._by_id.values())

@@ -28,6 +28,7 @@ from collections.abc import Sequence as Seq
 
 from levserve.schedule.background import NOTHING, Allowance, is_resting, live_only
 from levserve.schedule.budget import Budget
+from levserve.schedule.commit import Jumps
 from levserve.schedule.pace import Backlog
 from levserve.schedule.pages import PagePool
 from levserve.schedule.request import BACKGROUND, GenerationRequest
@@ -47,7 +48,8 @@ class Scheduler(SeatedScheduler[Roster]):
         self.pool = pool
         self.budget = budget
         self.speculation = speculation
-        super().__init__(Roster(pool, budget.num_slots), jumps_delay_others=True)
+        jumps = Jumps.BESIDE_CONSTRAINED if budget.steps > 1 else Jumps.ALONE
+        super().__init__(Roster(pool, budget.num_slots), jumps)
 
     @property
     def is_speculating(self) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Sequence as Seq
 from typing import Generic, TypeVar
 
 from levserve.schedule.background import Rest, Share, live_only
-from levserve.schedule.commit import Committer, Sampled
+from levserve.schedule.commit import Committer, Jumps, Sampled
 from levserve.schedule.request import FinishReason
 from levserve.schedule.seats import Seats
 from levserve.schedule.sequence import RoundPlan, SequenceUpdate
@@ -23,9 +23,9 @@ class SeatedScheduler(Generic[SeatsT]):
     `check` recomputes what they hold from scratch and is cheap enough to call after each step of a test.
     """
 
-    def __init__(self, seats: SeatsT, *, jumps_delay_others: bool) -> None:
+    def __init__(self, seats: SeatsT, jumps: Jumps) -> None:
         self._seats = seats
-        self._committer = Committer(seats, jumps_delay_others=jumps_delay_others)
+        self._committer = Committer(seats, jumps)
         self._rest = Rest()
         self._share = Share()
 

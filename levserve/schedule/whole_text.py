@@ -16,6 +16,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 
 from levserve.schedule.background import is_resting, live_only
+from levserve.schedule.commit import Jumps
 from levserve.schedule.pace import Backlog
 from levserve.schedule.pages import PagePool
 from levserve.schedule.request import GenerationRequest
@@ -80,7 +81,7 @@ class WholeTextScheduler(SeatedScheduler[Seats]):
 
     def __init__(self, budget: WorkBudget) -> None:
         self.budget = budget
-        super().__init__(Seats(budget.num_slots), jumps_delay_others=False)
+        super().__init__(Seats(budget.num_slots), Jumps.ALWAYS)
         self._turn = 0
 
     @property

@@ -256,17 +256,27 @@ def test_the_text_is_the_same_in_any_company_with_any_rounds_and_after_preemptio
     assert server.scheduler.pool.num_held == 0
 
 
-@pytest.mark.parametrize(("company", "is_jumped"), [("", True), ("free", False), ("held", False)])
-def test_forced_tokens_are_prefilled_only_where_no_other_sequence_waits_for_that(
-    company: str, is_jumped: bool
+@pytest.mark.parametrize(
+    ("steps", "company", "is_jumped"),
+    [
+        (1, "", True),
+        (1, "free", False),
+        (1, "held", False),
+        (8, "", True),
+        (8, "free", False),
+        (8, "held", True),
+    ],
+)
+def test_forced_tokens_are_prefilled_only_where_others_may_wait_for_that(
+    steps: int, company: str, is_jumped: bool
 ) -> None:
-    server = make_server()
+    server = make_server(steps=steps)
     rule = ToyConstraint(tuple(frozenset((token + 1,)) for token in range(NUM_STATES)), None)
     held = GenerationRequest("held", (3, 4), 12, Sampling(seed=1), constraint=rule)
     server.submit(held)
     if company:
         # A sequence that is left alone jumps: neither may outlive the other, or the free one must.
-        its_rule, max_tokens = (rule, 12) if company == "held" else (None, 40)
+        its_rule, max_tokens = (rule, 12) if company == "held" else (None, 160)
         server.submit(GenerationRequest("other", (5, 6), max_tokens, Sampling(seed=2), constraint=its_rule))
     server.run()
     _, num_forced = server.scheduler.take_constraint_counts()
