@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from levserve.model.cache import Place
 from levserve.model.config import Activation, ModelConfig
+from levserve.model.packed import PackedMatrix
 from levserve.model.rotary import Angles
 from levserve.model.text_attention import Texts
 from levserve.model.traits import Traits
@@ -89,8 +90,9 @@ class Mixture(ExpertLayer, Protocol):
     def rule(self) -> ExpertRule: ...
 
     @property
-    def matrices(self) -> tuple[jax.Array, jax.Array]:
-        """Gate above up [expert, 2 * mlp, embed], or up alone, and down [expert, embed, mlp]."""
+    def matrices(self) -> tuple[jax.Array, jax.Array] | None:
+        """Gate above up [expert, 2 * mlp, embed], or up alone, and down [expert, embed, mlp]; None if they
+        are in the bits of their checkpoint."""
 
 
 class ExpertChoice(NamedTuple):
@@ -160,6 +162,10 @@ class Backend(ABC):
     @abstractmethod
     def product(self, weight: jax.Array, scale: jax.Array | None) -> Product | None:
         """A kernel for products with this matrix [out, in], or None: then XLA multiplies."""
+
+    @abstractmethod
+    def packed_product(self, matrix: PackedMatrix, widened: jnp.dtype) -> Product:
+        """Products with a matrix [out, in] that is in the bits of its checkpoint, multiplied in `widened`."""
 
     def run_layers(
         self,

@@ -24,6 +24,7 @@ from levserve.model.config import ModelConfig, parameter_shapes
 from levserve.model.feed_forward import CHUNK, ROW, Experts, Mlp
 from levserve.model.linear import Linear
 from levserve.model.norm import Norm, apply
+from levserve.model.packed import SCALE, ZERO, Kept, PackedMatrix
 from levserve.model.quantize import Quantization
 from levserve.model.rotary import Angles, angles_at
 from levserve.model.sharding import gather_over_devices, look_up_over_devices
@@ -115,6 +116,7 @@ class Layer(eqx.Module):
             ("gate_up", self.mlp.gate_up),
             ("down", self.mlp.down),
         ):
+            assert isinstance(linear.weight, NamedArray)  # no kernel runs layers of packed matrices
             named |= {name: linear.weight, f"{name}_scale": linear.scale}
         return {name: array.array for name, array in named.items() if array is not None}
 
@@ -162,7 +164,7 @@ class Decoder(eqx.Module):
         arrays: Mapping[str, jax.Array],
         *,
         backend: Backend = XLA_ON_CPU,
-        quantization: Quantization | None = None,
+        quantization: Quantization | Kept | None = None,
     ) -> Decoder:
         """Builds the model from the arrays that `parameter_shapes` names, or from quantized ones."""
         assert arrays.keys() == parameter_shapes(config).keys() or any(
@@ -171,17 +173,24 @@ class Decoder(eqx.Module):
 
         widened = None if quantization is None else quantization.widened
         is_shared = config.num_shards > 1
+        schemes = quantization.by_name() if isinstance(quantization, Kept) else {}
 
         def optional(name: str, *axes: Axis) -> NamedArray | None:
             return hax.named(arrays[name], axes) if name in arrays else None
 
         def linear(name: str, Out: Axis, In: Axis, *stacked: Axis) -> Linear:
-            weight, bias = hax.named(arrays[name], (*stacked, Out, In)), optional(f"{name}_bias", Out)
-            scale = optional(f"{name}_scale", Out)
+            bias = optional(f"{name}_bias", Out)
             # Products that are added to the residual stream are never rounded: every bit counts there.
             rounds = backend.rounds_products and Out in (config.QKV, config.GateUp)
             # The devices' experts are added up after they are mixed.
             is_partial = is_shared and Out == config.Embed and not stacked
+            axes = (*stacked, Out, In)
+            if name in schemes:
+                matrix = PackedMatrix(
+                    arrays[name], arrays[name + SCALE], arrays.get(name + ZERO), schemes[name], axes
+                )
+                return Linear(matrix, bias, None, backend, rounds, widened, is_partial)
+            weight, scale = hax.named(arrays[name], axes), optional(name + SCALE, Out)
             return Linear(
                 weight, bias, scale, backend, rounds, None if scale is None else widened, is_partial
             )
@@ -301,7 +310,7 @@ class Blueprint:
 
     config: ModelConfig
     backend: Backend = XLA_ON_CPU
-    quantization: Quantization | None = None
+    quantization: Quantization | Kept | None = None
 
     def build(self, arrays: Mapping[str, jax.Array]) -> Decoder:
         return Decoder.from_arrays(self.config, arrays, backend=self.backend, quantization=self.quantization)

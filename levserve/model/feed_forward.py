@@ -13,6 +13,7 @@ from haliax import NamedArray
 from levserve.model.backend import Backend, ExpertRule
 from levserve.model.config import Activation, ModelConfig
 from levserve.model.linear import Linear
+from levserve.model.packed import PackedMatrix
 from levserve.model.sharding import sum_over_devices
 
 ROW, CHUNK = "row", "chunk"
@@ -68,8 +69,11 @@ class Experts(eqx.Module):
         )
 
     @property
-    def matrices(self) -> tuple[jax.Array, jax.Array]:
-        return self.stacked.gate_up.weight.array, self.stacked.down.weight.array
+    def matrices(self) -> tuple[jax.Array, jax.Array] | None:
+        gate_up, down = self.stacked.gate_up.weight, self.stacked.down.weight
+        if isinstance(gate_up, PackedMatrix) or isinstance(down, PackedMatrix):
+            return None
+        return gate_up.array, down.array
 
     def one(self, number: jax.Array, tokens: jax.Array) -> jax.Array:
         return self._run(

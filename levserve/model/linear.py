@@ -11,19 +11,21 @@ from jax import lax
 
 from levserve.model import cache
 from levserve.model.backend import Backend, Product
+from levserve.model.packed import PackedMatrix, multiply_packed
 from levserve.model.sharding import sum_over_devices
 
 
 class Linear(eqx.Module):
     """A matrix [out, in], the layout that checkpoints have and that CPU and GPU products read fastest.
 
-    A quantized matrix has a `scale` for each output. It is widened to the type `widened` for the product;
-    None leaves the product to the backend. A product is summed in float32 and stays so, unless it `rounds`:
-    then it comes in the weight's type, which halves what a GPU writes and reads again. On a CPU a bfloat16
-    result is 20 times slower.
+    A matrix that `--quantize` made has a `scale` for each output. It is widened to the type `widened` for the
+    product; None leaves the product to the backend. A `PackedMatrix` is in the bits of its checkpoint.
+
+    A product is summed in float32 and stays so, unless it `rounds`: then it comes in the weight's type, which
+    halves what a GPU writes and reads again. On a CPU a bfloat16 result is 20 times slower.
     """
 
-    weight: NamedArray
+    weight: NamedArray | PackedMatrix
     bias: NamedArray | None = None
     scale: NamedArray | None = None
     backend: Backend | None = eqx.field(static=True, default=None)
@@ -43,9 +45,13 @@ class Linear(eqx.Module):
     @property
     def product_dtype(self) -> jnp.dtype:
         """The type that loses nothing of the product."""
-        return self.weight.dtype if self.rounds and self.scale is None else jnp.dtype(jnp.float32)
+        if isinstance(self.weight, PackedMatrix) or not self.rounds or self.scale is not None:
+            return jnp.dtype(jnp.float32)
+        return self.weight.dtype
 
     def _multiply(self, x: NamedArray, num_used: jax.Array | None) -> NamedArray:
+        if isinstance(self.weight, PackedMatrix):
+            return self._multiply_packed(x, self.weight, num_used)
         if self.backend is not None and self.widened is None:
             scale = None if self.scale is None else self.scale.array
             product = self.backend.product(self.weight.array, scale)
@@ -57,6 +63,15 @@ class Linear(eqx.Module):
         y = y.astype(jnp.float32)
         return y if self.scale is None else y * self.scale
 
+    def _multiply_packed(self, x: NamedArray, matrix: PackedMatrix, num_used: jax.Array | None) -> NamedArray:
+        assert self.widened is not None
+        if matrix.ndim > 2:
+            return Linear(matrix.widen(self.widened))(x)
+        if self.backend is not None:
+            return self._multiply_rows(x, self.backend.packed_product(matrix, self.widened), num_used)
+        widened = self.widened
+        return self._multiply_rows(x, lambda rows, _: multiply_packed(matrix, rows, widened), num_used)
+
     def _multiply_rows(self, x: NamedArray, product: Product, num_used: jax.Array | None) -> NamedArray:
         Out, In = self.weight.axes
         others = tuple(axis for axis in x.axes if axis.name != In.name)
@@ -66,10 +81,14 @@ class Linear(eqx.Module):
 
     def of_expert(self, number: jax.Array) -> Linear:
         """One of the matrices of a weight [expert, out, in]."""
+        if isinstance(self.weight, PackedMatrix):
+            return Linear(self.weight.of_expert(number), widened=self.widened)
         _, *axes = self.weight.axes
         matrix = lax.dynamic_index_in_dim(self.weight.array, number, keepdims=False)
         return Linear(hax.named(cache.from_bits(matrix), axes))
 
     def of_each(self, numbers: NamedArray) -> Linear:
         """A copy of the matrix for each number."""
+        if isinstance(self.weight, PackedMatrix):
+            return Linear(self.weight.of_each(numbers), widened=self.widened)
         return Linear(self.weight.take("expert", numbers))

@@ -29,12 +29,18 @@ def choose_backend(
     quantized: jnp.dtype | None = None,
     dtype: jnp.dtype = jnp.dtype(jnp.bfloat16),
     kv_dtype: jnp.dtype = jnp.dtype(jnp.bfloat16),
+    is_packed: bool = False,
 ) -> Chosen:
-    """The best backend for matrices in `dtype`, or in eight bits if `quantized`, on this platform."""
+    """The best backend for matrices in `dtype`, or in eight bits if `quantized`, on this platform.
+
+    Those of a model that `is_packed` are in the bits of their checkpoint.
+    """
     plain = XlaBackend(platform)
     if kernels == "xla":
         return Chosen(plain, "--kernels xla")
     if platform == "cpu":
+        if is_packed:
+            return Chosen(plain, "the CPU kernels do not take matrices in the bits of their checkpoint")
         return _choose_for_cpu(plain, config, quantized, quantized or dtype, kv_dtype)
     if platform == "gpu":
         from levserve.model.gpu import backend as gpu  # brings Pallas, which a CPU does not need

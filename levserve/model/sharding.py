@@ -136,7 +136,7 @@ def find_cut(name: str, config: ModelConfig) -> Cut | None:
     if config.qk_norm_spans_heads and kind in SPANNING_NORMS:
         return SPANNING_NORMS[kind]
     # Devices quantize their own shares, so that each has scales of its own.
-    return TABLE.get(kind.removesuffix("_scale"))
+    return TABLE.get(kind.removesuffix("_scale").removesuffix("_zero"))
 
 
 def indivisible_reason(config: ModelConfig, count: int) -> str | None:

@@ -25,6 +25,7 @@ from levserve.model.backend import (
 )
 from levserve.model.cache import Place, take_ends
 from levserve.model.experts import are_few, choose_experts, mix_gathered, mix_in_blocks, mix_in_slots
+from levserve.model.packed import PackedMatrix, multiply_packed
 from levserve.model.quantize import multiply_rotated
 from levserve.model.rotary import Angles, rotate
 from levserve.model.search import likeliest
@@ -114,6 +115,9 @@ class XlaBackend(Backend):
         if scale is None or weight.ndim != 2 or not self.is_cpu:
             return None
         return lambda x, num_used: multiply_rotated(weight, scale, x)
+
+    def packed_product(self, matrix: PackedMatrix, widened: jnp.dtype) -> Product:
+        return lambda x, num_used: multiply_packed(matrix, x, widened)
 
     def mean(self, x: jax.Array) -> jax.Array:
         """On a CPU XLA adds in an order that depends on the number of rows, and the last bit of a sum can

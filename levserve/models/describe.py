@@ -26,6 +26,7 @@ from levserve.model import cache
 from levserve.model.backend import Backend
 from levserve.model.config import ModelConfig, parameter_shapes
 from levserve.model.decoder import Blueprint
+from levserve.model.packed import Code, Kept
 from levserve.model.placement import HostArray, shards_of
 from levserve.model.quantize import NARROW, Quantization, choose_quantization
 from levserve.model.select import choose_backend
@@ -40,10 +41,11 @@ from levserve.settings.settings import Settings
 from levserve.weights.checkpoint import (
     Tensors,
     convert_tensors,
-    is_quantized_file,
+    is_quantized_checkpoint,
     load_arrays,
     open_tensors,
     read_config,
+    read_schemes,
 )
 from levserve.weights.cutter import Cutter
 from levserve.weights.memory_tensors import tensors_in_memory
@@ -68,7 +70,7 @@ class Description:
     """The first, if several share the model."""
     mesh: Mesh | None
     dtype: jnp.dtype
-    quantization: Quantization | None
+    quantization: Quantization | Kept | None
     backend: Backend
     backend_reason: str
     kv_dtype: jnp.dtype
@@ -107,7 +109,7 @@ class Description:
     @property
     def read_dtype(self) -> jnp.dtype:
         """The type in which weights are read: those that will be quantized are not rounded before."""
-        return self.dtype if self.quantization is None else jnp.dtype(jnp.float32)
+        return jnp.dtype(jnp.float32) if isinstance(self.quantization, Quantization) else self.dtype
 
     @property
     def page_bytes(self) -> int:
@@ -116,8 +118,12 @@ class Description:
 
     @property
     def expected_weight_bytes(self) -> int:
-        kept = self.dtype if self.quantization is None else self.quantization.kept
-        return sum_bytes(parameter_shapes(self.local_config), kept)
+        shapes = parameter_shapes(self.local_config)
+        if isinstance(self.quantization, Quantization):
+            return sum_bytes(shapes, self.quantization.kept)
+        schemes = {} if self.quantization is None else self.quantization.by_name()
+        stored = sum(scheme.num_bytes(shapes.pop(name)) for name, scheme in schemes.items())
+        return stored + sum_bytes(shapes, self.dtype)
 
     @property
     def floor_bytes(self) -> int:
@@ -217,15 +223,22 @@ def describe(settings: Settings, files: ModelFiles) -> Description:
     dtype = jnp.dtype(jnp.float32 if settings.dtype == "float32" else jnp.bfloat16)
     mesh = choose_mesh(settings, config)
     check_fp8(settings, device)
+    mesh_size = 1 if mesh is None else mesh.size
     narrow = choose_narrow(settings, device.platform, files.path, config)
+    kept = None
+    if narrow is None and keeps_bits(settings, device.platform, files.path):
+        schemes = read_schemes(files.path, config, mesh_size)
+        kept = Kept(tuple(schemes.items()), dtype) if schemes else None
+        check_kept(kept, device)
     kv_dtype = cache.kv_dtype(settings.kv_dtype, dtype)
     backend, reason = choose_backend(
         kernel_platform(device),
-        local_config(config, 1 if mesh is None else mesh.size),
+        local_config(config, mesh_size),
         kernels=settings.kernels,
         quantized=narrow,
         dtype=dtype,
         kv_dtype=kv_dtype,
+        is_packed=kept is not None,
     )
     return Description(
         settings=settings,
@@ -234,7 +247,7 @@ def describe(settings: Settings, files: ModelFiles) -> Description:
         device=device,
         mesh=mesh,
         dtype=dtype,
-        quantization=choose_quantization(narrow, backend, dtype),
+        quantization=kept or choose_quantization(narrow, backend, dtype),
         backend=backend,
         backend_reason=reason,
         kv_dtype=kv_dtype,
@@ -251,19 +264,43 @@ def choose_narrow(settings: Settings, platform: str, path: Path, config: ModelCo
     if settings.quantize != "auto":
         return NARROW.get(settings.quantize)
     is_free_to_choose = platform == "cpu" and settings.dtype == "auto" and not config.num_experts
-    return NARROW["int8"] if is_free_to_choose and is_quantized_file(path) else None
+    return NARROW["int8"] if is_free_to_choose and is_quantized_checkpoint(path) else None
+
+
+def keeps_bits(settings: Settings, platform: str, path: Path) -> bool:
+    """Whether matrices stay in the bits that the checkpoint has them in: by default only on a GPU."""
+    if settings.quantize not in ("auto", "keep"):
+        return False
+    if is_quantized_checkpoint(path):
+        return settings.quantize == "keep" or platform == "gpu"
+    if settings.quantize == "keep":
+        raise ConfigError(f"--quantize keep: the matrices of {path} are not quantized")
+    return False
 
 
 def check_fp8(settings: Settings, device: jax.Device) -> None:
     options = {"--kv-dtype": settings.kv_dtype, "--quantize": settings.quantize}
     asked = [option for option, value in options.items() if value == "fp8"]
-    if not asked or device.platform != "gpu":
-        return
-    capability = device.compute_capability
-    if tuple(map(int, capability.split("."))) < FP8_CAPABILITY:
+    if asked and not computes_fp8(device):
         raise ConfigError(
-            f"{asked[0]} fp8 needs a GPU of compute capability 8.9 or later, and this one has {capability}"
+            f"{asked[0]} fp8 needs a GPU of compute capability 8.9 or later, and this one has "
+            f"{device.compute_capability}"
         )
+
+
+def check_kept(kept: Kept | None, device: jax.Device) -> None:
+    schemes = {} if kept is None else kept.by_name()
+    if any(scheme.code is Code.FP8 for scheme in schemes.values()) and not computes_fp8(device):
+        raise ConfigError(
+            "the checkpoint is in fp8, which needs a GPU of compute capability 8.9 or later, and this one "
+            f"has {device.compute_capability}: use --quantize int8 or none"
+        )
+
+
+def computes_fp8(device: jax.Device) -> bool:
+    if device.platform != "gpu":
+        return True
+    return tuple(map(int, device.compute_capability.split("."))) >= FP8_CAPABILITY
 
 
 def in_order(arrays: Iterable[tuple[str, NDArray[np.generic]]]) -> list[NDArray[np.generic]]:

@@ -24,6 +24,7 @@ from levserve.errors import StartupError
 from levserve.model.aligned import aligned_array
 from levserve.model.backend import Backend
 from levserve.model.config import ModelConfig
+from levserve.model.packed import Kept, Scheme
 from levserve.model.placement import place, shards_of
 from levserve.model.quantize import Quantization, quantize_arrays
 from levserve.model.sharding import UNSHARED, Shards, find_cut
@@ -32,11 +33,13 @@ from levserve.weights import gguf_tensors, hf_tensors
 from levserve.weights.cutter import Cutter
 from levserve.weights.fill import Source, fill, num_threads
 from levserve.weights.gguf_config import read_gguf_config
-from levserve.weights.hf_config import read_hf_config
+from levserve.weights.hf_config import read_hf_config, read_method
 from levserve.weights.levanter_config import read_levanter_config
 from levserve.weights.levanter_folder import CONFIG_FILE, find_config, is_levanter_checkpoint
 from levserve.weights.mapping import release_pages
+from levserve.weights.packed_arrays import find_schemes, read_packed
 from levserve.weights.progress import Progress, Report
+from levserve.weights.quantized import hf_folder
 from levserve.weights.stored_tensor import StoredTensor
 from levserve.weights.tensor_names import Format, find_targets, match_tensors
 
@@ -83,8 +86,17 @@ def read_config(path: Path, config_file: Path | None = None) -> ModelConfig:
     return config
 
 
-def is_quantized_file(path: Path) -> bool:
-    return not path.is_dir() and gguf_tensors.is_quantized(path)
+def is_quantized_checkpoint(path: Path) -> bool:
+    """Whether the matrices of the checkpoint have eight bits or fewer per number."""
+    if not path.is_dir():
+        return gguf_tensors.is_quantized(path)
+    return not is_levanter_checkpoint(path) and read_method(path / "config.json") is not None
+
+
+def read_schemes(path: Path, config: ModelConfig, num_shards: int) -> dict[str, Scheme]:
+    """How each array that can stay in the checkpoint's own bits is kept. Reads no weights."""
+    tensors = open_tensors(path, config, jnp.dtype(jnp.float32))
+    return find_schemes(_find_sources(tensors, config), config, num_shards)
 
 
 def load_arrays(
@@ -93,14 +105,14 @@ def load_arrays(
     dtype: jnp.dtype,
     *,
     report: Report,
-    quantization: Quantization | None = None,
+    quantization: Quantization | Kept | None = None,
     backend: Backend = XLA_ON_CPU,
     mesh: Mesh | None = None,
 ) -> dict[str, jax.Array]:
     """Every array of `parameter_shapes`, on the device, or cut over those of a mesh.
 
-    Matrices are in `dtype` or in eight bits, those of experts in the backend's `expert_storage` of `dtype`;
-    norms and biases are in float32.
+    Matrices are in `dtype`, in eight bits or as they are stored, those of experts in the backend's
+    `expert_storage` of `dtype`; norms and biases are in float32.
     """
     arrays = read_arrays(
         path,
@@ -125,12 +137,13 @@ def read_arrays(
     dtype: jnp.dtype,
     *,
     report: Report,
-    quantization: Quantization | None = None,
+    quantization: Quantization | Kept | None = None,
     backend: Backend = XLA_ON_CPU,
     shards: Shards = UNSHARED,
 ) -> Iterator[tuple[str, NDArray[np.generic]]]:
     """The same arrays one after another in the host's memory. Uses no device, so any thread may call it."""
-    tensors = open_tensors(path, config, dtype if quantization is None else jnp.dtype(jnp.float32))
+    read_dtype = jnp.dtype(jnp.float32) if isinstance(quantization, Quantization) else dtype
+    tensors = open_tensors(path, config, read_dtype)
     return convert_tensors(
         tensors,
         config,
@@ -148,7 +161,7 @@ def convert_tensors(
     dtype: jnp.dtype,
     *,
     report: Report,
-    quantization: Quantization | None = None,
+    quantization: Quantization | Kept | None = None,
     backend: Backend = XLA_ON_CPU,
     shards: Shards = UNSHARED,
 ) -> Iterator[tuple[str, NDArray[np.generic]]]:
@@ -157,8 +170,10 @@ def convert_tensors(
     Those that are cut between devices come as the shares of `shards` one above the other. Matrices that will
     be quantized are read in float32, one at a time, and cut before: a quantized matrix mixes its columns.
     """
-    if quantization is None:
-        return _read_plain(tensors, config, dtype, backend.expert_storage(dtype), shards, report=report)
+    if not isinstance(quantization, Quantization):
+        return _read_plain(
+            tensors, config, dtype, backend.expert_storage(dtype), shards, report=report, kept=quantization
+        )
     if config.num_experts:
         raise StartupError(f"{tensors.source}: --quantize does not support a mixture of experts")
     float32 = jnp.dtype(jnp.float32)
@@ -182,8 +197,15 @@ def _read_plain(
     shards: Shards,
     *,
     report: Report,
+    kept: Kept | None = None,
 ) -> Iterator[tuple[str, NDArray[np.generic]]]:
     sources = _find_sources(tensors, config)
+    schemes = {} if kept is None else kept.by_name()
+    if kept is not None and find_schemes(sources, config, shards.count) != schemes:
+        raise StartupError(
+            f"{tensors.source}: its matrices are not quantized as those that are served, which keep the bits "
+            "of their checkpoint"
+        )
     cutter = Cutter(config, shards)
     shapes = cutter.host_shapes
     has_offsets = config.has_offset_norms and tensors.has_offset_norms
@@ -191,6 +213,14 @@ def _read_plain(
     mapped_bytes = 0
     with ThreadPoolExecutor(num_threads(), thread_name_prefix="levserve-weights") as pool:
         for name in load_order(shapes) if tensors.is_stacked else shapes:
+            if name in schemes:
+                progress.advance(math.prod(shapes[name]))
+                for part, array in read_packed(
+                    name, schemes[name], sources[name], cutter, pool, tensors.source
+                ):
+                    mapped_bytes += array.nbytes
+                    yield part, array
+                continue
             host = aligned_array(shapes[name], np.dtype(dtype if len(shapes[name]) > 1 else np.float32))
             if cutter.has_gaps(name):
                 host[...] = 0
@@ -232,7 +262,11 @@ def open_tensors(path: Path, config: ModelConfig, dtype: jnp.dtype) -> Tensors:
         stored = dict(_open_checkpoint(path).read_tensors(np.dtype(dtype)))
         return Tensors(str(path), stored, files=[path], is_stacked=True)
     if path.is_dir():
-        found = hf_tensors.read_tensors(path, config)
+        method = read_method(path / "config.json")
+        if method is None:
+            found = hf_tensors.read_tensors(path, config)
+        else:
+            found = hf_folder.read_tensors(path, config, method)
         return Tensors(str(path), dict(found), files=hf_tensors.find_files(path))
     found = gguf_tensors.read_tensors(path, config.head_dim)
     return Tensors(str(path), dict(found), Format.GGUF, [path])

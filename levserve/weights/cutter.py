@@ -36,8 +36,13 @@ class Cutter:
         is_by_words = name in ("embed", "head", "head_bias")
         return is_by_words and self._config.vocab_size % self._shards.count > 0
 
-    def copies(self, name: str, host: NDArray[np.generic], source: Source) -> Iterator[Copy]:
-        """What goes from a tensor to an array that has the shape of `host_shapes`."""
+    def copies(
+        self, name: str, host: NDArray[np.generic], source: Source, columns_each: int = 1
+    ) -> Iterator[Copy]:
+        """What goes from a tensor to an array that has the shape of `host_shapes`.
+
+        A column of the scales of a quantized matrix stands for `columns_each` of its own.
+        """
         if not self._is_cut(name):
             yield Copy(_rows_of(source), (), host[source.target.index])
             return
@@ -49,17 +54,20 @@ class Cutter:
             if share.axis < len(source.target.index):
                 yield from _cut_rows(share, into, source)
             else:
-                yield _cut_columns(share, into, source)
+                yield _cut_columns(share, into, source, columns_each)
 
     def _is_cut(self, name: str) -> bool:
         return self._shards.count > 1 and find_cut(name, self._config) is not None
 
 
-def _cut_columns(share: Share, into: NDArray[np.generic], source: Source) -> Copy:
+def _cut_columns(share: Share, into: NDArray[np.generic], source: Source, columns_each: int) -> Copy:
     """The columns of a share; a tensor has all columns of its rows."""
     (columns,) = share.ranges
     inner = (slice(None),) * (len(source.tensor.shape) - 2)
-    return Copy(_rows_of(source), (*inner, _slice(columns)), into[source.target.index])
+    if into.shape[-1] == source.tensor.shape[-1]:  # a scale for whole rows is every device's
+        return Copy(_rows_of(source), (), into[source.target.index])
+    wanted = range(columns.start // columns_each, columns.stop // columns_each)
+    return Copy(_rows_of(source), (*inner, _slice(wanted)), into[source.target.index])
 
 
 def _cut_rows(share: Share, into: NDArray[np.generic], source: Source) -> Iterator[Copy]:

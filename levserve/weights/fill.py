@@ -24,6 +24,7 @@ from levserve.weights.tensor_names import Target
 BLOCK_SIZE = 1 << 18  # numbers decoded at a time: 1 MB of float32 stays in the CPU's cache
 MAX_THREADS = 8
 BFLOAT16_EXPONENT = 0x7F80  # all ones in a number that is not finite
+FP8_NAN = 0x7F
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,8 @@ def _columns_of(copies: list[Copy], source: Source) -> slice:
 
 
 def _is_finite(block: NDArray[np.generic]) -> bool:
+    if block.dtype == ml_dtypes.float8_e4m3fn:  # it has no infinity
+        return int((block.view(np.uint8) & FP8_NAN).max()) < FP8_NAN
     if block.dtype == ml_dtypes.bfloat16:  # by the bits: 0.4 ns per number, where numpy's isfinite takes 3.6
         return int((block.view(np.uint16) & BFLOAT16_EXPONENT).max()) < BFLOAT16_EXPONENT
     return bool(np.isfinite(block).all())

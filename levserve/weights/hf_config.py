@@ -14,6 +14,8 @@ from levserve.errors import StartupError
 from levserve.model.config import ModelConfig
 from levserve.weights.config_fields import Fields
 from levserve.weights.families import FAMILIES, Extras, Family, every_layer, no_layer
+from levserve.weights.quantized.methods import KEYS, find_method
+from levserve.weights.quantized.module import Method
 from levserve.weights.rope_scaling import read_scaling, scaled_context
 
 # Keys that change the forward pass, each with the values for which it is as we compute it.
@@ -47,7 +49,16 @@ SUPPORTED_VALUES: dict[str, tuple[object, ...]] = {
 
 
 def read_hf_config(path: Path) -> ModelConfig:
-    return make_hf_config(_read_fields(path))
+    """Refuses also a checkpoint that is quantized in a way which cannot be read."""
+    fields = _read_fields(path)
+    find_method(fields)
+    others = {key: value for key, value in fields.values.items() if key not in KEYS}
+    return make_hf_config(Fields(fields.source, others))
+
+
+def read_method(path: Path) -> Method | None:
+    """How the checkpoint of this config.json is quantized; None: it is not."""
+    return find_method(_read_fields(path))
 
 
 def make_hf_config(written: Fields) -> ModelConfig:

@@ -19,6 +19,8 @@ from safetensors import SafetensorError, safe_open
 
 from levserve.errors import StartupError
 from levserve.model.config import ModelConfig
+from levserve.weights.fp8_slices import TYPES as FP8_TYPES
+from levserve.weights.fp8_slices import Fp8File
 from levserve.weights.gguf_tensors import interleaved_rows
 from levserve.weights.stored_tensor import ALL, StoredTensor
 from levserve.weights.tensor_names import BY_HEAD, INTERLEAVED, TRANSPOSED
@@ -41,7 +43,7 @@ class Slice(Protocol):
 
     def get_shape(self) -> list[int]: ...
     def get_dtype(self) -> str: ...
-    def __getitem__(self, part: slice | tuple[slice, slice]) -> NDArray[np.generic]: ...
+    def __getitem__(self, part: slice | tuple[slice, ...]) -> NDArray[np.generic]: ...
 
 
 class _TorchSlice:
@@ -56,7 +58,7 @@ class _TorchSlice:
     def get_dtype(self) -> str:
         return TORCH_DTYPES.get(self._array.dtype.name, self._array.dtype.name)
 
-    def __getitem__(self, part: slice | tuple[slice, slice]) -> NDArray[np.generic]:
+    def __getitem__(self, part: slice | tuple[slice, ...]) -> NDArray[np.generic]:
         return np.asarray(self._array[part])
 
 
@@ -144,10 +146,15 @@ def read_file(path: Path) -> Iterator[tuple[str, Slice]]:
         for name, tensor in read_state_dict(path).items():
             yield name, _TorchSlice(tensor)
         return
+    fp8: Fp8File | None = None
     try:
         with safe_open(path, framework="numpy") as file:
             for name in file.keys():  # noqa: SIM118  it is no dict
-                yield name, file.get_slice(name)
+                stored = file.get_slice(name)
+                if stored.get_dtype() in FP8_TYPES:
+                    fp8 = fp8 or Fp8File(path)
+                    stored = fp8.slice(name)
+                yield name, stored
     except (OSError, SafetensorError) as error:
         raise StartupError(f"cannot read {path}: {error}") from error
 

@@ -30,7 +30,7 @@ class _ArraySlice:
         name = np.dtype(self._array.dtype).name
         return TORCH_DTYPES.get(name, name)
 
-    def __getitem__(self, part: slice | tuple[slice, slice]) -> NDArray[np.generic]:
+    def __getitem__(self, part: slice | tuple[slice, ...]) -> NDArray[np.generic]:
         if not isinstance(self._array, np.ndarray):
             self._array = np.asarray(self._array)  # two threads may both do it, and then do the same
         rows: NDArray[np.generic] = self._array[part]

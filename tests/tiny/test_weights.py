@@ -509,7 +509,6 @@ REFUSED: list[tuple[str, str, object]] = [
     ("llama", "hidden_act", "gelu"),
     ("llama", "mlp_bias", True),
     ("llama", "partial_rotary_factor", 0.5),
-    ("llama", "quantization_config", {"quant_method": "awq"}),
     ("llama", "attn_logit_softcapping", 50.0),
     ("llama", "final_logit_softcapping", 30.0),
     ("llama", "num_local_experts", 8),

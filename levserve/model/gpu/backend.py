@@ -111,7 +111,10 @@ class GpuBackend(XlaBackend):
         return mixed.reshape(rows, chunk, -1), (pool,)
 
     def mix_experts(self, x: jax.Array, scores: jax.Array, is_real: jax.Array, experts: Mixture) -> jax.Array:
-        rule, (gate_up, down) = experts.rule, experts.matrices
+        rule, matrices = experts.rule, experts.matrices
+        if matrices is None:
+            return super().mix_experts(x, scores, is_real, experts)
+        gate_up, down = matrices
         plan = choose_plan(len(x), rule, gate_up, down)
         if plan is None:
             return super().mix_experts(x, scores, is_real, experts)

@@ -1,0 +1,190 @@
+"""Matrices that stay in the few bits that their checkpoint has them in.
+
+`Scheme` describes such a matrix, whatever format it comes from: every number is `scale * (code - zero)`, and
+a block of `rows` x `columns` numbers shares a scale and a zero point. Readers in `weights/quantized/` bring
+each format to this form. `PackedMatrix` is the matrix on the device; the plain product here widens it inside
+the compiled program, and a backend may have a kernel that widens in registers instead.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+from haliax import Axis, NamedArray
+from jax import lax
+from numpy.typing import NDArray
+
+from levserve.model.cache import FP8
+
+SCALE, ZERO = "_scale", "_zero"
+"""What the names of a matrix's scales and zero points end with."""
+
+
+class Code(StrEnum):
+    """How one number is written, before its scale."""
+
+    UINT4 = "uint4"
+    E2M1 = "e2m1"
+    """A sign, two bits of exponent and one of mantissa, as MXFP4 has them."""
+    INT8 = "int8"
+    FP8 = "fp8"
+
+    @property
+    def is_nibble(self) -> bool:
+        """Whether two numbers share a byte."""
+        return self in (Code.UINT4, Code.E2M1)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The type of the array that holds them."""
+        return {Code.INT8: jnp.dtype(jnp.int8), Code.FP8: FP8}.get(self, jnp.dtype(jnp.uint8))
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """How the numbers of a matrix [out, in] are kept."""
+
+    code: Code
+    columns: int | None = None
+    """Inputs that share a scale; None: all."""
+    rows: int = 1
+    """Outputs that share a scale."""
+    zero: int = 0
+    """What is subtracted from every code, if the blocks have no zero points of their own."""
+    has_zeros: bool = False
+    scale: jnp.dtype = jnp.dtype(jnp.float32)
+    """The type of scales; uint8 is the exponent of a power of two, biased by 127."""
+
+    def __str__(self) -> str:
+        across = "whole rows" if self.columns is None else f"{self.columns} inputs"
+        down = "" if self.rows == 1 else f" x {self.rows} outputs"
+        zeros = " and a zero point" if self.has_zeros else ""
+        return f"{self.code} with a scale{zeros} for {across}{down}"
+
+    def num_groups(self, num_inputs: int) -> int:
+        """Scales in one row."""
+        return 1 if self.columns is None else -(-num_inputs // self.columns)
+
+    def array_shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], jnp.dtype]]:
+        """Shape and type of each array that keeps a matrix of this shape, by the ends of their names."""
+        *stacked, num_rows, num_inputs = shape
+        width = num_inputs // 2 if self.code.is_nibble else num_inputs
+        blocks = (*stacked, -(-num_rows // self.rows), self.num_groups(num_inputs))
+        arrays = {"": ((*stacked, num_rows, width), self.code.dtype), SCALE: (blocks, self.scale)}
+        return arrays | ({ZERO: (blocks, jnp.dtype(jnp.uint8))} if self.has_zeros else {})
+
+    def num_bytes(self, shape: tuple[int, ...]) -> int:
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.array_shapes(shape).values())
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """The matrices of a model that stay in their checkpoint's bits, and the type that others are in."""
+
+    schemes: tuple[tuple[str, Scheme], ...]
+    """By the names of `parameter_shapes`."""
+    widened: jnp.dtype
+    """What numbers are widened to for a product."""
+
+    def __str__(self) -> str:
+        kinds = dict.fromkeys(str(scheme) for _, scheme in self.schemes)
+        return f"as they are stored ({'; '.join(kinds)}), multiplied in {self.widened}"
+
+    def by_name(self) -> dict[str, Scheme]:
+        return dict(self.schemes)
+
+
+def pack_nibbles(codes: NDArray[np.uint8], into: NDArray[np.uint8]) -> None:
+    """Codes of four bits [..., in] as bytes [..., in / 2]: a byte has number j, and above it j + in / 2.
+
+    So a tile of bytes is two tiles of neighbouring inputs, which a kernel multiplies without reordering them.
+    """
+    half = codes.shape[-1] // 2
+    np.left_shift(codes[..., half:], 4, out=into)
+    np.bitwise_or(into, codes[..., :half], out=into)
+
+
+class PackedMatrix(eqx.Module):
+    """A matrix [out, in], or one for each expert, in the bits of its checkpoint."""
+
+    codes: jax.Array
+    scale: jax.Array
+    zero: jax.Array | None
+    scheme: Scheme = eqx.field(static=True)
+    axes: tuple[Axis, ...] = eqx.field(static=True)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.axes)
+
+    def of_expert(self, number: jax.Array) -> PackedMatrix:
+        """One of the matrices [expert, out, in]."""
+
+        def take(array: jax.Array) -> jax.Array:
+            return lax.dynamic_index_in_dim(array, number, keepdims=False)
+
+        zero = None if self.zero is None else take(self.zero)
+        return PackedMatrix(take(self.codes), take(self.scale), zero, self.scheme, self.axes[1:])
+
+    def of_each(self, numbers: NamedArray) -> PackedMatrix:
+        """A copy of an expert's matrix for each number."""
+        at = numbers.array
+        zero = None if self.zero is None else self.zero[at]
+        axes = (*numbers.axes, *self.axes[1:])
+        return PackedMatrix(self.codes[at], self.scale[at], zero, self.scheme, axes)
+
+    def widen(self, dtype: jnp.dtype) -> NamedArray:
+        """The numbers themselves. They are computed in float32 and rounded once."""
+        numbers = decode(self.codes, self.scheme.code)
+        if self.zero is not None:
+            numbers = numbers - self._spread(self.zero.astype(jnp.float32))
+        elif self.scheme.zero:
+            numbers = numbers - float(self.scheme.zero)
+        numbers = numbers * self._spread(decode_scale(self.scale))
+        return hax.named(numbers.astype(dtype), self.axes)
+
+    def _spread(self, blocks: jax.Array) -> jax.Array:
+        """A number for each block as one for each row and column, or one that broadcasts."""
+        num_rows, num_inputs = (axis.size for axis in self.axes[-2:])
+        if self.scheme.columns is not None:
+            blocks = jnp.repeat(blocks, self.scheme.columns, axis=-1)[..., :num_inputs]
+        if self.scheme.rows > 1:
+            blocks = jnp.repeat(blocks, self.scheme.rows, axis=-2)[..., :num_rows, :]
+        return blocks
+
+
+def multiply_packed(matrix: PackedMatrix, x: jax.Array, widened: jnp.dtype) -> jax.Array:
+    """x [row, in] times a matrix that is widened for this product alone: float32 [row, out]."""
+    # XLA moves what does not change out of a loop, and would keep all matrices of a model widened there.
+    arrays = (matrix.codes, matrix.scale, matrix.zero)
+    (codes, scale, zero), x = lax.optimization_barrier((arrays, x))
+    weight = PackedMatrix(codes, scale, zero, matrix.scheme, matrix.axes).widen(widened).array
+    return jnp.einsum("ri,oi->ro", x.astype(widened), weight, preferred_element_type=jnp.float32)
+
+
+def decode(codes: jax.Array, code: Code) -> jax.Array:
+    """Codes as float32, one for each number."""
+    if code.is_nibble:
+        codes = jnp.concatenate([codes & 15, codes >> 4], axis=-1)
+    if code is not Code.E2M1:
+        return codes.astype(jnp.float32)
+    size = codes & 7
+    exponent, half = size >> 1, size & 1
+    # Below 1 there are only 0 and 0.5.
+    large = (2 + half).astype(jnp.float32) * jnp.exp2(exponent.astype(jnp.float32) - 2)
+    number = jnp.where(exponent == 0, half.astype(jnp.float32) * 0.5, large)
+    return jnp.where(codes > 7, -number, number)
+
+
+def decode_scale(scale: jax.Array) -> jax.Array:
+    """Scales as float32."""
+    if scale.dtype != jnp.uint8:
+        return scale.astype(jnp.float32)
+    return jnp.exp2(scale.astype(jnp.float32) - 127)

@@ -1,0 +1,103 @@
+"""Which arrays of a model can stay in the bits of their checkpoint, and how they are filled.
+
+An array stays if all tensors that fill it are kept in one way, and if every device's share of it has whole
+groups. Others are widened when they are read, as if they had not been quantized.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from levserve.model.aligned import aligned_array
+from levserve.model.config import ModelConfig, parameter_shapes
+from levserve.model.packed import SCALE, ZERO, Scheme, pack_nibbles
+from levserve.model.sharding import find_cut, local_config
+from levserve.weights.cutter import Cutter
+from levserve.weights.fill import Source, fill
+from levserve.weights.quantized.packed_tensor import PackedTensor
+
+WIDENED = ("embed", "positions")
+"""Arrays that are looked up, not multiplied with."""
+
+
+def find_schemes(
+    sources: Mapping[str, Sequence[Source]], config: ModelConfig, num_shards: int
+) -> dict[str, Scheme]:
+    """How each array that can stay in its checkpoint's bits is kept."""
+    shapes = parameter_shapes(local_config(config, num_shards))
+    schemes = {}
+    for name, filled_by in sources.items():
+        scheme = _common_scheme(filled_by)
+        if scheme is None or name in WIDENED:
+            continue
+        cut = find_cut(name, config) if num_shards > 1 else None
+        num_inputs = shapes[name][-1]
+        has_whole_groups = cut is None or scheme.columns is None or num_inputs % scheme.columns == 0
+        if has_whole_groups and num_inputs % 2 == 0:
+            schemes[name] = scheme if cut is None else replace(scheme, rows=1)
+    return schemes
+
+
+def read_packed(
+    name: str,
+    scheme: Scheme,
+    sources: Sequence[Source],
+    cutter: Cutter,
+    pool: Executor,
+    origin: str,
+) -> Iterator[tuple[str, NDArray[np.generic]]]:
+    """The arrays that keep one matrix; a part that is cut comes as the shares one above the other."""
+    shape = cutter.host_shapes[name]
+    codes = aligned_array(shape, np.dtype(scheme.code.dtype))
+    scales = np.empty((*shape[:-1], scheme.num_groups(shape[-1])), np.dtype(scheme.scale))
+    zeros = np.empty(scales.shape, np.uint8) if scheme.has_zeros else None
+    group = scheme.columns or shape[-1]
+    if cutter.has_gaps(name):
+        codes[...] = 0
+        scales[...] = 0
+    for source in sources:
+        tensor = source.tensor
+        assert isinstance(tensor, PackedTensor)
+        for part, host, columns_each in (
+            (tensor.codes, codes, 1),
+            (tensor.scales, scales, group),
+            (tensor.zeros, zeros, group),
+        ):
+            if part is not None and host is not None:
+                of_part = replace(source, tensor=part)
+                fill(cutter.copies(name, host, of_part, columns_each), of_part, pool, origin)
+    if scheme.code.is_nibble:
+        packed = aligned_array((*shape[:-1], shape[-1] // 2), np.dtype(np.uint8))
+        pack_nibbles(codes, packed)
+        codes = packed
+    yield name, codes
+    yield name + SCALE, np.ascontiguousarray(scales[..., :: scheme.rows, :])
+    if zeros is not None:
+        yield name + ZERO, np.ascontiguousarray(zeros[..., :: scheme.rows, :])
+
+
+def _common_scheme(sources: Sequence[Source]) -> Scheme | None:
+    """The scheme of all the tensors that fill an array; None if they have none, or several."""
+    schemes = set()
+    for source in sources:
+        if not isinstance(source.tensor, PackedTensor):
+            return None
+        scheme = source.tensor.scheme
+        schemes.add(scheme if _has_whole_blocks(source, scheme.rows) else replace(scheme, rows=1))
+    rows = {scheme.rows for scheme in schemes}
+    if len(rows) > 1:
+        schemes = {replace(scheme, rows=1) for scheme in schemes}
+    return schemes.pop() if len(schemes) == 1 else None
+
+
+def _has_whole_blocks(source: Source, rows: int) -> bool:
+    """Whether the tensor's blocks of rows are also blocks of its array."""
+    *_, filled = source.target.index
+    assert isinstance(filled, slice)
+    is_last = source.target.index[-1] == slice(0, filled.stop)
+    return filled.start % rows == 0 and (filled.stop % rows == 0 or is_last)

@@ -1,0 +1,154 @@
+"""compressed-tensors, as llm-compressor writes it: FP8, INT8, and four or eight bits packed in int32.
+
+A layer's tensors tell which of these it is: `weight_packed` is [out, in / 8] (or / 4), with the inputs in
+order and half of the codes' range added; `weight` is [out, in] in FP8 or INT8. Activations are never
+quantized here, whatever the configuration says of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from levserve.errors import StartupError
+from levserve.model.packed import Code, Scheme
+from levserve.weights.config_fields import Fields
+from levserve.weights.hf_tensors import Slice
+from levserve.weights.quantized.fp8 import Block, read_block, scaled_matrix
+from levserve.weights.quantized.module import SCALE_TYPES, Module
+from levserve.weights.quantized.packed_tensor import PackedTensor, Rows, unpack_nibbles
+
+FORMATS = ("pack-quantized", "float-quantized", "int-quantized", "naive-quantized", "mixed-precision", None)
+KINDS = ((4, "int"), (8, "int"), (8, "float"))
+OFFSET = 8
+"""What is added to a signed code of four bits, and to its zero point."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compressed:
+    block: Block | None
+    """Outputs and inputs that share a scale, where it has blocks."""
+
+    words = (
+        "weight",
+        "weight_packed",
+        "weight_scale",
+        "weight_zero_point",
+        "weight_shape",
+        "weight_g_idx",
+        "input_scale",
+        "input_zero_point",
+    )
+
+    def is_quantized(self, words: Collection[str]) -> bool:
+        return "weight_scale" in words
+
+    def open(self, module: Module) -> PackedTensor:
+        if "weight_packed" in module.tensors:
+            return _open_packed(module)
+        weight = module.take("weight", "F8_E4M3", "I8")
+        code = Code.INT8 if weight.get_dtype() == "I8" else Code.FP8
+        matrix = scaled_matrix(module, weight, code, "weight_scale", self.block)
+        if "weight_zero_point" in module.tensors and code is Code.INT8:
+            _check_symmetric(module)
+        return matrix
+
+
+def _open_packed(module: Module) -> PackedTensor:
+    packed = module.take("weight_packed", "I32")
+    scale = module.take("weight_scale", *SCALE_TYPES)
+    num_rows, num_inputs = (int(size) for size in module.take("weight_shape", "I64", "I32")[:])
+    per_word = num_inputs // max(1, packed.get_shape()[1])
+    is_wide = per_word == 4
+    module.check_shape("weight_packed", num_rows, num_inputs // (4 if is_wide else 8))
+    num_groups = scale.get_shape()[-1]
+    module.check_shape("weight_scale", num_rows, num_groups)
+    columns = None if num_groups == 1 else num_inputs // num_groups
+    module.check_order("weight_g_idx", num_inputs, columns or num_inputs)
+    code = Code.INT8 if is_wide else Code.UINT4
+    zeros = None if is_wide else _zeros(module, num_rows, num_groups)
+    if is_wide and "weight_zero_point" in module.tensors:
+        _check_symmetric(module)
+    scheme = Scheme(code, columns, scale=SCALE_TYPES[scale.get_dtype()])
+    if not is_wide:
+        scheme = replace(scheme, zero=0 if zeros else OFFSET, has_zeros=zeros is not None)
+    read = _read_bytes if is_wide else _read_nibbles
+    return PackedTensor(
+        scheme,
+        Rows((num_rows, num_inputs), lambda start, stop: read(packed, start, stop)),
+        Rows((num_rows, num_groups), lambda start, stop: scale[start:stop]),
+        zeros,
+    )
+
+
+def _read_nibbles(packed: Slice, start: int, stop: int) -> NDArray[np.uint8]:
+    return unpack_nibbles(packed[start:stop]).reshape(stop - start, -1)
+
+
+def _read_bytes(packed: Slice, start: int, stop: int) -> NDArray[np.int8]:
+    return (np.ascontiguousarray(packed[start:stop]).view(np.uint8) ^ 128).view(np.int8)
+
+
+def _zeros(module: Module, num_rows: int, num_groups: int) -> Rows | None:
+    """Zero points [out / 8, group] with eight outputs in an int32, or, as older versions wrote them, int8."""
+    if "weight_zero_point" not in module.tensors:
+        return None
+    stored = module.take("weight_zero_point", "I32", "I8")
+    shape = (num_rows, num_groups)
+    if stored.get_dtype() == "I8":
+        module.check_shape("weight_zero_point", *shape)
+        return Rows(shape, lambda start, stop: (stored[start:stop] + np.int8(OFFSET)).view(np.uint8))
+    module.check_shape("weight_zero_point", -(-num_rows // 8), num_groups)
+
+    def read(start: int, stop: int) -> NDArray[np.uint8]:
+        first = start // 8
+        codes = unpack_nibbles(stored[first : -(-stop // 8)])  # [out / 8, group, 8]
+        rows = codes.transpose(0, 2, 1).reshape(-1, num_groups)
+        return np.ascontiguousarray(rows[start - 8 * first : stop - 8 * first])
+
+    return Rows(shape, read)
+
+
+def _check_symmetric(module: Module) -> None:
+    """Eight-bit zero points are written also where all of them are zero."""
+    if np.any(np.asarray(module.tensors["weight_zero_point"][:])):
+        raise StartupError(f"{module.name} has zero points for eight-bit numbers, which is not supported")
+
+
+def read_compressed(fields: Fields) -> Compressed:
+    fields.require(
+        {
+            "format": FORMATS,
+            "kv_cache_scheme": (None,),
+            "sparsity_config": ({}, None),
+            "transform_config": ({}, None),
+        }
+    )
+    blocks = {_read_group(fields.mapping("config_groups").mapping(name)) for name in _group_names(fields)}
+    blocks -= {None}
+    if len(blocks) > 1:
+        raise fields.refused("config_groups")
+    return Compressed(next(iter(blocks), None))
+
+
+def _group_names(fields: Fields) -> list[str]:
+    return list(fields.mapping("config_groups").values)
+
+
+def _read_group(group: Fields) -> Block | None:
+    """The blocks of a group of layers; refuses what a layer of it cannot be read as."""
+    group.require({"format": FORMATS, "output_activations": (None,)})
+    weights = group.mapping("weights")
+    if (weights.get("num_bits"), weights.get("type")) not in KINDS:
+        raise group.refused("weights")
+    weights.require(
+        {
+            "strategy": ("tensor", "channel", "group", "block"),
+            "dynamic": (False, None),
+            "actorder": (None, "static", "weight"),
+        }
+    )
+    return read_block(weights, "block_structure") if weights.get("strategy") == "block" else None

@@ -1,0 +1,97 @@
+"""The tensors of one quantized layer, and what every reader of a quantized format is."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from levserve.errors import StartupError
+from levserve.weights.hf_tensors import Slice
+from levserve.weights.quantized.packed_tensor import PackedTensor, Rows, unpack_nibbles
+
+SCALE_TYPES = {
+    "F32": jnp.dtype(jnp.float32),
+    "BF16": jnp.dtype(jnp.bfloat16),
+    "F16": jnp.dtype(jnp.float16),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """A layer's tensors by the last words of their names; `name` is its own, for errors."""
+
+    name: str
+    tensors: Mapping[str, Slice]
+
+    def take(self, word: str, *dtypes: str) -> Slice:
+        """The tensor of this name; refuses one of another type."""
+        if word not in self.tensors:
+            raise StartupError(f"{self.name} is quantized but has no tensor {word}")
+        dtype = self.tensors[word].get_dtype()
+        if dtype not in dtypes:
+            expected = " or ".join(dtypes)
+            raise StartupError(f"{self.name}.{word} is stored as {dtype}, expected {expected}")
+        return self.tensors[word]
+
+    def check_shape(self, word: str, *expected: int) -> None:
+        shape = self.tensors[word].get_shape()
+        if tuple(shape) != expected:
+            raise StartupError(f"{self.name}.{word} is {shape}, expected {list(expected)}")
+
+    def check_order(self, word: str, num_inputs: int, group: int) -> None:
+        """Refuses inputs that are not in the order of their groups, if this tensor tells their groups."""
+        if word not in self.tensors:
+            return
+        found = np.asarray(self.tensors[word][:])
+        if not np.array_equal(found, np.arange(num_inputs) // group):
+            raise StartupError(
+                f"{self.name} has its inputs reordered by activation (act-order, desc_act), "
+                "which is not supported"
+            )
+
+
+class Method(Protocol):
+    """What a format's file provides: it knows a quantized layer by its tensors, and reads its matrix."""
+
+    @property
+    def words(self) -> Collection[str]:
+        """The last words of the names of a quantized layer's tensors; the layer may have others, such as a
+        bias."""
+
+    def is_quantized(self, words: Collection[str]) -> bool:
+        """Whether a layer with such tensors is quantized."""
+
+    def open(self, module: Module) -> PackedTensor: ...
+
+
+def cut_across(
+    stored: Slice, start: int, stop: int, order: NDArray[np.int64] | None = None
+) -> NDArray[np.uint8]:
+    """Rows `start` to `stop` of codes that are stored [in, out / 8], eight outputs in an int32."""
+    first = start // 8
+    codes = unpack_nibbles(stored[:, first : -(-stop // 8)])
+    codes = codes if order is None else codes[..., order]
+    flat = codes.reshape(len(codes), -1)
+    return np.ascontiguousarray(flat[:, start - 8 * first : stop - 8 * first].T)
+
+
+def across_rows(stored: Slice) -> Rows:
+    """A tensor [group, out], by its outputs."""
+    num_groups, num_rows = stored.get_shape()
+    return Rows((num_rows, num_groups), lambda start, stop: stored[:, start:stop].T)
+
+
+def block_rows(stored: Slice, shape: tuple[int, int], rows: int) -> Rows:
+    """A tensor [row block, group], with a row for each of the matrix."""
+
+    def read(start: int, stop: int) -> NDArray[np.generic]:
+        first = start // rows
+        blocks = stored[first : -(-stop // rows)]
+        return np.repeat(blocks, rows, axis=0)[start - first * rows : stop - first * rows]
+
+    return Rows(shape, read)

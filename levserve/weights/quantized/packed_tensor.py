@@ -1,0 +1,98 @@
+"""A stored matrix of few bits, as every reader of a quantized format provides it.
+
+It can be read in two ways: as numbers, like any other tensor, or as its parts (codes, scales and zero
+points), from which `packed_arrays.py` makes the arrays that are kept in these bits on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from levserve.model.packed import Code, Scheme
+from levserve.weights.stored_tensor import ALL, StoredTensor
+
+Array = NDArray[np.generic]
+E2M1_NUMBERS = np.asarray([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """One part of a matrix: something that reads rows `start` to `stop` of all its columns."""
+
+    shape: tuple[int, ...]
+    read_rows: Callable[[int, int], Array]
+
+    def read(self, start: int, stop: int, columns: slice = ALL) -> Array:
+        rows = self.read_rows(start, stop)
+        return rows if columns == ALL else rows[..., columns]
+
+    def finish(self) -> None:
+        """The file stays mapped."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTensor:
+    """A matrix [out, in] whose numbers are `scale * (code - zero)`.
+
+    `codes` is [out, in], a byte for each number; `scales` and `zeros` are [out, group], with a row for every
+    row of the matrix, also where several share one: `scheme.rows` neighbours, from a multiple of it on.
+    """
+
+    scheme: Scheme
+    codes: StoredTensor
+    scales: StoredTensor
+    zeros: StoredTensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.codes.shape
+
+    def read(self, start: int, stop: int, columns: slice = ALL) -> Array:
+        """The numbers, as float32."""
+        numbers = decode_codes(self.codes.read(start, stop), self.scheme.code)
+        if self.zeros is not None:
+            numbers -= self._spread(self.zeros.read(start, stop))
+        elif self.scheme.zero:
+            numbers -= self.scheme.zero
+        numbers *= self._spread(decode_scales(self.scales.read(start, stop)))
+        return numbers if columns == ALL else numbers[..., columns]
+
+    def finish(self) -> None:
+        for part in (self.codes, self.scales, self.zeros):
+            if part is not None:
+                part.finish()
+
+    def with_parts(self, change: Callable[[StoredTensor], StoredTensor]) -> PackedTensor:
+        """The same matrix with its rows in another order."""
+        zeros = None if self.zeros is None else change(self.zeros)
+        scheme = replace(self.scheme, rows=1)
+        return PackedTensor(scheme, change(self.codes), change(self.scales), zeros)
+
+    def _spread(self, groups: Array) -> NDArray[np.float32]:
+        wide = groups.astype(np.float32)
+        if self.scheme.columns is None:
+            return wide
+        return np.repeat(wide, self.scheme.columns, axis=-1)[..., : self.shape[-1]]
+
+
+def decode_codes(codes: Array, code: Code) -> NDArray[np.float32]:
+    return E2M1_NUMBERS[codes] if code is Code.E2M1 else codes.astype(np.float32)
+
+
+def decode_scales(scales: Array) -> NDArray[np.float32]:
+    if scales.dtype != np.uint8:
+        return scales.astype(np.float32)
+    return np.ldexp(np.float32(1), scales.astype(np.int32) - 127)
+
+
+def unpack_nibbles(words: Array) -> NDArray[np.uint8]:
+    """The eight codes of each int32, lowest bits first: [..., n] becomes [..., n, 8]."""
+    packed = np.ascontiguousarray(words).view(np.uint8).reshape(*words.shape, 4)
+    codes = np.empty((*words.shape, 4, 2), np.uint8)
+    np.bitwise_and(packed, 15, out=codes[..., 0])
+    np.right_shift(packed, 4, out=codes[..., 1])
+    return codes.reshape(*words.shape, 8)
