@@ -6,28 +6,27 @@
     python bench/fleet.py --replicas 1000 --load 0.7 --hot 0.02 --lost 0.1
 
 A replica's costs are measured ones: by `bench/replicas.py` for a check, and an H200's with a model of 8B parameters otherwise
-(docs/pages/benchmarks.md). The traffic has published statistics (bench/fleet_traffic.py). Standard library only.
+(docs/pages/benchmarks.md). The traffic has published statistics (bench/fleet_traffic.py). Needs nothing but the standard library
+and this repository.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from fleet_policy import POLICIES, hash_by
-from fleet_ring import Ring
-from fleet_sim import Costs, Fleet, Replica, Request
-from fleet_traffic import Talk, Traffic, make_gaps, make_talks
-from table import align
+from fleet_check import check
+from fleet_policy import POLICIES
+from fleet_replica import Costs, Replica, Request
+from fleet_run import Outcome, hold_talks, summarize
+from fleet_sim import Fleet
+from fleet_traffic import Traffic, make_gaps, make_talks
 
 H200 = Costs(
     prefill_token_seconds=1 / 49_400,
@@ -38,21 +37,11 @@ H200 = Costs(
     cache_tokens=500_000,
 )
 """llama-8b in bfloat16, of bench/gpu.md: 5.9 ms a step of 64 rows, 11.5 of 256, prefill of 49,400 tokens a second."""
-TOLERANCE = 0.15
-
-
-class Outcome(NamedTuple):
-    per_second: float
-    cached: float
-    ttft: list[float]
-    seconds: list[float]
-    refused: float
-    busiest: float
 
 
 def main() -> int:
     options = _parser().parse_args()
-    return check(json.loads(Path(options.check).read_text())) if options.check else compare(options)
+    return check(options.check) if options.check else compare(options)
 
 
 def compare(options: argparse.Namespace) -> int:
@@ -90,6 +79,8 @@ def simulate(name: str, options: argparse.Namespace, talks_per_second: float) ->
     traffic = Traffic(think_seconds=options.think)
     talks, gaps = make_talks(traffic, rng), make_gaps(traffic, talks_per_second, rng)
 
+    send = hold_talks(fleet)
+
     def begin() -> None:
         talk = next(talks)
         is_hot = rng.random() < options.hot
@@ -98,16 +89,6 @@ def simulate(name: str, options: argparse.Namespace, talks_per_second: float) ->
         if fleet.now < options.seconds:
             fleet.at(fleet.now + next(gaps), begin)
 
-    def send(talk: Talk) -> None:
-        fleet.send(Request(talk, talk.prompts[talk.turn], talk.answers[talk.turn], fleet.now))
-
-    def on_end(request: Request) -> None:
-        talk = request.talk
-        talk.turn += 1
-        if talk.turn < len(talk.prompts):
-            fleet.at(fleet.now + talk.thinking[talk.turn - 1], lambda: send(talk))
-
-    fleet.on_end = on_end
     fleet.at(0.0, begin)
     if options.lost:
         fleet.at(options.seconds / 2, lambda: lose(fleet, options.lost))
@@ -128,77 +109,6 @@ def lose(fleet: Fleet, share: float) -> None:
         return place
 
     fleet.choose = choose
-
-
-def summarize(requests: Sequence[Request], fleet: Fleet, seconds: float) -> Outcome:
-    ttft = sorted(request.first_token - request.sent for request in requests)
-    whole = sorted(request.ended - request.sent for request in requests)
-    prompts = sum(request.prompt_tokens for request in requests)
-    busy = [replica.busy_seconds for replica in fleet.replicas]
-    return Outcome(
-        len(requests) / seconds,
-        sum(request.cached_tokens for request in requests) / prompts,
-        ttft,
-        whole,
-        len(fleet.refused) / (len(fleet.done) + len(fleet.refused)),
-        max(busy) / statistics.fmean(busy),
-    )
-
-
-def check(run: dict[str, Any]) -> int:
-    """Simulates the talks of a real run and compares: the worst difference must be within 15 %."""
-    costs = Costs(**run["costs"])
-    rows, worst = [], 0.0
-    for name, real in run["policies"].items():
-        outcome = repeat(run, costs, name)
-        pairs = {
-            "requests/s": (real["per_second"], outcome.per_second),
-            "cached": (real["cached"], outcome.cached),
-            "first token, mean s": (real["ttft"], statistics.fmean(outcome.ttft)),
-            "whole answer, mean s": (real["seconds"], statistics.fmean(outcome.seconds)),
-        }
-        for what, (measured, simulated) in pairs.items():
-            difference = simulated / measured - 1
-            worst = max(worst, abs(difference))
-            rows.append([name, what, f"{measured:.3f}", f"{simulated:.3f}", f"{difference:+.1%}"])
-    head = ["policy", "", "measured", "simulated", "difference"]
-    print(align([head, ["---", "---", "---:", "---:", "---:"], *rows]))
-    print(f"worst difference {worst:.1%}, {'within' if worst <= TOLERANCE else 'not within'} {TOLERANCE:.0%}")
-    return 0 if worst <= TOLERANCE else 1
-
-
-def repeat(run: dict[str, Any], costs: Costs, name: str) -> Outcome:
-    """The talks of a real run, each turn sent when the one before was answered and thought about."""
-    replicas = [Replica(place, costs) for place in range(len(run["addresses"]))]
-    if name == "hash":
-        choose = hash_by(Ring(run["addresses"]))
-    else:
-        choose = POLICIES[name](len(replicas), random.Random(0))
-    fleet = Fleet(replicas, choose)
-
-    def send(talk: Talk) -> None:
-        fleet.send(Request(talk, talk.prompts[talk.turn], talk.answers[talk.turn], fleet.now))
-
-    def on_end(request: Request) -> None:
-        talk = request.talk
-        talk.turn += 1
-        if talk.turn < len(talk.prompts):
-            fleet.at(fleet.now + talk.thinking[talk.turn - 1], lambda: send(talk))
-
-    fleet.on_end = on_end
-    for one in run["policies"][name]["talks"]:
-        talk = Talk(
-            one["number"],
-            0,
-            run["system_tokens"],
-            one["prompts"],
-            one["answers"],
-            one["thinking"],
-            one["key"].encode(),
-        )
-        fleet.at(one["begins"], lambda talk=talk: send(talk))  # type: ignore[misc]
-    fleet.run()
-    return summarize(fleet.done, fleet, max(request.ended for request in fleet.done))
 
 
 def _shown(outcome: Outcome) -> list[str]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 
+from fleet_replica import Request
 from fleet_ring import Ring
-from fleet_sim import Choose, Request
+from fleet_sim import Choose
 
 BOUND = 1.25  # of the mean load, above which a bounded hash passes a replica over
 PATH = 8  # replicas that it looks at before it takes the last
@@ -15,28 +17,28 @@ PATIENCE = 16  # more requests than the least loaded has, for which the picker s
 
 
 def round_robin(num_replicas: int, rng: random.Random) -> Choose:
-    turn = 0
+    turns = itertools.cycle(range(num_replicas))
 
     def choose(request: Request, now: float, loads: list[int]) -> int:
-        nonlocal turn
-        turn += 1
-        return turn % num_replicas
+        return next(turns)
 
     return choose
 
 
 def least_conn(num_replicas: int, rng: random.Random) -> Choose:
-    """One nginx, which sees every request; equals take turns."""
-    last = 0
+    """One nginx, which sees every request; equals take turns by weights, as nginx counts them."""
+    weights = [0] * num_replicas
 
     def choose(request: Request, now: float, loads: list[int]) -> int:
-        nonlocal last
         least = min(loads)
-        try:
-            last = loads.index(least, last + 1)
-        except ValueError:
-            last = loads.index(least)
-        return last
+        equals = [place for place, load in enumerate(loads) if load == least]
+        if len(equals) == 1:
+            return equals[0]
+        for place in equals:
+            weights[place] += 1
+        best = max(equals, key=weights.__getitem__)
+        weights[best] -= len(equals)
+        return best
 
     return choose
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,8 @@ class Talk:
     thinking: list[float]
     key: bytes = b""
     turn: int = 0
-    cached_at: dict[int, int] = field(default_factory=dict)
-    """Tokens of this talk in each replica's cache."""
+    repeats_answers: bool = True
+    """Whether a turn's prompt has the answer of the turn before in it, as it was generated."""
 
 
 def make_talks(traffic: Traffic, rng: random.Random) -> Iterator[Talk]:

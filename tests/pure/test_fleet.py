@@ -11,10 +11,20 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 
+from fleet_check import read_run
 from fleet_policy import POLICIES
+from fleet_replica import Costs, Replica, Request
 from fleet_ring import Ring
-from fleet_sim import Costs, Fleet, Replica, Request
+from fleet_sim import Fleet
 from fleet_traffic import Talk, Traffic, make_gaps, make_talks
+
+from levserve.schedule.budget import Budget
+from levserve.schedule.commit import Sampled
+from levserve.schedule.pace import Pace
+from levserve.schedule.pages import PagePool
+from levserve.schedule.request import GenerationRequest
+from levserve.schedule.scheduler import Scheduler
+from levserve.schedule.sequence import RoundPlan, SequenceUpdate
 
 COSTS = Costs(
     prefill_token_seconds=0.001,
@@ -22,7 +32,7 @@ COSTS = Costs(
     step_seconds=0.01,
     row_seconds=0.001,
     round_steps=4,
-    prefill_tokens=100,
+    prefill_tokens=128,
     patience_seconds=1.0,
     max_running=2,
     max_waiting=1,
@@ -55,13 +65,101 @@ def test_a_lone_request_takes_what_one_can_add_up() -> None:
     assert request.ended == pytest.approx(0.005 + prefill + rounds + 0.005)
 
 
-def test_a_prompt_over_the_budget_is_prefilled_in_parts_between_decode_rounds() -> None:
+def test_a_prompt_beside_a_stream_is_prefilled_in_chunks_of_128_tokens() -> None:
     fleet = make_fleet(1)
-    first, second = ask(fleet, talk(0, 10, answers=41)), ask(fleet, talk(1, 150))
+    first = ask(fleet, talk(0, 10, answers=41))
+    others: list[Request] = []
+    fleet.at(0.03, lambda: others.append(ask(fleet, talk(1, 200))))
     fleet.run()
-    # 90 tokens beside the first one's prompt, 60 after its round: beside a stream no more than 1.5 x 44 ms of prompts.
-    assert second.first_token == pytest.approx(0.005 + 0.1 + 0.044 + 0.06 + 0.005)
-    assert first.ended > second.first_token
+    # The rounds: 10 tokens; the first stream alone, twice; 128 tokens beside it, though 1.5 x 45 ms are 67; the last 72.
+    waited = 0.01 + 2 * 0.044 + (0.128 + 0.044) + 0.072
+    assert others[0].first_token == pytest.approx(0.005 + waited + 0.005)
+    assert first.ended > others[0].first_token
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_replica_keeps_the_times_of_levserves_own_scheduler(seed: int) -> None:
+    rng = random.Random(seed)
+    costs = Costs(
+        prefill_token_seconds=rng.choice((1e-3, 2e-5)),
+        step_seconds=rng.choice((0.04, 0.004)),
+        row_seconds=1e-4,
+        max_running=rng.choice((2, 4, 16)),
+        host_seconds=0.0,
+    )
+    fleet = Fleet([Replica(0, costs)], POLICIES["round_robin"](1, rng))
+    requests: list[Request] = []
+    for number in range(20):
+        prompts = sorted(rng.randint(1, 900) for _ in range(3))
+        one = talk(number, *prompts, answers=rng.choice((1, 2, 9, 30)))
+        one.repeats_answers = False
+        for turn in range(3):
+            when = rng.uniform(0, 2.0)
+            fleet.at(when, lambda one=one, turn=turn: requests.append(ask(fleet, one, turn)))  # type: ignore[misc]
+    fleet.run()
+    assert len(fleet.done) == 60
+    for request, (cached, first, ended) in zip(requests, schedule(requests, costs), strict=True):
+        assert request.cached_tokens == cached
+        assert request.first_token == pytest.approx(first) and request.ended == pytest.approx(ended)
+
+
+def schedule(requests: list[Request], costs: Costs) -> list[tuple[int, float, float]]:
+    """Cached tokens, first and last time of each, by levserve's scheduler and a device that takes these times.
+
+    Rounds are planned and read in the order of `device/model_loop.py`.
+    """
+    budget = Budget(
+        costs.max_running, costs.round_steps, tuple(range(64, 4097, 64)), busy_tokens=10**6, idle_tokens=4096
+    )
+    scheduler = Scheduler(PagePool(10_000, 32), budget)
+    pace = Pace(costs.prefill_token_seconds, costs.patience_seconds)
+    coming = list(enumerate(requests))
+    times: dict[str, list[float]] = {str(number): [] for number, _ in coming}
+    cached: dict[str, int] = {}
+    now = free_at = 0.0
+    in_flight: tuple[RoundPlan, float, float] | None = None
+
+    def note(updates: list[SequenceUpdate]) -> None:
+        for sequence, batch in updates:
+            times[sequence.request.request_id].append(now)
+            cached[sequence.request.request_id] = batch.num_cached
+
+    while coming or scheduler.has_work:
+        if in_flight is None and not scheduler.has_work:
+            now = max(now, coming[0][1].sent)
+        while coming and coming[0][1].sent <= now:
+            number, request = coming.pop(0)
+            base = request.talk.number * 1000
+            tokens = tuple(range(base, base + request.prompt_tokens))
+            scheduler.add(GenerationRequest(str(number), tokens, request.answer_tokens))
+        plan = scheduler.plan(pace.max_prefill(costs.prefill_token_seconds, scheduler.num_streams))
+        before, in_flight = in_flight, None
+        if not plan.is_empty:
+            prefill_ends = max(free_at, now)
+            if plan.chunks:
+                seconds = plan.num_prefill * costs.prefill_token_seconds
+                prefill_ends += max(seconds, costs.least_prefill_seconds)
+            free_at = prefill_ends
+            if plan.rows:
+                free_at += costs.round_steps * (costs.step_seconds + costs.row_seconds * len(plan.rows))
+            in_flight = plan, prefill_ends, free_at
+        if before is not None:
+            ended, chunks_read, rows_read = before
+            now = chunks_read
+            note(scheduler.commit_chunks(ended, [Sampled([1] * chunk.is_last) for chunk in ended.chunks]))
+            now = rows_read
+            if ended.rows:
+                pace.note_decoding(len(ended.rows), rows_read - chunks_read)
+            note(scheduler.commit_rows(ended, [Sampled([1] * row.steps) for row in ended.rows]))
+    return [(cached[key], gained[0], gained[-1]) for key, gained in times.items()]
+
+
+def test_a_run_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="absent.json cannot be read: No such file or directory"):
+        read_run(str(tmp_path / "absent.json"))
+    (tmp_path / "other.json").write_text("[1]")
+    with pytest.raises(SystemExit, match=r"other.json is not a run of bench/replicas.py"):
+        read_run(str(tmp_path / "other.json"))
 
 
 def test_a_second_turn_is_prefilled_from_its_last_whole_page() -> None:
