@@ -73,7 +73,7 @@ class VllmMetrics:
             self._name_model(*model)
         texts = self._texts
         if self._metrics.has_pages:
-            texts = texts | self._page_texts
+            texts = self._all_texts
             total = value_of(self._metrics.kv_pages_total)
             used = value_of(self._metrics.kv_pages_used) / total if total else 0.0
             for gauge in self._usage:
@@ -86,9 +86,7 @@ class VllmMetrics:
     def _name_model(self, name: str, page_size: str, num_pages: str) -> None:
         labels = {"model_name": name, "engine": "0"}
         self._texts = {alias: _renamed(metric, alias, labels) for alias, metric in self._same.items()}
-        self._page_texts = {
-            alias: _renamed(metric, alias, labels) for alias, metric in self._of_pages.items()
-        }
+        page_texts = {alias: _renamed(metric, alias, labels) for alias, metric in self._of_pages.items()}
         registry = CollectorRegistry()  # of those that only exist here
         self._successes = Counter(
             "request_success", "Finished sequences, by reason.", ("finished_reason",), registry=registry
@@ -104,11 +102,12 @@ class VllmMetrics:
         for alias in ("kv_cache_usage_perc", "gpu_cache_usage_perc"):  # the second is retired
             gauge = Gauge(alias, "Share of the KV pages held by sequences, 0 to 1.", registry=registry)
             self._usage.append(gauge)
-            self._page_texts[alias] = _renamed(gauge, alias, labels)
+            page_texts[alias] = _renamed(gauge, alias, labels)
         info = Gauge("cache_config_info", "Always 1; labels describe the KV cache.", registry=registry)
         info.set(1)
         cache = labels | {"block_size": page_size, "num_gpu_blocks": num_pages}
-        self._page_texts["cache_config_info"] = _renamed(info, "cache_config_info", cache)
+        page_texts["cache_config_info"] = _renamed(info, "cache_config_info", cache)
+        self._all_texts = self._texts | page_texts
 
     def _count_successes(self) -> None:
         counts = dict.fromkeys(("stop", "length", "abort", "error"), 0.0)

@@ -14,14 +14,18 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from levserve.observe.metrics import Metrics
 from levserve.settings.settings import Settings
-from levserve.wire.framing import RawRequest
 
 ROUTER_PATH = "/metrics/router"
-FIRST_LINE = f"GET {ROUTER_PATH} HTTP/1.1\r\n".encode()
+PLAIN = re.compile(
+    rb"GET %b HTTP/1\.1\r\n(?:[\w!#$%%&'*+.^`|~-]+:[^\0\r\n]*\r\n)*\r\n" % ROUTER_PATH.encode()
+)
 UNUSUAL = re.compile(
-    rb"\r\n(?:origin|upgrade|expect|transfer-encoding|x-request-id|connection(?!: keep-alive\r\n))[ \t]*:",
+    rb"\r\n(?:origin|upgrade|expect|transfer-encoding|content-length|x-request-id"
+    rb"|connection(?!: keep-alive\r\n)):",
     re.IGNORECASE,
 )
+MAX_KNOWN = 16
+MAX_KNOWN_BYTES = 2048
 
 
 class QuickScrape:
@@ -30,21 +34,30 @@ class QuickScrape:
     def __init__(self, metrics: Metrics, settings: Settings) -> None:
         self._metrics = metrics
         self._count = metrics.requests.labels(ROUTER_PATH, 200)
-        self._is_open = settings.open_metrics or not settings.api_keys
+        is_open = settings.open_metrics or not settings.api_keys
         # Every request is a line there, or a span.
-        self._is_silent = settings.log_level != "debug" and settings.tracing == "off"
+        is_silent = settings.log_level != "debug" and settings.tracing == "off"
+        self._is_used = is_open and is_silent
+        self._known: set[bytes] = set()
+        """Requests that were found plain: a router sends the same bytes each time."""
+        self._head = (
+            f"HTTP/1.1 200 OK\r\nConnection: keep-alive\r\nContent-Type: {CONTENT_TYPE_LATEST}\r\n".encode()
+        )
 
-    def answer(self, request: RawRequest) -> bytes | None:
-        """The whole HTTP response, or None where the usual way is to answer."""
-        head = request.head
-        if not (self._is_open and self._is_silent and head.startswith(FIRST_LINE)):
-            return None
-        if not request.is_whole or request.body or UNUSUAL.search(head):
+    def answer(self, data: bytes) -> bytes | None:
+        """The whole HTTP response to what a client has sent, or None where the usual way is to answer."""
+        if len(data) > MAX_KNOWN_BYTES or (data not in self._known and not self._is_plain(data)):
             return None
         self._count.inc()
         page = self._metrics.render_for_router()
-        return (
-            b"HTTP/1.1 200 OK\r\nConnection: keep-alive\r\n"
-            b"Content-Type: %b\r\nContent-Length: %d\r\nx-request-id: %016x\r\n\r\n%b"
-            % (CONTENT_TYPE_LATEST.encode(), len(page), random.getrandbits(64), page)
-        )
+        rest = b"Content-Length: %d\r\nx-request-id: %016x\r\n\r\n" % (len(page), random.getrandbits(64))
+        return self._head + rest + page
+
+    def _is_plain(self, data: bytes) -> bool:
+        """Whether this is one whole request for the page and nothing else; remembered if it is."""
+        if not self._is_used or not PLAIN.fullmatch(data) or UNUSUAL.search(data):
+            return False
+        if len(self._known) == MAX_KNOWN:
+            self._known.clear()
+        self._known.add(data)
+        return True

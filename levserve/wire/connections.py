@@ -35,6 +35,8 @@ MAX_UPLOADS = 4  # of the largest size, on their way at the same time
 LATE_STATES = {State.HEAD: "header", State.BODY: "body"}
 
 Dispatch = Callable[[Connection, RawRequest], None]
+AnswerQuickly = Callable[[bytes], bytes | None]
+"""The answer to a request that has come in one piece and needs no thread; None for all others."""
 
 
 class Connections:
@@ -46,6 +48,7 @@ class Connections:
         settings: Settings,
         metrics: Metrics,
         dispatch: Dispatch,
+        answer_quickly: AnswerQuickly,
         *,
         max_connections: int,
     ) -> None:
@@ -53,6 +56,7 @@ class Connections:
         self._settings = settings
         self._metrics = metrics
         self._dispatch = dispatch
+        self._answer_quickly = answer_quickly
         self._max_connections = max_connections
         self._max_buffered = max(BUFFERED_BODIES * settings.max_body_bytes, BUFFERED_BYTES)
         self._num_buffered = 0
@@ -166,9 +170,20 @@ class Connections:
         if not data:
             self._drop(connection)
             return
+        if not len(connection.buffer) and (answer := self._answer_quickly(data)) is not None:
+            self._send_at_once(connection, answer)
+            return
         connection.buffer.feed(data)
         self._num_buffered += len(data)
         self._advance(connection)
+
+    def _send_at_once(self, connection: Connection, answer: bytes) -> None:
+        """Answers without giving the connection away, which would cost more than the answer."""
+        if connection.send_now(answer):
+            connection.enter(State.IDLE, time.monotonic() + self._settings.keep_alive)
+        else:
+            self._stop_waiting(connection)
+            self.give_up(connection)
 
     def _advance(self, connection: Connection) -> None:
         """Hands over the next request if it is whole, else waits for the rest."""

@@ -82,7 +82,12 @@ class Worker(ThreadWorker):  # type: ignore[misc]
     def run(self) -> None:
         settings, metrics = self.app.settings, self.app.engine.metrics
         self._connections = Connections(
-            self.poller, settings, metrics, self._dispatch, max_connections=self.cfg.worker_connections
+            self.poller,
+            settings,
+            metrics,
+            self._dispatch,
+            self._answer_quickly,
+            max_connections=self.cfg.worker_connections,
         )
         self._awaited: set[Connection] | None = None  # while leaving: those whose requests came before
         self._leave_at = math.inf
@@ -186,27 +191,18 @@ class Worker(ThreadWorker):  # type: ignore[misc]
         if is_ops and connection.num_unread() > OPS_UNREAD_BYTES:
             self._connections.give_up(connection)
             return
-        if is_ops and self._answer_quickly(connection, request):
-            return
         connection.enter(State.RUNNING, self._deadline_of(request))
         self._connections.running.add(connection)
         pool = self._ops_pool if is_ops else self.tpool
         future = pool.submit(self.handle, connection, request)
         future.add_done_callback(lambda future: self.method_queue.defer(self._finish, connection, future))
 
-    def _answer_quickly(self, connection: Connection, request: RawRequest) -> bool:
-        """Whether this small request was answered here: a thread would cost four times as much."""
-        # More requests in the buffer would be answered from inside this call, each one deeper than the last.
-        if self._awaited is not None or len(connection.buffer):
-            return False
-        answer = self.app.answer_quickly(request)
-        if answer is None:
-            return False
-        if connection.send_now(answer):
-            self._connections.give_back(connection, keep=True)
-        else:
-            self._connections.give_up(connection)
-        return True
+    def _answer_quickly(self, data: bytes) -> bytes | None:
+        """The answer to what a client has sent, if it is a request for which a thread would be a waste."""
+        if self._awaited is not None:
+            return None  # answers announce now that their connections close
+        answer: bytes | None = self.app.answer_quickly(data)
+        return answer
 
     def _deadline_of(self, request: RawRequest) -> float:
         """When even sending the answer must have ended. A WebSocket may stay open: pings check its peer."""

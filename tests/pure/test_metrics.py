@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -227,6 +228,31 @@ def test_many_scrapes_sent_at_once_are_all_answered(server: ServerProcess) -> No
         answers = b"".join(iter(lambda: router.recv(65536), b""))
     assert answers.count(b"HTTP/1.1 200 OK") == 31
     assert server.ask("GET", "/healthz").status == 200
+
+
+def test_a_scrape_in_pieces_with_a_body_or_malformed_is_answered_as_any_other_request(
+    server: ServerProcess,
+) -> None:
+    first, rest = SCRAPE[:20], SCRAPE[20:]
+    with_body = SCRAPE.replace(b"\r\n\r\n", b"\r\nContent-Length: 2\r\n\r\n")
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as router:
+        router.settimeout(20)
+        # One piece is answered at once, the others by a thread; the connection stays whole.
+        for pieces in ([SCRAPE], [first, rest], [with_body, b"{}"], [SCRAPE]):
+            for piece in pieces:
+                router.sendall(piece)
+                time.sleep(0.02)
+            assert read_answer(router).startswith(b"HTTP/1.1 200 OK")
+        router.sendall(SCRAPE.replace(b"Host: x", b"Host: x\nY: z"))
+        assert read_answer(router).startswith(b"HTTP/1.1 400 Bad Request")
+
+
+def read_answer(client: socket.socket) -> bytes:
+    """One whole answer, by its length."""
+    with client.makefile("rb") as file:
+        lines = list(iter(file.readline, b"\r\n"))
+        length = next(int(line.split()[1]) for line in lines if line.lower().startswith(b"content-length"))
+        return b"".join(lines) + file.read(length)
 
 
 @pytest.mark.parametrize("is_open", [True, False])
