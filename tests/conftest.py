@@ -86,6 +86,9 @@ FAMILIES = (
     "cohere",
     "mixtral",
     "qwen3-moe",
+    "qwen2-moe",
+    "glm4-moe",
+    "gpt-oss",
     "gpt2",
     "gpt-neox",
 )

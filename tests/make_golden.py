@@ -11,22 +11,28 @@ goes by the length of the text, is so computed for a server whose sequences have
 """
 
 import json
+import math
 import shutil
 import sys
 from pathlib import Path
 
+import safetensors.torch
 import torch
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
     GemmaConfig,
+    Glm4MoeConfig,
     GPTNeoXConfig,
+    GptOssConfig,
     GraniteConfig,
     LlamaConfig,
     Olmo3Config,
     PhiConfig,
     PreTrainedConfig,
+    Qwen2MoeConfig,
 )
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -80,6 +86,38 @@ MODELS: dict[str, PreTrainedConfig] = {
     "phi2": PhiConfig(
         **TINY | {"num_key_value_heads": 4}, rope_parameters=DEFAULT | {"partial_rotary_factor": 0.5}
     ),
+    # Experts whose numbers MXFP4 holds, so that the folder `gpt-oss-mxfp4` has the same model.
+    "gpt-oss": GptOssConfig(
+        **TINY | {"num_hidden_layers": 2, "intermediate_size": 64},
+        head_dim=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=8,
+        swiglu_limit=2.0,
+        rope_parameters=YARN | {"truncate": False},
+    ),
+    # A dense layer, and one with experts of which one is shared.
+    "qwen2-moe": Qwen2MoeConfig(
+        **TINY | {"num_hidden_layers": 2},
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=48,
+        num_experts=6,
+        num_experts_per_tok=3,
+        mlp_only_layers=[0],
+    ),
+    "glm4-moe": Glm4MoeConfig(
+        **TINY | {"num_hidden_layers": 2},
+        head_dim=16,
+        attention_bias=True,
+        use_qk_norm=True,
+        moe_intermediate_size=32,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=1.8,
+        rope_parameters=DEFAULT | {"partial_rotary_factor": 0.5},
+    ),
 }
 ROPES: dict[str, dict[str, object]] = {
     "llama-yarn": {"rope_parameters": YARN},
@@ -112,10 +150,53 @@ def randomize(model: torch.nn.Module, generator: torch.Generator) -> None:
         drawn = torch.randn(tensor.shape, generator=generator)
         if is_norm:
             tensor.data = tensor.data.mean().round() + 0.2 * drawn
+        elif name.endswith("sinks"):
+            tensor.data = 2 * drawn
         elif tensor.ndim == 1:
             tensor.data = 0.2 * drawn
         else:
             tensor.data = 0.3 * drawn
+    for name, tensor in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            tensor.copy_(0.1 * torch.randn(tensor.shape, generator=generator))
+
+
+def pack_mxfp4(matrices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rounds matrices [expert, in, out] to numbers of four bits: blocks and scales as gpt-oss stores them."""
+    grouped = matrices.transpose(1, 2).unflatten(-1, (-1, 32))
+    exponents = (grouped.abs().amax(-1) / 6).log2().ceil()
+    sizes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    scaled = grouped / exponents.exp2()[..., None]
+    codes = (scaled.abs()[..., None] - sizes).abs().argmin(-1) + 8 * (scaled < 0)
+    return (codes[..., ::2] + 16 * codes[..., 1::2]).to(torch.uint8), (exponents + 127).to(torch.uint8)
+
+
+def pack_experts(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Packs the experts, gives them the numbers that transformers unpacks, and gives the packed tensors."""
+    packed = {}
+    for name, tensor in model.named_parameters():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            blocks, scales = pack_mxfp4(tensor.data)
+            packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            tensor.data = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+            assert tensor.data.shape[1:].numel() == math.prod(blocks.shape[1:]) * 2
+    return packed
+
+
+def save_packed(folder: Path, packed: dict[str, torch.Tensor]) -> None:
+    """The checkpoint in `folder` once more beside it, in the form in which gpt-oss was published."""
+    beside = folder.with_name(f"{folder.name}-mxfp4")
+    shutil.rmtree(beside, ignore_errors=True)
+    shutil.copytree(folder, beside)
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if f"{name}_blocks" not in packed}
+    safetensors.torch.save_file(kept | packed, beside / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {
+        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"],
+        "quant_method": "mxfp4",
+    }
+    (beside / "config.json").write_text(json.dumps(config, indent=2))
 
 
 def logprobs_of(model: torch.nn.Module, tokens: list[int]) -> torch.Tensor:
@@ -162,6 +243,7 @@ def make(name: str) -> None:
         if name in MODELS:
             model = AutoModelForCausalLM.from_config(MODELS[name], attn_implementation="eager")
             randomize(model, generator)
+            packed = pack_experts(model) if name == "gpt-oss" else {}
         else:
             config = LlamaConfig.from_pretrained(GOLDEN / "llama", **ROPES[name])
             model = AutoModelForCausalLM.from_pretrained(
@@ -175,6 +257,8 @@ def make(name: str) -> None:
         (folder / "generation_config.json").unlink(missing_ok=True)
         for file in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(GOLDEN / "llama" / file, folder / file)
+        if packed:
+            save_packed(folder, packed)
     else:
         model.config.save_pretrained(folder)
     (folder / "golden.json").write_text(json.dumps(golden))

@@ -39,15 +39,16 @@ def attend_in_blocks(
     *,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: jax.Array | None = None,
     on_cpu: bool,
     in_bfloat16: bool = False,
 ) -> jax.Array:
     """Mixes the values that each query may see: those up to its position, within the window if there is one.
 
     q [row, chunk, kv_head, group, head_size] float32, scaled; pool as in `cache`; table [row, page];
-    positions [row, chunk], negative for padding. Scores are limited by `softcap`. The result is float32 of
-    q's shape. On a CPU, `in_bfloat16` multiplies many queries in bfloat16 too, which is faster if the CPU has
-    matrix units for it.
+    positions [row, chunk], negative for padding. Scores are limited by `softcap`. `sinks` [query head] are
+    scores without a key or value. The result is float32 of q's shape. On a CPU, `in_bfloat16` multiplies many
+    queries in bfloat16 too, which is faster if the CPU has matrix units for it.
     """
     rows, chunk, kv_heads, group, size = q.shape
     queries = chunk * group
@@ -95,10 +96,14 @@ def attend_in_blocks(
         )
         return mixed * shrink[..., None] + new, new_top, total * shrink + weights.sum(-1)
 
+    top, total = jnp.float32(LOWEST), jnp.float32(0.0)
+    if sinks is not None:
+        top, total = sinks.reshape(1, kv_heads, 1, group), jnp.float32(1.0)
+        top = jnp.broadcast_to(top, (rows, kv_heads, chunk, group)).reshape(rows, kv_heads, queries)
     start = (
         jnp.zeros((rows, kv_heads, queries, size), jnp.float32),
-        jnp.full((rows, kv_heads, queries), LOWEST, jnp.float32),
-        jnp.zeros((rows, kv_heads, queries), jnp.float32),
+        jnp.broadcast_to(top, (rows, kv_heads, queries)),
+        jnp.full((rows, kv_heads, queries), total),
     )
     num_blocks = jnp.maximum(positions.max(), 0) // width + 1
     mixed, _, total = lax.fori_loop(jnp.int32(0), num_blocks.astype(jnp.int32), mix_block, start)

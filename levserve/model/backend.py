@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from levserve.model.cache import Place
-from levserve.model.config import Activation, ModelConfig
+from levserve.model.config import Activation, ModelConfig, Routing
 from levserve.model.packed import PackedMatrix
 from levserve.model.rotary import Angles
 from levserve.model.text_attention import Texts
@@ -77,10 +77,12 @@ class ExpertRule:
 
     num_experts: int
     per_token: int
-    renormalises: bool
-    """Whether the weights of a token's experts are made to sum to one."""
+    routing: Routing
     is_gated: bool
     activation: Activation
+    gate_limit: float | None = None
+    up_offset: float = 0.0
+    """These two as in `ModelConfig`."""
 
 
 class Mixture(ExpertLayer, Protocol):
@@ -93,6 +95,14 @@ class Mixture(ExpertLayer, Protocol):
     def matrices(self) -> tuple[jax.Array, jax.Array] | None:
         """Gate above up [expert, 2 * mlp, embed], or up alone, and down [expert, embed, mlp]; None if they
         are in the bits of their checkpoint."""
+
+    @property
+    def biases(self) -> tuple[jax.Array, jax.Array] | None:
+        """Of the same two, float32 [expert, 2 * mlp] and [expert, embed], if there are any."""
+
+    @property
+    def correction(self) -> jax.Array | None:
+        """float32 [expert], if the routing has a correction."""
 
 
 class ExpertChoice(NamedTuple):
@@ -137,12 +147,14 @@ class Backend(ABC):
         norms: HeadNorms | None,
         ends: jax.Array | None,
         shape: AttentionShape,
+        sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """Norms and rotates heads, writes keys and values to the pool, and mixes what each query may see.
 
         qkv [row * chunk, head, head_size]: queries, then keys, then values. Gives [row, chunk, query heads *
         head_size] and the pool. With `ends` [row] only the query at that place of each row's chunk is mixed,
-        as a chunk of one.
+        as a chunk of one. With `sinks` [query head] each softmax has one score more, to which no value
+        belongs.
         """
 
     @abstractmethod

@@ -16,6 +16,15 @@ class Activation(StrEnum):
     SILU = "silu"
     GELU = "gelu"
     GELU_TANH = "gelu_tanh"
+    GELU_QUICK = "gelu_quick"
+    """The input times the sigmoid of 1.702 times the input."""
+
+
+class Scoring(StrEnum):
+    """What makes weights of the router's scores."""
+
+    SOFTMAX = "softmax"
+    SIGMOID = "sigmoid"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +113,24 @@ class Rope:
 
 
 @dataclass(frozen=True, slots=True)
+class Routing:
+    """How the experts of a token are chosen and weighted. Defaults are Mixtral's."""
+
+    renormalises: bool = True
+    """The weights of the chosen experts are scaled to sum to one."""
+    scoring: Scoring = Scoring.SOFTMAX
+    has_correction: bool = False
+    """Each expert has a learned number that is added to its weight for the choice alone."""
+    num_groups: int = 1
+    groups_per_token: int = 1
+    """The experts form groups, and a token may choose only from its best ones."""
+    group_best: int = 1
+    """How many of a group's largest weights are added up to rank it."""
+    scale: float = 1.0
+    """The factor of the weights of the chosen experts."""
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """A decoder-only transformer. Defaults are Llama's: pre-norm, rotary positions, grouped queries, SiLU."""
 
@@ -141,6 +168,8 @@ class ModelConfig:
     attention_scale: float | None = None
     """The factor of attention scores; None: one over the square root of the head size."""
     attention_softcap: float | None = None
+    has_sinks: bool = False
+    """Each query head has a learned score that counts in the sum of its softmax, and has no value."""
     logit_softcap: float | None = None
 
     is_parallel: bool = False
@@ -162,14 +191,30 @@ class ModelConfig:
     has_interleaved_heads: bool = False
     """Checkpoints store the two numbers that are rotated together as neighbours. Only their readers look at
     this."""
+    has_turned_experts: bool = False
+    """Checkpoints store the experts' matrices [expert, in, out], with gate and up in turn. Only their readers
+    look at this."""
 
     activation: Activation = Activation.SILU
     is_gated: bool = True
+    gate_limit: float | None = None
+    """The gate is at most this before its activation, and what it multiplies is at most this far from 0."""
+    up_offset: float = 0.0
+    """Added to what the gate multiplies."""
     mlp_bias: bool = False
+    """The feed-forward part, or each expert, has biases."""
     num_experts: int = 0
     experts_per_token: int = 0
-    renormalises_experts: bool = True
-    """The weights of the chosen experts are scaled to sum to one."""
+    routing: Routing = Routing()
+    router_bias: bool = False
+    shared_size: int = 0
+    """Width of the expert that every token uses besides those that it chooses; 0: there is none."""
+    has_shared_gate: bool = False
+    """The shared expert's result is multiplied by the sigmoid of a learned product with its input."""
+    dense_layers: tuple[int, ...] = ()
+    """In a mixture, the layers that have no experts."""
+    dense_size: int = 0
+    """Width of their feed-forward part."""
 
     num_shards: int = 1
     """Devices that share the model. If there are several, the numbers of heads and `intermediate_size` are
@@ -189,6 +234,9 @@ class ModelConfig:
             case DynamicScaling():
                 scaling = replace(scaling, max_seq_len=max_seq_len)
         return replace(self, rope_scaling=scaling)
+
+    def is_mixture(self, layer: int) -> bool:
+        return self.num_experts > 0 and layer not in self.dense_layers
 
     def window(self, layer: int) -> int | None:
         return self.windows[layer] if self.windows else None
@@ -220,12 +268,21 @@ class ModelConfig:
         return Axis("expert", self.num_experts)
 
     @property
+    def dense_width(self) -> int:
+        """Width of a feed-forward part without experts."""
+        return self.dense_size if self.num_experts else self.intermediate_size
+
+    @property
     def Mlp(self) -> Axis:
         return Axis("mlp", self.intermediate_size)
 
     @property
     def GateUp(self) -> Axis:
-        return Axis("gate_up", (2 if self.is_gated else 1) * self.intermediate_size)
+        return self.gate_up(self.intermediate_size)
+
+    def gate_up(self, width: int) -> Axis:
+        """Rows of the fused projection of a feed-forward part of this width: gate above up, or up alone."""
+        return Axis("gate_up", (2 if self.is_gated else 1) * width)
 
     @property
     def Heads(self) -> Axis:
@@ -279,27 +336,48 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if config.qk_norm:
         num_q, num_k = (config.num_heads, config.num_kv_heads) if config.qk_norm_spans_heads else (1, 1)
         layer |= {"q_norm": (num_q * config.head_dim,), "k_norm": (num_k * config.head_dim,)}
-    gate_up, down = (config.GateUp.size, embed), (embed, config.intermediate_size)
-    if config.num_experts:
-        count = config.num_experts
-        layer |= {
-            "router": (count, embed),
-            "experts_gate_up": (count, *gate_up),
-            "experts_down": (count, *down),
-        }
-    else:
-        layer |= {"gate_up": gate_up, "down": down}
-    if config.mlp_bias:
-        layer |= {"gate_up_bias": (config.GateUp.size,), "down_bias": (embed,)}
+    if config.has_sinks:
+        layer["sinks"] = (config.num_heads,)
 
     shapes: dict[str, tuple[int, ...]] = {"embed": (vocab, embed)}
     if config.has_position_table:
         shapes["positions"] = (config.max_position, embed)
     for index in range(config.num_layers):
-        shapes |= {f"layers.{index}.{name}": shape for name, shape in layer.items()}
+        fed = _mixture_shapes(config) if config.is_mixture(index) else _dense_shapes(config)
+        shapes |= {f"layers.{index}.{name}": shape for name, shape in (layer | fed).items()}
     shapes |= {f"final_{norm}": (embed,) for norm in norms}
     if not config.tied_head:
         shapes["head"] = (vocab, embed)
     if config.head_bias:
         shapes["head_bias"] = (vocab,)
+    return shapes
+
+
+def _dense_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    embed, width = config.hidden_size, config.dense_width
+    rows = config.gate_up(width).size
+    shapes: dict[str, tuple[int, ...]] = {"gate_up": (rows, embed), "down": (embed, width)}
+    if config.mlp_bias:
+        shapes |= {"gate_up_bias": (rows,), "down_bias": (embed,)}
+    return shapes
+
+
+def _mixture_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    embed, count, shared = config.hidden_size, config.num_experts, config.shared_size
+    rows = config.GateUp.size
+    shapes: dict[str, tuple[int, ...]] = {
+        "router": (count, embed),
+        "experts_gate_up": (count, rows, embed),
+        "experts_down": (count, embed, config.intermediate_size),
+    }
+    if config.router_bias:
+        shapes["router_bias"] = (count,)
+    if config.routing.has_correction:
+        shapes["router_correction"] = (count,)
+    if config.mlp_bias:
+        shapes |= {"experts_gate_up_bias": (count, rows), "experts_down_bias": (count, embed)}
+    if shared:
+        shapes |= {"shared_gate_up": (config.gate_up(shared).size, embed), "shared_down": (embed, shared)}
+    if config.has_shared_gate:
+        shapes["shared_gate"] = (1, embed)
     return shapes

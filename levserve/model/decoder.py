@@ -38,6 +38,7 @@ class Attention(eqx.Module):
     out: Linear
     q_norm: Norm | None
     k_norm: Norm | None
+    sinks: NamedArray | None
 
     def __call__(
         self,
@@ -55,7 +56,8 @@ class Attention(eqx.Module):
             config.num_kv_heads, config.score_scale, config.norm_eps, window, config.attention_softcap
         )
         heads, norms = self._heads(self.qkv(x, place.num_used))
-        mixed, pool = self.backend.attend(heads, pool, place, angles, norms, ends, shape)
+        sinks = None if self.sinks is None else self.sinks.array
+        mixed, pool = self.backend.attend(heads, pool, place, angles, norms, ends, shape, sinks)
         num_used = place.num_used if ends is None else None
         return self.out(hax.named(mixed, (ROW, CHUNK, config.Mixed.name)), num_used), pool
 
@@ -178,12 +180,12 @@ class Decoder(eqx.Module):
         def optional(name: str, *axes: Axis) -> NamedArray | None:
             return hax.named(arrays[name], axes) if name in arrays else None
 
-        def linear(name: str, Out: Axis, In: Axis, *stacked: Axis) -> Linear:
-            bias = optional(f"{name}_bias", Out)
+        def linear(name: str, Out: Axis, In: Axis, *stacked: Axis, is_expert: bool = False) -> Linear:
+            bias = optional(f"{name}_bias", *stacked, Out)
             # Products that are added to the residual stream are never rounded: every bit counts there.
-            rounds = backend.rounds_products and Out in (config.QKV, config.GateUp)
+            rounds = backend.rounds_products and Out.name in (config.QKV.name, config.GateUp.name)
             # The devices' experts are added up after they are mixed.
-            is_partial = is_shared and Out == config.Embed and not stacked
+            is_partial = is_shared and Out == config.Embed and not is_expert
             axes = (*stacked, Out, In)
             if name in schemes:
                 matrix = PackedMatrix(
@@ -205,19 +207,26 @@ class Decoder(eqx.Module):
                 hax.named(weight, over), bias, config.norm_eps, config.has_layer_norms, backend, is_partial
             )
 
-        def mlp(at: str, *stacked: Axis) -> Mlp:
-            gate_up = linear(at + "gate_up", config.GateUp, config.Embed, *stacked)
-            return Mlp(config, gate_up, linear(at + "down", config.Embed, config.Mlp, *stacked))
+        def mlp(at: str, width: int, *stacked: Axis, is_expert: bool = False) -> Mlp:
+            gate_up = linear(at + "gate_up", config.gate_up(width), config.Embed, *stacked)
+            Width = Axis(config.Mlp.name, width)
+            down = linear(at + "down", config.Embed, Width, *stacked, is_expert=is_expert)
+            return Mlp(config, gate_up, down)
 
         def mixture(at: str) -> Experts:
+            shared, Gate = config.shared_size, Axis("gate", 1)
             return Experts(
                 config,
                 backend,
                 linear(at + "router", config.Expert, config.Embed),
-                mlp(at + "experts_", config.Expert),
+                mlp(at + "experts_", config.intermediate_size, config.Expert, is_expert=True),
+                optional(at + "router_correction", config.Expert),
+                mlp(at + "shared_", shared, is_expert=True) if shared else None,
+                linear(at + "shared_gate", Gate, config.Embed) if config.has_shared_gate else None,
             )
 
-        def layer(at: str) -> Layer:
+        def layer(index: int) -> Layer:
+            at = f"layers.{index}."
             q_over, k_over = ([config.Heads], [config.KVHeads]) if config.qk_norm_spans_heads else ([], [])
             return Layer(
                 norm(at + "input_norm", config.Embed),
@@ -228,10 +237,11 @@ class Decoder(eqx.Module):
                     linear(at + "out", config.Embed, config.Mixed),
                     norm(at + "q_norm", *q_over, config.HeadSize),
                     norm(at + "k_norm", *k_over, config.HeadSize),
+                    optional(at + "sinks", config.Heads),
                 ),
                 norm(at + "attention_post_norm", config.Embed),
                 norm(at + "mlp_norm", config.Embed),
-                mixture(at) if config.num_experts else mlp(at),
+                mixture(at) if config.is_mixture(index) else mlp(at, config.dense_width),
                 norm(at + "mlp_post_norm", config.Embed),
             )
 
@@ -241,7 +251,7 @@ class Decoder(eqx.Module):
             config,
             hax.named(arrays["embed"], (config.Vocab, config.Embed)),
             optional("positions", config.Position, config.Embed),
-            tuple(layer(f"layers.{index}.") for index in range(config.num_layers)),
+            tuple(layer(index) for index in range(config.num_layers)),
             final_norm,
             linear("head", config.Vocab, config.Embed) if "head" in arrays else None,
             backend,

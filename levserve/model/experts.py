@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from levserve.model.backend import ExpertChoice, ExpertLayer
+from levserve.model.config import Routing, Scoring
 
 MIN_BLOCK, MAX_BLOCK = 2, 64
 """Pairs of one expert computed together on a CPU: a single one leaves the fast path of its matrix product."""
@@ -22,10 +23,31 @@ FEW_TOKENS = 256
 """Up to this many tokens a GPU waits for the weights, whatever it multiplies them with."""
 
 
-def choose_experts(scores: jax.Array, count: int, *, renormalises: bool) -> ExpertChoice:
-    """The likeliest experts by the router's scores [token, expert]."""
-    weights, experts = lax.top_k(jax.nn.softmax(scores, axis=-1), count)
-    return ExpertChoice(experts, weights / weights.sum(-1, keepdims=True) if renormalises else weights)
+def choose_experts(
+    scores: jax.Array, count: int, routing: Routing, correction: jax.Array | None = None
+) -> ExpertChoice:
+    """The likeliest experts by the router's scores [token, expert] and its correction [expert]."""
+    is_softmax = routing.scoring is Scoring.SOFTMAX
+    all_weights = jax.nn.softmax(scores, axis=-1) if is_softmax else jax.nn.sigmoid(scores)
+    ranks = all_weights if correction is None else all_weights + correction[None]
+    if routing.num_groups > 1:
+        ranks = _keep_best_groups(ranks, routing)
+    weights, experts = lax.top_k(ranks, count)
+    if correction is not None:
+        weights = jnp.take_along_axis(all_weights, experts, axis=-1)
+    if routing.renormalises:
+        weights = weights / weights.sum(-1, keepdims=True)
+    return ExpertChoice(experts, weights if routing.scale == 1.0 else weights * routing.scale)
+
+
+def _keep_best_groups(ranks: jax.Array, routing: Routing) -> jax.Array:
+    """The ranks [token, expert] of experts in a token's best groups; all others are below them."""
+    grouped = ranks.reshape(len(ranks), routing.num_groups, -1)
+    best = lax.top_k(grouped, routing.group_best)[0].sum(-1)
+    _, chosen = lax.top_k(best, routing.groups_per_token)
+    groups = jnp.arange(routing.num_groups, dtype=jnp.int32)[None, :, None]
+    is_chosen = (chosen[:, None] == groups).any(-1)
+    return jnp.where(is_chosen[..., None], grouped, -jnp.inf).reshape(ranks.shape)
 
 
 def are_few(num_pairs: int, num_experts: int) -> bool:

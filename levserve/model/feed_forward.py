@@ -14,13 +14,14 @@ from levserve.model.backend import Backend, ExpertRule
 from levserve.model.config import Activation, ModelConfig
 from levserve.model.linear import Linear
 from levserve.model.packed import PackedMatrix
-from levserve.model.sharding import sum_over_devices
+from levserve.model.sharding import on_first_device, sum_over_devices
 
 ROW, CHUNK = "row", "chunk"
 ACTIVATIONS: dict[Activation, Callable[[NamedArray], NamedArray]] = {
     Activation.SILU: hax.nn.silu,
     Activation.GELU: functools.partial(hax.nn.gelu, approximate=False),
     Activation.GELU_TANH: functools.partial(hax.nn.gelu, approximate=True),
+    Activation.GELU_QUICK: lambda x: x * hax.nn.sigmoid(1.702 * x),
 }
 
 
@@ -30,22 +31,32 @@ class Mlp(eqx.Module):
     down: Linear
 
     def __call__(self, x: NamedArray, num_used: jax.Array | None = None) -> NamedArray:
+        config = self.config
         wide = self.gate_up(x, num_used)
-        activate = ACTIVATIONS[self.config.activation]
-        size = self.config.intermediate_size
-        if not self.config.is_gated:
+        activate = ACTIVATIONS[config.activation]
+        if not config.is_gated:
             return self.down(activate(wide).rename({"gate_up": "mlp"}), num_used)
+        size = wide.axis_size("gate_up") // 2
         gate, up = (wide["gate_up", at : at + size].rename({"gate_up": "mlp"}) for at in (0, size))
-        return self.down(activate(gate) * up, num_used)
+        if config.gate_limit is not None:
+            gate = hax.minimum(gate, config.gate_limit)
+            up = hax.clip(up, -config.gate_limit, config.gate_limit)
+        return self.down(activate(gate) * (up + config.up_offset if config.up_offset else up), num_used)
 
 
 class Experts(eqx.Module):
-    """A router, and all experts as one `Mlp` whose matrices are [expert, out, in]."""
+    """A router, and all experts as one `Mlp` whose matrices are [expert, out, in].
+
+    A model may have a `shared` expert that every token uses too.
+    """
 
     config: ModelConfig = eqx.field(static=True)
     backend: Backend = eqx.field(static=True)
     router: Linear
     stacked: Mlp
+    router_correction: NamedArray | None = None
+    shared: Mlp | None = None
+    shared_gate: Linear | None = None
 
     def __call__(self, x: NamedArray, is_real: jax.Array) -> NamedArray:
         """Computes the tokens that are not padding, by `is_real` [row, chunk]; zeros for the rest."""
@@ -53,9 +64,18 @@ class Experts(eqx.Module):
         flat = x.flatten_axes((ROW, CHUNK), "token").rearrange(("token", "embed"))
         scores = self.router(flat).rearrange(("token", "expert")).array
         mixed = self.backend.mix_experts(flat.array, scores, is_real.reshape(-1), self)
+        if self.shared is not None:
+            mixed = mixed + self._run_shared(flat)
         if config.num_shards > 1:
             mixed = sum_over_devices(mixed)
         return hax.named(mixed.reshape(*is_real.shape, config.hidden_size), (ROW, CHUNK, "embed"))
+
+    def _run_shared(self, tokens: NamedArray) -> jax.Array:
+        assert self.shared is not None
+        result = self.shared(tokens)
+        if self.shared_gate is not None:
+            result = result * hax.nn.sigmoid(self.shared_gate(tokens)["gate", 0])
+        return result.rearrange(("token", "embed")).array
 
     @property
     def rule(self) -> ExpertRule:
@@ -63,9 +83,11 @@ class Experts(eqx.Module):
         return ExpertRule(
             config.num_experts,
             config.experts_per_token,
-            config.renormalises_experts,
+            config.routing,
             config.is_gated,
             config.activation,
+            config.gate_limit,
+            config.up_offset,
         )
 
     @property
@@ -75,19 +97,35 @@ class Experts(eqx.Module):
             return None
         return gate_up.array, down.array
 
+    @property
+    def biases(self) -> tuple[jax.Array, jax.Array] | None:
+        gate_up, down = self.stacked.gate_up.bias, self._down.bias
+        return None if gate_up is None or down is None else (gate_up.array, down.array)
+
+    @property
+    def correction(self) -> jax.Array | None:
+        return None if self.router_correction is None else self.router_correction.array
+
+    @property
+    def _down(self) -> Linear:
+        """Each device has all of its bias, which the sum over devices must hold once."""
+        down = self.stacked.down
+        if down.bias is None or self.config.num_shards == 1:
+            return down
+        bias = hax.named(on_first_device(down.bias.array), down.bias.axes)
+        return Linear(down.weight, bias, widened=down.widened)
+
     def one(self, number: jax.Array, tokens: jax.Array) -> jax.Array:
         return self._run(
-            self.stacked.gate_up.of_expert(number), self.stacked.down.of_expert(number), tokens, "token"
+            self.stacked.gate_up.of_expert(number), self._down.of_expert(number), tokens, "token"
         )
 
     def chosen(self, numbers: jax.Array, tokens: jax.Array) -> jax.Array:
         named = hax.named(numbers, "token")
-        return self._run(
-            self.stacked.gate_up.of_each(named), self.stacked.down.of_each(named), tokens, "token"
-        )
+        return self._run(self.stacked.gate_up.of_each(named), self._down.of_each(named), tokens, "token")
 
     def every(self, tokens: jax.Array) -> jax.Array:
-        return self._run(self.stacked.gate_up, self.stacked.down, tokens, "expert", "slot")
+        return self._run(self.stacked.gate_up, self._down, tokens, "expert", "slot")
 
     def _run(self, gate_up: Linear, down: Linear, tokens: jax.Array, *axes: str) -> jax.Array:
         return (

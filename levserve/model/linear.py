@@ -80,15 +80,21 @@ class Linear(eqx.Module):
         return hax.named(y.reshape([axis.size for axis in (*others, Out)]), (*others, Out))
 
     def of_expert(self, number: jax.Array) -> Linear:
-        """One of the matrices of a weight [expert, out, in]."""
+        """One of the matrices of a weight [expert, out, in], with its bias."""
+
+        def take(stacked: NamedArray) -> NamedArray:
+            _, *axes = stacked.axes
+            found = lax.dynamic_index_in_dim(stacked.array, number, keepdims=False)
+            return hax.named(cache.from_bits(found), axes)
+
+        bias = None if self.bias is None else take(self.bias)
         if isinstance(self.weight, PackedMatrix):
-            return Linear(self.weight.of_expert(number), widened=self.widened)
-        _, *axes = self.weight.axes
-        matrix = lax.dynamic_index_in_dim(self.weight.array, number, keepdims=False)
-        return Linear(hax.named(cache.from_bits(matrix), axes))
+            return Linear(self.weight.of_expert(number), bias, widened=self.widened)
+        return Linear(take(self.weight), bias)
 
     def of_each(self, numbers: NamedArray) -> Linear:
-        """A copy of the matrix for each number."""
+        """A copy of the matrix, and of its bias, for each number."""
+        bias = None if self.bias is None else self.bias.take("expert", numbers)
         if isinstance(self.weight, PackedMatrix):
-            return Linear(self.weight.of_each(numbers), widened=self.widened)
-        return Linear(self.weight.take("expert", numbers))
+            return Linear(self.weight.of_each(numbers), bias, widened=self.widened)
+        return Linear(self.weight.take("expert", numbers), bias)

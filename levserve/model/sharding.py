@@ -62,16 +62,12 @@ def _kv_heads(config: ModelConfig) -> Units:
     return Units(config.num_kv_heads, config.head_dim)
 
 
-def _widths(config: ModelConfig) -> Units:
-    return Units(config.intermediate_size)
+def _gate_and_up(config: ModelConfig, width: int) -> tuple[Units, ...]:
+    return (Units(width),) * (2 if config.is_gated else 1)
 
 
 def _words(config: ModelConfig) -> Units:
     return Units(config.vocab_size)
-
-
-def _gate_and_up(config: ModelConfig) -> tuple[Units, ...]:
-    return (_widths(config),) * (2 if config.is_gated else 1)
 
 
 def _queries_keys_values(config: ModelConfig) -> tuple[Units, ...]:
@@ -95,11 +91,17 @@ TABLE = {
     "qkv": Cut(_queries_keys_values),
     "qkv_bias": Cut(_queries_keys_values),
     "out": Cut(lambda config: (_query_heads(config),), is_by_columns=True),
-    "gate_up": Cut(_gate_and_up),
-    "gate_up_bias": Cut(_gate_and_up),
-    "experts_gate_up": Cut(_gate_and_up),
-    "down": Cut(lambda config: (_widths(config),), is_by_columns=True),
-    "experts_down": Cut(lambda config: (_widths(config),), is_by_columns=True),
+    "sinks": Cut(lambda config: (Units(config.num_heads),)),
+    "gate_up": Cut(lambda config: _gate_and_up(config, config.dense_width)),
+    "gate_up_bias": Cut(lambda config: _gate_and_up(config, config.dense_width)),
+    "down": Cut(lambda config: (Units(config.dense_width),), is_by_columns=True),
+    "experts_gate_up": Cut(lambda config: _gate_and_up(config, config.intermediate_size)),
+    "experts_gate_up_bias": Cut(
+        lambda config: _gate_and_up(config, config.intermediate_size), is_by_columns=True
+    ),
+    "experts_down": Cut(lambda config: (Units(config.intermediate_size),), is_by_columns=True),
+    "shared_gate_up": Cut(lambda config: _gate_and_up(config, config.shared_size)),
+    "shared_down": Cut(lambda config: (Units(config.shared_size),), is_by_columns=True),
 }
 SPANNING_NORMS = {
     "q_norm": Cut(lambda config: (_query_heads(config),)),
@@ -150,9 +152,9 @@ def indivisible_reason(config: ModelConfig, count: int) -> str | None:
     if config.num_kv_heads % count and count % config.num_kv_heads:
         heads = f"its {config.num_kv_heads} key and value heads"
         return f"{heads} can neither be shared evenly by {count} devices nor repeated evenly on them"
-    if config.intermediate_size % count:
-        width = f"its feed-forward part of width {config.intermediate_size}"
-        return f"{width} cannot be shared evenly by {count} devices"
+    for width in (config.intermediate_size, config.dense_size, config.shared_size):
+        if width % count:
+            return f"its feed-forward part of width {width} cannot be shared evenly by {count} devices"
     return None
 
 
@@ -172,6 +174,8 @@ def local_config(config: ModelConfig, count: int) -> ModelConfig:
         num_heads=config.num_heads // count,
         num_kv_heads=max(config.num_kv_heads // count, 1),
         intermediate_size=config.intermediate_size // count,
+        dense_size=config.dense_size // count,
+        shared_size=config.shared_size // count,
         num_shards=count,
     )
 
@@ -183,6 +187,11 @@ def stacked_shape(shape: Sequence[int], count: int) -> tuple[int, ...]:
 
 def sum_over_devices(x: jax.Array) -> jax.Array:
     return lax.psum(x, AXIS)
+
+
+def on_first_device(x: jax.Array) -> jax.Array:
+    """Zeros on all devices but the first, for what is there once in a sum over devices."""
+    return jnp.where(lax.axis_index(AXIS) == 0, x, jnp.zeros_like(x))
 
 
 def mean_over_devices(x: jax.Array) -> jax.Array:

@@ -69,6 +69,7 @@ class XlaBackend(Backend):
         norms: HeadNorms | None,
         ends: jax.Array | None,
         shape: AttentionShape,
+        sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         rows, chunk = place.positions.shape
         heads, size = qkv.shape[1] - 2 * shape.kv_heads, qkv.shape[2]
@@ -86,7 +87,7 @@ class XlaBackend(Backend):
         q = q.reshape(rows, -1, shape.kv_heads, heads // shape.kv_heads, size) * shape.scale
         with jax.named_scope("attend"):
             mixed = self.mix_values(
-                q, pool, place.table, positions, window=shape.window, softcap=shape.softcap
+                q, pool, place.table, positions, window=shape.window, softcap=shape.softcap, sinks=sinks
             )
         return mixed.reshape(rows, -1, heads * size), pool
 
@@ -99,9 +100,12 @@ class XlaBackend(Backend):
         *,
         window: int | None = None,
         softcap: float | None = None,
+        sinks: jax.Array | None = None,
     ) -> jax.Array:
         """Attention of scaled queries [row, chunk, kv_head, group, head_size] over pages that are written."""
-        return attend_in_blocks(q, pool, table, positions, window=window, softcap=softcap, on_cpu=self.is_cpu)
+        return attend_in_blocks(
+            q, pool, table, positions, window=window, softcap=softcap, sinks=sinks, on_cpu=self.is_cpu
+        )
 
     def text_scratch(self, rows: int, chunk: int, heads: int, size: int, dtype: jnp.dtype) -> Arrays:
         return ()
@@ -127,7 +131,7 @@ class XlaBackend(Backend):
     def mix_experts(self, x: jax.Array, scores: jax.Array, is_real: jax.Array, experts: Mixture) -> jax.Array:
         rule = experts.rule
         num_experts = rule.num_experts
-        choice = choose_experts(scores, rule.per_token, renormalises=rule.renormalises)
+        choice = choose_experts(scores, rule.per_token, rule.routing, experts.correction)
         if self.is_cpu:
             return mix_in_blocks(x, choice, is_real, experts, num_experts)
         if are_few(choice.experts.size, num_experts):

@@ -221,7 +221,8 @@ def _read_plain(
                     mapped_bytes += array.nbytes
                     yield part, array
                 continue
-            host = aligned_array(shapes[name], np.dtype(dtype if len(shapes[name]) > 1 else np.float32))
+            is_matrix = len(shapes[name]) > 1 and not name.endswith("_bias")
+            host = aligned_array(shapes[name], np.dtype(dtype if is_matrix else np.float32))
             if cutter.has_gaps(name):
                 host[...] = 0
             for source in sources[name]:

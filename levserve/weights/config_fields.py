@@ -7,8 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from levserve.errors import StartupError
+
+Extras = dict[str, Any]
+"""Fields of `ModelConfig`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,14 @@ class Fields:
         if len(items) != count or not all(isinstance(item, (int, float)) for item in items):
             raise self.wrong(key, f"a list of {count} numbers")
         return tuple(map(float, items))
+
+    def layers(self, key: str) -> tuple[int, ...]:
+        """A list of layers by their numbers; an absent one is empty."""
+        value = self._value(key, [])
+        items = value if isinstance(value, list) else [None]
+        if not all(isinstance(item, int) and not isinstance(item, bool) for item in items):
+            raise self.wrong(key, "a list of integers")
+        return tuple(items)
 
     def flag(self, key: str, default: bool) -> bool:
         value = self._value(key, default)

@@ -74,7 +74,7 @@ def _cut_rows(share: Share, into: NDArray[np.generic], source: Source) -> Iterat
     """Those rows of a share that this tensor has."""
     *outer, filled = source.target.index
     assert isinstance(filled, slice)
-    has_all_experts = into.ndim == 3 and len(source.tensor.shape) == 3
+    has_all_experts = bool(outer) and isinstance(outer[0], slice)
     place = 0
     for wanted in share.ranges:
         found = range(max(wanted.start, filled.start), min(wanted.stop, filled.stop))

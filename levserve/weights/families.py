@@ -9,17 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from levserve.model.config import Activation
-from levserve.weights.config_fields import Fields
+from levserve.weights.config_fields import Extras, Fields
+from levserve.weights.mixtures import read_deepseek_experts, read_mixtral_experts, read_qwen_experts
 
 GELU_TANH = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 """Names of one formula."""
 QWEN_WINDOW_FROM = 28  # transformers' default of `max_window_layers`
 
-Extras = dict[str, Any]
-"""Fields of `ModelConfig`."""
 Slides = Callable[[Fields, int], "list[bool] | None"]
 """Which layers have a sliding window, unless `layer_types` says it; None if no layer can have one."""
 
@@ -105,21 +103,27 @@ def _gpt_neox(fields: Fields) -> Extras:
     }
 
 
-def _mixtral(fields: Fields) -> Extras:
-    return {
-        "num_experts": fields.integer("num_local_experts"),
-        "experts_per_token": fields.integer("num_experts_per_tok"),
-    }
-
-
 def _qwen3_moe(fields: Fields) -> Extras:
-    key = "num_experts" if fields.has("num_experts") else "num_local_experts"  # as transformers 5 writes it
-    return _attention_bias(fields) | {
-        "num_experts": fields.integer(key),
-        "experts_per_token": fields.integer("num_experts_per_tok"),
-        "renormalises_experts": fields.flag("norm_topk_prob", False),
-        "intermediate_size": fields.integer("moe_intermediate_size"),
+    return _attention_bias(fields) | read_qwen_experts(fields)
+
+
+def _qwen2_moe(fields: Fields) -> Extras:
+    return read_qwen_experts(fields) | {
+        "qkv_bias": fields.flag("qkv_bias", True),
+        "shared_size": fields.integer("shared_expert_intermediate_size"),
     }
+
+
+def _glm4_moe(fields: Fields) -> Extras:
+    return read_deepseek_experts(fields) | {
+        "qkv_bias": fields.flag("attention_bias", False),
+        "qk_norm": fields.flag("use_qk_norm", False),
+    }
+
+
+def _gpt_oss(fields: Fields) -> Extras:
+    limit = {"gate_limit": fields.number("swiglu_limit", 7.0)}
+    return _attention_bias(fields) | read_mixtral_experts(fields) | limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +186,12 @@ OLMO2: Extras = {
     "qk_norm": True,
     "qk_norm_spans_heads": True,
 }
+QWEN_EXPERTS: dict[str, tuple[object, ...] | None] = {
+    "num_experts": None,
+    "num_local_experts": None,
+    "mlp_only_layers": None,
+    "decoder_sparse_step": None,
+}
 UNGATED: Extras = {"has_layer_norms": True, "mlp_bias": True, "is_gated": False}
 """GPT-2, GPT-NeoX and Phi-2: layer norms, and a feed-forward part with biases and without a gate."""
 FAMILIES: dict[str, Family] = {
@@ -242,13 +252,40 @@ FAMILIES: dict[str, Family] = {
         },
         defaults={"rms_norm_eps": 1e-6},
     ),
-    "MixtralForCausalLM": Family({}, _mixtral, every_layer, {"num_local_experts": None}),
+    "MixtralForCausalLM": Family({}, read_mixtral_experts, every_layer, {"num_local_experts": None}),
     "Qwen3MoeForCausalLM": Family(
-        {"qk_norm": True},
-        _qwen3_moe,
-        _qwen_layers,
-        {"num_experts": None, "num_local_experts": None},
-        {"sliding_window": 4096},
+        {"qk_norm": True}, _qwen3_moe, _qwen_layers, QWEN_EXPERTS, {"sliding_window": 4096}
+    ),
+    "Qwen2MoeForCausalLM": Family(
+        {"has_shared_gate": True}, _qwen2_moe, _qwen_layers, QWEN_EXPERTS, {"sliding_window": 4096}
+    ),
+    "Glm4MoeForCausalLM": Family(
+        {},
+        _glm4_moe,
+        supported={"num_experts": None, "num_local_experts": None, "partial_rotary_factor": None},
+        defaults={"partial_rotary_factor": 0.5},
+    ),
+    "GptOssForCausalLM": Family(
+        {
+            "has_sinks": True,
+            "activation": Activation.GELU_QUICK,
+            "up_offset": 1.0,
+            "mlp_bias": True,
+            "router_bias": True,
+            "has_turned_experts": True,
+        },
+        _gpt_oss,
+        _gemma2_layers,
+        {"num_local_experts": None, "swiglu_alpha": (1.702, None)},
+        {
+            "attention_bias": True,
+            "head_dim": 64,
+            "num_key_value_heads": 8,
+            "num_experts_per_tok": 4,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150_000.0,
+            "sliding_window": 128,
+        },
     ),
     "CohereForCausalLM": Family(
         {

@@ -25,8 +25,8 @@ from levserve.model.config import (
     RopeScaling,
     YarnScaling,
 )
-from levserve.weights.config_fields import Fields
-from levserve.weights.families import FAMILIES, Extras, Family
+from levserve.weights.config_fields import Extras, Fields
+from levserve.weights.families import FAMILIES, Family
 from levserve.weights.rope_scaling import long_attention_factor, scaled_context, yarn_attention_factor
 from levserve.weights.tensor_names import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from levserve.errors import StartupError
 from levserve.model.config import ModelConfig
-from levserve.weights.config_fields import Fields
-from levserve.weights.families import FAMILIES, Extras, Family, every_layer, no_layer
+from levserve.weights.config_fields import Extras, Fields
+from levserve.weights.families import FAMILIES, Family, every_layer, no_layer
 from levserve.weights.quantized.methods import KEYS, find_method
 from levserve.weights.quantized.module import Method
 from levserve.weights.rope_scaling import read_scaling, scaled_context

@@ -6,11 +6,11 @@ copied only when they are read.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Protocol
 
 import ml_dtypes  # noqa: F401  registers bfloat16 with numpy, which safetensors needs (0.5 to 0.8 tried)
 import numpy as np
@@ -22,7 +22,8 @@ from levserve.model.config import ModelConfig
 from levserve.weights.fp8_slices import TYPES as FP8_TYPES
 from levserve.weights.fp8_slices import Fp8File
 from levserve.weights.gguf_tensors import interleaved_rows
-from levserve.weights.stored_tensor import ALL, StoredTensor
+from levserve.weights.gpt_oss_tensors import PACKED, arrange_expert, unpack_experts
+from levserve.weights.stored_tensor import ALL, Slice, StoredTensor
 from levserve.weights.tensor_names import BY_HEAD, INTERLEAVED, TRANSPOSED
 from levserve.weights.torch_file import TorchTensor, read_state_dict
 
@@ -30,20 +31,12 @@ SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
 INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 TORCH_SUFFIXES = (".bin", ".pt")
 DTYPES = ("F32", "F16", "BF16")
-TORCH_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+TORCH_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "uint8": "U8"}
 # Masks in the files of GPT-2 and GPT-NeoX, and the part of Gemma 3 that reads images.
 SKIPPED = re.compile(
     r"((transformer\.)?h|gpt_neox\.layers)\.\d+\.(attn|attention)\.(masked_)?bias"
     r"|(model\.)?(vision_tower|multi_modal_projector)\..*"
 )
-
-
-class Slice(Protocol):
-    """What we use of safetensors' lazy tensor, which keeps the file mapped after it is closed."""
-
-    def get_shape(self) -> list[int]: ...
-    def get_dtype(self) -> str: ...
-    def __getitem__(self, part: slice | tuple[slice, ...]) -> NDArray[np.generic]: ...
 
 
 class _TorchSlice:
@@ -123,21 +116,30 @@ class InterleavedTensor:
 
 def read_tensors(folder: Path, config: ModelConfig) -> Iterator[tuple[str, StoredTensor]]:
     """Every tensor of the checkpoint in `folder`, under its name in the table of tensor names."""
-    for path in find_files(folder):
-        yield from arrange_tensors(str(path), read_file(path), config)
+    files = find_files(folder)
+    source = str(files[0] if len(files) == 1 else folder)
+    found = itertools.chain.from_iterable(map(read_file, files))
+    return arrange_tensors(source, found, config)
 
 
 def arrange_tensors(
     source: str, found: Iterable[tuple[str, Slice]], config: ModelConfig
 ) -> Iterator[tuple[str, StoredTensor]]:
     """The tensors with their rows in the order of the model's arrays; `source` is for errors."""
+    packed: dict[str, Slice] = {}
     for name, stored in found:
         if SKIPPED.fullmatch(name):
+            continue
+        if config.has_turned_experts and PACKED.fullmatch(name):
+            packed[name] = stored
             continue
         tensor: StoredTensor = _tensor(source, name, stored, config.head_dim)
         if config.has_interleaved_heads and INTERLEAVED.fullmatch(plain_name(name)):
             tensor = InterleavedTensor(tensor, config.head_dim)
+        if config.has_turned_experts:
+            tensor = arrange_expert(name, tensor)
         yield plain_name(name), tensor
+    yield from unpack_experts(source, packed)
 
 
 def read_file(path: Path) -> Iterator[tuple[str, Slice]]:

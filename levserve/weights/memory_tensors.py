@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from levserve.errors import StartupError
 from levserve.model.config import ModelConfig
 from levserve.weights.checkpoint import Tensors
-from levserve.weights.hf_tensors import TORCH_DTYPES, Slice, arrange_tensors
+from levserve.weights.hf_tensors import TORCH_DTYPES, arrange_tensors
+from levserve.weights.stored_tensor import Slice
 
 SOURCE = "the given weights"
 

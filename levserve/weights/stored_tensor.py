@@ -15,6 +15,14 @@ from numpy.typing import NDArray
 ALL = slice(None)
 
 
+class Slice(Protocol):
+    """What we use of safetensors' lazy tensor, which keeps the file mapped after it is closed."""
+
+    def get_shape(self) -> list[int]: ...
+    def get_dtype(self) -> str: ...
+    def __getitem__(self, part: slice | tuple[slice, ...]) -> NDArray[np.generic]: ...
+
+
 class StoredTensor(Protocol):
     """A tensor in Hugging Face's row order, `[out, in]` or `[out]`."""
 

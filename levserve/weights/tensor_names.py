@@ -26,6 +26,8 @@ LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.we
 IGNORED = re.compile(
     r".*\.rotary_emb\.inv_freq|lm_head\.weight|rope_freqs\.weight|rope_factors_(long|short)\.weight"
 )
+# A layer after the last one drafts a token after the next. It has this tensor, and no other layer does.
+DRAFTING = re.compile(r"(model\.layers\.\d+\.)eh_proj\.weight")
 # GPT-2 stores its matrices [in, out].
 TRANSPOSED = re.compile(r"h\.\d+\.(attn|mlp)\.c_\w+\.weight")
 # Cohere stores the rows of these that are rotated together as neighbours.
@@ -79,8 +81,8 @@ class Line(NamedTuple):
         words = choice[1].split("|")
         return {part: self.name.replace(choice[0], word) for part, word in zip(PARTS[len(words)], words)}
 
-    def tensors(self, config: ModelConfig) -> list[Tensor]:
-        layers = range(config.num_layers) if "{}" in self.array else [0]
+    def tensors(self, config: ModelConfig, layers: Iterable[int]) -> list[Tensor]:
+        """Those of the layers that have the array."""
         experts: Iterable[int | None] = range(config.num_experts) if "{e}" in self.name else [None]
         tensors = []
         for layer, expert, (part, name) in itertools.product(layers, experts, self.parts().items()):
@@ -112,6 +114,22 @@ TABLE: dict[Format, tuple[Line, ...]] = {
         Line("layers.{}.router", "model.layers.{}.mlp.gate.weight"),
         Line("layers.{}.experts_gate_up", "model.layers.{}.mlp.experts.{e}.[gate|up]_proj.weight"),
         Line("layers.{}.experts_down", "model.layers.{}.mlp.experts.{e}.down_proj.weight"),
+        # Qwen2-MoE
+        Line("layers.{}.shared_gate_up", "model.layers.{}.mlp.shared_expert.[gate|up]_proj.weight"),
+        Line("layers.{}.shared_down", "model.layers.{}.mlp.shared_expert.down_proj.weight"),
+        Line("layers.{}.shared_gate", "model.layers.{}.mlp.shared_expert_gate.weight"),
+        # GLM-4.5
+        Line("layers.{}.router_correction", "model.layers.{}.mlp.gate.e_score_correction_bias"),
+        Line("layers.{}.shared_gate_up", "model.layers.{}.mlp.shared_experts.[gate|up]_proj.weight"),
+        Line("layers.{}.shared_down", "model.layers.{}.mlp.shared_experts.down_proj.weight"),
+        # gpt-oss
+        Line("layers.{}.sinks", "model.layers.{}.self_attn.sinks"),
+        Line("layers.{}.router", "model.layers.{}.mlp.router.weight"),
+        Line("layers.{}.router_bias", "model.layers.{}.mlp.router.bias"),
+        Line("layers.{}.experts_gate_up", "model.layers.{}.mlp.experts.gate_up_proj"),
+        Line("layers.{}.experts_gate_up_bias", "model.layers.{}.mlp.experts.gate_up_proj_bias"),
+        Line("layers.{}.experts_down", "model.layers.{}.mlp.experts.down_proj"),
+        Line("layers.{}.experts_down_bias", "model.layers.{}.mlp.experts.down_proj_bias"),
         # Mixtral
         Line("layers.{}.router", "model.layers.{}.block_sparse_moe.gate.weight"),
         Line("layers.{}.experts_gate_up", "model.layers.{}.block_sparse_moe.experts.{e}.w[1|3].weight"),
@@ -189,6 +207,14 @@ TABLE: dict[Format, tuple[Line, ...]] = {
         Line("layers.{}.gate_up", "blk.{}.ffn_up.weight"),  # Phi-3, and GPT-2, which has no gate
         Line("layers.{}.experts_gate_up", "blk.{}.ffn_[gate|up]_exps.weight"),
         Line("layers.{}.experts_gate_up", "blk.{}.ffn_[gate|up].{e}.weight"),  # early files of Mixtral
+        Line("layers.{}.shared_gate_up", "blk.{}.ffn_[gate|up]_shexp.weight"),
+        Line("layers.{}.shared_down", "blk.{}.ffn_down_shexp.weight"),
+        Line("layers.{}.shared_gate", "blk.{}.ffn_gate_inp_shexp.weight"),
+        Line("layers.{}.router_bias", "blk.{}.ffn_gate_inp.bias"),
+        Line("layers.{}.router_correction", "blk.{}.exp_probs_b.bias"),
+        Line("layers.{}.experts_gate_up_bias", "blk.{}.ffn_[gate|up]_exps.bias"),
+        Line("layers.{}.experts_down_bias", "blk.{}.ffn_down_exps.bias"),
+        Line("layers.{}.sinks", "blk.{}.attn_sinks.weight"),
         Line("layers.{}.gate_up_bias", "blk.{}.ffn_up.bias"),
         Line("layers.{}.down", "blk.{}.ffn_down.weight"),
         Line("layers.{}.experts_down", "blk.{}.ffn_down_exps.weight"),
@@ -219,11 +245,15 @@ def find_targets(config: ModelConfig, file_format: Format, found: Collection[str
     shapes = parameter_shapes(config)
     targets: dict[str, Target] = {}
     lines_of: dict[str, list[Line]] = {}
+    layers_of: dict[str, list[int]] = {}
     for line in TABLE[file_format]:
-        if line.array.format(0) in shapes and (config.is_gated or Part.GATE not in line.parts()):
+        layers = _layers_with(line.array, shapes, config)
+        if layers and (config.is_gated or Part.GATE not in line.parts()):
             lines_of.setdefault(line.array, []).append(line)
+            layers_of[line.array] = layers
     for array, lines in lines_of.items():
-        for tensor in _choose_tensors(lines, config, found, targets):
+        ways = (line.tensors(config, layers_of[array]) for line in lines)
+        for tensor in _choose_tensors(ways, found, targets):
             full_name = array.format(tensor.layer)
             targets[tensor.name] = _target(full_name, shapes[full_name], tensor, config)
     return targets
@@ -238,7 +268,9 @@ def match_tensors(source: str, found: Mapping[str, tuple[int, ...]], targets: Ma
             missing.append(name)
         elif found[name] != target.shape:
             misshapen.append(f"{name} is {list(found[name])}, expected {list(target.shape)}")
-    extra = [name for name in found if name not in targets and not IGNORED.fullmatch(name)]
+    drafting = tuple(match[1] for match in map(DRAFTING.fullmatch, found) if match)
+    others = [name for name in found if name not in targets and not name.startswith(drafting)]
+    extra = [name for name in others if not IGNORED.fullmatch(name)]
     problems = []
     for problem, names in (("missing", missing), ("unexpected", extra), ("wrong shape:", misshapen)):
         if names:
@@ -249,13 +281,19 @@ def match_tensors(source: str, found: Mapping[str, tuple[int, ...]], targets: Ma
         )
 
 
+def _layers_with(array: str, shapes: Collection[str], config: ModelConfig) -> list[int]:
+    """The layers that have an array of this name; [0] for one that is not of a layer."""
+    if "{}" not in array:
+        return [0] if array in shapes else []
+    return [layer for layer in range(config.num_layers) if array.format(layer) in shapes]
+
+
 def _choose_tensors(
-    lines: list[Line], config: ModelConfig, found: Collection[str], taken: Collection[str]
+    ways: Iterable[list[Tensor]], found: Collection[str], taken: Collection[str]
 ) -> list[Tensor]:
     """The tensors of the line that the checkpoint follows in at least one layer, else of the first line."""
     first: list[Tensor] | None = None
-    for line in lines:
-        tensors = line.tensors(config)
+    for tensors in ways:
         if any(tensor.name in taken for tensor in tensors):
             continue
         if first is None:
@@ -268,8 +306,9 @@ def _choose_tensors(
 
 
 def _target(array: str, shape: tuple[int, ...], tensor: Tensor, config: ModelConfig) -> Target:
-    """A tensor fills rows: the last axis but one of a matrix, or the only axis of a bias or norm."""
-    axis = max(len(shape) - 2, 0)
+    """A tensor fills rows: the last axis but one of a matrix, or the last of a bias or norm."""
+    is_bias = array.endswith("_bias")  # those of experts are [expert, row]
+    axis = len(shape) - 1 if is_bias else max(len(shape) - 2, 0)
     start, num_rows = _rows(tensor.part, shape[axis], config)
     index: Index = (*[slice(None)] * axis, slice(start, start + num_rows))
     shape = (*shape[:axis], num_rows, *shape[axis + 1 :])
@@ -282,14 +321,14 @@ def _rows(part: Part, num_rows: int, config: ModelConfig) -> tuple[int, int]:
     """First row and number of rows of a part."""
     q = config.num_heads * config.head_dim
     kv = config.num_kv_heads * config.head_dim
-    mlp = config.intermediate_size
+    half = num_rows // 2
     return {
         Part.ALL: (0, num_rows),
         Part.Q: (0, q),
         Part.K: (q, kv),
         Part.V: (q + kv, kv),
-        Part.GATE: (0, mlp),
-        Part.UP: (mlp, mlp),
+        Part.GATE: (0, half),
+        Part.UP: (half, half),
     }[part]
 
 

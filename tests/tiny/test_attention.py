@@ -162,12 +162,16 @@ def test_the_gpu_kernel_equals_the_plain_one(
     )
     positions = np.maximum(lengths - chunk, 0) + np.arange(chunk)[None]
     positions = np.where(positions < lengths, positions, -1).astype(np.int32)
-    plain = XLA_ON_CPU.mix_values(q, pool, table, jnp.asarray(positions), window=window, softcap=softcap)
+    sinks = jnp.asarray(rng.standard_normal(kv_heads * group, np.float32) + 1) if window else None
+    plain = XLA_ON_CPU.mix_values(
+        q, pool, table, jnp.asarray(positions), window=window, softcap=softcap, sinks=sinks
+    )
     kernel = paged_attention(
         q * LOG2_E,
         pool,
         table,
         jnp.asarray(positions),
+        sinks,
         window=window,
         softcap=softcap,
         splits=splits,
@@ -329,6 +333,7 @@ def test_the_gpu_kernel_for_decoding_equals_norming_turning_writing_and_attendin
     by = normal(rows, 1, 1, turned // 2)
     angles = Angles(jnp.cos(by), jnp.sin(by)) if turned else None
     norms = HeadNorms(normal(size), normal(size)) if is_normed else None
+    sinks = normal(kv_heads * group) + 1 if window else None
     rules: dict[str, Any] = dict(scale=size**-0.5, window=window, softcap=softcap)
     got, written = decode_attention(
         heads,
@@ -337,6 +342,7 @@ def test_the_gpu_kernel_for_decoding_equals_norming_turning_writing_and_attendin
         positions,
         angles,
         norms,
+        sinks,
         kv_heads=kv_heads,
         eps=1e-3,
         splits=splits,
@@ -352,9 +358,9 @@ def test_the_gpu_kernel_for_decoding_equals_norming_turning_writing_and_attendin
     grouped = queries.reshape(rows, 1, kv_heads, group, size)
     limits = {name: rules.get(name) for name in ("window", "softcap")}
     scaled = grouped * rules["scale"]
-    wanted = XLA_ON_CPU.mix_values(scaled, wanted_pool, table, positions[:, None], **limits).reshape(
-        got.shape
-    )
+    wanted = XLA_ON_CPU.mix_values(
+        scaled, wanted_pool, table, positions[:, None], sinks=sinks, **limits
+    ).reshape(got.shape)
     is_exact = storage is jnp.float32
     np.testing.assert_allclose(
         np.asarray(got[:-1], np.float32), wanted[:-1].astype(jnp.float32), atol=2e-5 if is_exact else 2e-2

@@ -72,10 +72,12 @@ def test_a_cpu_does_what_its_instructions_are_best_at(
     )
 
 
-@pytest.mark.parametrize("has_norms", [False, True])
+@pytest.mark.parametrize(("has_norms", "has_sinks"), [(False, True), (True, False)])
 @pytest.mark.parametrize("chunk", [1, 16])
 @pytest.mark.parametrize("window", [None, 9])
-def test_every_backend_attends_alike(chunk: int, window: int | None, has_norms: bool) -> None:
+def test_every_backend_attends_alike(
+    chunk: int, window: int | None, has_norms: bool, has_sinks: bool
+) -> None:
     """Norms, rotation, scale, soft cap and the write to the pool included; padding is written nowhere."""
     rng = np.random.default_rng(chunk)
     rows, kv_heads, group, size, page_size = 3, 2, 3, 32, 16
@@ -91,9 +93,10 @@ def test_every_backend_attends_alike(chunk: int, window: int | None, has_norms: 
     weights = rng.uniform(0.5, 1.5, (2, size)).astype(np.float32)
     norms = HeadNorms(*map(jnp.asarray, weights)) if has_norms else None
     shape = AttentionShape(kv_heads, 0.25, 1e-5, window, 3.0)
+    sinks = jnp.asarray(rng.uniform(-2, 3, kv_heads * group), jnp.float32) if has_sinks else None
 
     def attend(backend: Backend, ends: jax.Array | None = None) -> tuple[np.ndarray, np.ndarray]:
-        mixed, written = backend.attend(qkv, pool, place, angles, norms, ends, shape)
+        mixed, written = backend.attend(qkv, pool, place, angles, norms, ends, shape, sinks)
         return np.asarray(mixed), np.asarray(written)
 
     wanted, wanted_pool = attend(XLA_ON_CPU)

@@ -11,6 +11,7 @@ import pytest
 
 from levserve.model import experts
 from levserve.model.backend import ExpertChoice
+from levserve.model.config import Routing, Scoring
 
 EMBED = 6
 Mix = Callable[..., jax.Array]
@@ -55,7 +56,7 @@ def test_every_way_gives_the_sum_of_the_chosen_experts(
     scores = rng.standard_normal((num_tokens, num_experts), np.float32)
     scores[:, 1] += bias  # with it everybody chooses one of them, and slots for twice the mean are not enough
     is_real = np.ones(num_tokens, bool) if mix is experts.mix_gathered else rng.random(num_tokens) < 0.7
-    choice = experts.choose_experts(jnp.asarray(scores), per_token, renormalises=True)
+    choice = experts.choose_experts(jnp.asarray(scores), per_token, Routing())
     stack = Scalings(num_experts)
     given = () if mix is experts.mix_gathered else (jnp.asarray(is_real),)
     rest = () if mix is experts.mix_gathered else (num_experts,)
@@ -83,8 +84,25 @@ def test_only_the_chosen_experts_are_computed_in_blocks() -> None:
 def test_weights_sum_to_one_only_where_the_model_says_so() -> None:
     scores = jnp.asarray([[2.0, 1.0, 0.0, -1.0]], jnp.float32)
     plain, scaled = (
-        experts.choose_experts(scores, 2, renormalises=renormalises) for renormalises in (False, True)
+        experts.choose_experts(scores, 2, Routing(renormalises)) for renormalises in (False, True)
     )
     np.testing.assert_allclose(plain.weights, jax.nn.softmax(scores)[:, :2], rtol=1e-6)
     np.testing.assert_allclose(scaled.weights.sum(), 1.0, rtol=1e-6)
     assert plain.experts.tolist() == scaled.experts.tolist() == [[0, 1]]
+
+
+def test_a_token_chooses_from_its_best_groups_by_corrected_weights_and_mixes_by_plain_ones() -> None:
+    rng = np.random.default_rng(3)
+    scores, correction = rng.standard_normal((50, 12)), 0.3 * rng.standard_normal(12)
+    routing = Routing(True, Scoring.SIGMOID, True, num_groups=4, groups_per_token=2, group_best=2, scale=1.8)
+    given = (jnp.asarray(array, jnp.float32) for array in (scores, correction))
+    got = experts.choose_experts(next(given), 3, routing, next(given))
+    for token in range(50):
+        weights = 1 / (1 + np.exp(-scores[token]))
+        ranks = weights + correction
+        groups = np.argsort([-np.sort(ranks[at : at + 3])[-2:].sum() for at in (0, 3, 6, 9)])[:2]
+        allowed = [expert for expert in range(12) if expert // 3 in groups]
+        wanted = sorted(allowed, key=lambda expert: -ranks[expert])[:3]
+        assert got.experts[token].tolist() == wanted
+        chosen = weights[wanted]
+        np.testing.assert_allclose(got.weights[token], 1.8 * chosen / chosen.sum(), rtol=1e-5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import haliax as hax
 import jax
@@ -12,7 +13,7 @@ import pytest
 
 from levserve.model import experts as plain
 from levserve.model.backend import ExpertChoice, ExpertRule
-from levserve.model.config import Activation, ModelConfig, parameter_shapes
+from levserve.model.config import Activation, ModelConfig, Routing, Scoring, parameter_shapes
 from levserve.model.decoder import Decoder
 from levserve.model.gpu.backend import GpuBackend
 from levserve.model.gpu.expert_choice import choose_experts
@@ -26,7 +27,9 @@ Array = np.ndarray
 
 
 def rule_of(num_experts: int, per_token: int, *, renormalises: bool = True) -> ExpertRule:
-    return ExpertRule(num_experts, per_token, renormalises, is_gated=True, activation=Activation.SILU)
+    return ExpertRule(
+        num_experts, per_token, Routing(renormalises), is_gated=True, activation=Activation.SILU
+    )
 
 
 def plainly(x: Array, choice: ExpertChoice, is_real: Array, gate_up: Array, down: Array) -> Array:
@@ -75,7 +78,7 @@ def test_experts_without_a_gate_have_their_own_activation(activation: Activation
         jnp.asarray(rng.standard_normal(shape, np.float32))
         for shape in ((24, EMBED), (4, MLP, EMBED), (4, EMBED, MLP))
     )
-    rule = ExpertRule(4, 1, renormalises=True, is_gated=False, activation=activation)
+    rule = ExpertRule(4, 1, Routing(), is_gated=False, activation=activation)
     choice = choose_experts(
         jnp.asarray(rng.standard_normal((24, 4), np.float32)), jnp.ones(24, bool), rule, interpret=True
     )
@@ -88,11 +91,24 @@ def test_experts_without_a_gate_have_their_own_activation(activation: Activation
     np.testing.assert_allclose(got, wanted, atol=2e-5 * float(jnp.abs(wanted).max()))
 
 
-@pytest.mark.parametrize("rows", [3, 20])
-def test_the_backend_with_kernels_mixes_as_the_one_without(rows: int) -> None:
+ELABORATE = {
+    "mlp_bias": True,
+    "router_bias": True,
+    "activation": Activation.GELU_QUICK,
+    "gate_limit": 0.5,
+    "up_offset": 1.0,
+    "shared_size": 48,
+    "has_shared_gate": True,
+    "routing": Routing(True, Scoring.SIGMOID, True, num_groups=4, groups_per_token=2, scale=1.5),
+}
+"""What experts of some families have."""
+
+
+@pytest.mark.parametrize(("rows", "extras"), [(3, {}), (20, {}), (3, ELABORATE), (20, ELABORATE)])
+def test_the_backend_with_kernels_mixes_as_the_one_without(rows: int, extras: dict[str, Any]) -> None:
     """Of three rows each pair gets its own matrices."""
     config = ModelConfig(
-        *(384, EMBED, MLP, 1, 4, 2, 16, 1e-5, 1e4, 128, False), num_experts=40, experts_per_token=4
+        *(384, EMBED, MLP, 1, 4, 2, 16, 1e-5, 1e4, 128, False), num_experts=40, experts_per_token=4, **extras
     )
     rng = np.random.default_rng(rows)
     arrays = {
@@ -107,7 +123,7 @@ def test_the_backend_with_kernels_mixes_as_the_one_without(rows: int) -> None:
     )
     seen = np.asarray(is_real)[:, 0]
     np.testing.assert_allclose(np.asarray(kernels)[seen], np.asarray(xla)[seen], atol=1e-4)
-    assert not np.asarray(kernels)[1].any(), "padding gives zeros"
+    assert extras or not np.asarray(kernels)[1].any(), "padding gives zeros"
 
 
 @pytest.mark.parametrize("renormalises", [False, True])
@@ -120,7 +136,7 @@ def test_experts_are_chosen_as_by_xla_and_none_for_padding(
     is_real = jnp.arange(num_tokens) != 2
     rule = rule_of(num_experts, per_token, renormalises=renormalises)
     got = choose_experts(scores, is_real, rule, interpret=True)
-    wanted = plain.choose_experts(scores, per_token, renormalises=renormalises)
+    wanted = plain.choose_experts(scores, per_token, Routing(renormalises))
     np.testing.assert_array_equal(got.experts, jnp.where(is_real[:, None], wanted.experts, num_experts))
     np.testing.assert_allclose(got.weights, wanted.weights, rtol=1e-5)
 

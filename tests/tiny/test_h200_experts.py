@@ -16,7 +16,7 @@ import pytest
 from jax.experimental import topologies
 
 from levserve.model.backend import ExpertRule
-from levserve.model.config import Activation
+from levserve.model.config import Activation, Routing
 from levserve.model.gpu.expert_choice import choose_experts
 from levserve.model.gpu.expert_plan import choose_plan
 from levserve.model.gpu.grouped_experts import mix_grouped
@@ -30,7 +30,7 @@ pytestmark = [
 ]
 
 NUM_EXPERTS, PER_TOKEN, EMBED, MLP = 128, 8, 2048, 768
-RULE = ExpertRule(NUM_EXPERTS, PER_TOKEN, renormalises=True, is_gated=True, activation=Activation.SILU)
+RULE = ExpertRule(NUM_EXPERTS, PER_TOKEN, Routing(), is_gated=True, activation=Activation.SILU)
 TOKENS = [8, 64, 256, 4096]
 
 

@@ -546,8 +546,6 @@ REFUSED: list[tuple[str, str, object]] = [
     ("olmo2", "hidden_act", "gelu"),
     ("mixtral", "num_local_experts", 0),
     ("mixtral", "num_experts_per_tok", None),
-    ("qwen3-moe", "mlp_only_layers", [1]),
-    ("qwen3-moe", "decoder_sparse_step", 2),
     ("qwen3-moe", "norm_topk_prob", "yes"),
     ("gpt2", "activation_function", "relu"),
     ("gpt2", "n_embd", 0),
@@ -652,6 +650,8 @@ def test_tensors_are_looked_for_under_the_names_the_checkpoint_uses() -> None:
 
 # The arrays
 
+ROUTERS = {"mixtral": "block_sparse_moe.gate", "gpt-oss": "mlp.router"}
+
 
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -661,7 +661,9 @@ def test_arrays_have_the_names_shapes_and_types_of_the_model(family: str, dtype:
         read_config(GOLDEN / family)
     )
     bits = np.dtype(np.uint16) if dtype == BFLOAT16 else dtype
-    assert all(array.dtype == {1: FLOAT32, 2: dtype, 3: bits}[array.ndim] for array in arrays.values())
+    for name, array in arrays.items():
+        is_vector = array.ndim == 1 or name.endswith("_bias")
+        assert array.dtype == (FLOAT32 if is_vector else {2: dtype, 3: bits}[array.ndim]), name
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -707,14 +709,18 @@ def test_every_tensor_lands_where_it_should(family: str) -> None:
                 return whole
             by_head = whole.reshape(config.num_heads, 3, config.head_dim, -1)
             return by_head.swapaxes(0, 1).reshape(whole.shape)
+        if config.has_turned_experts and name.startswith("experts"):
+            words = name.removeprefix("experts_").removesuffix("_bias")
+            whole = file[f"{at}mlp.experts.{words}_proj{'_bias' if name.endswith('_bias') else ''}"]
+            whole = whole if name.endswith("bias") else whole.swapaxes(1, 2)
+            return np.concatenate([whole[:, ::2], whole[:, 1::2]], 1) if "gate_up" in name else whole
         if name.startswith("experts"):
             mixtral = {"gate": "w1", "up": "w3", "down": "w2"}
             own = {"experts_down": ["down"], "experts_gate_up": ["gate", "up"]}[name]
-            forms = {"mixtral": "block_sparse_moe.experts.{}.{}", "qwen3-moe": "mlp.experts.{}.{}_proj"}
+            form = "block_sparse_moe.experts.{}.{}" if family == "mixtral" else "mlp.experts.{}.{}_proj"
             words = [mixtral[word] if family == "mixtral" else word for word in own]
             names = [
-                [f"{at}{forms[family].format(e, word)}.weight" for word in words]
-                for e in range(config.num_experts)
+                [f"{at}{form.format(e, word)}.weight" for word in words] for e in range(config.num_experts)
             ]
             return np.stack([stored(*of_expert) for of_expert in names])
         if family == "cohere" and name == "qkv":
@@ -722,6 +728,7 @@ def test_every_tensor_lands_where_it_should(family: str) -> None:
             pairs = [part.reshape(-1, config.head_dim // 2, 2, 64).swapaxes(1, 2) for part in (q, k)]
             return np.concatenate([*(part.reshape(-1, 64) for part in pairs), v])
         fused = family == "phi3"
+        shared = "mlp.shared_expert" if family == "qwen2-moe" else "mlp.shared_experts"
         return stored(
             *{
                 "input_norm": [at + "input_layernorm.weight"],
@@ -735,7 +742,14 @@ def test_every_tensor_lands_where_it_should(family: str) -> None:
                 "q_norm": [at + "self_attn.q_norm.weight"],
                 "k_norm": [at + "self_attn.k_norm.weight"],
                 "out": [at + "self_attn.o_proj.weight"],
-                "router": [at + ("block_sparse_moe" if family == "mixtral" else "mlp") + ".gate.weight"],
+                "out_bias": [at + "self_attn.o_proj.bias"],
+                "sinks": [at + "self_attn.sinks"],
+                "router": [at + ROUTERS.get(family, "mlp.gate") + ".weight"],
+                "router_bias": [at + "mlp.router.bias"],
+                "router_correction": [at + "mlp.gate.e_score_correction_bias"],
+                "shared_gate_up": [f"{at}{shared}.{part}_proj.weight" for part in ("gate", "up")],
+                "shared_down": [f"{at}{shared}.down_proj.weight"],
+                "shared_gate": [at + "mlp.shared_expert_gate.weight"],
                 "gate_up": [
                     f"{at}mlp.{part}_proj.weight" for part in (["gate_up"] if fused else ["gate", "up"])
                 ],

@@ -69,10 +69,20 @@ class CpuBackend(XlaBackend):
         *,
         window: int | None = None,
         softcap: float | None = None,
+        sinks: jax.Array | None = None,
     ) -> jax.Array:
-        if self.has_matrix_units and not has_few_queries(q):
+        in_bfloat16 = self.has_matrix_units and not has_few_queries(q)
+        if in_bfloat16 or sinks is not None:  # the kernel does not know sinks
             return attend_in_blocks(
-                q, pool, table, positions, window=window, softcap=softcap, on_cpu=True, in_bfloat16=True
+                q,
+                pool,
+                table,
+                positions,
+                window=window,
+                softcap=softcap,
+                sinks=sinks,
+                on_cpu=True,
+                in_bfloat16=in_bfloat16,
             )
         return attention.paged_attention(
             q, pool, table, positions, target=self.target, window=window, softcap=softcap

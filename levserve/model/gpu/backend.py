@@ -12,12 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from levserve.model.backend import Arrays, AttentionShape, HeadNorms, Likeliest, Mixture
+from levserve.model.backend import Arrays, AttentionShape, ExpertChoice, HeadNorms, Likeliest, Mixture
 from levserve.model.cache import Place, take_ends
 from levserve.model.experts import are_few, mix_gathered
+from levserve.model.experts import choose_experts as choose_by_rule
 from levserve.model.gpu.decode_attention import decode_attention
 from levserve.model.gpu.draw import draw_tokens
-from levserve.model.gpu.expert_choice import choose_experts
+from levserve.model.gpu.expert_choice import choose_experts, is_plain
 from levserve.model.gpu.expert_plan import choose_plan
 from levserve.model.gpu.grouped_experts import FLOAT32_PRECISION, mix_grouped
 from levserve.model.gpu.heads import place_heads
@@ -68,6 +69,7 @@ class GpuBackend(XlaBackend):
         norms: HeadNorms | None,
         ends: jax.Array | None,
         shape: AttentionShape,
+        sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         positions = place.positions
         rows, chunk = positions.shape
@@ -75,13 +77,13 @@ class GpuBackend(XlaBackend):
         heads = {"kv_heads": shape.kv_heads, "scale": shape.scale, "eps": shape.eps}
         if chunk == 1:
             mixed, pool = decode_attention(
-                qkv, pool, place.table, positions[:, 0], angles, norms, **heads, **limits
+                qkv, pool, place.table, positions[:, 0], angles, norms, sinks, **heads, **limits
             )
             return mixed.reshape(rows, 1, -1), pool
         q, pool = place_heads(qkv, pool, place, angles, norms, **heads, interpret=self.interpret)
         if ends is not None:
             q, positions = take_ends(q, ends), take_ends(positions, ends)
-        mixed = paged_attention(q, pool, place.table, positions, **limits)
+        mixed = paged_attention(q, pool, place.table, positions, sinks, **limits)
         return mixed.reshape(rows, positions.shape[1], -1), pool
 
     def text_scratch(self, rows: int, chunk: int, heads: int, size: int, dtype: jnp.dtype) -> Arrays:
@@ -118,15 +120,29 @@ class GpuBackend(XlaBackend):
         plan = choose_plan(len(x), rule, gate_up, down)
         if plan is None:
             return super().mix_experts(x, scores, is_real, experts)
-        choice = choose_experts(scores, is_real, rule, interpret=self.interpret)
+        choice = self._choose_experts(scores, is_real, experts)
         if are_few(choice.experts.size, rule.num_experts):
             known = jnp.minimum(choice.experts, rule.num_experts - 1)
             total = mix_gathered(x, choice._replace(experts=known), experts)
         else:
             total = mix_grouped(
-                x.astype(gate_up.dtype), choice, gate_up, down, plan=plan, interpret=self.interpret
+                x.astype(gate_up.dtype),
+                choice,
+                gate_up,
+                down,
+                experts.biases,
+                plan=plan,
+                interpret=self.interpret,
             )
         return jnp.where(is_real[:, None], total, 0.0)
+
+    def _choose_experts(self, scores: jax.Array, is_real: jax.Array, experts: Mixture) -> ExpertChoice:
+        """The experts of each token; padding has the number of experts in their place."""
+        rule = experts.rule
+        if is_plain(rule.routing):
+            return choose_experts(scores, is_real, rule, interpret=self.interpret)
+        choice = choose_by_rule(scores, rule.per_token, rule.routing, experts.correction)
+        return choice._replace(experts=jnp.where(is_real[:, None], choice.experts, rule.num_experts))
 
     def draw(
         self,

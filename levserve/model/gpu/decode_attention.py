@@ -30,9 +30,11 @@ from levserve.model.gpu.paged_attention import (
     attend_keys,
     choose_splits,
     choose_tiling,
+    divide,
     merge,
     pad_table,
     power_of_two,
+    scaled_sinks,
     split_steps,
 )
 from levserve.model.rotary import Angles
@@ -48,6 +50,7 @@ def decode_attention(
     positions: jax.Array,
     angles: Angles | None = None,
     norms: HeadNorms | None = None,
+    sinks: jax.Array | None = None,
     *,
     kv_heads: int,
     scale: float,
@@ -62,7 +65,8 @@ def decode_attention(
 
     qkv [row, head, head_size]: queries, keys, values; pool [page, 2, kv_head, page_size, head_size], written
     in place; table [row, page]; positions [row], negative for padding, which is not written. Scores are
-    multiplied by `scale` and limited by `softcap`. By default there are as many `splits` as fill the card.
+    multiplied by `scale` and limited by `softcap`. `sinks` [query head] are scores without a value. By
+    default there are as many `splits` as fill the card.
     """
     rows, num_heads, size = qkv.shape
     num_queries = num_heads - 2 * kv_heads
@@ -85,6 +89,9 @@ def decode_attention(
     inputs += [(part[:, 0, 0], of_row(part.shape[-1])) for part in angles or ()]
     inputs += [(weight, pl.BlockSpec((size,), lambda head, split, row: (0,))) for weight in norms or ()]
     flat = (rows, kv_heads, num_queries // kv_heads, size)
+    by_head = None if sinks is None else scaled_sinks(sinks, kv_heads)
+    if by_head is not None and splits == 1:
+        inputs.append((by_head, pl.BlockSpec((None, flat[2]), lambda head, split, row: (head, 0))))
     outputs = [
         (
             jax.ShapeDtypeStruct(flat, dtype),
@@ -108,6 +115,7 @@ def decode_attention(
         kv_heads=kv_heads,
         has_angles=angles is not None,
         has_norms=norms is not None,
+        has_sinks=sinks is not None and splits == 1,
         keys=tiling.keys,
         splits=splits,
         num_steps=num_steps,
@@ -128,7 +136,7 @@ def decode_attention(
         interpret=interpret,
         name="decode_attention",
     )(*(array for array, _ in inputs))
-    mixed = parts[0] if splits == 1 else merge(*parts).astype(dtype)
+    mixed = parts[0] if splits == 1 else merge(*parts, by_head).astype(dtype)
     return mixed.reshape(rows, num_queries, size), pool
 
 
@@ -141,6 +149,7 @@ def _kernel(
     kv_heads: int,
     has_angles: bool,
     has_norms: bool,
+    has_sinks: bool,
     keys: int,
     splits: int,
     num_steps: int,
@@ -152,6 +161,7 @@ def _kernel(
 ) -> None:
     angle_refs, refs = refs[: 2 * has_angles], refs[2 * has_angles :]
     norm_refs, refs = refs[: 2 * has_norms] or (None, None), refs[2 * has_norms :]
+    sink_refs, refs = refs[:has_sinks], refs[has_sinks:]
     written_ref, mixed_ref, *sum_refs = refs
     num_queries, (page_size, size) = qkv_ref.shape[0] - 2 * kv_heads, pool_ref.shape[2:]
     group, columns = num_queries // kv_heads, Columns(size, is_bounded=True)
@@ -208,5 +218,5 @@ def _kernel(
         top_ref, total_ref = sum_refs
         top_ref[head], total_ref[head] = top, total
     else:
-        mixed = mixed / jnp.maximum(total, 1e-30)[:, None]
+        mixed = divide((mixed, top, total), sink_refs[0][head] if sink_refs else None)
     mixed_ref[head[:, None], column[None, :]] = mixed.astype(mixed_ref.dtype)

@@ -14,10 +14,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from levserve.model.backend import ExpertChoice, ExpertRule
+from levserve.model.config import Routing
 from levserve.model.gpu.paged_attention import power_of_two
 
 TOKENS = 4
 """Tokens of a program, a warp for each."""
+
+
+def is_plain(routing: Routing) -> bool:
+    """Whether the kernel chooses by this routing."""
+    return routing == Routing(renormalises=routing.renormalises)
 
 
 @functools.partial(jax.jit, static_argnames=("rule", "interpret"))
@@ -63,7 +69,7 @@ def _kernel(
         left = jnp.where(number == expert[:, None], -jnp.inf, left)
         experts.append(jnp.where(is_real, expert, num_experts))
         weights.append(jnp.exp(largest - top))
-    if rule.renormalises:
+    if rule.routing.renormalises:
         total = functools.reduce(jnp.add, weights)
     for place, (expert, weight) in enumerate(zip(experts, weights, strict=True)):
         plgpu.store(expert_ref.at[tokens, place], expert, mask=is_there)

@@ -48,6 +48,8 @@ class Plan:
     """Whether results are rounded to the matrices' type before they are summed."""
     is_gated: bool = True
     activation: Activation = Activation.SILU
+    gate_limit: float | None = None
+    up_offset: float = 0.0
 
 
 FEW = Plan(16, Tiling(64, 128, 4, 4, is_turned=True), Tiling(128, 128, 4, 3))
@@ -93,4 +95,6 @@ def choose_plan(num_tokens: int, rule: ExpertRule, gate_up: jax.Array, down: jax
         rounds=num_tokens >= MANY_TOKENS and gate_up.dtype == jnp.bfloat16,
         is_gated=rule.is_gated,
         activation=rule.activation,
+        gate_limit=rule.gate_limit,
+        up_offset=rule.up_offset,
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +35,7 @@ def mix_grouped(
     choice: ExpertChoice,
     gate_up: jax.Array,
     down: jax.Array,
+    biases: tuple[jax.Array, jax.Array] | None = None,
     *,
     plan: Plan,
     interpret: bool = False,
@@ -41,8 +43,8 @@ def mix_grouped(
     """The weighted sum of each token's experts, float32 [token, embed].
 
     x [token, embed], gate_up [expert, mlp, embed], or 2 * mlp with a gate, and down [expert, embed, mlp] have
-    one type. A token
-    whose experts have the number of experts is padding, for which the result means nothing.
+    one type. The `biases` of both are float32 [expert, column]. A token whose experts have the number of
+    experts is padding, for which the result means nothing.
     """
     num_tokens, per_token = choice.experts.shape
     if num_tokens <= FEW_TOKENS:
@@ -58,19 +60,40 @@ def mix_grouped(
         num_tokens=num_tokens,
         interpret=interpret,
     )
-    hidden = multiply(
-        x, gate_up, tiling=plan.gate_up, dtype=x.dtype, is_gated=plan.is_gated, activation=plan.activation
-    )
+    up_bias, down_bias = biases or (None, None)
+    gate = Gate(plan.activation, plan.is_gated, plan.gate_limit, plan.up_offset)
+    hidden = multiply(x, gate_up, up_bias, tiling=plan.gate_up, dtype=x.dtype, gate=gate)
     dtype = x.dtype if plan.rounds else jnp.dtype(jnp.float32)
-    results = multiply(hidden, down, tiling=plan.down, weights=choice.weights.reshape(-1), dtype=dtype)
+    weights = choice.weights.reshape(-1)
+    results = multiply(hidden, down, down_bias, tiling=plan.down, weights=weights, dtype=dtype)
     results = results[:-1].reshape(num_tokens, per_token, -1)
     # One by one: XLA would compile a sum over an axis to a kernel of its own.
     return functools.reduce(jnp.add, (results[:, place].astype(jnp.float32) for place in range(per_token)))
 
 
+class Gate(NamedTuple):
+    """What makes hidden numbers of the first product; see `ModelConfig`."""
+
+    activation: Activation
+    is_gated: bool
+    limit: float | None
+    up_offset: float
+
+    def apply(self, results: tuple[jax.Array, ...]) -> jax.Array:
+        activate = ACTIVATIONS[self.activation]
+        if not self.is_gated:
+            return activate(results[0])
+        gate, up = results
+        if self.limit is not None:
+            gate = jnp.minimum(gate, self.limit)
+            up = jnp.maximum(jnp.minimum(up, self.limit), -self.limit)
+        return activate(gate) * (up + self.up_offset if self.up_offset else up)
+
+
 def _multiply(
     rows: jax.Array,
     matrices: jax.Array,
+    biases: jax.Array | None,
     *,
     weights: jax.Array | None = None,
     dtype: jnp.dtype,
@@ -80,13 +103,13 @@ def _multiply(
     num_tokens: int,
     per_token: int,
     interpret: bool,
-    is_gated: bool = False,
-    activation: Activation | None = None,
+    gate: Gate | None = None,
 ) -> jax.Array:
     """Without weights, the hidden numbers of each pair from its token's row; with them, the weighted result
     of each pair from its own row. One row is in excess: pairs that a tile lacks have its number."""
-    width = matrices.shape[1] // (2 if is_gated else 1)
-    arrays = [rows, matrices, *tiles, *([] if weights is None else [weights])]
+    width = matrices.shape[1] // (2 if gate is not None and gate.is_gated else 1)
+    arrays = [rows, matrices, *tiles]
+    arrays += [array for array in (biases, weights) if array is not None]
     out = jax.ShapeDtypeStruct((num_tokens * per_token + 1, width), dtype)
     return pl.pallas_call(
         functools.partial(
@@ -95,8 +118,8 @@ def _multiply(
             per_token=per_token,
             sizes=sizes,
             tiling=tiling,
-            is_gated=is_gated,
-            activation=activation,
+            has_biases=biases is not None,
+            gate=gate,
             interpret=interpret,
         ),
         grid=(width // tiling.columns, len(tiles.experts)),
@@ -125,6 +148,7 @@ ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
     Activation.SILU: jax.nn.silu,
     Activation.GELU: gelu,
     Activation.GELU_TANH: functools.partial(jax.nn.gelu, approximate=True),
+    Activation.GELU_QUICK: lambda x: x * jax.nn.sigmoid(1.702 * x),
 }
 
 
@@ -142,11 +166,12 @@ def _kernel(
     per_token: int,
     sizes: tuple[int, ...],
     tiling: Tiling,
-    is_gated: bool,
-    activation: Activation | None,
+    has_biases: bool,
+    gate: Gate | None,
     interpret: bool,
 ) -> None:
-    *weight_refs, out_ref = refs
+    bias_refs, (*weight_refs, out_ref) = refs[:has_biases], refs[has_biases:]
+    is_gated = gate is not None and gate.is_gated
     num_pairs = num_tokens * per_token
     first_column, tile = pl.program_id(0) * tiling.columns, pl.program_id(1)
     expert = expert_ref[tile]
@@ -156,20 +181,24 @@ def _kernel(
         """A number for each pair, beside the columns of the result."""
         return numbers[None, :] if tiling.is_turned else numbers[:, None]
 
+    def along(numbers: jax.Array) -> jax.Array:
+        """A number for each column of the result, beside the pairs."""
+        return numbers[:, None] if tiling.is_turned else numbers[None, :]
+
     def compute(pairs: jax.Array) -> None:
         known = jnp.minimum(pairs, num_pairs - 1)
         at = known if weight_refs else known // per_token
-        result, *up = _sum_products(
-            row_ref, matrix_ref, at, expert, first_column, tiling, is_gated, interpret
-        )
+        results = _sum_products(row_ref, matrix_ref, at, expert, first_column, tiling, is_gated, interpret)
         columns, is_pair = first_column + jnp.arange(tiling.columns, dtype=jnp.int32), pairs < num_pairs
+        if bias_refs:
+            results = tuple(
+                result + along(bias_refs[0][expert, pl.ds(start, tiling.columns)])
+                for result, start in zip(results, _starts(first_column, matrix_ref, is_gated), strict=True)
+            )
+        result = results[0] if gate is None else gate.apply(results)
         if weight_refs:
             result = result * across(plgpu.load(weight_refs[0].at[known]))
-        if activation is not None:
-            result = ACTIVATIONS[activation](result)
-        if is_gated:
-            result = result * up[0]
-        of_columns = columns[:, None] if tiling.is_turned else columns[None, :]
+        of_columns = along(columns)
         mask = jnp.broadcast_to(across(is_pair), result.shape)
         plgpu.store(out_ref.at[across(pairs), of_columns], result.astype(out_ref.dtype), mask=mask)
 
@@ -197,6 +226,12 @@ def _pairs_of(expert: jax.Array, pair_ref: jax.Ref, size: int) -> jax.Array:
     return jnp.where(experts == expert, token * per_token + place, num_tokens * per_token).min(1)
 
 
+def _starts(first_column: jax.Array, matrix_ref: jax.Ref, has_gate: bool) -> tuple[jax.Array, ...]:
+    """Where a program's columns begin in the matrix, and with a gate those of up."""
+    half = matrix_ref.shape[1] // 2
+    return (first_column, first_column + half) if has_gate else (first_column,)
+
+
 def _sum_products(
     row_ref: jax.Ref,
     matrix_ref: jax.Ref,
@@ -208,8 +243,8 @@ def _sum_products(
     interpret: bool,
 ) -> tuple[jax.Array, ...]:
     """Rows `at` times the expert's columns from the first on, in float32, and with a gate those of up."""
-    _, width, depth = matrix_ref.shape
-    starts = (first_column, first_column + width // 2) if has_gate else (first_column,)
+    depth = matrix_ref.shape[2]
+    starts = _starts(first_column, matrix_ref, has_gate)
     precision = None
     if row_ref.dtype == jnp.float32:
         precision = lax.Precision.HIGHEST if interpret else FLOAT32_PRECISION

@@ -66,6 +66,7 @@ def paged_attention(
     pool: jax.Array,
     table: jax.Array,
     positions: jax.Array,
+    sinks: jax.Array | None = None,
     *,
     window: int | None = None,
     softcap: float | None = None,
@@ -77,7 +78,8 @@ def paged_attention(
     which comes last. Computes and answers in the pool's type, or in float16 if that is fp8, and sums in
     float32.
 
-    Scores are limited by `softcap`. By default there are as many `splits` as fill the card.
+    Scores are limited by `softcap`. `sinks` [query head] are scores without a value. By default there are as
+    many `splits` as fill the card.
     """
     rows, chunk, kv_heads, group, size = q.shape
     page_size = pool.shape[3]
@@ -94,6 +96,7 @@ def paged_attention(
         keys=tiling.keys,
         splits=splits,
         num_steps=num_steps,
+        has_sinks=sinks is not None and splits == 1,
         window=window,
         softcap=softcap,
         interpret=interpret,
@@ -110,22 +113,26 @@ def paged_attention(
         out_shape = [
             jax.ShapeDtypeStruct((splits, *shape), jnp.float32) for shape in (flat, flat[:3], flat[:3])
         ]
+    in_specs = [
+        by_block,
+        pl.BlockSpec((pool.shape[0], 2, None, page_size, size), lambda h, s, b: (0, 0, h, 0, 0)),
+        pl.BlockSpec((None, table.shape[1]), lambda h, s, b: ((last - b) // blocks_per_row, 0)),
+        pl.BlockSpec((queries,), lambda h, s, b: (last - b,)),
+    ]
+    by_head = None if sinks is None else scaled_sinks(sinks, kv_heads)
+    in_kernel = [by_head] if by_head is not None and splits == 1 else []
+    in_specs += [pl.BlockSpec((None, group), lambda h, s, b: (h, 0))] * len(in_kernel)
     result = pl.pallas_call(
         kernel,
         grid=(kv_heads, splits, num_blocks),
-        in_specs=[
-            by_block,
-            pl.BlockSpec((pool.shape[0], 2, None, page_size, size), lambda h, s, b: (0, 0, h, 0, 0)),
-            pl.BlockSpec((None, table.shape[1]), lambda h, s, b: ((last - b) // blocks_per_row, 0)),
-            pl.BlockSpec((queries,), lambda h, s, b: (last - b,)),
-        ],
+        in_specs=in_specs,
         out_specs=out_specs,
         out_shape=out_shape,
         compiler_params=plgpu.CompilerParams(num_warps=tiling.num_warps, num_stages=tiling.num_stages),
         interpret=interpret,
         name="paged_attention",
-    )(q.reshape(flat).astype(dtype), pool, table, positions.reshape(-1))
-    return (result[0] if splits == 1 else merge(*result).astype(dtype)).reshape(q.shape)
+    )(q.reshape(flat).astype(dtype), pool, table, positions.reshape(-1), *in_kernel)
+    return (result[0] if splits == 1 else merge(*result, by_head).astype(dtype)).reshape(q.shape)
 
 
 def choose_tiling(queries: int, size: int, dtype: jnp.dtype, num_programs: int) -> Tiling:
@@ -167,14 +174,36 @@ def pad_table(table: jax.Array, page_size: int, keys: int) -> tuple[jax.Array, i
     return table, -(-table.shape[1] * page_size // keys)
 
 
-def merge(mixed: jax.Array, tops: jax.Array, totals: jax.Array) -> jax.Array:
-    """Merges the splits, the first axis, one by one: XLA would compile sums over it to separate kernels."""
+def merge(mixed: jax.Array, tops: jax.Array, totals: jax.Array, sinks: jax.Array | None = None) -> jax.Array:
+    """Merges the splits, the first axis, one by one: XLA would compile sums over it to separate kernels.
+
+    `sinks` are of `scaled_sinks`.
+    """
     splits = range(len(tops))
     top = functools.reduce(jnp.maximum, (tops[split] for split in splits))
+    if sinks is not None:
+        top = jnp.maximum(top, sinks[None])
     weights = [jnp.exp2(tops[split] - top) for split in splits]  # an empty split weighs nothing
     total = functools.reduce(jnp.add, (totals[split] * weights[split] for split in splits))
+    if sinks is not None:
+        total = total + jnp.exp2(sinks[None] - top)
     summed = functools.reduce(jnp.add, (mixed[split] * weights[split][..., None] for split in splits))
     return summed / jnp.maximum(total, 1e-30)[..., None]
+
+
+def scaled_sinks(sinks: jax.Array, kv_heads: int) -> jax.Array:
+    """Sinks [query head] as [kv_head, group], multiplied like the queries."""
+    return sinks.reshape(kv_heads, -1) * LOG2_E
+
+
+def divide(carry: Carry, sinks: jax.Array | None) -> jax.Array:
+    """The mixed values of a finished softmax [query, column], to which `sinks` [query] are added if given."""
+    mixed, top, total = carry
+    if sinks is not None:
+        new_top = jnp.maximum(top, sinks)
+        shrink = jnp.exp2(top - new_top)
+        mixed, total = mixed * shrink[:, None], total * shrink + jnp.exp2(sinks - new_top)
+    return mixed / jnp.maximum(total, 1e-30)[:, None]
 
 
 def power_of_two(number: int) -> int:
@@ -282,17 +311,16 @@ def _kernel(
     pool_ref: jax.Ref,
     table_ref: jax.Ref,
     position_ref: jax.Ref,
-    mixed_ref: jax.Ref,
-    top_ref: jax.Ref | None = None,
-    total_ref: jax.Ref | None = None,
-    *,
+    *refs: jax.Ref,
     keys: int,
     splits: int,
     num_steps: int,
+    has_sinks: bool,
     window: int | None,
     softcap: float | None,
     interpret: bool,
 ) -> None:
+    sink_refs, (mixed_ref, *sum_refs) = refs[:has_sinks], refs[has_sinks:]
     queries, group, size = q_ref.shape
     # Sizes that are not powers of two are padded by repeating: a repeated head computes and stores the same
     # values twice.
@@ -317,8 +345,9 @@ def _kernel(
     mixed, top, total = attend_keys(
         q, pool_ref, table_ref, steps, visible, empty, keys=keys, softcap=softcap, interpret=interpret
     )
-    if top_ref is None or total_ref is None:
-        mixed = mixed / jnp.maximum(total, 1e-30)[:, None]
-    else:
+    if sum_refs:
+        top_ref, total_ref = sum_refs
         top_ref[query, head], total_ref[query, head] = top, total
+    else:
+        mixed = divide((mixed, top, total), sink_refs[0][head] if sink_refs else None)
     mixed_ref[place] = mixed.astype(mixed_ref.dtype)

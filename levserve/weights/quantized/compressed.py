@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from levserve.errors import StartupError
 from levserve.model.packed import Code, Scheme
 from levserve.weights.config_fields import Fields
-from levserve.weights.hf_tensors import Slice
 from levserve.weights.quantized.fp8 import Block, read_block, scaled_matrix
 from levserve.weights.quantized.module import SCALE_TYPES, Module
 from levserve.weights.quantized.packed_tensor import PackedTensor, Rows, unpack_nibbles
+from levserve.weights.stored_tensor import Slice
 
 FORMATS = ("pack-quantized", "float-quantized", "int-quantized", "naive-quantized", "mixed-precision", None)
 KINDS = ((4, "int"), (8, "int"), (8, "float"))

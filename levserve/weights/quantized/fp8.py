@@ -10,9 +10,9 @@ import numpy as np
 
 from levserve.model.packed import Code, Scheme
 from levserve.weights.config_fields import Fields
-from levserve.weights.hf_tensors import Slice
 from levserve.weights.quantized.module import SCALE_TYPES, Module, block_rows
 from levserve.weights.quantized.packed_tensor import PackedTensor, Rows
+from levserve.weights.stored_tensor import Slice
 
 Block = tuple[int, int]
 

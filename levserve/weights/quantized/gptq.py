@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from levserve.model.packed import Code, Scheme
 from levserve.weights.config_fields import Fields
-from levserve.weights.hf_tensors import Slice
 from levserve.weights.quantized.awq import read_group_size, require_four_bits
 from levserve.weights.quantized.module import SCALE_TYPES, Module, across_rows, cut_across
 from levserve.weights.quantized.packed_tensor import PackedTensor, Rows, unpack_nibbles
+from levserve.weights.stored_tensor import Slice
 
 
 @dataclass(frozen=True, slots=True)

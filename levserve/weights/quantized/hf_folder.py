@@ -14,14 +14,13 @@ from levserve.errors import StartupError
 from levserve.model.config import ModelConfig
 from levserve.weights.hf_tensors import (
     InterleavedTensor,
-    Slice,
     arrange_tensors,
     find_files,
     plain_name,
     read_file,
 )
 from levserve.weights.quantized.module import Method, Module
-from levserve.weights.stored_tensor import StoredTensor
+from levserve.weights.stored_tensor import Slice, StoredTensor
 from levserve.weights.tensor_names import BY_HEAD, INTERLEAVED, TRANSPOSED
 
 

@@ -14,12 +14,14 @@ from levserve.weights.quantized.compressed import read_compressed
 from levserve.weights.quantized.fp8 import read_fp8
 from levserve.weights.quantized.gptq import read_gptq
 from levserve.weights.quantized.module import Method
+from levserve.weights.quantized.mxfp4 import read_mxfp4
 
 METHODS: dict[str, Callable[[Fields], Method]] = {
     "awq": read_awq,
     "gptq": read_gptq,
     "fp8": read_fp8,
     "compressed-tensors": read_compressed,
+    "mxfp4": read_mxfp4,
 }
 KEYS = ("quantization_config", "compression_config")
 """The keys of config.json; the second is an older name."""

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from levserve.errors import StartupError
-from levserve.weights.hf_tensors import Slice
 from levserve.weights.quantized.packed_tensor import PackedTensor, Rows, unpack_nibbles
+from levserve.weights.stored_tensor import Slice
 
 SCALE_TYPES = {
     "F32": jnp.dtype(jnp.float32),
