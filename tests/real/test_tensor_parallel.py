@@ -37,11 +37,20 @@ def test_models_on_one_device_and_on_two_are_served_side_by_side(tmp_path: Path)
     path.write_text(FILE)
     asked = {"prompt": CASE["prompt"], "max_tokens": 8, "temperature": 0, "return_token_ids": True}
     flags = QUICK_COMPILE["XLA_FLAGS"].replace(FOUR_DEVICES, "")  # the server itself divides the CPU
-    with running_server("--config", str(path), XLA_FLAGS=flags) as server:
+    with running_server("--config", str(path), "--admin-key", "sesame", XLA_FLAGS=flags) as server:
         for name in ("alone", "shared"):
             reply = server.call("/v1/completions", {"model": name, **asked})
             assert reply.status == 200, reply.body
             assert reply.body["choices"][0]["token_ids"] == CASE["greedy"][:8]
+        # Held to two tokens and in two choices, after a reload over HTTP: all of it on two devices.
+        assert server.call("/admin/reload", {"name": "shared"}, key="sesame").status == 200
+        held = {"model": "shared", **asked, "n": 2, "allowed_token_ids": [7, 14]}
+        reply = server.call("/v1/completions", held)
+        assert reply.status == 200, reply.body
+        for choice in reply.body["choices"]:
+            assert set(choice["token_ids"]) <= {7, 14} and len(choice["token_ids"]) == 8
+        reply = server.call("/v1/completions", {"model": "shared", **asked})
+        assert reply.body["choices"][0]["token_ids"] == CASE["greedy"][:8]
         reply = server.call("/v1/completions", {"model": "too-many", **asked})
         assert reply.status == 503
         assert "--tensor-parallel 3" in reply.body["error"]["message"]
