@@ -88,6 +88,7 @@ FAMILIES = (
     "qwen3-moe",
     "qwen2-moe",
     "glm4-moe",
+    "deepseek3",
     "gpt-oss",
     "gpt2",
     "gpt-neox",

@@ -21,6 +21,8 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
+    DeepseekV2Config,
+    DeepseekV3Config,
     GemmaConfig,
     Glm4MoeConfig,
     GPTNeoXConfig,
@@ -61,6 +63,17 @@ YARN = {
     "beta_slow": 1.0,
 }
 DEFAULT = {"rope_type": "default", "rope_theta": 10_000.0}
+LATENT = TINY | {
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+}
 MODELS: dict[str, PreTrainedConfig] = {
     "gemma": GemmaConfig(**TINY, head_dim=32, rms_norm_eps=1e-5),
     "cohere": CohereConfig(**TINY, logit_scale=0.5),
@@ -104,6 +117,26 @@ MODELS: dict[str, PreTrainedConfig] = {
         num_experts=6,
         num_experts_per_tok=3,
         mlp_only_layers=[0],
+    ),
+    # Two ways from the input to queries, and two ways to choose experts.
+    "deepseek2": DeepseekV2Config(
+        **LATENT,
+        q_lora_rank=None,
+        n_shared_experts=2,
+        first_k_dense_replace=1,
+        routed_scaling_factor=1.0,
+        topk_method="greedy",
+        rope_parameters=DEFAULT,
+    ),
+    "deepseek3": DeepseekV3Config(
+        **LATENT,
+        q_lora_rank=24,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=1.8,
+        rope_parameters=YARN | {"mscale": 0.7, "mscale_all_dim": 0.9},
     ),
     "glm4-moe": Glm4MoeConfig(
         **TINY | {"num_hidden_layers": 2},

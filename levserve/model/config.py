@@ -113,6 +113,23 @@ class Rope:
 
 
 @dataclass(frozen=True, slots=True)
+class Latent:
+    """Attention whose heads are expanded from short vectors; see `latent_attention.py`."""
+
+    kv_rank: int
+    """Numbers of the vector that keys and values come from."""
+    query_rank: int | None
+    """The same for queries; None: they come from the layer's input."""
+    rotary_size: int
+    """Numbers of a key that all heads share. They alone are rotated."""
+    value_size: int
+    """Numbers of a head's value; those of its queries and keys are `head_dim`."""
+    has_interleaved_pairs: bool = True
+    """Checkpoints store the two numbers that are rotated together as neighbours. Only their readers look at
+    this."""
+
+
+@dataclass(frozen=True, slots=True)
 class Routing:
     """How the experts of a token are chosen and weighted. Defaults are Mixtral's."""
 
@@ -168,6 +185,8 @@ class ModelConfig:
     attention_scale: float | None = None
     """The factor of attention scores; None: one over the square root of the head size."""
     attention_softcap: float | None = None
+    latent: Latent | None = None
+    """None: queries, keys and values are one product with the layer's input."""
     has_sinks: bool = False
     """Each query head has a learned score that counts in the sum of its softmax, and has no value."""
     logit_softcap: float | None = None
@@ -307,9 +326,13 @@ class ModelConfig:
         return Axis("qkv", (self.num_heads + 2 * self.num_kv_heads) * self.head_dim)
 
     @property
+    def value_size(self) -> int:
+        return self.head_dim if self.latent is None else self.latent.value_size
+
+    @property
     def Mixed(self) -> Axis:
         """Input of the output projection: every head's result side by side."""
-        return Axis("mixed", self.num_heads * self.head_dim)
+        return Axis("mixed", self.num_heads * self.value_size)
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -328,8 +351,9 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         layer |= {f"{place}_{norm}": (embed,) for place in places for norm in norms}
     if config.has_post_norms:
         layer |= {f"{place}_post_{norm}": (embed,) for place in ("attention", "mlp") for norm in norms}
-    layer |= {"qkv": (config.QKV.size, embed), "out": (embed, config.Mixed.size)}
-    if config.qkv_bias:
+    layer |= _latent_shapes(config, config.latent) if config.latent else {"qkv": (config.QKV.size, embed)}
+    layer["out"] = (embed, config.Mixed.size)
+    if config.qkv_bias and config.latent is None:
         layer["qkv_bias"] = (config.QKV.size,)
     if config.out_bias:
         layer["out_bias"] = (embed,)
@@ -351,6 +375,20 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if config.head_bias:
         shapes["head_bias"] = (vocab,)
     return shapes
+
+
+def _latent_shapes(config: ModelConfig, latent: Latent) -> dict[str, tuple[int, ...]]:
+    embed, num_heads, rank = config.hidden_size, config.num_heads, latent.kv_rank
+    expanded = config.head_dim - latent.rotary_size + latent.value_size
+    shapes: dict[str, tuple[int, ...]] = {}
+    if latent.query_rank is not None:
+        shapes |= {"q_down": (latent.query_rank, embed), "q_down_norm": (latent.query_rank,)}
+    return shapes | {
+        "q": (num_heads * config.head_dim, latent.query_rank or embed),
+        "kv_down": (rank + latent.rotary_size, embed),
+        "kv_down_norm": (rank,),
+        "kv_up": (num_heads * expanded, rank),
+    }
 
 
 def _dense_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -20,8 +20,9 @@ from haliax import Axis, NamedArray
 from levserve.model import cache
 from levserve.model.backend import AttentionShape, Backend, HeadNorms
 from levserve.model.cache import Place, take_ends
-from levserve.model.config import ModelConfig, parameter_shapes
+from levserve.model.config import Latent, ModelConfig, parameter_shapes
 from levserve.model.feed_forward import CHUNK, ROW, Experts, Mlp
+from levserve.model.latent_attention import LATENT_NORM_EPS, LatentAttention
 from levserve.model.linear import Linear
 from levserve.model.norm import Norm, apply
 from levserve.model.packed import SCALE, ZERO, Kept, PackedMatrix
@@ -93,7 +94,7 @@ class Layer(eqx.Module):
     """One layer; a norm that the model does not have is None."""
 
     input_norm: Norm | None
-    attention: Attention
+    attention: Attention | LatentAttention
     attention_post_norm: Norm | None
     mlp_norm: Norm | None
     mlp: Mlp | Experts
@@ -102,8 +103,8 @@ class Layer(eqx.Module):
     @property
     def arrays(self) -> dict[str, jax.Array]:
         """The arrays of a layer without post-norms and experts, by name; absent ones are left out."""
-        assert isinstance(self.mlp, Mlp)
         attention = self.attention
+        assert isinstance(self.mlp, Mlp) and isinstance(attention, Attention)
         named: dict[str, NamedArray | None] = {"qkv_bias": attention.qkv.bias}
         for name, norm in (
             ("input_norm", self.input_norm),
@@ -197,15 +198,13 @@ class Decoder(eqx.Module):
                 weight, bias, scale, backend, rounds, None if scale is None else widened, is_partial
             )
 
-        def norm(name: str, *over: Axis) -> Norm | None:
+        def norm(name: str, *over: Axis, eps: float = config.norm_eps) -> Norm | None:
             if name not in arrays:
                 return None
             weight = arrays[name].reshape([axis.size for axis in over])
             bias = optional(f"{name}_bias", *over)
             is_partial = is_shared and over[0] in (config.Heads, config.KVHeads)
-            return Norm(
-                hax.named(weight, over), bias, config.norm_eps, config.has_layer_norms, backend, is_partial
-            )
+            return Norm(hax.named(weight, over), bias, eps, config.has_layer_norms, backend, is_partial)
 
         def mlp(at: str, width: int, *stacked: Axis, is_expert: bool = False) -> Mlp:
             gate_up = linear(at + "gate_up", config.gate_up(width), config.Embed, *stacked)
@@ -225,20 +224,48 @@ class Decoder(eqx.Module):
                 linear(at + "shared_gate", Gate, config.Embed) if config.has_shared_gate else None,
             )
 
+        def attention(at: str) -> Attention | LatentAttention:
+            q_over, k_over = ([config.Heads], [config.KVHeads]) if config.qk_norm_spans_heads else ([], [])
+            if config.latent is not None:
+                return latent_attention(at, config.latent)
+            return Attention(
+                config,
+                backend,
+                linear(at + "qkv", config.QKV, config.Embed),
+                linear(at + "out", config.Embed, config.Mixed),
+                norm(at + "q_norm", *q_over, config.HeadSize),
+                norm(at + "k_norm", *k_over, config.HeadSize),
+                optional(at + "sinks", config.Heads),
+            )
+
+        def latent_attention(at: str, latent: Latent) -> LatentAttention:
+            def axis(name: str, number: int) -> Axis:
+                return Axis(name, arrays[at + name].shape[number])
+
+            KVRank, QueryRank = Axis("kv_rank", latent.kv_rank), config.Embed
+            q_down = None
+            if latent.query_rank is not None:
+                QueryRank = axis("q_down", 0)
+                q_down = linear(at + "q_down", QueryRank, config.Embed)
+            kv_down_norm = norm(at + "kv_down_norm", KVRank, eps=LATENT_NORM_EPS)
+            assert kv_down_norm is not None
+            return LatentAttention(
+                config,
+                backend,
+                q_down,
+                norm(at + "q_down_norm", QueryRank, eps=LATENT_NORM_EPS),
+                linear(at + "q", axis("q", 0), QueryRank),
+                linear(at + "kv_down", axis("kv_down", 0), config.Embed),
+                kv_down_norm,
+                linear(at + "kv_up", axis("kv_up", 0), KVRank),
+                linear(at + "out", config.Embed, config.Mixed),
+            )
+
         def layer(index: int) -> Layer:
             at = f"layers.{index}."
-            q_over, k_over = ([config.Heads], [config.KVHeads]) if config.qk_norm_spans_heads else ([], [])
             return Layer(
                 norm(at + "input_norm", config.Embed),
-                Attention(
-                    config,
-                    backend,
-                    linear(at + "qkv", config.QKV, config.Embed),
-                    linear(at + "out", config.Embed, config.Mixed),
-                    norm(at + "q_norm", *q_over, config.HeadSize),
-                    norm(at + "k_norm", *k_over, config.HeadSize),
-                    optional(at + "sinks", config.Heads),
-                ),
+                attention(at),
                 norm(at + "attention_post_norm", config.Embed),
                 norm(at + "mlp_norm", config.Embed),
                 mixture(at) if config.is_mixture(index) else mlp(at, config.dense_width),

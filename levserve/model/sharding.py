@@ -74,6 +74,13 @@ def _queries_keys_values(config: ModelConfig) -> tuple[Units, ...]:
     return _query_heads(config), _kv_heads(config), _kv_heads(config)
 
 
+def _expanded_heads(config: ModelConfig) -> tuple[Units, ...]:
+    """Each head's key but for the part that all heads share, and its value."""
+    assert config.latent is not None
+    own = config.head_dim - config.latent.rotary_size
+    return (Units(config.num_heads, own + config.value_size),)
+
+
 class Cut(NamedTuple):
     """How one kind of array is cut: by its outputs, which are rows, or by its inputs, which are columns.
 
@@ -90,7 +97,9 @@ TABLE = {
     "head_bias": Cut(lambda config: (_words(config),)),
     "qkv": Cut(_queries_keys_values),
     "qkv_bias": Cut(_queries_keys_values),
-    "out": Cut(lambda config: (_query_heads(config),), is_by_columns=True),
+    "q": Cut(lambda config: (_query_heads(config),)),
+    "kv_up": Cut(_expanded_heads),
+    "out": Cut(lambda config: (Units(config.num_heads, config.value_size),), is_by_columns=True),
     "sinks": Cut(lambda config: (Units(config.num_heads),)),
     "gate_up": Cut(lambda config: _gate_and_up(config, config.dense_width)),
     "gate_up_bias": Cut(lambda config: _gate_and_up(config, config.dense_width)),

@@ -10,9 +10,15 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from levserve.model.config import Activation
+from levserve.model.config import Activation, Latent
 from levserve.weights.config_fields import Extras, Fields
-from levserve.weights.mixtures import read_deepseek_experts, read_mixtral_experts, read_qwen_experts
+from levserve.weights.mixtures import (
+    read_deepseek2_experts,
+    read_deepseek_experts,
+    read_mixtral_experts,
+    read_qwen_experts,
+)
+from levserve.weights.rope_scaling import yarn_attention_factor
 
 GELU_TANH = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 """Names of one formula."""
@@ -121,6 +127,44 @@ def _glm4_moe(fields: Fields) -> Extras:
     }
 
 
+def _deepseek2(fields: Fields) -> Extras:
+    return _latent_attention(fields) | read_deepseek2_experts(fields)
+
+
+def _deepseek3(fields: Fields) -> Extras:
+    is_interleaved = fields.flag("rope_interleave", True)
+    return _latent_attention(fields, is_interleaved=is_interleaved) | read_deepseek_experts(fields)
+
+
+def _latent_attention(fields: Fields, *, is_interleaved: bool = True) -> Extras:
+    query_rank = None if fields.get("q_lora_rank") is None else fields.integer("q_lora_rank")
+    rotary_size = fields.integer("qk_rope_head_dim")
+    head_dim = fields.integer("qk_nope_head_dim") + rotary_size
+    if fields.integer("v_head_dim") > head_dim:
+        raise fields.refused("v_head_dim")
+    return {
+        "head_dim": head_dim,
+        "rotary_size": rotary_size,
+        "num_kv_heads": fields.integer("num_attention_heads"),
+        "attention_scale": head_dim**-0.5 * _yarn_score_factor(fields),
+        "latent": Latent(
+            fields.integer("kv_lora_rank"),
+            query_rank,
+            rotary_size,
+            fields.integer("v_head_dim"),
+            is_interleaved,
+        ),
+    }
+
+
+def _yarn_score_factor(fields: Fields) -> float:
+    """What DeepSeek multiplies scores by in a context that YaRN has stretched."""
+    newer, older = fields.mapping("rope_parameters"), fields.mapping("rope_scaling")
+    rope = newer if newer.has("rope_type") else older
+    scale = rope.optional_number("mscale_all_dim")
+    return 1.0 if scale is None else yarn_attention_factor(rope.number("factor"), scale) ** 2
+
+
 def _gpt_oss(fields: Fields) -> Extras:
     limit = {"gate_limit": fields.number("swiglu_limit", 7.0)}
     return _attention_bias(fields) | read_mixtral_experts(fields) | limit
@@ -191,6 +235,12 @@ QWEN_EXPERTS: dict[str, tuple[object, ...] | None] = {
     "num_local_experts": None,
     "mlp_only_layers": None,
     "decoder_sparse_step": None,
+}
+DEEPSEEK: dict[str, tuple[object, ...] | None] = {
+    "num_experts": None,
+    "num_local_experts": None,
+    "attention_bias": (False, None),
+    "moe_layer_freq": (1, None),
 }
 UNGATED: Extras = {"has_layer_norms": True, "mlp_bias": True, "is_gated": False}
 """GPT-2, GPT-NeoX and Phi-2: layer norms, and a feed-forward part with biases and without a gate."""
@@ -263,7 +313,31 @@ FAMILIES: dict[str, Family] = {
         {},
         _glm4_moe,
         supported={"num_experts": None, "num_local_experts": None, "partial_rotary_factor": None},
-        defaults={"partial_rotary_factor": 0.5},
+        defaults={"partial_rotary_factor": 0.5, "first_k_dense_replace": 1, "n_shared_experts": 1},
+    ),
+    "DeepseekV2ForCausalLM": Family(
+        {},
+        _deepseek2,
+        supported=DEEPSEEK
+        | {
+            "scoring_func": ("softmax", None),
+            "topk_method": ("greedy", "group_limited_greedy", None),
+            "norm_topk_prob": (False, None),
+        },
+        defaults={"first_k_dense_replace": 0, "n_shared_experts": 2, "rms_norm_eps": 1e-6},
+    ),
+    "DeepseekV3ForCausalLM": Family(
+        {},
+        _deepseek3,
+        supported=DEEPSEEK | {"scoring_func": ("sigmoid", None), "topk_method": ("noaux_tc", None)},
+        defaults={
+            "first_k_dense_replace": 3,
+            "n_shared_experts": 1,
+            "n_group": 8,
+            "topk_group": 4,
+            "routed_scaling_factor": 2.5,
+            "rms_norm_eps": 1e-6,
+        },
     ),
     "GptOssForCausalLM": Family(
         {

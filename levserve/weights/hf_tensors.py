@@ -23,6 +23,7 @@ from levserve.weights.fp8_slices import TYPES as FP8_TYPES
 from levserve.weights.fp8_slices import Fp8File
 from levserve.weights.gguf_tensors import interleaved_rows
 from levserve.weights.gpt_oss_tensors import PACKED, arrange_expert, unpack_experts
+from levserve.weights.latent_tensors import ReorderedTensor, row_order
 from levserve.weights.stored_tensor import ALL, Slice, StoredTensor
 from levserve.weights.tensor_names import BY_HEAD, INTERLEAVED, TRANSPOSED
 from levserve.weights.torch_file import TorchTensor, read_state_dict
@@ -136,6 +137,9 @@ def arrange_tensors(
         tensor: StoredTensor = _tensor(source, name, stored, config.head_dim)
         if config.has_interleaved_heads and INTERLEAVED.fullmatch(plain_name(name)):
             tensor = InterleavedTensor(tensor, config.head_dim)
+        order = row_order(name, config)
+        if order is not None:
+            tensor = ReorderedTensor(tensor, order)
         if config.has_turned_experts:
             tensor = arrange_expert(name, tensor)
         yield plain_name(name), tensor

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from levserve.model.config import Routing, Scoring
 from levserve.weights.config_fields import Extras, Fields
-
-GROUP_BEST = 2
-"""Experts whose weights rank a group in DeepSeek-V3."""
 
 
 def read_mixtral_experts(fields: Fields) -> Extras:
@@ -31,29 +29,43 @@ def read_qwen_experts(fields: Fields) -> Extras:
 
 def read_deepseek_experts(fields: Fields) -> Extras:
     """DeepSeek-V3's form, which others have taken over."""
-    num_experts, num_groups = fields.integer("n_routed_experts"), fields.integer("n_group", 1)
-    groups_per_token, per_token = fields.integer("topk_group", 1), fields.integer("num_experts_per_tok")
-    group_size = num_experts // num_groups
-    if num_experts % num_groups or group_size < GROUP_BEST:
+    routing = Routing(
+        renormalises=fields.flag("norm_topk_prob", True),
+        scoring=Scoring.SIGMOID,
+        has_correction=True,
+        num_groups=fields.integer("n_group", 1),
+        groups_per_token=fields.integer("topk_group", 1),
+        group_best=2,
+        scale=fields.number("routed_scaling_factor", 1.0),
+    )
+    return _deepseek_experts(fields, routing)
+
+
+def read_deepseek2_experts(fields: Fields) -> Extras:
+    """DeepSeek-V2's form, with or without groups."""
+    routing = Routing(renormalises=False, scale=fields.number("routed_scaling_factor", 1.0))
+    if fields.get("topk_method") == "group_limited_greedy":
+        groups = fields.integer("n_group"), fields.integer("topk_group")
+        routing = replace(routing, num_groups=groups[0], groups_per_token=groups[1])
+    return _deepseek_experts(fields, routing)
+
+
+def _deepseek_experts(fields: Fields, routing: Routing) -> Extras:
+    num_experts, per_token = fields.integer("n_routed_experts"), fields.integer("num_experts_per_tok")
+    group_size = num_experts // routing.num_groups
+    if num_experts % routing.num_groups or group_size < routing.group_best:
         raise fields.refused("n_group")
-    if groups_per_token > num_groups or groups_per_token * group_size < per_token:
+    num_chosen = routing.groups_per_token
+    if num_chosen > routing.num_groups or num_chosen * group_size < per_token:
         raise fields.refused("topk_group")
     width = fields.integer("moe_intermediate_size")
-    num_dense = fields.integer("first_k_dense_replace", 1, minimum=0)
+    num_dense = fields.integer("first_k_dense_replace", minimum=0)
     return {
         "num_experts": num_experts,
         "experts_per_token": per_token,
-        "routing": Routing(
-            renormalises=fields.flag("norm_topk_prob", True),
-            scoring=Scoring.SIGMOID,
-            has_correction=True,
-            num_groups=num_groups,
-            groups_per_token=groups_per_token,
-            group_best=GROUP_BEST,
-            scale=fields.number("routed_scaling_factor", 1.0),
-        ),
+        "routing": routing,
         "intermediate_size": width,
-        "shared_size": width * fields.integer("n_shared_experts", 1, minimum=0),
+        "shared_size": width * fields.integer("n_shared_experts", minimum=0),
         **_dense(fields, range(min(num_dense, fields.integer("num_hidden_layers")))),
     }
 

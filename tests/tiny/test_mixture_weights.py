@@ -18,6 +18,7 @@ from levserve.model.xla import XLA_ON_CPU
 from levserve.weights.checkpoint import load_arrays, read_config, read_schemes
 from tests.conftest import GOLDEN
 from tests.tiny.test_decoder import check, run_in_chunks
+from tests.tiny.test_decoder import load as load_golden
 
 FLOAT32 = jnp.dtype(jnp.float32)
 
@@ -56,6 +57,13 @@ def test_experts_that_stay_in_four_bits_compute_what_widened_ones_do() -> None:
     check(case, run_in_chunks(model, case["prompt"] + case["greedy"], 128, 16))
 
 
+def test_queries_without_a_short_vector_and_a_softmax_over_experts_are_served_too() -> None:
+    """DeepSeek-V2-Lite; the tests of all families ask V3's form."""
+    model, cases = load_golden("deepseek2")
+    case = cases[2]
+    check(case, run_in_chunks(model, case["prompt"] + case["greedy"], 128, 16))
+
+
 def test_a_layer_that_drafts_a_second_token_is_left_out(tmp_path: Path) -> None:
     folder = copy("glm4-moe", tmp_path)
     file = load_file(folder / "model.safetensors")
@@ -74,6 +82,10 @@ def test_a_layer_that_drafts_a_second_token_is_left_out(tmp_path: Path) -> None:
         ("glm4-moe", {"n_group": 8}, "n_group = 8 is not supported"),
         ("glm4-moe", {"topk_group": 1}, "topk_group = 1 is not supported"),
         ("glm4-moe", {"topk_group": 5}, "topk_group = 5 is not supported"),
+        ("deepseek2", {"topk_method": "noaux_tc"}, "topk_method = 'noaux_tc' is not supported"),
+        ("deepseek2", {"topk_method": "group_limited_greedy"}, "n_group is missing"),
+        ("deepseek3", {"scoring_func": "softmax"}, "scoring_func = 'softmax' is not supported"),
+        ("deepseek3", {"v_head_dim": 64}, "v_head_dim = 64 is not supported"),
         ("qwen2-moe", {"mlp_only_layers": 3}, "mlp_only_layers = 3 is not a list of integers"),
         ("qwen2-moe", {"num_experts_per_tok": 7}, "7 experts per token"),
     ],

@@ -727,6 +727,18 @@ def test_every_tensor_lands_where_it_should(family: str) -> None:
             q, k, v = (stored(f"{at}self_attn.{part}_proj.weight") for part in "qkv")
             pairs = [part.reshape(-1, config.head_dim // 2, 2, 64).swapaxes(1, 2) for part in (q, k)]
             return np.concatenate([*(part.reshape(-1, 64) for part in pairs), v])
+        if config.latent is not None and name in ("q", "kv_down"):
+            whole = stored(
+                at + "self_attn." + ("q_b_proj" if name == "q" else "kv_a_proj_with_mqa") + ".weight"
+            )
+            blocks = whole.reshape(config.num_heads if name == "q" else 1, -1, whole.shape[1])
+            plain, turned = blocks[:, :-8], blocks[:, -8:]
+            parts = (
+                [turned[:, ::2], turned[:, 1::2], plain]
+                if name == "q"
+                else [plain, turned[:, ::2], turned[:, 1::2]]
+            )
+            return np.concatenate(parts, 1).reshape(whole.shape)
         fused = family == "phi3"
         shared = "mlp.shared_expert" if family == "qwen2-moe" else "mlp.shared_experts"
         return stored(
@@ -742,6 +754,10 @@ def test_every_tensor_lands_where_it_should(family: str) -> None:
                 "q_norm": [at + "self_attn.q_norm.weight"],
                 "k_norm": [at + "self_attn.k_norm.weight"],
                 "out": [at + "self_attn.o_proj.weight"],
+                "q_down": [at + "self_attn.q_a_proj.weight"],
+                "q_down_norm": [at + "self_attn.q_a_layernorm.weight"],
+                "kv_down_norm": [at + "self_attn.kv_a_layernorm.weight"],
+                "kv_up": [at + "self_attn.kv_b_proj.weight"],
                 "out_bias": [at + "self_attn.o_proj.bias"],
                 "sinks": [at + "self_attn.sinks"],
                 "router": [at + ROUTERS.get(family, "mlp.gate") + ".weight"],

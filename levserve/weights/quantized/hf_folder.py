@@ -19,6 +19,7 @@ from levserve.weights.hf_tensors import (
     plain_name,
     read_file,
 )
+from levserve.weights.latent_tensors import ReorderedTensor, row_order
 from levserve.weights.quantized.module import Method, Module
 from levserve.weights.stored_tensor import Slice, StoredTensor
 from levserve.weights.tensor_names import BY_HEAD, INTERLEAVED, TRANSPOSED
@@ -47,4 +48,7 @@ def _open(module: Module, name: str, method: Method, config: ModelConfig) -> tup
     tensor = method.open(module)
     if config.has_interleaved_heads and INTERLEAVED.fullmatch(plain):
         return plain, tensor.with_parts(lambda part: InterleavedTensor(part, config.head_dim))
+    order = row_order(plain, config)
+    if order is not None:
+        return plain, tensor.with_parts(lambda part: ReorderedTensor(part, order))
     return plain, tensor

@@ -1,0 +1,52 @@
+"""The order of rows in DeepSeek's attention.
+
+There a head's rotated numbers come last, and the two of a pair are neighbours. Here they come first, as in
+every other model, the first numbers of all pairs before the second ones.
+"""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+from numpy.typing import NDArray
+
+from levserve.model.config import ModelConfig
+from levserve.weights.stored_tensor import ALL, StoredTensor
+
+QUERIES = re.compile(r"model\.layers\.\d+\.self_attn\.(q_proj|q_b_proj)\.weight")
+LATENT = re.compile(r"model\.layers\.\d+\.self_attn\.kv_a_proj_with_mqa\.weight")
+
+
+class ReorderedTensor:
+    """Rows in blocks; `order` says which stored row of its block each row is."""
+
+    def __init__(self, stored: StoredTensor, order: NDArray[np.int64]) -> None:
+        self._stored = stored
+        self._order = order
+        self.shape = stored.shape
+
+    def read(self, start: int, stop: int, columns: slice = ALL) -> NDArray[np.generic]:
+        size = len(self._order)
+        first, last = start // size * size, -(-stop // size) * size
+        blocks, rows = np.divmod(np.arange(start, stop), size)
+        return self._stored.read(first, last, columns)[blocks * size + self._order[rows] - first]
+
+    def finish(self) -> None:
+        self._stored.finish()
+
+
+def row_order(name: str, config: ModelConfig) -> NDArray[np.int64] | None:
+    """The order of a tensor's rows within their blocks; None if it stays as it is."""
+    latent = config.latent
+    if latent is None:
+        return None
+    pairs = np.arange(latent.rotary_size)
+    if latent.has_interleaved_pairs:
+        pairs = pairs.reshape(-1, 2).T.reshape(-1)
+    if QUERIES.fullmatch(name):
+        plain = config.head_dim - latent.rotary_size
+        return np.concatenate([plain + pairs, np.arange(plain)])
+    if LATENT.fullmatch(name):
+        return np.concatenate([np.arange(latent.kv_rank), latent.kv_rank + pairs])
+    return None
