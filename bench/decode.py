@@ -315,7 +315,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--quantize", choices=["none", *NARROW], default="none")
-    parser.add_argument("--kv-dtype", choices=["auto", "bfloat16", "fp8"], default="auto")
+    parser.add_argument("--kv-dtype", choices=["auto", "bfloat16", "fp8", "int8"], default="auto")
     parser.add_argument("--kernels", choices=KERNELS, default="auto", help="as the server's option")
     parser.add_argument("--repeats", type=int, default=12)
     return parser

@@ -56,9 +56,11 @@ class Format(NamedTuple):
 FORMATS = {
     "bfloat16": Format(),
     "fp8-kv": Format(kv_dtype="fp8"),
+    "int8-kv": Format(kv_dtype="int8"),
     "int8": Format("int8"),
     "fp8": Format("fp8"),
     "int8+fp8-kv": Format("int8", "fp8"),
+    "int8+int8-kv": Format("int8", "int8"),
     "fp8+fp8-kv": Format("fp8", "fp8"),
 }
 

@@ -228,7 +228,7 @@ class Programs(ProgramSet[Shape]):
                 return [argument((4,), jnp.int32)]
             case EditKind.FILL:
                 pages = argument((self._sizes.table_width,), jnp.int32)
-                return [pages, argument((), state.pools[0].dtype)]
+                return [pages, argument(state.pools[0].shape[-1:], state.pools[0].dtype)]
 
     def lower(self, shape: Shape) -> jax.stages.Lowered:
         """A program before XLA compiles it; tests look at it too."""

@@ -88,8 +88,8 @@ class Runner(Executor):
 
     def fill_pages(self, pages: Seq[int], value: float) -> None:
         """Overwrites pages behind what the device is doing."""
-        num_pages, dtype = self._state.pools[0].shape[0], self._state.pools[0].dtype
-        stored = np.asarray(value, cache.NUMBERS.get(dtype, dtype)).view(dtype)
+        pool = self._state.pools[0]
+        stored, num_pages = cache.filling(pool, value), pool.shape[0]
         width = self._slots.table_width
         for start in range(0, len(pages), width):
             named = pages[start : start + width]

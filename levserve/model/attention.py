@@ -58,7 +58,7 @@ def attend_in_blocks(
     width = block * page_size
     # Padded, because XLA moves a slice back that reaches beyond the end.
     table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % block)), mode="edge")
-    tiles = pool.reshape(-1, page_size * size)  # [page * 2 * kv_head, slot * head_size]
+    tiles = pool.reshape(-1, page_size * pool.shape[4])  # [page * 2 * kv_head, slot * stored head]
     is_bfloat16 = queries > 1 and (in_bfloat16 or has_few_queries(q))
     read, dtype = _reader(pool.dtype, on_cpu=on_cpu, is_bfloat16=is_bfloat16)
 
@@ -73,7 +73,7 @@ def attend_in_blocks(
         if stored.dtype not in NUMBERS:
             # The barrier makes XLA copy whole tiles; row by row takes twice as long.
             stored = lax.optimization_barrier(stored)
-        return read(stored.reshape(rows, kv_heads, width, size))
+        return read(stored.reshape(rows, kv_heads, width, pool.shape[4]))
 
     def mix_block(
         index: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]

@@ -1,5 +1,5 @@
 """The paged KV pool: one array per layer, [page, 2, kv_head, slot in page, head_size], keys at 0 and values
-at 1.
+at 1. A slot of int8 has its scale after its numbers, as the bytes of a float32.
 
 Page tables are plain int arrays. A page number equal to the number of pages stands for "nowhere": writes to
 it are dropped.
@@ -11,12 +11,19 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from numpy.typing import NDArray
 
 from levserve.model.config import ModelConfig
 
 FP8 = jnp.dtype(jnp.float8_e4m3fn)
 LARGEST_FP8 = 448.0
+INT8 = jnp.dtype(jnp.int8)
+LARGEST_INT8 = 127.0
+SMALLEST_SCALE = 1e-30
+"""Keeps the scale of zeros from being 0, by which numbers could not be divided."""
+SCALE_BYTES = 4
 NUMBERS = {jnp.dtype(jnp.uint16): jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.uint8): FP8}
 """Number types that may be stored as their bits, by the type of the bits."""
 BITS = {dtype: bits for bits, dtype in NUMBERS.items()}
@@ -24,20 +31,24 @@ BITS = {dtype: bits for bits, dtype in NUMBERS.items()}
 
 def kv_dtype(name: str, dtype: jnp.dtype) -> jnp.dtype:
     """The type that `--kv-dtype` NAME means for a model that computes in `dtype`."""
-    return {"auto": dtype, "bfloat16": jnp.dtype(jnp.bfloat16), "fp8": FP8}[name]
+    return {"auto": dtype, "bfloat16": jnp.dtype(jnp.bfloat16), "fp8": FP8, "int8": INT8}[name]
 
 
 def page_bytes(config: ModelConfig, page_size: int, dtype: jnp.dtype) -> int:
     """Bytes of one page over all layers."""
-    return (
-        config.num_layers * 2 * config.num_kv_heads * page_size * config.head_dim * jnp.dtype(dtype).itemsize
-    )
+    slot_bytes = stored_width(config.head_dim, dtype) * jnp.dtype(dtype).itemsize
+    return config.num_layers * 2 * config.num_kv_heads * page_size * slot_bytes
+
+
+def stored_width(head_size: int, dtype: jnp.dtype) -> int:
+    """How many numbers of this type a slot takes: those of a head, and for int8 its scale."""
+    return head_size + SCALE_BYTES if dtype == INT8 else head_size
 
 
 def make_pool(
     config: ModelConfig, num_pages: int, page_size: int, storage: jnp.dtype
 ) -> tuple[jax.Array, ...]:
-    shape = (num_pages, 2, config.num_kv_heads, page_size, config.head_dim)
+    shape = (num_pages, 2, config.num_kv_heads, page_size, stored_width(config.head_dim, storage))
     return tuple(jnp.zeros(shape, storage) for _ in range(config.num_layers))
 
 
@@ -87,11 +98,29 @@ def write(pool: jax.Array, keys: jax.Array, values: jax.Array, place: Place) -> 
 
 
 def to_storage(x: jax.Array, storage: jnp.dtype) -> jax.Array:
+    if storage == INT8:
+        return _to_int8(x)
     dtype = NUMBERS.get(storage, storage)
     if dtype == FP8:
         x = jnp.clip(x, -LARGEST_FP8, LARGEST_FP8)  # fp8 has no infinity: a cast makes NaN of larger numbers
     x = x.astype(dtype)
     return lax.bitcast_convert_type(x, storage) if storage in NUMBERS else x
+
+
+def _to_int8(x: jax.Array) -> jax.Array:
+    """Each head [..., head_size] rounded to int8 by a scale of its own, which follows its numbers."""
+    scale = jnp.maximum(jnp.abs(x.astype(jnp.float32)).max(-1, keepdims=True), SMALLEST_SCALE) / LARGEST_INT8
+    numbers = jnp.round(x.astype(jnp.float32) * (1 / scale)).astype(INT8)
+    return jnp.concatenate([numbers, lax.bitcast_convert_type(scale[..., 0], INT8)], -1)
+
+
+def filling(pool: jax.Array, number: float) -> NDArray[np.generic]:
+    """What a slot of the pool holds if every number of it is this one."""
+    width, dtype = pool.shape[-1], pool.dtype
+    if dtype == INT8:
+        scale = np.asarray([number / LARGEST_INT8], np.float32)
+        return np.concatenate([np.full(width - SCALE_BYTES, LARGEST_INT8, INT8), scale.view(INT8)])
+    return np.full(width, number, NUMBERS.get(dtype, dtype)).view(dtype)
 
 
 def from_storage(x: jax.Array) -> jax.Array:
@@ -103,16 +132,19 @@ def from_storage(x: jax.Array) -> jax.Array:
         sign, rest = x.astype(jnp.uint16) & 0x80, x.astype(jnp.uint16) & 0x7F
         number = lax.bitcast_convert_type(sign << 8 | rest << 7, jnp.float16).astype(jnp.float32) * 256
         return jnp.where(rest == 0x7F, jnp.nan, number)
+    if x.dtype == INT8:
+        scale = lax.bitcast_convert_type(x[..., -SCALE_BYTES:], jnp.float32)
+        return x[..., :-SCALE_BYTES].astype(jnp.float32) * scale[..., None]
     return x.astype(multiplied_in(x.dtype))
 
 
 def multiplied_in(storage: jnp.dtype) -> jnp.dtype:
-    """The type in which stored numbers are multiplied: float32 if they are stored as bits.
+    """The type in which stored numbers are multiplied: float32 if they are stored as bits or int8.
 
     Fp8 is multiplied in float16, which holds all of its numbers and to which a GPU widens it in one
     instruction.
     """
-    if storage in NUMBERS:
+    if storage in NUMBERS or storage == INT8:
         return jnp.dtype(jnp.float32)
     return jnp.dtype(jnp.float16) if storage == FP8 else storage
 

@@ -126,7 +126,7 @@ def describe_brain(settings: Settings, files: ModelFiles) -> BrainDescription:
     """Raises `ConfigError` for settings that a brain has no use for, and `StartupError` for its files."""
     asked = {
         "--quantize": settings.quantize not in ("auto", "none"),
-        "--kv-dtype": settings.kv_dtype == "fp8",
+        "--kv-dtype": settings.kv_dtype in ("fp8", "int8"),
         "--speculate": settings.speculate > 0,
     }
     for option, is_asked in asked.items():

@@ -222,7 +222,7 @@ def describe(settings: Settings, files: ModelFiles) -> Description:
     config = read_config(files.path, files.config_file)
     dtype = jnp.dtype(jnp.float32 if settings.dtype == "float32" else jnp.bfloat16)
     mesh = choose_mesh(settings, config)
-    check_fp8(settings, device)
+    check_eight_bits(settings, device)
     mesh_size = 1 if mesh is None else mesh.size
     narrow = choose_narrow(settings, device.platform, files.path, config)
     kept = None
@@ -278,7 +278,10 @@ def keeps_bits(settings: Settings, platform: str, path: Path) -> bool:
     return False
 
 
-def check_fp8(settings: Settings, device: jax.Device) -> None:
+def check_eight_bits(settings: Settings, device: jax.Device) -> None:
+    """Refuses formats of eight bits that this device cannot compute in."""
+    if settings.kv_dtype == "int8" and device.platform != "cpu":
+        raise ConfigError(f"--kv-dtype int8 is for CPUs, and this is a {device.platform}: use --kv-dtype fp8")
     options = {"--kv-dtype": settings.kv_dtype, "--quantize": settings.quantize}
     asked = [option for option, value in options.items() if value == "fp8"]
     if asked and not computes_fp8(device):

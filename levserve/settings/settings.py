@@ -300,9 +300,9 @@ class Settings:
     )
     kv_dtype: str = setting(
         "engine",
-        one_of("auto", "bfloat16", "fp8"),
+        one_of("auto", "bfloat16", "fp8", "int8"),
         "auto",
-        "Number format of the KV cache; auto: that of --dtype; fp8 holds twice the tokens of bfloat16.",
+        "Number format of the KV cache; auto: that of --dtype; fp8 and int8 (CPUs) hold twice the tokens.",
     )
     kv_memory: int = setting("engine", size(0), 0, "Memory for the KV cache; 0: chosen for the machine.")
     kv_pages: int = setting(

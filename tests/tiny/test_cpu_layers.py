@@ -69,8 +69,7 @@ def run(model: Decoder, positions: np.ndarray, kept: jnp.dtype) -> Ran:
     """Random tokens over pages that hold random numbers."""
     rng = np.random.default_rng(0)
     rows, chunk = positions.shape
-    shape = cache.make_pool(model.config, rows * WIDTH, PAGE_SIZE, kept)[0].shape
-    pools = tuple(jnp.asarray(rng.standard_normal(shape), kept) for _ in model.layers)
+    pools = random_pools(rng, model, rows * WIDTH, PAGE_SIZE, kept)
     table = jnp.asarray(rng.permutation(rows * WIDTH).reshape(rows, WIDTH), jnp.int32)
     tokens = jnp.asarray(rng.integers(0, model.config.vocab_size, (rows, chunk)), jnp.int32)
     hidden, written = jax.jit(lambda pools: model(tokens, pools, table, jnp.asarray(positions, jnp.int32)))(
@@ -78,7 +77,16 @@ def run(model: Decoder, positions: np.ndarray, kept: jnp.dtype) -> Ran:
     )
     return Ran(
         np.asarray(hidden.array),
-        *([np.asarray(pool, np.float32) for pool in each] for each in (pools, written)),
+        *([np.asarray(cache.from_storage(pool), np.float32) for pool in each] for each in (pools, written)),
+    )
+
+
+def random_pools(
+    rng: np.random.Generator, model: Decoder, num_pages: int, page_size: int, kept: jnp.dtype
+) -> tuple[jax.Array, ...]:
+    shape = num_pages, 2, model.config.num_kv_heads, page_size, model.config.head_dim
+    return tuple(
+        cache.to_storage(jnp.asarray(rng.standard_normal(shape), jnp.float32), kept) for _ in model.layers
     )
 
 
@@ -90,7 +98,7 @@ def check(family: str, kind: str, kept: jnp.dtype, target: Target = HOST, **chan
     assert refusal_of(family, kind, kept, **changes) is None
     together = run(model_of(family, kind, target=target, **changes), positions, kept)
     apart = run(model_of(family, kind, runs_layers=False, **changes), positions, kept)
-    tolerance = 0.03 if kept == BFLOAT16 else 0.002
+    tolerance = 0.002 if kept == FLOAT32 else 0.03
     np.testing.assert_allclose(together.hidden[is_given], apart.hidden[is_given], atol=tolerance)
     for before, mine, theirs in zip(together.before, together.after, apart.after):
         np.testing.assert_allclose(mine, theirs, atol=tolerance)
@@ -106,6 +114,8 @@ def check(family: str, kind: str, kept: jnp.dtype, target: Target = HOST, **chan
         ("qwen3", "none", BFLOAT16),
         ("qwen2", "none", FLOAT32),
         ("mistral", "int8", FLOAT32),
+        ("qwen3", "int8", cache.INT8),
+        ("llama", "none", cache.INT8),
     ],
 )
 def test_all_layers_in_one_call_give_what_they_give_one_by_one(
@@ -117,15 +127,17 @@ def test_all_layers_in_one_call_give_what_they_give_one_by_one(
 @on_other_targets
 def test_all_layers_in_one_call_give_the_same_for_other_targets(target: Target) -> None:
     check("qwen3", "int8", BFLOAT16, target)
+    check("qwen3", "int8", cache.INT8, target)
 
 
 def test_only_a_part_of_a_head_may_be_rotated() -> None:
     check("qwen3", "int8", FLOAT32, rotary_size=8)
 
 
+@pytest.mark.parametrize("kept", [BFLOAT16, cache.INT8], ids=["bfloat16", "int8"])
 @on_each_target
 def test_a_prompts_tokens_get_the_same_in_rows_of_their_own_beside_others_as_in_a_chunk(
-    target: Target,
+    target: Target, kept: jnp.dtype
 ) -> None:
     """To the last bit, wherever the prompt begins in its page, and whether neighbours are attended together or not."""
     model, rng, page_size, width, start, count = (
@@ -136,8 +148,7 @@ def test_a_prompts_tokens_get_the_same_in_rows_of_their_own_beside_others_as_in_
         9,
         70,
     )
-    shape = cache.make_pool(model.config, 3 * width, page_size, BFLOAT16)[0].shape
-    pools = tuple(jnp.asarray(rng.standard_normal(shape), BFLOAT16) for _ in model.layers)
+    pools = random_pools(rng, model, 3 * width, page_size, kept)
     table, positions = rng.permutation(3 * width).reshape(3, width), np.arange(start, start + count)
     tokens = rng.integers(0, model.config.vocab_size, count)
     order = np.roll(np.arange(count), 1)  # the last, which is sampled after, comes first

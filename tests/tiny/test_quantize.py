@@ -20,7 +20,7 @@ from levserve.model.hadamard import rotate
 from levserve.model.linear import Linear
 from levserve.model.quantize import NARROW, choose_quantization, quantize_arrays
 from levserve.model.xla import XLA_ON_CPU, XlaBackend
-from levserve.models.describe import check_fp8, choose_narrow
+from levserve.models.describe import check_eight_bits, choose_narrow
 from levserve.settings.parse import parse_settings
 from levserve.weights.checkpoint import load_arrays, read_config
 from tests.conftest import GOLDEN
@@ -216,9 +216,18 @@ def test_fp8_is_refused_by_name_where_it_cannot_be() -> None:
             ConfigError,
             match=f"{option} fp8 needs a GPU of compute capability 8.9 or later, and this one has 8.0",
         ):
-            check_fp8(parse_settings([option, "fp8"], {}), old)
-    check_fp8(parse_settings(["--quantize", "int8"], {}), old)
+            check_eight_bits(parse_settings([option, "fp8"], {}), old)
+    check_eight_bits(parse_settings(["--quantize", "int8"], {}), old)
     asked = parse_settings(["--kv-dtype", "fp8", "--quantize", "fp8"], {})
     for capability in ("8.9", "9.0", "12.0"):
-        check_fp8(asked, SimpleNamespace(platform="gpu", compute_capability=capability))
-    check_fp8(asked, SimpleNamespace(platform="cpu"))
+        check_eight_bits(asked, SimpleNamespace(platform="gpu", compute_capability=capability))
+    check_eight_bits(asked, SimpleNamespace(platform="cpu"))
+
+
+def test_a_kv_cache_in_int8_is_refused_by_name_on_a_gpu() -> None:
+    asked = parse_settings(["--kv-dtype", "int8"], {})
+    with pytest.raises(
+        ConfigError, match="--kv-dtype int8 is for CPUs, and this is a gpu: use --kv-dtype fp8"
+    ):
+        check_eight_bits(asked, SimpleNamespace(platform="gpu", compute_capability="9.0"))
+    check_eight_bits(asked, SimpleNamespace(platform="cpu"))

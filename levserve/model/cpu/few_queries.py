@@ -72,11 +72,8 @@ def attend_few(
             block.prefetch(page.next_tile, slot, num_keys)
             products = [[builder.zeros(F32, lanes)] * num_keys for _ in queries]
             for at in range(0, size, lanes):
-                places = [
-                    page.tile + (slot + number) * slot_bytes + at * heads.dtype.itemsize
-                    for number in range(num_keys)
-                ]
-                keys = [block.load_floats(place, lanes) for place in places]
+                slots = [page.tile + (slot + number) * slot_bytes for number in range(num_keys)]
+                keys = [block.load_floats(key, at, lanes) for key in slots]
                 for query, each in zip(queries, products):
                     numbers = builder.load(query + at * 4, F32, lanes)
                     each[:] = [key.multiply_add(numbers, product) for key, product in zip(keys, each)]
@@ -101,7 +98,7 @@ def attend_few(
                 if first == 0:
                     block.prefetch(page.next_tile, slot, 1)
                 stored = page.tile + slot * slot_bytes
-                values = [block.load_floats(stored + at * heads.dtype.itemsize, LANES) for at in offsets]
+                values = [block.load_floats(stored, at, LANES) for at in offsets]
                 for row, each in zip(weights, totals):
                     weight = builder.load(row + slot * 4, F32).splat(LANES)
                     for value, total in zip(values, each):

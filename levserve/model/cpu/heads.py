@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from levserve.jit.builder import CACHE_LINE_BYTES, F16, F32, I8, I16, I32, Builder, Value
 from levserve.jit.target import Target
-from levserve.model.cache import FP8
+from levserve.model.cache import FP8, INT8, stored_width
 
 LANES = 16
 """How many stored numbers are loaded at a time."""
@@ -34,7 +34,7 @@ class HeadShape:
     @property
     def slot_bytes(self) -> int:
         """Bytes of one key or value of a head."""
-        return self.size * self.dtype.itemsize
+        return stored_width(self.size, self.dtype) * self.dtype.itemsize
 
     @property
     def tile_bytes(self) -> int:
@@ -115,9 +115,13 @@ class QueryBlock:
         page = self.builder.load_int32(self.table, position // heads.page_size)
         return self.arrays.pool + ((page * 2 + half) * heads.kv_heads + self.kv_head) * heads.tile_bytes
 
-    def load_floats(self, pointer: Value, lanes: int) -> Value:
-        """Stored numbers as a vector of float32."""
+    def load_floats(self, slot: Value, at: int, lanes: int) -> Value:
+        """Numbers of a key or value, from number `at` on, as a vector of float32."""
         builder, dtype = self.builder, self.heads.dtype
+        pointer = slot + at * dtype.itemsize
+        if dtype == INT8:
+            scale = builder.load(slot + self.heads.size, F32).splat(lanes)
+            return builder.load(pointer, I8, lanes).convert("sext", I32).convert("sitofp", F32) * scale
         if dtype == jnp.float32:
             return builder.load(pointer, F32, lanes)
         if dtype == jnp.bfloat16:

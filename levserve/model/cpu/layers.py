@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from levserve.jit.builder import F32, I16, I32, Builder, Value
+from levserve.jit.builder import F32, I8, I16, I32, ROUNDING_CONSTANT, Builder, Value
 from levserve.jit.target import Target
 from levserve.jit.xla_call import Call, Kernel, RunTask, Stage, register
-from levserve.model.cache import Place
+from levserve.model.cache import INT8, LARGEST_INT8, SMALLEST_SCALE, Place
 from levserve.model.cpu import attention, linear
 from levserve.model.cpu.heads import AttentionArrays, HeadShape
 from levserve.model.cpu.products import Product, product_for
@@ -81,7 +81,7 @@ def unsupported_reason(head_dim: int, rotary_size: int, kv_dtype: jnp.dtype) -> 
     """Why this kernel cannot serve a model with such heads, or None; `linear` knows which matrices it can."""
     if head_dim % LANES or rotary_size % 8 or (head_dim - rotary_size) % _rotary_lanes(rotary_size):
         return f"heads of {head_dim} numbers, of which {rotary_size} are rotated"
-    return None if kv_dtype in (jnp.float32, jnp.bfloat16) else f"a KV cache in {kv_dtype}"
+    return None if kv_dtype in (jnp.float32, jnp.bfloat16, INT8) else f"a KV cache in {kv_dtype}"
 
 
 def run_layers(
@@ -261,8 +261,7 @@ class LayerWriter:
                 for half, vectors in enumerate((self.rotated(call, key, "k_norm", cos, sin), values)):
                     pool, tile = self.layer_array(call, "pool"), (page * 2 + half) * heads.kv_heads + head
                     slot = pool + tile * heads.tile_bytes + (position % heads.page_size) * heads.slot_bytes
-                    for at, numbers in vectors:
-                        builder.store(slot + at * heads.dtype.itemsize, _to_storage(numbers, heads.dtype))
+                    _write_slot(builder, heads, slot, vectors)
 
     def rotated(self, call: Call, head: Value, norm: str, cos: Value, sin: Value) -> list[tuple[int, Value]]:
         """A head, normalized if the layer does that, and rotated: vectors, and where each begins."""
@@ -332,6 +331,23 @@ class LayerWriter:
             builder.store(into, gate * up / (exp((gate * -1.0).minimum(LARGEST_EXPONENT)) + 1.0))
         into = buffers[PREPARED] + row * self.by_activated.row_bytes
         self.by_activated.prepare(builder, scratch, scratch, into)
+
+
+def _write_slot(builder: Builder, heads: HeadShape, slot: Value, vectors: list[tuple[int, Value]]) -> None:
+    """Writes a key or value, whose vectors begin at these numbers, as `cache.to_storage` does."""
+    if heads.dtype != INT8:
+        for at, numbers in vectors:
+            builder.store(slot + at * heads.dtype.itemsize, _to_storage(numbers, heads.dtype))
+        return
+    largest = builder.zeros(F32, vectors[0][1].lanes or 0)
+    for _, numbers in vectors:
+        largest = largest.intrinsic("llvm.maximum", numbers.intrinsic("llvm.fabs"))
+    scale = largest.reduce_max().maximum(SMALLEST_SCALE) / LARGEST_INT8
+    builder.store(slot + heads.size, scale)
+    inverse = (builder.constant(1.0, F32) / scale).splat(largest.lanes or 0)
+    for at, numbers in vectors:
+        rounded = numbers * inverse + ROUNDING_CONSTANT
+        builder.store(slot + at, rounded.convert("bitcast", I32).convert("trunc", I8))
 
 
 def _to_storage(numbers: Value, dtype: jnp.dtype) -> Value:

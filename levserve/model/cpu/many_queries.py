@@ -82,8 +82,7 @@ def attend_many(
             with builder.loop(0, num_slots) as slot:
                 block.prefetch(next_tile, slot, 1)
                 for at in range(0, size, LANES):
-                    place = stored + slot * heads.slot_bytes + at * heads.dtype.itemsize
-                    numbers = block.load_floats(place, LANES)
+                    numbers = block.load_floats(stored + slot * heads.slot_bytes, at, LANES)
                     builder.store(tile + slot * (4 * size) + 4 * at, numbers)
             yield token, num_slots
 
