@@ -3,10 +3,12 @@
 
     python bench/constrained.py
     python bench/constrained.py --streams 1 8 --repeats 5
+    python bench/constrained.py --streams --repeats 12
 
 The engine runs in this process, without HTTP. The first table compares constrained streams with free ones of
 the same prompt and as many tokens; what is counted are the tokens after the first, from the first to the last
-of them. The second compares free streams beside constrained ones with free streams beside other free ones.
+of them. The second compares free streams beside constrained ones with free streams beside other free ones;
+without a number after `--streams` it is the only one.
 """
 
 from __future__ import annotations
@@ -114,7 +116,8 @@ def compare_neighbours(engine: Engine, loaded: Loaded, options: argparse.Namespa
     half = options.neighbours
     beside: dict[str, list[float]] = {"free": [], "held": []}
     for repeat in range(options.repeats + 1):
-        for name, other in (("free", None), ("held", constraint)):
+        ways = [("free", None), ("held", constraint)]
+        for name, other in ways if repeat % 2 else reversed(ways):  # the order must not favour one of them
             made = [ask(prompt, options.tokens, 0.0, seed) for seed in range(half)]
             made += [ask(prompt, options.tokens * 2, 0.0, half + seed, other) for seed in range(half)]
             found = measure(engine, loaded, made, range(half))
@@ -177,7 +180,7 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.epilog = "any other flag is the server's: --model FILE --quantize none"
-    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--streams", type=int, nargs="*", default=[1, 8])
     parser.add_argument(
         "--neighbours", type=int, default=4, help="free streams that are watched beside others"
     )
