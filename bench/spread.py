@@ -1,7 +1,7 @@
-"""What the host takes to start a program on several devices, and how that grows with their number.
+"""What the host takes to start a program on several devices and to read its result, and how that grows with their number.
 
 A call of a compiled program with the arrays of Llama-3.1-8B: so many, but small, on parts of this machine's CPU. It runs nothing to
-speak of, so what is measured is the call alone: the upper end of what a GPU's would take, because the parts share the cores.
+speak of, so what is measured is the runtime alone: the upper end of what a GPU's would take, because the parts share the cores.
 
     python3 bench/spread.py --devices 1 2 4
 """
@@ -10,9 +10,31 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+if TYPE_CHECKING:
+    import jax
 
 NUM_LAYERS, ARRAYS_PER_LAYER, OTHER_ARRAYS = 32, 6, 3
+
+
+class Times(NamedTuple):
+    """Seconds of the fastest of many."""
+
+    call: float
+    """With the packed array of a round, which the host passes."""
+    call_without: float
+    """The same where that array is on the devices already."""
+    call_of_few: float
+    """With one layer's arrays in place of all."""
+    read: float
+    """Of a result that is there."""
 
 
 def main() -> None:
@@ -24,26 +46,55 @@ def main() -> None:
     options = parser.parse_args()
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["JAX_NUM_CPU_DEVICES"] = str(max(options.devices))
-    num_leaves = NUM_LAYERS * ARRAYS_PER_LAYER + OTHER_ARRAYS
-    print(f"{num_leaves} arrays of weights, {NUM_LAYERS} KV pools; best of {options.calls} calls")
-    seconds = {count: measure(count, num_leaves, options.calls) for count in options.devices}
-    first = options.devices[0]
-    for count, taken in seconds.items():
-        print(
-            f"{count} devices  {taken * 1e3:6.2f} ms a call  {taken / seconds[first]:5.2f} x that of {first}"
+    print(f"{NUM_LAYERS} layers of {ARRAYS_PER_LAYER} arrays and a KV pool; ms, best of {options.calls}")
+    print(f"{'devices':>8}{'call':>8}{'packed array':>14}{'other arrays':>14}{'rest':>8}{'read':>8}")
+    for count in options.devices:
+        times = measure(count, options.calls)
+        parts = (
+            times.call,
+            times.call - times.call_without,
+            times.call_without - times.call_of_few,
+            times.call_of_few,
+            times.read,
         )
+        widths = (8, 14, 14, 8, 8)
+        print(f"{count:8}" + "".join(f"{part * 1e3:{width}.3f}" for part, width in zip(parts, widths)))
 
 
-def measure(count: int, num_leaves: int, num_calls: int) -> float:
-    """Seconds of the fastest call."""
+def measure(count: int, num_calls: int) -> Times:
+    """The cases in turn, so that all meet the same machine."""
     import jax
-    import jax.numpy as jnp
     import numpy as np
 
-    from levserve.device.spread import Spread
-    from levserve.model.placement import BY_HEADS, STACKED, WHOLE, make_mesh
+    from levserve.model.placement import make_mesh, place
 
     mesh = make_mesh(jax.devices()[:count])
+    packed = np.zeros((64, 64), np.int32)
+    placed = place(packed, mesh, is_cut=False)
+    of_all, of_one = make_call(mesh, NUM_LAYERS), make_call(mesh, 1)
+    best = [float("inf")] * len(Times._fields)
+    for _ in range(num_calls):
+        for index, (call, given) in enumerate(((of_all, packed), (of_all, placed), (of_one, placed))):
+            start = time.perf_counter()
+            output = call(given)
+            best[index] = min(best[index], time.perf_counter() - start)
+            output.copy_to_host_async()
+            output.block_until_ready()
+            start = time.perf_counter()
+            np.asarray(output)
+            best[-1] = min(best[-1], time.perf_counter() - start)
+    return Times(*best)
+
+
+def make_call(mesh: jax.sharding.Mesh | None, num_layers: int) -> Callable[[Any], jax.Array]:
+    """Gives what calls a program that uses every array, or else XLA would drop them, and donates its pools."""
+    import jax
+    import jax.numpy as jnp
+
+    from levserve.device.spread import Spread
+    from levserve.model.placement import BY_HEADS, STACKED, WHOLE
+
+    count = 1 if mesh is None else mesh.size
 
     def zeros(shape: tuple[int, ...], spec: jax.sharding.PartitionSpec) -> jax.Array:
         if mesh is None:
@@ -54,25 +105,25 @@ def measure(count: int, num_leaves: int, num_calls: int) -> float:
     def run(
         leaves: tuple[jax.Array, ...], pools: tuple[jax.Array, ...], packed: jax.Array
     ) -> tuple[tuple[jax.Array, ...], jax.Array]:
-        # Every array is used, or else XLA would drop it.
         return pools, packed + jnp.stack([leaf[0, 0] for leaf in leaves]).sum().astype(jnp.int32)
 
+    num_leaves = num_layers * ARRAYS_PER_LAYER + OTHER_ARRAYS
     leaves = tuple(zeros((8 * count, 8), STACKED) for _ in range(num_leaves))
-    pools = tuple(zeros((4, 2, count), BY_HEADS) for _ in range(NUM_LAYERS))
-    packed = np.zeros((64, 64), np.int32)
+    pools = tuple(zeros((4, 2, count), BY_HEADS) for _ in range(num_layers))
     spread = Spread(mesh)
     avals = jax.tree.map(
         lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding), (leaves, pools)
     )
-    argument = spread.argument(packed.shape, packed.dtype)
+    argument = spread.argument((64, 64), jnp.int32)
     program = spread.lower(run, *avals, argument, returns=(avals[1], WHOLE), donate=1).compile()
-    taken = []
-    for _ in range(num_calls):
-        start = time.perf_counter()
+
+    def call(packed: Any) -> jax.Array:
+        nonlocal pools
         pools, output = program(leaves, pools, packed)
-        taken.append(time.perf_counter() - start)
-        output.block_until_ready()
-    return min(taken)
+        result: jax.Array = output
+        return result
+
+    return call
 
 
 if __name__ == "__main__":
