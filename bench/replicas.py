@@ -14,24 +14,23 @@ hits to round-robin's; exit code 1 if the hash's is below 1.3 or chaos lost more
 from __future__ import annotations
 
 import argparse
-import http.client
+import contextlib
 import json
 import random
 import re
 import statistics
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from fleet_replica import PAGE, Costs
 from fleet_servers import Server, start_nginx, start_servers
-from http_client import Address, first_model
+from http_client import Address, connect, first_model, send
 from prompts import WORDS
 from replicas_chaos import run_chaos
 
@@ -91,13 +90,8 @@ def run_policy(servers: list[Server], policy: str, options: argparse.Namespace) 
     talks = [TalkRun(number, rng.uniform(0, options.ramp)) for number in range(options.talks)]
     with start_nginx(servers, policy) as url:
         began = time.perf_counter()
-        threads = [
-            threading.Thread(target=hold_talk, args=(talk, url, policy, began, options)) for talk in talks
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(len(talks)) as clients:
+            list(clients.map(lambda talk: hold_talk(talk, url, policy, began, options), talks))
         wall = time.perf_counter() - began
     prompt_tokens, hit_tokens = (now - then for now, then in zip(_cache_counts(servers), before))
     num_asked = options.talks * options.turns
@@ -141,19 +135,18 @@ STREAM = {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos
 
 def ask(url: str, body: bytes) -> tuple[float, int]:
     """When the first token came, and how many tokens the prompt had; exits if the answer is not whole."""
-    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=600)
-    connection.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json"})
-    response = connection.getresponse()
+    address = Address(url)
     first, prompt_tokens, is_whole = 0.0, 0, False
-    for line in response:
-        if line.startswith(b"data: {"):
-            event = json.loads(line[6:])
-            if event.get("usage"):
-                prompt_tokens = event["usage"]["prompt_tokens"]
-            elif not first and event["choices"][0]["delta"].get("content"):
-                first = time.perf_counter()
-        is_whole |= line.startswith(b"data: [DONE]")
-    connection.close()
+    with contextlib.closing(connect(address)) as connection:
+        response = send(connection, address, "/v1/chat/completions", body)
+        for line in response:
+            if line.startswith(b"data: {"):
+                event = json.loads(line[6:])
+                if event.get("usage"):
+                    prompt_tokens = event["usage"]["prompt_tokens"]
+                elif not first and event["choices"][0]["delta"].get("content"):
+                    first = time.perf_counter()
+            is_whole |= line.startswith(b"data: [DONE]")
     if response.status != 200 or not is_whole:
         raise SystemExit(f"an answer was not whole: {response.status}")
     return first or time.perf_counter(), prompt_tokens
@@ -201,12 +194,9 @@ def _step_seconds(server: Server, num_streams: int, options: argparse.Namespace)
     for length in (short, short, long):
         message = {"role": "user", "content": "Go on."}
         body = json.dumps({"model": options.model, "messages": [message], "max_tokens": length, **STREAM})
-        threads = [threading.Thread(target=ask, args=(server.url, body.encode())) for _ in range(num_streams)]
         began = time.perf_counter()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(num_streams) as clients:
+            list(clients.map(ask, [server.url] * num_streams, [body.encode()] * num_streams))
         walls.append(time.perf_counter() - began)
     seconds: float = (walls[2] - walls[1]) / (long - short)
     return seconds

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import http.client
+import contextlib
 import json
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from urllib.parse import urlsplit
 
 from fleet_servers import Server
+from http_client import TRANSPORT_ERRORS, Address, connect, send
 
-TRANSPORT = (OSError, http.client.HTTPException, ValueError)
 SETTLE_SECONDS = 3.0
+ANSWER_SECONDS = 120
 
 
 @dataclass
@@ -32,21 +32,23 @@ class Clients:
             turn += 1
             try:
                 self._ask(f"{name} says {turn}", is_streamed=bool(turn % 2))
-            except TRANSPORT as error:
+            except TRANSPORT_ERRORS as error:
                 self.lost.append(repr(error))
             self.num_asked += 1
 
     def _ask(self, text: str, *, is_streamed: bool) -> None:
         message = {"role": "user", "content": text}
-        body = {"model": self.model, "messages": [message], "max_tokens": 16, "stream": is_streamed}
-        connection = http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=120)
-        try:
-            headers = {"Content-Type": "application/json"}
-            connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
-            response = connection.getresponse()
+        body = {
+            "model": self.model,
+            "messages": [message],
+            "max_tokens": 16,
+            "temperature": 0,
+            "stream": is_streamed,
+        }
+        address = Address(self.url, timeout=ANSWER_SECONDS)
+        with contextlib.closing(connect(address)) as connection:
+            response = send(connection, address, "/v1/chat/completions", json.dumps(body).encode())
             answer = response.read()
-        finally:
-            connection.close()
         if response.status != 200 or (is_streamed and b"data: [DONE]" not in answer) or b'"error"' in answer:
             raise ValueError(f"{response.status} {answer[-200:]!r}")
 
