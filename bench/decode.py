@@ -4,6 +4,7 @@ machine's own floor.
     python bench/decode.py --shape smollm2-135m --rows 4 8 16 --context 256
     python bench/decode.py --shape llama-1b --rows 2 64 256 --context 576 --steps 16
     python bench/decode.py --shape llama-8b --rows 64 --context 576 --steps 16 --quantize fp8 --kv-dtype fp8
+    python bench/decode.py --shape llama-8b --rows 2 64 --context 576 --steps 16 --quantize w4
     python bench/decode.py --shape qwen3-30b-a3b --rows 2 64 256 --context 576 --steps 16 --chunks 512 --prompts 8
 
 Weights are random, so any shape can be measured without its checkpoint; the programs are the ones the server
@@ -28,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import jax
 import jax.numpy as jnp
+from schemes import SCHEMES, find_schemes, random_parts
 
 from levserve.device.programs import Shape
 from levserve.device.runner import Runner
@@ -36,6 +38,7 @@ from levserve.model import cache
 from levserve.model.config import ModelConfig, parameter_shapes
 from levserve.model.decoder import Blueprint
 from levserve.model.int8_packing import OFFSET, is_packable
+from levserve.model.packed import Kept
 from levserve.model.quantize import NARROW, Quantization, choose_quantization, is_quantized
 from levserve.model.sampler import Mode
 from levserve.model.select import KERNELS, choose_backend
@@ -141,10 +144,19 @@ def build(
 ) -> tuple[Runner, Sizes]:
     narrow = NARROW.get(options.quantize)
     kv_dtype = cache.kv_dtype(options.kv_dtype, dtype)
+    is_packed = options.quantize in SCHEMES
     backend, _ = choose_backend(
-        platform, config, kernels=options.kernels, quantized=narrow, dtype=dtype, kv_dtype=kv_dtype
+        platform,
+        config,
+        kernels=options.kernels,
+        quantized=narrow,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        is_packed=is_packed,
     )
-    quantization = choose_quantization(narrow, backend, dtype)
+    quantization: Quantization | Kept | None = choose_quantization(narrow, backend, dtype)
+    if is_packed:
+        quantization = Kept(tuple(find_schemes(options.quantize, config).items()), dtype)
     arrays = random_arrays(config, dtype, quantization)
     storage = backend.kv_storage(kv_dtype)
     prefill_row_tokens = backend.traits.prefill_row_tokens
@@ -169,16 +181,22 @@ def build(
 
 
 def random_arrays(
-    config: ModelConfig, dtype: jnp.dtype, quantization: Quantization | None
+    config: ModelConfig, dtype: jnp.dtype, quantization: Quantization | Kept | None
 ) -> dict[str, jax.Array]:
     """Arrays as a checkpoint would be loaded, made on the device in the type they are kept in."""
     shapes = parameter_shapes(config)
+    schemes = {}
+    if isinstance(quantization, Kept):
+        schemes, quantization = quantization.by_name(), None
     if quantization is not None and config.tied_head:
         shapes["head"] = shapes["embed"]
     arrays = {}
     for number, (name, shape) in enumerate(shapes.items()):
         key = jax.random.key(number)
-        if len(shape) == 1:
+        if name in schemes:
+            parts = random_parts(key, schemes[name], shape, 0.02)
+            arrays |= {name + end: part for end, part in parts.items()}
+        elif len(shape) == 1:
             arrays[name] = jnp.ones(shape, jnp.float32)
         elif quantization is None or not is_quantized(name):
             arrays[name] = random_matrix(key, shape, dtype, 0.02)
@@ -314,7 +332,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
-    parser.add_argument("--quantize", choices=["none", *NARROW], default="none")
+    parser.add_argument("--quantize", choices=["none", *NARROW, *SCHEMES], default="none")
     parser.add_argument("--kv-dtype", choices=["auto", "bfloat16", "fp8", "int8"], default="auto")
     parser.add_argument("--kernels", choices=KERNELS, default="auto", help="as the server's option")
     parser.add_argument("--repeats", type=int, default=12)

@@ -76,7 +76,7 @@ class Scheme:
         """Shape and type of each array that keeps a matrix of this shape, by the ends of their names."""
         *stacked, num_rows, num_inputs = shape
         width = num_inputs // 2 if self.code.is_nibble else num_inputs
-        blocks = (*stacked, -(-num_rows // self.rows), self.num_groups(num_inputs))
+        blocks = (*stacked, self.num_groups(num_inputs), -(-num_rows // self.rows))
         arrays = {"": ((*stacked, num_rows, width), self.code.dtype), SCALE: (blocks, self.scale)}
         return arrays | ({ZERO: (blocks, jnp.dtype(jnp.uint8))} if self.has_zeros else {})
 
@@ -112,7 +112,11 @@ def pack_nibbles(codes: NDArray[np.uint8], into: NDArray[np.uint8]) -> None:
 
 
 class PackedMatrix(eqx.Module):
-    """A matrix [out, in], or one for each expert, in the bits of its checkpoint."""
+    """A matrix [out, in], or one for each expert, in the bits of its checkpoint.
+
+    Scales and zero points are [group of inputs, block of outputs], so that those of neighbouring outputs,
+    which a kernel needs together, lie together.
+    """
 
     codes: jax.Array
     scale: jax.Array
@@ -153,6 +157,7 @@ class PackedMatrix(eqx.Module):
     def _spread(self, blocks: jax.Array) -> jax.Array:
         """A number for each block as one for each row and column, or one that broadcasts."""
         num_rows, num_inputs = (axis.size for axis in self.axes[-2:])
+        blocks = blocks.swapaxes(-1, -2)
         if self.scheme.columns is not None:
             blocks = jnp.repeat(blocks, self.scheme.columns, axis=-1)[..., :num_inputs]
         if self.scheme.rows > 1:

@@ -26,10 +26,11 @@ class Cutter:
     @property
     def host_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every array as it is filled: the shares that are here one above the other, or all of it."""
-        return {
-            name: stacked_shape(shape, len(self._shards.here)) if self._is_cut(name) else shape
-            for name, shape in self._local.items()
-        }
+        return {name: stacked_shape(shape, self.num_shares(name)) for name, shape in self._local.items()}
+
+    def num_shares(self, name: str) -> int:
+        """How many shares of an array are one above the other."""
+        return len(self._shards.here) if self._is_cut(name) else 1
 
     def has_gaps(self, name: str) -> bool:
         """Whether some rows are filled by no tensor."""

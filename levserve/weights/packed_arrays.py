@@ -76,9 +76,16 @@ def read_packed(
         pack_nibbles(codes, packed)
         codes = packed
     yield name, codes
-    yield name + SCALE, np.ascontiguousarray(scales[..., :: scheme.rows, :])
+    num_shares = cutter.num_shares(name)
+    yield name + SCALE, _turn(scales[..., :: scheme.rows, :], num_shares)
     if zeros is not None:
-        yield name + ZERO, np.ascontiguousarray(zeros[..., :: scheme.rows, :])
+        yield name + ZERO, _turn(zeros[..., :: scheme.rows, :], num_shares)
+
+
+def _turn(blocks: NDArray[np.generic], num_shares: int) -> NDArray[np.generic]:
+    """Shares [..., out, group] that stand one above the other as [..., group, out]."""
+    shares = blocks.reshape(num_shares, -1, *blocks.shape[1:]).swapaxes(-1, -2)
+    return np.ascontiguousarray(shares.reshape(-1, *shares.shape[2:]))
 
 
 def _common_scheme(sources: Sequence[Source]) -> Scheme | None:

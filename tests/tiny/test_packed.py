@@ -135,7 +135,7 @@ def test_mxfp4_is_a_scheme_too() -> None:
     scheme = Scheme(Code.E2M1, 8, scale=jnp.dtype(jnp.uint8))
     scales = np.asarray([[127, 130], [120, 127]], np.uint8)
     matrix = PackedMatrix(
-        jnp.asarray(packed), jnp.asarray(scales), None, scheme, (Axis("rows", 2), Axis("columns", 16))
+        jnp.asarray(packed), jnp.asarray(scales.T), None, scheme, (Axis("rows", 2), Axis("columns", 16))
     )
     wanted = numbers[codes] * np.repeat(2.0 ** (scales.astype(np.float32) - 127), 8, 1)
     np.testing.assert_array_equal(matrix.widen(FLOAT32).array, wanted)

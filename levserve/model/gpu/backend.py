@@ -1,4 +1,4 @@
-"""The backend of NVIDIA GPUs: Pallas kernels for attention, experts and for drawing tokens.
+"""The backend of NVIDIA GPUs: Pallas kernels for attention, experts, packed matrices and drawing tokens.
 
 They use Pallas' Triton backend, which jax announces as deprecated. Every Triton kernel stands behind this
 file, so each can be replaced on its own.
@@ -12,7 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from levserve.model.backend import Arrays, AttentionShape, ExpertChoice, HeadNorms, Likeliest, Mixture
+from levserve.model.backend import (
+    Arrays,
+    AttentionShape,
+    ExpertChoice,
+    HeadNorms,
+    Likeliest,
+    Mixture,
+    Product,
+)
 from levserve.model.cache import Place, take_ends
 from levserve.model.experts import are_few, mix_gathered
 from levserve.model.experts import choose_experts as choose_by_rule
@@ -22,7 +30,10 @@ from levserve.model.gpu.expert_choice import choose_experts, is_plain
 from levserve.model.gpu.expert_plan import choose_plan
 from levserve.model.gpu.grouped_experts import FLOAT32_PRECISION, mix_grouped
 from levserve.model.gpu.heads import place_heads
+from levserve.model.gpu.packed_plan import choose_tiling
+from levserve.model.gpu.packed_product import multiply_in_registers
 from levserve.model.gpu.paged_attention import paged_attention
+from levserve.model.packed import PackedMatrix
 from levserve.model.rotary import Angles
 from levserve.model.text_attention import Texts
 from levserve.model.traits import GPU_KERNEL_TRAITS, Traits
@@ -58,7 +69,7 @@ class GpuBackend(XlaBackend):
         return GPU_KERNEL_TRAITS
 
     def describe(self) -> str:
-        return "triton kernels for attention, experts and sampling, XLA for the rest"
+        return "triton kernels for attention, experts, packed matrices and sampling, XLA for the rest"
 
     def attend(
         self,
@@ -111,6 +122,18 @@ class GpuBackend(XlaBackend):
         )
         mixed = paged_attention(q, pool, table, texts.ends, interpret=self.interpret)
         return mixed.reshape(rows, chunk, -1), (pool,)
+
+    def packed_product(self, matrix: PackedMatrix, widened: jnp.dtype) -> Product:
+        plain = super().packed_product(matrix, widened)
+        num_columns, num_inputs = (axis.size for axis in matrix.axes)
+
+        def multiply(x: jax.Array, num_used: jax.Array | None) -> jax.Array:
+            tiling = choose_tiling(len(x), (num_columns, num_inputs), matrix.scheme)
+            if tiling is None or widened != jnp.bfloat16:
+                return plain(x, num_used)
+            return multiply_in_registers(matrix, x, tiling=tiling, interpret=self.interpret)
+
+        return multiply
 
     def mix_experts(self, x: jax.Array, scores: jax.Array, is_real: jax.Array, experts: Mixture) -> jax.Array:
         rule, matrices = experts.rule, experts.matrices

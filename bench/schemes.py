@@ -1,0 +1,64 @@
+"""The forms in which checkpoints that are quantized already keep their matrices, for benchmarks."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+
+from levserve.model.cache import FP8
+from levserve.model.config import ModelConfig, parameter_shapes
+from levserve.model.packed import SCALE, ZERO, Code, Scheme, decode
+
+FLOAT16 = jnp.dtype(jnp.float16)
+SCHEMES = {
+    "fp8-blocks": Scheme(Code.FP8, 128, 128),
+    "w4": Scheme(Code.UINT4, 128, has_zeros=True, scale=FLOAT16),
+    "q4_0": Scheme(Code.UINT4, 32, zero=8, scale=FLOAT16),
+    "q8_0": Scheme(Code.INT8, 32, scale=FLOAT16),
+    "mxfp4": Scheme(Code.E2M1, 32, scale=jnp.dtype(jnp.uint8)),
+}
+"""FP8 in blocks as Qwen and DeepSeek publish it, AWQ and GPTQ, two of GGUF's, and gpt-oss's experts."""
+ALSO_HEAD = ("q4_0", "q8_0")
+"""GGUF files have a quantized head as well."""
+
+
+def find_schemes(name: str, config: ModelConfig) -> dict[str, Scheme]:
+    """How each matrix of a model is kept."""
+    found = {}
+    for array, shape in parameter_shapes(config).items():
+        kind = array.rsplit(".", 1)[-1]
+        is_left = kind in ("embed", "positions", "router") or (kind == "head" and name not in ALSO_HEAD)
+        if len(shape) > 1 and not is_left and not kind.endswith("_bias"):
+            found[array] = SCHEMES[name]
+    return found
+
+
+def random_parts(
+    key: jax.Array, scheme: Scheme, shape: tuple[int, ...], spread: float
+) -> dict[str, jax.Array]:
+    """The arrays of a random matrix whose numbers have this standard deviation, about."""
+    spread_of_codes = float(jnp.std(decode(_random_codes(key, (2, 4096), scheme.code), scheme.code)))
+    parts = {}
+    for end, (part_shape, dtype) in scheme.array_shapes(shape).items():
+        if end == "":
+            parts[end] = _random_codes(key, part_shape, scheme.code)
+        elif end == ZERO:
+            parts[end] = jnp.full(part_shape, 8, dtype)
+        elif dtype == jnp.uint8:
+            parts[end] = jnp.full(part_shape, 127 + round(math.log2(spread / spread_of_codes)), dtype)
+        else:
+            assert end == SCALE
+            parts[end] = jnp.full(part_shape, spread / spread_of_codes, dtype)
+    return parts
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _random_codes(key: jax.Array, shape: tuple[int, ...], code: Code) -> jax.Array:
+    """Compiled as one program, so that no copy in a wider type is made."""
+    if code.is_nibble:
+        return jax.random.bits(key, shape, jnp.uint8)
+    numbers = jax.random.normal(key, shape, jnp.bfloat16) * 24
+    return numbers.astype(FP8 if code is Code.FP8 else jnp.int8)

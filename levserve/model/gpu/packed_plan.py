@@ -1,0 +1,80 @@
+"""How products with packed matrices are cut on an NVIDIA GPU."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from levserve.model.packed import Scheme
+
+MAX_ROWS = 256
+"""Up to so many rows the kernel multiplies; for more, XLA widens the matrix once for all of them."""
+SMALLEST = 16
+"""Rows, columns and depth of the smallest product a tensor core takes."""
+WARP_GROUP = 4
+"""Warps that together use Hopper's larger instructions, with at least `GROUP_COLUMNS`."""
+GROUP_COLUMNS = 64
+PROGRAMS = 512
+"""How many programs there should be at least: about four for each processor of an H200."""
+MAX_SPLITS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTiling:
+    rows: int
+    """Of `x` that a program multiplies."""
+    columns: int
+    """Of the result that a program computes."""
+    depth: int
+    """Bytes of each row of the matrix that are read in one step."""
+    num_warps: int
+    num_stages: int
+    splits: int = 1
+    """Programs that share the sum of one result; it divides the number of steps."""
+
+    @property
+    def pack(self) -> int:
+        """Bytes that are widened together: as many as lie side by side in a thread's registers."""
+        is_group = self.num_warps >= WARP_GROUP and self.columns >= GROUP_COLUMNS
+        return 2 if is_group else 4
+
+
+BY_ROWS = {
+    16: PackedTiling(16, 32, 128, 2, 4),
+    32: PackedTiling(32, 64, 128, 4, 4),
+    64: PackedTiling(64, 64, 128, 4, 4),
+    MAX_ROWS: PackedTiling(128, 64, 128, 4, 3),
+}
+"""By the number of rows, at most."""
+
+
+def choose_tiling(num_rows: int, shape: tuple[int, int], scheme: Scheme) -> PackedTiling | None:
+    """How to cut the product with a matrix [out, in] of this shape; None if the kernel does not serve it."""
+    if num_rows > MAX_ROWS:
+        return None
+    tiling = next(tiling for most, tiling in BY_ROWS.items() if num_rows <= most)
+    return fit(tiling, num_rows, shape, scheme)
+
+
+def fit(
+    tiling: PackedTiling, num_rows: int, shape: tuple[int, int], scheme: Scheme, splits: int | None = None
+) -> PackedTiling | None:
+    """The tiling for this matrix, with as many splits as keep a GPU busy unless their number is given."""
+    num_columns, num_inputs = shape
+    width = num_inputs // 2 if scheme.code.is_nibble else num_inputs
+    columns, depth = math.gcd(tiling.columns, num_columns), math.gcd(tiling.depth, width)
+    tiling = replace(tiling, columns=columns, depth=depth)
+    if columns < SMALLEST or piece_width(depth, scheme, width) < SMALLEST:
+        return None
+    if splits is None:
+        programs = num_columns // columns * -(-num_rows // tiling.rows)
+        splits = 1
+        while programs * splits < PROGRAMS and splits < MAX_SPLITS and width // depth % (2 * splits) == 0:
+            splits *= 2
+    return replace(tiling, splits=splits)
+
+
+def piece_width(depth: int, scheme: Scheme, width: int) -> int:
+    """Bytes of a row that lie in one group, and of nibbles so do those that are their second numbers."""
+    group = math.gcd(depth, scheme.columns or depth)
+    return math.gcd(group, width) if scheme.code.is_nibble else group

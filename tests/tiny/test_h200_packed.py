@@ -1,0 +1,94 @@
+"""What XLA makes of matrices in the bits of their checkpoint for an H200: our kernel, and no widened copy.
+
+Two layers of Llama-3.1-8B's shape; compiled, not run (see `h200.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import topologies
+
+from levserve.device.programs import Programs, Shape
+from levserve.device.rounds import Skeleton
+from levserve.device.runner import make_state
+from levserve.device.sizing import plan_sizes
+from levserve.model import cache
+from levserve.model.config import ModelConfig, parameter_shapes
+from levserve.model.decoder import Blueprint
+from levserve.model.packed import Code, Kept, Scheme
+from levserve.model.sampler import Mode
+from levserve.model.select import choose_backend
+from levserve.observe.metrics import Metrics
+from levserve.settings.parse import parse_settings
+from tests.h200 import SPECIFICATION
+from tests.tiny.test_h200 import on_the_card
+
+pytestmark = [
+    pytest.mark.h200,
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
+]
+
+CONFIG = ModelConfig(4096, 4096, 14336, 2, 32, 8, 128, 1e-5, 5e5, 8192, False)
+FLOAT16 = jnp.dtype(jnp.float16)
+SCHEMES = {
+    "fp8": Scheme(Code.FP8, 128, 128),
+    "awq": Scheme(Code.UINT4, 128, has_zeros=True, scale=FLOAT16),
+    "q8_0": Scheme(Code.INT8, 32, scale=FLOAT16),
+    "mxfp4": Scheme(Code.E2M1, 32, scale=jnp.dtype(jnp.uint8)),
+}
+FEW, MANY = (Shape(rows, Mode.GREEDY) for rows in (8, 64))
+
+
+@functools.cache
+def compile_there(name: str, shape: Shape) -> tuple[str, int]:
+    """The program's text, and the bytes that it needs besides its arguments."""
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=SPECIFICATION.read_text(), topology="1x1x1"
+    )
+    there = jax.sharding.SingleDeviceSharding(topology.devices[0])
+
+    def placed(array: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=there)
+
+    dtype = jnp.dtype(jnp.bfloat16)
+    backend, _ = choose_backend("gpu", CONFIG, is_packed=True)
+    storage = backend.kv_storage(dtype)
+    settings = parse_settings(["--kv-pages", "512"], {})
+    sizes = plan_sizes(
+        settings,
+        backend.traits,
+        free_bytes=100 << 30,
+        rows=64,
+        max_position=CONFIG.max_position,
+        page_bytes=cache.page_bytes(CONFIG, settings.page_size, storage),
+        weight_bytes=0,
+    )
+    arrays, schemes = {}, {}
+    for array, of_array in parameter_shapes(CONFIG).items():
+        if len(of_array) == 1 or array in ("embed", "head"):
+            arrays[array] = jax.ShapeDtypeStruct(of_array, dtype if len(of_array) > 1 else jnp.float32)
+            continue
+        schemes[array] = SCHEMES[name]
+        for end, (shape_of_part, kept) in SCHEMES[name].array_shapes(of_array).items():
+            arrays[array + end] = jax.ShapeDtypeStruct(shape_of_part, kept)
+    state = jax.tree.map(placed, jax.eval_shape(lambda: make_state(CONFIG, sizes, storage)))
+    leaves = tuple(map(placed, arrays.values()))
+    blueprint = Blueprint(CONFIG, backend, Kept(tuple(schemes.items()), dtype))
+    programs = Programs(
+        leaves, state, Skeleton(blueprint, tuple(arrays), sizes.table_width), sizes, Metrics()
+    )
+    with on_the_card():
+        compiled = programs.lower(shape).compile(programs._compiler_options(shape))
+    return compiled.as_text(), compiled.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize(("name", "shape"), [("fp8", FEW), ("awq", MANY), ("q8_0", MANY), ("mxfp4", FEW)])
+def test_a_decode_step_never_holds_a_widened_matrix(name: str, shape: Shape) -> None:
+    text, temp_bytes = compile_there(name, shape)
+    assert text.count("custom-call(") >= 4 * CONFIG.num_layers
+    assert "bf16[28672,4096]" not in text and "bf16[4096,14336]" not in text
+    assert temp_bytes < 2 * 4096 * 4096, "less than the smallest matrix, widened"
