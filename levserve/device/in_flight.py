@@ -15,6 +15,7 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
+from levserve.device.draft_rounds import NUM_TALLIES
 from levserve.device.rounds import ChunkOutput
 from levserve.model.sampler import NUM_TOP, POISONED
 from levserve.schedule.commit import Sampled
@@ -61,7 +62,12 @@ class InFlightRound:
             outputs = np.asarray(sampled)  # [step, row, outputs]
             tokens: list[list[int]] = outputs[:, :, 0].T.tolist()
             for index, row in enumerate(group):
-                results.append(read_drawn(row.sequence, _kept(row, tokens[index]), outputs, index))
+                kept = _kept(row, tokens[index])
+                drawn = read_drawn(row.sequence, kept, outputs, index)
+                if row.reach:
+                    _, num_drafted, num_right = tokens[index][-NUM_TALLIES:]
+                    drawn = drawn._replace(num_drafted=num_drafted, num_right=num_right)
+                results.append(drawn)
         return results
 
 
@@ -101,6 +107,8 @@ def _read_prefill(prefill_row: PrefillRow) -> Sampled:
 
 def _kept(row: Row, tokens: list[int]) -> list[int]:
     """The tokens of a row's steps, and those of its draft that were right."""
+    if row.reach:
+        return tokens[: tokens[-NUM_TALLIES]]
     return tokens[: row.steps + (num_accepted(row.draft, tokens) if row.draft else 0)]
 
 

@@ -154,14 +154,26 @@ class ModelLoop:
         return self.scheduler.is_speculating
 
     def _note_drafts(self, plan: RoundPlan, rows: list[Sampled], seconds: float) -> None:
+        speculation = self.scheduler.speculation
         for row, sampled in zip(plan.rows, rows):
             if row.draft:
-                self._metrics.drafts.inc()
-                self._metrics.draft_tokens.inc(len(row.draft))
-                self._metrics.accepted_tokens.inc(max(len(sampled.tokens) - row.steps, 0))
-        if self.scheduler.speculation is not None and plan.rows and not plan.chunks:
+                self._note_draft(len(row.draft), max(len(sampled.tokens) - row.steps, 0))
+            elif row.reach:
+                num_gained, num_right = len(sampled.tokens), sampled.num_right
+                self._note_draft(sampled.num_drafted, num_right, num_gained - num_right)
+                if speculation is not None:
+                    speculation.note_drafted(num_gained, num_right)
+        has_missed = any(row.missed for row in plan.rows)  # that is not the price of every round
+        if speculation is not None and plan.rows and not plan.chunks and not has_missed:
             steps = max(row.steps for row in plan.rows)
-            self.scheduler.speculation.note_round(len(plan.rows), seconds / steps, is_verify=plan.is_verify)
+            if plan.is_verify and speculation.has_model:
+                steps = speculation.num_turns
+            speculation.note_round(len(plan.rows), seconds / steps, is_verify=plan.is_verify, num_steps=steps)
+
+    def _note_draft(self, num_drafted: int, num_right: int, num_drafts: int = 1) -> None:
+        self._metrics.drafts.inc(num_drafts)
+        self._metrics.draft_tokens.inc(num_drafted)
+        self._metrics.accepted_tokens.inc(num_right)
 
     def _note_constraints(self) -> None:
         misfits, forced = self.scheduler.take_constraint_counts()

@@ -35,10 +35,13 @@ class ModelRunner(ABC, Generic[ShapeT, ProgramsT, StateT]):
         """Gives a program the runs it needs before it has its full speed."""
 
     def swap(self, leaves: Sequence[HostArray]) -> None:
-        """Replaces the weights by those on the host, array by array: there is no room for two sets."""
+        """Replaces the weights by those on the host, array by array: there is no room for two sets.
+
+        Those of a draft model come after them, and stay.
+        """
         served = list(self._leaves)
         self._leaves = ()
-        for old, new in zip(served, leaves, strict=True):
+        for old, new in zip(served, leaves):
             assert (host_shape(old), old.dtype) == (new.shape, new.dtype)
         for index, leaf in enumerate(leaves):
             served[index] = put_like(leaf, served[index].sharding).block_until_ready()

@@ -78,6 +78,20 @@ class SlotTable:
         entries = [(row.slot, (row.slot, row.position, 1 + len(row.draft), 0), row.sequence) for row in rows]
         return np.concatenate([self._pack(entries, size), draft], axis=1)
 
+    def pack_drafted(self, rows: Seq[Row], size: int) -> Ints:
+        """[size, columns + table width + 1] for rows that a draft model drafts for, as far as they reach.
+
+        The last column is the token before the newest one, if the host knows it.
+        """
+        prior = np.zeros((size, 1), np.int32)
+        entries: list[Entry] = []
+        for index, row in enumerate(rows):
+            count = max(row.steps, row.reach)
+            entries.append((row.slot, (row.slot, row.position, count, 0), row.sequence))
+            if row.reach:
+                prior[index] = row.sequence.tokens[row.position - 1]
+        return np.concatenate([self._pack(entries, size), prior], axis=1)
+
     def pack_chunks(self, chunks: Seq[Chunk], rows: int, size: int) -> Ints:
         """[rows, columns + table width + size + 1] for prefill: each chunk and the token after it.
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from levserve.device.draft_rounds import draft_prefill, drafted_round
 from levserve.device.model_runner import mask_rows
 from levserve.device.packing import NUM_COLUMNS
 from levserve.device.program_set import ProgramSet, aval
@@ -54,6 +55,8 @@ class Shape(NamedTuple):
     """Prefill that gives the next token and nothing else, drawn in plain mode."""
     is_mixed: bool = False
     """Decoding that prefills in the same pass."""
+    is_draft: bool = False
+    """Of a draft model: prefill of it alone, or rows that it drafts for before they are verified."""
 
     @property
     def is_prefill(self) -> bool:
@@ -61,7 +64,13 @@ class Shape(NamedTuple):
 
     def __str__(self) -> str:
         if self.is_verify:
-            return f"drafts of {self.size} rows"
+            return (
+                f"{self.mode} drafting for {self.size} rows"
+                if self.is_draft
+                else f"drafts of {self.size} rows"
+            )
+        if self.is_draft:
+            return f"draft prefill of {self.size} tokens"
         if self.mode is None:
             return f"{'sample-only ' if self.is_sample_only else ''}prefill of {self.size} tokens"
         return f"{self.mode} decode of {self.size} rows{' and prefill' if self.is_mixed else ''}"
@@ -121,14 +130,34 @@ class Programs(ProgramSet[Shape]):
         decode = [Shape(size, mode) for mode in modes for size in sizes.row_sizes]
         if sizes.mixed_tokens:
             decode = [shape._replace(is_mixed=shape.size == sizes.row_sizes[-1]) for shape in decode]
-        verify = [Shape(size, Mode.FULL, is_verify=True) for size in sizes.verify_sizes]
+        verify = self._verify_shapes()
         prefill = [Shape(size) for size in sizes.chunk_sizes]
         sample_only = []
         if sizes.has_all_modes:
             sample_only = [shape._replace(is_sample_only=True) for shape in prefill]
         return _unique(*self.first_shapes, *sample_only, *decode, *verify, *prefill)
 
-    def prefill(self, num_tokens: int, *, can_split: bool = False, is_sample_only: bool = False) -> Shape:
+    def _verify_shapes(self) -> list[Shape]:
+        """Drafts of the text so far are verified in full mode. A draft model's rounds have their modes, and
+        it catches up by its own prefill."""
+        sizes = self._sizes
+        if not sizes.draft_turns:
+            return [Shape(size, Mode.FULL, is_verify=True) for size in sizes.verify_sizes]
+        modes = (Mode.PLAIN, Mode.FULL) if sizes.has_all_modes else (Mode.FULL,)
+        prefill = [Shape(sizes.chunk_sizes[end], is_draft=True) for end in (0, -1)]
+        rounds = [
+            Shape(size, mode, is_verify=True, is_draft=True) for mode in modes for size in sizes.verify_sizes
+        ]
+        return [*prefill, *rounds]
+
+    def prefill(
+        self,
+        num_tokens: int,
+        *,
+        can_split: bool = False,
+        is_sample_only: bool = False,
+        is_draft: bool = False,
+    ) -> Shape:
         """The smallest ready program that holds `num_tokens`, or else the largest one.
 
         With `can_split`, tokens that would leave too much of it unused go to the largest program that they
@@ -136,6 +165,8 @@ class Programs(ProgramSet[Shape]):
         """
         ready: dict[int, Shape] = {}
         for shape in self._ready.copy():
+            if shape.is_draft is not is_draft:
+                continue
             if shape.is_sample_only and is_sample_only:
                 ready[shape.size] = shape
             elif shape.is_prefill and not shape.is_sample_only:
@@ -162,14 +193,21 @@ class Programs(ProgramSet[Shape]):
                 return shape
         return None
 
-    def verify(self, num_rows: int) -> Shape:
+    def verify(self, num_rows: int, mode: Mode = Mode.FULL) -> Shape:
         """The smallest ready program for the drafts of so many rows, at most `max_verified`."""
-        return min(shape for shape in self._ready.copy() if shape.is_verify and shape.size >= num_rows)
+        able = MODES[MODES.index(mode) :]
+        shapes = (shape for shape in self._ready.copy() if shape.is_verify and shape.mode in able)
+        fitting = [shape for shape in shapes if shape.size >= num_rows]
+        return min(fitting, key=lambda shape: (shape.size, shape.mode is Mode.FULL))
 
     @property
     def max_verified(self) -> int:
-        """Rows whose drafts can be verified together; 0 until such a program is ready."""
-        return max((shape.size for shape in self._ready.copy() if shape.is_verify), default=0)
+        """Rows whose drafts can be verified together, in any mode; 0 until such a program is ready."""
+        ready = self._ready.copy()
+        if self._sizes.draft_turns and not any(shape.is_draft and shape.is_prefill for shape in ready):
+            return 0
+        sizes = (shape.size for shape in ready if shape.is_verify and shape.mode is Mode.FULL)
+        return max(sizes, default=0)
 
     @functools.cached_property
     def all_edits(self) -> list[Edit]:
@@ -233,7 +271,9 @@ class Programs(ProgramSet[Shape]):
     def lower(self, shape: Shape) -> jax.stages.Lowered:
         """A program before XLA compiles it; tests look at it too."""
         function: Callable[..., tuple[State, Any]]
-        if shape.mode is None:
+        if shape.is_draft:
+            function = self._draft_program(shape)
+        elif shape.mode is None:
             function = functools.partial(
                 sample_only_prefill if shape.is_sample_only else prefill_chunk, skeleton=self._skeleton
             )
@@ -250,19 +290,32 @@ class Programs(ProgramSet[Shape]):
         given = self._leaves, self._state, *self.arguments(shape)
         return self._spread.lower(function, *given, returns=(self._state, WHOLE), donate=1)
 
+    def _draft_program(self, shape: Shape) -> Callable[..., tuple[State, Any]]:
+        if shape.mode is None:
+            return functools.partial(draft_prefill, skeleton=self._skeleton)
+        return functools.partial(
+            drafted_round,
+            skeleton=self._skeleton,
+            num_draft=self._sizes.num_draft,
+            num_turns=self._sizes.draft_turns,
+            mode=shape.mode,
+        )
+
     def _packed_shape(self, shape: Shape) -> tuple[int, int]:
         width = NUM_COLUMNS + self._sizes.table_width
         if shape.is_prefill:
             rows, chunk = self._sizes.prefill_rows(shape.size)
             return rows, width + chunk + 1
         if shape.is_verify:
-            return shape.size, width + self._sizes.num_draft
+            return shape.size, width + (1 if shape.is_draft else self._sizes.num_draft)
         if shape.is_mixed:
             return shape.size + self._sizes.mixed_tokens, width + 1
         return shape.size, width
 
     def _compiler_options(self, shape: Shape) -> CompilerOptions:
-        is_quantized = any(leaf.dtype.itemsize == 1 for leaf in self._leaves)
+        # A draft model's matrices decide only where it does most of the work.
+        leaves = self._leaves if shape.is_draft else self._leaves[: len(self._skeleton.names)]
+        is_quantized = any(leaf.dtype.itemsize == 1 for leaf in leaves)
         return self._backend.compiler_options(
             num_tokens=shape.size, is_prefill=shape.is_prefill, is_quantized=is_quantized
         )

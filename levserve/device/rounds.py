@@ -43,21 +43,40 @@ class State(NamedTuple):
     """int32 [slot]: the newest token, not yet in the KV pool."""
     memory: Memory
     masks: SlotMasks
+    draft_pools: Arrays = ()
+    """Of a draft model. Its pages have the numbers of the model's own, and hold the same tokens."""
 
 
 class Skeleton(NamedTuple):
-    """How to build a model from its arrays inside a trace. Each of several devices builds its own."""
+    """How to build a model from its arrays inside a trace. Each of several devices builds its own.
+
+    The arrays of a draft model, if there is one, follow those of the model.
+    """
 
     blueprint: Blueprint
     names: tuple[str, ...]
     table_width: int
+    draft: Blueprint | None = None
+    draft_names: tuple[str, ...] = ()
 
     @property
     def backend(self) -> Backend:
         return self.blueprint.backend
 
     def model(self, leaves: Arrays) -> Decoder:
-        return self.blueprint.build(dict(zip(self.names, leaves, strict=True)))
+        return self.blueprint.build(dict(zip(self.names, leaves[: len(self.names)], strict=True)))
+
+    def draft_model(self, leaves: Arrays) -> Decoder:
+        assert self.draft is not None
+        return self.draft.build(dict(zip(self.draft_names, leaves[len(self.names) :], strict=True)))
+
+    def fill_draft(
+        self, leaves: Arrays, state: State, tokens: jax.Array, table: jax.Array, positions: jax.Array
+    ) -> Arrays:
+        """The draft model's pools once it has seen these tokens too."""
+        if self.draft is None:
+            return state.draft_pools
+        return self.draft_model(leaves)(tokens, state.draft_pools, table, positions)[1]
 
 
 class ChunkOutput(NamedTuple):
@@ -80,13 +99,16 @@ def sample_only_prefill(
     decide.
     """
     model = skeleton.model(leaves)
-    given, tokens, is_given = _unpack_chunks(packed, skeleton)
+    given, tokens, is_given = unpack_chunks(packed, skeleton)
     ends = jnp.maximum(given.counts - 1, 0)
-    named, pools = model(tokens[:, :-1], state.pools, given.table, _chunk_positions(given, is_given), ends)
+    positions = chunk_positions(given, is_given)
+    named, pools = model(tokens[:, :-1], state.pools, given.table, positions, ends)
     hidden = named.rearrange((ROW, CHUNK, "embed")).array[:, 0]
-    drawn = _sample(model, hidden, given, given.positions + given.counts, state, Mode.PLAIN)
+    drawn = sample_rows(model, hidden, given, given.positions + given.counts, state, Mode.PLAIN)
     last_tokens = state.last_tokens.at[given.slots].set(drawn.tokens, mode="drop")
-    return state._replace(pools=pools, last_tokens=last_tokens), ChunkOutput(pack_outputs(drawn))
+    draft_pools = skeleton.fill_draft(leaves, state, tokens[:, :-1], given.table, positions)
+    state = state._replace(pools=pools, last_tokens=last_tokens, draft_pools=draft_pools)
+    return state, ChunkOutput(pack_outputs(drawn))
 
 
 def prefill_chunk(
@@ -94,16 +116,17 @@ def prefill_chunk(
 ) -> tuple[State, ChunkOutput]:
     """Computes one chunk per row and samples after those that name a slot; donates `state`."""
     model = skeleton.model(leaves)
-    given, tokens, is_given = _unpack_chunks(packed, skeleton)
+    given, tokens, is_given = unpack_chunks(packed, skeleton)
     rows = tokens.shape[0]
-    named, pools = model(tokens[:, :-1], state.pools, given.table, _chunk_positions(given, is_given))
+    positions = chunk_positions(given, is_given)
+    named, pools = model(tokens[:, :-1], state.pools, given.table, positions)
     hidden = named.rearrange((ROW, CHUNK, "embed")).array
     # [row, embed]: logits for every position would take as long as the chunk.
     hidden_last = hidden[jnp.arange(rows), jnp.maximum(given.counts - 1, 0)]
     num_slots = state.last_tokens.shape[0]
 
     def draw_last() -> tuple[jax.Array, jax.Array, jax.Array]:
-        drawn = _sample(model, hidden_last, given, given.positions + given.counts, state, Mode.FULL)
+        drawn = sample_rows(model, hidden_last, given, given.positions + given.counts, state, Mode.FULL)
         last_tokens = state.last_tokens.at[given.slots].set(drawn.tokens, mode="drop")
         history = remember(state.memory, given.slots, given.positions + given.counts, drawn.tokens)
         return last_tokens, history, pack_outputs(drawn)
@@ -116,10 +139,11 @@ def prefill_chunk(
     as_computed = with_layout_constraint(hidden, Layout((0, 1, 2)))
     pooled = jnp.stack([jnp.where(is_given[..., None], as_computed, 0.0).sum(1), hidden_last], axis=1)
     output = ChunkOutput(outputs, _score(model, hidden, tokens[:, 1:], (given.scored > 0).any()), pooled)
-    return _next_state(state, pools, last_tokens, history), output
+    draft_pools = skeleton.fill_draft(leaves, state, tokens[:, :-1], given.table, positions)
+    return _next_state(state._replace(draft_pools=draft_pools), pools, last_tokens, history), output
 
 
-def _unpack_chunks(packed: jax.Array, skeleton: Skeleton) -> tuple[RoundInput, jax.Array, jax.Array]:
+def unpack_chunks(packed: jax.Array, skeleton: Skeleton) -> tuple[RoundInput, jax.Array, jax.Array]:
     """The columns, the tokens [row, chunk + 1], and which are not padding [row, chunk]."""
     given = unpack(packed, skeleton.table_width)
     tokens = packed[:, NUM_COLUMNS + skeleton.table_width :]
@@ -127,7 +151,7 @@ def _unpack_chunks(packed: jax.Array, skeleton: Skeleton) -> tuple[RoundInput, j
     return given, tokens, places < given.counts[:, None]
 
 
-def _chunk_positions(given: RoundInput, is_given: jax.Array) -> jax.Array:
+def chunk_positions(given: RoundInput, is_given: jax.Array) -> jax.Array:
     places = jnp.arange(is_given.shape[1], dtype=jnp.int32)[None]
     return jnp.where(is_given, given.positions[:, None] + places, -1)
 
@@ -167,7 +191,7 @@ def decode_round(
         positions = jnp.where(is_active, given.positions + number, -1)
         hidden, pools = model(tokens[:, None], pools, given.table, positions[:, None])
         so_far = state._replace(memory=state.memory._replace(history=history))
-        drawn = _sample(model, hidden.array[:, 0], given, positions + 1, so_far, mode)
+        drawn = sample_rows(model, hidden.array[:, 0], given, positions + 1, so_far, mode)
         if mode is Mode.FULL:
             slots = jnp.where(is_active, given.slots, history.shape[0])
             history = remember(so_far.memory, slots, positions + 1, drawn.tokens)
@@ -195,7 +219,7 @@ def mixed_round(
     hidden, pools = model(tokens[:, None], state.pools, given.table, positions[:, None])
     sampled = jax.tree.map(lambda array: array[:num_sampled], given)
     following = jnp.where(sampled.slots < state.last_tokens.shape[0], positions[:num_sampled] + 1, 0)
-    drawn = _sample(model, hidden.array[:num_sampled, 0], sampled, following, state, mode)
+    drawn = sample_rows(model, hidden.array[:num_sampled, 0], sampled, following, state, mode)
     history = state.memory.history
     if mode is Mode.FULL:
         history = remember(state.memory, sampled.slots, following, drawn.tokens)
@@ -218,29 +242,61 @@ def verify_round(
     draft = packed[:, NUM_COLUMNS + skeleton.table_width :]
     newest_tokens = state.last_tokens.at[given.slots].get(mode="clip")
     fed = jnp.concatenate([newest_tokens[:, None], draft], axis=1)  # [row, place]
+    verified = verify(model, state, given, fed, Mode.FULL)
+    last_tokens = state.last_tokens.at[given.slots].set(verified.newest, mode="drop")
+    state = _next_state(state, verified.pools, last_tokens, verified.history)
+    return state, verified.outputs.swapaxes(0, 1)
+
+
+class Verified(NamedTuple):
+    """What a model says to drafts."""
+
+    pools: Arrays
+    history: jax.Array
+    outputs: jax.Array
+    """int32 [row, place, outputs]: what is drawn after each place."""
+    accepted: jax.Array
+    """int32 [row]: tokens of the draft that were drawn too, up to the first that was not."""
+    newest: jax.Array
+    """int32 [row]: the token drawn after those."""
+
+
+def verify(model: Decoder, state: State, given: RoundInput, fed: jax.Array, mode: Mode) -> Verified:
+    """Feeds every row's newest token and its draft [row, place], and draws after each.
+
+    Of a row's places the first `given.counts` count, and the first of them is at `given.positions`.
+    """
     rows, places = fed.shape
     offsets = jnp.arange(places, dtype=jnp.int32)[None]
     is_fed = offsets < given.counts[:, None]
     positions = jnp.where(is_fed, given.positions[:, None] + offsets, -1)
     hidden, pools = model(fed, state.pools, given.table, positions)
 
-    # The sampler looks only at the history before a place's position, so the whole draft may be in it.
-    nowhere = state.memory.history.shape[1]
-    history = remember(state.memory, given.slots[:, None], jnp.where(is_fed, positions, nowhere), fed)
-    memory = state.memory._replace(history=history)
+    memory = state.memory
+    if mode is Mode.FULL:
+        # The sampler looks only at the history before a place's position, so the whole draft may be in it.
+        nowhere = memory.history.shape[1]
+        history = remember(memory, given.slots[:, None], jnp.where(is_fed, positions, nowhere), fed)
+        memory = memory._replace(history=history)
     each = jax.tree.map(lambda array: jnp.repeat(array, places, axis=0), given)
     flat = hidden.rearrange((ROW, CHUNK, "embed")).array.reshape(rows * places, -1)
-    so_far = state._replace(memory=memory)
-    drawn = _sample(model, flat, each, positions.reshape(-1) + 1, so_far, Mode.FULL)
+    drawn = sample_rows(model, flat, each, positions.reshape(-1) + 1, state._replace(memory=memory), mode)
 
     tokens = drawn.tokens.reshape(rows, places)
-    is_right = (tokens[:, :-1] == draft) & is_fed[:, 1:]
+    is_right = is_drawn(fed[:, 1:], tokens[:, :-1], positions[:, 1:]) & is_fed[:, 1:]
     accepted = jnp.cumprod(is_right.astype(jnp.int32), axis=1).sum(1)
     newest = jnp.take_along_axis(tokens, accepted[:, None], axis=1)[:, 0]
-    last_tokens = state.last_tokens.at[given.slots].set(newest, mode="drop")
-    history = remember(memory, given.slots, given.positions + accepted + 1, newest)
-    outputs = pack_outputs(drawn).reshape(rows, places, -1).swapaxes(0, 1)
-    return _next_state(state, pools, last_tokens, history), outputs
+    history = memory.history
+    if mode is Mode.FULL:
+        slots = jnp.where(given.counts > 0, given.slots, history.shape[0])
+        history = remember(memory, slots, given.positions + accepted + 1, newest)
+    outputs = pack_outputs(drawn).reshape(rows, places, -1)
+    return Verified(pools, history, outputs, accepted, newest)
+
+
+def is_drawn(draft: jax.Array, tokens: jax.Array, positions: jax.Array) -> jax.Array:
+    """Whether the draft's tokens at these positions are those that were drawn; a benchmark forces it."""
+    return draft == tokens
 
 
 def set_masks(
@@ -261,11 +317,16 @@ def fork_slot(state: State, packed: jax.Array) -> State:
     packed: int32 [4], the slot, the token, the page to read and the page to write.
     """
     slot, token, source, target = packed
-    pages = (lax.dynamic_slice_in_dim(pool, source, 1) for pool in state.pools)
-    pools = tuple(
-        lax.dynamic_update_slice_in_dim(pool, page, target, 0) for pool, page in zip(state.pools, pages)
+
+    def copy_page(pool: jax.Array) -> jax.Array:
+        page = lax.dynamic_slice_in_dim(pool, source, 1)
+        return lax.dynamic_update_slice_in_dim(pool, page, target, 0)
+
+    return state._replace(
+        pools=tuple(map(copy_page, state.pools)),
+        last_tokens=state.last_tokens.at[slot].set(token),
+        draft_pools=tuple(map(copy_page, state.draft_pools)),
     )
-    return state._replace(pools=pools, last_tokens=state.last_tokens.at[slot].set(token))
 
 
 def fill_pages(pools: Arrays, pages: jax.Array, value: jax.Array) -> Arrays:
@@ -273,7 +334,7 @@ def fill_pages(pools: Arrays, pages: jax.Array, value: jax.Array) -> Arrays:
     return tuple(pool.at[pages].set(value, mode="drop") for pool in pools)
 
 
-def _sample(
+def sample_rows(
     model: Decoder, hidden: jax.Array, given: RoundInput, positions: jax.Array, state: State, mode: Mode
 ) -> Drawn:
     rows = hidden.shape[0]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from itertools import count, islice
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +42,15 @@ TRY_TOKENS = 32
 """Timed runs of the first prefill program, and the tokens of each; the quickest run counts."""
 
 
+class DraftModel(NamedTuple):
+    """A smaller model that drafts for another one."""
+
+    blueprint: Blueprint
+    arrays: Mapping[str, jax.Array]
+    storage: jnp.dtype
+    """The type that its KV pages are stored in."""
+
+
 class Runner(Executor):
     """An executor that knows plans, and which sequence has which row."""
 
@@ -51,11 +61,16 @@ class Runner(Executor):
         sizes: Sizes,
         storage: jnp.dtype,
         metrics: Metrics,
+        draft: DraftModel | None = None,
     ) -> None:
         names = tuple(sorted(arrays))  # a reload may read them in another order
         leaves = tuple(arrays[name] for name in names)
-        state = make_state(blueprint.config, sizes, storage, mesh_of(leaves[0]))
+        state = make_state(blueprint.config, sizes, storage, mesh_of(leaves[0]), draft)
         skeleton = Skeleton(blueprint, names, sizes.table_width)
+        if draft is not None:
+            draft_names = tuple(sorted(draft.arrays))
+            leaves += tuple(draft.arrays[name] for name in draft_names)
+            skeleton = skeleton._replace(draft=draft.blueprint, draft_names=draft_names)
         super().__init__(leaves, state, Programs(leaves, state, skeleton, sizes, metrics))
         self._slots = SlotTable(sizes.rows, sizes.table_width)
         self._sizes = sizes
@@ -97,9 +112,10 @@ class Runner(Executor):
             part[: len(named)] = named
             self.run(Edit(EditKind.FILL), part, stored)
 
-    def _cut(self, chunk: Chunk) -> list[Chunk]:
+    def _cut(self, chunk: Chunk, is_draft: bool) -> list[Chunk]:
         """The chunk in parts that fit a row of a prefill program."""
-        size = self._sizes.prefill_row_tokens or self.programs.prefill(chunk.count, can_split=True).size
+        size = self._sizes.prefill_row_tokens
+        size = size or self.programs.prefill(chunk.count, can_split=True, is_draft=is_draft).size
         end = chunk.start + chunk.count
         parts = []
         for start in range(chunk.start, end, size):
@@ -130,17 +146,23 @@ class Runner(Executor):
         packed, words = pack_masks(held, rows, self._state.masks.words.shape[1], self._sizes.rows)
         self.run(Edit(EditKind.MASKS, rows), packed, words)
 
-    def _dispatch_chunks(self, chunks: Seq[Chunk]) -> list[list[PrefillRow]]:
-        """The rows of each chunk. A program writes all KV before it reads any, so they may share one."""
-        cut = [self._cut(chunk) for chunk in chunks]
+    def _dispatch_chunks(self, chunks: Seq[Chunk], *, is_draft: bool = False) -> list[list[PrefillRow]]:
+        """The rows of each chunk. A program writes all KV before it reads any, so they may share one.
+
+        With `is_draft`, the chunks are computed by the draft model alone.
+        """
+        cut = [self._cut(chunk, is_draft) for chunk in chunks]
         waiting = deque(part for parts in cut for part in parts)
         dispatched: list[PrefillRow] = []
-        is_sample_only = all(map(_is_sample_only, chunks))
+        is_sample_only = not is_draft and all(map(_is_sample_only, chunks))
         while waiting:
             row_tokens = self._sizes.prefill_row_tokens
             num_tokens = len(waiting) * row_tokens if row_tokens else waiting[0].count
             shape = self.programs.prefill(
-                num_tokens, can_split=row_tokens is not None, is_sample_only=is_sample_only
+                num_tokens,
+                can_split=row_tokens is not None,
+                is_sample_only=is_sample_only,
+                is_draft=is_draft,
             )
             rows, size = self._sizes.prefill_rows(shape.size)
             group = [waiting.popleft() for _ in range(min(rows, len(waiting)))]
@@ -181,7 +203,10 @@ class Runner(Executor):
         )
 
     def _dispatch_rows(self, rows: Seq[Row], is_verify: bool) -> jax.Array:
-        if is_verify:
+        if is_verify and self._sizes.draft_turns:
+            self._catch_up(rows)
+            shape = self.programs.verify(len(rows), self._slots.mode_of(rows))
+        elif is_verify:
             shape = self.programs.verify(len(rows))
         else:
             shape = self.programs.decode(len(rows), self._slots.mode_of(rows))
@@ -190,7 +215,15 @@ class Runner(Executor):
         outputs.copy_to_host_async()
         return outputs
 
+    def _catch_up(self, rows: Seq[Row]) -> None:
+        """Shows the draft model the tokens of these rows that it has not seen."""
+        missed = [row for row in rows if row.missed]
+        chunks = [Chunk(row.sequence, row.slot, row.missed.start, len(row.missed), False) for row in missed]
+        self._dispatch_chunks(chunks, is_draft=True)
+
     def _pack_rows(self, rows: Seq[Row], shape: Shape) -> Ints:
+        if shape.is_verify and shape.is_draft:
+            return self._slots.pack_drafted(rows, shape.size)
         if shape.is_verify:
             return self._slots.pack_drafts(rows, shape.size, self._sizes.num_draft)
         if shape.is_mixed:
@@ -203,7 +236,7 @@ class Runner(Executor):
         for _ in range(self._traits.first_runs):
             seconds = self._run_idle(shape, num_tokens)
         is_timed = self._traits.times_all_prefill or shape == self.programs.first_shapes[0]
-        if shape.is_prefill and is_timed:
+        if shape.is_prefill and is_timed and not shape.is_draft:
             self.prefill_token_seconds = min(self.prefill_token_seconds, seconds / (num_tokens or shape.size))
 
     def _run_idle(self, shape: Shape, num_tokens: int) -> float:
@@ -221,8 +254,15 @@ class Runner(Executor):
         return time.monotonic() - start
 
 
-def make_state(config: ModelConfig, sizes: Sizes, storage: jnp.dtype, mesh: Mesh | None = None) -> State:
+def make_state(
+    config: ModelConfig,
+    sizes: Sizes,
+    storage: jnp.dtype,
+    mesh: Mesh | None = None,
+    draft: DraftModel | None = None,
+) -> State:
     """An empty pool and memory, on the device; each device of a mesh makes its own, as this config says."""
+    num_draft_layers = 0 if draft is None else draft.blueprint.config.num_layers
 
     def make() -> State:
         return State(
@@ -230,11 +270,18 @@ def make_state(config: ModelConfig, sizes: Sizes, storage: jnp.dtype, mesh: Mesh
             jnp.zeros(sizes.rows, jnp.int32),
             make_memory(sizes.rows, sizes.max_seq_len),
             make_masks(sizes.rows, config.vocab_size),
+            make_draft_pools(),
         )
+
+    def make_draft_pools() -> tuple[jax.Array, ...]:
+        if draft is None:
+            return ()
+        return cache.make_pool(draft.blueprint.config, sizes.num_pages, sizes.page_size, draft.storage)
 
     if mesh is None:
         return make()
-    specs = State._make(((BY_HEADS,) * config.num_layers, WHOLE, WHOLE, WHOLE))
+    pools, draft_pools = (BY_HEADS,) * config.num_layers, (BY_HEADS,) * num_draft_layers
+    specs = State._make((pools, WHOLE, WHOLE, WHOLE, draft_pools))
     state: State = jax.jit(jax.shard_map(make, mesh=mesh, in_specs=(), out_specs=specs, check_vma=False))()
     return state
 

@@ -128,6 +128,7 @@ def describe_brain(settings: Settings, files: ModelFiles) -> BrainDescription:
         "--quantize": settings.quantize not in ("auto", "none"),
         "--kv-dtype": settings.kv_dtype in ("fp8", "int8"),
         "--speculate": settings.speculate > 0,
+        "--draft-model": settings.draft_model != "",
     }
     for option, is_asked in asked.items():
         if is_asked:

@@ -14,14 +14,13 @@ from pathlib import Path, PurePosixPath
 
 from levserve.errors import ConfigError, StartupError
 from levserve.settings.settings import Settings
-from levserve.weights.source import GGUF_SUFFIX, check_source, local_problem
+from levserve.weights.source import CHECKPOINT_FILES, GGUF_SUFFIX, check_source, local_problem
 from levserve.weights.store import Store, check_address, is_address
 
 log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 30.0
 """A store is listed at most this often."""
-CHECKPOINT_FILES = ("metadata.json", "*/metadata.json")  # a Levanter checkpoint, and a run of them
 
 
 class Catalogue:

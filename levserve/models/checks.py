@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 
 from levserve.device.sizing import free_memory
-from levserve.errors import StartupError
+from levserve.errors import ConfigError, StartupError
+from levserve.model.config import ModelConfig, parameter_shapes
+from levserve.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -29,6 +31,31 @@ def check_same_model(path: Path, served: DataclassInstance, new: DataclassInstan
     if changed:
         differences = "; ".join(f"{key} is {after[key]}, served is {before[key]}" for key in changed)
         raise StartupError(f"{path}: another model than the one that is served: {differences}")
+
+
+def check_draft(name: str, config: ModelConfig, draft: ModelConfig) -> None:
+    """Refuses a draft model that cannot draft for the model, or that could never be faster."""
+    if draft.vocab_size != config.vocab_size:
+        raise ConfigError(
+            f"--draft-model {name}: its vocabulary has {draft.vocab_size} rows, and the model's has "
+            f"{config.vocab_size}"
+        )
+    own, served = (sum(map(math.prod, parameter_shapes(each).values())) for each in (draft, config))
+    if own > served:
+        raise ConfigError(
+            f"--draft-model {name}: it has {own} parameters, which is more than the model's {served}"
+        )
+
+
+def check_draft_tokens(name: str, tokenizer: Tokenizer, draft: Tokenizer) -> None:
+    """Refuses a draft model whose token ids mean other texts."""
+    served = {token: text for text, token in tokenizer.backend.get_vocab().items()}
+    for text, token in draft.backend.get_vocab().items():
+        if served.get(token, text) != text:
+            raise ConfigError(
+                f"--draft-model {name}: its tokenizer is not the model's: token {token} is {text!r}, "
+                f"the model's is {served[token]!r}"
+            )
 
 
 def check_host_memory(needed_bytes: int, free_bytes: int | None = None) -> None:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from levserve.device.kind import Planner, RoundRunner
 from levserve.device.mesh import choose_mesh
 from levserve.device.platform import kernel_platform, open_device
-from levserve.device.runner import Runner
+from levserve.device.runner import DraftModel, Runner
 from levserve.device.sizing import Sizes, human, kv_floor, plan_sizes
 from levserve.errors import ConfigError
 from levserve.model import cache
@@ -31,7 +31,7 @@ from levserve.model.placement import HostArray, shards_of
 from levserve.model.quantize import NARROW, Quantization, choose_quantization
 from levserve.model.select import choose_backend
 from levserve.model.sharding import Shards, local_config
-from levserve.models.checks import check_host_memory, check_same_model, sum_bytes
+from levserve.models.checks import check_draft, check_host_memory, check_same_model, sum_bytes
 from levserve.observe.metrics import Metrics
 from levserve.schedule.budget import Budget
 from levserve.schedule.pages import PagePool
@@ -50,7 +50,10 @@ from levserve.weights.checkpoint import (
 from levserve.weights.cutter import Cutter
 from levserve.weights.memory_tensors import tensors_in_memory
 from levserve.weights.model_files import ModelFiles
+from levserve.weights.source import draft_settings
 
+DRAFT = "draft."
+"""Before the names of a draft model's arrays."""
 FP8_CAPABILITY = (8, 9)
 """NVIDIA's GPUs compute in fp8 from Ada and Hopper on; for older ones the programs would not compile."""
 
@@ -74,6 +77,8 @@ class Description:
     backend: Backend
     backend_reason: str
     kv_dtype: jnp.dtype
+    draft: Description | None = None
+    """A smaller model that drafts for this one."""
 
     default_chat_template = None
     has_whole_texts = False
@@ -113,11 +118,16 @@ class Description:
 
     @property
     def page_bytes(self) -> int:
-        """Of one KV page on each device."""
-        return cache.page_bytes(self.local_config, self.settings.page_size, self.storage)
+        """Of one KV page on each device, with the draft model's part of it."""
+        own = cache.page_bytes(self.local_config, self.settings.page_size, self.storage)
+        return own if self.draft is None else own + self.draft.page_bytes
 
     @property
     def expected_weight_bytes(self) -> int:
+        return self._own_weight_bytes + (0 if self.draft is None else self.draft.expected_weight_bytes)
+
+    @property
+    def _own_weight_bytes(self) -> int:
         shapes = parameter_shapes(self.local_config)
         if isinstance(self.quantization, Quantization):
             return sum_bytes(shapes, self.quantization.kept)
@@ -130,7 +140,8 @@ class Description:
         return kv_floor(self.settings, max_position=self.config.max_position, page_bytes=self.page_bytes)
 
     def load_arrays(self, report: Callable[[str], None]) -> dict[str, jax.Array]:
-        return load_arrays(
+        """Those of the draft model have a prefix."""
+        arrays = load_arrays(
             self.files.path,
             self.config,
             self.dtype,
@@ -139,6 +150,11 @@ class Description:
             backend=self.backend,
             mesh=self.mesh,
         )
+        if self.draft is not None:
+            report(f"reading the draft model {self.draft.files.name}")
+            for name, array in self.draft.load_arrays(report).items():
+                arrays[DRAFT + name] = array
+        return arrays
 
     def plan_sizes(self, *, rows: int, free_bytes: int, weight_bytes: int, peak_bytes: int) -> Sizes:
         return plan_sizes(
@@ -151,6 +167,8 @@ class Description:
             weight_bytes=weight_bytes,
             peak_bytes=peak_bytes,
             num_devices=self.shards.count,
+            draft_weight_bytes=0 if self.draft is None else self.draft.expected_weight_bytes,
+            draft_page_bytes=0 if self.draft is None else self.draft.page_bytes,
         )
 
     def explain_memory(self, sizes: Sizes) -> tuple[str, str]:
@@ -158,10 +176,18 @@ class Description:
         return asked, "lower --kv-memory, --kv-pages or --max-running"
 
     def make_runner(self, arrays: Mapping[str, jax.Array], sizes: Sizes, metrics: Metrics) -> RoundRunner:
-        blueprint = Blueprint(
-            self.local_config.stretched_for(sizes.max_seq_len), self.backend, self.quantization
-        )
-        return Runner(blueprint, arrays, sizes, self.storage, metrics)
+        own = {name: array for name, array in arrays.items() if not name.startswith(DRAFT)}
+        draft = None
+        if self.draft is not None:
+            drafts = {
+                name.removeprefix(DRAFT): array for name, array in arrays.items() if name.startswith(DRAFT)
+            }
+            draft = DraftModel(self.draft.blueprint(sizes), drafts, self.draft.storage)
+        return Runner(self.blueprint(sizes), own, sizes, self.storage, metrics, draft)
+
+    def blueprint(self, sizes: Sizes) -> Blueprint:
+        config = self.local_config.stretched_for(sizes.max_seq_len)
+        return Blueprint(config, self.backend, self.quantization)
 
     def make_planner(self, sizes: Sizes, runner: RoundRunner) -> Planner:
         traits = self.backend.traits
@@ -174,7 +200,7 @@ class Description:
             chunk_overhead=0 if sizes.mixed_tokens else traits.chunk_overhead,
             double_at=traits.double_at,
         )
-        speculation = Speculation(sizes.num_draft) if sizes.num_draft else None
+        speculation = Speculation(sizes.num_draft, sizes.draft_turns) if sizes.num_draft else None
         return Scheduler(PagePool(sizes.num_pages, sizes.page_size), budget, speculation)
 
     def read_leaves(
@@ -202,7 +228,7 @@ class Description:
         return in_order(arrays)
 
     def with_files(self, settings: Settings, files: ModelFiles) -> Description:
-        return replace(self, settings=settings, files=files)
+        return replace(self, settings=settings, files=replace(files, draft=self.files.draft))
 
     def lines(self) -> list[str]:
         """The description for people."""
@@ -213,7 +239,13 @@ class Description:
             f"matrices    {self.quantization or self.dtype}",
             f"backend     {self.backend.describe()} ({self.backend_reason})",
             f"KV cache    keys and values in {self.kv_dtype}",
+            *([] if self.draft is None else [self.draft.line_as_draft]),
         ]
+
+    @property
+    def line_as_draft(self) -> str:
+        matrices = self.quantization or self.dtype
+        return f"drafts      by {self.files.name}, matrices {matrices}, backend {self.backend.describe()}"
 
 
 def describe(settings: Settings, files: ModelFiles) -> Description:
@@ -240,7 +272,7 @@ def describe(settings: Settings, files: ModelFiles) -> Description:
         kv_dtype=kv_dtype,
         is_packed=kept is not None,
     )
-    return Description(
+    description = Description(
         settings=settings,
         files=files,
         config=config,
@@ -252,6 +284,21 @@ def describe(settings: Settings, files: ModelFiles) -> Description:
         backend_reason=reason,
         kv_dtype=kv_dtype,
     )
+    return description if files.draft is None else replace(description, draft=describe_draft(description))
+
+
+def describe_draft(served: Description) -> Description:
+    """The draft model, on the devices of the model that it drafts for; `ConfigError` if it cannot."""
+    files = served.files.draft
+    assert files is not None
+    settings = draft_settings(served.settings)
+    config = read_config(files.path, files.config_file)
+    check_draft(files.name, served.config, config)
+    # No draft changes the text, so that what is faster is right: matrices in eight bits.
+    is_plain = config.num_experts == 0 and config.latent is None and not is_quantized_checkpoint(files.path)
+    if settings.quantize == "auto" and settings.dtype == "auto" and is_plain:
+        settings = replace(settings, quantize="int8")
+    return describe(replace(settings, tensor_parallel=served.shards.count), files)
 
 
 def choose_narrow(settings: Settings, platform: str, path: Path, config: ModelConfig) -> jnp.dtype | None:

@@ -19,7 +19,7 @@ from levserve.models.group import Group
 from levserve.models.registry import MakeRoom
 from levserve.observe.metrics import Metrics
 from levserve.settings.settings import Settings
-from levserve.weights.source import find_source
+from levserve.weights.source import find_with_draft
 
 if TYPE_CHECKING:
     from levserve.models.build import Loaded
@@ -46,7 +46,7 @@ def load(
         for line in lines:
             log.info("%s%s", prefix, line)
 
-    files = find_source(settings, report)
+    files = find_with_draft(settings, report)
     if group is not None:
         group.agree_on_model(files)
     if "jax" not in sys.modules:

@@ -13,6 +13,7 @@ import jax
 from levserve.device.platform import explained
 from levserve.errors import StartupError
 from levserve.model.placement import device_bytes
+from levserve.models.checks import check_draft_tokens
 from levserve.models.kind import AnyKind
 from levserve.observe.logs import redirect_library_logs
 from levserve.observe.metrics import Metrics
@@ -54,6 +55,9 @@ def read(description: AnyKind, metrics: Metrics, report: Callable[[str], None]) 
             description.default_chat_template,
             metrics,
         )
+        if files.draft is not None:
+            drafter = load_tokenizer(files.draft.tokenizer or files.draft.path)
+            check_draft_tokens(files.draft.name, texts.result()[0], drafter)
         with explained("the weights", description.devices, "serve a smaller model"):
             arrays = description.load_arrays(report)
     redirect_library_logs()  # the tokenizer may have brought some

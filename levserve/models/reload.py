@@ -100,8 +100,7 @@ class WeightReloader:
 
     def close(self) -> None:
         """Called when the model is unloaded: the cache may then delete its files."""
-        if self._description.files.lease is not None:
-            self._description.files.lease.close()
+        self._description.files.close()
 
     @contextmanager
     def _one_at_a_time(self) -> Iterator[None]:

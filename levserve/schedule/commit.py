@@ -43,6 +43,9 @@ class Sampled(NamedTuple):
     hidden: PooledHidden | None = None
     is_poisoned: bool = False
     """Whether a number that is not finite followed `tokens`, or was among the prompt's scores and states."""
+    num_drafted: int = 0
+    """Tokens of a draft model that were checked, and those that were right."""
+    num_right: int = 0
 
 
 class Committer:
@@ -72,14 +75,18 @@ class Committer:
     def take_row(self, row: Row, sampled: Sampled) -> SequenceUpdate | None:
         """Accepted tokens of a draft count as if they had been planned."""
         sequence = row.sequence
+        has_draft = bool(row.draft or row.reach)
+        if has_draft:
+            sequence.is_verifying = False
         if row.epoch != sequence.epoch:
             return None
-        if row.draft:
-            sequence.is_verifying = False
+        if has_draft:
             num_more = max(len(sampled.tokens) - row.steps, 0)
             sequence.num_pending += num_more
             if sequence.is_primed:  # else it was preempted meanwhile
                 sequence.num_computed += num_more
+                # A draft model sees the newest token, and the one before it once more, when it drafts.
+                sequence.num_drafted = sequence.num_computed - 1 if row.reach else sequence.num_drafted
         return self._take(sequence, sampled)
 
     def take_tainted(self) -> list[int]:
@@ -128,6 +135,7 @@ class Committer:
         sequence.num_pending = 0
         if sequence.is_primed:  # else it was preempted meanwhile
             sequence.num_computed = len(sequence.tokens) - 1
+            sequence.num_drafted = min(sequence.num_drafted, sequence.num_computed)
 
     def _jump(self, sequence: Sequence) -> list[int]:
         """Appends the tokens that must follow, to be prefilled rather than drawn one at a time.

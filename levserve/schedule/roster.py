@@ -5,6 +5,8 @@ Belongs to the scheduler, on the device thread. A sequence waits, without slot o
 
 from __future__ import annotations
 
+from itertools import takewhile
+
 from levserve.schedule.pages import PagePool
 from levserve.schedule.seats import Seats
 from levserve.schedule.sequence import Sequence
@@ -16,6 +18,7 @@ class Roster(Seats):
     def __init__(self, pool: PagePool, num_slots: int) -> None:
         super().__init__(num_slots)
         self.pool = pool
+        self._drafted: set[int] = set()  # of findable pages, those whose tokens a draft model has seen too
 
     def make_way(self) -> list[tuple[Sequence, int]]:
         """Preempts less important sequences if the head of the queue needs their slot or their pages.
@@ -53,6 +56,8 @@ class Roster(Seats):
         sequence.pages = match.pages + rest
         sequence.num_remembered, sequence.serial = len(match.pages), match.serial
         sequence.num_computed = len(match.pages) * self.pool.page_size
+        num_drafted = sum(1 for _ in takewhile(self._drafted.__contains__, match.pages))
+        sequence.num_drafted = num_drafted * self.pool.page_size
         sequence.is_stale = False
         if sequence.num_cached is None:
             sequence.num_cached = sequence.num_computed
@@ -68,6 +73,10 @@ class Roster(Seats):
             page = sequence.pages[sequence.num_remembered]
             tokens = tuple(sequence.tokens[end - size : end])
             sequence.serial = self.pool.remember(page, sequence.serial, tokens)
+            if sequence.num_drafted >= end:
+                self._drafted.add(page)
+            else:
+                self._drafted.discard(page)
             sequence.num_remembered += 1
 
     def extend(self, sequence: Sequence, length: int) -> bool:

@@ -95,7 +95,7 @@ class Scheduler(SeatedScheduler[Roster]):
         """Puts a request that `fits` in the queue, behind all of its priority."""
         matcher = None if request.constraint is None else request.constraint.start()
         drafter = None
-        if self.speculation is not None and matcher is None:
+        if self.speculation is not None and not self.speculation.has_model and matcher is None:
             drafter = Drafter(self.speculation.num_draft)
         sequence = Sequence(request, list(request.prompt), matcher=matcher, drafter=drafter)
         self._seats.add(sequence)
@@ -161,9 +161,11 @@ class Scheduler(SeatedScheduler[Roster]):
         rows: list[Row] = []
         # Where all background work takes part, there may be more rows than drafts can be checked for.
         has_all = beside is None and is_resting(self._seats)
-        drafts = self._draft() if self.is_speculating and not has_all else {}
+        is_speculating = self.is_speculating and not has_all
+        has_model = is_speculating and self.speculation is not None and self.speculation.has_model
+        drafts = self._draft() if is_speculating else {}
         num_beside = 0
-        max_steps = 1 if drafts else self.budget.steps
+        max_steps = 1 if drafts or has_model else self.budget.steps
         page_size = self.pool.page_size
         for sequence in list(self._seats.running):
             is_background = sequence.priority >= BACKGROUND
@@ -186,6 +188,8 @@ class Scheduler(SeatedScheduler[Roster]):
             sequence.has_misfit = False
             sequence.num_computed += steps
             sequence.num_pending += steps
+        if has_model:
+            return [self._with_reach(row) for row in rows]
         if not drafts:
             return rows
         return [self._with_draft(row, drafts.get(row.sequence.request.request_id, ())) for row in rows]
@@ -209,6 +213,21 @@ class Scheduler(SeatedScheduler[Roster]):
         row.sequence.pages += pages
         row.sequence.is_verifying = True
         return row._replace(draft=draft)
+
+    def _with_reach(self, row: Row) -> Row:
+        """The row as far as a draft model may bring it, on free pages, if all its tokens are known."""
+        assert self.speculation is not None
+        sequence = row.sequence
+        if sequence.num_pending > row.steps:
+            return row
+        reach = min(self.speculation.reach, row.steps + sequence.max_length - sequence.length)
+        missing = self._seats.pages_for(row.position + reach) - len(sequence.pages)
+        sequence.pages += self.pool.take(max(missing, 0)) or []
+        reach = min(reach, len(sequence.pages) * self.pool.page_size - row.position)
+        if reach <= row.steps:
+            return row
+        sequence.is_verifying = True
+        return row._replace(reach=reach, missed=range(sequence.num_drafted, row.position - 1))
 
     def _grow(self, sequence: Sequence, length: int, preempted: list[tuple[Sequence, int]]) -> bool:
         """Gives the sequence its missing pages for `length` positions, preempting the last; False if that is
@@ -269,6 +288,8 @@ class Scheduler(SeatedScheduler[Roster]):
         start = sequence.num_computed
         count = min(len(sequence.tokens) - start, limit)
         sequence.num_computed += count
+        if sequence.num_drafted >= start:
+            sequence.num_drafted = start + count
         is_last = sequence.num_computed == len(sequence.tokens)
         if is_last:
             sequence.is_primed = True
@@ -291,5 +312,6 @@ class Scheduler(SeatedScheduler[Roster]):
             return None
         assert sequence.slot is not None
         sequence.num_computed = sequence.num_cached = len(sequence.tokens) - 1
+        sequence.num_drafted = min(source.num_drafted, sequence.num_computed)
         sequence.is_primed = True
         return Fork(sequence, sequence.slot, source.pages[tail], sequence.pages[tail])

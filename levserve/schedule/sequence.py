@@ -56,6 +56,8 @@ class Sequence:
     drafter: Drafter | None = None
     is_verifying: bool = False
     """Whether a draft is in flight, so that not even the number of its tokens is known."""
+    num_drafted: int = 0
+    """Leading positions whose tokens the draft model has seen, where there is one."""
     turn: int = 0
     """The last round that computed it, where sequences take turns."""
     max_length: int = field(init=False)
@@ -139,6 +141,10 @@ class Row(NamedTuple):
     is_masked: bool = False
     """Whether the first draw is held to the sequence's constraint, which is possible if all tokens before it
     are known."""
+    reach: int = 0
+    """If a draft model drafts for it: the most tokens that it can gain."""
+    missed: range = range(0)
+    """Positions whose tokens the draft model must see before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +177,7 @@ class RoundPlan:
     @property
     def is_verify(self) -> bool:
         """Whether its rows check drafts, one step each, rather than decode."""
-        return any(row.draft for row in self.rows)
+        return any(row.draft or row.reach for row in self.rows)
 
     @property
     def num_prefill(self) -> int:
@@ -188,7 +194,7 @@ class RoundPlan:
         """Tokens that the round computes."""
         if self.work is not None:
             return sum(self.work)
-        return self.num_prefill + sum(row.steps + len(row.draft) for row in self.rows)
+        return self.num_prefill + sum(max(row.reach, row.steps + len(row.draft)) for row in self.rows)
 
     def work_done(self, num_gained: int) -> Backlog:
         """The work that the round has done once the rows have gained so many tokens."""

@@ -22,6 +22,10 @@ without."""
 LEAST_DRAFT_GAIN = 0.5
 """Below this gain drafts are not even tried: checking one on a CPU rarely costs less than half a step."""
 COST_WEIGHT = 1 / 8
+TRIAL_TURNS = 4
+"""What a draft model gains is measured in so many turns of some row, whenever it is tried again."""
+FRESH_STEPS = 320
+"""As `FRESH_ROUNDS`, of a draft model, which costs something to try: a percent if it is no use."""
 FRESH_ROUNDS = 40
 """A cost not measured for this many rounds of the other kind is forgotten and tried again: contexts and load
 change."""
@@ -96,16 +100,38 @@ class Speculation:
     the number of rows.
     """
 
-    def __init__(self, num_draft: int) -> None:
+    def __init__(self, num_draft: int, num_turns: int = 0) -> None:
         self.num_draft = num_draft
+        self.num_turns = num_turns
+        """How often a draft model drafts in a round; 0 if drafts are taken from the text so far."""
         self.max_rows = 0
         """Rows whose drafts can be checked together: 0 until such a program is compiled."""
         self.gain = FIRST_GAIN
         """Tokens accepted a step of a row."""
         self.draft_gain = FIRST_GAIN
         """The same of steps that have a draft: the others cost nothing."""
+        self._num_tried = 0
         self._seconds: dict[tuple[int, bool], float] = {}
         self._ages: dict[tuple[int, bool], int] = {}
+
+    @property
+    def has_model(self) -> bool:
+        return self.num_turns > 0
+
+    @property
+    def reach(self) -> int:
+        """The most tokens that a row can gain in a round with a draft model."""
+        return self.num_turns * (self.num_draft + 1)
+
+    def note_drafted(self, num_gained: int, num_right: int) -> None:
+        """Takes what a row gained in a round with a draft model: in each turn the tokens that were right, and
+        one more."""
+        turns = num_gained - num_right
+        if not turns:
+            return
+        self._num_tried += turns
+        weight = max(turns / self._num_tried, GAIN_WEIGHT)
+        self.gain += weight * (num_right / turns - self.gain)
 
     def note_steps(self, accepted: Sequence[int | None]) -> None:
         for count in accepted:
@@ -113,22 +139,30 @@ class Speculation:
             if count is not None:
                 self.draft_gain += GAIN_WEIGHT * (count - self.draft_gain)
 
-    def note_round(self, num_rows: int, step_seconds: float, *, is_verify: bool) -> None:
-        """Records the seconds per step of a round without prompts; a round that checks drafts is one step."""
+    def note_round(self, num_rows: int, step_seconds: float, *, is_verify: bool, num_steps: int = 1) -> None:
+        """Records the seconds per step of a round without prompts; checking drafts once is one step."""
         known = self._seconds.get((num_rows, is_verify), step_seconds)
         self._seconds[num_rows, is_verify] = known + COST_WEIGHT * (step_seconds - known)
         self._ages[num_rows, is_verify] = 0
         other = (num_rows, not is_verify)
-        self._ages[other] = self._ages.get(other, 0) + 1
-        if self._ages[other] > FRESH_ROUNDS:
-            self._seconds.pop(other, None)
+        self._ages[other] = self._ages.get(other, 0) + (num_steps if self.has_model else 1)
+        if self._ages[other] > (FRESH_STEPS if self.has_model else FRESH_ROUNDS):
+            self._ages[other] = 0
+            if self._seconds.pop(other, None) is not None and not is_verify:
+                self._num_tried = 0
 
     def pays(self, num_rows: int) -> bool:
-        """Whether this many rows gain tokens per second with drafts; tries what has not been measured."""
-        is_worth_it = self.gain >= LEAST_GAIN and self.draft_gain >= LEAST_DRAFT_GAIN
-        if not is_worth_it or not 0 < num_rows <= self.max_rows:
+        """Whether this many rows gain tokens per second with drafts; tries what has not been measured.
+
+        What a draft model gains is known only from trying it, so that it is tried now and then.
+        """
+        if not 0 < num_rows <= self.max_rows:
+            return False
+        if not self.has_model and (self.gain < LEAST_GAIN or self.draft_gain < LEAST_DRAFT_GAIN):
             return False
         plain, verify = self._seconds.get((num_rows, False)), self._seconds.get((num_rows, True))
         if plain is None or verify is None:
             return plain is not None
+        if self.has_model:
+            return self._num_tried < TRIAL_TURNS or verify < plain * (1 + self.gain)
         return verify < plain * (1 + self.draft_gain)

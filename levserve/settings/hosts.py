@@ -84,6 +84,8 @@ def _check_place(settings: Settings) -> None:
 def _check_uses(settings: Settings) -> None:
     """Several hosts serve one model that is loaded at the start."""
     asked = _shown(settings, "num_hosts")
+    if settings.draft_model:
+        raise ConfigError(f"{asked} excludes {_shown(settings, 'draft_model')}: a draft model needs one host")
     if settings.models:
         raise ConfigError(f"{asked} serves one model, and the settings file has sections for several")
     for name in ("models_dir", "lazy"):

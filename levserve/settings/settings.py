@@ -74,6 +74,7 @@ OWN_SETTINGS = (
     "checkpoint_path",
     "model_config",
     "revision",
+    "draft_model",
     "tokenizer",
     "chat_template",
     "reasoning",
@@ -189,6 +190,13 @@ class Settings:
         "model", PATH, "", "Folder or address where --model names are looked up; org/name is org-name there."
     )
     revision: str = setting("model", TEXT, "", "Branch, tag or commit on the Hub; empty: the main branch.")
+    draft_model: str = setting(
+        "model",
+        PATH,
+        "",
+        "Smaller model with the same tokenizer, given as for --model, that drafts tokens for the model to "
+        "verify, where that is faster; empty: none.",
+    )
     tokenizer: str = setting(
         "model", PATH, "", "Folder, .gguf file or Hub name of a tokenizer to use instead of the model's own."
     )
@@ -321,7 +329,8 @@ class Settings:
         "engine",
         integer(0, 15),
         0,
-        "Tokens to draft from the text so far and verify in one step, where that is faster; 0: no drafts.",
+        "Tokens to draft and verify in one step, where that is faster: from the text so far, or by "
+        "--draft-model; 0: no drafts, or 4 of a draft model.",
     )
     prefill_chunk: int = setting(
         "engine", integer(0), 0, "Maximum prompt tokens per device call; 0: 128 on CPU, 4096 on accelerators."

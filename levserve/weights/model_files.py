@@ -21,7 +21,7 @@ class ModelFiles:
 
     `path` is a folder with config.json and weights, a .gguf file, a Levanter checkpoint, or the file of a
     brain's weights. `name` is the model's own name. `config_file` belongs to a Levanter run. `tokenizer` is
-    set if the tokenizer is not at `path`.
+    set if the tokenizer is not at `path`, and `draft` if another model drafts for it.
     """
 
     name: str
@@ -29,6 +29,13 @@ class ModelFiles:
     config_file: Path | None = None
     tokenizer: Path | None = None
     lease: Lease | None = field(default=None, compare=False, repr=False)
+    draft: ModelFiles | None = None
+
+    def close(self) -> None:
+        """The cache may delete the files from here on."""
+        for files in (self, self.draft):
+            if files is not None and files.lease is not None:
+                files.lease.close()
 
 
 def find_tokenizer(name: str, settings: Settings, report: Report) -> Path:

@@ -30,6 +30,7 @@ ACCEPTED = (
 )
 REPO_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 GGUF_SUFFIX = ".gguf"
+CHECKPOINT_FILES = ("metadata.json", "*/metadata.json")  # a Levanter checkpoint, and a run of them
 # The files to ask a web server for, because it cannot list them.
 KNOWN_FILES = (
     "config.json",
@@ -56,6 +57,11 @@ def check_source(settings: Settings) -> None:
         check_address(path)
     elif not Path(path).is_dir():
         raise ConfigError(f"--checkpoint-path {path!r} is not a folder with one or more Levanter checkpoints")
+    if settings.draft_model:
+        try:
+            check_source(draft_settings(settings))
+        except StartupError as error:
+            raise ConfigError(f"--draft-model: {error}") from None
 
 
 def find_source(settings: Settings, report: Report, *, with_tokenizer: bool = True) -> ModelFiles:
@@ -86,6 +92,36 @@ def find_source(settings: Settings, report: Report, *, with_tokenizer: bool = Tr
         return files if not is_brain(files.path) else _with_brain_tokenizer(files)
     tokenizer = find_tokenizer(settings.tokenizer, settings, report)
     return ModelFiles(files.name, files.path, files.config_file, tokenizer, files.lease)
+
+
+def find_with_draft(settings: Settings, report: Report) -> ModelFiles:
+    """The same with the files of the draft model, if there is one."""
+    files = find_source(settings, report)
+    if not settings.draft_model:
+        return files
+    draft = find_source(draft_settings(settings), report)
+    if is_brain(draft.path):
+        raise ConfigError(
+            f"--draft-model {settings.draft_model}: an HRM brain cannot draft, it has no KV cache"
+        )
+    return replace(files, draft=draft)
+
+
+def draft_settings(settings: Settings) -> Settings:
+    """Settings with the draft model in the place of the model."""
+    name, revision = settings.draft_model, ""
+    if not Path(name).expanduser().exists() and not is_address(name):
+        name, _, revision = name.partition("@")
+    is_run = any(next(Path(name).expanduser().glob(pattern), None) for pattern in CHECKPOINT_FILES)
+    return replace(
+        settings,
+        model=name,
+        revision=revision,
+        checkpoint_path=name if is_run else "",
+        model_config="",
+        tokenizer="",
+        draft_model="",
+    )
 
 
 def stored_name(model: str, store: str) -> str:

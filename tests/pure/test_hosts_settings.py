@@ -86,6 +86,11 @@ def test_variables_of_a_cluster_change_nothing_unless_they_are_asked_for() -> No
         (("--coordinator", "a:1"), {}, "needs --num-hosts"),
         (("--coordinator", "a:1", "--num-hosts", "2"), {}, "needs --host-id, from 0 to 1"),
         (("--host-id", "1"), {}, "must be below --num-hosts 1"),
+        (
+            ("--coordinator", "a:1", "--num-hosts", "2", "--host-id", "0", "--draft-model", "b"),
+            {},
+            "excludes --draft-model",
+        ),
         (("--num-hosts", "0"), {}, "--num-hosts must be an integer from 1"),
         (("--num-hosts", "2", "--host-id", "2", "--coordinator", "a:1"), {}, "hosts are counted from 0"),
         (("--num-hosts", "2", "--host-id", "0", "--coordinator", "a"), {}, "must be host:port"),

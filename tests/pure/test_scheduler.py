@@ -13,7 +13,7 @@ from levserve.schedule.commit import Sampled
 from levserve.schedule.pages import PagePool
 from levserve.schedule.request import FinishReason, GenerationRequest, TokenLogprob
 from levserve.schedule.scheduler import DEEP_TOKENS, Scheduler
-from levserve.schedule.sequence import RoundPlan, Sequence, SequenceUpdate
+from levserve.schedule.sequence import RoundPlan, Row, Sequence, SequenceUpdate
 from levserve.schedule.speculation import Speculation
 
 STOP = 7
@@ -39,7 +39,9 @@ class FakeRounds:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.page_size = scheduler.pool.page_size
+        self.speculation = scheduler.speculation
         self.kv: dict[tuple[int, int], int] = {}
+        self.draft_kv: dict[tuple[int, int], int] = {}
         self.last: dict[int, int] = {}
 
     def run(self, plan: RoundPlan) -> tuple[list[Sampled], list[Sampled]]:
@@ -48,19 +50,24 @@ class FakeRounds:
             sequence, pages = chunk.sequence, chunk.sequence.pages
             for position in range(chunk.start, chunk.start + chunk.count):
                 self._write(pages, position, sequence.tokens[position])
+                self._show_draft_model(pages, position, sequence.tokens[position])
             scores = [TokenLogprob(-float(position)) for position in chunk.scored]
             if chunk.is_last:
                 self.last[chunk.slot] = self._sample(sequence, chunk.start + chunk.count)
             chunks.append(Sampled([self.last[chunk.slot]] if chunk.is_last else [], prompt_logprobs=scores))
         for fork in plan.forks:
             for offset in range(self.page_size):
-                self.kv[fork.target_page, offset] = self.kv.get((fork.source_page, offset), -1)
+                for kv in (self.kv, self.draft_kv):
+                    kv[fork.target_page, offset] = kv.get((fork.source_page, offset), -1)
             self.last[fork.slot] = fork.sequence.tokens[-1]
         rows = []
         for row in plan.rows:
             assert not row.draft or row.position == len(row.sequence.tokens) - 1, (
                 "a draft follows tokens that are known"
             )
+            if row.reach:
+                rows.append(self._run_drafted(row))
+                continue
             tokens: list[int] = []
             for offset, token in enumerate(row.draft, start=1):
                 self._write(row.sequence.pages, row.position + offset, token)
@@ -72,6 +79,41 @@ class FakeRounds:
                 tokens.append(self.last[row.slot])
             rows.append(Sampled(tokens))
         return chunks, rows
+
+    def _run_drafted(self, row: Row) -> Sampled:
+        """Turns of a draft model that is wrong about every fifth position."""
+        assert self.speculation is not None and row.position == len(row.sequence.tokens) - 1
+        sequence, tokens = row.sequence, list(row.sequence.tokens)
+        num_drafted = 0
+        for position in row.missed:
+            self._show_draft_model(sequence.pages, position, tokens[position])
+        for _ in range(self.speculation.num_turns):
+            newest = len(tokens) - 1
+            num_fed = min(self.speculation.num_draft, row.position + row.reach - len(tokens))
+            if num_fed < 0:
+                break
+            if num_fed:
+                for position in (newest - 1, newest):
+                    self._show_draft_model(sequence.pages, position, tokens[position])
+                places = (divmod(position, self.page_size) for position in range(len(tokens)))
+                assert [self.draft_kv[sequence.pages[page], offset] for page, offset in places] == tokens
+            draft: list[int] = []
+            for position in range(len(tokens), len(tokens) + num_fed):
+                draft.append((next_token(tokens + draft) + (position % 5 == 0)) % 13)
+                self._write(sequence.pages, position, draft[-1])
+            for index, token in enumerate(draft[:-1]):
+                self._show_draft_model(sequence.pages, newest + 1 + index, token)
+            for expected in (*draft, None):
+                self._write(sequence.pages, len(tokens) - 1, tokens[-1])
+                tokens.append(self._sample(sequence, len(tokens)))
+                if tokens[-1] != expected:
+                    break
+            num_drafted += num_fed
+        self.last[row.slot] = tokens[-1]
+        return Sampled(tokens[row.position + 1 :], num_drafted=num_drafted)
+
+    def _show_draft_model(self, pages: list[int], position: int, token: int) -> None:
+        self.draft_kv[pages[position // self.page_size], position % self.page_size] = token
 
     def _write(self, pages: list[int], position: int, token: int) -> None:
         self.kv[pages[position // self.page_size], position % self.page_size] = token
@@ -153,9 +195,9 @@ def make(
     )
 
 
-def eager(num_draft: int, max_rows: int = 8) -> Speculation:
+def eager(num_draft: int, max_rows: int = 8, num_turns: int = 0) -> Speculation:
     """Drafts as long as it gains, because nobody tells it what that costs."""
-    speculation = Speculation(num_draft)
+    speculation = Speculation(num_draft, num_turns)
     speculation.max_rows = max_rows
     for num_rows in range(1, max_rows + 1):
         speculation.note_round(num_rows, 1.0, is_verify=False)
@@ -320,6 +362,52 @@ def test_a_sequence_preempted_while_its_draft_is_checked_keeps_the_tokens_and_be
         assert server.outputs[name] == expected_output(prompt, count, stop=False)
 
 
+@pytest.mark.parametrize(("num_draft", "num_turns"), [(1, 1), (4, 1), (4, 2), (3, 3)])
+def test_a_draft_model_gives_the_same_text_in_fewer_rounds(num_draft: int, num_turns: int) -> None:
+    counts = []
+    for speculation in (None, eager(num_draft, num_turns=num_turns)):
+        server = make(speculation=speculation)
+        server.submit(ask("a", (1, 2, 3), 40))
+        server.reads_first = True
+        counts.append(0)
+        while server.scheduler.has_work:
+            counts[-1] += 1
+            server.step()
+        assert server.outputs["a"] == expected_output((1, 2, 3), 40, stop=False)
+    plain, drafted = counts
+    assert drafted < plain * 0.7
+
+
+def test_a_draft_model_first_sees_what_was_decoded_without_it() -> None:
+    server = make(speculation=(speculation := eager(3, num_turns=1)))
+    speculation.max_rows = 0
+    server.submit(ask("a", (1, 2, 3), 40))
+    server.reads_first = True
+    for _ in range(8):
+        server.step()
+    speculation.max_rows = 1
+    (row,) = server.step().rows
+    assert row.missed == range(3, row.position - 1)
+    (row,) = server.step().rows
+    assert row.reach and not row.missed
+
+
+def test_pages_that_a_draft_model_has_not_seen_are_found_again_and_shown_to_it() -> None:
+    server = make(speculation=(speculation := eager(3, num_turns=1)))
+    speculation.max_rows = 0
+    server.submit(ask("a", (1, 2, 3, 4), 8))
+    server.run_dry()
+    speculation.max_rows = 1
+    server.submit(ask("b", (1, 2, 3, 4, *server.outputs["a"], 1), 8))
+    server.reads_first = True
+    (chunk,) = server.step().chunks
+    assert chunk.start == 8
+    (row,) = server.step().rows
+    assert row.missed == range(4, 12), (
+        "it saw the prompt of the first one, and of the second nothing in a row"
+    )
+
+
 def test_a_cancelled_request_returns_its_pages_at_once() -> None:
     server = make()
     server.submit(ask("a", max_tokens=50))
@@ -411,6 +499,15 @@ def test_ending_everything_leaves_nothing() -> None:
 
 
 @st.composite
+def speculations(draw: st.DrawFn) -> Speculation | None:
+    """None, drafts of the text so far, or a draft model that is used for no more than some rows."""
+    num_draft = draw(st.integers(0, 4))
+    if not num_draft:
+        return None
+    return eager(num_draft, draw(st.integers(1, 5)), draw(st.integers(0, 3)))
+
+
+@st.composite
 def schedules(draw: st.DrawFn) -> tuple[Server, list[tuple[str, object]]]:
     page_size = draw(st.sampled_from([1, 2, 4]))
     server = make(
@@ -419,7 +516,7 @@ def schedules(draw: st.DrawFn) -> tuple[Server, list[tuple[str, object]]]:
         num_slots=draw(st.integers(1, 5)),
         steps=draw(st.integers(1, 4)),
         busy_tokens=draw(st.integers(1, 12)),
-        speculation=eager(num_draft) if (num_draft := draw(st.integers(0, 4))) else None,
+        speculation=draw(speculations()),
     )
     events: list[tuple[str, object]] = []
     for number in range(draw(st.integers(1, 10))):

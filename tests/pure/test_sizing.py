@@ -22,6 +22,7 @@ def plan(
     rows: int = 32,
     page_bytes: int = 1 << 20,
     peak_bytes: int = 0,
+    draft_page_bytes: int = 0,
 ) -> Sizes:
     settings = parse_settings(list(flags), {})
     return plan_sizes(
@@ -33,6 +34,8 @@ def plan(
         page_bytes=page_bytes,
         weight_bytes=GIB,
         peak_bytes=peak_bytes,
+        draft_weight_bytes=GIB // 8 if draft_page_bytes else 0,
+        draft_page_bytes=draft_page_bytes,
     )
 
 
@@ -76,6 +79,17 @@ def test_drafts_are_checked_for_few_rows_and_cost_nothing_where_nobody_asks_for_
     assert plan("--speculate", "7", rows=2).verify_sizes == (1, 2)
     assert plan("--speculate", "15", rows=1).verify_sizes == (1,)
     assert plan("--speculate", "7", traits=GPU_TRAITS, free=100 * GIB).verify_sizes == (1, 4, 16, 32)
+
+
+def test_a_draft_model_drafts_as_often_in_a_round_as_makes_about_its_steps() -> None:
+    sizes = plan(traits=GPU_TRAITS, free=100 * GIB, draft_page_bytes=1 << 17)
+    assert (sizes.num_draft, sizes.draft_turns, sizes.verify_sizes) == (4, 2, (2, 16, 32))
+    assert plan("--speculate", "7", draft_page_bytes=1 << 17).verify_sizes == (2, 4)
+    assert plan(draft_page_bytes=1 << 17).draft_turns == 1 and plan("--speculate", "7").draft_turns == 0
+    described = "\n".join(plan(draft_page_bytes=1 << 17).describe())
+    assert "weights     1 GiB, of which the draft model's 128 MiB" in described
+    assert "32768 tokens, 1 GiB, of which the draft model's 128 MiB" in described
+    assert repr(plan(draft_page_bytes=1 << 17)) != repr(plan("--speculate", "4"))
 
 
 def test_a_gpus_decode_programs_differ_by_few_rows() -> None:

@@ -56,7 +56,7 @@ def test_a_draft_is_accepted_up_to_its_first_wrong_token(draft: list[int], more:
         assert num_accepted(draft, [*draft[:wrong], 1 - draft[wrong], *more]) == wrong
 
 
-def share_checked(speculation: Speculation, accepted: int, cost: float, num_rounds: int = 400) -> float:
+def share_checked(speculation: Speculation, accepted: float, cost: float, num_rounds: int = 400) -> float:
     """Of rounds of two rows in which every step accepts so many tokens, and checking costs so many times a plain step."""
     checked = 0
     for _ in range(num_rounds):
@@ -105,3 +105,25 @@ def test_a_machine_that_was_busy_for_a_while_is_measured_again(accepted: int) ->
     share_checked(speculation, 3, 50.0)
     assert not speculation.pays(2)
     assert (share_checked(speculation, accepted, 1.2) > 0.8) == (accepted == 3)
+
+
+@given(accepted=st.integers(0, 4), cost=st.floats(0.5, 8.0))
+def test_a_draft_model_is_used_where_it_pays_and_tried_again_now_and_then_where_it_does_not(
+    accepted: int, cost: float
+) -> None:
+    speculation = Speculation(4, num_turns=2)
+    speculation.max_rows = 2
+    checked = 0
+    for number in range(600):
+        is_verify = speculation.pays(2)
+        checked += is_verify and number >= 200
+        speculation.note_round(
+            2, cost if is_verify else 1.0, is_verify=is_verify, num_steps=2 if is_verify else 8
+        )
+        if is_verify:
+            speculation.note_drafted(2 * (accepted + 1), 2 * accepted)
+    if cost < 0.9 * (1 + accepted):
+        assert checked > 0.85 * 400
+    elif cost > 1.1 * (1 + accepted):
+        assert 0 < checked < 0.1 * 400
+    assert not speculation.pays(3)
