@@ -182,10 +182,9 @@ class ProgramSet(ABC, Generic[ShapeT]):
 
     @functools.cached_property
     def _made_from(self) -> str:
-        first = self._devices[0]
-        device = first.device_kind, first.client.platform_version, len(self._devices)
         precision = getattr(jax.config, "jax_default_matmul_precision")
-        return hashlib.sha256(repr((device, self._made_from_parts, precision)).encode()).hexdigest()
+        parts = identify(self._devices), self._made_from_parts, precision
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def _compile_rest(self, shapes: deque[ShapeT]) -> None:
         """Compiles from a queue that several threads share, until it is empty."""
@@ -205,6 +204,17 @@ class ProgramSet(ABC, Generic[ShapeT]):
 def aval(array: jax.Array) -> jax.ShapeDtypeStruct:
     """The shape, type and place of an array, which is what a program is compiled for."""
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
+
+
+def identify(devices: Sequence[jax.Device]) -> tuple[object, ...]:
+    """What a program depends on of the devices that it is compiled for.
+
+    One for a single device runs on any of its kind. One for several names them, and devices of several hosts
+    have other numbers than as many devices of one host.
+    """
+    first = devices[0]
+    numbers = [(device.process_index, device.id) for device in devices] if len(devices) > 1 else []
+    return first.device_kind, first.client.platform_version, numbers
 
 
 def _compiler_thread(work: Callable[[], None]) -> threading.Thread:

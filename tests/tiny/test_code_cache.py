@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from levserve.device.program_cache import find_program, keep_program
+from levserve.device.program_set import identify
 from levserve.device.programs import Programs
 from levserve.jit import code_cache, xla_call
 from levserve.jit.code_cache import UNUSED_SECONDS, CodeCache, open_folder
@@ -246,3 +247,24 @@ def test_a_second_start_traces_nothing_and_says_the_same(
     is_second = True
     monkeypatch.setattr(Programs, "lower", None)
     assert answer() == first
+
+
+@dataclasses.dataclass
+class Client:
+    platform_version: str = "one"
+
+
+@dataclasses.dataclass
+class Device:
+    process_index: int
+    id: int
+    device_kind: str = "cpu"
+    client: Client = dataclasses.field(default_factory=Client)
+
+
+def test_a_program_of_several_devices_is_for_these_devices_of_these_hosts() -> None:
+    of_one_host = [Device(0, 0), Device(0, 1)]
+    of_two_hosts = [Device(0, 0), Device(1, 131072)]
+    assert identify([Device(0, 0)]) == identify([Device(1, 5)])  # type: ignore[list-item]
+    assert identify(of_one_host) != identify(of_two_hosts)  # type: ignore[arg-type]
+    assert identify(of_one_host) == identify([Device(0, 0), Device(0, 1)])  # type: ignore[arg-type,list-item]
