@@ -16,7 +16,8 @@ from tests.conftest import GOLDEN
 from tests.engines import cache_folder, live_bytes, running_engine
 
 CASES = json.loads((GOLDEN / "llama" / "golden.json").read_text())["cases"]
-SETTINGS = {"dtype": "float32", "page_size": 4, "prefill_chunk": 16, "kv_pages": 64, "max_running": 4}
+SETTINGS = {"dtype": "float32", "page_size": 4, "prefill_chunk": 8, "kv_pages": 64, "max_running": 2}
+"""With few sizes of programs: all of them are compiled."""
 
 
 def test_a_model_opened_and_closed_five_times_leaves_nothing_behind() -> None:
