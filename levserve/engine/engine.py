@@ -74,8 +74,9 @@ class Engine:
 
     def require_loaded(self) -> None:
         """Raises `Unavailable` until the first model is ready."""
-        if not self._has_model:
-            raise self._still_loading()
+        if self._has_model:
+            return
+        raise self._not_the_leader() if self._phase is Phase.FOLLOWING else self._still_loading()
 
     def require_ready(self) -> None:
         """Raises `Unavailable` unless the server accepts new work."""
@@ -90,7 +91,7 @@ class Engine:
         if self._phase is Phase.LOADING:
             raise self._still_loading()
         if self._phase is Phase.FOLLOWING:
-            raise Unavailable("This host works for host 0; please ask that one.", retry_after_seconds=10.0)
+            raise self._not_the_leader()
         if self._phase is Phase.DRAINING:
             raise Unavailable(
                 "The server is shutting down; please try another one.", retry_after_seconds=10.0
@@ -200,6 +201,9 @@ class Engine:
 
     def _still_loading(self) -> Unavailable:
         return Unavailable(f"The model is still loading ({self.progress}).", retry_after_seconds=5.0)
+
+    def _not_the_leader(self) -> Unavailable:
+        return Unavailable("This host works for host 0; please ask that one.", retry_after_seconds=10.0)
 
     def _is_in(self, phase: Phase) -> float:
         return float(self._phase is phase)

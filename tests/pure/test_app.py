@@ -257,6 +257,13 @@ def test_health_is_red_when_the_device_has_failed(
     assert client.get("/readyz").json == {"status": "failed", "progress": "starting"}
 
 
+def test_a_host_that_follows_says_whom_to_ask(client: FlaskClient, engine: Engine) -> None:
+    engine.mark_following()
+    for reply in (client.get("/v1/models"), client.post("/v1/completions", json=completion("hi"))):
+        assert reply.status_code == 503 and reply.json is not None
+        assert reply.json["error"]["message"] == "This host works for host 0; please ask that one."
+
+
 def test_a_device_that_has_work_and_does_not_move_is_stalled_until_it_moves(
     client: FlaskClient, registry: Registry, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
