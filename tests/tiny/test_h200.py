@@ -8,30 +8,20 @@ from __future__ import annotations
 
 import functools
 import math
-import tempfile
-from contextlib import AbstractContextManager
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.experimental import topologies
 
-from levserve.device.programs import Programs, Shape
-from levserve.device.rounds import Arrays, Skeleton, State
-from levserve.device.runner import make_state
-from levserve.device.sizing import plan_sizes
+from levserve.device.programs import Shape
 from levserve.model import cache
-from levserve.model.config import ModelConfig, parameter_shapes
-from levserve.model.decoder import Blueprint
+from levserve.model.config import ModelConfig
 from levserve.model.gpu.decode_attention import decode_attention
 from levserve.model.gpu.paged_attention import WIDEN_FP8, paged_attention
 from levserve.model.sampler import Mode
-from levserve.model.select import choose_backend
-from levserve.observe.metrics import Metrics
-from levserve.settings.parse import parse_settings
-from tests.h200 import HOLDERS, SPECIFICATION, Thunk, inside, read_thunks
+from tests.h200 import HOLDERS, inside
+from tests.h200_programs import Compiled, Given, compile_on_the_card, on_the_card, programs_of
 from tests.hlo import Instruction, computed
 
 pytestmark = [
@@ -57,73 +47,21 @@ WORKSPACE_BYTES = 4 << 20
 """Of the library for large products."""
 
 
-class Given(NamedTuple):
-    """What the programs are compiled for."""
-
-    leaves: Arrays
-    state: State
-    programs: Programs
-
-
-class Compiled(NamedTuple):
-    made: list[Instruction]
-    thunks: list[Thunk]
-    alias_bytes: int
-    temp_bytes: int
-
-
 @functools.cache
 def given() -> Given:
-    topology = topologies.get_topology_desc(
-        platform="cuda", target_config=SPECIFICATION.read_text(), topology="1x1x1"
-    )
-    there = jax.sharding.SingleDeviceSharding(topology.devices[0])
-
-    def placed(array: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=there)
-
-    dtype = jnp.dtype(jnp.bfloat16)
-    backend, _ = choose_backend("gpu", CONFIG)
-    storage = backend.kv_storage(dtype)
-    settings = parse_settings(["--kv-pages", str(NUM_PAGES)], {})
-    sizes = plan_sizes(
-        settings,
-        backend.traits,
-        free_bytes=100 << 30,
-        rows=ROWS,
-        max_position=CONFIG.max_position,
-        page_bytes=cache.page_bytes(CONFIG, settings.page_size, storage),
-        weight_bytes=0,
-    )
-    arrays = {
-        name: jax.ShapeDtypeStruct(shape, dtype if len(shape) > 1 else jnp.float32)
-        for name, shape in parameter_shapes(CONFIG).items()
-    }
-    state = jax.tree.map(placed, jax.eval_shape(lambda: make_state(CONFIG, sizes, storage)))
-    leaves = tuple(map(placed, arrays.values()))
-    skeleton = Skeleton(Blueprint(CONFIG, backend), tuple(arrays), sizes.table_width)
-    return Given(leaves, state, Programs(leaves, state, skeleton, sizes, Metrics()))
-
-
-def on_the_card() -> AbstractContextManager[None]:
-    """Else Pallas looks for one here."""
-    card = jax.sharding.AbstractDevice("NVIDIA H200", num_cores=132, platform="gpu")
-    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=card))
+    return programs_of(CONFIG, rows=ROWS, num_pages=NUM_PAGES)
 
 
 @functools.cache
 def compile_there(shape: Shape) -> Compiled:
     programs = given().programs
     assert shape in programs.all_shapes, "a server has this program"
-    with tempfile.TemporaryDirectory() as folder, on_the_card():
-        compiled = programs.lower(shape).compile(
-            programs._compiler_options(shape) | {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
-        )
-        thunks = read_thunks(Path(folder))
-    memory = compiled.memory_analysis()
-    return Compiled(
-        computed(compiled.as_text()), thunks, memory.alias_size_in_bytes, memory.temp_size_in_bytes
-    )
+    return compile_on_the_card(lambda: programs.lower(shape), programs._compiler_options(shape))
+
+
+@functools.cache
+def made(shape: Shape) -> list[Instruction]:
+    return computed(compile_there(shape).text)
 
 
 def kernels(shape: Shape) -> list[str]:
@@ -168,7 +106,7 @@ def test_state_is_written_in_place(shape: Shape) -> None:
     compiled, state = compile_there(shape), given().state
     alias_bytes = compiled.alias_bytes
     assert alias_bytes == sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
-    of_pool = [instruction for instruction in compiled.made if instruction.holds(state.pools[0].shape)]
+    of_pool = [instruction for instruction in made(shape) if instruction.holds(state.pools[0].shape)]
     assert len(of_pool) == CONFIG.num_layers, [instruction.text for instruction in of_pool]
     assert {instruction.operation for instruction in of_pool} <= {
         "scatter",
@@ -179,10 +117,9 @@ def test_state_is_written_in_place(shape: Shape) -> None:
 @pytest.mark.parametrize("shape", LAYER_KERNELS, ids=str)
 def test_weights_are_read_as_they_lie(shape: Shape) -> None:
     weights = {leaf.shape for leaf in given().leaves if leaf.ndim == 2}
-    made = compile_there(shape).made
-    assert [instruction.text for instruction in made if any(map(instruction.holds, weights))] == []
+    assert [instruction.text for instruction in made(shape) if any(map(instruction.holds, weights))] == []
     sizes = {math.prod(weight) for weight in weights}  # a product's parts see them in other shapes
-    moved = [instruction for instruction in made if instruction.operation in ("copy", "transpose")]
+    moved = [instruction for instruction in made(shape) if instruction.operation in ("copy", "transpose")]
     assert [
         instruction.text
         for instruction in moved

@@ -6,23 +6,19 @@ One layer's experts of Qwen3-30B-A3B's shape; compiled, not run (see `h200.py`).
 from __future__ import annotations
 
 import functools
-import tempfile
-from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.experimental import topologies
 
 from levserve.model.backend import ExpertRule
 from levserve.model.config import Activation, Routing
 from levserve.model.gpu.expert_choice import choose_experts
 from levserve.model.gpu.expert_plan import choose_plan
 from levserve.model.gpu.grouped_experts import mix_grouped
-from tests.h200 import HOLDERS, SPECIFICATION, Thunk, inside, read_thunks
-from tests.hlo import PASSED_ON, Instruction, instructions
-from tests.tiny.test_h200 import on_the_card
+from tests.h200 import HOLDERS, inside
+from tests.h200_programs import Compiled, compile_on_the_card, placed
+from tests.hlo import PASSED_ON, instructions
 
 pytestmark = [
     pytest.mark.h200,
@@ -34,19 +30,8 @@ RULE = ExpertRule(NUM_EXPERTS, PER_TOKEN, Routing(), is_gated=True, activation=A
 TOKENS = [8, 64, 256, 4096]
 
 
-class Compiled(NamedTuple):
-    made: list[Instruction]
-    thunks: list[Thunk]
-    temp_bytes: int
-
-
 @functools.cache
 def compile_there(num_tokens: int) -> Compiled:
-    topology = topologies.get_topology_desc(
-        platform="cuda", target_config=SPECIFICATION.read_text(), topology="1x1x1"
-    )
-    there = jax.sharding.SingleDeviceSharding(topology.devices[0])
-
     def mix(
         x: jax.Array, scores: jax.Array, is_real: jax.Array, gate_up: jax.Array, down: jax.Array
     ) -> jax.Array:
@@ -56,7 +41,7 @@ def compile_there(num_tokens: int) -> Compiled:
 
     bfloat16 = jnp.bfloat16
     given = [
-        jax.ShapeDtypeStruct(shape, dtype, sharding=there)
+        placed(jax.ShapeDtypeStruct(shape, dtype))
         for shape, dtype in (
             ((num_tokens, EMBED), bfloat16),
             ((num_tokens, NUM_EXPERTS), jnp.float32),
@@ -65,12 +50,7 @@ def compile_there(num_tokens: int) -> Compiled:
             ((NUM_EXPERTS, EMBED, MLP), bfloat16),
         )
     ]
-    with tempfile.TemporaryDirectory() as folder, on_the_card():
-        lowered = jax.jit(mix).trace(*given).lower()
-        compiled = lowered.compile({"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
-        thunks = read_thunks(Path(folder))
-    made = [each for each in instructions(compiled.as_text()) if each.operation not in PASSED_ON]
-    return Compiled(made, thunks, compiled.memory_analysis().temp_size_in_bytes)
+    return compile_on_the_card(lambda: jax.jit(mix).trace(*given).lower())
 
 
 @pytest.mark.parametrize("num_tokens", TOKENS)
@@ -88,7 +68,8 @@ def test_experts_are_one_graph_of_five_kernels(num_tokens: int) -> None:
 @pytest.mark.parametrize("num_tokens", TOKENS)
 def test_matrices_of_experts_are_read_as_they_lie(num_tokens: int) -> None:
     shapes = (NUM_EXPERTS, 2 * MLP, EMBED), (NUM_EXPERTS, EMBED, MLP)
-    made = compile_there(num_tokens).made
+    every = instructions(compile_there(num_tokens).text)
+    made = [each for each in every if each.operation not in PASSED_ON]
     assert len(made) >= 4, "the text was understood"
     assert [each.text for each in made if any(map(each.holds, shapes))] == []
 

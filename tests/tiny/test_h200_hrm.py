@@ -6,14 +6,10 @@ One block a level of English-v1's shape; compiled, not run (see `h200.py`).
 from __future__ import annotations
 
 import functools
-import tempfile
-from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.experimental import topologies
 
 from levserve.device.sampling import make_masks, make_memory
 from levserve.device.text_programs import Task, TextPrograms, TextShape
@@ -23,8 +19,8 @@ from levserve.model.hrm import Hrm
 from levserve.model.hrm_config import HrmConfig, hrm_parameter_shapes
 from levserve.model.select import choose_text_backend
 from levserve.observe.metrics import Metrics
-from tests.h200 import HOLDERS, SPECIFICATION, Thunk, inside, read_thunks
-from tests.tiny.test_h200 import on_the_card
+from tests.h200 import HOLDERS, inside
+from tests.h200_programs import Compiled, compile_on_the_card, matrices_in_bfloat16, placed
 
 pytestmark = [
     pytest.mark.h200,
@@ -38,26 +34,10 @@ NUM_KERNELS = 16
 """Of a block: ours, three products, two norms, what it reads in bfloat16; and of a level what is added before it and its count."""
 
 
-class Compiled(NamedTuple):
-    thunks: list[Thunk]
-    temp_bytes: int
-
-
 @functools.cache
 def compile_there() -> Compiled:
-    topology = topologies.get_topology_desc(
-        platform="cuda", target_config=SPECIFICATION.read_text(), topology="1x1x1"
-    )
-    there = jax.sharding.SingleDeviceSharding(topology.devices[0])
-
-    def placed(array: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=there)
-
     backend = choose_text_backend("gpu", CONFIG.block)
-    arrays = {
-        name: jax.ShapeDtypeStruct(shape, jnp.bfloat16 if len(shape) > 1 else jnp.float32)
-        for name, shape in hrm_parameter_shapes(CONFIG).items()
-    }
+    arrays = matrices_in_bfloat16(hrm_parameter_shapes(CONFIG))
     model = jax.eval_shape(lambda arrays: Hrm.from_arrays(CONFIG, arrays, backend=backend), arrays)
     sizes = plan_text_sizes(
         backend.traits,
@@ -76,12 +56,7 @@ def compile_there() -> Compiled:
     programs = TextPrograms(tuple(leaves), state, TextSkeleton(tree, backend), sizes, Metrics())
     shape = TextShape(Task.RUN, ROWS, LENGTH)
     assert shape in programs.all_shapes, "a server has this program"
-    with tempfile.TemporaryDirectory() as folder, on_the_card():
-        compiled = programs.lower(shape).compile(
-            programs._compiler_options(shape) | {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
-        )
-        thunks = read_thunks(Path(folder))
-    return Compiled(thunks, compiled.memory_analysis().temp_size_in_bytes)
+    return compile_on_the_card(lambda: programs.lower(shape), programs._compiler_options(shape))
 
 
 def graphs() -> list[list[str]]:

@@ -12,26 +12,12 @@ from contextlib import nullcontext
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import pytest
-from jax.experimental import topologies
-from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from levserve.device.programs import Programs, Shape
-from levserve.device.rounds import Arrays, Skeleton, State
-from levserve.device.runner import make_state
-from levserve.device.sizing import plan_sizes
-from levserve.model import cache
-from levserve.model.config import ModelConfig, parameter_shapes
-from levserve.model.decoder import Blueprint
-from levserve.model.placement import BY_HEADS, STACKED, WHOLE, make_mesh
+from levserve.device.programs import Shape
+from levserve.model.config import ModelConfig
 from levserve.model.sampler import Mode
-from levserve.model.select import choose_backend
-from levserve.model.sharding import AXIS, find_cut, local_config
-from levserve.observe.metrics import Metrics
-from levserve.settings.parse import parse_settings
-from tests.h200 import SPECIFICATION
-from tests.tiny.test_h200 import on_the_card
+from tests.h200_programs import Given, on_the_card, programs_of
 
 pytestmark = [
     pytest.mark.h200,
@@ -49,19 +35,6 @@ PRODUCT = re.compile(
 )
 
 
-class Given(NamedTuple):
-    """What programs are compiled for."""
-
-    programs: Programs
-    leaves: Arrays
-    state: State
-
-    @property
-    def argument_bytes(self) -> int:
-        """Of weights and state, on each card."""
-        return sum(map(local_bytes, (*self.leaves, *jax.tree.leaves(self.state))))
-
-
 class Compiled(NamedTuple):
     argument_bytes: int
     alias_bytes: int
@@ -70,43 +43,7 @@ class Compiled(NamedTuple):
 
 @functools.cache
 def given(count: int) -> Given:
-    topology = topologies.get_topology_desc(
-        platform="cuda", target_config=SPECIFICATION.read_text(), topology=f"1x1x{count}"
-    )
-    mesh = make_mesh(topology.devices)
-    local = local_config(CONFIG, count)
-    backend, _ = choose_backend("gpu", local)
-    dtype = jnp.dtype(jnp.bfloat16)
-    storage = backend.kv_storage(dtype)
-
-    def placed(array: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
-        if mesh is None:
-            sharding = SingleDeviceSharding(topology.devices[0])
-            return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
-        whole = list(array.shape)
-        if AXIS in spec:
-            whole[spec.index(AXIS)] *= count
-        return jax.ShapeDtypeStruct(tuple(whole), array.dtype, sharding=NamedSharding(mesh, spec))
-
-    settings = parse_settings(["--kv-pages", str(NUM_PAGES)], {})
-    sizes = plan_sizes(
-        settings,
-        backend.traits,
-        free_bytes=100 << 30,
-        rows=ROWS,
-        max_position=CONFIG.max_position,
-        page_bytes=cache.page_bytes(local, settings.page_size, storage),
-        weight_bytes=0,
-    )
-    arrays = {}
-    for name, shape in parameter_shapes(local).items():
-        array = jax.ShapeDtypeStruct(shape, dtype if len(shape) > 1 else jnp.float32)
-        arrays[name] = placed(array, WHOLE if find_cut(name, CONFIG) is None else STACKED)
-    state = jax.eval_shape(lambda: make_state(local, sizes, storage))
-    state = jax.tree.map(lambda array: placed(array, BY_HEADS if array.ndim == 5 else WHOLE), state)
-    leaves = tuple(arrays.values())
-    skeleton = Skeleton(Blueprint(local, backend), tuple(arrays), sizes.table_width)
-    return Given(Programs(leaves, state, skeleton, sizes, Metrics()), leaves, state)
+    return programs_of(CONFIG, rows=ROWS, num_pages=NUM_PAGES, count=count)
 
 
 @functools.cache
@@ -142,12 +79,13 @@ def local_bytes(array: jax.ShapeDtypeStruct) -> int:
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("shape", [DECODE, PREFILL], ids=str)
 def test_what_each_card_holds_and_multiplies_falls_as_their_number_grows(shape: Shape, count: int) -> None:
-    alone_bytes = given(1).argument_bytes
+    alone = given(1)
+    alone_bytes = sum(map(local_bytes, (*alone.leaves, *jax.tree.leaves(alone.state))))
     # Norms, tables and what sampling remembers are whole on each.
     assert compile_there(shape, count).argument_bytes <= 1.02 * alone_bytes / count
-    alone, shared = (product_flops(lower_there(shape, number)) for number in (1, count))
-    assert alone > 2 * shape.size * 4 * CONFIG.hidden_size * CONFIG.intermediate_size // 2
-    assert shared * count == alone
+    alone_flops, shared_flops = (product_flops(lower_there(shape, number)) for number in (1, count))
+    assert alone_flops > 2 * shape.size * 4 * CONFIG.hidden_size * CONFIG.intermediate_size // 2
+    assert shared_flops * count == alone_flops
 
 
 @pytest.mark.parametrize("count", COUNTS)
