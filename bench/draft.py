@@ -17,8 +17,10 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -32,6 +34,7 @@ from decode import SHAPES, random_arrays, random_tokens
 
 from levserve.device import rounds
 from levserve.device.in_flight import InFlightRound
+from levserve.device.program_set import COMPILER_STACK_BYTES
 from levserve.device.programs import Shape
 from levserve.device.runner import DraftModel, Runner
 from levserve.device.sizing import Sizes, plan_sizes
@@ -163,15 +166,21 @@ def compile_with(runner: Runner, sizes: Sizes, is_drawn: Callable[..., jax.Array
     """Compiles the few programs that one greedy stream needs, with this judgement of drafts."""
     rounds.is_drawn = is_drawn
     mode = Mode.PLAIN if sizes.has_all_modes else Mode.FULL
-    decode = Mode.GREEDY if sizes.has_all_modes else Mode.FULL
-    shapes = [
+    drafted = Shape(sizes.verify_sizes[0], mode, is_verify=True, is_draft=True)
+    others = [
         Shape(prefill_size(sizes), is_sample_only=sizes.has_all_modes),
         Shape(sizes.chunk_sizes[0], is_draft=True),
-        Shape(sizes.row_sizes[0], decode),
-        Shape(sizes.verify_sizes[0], mode, is_verify=True, is_draft=True),
+        Shape(sizes.row_sizes[0], Mode.GREEDY if sizes.has_all_modes else Mode.FULL),
     ]
+    compile_all(runner, [drafted, *(shape for shape in others if shape not in runner.programs._ready)])
+
+
+def compile_all(runner: Runner, shapes: list[Shape]) -> None:
+    """Compiles programs side by side, also such that are there already."""
     start = time.perf_counter()
-    runner.programs.compile_only(shapes)
+    threading.stack_size(COMPILER_STACK_BYTES)
+    with ThreadPoolExecutor() as compilers:
+        list(compilers.map(lambda shape: runner.programs._compile(shape, "startup"), shapes))
     print(f"{'':22s} compiled in {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
 
 
@@ -189,8 +198,9 @@ def compare(
     plain: list[Run] = []
     drafted: list[Run] = []
     for number in range(options.repeats + 1):
-        plain.append(generate(runner, sizes, never, number, options))
-        drafted.append(generate(runner, sizes, speculation, number, options))
+        prompt = random_tokens(SHAPES[options.shape], options.prompt, number)
+        plain.append(generate(runner, sizes, never, prompt, options.tokens))
+        drafted.append(generate(runner, sizes, speculation, prompt, options.tokens))
     return with_median(plain[1:]), with_median(drafted[1:])
 
 
@@ -200,40 +210,45 @@ def with_median(runs: list[Run]) -> Run:
 
 
 def generate(
-    runner: Runner, sizes: Sizes, speculation: Speculation, number: int, options: argparse.Namespace
+    runner: Runner, sizes: Sizes, speculation: Speculation | None, prompt: list[int], num_tokens: int
 ) -> Run:
     """One stream, planned and read as `ModelLoop` does it: one round ahead, or read first where it drafts."""
     budget = Budget(sizes.rows, sizes.round_steps, sizes.chunk_costs, sizes.num_tokens, sizes.chunk_sizes[-1])
     scheduler = Scheduler(PagePool(sizes.num_pages, sizes.page_size), budget, speculation)
-    prompt = random_tokens(SHAPES[options.shape], options.prompt, number)
-    request = GenerationRequest(str(number), tuple(prompt), options.tokens, Sampling(temperature=0.0))
+    request = GenerationRequest("", tuple(prompt), num_tokens, Sampling(temperature=0.0))
     sequence = scheduler.add(request)
     in_flight: InFlightRound | None = None
     first, began = 0.0, time.perf_counter()
     num_turns = num_drafted = num_right = 0
+
+    def read(in_flight: InFlightRound) -> None:
+        nonlocal first, began, num_turns, num_drafted, num_right
+        chunks, rows = in_flight.read()
+        now = time.perf_counter()
+        for row, sampled in zip(in_flight.plan.rows, rows):
+            steps = sizes.draft_turns if row.reach else row.steps
+            right = sampled.num_right if row.reach else len(sampled.tokens) - row.steps
+            num_turns += len(sampled.tokens) - right
+            num_right += right
+            num_drafted += sampled.num_drafted + len(row.draft)
+            if speculation is not None and row.reach:
+                speculation.note_drafted(len(sampled.tokens), right)
+            if speculation is not None and not row.missed and not in_flight.plan.chunks:
+                is_verify = in_flight.plan.is_verify
+                speculation.note_round(1, (now - began) / steps, is_verify=is_verify, num_steps=steps)
+        scheduler.commit(in_flight.plan, chunks, rows)
+        first, began = first or now, now
+
     while scheduler.has_work or in_flight is not None:
         before, in_flight = in_flight, None
-        reads_first = before is not None and (before.plan.is_verify or scheduler.is_speculating)
-        for is_before_plan in (True, False):
-            if not is_before_plan:
-                plan = scheduler.plan()
-                in_flight = None if plan.is_empty else runner.dispatch(plan)
-            if before is None or reads_first is not is_before_plan:
-                continue
-            chunks, rows = before.read()
-            now = time.perf_counter()
-            scheduler.commit(before.plan, chunks, rows)
-            for row, sampled in zip(before.plan.rows, rows):
-                num_drafted, num_right = num_drafted + sampled.num_drafted, num_right + sampled.num_right
-                turns = len(sampled.tokens) - sampled.num_right if row.reach else row.steps
-                num_turns += turns
-                if row.reach:
-                    speculation.note_drafted(len(sampled.tokens), sampled.num_right)
-                if not row.missed and not before.plan.chunks:
-                    steps = sizes.draft_turns if row.reach else row.steps
-                    speculation.note_round(1, (now - began) / steps, is_verify=row.reach > 0, num_steps=steps)
-            first, began = first or now, now
-    answer = sequence.tokens[options.prompt :]
+        if before is not None and (before.plan.is_verify or scheduler.is_speculating):
+            read(before)
+            before = None
+        plan = scheduler.plan()
+        in_flight = None if plan.is_empty else runner.dispatch(plan)
+        if before is not None:
+            read(before)
+    answer = sequence.tokens[len(prompt) :]
     return Run((began - first) / (len(answer) - 1), answer, num_turns, num_drafted, num_right)
 
 
@@ -264,7 +279,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--speculate", type=int, default=0, help="tokens of a draft; 0: as the server does")
     parser.add_argument(
-        "--right", type=float, nargs="+", default=[0.7], help="how likely a drafted token is right"
+        "--right",
+        type=float,
+        nargs="+",
+        default=[0.7, 0.86],
+        help="how likely a drafted token is right if those before it were; with 0.86, 70 %% of drafts of 4 are",
     )
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=384)
