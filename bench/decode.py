@@ -37,9 +37,10 @@ from levserve.device.sizing import Sizes
 from levserve.model import cache
 from levserve.model.config import ModelConfig, parameter_shapes
 from levserve.model.decoder import Blueprint
+from levserve.model.int8_blocks import BLOCK, SCALE_FACTOR, has_blocks
 from levserve.model.int8_packing import OFFSET, is_packable
 from levserve.model.packed import Kept
-from levserve.model.quantize import NARROW, Quantization, choose_quantization, is_quantized
+from levserve.model.quantize import BLOCKS_NAME, NARROW, Quantization, choose_quantization, is_quantized
 from levserve.model.sampler import Mode
 from levserve.model.select import KERNELS, choose_backend
 from levserve.observe.metrics import Metrics
@@ -154,7 +155,10 @@ def build(
         kv_dtype=kv_dtype,
         is_packed=is_packed,
     )
-    quantization: Quantization | Kept | None = choose_quantization(narrow, backend, dtype)
+    in_blocks = options.quantize == BLOCKS_NAME
+    quantization: Quantization | Kept | None = choose_quantization(
+        narrow, backend, dtype, in_blocks=in_blocks
+    )
     if is_packed:
         quantization = Kept(tuple(find_schemes(options.quantize, config).items()), dtype)
     arrays = random_arrays(config, dtype, quantization)
@@ -201,10 +205,14 @@ def random_arrays(
         elif quantization is None or not is_quantized(name):
             arrays[name] = random_matrix(key, shape, dtype, 0.02)
         else:
+            in_blocks = quantization.has_blocks and has_blocks(shape[1])
             is_packed = quantization.is_packed and is_packable(*shape)
             arrays[name] = random_matrix(key, shape, quantization.kept, NARROW_SPREAD)
             arrays[name] = arrays[name].view(jnp.uint8) ^ OFFSET if is_packed else arrays[name]
-            arrays[f"{name}_scale"] = jnp.full(shape[0], 0.02 / NARROW_SPREAD, jnp.float32)
+            scale = 0.02 / NARROW_SPREAD
+            per_row = jnp.full(shape[0], scale, jnp.float32)
+            per_block = jnp.full((shape[0], shape[1] // BLOCK), scale * SCALE_FACTOR, jnp.float16)
+            arrays[f"{name}_scale"] = per_block if in_blocks else per_row
     return arrays
 
 

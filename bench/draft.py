@@ -41,7 +41,7 @@ from levserve.device.sizing import Sizes, plan_sizes
 from levserve.model import cache
 from levserve.model.config import ModelConfig
 from levserve.model.decoder import Blueprint
-from levserve.model.quantize import NARROW, Quantization, choose_quantization
+from levserve.model.quantize import BLOCKS_NAME, NARROW, Quantization, choose_quantization
 from levserve.model.sampler import Mode
 from levserve.model.select import choose_backend
 from levserve.observe.metrics import Metrics
@@ -137,7 +137,7 @@ def make_part(config: ModelConfig, quantize: str, platform: str) -> Part:
     dtype = jnp.dtype(jnp.bfloat16)
     narrow = NARROW.get(quantize)
     backend, _ = choose_backend(platform, config, quantized=narrow, dtype=dtype, kv_dtype=dtype)
-    quantization = choose_quantization(narrow, backend, dtype)
+    quantization = choose_quantization(narrow, backend, dtype, in_blocks=quantize == BLOCKS_NAME)
     assert quantization is None or isinstance(quantization, Quantization)
     arrays = random_arrays(config, dtype, quantization)
     return Part(Blueprint(config, backend, quantization), arrays, backend.kv_storage(dtype))

@@ -34,7 +34,7 @@ from levserve.model import cache
 from levserve.model.config import ModelConfig
 from levserve.model.decoder import Decoder
 from levserve.model.feed_forward import CHUNK, ROW
-from levserve.model.quantize import NARROW, choose_quantization
+from levserve.model.quantize import BLOCKS_NAME, NARROW, choose_quantization
 from levserve.model.select import choose_backend
 from levserve.settings.parse import parse_settings
 from levserve.text.tokenizer import load_tokenizer
@@ -58,6 +58,7 @@ FORMATS = {
     "fp8-kv": Format(kv_dtype="fp8"),
     "int8-kv": Format(kv_dtype="int8"),
     "int8": Format("int8"),
+    "int8-blocks": Format("int8-blocks"),
     "fp8": Format("fp8"),
     "int8+fp8-kv": Format("int8", "fp8"),
     "int8+int8-kv": Format("int8", "int8"),
@@ -130,7 +131,9 @@ def score(path: Path, config: ModelConfig, tokens: list[int], number_format: For
     jax.config.update("jax_default_matmul_precision", "highest" if dtype == jnp.float32 else None)
     kv_dtype = cache.kv_dtype(number_format.kv_dtype, dtype)
     backend, _ = choose_backend(platform, config, quantized=narrow, dtype=dtype, kv_dtype=kv_dtype)
-    quantization = choose_quantization(narrow, backend, dtype)
+    quantization = choose_quantization(
+        narrow, backend, dtype, in_blocks=number_format.quantize == BLOCKS_NAME
+    )
     arrays = load_arrays(path, config, dtype, report=lambda _: None, quantization=quantization)
     model = Decoder.from_arrays(config, arrays, backend=backend, quantization=quantization)
     scores = score_text(model, config, tokens, kv_dtype)

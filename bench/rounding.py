@@ -83,7 +83,7 @@ class Simulated(XlaBackend):
     way: Way = field(default=WAYS["int8"])
     vocab_size: int = 0
 
-    def product(self, weight: jax.Array, scale: jax.Array | None) -> Product:
+    def product(self, weight: jax.Array, scale: jax.Array | None, *, in_two_terms: bool = False) -> Product:
         way = self.way
         is_head = len(weight) == self.vocab_size
         round_activations = (is_head and way.head) or way.activations

@@ -259,6 +259,18 @@ class Builder:
         name = f"llvm.vector.partial.reduce.add.{_suffix(sums.ir_value.type)}.{_suffix(wide)}"
         return Value(self, self.call_symbol(name, sums.ir_value.type, sums.ir_value, products))
 
+    def accumulate_dot_lane(self, sums: Value, x: Value, words: Value, lane: int) -> Value:
+        """int32 [4] plus the products of int8 [16] with the four int8 of one of four words, four to a sum."""
+        repeated = self._shuffle(words, words, [lane] * 4)
+        if self.target.has_dot_product:
+            operands = sums.ir_value, x.ir_value, self.ir.bitcast(repeated.ir_value, x.ir_value.type)
+            name = "llvm.aarch64.neon.sdot.v4i32.v16i8"
+            return Value(self, self.call_symbol(name, sums.ir_value.type, *operands))
+        numbers = Value(self, self.ir.bitcast(x.ir_value, sums.ir_value.type))
+        for byte in range(4):
+            sums = sums + self._signed_byte(numbers, byte) * self._signed_byte(repeated, byte)
+        return sums
+
     def accumulate_dot_word(self, sums: Value, x: Value, word: Value) -> Value:
         """int32 [n] plus the products of uint8 [4 n] with the four int8 of a word, four to a sum."""
         assert sums.lanes is not None
@@ -273,9 +285,13 @@ class Builder:
         words = Value(self, self.ir.bitcast(x.ir_value, sums.ir_value.type))
         for byte in range(4):
             unsigned = (words >> (8 * byte)) & 0xFF
-            signed = self.ir.ashr((repeated << (24 - 8 * byte)).ir_value, repeated.full_like(24).ir_value)
-            sums = sums + unsigned * Value(self, signed)
+            sums = sums + unsigned * self._signed_byte(repeated, byte)
         return sums
+
+    def _signed_byte(self, words: Value, byte: int) -> Value:
+        """One of the four int8 of each int32."""
+        highest = words << (24 - 8 * byte)
+        return Value(self, self.ir.ashr(highest.ir_value, highest.full_like(24).ir_value))
 
     def concatenate(self, vectors: Sequence[Value]) -> Value:
         """One vector of a power of two of vectors with equally many lanes."""
@@ -283,6 +299,30 @@ class Builder:
             return vectors[0]
         pairs = zip(vectors[::2], vectors[1::2])
         return self.concatenate([self._shuffle(x, y, range(2 * (x.lanes or 0))) for x, y in pairs])
+
+    def reduce_vectors_max(self, vectors: Sequence[Value]) -> Value:
+        """The largest float of a power of two of vectors; NaN if any of them is NaN."""
+        while len(vectors) > 1:
+            vectors = [x.intrinsic("llvm.maximum", y) for x, y in zip(vectors[::2], vectors[1::2])]
+        return vectors[0].reduce_max()
+
+    def hide(self, pointer: Value) -> Value:
+        """The same pointer, which LLVM takes for another: what is loaded from it is loaded again."""
+        kind = ir.FunctionType(POINTER, [POINTER])
+        return Value(self, self.ir.asm(kind, "", "=r,0", [pointer.ir_value], True))
+
+    def finish(self, vectors: Sequence[Value]) -> list[Value]:
+        """The same vectors. Nothing that is loaded later is loaded before they are there: LLVM would load for
+        all rows of a tile first, and keep in memory what its registers cannot hold."""
+        kinds = [vector.ir_value.type for vector in vectors]
+        register = "w" if self.target.arch == "aarch64" else "x"
+        places = [f"={register}"] * len(kinds) + [str(index) for index in range(len(kinds))]
+        returned = kinds[0] if len(kinds) == 1 else ir.LiteralStructType(kinds)
+        kind, operands = ir.FunctionType(returned, kinds), [vector.ir_value for vector in vectors]
+        result = self.ir.asm(kind, "", ",".join([*places, "~{memory}"]), operands, True)
+        if len(kinds) == 1:
+            return [Value(self, result)]
+        return [Value(self, self.ir.extract_value(result, index)) for index in range(len(kinds))]
 
     def reduce_sums(self, first: Value, second: Value, third: Value, fourth: Value) -> Value:
         """The `reduce_sum` of each of four vectors, as one vector; they have at least four lanes each."""

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from levserve.model.cache import Place
 from levserve.model.config import Activation, ModelConfig, Routing
+from levserve.model.int8_packing import BlockOrder
 from levserve.model.packed import PackedMatrix
 from levserve.model.rotary import Angles
 from levserve.model.text_attention import Texts
@@ -172,8 +173,13 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def product(self, weight: jax.Array, scale: jax.Array | None) -> Product | None:
-        """A kernel for products with this matrix [out, in], or None: then XLA multiplies."""
+    def product(
+        self, weight: jax.Array, scale: jax.Array | None, *, in_two_terms: bool = False
+    ) -> Product | None:
+        """A kernel for products with this matrix [out, in], or None: then XLA multiplies.
+
+        One with scales for blocks of inputs may want its activations in two terms (`int8_blocks`).
+        """
 
     @abstractmethod
     def packed_product(self, matrix: PackedMatrix, widened: jnp.dtype) -> Product:
@@ -239,6 +245,11 @@ class Backend(ABC):
     @abstractmethod
     def multiplied_in(self, kept: jnp.dtype, dtype: jnp.dtype) -> jnp.dtype | None:
         """The type that matrices kept as `kept` are multiplied in; None: rotated, as integers."""
+
+    @property
+    @abstractmethod
+    def block_order(self) -> BlockOrder | None:
+        """The order of int8 matrices with scales for blocks of inputs; None: as they are."""
 
     @abstractmethod
     def packs(self, kept: jnp.dtype) -> bool:

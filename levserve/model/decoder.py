@@ -193,9 +193,19 @@ class Decoder(eqx.Module):
                     arrays[name], arrays[name + SCALE], arrays.get(name + ZERO), schemes[name], axes
                 )
                 return Linear(matrix, bias, None, backend, rounds, widened, is_partial)
-            weight, scale = hax.named(arrays[name], axes), optional(name + SCALE, Out)
+            weight, scale = hax.named(arrays[name], axes), None
+            if name + SCALE in arrays:
+                of_blocks = [Axis("block", size) for size in arrays[name + SCALE].shape[1:]]
+                scale = hax.named(arrays[name + SCALE], (Out, *of_blocks))
             return Linear(
-                weight, bias, scale, backend, rounds, None if scale is None else widened, is_partial
+                weight,
+                bias,
+                scale,
+                backend,
+                rounds,
+                None if scale is None else widened,
+                is_partial,
+                in_two_terms=name == "head",
             )
 
         def norm(name: str, *over: Axis, eps: float = config.norm_eps) -> Norm | None:

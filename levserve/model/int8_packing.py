@@ -8,12 +8,44 @@ start at -`OFFSET` times the sum of the activations, which cancels the offset th
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
 OUTS, WORD = 32, 4
 """Outputs that lie together, and how many consecutive numbers of each."""
 OFFSET = 128
+
+
+@dataclass(frozen=True, slots=True)
+class BlockOrder:
+    """The order of a matrix with scales for blocks of inputs, in which each lane is an output as well."""
+
+    outs: int
+    """Outputs that lie together."""
+    offset: int
+    """What makes the bytes unsigned, if the CPU's instruction wants that."""
+
+    def takes(self, out: int) -> bool:
+        return out % self.outs == 0
+
+    def pack(self, matrix: NDArray[np.generic]) -> NDArray[np.uint8]:
+        """int8 [out, in] in this order; the result has the same shape, but not the same meaning."""
+        out, size = matrix.shape
+        words = matrix.view(np.uint32).reshape(out // self.outs, self.outs, size // WORD)
+        bytes_of = words.transpose(0, 2, 1) ^ np.uint32(self.offset * 0x01010101)
+        return bytes_of.reshape(out, size // WORD).view(np.uint8)
+
+    def pack_scales(self, scales: NDArray[np.float16]) -> NDArray[np.float16]:
+        """Scales [out, block]: those of the outputs that lie together follow each other for each block."""
+        out, blocks = scales.shape
+        return scales.reshape(out // self.outs, self.outs, blocks).transpose(0, 2, 1).reshape(out, blocks)
+
+
+SIGNED_ORDER = BlockOrder(outs=4, offset=0)
+"""For ARM's instruction: a register has four outputs."""
+UNSIGNED_ORDER = BlockOrder(outs=OUTS, offset=OFFSET)
 STEPS = 127.0
 """The largest int8 of a quantized row: the one that its largest number becomes."""
 SMALLEST = 1e-20

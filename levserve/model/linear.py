@@ -18,8 +18,9 @@ from levserve.model.sharding import sum_over_devices
 class Linear(eqx.Module):
     """A matrix [out, in], the layout that checkpoints have and that CPU and GPU products read fastest.
 
-    A matrix that `--quantize` made has a `scale` for each output. It is widened to the type `widened` for the
-    product; None leaves the product to the backend. A `PackedMatrix` is in the bits of its checkpoint.
+    A matrix that `--quantize` made has a `scale` for each output, or for each of its blocks of inputs. It is
+    widened to the type `widened` for the product; None leaves the product to the backend. A `PackedMatrix` is
+    in the bits of its checkpoint.
 
     A product is summed in float32 and stays so, unless it `rounds`: then it comes in the weight's type, which
     halves what a GPU writes and reads again. On a CPU a bfloat16 result is 20 times slower.
@@ -34,6 +35,8 @@ class Linear(eqx.Module):
     widened: jnp.dtype | None = eqx.field(static=True, default=None)
     is_partial: bool = eqx.field(static=True, default=False)
     """Whether each of several devices has some of the inputs, so that their products are added up."""
+    in_two_terms: bool = eqx.field(static=True, default=False)
+    """Whether a product with scales for blocks rounds activations to two int8 terms, not to one."""
 
     def __call__(self, x: NamedArray, num_used: jax.Array | None = None) -> NamedArray:
         """A kernel may skip what comes after the first `num_used` [1] vectors in `x`, which is padding."""
@@ -54,7 +57,7 @@ class Linear(eqx.Module):
             return self._multiply_packed(x, self.weight, num_used)
         if self.backend is not None and self.widened is None:
             scale = None if self.scale is None else self.scale.array
-            product = self.backend.product(self.weight.array, scale)
+            product = self.backend.product(self.weight.array, scale, in_two_terms=self.in_two_terms)
             if product is not None:
                 return self._multiply_rows(x, product, num_used)
         weight = self.weight if self.widened is None else self.weight.astype(self.widened)

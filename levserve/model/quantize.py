@@ -1,4 +1,5 @@
-"""Quantizes matrices to eight bits, int8 or fp8, with one scale per output row, when they are loaded.
+"""Quantizes matrices to eight bits, int8 or fp8, when they are loaded: with one scale per output row, or with
+one for every 32 inputs (`int8_blocks`).
 
 A GPU widens matrices as it reads them, and the reading is what takes time. A CPU multiplies int8 faster than
 anything else, so there each row of activations is rounded to int8 too, with a scale of its own, after a
@@ -22,12 +23,12 @@ from levserve.model.backend import Backend
 from levserve.model.cache import FP8, LARGEST_FP8
 from levserve.model.config import ModelConfig
 from levserve.model.hadamard import rotate
-from levserve.model.int8_packing import SMALLEST, STEPS, is_packable, pack
+from levserve.model.int8_blocks import BLOCK, MIN_PRODUCT_ROWS, has_blocks, round_rows
+from levserve.model.int8_packing import SMALLEST, STEPS, BlockOrder, is_packable, pack
 
 ROWS_PER_TASK = 256
-MIN_PRODUCT_ROWS = 2
-"""XLA's integer product of one row is slower than that of two."""
-NARROW = {"int8": jnp.dtype(jnp.int8), "fp8": FP8}
+BLOCKS_NAME = "int8-blocks"
+NARROW = {"int8": jnp.dtype(jnp.int8), BLOCKS_NAME: jnp.dtype(jnp.int8), "fp8": FP8}
 """The types that `--quantize` can name."""
 QUANTIZED = ("qkv", "out", "gate_up", "down", "head")
 
@@ -41,16 +42,30 @@ class Quantization:
     """The type that they are widened to for a product; None: they are rotated and multiplied as integers."""
     is_packed: bool = False
     """Whether matrices of a suitable shape are in the order of `int8_packing`."""
+    has_blocks: bool = False
+    """Whether rows that are whole blocks have a scale for each block: only if matrices are not widened."""
+    block_order: BlockOrder | None = None
+    """The order of such matrices; None: as they are."""
 
     def __str__(self) -> str:
-        return f"{self.kept}, multiplied in {self.widened or self.kept}"
+        scales = f" with a scale for {BLOCK} inputs" if self.has_blocks else ""
+        return f"{self.kept}{scales}, multiplied in {self.widened or self.kept}"
 
 
-def choose_quantization(kept: jnp.dtype | None, backend: Backend, dtype: jnp.dtype) -> Quantization | None:
+def choose_quantization(
+    kept: jnp.dtype | None, backend: Backend, dtype: jnp.dtype, *, in_blocks: bool = False
+) -> Quantization | None:
     """How the backend keeps matrices in the type `kept`, if others are in `dtype`; None: it does not."""
     if kept is None:
         return None
-    return Quantization(kept, backend.multiplied_in(kept, dtype), is_packed=backend.packs(kept))
+    widened = backend.multiplied_in(kept, dtype)
+    return Quantization(
+        kept,
+        widened,
+        is_packed=backend.packs(kept),
+        has_blocks=in_blocks and widened is None,
+        block_order=backend.block_order,
+    )
 
 
 def multiply_rotated(weight: jax.Array, scale: jax.Array, x: jax.Array) -> jax.Array:
@@ -82,8 +97,13 @@ def quantize_arrays(
         for name, array in arrays:
             is_head = name == "embed" and config.tied_head
             if is_quantized(name) or is_head:
-                weight, scale = _quantize_rows(array, quantization, pool, num_shares)
                 target = "head" if is_head else name
+                if quantization.has_blocks and has_blocks(array.shape[1]):
+                    weight, scale = _quantize_blocks(
+                        array, quantization.block_order, pool, num_shares, is_head=target == "head"
+                    )
+                else:
+                    weight, scale = _quantize_rows(array, quantization, pool, num_shares)
                 yield target, weight
                 yield f"{target}_scale", scale
             if name in ("embed", "positions"):
@@ -101,7 +121,7 @@ def is_quantized(name: str) -> bool:
 
 def _quantize_rows(
     matrix: NDArray[np.generic], quantization: Quantization, pool: ThreadPoolExecutor, num_shares: int
-) -> tuple[NDArray[np.generic], NDArray[np.float32]]:
+) -> tuple[NDArray[np.generic], NDArray[np.generic]]:
     """The quantized matrix [out, in] and its scales, float32 [out]."""
     rows, columns = matrix.shape
     is_packed = quantization.is_packed and is_packable(rows // num_shares, columns)
@@ -122,6 +142,34 @@ def _quantize_rows(
     for _ in pool.map(quantize_from, range(0, len(matrix), ROWS_PER_TASK)):
         pass
     return quantized, scale
+
+
+def _quantize_blocks(
+    matrix: NDArray[np.generic],
+    order: BlockOrder | None,
+    pool: ThreadPoolExecutor,
+    num_shares: int,
+    *,
+    is_head: bool,
+) -> tuple[NDArray[np.generic], NDArray[np.generic]]:
+    """The quantized matrix [out, in] and its scales, float16 [out, in / 32]."""
+    rows, columns = matrix.shape
+    order = order if order is not None and order.takes(rows // num_shares) else None
+    is_unsigned = order is not None and order.offset > 0
+    quantized = aligned_array(matrix.shape, np.dtype(np.uint8 if is_unsigned else np.int8))
+    scales = aligned_array((rows, columns // BLOCK), np.dtype(np.float16))
+
+    def quantize_from(start: int) -> None:
+        part = slice(start, start + ROWS_PER_TASK)
+        integers, scale = round_rows(np.asarray(matrix[part], np.float32), is_rotated=not is_head)
+        if order is not None:
+            scale = order.pack_scales(scale)
+        quantized[part] = integers if order is None else order.pack(integers).view(quantized.dtype)
+        scales[part] = scale
+
+    for _ in pool.map(quantize_from, range(0, rows, ROWS_PER_TASK)):
+        pass
+    return quantized, scales
 
 
 def _fill_int8(quantized: NDArray[np.generic], scaled: NDArray[np.float32]) -> None:

@@ -25,6 +25,8 @@ from levserve.model.backend import (
 )
 from levserve.model.cache import Place, take_ends
 from levserve.model.experts import are_few, choose_experts, mix_gathered, mix_in_blocks, mix_in_slots
+from levserve.model.int8_blocks import multiply_blocks
+from levserve.model.int8_packing import BlockOrder
 from levserve.model.packed import PackedMatrix, multiply_packed
 from levserve.model.quantize import multiply_rotated
 from levserve.model.rotary import Angles, rotate
@@ -115,9 +117,13 @@ class XlaBackend(Backend):
     ) -> tuple[jax.Array, Arrays]:
         return attend_to_all(qkv, texts, num_heads), scratch
 
-    def product(self, weight: jax.Array, scale: jax.Array | None) -> Product | None:
+    def product(
+        self, weight: jax.Array, scale: jax.Array | None, *, in_two_terms: bool = False
+    ) -> Product | None:
         if scale is None or weight.ndim != 2 or not self.is_cpu:
             return None
+        if scale.ndim == 2:
+            return lambda x, num_used: multiply_blocks(weight, scale, x, in_two_terms=in_two_terms)
         return lambda x, num_used: multiply_rotated(weight, scale, x)
 
     def packed_product(self, matrix: PackedMatrix, widened: jnp.dtype) -> Product:
@@ -159,6 +165,10 @@ class XlaBackend(Backend):
 
     def multiplied_in(self, kept: jnp.dtype, dtype: jnp.dtype) -> jnp.dtype | None:
         return None if self.is_cpu and kept == jnp.int8 else dtype
+
+    @property
+    def block_order(self) -> BlockOrder | None:
+        return None
 
     def packs(self, kept: jnp.dtype) -> bool:
         return False

@@ -26,9 +26,10 @@ from levserve.model import cache
 from levserve.model.backend import Backend
 from levserve.model.config import ModelConfig, parameter_shapes
 from levserve.model.decoder import Blueprint
+from levserve.model.int8_blocks import BLOCK
 from levserve.model.packed import Code, Kept
 from levserve.model.placement import HostArray, shards_of
-from levserve.model.quantize import NARROW, Quantization, choose_quantization
+from levserve.model.quantize import BLOCKS_NAME, NARROW, Quantization, choose_quantization
 from levserve.model.select import choose_backend
 from levserve.model.sharding import Shards, local_config
 from levserve.models.checks import check_draft, check_host_memory, check_same_model, sum_bytes
@@ -130,7 +131,8 @@ class Description:
     def _own_weight_bytes(self) -> int:
         shapes = parameter_shapes(self.local_config)
         if isinstance(self.quantization, Quantization):
-            return sum_bytes(shapes, self.quantization.kept)
+            num_bytes = sum_bytes(shapes, self.quantization.kept)
+            return num_bytes * (BLOCK + 2) // BLOCK if self.quantization.has_blocks else num_bytes
         schemes = {} if self.quantization is None else self.quantization.by_name()
         stored = sum(scheme.num_bytes(shapes.pop(name)) for name, scheme in schemes.items())
         return stored + sum_bytes(shapes, self.dtype)
@@ -279,7 +281,8 @@ def describe(settings: Settings, files: ModelFiles) -> Description:
         device=device,
         mesh=mesh,
         dtype=dtype,
-        quantization=kept or choose_quantization(narrow, backend, dtype),
+        quantization=kept
+        or choose_quantization(narrow, backend, dtype, in_blocks=settings.quantize == BLOCKS_NAME),
         backend=backend,
         backend_reason=reason,
         kv_dtype=kv_dtype,
@@ -308,6 +311,10 @@ def choose_narrow(settings: Settings, platform: str, path: Path, config: ModelCo
     """
     if settings.quantize == "fp8" and platform == "cpu":
         raise ConfigError("--quantize fp8 is for GPUs, and this is a cpu: use --quantize int8")
+    if settings.quantize == BLOCKS_NAME and platform != "cpu":
+        raise ConfigError(
+            f"--quantize {BLOCKS_NAME} is for CPUs, and this is a {platform}: use --quantize int8"
+        )
     if settings.quantize != "auto":
         return NARROW.get(settings.quantize)
     is_free_to_choose = platform == "cpu" and settings.dtype == "auto" and not config.num_experts

@@ -24,7 +24,9 @@ from levserve.model.cache import FP8
 from levserve.model.cpu import argmax, layers, softmax
 from levserve.model.cpu import attention as cpu_attention
 from levserve.model.cpu import linear as cpu_linear
+from levserve.model.cpu.block_products import block_product_for
 from levserve.model.cpu.heads import HeadShape
+from levserve.model.cpu.products import product_for
 from levserve.model.hadamard import rotate
 from levserve.model.int8_packing import pack
 from levserve.model.quantize import STEPS, multiply_rotated
@@ -232,7 +234,8 @@ def test_what_is_not_finite_spoils_its_own_row_alone(bad: float, target: Target)
 def test_many_threads_may_call_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """As programs of several models do; and more helpers than XLA has threads are no harm."""
     monkeypatch.setenv("NPROC", "9")
-    kernel = dataclasses.replace(cpu_linear.kernel_for(jnp.dtype(jnp.int8), 48, HOST), name="crowded")
+    product = product_for(jnp.dtype(jnp.int8), 48, HOST)
+    kernel = dataclasses.replace(cpu_linear.kernel_for(product), name="crowded")
     name = xla_call.register(kernel)
     weight, scale = matrix(640, 48)
     x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 48)), jnp.float32)
@@ -294,8 +297,13 @@ def test_kernels_are_compiled_for_cpus_of_another_kind(target: Target) -> None:
     heads = HeadShape(kv_heads=1, group=3, size=32, page_size=8, dtype=bfloat16, target=target)
     kernels = [argmax.kernel_for(target)]
     kernels += [
-        cpu_linear.kernel_for(jnp.dtype(numbers), 64, target)
+        cpu_linear.kernel_for(product_for(jnp.dtype(numbers), 64, target))
         for numbers in (jnp.int8, jnp.uint8, jnp.bfloat16)
+    ]
+    kernels += [
+        cpu_linear.kernel_for(block_product_for(64, target, is_signed=is_signed, in_two_terms=in_two_terms))
+        for is_signed in (True, False)
+        for in_two_terms in (True, False)
     ]
     kernels += [
         cpu_attention.kernel_for(dataclasses.replace(heads, dtype=jnp.dtype(dtype)))

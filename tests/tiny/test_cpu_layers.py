@@ -26,7 +26,8 @@ from tests.targets import HOST, on_each_target, on_other_targets
 
 PLAIN = ("llama", "llama3-rope", "mistral", "phi3", "qwen2", "qwen3")
 DOT = CpuBackend(has_products=True)
-BACKENDS = {"int8": DOT, "packed": replace(DOT, packs_int8=True), "none": DOT}
+PACKING = replace(DOT, packs_int8=True)
+BACKENDS = {"int8": DOT, "packed": PACKING, "blocks": DOT, "packed blocks": PACKING, "none": DOT}
 """What matrices become, and which backend takes them."""
 BFLOAT16, FLOAT32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 PAGE_SIZE, WIDTH = 4, 6
@@ -36,7 +37,7 @@ PAGE_SIZE, WIDTH = 4, 6
 def arrays_of(family: str, kind: str) -> tuple[Any, dict[str, jax.Array]]:
     config = read_config(GOLDEN / family)
     quantization = choose_quantization(
-        NARROW.get("int8" if kind == "packed" else kind), BACKENDS[kind], BFLOAT16
+        None if kind == "none" else NARROW["int8"], BACKENDS[kind], BFLOAT16, in_blocks="blocks" in kind
     )
     return config, load_arrays(
         GOLDEN / family, config, BFLOAT16, report=lambda _: None, quantization=quantization
@@ -111,6 +112,8 @@ def check(family: str, kind: str, kept: jnp.dtype, target: Target = HOST, **chan
     [
         *((family, "int8", BFLOAT16) for family in PLAIN),
         *((family, "packed", BFLOAT16) for family in ("llama", "qwen3")),
+        *((family, "blocks", BFLOAT16) for family in ("llama", "qwen2")),
+        ("llama", "packed blocks", FLOAT32),
         ("qwen3", "none", BFLOAT16),
         ("qwen2", "none", FLOAT32),
         ("mistral", "int8", FLOAT32),

@@ -27,6 +27,7 @@ from levserve.model import cache
 from levserve.model.config import ModelConfig
 from levserve.model.decoder import Blueprint
 from levserve.model.feed_forward import ROW
+from levserve.model.int8_packing import UNSIGNED_ORDER
 from levserve.model.placement import WHOLE, device_bytes, make_mesh
 from levserve.model.quantize import NARROW, Quantization, choose_quantization, quantize_arrays
 from levserve.model.sampler import Mode
@@ -94,15 +95,19 @@ def test_every_family_computes_on_two_and_four_devices_what_it_does_on_one(famil
         np.testing.assert_allclose(shared, alone, atol=1e-4, rtol=0)
 
 
-def test_matrices_are_quantized_after_they_are_cut() -> None:
-    quantization = choose_quantization(NARROW["int8"], XLA_ON_CPU, FLOAT32)
+@pytest.mark.parametrize("in_blocks", [False, True])
+def test_matrices_are_quantized_after_they_are_cut(in_blocks: bool) -> None:
+    quantization = choose_quantization(NARROW["int8"], XLA_ON_CPU, FLOAT32, in_blocks=in_blocks)
     exact, alone, shared = score("llama", 1), score("llama", 1, quantization), score("llama", 4, quantization)
     # Each device has scales of its own, so that nothing is equal; what is lost is as much as on one device.
     assert np.abs(shared - exact).mean() < 1.3 * np.abs(alone - exact).mean()
 
 
-def test_shares_that_are_quantized_together_are_those_that_are_quantized_alone() -> None:
-    packed = Quantization(NARROW["int8"], None, is_packed=True)
+@pytest.mark.parametrize("in_blocks", [False, True])
+def test_shares_that_are_quantized_together_are_those_that_are_quantized_alone(in_blocks: bool) -> None:
+    packed = Quantization(
+        NARROW["int8"], None, is_packed=True, has_blocks=in_blocks, block_order=UNSIGNED_ORDER
+    )
     config = read_config(GOLDEN / "llama")
     for rows in (64, 48):  # shares of the second cannot be packed, though all of them together could
         shares = np.random.default_rng(rows).normal(size=(2, rows, 64)).astype(np.float32)

@@ -17,7 +17,7 @@ from levserve.model.cache import Place
 from levserve.model.config import ModelConfig, parameter_shapes
 from levserve.model.cpu import argmax, attention, layers, linear
 from levserve.model.cpu.heads import HeadShape
-from levserve.model.int8_packing import is_packable
+from levserve.model.int8_packing import SIGNED_ORDER, UNSIGNED_ORDER, BlockOrder, is_packable
 from levserve.model.quantize import is_quantized
 from levserve.model.rotary import Angles
 from levserve.model.traits import CPU_TRAITS, Traits
@@ -88,10 +88,14 @@ class CpuBackend(XlaBackend):
             q, pool, table, positions, target=self.target, window=window, softcap=softcap
         )
 
-    def product(self, weight: jax.Array, scale: jax.Array | None) -> Product | None:
+    def product(
+        self, weight: jax.Array, scale: jax.Array | None, *, in_two_terms: bool = False
+    ) -> Product | None:
         if weight.ndim == 2 and self._has_product(weight.shape, weight.dtype):
-            return lambda x, num_used: linear.multiply(weight, scale, x, num_used, target=self.target)
-        return super().product(weight, scale)
+            return lambda x, num_used: linear.multiply(
+                weight, scale, x, num_used, target=self.target, in_two_terms=in_two_terms
+            )
+        return super().product(weight, scale, in_two_terms=in_two_terms)
 
     def run_layers(
         self,
@@ -116,6 +120,7 @@ class CpuBackend(XlaBackend):
             query_scale=config.score_scale,
             array_names=tuple(layers_arrays[0]),
             matrix_dtype=layers_arrays[0]["qkv"].dtype,
+            in_blocks=any(array.dtype == jnp.float16 for array in layers_arrays[0].values()),
         )
         windows = [config.window(index) or 0 for index in range(config.num_layers)]
         return layers.run_layers(shape, x, pools, place, angles, windows, layers_arrays)
@@ -124,6 +129,12 @@ class CpuBackend(XlaBackend):
         if not self.has_products or num_used is None:
             return super().likeliest(logits)
         return Likeliest(*argmax.argmax_rows(logits, num_used, target=self.target))
+
+    @property
+    def block_order(self) -> BlockOrder | None:
+        if not self.has_products:
+            return None
+        return UNSIGNED_ORDER if self.packs_int8 else SIGNED_ORDER
 
     def packs(self, kept: jnp.dtype) -> bool:
         return self.packs_int8 and kept == jnp.int8

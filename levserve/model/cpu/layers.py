@@ -20,9 +20,11 @@ from levserve.jit.target import Target
 from levserve.jit.xla_call import Call, Kernel, RunTask, Stage, register
 from levserve.model.cache import INT8, LARGEST_INT8, SMALLEST_SCALE, Place
 from levserve.model.cpu import attention, linear
+from levserve.model.cpu.block_products import block_product_for
 from levserve.model.cpu.heads import AttentionArrays, HeadShape
 from levserve.model.cpu.products import Product, product_for
 from levserve.model.cpu.softmax import exp
+from levserve.model.int8_blocks import has_blocks
 from levserve.model.rotary import Angles
 
 LANES = 16
@@ -56,6 +58,8 @@ class ModelShape:
     array_names: tuple[str, ...]
     """The arrays of a layer, in the order of the arguments."""
     matrix_dtype: jnp.dtype
+    in_blocks: bool = False
+    """Whether int8 matrices whose rows are whole blocks have a scale for each block."""
 
     @property
     def target(self) -> Target:
@@ -117,13 +121,18 @@ class LayerWriter:
     def __init__(self, shape: ModelShape) -> None:
         self.shape, self.heads = shape, shape.heads
         sizes = shape.hidden, shape.attended, shape.intermediate
-        self.by_hidden, self.by_attended, self.by_activated = (
-            product_for(shape.matrix_dtype, size, shape.target) for size in sizes
-        )
+        self.by_hidden, self.by_attended, self.by_activated = (self.product_for(size) for size in sizes)
         products = self.by_hidden, self.by_attended, self.by_activated
         prepared_bytes = max(product.row_bytes for product in products)
         self.widths = prepared_bytes, 4 * shape.qkv, 4 * shape.attended, 8 * shape.intermediate
         """Bytes of a row of each buffer."""
+
+    def product_for(self, size: int) -> Product:
+        """The product with the layer's matrices that have so many inputs."""
+        dtype, target = self.shape.matrix_dtype, self.shape.target
+        if self.shape.in_blocks and has_blocks(size):
+            return block_product_for(size, target, is_signed=dtype == jnp.int8, in_two_terms=False)
+        return product_for(dtype, size, target)
 
     def kernel(self) -> Kernel:
         shape = self.shape

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from levserve.jit.builder import Builder, Value
 from levserve.jit.target import Target
 from levserve.jit.xla_call import Call, Kernel, Stage, num_threads, register
+from levserve.model.cpu.block_products import block_product_for
 from levserve.model.cpu.products import INT8_LANES, Bfloat16Product, Product, product_for
 
 MIN_TASK_OUTS, MAX_TASK_OUTS = 32, 1024
@@ -42,22 +43,27 @@ def multiply(
     num_used: jax.Array | None = None,
     *,
     target: Target,
+    in_two_terms: bool = False,
 ) -> jax.Array:
     """x [row, in], or the first `num_used` [1] of its rows, times a matrix [out, in]: float32 [row, out].
 
-    With int8, packed or not, it computes what `multiply_rotated` computes. With bfloat16, which has no scale,
-    it computes in float32.
+    With int8, packed or not, it computes what `multiply_rotated` computes, or `multiply_blocks` where scales
+    are for blocks. With bfloat16, which has no scale, it computes in float32.
     """
     out, size = weight.shape
-    name = register(kernel_for(weight.dtype, size, target))
+    product: Product = product_for(weight.dtype, size, target)
+    if scale is not None and scale.ndim == 2:
+        product = block_product_for(
+            size, target, is_signed=weight.dtype == jnp.int8, in_two_terms=in_two_terms
+        )
+    name = register(kernel_for(product))
     count = jnp.asarray([x.shape[0]], jnp.int32) if num_used is None else num_used
     arguments = x.astype(jnp.float32), count, weight, *(() if scale is None else (scale,))
     return jax.ffi.ffi_call(name, jax.ShapeDtypeStruct((x.shape[0], out), jnp.float32))(*arguments)
 
 
-def kernel_for(dtype: jnp.dtype, size: int, target: Target) -> Kernel:
-    """The kernel for matrices of this type [out, size]. Its shared memory holds the prepared rows."""
-    product = product_for(dtype, size, target)
+def kernel_for(product: Product) -> Kernel:
+    """The kernel for such products. Its shared memory holds the prepared rows."""
 
     def num_rows(call: Call) -> Value:
         return load_num_used(call, NUM_USED).minimum(call.argument_size(X, 0))
@@ -77,8 +83,8 @@ def kernel_for(dtype: jnp.dtype, size: int, target: Target) -> Kernel:
         multiply_range(call.builder, product, matrix, shared, rows, outs, store)
 
     return Kernel(
-        f"levserve_multiply_{dtype}_{size}",
-        target,
+        f"levserve_multiply_{product.name}_{product.size}",
+        product.target,
         stages=(
             Stage(num_rows, prepare_row),
             Stage(lambda call: num_tasks(product, call.argument_size(WEIGHT, 0)), multiply_task),
@@ -131,7 +137,7 @@ def multiply_range(
 
     def multiply_tile(out: Value, row: Value, num_rows: int) -> None:
         weight = matrix.weight + out * product.out_bytes
-        scales = matrix.weight if matrix.scales is None else matrix.scales + out * 4
+        scales = matrix.weight if matrix.scales is None else matrix.scales + out * product.out_scale_bytes
         rows = prepared + row * product.row_bytes
         for index, products in enumerate(product.multiply(builder, weight, scales, rows, num_rows)):
             store(row + index, out, products)

@@ -43,6 +43,10 @@ class Product(Protocol):
     has_scales: ClassVar[bool]
 
     @property
+    def name(self) -> str:
+        """Different for each kind of product."""
+
+    @property
     def size(self) -> int: ...
 
     @property
@@ -55,6 +59,10 @@ class Product(Protocol):
     @property
     def out_bytes(self) -> int:
         """Bytes of a row of the matrix."""
+
+    @property
+    def out_scale_bytes(self) -> int:
+        """Bytes of the scales of such a row."""
 
     @property
     def row_bytes(self) -> int:
@@ -80,6 +88,8 @@ class Int8Activations:
     target: Target
     has_scales: ClassVar[bool] = True
 
+    out_scale_bytes: ClassVar[int] = 4
+
     @property
     def out_bytes(self) -> int:
         return self.size
@@ -93,7 +103,7 @@ class Int8Activations:
         maximum = builder.variable(builder.zeros(F32, lanes))
         with builder.loop(0, self.size, block) as start:
             offsets = [start * 4 + 4 * number for number in range(0, block, lanes)]
-            rotated = _rotate_block([builder.load(x + offset, F32, lanes) for offset in offsets], lanes)
+            rotated = rotate_block([builder.load(x + offset, F32, lanes) for offset in offsets], lanes)
             for offset, numbers in zip(offsets, rotated):
                 builder.store(scratch + offset, numbers)
                 maximum.set(maximum.get().intrinsic("llvm.maximum", numbers.intrinsic("llvm.fabs")))
@@ -119,6 +129,7 @@ class Int8Activations:
 class Int8Product(Int8Activations):
     """With a matrix in its plain order, for ARM's instruction that multiplies signed numbers."""
 
+    name: ClassVar[str] = "int8"
     tile_outs: ClassVar[int] = 4
     tasks_per_thread: ClassVar[int] = 2
     tile_rows: ClassVar[int] = 6  # 24 sums, which leaves 8 of 32 registers for the operands
@@ -150,6 +161,7 @@ class Int8Product(Int8Activations):
 class PackedProduct(Int8Activations):
     """With a packed matrix: each lane is an output, and one word of activations serves all of them."""
 
+    name: ClassVar[str] = "uint8"
     tile_outs: ClassVar[int] = OUTS
     tasks_per_thread: ClassVar[int] = 3  # 18 tiles are 6 equal tasks for two threads, but not 4
 
@@ -183,7 +195,9 @@ class PackedProduct(Int8Activations):
 class Bfloat16Product:
     size: int
     target: Target
+    name: ClassVar[str] = "bfloat16"
     has_scales: ClassVar[bool] = False
+    out_scale_bytes: ClassVar[int] = 0
     tile_outs: ClassVar[int] = 4
     tasks_per_thread: ClassVar[int] = 2
 
@@ -222,7 +236,7 @@ class Bfloat16Product:
         return [builder.reduce_sums(*(total.get() for total in row_sums)) for row_sums in sums]
 
 
-def _rotate_block(vectors: list[Value], lanes: int) -> list[Value]:
+def rotate_block(vectors: list[Value], lanes: int) -> list[Value]:
     """A block of `hadamard.rotate` without its scale: sums and differences at every distance, first within
     the vectors and then between them."""
     distance = 1

@@ -1,0 +1,196 @@
+"""Multiplies a tile on a CPU with int8 matrices that have a scale for every 32 inputs (`int8_blocks`).
+
+Each lane of a vector is an output, and a word of four activations meets the numbers of all of them. After the
+eight words of a block the sums become floats: they start as the bits of a float so large that its last bit
+counts ones, so that no instruction converts them, and one multiply-add takes that float off again and
+multiplies with the outputs' scales. Another multiplies with the token's scale and adds to the result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from levserve.jit.builder import CACHE_LINE_BYTES, F16, F32, I8, I32, ROUNDING_CONSTANT, Builder, Value
+from levserve.jit.target import Target
+from levserve.model.cpu.products import PREFETCH_BYTES, rotate_block
+from levserve.model.int8_blocks import BLOCK, SECOND_TERM, product_factor
+from levserve.model.int8_packing import SIGNED_ORDER, SMALLEST, STEPS, UNSIGNED_ORDER, WORD, BlockOrder
+
+START = 0x4B400000
+"""The bits of `ROUNDING_CONSTANT`. A block's sum is below 2 ** 22, so that only its last bits change."""
+WORDS = BLOCK // WORD
+
+
+def block_product_for(
+    size: int, target: Target, *, is_signed: bool, in_two_terms: bool
+) -> SignedBlocks | UnsignedBlocks:
+    num_terms = 2 if in_two_terms else 1
+    return SignedBlocks(size, target, num_terms) if is_signed else UnsignedBlocks(size, target, num_terms)
+
+
+@dataclass(frozen=True)
+class BlockProduct:
+    """A prepared row of activations has, for each term, its int8 numbers, then a scale for each block, then
+    what the sums of each block start with."""
+
+    size: int
+    target: Target
+    num_terms: int
+    """One: activations are rotated, as the matrix is. Two: they are not."""
+    has_scales: ClassVar[bool] = True
+    order: ClassVar[BlockOrder]
+
+    @property
+    def name(self) -> str:
+        return f"blocks_{self.order.offset}_{self.num_terms}"
+
+    @property
+    def num_blocks(self) -> int:
+        return self.size // BLOCK
+
+    @property
+    def out_bytes(self) -> int:
+        return self.size
+
+    @property
+    def out_scale_bytes(self) -> int:
+        return 2 * self.num_blocks
+
+    @property
+    def term_bytes(self) -> int:
+        """Whole vectors, so that none lies across two cache lines."""
+        return (self.size + 8 * self.num_blocks + BLOCK - 1) // BLOCK * BLOCK
+
+    @property
+    def row_bytes(self) -> int:
+        return self.num_terms * self.term_bytes
+
+    def prepare(self, builder: Builder, x: Value, scratch: Value, into: Value) -> None:
+        lanes, is_rotated = min(self.target.lanes, BLOCK), self.num_terms == 1
+        factor = product_factor(is_rotated=is_rotated)
+        with builder.loop(0, self.num_blocks) as block:
+            places = [x + block * (4 * BLOCK) + 4 * at for at in range(0, BLOCK, lanes)]
+            vectors = [builder.load(place, F32, lanes) for place in places]
+            vectors = rotate_block(vectors, lanes) if is_rotated else vectors
+            numbers = builder.concatenate(vectors)
+            largest = builder.reduce_vectors_max([vector.intrinsic("llvm.fabs") for vector in vectors])
+            scale = largest.maximum(SMALLEST) / STEPS
+            steps = numbers * (builder.constant(1.0, F32) / scale).splat(BLOCK)
+            for term in range(self.num_terms):
+                rounded = steps + ROUNDING_CONSTANT
+                integers = rounded.convert("bitcast", I32).convert("trunc", I8)
+                start = into + term * self.term_bytes
+                builder.store(start + block * BLOCK, integers)
+                builder.store(start + self.size + block * 4, scale * (factor / SECOND_TERM**term))
+                if self.order.offset:
+                    total = integers.convert("sext", I32).reduce_sum() * -self.order.offset + START
+                    builder.store(start + self.size + self.num_blocks * 4 + block * 4, total)
+                steps = (steps - (rounded - ROUNDING_CONSTANT)) * SECOND_TERM
+
+    def add_terms(self, sums: list[Value]) -> list[Value]:
+        """One vector for each row, of those for each term of each row."""
+        if self.num_terms == 1:
+            return sums
+        return [first + second for first, second in zip(sums[::2], sums[1::2])]
+
+
+class SignedBlocks(BlockProduct):
+    """For ARM's instruction, which takes its word from any lane of a register."""
+
+    order: ClassVar[BlockOrder] = SIGNED_ORDER
+    tile_outs: ClassVar[int] = SIGNED_ORDER.outs
+    tasks_per_thread: ClassVar[int] = 2
+
+    @property
+    def tile_rows(self) -> int:
+        return 8 // self.num_terms  # 8 sums beside a block of the matrix in 8 registers
+
+    def multiply(
+        self, builder: Builder, weight: Value, scales: Value, prepared: Value, num_rows: int
+    ) -> list[Value]:
+        terms = [prepared + index * self.term_bytes for index in range(num_rows * self.num_terms)]
+        lanes = self.tile_outs
+        totals = [builder.variable(builder.zeros(F32, lanes)) for _ in terms]
+        # Copies of a register would take a place among the multiplications; loads do not.
+        memory = builder.stack_words(4)
+        builder.store(memory, builder.constant(START, I32).splat(lanes))
+        with builder.loop(0, self.num_blocks) as block:
+            group = weight + block * (BLOCK * lanes)
+            for line in range(0, BLOCK * lanes, CACHE_LINE_BYTES):
+                builder.prefetch(group + PREFETCH_BYTES + line)
+            matrix = [builder.load(group + WORD * lanes * word, I8, WORD * lanes) for word in range(WORDS)]
+            scale = builder.load(scales + block * (2 * lanes), F16, lanes).convert("fpext", F32)
+            builder.store(memory + 4 * lanes, scale * -ROUNDING_CONSTANT)
+            for first in range(0, len(terms), 4):
+                some = range(first, min(first + 4, len(terms)))
+                sums = self._sum_block(builder, matrix, memory, [terms[at] + block * BLOCK for at in some])
+                for at, total in zip(some, sums):
+                    offset = builder.load(builder.hide(memory) + 4 * lanes, F32, lanes)
+                    product = total.convert("bitcast", F32).multiply_add(scale, offset)
+                    x_scale = builder.load(terms[at] + self.size + block * 4, F32).splat(lanes)
+                    totals[at].set(product.multiply_add(x_scale, totals[at].get()))
+        return self.add_terms([total.get() for total in totals])
+
+    def _sum_block(
+        self, builder: Builder, matrix: list[Value], memory: Value, places: list[Value]
+    ) -> list[Value]:
+        """The sums of a block for a few rows at a time, which do not wait for each other."""
+        lanes = self.tile_outs
+        sums = [builder.load(builder.hide(memory), I32, lanes) for _ in places]
+        for half in range(0, WORDS, 4):
+            words = [builder.load(place + half * WORD, I32, 4) for place in places]
+            for word in range(4):
+                sums = [
+                    builder.accumulate_dot_lane(total, matrix[half + word], activations, word)
+                    for total, activations in zip(sums, words)
+                ]
+        return builder.finish(sums)
+
+
+class UnsignedBlocks(BlockProduct):
+    """For x86's instruction, whose matrix is unsigned: sums start with what that adds to them."""
+
+    order: ClassVar[BlockOrder] = UNSIGNED_ORDER
+    tile_outs: ClassVar[int] = UNSIGNED_ORDER.outs
+    tasks_per_thread: ClassVar[int] = 3
+
+    @property
+    def tile_rows(self) -> int:
+        rows = 6 if self.target.vector_bytes == 64 else 2  # 24 of 32 registers; or 16 of 16, some in memory
+        return rows // self.num_terms
+
+    def multiply(
+        self, builder: Builder, weight: Value, scales: Value, prepared: Value, num_rows: int
+    ) -> list[Value]:
+        terms = [prepared + index * self.term_bytes for index in range(num_rows * self.num_terms)]
+        lanes, outs = self.target.lanes, self.tile_outs
+        firsts = range(0, outs, lanes)
+        totals = [[builder.variable(builder.zeros(F32, lanes)) for _ in firsts] for _ in terms]
+        with builder.loop(0, self.num_blocks) as block:
+            group = weight + block * (BLOCK * outs)
+            starts = [
+                builder.load(term + self.size + self.num_blocks * 4 + block * 4, I32).splat(lanes)
+                for term in terms
+            ]
+            sums = [[start for _ in firsts] for start in starts]
+            for word in range(WORDS):
+                for line in range(0, outs * WORD, CACHE_LINE_BYTES):
+                    builder.prefetch(group + PREFETCH_BYTES + word * (outs * WORD) + line)
+                places = [group + (word * outs + out) * WORD for out in firsts]
+                matrix = [builder.load(place, I8, lanes * WORD) for place in places]
+                for index, term in enumerate(terms):
+                    activations = builder.load(term + block * BLOCK + word * WORD, I32)
+                    sums[index] = [
+                        builder.accumulate_dot_word(total, weights, activations)
+                        for total, weights in zip(sums[index], matrix)
+                    ]
+            builder.prefetch(scales + (block + PREFETCH_BYTES // (BLOCK * outs)) * (2 * outs))
+            for number, out in enumerate(firsts):
+                scale = builder.load(scales + block * (2 * outs) + 2 * out, F16, lanes).convert("fpext", F32)
+                offset = scale * -ROUNDING_CONSTANT
+                for term, of_term, sums_of_term in zip(terms, totals, sums):
+                    product = sums_of_term[number].convert("bitcast", F32).multiply_add(scale, offset)
+                    x_scale = builder.load(term + self.size + block * 4, F32).splat(lanes)
+                    of_term[number].set(product.multiply_add(x_scale, of_term[number].get()))
+        return self.add_terms([builder.concatenate([each.get() for each in of_term]) for of_term in totals])
