@@ -1,7 +1,7 @@
 """Measures products with matrices in the bits of a checkpoint, kernel by kernel, on an NVIDIA GPU.
 
     python bench/packed.py --schemes fp8-blocks w4 --rows 2 64
-    python bench/packed.py --schemes w4 --rows 2 --tilings 16x32x128w2s4 16x64x128w4s4
+    python bench/packed.py --schemes w4 --rows 2 --tilings 16x32x128w2s4 16x64x128w4s4/2
 
 Checks each kernel against the matrix widened to float32, then prints microseconds of each product of a layer
 of the shape, and their sum over all layers beside the time that reading the matrices takes. Each program
@@ -52,13 +52,15 @@ class Way(NamedTuple):
 
     is_xla: bool = False
     tiling: PackedTiling | None = None
+    splits: int | None = None
+    """None: as many as keep a GPU busy."""
 
     def case(self, matrix: str, rows: int, shape: tuple[int, int], scheme: Scheme) -> Case:
         if self.is_xla:
             return Case(matrix, rows, None)
         if self.tiling is None:
             return Case(matrix, rows, choose_tiling(rows, shape, scheme))
-        return Case(matrix, rows, fit(self.tiling, rows, shape, scheme))
+        return Case(matrix, rows, fit(self.tiling, rows, shape, scheme, self.splits))
 
 
 def main() -> None:
@@ -82,7 +84,7 @@ def main() -> None:
         matrices = {matrix: make_copies(scheme, shape) for matrix, shape in shapes.items()}
         for rows in options.rows:
             ways = [Way(is_xla=True)] if options.xla else []
-            ways += [Way(), *(Way(tiling=tiling) for tiling in read_tilings(options.tilings, rows))]
+            ways += [Way(), *read_tilings(options.tilings, rows)]
             for way in ways:
                 measure_way(way, rows, scheme, matrices, num_layers)
 
@@ -163,17 +165,20 @@ def relative_error(got: jax.Array, matrix: PackedMatrix, x: jax.Array) -> float:
     return float(np.linalg.norm(found - right) / np.linalg.norm(right))
 
 
-def read_tilings(texts: Sequence[str], rows: int) -> list[PackedTiling]:
+def read_tilings(texts: Sequence[str], rows: int) -> list[Way]:
     """Those for so many rows."""
     found = []
     for text in texts:
-        match = re.fullmatch(r"(\d+)x(\d+)x(\d+)w(\d+)s(\d+)", text)
+        match = re.fullmatch(r"(\d+)x(\d+)x(\d+)w(\d+)s(\d+)(?:/(\d+))?", text)
         if match is None:
-            raise SystemExit(f"{text} is not rows x columns x depth w warps s stages, such as 16x32x128w2s4")
-        tiling = PackedTiling(*map(int, match.groups()))
+            raise SystemExit(
+                f"{text} is not rows x columns x depth w warps s stages / splits, such as 16x32x128w2s4/2"
+            )
+        *cuts, splits = match.groups()
+        tiling = PackedTiling(*map(int, cuts))
         smallest = 16 if rows <= 16 else rows // 2
         if smallest <= tiling.rows <= max(16, 2 * rows):
-            found.append(tiling)
+            found.append(Way(tiling=tiling, splits=None if splits is None else int(splits)))
     return found
 
 

@@ -45,8 +45,8 @@ BYTES_BY_ROWS = {
     64: PackedTiling(64, 128, 128, 4, 3),
     MAX_ROWS: PackedTiling(128, 64, 128, 4, 3),
 }
-NIBBLES_BY_ROWS = BYTES_BY_ROWS | {64: PackedTiling(64, 128, 128, 8, 3)}
-"""By the number of rows, at most; those of 16 and 64 rows were the fastest of six on an H200."""
+NIBBLES_BY_ROWS = BYTES_BY_ROWS | dict.fromkeys((64, MAX_ROWS), PackedTiling(64, 128, 64, 4, 4))
+"""By the number of rows, at most; those of 16 and 64 rows were among the fastest of six on an H200."""
 
 
 def choose_tiling(num_rows: int, shape: tuple[int, int], scheme: Scheme) -> PackedTiling | None:
@@ -73,7 +73,7 @@ def fit(
         splits = 1
         while programs * splits < PROGRAMS and splits < MAX_SPLITS and width // depth % (2 * splits) == 0:
             splits *= 2
-    return replace(tiling, splits=splits)
+    return replace(tiling, splits=math.gcd(splits, width // depth))
 
 
 def piece_width(depth: int, scheme: Scheme, width: int) -> int:

@@ -23,6 +23,11 @@ from levserve.model.gpu.packed_plan import PackedTiling, piece_width
 from levserve.model.gpu.unpack import UINT4_OFFSET, unpack, unpack_plainly
 from levserve.model.packed import Code, PackedMatrix, Scheme, decode_scale
 
+Blocks = tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]
+"""The scales of a piece, of nibbles those of the first and of the second numbers, and its zero points."""
+Carry = tuple[jax.Array, tuple[Blocks, ...]]
+"""The sums, and the blocks of each piece of the next step."""
+
 
 @functools.partial(jax.jit, static_argnames=("tiling", "interpret"))
 def multiply_in_registers(
@@ -64,53 +69,72 @@ def _kernel(
     *zero_refs, out_ref = refs
     num_rows = x_ref.shape[0]
     width = code_ref.shape[1]
+    piece = piece_width(tiling.depth, scheme, width)
     first_column = pl.program_id(0) * tiling.columns
     columns = first_column + jnp.arange(tiling.columns, dtype=jnp.int32)
     rows = pl.program_id(1) * tiling.rows + jnp.arange(tiling.rows, dtype=jnp.int32)
-    known = jnp.minimum(rows, num_rows - 1)
+    # A row read for each that is not there would be read from the same place by all programs at once.
+    is_row = jnp.broadcast_to((rows < num_rows)[:, None], (tiling.rows, piece))
     split = pl.program_id(2)
-    piece = piece_width(tiling.depth, scheme, width)
     starts = (0, width) if scheme.code.is_nibble else (0,)
 
     def of_blocks(ref: jax.Ref, first: jax.Array) -> jax.Array:
-        """A number for each column, of the group in which this input is."""
+        """A number for each column, of the group that has this input; one for all if they share a block."""
         group = 0 if scheme.columns is None else first // scheme.columns
+        if scheme.rows % tiling.columns == 0:
+            return plgpu.load(ref.at[group, first_column // scheme.rows])
         return plgpu.load(ref.at[group, columns // scheme.rows if scheme.rows > 1 else columns])
 
-    def zeros_at(first: jax.Array) -> tuple[jax.Array, ...]:
+    def across(numbers: jax.Array) -> jax.Array:
+        return numbers[:, None] if numbers.ndim else numbers
+
+    def load_blocks(first: jax.Array) -> Blocks:
+        inputs = [first + start for start in starts]
+        scales = () if scheme.columns is None else tuple(of_blocks(scale_ref, each) for each in inputs)
+        return scales, tuple(of_blocks(ref, each) for ref in zero_refs for each in inputs)
+
+    def zeros_of(found: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         if scheme.code is not Code.UINT4:
             return ()
         if not zero_refs:
             return (jnp.full(tiling.columns, UINT4_OFFSET + scheme.zero, jnp.bfloat16),) * 2
-        found = (of_blocks(zero_refs[0], first + start) for start in starts)
         return tuple(zero.astype(jnp.bfloat16) + jnp.bfloat16(UINT4_OFFSET) for zero in found)
 
-    def add_piece(first: jax.Array, total: jax.Array) -> jax.Array:
+    def add_piece(first: jax.Array, blocks: Blocks, total: jax.Array) -> jax.Array:
+        scales, found = blocks
         codes = code_ref[pl.ds(first_column, tiling.columns), pl.ds(first, piece)]
-        zeros = zeros_at(first)
+        zeros = zeros_of(found)
         if interpret:
             tiles = unpack_plainly(codes, scheme.code, zeros)
         else:
             tiles = unpack(codes, scheme.code, zeros, tiling.pack)
-        for start, tile in zip(starts, tiles, strict=True):
+        for number, (start, tile) in enumerate(zip(starts, tiles, strict=True)):
             inputs = first + start + jnp.arange(piece, dtype=jnp.int32)
-            x = plgpu.load(x_ref.at[known[:, None], inputs[None, :]])
+            x = plgpu.load(x_ref.at[rows[:, None], inputs[None, :]], mask=is_row, other=0.0)
             product = plgpu.dot(tile, x.T)
-            if scheme.columns is not None:
-                product = product * decode_scale(of_blocks(scale_ref, first + start))[:, None]
-            total = total + product
+            total = total + (product * across(decode_scale(scales[number])) if scales else product)
         return total
 
     num_steps = width // tiling.depth // tiling.splits
 
-    def step(index: jax.Array, total: jax.Array) -> jax.Array:
+    def firsts_of(index: jax.Array) -> list[jax.Array]:
         first = (split * num_steps + index) * tiling.depth
-        for number in range(tiling.depth // piece):
-            total = add_piece(first + number * piece, total)
-        return total
+        return [first + number * piece for number in range(tiling.depth // piece)]
 
-    total = lax.fori_loop(0, num_steps, step, jnp.zeros((tiling.columns, tiling.rows), jnp.float32))
+    def load_step(index: jax.Array) -> tuple[Blocks, ...]:
+        return tuple(map(load_blocks, firsts_of(index)))
+
+    def step(index: jax.Array, carry: Carry) -> Carry:
+        total, loaded = carry
+        # One step ahead, because Triton reads only what it multiplies before it is needed.
+        following = load_step(jnp.minimum(index + 1, num_steps - 1))
+        for first, blocks in zip(firsts_of(index), loaded, strict=True):
+            total = add_piece(first, blocks, total)
+        return total, following
+
+    nothing = jnp.zeros((tiling.columns, tiling.rows), jnp.float32)
+    total, _ = lax.fori_loop(0, num_steps, step, (nothing, load_step(jnp.int32(0))))
     if scheme.columns is None:
-        total = total * decode_scale(of_blocks(scale_ref, jnp.int32(0)))[:, None]
+        total = total * across(decode_scale(of_blocks(scale_ref, jnp.int32(0))))
     mask = jnp.broadcast_to((rows < num_rows)[None, :], total.shape)
     plgpu.store(out_ref.at[split, rows[None, :], columns[:, None]], total, mask=mask)
