@@ -194,7 +194,7 @@ def random_arrays(
         schemes, quantization = quantization.by_name(), None
     if quantization is not None and config.tied_head:
         shapes["head"] = shapes["embed"]
-    arrays = {}
+    arrays: dict[str, jax.Array] = {}
     for number, (name, shape) in enumerate(shapes.items()):
         key = jax.random.key(number)
         if name in schemes:

@@ -128,7 +128,8 @@ def force(share: float) -> Callable[..., jax.Array]:
     def is_drawn(draft: jax.Array, tokens: jax.Array, positions: jax.Array) -> jax.Array:
         mixed = positions.astype(jnp.uint32) * jnp.uint32(0x9E3779B1)
         mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(0x85EBCA77)
-        return (mixed ^ (mixed >> 13)) % FRACTION < round(share * FRACTION)
+        is_right: jax.Array = (mixed ^ (mixed >> 13)) % FRACTION < round(share * FRACTION)
+        return is_right
 
     return is_drawn
 

@@ -33,6 +33,8 @@ from levserve.weights.source import find_source
 PAGE_TOKENS = 32
 Round = Callable[[jax.Array], jax.Array]
 """Takes and gives keys or values [row, chunk, kv_head, head_size] in float32."""
+Write = Callable[[jax.Array, jax.Array, jax.Array, cache.Place], jax.Array]
+"""As `cache.write`."""
 
 
 def cast(dtype: jnp.dtype) -> Round:
@@ -82,6 +84,12 @@ WAYS: dict[str, Round] = {
 }
 
 
+def round_before_writing(way: Round, write: Write) -> None:
+    """From now on keys and values are rounded this way first."""
+    jax.clear_caches()  # layers that were traced with the way before would be found again
+    cache.write = lambda pool, keys, values, place: write(pool, way(keys), way(values), place)
+
+
 def main() -> None:
     options = _parser().parse_args()
     jax.config.update("jax_default_matmul_precision", "highest")
@@ -92,9 +100,7 @@ def main() -> None:
     arrays = load_arrays(files.path, config, jnp.dtype(jnp.float32), report=lambda _: None)
     model, write = Decoder.from_arrays(config, arrays, backend=XLA_ON_CPU), cache.write
     for name in options.ways:
-        way = WAYS[name]
-        jax.clear_caches()  # layers that were traced with the way before would be found again
-        cache.write = lambda pool, keys, values, place, way=way: write(pool, way(keys), way(values), place)
+        round_before_writing(WAYS[name], write)
         _show(compare(name, score_text(model, config, tokens, jnp.dtype(jnp.float32)), reference))
 
 

@@ -83,7 +83,7 @@ def _open_packed(blocks: Slice, scales: Slice) -> PackedTensor:
     experts, rows, groups, _ = blocks.get_shape()
 
     def read_codes(start: int, stop: int) -> NDArray[np.generic]:
-        packed = blocks[start:stop]
+        packed = blocks[start:stop].view(np.uint8)
         codes = np.stack([packed & np.uint8(15), packed >> np.uint8(4)], axis=-1)
         return codes.reshape(stop - start, rows, groups * GROUP)
 

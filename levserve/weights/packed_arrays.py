@@ -73,7 +73,7 @@ def read_packed(
                 fill(cutter.copies(name, host, of_part, columns_each), of_part, pool, origin)
     if scheme.code.is_nibble:
         packed = aligned_array((*shape[:-1], shape[-1] // 2), np.dtype(np.uint8))
-        pack_nibbles(codes, packed)
+        pack_nibbles(codes.view(np.uint8), packed.view(np.uint8))
         codes = packed
     yield name, codes
     num_shares = cutter.num_shares(name)

@@ -136,7 +136,11 @@ def decode_attention(
         interpret=interpret,
         name="decode_attention",
     )(*(array for array, _ in inputs))
-    mixed = parts[0] if splits == 1 else merge(*parts, by_head).astype(dtype)
+    if splits > 1:
+        mixed, tops, totals = parts
+        mixed = merge(mixed, tops, totals, by_head).astype(dtype)
+    else:
+        mixed = parts[0]
     return mixed.reshape(rows, num_queries, size), pool
 
 

@@ -132,7 +132,10 @@ def paged_attention(
         interpret=interpret,
         name="paged_attention",
     )(q.reshape(flat).astype(dtype), pool, table, positions.reshape(-1), *in_kernel)
-    return (result[0] if splits == 1 else merge(*result, by_head).astype(dtype)).reshape(q.shape)
+    if splits == 1:
+        return result[0].reshape(q.shape)
+    mixed, tops, totals = result
+    return merge(mixed, tops, totals, by_head).astype(dtype).reshape(q.shape)
 
 
 def choose_tiling(queries: int, size: int, dtype: jnp.dtype, num_programs: int) -> Tiling:

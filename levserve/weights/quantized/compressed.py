@@ -100,7 +100,7 @@ def _zeros(module: Module, num_rows: int, num_groups: int) -> Rows | None:
     shape = (num_rows, num_groups)
     if stored.get_dtype() == "I8":
         module.check_shape("weight_zero_point", *shape)
-        return Rows(shape, lambda start, stop: (stored[start:stop] + np.int8(OFFSET)).view(np.uint8))
+        return Rows(shape, lambda start, stop: stored[start:stop].view(np.uint8) + np.uint8(OFFSET))
     module.check_shape("weight_zero_point", -(-num_rows // 8), num_groups)
 
     def read(start: int, stop: int) -> NDArray[np.uint8]:

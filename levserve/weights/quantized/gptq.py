@@ -53,7 +53,7 @@ class Gptq:
 
     def _cut_zeros(self, zeros: Slice, start: int, stop: int) -> NDArray[np.uint8]:
         # A zero point of 0 was stored as -1, which is 15 in four bits.
-        return (cut_across(zeros, start, stop) + np.uint8(self.zero_offset)) & 15
+        return (cut_across(zeros, start, stop) + np.uint8(self.zero_offset)) & np.uint8(15)
 
 
 def _cut_codes(weight: Slice, start: int, stop: int) -> NDArray[np.uint8]:
