@@ -19,7 +19,7 @@ from levserve.observe.logs import report_startup_error, start_logging
 from levserve.server import num_threads, serve
 from levserve.settings.parse import parse_settings
 from levserve.settings.settings import Settings
-from levserve.terminal.commands import COMMANDS, run_command
+from levserve.terminal.commands import COMMANDS, discard_stdout, run_command
 from levserve.web import request_log
 
 log = logging.getLogger(__name__)
@@ -38,6 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return 130  # the shell's code for SIGINT
+    except BrokenPipeError:  # `levserve --dry-run | head`
+        discard_stdout()
+        return 1
 
 
 def _run(settings: Settings) -> int:
@@ -59,6 +62,7 @@ def _run(settings: Settings) -> int:
         from levserve.models.startup import dry_run
 
         dry_run(settings, num_threads=num_threads(settings))
+        sys.stdout.flush()  # a reader that has gone is noticed here, and not when Python ends
         return 0
     serve(settings, _start_device)
 

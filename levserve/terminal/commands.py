@@ -37,5 +37,10 @@ def run_command(name: str, argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # `levserve generate ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard_stdout()
         return 1
+
+
+def discard_stdout() -> None:
+    """Nobody reads standard output any more: what Python still has to write to it at the end goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

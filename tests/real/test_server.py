@@ -533,7 +533,7 @@ def run_cli(*flags: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_dry_run_prints_the_memory_plan_and_exits_0(tmp_path: Path) -> None:
+def test_a_dry_run_prints_the_memory_plan_and_exits_0_and_needs_no_reader(tmp_path: Path) -> None:
     flags = (
         "--model",
         str(GOLDEN / "qwen3"),
@@ -546,6 +546,12 @@ def test_a_dry_run_prints_the_memory_plan_and_exits_0(tmp_path: Path) -> None:
     )
     result = run_cli("--dry-run", *flags)
     assert result.returncode == 0, result.stderr
+    command = [sys.executable, "-m", "levserve.cli", "--dry-run", *flags]
+    reading, writing = os.pipe()
+    os.close(reading)
+    unread = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=120)
+    os.close(writing)
+    assert (unread.returncode, "Traceback" in unread.stderr) == (1, False), unread.stderr
     for word in (
         "weights",
         "KV pages",
