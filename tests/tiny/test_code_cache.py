@@ -23,6 +23,7 @@ from levserve.jit.code_cache import UNUSED_SECONDS, CodeCache, open_folder
 from levserve.jit.target import detect_target
 from levserve.jit.xla_call import Kernel
 from levserve.model.cpu.linear import kernel_for, multiply
+from levserve.model.cpu.products import product_for
 from tests.conftest import GOLDEN
 from tests.engines import ask, read, running_engine
 
@@ -150,7 +151,7 @@ X = np.eye(3, 32, dtype=np.float32)
 
 def kernel_named(name: str) -> Kernel:
     """One that multiplies."""
-    return dataclasses.replace(kernel_for(WEIGHT.dtype, 32, detect_target()), name=name)
+    return dataclasses.replace(kernel_for(product_for(WEIGHT.dtype, 32, detect_target())), name=name)
 
 
 def check_kernel(name: str) -> None:
@@ -198,7 +199,7 @@ def test_a_program_that_cannot_be_saved_runs_all_the_same_and_says_so(
 
 def test_a_program_comes_back_with_the_kernel_it_calls(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     device, target = jax.devices("cpu")[0], detect_target()
-    kernel = kernel_for(jnp.dtype(jnp.bfloat16), 80, target).call_name
+    kernel = kernel_for(product_for(jnp.dtype(jnp.bfloat16), 80, target)).call_name
     rng = np.random.default_rng(0)
     weight, x = (
         rng.standard_normal((64, 80)).astype(jnp.bfloat16),
