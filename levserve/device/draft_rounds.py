@@ -144,7 +144,8 @@ def _draft(
 
     pair = jnp.stack([prior, newest], axis=1)
     positions = jnp.stack([given.positions - 1, given.positions], axis=1)
-    positions = jnp.where(num_fed[:, None] > 0, positions, -1)
+    # They are shown even if a row has room for no draft: the next turn relies on it.
+    positions = jnp.where(given.counts[:, None] > 0, positions, -1)
     token, pools, memory = guess(0, pair, positions, state.draft_pools, state.memory)
     tokens = jnp.zeros((len(token), num_draft), jnp.int32).at[:, 0].set(token)
 

@@ -312,6 +312,8 @@ class Scheduler(SeatedScheduler[Roster]):
             return None
         assert sequence.slot is not None
         sequence.num_computed = sequence.num_cached = len(sequence.tokens) - 1
-        sequence.num_drafted = min(source.num_drafted, sequence.num_computed)
+        # The pages before the last were found, and need not be the source's own.
+        if sequence.num_drafted >= tail * self.pool.page_size:
+            sequence.num_drafted = min(source.num_drafted, sequence.num_computed)
         sequence.is_primed = True
         return Fork(sequence, sequence.slot, source.pages[tail], sequence.pages[tail])

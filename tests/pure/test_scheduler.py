@@ -92,11 +92,10 @@ class FakeRounds:
             num_fed = min(self.speculation.num_draft, row.position + row.reach - len(tokens))
             if num_fed < 0:
                 break
-            if num_fed:
-                for position in (newest - 1, newest):
-                    self._show_draft_model(sequence.pages, position, tokens[position])
-                places = (divmod(position, self.page_size) for position in range(len(tokens)))
-                assert [self.draft_kv[sequence.pages[page], offset] for page, offset in places] == tokens
+            for position in (newest - 1, newest):
+                self._show_draft_model(sequence.pages, position, tokens[position])
+            places = (divmod(position, self.page_size) for position in range(len(tokens)))
+            assert [self.draft_kv[sequence.pages[page], offset] for page, offset in places] == tokens
             draft: list[int] = []
             for position in range(len(tokens), len(tokens) + num_fed):
                 draft.append((next_token(tokens + draft) + (position % 5 == 0)) % 13)
