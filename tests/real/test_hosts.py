@@ -9,6 +9,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import shutil
 import signal
 import time
@@ -91,7 +92,10 @@ def test_two_hosts_write_the_text_of_one_device_until_one_is_killed() -> None:
             rest = read_what_comes(stream)
         # Its client is told of the failure, or on a crowded machine sees its connection break.
         assert b'"finish_reason":"' not in rest
-        assert "host 1 at 127.0.0.1 has ended its connection, which ends the group" in leader.text
+        # The system may say beside it that the connection was reset: the killed host had something to read.
+        assert re.search(
+            r"host 1 at 127.0.0.1 has ended its connection( \(.+\))?, which ends the group", leader.text
+        )
         assert follower.exit_code() == LOST
 
 
@@ -160,7 +164,7 @@ def test_an_idle_group_ends_when_host_0_is_killed() -> None:
         os.kill(leader.worker_id(), signal.SIGKILL)
         assert follower.exit_code() == LOST
         assert time.monotonic() - began < QUICKLY
-        assert "has ended its connection, which ends the group" in follower.text
+        assert re.search(r"has ended its connection( \(.+\))?, which ends the group", follower.text)
         assert leader.exit_code() == LOST
 
 
