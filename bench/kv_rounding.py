@@ -10,7 +10,6 @@ them would give. The text, the model and the columns are those of bench/quality.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 import jax
 import jax.numpy as jnp
 from quality import TEXT, Format, _show, compare, score, score_text
+from rounding import make_parser
 
 from levserve.model import cache
 from levserve.model.decoder import Decoder
@@ -91,7 +91,7 @@ def round_before_writing(way: Round, write: Write) -> None:
 
 
 def main() -> None:
-    options = _parser().parse_args()
+    options = make_parser(__doc__, WAYS).parse_args()
     jax.config.update("jax_default_matmul_precision", "highest")
     files = find_source(parse_settings(["--model", options.model], {}), lambda _: None)
     config = read_config(files.path, files.config_file)
@@ -102,20 +102,6 @@ def main() -> None:
     for name in options.ways:
         round_before_writing(WAYS[name], write)
         _show(compare(name, score_text(model, config, tokens, jnp.dtype(jnp.float32)), reference))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--model", default="smollm2-135m", help="as levserve's --model (default: the bundled one)"
-    )
-    parser.add_argument("--tokens", type=int, default=4096, help="of the text, at most (default: 4096)")
-    parser.add_argument(
-        "--ways", choices=WAYS, nargs="+", default=list(WAYS), metavar="WAY", help=" ".join(WAYS)
-    )
-    return parser
 
 
 if __name__ == "__main__":

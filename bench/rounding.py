@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -95,7 +96,7 @@ class Simulated(XlaBackend):
 
 
 def main() -> None:
-    options = _parser().parse_args()
+    options = make_parser(__doc__, WAYS).parse_args()
     jax.config.update("jax_default_matmul_precision", "highest")
     files = find_source(parse_settings(["--model", options.model], {}), lambda _: None)
     config = read_config(files.path, files.config_file)
@@ -122,16 +123,17 @@ def _rotate(x: jax.Array, block: int) -> jax.Array:
     return (x.reshape(-1, block) @ rotation(block)).reshape(x.shape)
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser(description: str | None, ways: Collection[str]) -> argparse.ArgumentParser:
+    """The options of this benchmark and of `kv_rounding.py`, which have other ways."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
         "--model", default="smollm2-135m", help="as levserve's --model (default: the bundled one)"
     )
     parser.add_argument("--tokens", type=int, default=4096, help="of the text, at most (default: 4096)")
     parser.add_argument(
-        "--ways", choices=WAYS, nargs="+", default=list(WAYS), metavar="WAY", help=" ".join(WAYS)
+        "--ways", choices=ways, nargs="+", default=list(ways), metavar="WAY", help=" ".join(ways)
     )
     return parser
 
