@@ -35,11 +35,12 @@ from levserve.device.programs import Shape
 from levserve.device.runner import Runner
 from levserve.device.sizing import Sizes
 from levserve.model import cache
-from levserve.model.config import ModelConfig, parameter_shapes
+from levserve.model.config import ModelConfig
 from levserve.model.decoder import Blueprint
 from levserve.model.int8_blocks import BLOCK, SCALE_FACTOR, has_blocks
 from levserve.model.int8_packing import OFFSET, is_packable
 from levserve.model.packed import Kept
+from levserve.model.parameter_shapes import parameter_shapes
 from levserve.model.quantize import BLOCKS_NAME, NARROW, Quantization, choose_quantization, is_quantized
 from levserve.model.sampler import Mode
 from levserve.model.select import KERNELS, choose_backend

@@ -29,10 +29,10 @@ from decode import SHAPES, measure_bandwidth
 from haliax import Axis
 from schemes import SCHEMES, random_parts
 
-from levserve.model.config import parameter_shapes
 from levserve.model.gpu.packed_plan import PackedTiling, choose_tiling, fit
 from levserve.model.gpu.packed_product import multiply_in_registers
 from levserve.model.packed import SCALE, ZERO, PackedMatrix, Scheme, multiply_packed
+from levserve.model.parameter_shapes import parameter_shapes
 
 MATRICES = ("qkv", "out", "gate_up", "down")
 BYTES_READ = 300 << 20

@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from levserve.model.cache import FP8
-from levserve.model.config import ModelConfig, parameter_shapes
+from levserve.model.config import ModelConfig
 from levserve.model.packed import SCALE, ZERO, Code, Scheme, decode
+from levserve.model.parameter_shapes import parameter_shapes
 
 FLOAT16 = jnp.dtype(jnp.float16)
 SCHEMES = {

@@ -20,8 +20,9 @@ from levserve.device.runner import make_state
 from levserve.device.sizing import plan_sizes
 from levserve.model import cache
 from levserve.model.backend import CompilerOptions
-from levserve.model.config import ModelConfig, parameter_shapes
+from levserve.model.config import ModelConfig
 from levserve.model.decoder import Blueprint
+from levserve.model.parameter_shapes import parameter_shapes
 from levserve.model.placement import BY_HEADS, STACKED, WHOLE, make_mesh
 from levserve.model.select import choose_backend
 from levserve.model.sharding import AXIS, find_cut, local_config

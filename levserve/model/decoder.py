@@ -20,12 +20,13 @@ from haliax import Axis, NamedArray
 from levserve.model import cache
 from levserve.model.backend import AttentionShape, Backend, HeadNorms
 from levserve.model.cache import Place, take_ends
-from levserve.model.config import Latent, ModelConfig, parameter_shapes
+from levserve.model.config import Latent, ModelConfig
 from levserve.model.feed_forward import CHUNK, ROW, Experts, Mlp
 from levserve.model.latent_attention import LATENT_NORM_EPS, LatentAttention
 from levserve.model.linear import Linear
 from levserve.model.norm import Norm, apply
 from levserve.model.packed import SCALE, ZERO, Kept, PackedMatrix
+from levserve.model.parameter_shapes import parameter_shapes
 from levserve.model.quantize import Quantization
 from levserve.model.rotary import Angles, angles_at
 from levserve.model.sharding import gather_over_devices, look_up_over_devices

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 
 from levserve.device.sizing import free_memory
 from levserve.errors import ConfigError, StartupError
-from levserve.model.config import ModelConfig, parameter_shapes
+from levserve.model.config import ModelConfig
+from levserve.model.parameter_shapes import parameter_shapes
 from levserve.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

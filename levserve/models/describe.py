@@ -24,10 +24,11 @@ from levserve.device.sizing import Sizes, human, kv_floor, plan_sizes
 from levserve.errors import ConfigError
 from levserve.model import cache
 from levserve.model.backend import Backend
-from levserve.model.config import ModelConfig, parameter_shapes
+from levserve.model.config import ModelConfig
 from levserve.model.decoder import Blueprint
 from levserve.model.int8_blocks import BLOCK
 from levserve.model.packed import Code, Kept
+from levserve.model.parameter_shapes import parameter_shapes
 from levserve.model.placement import HostArray, shards_of
 from levserve.model.quantize import BLOCKS_NAME, NARROW, Quantization, choose_quantization
 from levserve.model.select import choose_backend

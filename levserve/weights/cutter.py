@@ -10,7 +10,8 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from levserve.model.config import ModelConfig, parameter_shapes
+from levserve.model.config import ModelConfig
+from levserve.model.parameter_shapes import parameter_shapes
 from levserve.model.sharding import Shards, Share, find_cut, local_config, share_of, stacked_shape
 from levserve.weights.fill import Copy, Source
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from levserve.errors import StartupError
 from levserve.model.config import ModelConfig
 from levserve.weights.config_fields import Extras, Fields
-from levserve.weights.families import FAMILIES, Family, every_layer, no_layer
+from levserve.weights.families import FAMILIES, Family
+from levserve.weights.family_readers import every_layer, no_layer
 from levserve.weights.quantized.methods import KEYS, find_method
 from levserve.weights.quantized.module import Method
 from levserve.weights.rope_scaling import read_scaling, scaled_context

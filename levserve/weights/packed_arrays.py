@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from levserve.model.aligned import aligned_array
-from levserve.model.config import ModelConfig, parameter_shapes
+from levserve.model.config import ModelConfig
 from levserve.model.packed import SCALE, ZERO, Scheme, pack_nibbles
+from levserve.model.parameter_shapes import parameter_shapes
 from levserve.model.sharding import find_cut, local_config
 from levserve.weights.cutter import Cutter
 from levserve.weights.fill import Source, fill

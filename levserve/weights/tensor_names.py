@@ -16,7 +16,8 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from levserve.errors import StartupError
-from levserve.model.config import ModelConfig, parameter_shapes
+from levserve.model.config import ModelConfig
+from levserve.model.parameter_shapes import parameter_shapes
 
 MAX_NAMES_IN_MESSAGE = 8
 # GGUF's form of the rotary scaling of Llama 3 and of Phi-3; read with the configuration.

@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 
 from levserve.model import cache
-from levserve.model.config import Activation, LongScaling, Rope, parameter_shapes
+from levserve.model.config import Activation, LongScaling, Rope
 from levserve.model.decoder import Decoder
 from levserve.model.feed_forward import ACTIVATIONS, CHUNK, ROW, Experts
 from levserve.model.gpu.backend import GpuBackend
+from levserve.model.parameter_shapes import parameter_shapes
 from levserve.model.quantize import NARROW, choose_quantization
 from levserve.model.rotary import angles_at, rotate
 from levserve.model.select import choose_backend

@@ -25,7 +25,8 @@ from safetensors.numpy import load_file
 
 from levserve.errors import StartupError
 from levserve.gguf.header import Value, read_header
-from levserve.model.config import LinearScaling, Llama3Scaling, LongScaling, Rope, parameter_shapes
+from levserve.model.config import LinearScaling, Llama3Scaling, LongScaling, Rope
+from levserve.model.parameter_shapes import parameter_shapes
 from levserve.weights.checkpoint import load_arrays, read_config
 from levserve.weights.gguf_tensors import read_tensors
 

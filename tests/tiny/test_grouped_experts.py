@@ -13,13 +13,14 @@ import pytest
 
 from levserve.model import experts as plain
 from levserve.model.backend import ExpertChoice, ExpertRule
-from levserve.model.config import Activation, ModelConfig, Routing, Scoring, parameter_shapes
+from levserve.model.config import Activation, ModelConfig, Routing, Scoring
 from levserve.model.decoder import Decoder
 from levserve.model.gpu.backend import GpuBackend
 from levserve.model.gpu.expert_choice import choose_experts
 from levserve.model.gpu.expert_plan import Plan, Tiling, choose_plan
 from levserve.model.gpu.expert_tiles import tile_pairs
 from levserve.model.gpu.grouped_experts import mix_grouped
+from levserve.model.parameter_shapes import parameter_shapes
 from levserve.model.xla import XlaBackend
 
 EMBED, MLP = 64, 32

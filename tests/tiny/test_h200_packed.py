@@ -17,9 +17,10 @@ from levserve.device.rounds import Skeleton
 from levserve.device.runner import make_state
 from levserve.device.sizing import plan_sizes
 from levserve.model import cache
-from levserve.model.config import ModelConfig, parameter_shapes
+from levserve.model.config import ModelConfig
 from levserve.model.decoder import Blueprint
 from levserve.model.packed import Code, Kept, Scheme
+from levserve.model.parameter_shapes import parameter_shapes
 from levserve.model.sampler import Mode
 from levserve.model.select import choose_backend
 from levserve.observe.metrics import Metrics

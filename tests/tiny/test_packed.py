@@ -15,9 +15,9 @@ from haliax import Axis
 from safetensors.numpy import load_file, save_file
 
 from levserve.errors import ConfigError, StartupError
-from levserve.model.config import parameter_shapes
 from levserve.model.decoder import Decoder
 from levserve.model.packed import SCALE, ZERO, Code, Kept, PackedMatrix, Scheme, pack_nibbles
+from levserve.model.parameter_shapes import parameter_shapes
 from levserve.model.quantize import NARROW
 from levserve.model.sharding import Shards
 from levserve.models.describe import choose_narrow, keeps_bits

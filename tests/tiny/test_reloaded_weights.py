@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from levserve.errors import StartupError
-from levserve.model.config import parameter_shapes
+from levserve.model.parameter_shapes import parameter_shapes
 from levserve.models.checks import check_host_memory, sum_bytes
 from levserve.models.describe import in_order
 from levserve.weights.checkpoint import load_arrays, read_arrays, read_config

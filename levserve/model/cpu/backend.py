@@ -14,10 +14,11 @@ from levserve.model import cache
 from levserve.model.attention import attend_in_blocks, has_few_queries
 from levserve.model.backend import Likeliest, Product
 from levserve.model.cache import Place
-from levserve.model.config import ModelConfig, parameter_shapes
+from levserve.model.config import ModelConfig
 from levserve.model.cpu import argmax, attention, layers, linear
 from levserve.model.cpu.heads import HeadShape
 from levserve.model.int8_packing import SIGNED_ORDER, UNSIGNED_ORDER, BlockOrder, is_packable
+from levserve.model.parameter_shapes import parameter_shapes
 from levserve.model.quantize import is_quantized
 from levserve.model.rotary import Angles
 from levserve.model.traits import CPU_TRAITS, Traits
