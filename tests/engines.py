@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import threading
 import time
@@ -57,6 +58,22 @@ class Running:
     def run(self, *requests: GenerationRequest) -> list[Answer]:
         """Submits all at once and waits for every end."""
         return read(self.submit(*requests), len(requests))
+
+    def golden_difference(self, folder: Path) -> float:
+        """By how much this model's log-probabilities of the golden texts differ from the reference's, in the mean."""
+        cases = json.loads((folder / "golden.json").read_text())["cases"]
+        answers = self.run(
+            *(
+                ask(case["prompt"] + case["greedy"], 0, score_from=len(case["prompt"]), num_logprobs=0)
+                for case in cases
+            )
+        )
+        differences = [
+            abs(got.logprob - wanted)
+            for answer, case in zip(answers, cases, strict=True)
+            for got, wanted in zip(answer.prompt_logprobs, case["greedy_logprobs"], strict=True)
+        ]
+        return sum(differences) / len(differences)
 
     def metric(self, name: str, **labels: str) -> float:
         return self.engine.metrics.registry.get_sample_value(f"levserve_{name}", labels) or 0.0

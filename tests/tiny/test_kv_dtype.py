@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 
 from levserve.device.faults import Fault, install
@@ -54,20 +52,8 @@ def test_the_same_memory_holds_twice_the_tokens_less_their_scales(running: Runni
 
 
 def test_log_probabilities_are_close_to_the_reference(running: Running, kv_dtype: str) -> None:
-    cases = json.loads((GOLDEN / "qwen3" / "golden.json").read_text())["cases"]
-    scored = running.run(
-        *(
-            ask(case["prompt"] + case["greedy"], 0, score_from=len(case["prompt"]), num_logprobs=0)
-            for case in cases
-        )
-    )
-    differences = [
-        abs(got.logprob - wanted)
-        for answer, case in zip(scored, cases)
-        for got, wanted in zip(answer.prompt_logprobs, case["greedy_logprobs"], strict=True)
-    ]
     least, most = CLOSE[kv_dtype]
-    assert least < np.mean(differences) < most
+    assert least < running.golden_difference(GOLDEN / "qwen3") < most
 
 
 def test_known_prompts_are_read_back_and_choices_share_them(running: Running) -> None:
