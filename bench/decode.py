@@ -16,6 +16,7 @@ they choose at random.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import math
 import random
@@ -34,8 +35,10 @@ from schemes import SCHEMES, find_schemes, random_parts
 from levserve.device.programs import Shape
 from levserve.device.runner import Runner
 from levserve.device.sizing import Sizes
+from levserve.jit.target import AMX
 from levserve.model import cache
 from levserve.model.config import ModelConfig
+from levserve.model.cpu.backend import CpuBackend
 from levserve.model.decoder import Blueprint
 from levserve.model.int8_blocks import BLOCK, SCALE_FACTOR, has_blocks
 from levserve.model.int8_packing import OFFSET, is_packable
@@ -50,6 +53,7 @@ from levserve.schedule.sequence import Chunk, RoundPlan, Row, Sequence
 
 SHAPES = {
     "smollm2-135m": ModelConfig(49152, 576, 1536, 30, 9, 3, 64, 1e-5, 1e5, 8192, True),
+    "smollm2-1.7b": ModelConfig(49152, 2048, 8192, 24, 32, 32, 64, 1e-5, 13e4, 8192, True),
     "qwen3-0.6b": ModelConfig(151936, 1024, 3072, 28, 16, 8, 128, 1e-6, 1e6, 40960, True, qk_norm=True),
     "llama-1b": ModelConfig(128256, 2048, 8192, 16, 32, 8, 64, 1e-5, 5e5, 8192, True),
     "llama-8b": ModelConfig(128256, 4096, 14336, 32, 32, 8, 128, 1e-5, 5e5, 8192, False),
@@ -156,6 +160,8 @@ def build(
         kv_dtype=kv_dtype,
         is_packed=is_packed,
     )
+    if options.without_amx and isinstance(backend, CpuBackend):
+        backend = dataclasses.replace(backend, target=backend.target.without(*AMX))
     in_blocks = options.quantize == BLOCKS_NAME
     quantization: Quantization | Kept | None = choose_quantization(
         narrow, backend, dtype, in_blocks=in_blocks
@@ -344,6 +350,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--quantize", choices=["none", *NARROW, *SCHEMES], default="none")
     parser.add_argument("--kv-dtype", choices=["auto", "bfloat16", "fp8", "int8"], default="auto")
     parser.add_argument("--kernels", choices=KERNELS, default="auto", help="as the server's option")
+    parser.add_argument("--without-amx", action="store_true", help="CPU kernels do not use matrix units")
     parser.add_argument("--repeats", type=int, default=12)
     return parser
 

@@ -10,16 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from levserve.jit.target import Target, detect_target
+from levserve.jit.target import AMX, Target, detect_target
 
 HOST = detect_target()
-NAMED = {name: Target.named(name) for name in ("narrow", "avx2", "avx512", "neon")}
+NAMED = {name: Target.named(name) for name in ("narrow", "avx2", "avx512", "amx", "neon")}
 WIDTHS = {f"{width}-byte vectors": dataclasses.replace(HOST, vector_bytes=width) for width in (16, 32, 64)}
 """This CPU with other vectors than its own: LLVM splits those that are too wide, so that all ways of a kernel are run."""
 RUNNABLE = {
     "host": HOST,
     **{name: target for name, target in NAMED.items() if target.runs_on(HOST)},
     **{name: target for name, target in WIDTHS.items() if target != HOST},
+    **({"host without AMX": HOST.without(*AMX)} if HOST.has_amx_int8 else {}),
 }
 FOREIGN = {name: target for name, target in NAMED.items() if name not in RUNNABLE}
 OTHERS = {name: target for name, target in RUNNABLE.items() if name != "host"}

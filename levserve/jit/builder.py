@@ -412,12 +412,15 @@ class Builder:
 
     def string(self, text: str) -> Value:
         """A pointer to a constant string that ends with a zero byte."""
-        data = bytearray(text.encode() + b"\0")
+        return self.constant_bytes(text.encode() + b"\0")
+
+    def constant_bytes(self, data: bytes) -> Value:
+        """A pointer to constant bytes."""
         kind = ir.ArrayType(I8, len(data))
         module = self.function.module
-        constant = ir.GlobalVariable(module, kind, f"string_{len(module.globals)}")
+        constant = ir.GlobalVariable(module, kind, f"constant_{len(module.globals)}")
         constant.global_constant, constant.linkage = True, "private"
-        constant.initializer = ir.Constant(kind, data)
+        constant.initializer = ir.Constant(kind, bytearray(data))
         return Value(self, self.ir.bitcast(constant, POINTER))
 
     def allocate(self, num_bytes: Value) -> Value:

@@ -30,10 +30,18 @@ class Program:
     def compile(self) -> bytes:
         """The object file of all functions."""
         machine = _target_machine(self._target)
+        return bytes(machine.emit_object(self._optimize(machine)))
+
+    def assembly(self) -> str:
+        """The instructions of all functions, for people and tests."""
+        machine = _target_machine(self._target)
+        return str(machine.emit_assembly(self._optimize(machine)))
+
+    def _optimize(self, machine: llvm.TargetMachine) -> llvm.ModuleRef:
         module = llvm.parse_assembly(str(self._module))
         passes = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=3))
         passes.getModulePassManager().run(module, passes)
-        return bytes(machine.emit_object(module))
+        return module
 
 
 class Code:

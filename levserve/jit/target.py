@@ -9,15 +9,22 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
-from dataclasses import dataclass
+import logging
+import os
+from dataclasses import dataclass, replace
 
 import llvmlite.binding as llvm
 
+log = logging.getLogger(__name__)
+
 AT_HWCAP, HWCAP_ASIMDDP = 16, 1 << 20
 """The entry of Linux' auxiliary vector that lists an ARM CPU's features; the bit of int8 dot products."""
+ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA = 158, 0x1023, 18
+"""Linux' system call by which an x86 process asks for the registers of AMX, and what it asks with."""
 X86, ARM = "x86_64-unknown-linux-gnu", "aarch64-unknown-linux-gnu"
 AVX2 = ("avx", "avx2", "f16c", "fma")
 AVX512 = (*AVX2, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512vnni")
+AMX = ("amx-bf16", "amx-int8", "amx-tile")
 
 
 @dataclass(frozen=True)
@@ -39,6 +46,7 @@ class Target:
             "narrow": Target(ARM, "generic", "", 16) if is_arm else Target(X86, "x86-64", "", 16),
             "avx2": Target(X86, "x86-64", _spell(AVX2), 32),
             "avx512": Target(X86, "x86-64", _spell(AVX512), 64),
+            "amx": Target(X86, "x86-64", _spell((*AVX512, *AMX)), 64),
             "neon": Target(ARM, "generic", _spell(("neon", "dotprod")), 16),
         }
         return known[name]
@@ -75,6 +83,16 @@ class Target:
         """Whether there are matrix units for bfloat16."""
         return self.has("amx-bf16")
 
+    @property
+    def has_amx_int8(self) -> bool:
+        """Whether there are matrix units for int8."""
+        return self.has("amx-tile") and self.has("amx-int8")
+
+    def without(self, *features: str) -> Target:
+        """The same CPU as if it had none of these features."""
+        kept = (f"-{each[1:]}" if each[1:] in features else each for each in self.features.split(","))
+        return replace(self, features=",".join(kept))
+
     def runs_on(self, host: Target) -> bool:
         """Whether the host's CPU can run code for this target."""
         if self == host:
@@ -97,9 +115,21 @@ def detect_target() -> Target:
         libc = ctypes.CDLL(None)
         libc.getauxval.restype, libc.getauxval.argtypes = ctypes.c_ulong, [ctypes.c_ulong]
         found["dotprod"] = bool(libc.getauxval(AT_HWCAP) & HWCAP_ASIMDDP)
+    if found.get("amx-tile") and (reason := _refused_tiles()) is not None:
+        log.warning("AMX is not used: %s", reason)
+        found |= dict.fromkeys(AMX, False)
     features = ",".join(f"{'+' if has else '-'}{name}" for name, has in sorted(found.items()))
     widest = 64 if found.get("avx512vl") else 32 if found.get("avx2") else 16
     return Target(triple, llvm.get_host_cpu_name(), features, widest)
+
+
+def _refused_tiles() -> str | None:
+    """Asks Linux for the tile registers, for all threads of this process; why it gives none, or None."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.syscall.restype = ctypes.c_long
+    if libc.syscall(*map(ctypes.c_long, (ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA))) == 0:
+        return None
+    return f"Linux refuses its registers: {os.strerror(ctypes.get_errno())}"
 
 
 def _spell(features: tuple[str, ...]) -> str:

@@ -175,6 +175,10 @@ def _register_compiled(name: str, compiled: bytes) -> None:
 
 
 def compile_kernel(kernel: Kernel) -> bytes:
+    return write_kernel(kernel).compile()
+
+
+def write_kernel(kernel: Kernel) -> Program:
     program = Program(kernel.target)
     with program.function("run_stages", 2) as builder:
         _write_stages(builder, kernel)
@@ -184,7 +188,7 @@ def compile_kernel(kernel: Kernel) -> bytes:
         helper = builder.function
     with program.function("entry", 1) as builder:
         _write_entry(builder, kernel, run_stages, helper)
-    return program.compile()
+    return program
 
 
 def num_threads() -> int:

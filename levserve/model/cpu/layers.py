@@ -22,8 +22,9 @@ from levserve.model.cache import INT8, LARGEST_INT8, SMALLEST_SCALE, Place
 from levserve.model.cpu import attention, linear
 from levserve.model.cpu.block_products import block_product_for
 from levserve.model.cpu.heads import AttentionArrays, HeadShape
-from levserve.model.cpu.products import Product, product_for
+from levserve.model.cpu.products import Matrix, Product, ProductTask, StoreProducts, product_for
 from levserve.model.cpu.softmax import exp
+from levserve.model.cpu.tile_products import PADDING_ROWS, SCRATCH_BYTES, tile_product_for
 from levserve.model.int8_blocks import has_blocks
 from levserve.model.rotary import Angles
 
@@ -38,7 +39,7 @@ LARGEST_EXPONENT = 80.0
 BFLOAT16_HALF, BFLOAT16_NAN = 0x7FFF, 0x7FC0
 """Just under half of bfloat16's last bit, in the bits of a float32; and the bits of a quiet NaN."""
 
-MakeStore = Callable[[Call, Value], linear.StoreProducts]
+MakeStore = Callable[[Call, Value], StoreProducts]
 """Given a call and its shared memory, decides where products are stored. It is called once per task, so that
 pointers are loaded once: LLVM cannot know that they stay the same."""
 
@@ -150,15 +151,19 @@ class LayerWriter:
             self.multiply(self.by_activated, "down", shape.hidden, self.add_to_x),
         )
 
+        def shared_bytes(call: Call) -> Value:
+            return self.num_tokens(call) * sum(self.widths) + PADDING_ROWS * self.widths[PREPARED]
+
         def scratch_bytes(call: Call) -> Value:
-            return attention.scratch_bytes(self.heads, self.arrays(call, call.frame)).maximum(row_bytes)
+            attention_bytes = attention.scratch_bytes(self.heads, self.arrays(call, call.frame))
+            return attention_bytes.maximum(max(row_bytes, SCRATCH_BYTES))
 
         return Kernel(
             shape.name,
             shape.target,
             stages,
             shape.num_layers,
-            shared_bytes=lambda call: self.num_tokens(call) * sum(self.widths),
+            shared_bytes=shared_bytes,
             scratch_bytes=scratch_bytes,
         )
 
@@ -209,20 +214,21 @@ class LayerWriter:
         def num_tasks(call: Call) -> Value:
             return linear.num_tasks(product, call.builder.constant(num_out))
 
-        def run(call: Call, shared: Value, _: Value, task: Value) -> None:
+        def run(call: Call, shared: Value, scratch: Value, task: Value) -> None:
             weight = self.layer_array(call, name)
             scales = self.layer_array(call, f"{name}_scale") if product.has_scales else None
             outs = linear.task_range(product, task, call.builder.constant(num_out))
             prepared, rows = self.buffers(call, shared)[PREPARED], self.num_rows(call)
-            store, matrix = make_store(call, shared), linear.Matrix(weight, scales)
-            linear.multiply_range(call.builder, product, matrix, prepared, rows, outs, store)
+            store, matrix = make_store(call, shared), Matrix(weight, scales)
+            work = ProductTask(matrix, prepared, rows, outs, scratch, store)
+            linear.multiply_range(call.builder, product, tile_product_for(product), work)
 
         return Stage(num_tasks, run)
 
     def store_in(self, buffer: int, bias_name: str | None = None) -> MakeStore:
         """Stores products in a buffer, after adding the bias if the layer has one."""
 
-        def make_store(call: Call, shared: Value) -> linear.StoreProducts:
+        def make_store(call: Call, shared: Value) -> StoreProducts:
             builder, into = call.builder, self.buffers(call, shared)[buffer]
             bias = self.layer_array(call, bias_name) if bias_name in self.shape.array_names else None
 
@@ -235,7 +241,7 @@ class LayerWriter:
 
         return make_store
 
-    def add_to_x(self, call: Call, _: Value) -> linear.StoreProducts:
+    def add_to_x(self, call: Call, _: Value) -> StoreProducts:
         x = call.result(X)
 
         def store(row: Value, out: Value, products: Value) -> None:

@@ -5,9 +5,6 @@ Rows of activations that are padding are skipped: their results are whatever was
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import jax
 import jax.numpy as jnp
 
@@ -15,7 +12,15 @@ from levserve.jit.builder import Builder, Value
 from levserve.jit.target import Target
 from levserve.jit.xla_call import Call, Kernel, Stage, num_threads, register
 from levserve.model.cpu.block_products import block_product_for
-from levserve.model.cpu.products import INT8_LANES, Bfloat16Product, Product, product_for
+from levserve.model.cpu.products import (
+    INT8_LANES,
+    Bfloat16Product,
+    Matrix,
+    Product,
+    ProductTask,
+    product_for,
+)
+from levserve.model.cpu.tile_products import PADDING_ROWS, SCRATCH_BYTES, Int8Tiles, tile_product_for
 
 MIN_TASK_OUTS, MAX_TASK_OUTS = 32, 1024
 """Bounds of how many rows of the matrix, which are outputs of the product, one task multiplies."""
@@ -23,9 +28,6 @@ ROW_BLOCK_BYTES = 36 << 10
 """Activations that a task multiplies at a time: as many as stay in the first-level cache."""
 X, NUM_USED, WEIGHT, SCALE = range(4)
 """The arguments of a product's call; bfloat16 has no scale."""
-
-StoreProducts = Callable[[Value, Value, Value], None]
-"""Stores the products of a row of activations, given its number, the first output and a vector."""
 
 
 def unsupported_reason(out: int, size: int) -> str | None:
@@ -56,14 +58,14 @@ def multiply(
         product = block_product_for(
             size, target, is_signed=weight.dtype == jnp.int8, in_two_terms=in_two_terms
         )
-    name = register(kernel_for(product))
+    name = register(kernel_for(product, tile_product_for(product)))
     count = jnp.asarray([x.shape[0]], jnp.int32) if num_used is None else num_used
     arguments = x.astype(jnp.float32), count, weight, *(() if scale is None else (scale,))
     return jax.ffi.ffi_call(name, jax.ShapeDtypeStruct((x.shape[0], out), jnp.float32))(*arguments)
 
 
-def kernel_for(product: Product) -> Kernel:
-    """The kernel for such products. Its shared memory holds the prepared rows."""
+def kernel_for(product: Product, by_tiles: Int8Tiles | None = None) -> Kernel:
+    """The kernel for such products, of many rows by tiles. Its shared memory holds the prepared rows."""
 
     def num_rows(call: Call) -> Value:
         return load_num_used(call, NUM_USED).minimum(call.argument_size(X, 0))
@@ -72,15 +74,16 @@ def kernel_for(product: Product) -> Kernel:
         x = call.argument(X) + row * (4 * product.size)
         product.prepare(call.builder, x, scratch, shared + row * product.row_bytes)
 
-    def multiply_task(call: Call, shared: Value, _: Value, task: Value) -> None:
-        num_out = call.argument_size(WEIGHT, 0)
+    def multiply_task(call: Call, shared: Value, scratch: Value, task: Value) -> None:
+        num_out, result = call.argument_size(WEIGHT, 0), call.result(0)
 
         def store(row: Value, out: Value, products: Value) -> None:
-            call.builder.store(call.result(0) + (row * num_out + out) * 4, products)
+            call.builder.store(result + (row * num_out + out) * 4, products)
 
         matrix = Matrix(call.argument(WEIGHT), call.argument(SCALE) if product.has_scales else None)
         rows, outs = num_rows(call), task_range(product, task, num_out)
-        multiply_range(call.builder, product, matrix, shared, rows, outs, store)
+        work = ProductTask(matrix, shared, rows, outs, scratch, store)
+        multiply_range(call.builder, product, by_tiles, work)
 
     return Kernel(
         f"levserve_multiply_{product.name}_{product.size}",
@@ -89,8 +92,8 @@ def kernel_for(product: Product) -> Kernel:
             Stage(num_rows, prepare_row),
             Stage(lambda call: num_tasks(product, call.argument_size(WEIGHT, 0)), multiply_task),
         ),
-        shared_bytes=lambda call: num_rows(call) * product.row_bytes,
-        scratch_bytes=lambda call: call.builder.constant(4 * product.size),
+        shared_bytes=lambda call: (num_rows(call) + PADDING_ROWS) * product.row_bytes,
+        scratch_bytes=lambda call: call.builder.constant(max(4 * product.size, SCRATCH_BYTES)),
     )
 
 
@@ -116,31 +119,22 @@ def _task_outs(product: Product, num_out: Value) -> Value:
     return (share.minimum(MAX_TASK_OUTS).maximum(MIN_TASK_OUTS) + (tile - 1)) // tile * tile
 
 
-@dataclass(frozen=True)
-class Matrix:
-    """Pointers to a matrix and its scales."""
-
-    weight: Value
-    scales: Value | None
-
-
-def multiply_range(
-    builder: Builder,
-    product: Product,
-    matrix: Matrix,
-    prepared: Value,
-    num_rows: Value,
-    outs: tuple[Value, Value],
-    store: StoreProducts,
-) -> None:
-    """Multiplies all prepared rows with a range of the matrix."""
+def multiply_range(builder: Builder, product: Product, by_tiles: Int8Tiles | None, task: ProductTask) -> None:
+    """Multiplies all prepared rows with a range of the matrix: by tiles, if there are enough rows."""
+    num_rows = task.num_rows
+    if by_tiles is not None:
+        is_many = num_rows >= by_tiles.min_rows
+        with builder.when(is_many):
+            by_tiles.multiply_range(builder, task)
+        num_rows = is_many.select(builder.constant(0), num_rows)
 
     def multiply_tile(out: Value, row: Value, num_rows: int) -> None:
-        weight = matrix.weight + out * product.out_bytes
-        scales = matrix.weight if matrix.scales is None else matrix.scales + out * product.out_scale_bytes
-        rows = prepared + row * product.row_bytes
+        weight, scales = task.matrix.weight + out * product.out_bytes, task.matrix.weight
+        if task.matrix.scales is not None:
+            scales = task.matrix.scales + out * product.out_scale_bytes
+        rows = task.prepared + row * product.row_bytes
         for index, products in enumerate(product.multiply(builder, weight, scales, rows, num_rows)):
-            store(row + index, out, products)
+            task.store(row + index, out, products)
 
     tile_rows = product.tile_rows
     block = max(1, ROW_BLOCK_BYTES // (product.row_bytes * tile_rows)) * tile_rows
@@ -148,7 +142,7 @@ def multiply_range(
         block_rows = (num_rows - start).minimum(block)
         rest = block_rows % tile_rows
         stop = start + block_rows - rest
-        with builder.loop(*outs, product.tile_outs) as out:
+        with builder.loop(*task.outs, product.tile_outs) as out:
             with builder.loop(start, stop, tile_rows) as row:
                 multiply_tile(out, row, tile_rows)
             # The remaining rows, in as few tiles as possible: the matrix is in the cache by now.

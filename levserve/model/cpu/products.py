@@ -9,6 +9,7 @@ without an instruction of its own; XLA would widen the whole matrix first.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -22,8 +23,12 @@ from levserve.model.int8_packing import OFFSET, OUTS, SMALLEST, STEPS, WORD
 PREFETCH_BYTES = 4096
 """How far ahead of its use the matrix is prefetched."""
 INT8_LANES = 16
-TAIL_BYTES = 16
-"""What follows a row in int8: its scale, the number its sums start with, and padding."""
+TAIL_BYTES, TILES_TAIL_BYTES = 16, 64
+"""What follows a row in int8: its scale, the number its sums start with, and padding. Tiles read 64 bytes of
+each row at a time, which shall not lie across two cache lines."""
+
+StoreProducts = Callable[[Value, Value, Value], None]
+"""Stores the products of a row of activations, given its number, the first output and a vector."""
 
 
 def product_for(dtype: jnp.dtype, size: int, target: Target) -> Product:
@@ -31,6 +36,28 @@ def product_for(dtype: jnp.dtype, size: int, target: Target) -> Product:
     if dtype == jnp.bfloat16:
         return Bfloat16Product(size, target)
     return PackedProduct(size, target) if dtype == jnp.uint8 else Int8Product(size, target)
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Pointers to a matrix and its scales."""
+
+    weight: Value
+    scales: Value | None
+
+
+@dataclass(frozen=True)
+class ProductTask:
+    """What a task multiplies: all prepared rows with a range of a matrix."""
+
+    matrix: Matrix
+    prepared: Value
+    num_rows: Value
+    outs: tuple[Value, Value]
+    """The first output, and the one after the last."""
+    scratch: Value
+    """Memory of this thread."""
+    store: StoreProducts
 
 
 class Product(Protocol):
@@ -96,7 +123,7 @@ class Int8Activations:
 
     @property
     def row_bytes(self) -> int:
-        return self.size + TAIL_BYTES
+        return self.size + (TILES_TAIL_BYTES if self.target.has_amx_int8 else TAIL_BYTES)
 
     def prepare(self, builder: Builder, x: Value, scratch: Value, into: Value) -> None:
         lanes, block = self.target.lanes, block_size(self.size)
@@ -118,7 +145,7 @@ class Int8Activations:
         builder.store(into + self.size, scale * (1 / math.sqrt(block)))
         builder.store(into + self.size + 4, sums.get().reduce_sum() * -OFFSET)
 
-    def _rescale(self, builder: Builder, row: Value, sums: Value, scales: Value) -> Value:
+    def rescale(self, builder: Builder, row: Value, sums: Value, scales: Value) -> Value:
         """Integer sums times the scale of the row of activations and the scales of the outputs."""
         lanes = sums.lanes
         assert lanes is not None
@@ -153,7 +180,7 @@ class Int8Product(Int8Activations):
                 for weights, total in zip(matrix, row_sums):
                     total.set(builder.accumulate_dot(total.get(), weights, activations))
         return [
-            self._rescale(builder, row, builder.reduce_sums(*(total.get() for total in row_sums)), scales)
+            self.rescale(builder, row, builder.reduce_sums(*(total.get() for total in row_sums)), scales)
             for row, row_sums in zip(rows, sums)
         ]
 
@@ -186,7 +213,7 @@ class PackedProduct(Int8Activations):
                 for weights, total in zip(matrix, row_sums):
                     total.set(builder.accumulate_dot_word(total.get(), weights, word))
         return [
-            self._rescale(builder, row, builder.concatenate([total.get() for total in row_sums]), scales)
+            self.rescale(builder, row, builder.concatenate([total.get() for total in row_sums]), scales)
             for row, row_sums in zip(rows, sums)
         ]
 

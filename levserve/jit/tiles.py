@@ -1,0 +1,108 @@
+"""The matrix units of x86 CPUs (AMX): registers that hold a tile each, and instructions that multiply tiles.
+
+A tile has up to 16 rows of 64 bytes. LLVM does not assign these registers: what is written here names them.
+Where the CPU has no such units, plain instructions do the same on the stack: slowly, but so that every
+machine can test what uses tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from llvmlite import ir
+
+from levserve.jit.builder import I8, I32, I64, Builder, Value
+
+NUM_TILES, TILE_ROWS, TILE_ROW_BYTES = 8, 16, 64
+TILE_BYTES = TILE_ROWS * TILE_ROW_BYTES
+WORD = 4
+"""Bytes of an int32, and of the neighbouring int8 whose products are added to it."""
+CONFIG_BYTES, PALETTE, CONFIG_ROW_BYTES, CONFIG_ROWS = 64, 1, 16, 48
+"""The layout of what configures the tiles: its size, its first byte, and where it has their sizes."""
+
+
+class TileShape(NamedTuple):
+    rows: int
+    row_bytes: int
+
+
+class Tiles:
+    """The tiles of one task, by number. They may be used within `configured`."""
+
+    def __init__(self, builder: Builder, shapes: tuple[TileShape, ...]) -> None:
+        assert len(shapes) <= NUM_TILES
+        self._builder, self._shapes = builder, shapes
+        self._is_real = builder.target.has_amx_int8
+        self._memory = None if self._is_real else builder.stack_words(len(shapes) * TILE_BYTES // 8)
+
+    @contextmanager
+    def configured(self) -> Iterator[None]:
+        """Sets the shapes of all tiles, and afterwards releases them: what is in them is lost."""
+        if self._is_real:
+            config = self._builder.constant_bytes(config_bytes(self._shapes))
+            self._call("ldtilecfg", config.ir_value)
+        yield
+        if self._is_real:
+            self._call("tilerelease")
+
+    def zero(self, tile: int) -> None:
+        if self._is_real:
+            self._call("tilezero", ir.Constant(I8, tile))
+            return
+        with self._builder.loop(0, self._shapes[tile].rows) as row:
+            self._builder.store(self._row(tile, row), self._builder.zeros(I8, TILE_ROW_BYTES))
+
+    def load(self, tile: int, pointer: Value, stride: int) -> None:
+        """Loads the rows of a tile; the stride is the bytes from one to the next."""
+        if self._is_real:
+            self._call("tileloadd64", ir.Constant(I8, tile), pointer.ir_value, ir.Constant(I64, stride))
+            return
+        shape = self._shapes[tile]
+        with self._builder.loop(0, shape.rows) as row:
+            numbers = self._builder.load(pointer + row * stride, I8, shape.row_bytes)
+            self._builder.store(self._row(tile, row), numbers)
+
+    def store(self, tile: int, pointer: Value, stride: int) -> None:
+        if self._is_real:
+            self._call("tilestored64", ir.Constant(I8, tile), pointer.ir_value, ir.Constant(I64, stride))
+            return
+        shape = self._shapes[tile]
+        with self._builder.loop(0, shape.rows) as row:
+            numbers = self._builder.load(self._row(tile, row), I8, shape.row_bytes)
+            self._builder.store(pointer + row * stride, numbers)
+
+    def add_product(self, sums: int, signed: int, unsigned: int) -> None:
+        """Adds the product of int8 [rows, 4 n] with uint8 [n, columns, 4] to int32 [rows, columns]."""
+        if self._is_real:
+            self._call("tdpbsud", *(ir.Constant(I8, tile) for tile in (sums, signed, unsigned)))
+            return
+        builder, columns = self._builder, self._shapes[sums].row_bytes // WORD
+        words = self._shapes[unsigned].rows
+        with builder.loop(0, self._shapes[sums].rows) as row, builder.loop(0, words) as word:
+            place = self._row(sums, row)
+            added = builder.accumulate_dot_word(
+                builder.load(place, I32, columns),
+                builder.load(self._row(unsigned, word), I8, WORD * columns),
+                builder.load(self._row(signed, row) + word * WORD, I32),
+            )
+            builder.store(place, added)
+
+    def _row(self, tile: int, row: Value) -> Value:
+        assert self._memory is not None
+        return self._memory + tile * TILE_BYTES + row * TILE_ROW_BYTES
+
+    def _call(self, name: str, *arguments: ir.Value) -> None:
+        self._builder.call_symbol(f"llvm.x86.{name}", ir.VoidType(), *arguments)
+
+
+def config_bytes(shapes: tuple[TileShape, ...]) -> bytes:
+    """What the instruction that configures tiles reads."""
+    config = bytearray(CONFIG_BYTES)
+    config[0] = PALETTE
+    for tile, shape in enumerate(shapes):
+        at = CONFIG_ROW_BYTES + 2 * tile
+        config[at : at + 2] = shape.row_bytes.to_bytes(2, "little")
+        config[CONFIG_ROWS + tile] = shape.rows
+    return bytes(config)

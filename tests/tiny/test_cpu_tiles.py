@@ -1,0 +1,126 @@
+"""Products by the matrix units of x86 CPUs (AMX): to the last bit what the products without them give.
+
+CPUs without such units run the same kernels with plain instructions in their place, and compile the real ones.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from levserve.jit import target as target_module
+from levserve.jit.target import AMX, Target, detect_target
+from levserve.jit.tiles import TileShape, config_bytes
+from levserve.jit.xla_call import Kernel, register, write_kernel
+from levserve.model.cpu.block_products import UnsignedBlocks
+from levserve.model.cpu.linear import kernel_for
+from levserve.model.cpu.products import PackedProduct
+from levserve.model.cpu.tile_products import Int8Tiles, tile_product_for
+from levserve.model.int8_packing import pack
+from tests.targets import HOST, NAMED, with_examples
+
+ROWS = st.sampled_from([3, 4, 15, 16, 17, 32, 33, 70])
+
+
+def multiply(kernel: Kernel, *arguments: Any) -> np.ndarray:
+    """The product, or what a kernel of an odd number of rows leaves of it."""
+    x, weight = arguments[0], arguments[2]
+    result = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), jnp.float32)
+    return np.asarray(jax.jit(jax.ffi.ffi_call(register(kernel), result))(*map(jnp.asarray, arguments)))
+
+
+def both_ways(product: Any, tiles: Any, *arguments: Any) -> tuple[np.ndarray, np.ndarray]:
+    """The same product without tiles and with them."""
+    kernels = kernel_for(product), kernel_for(product, tiles)
+    plain, tiled = (replace(kernel, name=f"{kernel.name}_{way}") for way, kernel in enumerate(kernels))
+    return multiply(plain, *arguments), multiply(tiled, *arguments)
+
+
+@with_examples(
+    12,
+    st.sampled_from([(32, 16), (96, 48), (32, 96), (160, 128)]),
+    ROWS,
+    st.integers(0, 3),
+    st.integers(0, 2**32 - 1),
+)
+def test_int8_by_tiles_is_the_same_to_the_last_bit(
+    target: Target, shape: tuple[int, int], rows: int, padding: int, seed: int
+) -> None:
+    """Rows of any number, and the padding after them is left out."""
+    rng = np.random.default_rng(seed)
+    weight = rng.integers(-127, 128, shape, dtype=np.int8)
+    x = rng.standard_normal((rows + padding, shape[1])).astype(np.float32)
+    x[rows:] = np.nan
+    scale, used = rng.uniform(0.5, 1, shape[0]).astype(np.float32), np.asarray([rows], np.int32)
+    product = PackedProduct(shape[1], target)
+    plain, tiled = both_ways(product, Int8Tiles(product), x, used, pack(weight), scale)
+    np.testing.assert_array_equal(tiled[:rows], plain[:rows])
+
+
+def test_what_is_not_finite_spoils_its_own_row_alone() -> None:
+    product = PackedProduct(64, HOST)
+    x = np.ones((20, 64), np.float32)
+    x[3, 7], x[17, 0] = np.nan, np.inf
+    weight, scale = pack(np.ones((32, 64), np.int8)), np.ones(32, np.float32)
+    _, tiled = both_ways(product, Int8Tiles(product), x, np.asarray([20], np.int32), weight, scale)
+    assert [row for row in range(20) if not np.isfinite(tiled[row]).all()] == [3, 17]
+
+
+def test_code_for_a_cpu_with_matrix_units_has_their_instructions_and_no_other_code_has() -> None:
+    instructions = "ldtilecfg", "tileloadd", "tdpbsud", "tilestored", "tilerelease"
+    for name in ("amx", "avx512", "avx2", "neon"):
+        product = PackedProduct(64, NAMED[name])
+        assembly = write_kernel(kernel_for(product, tile_product_for(product))).assembly()
+        assert [each in assembly for each in instructions] == [name == "amx"] * len(instructions)
+
+
+def test_only_products_with_one_scale_for_each_output_go_by_tiles() -> None:
+    assert tile_product_for(PackedProduct(64, NAMED["amx"])) is not None
+    assert tile_product_for(UnsignedBlocks(64, NAMED["amx"], 1)) is None
+    assert tile_product_for(PackedProduct(64, NAMED["avx512"])) is None
+
+
+def test_tiles_are_configured_as_the_cpu_reads_it() -> None:
+    config = config_bytes((TileShape(16, 64), TileShape(8, 32)))
+    assert len(config) == 64 and config[0] == 1
+    assert config[16:20] == b"\x40\x00\x20\x00" and config[48:50] == b"\x10\x08"
+    assert sum(config) == 1 + 64 + 32 + 16 + 8, "all else is 0"
+
+
+@pytest.mark.parametrize("errno", [0, 1])
+def test_amx_is_used_only_if_linux_permits_it(
+    errno: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked: list[tuple[int, ...]] = []
+
+    class Libc:
+        class syscall:
+            def __new__(cls, *numbers: ctypes.c_long) -> Any:
+                asked.append(tuple(number.value for number in numbers))
+                ctypes.set_errno(errno)
+                return -1 if errno else 0
+
+    monkeypatch.setattr(target_module.ctypes, "CDLL", lambda *_, **__: Libc)
+    monkeypatch.setattr(target_module.llvm, "get_default_triple", lambda: target_module.X86)
+    features = dict.fromkeys((*target_module.AVX512, *AMX), True)
+    monkeypatch.setattr(target_module.llvm, "get_host_cpu_features", lambda: features)
+    with caplog.at_level(logging.WARNING):
+        found = detect_target.__wrapped__()
+    assert asked == [(158, 0x1023, 18)]
+    assert found.has_amx_int8 == found.has_amx_bf16 == (not errno) and found.has_vnni
+    assert ("Operation not permitted" in caplog.text) is bool(errno)
+
+
+def test_a_target_without_features_is_another_that_the_cpu_can_run() -> None:
+    amx = NAMED["amx"]
+    without = amx.without(*AMX)
+    assert amx.has_amx_int8 and not without.has_amx_int8 and without.has_vnni
+    assert without.runs_on(amx) and not amx.runs_on(without) and without.name != amx.name
