@@ -4,11 +4,13 @@ float32.
 
     python bench/quality.py
     python bench/quality.py --model path/to/checkpoint --text path/to/text --formats fp8 fp8-kv
+    python bench/quality.py --formats int8 int8-blocks --llama /opt/llama/bin/python
 
 The text is bench/quality.txt, written for this purpose, so no model has seen it; it must stay as it is for
 figures to be comparable. Float32 is the checkpoint's own numbers computed in float32: what a quantized file
 has lost already is not measured here. Each format is computed as the server would on this device; fp8
-matrices, which it does not take on a CPU, as it would on a GPU.
+matrices, which it does not take on a CPU, as it would on a GPU. `--llama` measures llama.cpp with the same GGUF
+file in the same way, with the llama-cpp-python of that interpreter.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import argparse
 import hashlib
 import json
 import math
+import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -103,6 +106,9 @@ def main() -> None:
     for name in options.formats:
         rows.append(compare(name, score(files.path, config, tokens, FORMATS[name]), reference))
         _show(rows[-1])
+    if options.llama:
+        rows.append(compare("llama.cpp", score_with_llama(options.llama, files.path, tokens), reference))
+        _show(rows[-1])
     if options.json:
         options.json.write_text(
             json.dumps(
@@ -139,6 +145,16 @@ def score(path: Path, config: ModelConfig, tokens: list[int], number_format: For
     scores = score_text(model, config, tokens, kv_dtype)
     print(f"{number_format} took {time.monotonic() - began:.0f} s", file=sys.stderr)
     return scores
+
+
+def score_with_llama(python: str, path: Path, tokens: list[int]) -> Scores:
+    """llama.cpp's scores of the same tokens with the same GGUF file."""
+    command = [python, str(Path(__file__).with_name("llama_scores.py"))]
+    request = json.dumps({"model": str(path), "tokens": tokens})
+    answer = json.loads(
+        subprocess.run(command, input=request, stdout=subprocess.PIPE, text=True, check=True).stdout
+    )
+    return Scores(np.asarray(answer["logprobs"], np.float32), np.asarray(answer["likeliest"], np.int32))
 
 
 def score_text(model: Decoder, config: ModelConfig, tokens: list[int], kv_dtype: jnp.dtype) -> Scores:
@@ -221,6 +237,9 @@ def _parser() -> argparse.ArgumentParser:
         default=list(FORMATS),
         metavar="FORMAT",
         help=" ".join(FORMATS),
+    )
+    parser.add_argument(
+        "--llama", metavar="PYTHON", help="also measure llama.cpp, with the llama-cpp-python of this Python"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
     return parser

@@ -17,11 +17,13 @@ FLOAT16 = jnp.dtype(jnp.float16)
 SCHEMES = {
     "fp8-blocks": Scheme(Code.FP8, 128, 128),
     "w4": Scheme(Code.UINT4, 128, has_zeros=True, scale=FLOAT16),
+    "w4-symmetric": Scheme(Code.UINT4, 128, zero=8, scale=FLOAT16),
     "q4_0": Scheme(Code.UINT4, 32, zero=8, scale=FLOAT16),
     "q8_0": Scheme(Code.INT8, 32, scale=FLOAT16),
     "mxfp4": Scheme(Code.E2M1, 32, scale=jnp.dtype(jnp.uint8)),
 }
-"""FP8 in blocks as Qwen and DeepSeek publish it, AWQ and GPTQ, two of GGUF's, and gpt-oss's experts."""
+"""FP8 in blocks as Qwen and DeepSeek publish it, AWQ and GPTQ, GPTQ without zero points, two of GGUF's, and
+gpt-oss's experts."""
 ALSO_HEAD = ("q4_0", "q8_0")
 """GGUF files have a quantized head as well."""
 

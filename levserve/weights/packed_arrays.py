@@ -96,6 +96,8 @@ def _common_scheme(sources: Sequence[Source]) -> Scheme | None:
         if not isinstance(source.tensor, PackedTensor):
             return None
         scheme = source.tensor.scheme
+        if scheme.columns == 1:  # a scale for each number takes more memory than the numbers do
+            return None
         schemes.add(scheme if _has_whole_blocks(source, scheme.rows) else replace(scheme, rows=1))
     rows = {scheme.rows for scheme in schemes}
     if len(rows) > 1:

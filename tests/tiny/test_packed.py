@@ -171,11 +171,25 @@ def changed(folder: Path, name: str, tensor: np.ndarray | None) -> None:
     save_file(tensors | ({} if tensor is None else {name: tensor}), folder / "model.safetensors")
 
 
-def test_inputs_that_are_reordered_by_activation_are_refused(tmp_path: Path) -> None:
+def test_inputs_that_are_reordered_by_activation_are_widened(tmp_path: Path) -> None:
+    """The groups of one layer's inputs trade places, and with them its scales: the numbers stay what they were."""
     folder = quantize_folder(GOLDEN / "llama", tmp_path, EXAMPLES["gptq"])
-    name = "model.layers.1.mlp.up_proj.g_idx"
-    changed(folder, name, np.arange(64, dtype=np.int32)[::-1] // 32)
-    with pytest.raises(StartupError, match=r"layers\.1\.mlp\.up_proj has its inputs reordered by activation"):
+    layer = "model.layers.1.mlp.up_proj."
+    stored = load_file(folder / "model.safetensors")
+    changed(folder, layer + "g_idx", stored[layer + "g_idx"][::-1].copy())
+    for word in ("scales", "qzeros"):
+        changed(folder, layer + word, stored[layer + word][::-1].copy())
+    wanted = load_arrays(folder / "plain", CONFIG, FLOAT32, report=lambda _: None)
+    kept, arrays = load_kept(folder)
+    widened_names = {name for name in wanted if name.endswith("gate_up")} - kept.by_name().keys()
+    assert widened_names == {"layers.1.gate_up"}
+    np.testing.assert_array_equal(arrays["layers.1.gate_up"], wanted["layers.1.gate_up"])
+
+
+def test_a_group_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    folder = quantize_folder(GOLDEN / "llama", tmp_path, EXAMPLES["gptq"])
+    changed(folder, "model.layers.1.mlp.up_proj.g_idx", np.full(64, 2, np.int32))
+    with pytest.raises(StartupError, match=r"up_proj\.g_idx is corrupt: some groups are not among 2"):
         read_schemes(folder, CONFIG, 1)
 
 

@@ -67,7 +67,7 @@ def _open_packed(module: Module) -> PackedTensor:
     num_groups = scale.get_shape()[-1]
     module.check_shape("weight_scale", num_rows, num_groups)
     columns = None if num_groups == 1 else num_inputs // num_groups
-    module.check_order("weight_g_idx", num_inputs, columns or num_inputs)
+    module.refuse_order("weight_g_idx", num_inputs, columns or num_inputs)
     code = Code.INT8 if is_wide else Code.UINT4
     zeros = None if is_wide else _zeros(module, num_rows, num_groups)
     if is_wide and "weight_zero_point" in module.tensors:

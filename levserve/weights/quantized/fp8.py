@@ -15,6 +15,9 @@ from levserve.weights.quantized.packed_tensor import PackedTensor, Rows
 from levserve.weights.stored_tensor import Slice
 
 Block = tuple[int, int]
+SCALE_WORDS = ("weight_scale_inv", "weight_scale")
+"""What scales are called; numbers are multiplied by either. transformers writes the first also for matrices
+that have a single one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,18 +25,15 @@ class Fp8:
     block: Block | None
     """Outputs and inputs that share a scale; None: all of the matrix."""
 
-    words = ("weight", "weight_scale_inv", "weight_scale", "input_scale")
+    words = ("weight", *SCALE_WORDS, "input_scale", "activation_scale")
 
     def is_quantized(self, words: Collection[str]) -> bool:
-        return self._scale_word in words
-
-    @property
-    def _scale_word(self) -> str:
-        return "weight_scale" if self.block is None else "weight_scale_inv"
+        return any(word in words for word in SCALE_WORDS)
 
     def open(self, module: Module) -> PackedTensor:
         weight = module.take("weight", "F8_E4M3")
-        return scaled_matrix(module, weight, Code.FP8, self._scale_word, self.block)
+        word = next(word for word in SCALE_WORDS if word in module.tensors)
+        return scaled_matrix(module, weight, Code.FP8, word, self.block)
 
 
 def scaled_matrix(module: Module, weight: Slice, code: Code, word: str, block: Block | None) -> PackedTensor:

@@ -43,12 +43,23 @@ class Module:
         if tuple(shape) != expected:
             raise StartupError(f"{self.name}.{word} is {shape}, expected {list(expected)}")
 
-    def check_order(self, word: str, num_inputs: int, group: int) -> None:
-        """Refuses inputs that are not in the order of their groups, if this tensor tells their groups."""
+    def is_in_order(self, word: str, num_inputs: int, group: int) -> bool:
+        """Whether neighbours are in one group, if this tensor tells the groups of the inputs."""
         if word not in self.tensors:
-            return
-        found = np.asarray(self.tensors[word][:])
-        if not np.array_equal(found, np.arange(num_inputs) // group):
+            return True
+        return np.array_equal(self.tensors[word][:], np.arange(num_inputs) // group)
+
+    def read_groups(self, word: str, num_inputs: int, num_groups: int) -> NDArray[np.int64]:
+        """The group of each input."""
+        self.check_shape(word, num_inputs)
+        groups = np.asarray(self.take(word, "I32", "I64")[:], np.int64)
+        if groups.min() < 0 or groups.max() >= num_groups:
+            raise StartupError(f"{self.name}.{word} is corrupt: some groups are not among {num_groups}")
+        return groups
+
+    def refuse_order(self, word: str, num_inputs: int, group: int) -> None:
+        """Refuses inputs that are not in the order of their groups."""
+        if not self.is_in_order(word, num_inputs, group):
             raise StartupError(
                 f"{self.name} has its inputs reordered by activation (act-order, desc_act), "
                 "which is not supported"
@@ -70,11 +81,15 @@ class Method(Protocol):
 
 
 def cut_across(
-    stored: Slice, start: int, stop: int, order: NDArray[np.int64] | None = None
+    stored: Slice, start: int, stop: int, order: NDArray[np.int64] | None = None, added: int = 0
 ) -> NDArray[np.uint8]:
-    """Rows `start` to `stop` of codes that are stored [in, out / 8], eight outputs in an int32."""
+    """Rows `start` to `stop` of codes that are stored [in, out / 8], eight outputs in an int32.
+
+    `added` is added to every int32 first, and what overflows is lost.
+    """
     first = start // 8
-    codes = unpack_nibbles(stored[:, first : -(-stop // 8)])
+    words = np.ascontiguousarray(stored[:, first : -(-stop // 8)]).view(np.uint32)
+    codes = unpack_nibbles(words + np.uint32(added))
     codes = codes if order is None else codes[..., order]
     flat = codes.reshape(len(codes), -1)
     return np.ascontiguousarray(flat[:, start - 8 * first : stop - 8 * first].T)
