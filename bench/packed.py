@@ -1,7 +1,8 @@
 """Measures products with matrices in the bits of a checkpoint, kernel by kernel, on an NVIDIA GPU.
 
     python bench/packed.py --schemes fp8-blocks w4 --rows 2 64
-    python bench/packed.py --schemes w4 --rows 2 --tilings 16x32x128w2s4 16x64x128w4s4/2
+    python bench/packed.py --schemes mxfp4 --rows 2 --tilings 16x32x128w2s4 16x64x128w4s4/2
+    python bench/packed.py --schemes w4 q4_k --rows 2 64 --tilings m2n1w1x4 m4n1w1x4/2 m2n8w4x1s
 
 Checks each kernel against the matrix widened to float32, then prints microseconds of each product of a layer
 of the shape, and their sum over all layers beside the time that reading the matrices takes. Each program
@@ -29,29 +30,32 @@ from decode import SHAPES, measure_bandwidth
 from haliax import Axis
 from schemes import SCHEMES, random_parts
 
+from levserve.model.gpu.fragment_plan import FragmentTiling, choose_fragments, fit_fragments
+from levserve.model.gpu.fragment_product import multiply_fragments
 from levserve.model.gpu.packed_plan import PackedTiling, choose_tiling, fit
 from levserve.model.gpu.packed_product import multiply_in_registers
-from levserve.model.packed import SCALE, ZERO, PackedMatrix, Scheme, multiply_packed
+from levserve.model.packed import SCALE, PackedMatrix, Scheme, multiply_packed
 from levserve.model.parameter_shapes import parameter_shapes
 
 MATRICES = ("qkv", "out", "gate_up", "down")
 BYTES_READ = 300 << 20
 """Of copies of a matrix in one program: several times a GPU's cache."""
+Tiling = PackedTiling | FragmentTiling
 BFLOAT16, FLOAT32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 
 
 class Case(NamedTuple):
     matrix: str
     rows: int
-    tiling: PackedTiling | None
+    tiling: Tiling | None
     """None: XLA multiplies."""
 
 
 class Way(NamedTuple):
-    """How products are computed: by XLA, by the kernel as it is cut by default, or as `tiling` says."""
+    """How products are computed: by XLA, by the scheme's kernel as it is cut by default, or as `tiling` says."""
 
     is_xla: bool = False
-    tiling: PackedTiling | None = None
+    tiling: Tiling | None = None
     splits: int | None = None
     """None: as many as keep a GPU busy."""
 
@@ -59,7 +63,10 @@ class Way(NamedTuple):
         if self.is_xla:
             return Case(matrix, rows, None)
         if self.tiling is None:
-            return Case(matrix, rows, choose_tiling(rows, shape, scheme))
+            choose = choose_fragments if scheme.in_lanes else choose_tiling
+            return Case(matrix, rows, choose(rows, shape, scheme))
+        if isinstance(self.tiling, FragmentTiling):
+            return Case(matrix, rows, fit_fragments(self.tiling, rows, shape, scheme, self.splits))
         return Case(matrix, rows, fit(self.tiling, rows, shape, scheme, self.splits))
 
 
@@ -84,7 +91,7 @@ def main() -> None:
         matrices = {matrix: make_copies(scheme, shape) for matrix, shape in shapes.items()}
         for rows in options.rows:
             ways = [Way(is_xla=True)] if options.xla else []
-            ways += [Way(), *read_tilings(options.tilings, rows)]
+            ways += [Way(), *read_tilings(options.tilings, rows, scheme)]
             for way in ways:
                 measure_way(way, rows, scheme, matrices, num_layers)
 
@@ -120,7 +127,8 @@ def make_copies(scheme: Scheme, shape: tuple[int, ...]) -> list[PackedMatrix]:
     for number in range(count):
         parts = random_parts(jax.random.key(number), scheme, shape, 0.02)
         axes = (Axis("out", shape[0]), Axis("in", shape[1]))
-        copies.append(PackedMatrix(parts[""], vary(parts[SCALE]), parts.get(ZERO), scheme, axes))
+        parts[SCALE] = vary(parts[SCALE])
+        copies.append(PackedMatrix.from_arrays(parts, scheme, axes))
     return copies
 
 
@@ -140,6 +148,8 @@ def compile_case(case: Case, *, matrices: dict[str, list[PackedMatrix]]) -> jax.
     def multiply(x: jax.Array, copies: Sequence[PackedMatrix]) -> list[jax.Array]:
         if case.tiling is None:
             return [multiply_packed(copy, x, BFLOAT16) for copy in copies]
+        if isinstance(case.tiling, FragmentTiling):
+            return [multiply_fragments(copy, x, tiling=case.tiling) for copy in copies]
         return [multiply_in_registers(copy, x, tiling=case.tiling) for copy in copies]
 
     copies = matrices[case.matrix]
@@ -165,24 +175,38 @@ def relative_error(got: jax.Array, matrix: PackedMatrix, x: jax.Array) -> float:
     return float(np.linalg.norm(found - right) / np.linalg.norm(right))
 
 
-def read_tilings(texts: Sequence[str], rows: int) -> list[Way]:
-    """Those for so many rows."""
+def read_tilings(texts: Sequence[str], rows: int, scheme: Scheme) -> list[Way]:
+    """Those for the kernel of this scheme and so many rows."""
     found = []
     for text in texts:
-        match = re.fullmatch(r"(\d+)x(\d+)x(\d+)w(\d+)s(\d+)(?:/(\d+))?", text)
-        if match is None:
-            raise SystemExit(
-                f"{text} is not rows x columns x depth w warps s stages / splits, such as 16x32x128w2s4/2"
-            )
-        *cuts, splits = match.groups()
-        tiling = PackedTiling(*map(int, cuts))
+        tiling, splits = read_tiling(text)
         smallest = 16 if rows <= 16 else rows // 2
-        if smallest <= tiling.rows <= max(16, 2 * rows):
-            found.append(Way(tiling=tiling, splits=None if splits is None else int(splits)))
+        if isinstance(tiling, FragmentTiling) != scheme.in_lanes:
+            continue
+        if scheme.in_lanes or smallest <= tiling.rows <= max(16, 2 * rows):
+            found.append(Way(tiling=tiling, splits=splits))
     return found
 
 
-def show_tiling(tiling: PackedTiling) -> str:
+def read_tiling(text: str) -> tuple[Tiling, int | None]:
+    cut, _, splits = text.partition("/")
+    blocks = re.fullmatch(r"(\d+)x(\d+)x(\d+)w(\d+)s(\d+)", cut)
+    fragments = re.fullmatch(r"m(\d+)n(\d+)w(\d+)x(\d+)(s?)", cut)
+    if blocks is None and fragments is None:
+        raise SystemExit(
+            f"{text} is neither rows x columns x depth w warps s stages / splits, such as 16x32x128w2s4/2, nor "
+            "m tiles n tiles w warps x warps s(taged) / splits, such as m2n8w4x1s/2"
+        )
+    if blocks is not None:
+        return PackedTiling(*map(int, blocks.groups())), int(splits) if splits else None
+    *tiles, staged = fragments.groups()
+    return FragmentTiling(*map(int, tiles), 1, bool(staged)), int(splits) if splits else None
+
+
+def show_tiling(tiling: Tiling) -> str:
+    if isinstance(tiling, FragmentTiling):
+        staged = "s" if tiling.is_staged else ""
+        return f"m{tiling.m_tiles}n{tiling.n_tiles}w{tiling.warps_m}x{tiling.warps_k}{staged}"
     return f"{tiling.rows}x{tiling.columns}x{tiling.depth}w{tiling.num_warps}s{tiling.num_stages}"
 
 

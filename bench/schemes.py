@@ -10,21 +10,23 @@ import jax.numpy as jnp
 
 from levserve.model.cache import FP8
 from levserve.model.config import ModelConfig
-from levserve.model.packed import SCALE, ZERO, Code, Scheme, decode
+from levserve.model.packed import OFFSET, SCALE, ZERO, Code, Scheme, decode
 from levserve.model.parameter_shapes import parameter_shapes
 
 FLOAT16 = jnp.dtype(jnp.float16)
 SCHEMES = {
     "fp8-blocks": Scheme(Code.FP8, 128, 128),
-    "w4": Scheme(Code.UINT4, 128, has_zeros=True, scale=FLOAT16),
-    "w4-symmetric": Scheme(Code.UINT4, 128, zero=8, scale=FLOAT16),
-    "q4_0": Scheme(Code.UINT4, 32, zero=8, scale=FLOAT16),
-    "q8_0": Scheme(Code.INT8, 32, scale=FLOAT16),
+    "w4": Scheme(Code.UINT4, 128, has_zeros=True, scale=FLOAT16, in_lanes=True),
+    "w4-symmetric": Scheme(Code.UINT4, 128, zero=8, scale=FLOAT16, in_lanes=True),
+    "q4_0": Scheme(Code.UINT4, 32, zero=8, scale=FLOAT16, in_lanes=True),
+    "q4_k": Scheme(Code.UINT4, 32, has_offsets=True, scale=FLOAT16, in_lanes=True),
+    "q6_k": Scheme(Code.INT8, 16, scale=FLOAT16, in_lanes=True),
+    "q8_0": Scheme(Code.INT8, 32, scale=FLOAT16, in_lanes=True),
     "mxfp4": Scheme(Code.E2M1, 32, scale=jnp.dtype(jnp.uint8)),
 }
-"""FP8 in blocks as Qwen and DeepSeek publish it, AWQ and GPTQ, GPTQ without zero points, two of GGUF's, and
+"""FP8 in blocks as Qwen and DeepSeek publish it, AWQ and GPTQ, GPTQ without zero points, four of GGUF's, and
 gpt-oss's experts."""
-ALSO_HEAD = ("q4_0", "q8_0")
+ALSO_HEAD = ("q4_0", "q4_k", "q6_k", "q8_0")
 """GGUF files have a quantized head as well."""
 
 
@@ -52,6 +54,8 @@ def random_parts(
             parts[end] = jnp.full(part_shape, 8, dtype)
         elif dtype == jnp.uint8:
             parts[end] = jnp.full(part_shape, 127 + round(math.log2(spread / spread_of_codes)), dtype)
+        elif end == OFFSET:
+            parts[end] = jax.random.normal(key, part_shape, dtype) * dtype.type(spread)
         else:
             assert end == SCALE
             parts[end] = jnp.full(part_shape, spread / spread_of_codes, dtype)

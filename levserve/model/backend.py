@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from levserve.model.cache import Place
 from levserve.model.config import Activation, ModelConfig, Routing
 from levserve.model.int8_packing import BlockOrder
-from levserve.model.packed import PackedMatrix
+from levserve.model.packed import PackedMatrix, Scheme
 from levserve.model.rotary import Angles
 from levserve.model.text_attention import Texts
 from levserve.model.traits import Traits
@@ -180,6 +180,10 @@ class Backend(ABC):
 
         One with scales for blocks of inputs may want its activations in two terms (`int8_blocks`).
         """
+
+    def arrange(self, scheme: Scheme, shape: tuple[int, ...], widened: jnp.dtype) -> Scheme:
+        """The same scheme with its codes in the order in which a kernel reads such a matrix."""
+        return scheme
 
     @abstractmethod
     def packed_product(self, matrix: PackedMatrix, widened: jnp.dtype) -> Product:

@@ -25,7 +25,7 @@ from levserve.model.feed_forward import CHUNK, ROW, Experts, Mlp
 from levserve.model.latent_attention import LATENT_NORM_EPS, LatentAttention
 from levserve.model.linear import Linear
 from levserve.model.norm import Norm, apply
-from levserve.model.packed import SCALE, ZERO, Kept, PackedMatrix
+from levserve.model.packed import SCALE, Kept, PackedMatrix
 from levserve.model.parameter_shapes import parameter_shapes
 from levserve.model.quantize import Quantization
 from levserve.model.rotary import Angles, angles_at
@@ -190,9 +190,7 @@ class Decoder(eqx.Module):
             is_partial = is_shared and Out == config.Embed and not is_expert
             axes = (*stacked, Out, In)
             if name in schemes:
-                matrix = PackedMatrix(
-                    arrays[name], arrays[name + SCALE], arrays.get(name + ZERO), schemes[name], axes
-                )
+                matrix = PackedMatrix.from_arrays(arrays, schemes[name], axes, name)
                 return Linear(matrix, bias, None, backend, rounds, widened, is_partial)
             weight, scale = hax.named(arrays[name], axes), None
             if name + SCALE in arrays:

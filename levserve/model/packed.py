@@ -1,15 +1,17 @@
 """Matrices that stay in the few bits that their checkpoint has them in.
 
-`Scheme` describes such a matrix, whatever format it comes from: every number is `scale * (code - zero)`, and
-a block of `rows` x `columns` numbers shares a scale and a zero point. Readers in `weights/quantized/` bring
-each format to this form. `PackedMatrix` is the matrix on the device; the plain product here widens it inside
-the compiled program, and a backend may have a kernel that widens in registers instead.
+`Scheme` describes such a matrix, whatever format it comes from: every number is `scale * (code - zero) +
+offset`, and a block of `rows` x `columns` numbers shares a scale, a zero point and an offset. Readers in
+`weights/quantized/` bring each format to this form. `PackedMatrix` is the matrix on the device; the plain
+product here widens it inside the compiled program, and a backend may have a kernel that widens in registers
+instead.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import equinox as eqx
@@ -22,9 +24,10 @@ from jax import lax
 from numpy.typing import NDArray
 
 from levserve.model.cache import FP8
+from levserve.model.lanes import from_lanes
 
-SCALE, ZERO = "_scale", "_zero"
-"""What the names of a matrix's scales and zero points end with."""
+SCALE, ZERO, OFFSET = "_scale", "_zero", "_offset"
+"""What the names of a matrix's scales, zero points and offsets end with."""
 
 
 class Code(StrEnum):
@@ -59,14 +62,22 @@ class Scheme:
     zero: int = 0
     """What is subtracted from every code, if the blocks have no zero points of their own."""
     has_zeros: bool = False
+    has_offsets: bool = False
+    """Whether each block has a number that is added to `scale * (code - zero)`."""
     scale: jnp.dtype = jnp.dtype(jnp.float32)
-    """The type of scales; uint8 is the exponent of a power of two, biased by 127."""
+    """The type of scales and offsets; uint8 is the exponent of a power of two, biased by 127."""
+    in_lanes: bool = False
+    """Whether codes are in the order of `lanes`, not in that of the inputs."""
 
     def __str__(self) -> str:
         across = "whole rows" if self.columns is None else f"{self.columns} inputs"
         down = "" if self.rows == 1 else f" x {self.rows} outputs"
-        zeros = " and a zero point" if self.has_zeros else ""
-        return f"{self.code} with a scale{zeros} for {across}{down}"
+        parts = ["a scale"] + ["a zero point"] * self.has_zeros + ["an offset"] * self.has_offsets
+        return f"{self.code} with {' and '.join(parts)} for {across}{down}"
+
+    def as_stored(self) -> Scheme:
+        """What it is in the checkpoint, whatever order a device has the codes in."""
+        return replace(self, in_lanes=False)
 
     def num_groups(self, num_inputs: int) -> int:
         """Scales in one row."""
@@ -78,7 +89,11 @@ class Scheme:
         width = num_inputs // 2 if self.code.is_nibble else num_inputs
         blocks = (*stacked, self.num_groups(num_inputs), -(-num_rows // self.rows))
         arrays = {"": ((*stacked, num_rows, width), self.code.dtype), SCALE: (blocks, self.scale)}
-        return arrays | ({ZERO: (blocks, jnp.dtype(jnp.uint8))} if self.has_zeros else {})
+        if self.has_zeros:
+            arrays[ZERO] = (blocks, jnp.dtype(jnp.uint8))
+        if self.has_offsets:
+            arrays[OFFSET] = (blocks, self.scale)
+        return arrays
 
     def num_bytes(self, shape: tuple[int, ...]) -> int:
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.array_shapes(shape).values())
@@ -114,8 +129,8 @@ def pack_nibbles(codes: NDArray[np.uint8], into: NDArray[np.uint8]) -> None:
 class PackedMatrix(eqx.Module):
     """A matrix [out, in], or one for each expert, in the bits of its checkpoint.
 
-    Scales and zero points are [group of inputs, block of outputs], so that those of neighbouring outputs,
-    which a kernel needs together, lie together.
+    Scales, zero points and offsets are [group of inputs, block of outputs], so that those of neighbouring
+    outputs, which a kernel needs together, lie together.
     """
 
     codes: jax.Array
@@ -123,6 +138,15 @@ class PackedMatrix(eqx.Module):
     zero: jax.Array | None
     scheme: Scheme = eqx.field(static=True)
     axes: tuple[Axis, ...] = eqx.field(static=True)
+    offset: jax.Array | None = None
+
+    @classmethod
+    def from_arrays(
+        cls, arrays: Mapping[str, jax.Array], scheme: Scheme, axes: tuple[Axis, ...], name: str = ""
+    ) -> PackedMatrix:
+        """The matrix of this name; the arrays have those of `Scheme.array_shapes`."""
+        zero, offset = arrays.get(name + ZERO), arrays.get(name + OFFSET)
+        return cls(arrays[name], arrays[name + SCALE], zero, scheme, axes, offset)
 
     @property
     def ndim(self) -> int:
@@ -130,28 +154,32 @@ class PackedMatrix(eqx.Module):
 
     def of_expert(self, number: jax.Array) -> PackedMatrix:
         """One of the matrices [expert, out, in]."""
-
-        def take(array: jax.Array) -> jax.Array:
-            return lax.dynamic_index_in_dim(array, number, keepdims=False)
-
-        zero = None if self.zero is None else take(self.zero)
-        return PackedMatrix(take(self.codes), take(self.scale), zero, self.scheme, self.axes[1:])
+        return self._with_each(
+            lambda array: lax.dynamic_index_in_dim(array, number, keepdims=False), self.axes[1:]
+        )
 
     def of_each(self, numbers: NamedArray) -> PackedMatrix:
         """A copy of an expert's matrix for each number."""
-        at = numbers.array
-        zero = None if self.zero is None else self.zero[at]
-        axes = (*numbers.axes, *self.axes[1:])
-        return PackedMatrix(self.codes[at], self.scale[at], zero, self.scheme, axes)
+        return self._with_each(lambda array: array[numbers.array], (*numbers.axes, *self.axes[1:]))
+
+    def _with_each(self, change: Callable[[jax.Array], jax.Array], axes: tuple[Axis, ...]) -> PackedMatrix:
+        zero, offset = (None if array is None else change(array) for array in (self.zero, self.offset))
+        return PackedMatrix(change(self.codes), change(self.scale), zero, self.scheme, axes, offset)
 
     def widen(self, dtype: jnp.dtype) -> NamedArray:
         """The numbers themselves. They are computed in float32 and rounded once."""
-        numbers = decode(self.codes, self.scheme.code)
+        code = self.scheme.code
+        if self.scheme.in_lanes:
+            numbers = from_lanes(self.codes, code.is_nibble).astype(jnp.float32)
+        else:
+            numbers = decode(self.codes, code)
         if self.zero is not None:
             numbers = numbers - self._spread(self.zero.astype(jnp.float32))
         elif self.scheme.zero:
             numbers = numbers - float(self.scheme.zero)
         numbers = numbers * self._spread(decode_scale(self.scale))
+        if self.offset is not None:
+            numbers = numbers + self._spread(self.offset.astype(jnp.float32))
         return hax.named(numbers.astype(dtype), self.axes)
 
     def _spread(self, blocks: jax.Array) -> jax.Array:
@@ -168,9 +196,8 @@ class PackedMatrix(eqx.Module):
 def multiply_packed(matrix: PackedMatrix, x: jax.Array, widened: jnp.dtype) -> jax.Array:
     """x [row, in] times a matrix that is widened for this product alone: float32 [row, out]."""
     # XLA moves what does not change out of a loop, and would keep all matrices of a model widened there.
-    arrays = (matrix.codes, matrix.scale, matrix.zero)
-    (codes, scale, zero), x = lax.optimization_barrier((arrays, x))
-    weight = PackedMatrix(codes, scale, zero, matrix.scheme, matrix.axes).widen(widened).array
+    matrix, x = lax.optimization_barrier((matrix, x))
+    weight = matrix.widen(widened).array
     return jnp.einsum("ri,oi->ro", x.astype(widened), weight, preferred_element_type=jnp.float32)
 
 

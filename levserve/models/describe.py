@@ -275,6 +275,8 @@ def describe(settings: Settings, files: ModelFiles) -> Description:
         kv_dtype=kv_dtype,
         is_packed=kept is not None,
     )
+    if kept is not None:
+        kept = arrange(kept, backend, local_config(config, mesh_size))
     description = Description(
         settings=settings,
         files=files,
@@ -331,6 +333,13 @@ def keeps_bits(settings: Settings, platform: str, path: Path) -> bool:
     if settings.quantize == "keep":
         raise ConfigError(f"--quantize keep: the matrices of {path} are not quantized")
     return False
+
+
+def arrange(kept: Kept, backend: Backend, config: ModelConfig) -> Kept:
+    """The same matrices, each in the order in which the backend's kernels read it."""
+    shapes = parameter_shapes(config)
+    schemes = ((name, backend.arrange(scheme, shapes[name], kept.widened)) for name, scheme in kept.schemes)
+    return replace(kept, schemes=tuple(schemes))
 
 
 def check_eight_bits(settings: Settings, device: jax.Device) -> None:

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from levserve.model.aligned import aligned_array
 from levserve.model.config import ModelConfig
-from levserve.model.packed import SCALE, ZERO, Scheme, pack_nibbles
+from levserve.model.lanes import to_lanes
+from levserve.model.packed import OFFSET, SCALE, ZERO, Scheme, pack_nibbles
 from levserve.model.parameter_shapes import parameter_shapes
 from levserve.model.sharding import find_cut, local_config
 from levserve.weights.cutter import Cutter
@@ -57,10 +58,13 @@ def read_packed(
     codes = aligned_array(shape, np.dtype(scheme.code.dtype))
     scales = np.empty((*shape[:-1], scheme.num_groups(shape[-1])), np.dtype(scheme.scale))
     zeros = np.empty(scales.shape, np.uint8) if scheme.has_zeros else None
+    offsets = np.empty_like(scales) if scheme.has_offsets else None
     group = scheme.columns or shape[-1]
     if cutter.has_gaps(name):
         codes[...] = 0
         scales[...] = 0
+        if offsets is not None:
+            offsets[...] = 0
     for source in sources:
         tensor = source.tensor
         assert isinstance(tensor, PackedTensor)
@@ -68,19 +72,30 @@ def read_packed(
             (tensor.codes, codes, 1),
             (tensor.scales, scales, group),
             (tensor.zeros, zeros, group),
+            (tensor.offsets, offsets, group),
         ):
             if part is not None and host is not None:
                 of_part = replace(source, tensor=part)
                 fill(cutter.copies(name, host, of_part, columns_each), of_part, pool, origin)
-    if scheme.code.is_nibble:
-        packed = aligned_array((*shape[:-1], shape[-1] // 2), np.dtype(np.uint8))
-        pack_nibbles(codes.view(np.uint8), packed.view(np.uint8))
-        codes = packed
-    yield name, codes
+    yield name, _pack(codes, scheme)
     num_shares = cutter.num_shares(name)
-    yield name + SCALE, _turn(scales[..., :: scheme.rows, :], num_shares)
-    if zeros is not None:
-        yield name + ZERO, _turn(zeros[..., :: scheme.rows, :], num_shares)
+    for end, blocks in ((SCALE, scales), (ZERO, zeros), (OFFSET, offsets)):
+        if blocks is not None:
+            yield name + end, _turn(blocks[..., :: scheme.rows, :], num_shares)
+
+
+def _pack(codes: NDArray[np.generic], scheme: Scheme) -> NDArray[np.generic]:
+    """Codes [..., in], a byte each, as the scheme has them."""
+    is_nibble = scheme.code.is_nibble
+    if not (is_nibble or scheme.in_lanes):
+        return codes
+    width = codes.shape[-1] // 2 if is_nibble else codes.shape[-1]
+    packed = aligned_array((*codes.shape[:-1], width), codes.dtype)
+    if scheme.in_lanes:
+        to_lanes(codes, is_nibble, packed)
+    else:
+        pack_nibbles(codes.view(np.uint8), packed.view(np.uint8))
+    return packed
 
 
 def _turn(blocks: NDArray[np.generic], num_shares: int) -> NDArray[np.generic]:

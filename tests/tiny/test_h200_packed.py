@@ -37,8 +37,9 @@ CONFIG = ModelConfig(4096, 4096, 14336, 2, 32, 8, 128, 1e-5, 5e5, 8192, False)
 FLOAT16 = jnp.dtype(jnp.float16)
 SCHEMES = {
     "fp8": Scheme(Code.FP8, 128, 128),
-    "awq": Scheme(Code.UINT4, 128, has_zeros=True, scale=FLOAT16),
-    "q8_0": Scheme(Code.INT8, 32, scale=FLOAT16),
+    "awq": Scheme(Code.UINT4, 128, has_zeros=True, scale=FLOAT16, in_lanes=True),
+    "q4_k": Scheme(Code.UINT4, 32, has_offsets=True, scale=FLOAT16, in_lanes=True),
+    "q8_0": Scheme(Code.INT8, 32, scale=FLOAT16, in_lanes=True),
     "mxfp4": Scheme(Code.E2M1, 32, scale=jnp.dtype(jnp.uint8)),
 }
 FEW, MANY = (Shape(rows, Mode.GREEDY) for rows in (8, 64))
@@ -87,7 +88,10 @@ def compile_there(name: str, shape: Shape) -> tuple[str, int]:
     return compiled.as_text(), compiled.memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.parametrize(("name", "shape"), [("fp8", FEW), ("awq", MANY), ("q8_0", MANY), ("mxfp4", FEW)])
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("fp8", FEW), ("awq", FEW), ("awq", MANY), ("q4_k", FEW), ("q8_0", MANY), ("mxfp4", FEW)],
+)
 def test_a_decode_step_never_holds_a_widened_matrix(name: str, shape: Shape) -> None:
     text, temp_bytes = compile_there(name, shape)
     assert text.count("custom-call(") >= 4 * CONFIG.num_layers

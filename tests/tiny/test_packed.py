@@ -16,11 +16,12 @@ from safetensors.numpy import load_file, save_file
 
 from levserve.errors import ConfigError, StartupError
 from levserve.model.decoder import Decoder
-from levserve.model.packed import SCALE, ZERO, Code, Kept, PackedMatrix, Scheme, pack_nibbles
+from levserve.model.gpu import backend as gpu
+from levserve.model.packed import OFFSET, SCALE, ZERO, Code, Kept, PackedMatrix, Scheme, pack_nibbles
 from levserve.model.parameter_shapes import parameter_shapes
 from levserve.model.quantize import NARROW
 from levserve.model.sharding import Shards
-from levserve.models.describe import choose_narrow, keeps_bits
+from levserve.models.describe import arrange, choose_narrow, keeps_bits
 from levserve.settings.parse import parse_settings
 from levserve.weights.checkpoint import load_arrays, read_arrays, read_config, read_schemes
 from tests.conftest import GOLDEN
@@ -29,6 +30,7 @@ from tests.tiny.test_decoder import run_in_chunks
 
 FLOAT32 = jnp.dtype(jnp.float32)
 CONFIG = read_config(GOLDEN / "llama")
+ENDS = ("", SCALE, ZERO, OFFSET)
 Folders = Callable[[str], Path]
 
 
@@ -48,9 +50,7 @@ def load_kept(folder: Path, num_shards: int = 1) -> tuple[Kept, dict[str, jax.Ar
 
 def widened(kept: Kept, arrays: dict[str, jax.Array], name: str) -> np.ndarray:
     axes = tuple(Axis(f"axis{number}", size) for number, size in enumerate(parameter_shapes(CONFIG)[name]))
-    matrix = PackedMatrix(
-        arrays[name], arrays[name + SCALE], arrays.get(name + ZERO), kept.by_name()[name], axes
-    )
+    matrix = PackedMatrix.from_arrays(arrays, kept.by_name()[name], axes, name)
     return np.asarray(matrix.widen(FLOAT32).array)
 
 
@@ -106,11 +106,28 @@ def test_shares_of_several_devices_put_together_are_the_whole_matrix(folders: Fo
 def share_of(
     kept: Kept, found: dict[str, np.ndarray], name: str, number: int, shape: tuple[int, int]
 ) -> np.ndarray:
-    parts = {end: np.split(found[name + end], 2)[number] for end in ("", SCALE, ZERO) if name + end in found}
+    parts = {end: jnp.asarray(np.split(found[name + end], 2)[number]) for end in ENDS if name + end in found}
     axes = (Axis("rows", shape[0]), Axis("columns", shape[1]))
-    codes, scale = jnp.asarray(parts[""]), jnp.asarray(parts[SCALE])
-    zero = jnp.asarray(parts[ZERO]) if ZERO in parts else None
-    return np.asarray(PackedMatrix(codes, scale, zero, kept.by_name()[name], axes).widen(FLOAT32).array)
+    return np.asarray(PackedMatrix.from_arrays(parts, kept.by_name()[name], axes).widen(FLOAT32).array)
+
+
+@pytest.mark.parametrize("name", ["awq", "ct-int8"])
+def test_a_kernel_may_want_codes_in_another_order(
+    name: str, folders: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "runs_here", lambda: True)
+    stored = tuple(read_schemes(folders(name), CONFIG, 1).items())
+    kept = arrange(Kept(stored, jnp.dtype(jnp.bfloat16)), gpu.GpuBackend(), CONFIG)
+    changed = [name for name, scheme in kept.schemes if scheme.in_lanes]
+    assert "layers.1.down" in changed
+    arrays = load_arrays(folders(name), CONFIG, FLOAT32, report=lambda _: None, quantization=kept)
+    in_order = load_arrays(
+        folders(name), CONFIG, FLOAT32, report=lambda _: None, quantization=Kept(stored, FLOAT32)
+    )
+    wanted = load_arrays(folders(name) / "plain", CONFIG, FLOAT32, report=lambda _: None)
+    for each in changed:
+        np.testing.assert_array_equal(widened(kept, arrays, each), wanted[each], err_msg=each)
+        assert not np.array_equal(arrays[each], in_order[each])
 
 
 def test_experts_stay_in_their_own_bits(tmp_path: Path) -> None:
@@ -146,7 +163,7 @@ def test_the_plan_counts_the_bytes_that_are_kept(folders: Folders) -> None:
     kept, arrays = load_kept(folders("awq"))
     shapes = parameter_shapes(CONFIG)
     for name, scheme in kept.schemes:
-        parts = [arrays[name + end] for end in ("", SCALE, ZERO) if name + end in arrays]
+        parts = [arrays[name + end] for end in ENDS if name + end in arrays]
         assert scheme.num_bytes(shapes[name]) == sum(part.nbytes for part in parts)
         assert scheme.num_bytes(shapes[name]) < 0.6 * np.prod(shapes[name])
 

@@ -1,12 +1,13 @@
 """The backend of NVIDIA GPUs: Pallas kernels for attention, experts, packed matrices and drawing tokens.
 
 They use Pallas' Triton backend, which jax announces as deprecated. Every Triton kernel stands behind this
-file, so each can be replaced on its own.
+file, so each can be replaced on its own. Matrices of four and eight bits have a kernel in PTX, which XLA
+takes by the same way; where it does not, they are kept in another order, for Triton's kernel.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -28,12 +29,14 @@ from levserve.model.gpu.decode_attention import decode_attention
 from levserve.model.gpu.draw import draw_tokens
 from levserve.model.gpu.expert_choice import choose_experts, is_plain
 from levserve.model.gpu.expert_plan import choose_plan
+from levserve.model.gpu.fragment_plan import choose_fragments, takes
+from levserve.model.gpu.fragment_product import multiply_fragments, runs_here
 from levserve.model.gpu.grouped_experts import FLOAT32_PRECISION, mix_grouped
 from levserve.model.gpu.heads import place_heads
 from levserve.model.gpu.packed_plan import choose_tiling
 from levserve.model.gpu.packed_product import multiply_in_registers
 from levserve.model.gpu.paged_attention import paged_attention
-from levserve.model.packed import PackedMatrix
+from levserve.model.packed import PackedMatrix, Scheme
 from levserve.model.rotary import Angles
 from levserve.model.text_attention import Texts
 from levserve.model.traits import GPU_KERNEL_TRAITS, Traits
@@ -123,13 +126,24 @@ class GpuBackend(XlaBackend):
         mixed = paged_attention(q, pool, table, texts.ends, interpret=self.interpret)
         return mixed.reshape(rows, chunk, -1), (pool,)
 
+    def arrange(self, scheme: Scheme, shape: tuple[int, ...], widened: jnp.dtype) -> Scheme:
+        if self.interpret or widened != jnp.bfloat16 or not takes(shape, scheme) or not runs_here():
+            return scheme
+        return replace(scheme, in_lanes=True)
+
     def packed_product(self, matrix: PackedMatrix, widened: jnp.dtype) -> Product:
         plain = super().packed_product(matrix, widened)
         num_columns, num_inputs = (axis.size for axis in matrix.axes)
 
         def multiply(x: jax.Array, num_used: jax.Array | None) -> jax.Array:
-            tiling = choose_tiling(len(x), (num_columns, num_inputs), matrix.scheme)
-            if tiling is None or widened != jnp.bfloat16:
+            given = (len(x), (num_columns, num_inputs), matrix.scheme)
+            if widened != jnp.bfloat16:
+                return plain(x, num_used)
+            fragments = choose_fragments(*given)
+            if fragments is not None:
+                return multiply_fragments(matrix, x, tiling=fragments)
+            tiling = choose_tiling(*given)
+            if tiling is None:
                 return plain(x, num_used)
             return multiply_in_registers(matrix, x, tiling=tiling, interpret=self.interpret)
 

@@ -51,7 +51,7 @@ NIBBLES_BY_ROWS = BYTES_BY_ROWS | dict.fromkeys((64, MAX_ROWS), PackedTiling(64,
 
 def choose_tiling(num_rows: int, shape: tuple[int, int], scheme: Scheme) -> PackedTiling | None:
     """How to cut the product with a matrix [out, in] of this shape; None if the kernel does not serve it."""
-    if num_rows > MAX_ROWS:
+    if num_rows > MAX_ROWS or scheme.in_lanes or scheme.has_offsets:
         return None
     by_rows = NIBBLES_BY_ROWS if scheme.code.is_nibble else BYTES_BY_ROWS
     tiling = next(tiling for most, tiling in by_rows.items() if num_rows <= most)

@@ -1,7 +1,7 @@
 """A stored matrix of few bits, as every reader of a quantized format provides it.
 
-It can be read in two ways: as numbers, like any other tensor, or as its parts (codes, scales and zero
-points), from which `packed_arrays.py` makes the arrays that are kept in these bits on the device.
+It can be read in two ways: as numbers, like any other tensor, or as its parts (codes, scales, zero points and
+offsets), from which `packed_arrays.py` makes the arrays that are kept in these bits on the device.
 """
 
 from __future__ import annotations
@@ -36,16 +36,17 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class PackedTensor:
-    """A matrix [out, in] whose numbers are `scale * (code - zero)`.
+    """A matrix [out, in] whose numbers are `scale * (code - zero) + offset`.
 
-    `codes` is [out, in], a byte for each number; `scales` and `zeros` are [out, group], with a row for every
-    row of the matrix, also where several share one: `scheme.rows` neighbours, from a multiple of it on.
+    `codes` is [out, in], a byte for each number; the others are [out, group], with a row for every row of the
+    matrix, also where several share one: `scheme.rows` neighbours, from a multiple of it on.
     """
 
     scheme: Scheme
     codes: StoredTensor
     scales: StoredTensor
     zeros: StoredTensor | None = None
+    offsets: StoredTensor | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -59,18 +60,20 @@ class PackedTensor:
         elif self.scheme.zero:
             numbers -= self.scheme.zero
         numbers *= self._spread(decode_scales(self.scales.read(start, stop)))
+        if self.offsets is not None:
+            numbers += self._spread(self.offsets.read(start, stop))
         return numbers if columns == ALL else numbers[..., columns]
 
     def finish(self) -> None:
-        for part in (self.codes, self.scales, self.zeros):
+        for part in (self.codes, self.scales, self.zeros, self.offsets):
             if part is not None:
                 part.finish()
 
     def with_parts(self, change: Callable[[StoredTensor], StoredTensor]) -> PackedTensor:
         """The same matrix with its rows in another order."""
-        zeros = None if self.zeros is None else change(self.zeros)
+        zeros, offsets = (None if part is None else change(part) for part in (self.zeros, self.offsets))
         scheme = replace(self.scheme, rows=1)
-        return PackedTensor(scheme, change(self.codes), change(self.scales), zeros)
+        return PackedTensor(scheme, change(self.codes), change(self.scales), zeros, offsets)
 
     def _spread(self, groups: Array) -> NDArray[np.float32]:
         wide = groups.astype(np.float32)

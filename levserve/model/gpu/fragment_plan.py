@@ -1,0 +1,123 @@
+"""How products with matrices of four and eight bits are cut for the kernel of `fragment_kernel`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import jax.numpy as jnp
+
+from levserve.model.lanes import WORDS, unit_of
+from levserve.model.packed import Code, Scheme
+
+MAX_ROWS = 128
+"""Up to so many rows the kernel multiplies; for more, XLA widens the matrix once for all of them."""
+FEW_ROWS = 16
+"""Up to so many rows each warp reads `x` by itself, and several of a program share a sum."""
+FEW_PROGRAMS, PROGRAMS = 900, 264
+"""How many programs there are at most when they share sums: seven and two for each processor of an H200."""
+MAX_SPLITS = 8
+SMALLEST = 32
+"""Outputs of the smallest program."""
+
+
+@dataclass(frozen=True, slots=True)
+class FragmentTiling:
+    m_tiles: int
+    """16 outputs each, that a warp computes."""
+    n_tiles: int
+    """Eight rows of `x` each."""
+    warps_m: int
+    """Warps side by side."""
+    warps_k: int
+    """Warps of a program that share the sums of the same outputs."""
+    splits: int
+    """Programs that do."""
+    is_staged: bool
+    """Whether a program's warps read `x` from memory that they share; only if none share a sum."""
+
+    @property
+    def columns(self) -> int:
+        """Outputs of a program."""
+        return 16 * self.m_tiles * self.warps_m
+
+    @property
+    def rows(self) -> int:
+        return 8 * self.n_tiles
+
+    @property
+    def num_warps(self) -> int:
+        return self.warps_m * self.warps_k
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    rows: int
+    columns: int
+    inputs: int
+    scheme: Scheme
+
+    @property
+    def numbers_per_word(self) -> int:
+        return 8 if self.scheme.code.is_nibble else 4
+
+    @property
+    def unit(self) -> int:
+        """Inputs of an output that four threads load at once."""
+        return 4 * WORDS * self.numbers_per_word
+
+
+def takes(shape: tuple[int, ...], scheme: Scheme) -> bool:
+    """Whether the kernel multiplies with a matrix [out, in] of this shape, if its codes are in lanes."""
+    if len(shape) != 2 or scheme.rows > 1 or scheme.scale not in (jnp.float16, jnp.bfloat16, jnp.float32):
+        return False
+    num_columns, num_inputs = shape
+    unit = unit_of(scheme.code.is_nibble)
+    group = scheme.columns or unit
+    has_whole_words = group % unit == 0 or (unit % group == 0 and group % (unit // WORDS) == 0)
+    has_form = scheme.code is Code.UINT4 or (
+        scheme.code is Code.INT8 and not (scheme.has_zeros or scheme.zero)
+    )
+    has_sums = scheme.columns is not None or not scheme.has_offsets
+    return (
+        has_form and has_sums and has_whole_words and num_inputs % unit == 0 and num_columns % SMALLEST == 0
+    )
+
+
+def choose_fragments(num_rows: int, shape: tuple[int, int], scheme: Scheme) -> FragmentTiling | None:
+    """How to cut the product with a matrix [out, in] of this shape; None if the kernel does not serve it.
+
+    These were the fastest of seven each on an H200, for the matrices of an 8B model.
+    """
+    if num_rows > MAX_ROWS or not scheme.in_lanes:
+        return None
+    n_tiles = -(-num_rows // 8)
+    if n_tiles == 1:
+        tiling = FragmentTiling(2, 1, 1, 4, 1, is_staged=False)
+    elif num_rows <= FEW_ROWS:
+        tiling = FragmentTiling(4, n_tiles, 1, 4, 1, is_staged=False)
+    else:
+        tiling = FragmentTiling(2, min(8, n_tiles), 4, 1, 1, is_staged=True)
+    return fit_fragments(tiling, num_rows, shape, scheme)
+
+
+def fit_fragments(
+    tiling: FragmentTiling, num_rows: int, shape: tuple[int, int], scheme: Scheme, splits: int | None = None
+) -> FragmentTiling | None:
+    """The tiling for this matrix, with as many splits as keep a GPU busy unless their number is given."""
+    if not takes(shape, scheme):
+        return None
+    num_columns, num_inputs = shape
+    while num_columns % tiling.columns:
+        if tiling.warps_m > 1:
+            tiling = replace(tiling, warps_m=tiling.warps_m // 2)
+        else:
+            tiling = replace(tiling, m_tiles=tiling.m_tiles // 2)
+    units = num_inputs // unit_of(scheme.code.is_nibble)
+    if splits is None:
+        programs = num_columns // tiling.columns * -(-num_rows // tiling.rows)
+        most = PROGRAMS if tiling.is_staged else FEW_PROGRAMS
+        splits = 1
+        while 2 * programs * splits <= most and splits < MAX_SPLITS and units % (2 * splits) == 0:
+            splits *= 2
+    return replace(tiling, splits=math.gcd(splits, units))

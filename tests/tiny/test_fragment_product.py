@@ -1,0 +1,149 @@
+"""The GPU's kernel in PTX for matrices of four and eight bits, run here instruction by instruction."""
+
+from __future__ import annotations
+
+import logging
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from haliax import Axis
+
+from levserve.model.gpu import backend as gpu
+from levserve.model.gpu.fragment_plan import MAX_ROWS, FragmentTiling, Problem, choose_fragments, takes
+from levserve.model.gpu.fragment_product import runs_here, write_kernel
+from levserve.model.lanes import from_lanes, to_lanes
+from levserve.model.packed import OFFSET, SCALE, ZERO, Code, PackedMatrix, Scheme
+from tests import ptx
+
+BFLOAT16, FLOAT16, FLOAT32 = (jnp.dtype(each) for each in (jnp.bfloat16, jnp.float16, jnp.float32))
+AWQ = Scheme(Code.UINT4, 128, has_zeros=True, scale=FLOAT16, in_lanes=True)
+SCHEMES = {
+    "awq": AWQ,
+    "awq in groups of 64": Scheme(Code.UINT4, 64, has_zeros=True, scale=BFLOAT16, in_lanes=True),
+    "gptq in groups of 256": Scheme(Code.UINT4, 256, zero=8, scale=FLOAT16, in_lanes=True),
+    "four bits by row": Scheme(Code.UINT4, zero=8, in_lanes=True),
+    "q4_0": Scheme(Code.UINT4, 32, zero=8, scale=FLOAT16, in_lanes=True),
+    "q4_k": Scheme(Code.UINT4, 32, has_offsets=True, scale=FLOAT16, in_lanes=True),
+    "q8_0": Scheme(Code.INT8, 32, scale=FLOAT16, in_lanes=True),
+    "q6_k": Scheme(Code.INT8, 16, scale=FLOAT16, in_lanes=True),
+    "q5_k": Scheme(Code.INT8, 32, has_offsets=True, scale=FLOAT16, in_lanes=True),
+    "int8 in groups of 128": Scheme(Code.INT8, 128, scale=BFLOAT16, in_lanes=True),
+    "int8 by row": Scheme(Code.INT8, in_lanes=True),
+}
+FEW = FragmentTiling(2, 1, 1, 2, 2, is_staged=False)
+STAGED = FragmentTiling(2, 2, 4, 1, 1, is_staged=True)
+
+
+def random_parts(scheme: Scheme, shape: tuple[int, int]) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(0)
+    shapes = scheme.array_shapes(shape)
+    blocks, dtype = shapes[SCALE]
+    codes = random.integers(0, 256, shapes[""][0]).astype(np.uint8).view(scheme.code.dtype)
+    parts = {"": codes, SCALE: random.uniform(0.5, 1.5, blocks).astype(dtype)}
+    if scheme.has_zeros:
+        parts[ZERO] = random.integers(0, 17, blocks).astype(np.uint8)
+    if scheme.has_offsets:
+        parts[OFFSET] = random.normal(size=blocks).astype(dtype)
+    return parts
+
+
+def check_product(scheme: Scheme, rows: int, tiling: FragmentTiling, shape: tuple[int, int]) -> None:
+    """Nothing but x is rounded; x has the rows that the kernel is given, with those of padding."""
+    parts = random_parts(scheme, shape)
+    padded = -(-rows // tiling.rows) * tiling.rows if tiling.is_staged else rows
+    x = np.random.default_rng(1).normal(size=(padded, shape[1])).astype(BFLOAT16)
+    out = np.full((tiling.splits, padded, shape[0]), np.nan, np.float32)
+    given = [parts[end] for end in ("", SCALE, ZERO, OFFSET) if end in parts]
+    grid = (-(-padded // tiling.rows), shape[0] // tiling.columns, tiling.splits)
+    text = write_kernel(Problem(padded, *shape, scheme), tiling)
+    ptx.run(text, [x, *given], out, grid, tiling.num_warps)
+    axes = (Axis("out", shape[0]), Axis("in", shape[1]))
+    matrix = PackedMatrix.from_arrays({end: jnp.asarray(part) for end, part in parts.items()}, scheme, axes)
+    wanted = x.astype(np.float64) @ np.asarray(matrix.widen(FLOAT32).array, np.float64).T
+    np.testing.assert_allclose(out.sum(0), wanted, atol=2e-6 * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_the_kernel_gives_the_product_of_the_numbers(name: str) -> None:
+    """With warps and programs that share sums."""
+    check_product(SCHEMES[name], 2, FEW, (32, 512))
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "tiling", "num_inputs"),
+    [
+        ("awq", 16, STAGED, 512),
+        ("q4_k", 30, FragmentTiling(2, 4, 4, 1, 2, is_staged=True), 512),
+        ("q8_0", 16, STAGED, 256),
+        ("q6_k", 24, FragmentTiling(2, 3, 4, 1, 1, is_staged=True), 256),
+        ("awq", 13, FragmentTiling(4, 2, 2, 1, 1, is_staged=False), 128),
+        ("awq", 5, FragmentTiling(4, 1, 2, 4, 1, is_staged=False), 384),
+    ],
+)
+def test_it_does_for_every_way_of_cutting_it(
+    name: str, rows: int, tiling: FragmentTiling, num_inputs: int
+) -> None:
+    """From shared memory, with tiles of several sizes, rows that fill none, and warps that get no inputs."""
+    check_product(SCHEMES[name], rows, tiling, (128, num_inputs))
+
+
+@pytest.mark.parametrize("is_nibble", [False, True])
+def test_codes_in_lanes_can_be_put_back_in_order(is_nibble: bool) -> None:
+    codes = np.random.default_rng(0).integers(0, 16 if is_nibble else 256, (3, 2, 256)).astype(np.uint8)
+    lanes = np.empty((3, 2, 128 if is_nibble else 256), np.uint8)
+    to_lanes(codes, is_nibble, lanes)
+    np.testing.assert_array_equal(from_lanes(jnp.asarray(lanes), is_nibble), codes)
+    assert is_nibble or not np.array_equal(lanes, codes)
+
+
+def test_the_plan_keeps_a_card_busy_and_leaves_many_rows_to_xla() -> None:
+    few, some, many = (choose_fragments(rows, (4096, 4096), AWQ) for rows in (2, 16, 64))
+    assert few is not None and some is not None and many is not None
+    assert [each.splits for each in (few, some, many)] == [4, 8, 8]
+    assert [each.is_staged for each in (few, some, many)] == [False, False, True]
+    wide = choose_fragments(2, (28672, 4096), AWQ)
+    assert wide is not None and wide.splits == 1, "there are enough programs"
+    assert choose_fragments(MAX_ROWS + 1, (4096, 4096), AWQ) is None
+
+
+@pytest.mark.parametrize(
+    ("shape", "scheme"),
+    [
+        ((48, 256), AWQ),
+        ((64, 192), AWQ),
+        ((8, 64, 256), AWQ),
+        ((64, 256), Scheme(Code.UINT4, 16, zero=8)),
+        ((64, 256), Scheme(Code.INT8, 32, zero=1)),
+        ((64, 256), Scheme(Code.INT8, has_offsets=True)),
+        ((64, 256), Scheme(Code.E2M1, 32, scale=jnp.dtype(jnp.uint8))),
+        ((64, 256), Scheme(Code.FP8, 128, 128)),
+    ],
+)
+def test_what_the_kernel_cannot_multiply_with_is_left_as_it_is(
+    shape: tuple[int, ...], scheme: Scheme, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "runs_here", lambda: True)
+    assert not takes(shape, scheme)
+    assert gpu.GpuBackend().arrange(scheme.as_stored(), shape, BFLOAT16) == scheme.as_stored()
+
+
+def test_matrices_are_kept_in_lanes_only_where_the_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, stored = gpu.GpuBackend(), AWQ.as_stored()
+    monkeypatch.setattr(gpu, "runs_here", lambda: True)
+    assert backend.arrange(stored, (64, 256), BFLOAT16) == AWQ
+    assert backend.arrange(stored, (64, 256), FLOAT32) == stored, "it multiplies in bfloat16"
+    monkeypatch.setattr(gpu, "runs_here", lambda: False)
+    assert backend.arrange(stored, (64, 256), BFLOAT16) == stored
+
+
+def test_an_xla_that_does_not_take_the_kernel_is_noticed_at_the_start(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """This one compiles for a CPU, which has no such call."""
+    runs_here.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        assert not runs_here()
+        assert not runs_here()
+    (record,) = caplog.records
+    assert "does not run here, others will: " in record.message
