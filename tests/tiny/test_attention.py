@@ -33,6 +33,15 @@ from levserve.model.xla import XLA_ON_CPU, XlaBackend
 LLVM = CpuBackend()
 
 
+def mix(backend: XlaBackend, *given: Any, **limits: Any) -> np.ndarray:
+    """Values mixed by one program: outside of one, jax would compile every operation by itself."""
+    return np.asarray(jax.jit(functools.partial(backend.mix_values, **limits))(*given))
+
+
+def store(numbers: np.ndarray, storage: Any) -> jax.Array:
+    return jax.jit(cache.to_storage, static_argnums=1)(numbers, jnp.dtype(storage))
+
+
 def dense(
     q: np.ndarray,
     keys: np.ndarray,
@@ -79,8 +88,7 @@ def test_paged_attention_equals_dense_attention(
     q = rng.standard_normal((len(lengths), chunk, kv_heads, group, size), dtype=np.float32)
     positions = np.stack([np.arange(length - chunk, length) for length in lengths]).astype(np.int32)
     positions[2, 2] = -1  # padding
-    given = jnp.asarray(q), pool, jnp.asarray(table), jnp.asarray(positions)
-    got = backend.mix_values(*given, window=window, softcap=softcap)
+    got = mix(backend, q, pool, table, positions, window=window, softcap=softcap)
     for row, length in enumerate(lengths):
         whole = (
             np.asarray(pool)[table[row]].transpose(1, 0, 3, 2, 4).reshape(2, -1, kv_heads, size)[:, :length]
@@ -110,21 +118,18 @@ def test_bfloat16_is_mixed_like_the_numbers_it_stands_for(
     rng = np.random.default_rng(group)
     lengths, page_size, size = [chunk, 64, 65, 290], 32, 64
     table = rng.permutation(43)[:40].reshape(4, 10).astype(np.int32)
-    numbers = jnp.asarray(rng.standard_normal((43, 2, kv_heads, page_size, size)), jnp.bfloat16)
-    q = jnp.asarray(rng.standard_normal((4, chunk, kv_heads, group, size)), jnp.bfloat16).astype(jnp.float32)
+    numbers = rng.standard_normal((43, 2, kv_heads, page_size, size)).astype(jnp.bfloat16)
+    q = rng.standard_normal((4, chunk, kv_heads, group, size)).astype(jnp.bfloat16).astype(np.float32)
     positions = np.stack([np.arange(length - chunk, length) for length in lengths]).astype(np.int32)
     positions[1, 0] = -1  # padding
-    pool = cache.to_storage(numbers, jnp.dtype(storage))
-    got = backend.mix_values(q, pool, jnp.asarray(table), jnp.asarray(positions))
+    got = mix(backend, q, store(numbers, storage), table, positions)
     for row, length in enumerate(lengths):
         whole = (
-            np.asarray(numbers, np.float32)[table[row]]
+            numbers.astype(np.float32)[table[row]]
             .transpose(1, 0, 3, 2, 4)
             .reshape(2, -1, kv_heads, size)[:, :length]
         )
-        np.testing.assert_allclose(
-            got[row], dense(np.asarray(q)[row], *whole, positions[row], None), atol=8e-3
-        )
+        np.testing.assert_allclose(got[row], dense(q[row], *whole, positions[row], None), atol=8e-3)
 
 
 @pytest.mark.parametrize(
@@ -153,34 +158,19 @@ def test_the_gpu_kernel_equals_the_plain_one(
     lengths = np.asarray([1, page_size, page_size + 1, 130, 0])[:, None]  # the last row is padding
     width = -(-130 // page_size) + 1
     num_pages = width * len(lengths) + 2
-    table = jnp.asarray(
-        rng.permutation(num_pages)[: width * len(lengths)].reshape(len(lengths), width), jnp.int32
-    )
+    table = rng.permutation(num_pages)[: width * len(lengths)].reshape(len(lengths), width).astype(np.int32)
     pool = jnp.asarray(rng.standard_normal((num_pages, 2, kv_heads, page_size, size), dtype=np.float32))
-    q = jnp.asarray(
-        rng.standard_normal((len(lengths), chunk, kv_heads, group, size), dtype=np.float32) * size**-0.5
-    )
+    q = rng.standard_normal((len(lengths), chunk, kv_heads, group, size), dtype=np.float32)
+    q *= np.float32(size**-0.5)
     positions = np.maximum(lengths - chunk, 0) + np.arange(chunk)[None]
     positions = np.where(positions < lengths, positions, -1).astype(np.int32)
-    sinks = jnp.asarray(rng.standard_normal(kv_heads * group, np.float32) + 1) if window else None
-    plain = XLA_ON_CPU.mix_values(
-        q, pool, table, jnp.asarray(positions), window=window, softcap=softcap, sinks=sinks
-    )
-    kernel = paged_attention(
-        q * LOG2_E,
-        pool,
-        table,
-        jnp.asarray(positions),
-        sinks,
-        window=window,
-        softcap=softcap,
-        splits=splits,
-        interpret=True,
-    )
+    sinks = rng.standard_normal(kv_heads * group, np.float32) + 1 if window else None
+    limits: dict[str, Any] = dict(window=window, softcap=softcap)
+    plain = mix(XLA_ON_CPU, q, pool, table, positions, sinks=sinks, **limits)
+    attend = functools.partial(paged_attention, splits=splits, interpret=True, **limits)
+    kernel = np.asarray(jax.jit(attend)(q * np.float32(LOG2_E), pool, table, positions, sinks))
     is_given = positions >= 0
-    np.testing.assert_allclose(
-        np.asarray(kernel)[is_given], np.asarray(plain)[is_given], atol=1e-5, rtol=1e-5
-    )
+    np.testing.assert_allclose(kernel[is_given], plain[is_given], atol=1e-5, rtol=1e-5)
 
 
 def mapping_of(function: Callable[..., Any], *given: jax.Array) -> Any:
@@ -248,34 +238,37 @@ def test_the_gpu_kernel_for_heads_equals_norming_turning_and_writing(
 ) -> None:
     rng = np.random.default_rng(group)
 
-    def normal(*shape: int) -> jax.Array:
-        return jnp.asarray(rng.standard_normal(shape, dtype=np.float32))
+    def normal(*shape: int) -> np.ndarray:
+        return rng.standard_normal(shape, dtype=np.float32)
 
     width = -(-chunk // page_size) + 1
     num_pages = width * rows + 1
-    table = jnp.asarray(rng.permutation(num_pages)[: width * rows].reshape(rows, width), jnp.int32)
-    pool = cache.to_storage(normal(num_pages, 2, kv_heads, page_size, size), jnp.dtype(storage))
+    table = rng.permutation(num_pages)[: width * rows].reshape(rows, width).astype(np.int32)
+    pool = store(normal(num_pages, 2, kv_heads, page_size, size), storage)
     positions = np.arange(chunk)[None] + np.arange(rows)[:, None]
     positions[-1, chunk // 2 :] = -1  # padding, which is written nowhere
-    place = cache.place(table, jnp.asarray(positions, jnp.int32), pool)
+    place = jax.jit(cache.place)(table, positions.astype(np.int32), pool)
     heads, by = normal(rows, chunk, (group + 2) * kv_heads, size), normal(rows, chunk, 1, turned // 2)
-    angles = Angles(jnp.cos(by), jnp.sin(by)) if turned else None
+    angles = Angles(np.cos(by), np.sin(by)) if turned else None
     norms = HeadNorms(normal(size), normal(size)) if is_normed else None
     flat = heads.reshape(rows * chunk, -1, size)
-    got, written = place_heads(
-        flat, pool, place, angles, norms, kv_heads=kv_heads, scale=0.25, eps=1e-3, interpret=True
-    )
+    put_heads = functools.partial(place_heads, kv_heads=kv_heads, scale=0.25, eps=1e-3, interpret=True)
+    got, written = jax.jit(put_heads)(flat, pool, place, angles, norms)
 
-    queries, keys, values = jnp.split(heads, [group * kv_heads, (group + 1) * kv_heads], axis=2)
-    queries, keys = (prepare(x, weight, angles) for x, weight in zip((queries, keys), norms or (None, None)))
-    wanted = queries.reshape(rows, chunk, kv_heads, group, size) * (0.25 * LOG2_E)
+    @jax.jit
+    def put_plainly(heads: jax.Array, pool: jax.Array) -> tuple[jax.Array, jax.Array]:
+        queries, keys, values = jnp.split(heads, [group * kv_heads, (group + 1) * kv_heads], axis=2)
+        weights = norms or (None, None)
+        queries, keys = (prepare(x, weight, angles) for x, weight in zip((queries, keys), weights))
+        scaled = queries.reshape(rows, chunk, kv_heads, group, size) * (0.25 * LOG2_E)
+        return scaled, cache.write(pool, keys, values, place)
+
+    wanted, wanted_pool = put_plainly(heads, pool)
     spread = {jnp.float32: 2e-6, jnp.bfloat16: 2**-8, cache.FP8: 2**-11}[
         storage
     ]  # fp8 is multiplied in float16
     np.testing.assert_allclose(np.asarray(got, np.float32), wanted, atol=2e-6, rtol=spread)
-    put, wanted_put = (
-        np.asarray(array, np.float32) for array in (written, cache.write(pool, keys, values, place))
-    )
+    put, wanted_put = (np.asarray(array, np.float32) for array in (written, wanted_pool))
     assert (put != np.asarray(pool, np.float32)).any((0, 3, 4)).all(), "keys and values of every head"
     np.testing.assert_allclose(
         put, wanted_put, atol=2e-6, rtol={jnp.float32: 1e-5, jnp.bfloat16: 2**-7, cache.FP8: 0.13}[storage]
@@ -321,50 +314,41 @@ def test_the_gpu_kernel_for_decoding_equals_norming_turning_writing_and_attendin
 ) -> None:
     rng = np.random.default_rng(group)
 
-    def normal(*shape: int) -> jax.Array:
-        return jnp.asarray(rng.standard_normal(shape, dtype=np.float32))
+    def normal(*shape: int) -> np.ndarray:
+        return rng.standard_normal(shape, dtype=np.float32)
 
     lengths = np.asarray([1, page_size, page_size + 1, 130, 0])  # the last row is padding
     rows, width = len(lengths), -(-130 // page_size) + 1
     num_pages = width * rows + 2
-    table = jnp.asarray(rng.permutation(num_pages)[: width * rows].reshape(rows, width), jnp.int32)
-    pool = cache.to_storage(normal(num_pages, 2, kv_heads, page_size, size), jnp.dtype(storage))
-    heads, positions = normal(rows, (group + 2) * kv_heads, size), jnp.asarray(lengths - 1, jnp.int32)
+    table = rng.permutation(num_pages)[: width * rows].reshape(rows, width).astype(np.int32)
+    pool = store(normal(num_pages, 2, kv_heads, page_size, size), storage)
+    heads, positions = normal(rows, (group + 2) * kv_heads, size), (lengths - 1).astype(np.int32)
     by = normal(rows, 1, 1, turned // 2)
-    angles = Angles(jnp.cos(by), jnp.sin(by)) if turned else None
+    angles = Angles(np.cos(by), np.sin(by)) if turned else None
     norms = HeadNorms(normal(size), normal(size)) if is_normed else None
     sinks = normal(kv_heads * group) + 1 if window else None
     rules: dict[str, Any] = dict(scale=size**-0.5, window=window, softcap=softcap)
-    got, written = decode_attention(
-        heads,
-        pool,
-        table,
-        positions,
-        angles,
-        norms,
-        sinks,
-        kv_heads=kv_heads,
-        eps=1e-3,
-        splits=splits,
-        interpret=True,
-        **rules,
+    decode = functools.partial(
+        decode_attention, kv_heads=kv_heads, eps=1e-3, splits=splits, interpret=True, **rules
     )
+    got, written = jax.jit(decode)(heads, pool, table, positions, angles, norms, sinks)
 
-    queries, keys, values = jnp.split(heads, [group * kv_heads, (group + 1) * kv_heads], axis=1)
-    queries, keys = (
-        prepare(x[:, None], weight, angles) for x, weight in zip((queries, keys), norms or (None, None))
-    )
-    wanted_pool = cache.write(pool, keys, values[:, None], cache.place(table, positions[:, None], pool))
-    grouped = queries.reshape(rows, 1, kv_heads, group, size)
-    limits = {name: rules.get(name) for name in ("window", "softcap")}
-    scaled = grouped * rules["scale"]
-    wanted = XLA_ON_CPU.mix_values(
-        scaled, wanted_pool, table, positions[:, None], sinks=sinks, **limits
-    ).reshape(got.shape)
+    @jax.jit
+    def decode_plainly(heads: jax.Array, pool: jax.Array) -> tuple[jax.Array, jax.Array]:
+        queries, keys, values = jnp.split(heads, [group * kv_heads, (group + 1) * kv_heads], axis=1)
+        weights = norms or (None, None)
+        queries, keys = (prepare(x[:, None], weight, angles) for x, weight in zip((queries, keys), weights))
+        at = jnp.asarray(positions)[:, None]
+        pool = cache.write(pool, keys, values[:, None], cache.place(jnp.asarray(table), at, pool))
+        scaled = queries.reshape(rows, 1, kv_heads, group, size) * rules["scale"]
+        limits = {name: rules.get(name) for name in ("window", "softcap")}
+        mixed = XLA_ON_CPU.mix_values(scaled, pool, jnp.asarray(table), at, sinks=sinks, **limits)
+        return mixed.reshape(got.shape), pool
+
+    wanted, wanted_pool = decode_plainly(heads, pool)
     is_exact = storage is jnp.float32
-    np.testing.assert_allclose(
-        np.asarray(got[:-1], np.float32), wanted[:-1].astype(jnp.float32), atol=2e-5 if is_exact else 2e-2
-    )
+    shown, wanted_shown = (np.asarray(array, np.float32)[:-1] for array in (got, wanted))
+    np.testing.assert_allclose(shown, wanted_shown, atol=2e-5 if is_exact else 2e-2)
     put, wanted_put = (np.asarray(array, np.float32) for array in (written, wanted_pool))
     np.testing.assert_allclose(put, wanted_put, atol=1e-6, rtol=1e-5 if is_exact else 0.13)
     assert is_exact or (put != wanted_put).sum() <= 2, "but for what rounding makes of a sum in another order"
@@ -374,10 +358,8 @@ def test_the_gpu_kernel_for_decoding_equals_norming_turning_writing_and_attendin
 @pytest.mark.parametrize(("start", "end"), [(0, 0), (0, 1), (0, 7), (3, 64)])
 def test_splits_have_equal_parts_of_the_steps_a_row_has(start: int, end: int, splits: int) -> None:
     """And not of those of the longest context: a row of 1,000 tokens would be one split's in a model that takes 128,000."""
-    shares = [
-        split_steps(jnp.int32(start), jnp.int32(end), jnp.int32(split), splits, 4096)
-        for split in range(splits)
-    ]
+    share = jax.jit(lambda *given: split_steps(*given, splits, 4096))
+    shares = [share(*map(np.int32, (start, end, split))) for split in range(splits)]
     steps = [list(range(int(first), int(last))) for first, last in shares]
     assert list(chain.from_iterable(steps)) == list(range(start, end))
     assert max(map(len, steps)) == -(-(end - start) // splits)
@@ -422,30 +404,32 @@ def test_fp8_is_mixed_like_the_numbers_it_stands_for(way: str, chunk: int) -> No
     rng = np.random.default_rng(chunk)
     lengths, page_size, size = [chunk, 64, 130], 32, 64
     table = rng.permutation(17)[:15].reshape(3, 5).astype(np.int32)
-    given = jnp.asarray(rng.standard_normal((17, 2, 2, page_size, size)), jnp.float32)
+    given = rng.standard_normal((17, 2, 2, page_size, size)).astype(np.float32)
     backend = LLVM if way == "llvm on bits" else XlaBackend("cpu" if way == "xla on bits" else "gpu")
-    pool = cache.to_storage(given, backend.kv_storage(cache.FP8))
-    q = jnp.asarray(rng.standard_normal((3, chunk, 2, 3, size)) / 8, jnp.bfloat16).astype(jnp.float32)
+    pool = store(given, backend.kv_storage(cache.FP8))
+    q = (rng.standard_normal((3, chunk, 2, 3, size)) / 8).astype(jnp.bfloat16).astype(np.float32)
     positions = np.stack([np.arange(length - chunk, length) for length in lengths]).astype(np.int32)
     if way == "kernel":
-        got = paged_attention(q * LOG2_E, pool, jnp.asarray(table), jnp.asarray(positions), interpret=True)
-        assert got.dtype == jnp.float16
+        attend = jax.jit(functools.partial(paged_attention, interpret=True))
+        got = np.asarray(attend(q * np.float32(LOG2_E), pool, table, positions))
+        assert got.dtype == np.float16
     else:
-        got = backend.mix_values(q, pool, jnp.asarray(table), jnp.asarray(positions))
-    numbers = np.asarray(given.astype(cache.FP8).astype(jnp.float32))
-    assert (numbers != np.asarray(given)).mean() > 0.9
+        got = mix(backend, q, pool, table, positions)
+    numbers = given.astype(cache.FP8).astype(np.float32)
+    assert (numbers != given).mean() > 0.9
     for row, length in enumerate(lengths):
         whole = numbers[table[row]].transpose(1, 0, 3, 2, 4).reshape(2, -1, 2, size)[:, :length]
-        wanted = dense(np.asarray(q)[row], *whole, positions[row], None)
-        np.testing.assert_allclose(np.asarray(got[row], np.float32), wanted, atol=1e-2)
+        wanted = dense(q[row], *whole, positions[row], None)
+        np.testing.assert_allclose(got[row].astype(np.float32), wanted, atol=1e-2)
 
 
 def test_writes_go_to_their_page_and_padding_goes_nowhere() -> None:
     pool = jnp.zeros((5, 2, 1, 4, 2), jnp.float32)
     table = jnp.asarray([[3, 1], [0, 2]], jnp.int32)
     positions = jnp.asarray([[3, 4], [1, -1]], jnp.int32)
-    keys = jnp.arange(8, dtype=jnp.float32).reshape(2, 2, 1, 2) + 1
-    written = np.asarray(cache.write(pool, keys, -keys, cache.place(table, positions, pool)))
+    keys = np.arange(8, dtype=np.float32).reshape(2, 2, 1, 2) + 1
+    write = jax.jit(lambda pool, *given: cache.write(pool, *given, cache.place(table, positions, pool)))
+    written = np.asarray(write(pool, keys, -keys))
     expected = np.zeros((5, 2, 1, 4, 2), np.float32)
     expected[3, 0, 0, 3], expected[1, 0, 0, 0], expected[0, 0, 0, 1] = (1, 2), (3, 4), (5, 6)
     expected[:, 1] = -expected[:, 0]
