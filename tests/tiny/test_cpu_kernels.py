@@ -20,6 +20,7 @@ from levserve.jit import xla_call
 from levserve.jit.builder import F32, I8, I32
 from levserve.jit.program import Code, Program
 from levserve.jit.target import Target
+from levserve.model.backend import Likeliest
 from levserve.model.cache import FP8
 from levserve.model.cpu import argmax, layers, softmax
 from levserve.model.cpu import attention as cpu_attention
@@ -46,7 +47,20 @@ def matrix(out: int, size: int, seed: int = 0) -> tuple[jax.Array, jax.Array]:
 
 multiply = functools.partial(jax.jit, static_argnames="target")(cpu_linear.multiply)
 by_xla = jax.jit(multiply_rotated)
-argmax_rows = functools.partial(jax.jit, static_argnames="target")(argmax.argmax_rows)
+turn = jax.jit(rotate)
+
+
+@functools.partial(jax.jit, static_argnames=("target", "window"))
+def attend(
+    q: jax.Array, pool: jax.Array, table: jax.Array, positions: jax.Array, target: Target, window: int | None
+) -> jax.Array:
+    return cpu_attention.paged_attention(q, pool, table, positions, target=target, window=window)
+
+
+@functools.partial(jax.jit, static_argnames="target")
+def best_of_rows(logits: jax.Array, num_used: jax.Array, target: Target) -> tuple[Any, Likeliest]:
+    """By the kernel and by XLA, in one program: every example has a shape of its own to compile."""
+    return argmax.argmax_rows(logits, num_used, target=target), likeliest(logits)
 
 
 @with_examples(
@@ -64,9 +78,10 @@ def test_a_product_is_xlas_but_for_a_number_that_is_rounded_otherwise(
     x = jnp.asarray(np.random.default_rng(seed).standard_normal((rows, shape[1])) * 2.0**power, jnp.float32)
     stored = jnp.asarray(pack(np.asarray(weight))) if is_packed else weight
     got, wanted = multiply(stored, scale, x, target=target), by_xla(weight, scale, x)
-    step = float(jnp.abs(rotate(x)).max()) / STEPS
+    turned = np.asarray(turn(x))
+    step = float(np.abs(turned).max()) / STEPS
     np.testing.assert_allclose(got, wanted, atol=step * 127, rtol=2e-6)
-    exact = np.asarray(rotate(x), np.float64) @ np.asarray(weight, np.float64).T * np.asarray(scale)
+    exact = turned.astype(np.float64) @ np.asarray(weight, np.float64).T * np.asarray(scale)
     most = np.abs(np.asarray(weight, np.float64)).sum(1) * np.asarray(scale) * (step / 2)
     assert (np.abs(got - exact) <= most * 1.001).all()
 
@@ -140,12 +155,15 @@ def test_attention_is_xlas_for_any_lengths_and_padding(
     width = -(-(max(befores) + chunk) // page_size)
     positions = np.asarray(befores)[:, None] + np.arange(chunk)[None]
     positions[rng.random(positions.shape) < 0.2] = -1
-    pool = jnp.asarray(rng.standard_normal((rows * width, 2, kv_heads, page_size, size)), jnp.float32)
-    table = jnp.asarray(rng.permutation(rows * width).reshape(rows, width), jnp.int32)
-    q = jnp.asarray(rng.standard_normal((rows, chunk, kv_heads, group, size)), jnp.float32)
-    given = q, pool, table, jnp.asarray(positions, jnp.int32)
-    got = cpu_attention.paged_attention(*given, target=target, window=window)
-    wanted = XLA_ON_CPU.mix_values(*given, window=window)
+    pool = rng.standard_normal((rows * width, 2, kv_heads, page_size, size)).astype(np.float32)
+    table = rng.permutation(rows * width).reshape(rows, width).astype(np.int32)
+    q = rng.standard_normal((rows, chunk, kv_heads, group, size)).astype(np.float32)
+
+    @jax.jit
+    def by_both(*given: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return attend(*given, target, window), XLA_ON_CPU.mix_values(*given, window=window)
+
+    got, wanted = by_both(q, pool, table, positions.astype(np.int32))
     np.testing.assert_allclose(got, wanted, atol=1e-5)
 
 
@@ -169,13 +187,12 @@ def test_a_query_gets_the_same_to_the_last_bit_alone_and_beside_others(
 ) -> None:
     (kv_heads, group, size), chunk, rng = shape, 37, np.random.default_rng(seed)
     width = -(-(before + chunk) // page_size)
-    pool = jnp.asarray(rng.standard_normal((width, 2, kv_heads, page_size, size)), numbers)
-    table = jnp.asarray(rng.permutation(width)[None], jnp.int32)
-    q = jnp.asarray(4 * rng.standard_normal((1, chunk, kv_heads, group, size)), jnp.float32)
-    positions = jnp.arange(before, before + chunk, dtype=jnp.int32)[None]
-    compute = functools.partial(cpu_attention.paged_attention, target=target, window=window)
-    beside = compute(q, pool, table, positions)
-    alone = compute(jnp.swapaxes(q, 0, 1), pool, jnp.repeat(table, chunk, 0), positions.T)
+    pool = rng.standard_normal((width, 2, kv_heads, page_size, size)).astype(numbers)
+    table = rng.permutation(width)[None].astype(np.int32)
+    q = (4 * rng.standard_normal((1, chunk, kv_heads, group, size))).astype(np.float32)
+    positions = np.arange(before, before + chunk, dtype=np.int32)[None]
+    beside = attend(q, pool, table, positions, target, window)
+    alone = attend(np.swapaxes(q, 0, 1), pool, np.repeat(table, chunk, 0), positions.T, target, window)
     np.testing.assert_array_equal(np.asarray(beside)[0], np.asarray(alone)[:, 0])
 
 
@@ -189,7 +206,7 @@ def test_rows_that_are_not_used_are_not_looked_at(num_used: int) -> None:
     used = jnp.asarray([num_used], jnp.int32)
     got = multiply(weight, scale, jnp.asarray(x), used, target=HOST)
     np.testing.assert_array_equal(np.asarray(got)[:num_used], wanted)
-    assert num_used >= len(x) or not np.isnan(got[num_used:]).all(), "they were multiplied"
+    assert num_used >= len(x) or not np.isnan(np.asarray(got)[num_used:]).all(), "they were multiplied"
 
 
 @with_examples(30, st.integers(1, 300), st.integers(1, 5), st.integers(0, 6), st.integers(0, 2**32 - 1))
@@ -202,9 +219,8 @@ def test_the_best_of_each_row_that_is_used_is_found_and_of_equals_the_first(
     spoilt = rng.random(rows) < 0.3
     logits[spoilt, rng.integers(0, vocab)] = rng.choice([math.nan, math.inf])
     used = jnp.asarray([num_used], jnp.int32)
-    found = argmax_rows(jnp.asarray(logits), used, target=target)
+    found, best = best_of_rows(logits, used, target)
     tokens, values = (np.asarray(each)[:num_used] for each in found)
-    best = likeliest(jnp.asarray(logits))
     np.testing.assert_array_equal(values, np.asarray(best.values)[:num_used])
     is_sound = np.isfinite(values)
     assert is_sound.tolist() == (~spoilt & (logits > -math.inf).any(1))[:num_used].tolist()
@@ -223,8 +239,9 @@ def test_what_is_not_finite_spoils_its_own_row_alone(bad: float, target: Target)
     pool = np.ones((8, 2, 1, 4, 16), np.float32)
     pool[5, 0, 0, 1, 2] = bad  # a key of the second row
     q, table = jnp.ones((2, 1, 1, 2, 16)), jnp.arange(8, dtype=jnp.int32).reshape(2, 4)
-    compute = functools.partial(cpu_attention.paged_attention, q, jnp.asarray(pool), table, target=target)
-    mixed, hidden = (compute(jnp.asarray([[9], [last]], jnp.int32)) for last in (9, 4))
+    mixed, hidden = (
+        np.asarray(attend(q, pool, table, np.array([[9], [last]], np.int32), target, None)) for last in (9, 4)
+    )
     assert np.isfinite(mixed[0]).all() and np.isfinite(hidden).all(), (
         "what a query may not see does not matter"
     )
