@@ -45,7 +45,7 @@ from levserve.model.int8_packing import OFFSET, is_packable
 from levserve.model.packed import Kept
 from levserve.model.parameter_shapes import parameter_shapes
 from levserve.model.quantize import BLOCKS_NAME, NARROW, Quantization, choose_quantization, is_quantized
-from levserve.model.sampler import Mode
+from levserve.model.rules import Mode
 from levserve.model.select import KERNELS, choose_backend
 from levserve.observe.metrics import Metrics
 from levserve.schedule.request import GenerationRequest, Sampling

@@ -42,7 +42,7 @@ from levserve.model import cache
 from levserve.model.config import ModelConfig
 from levserve.model.decoder import Blueprint
 from levserve.model.quantize import BLOCKS_NAME, NARROW, Quantization, choose_quantization
-from levserve.model.sampler import Mode
+from levserve.model.rules import Mode
 from levserve.model.select import choose_backend
 from levserve.observe.metrics import Metrics
 from levserve.schedule.budget import Budget

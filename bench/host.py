@@ -91,7 +91,7 @@ def run_timed_device(settings: Settings, registry: Registry) -> None:
     from levserve.device.sizing import Sizes
     from levserve.device.tasks import Attach
     from levserve.engine.served_model import ServedModel
-    from levserve.model.sampler import Mode
+    from levserve.model.rules import Mode
     from levserve.models.entry import Resident
     from levserve.schedule.budget import Budget
     from levserve.schedule.pace import Pace

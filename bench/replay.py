@@ -32,7 +32,7 @@ from levserve.device.programs import Shape
 from levserve.device.runner import Runner
 from levserve.device.sizing import plan_sizes
 from levserve.model.quantize import NARROW
-from levserve.model.sampler import Drawn, Mode
+from levserve.model.rules import Drawn, Mode
 from levserve.observe.metrics import Metrics
 from levserve.schedule.speculation import Speculation
 from levserve.settings.parse import parse_settings

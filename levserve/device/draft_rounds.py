@@ -26,7 +26,7 @@ from levserve.device.rounds import (
 from levserve.device.sampling import NUM_OUTPUTS, remember
 from levserve.model.decoder import Decoder
 from levserve.model.feed_forward import CHUNK, ROW
-from levserve.model.sampler import NO_LOGPROBS, Memory, Mode
+from levserve.model.rules import NO_LOGPROBS, Memory, Mode
 
 NUM_TALLIES = 3
 """The last places of a drafted round's output. Their first columns count a row's tokens that were gained,

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from levserve.device.draft_rounds import NUM_TALLIES
 from levserve.device.rounds import ChunkOutput
-from levserve.model.sampler import NUM_TOP, POISONED
+from levserve.model.rules import NUM_TOP, POISONED
 from levserve.schedule.commit import Sampled
 from levserve.schedule.request import PooledHidden, TokenLogprob
 from levserve.schedule.sequence import Chunk, RoundPlan, Row, Sequence

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from levserve.device.masks import fill_masks, mask_executor
 from levserve.device.rules import RULE_PACKING, Ints, edits_for, mode_for
-from levserve.model.sampler import Mode, Rules
+from levserve.model.rules import Mode, Rules
 from levserve.schedule.request import GenerationRequest, Sampling
 from levserve.schedule.sequence import Chunk, Row, Sequence
 

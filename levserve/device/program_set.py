@@ -28,7 +28,7 @@ from levserve.device.sampling import set_memory
 from levserve.device.spread import Spread
 from levserve.model.backend import CompilerOptions
 from levserve.model.placement import devices_of, mesh_of
-from levserve.model.sampler import Memory
+from levserve.model.rules import Memory
 from levserve.observe.metrics import Metrics
 from levserve.observe.threads import COMPILER_THREAD
 

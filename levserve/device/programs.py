@@ -35,7 +35,7 @@ from levserve.device.rounds import (
 from levserve.device.sizing import Sizes
 from levserve.model.backend import CompilerOptions
 from levserve.model.placement import WHOLE
-from levserve.model.sampler import Mode
+from levserve.model.rules import Mode
 from levserve.observe.metrics import Metrics
 
 MODES = (Mode.GREEDY, Mode.PLAIN, Mode.FULL)

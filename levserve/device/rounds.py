@@ -30,7 +30,7 @@ from levserve.model import cache
 from levserve.model.backend import Backend
 from levserve.model.decoder import Blueprint, Decoder
 from levserve.model.feed_forward import CHUNK, ROW
-from levserve.model.sampler import Drawn, Memory, Mode
+from levserve.model.rules import Drawn, Memory, Mode
 
 Arrays = tuple[jax.Array, ...]
 

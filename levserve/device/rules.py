@@ -1,7 +1,7 @@
 """How a request's sampling options reach the device: one table, from which packing and unpacking follow.
 
-To add an option, add a field to `Sampling`, an annotated field to `sampler.Rules`, and its entry to `RULES`.
-A field without an entry, or an entry without a field, is an error at import.
+To add an option, add a field to `Sampling`, an annotated field to `Rules` in `model/rules.py`, and its entry
+to `RULES`. A field without an entry, or an entry without a field, is an error at import.
 """
 
 from __future__ import annotations
@@ -17,15 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from jax import lax
 
-from levserve.model.sampler import (
-    BANNED,
-    MAX_EDITS,
-    NO_LOGPROBS,
-    PROCESSED_LOGPROBS,
-    RAW_LOGPROBS,
-    Mode,
-    Rules,
-)
+from levserve.model.rules import BANNED, MAX_EDITS, NO_LOGPROBS, PROCESSED_LOGPROBS, RAW_LOGPROBS, Mode, Rules
 from levserve.schedule.request import GenerationRequest, LogprobsMode, Sampling
 
 FOREVER = np.iinfo(np.int32).max

@@ -32,7 +32,7 @@ from levserve.model import cache
 from levserve.model.config import ModelConfig
 from levserve.model.decoder import Blueprint
 from levserve.model.placement import BY_HEADS, WHOLE, mesh_of
-from levserve.model.sampler import Mode
+from levserve.model.rules import Mode
 from levserve.observe.metrics import Metrics
 from levserve.schedule.request import GenerationRequest
 from levserve.schedule.sequence import Chunk, Fork, RoundPlan, Row, Sequence

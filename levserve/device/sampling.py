@@ -15,7 +15,8 @@ from jax import lax
 
 from levserve.device.packing import RoundInput
 from levserve.model.backend import Backend
-from levserve.model.sampler import FREE, MAX_EDITS, NUM_TOP, Drawn, Masks, Memory, Mode, logprobs_of, sample
+from levserve.model.rules import FREE, MAX_EDITS, NUM_TOP, Drawn, Masks, Memory, Mode
+from levserve.model.sampler import logprobs_of, sample
 
 SCORE_TILE = 128
 """Positions scored together; their logits take 25 MB with the bundled model."""
@@ -24,7 +25,7 @@ NUM_OUTPUTS = {Mode.GREEDY: 1, Mode.PLAIN: 1, Mode.FULL: 2 + 2 * NUM_TOP}
 
 
 class SlotMasks(NamedTuple):
-    """What the next draw of a slot with a constraint is held to; see `sampler.Masks`."""
+    """What the next draw of a slot with a constraint is held to; see `model/rules.py`."""
 
     words: jax.Array
     """uint32 [slot, vocab / 32]"""

@@ -30,7 +30,7 @@ from levserve.device.text_rounds import (
 )
 from levserve.device.text_sizing import TextSizes
 from levserve.model.backend import CompilerOptions
-from levserve.model.sampler import Mode
+from levserve.model.rules import Mode
 from levserve.observe.metrics import Metrics
 
 

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from levserve.device.packing import unpack
 from levserve.device.sampling import SlotMasks, draw, pack_outputs, remember, score_by_tiles
 from levserve.model.backend import Backend
-from levserve.model.sampler import Drawn, Memory, Mode, logprobs_of
+from levserve.model.rules import Drawn, Memory, Mode
+from levserve.model.sampler import logprobs_of
 
 Arrays = tuple[jax.Array, ...]
 

@@ -24,7 +24,7 @@ from levserve.device.text_programs import Task, TextPrograms, TextShape
 from levserve.device.text_rounds import LENGTH, TARGET, TOKENS, TextSkeleton, TextState
 from levserve.device.text_sizing import TextSizes
 from levserve.model.backend import Backend
-from levserve.model.sampler import Memory
+from levserve.model.rules import Memory
 from levserve.observe.metrics import Metrics
 from levserve.schedule.sequence import Chunk, RoundPlan, Row, Sequence
 from levserve.schedule.whole_text import Text

@@ -234,7 +234,7 @@ class Backend(ABC):
 
         points [row, attempt, 2] are random numbers, at least 0 and below 1. The first half is for a row's
         first draw. The others are for a second one, where the mask that `words`, `at` and `slots` tell of
-        (see `sampler.Masks`) does not allow the first token; its value is the largest of the allowed logits.
+        (see `rules.Masks`) does not allow the first token; its value is the largest of the allowed logits.
         """
         raise NotImplementedError
 

@@ -14,108 +14,42 @@ probability and a that of all allowed tokens together, p + (1 - a) p / a = p / a
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
-from enum import StrEnum
-from typing import Annotated, Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from levserve.model.backend import Backend, Likeliest
-from levserve.model.search import chunked, largest, likeliest, row_of
+from levserve.model.points import make_points, points_of_draws
+from levserve.model.rules import (
+    FREE,
+    MAX_EDITS,
+    NO_LOGPROBS,
+    NUM_TOP,
+    POISONED,
+    PROCESSED_LOGPROBS,
+    Drawn,
+    Masks,
+    Memory,
+    Mode,
+    Rules,
+)
+from levserve.model.search import chunked, entry_of, largest, likeliest, row_of
 from levserve.model.truncation import find_floor, sort_for_floor
 
-NUM_TOP = 20
-"""Alternatives returned with every token in full mode: the most that OpenAI's API lets a client ask for."""
 NUM_ATTEMPTS = 8
 """Draws that a kernel makes, each with fresh random numbers, until one lies in the nucleus of top-p. Each of
 them does with a probability of at least top_p."""
 MOST_LOGITS = 2**18
 """The most logits that a CPU edits at once. A larger buffer would be taken from the operating system and
 given back at every step."""
-SECOND_DRAW = 2**30
-"""Added to the position for the random numbers of a second draw; no sequence is this long."""
-MAX_EDITS = 332
-"""The most logit edits that a row may have: 300 biases, 16 stop ids, and the model's own end tokens."""
-BANNED = -1e30
-"""Added to the logit of a token that must not be drawn."""
-POISONED = -1
-"""Drawn in place of a token by a row whose logits are not finite."""
-FREE = -1
-"""Stands for the slot of a row that has no mask."""
-NO_LOGPROBS, RAW_LOGPROBS, PROCESSED_LOGPROBS = range(3)
-"""What a row wants to know of its tokens: nothing, the model's own log-probabilities, or those of the
-distribution that the token was drawn from."""
 
 
-class Mode(StrEnum):
-    GREEDY = "greedy"
-    PLAIN = "plain"
-    FULL = "full"
-
-
-Floats = Annotated[jax.Array, np.float32]
-Ints = Annotated[jax.Array, np.int32]
-Seeds = Annotated[jax.Array, np.uint64]
-"""On the device a seed is two words: uint32 [row, 2]."""
-
-
-class Rules(NamedTuple):
-    """How each row is sampled; every field is [row]. An annotation names the type as which `device/rules.py`
-    packs the field."""
-
-    temperature: Floats
-    top_k: Ints
-    top_p: Floats
-    min_p: Floats
-    presence: Floats
-    frequency: Floats
-    repetition: Floats
-    prompt_len: Ints
-    num_edits: Ints
-    logprobs: Ints
-    is_constrained: Ints
-    seed: Seeds
-
-
-class Memory(NamedTuple):
-    """What full mode remembers of each row: its tokens by position, and its logit edits.
-
-    An edit adds its value to the logit of its id at positions below its `until`.
-    """
-
-    history: jax.Array
-    """int32 [row, max_seq_len]"""
-    edit_ids: jax.Array
-    edit_values: jax.Array
-    edit_until: jax.Array
-    """[row, MAX_EDITS]"""
-
-
-class Masks(NamedTuple):
-    """What constrained rows may draw. The words of a slot hold for one position, so a step has few masks."""
-
-    words: jax.Array
-    """uint32 [slot, vocab / 32]: a bit for every token that may be drawn, the first in the lowest bit."""
-    at: jax.Array
-    """int32 [slot]: the position that the words are for."""
-    slots: jax.Array
-    """int32 [row]: the slot of a constrained row, or `FREE`."""
-
-
-class Drawn(NamedTuple):
-    """Tokens [row]; in full mode also their log-probabilities [row] and the likeliest tokens with theirs
-    [row, NUM_TOP]."""
-
-    tokens: jax.Array
-    logprobs: jax.Array | None = None
-    top_ids: jax.Array | None = None
-    top_logprobs: jax.Array | None = None
-
-
+@functools.partial(jax.jit, static_argnames=("mode", "backend"))  # programs of equal sizes share the trace
 def sample(
     logits: jax.Array,
     positions: jax.Array,
@@ -140,13 +74,15 @@ def sample(
         return _sample_by_kernel(logits, positions, rules, memory, masks, backend)
     best = backend.likeliest(logits, num_used)
     if mode is Mode.PLAIN:
-        tokens = choose(logits, _floor(logits, rules), best, positions, rules)
-        return Drawn(_mark_poisoned(_redraw_misfits(logits, tokens, positions, rules, masks), best))
+        points = _points_if_drawn(positions, rules)
+        tokens = choose(logits, _floor(logits, rules), best, points[0], rules)
+        return Drawn(_mark_poisoned(_redraw_misfits(logits, tokens, positions, points, rules, masks), best))
     assert memory is not None
+    points = _points_if_drawn(positions, rules)
     if backend.traits.has_all_modes:
-        drawn = _sample_fully(logits, positions, rules, memory, masks)
+        drawn = _sample_fully(logits, positions, points, rules, memory, masks)
     else:  # this program also serves rows that ask for less, which need no copy of the logits
-        drawn = _sample_as_asked(logits, best, positions, rules, memory, masks)
+        drawn = _sample_as_asked(logits, best, positions, points, rules, memory, masks)
     return drawn._replace(tokens=_mark_poisoned(drawn.tokens, best))
 
 
@@ -160,7 +96,7 @@ def _sample_by_kernel(
 ) -> Drawn:
     """The kernel draws a second time by itself where a mask does not allow the first token."""
     given = logits if memory is None else _edit(logits, positions, rules, memory)
-    points = _points(positions, rules, 2 * NUM_ATTEMPTS, 2)
+    points = make_points(rules.seed, positions, 2 * NUM_ATTEMPTS, 2)
     cuts = rules.temperature, rules.top_k, rules.top_p, rules.min_p
     best = backend.draw(given, *cuts, points, positions, *masks)
     tokens = _mark_poisoned(best.tokens, best)
@@ -174,7 +110,12 @@ def _sample_by_kernel(
 
 
 def _redraw_misfits(
-    logits: jax.Array, tokens: jax.Array, positions: jax.Array, rules: Rules, masks: Masks
+    logits: jax.Array,
+    tokens: jax.Array,
+    positions: jax.Array,
+    points: jax.Array,
+    rules: Rules,
+    masks: Masks,
 ) -> jax.Array:
     held = _held_slots(positions, masks)
     is_misfit = _find_misfits(tokens, held, masks)
@@ -182,7 +123,7 @@ def _redraw_misfits(
     def redraw() -> jax.Array:
         allowed = _mask(logits, held, masks)
         best = likeliest(allowed)
-        found = choose(allowed, _floor(allowed, rules), best, positions + SECOND_DRAW, rules)
+        found = choose(allowed, _floor(allowed, rules), best, points[1], rules)
         return jnp.where(is_misfit, _mark_poisoned(found, best), tokens)
 
     redrawn: jax.Array = lax.cond(is_misfit.any(), redraw, lambda: tokens)
@@ -190,10 +131,16 @@ def _redraw_misfits(
 
 
 def _sample_as_asked(
-    logits: jax.Array, best: Likeliest, positions: jax.Array, rules: Rules, memory: Memory, masks: Masks
+    logits: jax.Array,
+    best: Likeliest,
+    positions: jax.Array,
+    points: jax.Array,
+    rules: Rules,
+    memory: Memory,
+    masks: Masks,
 ) -> Drawn:
-    def sample_plainly(logits: jax.Array, positions: jax.Array, rules: Rules, *_: Any) -> Drawn:
-        tokens = choose(logits, None, best, positions, rules)
+    def sample_plainly(logits: jax.Array, positions: jax.Array, *_: Any) -> Drawn:
+        tokens = choose(logits, None, best, points[0], rules)
         return Drawn(tokens, *_no_logprobs(logits, tokens))
 
     def sample_by_parts(*given: Any) -> Drawn:
@@ -201,22 +148,23 @@ def _sample_as_asked(
         size = math.gcd(rows, 2 ** int(math.log2(max(MOST_LOGITS // vocab, 1))))
         parts = jax.tree.map(lambda array: array.reshape(-1, size, *array.shape[1:]), given)
 
-        def sample_part(part: tuple[jax.Array, jax.Array, Rules, Memory, jax.Array]) -> Drawn:
-            logits, positions, rules, memory, slots = part
-            return _sample_fully(logits, positions, rules, memory, masks._replace(slots=slots))
+        def sample_part(part: tuple[jax.Array, jax.Array, jax.Array, Rules, Memory, jax.Array]) -> Drawn:
+            logits, positions, points, rules, memory, slots = part
+            held = masks._replace(slots=slots)
+            return _sample_fully(logits, positions, points.swapaxes(0, 1), rules, memory, held)
 
         drawn = lax.map(sample_part, parts)
         return jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), drawn)
 
     is_changed = _is_penalised(rules) | _is_truncated(rules) | (rules.num_edits > 0)
     is_asked = is_changed | (rules.logprobs != NO_LOGPROBS) | (_held_slots(positions, masks) != FREE)
-    given = (logits, positions, rules, memory, masks.slots)
+    given = (logits, positions, points.swapaxes(0, 1), rules, memory, masks.slots)
     drawn: Drawn = lax.cond(is_asked.any(), sample_by_parts, sample_plainly, *given)
     return drawn
 
 
 def _sample_fully(
-    logits: jax.Array, positions: jax.Array, rules: Rules, memory: Memory, masks: Masks
+    logits: jax.Array, positions: jax.Array, points: jax.Array, rules: Rules, memory: Memory, masks: Masks
 ) -> Drawn:
     edited = _edit(logits, positions, rules, memory)
     held = _held_slots(positions, masks)
@@ -229,7 +177,7 @@ def _sample_fully(
         allowed = lax.cond(attempt > 0, lambda: _mask(edited, held, masks), lambda: edited)
         best = likeliest(allowed)
         floor = _floor(allowed, rules)
-        found = choose(allowed, floor, best, positions + attempt * SECOND_DRAW, rules)
+        found = choose(allowed, floor, best, points[attempt], rules)
         tokens = jnp.where(is_misfit, _mark_poisoned(found, best), tokens)
         first_floor = jnp.where(attempt == 0, floor, first_floor)
         return attempt + 1, tokens, _find_misfits(tokens, held, masks), first_floor
@@ -250,14 +198,14 @@ def _held_slots(positions: jax.Array, masks: Masks) -> jax.Array:
 
 def _find_misfits(tokens: jax.Array, held: jax.Array, masks: Masks) -> jax.Array:
     """Whether the row's mask does not allow its token."""
-    word = masks.words[jnp.maximum(held, 0), jnp.maximum(tokens, 0) >> 5]
+    word = masks.words.at[jnp.maximum(held, 0), jnp.maximum(tokens, 0) >> 5].get(mode="promise_in_bounds")
     is_allowed = (word >> (tokens & 31).astype(jnp.uint32)) & 1
     return (held != FREE) & (tokens != POISONED) & (is_allowed == 0)
 
 
 def _mask(logits: jax.Array, held: jax.Array, masks: Masks) -> jax.Array:
     """The logits of what the masks allow, and minus infinity for the rest; rows without a mask are void."""
-    words = masks.words[jnp.maximum(held, 0)]
+    words = masks.words.at[jnp.maximum(held, 0)].get(mode="promise_in_bounds")
     bits = words[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)[None, None] & 1
     is_allowed = bits.reshape(bits.shape[0], -1)[:, : logits.shape[1]] == 1
     return jnp.where(is_allowed, logits, -jnp.inf)
@@ -284,8 +232,7 @@ def logprobs_of(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Ar
     """
     total = jax.nn.logsumexp(logits, axis=-1)
     top, top_ids = largest(logits, NUM_TOP)
-    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
-    return chosen - total, top_ids, top - total[:, None]
+    return entry_of(logits, tokens) - total, top_ids, top - total[:, None]
 
 
 def _logprobs_if_wanted(
@@ -321,8 +268,7 @@ def _as_drawn(edited: jax.Array, floor: jax.Array, tokens: jax.Array, rules: Rul
     """
     is_drawn = rules.temperature > 0
     scaled = jnp.where(is_drawn[:, None], edited / _divisor(rules), edited)
-    chosen = jnp.take_along_axis(scaled, tokens[:, None], axis=1)[:, 0]
-    lowest = jnp.where(is_drawn, jnp.minimum(floor, chosen), -jnp.inf)
+    lowest = jnp.where(is_drawn, jnp.minimum(floor, entry_of(scaled, tokens)), -jnp.inf)
     return jnp.where(scaled >= lowest[:, None], scaled, -jnp.inf)
 
 
@@ -332,27 +278,27 @@ def _no_logprobs(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.A
 
 
 def choose(
-    logits: jax.Array, floor: jax.Array | None, best: Likeliest, positions: jax.Array, rules: Rules
+    logits: jax.Array, floor: jax.Array | None, best: Likeliest, points: jax.Array, rules: Rules
 ) -> jax.Array:
-    """The likeliest token for a row at temperature 0. Other rows draw from the softmax over the tokens that
-    are not below `floor` [row], or over all of them if there is no floor."""
+    """The likeliest token for a row at temperature 0. Other rows draw, with random numbers [row, 2], from the
+    softmax over the tokens that are not below `floor` [row], or over all of them if there is no floor."""
 
     def draw() -> jax.Array:
         weights = jnp.exp((logits - best.values[:, None]) / _divisor(rules))
         if floor is not None:
             weights = jnp.where(logits / _divisor(rules) >= floor[:, None], weights, 0.0)
-        points = _points(positions, rules, 2)
         return jnp.where(rules.temperature > 0, _draw(weights, points), best.tokens)
 
     return lax.cond((rules.temperature > 0).any(), draw, lambda: best.tokens)
 
 
-def _points(positions: jax.Array, rules: Rules, *shape: int) -> jax.Array:
-    """Random numbers for each row, at least 0 and below 1: [row, *shape]."""
-    keys = jax.vmap(lambda seed, position: jax.random.fold_in(jax.random.wrap_key_data(seed), position))(
-        rules.seed, positions
+def _points_if_drawn(positions: jax.Array, rules: Rules) -> jax.Array:
+    """See `points_of_draws`; zeros if every row is at temperature 0."""
+    return lax.cond(
+        (rules.temperature > 0).any(),
+        lambda: points_of_draws(rules.seed, positions),
+        lambda: jnp.zeros((2, len(positions), 2), jnp.float32),
     )
-    return jax.vmap(lambda key: jax.random.uniform(key, shape))(keys)
 
 
 def _draw(weights: jax.Array, points: jax.Array) -> jax.Array:
@@ -368,7 +314,7 @@ def _first_beyond(weights: jax.Array, point: jax.Array) -> jax.Array:
     none, that of the largest weight."""
     sums = jnp.cumsum(weights, axis=-1)
     is_beyond = (sums > point[:, None] * sums[:, -1:]) & (weights > 0)
-    return jnp.where(is_beyond.any(-1), jnp.argmax(is_beyond, axis=-1), jnp.argmax(weights, axis=-1))
+    return jnp.argmax(jnp.where(is_beyond, jnp.inf, weights), axis=-1)
 
 
 def _edit(logits: jax.Array, positions: jax.Array, rules: Rules, memory: Memory) -> jax.Array:
@@ -394,9 +340,9 @@ def _penalise(logits: jax.Array, positions: jax.Array, rules: Rules, memory: Mem
     is_known = at < positions[:, None]
     is_generated = is_known & (at >= rules.prompt_len[:, None])
     rows = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
-    nothing = jnp.zeros(logits.shape, jnp.int32)
-    known = nothing.at[rows, memory.history].add(is_known.astype(jnp.int32), mode="drop")
-    generated = nothing.at[rows, memory.history].add(is_generated.astype(jnp.int32), mode="drop")
+    seen = jnp.stack([is_known, is_generated], axis=-1).astype(jnp.int32)
+    counts = jnp.zeros((*logits.shape, 2), jnp.int32).at[rows, memory.history].add(seen, mode="drop")
+    known, generated = counts[..., 0], counts[..., 1]
     repeated = jnp.where(logits > 0, logits / rules.repetition[:, None], logits * rules.repetition[:, None])
     logits = jnp.where(known > 0, repeated, logits)
     logits -= rules.frequency[:, None] * generated.astype(jnp.float32)

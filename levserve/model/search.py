@@ -57,4 +57,9 @@ def chunked(x: jax.Array, fill: float, size: int = CHUNK) -> jax.Array:
 
 def row_of(chunks: jax.Array, index: jax.Array) -> jax.Array:
     """The chunk `index` [row] of each row."""
-    return jnp.take_along_axis(chunks, index[:, None, None], axis=1)[:, 0]
+    return jnp.take_along_axis(chunks, index[:, None, None], axis=1, mode="promise_in_bounds")[:, 0]
+
+
+def entry_of(x: jax.Array, index: jax.Array) -> jax.Array:
+    """The entry `index` [row] of each row of an array [row, place]."""
+    return jnp.take_along_axis(x, index[:, None], axis=1, mode="promise_in_bounds")[:, 0]

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from levserve.model.search import largest
+from levserve.model.search import entry_of, largest
 
 NUM_CANDIDATES = 128
 """Likeliest tokens looked at for top-k and top-p before falling back to a search over the vocabulary."""
@@ -35,10 +35,10 @@ def sort_for_floor(scaled: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p:
     vocab = scaled.shape[1]
     falling = -jnp.sort(-scaled, axis=-1)
     last = jnp.where(top_k > 0, jnp.minimum(top_k, vocab), vocab) - 1
-    floor = jnp.take_along_axis(falling, last[:, None], axis=1)[:, 0]
+    floor = entry_of(falling, last)
     sums = jnp.cumsum(jnp.where(falling >= floor[:, None], jnp.exp(falling - falling[:, :1]), 0.0), axis=-1)
     reached = jnp.argmax(sums >= (top_p * sums[:, -1])[:, None], axis=-1)
-    top_p_floor = jnp.take_along_axis(falling, reached[:, None], axis=1)[:, 0]
+    top_p_floor = entry_of(falling, reached)
     floor = jnp.maximum(floor, jnp.where(top_p >= 1, -jnp.inf, top_p_floor))
     return jnp.maximum(floor, falling[:, 0] + jnp.log(min_p))
 
@@ -46,11 +46,11 @@ def sort_for_floor(scaled: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p:
 def _top_k_floor(scaled: jax.Array, candidates: jax.Array, top_k: jax.Array) -> jax.Array:
     """The k-th largest value of each row."""
     num = candidates.shape[1]
-    near = jnp.take_along_axis(candidates, jnp.minimum(top_k, num)[:, None] - 1, axis=1)[:, 0]
+    near = entry_of(candidates, jnp.minimum(top_k, num) - 1)
     is_far = (top_k > num) & (top_k < scaled.shape[1])
 
     def search() -> jax.Array:
-        return _highest_floor(scaled, lambda keep: keep.sum(-1) >= top_k)
+        return _highest_floor(scaled, lambda keep: keep.sum(-1) >= top_k[:, None])
 
     far = lax.cond(is_far.any(), search, lambda: near)
     return jnp.where(is_far, far, jnp.where(top_k <= num, near, -jnp.inf))
@@ -63,11 +63,14 @@ def _top_p_floor(scaled: jax.Array, candidates: jax.Array, floor: jax.Array, top
     wanted = top_p * weights.sum(-1)
     reached = jnp.cumsum(jnp.where(candidates >= floor[:, None], jnp.exp(candidates - top), 0.0), axis=-1)
     is_reached = reached >= wanted[:, None]
-    near = jnp.take_along_axis(candidates, jnp.argmax(is_reached, axis=-1)[:, None], axis=1)[:, 0]
-    is_far = ~is_reached.any(-1) & (top_p < 1)
+    first = jnp.argmax(is_reached, axis=-1)
+    near = entry_of(candidates, first)
+    is_far = ~entry_of(is_reached, first) & (top_p < 1)
 
     def search() -> jax.Array:
-        return _highest_floor(scaled, lambda keep: jnp.where(keep, weights, 0.0).sum(-1) >= wanted)
+        return _highest_floor(
+            scaled, lambda keep: jnp.where(keep, weights[:, None], 0.0).sum(-1) >= wanted[:, None]
+        )
 
     far = lax.cond(is_far.any(), search, lambda: near)
     return jnp.where(top_p >= 1, -jnp.inf, jnp.where(is_far, far, near))
@@ -77,15 +80,14 @@ def _highest_floor(scaled: jax.Array, is_enough: Callable[[jax.Array], jax.Array
     """The highest floor [row] that still keeps enough tokens, found by a search over the bits of a float32.
 
     Each step settles two bits of the floor, so that the logits are read half as often as with one bit a step.
+    `is_enough` tells of each of several floors [row, floor] whether the tokens [row, floor, vocab] suffice.
     """
     ordered = _ordered(scaled)
 
     def narrow(step: jax.Array | int, floor: jax.Array) -> jax.Array:
         unit = jnp.uint32(1) << (30 - 2 * jnp.uint32(step))
-        raised = (floor + unit * jnp.uint32(times) for times in (1, 2, 3))
-        return floor + unit * sum(
-            is_enough(ordered >= higher[:, None]).astype(jnp.uint32) for higher in raised
-        )
+        raised = floor[:, None] + unit * jnp.arange(1, 4, dtype=jnp.uint32)[None]
+        return floor + unit * is_enough(ordered[:, None] >= raised[:, :, None]).sum(-1, dtype=jnp.uint32)
 
     floor = lax.fori_loop(0, 16, narrow, jnp.zeros(scaled.shape[0], jnp.uint32))
     return _from_ordered(jnp.maximum(floor, ordered.min(-1)))

@@ -22,7 +22,7 @@ from levserve.model.backend import Backend
 from levserve.model.cpu.backend import CpuBackend
 from levserve.model.decoder import Blueprint
 from levserve.model.quantize import NARROW, choose_quantization
-from levserve.model.sampler import Mode
+from levserve.model.rules import Mode
 from levserve.model.xla import XLA_ON_CPU, XlaBackend
 from levserve.observe.metrics import Metrics
 from levserve.weights.checkpoint import load_arrays, read_config

@@ -20,7 +20,7 @@ from levserve.device.programs import Programs, Shape
 from levserve.device.rounds import ChunkOutput
 from levserve.device.sizing import Sizes, plan_sizes
 from levserve.model import cache
-from levserve.model.sampler import Mode
+from levserve.model.rules import Mode
 from levserve.schedule.commit import Sampled
 from levserve.schedule.request import FinishReason
 from levserve.schedule.sequence import Chunk, RoundPlan, Sequence

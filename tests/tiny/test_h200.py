@@ -19,7 +19,7 @@ from levserve.model import cache
 from levserve.model.config import ModelConfig
 from levserve.model.gpu.decode_attention import decode_attention
 from levserve.model.gpu.paged_attention import WIDEN_FP8, paged_attention
-from levserve.model.sampler import Mode
+from levserve.model.rules import Mode
 from tests.h200 import HOLDERS, inside
 from tests.h200_programs import Compiled, Given, compile_on_the_card, on_the_card, programs_of
 from tests.hlo import Instruction, computed

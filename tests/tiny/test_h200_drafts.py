@@ -23,7 +23,7 @@ from levserve.model import cache
 from levserve.model.config import ModelConfig
 from levserve.model.decoder import Blueprint
 from levserve.model.parameter_shapes import parameter_shapes
-from levserve.model.sampler import Mode
+from levserve.model.rules import Mode
 from levserve.model.select import choose_backend
 from levserve.observe.metrics import Metrics
 from levserve.settings.parse import parse_settings
@@ -77,7 +77,7 @@ def given() -> Given:
     skeleton = Skeleton(
         served, tuple(parameter_shapes(CONFIG)), sizes.table_width, draft, tuple(parameter_shapes(DRAFT))
     )
-    return Given(leaves, state, Programs(leaves, state, skeleton, sizes, Metrics()))
+    return Given(Programs(leaves, state, skeleton, sizes, Metrics()), leaves, state)
 
 
 @functools.cache

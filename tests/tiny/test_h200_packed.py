@@ -21,7 +21,7 @@ from levserve.model.config import ModelConfig
 from levserve.model.decoder import Blueprint
 from levserve.model.packed import Code, Kept, Scheme
 from levserve.model.parameter_shapes import parameter_shapes
-from levserve.model.sampler import Mode
+from levserve.model.rules import Mode
 from levserve.model.select import choose_backend
 from levserve.observe.metrics import Metrics
 from levserve.settings.parse import parse_settings

@@ -16,7 +16,7 @@ import pytest
 
 from levserve.device.programs import Shape
 from levserve.model.config import ModelConfig
-from levserve.model.sampler import Mode
+from levserve.model.rules import Mode
 from tests.h200_programs import Given, on_the_card, programs_of
 
 pytestmark = [

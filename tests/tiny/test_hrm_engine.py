@@ -12,7 +12,7 @@ import pytest
 
 from levserve.device.text_programs import Task, TextPrograms, TextShape
 from levserve.device.text_runner import TextRunner
-from levserve.model.sampler import Mode
+from levserve.model.rules import Mode
 from levserve.schedule.request import FinishReason
 from tests.brains import WIDE, brain_cases, brain_folder
 from tests.engines import Running, ask, running_engine

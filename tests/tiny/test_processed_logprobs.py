@@ -12,7 +12,7 @@ import pytest
 
 from levserve.api.model import Model
 from levserve.errors import BadRequest
-from levserve.model.sampler import PROCESSED_LOGPROBS, RAW_LOGPROBS, Mode
+from levserve.model.rules import PROCESSED_LOGPROBS, RAW_LOGPROBS, Mode
 from levserve.model.truncation import find_floor, sort_for_floor
 from levserve.settings.settings import Settings
 from tests.conftest import GOLDEN

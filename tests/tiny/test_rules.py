@@ -19,15 +19,7 @@ from levserve.device.rules import (
     mode_for,
     needs_memory,
 )
-from levserve.model.sampler import (
-    NO_LOGPROBS,
-    PROCESSED_LOGPROBS,
-    Floats,
-    Ints,
-    Mode,
-    Rules,
-    Seeds,
-)
+from levserve.model.rules import NO_LOGPROBS, PROCESSED_LOGPROBS, Floats, Ints, Mode, Rules, Seeds
 from levserve.schedule.request import GenerationRequest, LogprobsMode, Sampling
 
 CHANGED: dict[str, Any] = {

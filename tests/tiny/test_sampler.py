@@ -13,19 +13,9 @@ from levserve.device.malloc import LARGE_BYTES
 from levserve.model.backend import Likeliest
 from levserve.model.gpu.backend import GpuBackend
 from levserve.model.gpu.draw import draw_tokens
-from levserve.model.sampler import (
-    FREE,
-    MAX_EDITS,
-    NUM_TOP,
-    POISONED,
-    Drawn,
-    Masks,
-    Memory,
-    Mode,
-    Rules,
-    choose,
-    sample,
-)
+from levserve.model.points import SECOND_DRAW, make_points, points_of_draws
+from levserve.model.rules import FREE, MAX_EDITS, NUM_TOP, POISONED, Drawn, Masks, Memory, Mode, Rules
+from levserve.model.sampler import choose, sample
 from levserve.model.search import largest, likeliest
 from levserve.model.truncation import NUM_CANDIDATES
 from levserve.model.xla import XLA_ON_CPU
@@ -197,15 +187,24 @@ def test_a_draw_is_from_the_softmax_however_the_vocabulary_divides(vocab: int, h
     check_distribution(draw_many(logits, Mode.PLAIN, has_kernel=has_kernel), softmax(logits))
 
 
+def test_the_numbers_of_both_draws_are_those_of_jax() -> None:
+    rng = np.random.default_rng(0)
+    seeds = jnp.asarray(rng.integers(0, 2**32, (40, 2), dtype=np.uint32))
+    positions = np.concatenate([[0, 1, SECOND_DRAW - 1], rng.integers(0, SECOND_DRAW, 37)]).astype(np.int32)
+    first, second = jax.jit(points_of_draws)(seeds, positions)
+    make = jax.jit(make_points, static_argnums=2)
+    np.testing.assert_array_equal(first, make(seeds, positions, 2))
+    np.testing.assert_array_equal(second, make(seeds, positions + SECOND_DRAW, 2))
+    assert len(np.unique(np.stack([first, second]))) > 150
+
+
 def test_a_vocabulary_that_chunks_divide_is_not_copied() -> None:
     rows, vocab = 8, 151_936  # 1,187 chunks of 128
     logits, given = (
         jax.ShapeDtypeStruct((rows, vocab), jnp.float32),
-        (jnp.zeros(rows, jnp.int32), make_rules(rows)),
+        (jnp.zeros((rows, 2), jnp.float32), make_rules(rows)),
     )
-    drawing = jax.jit(
-        lambda logits, positions, rules: choose(logits, None, likeliest(logits), positions, rules)
-    )
+    drawing = jax.jit(lambda logits, points, rules: choose(logits, None, likeliest(logits), points, rules))
     needed = drawing.lower(logits, *given).compile().memory_analysis().temp_size_in_bytes
     assert needed < 1.5 * 4 * rows * vocab, "the weights, and no more"
 

@@ -30,7 +30,7 @@ from levserve.model.feed_forward import ROW
 from levserve.model.int8_packing import UNSIGNED_ORDER
 from levserve.model.placement import WHOLE, device_bytes, make_mesh
 from levserve.model.quantize import NARROW, Quantization, choose_quantization, quantize_arrays
-from levserve.model.sampler import Mode
+from levserve.model.rules import Mode
 from levserve.model.sharding import Shards, local_config, share_of
 from levserve.model.xla import XLA_ON_CPU
 from levserve.models.choose import describe

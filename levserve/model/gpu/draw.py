@@ -67,14 +67,14 @@ def draw_tokens(
     num_warps: int = NUM_WARPS,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Tokens [row] from float32 logits [row, vocab], by rules [row] as in `sampler.Rules`, and each row's
+    """Tokens [row] from float32 logits [row, vocab], by rules [row] as in `rules.Rules`, and each row's
     largest logit, which is not finite if the row cannot be drawn from.
 
     At temperature 0 the token is the likeliest. Otherwise the inverse CDF is applied in two levels, first to
     lines and then to the tokens of a line, at the first of `points` [row, number, 2], at least 0 and below 1,
     whose token is in the nucleus of top-p.
 
-    A row with a mask for its position, as `sampler.Masks` has them, draws again where the mask does not
+    A row with a mask for its position, as `rules.Masks` has them, draws again where the mask does not
     allow its token. It uses the first half of the points for the first draw and the others for the second.
     """
     rows = len(logits)
