@@ -91,14 +91,22 @@ def random_pools(
     )
 
 
+# Chunks that begin anywhere, with padding at their ends and a row of nothing else.
+POSITIONS = np.array([0, 9, 17, 3])[:, None] + np.arange(5)[None]
+POSITIONS[1, 3:], POSITIONS[2, 1:], POSITIONS[3] = -1, -1, -1
+
+
+@functools.cache
+def run_one_by_one(family: str, kind: str, kept: jnp.dtype, **changes: Any) -> Ran:
+    """What every target's kernel is compared with."""
+    return run(model_of(family, kind, runs_layers=False, **changes), POSITIONS, kept)
+
+
 def check(family: str, kind: str, kept: jnp.dtype, target: Target = HOST, **changes: Any) -> None:
-    """On chunks that begin anywhere, with padding at their ends and a row of nothing else."""
-    positions = np.array([0, 9, 17, 3])[:, None] + np.arange(5)[None]
-    positions[1, 3:], positions[2, 1:], positions[3] = -1, -1, -1
-    is_given = positions >= 0
+    is_given = POSITIONS >= 0
     assert refusal_of(family, kind, kept, **changes) is None
-    together = run(model_of(family, kind, target=target, **changes), positions, kept)
-    apart = run(model_of(family, kind, runs_layers=False, **changes), positions, kept)
+    together = run(model_of(family, kind, target=target, **changes), POSITIONS, kept)
+    apart = run_one_by_one(family, kind, kept, **changes)
     tolerance = 0.002 if kept == FLOAT32 else 0.03
     np.testing.assert_allclose(together.hidden[is_given], apart.hidden[is_given], atol=tolerance)
     for before, mine, theirs in zip(together.before, together.after, apart.after):
