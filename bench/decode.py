@@ -37,6 +37,7 @@ from levserve.device.runner import Runner
 from levserve.device.sizing import Sizes
 from levserve.jit.target import AMX
 from levserve.model import cache
+from levserve.model.backend import Backend
 from levserve.model.config import ModelConfig
 from levserve.model.cpu.backend import CpuBackend
 from levserve.model.decoder import Blueprint
@@ -162,6 +163,8 @@ def build(
     )
     if options.without_amx and isinstance(backend, CpuBackend):
         backend = dataclasses.replace(backend, target=backend.target.without(*AMX))
+    if options.experts != "auto":
+        backend = with_expert_kernels(backend, options.experts)
     in_blocks = options.quantize == BLOCKS_NAME
     quantization: Quantization | Kept | None = choose_quantization(
         narrow, backend, dtype, in_blocks=in_blocks
@@ -189,6 +192,13 @@ def build(
     )
     blueprint = Blueprint(config, backend, quantization)
     return Runner(blueprint, arrays, sizes, storage, Metrics()), sizes
+
+
+def with_expert_kernels(backend: Backend, kernels: str) -> Backend:
+    from levserve.model.gpu.backend import ExpertKernels, GpuBackend  # brings Pallas
+
+    assert isinstance(backend, GpuBackend), "only a GPU has a choice"
+    return dataclasses.replace(backend, expert_kernels=ExpertKernels(kernels))
 
 
 def random_arrays(
@@ -351,6 +361,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--kv-dtype", choices=["auto", "bfloat16", "fp8", "int8"], default="auto")
     parser.add_argument("--kernels", choices=KERNELS, default="auto", help="as the server's option")
     parser.add_argument("--without-amx", action="store_true", help="CPU kernels do not use matrix units")
+    parser.add_argument(
+        "--experts",
+        choices=["auto", "triton", "mosaic"],
+        default="auto",
+        help="the GPU kernels of a mixture's experts, to measure both",
+    )
     parser.add_argument("--repeats", type=int, default=12)
     return parser
 

@@ -23,6 +23,7 @@ from tests.h200 import find_plugin
 from tests.harness import find_harness
 from tests.images import find_podman
 from tests.kubectl import find_kubectl
+from tests.mosaic import find_interpreter
 from tests.nginx import find_nginx
 from tests.node import NotHad, package_folder
 from tests.units import find_analyzer
@@ -133,6 +134,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             ("kubectl", find_kubectl),
             ("podman", find_podman),
             ("h200", find_plugin),
+            ("mosaic", find_interpreter),
             ("harness", find_harness),
         ):
             _leave_out(config, items, mark, find)

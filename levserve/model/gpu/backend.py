@@ -1,13 +1,15 @@
 """The backend of NVIDIA GPUs: Pallas kernels for attention, experts, packed matrices and drawing tokens.
 
-They use Pallas' Triton backend, which jax announces as deprecated. Every Triton kernel stands behind this
-file, so each can be replaced on its own. Matrices of four and eight bits have a kernel in PTX, which XLA
-takes by the same way; where it does not, they are kept in another order, for Triton's kernel.
+Most use Pallas' Triton backend, which jax announces as deprecated. Every Triton kernel stands behind this
+file, so each can be replaced on its own. Wide experts of many tokens have a Mosaic GPU kernel. Matrices of
+four and eight bits have a kernel in PTX, which XLA takes by the same way as Triton's; where it does not, they
+are kept in another order, for Triton's kernel.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from enum import StrEnum
 
 import jax
 import jax.numpy as jnp
@@ -31,8 +33,11 @@ from levserve.model.gpu.expert_choice import choose_experts, is_plain
 from levserve.model.gpu.expert_plan import choose_plan
 from levserve.model.gpu.fragment_plan import choose_fragments, takes
 from levserve.model.gpu.fragment_product import multiply_fragments, runs_here
+from levserve.model.gpu.gate import Gate
 from levserve.model.gpu.grouped_experts import FLOAT32_PRECISION, mix_grouped
 from levserve.model.gpu.heads import place_heads
+from levserve.model.gpu.mosaic_experts import mix_blocks
+from levserve.model.gpu.mosaic_plan import is_faster, is_hopper, serves
 from levserve.model.gpu.packed_plan import choose_tiling
 from levserve.model.gpu.packed_product import multiply_in_registers
 from levserve.model.gpu.paged_attention import paged_attention
@@ -54,11 +59,22 @@ def unsupported_reason(head_dim: int) -> str | None:
     return None
 
 
+class ExpertKernels(StrEnum):
+    """Which kernels multiply with experts' matrices."""
+
+    AUTO = "auto"
+    """By the table of `mosaic_plan`."""
+    TRITON = "triton"
+    MOSAIC = "mosaic"
+    """Wherever it can."""
+
+
 @dataclass(frozen=True)
 class GpuBackend(XlaBackend):
     platform: str = "gpu"
     interpret: bool = False
     """Whether jax interprets the kernels, which needs no GPU; for tests."""
+    expert_kernels: ExpertKernels = ExpertKernels.AUTO
     draws_tokens = True
     rounds_products = True
 
@@ -72,7 +88,7 @@ class GpuBackend(XlaBackend):
         return GPU_KERNEL_TRAITS
 
     def describe(self) -> str:
-        return "triton kernels for attention, experts, packed matrices and sampling, XLA for the rest"
+        return "pallas kernels for attention, experts, packed matrices and sampling, XLA for the rest"
 
     def attend(
         self,
@@ -161,6 +177,9 @@ class GpuBackend(XlaBackend):
         if are_few(choice.experts.size, rule.num_experts):
             known = jnp.minimum(choice.experts, rule.num_experts - 1)
             total = mix_gathered(x, choice._replace(experts=known), experts)
+        elif self._uses_mosaic(len(x), experts):
+            gate = Gate(rule.activation, rule.is_gated, rule.gate_limit, rule.up_offset)
+            total = mix_blocks(x.astype(gate_up.dtype), choice, gate_up, down, gate=gate)
         else:
             total = mix_grouped(
                 x.astype(gate_up.dtype),
@@ -172,6 +191,15 @@ class GpuBackend(XlaBackend):
                 interpret=self.interpret,
             )
         return jnp.where(is_real[:, None], total, 0.0)
+
+    def _uses_mosaic(self, num_tokens: int, experts: Mixture) -> bool:
+        """Whether Mosaic GPU makes the products, and not Triton."""
+        kernels, rule = self.expert_kernels, experts.rule
+        if kernels is ExpertKernels.TRITON or experts.matrices is None or experts.biases is not None:
+            return False
+        if self.interpret or not is_hopper() or not serves(rule, *experts.matrices):
+            return False
+        return kernels is ExpertKernels.MOSAIC or is_faster(num_tokens, rule, experts.matrices[1].shape[2])
 
     def _choose_experts(self, scores: jax.Array, is_real: jax.Array, experts: Mixture) -> ExpertChoice:
         """The experts of each token; padding has the number of experts in their place."""

@@ -30,6 +30,11 @@ class Tiles(NamedTuple):
     is in excess, means nothing."""
     experts: jax.Array
     """[tile]: the expert of each; the number of experts for a tile that is empty."""
+    ranks: jax.Array
+    """[tile]: how many tiles of the same expert are before it."""
+    places: jax.Array
+    """[pair]: where each is among the tiles' pairs. It means nothing for a pair that is in no tile, nor for
+    the last one, which is in excess."""
 
 
 def tile_pairs(experts: jax.Array, num_experts: int, size: int, *, interpret: bool = False) -> Tiles:
@@ -40,8 +45,8 @@ def tile_pairs(experts: jax.Array, num_experts: int, size: int, *, interpret: bo
     experts never meet, and each expert finds its place without the others' numbers of tiles.
     """
     num_tiles = experts.size // size + num_experts
-    shapes = ((num_tiles + 1) * size,), (num_tiles,)
-    pairs, of_tiles = pl.pallas_call(
+    shapes = ((num_tiles + 1) * size,), (num_tiles,), (num_tiles,), (experts.size + 1,)
+    pairs, *rest = pl.pallas_call(
         functools.partial(_kernel, num_experts=num_experts, size=size),
         grid=(num_experts,),
         in_specs=[pl.BlockSpec(experts.shape, lambda number: (0, 0))],
@@ -53,11 +58,18 @@ def tile_pairs(experts: jax.Array, num_experts: int, size: int, *, interpret: bo
         interpret=interpret,
         name="tile_pairs",
     )(experts)
-    return Tiles(pairs.reshape(num_tiles + 1, size), of_tiles)
+    return Tiles(pairs.reshape(num_tiles + 1, size), *rest)
 
 
 def _kernel(
-    expert_ref: jax.Ref, pair_ref: jax.Ref, of_tile_ref: jax.Ref, *, num_experts: int, size: int
+    expert_ref: jax.Ref,
+    pair_ref: jax.Ref,
+    of_tile_ref: jax.Ref,
+    rank_ref: jax.Ref,
+    place_ref: jax.Ref,
+    *,
+    num_experts: int,
+    size: int,
 ) -> None:
     (num_tokens, per_token), (num_tiles,) = expert_ref.shape, of_tile_ref.shape
     number = pl.program_id(0)
@@ -83,6 +95,7 @@ def _kernel(
 
     def name_tile(tile: jax.Array, carry: None) -> None:
         of_tile_ref[tile] = jnp.where(tile < first + used, number, num_experts)
+        rank_ref[tile] = tile - first
 
     lax.fori_loop(first, end, name_tile, None)
     unfilled = own + jnp.arange(size, dtype=jnp.int32)
@@ -97,7 +110,9 @@ def _kernel(
         rank = count + jnp.cumsum(is_one) - 1
         # Interpreted, a masked store writes what is there already, so it must be to another place.
         to = jnp.where(is_own, first * size + rank, num_tiles * size)
-        plgpu.store(pair_ref.at[to], tokens * per_token + own_place, mask=is_own)
+        pairs = jnp.where(is_own, tokens * per_token + own_place, num_tokens * per_token)
+        plgpu.store(pair_ref.at[to], pairs, mask=is_own)
+        plgpu.store(place_ref.at[pairs], to, mask=is_own)
         return count + jnp.sum(is_one)
 
     lax.fori_loop(0, num_steps, put, jnp.int32(0))

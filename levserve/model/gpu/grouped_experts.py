@@ -8,9 +8,6 @@ over a token's experts is always made in the same order.
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +16,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from levserve.model.backend import ExpertChoice
-from levserve.model.config import Activation
 from levserve.model.gpu.expert_plan import FEW_TOKENS, Plan, Tiling
-from levserve.model.gpu.expert_tiles import Tiles, tile_pairs
+from levserve.model.gpu.expert_tiles import tile_pairs
+from levserve.model.gpu.gate import Gate
 from levserve.model.gpu.paged_attention import power_of_two
 
 FLOAT32_PRECISION = lax.DotAlgorithmPreset.TF32_TF32_F32_X3
@@ -47,14 +44,15 @@ def mix_grouped(
     experts is padding, for which the result means nothing.
     """
     num_tokens, per_token = choice.experts.shape
-    if num_tokens <= FEW_TOKENS:
-        tiles = Tiles(choice.experts, choice.experts.reshape(-1))
-    else:
+    pairs, experts = choice.experts, choice.experts.reshape(-1)
+    if num_tokens > FEW_TOKENS:
         tiles = tile_pairs(choice.experts, len(gate_up), plan.size, interpret=interpret)
+        pairs, experts = tiles.pairs, tiles.experts
     sizes = tuple(plan.size >> halving for halving in range(plan.halvings + 1))
     multiply = functools.partial(
         _multiply,
-        tiles=tiles,
+        pairs=pairs,
+        experts=experts,
         sizes=sizes,
         per_token=per_token,
         num_tokens=num_tokens,
@@ -71,25 +69,6 @@ def mix_grouped(
     return functools.reduce(jnp.add, (results[:, place].astype(jnp.float32) for place in range(per_token)))
 
 
-class Gate(NamedTuple):
-    """What makes hidden numbers of the first product; see `ModelConfig`."""
-
-    activation: Activation
-    is_gated: bool
-    limit: float | None
-    up_offset: float
-
-    def apply(self, results: tuple[jax.Array, ...]) -> jax.Array:
-        activate = ACTIVATIONS[self.activation]
-        if not self.is_gated:
-            return activate(results[0])
-        gate, up = results
-        if self.limit is not None:
-            gate = jnp.minimum(gate, self.limit)
-            up = jnp.maximum(jnp.minimum(up, self.limit), -self.limit)
-        return activate(gate) * (up + self.up_offset if self.up_offset else up)
-
-
 def _multiply(
     rows: jax.Array,
     matrices: jax.Array,
@@ -97,7 +76,8 @@ def _multiply(
     *,
     weights: jax.Array | None = None,
     dtype: jnp.dtype,
-    tiles: Tiles,
+    pairs: jax.Array,
+    experts: jax.Array,
     sizes: tuple[int, ...],
     tiling: Tiling,
     num_tokens: int,
@@ -108,7 +88,7 @@ def _multiply(
     """Without weights, the hidden numbers of each pair from its token's row; with them, the weighted result
     of each pair from its own row. One row is in excess: pairs that a tile lacks have its number."""
     width = matrices.shape[1] // (2 if gate is not None and gate.is_gated else 1)
-    arrays = [rows, matrices, *tiles]
+    arrays = [rows, matrices, pairs, experts]
     arrays += [array for array in (biases, weights) if array is not None]
     out = jax.ShapeDtypeStruct((num_tokens * per_token + 1, width), dtype)
     return pl.pallas_call(
@@ -122,7 +102,7 @@ def _multiply(
             gate=gate,
             interpret=interpret,
         ),
-        grid=(width // tiling.columns, len(tiles.experts)),
+        grid=(width // tiling.columns, len(experts)),
         in_specs=[pl.BlockSpec(array.shape, functools.partial(_whole, array.ndim)) for array in arrays],
         out_specs=pl.BlockSpec(out.shape, functools.partial(_whole, 2)),
         out_shape=out,
@@ -130,26 +110,6 @@ def _multiply(
         interpret=interpret,
         name="experts_up" if weights is None else "experts_down",
     )(*arrays)
-
-
-def gelu(x: jax.Array) -> jax.Array:
-    """With the error function as a polynomial (Abramowitz and Stegun, 7.1.26), which is off by 1.5e-7 at
-    most: Pallas' Triton has none."""
-    size = jnp.abs(x) * math.sqrt(0.5)
-    t = 1.0 / (1.0 + 0.3275911 * size)
-    series = jnp.float32(0.0)
-    for factor in (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592):
-        series = (series + factor) * t
-    tail = 0.5 * series * jnp.exp(-size * size)  # of the normal distribution, beyond |x|
-    return x * jnp.where(x < 0, tail, 1.0 - tail)
-
-
-ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
-    Activation.SILU: jax.nn.silu,
-    Activation.GELU: gelu,
-    Activation.GELU_TANH: functools.partial(jax.nn.gelu, approximate=True),
-    Activation.GELU_QUICK: lambda x: x * jax.nn.sigmoid(1.702 * x),
-}
 
 
 def _whole(num_dims: int, *program: jax.Array) -> tuple[int, ...]:

@@ -1,0 +1,45 @@
+"""Where the experts' products are made by Mosaic GPU rather than Triton; measured on an H200."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from levserve.model.backend import ExpertRule
+from levserve.model.config import Activation
+from levserve.model.gpu.mosaic_product import COLUMNS, NUM_MULTIPLIERS
+
+HOPPER = "H100", "H200", "H800", "H20", "GH200"
+"""Cards whose tensor cores the kernel is written for."""
+SMALLEST_SHARE = {4096: 256, 0: math.inf}
+"""The mean number of pairs of an expert from which on Mosaic GPU is faster, for experts of so many hidden
+numbers at least. A layer of Mixtral's (14,336) is 1.09 times as fast with 256 pairs and 1.11 with 1,024; one
+of Qwen3-30B-A3B's (768) is not faster with 64 or 256."""
+
+
+def serves(rule: ExpertRule, gate_up: jax.Array, down: jax.Array) -> bool:
+    """Whether the kernel computes these experts."""
+    _, embed, mlp = down.shape
+    per_tile = NUM_MULTIPLIERS * COLUMNS
+    return (
+        gate_up.dtype == down.dtype == jnp.bfloat16
+        and rule.is_gated
+        and rule.activation is Activation.SILU
+        and 2 * mlp % per_tile == 0
+        and embed % per_tile == 0
+    )
+
+
+def is_faster(num_tokens: int, rule: ExpertRule, mlp: int) -> bool:
+    """Whether it is than Triton, by the table."""
+    smallest = next(share for least, share in SMALLEST_SHARE.items() if mlp >= least)
+    return num_tokens * rule.per_token / rule.num_experts >= smallest
+
+
+def is_hopper() -> bool:
+    """Whether programs are traced for such a card."""
+    given = jax.sharding.get_abstract_mesh().abstract_device
+    kind = jax.devices()[0].device_kind if given is None else given.device_kind
+    return any(name in kind.split() for name in HOPPER)

@@ -1,0 +1,76 @@
+"""What XLA makes of Mixtral's experts for an H200: Mosaic GPU's products where the table says so; compiled, not run."""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from levserve.model.backend import ExpertRule
+from levserve.model.config import Activation, Routing
+from levserve.model.gpu.backend import ExpertKernels, GpuBackend
+from levserve.model.gpu.expert_blocks import BLOCK
+from tests.h200 import HOLDERS, inside
+from tests.h200_programs import Compiled, compile_on_the_card, placed
+from tests.hlo import PASSED_ON, instructions
+
+pytestmark = [
+    pytest.mark.h200,
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
+]
+
+NUM_EXPERTS, PER_TOKEN, EMBED, MLP = 8, 2, 4096, 14336
+RULE = ExpertRule(NUM_EXPERTS, PER_TOKEN, Routing(), is_gated=True, activation=Activation.SILU)
+
+
+@functools.cache
+def compile_there(num_tokens: int, kernels: ExpertKernels = ExpertKernels.AUTO) -> Compiled:
+    def mix(
+        x: jax.Array, scores: jax.Array, is_real: jax.Array, gate_up: jax.Array, down: jax.Array
+    ) -> jax.Array:
+        experts: Any = SimpleNamespace(rule=RULE, matrices=(gate_up, down), biases=None, correction=None)
+        return GpuBackend(expert_kernels=kernels).mix_experts(x, scores, is_real, experts)
+
+    given = [
+        placed(jax.ShapeDtypeStruct(shape, dtype))
+        for shape, dtype in (
+            ((num_tokens, EMBED), jnp.bfloat16),
+            ((num_tokens, NUM_EXPERTS), jnp.float32),
+            ((num_tokens,), jnp.bool_),
+            ((NUM_EXPERTS, 2 * MLP, EMBED), jnp.bfloat16),
+            ((NUM_EXPERTS, EMBED, MLP), jnp.bfloat16),
+        )
+    ]
+    return compile_on_the_card(lambda: jax.jit(mix).trace(*given).lower())
+
+
+def names_of(compiled: Compiled) -> list[str]:
+    return [thunk.name for thunk in inside(compiled.thunks, 0) if thunk.kind not in HOLDERS]
+
+
+@pytest.mark.parametrize("num_tokens", [1024, 4096])
+def test_wide_experts_of_many_tokens_are_multiplied_by_mosaic(num_tokens: int) -> None:
+    compiled = compile_there(num_tokens)
+    assert [thunk.kind for thunk in compiled.thunks if thunk.depth == 0] == ["kCommandBuffer"]
+    names, made = names_of(compiled), instructions(compiled.text)
+    for name in ("choose_experts", "tile_pairs", "list_tiles", "gather_rows", "sum_results"):
+        assert names.count(name) == 1
+    assert len(names) == 9, "and two products, which are real tokens as integers, and zeros for the others"
+    assert sum('custom_call_target="mosaic_gpu' in each.text for each in made) == 2
+    shapes = (NUM_EXPERTS, 2 * MLP, EMBED), (NUM_EXPERTS, EMBED, MLP)
+    copies = [each for each in made if each.operation not in PASSED_ON and any(map(each.holds, shapes))]
+    assert [each.text for each in copies] == []
+    slots = num_tokens * PER_TOKEN + NUM_EXPERTS * BLOCK
+    assert compiled.temp_bytes <= slots * 2 * (MLP + EMBED) + (1 << 20), "results take the place of rows"
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "kernels"), [(256, ExpertKernels.AUTO), (1024, ExpertKernels.TRITON)], ids=str
+)
+def test_few_tokens_are_for_triton_and_so_are_all_if_asked(num_tokens: int, kernels: ExpertKernels) -> None:
+    names = names_of(compile_there(num_tokens, kernels))
+    assert "experts_up" in names and "experts_down" in names and "gather_rows" not in names
