@@ -389,10 +389,11 @@ class Builder:
         with self.ir.if_then(condition.ir_value):
             yield
 
-    def atomic_add(self, pointer: Value, number: int) -> Value:
+    def atomic_add(self, pointer: Value, number: Value | int) -> Value:
         """Adds to an int64 and gives its value before; sequentially consistent."""
         typed = self._typed_pointer(pointer, I64)
-        return Value(self, self.ir.atomic_rmw("add", typed, ir.Constant(I64, number), "seq_cst"))
+        added = number.ir_value if isinstance(number, Value) else ir.Constant(I64, number)
+        return Value(self, self.ir.atomic_rmw("add", typed, added, "seq_cst"))
 
     def atomic_load(self, pointer: Value) -> Value:
         """Reads an int64; sequentially consistent."""

@@ -59,7 +59,12 @@ FRAME_OFFSETS = (
 
 FRAME, REFERENCES, ACTIVE_HELPERS, IS_FINISHED, COUNTERS = range(5)
 """Words of the state that the threads of a call share. Each stage has two counters, tasks taken and tasks
-done; after them comes the kernel's shared memory."""
+done; after them comes the kernel's shared memory. The counters of tasks taken have cache lines of their own:
+threads that wait for tasks to be done shall not slow down those that take some."""
+
+TAKES_PER_THREAD = 8
+"""A thread takes several tasks at a time if there are many more: else threads would wait for each other to
+take one. It waits for no more than an eighth of its share at the end."""
 
 
 class Call(NamedTuple):
@@ -205,13 +210,19 @@ def _write_stages(builder: Builder, kernel: Kernel) -> None:
         call = Call(builder, frame, iteration)
         for index, stage in enumerate(kernel.stages):
             num_tasks = stage.num_tasks(call)
-            taken = state + (iteration * len(kernel.stages) + index) * 16 + 8 * COUNTERS
-            done = taken + 8
+            counters = state + 8 * _whole_lines(COUNTERS) + iteration * (16 * _counter_words(kernel))
+            taken, done = counters + 8 * index, counters + 8 * (_counter_words(kernel) + index)
+            step = (num_tasks // (TAKES_PER_THREAD * num_threads())).maximum(1)
+            completed = builder.variable(builder.constant(0))
             with builder.repeat() as after:
-                task = builder.atomic_add(taken, 1)
-                builder.break_if(task >= num_tasks, after)
-                stage.run(call, state + 8 * _state_words(kernel), scratch, task)
-                builder.atomic_add(done, 1)
+                first = builder.atomic_add(taken, step)
+                builder.break_if(first >= num_tasks, after)
+                stop = (first + step).minimum(num_tasks)
+                with builder.loop(first, stop) as task:
+                    stage.run(call, state + 8 * _state_words(kernel), scratch, task)
+                completed.set(completed.get() + stop - first)
+            with builder.when(completed.get().differs_from(0)):
+                builder.atomic_add(done, completed.get())
             with builder.repeat() as after:
                 builder.break_if(builder.atomic_load(done) >= num_tasks, after)
                 builder.yield_processor()
@@ -331,9 +342,17 @@ def _write_error(call: Call, kernel: Kernel) -> Value:
 
 
 def _state_words(kernel: Kernel) -> int:
-    """Words of the shared state, rounded up to whole cache lines."""
-    used = COUNTERS + 2 * len(kernel.stages) * kernel.num_iterations
-    return -(-used * 8 // CACHE_LINE_BYTES) * CACHE_LINE_BYTES // 8
+    """Words of the shared state: whole cache lines."""
+    return _whole_lines(COUNTERS) + 2 * _counter_words(kernel) * kernel.num_iterations
+
+
+def _counter_words(kernel: Kernel) -> int:
+    """Words of one counter of each stage."""
+    return _whole_lines(len(kernel.stages))
+
+
+def _whole_lines(num_words: int) -> int:
+    return -(-num_words * 8 // CACHE_LINE_BYTES) * CACHE_LINE_BYTES // 8
 
 
 def _write_release(builder: Builder, state: Value) -> None:
