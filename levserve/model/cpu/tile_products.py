@@ -45,7 +45,7 @@ class Int8Tiles:
     """Four tiles of sums, 32 rows by 32 outputs, two of activations and two of the matrix."""
 
     product: PackedProduct
-    min_rows: ClassVar[int] = 4
+    min_rows: ClassVar[int] = 8
     """With fewer rows the other product is as fast."""
 
     @property
