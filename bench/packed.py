@@ -3,6 +3,7 @@
     python bench/packed.py --schemes fp8-blocks w4 --rows 2 64
     python bench/packed.py --schemes mxfp4 --rows 2 --tilings 16x32x128w2s4 16x64x128w4s4/2
     python bench/packed.py --schemes w4 q4_k --rows 2 64 --tilings m2n1w1x4 m4n1w1x4/2 m2n8w4x1s
+    python bench/packed.py --schemes fp8-blocks --rows 2 --tilings 16x64x128w4s3i/8
 
 Checks each kernel against the matrix widened to float32, then prints microseconds of each product of a layer
 of the shape, and their sum over all layers beside the time that reading the matrices takes. Each program
@@ -30,9 +31,11 @@ from decode import SHAPES, measure_bandwidth
 from haliax import Axis
 from schemes import SCHEMES, random_parts
 
+from levserve.model.gpu.fp8_plan import Fp8Cut, Fp8Way, choose_cut, fit_cut
+from levserve.model.gpu.fp8_product import multiply_fp8
 from levserve.model.gpu.fragment_plan import FragmentTiling, choose_fragments, fit_fragments
 from levserve.model.gpu.fragment_product import multiply_fragments
-from levserve.model.gpu.packed_plan import PackedTiling, choose_tiling, fit
+from levserve.model.gpu.packed_plan import PROGRAMS, PackedTiling, choose_tiling, fit
 from levserve.model.gpu.packed_product import multiply_in_registers
 from levserve.model.packed import SCALE, PackedMatrix, Scheme, multiply_packed
 from levserve.model.parameter_shapes import parameter_shapes
@@ -49,6 +52,8 @@ class Case(NamedTuple):
     rows: int
     tiling: Tiling | None
     """None: XLA multiplies."""
+    rounds_inside: bool = False
+    """Whether the kernel rounds activations to FP8 itself, if the matrix wants them so."""
 
 
 class Way(NamedTuple):
@@ -58,16 +63,25 @@ class Way(NamedTuple):
     tiling: Tiling | None = None
     splits: int | None = None
     """None: as many as keep a GPU busy."""
+    rounds_inside: bool = False
 
     def case(self, matrix: str, rows: int, shape: tuple[int, int], scheme: Scheme) -> Case:
         if self.is_xla:
             return Case(matrix, rows, None)
+        if scheme.rounds_rows:
+            return Case(matrix, rows, *(self._cut(rows, shape, scheme) or (None,)))
         if self.tiling is None:
             choose = choose_fragments if scheme.in_lanes else choose_tiling
             return Case(matrix, rows, choose(rows, shape, scheme))
         if isinstance(self.tiling, FragmentTiling):
             return Case(matrix, rows, fit_fragments(self.tiling, rows, shape, scheme, self.splits))
         return Case(matrix, rows, fit(self.tiling, rows, shape, scheme, self.splits))
+
+    def _cut(self, rows: int, shape: tuple[int, int], scheme: Scheme) -> Fp8Cut | None:
+        if self.tiling is None:
+            return choose_cut(rows, shape, scheme)
+        way = Fp8Way(self.tiling, PROGRAMS, self.rounds_inside)
+        return fit_cut(way, rows, shape, scheme, splits=self.splits)
 
 
 def main() -> None:
@@ -115,6 +129,7 @@ def measure_way(
     each = "  ".join(f"{matrix} {1e6 * value:6.1f}" for matrix, value in seconds.items())
     splits = "/".join(str(case.tiling.splits) for case in cases if case.tiling is not None)
     kind = "xla" if cases[0].tiling is None else show_tiling(cases[0].tiling)
+    kind += "i" * cases[0].rounds_inside
     print(
         f"  rows {rows:3d}  {kind:16s} splits {splits:8s} {total * 1e3:6.2f} ms  us: {each}  error {max(errors):.1e}",
         flush=True,
@@ -150,6 +165,9 @@ def compile_case(case: Case, *, matrices: dict[str, list[PackedMatrix]]) -> jax.
             return [multiply_packed(copy, x, BFLOAT16) for copy in copies]
         if isinstance(case.tiling, FragmentTiling):
             return [multiply_fragments(copy, x, tiling=case.tiling) for copy in copies]
+        if copies[0].scheme.rounds_rows:
+            cut = Fp8Cut(case.tiling, case.rounds_inside)
+            return [multiply_fp8(copy, x, cut=cut) for copy in copies]
         return [multiply_in_registers(copy, x, tiling=case.tiling) for copy in copies]
 
     copies = matrices[case.matrix]
@@ -168,9 +186,9 @@ def measure(program: jax.stages.Compiled, x: jax.Array, copies: list[PackedMatri
 
 
 def relative_error(got: jax.Array, matrix: PackedMatrix, x: jax.Array) -> float:
-    """Of the norm, against the product in float32."""
+    """Of the norm, against the product in float32 of what the matrix is multiplied with."""
     with jax.default_matmul_precision("highest"):
-        wanted = x.astype(jnp.float32) @ matrix.widen(FLOAT32).array.T
+        wanted = multiply_packed(matrix, x.astype(FLOAT32), FLOAT32)
     found, right = np.asarray(got, np.float64), np.asarray(wanted, np.float64)
     return float(np.linalg.norm(found - right) / np.linalg.norm(right))
 
@@ -179,28 +197,32 @@ def read_tilings(texts: Sequence[str], rows: int, scheme: Scheme) -> list[Way]:
     """Those for the kernel of this scheme and so many rows."""
     found = []
     for text in texts:
-        tiling, splits = read_tiling(text)
+        tiling, splits, rounds_inside = read_tiling(text)
         smallest = 16 if rows <= 16 else rows // 2
         if isinstance(tiling, FragmentTiling) != scheme.in_lanes:
             continue
         if scheme.in_lanes or smallest <= tiling.rows <= max(16, 2 * rows):
-            found.append(Way(tiling=tiling, splits=splits))
+            found.append(Way(tiling=tiling, splits=splits, rounds_inside=rounds_inside))
     return found
 
 
-def read_tiling(text: str) -> tuple[Tiling, int | None]:
+def read_tiling(text: str) -> tuple[Tiling, int | None, bool]:
+    """A tiling, its splits if they are given, and whether the kernel rounds activations itself."""
     cut, _, splits = text.partition("/")
-    blocks = re.fullmatch(r"(\d+)x(\d+)x(\d+)w(\d+)s(\d+)", cut)
+    blocks = re.fullmatch(r"(\d+)x(\d+)x(\d+)w(\d+)s(\d+)(i?)", cut)
     fragments = re.fullmatch(r"m(\d+)n(\d+)w(\d+)x(\d+)(s?)", cut)
     if blocks is None and fragments is None:
         raise SystemExit(
-            f"{text} is neither rows x columns x depth w warps s stages / splits, such as 16x32x128w2s4/2, nor "
+            f"{text} is neither rows x columns x depth w warps s stages / splits, such as 16x32x128w2s4/2 (or "
+            "16x64x128w4s3i/2, where a kernel for FP8 rounds activations itself), nor "
             "m tiles n tiles w warps x warps s(taged) / splits, such as m2n8w4x1s/2"
         )
+    wanted = int(splits) if splits else None
     if blocks is not None:
-        return PackedTiling(*map(int, blocks.groups())), int(splits) if splits else None
+        *sizes, inside = blocks.groups()
+        return PackedTiling(*map(int, sizes)), wanted, bool(inside)
     *tiles, staged = fragments.groups()
-    return FragmentTiling(*map(int, tiles), 1, bool(staged)), int(splits) if splits else None
+    return FragmentTiling(*map(int, tiles), 1, bool(staged)), wanted, False
 
 
 def show_tiling(tiling: Tiling) -> str:

@@ -24,6 +24,7 @@ from quality import TEXT, Format, _show, compare, score, score_text
 
 from levserve.model.backend import Product
 from levserve.model.decoder import Decoder
+from levserve.model.fp8_rows import round_rows
 from levserve.model.hadamard import rotation
 from levserve.model.quantize import is_quantized
 from levserve.model.xla import XlaBackend
@@ -55,15 +56,30 @@ class Rounding:
 
 
 @dataclass(frozen=True)
+class Fp8:
+    """The same to FP8, with one scale for each block of rows and columns."""
+
+    columns: int
+    rows: int = 1
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        blocks = x.reshape(-1, self.rows, x.shape[-1] // self.columns, self.columns).swapaxes(1, 2)
+        rounded = round_rows(blocks.reshape(-1, self.rows * self.columns), None).widen()
+        return rounded.reshape(blocks.shape).swapaxes(1, 2).reshape(x.shape)
+
+
+@dataclass(frozen=True)
 class Way:
     """A way to multiply: both sides are rotated in blocks, then rounded."""
 
     block: int
     """1: no rotation."""
-    weights: Rounding
-    activations: Rounding
+    weights: Rounding | Fp8
+    activations: Rounding | Fp8
     head: Rounding | None = None
     """Of the head's activations; None: as those of others."""
+    has_exact_head: bool = False
+    """Whether the head's matrix is left as it is."""
 
 
 WAYS = {
@@ -74,7 +90,10 @@ WAYS = {
     "exact64": Way(64, Rounding(EXACT), Rounding(8, 64)),
     "exact32": Way(32, Rounding(EXACT), Rounding(8, 32)),
     "exact32+head": Way(32, Rounding(EXACT), Rounding(8, 32), Rounding(16, 32)),
+    "fp8-weights": Way(1, Fp8(64, 64), Rounding(EXACT), has_exact_head=True),
+    "fp8-blocks": Way(1, Fp8(64, 64), Fp8(64), Rounding(EXACT), has_exact_head=True),
 }
+"""The last two are FP8 checkpoints, whose blocks are 128 x 128 where that divides the matrices."""
 
 
 @dataclass(frozen=True)
@@ -108,11 +127,16 @@ def main() -> None:
     for name in options.ways:
         way = WAYS[name]
         rounded = {
-            key: _round_matrix(way, array) if is_quantized(key) else array for key, array in arrays.items()
+            key: _round_matrix(way, array) if _is_rounded(way, key) else array
+            for key, array in arrays.items()
         }
         backend = Simulated(way=way, vocab_size=config.vocab_size)
         model = Decoder.from_arrays(config, rounded, backend=backend)
         _show(compare(name, score_text(model, config, tokens, jnp.dtype(jnp.bfloat16)), reference))
+
+
+def _is_rounded(way: Way, name: str) -> bool:
+    return is_quantized(name) and not (way.has_exact_head and name == "head")
 
 
 def _round_matrix(way: Way, matrix: jax.Array) -> jax.Array:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,9 @@ from levserve.model.parameter_shapes import parameter_shapes
 
 FLOAT16 = jnp.dtype(jnp.float16)
 SCHEMES = {
-    "fp8-blocks": Scheme(Code.FP8, 128, 128),
+    "fp8-blocks": Scheme(Code.FP8, 128, 128, rounds_rows=True),
+    "fp8-channels": Scheme(Code.FP8, rounds_rows=True),
+    "fp8-weights": Scheme(Code.FP8, 128, 128),
     "w4": Scheme(Code.UINT4, 128, has_zeros=True, scale=FLOAT16, in_lanes=True),
     "w4-symmetric": Scheme(Code.UINT4, 128, zero=8, scale=FLOAT16, in_lanes=True),
     "q4_0": Scheme(Code.UINT4, 32, zero=8, scale=FLOAT16, in_lanes=True),
@@ -24,8 +27,9 @@ SCHEMES = {
     "q8_0": Scheme(Code.INT8, 32, scale=FLOAT16, in_lanes=True),
     "mxfp4": Scheme(Code.E2M1, 32, scale=jnp.dtype(jnp.uint8)),
 }
-"""FP8 in blocks as Qwen and DeepSeek publish it, AWQ and GPTQ, GPTQ without zero points, four of GGUF's, and
-gpt-oss's experts."""
+"""FP8 in blocks as Qwen and DeepSeek publish it, with a scale per row as llm-compressor makes it, and with
+activations that are left as they are; AWQ and GPTQ, GPTQ without zero points, four of GGUF's, and gpt-oss's
+experts."""
 ALSO_HEAD = ("q4_0", "q4_k", "q6_k", "q8_0")
 """GGUF files have a quantized head as well."""
 
@@ -37,7 +41,10 @@ def find_schemes(name: str, config: ModelConfig) -> dict[str, Scheme]:
         kind = array.rsplit(".", 1)[-1]
         is_left = kind in ("embed", "positions", "router") or (kind == "head" and name not in ALSO_HEAD)
         if len(shape) > 1 and not is_left and not kind.endswith("_bias"):
-            found[array] = SCHEMES[name]
+            scheme = SCHEMES[name]
+            # As `weights/quantized/fp8.py` has it: not with a last group that is smaller.
+            rounds_rows = scheme.rounds_rows and shape[-1] % (scheme.columns or 1) == 0
+            found[array] = replace(scheme, rounds_rows=rounds_rows)
     return found
 
 

@@ -116,7 +116,7 @@ def block_scales(matrix: Array, rows: int, columns: int, largest: float, dtype: 
     return scale.astype(dtype)
 
 
-def fp8(block: list[int] | None, dtype: Any = np.float32) -> Example:
+def fp8(block: list[int] | None, dtype: Any = np.float32, activations: str = "dynamic") -> Example:
     def make(matrix: Array) -> Made:
         rows, columns = block or matrix.shape
         scale = block_scales(matrix, rows, columns, 448, dtype)
@@ -125,7 +125,7 @@ def fp8(block: list[int] | None, dtype: Any = np.float32) -> Example:
             return Made({"weight": codes, "weight_scale": scale.reshape(())}, numbers)
         return Made({"weight": codes, "weight_scale_inv": scale}, numbers)
 
-    config = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+    config = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": activations}
     return Example(config | {"weight_block_size": block}, make)
 
 
@@ -183,6 +183,7 @@ EXAMPLES: dict[str, Example] = {
     "gptq": gptq("gptq"),
     "gptq-v2": gptq("gptq_v2"),
     "fp8-blocks": fp8([32, 32], BFLOAT16),
+    "fp8-static": fp8([32, 32], BFLOAT16, "static"),
     "fp8-128": fp8([128, 128]),
     "fp8-tensor": fp8(None),
     "ct-fp8-channel": compressed("float-quantized", by_block(448, FP8, 1, 0), **FP8_KIND),

@@ -11,7 +11,7 @@ from jax import lax
 
 from levserve.model import cache
 from levserve.model.backend import Backend, Product
-from levserve.model.packed import PackedMatrix, multiply_packed
+from levserve.model.packed import PackedMatrix, multiply_packed, round_as_asked
 from levserve.model.sharding import sum_over_devices
 
 
@@ -69,7 +69,10 @@ class Linear(eqx.Module):
     def _multiply_packed(self, x: NamedArray, matrix: PackedMatrix, num_used: jax.Array | None) -> NamedArray:
         assert self.widened is not None
         if matrix.ndim > 2:
-            return Linear(matrix.widen(self.widened))(x)
+            *_, In = matrix.axes
+            rows = x.rearrange((..., In)).astype(self.widened)
+            rounded = hax.named(round_as_asked(rows.array, matrix.scheme), rows.axes)
+            return Linear(matrix.widen(self.widened))(rounded)
         if self.backend is not None:
             return self._multiply_rows(x, self.backend.packed_product(matrix, self.widened), num_used)
         widened = self.widened

@@ -24,6 +24,7 @@ from jax import lax
 from numpy.typing import NDArray
 
 from levserve.model.cache import FP8
+from levserve.model.fp8_rows import round_rows
 from levserve.model.lanes import from_lanes
 
 SCALE, ZERO, OFFSET = "_scale", "_zero", "_offset"
@@ -68,12 +69,16 @@ class Scheme:
     """The type of scales and offsets; uint8 is the exponent of a power of two, biased by 127."""
     in_lanes: bool = False
     """Whether codes are in the order of `lanes`, not in that of the inputs."""
+    rounds_rows: bool = False
+    """Whether activations are rounded to FP8 too, each token with a scale for `columns` inputs; only of
+    `Code.FP8`."""
 
     def __str__(self) -> str:
         across = "whole rows" if self.columns is None else f"{self.columns} inputs"
         down = "" if self.rows == 1 else f" x {self.rows} outputs"
         parts = ["a scale"] + ["a zero point"] * self.has_zeros + ["an offset"] * self.has_offsets
-        return f"{self.code} with {' and '.join(parts)} for {across}{down}"
+        rounded = ", activations too" if self.rounds_rows else ""
+        return f"{self.code} with {' and '.join(parts)} for {across}{down}{rounded}"
 
     def as_stored(self) -> Scheme:
         """What it is in the checkpoint, whatever order a device has the codes in."""
@@ -198,7 +203,13 @@ def multiply_packed(matrix: PackedMatrix, x: jax.Array, widened: jnp.dtype) -> j
     # XLA moves what does not change out of a loop, and would keep all matrices of a model widened there.
     matrix, x = lax.optimization_barrier((matrix, x))
     weight = matrix.widen(widened).array
-    return jnp.einsum("ri,oi->ro", x.astype(widened), weight, preferred_element_type=jnp.float32)
+    x = round_as_asked(x.astype(widened), matrix.scheme)
+    return jnp.einsum("ri,oi->ro", x, weight, preferred_element_type=jnp.float32)
+
+
+def round_as_asked(x: jax.Array, scheme: Scheme) -> jax.Array:
+    """x [..., in] as a product with such a matrix takes it, in its own type."""
+    return round_rows(x, scheme.columns).widen().astype(x.dtype) if scheme.rounds_rows else x
 
 
 def decode(codes: jax.Array, code: Code) -> jax.Array:

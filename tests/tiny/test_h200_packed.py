@@ -6,10 +6,13 @@ Two layers of Llama-3.1-8B's shape; compiled, not run (see `h200.py`).
 from __future__ import annotations
 
 import functools
+import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
+from haliax import Axis
 from jax.experimental import topologies
 
 from levserve.device.programs import Programs, Shape
@@ -19,14 +22,15 @@ from levserve.device.sizing import plan_sizes
 from levserve.model import cache
 from levserve.model.config import ModelConfig
 from levserve.model.decoder import Blueprint
-from levserve.model.packed import Code, Kept, Scheme
+from levserve.model.gpu.backend import GpuBackend
+from levserve.model.packed import Code, Kept, PackedMatrix, Scheme
 from levserve.model.parameter_shapes import parameter_shapes
 from levserve.model.rules import Mode
 from levserve.model.select import choose_backend
 from levserve.observe.metrics import Metrics
 from levserve.settings.parse import parse_settings
 from tests.h200 import SPECIFICATION
-from tests.tiny.test_h200 import on_the_card
+from tests.h200_programs import on_the_card, placed
 
 pytestmark = [
     pytest.mark.h200,
@@ -36,7 +40,9 @@ pytestmark = [
 CONFIG = ModelConfig(4096, 4096, 14336, 2, 32, 8, 128, 1e-5, 5e5, 8192, False)
 FLOAT16 = jnp.dtype(jnp.float16)
 SCHEMES = {
-    "fp8": Scheme(Code.FP8, 128, 128),
+    "fp8": Scheme(Code.FP8, 128, 128, rounds_rows=True),
+    "fp8, whole rows": Scheme(Code.FP8, rounds_rows=True),
+    "fp8, activations left": Scheme(Code.FP8, 128, 128),
     "awq": Scheme(Code.UINT4, 128, has_zeros=True, scale=FLOAT16, in_lanes=True),
     "q4_k": Scheme(Code.UINT4, 32, has_offsets=True, scale=FLOAT16, in_lanes=True),
     "q8_0": Scheme(Code.INT8, 32, scale=FLOAT16, in_lanes=True),
@@ -90,10 +96,36 @@ def compile_there(name: str, shape: Shape) -> tuple[str, int]:
 
 @pytest.mark.parametrize(
     ("name", "shape"),
-    [("fp8", FEW), ("awq", FEW), ("awq", MANY), ("q4_k", FEW), ("q8_0", MANY), ("mxfp4", FEW)],
+    [
+        ("fp8", FEW),
+        ("fp8", MANY),
+        ("fp8, activations left", FEW),
+        ("awq", FEW),
+        ("awq", MANY),
+        ("q4_k", FEW),
+        ("q8_0", MANY),
+        ("mxfp4", FEW),
+    ],
 )
 def test_a_decode_step_never_holds_a_widened_matrix(name: str, shape: Shape) -> None:
     text, temp_bytes = compile_there(name, shape)
     assert text.count("custom-call(") >= 4 * CONFIG.num_layers
     assert "bf16[28672,4096]" not in text and "bf16[4096,14336]" not in text
     assert temp_bytes < 2 * 4096 * 4096, "less than the smallest matrix, widened"
+
+
+@pytest.mark.parametrize(("name", "rows"), [("fp8", 2), ("fp8", 64), ("fp8", 256), ("fp8, whole rows", 64)])
+def test_tensor_cores_multiply_fp8_as_it_is(name: str, rows: int, tmp_path: Path) -> None:
+    """Pallas' own product would be compiled to one of float16, which takes twice as long."""
+    Out, In = Axis("out", 4096), Axis("in", 4096)
+    arrays = SCHEMES[name].array_shapes((Out.size, In.size)).values()
+    codes, scale = (placed(jax.ShapeDtypeStruct(*array)) for array in arrays)
+    matrix = PackedMatrix(codes, scale, None, SCHEMES[name], (Out, In))
+    x = placed(jax.ShapeDtypeStruct((rows, In.size), jnp.bfloat16))
+    multiply = jax.jit(lambda matrix, x: GpuBackend().packed_product(matrix, x.dtype)(x, None))
+    dump = {"xla_dump_to": str(tmp_path), "xla_dump_emitter_re": ".*"}
+    with on_the_card():
+        multiply.lower(matrix, x).compile(dump)
+    (kernel,) = (text for path in tmp_path.glob("*.ptx") if "fp8_product" in (text := path.read_text()))
+    assert re.search(r"wgmma\.mma_async\.\S+\.e4m3\.e4m3", kernel)
+    assert not re.search(r"mma\S*\.f16\.f16", kernel)

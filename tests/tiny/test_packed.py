@@ -70,7 +70,7 @@ def test_every_number_is_the_one_that_the_format_means(name: str, folders: Folde
         np.testing.assert_array_equal(got, wanted[each], err_msg=each)
 
 
-@pytest.mark.parametrize("name", ["awq", "fp8-blocks"])
+@pytest.mark.parametrize("name", ["awq", "fp8-static"])
 def test_a_model_in_its_own_bits_computes_what_its_numbers_give(name: str, folders: Folders) -> None:
     folder = folders(name)
     tokens = json.loads((GOLDEN / "llama" / "golden.json").read_text())["cases"][2]["prompt"]
@@ -131,7 +131,7 @@ def test_a_kernel_may_want_codes_in_another_order(
 
 
 def test_experts_stay_in_their_own_bits(tmp_path: Path) -> None:
-    folder = quantize_folder(GOLDEN / "qwen3-moe", tmp_path, EXAMPLES["fp8-blocks"])
+    folder = quantize_folder(GOLDEN / "qwen3-moe", tmp_path, EXAMPLES["fp8-static"])
     config = read_config(folder)
     kept = Kept(tuple(read_schemes(folder, config, 1).items()), FLOAT32)
     assert kept.by_name()["layers.0.experts_down"] == Scheme(Code.FP8, 32, 32, scale=jnp.dtype(jnp.bfloat16))

@@ -31,6 +31,9 @@ from levserve.model.gpu.decode_attention import decode_attention
 from levserve.model.gpu.draw import draw_tokens
 from levserve.model.gpu.expert_choice import choose_experts, is_plain
 from levserve.model.gpu.expert_plan import choose_plan
+from levserve.model.gpu.fp8_dot import has_dot_fp8
+from levserve.model.gpu.fp8_plan import choose_cut
+from levserve.model.gpu.fp8_product import multiply_fp8
 from levserve.model.gpu.fragment_plan import choose_fragments, takes
 from levserve.model.gpu.fragment_product import multiply_fragments, runs_here
 from levserve.model.gpu.gate import Gate
@@ -41,7 +44,7 @@ from levserve.model.gpu.mosaic_plan import is_faster, is_hopper, serves
 from levserve.model.gpu.packed_plan import choose_tiling
 from levserve.model.gpu.packed_product import multiply_in_registers
 from levserve.model.gpu.paged_attention import paged_attention
-from levserve.model.packed import PackedMatrix, Scheme
+from levserve.model.packed import PackedMatrix, Scheme, round_as_asked
 from levserve.model.rotary import Angles
 from levserve.model.text_attention import Texts
 from levserve.model.traits import GPU_KERNEL_TRAITS, Traits
@@ -158,9 +161,15 @@ class GpuBackend(XlaBackend):
             fragments = choose_fragments(*given)
             if fragments is not None:
                 return multiply_fragments(matrix, x, tiling=fragments)
+            if matrix.scheme.rounds_rows and has_dot_fp8():
+                cut = choose_cut(*given)
+                if cut is None:
+                    return plain(x, num_used)
+                return multiply_fp8(matrix, x, cut=cut, interpret=self.interpret)
             tiling = choose_tiling(*given)
             if tiling is None:
                 return plain(x, num_used)
+            x = round_as_asked(x.astype(widened), matrix.scheme)
             return multiply_in_registers(matrix, x, tiling=tiling, interpret=self.interpret)
 
         return multiply

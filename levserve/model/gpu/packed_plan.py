@@ -59,9 +59,15 @@ def choose_tiling(num_rows: int, shape: tuple[int, int], scheme: Scheme) -> Pack
 
 
 def fit(
-    tiling: PackedTiling, num_rows: int, shape: tuple[int, int], scheme: Scheme, splits: int | None = None
+    tiling: PackedTiling,
+    num_rows: int,
+    shape: tuple[int, int],
+    scheme: Scheme,
+    splits: int | None = None,
+    *,
+    programs: int = PROGRAMS,
 ) -> PackedTiling | None:
-    """The tiling for this matrix, with as many splits as keep a GPU busy unless their number is given."""
+    """The tiling for this matrix, with splits enough for so many programs unless their number is given."""
     num_columns, num_inputs = shape
     width = num_inputs // 2 if scheme.code.is_nibble else num_inputs
     columns, depth = math.gcd(tiling.columns, num_columns), math.gcd(tiling.depth, width)
@@ -69,9 +75,9 @@ def fit(
     if columns < SMALLEST or piece_width(depth, scheme, width) < SMALLEST:
         return None
     if splits is None:
-        programs = num_columns // columns * -(-num_rows // tiling.rows)
+        unsplit = num_columns // columns * -(-num_rows // tiling.rows)
         splits = 1
-        while programs * splits < PROGRAMS and splits < MAX_SPLITS and width // depth % (2 * splits) == 0:
+        while unsplit * splits < programs and splits < MAX_SPLITS and width // depth % (2 * splits) == 0:
             splits *= 2
     return replace(tiling, splits=math.gcd(splits, width // depth))
 

@@ -1,8 +1,9 @@
 """compressed-tensors, as llm-compressor writes it: FP8, INT8, and four or eight bits packed in int32.
 
 A layer's tensors tell which of these it is: `weight_packed` is [out, in / 8] (or / 4), with the inputs in
-order and half of the codes' range added; `weight` is [out, in] in FP8 or INT8. Activations are never
-quantized here, whatever the configuration says of them.
+order and half of the codes' range added; `weight` is [out, in] in FP8 or INT8. Activations are quantized only
+with an FP8 matrix, if the configuration wants them in FP8 with scales that are found as they come, each for
+as many inputs as one of the matrix's.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from levserve.errors import StartupError
 from levserve.model.packed import Code, Scheme
 from levserve.weights.config_fields import Fields
-from levserve.weights.quantized.fp8 import Block, read_block, scaled_matrix
+from levserve.weights.quantized.fp8 import Block, read_block, rounding_rows, scaled_matrix
 from levserve.weights.quantized.module import SCALE_TYPES, Module
 from levserve.weights.quantized.packed_tensor import PackedTensor, Rows, unpack_nibbles
 from levserve.weights.stored_tensor import Slice
@@ -31,6 +32,8 @@ OFFSET = 8
 class Compressed:
     block: Block | None
     """Outputs and inputs that share a scale, where it has blocks."""
+    row_groups: tuple[int | None, ...] = ()
+    """Inputs that share a scale in activations that are to be in FP8, None being all of them."""
 
     words = (
         "weight",
@@ -54,7 +57,8 @@ class Compressed:
         matrix = scaled_matrix(module, weight, code, "weight_scale", self.block)
         if "weight_zero_point" in module.tensors and code is Code.INT8:
             _check_symmetric(module)
-        return matrix
+        rounds = code is Code.FP8 and matrix.scheme.columns in self.row_groups
+        return rounding_rows(matrix) if rounds else matrix
 
 
 def _open_packed(module: Module) -> PackedTensor:
@@ -127,11 +131,13 @@ def read_compressed(fields: Fields) -> Compressed:
             "transform_config": ({}, None),
         }
     )
-    blocks = {_read_group(fields.mapping("config_groups").mapping(name)) for name in _group_names(fields)}
-    blocks -= {None}
+    groups = [fields.mapping("config_groups").mapping(name) for name in _group_names(fields)]
+    blocks = {_read_group(group) for group in groups} - {None}
     if len(blocks) > 1:
         raise fields.refused("config_groups")
-    return Compressed(next(iter(blocks), None))
+    of_rows = [_read_row_groups(group) for group in groups]
+    # A layer does not tell its group, so all of them must agree.
+    return Compressed(next(iter(blocks), None), of_rows[0] if len(set(of_rows)) == 1 else ())
 
 
 def _group_names(fields: Fields) -> list[str]:
@@ -152,3 +158,16 @@ def _read_group(group: Fields) -> Block | None:
         }
     )
     return read_block(weights, "block_structure") if weights.get("strategy") == "block" else None
+
+
+def _read_row_groups(group: Fields) -> tuple[int | None, ...]:
+    """Inputs that share a scale in these layers' activations, if they are to be in FP8 as they come."""
+    if group.get("input_activations") is None:
+        return ()
+    rows = group.mapping("input_activations")
+    kind = (rows.get("num_bits"), rows.get("type"), rows.get("dynamic"))
+    if kind != (8, "float", True):
+        return ()
+    if rows.get("strategy") == "token":
+        return (None,)
+    return (rows.integer("group_size"),) if rows.get("strategy") == "group" else ()

@@ -4,7 +4,7 @@ one for the whole matrix."""
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -24,6 +24,8 @@ that have a single one."""
 class Fp8:
     block: Block | None
     """Outputs and inputs that share a scale; None: all of the matrix."""
+    rounds_rows: bool = False
+    """Whether activations are quantized as they come (`activation_scheme: dynamic`)."""
 
     words = ("weight", *SCALE_WORDS, "input_scale", "activation_scale")
 
@@ -33,7 +35,8 @@ class Fp8:
     def open(self, module: Module) -> PackedTensor:
         weight = module.take("weight", "F8_E4M3")
         word = next(word for word in SCALE_WORDS if word in module.tensors)
-        return scaled_matrix(module, weight, Code.FP8, word, self.block)
+        matrix = scaled_matrix(module, weight, Code.FP8, word, self.block)
+        return rounding_rows(matrix) if self.rounds_rows else matrix
 
 
 def scaled_matrix(module: Module, weight: Slice, code: Code, word: str, block: Block | None) -> PackedTensor:
@@ -58,6 +61,13 @@ def scaled_matrix(module: Module, weight: Slice, code: Code, word: str, block: B
     return PackedTensor(Scheme(code, columns, outputs, scale=dtype), codes, blocks)
 
 
+def rounding_rows(matrix: PackedTensor) -> PackedTensor:
+    """The same matrix, for activations in FP8; as it is if its last group of inputs is a smaller one."""
+    if matrix.shape[-1] % (matrix.scheme.columns or 1):
+        return matrix
+    return replace(matrix, scheme=replace(matrix.scheme, rounds_rows=True))
+
+
 def _one_scale(scale: Slice, num_rows: int) -> Rows:
     number = np.asarray(scale[()] if not scale.get_shape() else scale[:]).reshape(1, 1)
     return Rows((num_rows, 1), lambda start, stop: np.broadcast_to(number, (stop - start, 1)))
@@ -65,7 +75,11 @@ def _one_scale(scale: Slice, num_rows: int) -> Rows:
 
 def read_fp8(fields: Fields) -> Fp8:
     fields.require({"fmt": ("e4m3", None), "activation_scheme": ("dynamic", "static", None)})
-    return Fp8(read_block(fields, "weight_block_size"))
+    # Without a word about them transformers quantizes activations as well. Static scales, one for a layer,
+    # and powers of two (`scale_fmt: ue8m0`) are not computed with: those activations are left as they are.
+    is_dynamic = fields.get("activation_scheme") in ("dynamic", None)
+    is_exact = fields.get("scale_fmt") in ("float", None)
+    return Fp8(read_block(fields, "weight_block_size"), is_dynamic and is_exact)
 
 
 def read_block(fields: Fields, key: str) -> Block | None:

@@ -1,0 +1,42 @@
+"""Activations in FP8, for checkpoints that were made to be multiplied so.
+
+Each token has a scale for every group of inputs, or one for all, with which the largest of them becomes the
+largest FP8. That is how `activation_scheme: dynamic` of DeepSeek's and Qwen's FP8 checkpoints, and dynamic
+`input_activations` of compressed-tensors, are meant.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from levserve.model.cache import FP8, LARGEST_FP8
+
+SMALLEST = 1e-10
+"""What the largest of a group counts as if it is less, so that zeros stay zeros."""
+
+
+class Fp8Rows(NamedTuple):
+    codes: jax.Array
+    """FP8 [..., in]."""
+    largest: jax.Array
+    """float32 [..., group], what `LARGEST_FP8` stands for in each group."""
+
+    def widen(self) -> jax.Array:
+        """The numbers that the codes stand for, as float32."""
+        *outer, num_inputs = self.codes.shape
+        groups = self.codes.astype(jnp.float32).reshape(*outer, self.largest.shape[-1], -1)
+        return (groups * (self.largest / LARGEST_FP8)[..., None]).reshape(*outer, num_inputs)
+
+
+def round_rows(x: jax.Array, group: int | None) -> Fp8Rows:
+    """Rounds x [..., in] with a scale for so many inputs, which divide all of them; None: one for all."""
+    *outer, num_inputs = x.shape
+    groups = x.astype(jnp.float32).reshape(*outer, -1, group or num_inputs)
+    # `jnp.max` would compare with the smallest number in an operation of its own, on a GPU in a kernel.
+    largest = lax.reduce(jnp.abs(groups), jnp.float32(SMALLEST), lax.max, (groups.ndim - 1,))
+    codes = (groups * (LARGEST_FP8 / largest)[..., None]).astype(FP8)
+    return Fp8Rows(codes.reshape(x.shape), largest)
