@@ -44,6 +44,7 @@ examples:
   python bench/compare.py --quick
   python bench/compare.py --python llama_cpp.server=/opt/llama/bin/python --hf-folder SmolLM2-135M-Instruct --repetitions 5
   python bench/compare.py --growth
+  python bench/random_gguf.py --shape llama-8b --kind q4_k_m 8b.gguf && taskset -c 0,1 python bench/compare.py --model 8b.gguf --streams 1 8
 
 what is measured, with prompts of about so many tokens, greedy, end of sequence ignored (times as `load.py --help` defines them):
   tok/s, N streams        output tokens a second of N streams at a time, 100 tokens in and 64 out

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from haliax import Axis
 from numpy.typing import NDArray
-from quality import TEXT, Format, _show, compare, score, score_text
+from quality import TEXT, Format, Scores, _show, compare, score, score_text
 from schemes import SCHEMES, find_schemes
 
 from levserve.model.cache import LARGEST_FP8
@@ -39,6 +39,8 @@ from levserve.weights.checkpoint import load_arrays, read_config
 from levserve.weights.source import find_source
 
 BFLOAT16, FLOAT32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
+MEASURED = [name for name in SCHEMES if name not in ("q4_k", "q6_k")]
+"""K-quants round their scales as well, by rules of their own."""
 E2M1_SIZES = np.asarray([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 Array = NDArray[Any]
 
@@ -51,7 +53,7 @@ def main() -> None:
     plain = score(files.path, config, tokens, Format(dtype="float32"))
     arrays = load_arrays(files.path, config, FLOAT32, report=lambda _: None)
     for name in options.schemes:
-        schemes = find_schemes(name, config)
+        schemes = {each: scheme.as_stored() for each, scheme in find_schemes(name, config).items()}
         kept = keep(arrays, schemes)
         rounded = arrays | {each: widen(kept, each, scheme) for each, scheme in schemes.items()}
         exact = score_arrays(config, tokens, rounded, FLOAT32, None)
@@ -63,7 +65,7 @@ def main() -> None:
 
 def score_arrays(
     config: ModelConfig, tokens: list[int], arrays: dict[str, jax.Array], dtype: jnp.dtype, kept: Kept | None
-) -> Any:
+) -> Scores:
     jax.config.update("jax_default_matmul_precision", "highest" if dtype == FLOAT32 else None)
     backend, _ = choose_backend(
         jax.default_backend(), config, dtype=dtype, kv_dtype=dtype, is_packed=kept is not None
@@ -85,8 +87,8 @@ def widen(kept: dict[str, jax.Array], name: str, scheme: Scheme) -> jax.Array:
     codes = kept[name]
     num_inputs = codes.shape[-1] * (2 if scheme.code.is_nibble else 1)
     axes = (*(Axis(f"axis{at}", size) for at, size in enumerate(codes.shape[:-1])), Axis("in", num_inputs))
-    matrix = PackedMatrix(codes, kept[name + SCALE], kept.get(name + ZERO), scheme, axes)
-    return matrix.widen(FLOAT32).array
+    numbers: jax.Array = PackedMatrix.from_arrays(kept, scheme, axes, name).widen(FLOAT32).array
+    return numbers
 
 
 def round_matrix(matrix: Array, scheme: Scheme) -> dict[str, Array]:
@@ -149,11 +151,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=int, default=4096, help="of the text, at most (default: 4096)")
     parser.add_argument(
         "--schemes",
-        choices=SCHEMES,
+        choices=MEASURED,
         nargs="+",
-        default=list(SCHEMES),
+        default=MEASURED,
         metavar="SCHEME",
-        help=" ".join(SCHEMES),
+        help=" ".join(MEASURED),
     )
     return parser
 
