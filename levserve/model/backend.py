@@ -181,8 +181,11 @@ class Backend(ABC):
         One with scales for blocks of inputs may want its activations in two terms (`int8_blocks`).
         """
 
-    def arrange(self, scheme: Scheme, shape: tuple[int, ...], widened: jnp.dtype) -> Scheme:
-        """The same scheme with its codes in the order in which a kernel reads such a matrix."""
+    def arrange(self, scheme: Scheme, shape: tuple[int, ...], widened: jnp.dtype) -> Scheme | None:
+        """The same scheme with its codes in the order in which a kernel reads such a matrix.
+
+        None: no kernel does, so that the matrix is better widened when it is loaded.
+        """
         return scheme
 
     @abstractmethod

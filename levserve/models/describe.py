@@ -276,7 +276,7 @@ def describe(settings: Settings, files: ModelFiles) -> Description:
         is_packed=kept is not None,
     )
     if kept is not None:
-        kept = arrange(kept, backend, local_config(config, mesh_size))
+        kept = arrange(kept, backend, local_config(config, mesh_size), keeps_all=settings.quantize == "keep")
     description = Description(
         settings=settings,
         files=files,
@@ -335,11 +335,17 @@ def keeps_bits(settings: Settings, platform: str, path: Path) -> bool:
     return False
 
 
-def arrange(kept: Kept, backend: Backend, config: ModelConfig) -> Kept:
-    """The same matrices, each in the order in which the backend's kernels read it."""
-    shapes = parameter_shapes(config)
-    schemes = ((name, backend.arrange(scheme, shapes[name], kept.widened)) for name, scheme in kept.schemes)
-    return replace(kept, schemes=tuple(schemes))
+def arrange(kept: Kept, backend: Backend, config: ModelConfig, *, keeps_all: bool = False) -> Kept | None:
+    """The same matrices, each in the order in which the backend's kernels read it.
+
+    Those that no kernel reads are left out, unless all are to be kept; None if none is left.
+    """
+    shapes, schemes = parameter_shapes(config), []
+    for name, scheme in kept.schemes:
+        arranged = backend.arrange(scheme, shapes[name], kept.widened)
+        if arranged is not None or keeps_all:
+            schemes.append((name, arranged or scheme))
+    return replace(kept, schemes=tuple(schemes)) if schemes else None
 
 
 def check_eight_bits(settings: Settings, device: jax.Device) -> None:

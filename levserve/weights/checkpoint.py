@@ -201,8 +201,8 @@ def _read_plain(
 ) -> Iterator[tuple[str, NDArray[np.generic]]]:
     sources = _find_sources(tensors, config)
     schemes = {} if kept is None else kept.by_name()
-    stored = {name: scheme.as_stored() for name, scheme in schemes.items()}
-    if kept is not None and find_schemes(sources, config, shards.count) != stored:
+    found = find_schemes(sources, config, shards.count) if schemes else {}
+    if any(found.get(name) != scheme.as_stored() for name, scheme in schemes.items()):
         raise StartupError(
             f"{tensors.source}: its matrices are not quantized as those that are served, which keep the bits "
             "of their checkpoint"

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from levserve.errors import StartupError
 from levserve.gguf.header import TensorEntry, read_header
+from levserve.weights.quantized.gguf import open_blocks
 from levserve.weights.stored_tensor import ALL, StoredTensor
 
 UNQUANTIZED = (Kind.F32, Kind.F16, Kind.BF16)
@@ -55,19 +56,23 @@ class GGUFTensor:
         return self.entry.shape
 
     def read(self, start: int, stop: int, columns: slice = ALL) -> NDArray[np.generic]:
-        rows = self.entry.data.reshape(self.shape[0], -1)  # [row, byte]
         size, num_bytes = GGML_QUANT_SIZES[self.entry.kind]
+        part = ALL
         if columns != ALL and columns.start % size == columns.stop % size == 0:
-            rows = rows[:, columns.start // size * num_bytes : columns.stop // size * num_bytes]
+            part = slice(columns.start // size * num_bytes, columns.stop // size * num_bytes)
             columns = ALL
-        if self.interleaved_head is None:
-            packed = rows[start:stop]
-        else:
-            packed = rows[interleaved_rows(np.arange(start, stop), self.interleaved_head)]
+        packed = self.read_bytes(start, stop, part)
         decoded = _decode(packed.reshape(-1), self.entry.kind)
         if len(self.shape) == 2:
             return decoded.reshape(stop - start, -1)[:, columns]
         return decoded.reshape(stop - start, *self.shape[1:])
+
+    def read_bytes(self, start: int, stop: int, part: slice = ALL) -> NDArray[np.uint8]:
+        """Rows as they are stored, [row, byte], and of each these bytes."""
+        rows = self.entry.data.reshape(self.shape[0], -1)[:, part]
+        if self.interleaved_head is None:
+            return rows[start:stop]
+        return rows[interleaved_rows(np.arange(start, stop), self.interleaved_head)]
 
     def finish(self) -> None:
         """The file stays mapped."""
@@ -80,7 +85,8 @@ def read_tensors(path: Path, head_dim: int) -> Iterator[tuple[str, StoredTensor]
     for name, entry in header.tensors.items():
         _check_entry(path, name, entry)
         has_heads = is_interleaved and INTERLEAVED_NAME.fullmatch(name)
-        yield name, GGUFTensor(entry, head_dim if has_heads else None)
+        tensor = GGUFTensor(entry, head_dim if has_heads else None)
+        yield name, open_blocks(entry.kind, tensor, tensor.read_bytes)
 
 
 def is_quantized(path: Path) -> bool:

@@ -1,7 +1,8 @@
 """Which arrays of a model can stay in the bits of their checkpoint, and how they are filled.
 
-An array stays if all tensors that fill it are kept in one way, and if every device's share of it has whole
-groups. Others are widened when they are read, as if they had not been quantized.
+An array stays if all tensors that fill it are kept in one way, or in ways that can be joined, and if every
+device's share of it has whole groups. Others are widened when they are read, as if they had not been
+quantized.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from levserve.model.parameter_shapes import parameter_shapes
 from levserve.model.sharding import find_cut, local_config
 from levserve.weights.cutter import Cutter
 from levserve.weights.fill import Source, fill
+from levserve.weights.quantized.joined import as_joined, join
 from levserve.weights.quantized.packed_tensor import PackedTensor
 
 WIDENED = ("embed", "positions")
@@ -66,8 +68,8 @@ def read_packed(
         if offsets is not None:
             offsets[...] = 0
     for source in sources:
-        tensor = source.tensor
-        assert isinstance(tensor, PackedTensor)
+        assert isinstance(source.tensor, PackedTensor)
+        tensor = as_joined(source.tensor, scheme)
         for part, host, columns_each in (
             (tensor.codes, codes, 1),
             (tensor.scales, scales, group),
@@ -105,7 +107,7 @@ def _turn(blocks: NDArray[np.generic], num_shares: int) -> NDArray[np.generic]:
 
 
 def _common_scheme(sources: Sequence[Source]) -> Scheme | None:
-    """The scheme of all the tensors that fill an array; None if they have none, or several."""
+    """The scheme of all the tensors that fill an array; None if they have none in common."""
     schemes = set()
     for source in sources:
         if not isinstance(source.tensor, PackedTensor):
@@ -117,7 +119,7 @@ def _common_scheme(sources: Sequence[Source]) -> Scheme | None:
     rows = {scheme.rows for scheme in schemes}
     if len(rows) > 1:
         schemes = {replace(scheme, rows=1) for scheme in schemes}
-    return schemes.pop() if len(schemes) == 1 else None
+    return schemes.pop() if len(schemes) == 1 else join(schemes)
 
 
 def _has_whole_blocks(source: Source, rows: int) -> bool:

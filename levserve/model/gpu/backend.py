@@ -145,10 +145,12 @@ class GpuBackend(XlaBackend):
         mixed = paged_attention(q, pool, table, texts.ends, interpret=self.interpret)
         return mixed.reshape(rows, chunk, -1), (pool,)
 
-    def arrange(self, scheme: Scheme, shape: tuple[int, ...], widened: jnp.dtype) -> Scheme:
-        if self.interpret or widened != jnp.bfloat16 or not takes(shape, scheme) or not runs_here():
+    def arrange(self, scheme: Scheme, shape: tuple[int, ...], widened: jnp.dtype) -> Scheme | None:
+        if self.interpret or widened != jnp.bfloat16:
             return scheme
-        return replace(scheme, in_lanes=True)
+        if takes(shape, scheme) and runs_here():
+            return replace(scheme, in_lanes=True)
+        return None if scheme.has_offsets else scheme
 
     def packed_product(self, matrix: PackedMatrix, widened: jnp.dtype) -> Product:
         plain = super().packed_product(matrix, widened)
