@@ -1,7 +1,8 @@
 """Makes golden folders of quantized checkpoints in tests/golden, each by the code of the tool that people quantize with.
 
 Not a test. Each folder has config.json and model.safetensors as the tool writes them, and golden.json: the tokens and
-log-probabilities of a forward pass in float32 on a CPU, with the numbers that the tool itself reads from the file it wrote.
+log-probabilities of a forward pass in float32 on a CPU, with the numbers that the tool itself reads from the file it wrote. Where
+activations are quantized as well, the forward pass is the tool's own.
 So a reader that misunderstands a format does not find its own mistake here.
 
 It needs an environment of its own:
@@ -36,8 +37,8 @@ CONFIG = LlamaConfig(**TINY | {"num_hidden_layers": 2}, tie_word_embeddings=True
 GROUP = 32
 Matrices = dict[str, torch.Tensor]
 """The matrices that a tool has read from its file, by the names of their layers, [out, in] in float32."""
-Make = Callable[[PreTrainedModel, Path], Matrices]
-"""Quantizes a model, writes it to a folder and reads it."""
+Make = Callable[[PreTrainedModel, Path], Matrices | PreTrainedModel]
+"""Quantizes a model, writes it to a folder and reads it: its matrices, or a model that computes as the tool does."""
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
@@ -177,8 +178,8 @@ def gptqmodel(*, checkpoint_format: str, sym: bool, desc_act: bool = False) -> M
 # compressed-tensors
 
 
-def compressed(*, form: str, **arguments: object) -> Make:
-    def make(model: PreTrainedModel, folder: Path) -> Matrices:
+def compressed(*, form: str, activations: dict[str, object] | None = None, **arguments: object) -> Make:
+    def make(model: PreTrainedModel, folder: Path) -> Matrices | PreTrainedModel:
         from compressed_tensors.compressors import ModelCompressor
         from compressed_tensors.quantization import (
             QuantizationArgs,
@@ -188,7 +189,8 @@ def compressed(*, form: str, **arguments: object) -> Make:
         )
 
         weights = QuantizationArgs(**arguments)
-        scheme = QuantizationScheme(targets=["Linear"], weights=weights)
+        inputs = None if activations is None else QuantizationArgs(**activations)
+        scheme = QuantizationScheme(targets=["Linear"], weights=weights, input_activations=inputs)
         apply_quantization_config(
             model, QuantizationConfig(config_groups={"group_0": scheme}, ignore=["lm_head"])
         )
@@ -200,6 +202,8 @@ def compressed(*, form: str, **arguments: object) -> Make:
         compressor.update_config(str(folder))
         read = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         read(torch.tensor([[1]]))  # layers are decompressed for the first forward pass
+        if activations is not None:
+            return read.eval()
         return {name: layer.weight.data for name, layer in linear_layers(read).items()}
 
     return make
@@ -274,6 +278,19 @@ FOLDERS: dict[str, Make] = {
     "ct-fp8-channel": compressed(form="float-quantized", strategy="channel", **FP8),
     "ct-fp8-tensor": compressed(form="float-quantized", strategy="tensor", **FP8),
     "ct-fp8-block": compressed(form="float-quantized", strategy="block", block_structure=[32, 32], **FP8),
+    "ct-fp8-channel-dynamic": compressed(
+        form="float-quantized",
+        strategy="channel",
+        activations=FP8 | {"strategy": "token", "dynamic": True},
+        **FP8,
+    ),
+    "ct-fp8-block-dynamic": compressed(
+        form="float-quantized",
+        strategy="block",
+        block_structure=[32, 32],
+        activations=FP8 | {"strategy": "group", "group_size": GROUP, "dynamic": True},
+        **FP8,
+    ),
     "ct-int8": compressed(form="int-quantized", num_bits=8, type="int", strategy="channel"),
     "ct-w4a16": compressed(form="pack-quantized", **INT4),
     "ct-w4a16-zeros": compressed(form="pack-quantized", symmetric=False, **INT4),
@@ -308,8 +325,9 @@ def make_folder(name: str, make: Make) -> None:
         model = AutoModelForCausalLM.from_config(CONFIG, attn_implementation="eager")
         randomize(model, generator)
         make_extreme(model)
-        matrices = make(model.half(), folder)
-        golden = golden_of(name, read_plain(folder, matrices), generator)
+        made = make(model.half(), folder)
+        read = made if isinstance(made, PreTrainedModel) else read_plain(folder, made)
+        golden = golden_of(name, read, generator)
         if float(golden["smallest_top2_gap"]) > SMALLEST_GAP:
             break
     for file in folder.iterdir():
