@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from levserve.model.cache import FP8
 from levserve.model.config import ModelConfig
+from levserve.model.gpu.fragment_plan import takes
 from levserve.model.packed import OFFSET, SCALE, ZERO, Code, Scheme, decode
 from levserve.model.parameter_shapes import parameter_shapes
 
@@ -44,7 +45,8 @@ def find_schemes(name: str, config: ModelConfig) -> dict[str, Scheme]:
             scheme = SCHEMES[name]
             # As `weights/quantized/fp8.py` has it: not with a last group that is smaller.
             rounds_rows = scheme.rounds_rows and shape[-1] % (scheme.columns or 1) == 0
-            found[array] = replace(scheme, rounds_rows=rounds_rows)
+            in_lanes = scheme.in_lanes and takes(shape, scheme)
+            found[array] = replace(scheme, rounds_rows=rounds_rows, in_lanes=in_lanes)
     return found
 
 
