@@ -6,7 +6,8 @@
     taskset -c 0,1 python bench/compare.py --model model.gguf --streams 1 8
 
 Any server reads it as it reads a real one: the blocks are random bits with scales that keep the numbers small. The
-tokenizer is the bundled model's, so the vocabulary has its 49,152 tokens whatever the shape.
+tokenizer is the bundled model's, so the vocabulary has its 49,152 tokens whatever the shape. With `--bare` there is
+none and the vocabulary is the shape's, which is enough for bench/llama_steps.py.
 """
 
 from __future__ import annotations
@@ -45,13 +46,16 @@ class Tensor(NamedTuple):
 
 def main() -> None:
     options = _parser().parse_args()
-    bundled = find_source(parse_settings([], {}), lambda _: None).path
-    reader = GGUFReader(bundled)
-    vocabulary = next(tensor for tensor in reader.tensors if tensor.name == "token_embd.weight")
-    config = dataclasses.replace(SHAPES[options.shape], vocab_size=int(vocabulary.shape[1]))
+    config = SHAPES[options.shape]
     writer = GGUFWriter(options.file, "llama")
+    if options.bare:
+        writer.add_tokenizer_model("no_vocab")
+    else:
+        reader = GGUFReader(find_source(parse_settings([], {}), lambda _: None).path)
+        vocabulary = next(tensor for tensor in reader.tensors if tensor.name == "token_embd.weight")
+        config = dataclasses.replace(config, vocab_size=int(vocabulary.shape[1]))
+        copy_tokenizer(reader, writer)
     describe(writer, options.shape, config)
-    copy_tokenizer(reader, writer)
     tensors = list(list_tensors(config, KINDS[options.kind]))
     for tensor in tensors:
         stored = stored_shape(tensor)
@@ -131,6 +135,8 @@ def stored_shape(tensor: Tensor) -> tuple[int, ...]:
         return tensor.shape
     count, size = GGML_QUANT_SIZES[tensor.kind]
     *outer, inputs = tensor.shape
+    if inputs % count:
+        raise SystemExit(f"{tensor.name} has {inputs} inputs, and {tensor.kind.name} has blocks of {count}")
     return (*outer, inputs // count * size)
 
 
@@ -173,6 +179,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--shape", choices=DENSE, default="smollm2-1.7b")
     parser.add_argument("--kind", choices=KINDS, default="q4_0")
+    parser.add_argument("--bare", action="store_true", help="without a tokenizer")
     parser.add_argument("file", type=Path)
     return parser
 
