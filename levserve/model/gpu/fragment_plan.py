@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from levserve.model.lanes import WORDS, unit_of
 from levserve.model.packed import Code, Scheme
 
-MAX_ROWS = 128
+MAX_ROWS = 256
 """Up to so many rows the kernel multiplies; for more, XLA widens the matrix once for all of them."""
 FEW_ROWS = 16
 """Up to so many rows each warp reads `x` by itself, and several of a program share a sum."""
