@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import functools
 import math
-import tempfile
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +25,10 @@ from levserve.model.rules import Mode
 from levserve.model.select import choose_backend
 from levserve.observe.metrics import Metrics
 from levserve.settings.parse import parse_settings
-from tests.h200 import SPECIFICATION, inside, read_thunks
+from tests.h200 import SPECIFICATION, inside
+from tests.h200_programs import Compiled, Given, compile_on_the_card
 from tests.hlo import computed
-from tests.tiny.test_h200 import CONFIG, NUM_PAGES, Compiled, Given, on_the_card
+from tests.tiny.test_h200 import CONFIG, NUM_PAGES
 
 pytestmark = [
     pytest.mark.h200,
@@ -84,15 +83,7 @@ def given() -> Given:
 def compile_there(shape: Shape) -> Compiled:
     programs = given().programs
     assert shape in programs.all_shapes, "a server has this program"
-    with tempfile.TemporaryDirectory() as folder, on_the_card():
-        compiled = programs.lower(shape).compile(
-            programs._compiler_options(shape) | {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
-        )
-        thunks = read_thunks(Path(folder))
-    memory = compiled.memory_analysis()
-    return Compiled(
-        computed(compiled.as_text()), thunks, memory.alias_size_in_bytes, memory.temp_size_in_bytes
-    )
+    return compile_on_the_card(lambda: programs.lower(shape), programs._compiler_options(shape))
 
 
 def test_a_round_is_turns_of_graphs_that_need_no_host() -> None:
@@ -111,8 +102,9 @@ def test_both_caches_are_written_in_place(shape: Shape) -> None:
     compiled, state = compile_there(shape), given().state
     wanted = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
     assert compiled.alias_bytes == wanted
+    made = computed(compiled.text)
     for pools, written in ((state.pools, 1), (state.draft_pools, 2)):
-        of_pool = [instruction for instruction in compiled.made if instruction.holds(pools[0].shape)]
+        of_pool = [instruction for instruction in made if instruction.holds(pools[0].shape)]
         assert len(of_pool) <= written * len(pools), [instruction.text for instruction in of_pool]
         assert {instruction.operation for instruction in of_pool} <= {"scatter", "custom-call"}
     pool_bytes = math.prod(state.draft_pools[0].shape) * state.draft_pools[0].dtype.itemsize
