@@ -99,7 +99,9 @@ def mix_densely(x: jax.Array, choice: ExpertChoice, gate_up: jax.Array, down: ja
         weight = jnp.where(choice.experts == number, choice.weights, 0.0).sum(1)
         return total + weight[:, None] * result
 
-    return jax.lax.fori_loop(0, len(gate_up), add, jnp.zeros((len(x), down.shape[1]), jnp.float32))
+    nothing = jnp.zeros((len(x), down.shape[1]), jnp.float32)
+    mixed: jax.Array = jax.lax.fori_loop(0, len(gate_up), add, nothing)
+    return mixed
 
 
 def ways_of(config: ModelConfig, matrices: Matrices, num_tokens: int) -> Ways:

@@ -80,6 +80,7 @@ class Way(NamedTuple):
     def _cut(self, rows: int, shape: tuple[int, int], scheme: Scheme) -> Fp8Cut | None:
         if self.tiling is None:
             return choose_cut(rows, shape, scheme)
+        assert isinstance(self.tiling, PackedTiling)
         way = Fp8Way(self.tiling, PROGRAMS, self.rounds_inside)
         return fit_cut(way, rows, shape, scheme, splits=self.splits)
 
@@ -211,18 +212,19 @@ def read_tiling(text: str) -> tuple[Tiling, int | None, bool]:
     cut, _, splits = text.partition("/")
     blocks = re.fullmatch(r"(\d+)x(\d+)x(\d+)w(\d+)s(\d+)(i?)", cut)
     fragments = re.fullmatch(r"m(\d+)n(\d+)w(\d+)x(\d+)(s?)", cut)
-    if blocks is None and fragments is None:
-        raise SystemExit(
-            f"{text} is neither rows x columns x depth w warps s stages / splits, such as 16x32x128w2s4/2 (or "
-            "16x64x128w4s3i/2, where a kernel for FP8 rounds activations itself), nor "
-            "m tiles n tiles w warps x warps s(taged) / splits, such as m2n8w4x1s/2"
-        )
     wanted = int(splits) if splits else None
     if blocks is not None:
         *sizes, inside = blocks.groups()
         return PackedTiling(*map(int, sizes)), wanted, bool(inside)
-    *tiles, staged = fragments.groups()
-    return FragmentTiling(*map(int, tiles), 1, bool(staged)), wanted, False
+    if fragments is not None:
+        m_tiles, n_tiles, warps_m, warps_k = map(int, fragments.groups()[:4])
+        tiling = FragmentTiling(m_tiles, n_tiles, warps_m, warps_k, 1, is_staged=bool(fragments[5]))
+        return tiling, wanted, False
+    raise SystemExit(
+        f"{text} is neither rows x columns x depth w warps s stages / splits, such as 16x32x128w2s4/2 (or "
+        "16x64x128w4s3i/2, where a kernel for FP8 rounds activations itself), nor "
+        "m tiles n tiles w warps x warps s(taged) / splits, such as m2n8w4x1s/2"
+    )
 
 
 def show_tiling(tiling: Tiling) -> str:

@@ -133,7 +133,8 @@ def encode(scaled: Array, zero: Array, code: Code) -> Array:
     """The nearest codes of numbers that are in steps of their blocks."""
     if code is Code.E2M1:
         sizes = np.abs(np.abs(scaled)[..., None] - E2M1_SIZES).argmin(-1)
-        return (sizes + 8 * (scaled < 0)).astype(np.uint8)
+        codes: Array = (sizes + 8 * (scaled < 0)).astype(np.uint8)
+        return codes
     if code is Code.UINT4:
         return np.clip(np.round(scaled) + zero, 0, 15).astype(np.uint8)
     if code is Code.INT8:

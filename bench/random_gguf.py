@@ -88,6 +88,7 @@ def describe(writer: GGUFWriter, name: str, config: ModelConfig) -> None:
     writer.add_head_count(config.num_heads)
     writer.add_head_count_kv(config.num_kv_heads)
     writer.add_rope_dimension_count(config.head_dim)
+    assert config.rope_theta is not None, name
     writer.add_rope_freq_base(config.rope_theta)
     writer.add_layer_norm_rms_eps(config.norm_eps)
 

@@ -13,6 +13,8 @@ ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 PARITY = 0x1BD11BDA
 """The third key of Threefry is the parity of this and the other two."""
 
+Pair = tuple[jax.Array, jax.Array]
+
 
 def make_points(seeds: jax.Array, positions: jax.Array, *shape: int) -> jax.Array:
     """Random numbers for each row, at least 0 and below 1: [row, *shape]."""
@@ -32,12 +34,13 @@ def points_of_draws(seeds: jax.Array, positions: jax.Array) -> jax.Array:
     at = jnp.stack([positions, positions + SECOND_DRAW]).astype(jnp.uint32)[:, :, None]
     shape = (2, len(positions), 2)
     places = lax.broadcasted_iota(jnp.uint32, shape, 2)
-    keys = tuple(jnp.broadcast_to(seeds[None, :, word, None], shape) for word in (0, 1))
+    first_key, second_key = (jnp.broadcast_to(seeds[None, :, word, None], shape) for word in (0, 1))
 
-    def shuffle(keys: tuple[jax.Array, ...], words: jax.Array) -> tuple[tuple[jax.Array, ...], None]:
+    def shuffle(keys: Pair, words: jax.Array) -> tuple[Pair, None]:
         return _encrypt(*keys, jnp.zeros_like(words), words), None
 
-    (first, second), _ = lax.scan(shuffle, keys, jnp.stack([jnp.broadcast_to(at, shape), places]))
+    words = jnp.stack([jnp.broadcast_to(at, shape), places])
+    (first, second), _ = lax.scan(shuffle, (first_key, second_key), words)
     mantissa = (first ^ second) >> 9 | jnp.uint32(0x3F800000)  # of a number from 1 to 2
     return lax.bitcast_convert_type(mantissa, jnp.float32) - 1.0
 

@@ -67,7 +67,8 @@ def launch(
     num_warps: int,
 ) -> jax.Array:
     """Runs a kernel on a GPU; in its text $1, $2, ... are the addresses of the arrays, then the result's."""
-    pointers = [f"!tt.ptr<{_type_of(array.dtype)}>" for array in (*arrays, result)]
+    dtypes = [*(array.dtype for array in arrays), result.dtype]
+    pointers = [f"!tt.ptr<{_type_of(dtype)}>" for dtype in dtypes]
     numbers = range(len(pointers))
     parameters = ", ".join(
         f"%p{each}: {pointer} {{tt.divisibility = 16 : i32}}" for each, pointer in enumerate(pointers)

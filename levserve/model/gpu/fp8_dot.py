@@ -44,18 +44,23 @@ def has_dot_fp8() -> bool:
     return True
 
 
-@_dot_p.def_abstract_eval
 def _shape(left: Any, right: Any) -> jax.core.ShapedArray:
     return jax.core.ShapedArray((left.shape[0], right.shape[1]), jnp.dtype(jnp.float32))
 
 
+_dot_p.def_abstract_eval(_shape)
+
+
 def _register() -> None:
-    from jax._src.pallas.triton import lowering
+    from jax._src.pallas.triton import lowering as private
+
+    lowering: Any = private
 
     dot, make_zeros = lowering.tt_dialect.dot, lowering._zeros
 
-    @lowering.register_lowering(_dot_p)
-    def lower(context: Any, left: ir.Value, right: ir.Value) -> ir.Value:
+    def lower(context: Any, left: Any, right: Any) -> Any:
         (num_rows, _), (_, num_columns) = (ir.RankedTensorType(each.type).shape for each in (left, right))
         zeros = make_zeros(ir.RankedTensorType.get([num_rows, num_columns], ir.F32Type.get()))
         return dot(left, right, zeros, max_num_imprecise_acc=MOST_PRODUCTS)
+
+    lowering.register_lowering(_dot_p)(lower)

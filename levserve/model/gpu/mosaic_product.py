@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -156,7 +157,7 @@ def _kernel(
             def compute(num_blocks: int) -> None:
                 num_rows = num_blocks * BLOCK
 
-                def sum_products(sums: jax.Ref) -> jax.Array:
+                def sum_products(sums: Any) -> jax.Array:
                     def step_on(step: jax.Array, carry: None) -> None:
                         slot = slot_of(number, step)
                         plgpu.barrier_wait(is_copied.at[slot])
@@ -174,7 +175,8 @@ def _kernel(
                     lax.fori_loop(0, num_steps, step_on, None)
                     return sums[...]
 
-                result = pl.run_scoped(sum_products, plgpu.ACC((num_rows, COLUMNS), jnp.float32))
+                accumulator = plgpu.ACC((num_rows, COLUMNS), jnp.float32)  # type: ignore[attr-defined]
+                result = pl.run_scoped(sum_products, accumulator)
                 plgpu.barrier_arrive(is_free.at[slot_of(number, num_steps - 1)])
                 if gate is not None:
                     result = gate.apply((result[:, :piece], result[:, piece:]))

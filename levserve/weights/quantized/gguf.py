@@ -78,12 +78,12 @@ def _half(at: int) -> Callable[[Bytes], Array]:
 def _nibbles(at: int, run: int, blocks: Bytes) -> Bytes:
     """Of each `run` bytes the lower halves, then the upper ones."""
     packed = blocks[:, at:].reshape(len(blocks), -1, 1, run)
-    return (packed >> np.asarray([[0], [4]], np.uint8) & 15).reshape(len(blocks), -1)
+    return (packed >> np.asarray([[0], [4]], np.uint8) & np.uint8(15)).reshape(len(blocks), -1)
 
 
 def _fifth_bits(at: int, blocks: Bytes) -> Bytes:
     """Bits of 32 numbers in four bytes, as 16."""
-    return np.unpackbits(blocks[:, at : at + 4], axis=-1, bitorder="little") << 4
+    return np.unpackbits(blocks[:, at : at + 4], axis=-1, bitorder="little") << np.uint8(4)
 
 
 def _q5_0(blocks: Bytes) -> Array:
@@ -114,7 +114,8 @@ def _q6_k_scales(blocks: Bytes) -> Array:
 
 def _k_scales(blocks: Bytes) -> Array:
     factors, _ = Q4_K.get_scale_min(blocks[:, 4:16])
-    return (_half(0)(blocks).astype(np.float32) * factors).astype(np.float16)
+    scales: Array = (_half(0)(blocks).astype(np.float32) * factors).astype(np.float16)
+    return scales
 
 
 def _k_offsets(blocks: Bytes) -> Array:
