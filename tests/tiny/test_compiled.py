@@ -17,6 +17,7 @@ from levserve.device.malloc import trim_malloc
 from levserve.device.programs import Programs, Shape
 from levserve.device.runner import Runner
 from levserve.device.sizing import Sizes, process_memory
+from levserve.jit import code_cache
 from levserve.model import cache
 from levserve.model.backend import Backend
 from levserve.model.cpu.backend import CpuBackend
@@ -142,6 +143,9 @@ def test_of_several_compilers_one_at_a_time_traces(monkeypatch: pytest.MonkeyPat
         return lowered
 
     monkeypatch.setattr(Programs, "lower", watched)
+    monkeypatch.setattr(
+        code_cache, "current", code_cache.CodeCache()
+    )  # where nothing is found that need not be traced
     runner_of("float32").programs.compile_first(lambda _: None)
     assert seen == [True, True]
 
