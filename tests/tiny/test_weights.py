@@ -31,8 +31,8 @@ from levserve.model.config import (
     LongScaling,
     ModelConfig,
     YarnScaling,
-    parameter_shapes,
 )
+from levserve.model.parameter_shapes import parameter_shapes
 from levserve.model.rotary import angles_at, inverse_frequencies
 from levserve.weights.checkpoint import load_arrays, read_config
 from levserve.weights.hf_tensors import read_tensors
