@@ -212,17 +212,16 @@ class LayerWriter:
         """Multiplies all prepared rows with a matrix of the layer."""
 
         def num_tasks(call: Call) -> Value:
-            return linear.num_tasks(product, call.builder.constant(num_out), self.num_rows(call))
+            return linear.num_tasks(product, call.builder.constant(num_out))
 
         def run(call: Call, shared: Value, scratch: Value, task: Value) -> None:
             weight = self.layer_array(call, name)
             scales = self.layer_array(call, f"{name}_scale") if product.has_scales else None
+            outs = linear.task_range(product, task, call.builder.constant(num_out))
             prepared, rows = self.buffers(call, shared)[PREPARED], self.num_rows(call)
-            outs = call.builder.constant(0), call.builder.constant(num_out)
             store, matrix = make_store(call, shared), Matrix(weight, scales)
-            whole = ProductTask(matrix, prepared, rows, outs, scratch, store)
-            part = linear.part_of(product, task, outs[1], whole)
-            linear.multiply_range(call.builder, product, tile_product_for(product), part)
+            work = ProductTask(matrix, prepared, rows, outs, scratch, store)
+            linear.multiply_range(call.builder, product, tile_product_for(product), work)
 
         return Stage(num_tasks, run)
 

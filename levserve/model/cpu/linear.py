@@ -5,8 +5,6 @@ Rows of activations that are padding are skipped: their results are whatever was
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import jax
 import jax.numpy as jnp
 
@@ -26,8 +24,6 @@ from levserve.model.cpu.tile_products import PADDING_ROWS, SCRATCH_BYTES, Int8Ti
 
 MIN_TASK_OUTS, MAX_TASK_OUTS = 32, 1024
 """Bounds of how many rows of the matrix, which are outputs of the product, one task multiplies."""
-PART_ROWS = 32
-"""Rows of activations are cut into multiples of this, if at all."""
 ROW_BLOCK_BYTES = 36 << 10
 """Activations that a task multiplies at a time: as many as stay in the first-level cache."""
 X, NUM_USED, WEIGHT, SCALE = range(4)
@@ -78,9 +74,6 @@ def kernel_for(product: Product, by_tiles: Int8Tiles | None = None) -> Kernel:
         x = call.argument(X) + row * (4 * product.size)
         product.prepare(call.builder, x, scratch, shared + row * product.row_bytes)
 
-    def count_tasks(call: Call) -> Value:
-        return num_tasks(product, call.argument_size(WEIGHT, 0), num_rows(call))
-
     def multiply_task(call: Call, shared: Value, scratch: Value, task: Value) -> None:
         num_out, result = call.argument_size(WEIGHT, 0), call.result(0)
 
@@ -88,16 +81,16 @@ def kernel_for(product: Product, by_tiles: Int8Tiles | None = None) -> Kernel:
             call.builder.store(result + (row * num_out + out) * 4, products)
 
         matrix = Matrix(call.argument(WEIGHT), call.argument(SCALE) if product.has_scales else None)
-        outs = call.builder.constant(0), num_out
-        whole = ProductTask(matrix, shared, num_rows(call), outs, scratch, store)
-        multiply_range(call.builder, product, by_tiles, part_of(product, task, num_out, whole))
+        rows, outs = num_rows(call), task_range(product, task, num_out)
+        work = ProductTask(matrix, shared, rows, outs, scratch, store)
+        multiply_range(call.builder, product, by_tiles, work)
 
     return Kernel(
         f"levserve_multiply_{product.name}_{product.size}",
         product.target,
         stages=(
             Stage(num_rows, prepare_row),
-            Stage(count_tasks, multiply_task),
+            Stage(lambda call: num_tasks(product, call.argument_size(WEIGHT, 0)), multiply_task),
         ),
         shared_bytes=lambda call: (num_rows(call) + PADDING_ROWS) * product.row_bytes,
         scratch_bytes=lambda call: call.builder.constant(max(4 * product.size, SCRATCH_BYTES)),
@@ -109,46 +102,14 @@ def load_num_used(call: Call, argument: int) -> Value:
     return call.builder.load_int32(call.argument(argument), call.builder.constant(0))
 
 
-def num_tasks(product: Product, num_out: Value, num_rows: Value) -> Value:
-    return _num_out_tasks(product, num_out) * _num_row_parts(product, num_out, num_rows)
-
-
-def part_of(product: Product, task: Value, num_out: Value, whole: ProductTask) -> ProductTask:
-    """What one of the tasks multiplies, of all rows and outputs."""
-    parts = _num_row_parts(product, num_out, whole.num_rows)
-    first_row = task % parts * _part_rows(product, num_out, whole.num_rows)
-    stop_row = (first_row + _part_rows(product, num_out, whole.num_rows)).minimum(whole.num_rows)
-    task_outs = _task_outs(product, num_out)
-    first_out = task // parts * task_outs
-
-    def store(row: Value, out: Value, products: Value) -> None:
-        whole.store(first_row + row, out, products)
-
-    return replace(
-        whole,
-        prepared=whole.prepared + first_row * product.row_bytes,
-        num_rows=stop_row - first_row,
-        outs=(first_out, (first_out + task_outs).minimum(num_out)),
-        store=store,
-    )
-
-
-def _num_out_tasks(product: Product, num_out: Value) -> Value:
+def num_tasks(product: Product, num_out: Value) -> Value:
     return (num_out + _task_outs(product, num_out) - 1) // _task_outs(product, num_out)
 
 
-def _num_row_parts(product: Product, num_out: Value, num_rows: Value) -> Value:
-    """In how many parts the rows are cut, each of which reads the matrix: more than one only if the outputs
-    are too few for tasks that all threads finish at about the same time."""
-    part_rows = _part_rows(product, num_out, num_rows)
-    return ((num_rows + part_rows - 1) // part_rows).maximum(1)
-
-
-def _part_rows(product: Product, num_out: Value, num_rows: Value) -> Value:
-    wanted, out_tasks = product.tasks_per_thread * num_threads(), _num_out_tasks(product, num_out)
-    parts = (out_tasks >= wanted).select(1, out_tasks.full_like(2 * wanted) // out_tasks)
-    share = (num_rows + parts - 1) // parts
-    return ((share + (PART_ROWS - 1)) // PART_ROWS * PART_ROWS).maximum(PART_ROWS)
+def task_range(product: Product, task: Value, num_out: Value) -> tuple[Value, Value]:
+    """The first output of a task, and the one after its last."""
+    start = task * _task_outs(product, num_out)
+    return start, ((task + 1) * _task_outs(product, num_out)).minimum(num_out)
 
 
 def _task_outs(product: Product, num_out: Value) -> Value:
