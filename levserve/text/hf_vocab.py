@@ -18,6 +18,8 @@ from levserve.errors import StartupError
 from levserve.text.sentencepiece import build_sentencepiece, read_sentencepiece
 from levserve.text.vocabulary import Vocabulary
 
+_TOKENIZER_FILES = ("*token*", "vocab*", "*.model")
+"""Every folder with a tokenizer has a file with such a name."""
 _TOKEN_FIELDS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 
 
@@ -27,6 +29,8 @@ def read_folder(path: Path) -> Vocabulary:
             return _read_tokenizer_json(path)
         if (path / "tokenizer.model").exists():
             return _read_tokenizer_model(path)
+        if not any(any(path.glob(pattern)) for pattern in _TOKENIZER_FILES):
+            raise StartupError(f"{path}: the folder has no tokenizer; --tokenizer takes one from elsewhere")
         return _read_with_transformers(path)
     except StartupError:
         raise
