@@ -23,6 +23,7 @@ from levserve.model.fp8_rows import SMALLEST, round_rows
 from levserve.model.gpu.fp8_dot import dot_fp8
 from levserve.model.gpu.fp8_plan import Fp8Cut
 from levserve.model.gpu.packed_plan import PackedTiling, piece_width
+from levserve.model.gpu.split_product import add_splits
 from levserve.model.packed import PackedMatrix, Scheme
 
 Scales = tuple[jax.Array, ...]
@@ -42,24 +43,11 @@ def multiply_fp8(matrix: PackedMatrix, x: jax.Array, *, cut: Fp8Cut, interpret: 
         rounded = round_rows(x, matrix.scheme.columns)
         # A program reads the largest numbers of many rows and one group.
         arrays = [rounded.codes, matrix.codes, matrix.scale, rounded.largest.T]
-    out = jax.ShapeDtypeStruct((tiling.splits, num_rows, num_columns), jnp.float32)
-    parts = pl.pallas_call(
-        functools.partial(_kernel, scheme=matrix.scheme, tiling=tiling, interpret=interpret),
-        # Programs that read the same part of the matrix run one after another, so that it is in the cache.
-        grid=(-(-num_rows // tiling.rows), num_columns // tiling.columns, tiling.splits),
-        in_specs=[pl.BlockSpec(array.shape, functools.partial(_whole, array.ndim)) for array in arrays],
-        out_specs=pl.BlockSpec(out.shape, functools.partial(_whole, 3)),
-        out_shape=out,
-        compiler_params=plgpu.CompilerParams(num_warps=tiling.num_warps, num_stages=tiling.num_stages),
-        interpret=interpret,
-        name="fp8_product",
-    )(*arrays)
-    # One by one: XLA would compile a sum over an axis to a kernel of its own.
-    return functools.reduce(jnp.add, (parts[number] for number in range(tiling.splits)))
-
-
-def _whole(num_dims: int, *program: jax.Array) -> tuple[int, ...]:
-    return (0,) * num_dims
+    # Programs that read the same part of the matrix run one after another, so that it is in the cache.
+    grid = (-(-num_rows // tiling.rows), num_columns // tiling.columns)
+    kernel = functools.partial(_kernel, scheme=matrix.scheme, tiling=tiling, interpret=interpret)
+    shape = (num_rows, num_columns)
+    return add_splits(kernel, arrays, shape, grid, tiling, interpret=interpret, name="fp8_product")
 
 
 def _kernel(

@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from levserve.model.gpu.packed_plan import PackedTiling, piece_width
+from levserve.model.gpu.split_product import add_splits
 from levserve.model.gpu.unpack import UINT4_OFFSET, unpack, unpack_plainly
 from levserve.model.packed import Code, PackedMatrix, Scheme, decode_scale
 
@@ -38,23 +39,10 @@ def multiply_in_registers(
     arrays = [x.astype(jnp.bfloat16), matrix.codes, matrix.scale]
     if matrix.zero is not None:
         arrays.append(matrix.zero)
-    out = jax.ShapeDtypeStruct((tiling.splits, num_rows, num_columns), jnp.float32)
-    parts = pl.pallas_call(
-        functools.partial(_kernel, scheme=matrix.scheme, tiling=tiling, interpret=interpret),
-        grid=(num_columns // tiling.columns, -(-num_rows // tiling.rows), tiling.splits),
-        in_specs=[pl.BlockSpec(array.shape, functools.partial(_whole, array.ndim)) for array in arrays],
-        out_specs=pl.BlockSpec(out.shape, functools.partial(_whole, 3)),
-        out_shape=out,
-        compiler_params=plgpu.CompilerParams(num_warps=tiling.num_warps, num_stages=tiling.num_stages),
-        interpret=interpret,
-        name="packed_product",
-    )(*arrays)
-    # One by one: XLA would compile a sum over an axis to a kernel of its own.
-    return functools.reduce(jnp.add, (parts[number] for number in range(tiling.splits)))
-
-
-def _whole(num_dims: int, *program: jax.Array) -> tuple[int, ...]:
-    return (0,) * num_dims
+    grid = (num_columns // tiling.columns, -(-num_rows // tiling.rows))
+    kernel = functools.partial(_kernel, scheme=matrix.scheme, tiling=tiling, interpret=interpret)
+    shape = (num_rows, num_columns)
+    return add_splits(kernel, arrays, shape, grid, tiling, interpret=interpret, name="packed_product")
 
 
 def _kernel(
