@@ -250,7 +250,9 @@ def kv_floor(settings: Settings, *, max_position: int, page_bytes: int) -> int:
 def free_memory() -> int:
     """Bytes this process may still take: of the machine, or of its control group if that has less."""
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    free = int(fields["MemAvailable"].split()[0]) * 1024
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    # Linux counts pages of mapped files as available, but weights that are mapped are needed all the time.
+    free = (int(fields["MemAvailable"].split()[0]) - int(status["RssFile"].split()[0])) * 1024
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
         used = int(Path("/sys/fs/cgroup/memory.current").read_text())

@@ -102,15 +102,26 @@ def open_folder(parent: Path, cpu: str) -> Path:
 
 def _fingerprint(cpu: str) -> str:
     """A digest of everything besides the model that decides what is compiled."""
-    digest = hashlib.sha256()
-    sources = {source for pattern in COMPILED for source in OUR_SOURCES.glob(pattern)}
-    for source in sorted(sources):
-        digest.update(f"{source.relative_to(OUR_SOURCES)}\n".encode() + source.read_bytes())
-    installed = {found.name for folder in sys.path for found in Path(folder).glob("*.dist-info")}
-    packages = sorted(name for name in installed if name.startswith(PACKAGES))
+    digest = hashlib.sha256(read_sources(COMPILED))
+    packages = list_packages(PACKAGES)
     switches = sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith(SWITCHES))
     digest.update(repr((sys.version, cpu, len(os.sched_getaffinity(0)), packages, switches)).encode())
     return digest.hexdigest()[:16]
+
+
+def read_sources(patterns: tuple[str, ...]) -> bytes:
+    """levserve's own source files that match any of the patterns, each after its name."""
+    sources = {source for pattern in patterns for source in OUR_SOURCES.glob(pattern)}
+    named = (
+        f"{source.relative_to(OUR_SOURCES)}\n".encode() + source.read_bytes() for source in sorted(sources)
+    )
+    return b"".join(named)
+
+
+def list_packages(prefixes: tuple[str, ...]) -> list[str]:
+    """Installed packages whose names begin with any of the prefixes, with their versions."""
+    installed = {found.name for folder in sys.path for found in Path(folder).glob("*.dist-info")}
+    return sorted(name for name in installed if name.startswith(prefixes))
 
 
 def _digest(code: bytes) -> bytes:

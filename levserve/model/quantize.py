@@ -9,6 +9,7 @@ Hadamard rotation that leaves no number far larger than the others (`hadamard`).
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,12 +26,14 @@ from levserve.model.config import ModelConfig
 from levserve.model.hadamard import rotate
 from levserve.model.int8_blocks import BLOCK, MIN_PRODUCT_ROWS, has_blocks, round_rows
 from levserve.model.int8_packing import SMALLEST, STEPS, BlockOrder, is_packable, pack
+from levserve.model.parameter_shapes import parameter_shapes
 
 ROWS_PER_TASK = 256
 BLOCKS_NAME = "int8-blocks"
 NARROW = {"int8": jnp.dtype(jnp.int8), BLOCKS_NAME: jnp.dtype(jnp.int8), "fp8": FP8}
 """The types that `--quantize` can name."""
 QUANTIZED = ("qkv", "out", "gate_up", "down", "head")
+LOOKED_UP = ("embed", "positions")
 
 
 @dataclass(frozen=True)
@@ -106,12 +109,31 @@ def quantize_arrays(
                     weight, scale = _quantize_rows(array, quantization, pool, num_shares)
                 yield target, weight
                 yield f"{target}_scale", scale
-            if name in ("embed", "positions"):
+            if name in LOOKED_UP:
                 kept = aligned_array(array.shape, np.dtype(dtype))
                 kept[...] = array
                 yield name, kept
             elif not is_quantized(name):
                 yield name, array
+
+
+def quantized_bytes(config: ModelConfig, dtype: jnp.dtype, quantization: Quantization) -> int:
+    """Bytes of all arrays that `quantize_arrays` gives for a model of this shape."""
+    shapes = parameter_shapes(config)
+    if config.tied_head:
+        shapes["head"] = shapes["embed"]
+    total = 0
+    for name, shape in shapes.items():
+        size = math.prod(shape)
+        if name in LOOKED_UP:
+            total += size * dtype.itemsize
+        elif not is_quantized(name):
+            total += size * 4
+        elif quantization.has_blocks and has_blocks(shape[1]):
+            total += size + size // BLOCK * 2
+        else:
+            total += size + shape[0] * 4
+    return total
 
 
 def is_quantized(name: str) -> bool:

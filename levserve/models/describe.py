@@ -26,11 +26,10 @@ from levserve.model import cache
 from levserve.model.backend import Backend
 from levserve.model.config import ModelConfig
 from levserve.model.decoder import Blueprint
-from levserve.model.int8_blocks import BLOCK
 from levserve.model.packed import Code, Kept
 from levserve.model.parameter_shapes import parameter_shapes
 from levserve.model.placement import HostArray, shards_of
-from levserve.model.quantize import BLOCKS_NAME, NARROW, Quantization, choose_quantization
+from levserve.model.quantize import BLOCKS_NAME, NARROW, Quantization, choose_quantization, quantized_bytes
 from levserve.model.select import choose_backend
 from levserve.model.sharding import Shards, local_config
 from levserve.models.checks import check_draft, check_host_memory, check_same_model, sum_bytes
@@ -52,6 +51,7 @@ from levserve.weights.checkpoint import (
 from levserve.weights.cutter import Cutter
 from levserve.weights.memory_tensors import tensors_in_memory
 from levserve.weights.model_files import ModelFiles
+from levserve.weights.prepared import WeightCache, find_cache
 from levserve.weights.source import draft_settings
 
 DRAFT = "draft."
@@ -130,10 +130,9 @@ class Description:
 
     @property
     def _own_weight_bytes(self) -> int:
-        shapes = parameter_shapes(self.local_config)
         if isinstance(self.quantization, Quantization):
-            num_bytes = sum_bytes(shapes, self.quantization.kept)
-            return num_bytes * (BLOCK + 2) // BLOCK if self.quantization.has_blocks else num_bytes
+            return quantized_bytes(self.local_config, self.dtype, self.quantization)
+        shapes = parameter_shapes(self.local_config)
         schemes = {} if self.quantization is None else self.quantization.by_name()
         stored = sum(scheme.num_bytes(shapes.pop(name)) for name, scheme in schemes.items())
         return stored + sum_bytes(shapes, self.dtype)
@@ -152,12 +151,21 @@ class Description:
             quantization=self.quantization,
             backend=self.backend,
             mesh=self.mesh,
+            prepared=self._prepared(),
         )
         if self.draft is not None:
             report(f"reading the draft model {self.draft.files.name}")
             for name, array in self.draft.load_arrays(report).items():
                 arrays[DRAFT + name] = array
         return arrays
+
+    def _prepared(self) -> WeightCache | None:
+        """Where this CPU's weights are kept, if making them takes work."""
+        if self.device.platform != "cpu" or self.mesh is not None or self.quantization is None:
+            return None
+        storage = self.backend.expert_storage(self.dtype)
+        made = f"{self.config}\n{self.quantization!r}\n{self.dtype}\n{storage}"
+        return find_cache(self.settings, self.files, made, self._own_weight_bytes)
 
     def plan_sizes(self, *, rows: int, free_bytes: int, weight_bytes: int, peak_bytes: int) -> Sizes:
         return plan_sizes(

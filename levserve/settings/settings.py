@@ -282,6 +282,12 @@ class Settings:
     cache_size: int = setting(
         "model", size(0), 0, "Maximum disk space in the cache for models fetched from stores; 0: no limit."
     )
+    weight_cache: int = setting(
+        "model",
+        size(0),
+        32 << 30,
+        "Maximum disk space in the cache for weights quantized for a CPU, which later starts map; 0: none.",
+    )
 
     device: str = setting(
         "engine",

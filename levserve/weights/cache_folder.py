@@ -12,7 +12,9 @@ import os
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from uuid import uuid4
 
 from levserve.errors import StartupError
 from levserve.weights.progress import Report
@@ -37,7 +39,11 @@ class Lease:
 def lease_folder(
     path: Path, is_complete: Callable[[], bool], fill: Callable[[], None], report: Report
 ) -> Lease:
-    """Takes a shared lock on a folder that `is_complete`, or calls `fill` first under an exclusive lock."""
+    """Takes a shared lock on a folder that `is_complete`, or calls `fill` first under an exclusive lock.
+
+    A folder that others use although it is not complete was damaged. They keep the files that they have open,
+    and a new folder takes its place.
+    """
     has_reported = False
     while True:
         descriptor = _open_lock(path)
@@ -49,6 +55,9 @@ def lease_folder(
             elif _lock(descriptor, path, fcntl.LOCK_EX):
                 if not is_complete():
                     fill()
+            elif _lock(descriptor, path, fcntl.LOCK_SH) and not is_complete():
+                if not _lock(descriptor, path, fcntl.LOCK_EX):
+                    discard(path)
             else:
                 if not has_reported:
                     report(f"waiting for another process that is filling {path}")
@@ -58,8 +67,11 @@ def lease_folder(
             os.close(descriptor)
 
 
-def make_room(path: Path, num_bytes: int, limit_bytes: int) -> None:
-    """Removes folders beside `path` until it may grow by `num_bytes`; a limit of 0 is none."""
+def make_room(path: Path, num_bytes: int, limit_bytes: int, *, option: str = "--cache-size") -> None:
+    """Removes folders beside `path` until it may grow by `num_bytes`; a limit of 0 is none.
+
+    Raises `StartupError`, which names the option that sets the limit, if what is in use leaves no room.
+    """
     if not limit_bytes:
         return
     others = [folder for folder in path.parent.iterdir() if folder.is_dir() and folder != path]
@@ -76,8 +88,16 @@ def make_room(path: Path, num_bytes: int, limit_bytes: int) -> None:
         in_use = f", and {used / 1e6:,.1f} MB are in use" if sizes else ""
         raise StartupError(
             f"{path.name} needs {needed / 1e6:,.1f} MB in {path.parent}; "
-            f"--cache-size allows {limit_bytes / 1e6:,.1f} MB{in_use}"
+            f"{option} allows {limit_bytes / 1e6:,.1f} MB{in_use}"
         )
+
+
+def discard(path: Path) -> None:
+    """Removes a folder, even one in use; those who have its files open keep them."""
+    gone = path.with_name(f".{path.name}.{uuid4().hex[:8]}.gone")
+    with suppress(FileNotFoundError):  # another process was faster
+        path.rename(gone)  # so that no process finds half of it
+        shutil.rmtree(gone)
 
 
 def _open_lock(path: Path) -> int:
@@ -103,8 +123,7 @@ def _remove(path: Path) -> bool:
     try:
         if not _lock(descriptor, path, fcntl.LOCK_EX):
             return False
-        gone = path.rename(path.with_name(f".{path.name}.gone"))  # so that no process finds half of it
-        shutil.rmtree(gone)
+        discard(path)
         return True
     finally:
         os.close(descriptor)

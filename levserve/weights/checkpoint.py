@@ -38,6 +38,7 @@ from levserve.weights.levanter_config import read_levanter_config
 from levserve.weights.levanter_folder import CONFIG_FILE, find_config, is_levanter_checkpoint
 from levserve.weights.mapping import release_pages
 from levserve.weights.packed_arrays import find_schemes, read_packed
+from levserve.weights.prepared import WeightCache
 from levserve.weights.progress import Progress, Report
 from levserve.weights.quantized import hf_folder
 from levserve.weights.stored_tensor import StoredTensor
@@ -108,21 +109,26 @@ def load_arrays(
     quantization: Quantization | Kept | None = None,
     backend: Backend = XLA_ON_CPU,
     mesh: Mesh | None = None,
+    prepared: WeightCache | None = None,
 ) -> dict[str, jax.Array]:
     """Every array of `parameter_shapes`, on the device, or cut over those of a mesh.
 
     Matrices are in `dtype`, in eight bits or as they are stored, those of experts in the backend's
-    `expert_storage` of `dtype`; norms and biases are in float32.
+    `expert_storage` of `dtype`; norms and biases are in float32. What is `prepared` is not converted again.
     """
-    arrays = read_arrays(
-        path,
-        config,
-        dtype,
-        report=report,
-        quantization=quantization,
-        backend=backend,
-        shards=shards_of(mesh),
-    )
+
+    def convert() -> Iterator[tuple[str, NDArray[np.generic]]]:
+        return read_arrays(
+            path,
+            config,
+            dtype,
+            report=report,
+            quantization=quantization,
+            backend=backend,
+            shards=shards_of(mesh),
+        )
+
+    arrays = convert() if prepared is None else prepared.read(convert, report)
     placed = {}
     for name, host in arrays:
         array = place(host, mesh, is_cut=find_cut(name, config) is not None)

@@ -36,6 +36,13 @@ def fingerprint(files: ModelFiles) -> str:
     return digest.hexdigest()[:16]
 
 
+def list_states(files: ModelFiles) -> list[tuple[str, int, int]]:
+    """Path, size and time of the last change of each file that the fingerprint is of."""
+    found = sorted(_model_files(files).values())
+    states = ((str(file.resolve()), file.stat()) for file in found)
+    return [(name, state.st_size, state.st_mtime_ns) for name, state in states]
+
+
 def _model_files(files: ModelFiles) -> dict[str, Path]:
     """Those that weights and architecture are read from, by names that are the same on every machine."""
     path = files.path

@@ -1,0 +1,133 @@
+"""A file of named arrays that is mapped into memory and used in place.
+
+The arrays come first, each at a multiple of `ALIGNMENT`, then an index of them, then the index's size and
+digest. So a file that was cut short, or that grew, is seen at once. The index has a sum of each array's
+bytes, which a reader compares: adding up numbers takes no longer than reading them from memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import mmap
+import struct
+import weakref
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from levserve.model.aligned import ALIGNMENT
+
+TRAILER = struct.Struct("<Q32s24s")
+"""The size of the index, its digest, and `MAGIC`."""
+MAGIC = b"levserve arrays 1".ljust(24, b"\0")
+WORD = 8
+
+
+class DamagedFile(Exception):
+    """The file is not as it was written."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    total: int
+    """See `add_up`."""
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * _find_dtype(self.dtype).itemsize
+
+
+def write_arrays(path: Path, arrays: Iterable[tuple[str, NDArray[np.generic]]]) -> int:
+    """Writes the arrays as they come, so that one of them is in memory at a time; the size of the file."""
+    entries: list[dict[str, Any]] = []
+    with path.open("wb") as file:
+        for name, array in arrays:
+            file.write(bytes(-file.tell() % ALIGNMENT))
+            data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            entries.append(
+                {
+                    "name": name,
+                    "dtype": array.dtype.name,
+                    "shape": array.shape,
+                    "offset": file.tell(),
+                    "total": add_up(data),
+                }
+            )
+            file.write(data.data)
+        index = json.dumps(entries).encode()
+        file.write(index)
+        file.write(TRAILER.pack(len(index), hashlib.sha256(index).digest(), MAGIC))
+        return file.tell()
+
+
+def is_whole(path: Path) -> bool:
+    """Whether there is such a file with all of its parts. Reads the index, not the arrays."""
+    try:
+        with path.open("rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        _read_index(mapped)
+    except (OSError, ValueError, DamagedFile):
+        return False
+    return True
+
+
+def map_arrays(
+    path: Path, num_threads: int, *, on_unmap: Callable[[], object] | None = None
+) -> dict[str, NDArray[np.generic]]:
+    """The arrays, read-only and in the file's own pages, which all processes that map it share.
+
+    Compares every sum, which also brings the pages into memory. Raises `OSError` or `DamagedFile`.
+    `on_unmap` is called when none of the arrays is in use any more.
+    """
+    with path.open("rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    entries = _read_index(mapped)
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="levserve-weights") as pool:
+        arrays = dict(pool.map(lambda entry: (entry.name, _check(mapped, entry)), entries))
+    if on_unmap is not None:
+        weakref.finalize(mapped, on_unmap)
+    return arrays
+
+
+def add_up(data: NDArray[np.uint8]) -> int:
+    """The sum of the bytes as little-endian numbers of eight bytes, modulo 2**64."""
+    whole = len(data) // WORD * WORD
+    words = int(np.add.reduce(data[:whole].view("<u8"), dtype=np.uint64))
+    return (words + int.from_bytes(data[whole:].tobytes(), "little")) % 2**64
+
+
+def _check(mapped: mmap.mmap, entry: _Entry) -> NDArray[np.generic]:
+    data = np.frombuffer(mapped, np.uint8, entry.num_bytes, entry.offset)
+    if add_up(data) != entry.total:
+        raise DamagedFile(f"the numbers of {entry.name} have changed")
+    return data.view(_find_dtype(entry.dtype)).reshape(entry.shape)
+
+
+def _read_index(mapped: mmap.mmap) -> list[_Entry]:
+    end = len(mapped) - TRAILER.size
+    if end < 0:
+        raise DamagedFile("it is too short")
+    size, digest, magic = TRAILER.unpack_from(mapped, end)
+    if magic != MAGIC or size > end:
+        raise DamagedFile("its end is missing")
+    index = mapped[end - size : end]
+    if hashlib.sha256(index).digest() != digest:
+        raise DamagedFile("its index has changed")
+    return [_Entry(**{**entry, "shape": tuple(entry["shape"])}) for entry in json.loads(index)]
+
+
+def _find_dtype(name: str) -> np.dtype[np.generic]:
+    """Also those that numpy itself does not have."""
+    return np.dtype(getattr(ml_dtypes, name, name))
