@@ -74,10 +74,13 @@ class Value:
     def __or__(self, other: Value | int) -> Value:
         return self._binary("or_", other)
 
+    def __xor__(self, other: Value | int) -> Value:
+        return self._binary("xor", other)
+
     def __lshift__(self, other: int) -> Value:
         return self._binary("shl", other)
 
-    def __rshift__(self, other: int) -> Value:
+    def __rshift__(self, other: Value | int) -> Value:
         """Logical shift: zeros come in from the left."""
         return self._binary("lshr", other)
 
@@ -209,6 +212,10 @@ class Builder:
 
     def zeros(self, dtype: ir.Type, lanes: int) -> Value:
         return Value(self, ir.Constant(ir.VectorType(dtype, lanes), [0] * lanes))
+
+    def lane_numbers(self, lanes: int) -> Value:
+        """int32 0, 1, 2 and so on."""
+        return Value(self, _lane_numbers(range(lanes)))
 
     def variable(self, value: Value) -> Variable:
         return Variable(self, value)

@@ -23,6 +23,7 @@ from levserve.model.config import Activation, ModelConfig, Routing
 from levserve.model.int8_packing import BlockOrder
 from levserve.model.packed import PackedMatrix, Scheme
 from levserve.model.rotary import Angles
+from levserve.model.rules import Drawn, Masks, Memory, Rules
 from levserve.model.text_attention import Texts
 from levserve.model.traits import Traits
 
@@ -122,6 +123,8 @@ class Backend(ABC):
     """Whether `run_layers` serves this model."""
     draws_tokens: bool
     """Whether `draw` is there; otherwise the sampler's own way draws."""
+    samples_rows: bool
+    """Whether `sample_rows` is there, which does all that the sampler does."""
     rounds_products: bool
     """Whether products for attention or the activation come in the weight's type: half of the bytes."""
 
@@ -239,6 +242,18 @@ class Backend(ABC):
         first draw. The others are for a second one, where the mask that `words`, `at` and `slots` tell of
         (see `rules.Masks`) does not allow the first token; its value is the largest of the allowed logits.
         """
+        raise NotImplementedError
+
+    def sample_rows(
+        self,
+        logits: jax.Array,
+        positions: jax.Array,
+        rules: Rules,
+        memory: Memory,
+        masks: Masks,
+        num_used: jax.Array,
+    ) -> Drawn:
+        """See `sampler.sample`, only if `samples_rows`. Plain mode gives a memory of no tokens and edits."""
         raise NotImplementedError
 
     @abstractmethod

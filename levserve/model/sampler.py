@@ -70,6 +70,8 @@ def sample(
         best = backend.likeliest(logits, num_used)
         return Drawn(_mark_poisoned(best.tokens, best))
     assert masks is not None
+    if backend.samples_rows:
+        return _sample_by_rows(logits, positions, rules, memory, masks, backend, num_used)
     if backend.draws_tokens:
         return _sample_by_kernel(logits, positions, rules, memory, masks, backend)
     best = backend.likeliest(logits, num_used)
@@ -84,6 +86,23 @@ def sample(
     else:  # this program also serves rows that ask for less, which need no copy of the logits
         drawn = _sample_as_asked(logits, best, positions, points, rules, memory, masks)
     return drawn._replace(tokens=_mark_poisoned(drawn.tokens, best))
+
+
+def _sample_by_rows(
+    logits: jax.Array,
+    positions: jax.Array,
+    rules: Rules,
+    memory: Memory | None,
+    masks: Masks,
+    backend: Backend,
+    num_used: jax.Array | None,
+) -> Drawn:
+    rows = logits.shape[0]
+    nothing = jnp.zeros((rows, 0), jnp.int32)
+    given = memory or Memory(nothing, nothing, nothing.astype(jnp.float32), nothing)
+    used = jnp.full(1, rows, jnp.int32) if num_used is None else num_used
+    drawn = backend.sample_rows(logits, positions, rules, given, masks, used)
+    return Drawn(drawn.tokens) if memory is None else drawn
 
 
 def _sample_by_kernel(

@@ -47,6 +47,7 @@ class XlaBackend(Backend):
     platform: str = "cpu"
     runs_layers = False
     draws_tokens = False
+    samples_rows = False
     rounds_products = False
 
     @property

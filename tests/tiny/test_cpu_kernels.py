@@ -22,7 +22,7 @@ from levserve.jit.program import Code, Program
 from levserve.jit.target import Target
 from levserve.model.backend import Likeliest
 from levserve.model.cache import FP8
-from levserve.model.cpu import argmax, layers, softmax
+from levserve.model.cpu import argmax, draw, layers, softmax
 from levserve.model.cpu import attention as cpu_attention
 from levserve.model.cpu import linear as cpu_linear
 from levserve.model.cpu.block_products import block_product_for
@@ -312,7 +312,7 @@ def test_kernels_are_compiled_for_cpus_of_another_kind(target: Target) -> None:
     """As far as an object file for them, which this CPU cannot run."""
     bfloat16 = jnp.dtype(jnp.bfloat16)
     heads = HeadShape(kv_heads=1, group=3, size=32, page_size=8, dtype=bfloat16, target=target)
-    kernels = [argmax.kernel_for(target)]
+    kernels = [argmax.kernel_for(target), draw.kernel_for(target)]
     kernels += [
         cpu_linear.kernel_for(product_for(jnp.dtype(numbers), 64, target))
         for numbers in (jnp.int8, jnp.uint8, jnp.bfloat16)

@@ -18,7 +18,7 @@ from levserve.settings.settings import Settings
 from tests.conftest import GOLDEN
 from tests.engines import running_engine
 from tests.tiny.test_decoder import load, run_in_chunks
-from tests.tiny.test_sampler import VOCAB, by_both, draw, make_memory, make_rules
+from tests.tiny.test_sampler import VOCAB, by_all, draw, make_memory, make_rules
 
 PROMPT = [17, 30, 9, 41]
 ROWS = 6
@@ -50,12 +50,12 @@ def process(
     return kept - np.logaddexp.reduce(kept)
 
 
-@by_both
-def test_the_numbers_are_those_of_the_truncated_distribution(has_kernel: bool) -> None:
+@by_all
+def test_the_numbers_are_those_of_the_truncated_distribution(way: str) -> None:
     logits = np.random.default_rng(3).normal(0, 3, (ROWS, VOCAB)).astype(np.float32)
     rules = make_rules(ROWS, logprobs=PROCESSED_LOGPROBS, **RULES)
     positions = jnp.arange(5, 5 + ROWS, dtype=jnp.int32)
-    drawn = draw(jnp.asarray(logits), positions, rules, make_memory(ROWS), Mode.FULL, has_kernel)
+    drawn = draw(jnp.asarray(logits), positions, rules, make_memory(ROWS), Mode.FULL, way)
     assert drawn.logprobs is not None and drawn.top_ids is not None and drawn.top_logprobs is not None
     for row in range(ROWS):
         wanted = process(logits[row], *(RULES[name][row] for name in RULES))  # type: ignore[arg-type]
@@ -65,8 +65,8 @@ def test_the_numbers_are_those_of_the_truncated_distribution(has_kernel: bool) -
         np.testing.assert_allclose(drawn.top_logprobs[row], wanted[np.asarray(drawn.top_ids[row])], atol=1e-4)
 
 
-@by_both
-def test_rows_that_want_the_models_own_numbers_keep_them_beside_others(has_kernel: bool) -> None:
+@by_all
+def test_rows_that_want_the_models_own_numbers_keep_them_beside_others(way: str) -> None:
     logits = np.random.default_rng(4).normal(0, 3, (ROWS, VOCAB)).astype(np.float32)
     kinds = [RAW_LOGPROBS, PROCESSED_LOGPROBS] * 3
     positions, memory = jnp.arange(5, 5 + ROWS, dtype=jnp.int32), make_memory(ROWS)
@@ -76,7 +76,7 @@ def test_rows_that_want_the_models_own_numbers_keep_them_beside_others(has_kerne
         make_rules(ROWS, logprobs=kinds, **RULES),
         memory,
         Mode.FULL,
-        has_kernel,
+        way,
     )
     raw = draw(
         jnp.asarray(logits),
@@ -84,7 +84,7 @@ def test_rows_that_want_the_models_own_numbers_keep_them_beside_others(has_kerne
         make_rules(ROWS, logprobs=RAW_LOGPROBS, **RULES),
         memory,
         Mode.FULL,
-        has_kernel,
+        way,
     )
     np.testing.assert_array_equal(mixed.tokens, raw.tokens)
     assert mixed.logprobs is not None and raw.logprobs is not None

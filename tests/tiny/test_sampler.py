@@ -11,6 +11,7 @@ import pytest
 
 from levserve.device.malloc import LARGE_BYTES
 from levserve.model.backend import Likeliest
+from levserve.model.cpu.backend import fit_target
 from levserve.model.gpu.backend import GpuBackend
 from levserve.model.gpu.draw import draw_tokens
 from levserve.model.points import SECOND_DRAW, make_points, points_of_draws
@@ -19,6 +20,7 @@ from levserve.model.sampler import choose, sample
 from levserve.model.search import largest, likeliest
 from levserve.model.truncation import NUM_CANDIDATES
 from levserve.model.xla import XLA_ON_CPU
+from tests.targets import HOST
 
 VOCAB = 300
 DRAWS = 4_000
@@ -26,7 +28,10 @@ LOGITS = np.concatenate([np.linspace(3, 0, 12), np.full(VOCAB - 12, -9.0)]).asty
 """Twelve tokens of some weight and a long flat tail that together weighs little."""
 
 
-by_both = pytest.mark.parametrize("has_kernel", [False, True], ids=["xla", "kernel"])
+WAYS = ("xla", "cpu", "gpu")
+"""Whose way draws: XLA's, the kernel of CPUs, or the kernel of NVIDIA's GPUs."""
+by_all = pytest.mark.parametrize("way", WAYS)
+on_a_cpu = pytest.mark.parametrize("way", WAYS[:2])
 
 
 class SmallSteps(GpuBackend):
@@ -36,16 +41,19 @@ class SmallSteps(GpuBackend):
         return Likeliest(*draw_tokens(*given, lines=2, columns=64, interpret=True))
 
 
+BACKENDS = {"xla": XLA_ON_CPU, "cpu": fit_target(HOST, is_int8=False), "gpu": SmallSteps()}
+
+
 def draw_as_asked(
     logits: jax.Array,
     positions: jax.Array,
     rules: Rules,
     memory: Memory,
     mode: Mode,
-    has_kernel: bool = False,
+    way: str = "xla",
     masks: Masks | None = None,
 ) -> Drawn:
-    backend = SmallSteps() if has_kernel else XLA_ON_CPU
+    backend = BACKENDS[way]
     if masks is None:
         rows, vocab = logits.shape
         free = jnp.full(rows, FREE, jnp.int32)
@@ -53,7 +61,7 @@ def draw_as_asked(
     return sample(logits, positions, rules, memory if mode is Mode.FULL else None, masks, mode, backend)
 
 
-STATIC = ("mode", "has_kernel")
+STATIC = ("mode", "way")
 draw = jax.jit(draw_as_asked, static_argnames=STATIC)
 draw_for_many_rows = jax.jit(
     draw_as_asked, static_argnames=STATIC, compiler_options={"xla_backend_optimization_level": 1}
@@ -102,11 +110,11 @@ def make_memory(
     return Memory(*map(jnp.asarray, (padded, *edit_arrays)))
 
 
-@by_both
+@by_all
 @pytest.mark.parametrize("mode", Mode)
 @pytest.mark.parametrize("place", [0, 17, VOCAB - 1])
 def test_a_row_that_is_not_finite_is_marked_and_no_other_row_changes(
-    mode: Mode, place: int, has_kernel: bool
+    mode: Mode, place: int, way: str
 ) -> None:
     rules = make_rules(6, top_k=[0, 3, 0, 3, 0, 3], top_p=[1, 1, 0.9, 0.9, 0.9, 0.9])
     memory, positions = make_memory(6), jnp.full(6, 5, jnp.int32)
@@ -114,8 +122,8 @@ def test_a_row_that_is_not_finite_is_marked_and_no_other_row_changes(
     clean[4, 20:] = -np.inf  # a token that cannot be drawn is no fault
     broken = clean.copy()
     broken[1, place], broken[2, place], broken[3] = np.nan, np.inf, -np.inf
-    wanted = np.asarray(draw(jnp.asarray(clean), positions, rules, memory, mode, has_kernel).tokens)
-    got = np.asarray(draw(jnp.asarray(broken), positions, rules, memory, mode, has_kernel).tokens)
+    wanted = np.asarray(draw(jnp.asarray(clean), positions, rules, memory, mode, way).tokens)
+    got = np.asarray(draw(jnp.asarray(broken), positions, rules, memory, mode, way).tokens)
     assert got.tolist() == [wanted[0], POISONED, POISONED, POISONED, wanted[4], wanted[5]]
     assert POISONED not in wanted
 
@@ -125,7 +133,7 @@ def draw_many(
     mode: Mode = Mode.FULL,
     position: int = 5,
     memory: Memory | None = None,
-    has_kernel: bool = False,
+    way: str = "xla",
     masks: Masks | None = None,
     **rules: object,
 ) -> np.ndarray:
@@ -134,7 +142,7 @@ def draw_many(
     positions = jnp.full(DRAWS, position, jnp.int32)
     given = make_rules(DRAWS, **rules), memory or make_memory(DRAWS)
     function = draw_for_many_rows if len(logits) == VOCAB else draw
-    return np.asarray(function(rows, positions, *given, mode, has_kernel, masks).tokens)
+    return np.asarray(function(rows, positions, *given, mode, way, masks).tokens)
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
@@ -167,24 +175,24 @@ def keep_top_p(probabilities: np.ndarray, p: float) -> np.ndarray:
     return kept / kept.sum()
 
 
-@by_both
+@by_all
 @pytest.mark.parametrize("mode", [Mode.PLAIN, Mode.FULL])
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
-def test_temperature_draws_from_the_softened_softmax(
-    mode: Mode, temperature: float, has_kernel: bool
-) -> None:
-    check_distribution(
-        draw_many(has_kernel=has_kernel, mode=mode, temperature=temperature), softmax(LOGITS / temperature)
-    )
+def test_temperature_draws_from_the_softened_softmax(mode: Mode, temperature: float, way: str) -> None:
+    check_distribution(draw_many(way=way, mode=mode, temperature=temperature), softmax(LOGITS / temperature))
 
 
 @pytest.mark.parametrize(
-    ("vocab", "has_kernel"),
-    [(301, False), (320, False), (384, False), (512, False), (301, True), (384, True)],
+    ("vocab", "way"),
+    [
+        *((vocab, way) for vocab in (301, 320, 384, 512) for way in ("xla", "cpu")),
+        (301, "gpu"),
+        (384, "gpu"),
+    ],
 )
-def test_a_draw_is_from_the_softmax_however_the_vocabulary_divides(vocab: int, has_kernel: bool) -> None:
+def test_a_draw_is_from_the_softmax_however_the_vocabulary_divides(vocab: int, way: str) -> None:
     logits = np.linspace(0, 2, vocab).astype(np.float32)
-    check_distribution(draw_many(logits, Mode.PLAIN, has_kernel=has_kernel), softmax(logits))
+    check_distribution(draw_many(logits, Mode.PLAIN, way=way), softmax(logits))
 
 
 def test_the_numbers_of_both_draws_are_those_of_jax() -> None:
@@ -209,71 +217,69 @@ def test_a_vocabulary_that_chunks_divide_is_not_copied() -> None:
     assert needed < 1.5 * 4 * rows * vocab, "the weights, and no more"
 
 
-@by_both
+@by_all
 @pytest.mark.parametrize("top_k", [1, 3, 12, VOCAB])
-def test_top_k_keeps_the_k_likeliest(top_k: int, has_kernel: bool) -> None:
-    check_distribution(draw_many(has_kernel=has_kernel, top_k=top_k), keep_top_k(softmax(LOGITS), top_k))
+def test_top_k_keeps_the_k_likeliest(top_k: int, way: str) -> None:
+    check_distribution(draw_many(way=way, top_k=top_k), keep_top_k(softmax(LOGITS), top_k))
 
 
-@by_both
-def test_top_k_beyond_the_candidates_is_exact_too(has_kernel: bool) -> None:
+@by_all
+def test_top_k_beyond_the_candidates_is_exact_too(way: str) -> None:
     logits = np.linspace(1, 0, VOCAB).astype(np.float32)
     top_k = NUM_CANDIDATES + 40
-    check_distribution(
-        draw_many(logits, has_kernel=has_kernel, top_k=top_k), keep_top_k(softmax(logits), top_k)
-    )
+    check_distribution(draw_many(logits, way=way, top_k=top_k), keep_top_k(softmax(logits), top_k))
 
 
-@by_both
+@by_all
 @pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9])
-def test_top_p_keeps_the_smallest_set_that_reaches_it(top_p: float, has_kernel: bool) -> None:
-    check_distribution(draw_many(has_kernel=has_kernel, top_p=top_p), keep_top_p(softmax(LOGITS), top_p))
+def test_top_p_keeps_the_smallest_set_that_reaches_it(top_p: float, way: str) -> None:
+    check_distribution(draw_many(way=way, top_p=top_p), keep_top_p(softmax(LOGITS), top_p))
 
 
-@by_both
-def test_top_p_beyond_the_candidates_is_exact_too(has_kernel: bool) -> None:
+@by_all
+def test_top_p_beyond_the_candidates_is_exact_too(way: str) -> None:
     logits = np.linspace(1, 0, VOCAB).astype(np.float32)
-    check_distribution(draw_many(logits, has_kernel=has_kernel, top_p=0.8), keep_top_p(softmax(logits), 0.8))
+    check_distribution(draw_many(logits, way=way, top_p=0.8), keep_top_p(softmax(logits), 0.8))
 
 
-@by_both
-def test_equals_are_kept_or_left_out_together(has_kernel: bool) -> None:
+@by_all
+def test_equals_are_kept_or_left_out_together(way: str) -> None:
     logits = np.repeat(np.array([2.0, 1.0, 0.0], np.float32), [3, 5, VOCAB - 8])
     probabilities = softmax(logits)
-    check_distribution(draw_many(logits, has_kernel=has_kernel, top_k=4), keep_top_k(probabilities, 4))
-    check_distribution(draw_many(logits, has_kernel=has_kernel, top_p=0.1), keep_top_p(probabilities, 0.1))
+    check_distribution(draw_many(logits, way=way, top_k=4), keep_top_k(probabilities, 4))
+    check_distribution(draw_many(logits, way=way, top_p=0.1), keep_top_p(probabilities, 0.1))
     level = np.zeros(VOCAB, np.float32)
-    check_distribution(draw_many(level, has_kernel=has_kernel, top_k=7, top_p=0.5), softmax(level))
+    check_distribution(draw_many(level, way=way, top_k=7, top_p=0.5), softmax(level))
 
 
-@by_both
+@by_all
 @pytest.mark.parametrize("rule", [{"top_p": 0.0}, {"top_k": 1}, {"min_p": 1.0}, {"temperature": 1e-6}])
-def test_the_strictest_rules_leave_the_best(rule: dict[str, float], has_kernel: bool) -> None:
-    assert (draw_many(has_kernel=has_kernel, **rule) == 0).all()
+def test_the_strictest_rules_leave_the_best(rule: dict[str, float], way: str) -> None:
+    assert (draw_many(way=way, **rule) == 0).all()
 
 
-@by_both
-def test_top_p_counts_what_top_k_left(has_kernel: bool) -> None:
+@by_all
+def test_top_p_counts_what_top_k_left(way: str) -> None:
     check_distribution(
-        draw_many(has_kernel=has_kernel, top_k=4, top_p=0.6), keep_top_p(keep_top_k(softmax(LOGITS), 4), 0.6)
+        draw_many(way=way, top_k=4, top_p=0.6), keep_top_p(keep_top_k(softmax(LOGITS), 4), 0.6)
     )
 
 
-@by_both
-def test_min_p_keeps_what_is_likely_enough_beside_the_best(has_kernel: bool) -> None:
+@by_all
+def test_min_p_keeps_what_is_likely_enough_beside_the_best(way: str) -> None:
     probabilities = softmax(LOGITS)
     kept = np.where(probabilities >= 0.3 * probabilities.max(), probabilities, 0)
-    check_distribution(draw_many(has_kernel=has_kernel, min_p=0.3), kept / kept.sum())
+    check_distribution(draw_many(way=way, min_p=0.3), kept / kept.sum())
 
 
-@by_both
-def test_presence_and_frequency_count_generated_tokens_only(has_kernel: bool) -> None:
+@by_all
+def test_presence_and_frequency_count_generated_tokens_only(way: str) -> None:
     history = [0, 0, 1, 1, 2]  # two of the prompt, three generated
     expected = LOGITS.copy()
     expected[1] -= 1.0 + 2 * 0.5
     expected[2] -= 1.0 + 0.5
     tokens = draw_many(
-        has_kernel=has_kernel,
+        way=way,
         memory=make_memory(DRAWS, history),
         position=5,
         prompt_len=2,
@@ -283,39 +289,40 @@ def test_presence_and_frequency_count_generated_tokens_only(has_kernel: bool) ->
     check_distribution(tokens, softmax(expected))
 
 
-def test_repetition_counts_the_prompt_as_well() -> None:
+@on_a_cpu
+def test_repetition_counts_the_prompt_as_well(way: str) -> None:
     expected = LOGITS.copy()
     expected[0] /= 1.8
     expected[20] *= 1.8
-    tokens = draw_many(memory=make_memory(DRAWS, [0, 20]), position=2, prompt_len=2, repetition=1.8)
+    tokens = draw_many(way=way, memory=make_memory(DRAWS, [0, 20]), position=2, prompt_len=2, repetition=1.8)
     check_distribution(tokens, softmax(expected))
 
 
-@by_both
-def test_a_bias_moves_its_token(has_kernel: bool) -> None:
+@by_all
+def test_a_bias_moves_its_token(way: str) -> None:
     expected = LOGITS.copy()
     expected[7] += 2.5
-    tokens = draw_many(
-        has_kernel=has_kernel, memory=make_memory(DRAWS, edits=[(7, 2.5, 2**31 - 1)]), num_edits=1
-    )
+    tokens = draw_many(way=way, memory=make_memory(DRAWS, edits=[(7, 2.5, 2**31 - 1)]), num_edits=1)
     check_distribution(tokens, softmax(expected))
 
 
-def test_a_banned_token_comes_back_when_its_time_is_over() -> None:
+@on_a_cpu
+def test_a_banned_token_comes_back_when_its_time_is_over(way: str) -> None:
     memory = make_memory(DRAWS, edits=[(0, -1e30, 6)])
-    assert (draw_many(memory=memory, position=5, num_edits=1) != 0).all()
-    check_distribution(draw_many(memory=memory, position=6, num_edits=1), softmax(LOGITS))
+    assert (draw_many(way=way, memory=memory, position=5, num_edits=1) != 0).all()
+    check_distribution(draw_many(way=way, memory=memory, position=6, num_edits=1), softmax(LOGITS))
 
 
-def test_edits_of_an_earlier_guest_of_the_slot_do_nothing() -> None:
+@on_a_cpu
+def test_edits_of_an_earlier_guest_of_the_slot_do_nothing(way: str) -> None:
     check_distribution(
-        draw_many(memory=make_memory(DRAWS, edits=[(0, -1e30, 99)]), num_edits=0), softmax(LOGITS)
+        draw_many(way=way, memory=make_memory(DRAWS, edits=[(0, -1e30, 99)]), num_edits=0), softmax(LOGITS)
     )
 
 
-@by_both
+@by_all
 @pytest.mark.parametrize("mode", list(Mode))
-def test_temperature_zero_takes_the_best_in_every_mode(mode: Mode, has_kernel: bool) -> None:
+def test_temperature_zero_takes_the_best_in_every_mode(mode: Mode, way: str) -> None:
     rng = np.random.default_rng(1)
     logits = rng.standard_normal((8, 1_000)).astype(np.float32)
     got = draw(
@@ -324,31 +331,28 @@ def test_temperature_zero_takes_the_best_in_every_mode(mode: Mode, has_kernel: b
         make_rules(8, temperature=0.0),
         make_memory(8, vocab=1_000),
         mode,
-        has_kernel,
+        way,
     )
     assert got.tokens.tolist() == logits.argmax(-1).tolist()
 
 
-@by_both
-def test_a_draw_depends_on_seed_and_position_alone(has_kernel: bool) -> None:
-    together = draw_many(has_kernel=has_kernel, top_p=np.where(np.arange(DRAWS) % 2, 0.7, 1.0))
-    plain = draw_many(has_kernel=has_kernel, mode=Mode.PLAIN)
+@by_all
+def test_a_draw_depends_on_seed_and_position_alone(way: str) -> None:
+    together = draw_many(way=way, top_p=np.where(np.arange(DRAWS) % 2, 0.7, 1.0))
+    plain = draw_many(way=way, mode=Mode.PLAIN)
     assert (together[::2] == plain[::2]).all()
     for mode in (Mode.PLAIN, Mode.FULL):
         assert (
-            together
-            == draw_many(has_kernel=has_kernel, mode=mode, top_p=np.where(np.arange(DRAWS) % 2, 0.7, 1.0))
+            together == draw_many(way=way, mode=mode, top_p=np.where(np.arange(DRAWS) % 2, 0.7, 1.0))
         ).all()
-    assert (
-        draw_many(has_kernel=has_kernel, position=5) != draw_many(has_kernel=has_kernel, position=6)
-    ).any()
+    assert (draw_many(way=way, position=5) != draw_many(way=way, position=6)).any()
 
 
-@by_both
-def test_seeds_and_positions_are_not_confused(has_kernel: bool) -> None:
+@by_all
+def test_seeds_and_positions_are_not_confused(way: str) -> None:
     at_five, at_six = (
-        draw_many(has_kernel=has_kernel, position=5),
-        draw_many(has_kernel=has_kernel, position=6),
+        draw_many(way=way, position=5),
+        draw_many(way=way, position=6),
     )
     assert (at_five[1:] != at_six[:-1]).any()
 
@@ -367,7 +371,8 @@ def test_the_largest_are_found_in_order_and_of_equals_the_first(count: int, voca
     np.testing.assert_array_equal(values, np.take_along_axis(rows, wanted, axis=1))
 
 
-def test_logprobs_are_the_raw_models_and_hold_the_best() -> None:
+@on_a_cpu
+def test_logprobs_are_the_raw_models_and_hold_the_best(way: str) -> None:
     memory = make_memory(1, edits=[(0, -5.0, 99)])
     got = draw(
         jnp.asarray(LOGITS)[None],
@@ -375,6 +380,7 @@ def test_logprobs_are_the_raw_models_and_hold_the_best() -> None:
         make_rules(1, temperature=0.0, num_edits=1),
         memory,
         Mode.FULL,
+        way,
     )
     expected = np.log(softmax(LOGITS))
     assert got.logprobs is not None and got.top_ids is not None and got.top_logprobs is not None
@@ -404,20 +410,25 @@ def mask_of(rules: Rules, allowed: list[int], at: int) -> Masks:
 
 
 masked_ways = pytest.mark.parametrize(
-    "mode, has_kernel",
-    [(Mode.PLAIN, True), (Mode.PLAIN, False), (Mode.FULL, False)],
-    ids=["kernel", "plain", "full"],
+    "mode, way",
+    [
+        (Mode.PLAIN, "gpu"),
+        (Mode.PLAIN, "xla"),
+        (Mode.FULL, "xla"),
+        (Mode.PLAIN, "cpu"),
+        (Mode.FULL, "cpu"),
+    ],
 )
 
 
 @masked_ways
-def test_a_masked_greedy_draw_is_the_likeliest_allowed_token(mode: Mode, has_kernel: bool) -> None:
+def test_a_masked_greedy_draw_is_the_likeliest_allowed_token(mode: Mode, way: str) -> None:
     logits = jax.random.normal(jax.random.key(1), (4, VOCAB))
     allowed = [3, 31, 32, 77, VOCAB - 1]
     rules = make_rules(4, temperature=0.0, is_constrained=np.array([1, 1, 0, 1]))
     positions = jnp.array([5, 6, 5, 5], jnp.int32)
     masks = mask_of(rules, allowed, at=5)
-    drawn = draw(logits, positions, rules, make_memory(4), mode, has_kernel, masks)
+    drawn = draw(logits, positions, rules, make_memory(4), mode, way, masks)
     best = np.argmax(logits, axis=1)
     held = np.array(allowed)[np.argmax(np.asarray(logits)[:, allowed], axis=1)]
     assert drawn.tokens.tolist() == [held[0], best[1], best[2], held[3]], (
@@ -430,20 +441,20 @@ def test_a_masked_greedy_draw_is_the_likeliest_allowed_token(mode: Mode, has_ker
 
 
 @masked_ways
-def test_masked_draws_have_the_probabilities_of_the_allowed_tokens(mode: Mode, has_kernel: bool) -> None:
+def test_masked_draws_have_the_probabilities_of_the_allowed_tokens(mode: Mode, way: str) -> None:
     allowed = [2, 40, 41, 60]
     masks = mask_of(make_rules(DRAWS, is_constrained=1), allowed, at=5)
-    tokens = draw_many(mode=mode, has_kernel=has_kernel, masks=masks, is_constrained=1)
+    tokens = draw_many(mode=mode, way=way, masks=masks, is_constrained=1)
     masked = np.full(VOCAB, -np.inf, np.float32)
     masked[allowed] = LOGITS[allowed]
     check_distribution(tokens, softmax(masked))
 
 
 @masked_ways
-def test_a_mask_that_allows_nothing_poisons_its_own_row_alone(mode: Mode, has_kernel: bool) -> None:
+def test_a_mask_that_allows_nothing_poisons_its_own_row_alone(mode: Mode, way: str) -> None:
     logits = jax.random.normal(jax.random.key(3), (2, VOCAB))
     rules = make_rules(2, temperature=0.0, is_constrained=np.array([1, 0]))
     positions = jnp.full(2, 4, jnp.int32)
     masks = mask_of(rules, [], at=4)
-    drawn = draw(logits, positions, rules, make_memory(2), mode, has_kernel, masks)
+    drawn = draw(logits, positions, rules, make_memory(2), mode, way, masks)
     assert drawn.tokens.tolist() == [POISONED, int(np.argmax(logits[1]))]

@@ -10,7 +10,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from levserve.jit.builder import F32, I32, Value
+from levserve.jit.builder import F32, I32, Builder, Value
 from levserve.jit.target import Target
 from levserve.jit.xla_call import Call, Kernel, Stage, register
 from levserve.model.cpu.linear import load_num_used
@@ -48,9 +48,18 @@ def _num_rows(call: Call) -> Value:
 
 
 def _argmax_row(call: Call, _: Value, scratch: Value, row: Value) -> None:
-    """Finds the largest of each lane, then the largest of those and of the logits after the last vector."""
     builder, vocab = call.builder, call.argument_size(LOGITS, 1)
-    logits = call.argument(LOGITS) + row * vocab * 4
+    token, value = find_largest(builder, call.argument(LOGITS) + row * vocab * 4, vocab, scratch)
+    builder.store(call.result(TOKENS) + row * 4, token.convert("trunc", I32))
+    builder.store(call.result(VALUES) + row * 4, value)
+
+
+def find_largest(builder: Builder, logits: Value, vocab: Value, scratch: Value) -> tuple[Value, Value]:
+    """The place of the first largest of float32 [vocab], and its value; NaN if there is one among them.
+
+    Finds the largest of each lane, then the largest of those and of the logits after the last vector. The
+    scratch memory holds `8 * LANES` bytes.
+    """
     end_of_vectors = vocab // LANES * LANES
     lane_max = builder.variable(builder.constant(-math.inf, F32).splat(LANES))
     lane_start = builder.variable(builder.zeros(I32, LANES))  # of the vector that had the lane's maximum
@@ -81,5 +90,4 @@ def _argmax_row(call: Call, _: Value, scratch: Value, row: Value) -> None:
         consider(value, builder.load_int32(scratch + 4 * LANES, lane) + lane)
     with builder.loop(end_of_vectors, vocab) as at:
         consider(builder.load(logits + at * 4, F32), at)
-    builder.store(call.result(TOKENS) + row * 4, token.get().convert("trunc", I32))
-    builder.store(call.result(VALUES) + row * 4, best.get() + nan.get())
+    return token.get(), best.get() + nan.get()

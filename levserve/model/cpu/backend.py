@@ -15,12 +15,13 @@ from levserve.model.attention import attend_in_blocks, has_few_queries
 from levserve.model.backend import Likeliest, Product
 from levserve.model.cache import Place
 from levserve.model.config import ModelConfig
-from levserve.model.cpu import argmax, attention, layers, linear
+from levserve.model.cpu import argmax, attention, draw, layers, linear
 from levserve.model.cpu.heads import HeadShape
 from levserve.model.int8_packing import SIGNED_ORDER, UNSIGNED_ORDER, BlockOrder, is_packable
 from levserve.model.parameter_shapes import parameter_shapes
 from levserve.model.quantize import is_quantized
 from levserve.model.rotary import Angles
+from levserve.model.rules import Drawn, Masks, Memory, Rules
 from levserve.model.traits import CPU_TRAITS, Traits
 from levserve.model.xla import XlaBackend
 
@@ -35,6 +36,8 @@ PLAIN_FIELDS = frozenset(
 
 @dataclass(frozen=True)
 class CpuBackend(XlaBackend):
+    samples_rows = True
+
     platform: str = "cpu"
     target: Target = field(default_factory=detect_target)
     has_products: bool = False
@@ -54,7 +57,7 @@ class CpuBackend(XlaBackend):
         )
 
     def describe(self) -> str:
-        kernels = ["attention"]
+        kernels = ["attention", "sampling"]
         if self.has_products:
             kernels.append("products with packed int8" if self.packs_int8 else "products")
         if self.runs_layers:
@@ -130,6 +133,17 @@ class CpuBackend(XlaBackend):
         if not self.has_products or num_used is None:
             return super().likeliest(logits)
         return Likeliest(*argmax.argmax_rows(logits, num_used, target=self.target))
+
+    def sample_rows(
+        self,
+        logits: jax.Array,
+        positions: jax.Array,
+        rules: Rules,
+        memory: Memory,
+        masks: Masks,
+        num_used: jax.Array,
+    ) -> Drawn:
+        return draw.draw_rows(logits, positions, rules, memory, masks, num_used, target=self.target)
 
     @property
     def block_order(self) -> BlockOrder | None:
