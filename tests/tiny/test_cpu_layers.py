@@ -11,13 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from levserve.jit.target import Target
+from levserve.jit.target import AMX, Target
 from levserve.model import cache
 from levserve.model.config import ModelConfig
-from levserve.model.cpu import many_queries
+from levserve.model.cpu import layers, many_queries
 from levserve.model.cpu.attention import count_joined_rows
 from levserve.model.cpu.backend import PLAIN_FIELDS, CpuBackend
 from levserve.model.cpu.heads import HeadShape
+from levserve.model.cpu.products import PackedProduct, Product
+from levserve.model.cpu.tile_products import Int8Tiles
 from levserve.model.decoder import Decoder
 from levserve.model.quantize import NARROW, choose_quantization
 from levserve.weights.checkpoint import load_arrays, read_config
@@ -197,6 +199,27 @@ def test_a_row_gets_the_same_whoever_is_beside_it() -> None:
     positions[1] = -1
     alone = run(model, positions, FLOAT32)
     np.testing.assert_array_equal(alone.hidden[0], both.hidden[0])
+
+
+def test_layers_by_tiles_give_the_same_to_the_last_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two steps of 32 rows, the second not full. Without matrix units, plain instructions stand in for them."""
+    positions = np.array([0, 9, 17, 3, 11])[:, None] + np.arange(7)
+    plain = run(model_of("llama", "packed", target=HOST.without(*AMX)), positions, BFLOAT16)
+    tiled: list[Product] = []
+
+    def choose_tiles(product: Product) -> Int8Tiles:
+        assert isinstance(product, PackedProduct)
+        tiled.append(product)
+        return Int8Tiles(product)
+
+    kernel_for = layers.kernel_for
+    monkeypatch.setattr(layers, "tile_product_for", choose_tiles)
+    monkeypatch.setattr(layers, "kernel_for", lambda shape: replace(kernel_for(shape), name="tiled_layers"))
+    by_tiles = run(model_of("llama", "packed"), positions, BFLOAT16)
+    assert tiled
+    np.testing.assert_array_equal(by_tiles.hidden, plain.hidden)
+    for mine, theirs in zip(by_tiles.after, plain.after, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt2", "mixtral", "olmo2"])

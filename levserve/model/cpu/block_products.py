@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from levserve.jit.builder import CACHE_LINE_BYTES, F16, F32, I8, I16, I32, ROUNDING_CONSTANT, Builder, Value
 from levserve.jit.target import Target
-from levserve.model.cpu.products import PREFETCH_BYTES, rotate_block
+from levserve.model.cpu.products import PREFETCH_BYTES, PreparedRow, rotate_block
 from levserve.model.int8_blocks import BLOCK, SECOND_TERM, product_factor
 from levserve.model.int8_packing import SIGNED_ORDER, SMALLEST, STEPS, UNSIGNED_ORDER, WORD, BlockOrder
 
@@ -66,7 +66,7 @@ class BlockProduct:
     def row_bytes(self) -> int:
         return self.num_terms * self.term_bytes
 
-    def prepare(self, builder: Builder, x: Value, scratch: Value, into: Value) -> None:
+    def prepare(self, builder: Builder, x: Value, scratch: Value, into: PreparedRow) -> None:
         lanes, is_rotated = min(self.target.lanes, BLOCK), self.num_terms == 1
         factor = product_factor(is_rotated=is_rotated)
         with builder.loop(0, self.num_blocks) as block:
@@ -80,7 +80,7 @@ class BlockProduct:
             for term in range(self.num_terms):
                 rounded = steps + ROUNDING_CONSTANT
                 integers = rounded.convert("bitcast", I32).convert("trunc", I8)
-                start = into + term * self.term_bytes
+                start = into.start + term * self.term_bytes
                 builder.store(start + block * BLOCK, integers)
                 builder.store(start + self.size + block * 4, scale * (factor / SECOND_TERM**term))
                 if self.order.offset:

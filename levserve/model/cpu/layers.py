@@ -22,9 +22,9 @@ from levserve.model.cache import INT8, LARGEST_INT8, SMALLEST_SCALE, Place
 from levserve.model.cpu import attention, linear
 from levserve.model.cpu.block_products import block_product_for
 from levserve.model.cpu.heads import AttentionArrays, HeadShape
-from levserve.model.cpu.products import Matrix, Product, ProductTask, StoreProducts, product_for
+from levserve.model.cpu.products import Matrix, PreparedRow, Product, ProductTask, StoreProducts, product_for
 from levserve.model.cpu.softmax import exp
-from levserve.model.cpu.tile_products import PADDING_ROWS, SCRATCH_BYTES, tile_product_for
+from levserve.model.cpu.tile_products import PADDING_ROWS, SCRATCH_BYTES, prepared_row, tile_product_for
 from levserve.model.int8_blocks import has_blocks
 from levserve.model.rotary import Angles
 
@@ -203,10 +203,14 @@ class LayerWriter:
                 numbers = builder.load(x + at * 4, F32, LANES) * factor
                 normalized = numbers * builder.load(weight + at * 4, F32, LANES)
                 builder.store(scratch + at * 4, normalized)
-            into = self.buffers(call, shared)[PREPARED] + row * self.by_hidden.row_bytes
+            into = self.prepared_row(call, self.by_hidden, shared, row)
             self.by_hidden.prepare(builder, scratch, scratch, into)
 
         return run
+
+    def prepared_row(self, call: Call, product: Product, shared: Value, row: Value) -> PreparedRow:
+        prepared = self.buffers(call, shared)[PREPARED]
+        return prepared_row(product, tile_product_for(product), prepared, row, self.num_rows(call))
 
     def multiply(self, product: Product, name: str, num_out: int, make_store: MakeStore) -> Stage:
         """Multiplies all prepared rows with a matrix of the layer."""
@@ -332,7 +336,7 @@ class LayerWriter:
     def prepare_attended(self, call: Call, shared: Value, scratch: Value, row: Value) -> None:
         buffers = self.buffers(call, shared)
         attended = buffers[ATTENDED] + row * self.widths[ATTENDED]
-        into = buffers[PREPARED] + row * self.by_attended.row_bytes
+        into = self.prepared_row(call, self.by_attended, shared, row)
         self.by_attended.prepare(call.builder, attended, scratch, into)
 
     def activate(self, call: Call, shared: Value, scratch: Value, row: Value) -> None:
@@ -344,7 +348,7 @@ class LayerWriter:
             gate, up = (builder.load(half + at * 4, F32, LANES) for half in (gates, ups))
             into = scratch + at * 4
             builder.store(into, gate * up / (exp((gate * -1.0).minimum(LARGEST_EXPONENT)) + 1.0))
-        into = buffers[PREPARED] + row * self.by_activated.row_bytes
+        into = self.prepared_row(call, self.by_activated, shared, row)
         self.by_activated.prepare(builder, scratch, scratch, into)
 
 

@@ -20,7 +20,13 @@ from levserve.model.cpu.products import (
     ProductTask,
     product_for,
 )
-from levserve.model.cpu.tile_products import PADDING_ROWS, SCRATCH_BYTES, Int8Tiles, tile_product_for
+from levserve.model.cpu.tile_products import (
+    PADDING_ROWS,
+    SCRATCH_BYTES,
+    Int8Tiles,
+    prepared_row,
+    tile_product_for,
+)
 
 MIN_TASK_OUTS, MAX_TASK_OUTS = 32, 1024
 """Bounds of how many rows of the matrix, which are outputs of the product, one task multiplies."""
@@ -72,7 +78,8 @@ def kernel_for(product: Product, by_tiles: Int8Tiles | None = None) -> Kernel:
 
     def prepare_row(call: Call, shared: Value, scratch: Value, row: Value) -> None:
         x = call.argument(X) + row * (4 * product.size)
-        product.prepare(call.builder, x, scratch, shared + row * product.row_bytes)
+        into = prepared_row(product, by_tiles, shared, row, num_rows(call))
+        product.prepare(call.builder, x, scratch, into)
 
     def multiply_task(call: Call, shared: Value, scratch: Value, task: Value) -> None:
         num_out, result = call.argument_size(WEIGHT, 0), call.result(0)
@@ -123,7 +130,7 @@ def multiply_range(builder: Builder, product: Product, by_tiles: Int8Tiles | Non
     """Multiplies all prepared rows with a range of the matrix: by tiles, if there are enough rows."""
     num_rows = task.num_rows
     if by_tiles is not None:
-        is_many = num_rows >= by_tiles.min_rows
+        is_many = by_tiles.is_used(num_rows)
         with builder.when(is_many):
             by_tiles.multiply_range(builder, task)
         num_rows = is_many.select(builder.constant(0), num_rows)

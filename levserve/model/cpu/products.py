@@ -23,9 +23,8 @@ from levserve.model.int8_packing import OFFSET, OUTS, SMALLEST, STEPS, WORD
 PREFETCH_BYTES = 4096
 """How far ahead of its use the matrix is prefetched."""
 INT8_LANES = 16
-TAIL_BYTES, TILES_TAIL_BYTES = 16, 64
-"""What follows a row in int8: its scale, the number its sums start with, and padding. Tiles read 64 bytes of
-each row at a time, which shall not lie across two cache lines."""
+TAIL_BYTES = 16
+"""What follows a row in int8: its scale, the number its sums start with, and padding."""
 
 StoreProducts = Callable[[Value, Value, Value], None]
 """Stores the products of a row of activations, given its number, the first output and a vector."""
@@ -44,6 +43,24 @@ class Matrix:
 
     weight: Value
     scales: Value | None
+
+
+@dataclass(frozen=True)
+class PreparedRow:
+    """Where a row of activations is prepared."""
+
+    start: Value
+    tail: Value
+    """What follows the row's numbers."""
+    pieces: tuple[int, Value] | None = None
+    """If not all of the row follows each other: the bytes that do, and from one such piece to the next."""
+
+    def place(self, at: Value) -> Value:
+        """The place of a byte of the row."""
+        if self.pieces is None:
+            return self.start + at
+        piece, stride = self.pieces
+        return self.start + at // piece * stride + at % piece
 
 
 @dataclass(frozen=True)
@@ -95,7 +112,7 @@ class Product(Protocol):
     def row_bytes(self) -> int:
         """Bytes of a prepared row of activations."""
 
-    def prepare(self, builder: Builder, x: Value, scratch: Value, into: Value) -> None:
+    def prepare(self, builder: Builder, x: Value, scratch: Value, into: PreparedRow) -> None:
         """Prepares a row x of float32 for `multiply`. The scratch memory holds such a row, and may be x."""
 
     def multiply(
@@ -123,9 +140,9 @@ class Int8Activations:
 
     @property
     def row_bytes(self) -> int:
-        return self.size + (TILES_TAIL_BYTES if self.target.has_amx_int8 else TAIL_BYTES)
+        return self.size + TAIL_BYTES
 
-    def prepare(self, builder: Builder, x: Value, scratch: Value, into: Value) -> None:
+    def prepare(self, builder: Builder, x: Value, scratch: Value, into: PreparedRow) -> None:
         lanes, block = self.target.lanes, block_size(self.size)
         maximum = builder.variable(builder.zeros(F32, lanes))
         with builder.loop(0, self.size, block) as start:
@@ -140,17 +157,16 @@ class Int8Activations:
         with builder.loop(0, self.size, INT8_LANES) as at:
             rounded = builder.load(scratch + at * 4, F32, INT8_LANES) * inverse + ROUNDING_CONSTANT
             integers = rounded.convert("bitcast", I32).convert("trunc", I8)
-            builder.store(into + at, integers)
+            builder.store(into.place(at), integers)
             sums.set(sums.get() + integers.convert("sext", I32))
-        builder.store(into + self.size, scale * (1 / math.sqrt(block)))
-        builder.store(into + self.size + 4, sums.get().reduce_sum() * -OFFSET)
+        builder.store(into.tail, scale * (1 / math.sqrt(block)))
+        builder.store(into.tail + 4, sums.get().reduce_sum() * -OFFSET)
 
     def rescale(self, builder: Builder, row: Value, sums: Value, scales: Value) -> Value:
         """Integer sums times the scale of the row of activations and the scales of the outputs."""
         lanes = sums.lanes
         assert lanes is not None
-        products = sums.convert("sitofp", F32) * builder.load(row + self.size, F32).splat(lanes)
-        return products * builder.load(scales, F32, lanes)
+        return rescale(builder, row + self.size, sums, builder.load(scales, F32, lanes))
 
 
 class Int8Product(Int8Activations):
@@ -240,9 +256,9 @@ class Bfloat16Product:
     def row_bytes(self) -> int:
         return 4 * self.size
 
-    def prepare(self, builder: Builder, x: Value, scratch: Value, into: Value) -> None:
+    def prepare(self, builder: Builder, x: Value, scratch: Value, into: PreparedRow) -> None:
         with builder.loop(0, self.size, INT8_LANES) as at:
-            builder.store(into + at * 4, builder.load(x + at * 4, F32, INT8_LANES))
+            builder.store(into.start + at * 4, builder.load(x + at * 4, F32, INT8_LANES))
 
     def multiply(
         self, builder: Builder, weight: Value, scales: Value, prepared: Value, num_rows: int
@@ -261,6 +277,12 @@ class Bfloat16Product:
                 for weights, total in zip(matrix, row_sums):
                     total.set(weights.multiply_add(activations, total.get()))
         return [builder.reduce_sums(*(total.get() for total in row_sums)) for row_sums in sums]
+
+
+def rescale(builder: Builder, tail: Value, sums: Value, scales: Value) -> Value:
+    """Integer sums times the scale of a row of activations, at its tail, and the scales of the outputs."""
+    assert sums.lanes is not None
+    return sums.convert("sitofp", F32) * builder.load(tail, F32).splat(sums.lanes) * scales
 
 
 def rotate_block(vectors: list[Value], lanes: int) -> list[Value]:

@@ -2,8 +2,9 @@
 
 They are equal to the last bit, so that a row gets the same alone and beside others. The packed order of a
 matrix is that of tiles: a row of 64 bytes has four numbers of each of 16 outputs. One instruction adds the
-products of 16 rows and 64 inputs to 16 x 16 sums. What tiles read after the last row of activations is not
-used.
+products of 16 rows and 64 inputs to 16 x 16 sums. Activations are prepared as tiles too: 16 rows by 64 inputs
+are one piece of memory, and what follows those rows comes after all of their tiles. What tiles read after the
+last row is not used.
 """
 
 from __future__ import annotations
@@ -12,21 +13,25 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from levserve.jit.builder import CACHE_LINE_BYTES, I32, Builder, Value
+from levserve.jit.builder import CACHE_LINE_BYTES, F32, I32, Builder, Value
 from levserve.jit.tiles import TILE_ROW_BYTES, TILE_ROWS, Tiles, TileShape
-from levserve.model.cpu.products import PackedProduct, Product, ProductTask
+from levserve.model.cpu.products import PackedProduct, PreparedRow, Product, ProductTask, rescale
 from levserve.model.int8_packing import OUTS, WORD
 
 GROUP_BYTES = OUTS * WORD
 """Four numbers of each of the outputs that lie together: a row of each of two tiles."""
-PREFETCH_BYTES = 8192
-"""How far ahead of its use the matrix is prefetched: it is used faster than without tiles."""
-ROW_BLOCK_BYTES = 512 << 10
+PREFETCH_BYTES, PREFETCH_LINES = 8192, 4
+"""How far ahead of its use the matrix is prefetched where nothing else tells, and how many lines at once."""
+ROW_BLOCK_BYTES = 1280 << 10
 """Activations that a task multiplies at a time: as many as stay in the second-level cache."""
-SCRATCH_BYTES = 2 * TILE_ROWS * OUTS * 4
-"""Integer sums of two tiles of rows."""
+STEP_ROWS = 2 * TILE_ROWS
+"""Rows that are multiplied at a time."""
+SCRATCH_BYTES = STEP_ROWS * OUTS * 4
+"""Integer sums of these rows."""
 PADDING_ROWS = TILE_ROWS
 """Rows of memory after the last prepared one, which tiles may read."""
+TAIL_STRIDE = 8
+"""Bytes from the tail of a row of a tile to the next."""
 
 
 def tile_product_for(product: Product) -> Int8Tiles | None:
@@ -38,6 +43,15 @@ def tile_product_for(product: Product) -> Int8Tiles | None:
     if isinstance(product, PackedProduct) and product.target.has_amx_int8:
         return Int8Tiles(product)
     return None
+
+
+def prepared_row(
+    product: Product, by_tiles: Int8Tiles | None, prepared: Value, row: Value, num_rows: Value
+) -> PreparedRow:
+    """Where one of so many rows is prepared: in tiles if it is multiplied by them."""
+    start = prepared + row * product.row_bytes
+    plain = PreparedRow(start, start + product.size)
+    return plain if by_tiles is None else by_tiles.choose_row(plain, prepared, row, num_rows)
 
 
 @dataclass(frozen=True)
@@ -53,31 +67,57 @@ class Int8Tiles:
         """Inputs that a tile has: 64 if that cuts the rows evenly."""
         return math.gcd(self.product.size, TILE_ROW_BYTES)
 
+    def is_used(self, num_rows: Value) -> Value:
+        return num_rows >= self.min_rows
+
+    def choose_row(self, plain: PreparedRow, prepared: Value, row: Value, num_rows: Value) -> PreparedRow:
+        """Where a row is prepared: its pieces are in one tile after another, if there are enough rows."""
+        is_used, index = self.is_used(num_rows), row % TILE_ROWS
+        first = prepared + (row - index) * self.product.row_bytes
+        tail = first + TILE_ROWS * self.product.size + index * TAIL_STRIDE
+        return PreparedRow(
+            is_used.select(first + index * self.depth, plain.start),
+            is_used.select(tail, plain.tail),
+            (self.depth, is_used.select(num_rows.full_like(TILE_ROWS * self.depth), self.depth)),
+        )
+
     def multiply_range(self, builder: Builder, task: ProductTask) -> None:
-        product, step = self.product, 2 * TILE_ROWS
         sums, activations = TileShape(TILE_ROWS, TILE_ROW_BYTES), TileShape(TILE_ROWS, self.depth)
         weights = TileShape(self.depth // WORD, TILE_ROW_BYTES)
         tiles = Tiles(builder, (*[sums] * 4, *[activations] * 2, *[weights] * 2))
-        block = max(1, ROW_BLOCK_BYTES // (product.row_bytes * step)) * step
-        assert task.matrix.scales is not None
+        block = max(1, ROW_BLOCK_BYTES // (self.product.row_bytes * STEP_ROWS)) * STEP_ROWS
         with tiles.configured(), builder.loop(0, task.num_rows, block) as start:
             stop = (start + block).minimum(task.num_rows)
-            with builder.loop(*task.outs, OUTS) as out, builder.loop(start, stop, step) as row:
-                weight, rows = (
-                    task.matrix.weight + out * product.out_bytes,
-                    task.prepared + row * product.row_bytes,
-                )
-                is_first, count = (row - start).equals(0), (stop - row).minimum(step)
+            with builder.loop(*task.outs, OUTS) as out, builder.loop(start, stop, STEP_ROWS) as row:
+                ahead = self._ahead(builder, task, (start, stop), row, out)
+                weight = task.matrix.weight + out * self.product.out_bytes
+                rows, count = task.prepared + row * self.product.row_bytes, (stop - row).minimum(STEP_ROWS)
                 with builder.when(count >= TILE_ROWS + 1):
-                    self._sum(builder, tiles, weight, rows, 2, task.scratch, is_first)
+                    self._sum(builder, tiles, weight, rows, 2, task.scratch, ahead)
                 with builder.when(count < TILE_ROWS + 1):
-                    self._sum(builder, tiles, weight, rows, 1, task.scratch, is_first)
-                scales = task.matrix.scales + out * product.out_scale_bytes
-                with builder.loop(0, count) as index:
-                    place = rows + index * product.row_bytes
-                    first = builder.load(place + product.size + 4, I32).splat(OUTS)
-                    total = builder.load(task.scratch + index * (OUTS * 4), I32, OUTS) + first
-                    task.store(row + index, out, product.rescale(builder, place, total, scales))
+                    self._sum(builder, tiles, weight, rows, 1, task.scratch, ahead)
+                self._rescale(builder, task, row, count, out)
+
+    def _ahead(
+        self, builder: Builder, task: ProductTask, rows: tuple[Value, Value], row: Value, out: Value
+    ) -> Ahead:
+        """What to prefetch. The first rows that meet a part of the matrix wait for memory; the others share
+        the work of asking for the next part, so that memory is read all the time."""
+        start, stop = rows
+        units = self.depth * OUTS // (CACHE_LINE_BYTES * PREFETCH_LINES)
+        number = (row - start) // STEP_ROWS
+        others = ((stop - start - 1) // STEP_ROWS).maximum(1)
+        is_first, is_alone = number.equals(0), (stop - start) < STEP_ROWS + 1
+        has_next = (out + OUTS) < task.outs[1]
+        begin, end = ((number + before) * units // others for before in (-1, 0))
+        end = has_next.select(end, begin)
+        is_cold = (out - task.outs[0]).equals(0)
+        of_first = is_alone.select(builder.constant(units), is_cold.select(builder.constant(units), 0))
+        return Ahead(
+            is_first.select(builder.constant(PREFETCH_BYTES), self.product.size * OUTS),
+            is_first.select(builder.constant(0), begin),
+            is_first.select(of_first, end),
+        )
 
     def _sum(
         self,
@@ -87,21 +127,21 @@ class Int8Tiles:
         rows: Value,
         num_row_tiles: int,
         scratch: Value,
-        is_first: Value,
+        ahead: Ahead,
     ) -> None:
         """Stores the sums [row, out] of 16 or 32 rows with 32 outputs in the scratch memory."""
-        row_bytes, in_rows, in_outs = self.product.row_bytes, range(num_row_tiles), range(2)
+        in_rows, in_outs = range(num_row_tiles), range(2)
         for row in in_rows:
             for half in in_outs:
                 tiles.zero(2 * row + half)
         with builder.loop(0, self.product.size, self.depth) as at:
             group = weight + at * OUTS
-            with builder.when(is_first):
-                prefetch(builder, group + PREFETCH_BYTES, self.depth * OUTS)
+            ahead.prefetch(builder, group)
             for half in in_outs:
                 tiles.load(6 + half, group + half * TILE_ROW_BYTES, GROUP_BYTES)
             for row in in_rows:
-                tiles.load(4 + row, rows + at + row * (TILE_ROWS * row_bytes), row_bytes)
+                first = rows + row * (TILE_ROWS * self.product.row_bytes)
+                tiles.load(4 + row, first + at * TILE_ROWS, self.depth)
                 for half in in_outs:
                     tiles.add_product(2 * row + half, 4 + row, 6 + half)
         for row in in_rows:
@@ -109,7 +149,32 @@ class Int8Tiles:
                 into = scratch + row * (TILE_ROWS * OUTS * 4) + half * TILE_ROW_BYTES
                 tiles.store(2 * row + half, into, OUTS * 4)
 
+    def _rescale(self, builder: Builder, task: ProductTask, row: Value, count: Value, out: Value) -> None:
+        """Multiplies sums in the scratch memory with their scales, and stores them."""
+        product = self.product
+        assert task.matrix.scales is not None
+        scales = builder.load(task.matrix.scales + out * product.out_scale_bytes, F32, OUTS)
+        with builder.loop(0, count, TILE_ROWS) as first:
+            block = task.prepared + (row + first) * product.row_bytes
+            with builder.loop(0, (count - first).minimum(TILE_ROWS)) as index:
+                tail = block + TILE_ROWS * product.size + index * TAIL_STRIDE
+                total = builder.load(task.scratch + (first + index) * (OUTS * 4), I32, OUTS)
+                total = total + builder.load(tail + 4, I32).splat(OUTS)
+                task.store(row + first + index, out, rescale(builder, tail, total, scales))
 
-def prefetch(builder: Builder, pointer: Value, num_bytes: int) -> None:
-    for line in range(0, num_bytes, CACHE_LINE_BYTES):
-        builder.prefetch(pointer + line)
+
+@dataclass(frozen=True)
+class Ahead:
+    """Which lines of the matrix are prefetched for each tile of inputs."""
+
+    distance: Value
+    """Bytes from what is used to what is prefetched."""
+    begin: Value
+    """The first unit of lines, and the one after the last."""
+    end: Value
+
+    def prefetch(self, builder: Builder, group: Value) -> None:
+        unit_bytes = PREFETCH_LINES * CACHE_LINE_BYTES
+        with builder.loop(self.begin, self.end) as unit:
+            for line in range(0, unit_bytes, CACHE_LINE_BYTES):
+                builder.prefetch(group + self.distance + unit * unit_bytes + line)
