@@ -443,6 +443,13 @@ class Builder:
     def yield_processor(self) -> None:
         self.call_symbol("sched_yield", I32)
 
+    def pause(self) -> None:
+        """Takes a few dozen cycles and little of what threads of the same core share."""
+        if self.target.arch == "aarch64":  # its own hint for this does nothing on many CPUs
+            self.call_symbol("llvm.aarch64.isb", ir.VoidType(), ir.Constant(I32, 15))
+        else:
+            self.call_symbol("llvm.x86.sse2.pause", ir.VoidType())
+
     def call_symbol(self, name: str, returns: ir.Type, *arguments: ir.Value) -> ir.Value:
         """Calls an LLVM intrinsic or a function of the C library."""
         module = self.function.module

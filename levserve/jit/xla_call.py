@@ -6,7 +6,7 @@ checks each of them against that header.
 
 A kernel is a sequence of stages, and a stage is a number of tasks. The calling thread asks XLA's thread pool
 for helpers; then every thread takes the next task until there is none. The calling thread waits for the tasks
-that helpers took, but never for a helper to arrive: it may do all tasks itself.
+that helpers took, but never for a helper to arrive: it may do all tasks itself. `waiting` says how.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from levserve.jit import code_cache
 from levserve.jit.builder import CACHE_LINE_BYTES, I32, Builder, Function, Value, Variable
 from levserve.jit.program import Code, Program
 from levserve.jit.target import Target, detect_target
+from levserve.jit.waiting import write_wait, write_wake
 from levserve.jit.xla_header import HEADER, Offset, header_mismatch, read_version
 
 EXTENSION, API, CONTEXT = 1, 2, 3
@@ -57,10 +58,11 @@ FRAME_OFFSETS = (
     Offset("XLA_FFI_Error_Create_Args", "errc", 3),
 )
 
-FRAME, REFERENCES, ACTIVE_HELPERS, IS_FINISHED, COUNTERS = range(5)
-"""Words of the state that the threads of a call share. Each stage has two counters, tasks taken and tasks
-done; after them comes the kernel's shared memory. The counters of tasks taken have cache lines of their own:
-threads that wait for tasks to be done shall not slow down those that take some."""
+FRAME, REFERENCES, ACTIVE_HELPERS, IS_FINISHED, SLEEPERS, COUNTERS = range(6)
+"""Words of the state that the threads of a call share. Active helpers are counted below zero, because threads
+wait until a counter is large enough. Each stage has two counters, tasks taken and tasks done; after them
+comes the kernel's shared memory. The counters of tasks taken have cache lines of their own: threads that
+wait for tasks to be done shall not slow down those that take some."""
 
 TAKES_PER_THREAD = 8
 """A thread takes several tasks at a time if there are many more: else threads would wait for each other to
@@ -185,14 +187,15 @@ def compile_kernel(kernel: Kernel) -> bytes:
 
 def write_kernel(kernel: Kernel) -> Program:
     program = Program(kernel.target)
+    wait = write_wait(program)
     with program.function("run_stages", 2) as builder:
-        _write_stages(builder, kernel)
+        _write_stages(builder, kernel, wait)
         run_stages = builder.function
     with program.function("help", 1) as builder:
         _write_helper(builder, kernel, run_stages)
         helper = builder.function
     with program.function("entry", 1) as builder:
-        _write_entry(builder, kernel, run_stages, helper)
+        _write_entry(builder, kernel, CallFunctions(run_stages, helper, wait))
     return program
 
 
@@ -202,8 +205,19 @@ def num_threads() -> int:
     return int(override) if override else len(os.sched_getaffinity(0))
 
 
-def _write_stages(builder: Builder, kernel: Kernel) -> None:
-    """What every thread of a call does, given the shared state and its scratch memory."""
+class CallFunctions(NamedTuple):
+    """The functions of a kernel's program that a call uses."""
+
+    run_stages: Function
+    helper: Function
+    wait: Function
+
+
+def _write_stages(builder: Builder, kernel: Kernel, wait: Function) -> None:
+    """What every thread of a call does, given the shared state and its scratch memory.
+
+    Nobody waits for the tasks of the last stage: the caller waits for the helpers that have taken some.
+    """
     state, scratch = (builder.to_pointer(argument) for argument in builder.arguments)
     frame = builder.load_pointer(state, FRAME)
     with builder.loop(0, kernel.num_iterations) as iteration:
@@ -221,11 +235,14 @@ def _write_stages(builder: Builder, kernel: Kernel) -> None:
                 with builder.loop(first, stop) as task:
                     stage.run(call, state + 8 * _state_words(kernel), scratch, task)
                 completed.set(completed.get() + stop - first)
-            with builder.when(completed.get().differs_from(0)):
-                builder.atomic_add(done, completed.get())
-            with builder.repeat() as after:
-                builder.break_if(builder.atomic_load(done) >= num_tasks, after)
-                builder.yield_processor()
+            is_last = index == len(kernel.stages) - 1
+            with builder.when(iteration < (kernel.num_iterations - 1 if is_last else kernel.num_iterations)):
+                with builder.when(completed.get().differs_from(0)):
+                    before = builder.atomic_add(done, completed.get())
+                    with builder.when(before + completed.get() >= num_tasks):
+                        write_wake(builder, done, state + 8 * SLEEPERS)
+                sleepers = builder.to_address(state + 8 * SLEEPERS)
+                builder.call(wait, builder.to_address(done), sleepers, num_tasks)
 
 
 def _write_helper(builder: Builder, kernel: Kernel, run_stages: Function) -> None:
@@ -235,18 +252,20 @@ def _write_helper(builder: Builder, kernel: Kernel, run_stages: Function) -> Non
     memory leaves at once, and the other threads do its tasks.
     """
     state = builder.to_pointer(builder.arguments[0])
-    builder.atomic_add(state + 8 * ACTIVE_HELPERS, 1)
+    active = state + 8 * ACTIVE_HELPERS
+    builder.atomic_add(active, -1)
     with builder.when(builder.atomic_load(state + 8 * IS_FINISHED).equals(0)):
         call = _first_iteration(builder, builder.load_pointer(state, FRAME))
         scratch = builder.allocate(_scratch_bytes(call, kernel))
         with builder.when(builder.to_address(scratch).differs_from(0)):
             builder.call(run_stages, builder.arguments[0], builder.to_address(scratch))
             builder.free(scratch)
-    builder.atomic_add(state + 8 * ACTIVE_HELPERS, -1)
+    with builder.when(builder.atomic_add(active, 1).equals(-1)):
+        write_wake(builder, active, state + 8 * SLEEPERS)
     _write_release(builder, state)
 
 
-def _write_entry(builder: Builder, kernel: Kernel, run_stages: Function, helper: Function) -> None:
+def _write_entry(builder: Builder, kernel: Kernel, functions: CallFunctions) -> None:
     """What XLA calls: answers which version of the header this was compiled for, or runs the kernel.
 
     Returns an XLA error, or 0.
@@ -261,7 +280,7 @@ def _write_entry(builder: Builder, kernel: Kernel, run_stages: Function, helper:
             compiled_for = builder.constant(version.major | version.minor << 32)
             builder.store(builder.load_pointer(extension, METADATA) + 8 * METADATA_VERSION, compiled_for)
     with builder.when(is_call.get().equals(1)):
-        _write_call(_first_iteration(builder, frame), kernel, run_stages, helper, error)
+        _write_call(_first_iteration(builder, frame), kernel, functions, error)
     builder.result = error.get()
 
 
@@ -273,7 +292,7 @@ def _scratch_bytes(call: Call, kernel: Kernel) -> Value:
     return call.builder.constant(8) if kernel.scratch_bytes is None else kernel.scratch_bytes(call)
 
 
-def _write_call(call: Call, kernel: Kernel, run_stages: Function, helper: Function, error: Variable) -> None:
+def _write_call(call: Call, kernel: Kernel, functions: CallFunctions, error: Variable) -> None:
     """Allocates the memory of a call and runs it; sets an error if there is not enough memory."""
     builder = call.builder
     shared_bytes = kernel.shared_bytes(call) if kernel.shared_bytes is not None else builder.constant(0)
@@ -284,7 +303,7 @@ def _write_call(call: Call, kernel: Kernel, run_stages: Function, helper: Functi
     lacks_memory = builder.variable(builder.constant(1))
     with builder.when(has_state), builder.when(has_scratch):
         lacks_memory.set(builder.constant(0))
-        _write_shared_run(call, kernel, run_stages, helper, state, scratch)
+        _write_shared_run(call, kernel, functions, state, scratch)
         builder.free(scratch)
     with builder.when(lacks_memory.get().equals(1)):
         builder.free(state)
@@ -293,7 +312,7 @@ def _write_call(call: Call, kernel: Kernel, run_stages: Function, helper: Functi
 
 
 def _write_shared_run(
-    call: Call, kernel: Kernel, run_stages: Function, helper: Function, state: Value, scratch: Value
+    call: Call, kernel: Kernel, functions: CallFunctions, state: Value, scratch: Value
 ) -> None:
     """Asks for helpers, works beside them, and waits until those that arrived have left."""
     builder, frame, _ = call
@@ -309,7 +328,7 @@ def _write_shared_run(
         builder.constant(SCHEDULE_BYTES),
         builder.constant(0),
         builder.load_word(frame, CONTEXT),
-        builder.function_address(helper),
+        builder.function_address(functions.helper),
         builder.to_address(state),
     )
     schedule = builder.load_word(builder.load_pointer(frame, API), SCHEDULE)
@@ -317,11 +336,10 @@ def _write_shared_run(
         is_refused = builder.call(schedule, builder.to_address(request)).differs_from(0)
         with builder.when(is_refused):
             builder.atomic_add(state + 8 * REFERENCES, -1)
-    builder.call(run_stages, builder.to_address(state), builder.to_address(scratch))
+    builder.call(functions.run_stages, builder.to_address(state), builder.to_address(scratch))
     builder.atomic_add(state + 8 * IS_FINISHED, 1)
-    with builder.repeat() as after:
-        builder.break_if(builder.atomic_load(state + 8 * ACTIVE_HELPERS).equals(0), after)
-        builder.yield_processor()
+    counters = (builder.to_address(state + 8 * word) for word in (ACTIVE_HELPERS, SLEEPERS))
+    builder.call(functions.wait, *counters, builder.constant(0))
     _write_release(builder, state)
 
 
