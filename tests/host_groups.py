@@ -24,10 +24,10 @@ from tests.waiting import COMPILE_SECONDS, wait_until
 MODEL = GOLDEN / "llama"
 NUM_HOSTS = 2
 SIZES = (
-    *("--dtype", "float32", "--tensor-parallel", "4", "--max-running", "2", "--prefill-chunk", "16"),
+    *("--dtype", "float32", "--tensor-parallel", "4", "--max-running", "2", "--prefill-chunk", "8"),
     *("--page-size", "8", "--kv-pages", "64", "--max-seq-len", "128", "--drain-seconds", "20"),
 )
-"""Two parts of a CPU on each host, and few programs."""
+"""Two parts of a CPU on each host, and few programs: prompts go in by eight tokens."""
 END_SECONDS = 60.0
 """On a crowded machine; the tests say what is expected of a quiet one."""
 

@@ -20,12 +20,13 @@ import pytest
 from tests.brains import brain_cases
 from tests.conftest import GOLDEN, QUICK_COMPILE
 from tests.servers import Server, running_server
+from tests.tiny.test_unloading import FLAGS as SMALL
 from tests.torch_files import write_archive
 
 MOE = "hrm-tiny-moe"
 CASE = brain_cases(MOE)[0]
-ROWS, WAITING = 8, 16
-FLAGS = ("--dtype", "float32", "--max-running", str(ROWS), "--max-waiting", str(WAITING))
+FLAGS = (*SMALL, "--max-waiting", "16")
+MAX_TOKENS = 64
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     ini = tmp_path_factory.mktemp("brain") / "serve.ini"
     ini.write_text(
         f"[server]\nadmin-key = sesame\n"
-        f"[model.brain]\nmodel = {GOLDEN / MOE / 'actv1_student.safetensors'}\nmax-seq-len = 128\n"
+        f"[model.brain]\nmodel = {GOLDEN / MOE / 'actv1_student.safetensors'}\nmax-seq-len = {MAX_TOKENS}\n"
         f"[model.llama]\nmodel = {GOLDEN / 'llama'}\n"
     )
     with running_server("--config", str(ini), *FLAGS, **QUICK_COMPILE) as server:
@@ -179,7 +180,7 @@ def test_sixteen_prompts_five_times_do_not_make_the_server_grow(server: Server) 
         ("/generate", {"prompts": []}, "prompts"),
         ("/generate", {"prompts": ["t5"], "temperature": 3}, "temperature"),
         ("/generate", {"prompts": ["t5"], "top_p": 0}, "top_p"),
-        ("/generate", {"prompts": ["t5"], "max_tokens": 600}, "128"),
+        ("/generate", {"prompts": ["t5"], "max_tokens": 600}, str(MAX_TOKENS)),
         ("/loglikelihood", {"prompts": ["t5"], "continuations": []}, "continuations"),
         ("/loglikelihood", {"prompts": ["t5", "t6"], "continuations": ["t7"]}, "continuations"),
     ],

@@ -22,6 +22,7 @@ from tests.conftest import GOLDEN, QUICK_COMPILE
 from tests.levanter_files import read_model, write_checkpoint
 from tests.servers import Reply, Server, running_server
 from tests.tiny.test_decoder import SHAPE, run_in_chunks
+from tests.tiny.test_unloading import FLAGS
 
 LLAMA = GOLDEN / "levanter-llama"
 DOWN = "model/transformer/layers/stacked/mlp/down_proj/weight"
@@ -47,20 +48,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(run: Path) -> Iterator[Server]:
-    flags = (
-        "--dtype",
-        "float32",
-        "--max-running",
-        "4",
-        "--prefill-chunk",
-        "32",
-        "--page-size",
-        "8",
-        "--device",
-        "cpu",
-    )
     with running_server(
-        "--checkpoint-path", str(run), "--admin-key", "sesame", *flags, **QUICK_COMPILE
+        "--checkpoint-path", str(run), "--admin-key", "sesame", *FLAGS, **QUICK_COMPILE
     ) as server:
         yield server
 

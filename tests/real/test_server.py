@@ -27,6 +27,7 @@ from tests.browser import open_browser
 from tests.conftest import GOLDEN, QUICK_COMPILE
 from tests.engines import cache_folder
 from tests.servers import Server, running_server
+from tests.tiny.test_unloading import FLAGS
 from tests.waiting import wait_until
 
 MODEL = "smollm2-135m"
@@ -500,16 +501,7 @@ def test_mistakes_get_the_openai_error_shape(client: openai.OpenAI, server: Serv
 
 
 def test_a_full_queue_answers_429_and_a_drain_lets_a_request_finish() -> None:
-    flags = (
-        "--model",
-        str(GOLDEN / "llama"),
-        "--max-running",
-        "1",
-        "--max-waiting",
-        "1",
-        "--prefill-chunk",
-        "16",
-    )
+    flags = ("--model", str(GOLDEN / "llama"), *FLAGS, "--max-waiting", "1")
     with running_server(*flags, **QUICK_COMPILE) as server:
         body = {"model": "llama", "prompt": [5, 6], "max_tokens": 250, "ignore_eos": True}
         with ThreadPoolExecutor(12) as pool:
@@ -533,17 +525,8 @@ def run_cli(*flags: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_dry_run_prints_the_memory_plan_and_exits_0_and_needs_no_reader(tmp_path: Path) -> None:
-    flags = (
-        "--model",
-        str(GOLDEN / "qwen3"),
-        "--max-running",
-        "4",
-        "--prefill-chunk",
-        "16",
-        "--cache-dir",
-        str(tmp_path),
-    )
+def test_a_dry_run_prints_the_memory_plan_and_exits_0_and_needs_no_reader() -> None:
+    flags = ("--model", str(GOLDEN / "llama"), *FLAGS, "--cache-dir", str(cache_folder()))
     result = run_cli("--dry-run", *flags)
     assert result.returncode == 0, result.stderr
     command = [sys.executable, "-m", "levserve.cli", "--dry-run", *flags]
@@ -563,13 +546,13 @@ def test_a_dry_run_prints_the_memory_plan_and_exits_0_and_needs_no_reader(tmp_pa
 
 
 def test_a_dry_run_tries_every_model_that_has_a_section(tmp_path: Path) -> None:
-    shutil.copytree(GOLDEN / "qwen3", tmp_path / "broken")
+    shutil.copytree(GOLDEN / "llama", tmp_path / "broken")
     os.truncate(tmp_path / "broken" / "model.safetensors", 5000)
     sections = "".join(
         f"[model.{name}]\nmodel = {folder / name}\n"
-        for name, folder in (("qwen3", GOLDEN), ("broken", tmp_path))
+        for name, folder in (("llama", GOLDEN), ("broken", tmp_path))
     )
-    (tmp_path / "serve.ini").write_text(f"[engine]\nprefill-chunk = 16\ndevice = cpu\n{sections}")
+    (tmp_path / "serve.ini").write_text(sections)
     result = run_cli(
         "--dry-run",
         "--config",
@@ -578,9 +561,10 @@ def test_a_dry_run_tries_every_model_that_has_a_section(tmp_path: Path) -> None:
         str(cache_folder()),
         "--log-level",
         "error",
+        *FLAGS,
     )
     assert result.returncode == 1
-    assert "models      qwen3, broken" in result.stdout and "qwen3: one token generated" in result.stdout
+    assert "models      llama, broken" in result.stdout and "llama: one token generated" in result.stdout
     (line,) = result.stderr.strip().splitlines()
     assert (
         line.startswith("levserve: error: model broken: ")

@@ -17,7 +17,7 @@ max-seq-len = 128
 [engine]
 device = cpu
 max-running = 2
-prefill-chunk = 16
+prefill-chunk = 8
 
 [model.alone]
 model = {GOLDEN / "llama"}
