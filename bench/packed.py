@@ -2,7 +2,7 @@
 
     python bench/packed.py --schemes fp8-blocks w4 --rows 2 64
     python bench/packed.py --schemes mxfp4 --rows 2 --tilings 16x32x128w2s4 16x64x128w4s4/2
-    python bench/packed.py --schemes w4 q4_k --rows 2 64 --tilings m2n1w1x4 m4n1w1x4/2 m2n8w4x1s
+    python bench/packed.py --schemes w4 q4_k --rows 2 64 --tilings m2n1w1x4 m4n1w1x4/2 m2n8w4x1s m2n8w8x1g
     python bench/packed.py --schemes fp8-blocks --rows 2 --tilings 16x64x128w4s3i/8
 
 Checks each kernel against the matrix widened to float32, then prints microseconds of each product of a layer
@@ -35,6 +35,7 @@ from levserve.model.gpu.fp8_plan import Fp8Cut, Fp8Way, choose_cut, fit_cut
 from levserve.model.gpu.fp8_product import multiply_fp8
 from levserve.model.gpu.fragment_plan import FragmentTiling, choose_fragments, fit_fragments
 from levserve.model.gpu.fragment_product import multiply_fragments
+from levserve.model.gpu.hopper import is_hopper
 from levserve.model.gpu.packed_plan import PROGRAMS, PackedTiling, choose_tiling, fit
 from levserve.model.gpu.packed_product import multiply_in_registers
 from levserve.model.packed import SCALE, PackedMatrix, Scheme, multiply_packed
@@ -71,8 +72,9 @@ class Way(NamedTuple):
         if scheme.rounds_rows:
             return Case(matrix, rows, *(self._cut(rows, shape, scheme) or (None,)))
         if self.tiling is None:
-            choose = choose_fragments if scheme.in_lanes else choose_tiling
-            return Case(matrix, rows, choose(rows, shape, scheme))
+            if scheme.in_lanes:
+                return Case(matrix, rows, choose_fragments(rows, shape, scheme, is_hopper=is_hopper()))
+            return Case(matrix, rows, choose_tiling(rows, shape, scheme))
         if isinstance(self.tiling, FragmentTiling):
             return Case(matrix, rows, fit_fragments(self.tiling, rows, shape, scheme, self.splits))
         return Case(matrix, rows, fit(self.tiling, rows, shape, scheme, self.splits))
@@ -211,25 +213,29 @@ def read_tiling(text: str) -> tuple[Tiling, int | None, bool]:
     """A tiling, its splits if they are given, and whether the kernel rounds activations itself."""
     cut, _, splits = text.partition("/")
     blocks = re.fullmatch(r"(\d+)x(\d+)x(\d+)w(\d+)s(\d+)(i?)", cut)
-    fragments = re.fullmatch(r"m(\d+)n(\d+)w(\d+)x(\d+)(s?)", cut)
+    fragments = re.fullmatch(r"m(\d+)n(\d+)w(\d+)x(\d+)([sg]?)", cut)
     wanted = int(splits) if splits else None
     if blocks is not None:
         *sizes, inside = blocks.groups()
         return PackedTiling(*map(int, sizes)), wanted, bool(inside)
     if fragments is not None:
         m_tiles, n_tiles, warps_m, warps_k = map(int, fragments.groups()[:4])
-        tiling = FragmentTiling(m_tiles, n_tiles, warps_m, warps_k, 1, is_staged=bool(fragments[5]))
+        tiling = FragmentTiling(
+            *(m_tiles, n_tiles, warps_m, warps_k, 1),
+            is_staged=bool(fragments[5]),
+            is_wide=fragments[5] == "g",
+        )
         return tiling, wanted, False
     raise SystemExit(
         f"{text} is neither rows x columns x depth w warps s stages / splits, such as 16x32x128w2s4/2 (or "
         "16x64x128w4s3i/2, where a kernel for FP8 rounds activations itself), nor "
-        "m tiles n tiles w warps x warps s(taged) / splits, such as m2n8w4x1s/2"
+        "m tiles n tiles w warps x warps s(taged) or g(roups of four warps) / splits, such as m2n8w4x1s/2"
     )
 
 
 def show_tiling(tiling: Tiling) -> str:
     if isinstance(tiling, FragmentTiling):
-        staged = "s" if tiling.is_staged else ""
+        staged = "g" if tiling.is_wide else "s" if tiling.is_staged else ""
         return f"m{tiling.m_tiles}n{tiling.n_tiles}w{tiling.warps_m}x{tiling.warps_k}{staged}"
     return f"{tiling.rows}x{tiling.columns}x{tiling.depth}w{tiling.num_warps}s{tiling.num_stages}"
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -30,10 +31,29 @@ def run(
     memories = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays]
     memories.append(out.reshape(-1).view(np.uint8))
     for place in itertools.product(*map(range, grid)):
-        shared = np.full(int(found[1]) if found else 0, 0xAA, np.uint8)
+        shared = Shared(int(found[1]) if found else 0)
         warps = [Warp(lines, number, place, memories, shared).steps() for number in range(num_warps)]
         while warps:
             warps = [warp for warp in warps if next(warp, None) is not None]
+
+
+class WideProduct(NamedTuple):
+    """An instruction of tensor cores that has begun: its registers, and the factors as they were then."""
+
+    into: list[str]
+    left: list[str]
+    a: np.ndarray
+    descriptor: int
+    b: np.ndarray
+
+
+class Shared:
+    """Memory that the warps of a program share."""
+
+    def __init__(self, size: int) -> None:
+        self.bytes = np.full(size, 0xAA, np.uint8)
+        self.is_fenced = np.zeros(size, bool)
+        """What tensor cores may read: bytes for which the warp that wrote them has made a fence since."""
 
 
 class Warp:
@@ -43,7 +63,7 @@ class Warp:
         number: int,
         place: tuple[int, ...],
         memories: list[np.ndarray],
-        shared: np.ndarray,
+        shared: Shared,
     ) -> None:
         self.lines, self.memories, self.shared = lines, memories, shared
         self.labels = {line[:-1]: index for index, line in enumerate(lines) if line.endswith(":")}
@@ -54,6 +74,12 @@ class Warp:
             self.registers[f"${index + 1}"] = np.full(LANES, (index + 1) * PLACE, np.uint64)
         self.registers["memory"] = np.zeros(LANES, np.uint64)
         self.copies: list[list[Callable[[], None]]] = [[]]
+        self.unfenced: list[slice] = []
+        """Shared memory that this warp has written since its last fence."""
+        self.written: set[str] = set()
+        """Registers, likewise."""
+        self.products: list[list[WideProduct]] = [[]]
+        """Those that tensor cores are at, by the groups in which they are waited for."""
 
     def steps(self) -> Iterator[bool]:
         """Yields at every barrier."""
@@ -83,6 +109,15 @@ class Warp:
             self._copy(name, operands, mask)
         elif name.startswith("mma."):
             self._multiply(operands)
+        elif name == "fence.proxy.async.shared::cta":
+            for place in self.unfenced:
+                self.shared.is_fenced[place] = True
+            self.unfenced = []
+        elif name.startswith("wgmma."):
+            self._multiply_wide(name, operands)
+        elif name == "mov.b64" and operands[1].startswith("{"):
+            low, high = map(self.value, names(operands[1]))
+            self.registers[operands[0]] = low | high << np.uint64(32)
         elif name == "mov.b32" and operands[0].startswith("{"):
             low, high = names(operands[0])
             value = self.value(operands[1])
@@ -93,6 +128,7 @@ class Warp:
             result = compute(operation, kind, [self.value(each) for each in given])
             before = self.registers.get(into, result)
             self.registers[into] = np.where(mask, result, before)
+            self.written.add(into)
 
     def value(self, operand: str) -> np.ndarray:
         if operand in self.registers:
@@ -107,7 +143,7 @@ class Warp:
 
     def _memory(self, address: int, is_shared: bool) -> tuple[np.ndarray, int]:
         if is_shared:
-            return self.shared, address
+            return self.shared.bytes, address
         return self.memories[address // PLACE - 1], address % PLACE
 
     def _move(self, name: str, operands: list[str], mask: np.ndarray) -> None:
@@ -143,20 +179,74 @@ class Warp:
                 for lane in np.flatnonzero(mask):
                     memory, start = self._memory(int(source[lane]), False)
                     assert start % 16 == 0 and start + 16 <= len(memory) and int(to[lane]) % 16 == 0
-                    self.shared[int(to[lane]) : int(to[lane]) + 16] = memory[start : start + 16]
+                    place = slice(int(to[lane]), int(to[lane]) + 16)
+                    self.shared.bytes[place] = memory[start : start + 16]
+                    self.shared.is_fenced[place] = False
+                    self.unfenced.append(place)
 
             self.copies[-1].append(copy)
 
-    def _multiply(self, operands: list[str]) -> None:
-        into, left, right, given = map(names, operands)
-        a, b = np.zeros((16, 16), np.float32), np.zeros((16, 8), np.float32)
-        c = np.zeros((16, 8), np.float32)
+    def _left_factor(self, registers: list[str]) -> np.ndarray:
+        a = np.zeros((16, 16), np.float32)
         lane = np.arange(LANES)
         g, t = lane // 4, lane % 4
-        for number, register in enumerate(left):
+        for number, register in enumerate(registers):
             pairs = halves(self.registers[register])
             for half in range(2):
                 a[g + 8 * (number % 2), 2 * t + half + 8 * (number // 2)] = pairs[:, half]
+        return a
+
+    def _multiply_wide(self, name: str, operands: list[str]) -> None:
+        """An instruction of four warps; each of them has its own outputs, so here it does its part alone."""
+        if name == "wgmma.fence.sync.aligned":
+            self.written = set()
+        elif name == "wgmma.commit_group.sync.aligned":
+            self.products.append([])
+        elif name == "wgmma.wait_group.sync.aligned":
+            while len(self.products) - 1 > int(operands[0]):
+                for product in self.products.pop(0):
+                    self._finish(product)
+        else:
+            found = re.fullmatch(r"wgmma.mma_async.sync.aligned.m64n(\d+)k16.f32.bf16.bf16", name)
+            assert found and operands[3:] == [operands[3], "1", "1", "0"] and self.value(operands[3]).all()
+            into, left = names(operands[0]), names(operands[1])
+            assert len(into) == int(found[1]) // 2
+            assert not self.written & {*into, *left}, "a fence comes after what was written to registers"
+            descriptor = int(self.value(operands[2])[0])
+            right = self._right_factor(descriptor, int(found[1]))
+            product = WideProduct(into, left, self._left_factor(left), descriptor, right)
+            self.products[-1].append(product)
+
+    def _right_factor(self, descriptor: int, num_rows: int) -> np.ndarray:
+        """[input, row] from shared memory, 128 bytes of a row side by side, swizzled."""
+        assert descriptor >> 62 == 1 and descriptor >> 32 & 0x3FFF == 1024 >> 4
+        start = (descriptor & 0x3FFF) << 4
+        rows, inputs = np.arange(num_rows)[:, None], np.arange(16)[None, :]
+        at = start + rows // 8 * 1024 + rows % 8 * 128 + 2 * inputs
+        at ^= (at >> 7 & 7) << 4
+        places = np.stack([at, at + 1], -1)
+        assert self.shared.is_fenced[places].all()
+        found = self.shared.bytes[places].view(ml_dtypes.bfloat16)[..., 0]
+        return found.astype(np.float32).T
+
+    def _finish(self, product: WideProduct) -> None:
+        """Adds a product to its sums; until now its factors must have stayed where they were."""
+        assert np.array_equal(product.a, self._left_factor(product.left))
+        assert np.array_equal(product.b, self._right_factor(product.descriptor, product.b.shape[1]))
+        lane = np.arange(LANES)
+        g, t = lane // 4, lane % 4
+        d = product.a @ product.b
+        for number, register in enumerate(product.into):
+            tile, place = divmod(number, 4)
+            found = d[g + 8 * (place // 2), 8 * tile + 2 * t + place % 2]
+            self.registers[register] = as_bits(as_float(self.registers[register]) + found)
+
+    def _multiply(self, operands: list[str]) -> None:
+        into, left, right, given = map(names, operands)
+        a, b = self._left_factor(left), np.zeros((16, 8), np.float32)
+        c = np.zeros((16, 8), np.float32)
+        lane = np.arange(LANES)
+        g, t = lane // 4, lane % 4
         for number, register in enumerate(right):
             pairs = halves(self.registers[register])
             for half in range(2):
@@ -193,6 +283,9 @@ def compute(operation: str, kind: str, given: list[np.ndarray]) -> np.ndarray:
         first, second, third = map(halves, given)
         result = (first * second + third).astype(ml_dtypes.bfloat16)
         return result.reshape(-1).view(np.uint32).astype(np.uint64)
+    if kind == "rn.bf16x2.f32":
+        pairs = np.stack([as_float(each) for each in given[::-1]], -1).astype(ml_dtypes.bfloat16)
+        return pairs.reshape(-1).view(np.uint32).astype(np.uint64)
     if kind.endswith("f32") and operation != "mov":
         numbers = [as_float(each) for each in given]
         exact = [each.astype(np.float64) for each in numbers]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +13,7 @@ from haliax import Axis
 from levserve.model.gpu import backend as gpu
 from levserve.model.gpu.fragment_plan import MAX_ROWS, FragmentTiling, Problem, choose_fragments, takes
 from levserve.model.gpu.fragment_product import runs_here, write_kernel
+from levserve.model.gpu.wide_kernel import in_fragments
 from levserve.model.lanes import from_lanes, to_lanes
 from levserve.model.packed import OFFSET, SCALE, ZERO, Code, PackedMatrix, Scheme
 from tests import ptx
@@ -34,6 +36,7 @@ SCHEMES = {
 }
 FEW = FragmentTiling(2, 1, 1, 2, 2, is_staged=False)
 STAGED = FragmentTiling(2, 2, 4, 1, 1, is_staged=True)
+WIDE = FragmentTiling(2, 2, 4, 1, 1, is_staged=True, is_wide=True)
 
 
 def random_parts(scheme: Scheme, shape: tuple[int, int]) -> dict[str, np.ndarray]:
@@ -51,18 +54,65 @@ def random_parts(scheme: Scheme, shape: tuple[int, int]) -> dict[str, np.ndarray
 
 def check_product(scheme: Scheme, rows: int, tiling: FragmentTiling, shape: tuple[int, int]) -> None:
     """Nothing but x is rounded; x has the rows that the kernel is given, with those of padding."""
-    parts = random_parts(scheme, shape)
+    parts, x = random_parts(scheme, shape), random_rows(rows, tiling, shape)
+    wanted = x.astype(np.float64) @ widen(parts, scheme, shape, FLOAT32).T
+    np.testing.assert_allclose(
+        run_kernel(parts, scheme, x, tiling, shape), wanted, atol=2e-6 * np.abs(wanted).max()
+    )
+
+
+def random_rows(rows: int, tiling: FragmentTiling, shape: tuple[int, int]) -> np.ndarray:
     padded = -(-rows // tiling.rows) * tiling.rows if tiling.is_staged else rows
-    x = np.random.default_rng(1).normal(size=(padded, shape[1])).astype(BFLOAT16)
-    out = np.full((tiling.splits, padded, shape[0]), np.nan, np.float32)
+    return np.random.default_rng(1).normal(size=(padded, shape[1])).astype(BFLOAT16)
+
+
+def run_kernel(
+    parts: dict[str, np.ndarray],
+    scheme: Scheme,
+    x: np.ndarray,
+    tiling: FragmentTiling,
+    shape: tuple[int, int],
+) -> np.ndarray:
+    out = np.full((tiling.splits, len(x), shape[0]), np.nan, np.float32)
     given = [parts[end] for end in ("", SCALE, ZERO, OFFSET) if end in parts]
-    grid = (-(-padded // tiling.rows), shape[0] // tiling.columns, tiling.splits)
-    text = write_kernel(Problem(padded, *shape, scheme), tiling)
+    grid = (-(-len(x) // tiling.rows), shape[0] // tiling.columns, tiling.splits)
+    text = write_kernel(Problem(len(x), *shape, scheme), tiling)
+    if tiling.is_wide:
+        x = np.asarray(in_fragments(jnp.asarray(x), scheme.code.is_nibble))
     ptx.run(text, [x, *given], out, grid, tiling.num_warps)
+    return out.sum(0)
+
+
+def widen(
+    parts: dict[str, np.ndarray], scheme: Scheme, shape: tuple[int, int], dtype: jnp.dtype
+) -> np.ndarray:
     axes = (Axis("out", shape[0]), Axis("in", shape[1]))
     matrix = PackedMatrix.from_arrays({end: jnp.asarray(part) for end, part in parts.items()}, scheme, axes)
-    wanted = x.astype(np.float64) @ np.asarray(matrix.widen(FLOAT32).array, np.float64).T
-    np.testing.assert_allclose(out.sum(0), wanted, atol=2e-6 * np.abs(wanted).max())
+    return np.asarray(matrix.widen(dtype).array, np.float64)
+
+
+def round_scales(parts: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Scales and offsets as bfloat16 has them."""
+    return {
+        end: part.astype(BFLOAT16).astype(part.dtype) if end in (SCALE, OFFSET) else part
+        for end, part in parts.items()
+    }
+
+
+def check_wide(scheme: Scheme, rows: int, tiling: FragmentTiling, shape: tuple[int, int]) -> None:
+    """Numbers are rounded to bfloat16 with their scales, unless a whole row shares one: so the error is about
+    that of a matrix which has been widened."""
+    parts, x = random_parts(scheme, shape), random_rows(rows, tiling, shape)
+    found = run_kernel(parts, scheme, x, tiling, shape)
+    if scheme.columns is None:
+        numbers = widen(parts, scheme, shape, FLOAT32)
+    else:
+        numbers = widen(round_scales(parts), scheme, shape, FLOAT32).astype(BFLOAT16).astype(np.float64)
+    wanted = x.astype(np.float64) @ numbers.T
+    np.testing.assert_allclose(found, wanted, atol=2e-6 * np.abs(wanted).max())
+    exact = x.astype(np.float64) @ widen(parts, scheme, shape, FLOAT32).T
+    of_widened = x.astype(np.float64) @ widen(parts, scheme, shape, BFLOAT16).T
+    assert np.linalg.norm(found - exact) < 1.6 * np.linalg.norm(of_widened - exact)
 
 
 @pytest.mark.parametrize("name", SCHEMES)
@@ -89,6 +139,44 @@ def test_it_does_for_every_way_of_cutting_it(
     check_product(SCHEMES[name], rows, tiling, (128, num_inputs))
 
 
+@pytest.mark.parametrize("name", SCHEMES)
+def test_the_kernel_of_many_rows_gives_the_product_of_the_numbers(name: str) -> None:
+    check_wide(SCHEMES[name], 16, WIDE, (128, 512))
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "tiling", "num_inputs"),
+    [
+        ("awq", 37, replace(WIDE, n_tiles=5), 128),
+        ("q4_k", 16, replace(WIDE, splits=2), 512),
+        ("q8_0", 16, replace(WIDE, n_tiles=1), 64),
+        ("q6_k", 40, replace(WIDE, n_tiles=3, splits=2), 384),
+        ("awq", 128, replace(WIDE, n_tiles=16), 384),
+        ("q4_0", 8, replace(WIDE, n_tiles=1, warps_m=8), 256),
+    ],
+)
+def test_so_does_every_way_of_cutting_it(
+    name: str, rows: int, tiling: FragmentTiling, num_inputs: int
+) -> None:
+    """With tiles of several sizes, rows that fill none, one step alone, and programs that share sums."""
+    check_wide(SCHEMES[name], rows, tiling, (tiling.columns, num_inputs))
+
+
+@pytest.mark.parametrize("is_nibble", [False, True])
+def test_rows_in_fragments_have_the_inputs_of_each_instruction_side_by_side(is_nibble: bool) -> None:
+    """A thread of four has a word's inputs one after another, and of each instruction two pairs."""
+    row = np.asarray(in_fragments(jnp.arange(256, dtype=jnp.float32)[None], is_nibble))[0]
+    instructions = row.reshape(-1, 16).astype(int)
+    assert sorted(row) == list(range(256))
+    per_word = 8 if is_nibble else 4
+    for number, inputs in enumerate(instructions):
+        word, half = divmod(number, per_word // 4)
+        for thread in range(4):
+            first = (4 * word + thread) * per_word + 4 * half
+            low, high = inputs[2 * thread : 2 * thread + 2], inputs[8 + 2 * thread : 10 + 2 * thread]
+            assert [*low, *high] == list(range(first, first + 4))
+
+
 @pytest.mark.parametrize("is_nibble", [False, True])
 def test_codes_in_lanes_can_be_put_back_in_order(is_nibble: bool) -> None:
     codes = np.random.default_rng(0).integers(0, 16 if is_nibble else 256, (3, 2, 256)).astype(np.uint8)
@@ -99,13 +187,31 @@ def test_codes_in_lanes_can_be_put_back_in_order(is_nibble: bool) -> None:
 
 
 def test_the_plan_keeps_a_card_busy_and_leaves_many_rows_to_xla() -> None:
-    few, some, many = (choose_fragments(rows, (4096, 4096), AWQ) for rows in (2, 16, 64))
-    assert few is not None and some is not None and many is not None
-    assert [each.splits for each in (few, some, many)] == [4, 8, 8]
-    assert [each.is_staged for each in (few, some, many)] == [False, False, True]
-    wide = choose_fragments(2, (28672, 4096), AWQ)
-    assert wide is not None and wide.splits == 1, "there are enough programs"
-    assert choose_fragments(MAX_ROWS + 1, (4096, 4096), AWQ) is None
+    few, some, more, many = (plan(rows, (4096, 4096)) for rows in (2, 16, 32, 64))
+    assert [each.splits for each in (few, some, more, many)] == [4, 8, 8, 8]
+    assert [each.is_staged for each in (few, some, more, many)] == [False, False, True, True]
+    assert [each.is_wide for each in (few, some, more, many)] == [False, False, False, True]
+    assert plan(2, (28672, 4096)).splits == 1, "there are enough programs"
+    assert choose_fragments(MAX_ROWS + 1, (4096, 4096), AWQ, is_hopper=True) is None
+
+
+def test_rows_are_shared_out_evenly_among_programs_of_four_warps() -> None:
+    assert [plan(rows, (4096, 4096)).rows for rows in (33, 128, 129, 256)] == [40, 128, 72, 128]
+
+
+@pytest.mark.parametrize(("num_outputs", "is_hopper"), [(4096, False), (4096 + 64, True)])
+def test_four_warps_multiply_together_only_on_hopper_and_if_all_have_outputs(
+    num_outputs: int, is_hopper: bool
+) -> None:
+    tiling = plan(256, (num_outputs, 4096), is_hopper=is_hopper)
+    assert not tiling.is_wide and tiling.is_staged and tiling.rows == 64
+    assert num_outputs % tiling.columns == 0
+
+
+def plan(rows: int, shape: tuple[int, int], *, is_hopper: bool = True) -> FragmentTiling:
+    tiling = choose_fragments(rows, shape, AWQ, is_hopper=is_hopper)
+    assert tiling is not None
+    return tiling
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,7 @@ def compile_there(name: str, shape: Shape) -> tuple[str, int]:
         ("awq", FEW),
         ("awq", MANY),
         ("q4_k", FEW),
+        ("q4_k", MANY),
         ("q8_0", MANY),
         ("mxfp4", FEW),
     ],
@@ -114,18 +115,39 @@ def test_a_decode_step_never_holds_a_widened_matrix(name: str, shape: Shape) -> 
     assert temp_bytes < 2 * 4096 * 4096, "less than the smallest matrix, widened"
 
 
+def compile_product(name: str, rows: int, kernel: str, folder: Path) -> str:
+    """The text of our kernel for the product of so many rows with a matrix of 4096 x 4096."""
+    Out, In = Axis("out", 4096), Axis("in", 4096)
+    scheme = SCHEMES[name]
+    shapes = scheme.array_shapes((Out.size, In.size))
+    arrays = {end: placed(jax.ShapeDtypeStruct(*shape)) for end, shape in shapes.items()}
+    x = placed(jax.ShapeDtypeStruct((rows, In.size), jnp.bfloat16))
+    multiply = jax.jit(
+        lambda arrays, x: GpuBackend().packed_product(
+            PackedMatrix.from_arrays(arrays, scheme, (Out, In)), x.dtype
+        )(x, None)
+    )
+    with on_the_card():
+        multiply.lower(arrays, x).compile({"xla_dump_to": str(folder), "xla_dump_emitter_re": ".*"})
+    (found,) = (text for path in folder.glob("*.ptx") if kernel in (text := path.read_text()))
+    return found
+
+
 @pytest.mark.parametrize(("name", "rows"), [("fp8", 2), ("fp8", 64), ("fp8", 256), ("fp8, whole rows", 64)])
 def test_tensor_cores_multiply_fp8_as_it_is(name: str, rows: int, tmp_path: Path) -> None:
     """Pallas' own product would be compiled to one of float16, which takes twice as long."""
-    Out, In = Axis("out", 4096), Axis("in", 4096)
-    arrays = SCHEMES[name].array_shapes((Out.size, In.size)).values()
-    codes, scale = (placed(jax.ShapeDtypeStruct(*array)) for array in arrays)
-    matrix = PackedMatrix(codes, scale, None, SCHEMES[name], (Out, In))
-    x = placed(jax.ShapeDtypeStruct((rows, In.size), jnp.bfloat16))
-    multiply = jax.jit(lambda matrix, x: GpuBackend().packed_product(matrix, x.dtype)(x, None))
-    dump = {"xla_dump_to": str(tmp_path), "xla_dump_emitter_re": ".*"}
-    with on_the_card():
-        multiply.lower(matrix, x).compile(dump)
-    (kernel,) = (text for path in tmp_path.glob("*.ptx") if "fp8_product" in (text := path.read_text()))
+    kernel = compile_product(name, rows, "fp8_product", tmp_path)
     assert re.search(r"wgmma\.mma_async\.\S+\.e4m3\.e4m3", kernel)
     assert not re.search(r"mma\S*\.f16\.f16", kernel)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "is_wide"),
+    [("awq", 32, False), ("awq", 33, True), ("q4_k", 64, True), ("q8_0", 128, True), ("awq", 256, True)],
+)
+def test_many_rows_are_multiplied_by_four_warps_together(
+    name: str, rows: int, is_wide: bool, tmp_path: Path
+) -> None:
+    kernel = compile_product(name, rows, "fragment_product", tmp_path)
+    assert bool(re.search(r"wgmma\.mma_async\.\S+\.bf16\.bf16", kernel)) == is_wide
+    assert bool(re.search(r"\bmma\.sync\.aligned", kernel)) != is_wide

@@ -50,11 +50,11 @@ class Assembly:
     def label(self, name: str) -> None:
         self.lines.append(f"{name}:")
 
-    def text(self, shared_bytes: int) -> str:
+    def text(self, shared_bytes: int, alignment: int = 16) -> str:
         """The kernel; `memory` is what the threads of a program share."""
         declared = [f".reg .{kind} {', '.join(names)};" for kind, names in self.registers.items()]
         if shared_bytes:
-            declared.append(f".shared .align 16 .b8 memory[{shared_bytes}];")
+            declared.append(f".shared .align {alignment} .b8 memory[{shared_bytes}];")
         return " ".join(["{", *declared, *self.lines, "mov.b32 $0, 0;", "}"])
 
 

@@ -39,8 +39,9 @@ from levserve.model.gpu.fragment_product import multiply_fragments, runs_here
 from levserve.model.gpu.gate import Gate
 from levserve.model.gpu.grouped_experts import FLOAT32_PRECISION, mix_grouped
 from levserve.model.gpu.heads import place_heads
+from levserve.model.gpu.hopper import is_hopper
 from levserve.model.gpu.mosaic_experts import mix_blocks
-from levserve.model.gpu.mosaic_plan import is_faster, is_hopper, serves
+from levserve.model.gpu.mosaic_plan import is_faster, serves
 from levserve.model.gpu.packed_plan import choose_tiling
 from levserve.model.gpu.packed_product import multiply_in_registers
 from levserve.model.gpu.paged_attention import paged_attention
@@ -160,7 +161,7 @@ class GpuBackend(XlaBackend):
             given = (len(x), (num_columns, num_inputs), matrix.scheme)
             if widened != jnp.bfloat16:
                 return plain(x, num_used)
-            fragments = choose_fragments(*given)
+            fragments = choose_fragments(*given, is_hopper=is_hopper())
             if fragments is not None:
                 return multiply_fragments(matrix, x, tiling=fragments)
             if matrix.scheme.rounds_rows and has_dot_fp8():

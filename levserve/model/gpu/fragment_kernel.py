@@ -41,6 +41,9 @@ class Loaded:
 class Writer:
     """Writes the kernel for one product."""
 
+    alignment = 16
+    """Of shared memory."""
+
     def __init__(self, problem: Problem, tiling: FragmentTiling) -> None:
         self.problem, self.tiling, self.scheme = problem, tiling, problem.scheme
         self.asm = Assembly()
@@ -77,7 +80,7 @@ class Writer:
             self._add_warps()
         self._store()
         self.asm.label("END")
-        return self.asm.text(self._shared_bytes())
+        return self.asm.text(self._shared_bytes(), self.alignment)
 
     def _all_totals(self) -> list[str]:
         return [register for tile in self.totals for part in tile for register in part]
@@ -170,11 +173,7 @@ class Writer:
             asm(f"@{nothing} bra DONE")
         done = asm.set("mov.u32", 0, name="done")
         if tiling.is_staged:
-            self.staged_unit = asm.set("mov.b32", self.unit, name="staged")
-            self.stage_in = asm.set("mov.u32", 0, name="stage")
-            self.stage_out = asm.set("mov.u32", 0, name="stage")
-            for _ in range(X_STAGES - 1):
-                self._copy_x()
+            self._begin_copies()
         self._load(stages[0])
         asm.label("NEXT")
         for number in range(2):
@@ -182,9 +181,7 @@ class Writer:
             asm(f"min.u32 {self.unit}, {self.unit}, {self.last_unit}")
             self._load(stages[1 - number])
             if tiling.is_staged:
-                asm(f"cp.async.wait_group {X_STAGES - 2}")
-                asm("bar.sync 0")
-                self._copy_x()
+                self._take_copied()
             self._compute(stages[number])
             asm(f"add.u32 {done}, {done}, 1")
             if number == 0:
@@ -249,6 +246,19 @@ class Writer:
             into = some[0] if len(some) == 1 else f"{{{', '.join(some)}}}"
             vector = "" if len(some) == 1 else f".v{len(some)}"
             self.asm(f"ld.global.nc{dots}{vector}.b32 {into}, [{address}+{offset + 4 * start}]")
+
+    def _begin_copies(self) -> None:
+        asm = self.asm
+        self.staged_unit = asm.set("mov.b32", self.unit, name="staged")
+        self.stage_in = asm.set("mov.u32", 0, name="stage")
+        self.stage_out = asm.set("mov.u32", 0, name="stage")
+        for _ in range(X_STAGES - 1):
+            self._copy_x()
+
+    def _take_copied(self) -> None:
+        self.asm(f"cp.async.wait_group {X_STAGES - 2}")
+        self.asm("bar.sync 0")
+        self._copy_x()
 
     def _copy_x(self) -> None:
         """Begins to copy a unit's inputs of all rows; past the last unit, of that one again."""

@@ -14,6 +14,11 @@ MAX_ROWS = 256
 """Up to so many rows the kernel multiplies; for more, XLA widens the matrix once for all of them."""
 FEW_ROWS = 16
 """Up to so many rows each warp reads `x` by itself, and several of a program share a sum."""
+SOME_ROWS = 32
+"""Up to so many rows each warp multiplies by itself; on Hopper, four warps multiply more together."""
+WARP_GROUP = 4
+MOST_TILES, MOST_WIDE_TILES = 8, 16
+"""Of rows, that a program multiplies: by warps on their own, and by four together."""
 FEW_PROGRAMS, PROGRAMS = 900, 264
 """How many programs there are at most when they share sums: seven and two for each processor of an H200."""
 MAX_SPLITS = 8
@@ -35,6 +40,8 @@ class FragmentTiling:
     """Programs that do."""
     is_staged: bool
     """Whether a program's warps read `x` from memory that they share; only if none share a sum."""
+    is_wide: bool = False
+    """Whether four warps multiply together, by the kernel of `wide_kernel`; only if `x` is staged."""
 
     @property
     def columns(self) -> int:
@@ -84,10 +91,12 @@ def takes(shape: tuple[int, ...], scheme: Scheme) -> bool:
     )
 
 
-def choose_fragments(num_rows: int, shape: tuple[int, int], scheme: Scheme) -> FragmentTiling | None:
+def choose_fragments(
+    num_rows: int, shape: tuple[int, int], scheme: Scheme, *, is_hopper: bool
+) -> FragmentTiling | None:
     """How to cut the product with a matrix [out, in] of this shape; None if the kernel does not serve it.
 
-    These were the fastest of seven each on an H200, for the matrices of an 8B model.
+    These were the fastest of several each on an H200, for the matrices of an 8B model.
     """
     if num_rows > MAX_ROWS or not scheme.in_lanes:
         return None
@@ -96,8 +105,12 @@ def choose_fragments(num_rows: int, shape: tuple[int, int], scheme: Scheme) -> F
         tiling = FragmentTiling(2, 1, 1, 4, 1, is_staged=False)
     elif num_rows <= FEW_ROWS:
         tiling = FragmentTiling(4, n_tiles, 1, 4, 1, is_staged=False)
+    elif num_rows <= SOME_ROWS or not is_hopper:
+        tiling = FragmentTiling(2, min(MOST_TILES, n_tiles), 4, 1, 1, is_staged=True)
     else:
-        tiling = FragmentTiling(2, min(8, n_tiles), 4, 1, 1, is_staged=True)
+        num_programs = -(-n_tiles // MOST_WIDE_TILES)
+        n_tiles = -(-n_tiles // num_programs)
+        tiling = FragmentTiling(2, n_tiles, 4, 1, 1, is_staged=True, is_wide=True)
     return fit_fragments(tiling, num_rows, shape, scheme)
 
 
@@ -109,7 +122,9 @@ def fit_fragments(
         return None
     num_columns, num_inputs = shape
     while num_columns % tiling.columns:
-        if tiling.warps_m > 1:
+        if tiling.is_wide and tiling.warps_m == WARP_GROUP:
+            tiling = replace(tiling, is_wide=False, n_tiles=min(MOST_TILES, tiling.n_tiles))
+        elif tiling.warps_m > 1:
             tiling = replace(tiling, warps_m=tiling.warps_m // 2)
         else:
             tiling = replace(tiling, m_tiles=tiling.m_tiles // 2)

@@ -1,4 +1,5 @@
-"""Products with matrices of four or eight bits that are kept in lanes, by the kernel of `fragment_kernel`."""
+"""Products with matrices of four or eight bits that are kept in lanes, by the kernel of `fragment_kernel` or,
+for many rows on Hopper, by that of `wide_kernel`."""
 
 from __future__ import annotations
 
@@ -12,11 +13,16 @@ from haliax import Axis
 
 from levserve.model.gpu.assembly import launch
 from levserve.model.gpu.fragment_kernel import Writer
-from levserve.model.gpu.fragment_plan import SMALLEST, FragmentTiling, Problem
+from levserve.model.gpu.fragment_plan import FragmentTiling, Problem
+from levserve.model.gpu.hopper import is_hopper
+from levserve.model.gpu.wide_kernel import WideWriter, in_fragments
 from levserve.model.lanes import to_lanes, unit_of
 from levserve.model.packed import Code, PackedMatrix, Scheme
 
 log = logging.getLogger(__name__)
+
+TRIAL = FragmentTiling(2, 1, 1, 1, 1, is_staged=False)
+WIDE_TRIAL = FragmentTiling(2, 1, 4, 1, 1, is_staged=True, is_wide=True)
 
 
 @functools.partial(jax.jit, static_argnames="tiling")
@@ -25,6 +31,8 @@ def multiply_fragments(matrix: PackedMatrix, x: jax.Array, *, tiling: FragmentTi
     num_rows, x = len(x), x.astype(jnp.bfloat16)
     if tiling.is_staged:
         x = jnp.pad(x, ((0, -num_rows % tiling.rows), (0, 0)))
+    if tiling.is_wide:
+        x = in_fragments(x, matrix.scheme.code.is_nibble)
     parts = multiply_parts(matrix, x, tiling)
     # One by one: XLA would compile a sum over an axis to a kernel of its own.
     total = functools.reduce(jnp.add, (parts[number] for number in range(tiling.splits)))
@@ -48,17 +56,20 @@ def multiply_parts(matrix: PackedMatrix, x: jax.Array, tiling: FragmentTiling) -
 
 @functools.cache
 def write_kernel(problem: Problem, tiling: FragmentTiling) -> str:
-    return Writer(problem, tiling).write()
+    writer = WideWriter if tiling.is_wide else Writer
+    return writer(problem, tiling).write()
 
 
 @functools.cache
 def runs_here() -> bool:
-    """Whether XLA takes the kernel and gets the right numbers from it; the smallest product is tried, once.
+    """Whether XLA takes the kernels and gets the right numbers from them; small products are tried, once.
 
-    The way in which it is handed over is XLA's own, so another version of it may not have it.
+    The way in which they are handed over is XLA's own, so another version of it may not have it.
     """
+    tilings = [TRIAL, WIDE_TRIAL] if is_hopper() else [TRIAL]
     try:
-        reason = None if np.array_equal(*_try_smallest()) else "its numbers are wrong"
+        is_right = all(np.array_equal(*_try(tiling)) for tiling in tilings)
+        reason = None if is_right else "its numbers are wrong"
     except Exception as error:  # whatever that version raises
         reason = str(error).splitlines()[0] if str(error) else repr(error)
     if reason is not None:
@@ -68,16 +79,15 @@ def runs_here() -> bool:
     return reason is None
 
 
-def _try_smallest() -> tuple[jax.Array, np.ndarray]:
-    """A product by the kernel, and what it is."""
-    num_inputs = unit_of(is_nibble=True)
-    codes = (np.arange(SMALLEST * num_inputs) % 13).astype(np.uint8).reshape(SMALLEST, num_inputs)
-    lanes = np.empty((SMALLEST, num_inputs // 2), np.uint8)
+def _try(tiling: FragmentTiling) -> tuple[jax.Array, np.ndarray]:
+    """A product by the kernel, of one program, and what it is; no number is rounded."""
+    num_inputs, num_outputs = unit_of(is_nibble=True), tiling.columns
+    codes = (np.arange(num_outputs * num_inputs) % 13).astype(np.uint8).reshape(num_outputs, num_inputs)
+    lanes = np.empty((num_outputs, num_inputs // 2), np.uint8)
     to_lanes(codes, True, lanes)
     scheme = Scheme(Code.UINT4, num_inputs, zero=8, in_lanes=True)
-    scale = jnp.ones((1, SMALLEST), scheme.scale)
-    axes = (Axis("out", SMALLEST), Axis("in", num_inputs))
+    scale = jnp.ones((1, num_outputs), scheme.scale)
+    axes = (Axis("out", num_outputs), Axis("in", num_inputs))
     x = (np.arange(num_inputs) % 7 - 3).astype(np.float32)[None]
-    tiling = FragmentTiling(2, 1, 1, 1, 1, is_staged=False)
     matrix = PackedMatrix(jnp.asarray(lanes), scale, None, scheme, axes)
     return multiply_fragments(matrix, jnp.asarray(x), tiling=tiling), x @ (codes.astype(np.float32) - 8).T

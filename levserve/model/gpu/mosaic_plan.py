@@ -11,8 +11,6 @@ from levserve.model.backend import ExpertRule
 from levserve.model.config import Activation
 from levserve.model.gpu.mosaic_product import COLUMNS, NUM_MULTIPLIERS
 
-HOPPER = "H100", "H200", "H800", "H20", "GH200"
-"""Cards whose tensor cores the kernel is written for."""
 SMALLEST_SHARE = {4096: 256, 0: math.inf}
 """The mean number of pairs of an expert from which on Mosaic GPU is faster, for experts of so many hidden
 numbers at least. A layer of Mixtral's (14,336) is 1.09 times as fast with 256 pairs and 1.11 with 1,024; one
@@ -37,10 +35,3 @@ def is_faster(num_tokens: int, rule: ExpertRule, mlp: int) -> bool:
     """Whether it is than Triton, by the table."""
     smallest = next(share for least, share in SMALLEST_SHARE.items() if mlp >= least)
     return num_tokens * rule.per_token / rule.num_experts >= smallest
-
-
-def is_hopper() -> bool:
-    """Whether programs are traced for such a card."""
-    given = jax.sharding.get_abstract_mesh().abstract_device
-    kind = jax.devices()[0].device_kind if given is None else given.device_kind
-    return any(name in kind.split() for name in HOPPER)

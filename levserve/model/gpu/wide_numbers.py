@@ -1,0 +1,53 @@
+"""How codes become bfloat16 with their scales and offsets in a thread's registers, in PTX."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from levserve.model.gpu.assembly import Assembly
+from levserve.model.gpu.fragment_numbers import Numbers
+from levserve.model.packed import Scheme
+
+
+class WideNumbers:
+    """A number less its zero point is exact; it is multiplied by its scale, rounded to bfloat16, and rounded
+    once more with its offset."""
+
+    def __init__(self, asm: Assembly, scheme: Scheme) -> None:
+        self.asm, self.scheme = asm, scheme
+        self.numbers = Numbers(asm, scheme)
+        self.none = asm.set("mov.b32", "0x80008000", name="none")
+        """-0 twice, which added changes nothing."""
+        self.scales: list[str] = []
+        self.zeros: list[str] = []
+        self.offsets: list[str] = []
+
+    def begin_group(
+        self, scales: list[str], zeros: list[str], offsets: list[str], *, num_outputs: int
+    ) -> None:
+        """Takes what each output of the next words has, from registers as they were loaded."""
+        self.scales, self.offsets = self._twice(scales), self._twice(offsets)
+        self.zeros = self.numbers.zeros(zeros, num_outputs)
+
+    def widen(self, word: str, output: int) -> list[str]:
+        """The numbers of a word, two in each register; without their scale if all inputs share it."""
+        exact = self.numbers.unpack(word, self.zeros[output])
+        if not self.scales:
+            return exact
+        offset = self.offsets[output] if self.offsets else self.none
+        return [
+            self.asm.set("fma.rn.bf16x2", number, self.scales[output], offset, name="number")
+            for number in exact
+        ]
+
+    def _twice(self, registers: list[str]) -> list[str]:
+        """Each number as bfloat16, twice in a register."""
+        asm = self.asm
+        if self.scheme.scale == jnp.bfloat16:
+            return [
+                asm.set("prmt.b32", register, 0, half, name="twice")
+                for register in registers
+                for half in ("0x1010", "0x3232")
+            ]
+        wide = self.numbers.widen_scales(registers)
+        return [asm.set("cvt.rn.bf16x2.f32", number, number, name="twice") for number in wide]
