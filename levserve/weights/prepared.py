@@ -91,6 +91,8 @@ class WeightCache:
                     self.path / FILE, num_threads(), on_unmap=None if lease is None else lease.close
                 )
             except DamagedFile as error:
+                if lease is not None:
+                    lease.close()
                 log.warning("%s is prepared again: %s", self.path / FILE, error)
                 discard(self.path)
                 continue
