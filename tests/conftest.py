@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import gc
 import os
 import shutil
@@ -145,7 +146,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def ring_of(item: pytest.Item) -> str:
     """The ring of a test is the folder that it sits in."""
-    return item.path.relative_to(Path(__file__).parent).parts[0]
+    return _first_folder(item.path)
+
+
+@functools.cache  # there are thousands of tests in less than two hundred files
+def _first_folder(path: Path) -> str:
+    return path.relative_to(Path(__file__).parent).parts[0]
 
 
 def _leave_out(config: pytest.Config, items: list[pytest.Item], mark: str, find: Callable[[], Path]) -> None:

@@ -7,14 +7,16 @@ import json
 import os
 import subprocess
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import openai
 import pytest
 
 from tests.fake_server import ServerProcess
 from tests.node import package_folder
+
+if TYPE_CHECKING:
+    import anthropic  # takes seconds, so the tests that need it import it
 
 KEY = "sk-test-0123456789"
 MESSAGES: Any = [{"role": "user", "content": "t17 t18"}]
@@ -111,6 +113,8 @@ def test_the_node_client_asks_streams_and_reads_errors(server: ServerProcess) ->
 
 @pytest.fixture(scope="module")
 def claude(server: ServerProcess) -> Iterator[anthropic.Anthropic]:
+    import anthropic
+
     with anthropic.Anthropic(base_url=server.url, api_key=KEY, max_retries=0) as client:
         yield client
 
@@ -119,6 +123,8 @@ GREEDY: dict[str, Any] = {"model": "toy", "max_tokens": 3, "extra_body": {"tempe
 
 
 def test_anthropics_client_gets_a_message_whole_and_streamed(claude: anthropic.Anthropic) -> None:
+    import anthropic
+
     whole = claude.messages.create(messages=MESSAGES, **GREEDY)
     assert whole.content == [anthropic.types.TextBlock(type="text", text="t10 t11 t12")]
     assert (whole.stop_reason, whole.usage.input_tokens, whole.usage.output_tokens) == ("max_tokens", 3, 3)
@@ -133,6 +139,8 @@ def test_anthropics_client_gets_a_message_whole_and_streamed(claude: anthropic.A
 
 
 def test_anthropics_client_reads_errors(server: ServerProcess, claude: anthropic.Anthropic) -> None:
+    import anthropic
+
     with pytest.raises(anthropic.NotFoundError) as missing:
         claude.messages.create(messages=MESSAGES, model="claude-unknown", max_tokens=3)
     assert (missing.value.type, bool(missing.value.request_id)) == ("not_found_error", True)

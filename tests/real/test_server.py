@@ -17,7 +17,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
-import anthropic
 import openai
 import pydantic
 import pytest
@@ -102,6 +101,8 @@ def test_the_sdk_streams_what_it_would_get_whole(client: openai.OpenAI) -> None:
 
 
 def test_anthropics_sdk_chats_and_streams(server: Server) -> None:
+    import anthropic  # takes seconds
+
     asked = {"model": OTHER_NAME, "max_tokens": 20, "extra_body": {"temperature": 0}}
     question = [{"role": "user", "content": "What is the capital of France?"}]
     with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=120) as client:
@@ -123,6 +124,8 @@ def test_anthropics_sdk_chats_and_streams(server: Server) -> None:
 
 
 def test_anthropics_sdk_calls_a_tool_and_goes_on_with_its_result(server: Server) -> None:
+    import anthropic
+
     tool = {"name": "Temperature", "input_schema": Temperature.model_json_schema()}
     asked: dict[str, Any] = {"model": MODEL, "max_tokens": 60, "tools": [tool]}
     question = {"role": "user", "content": "How warm is it in Oslo? Call Temperature."}

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import openai
 import pytest
 
@@ -101,6 +100,8 @@ def test_anthropics_sdk_gets_thoughts_in_blocks_of_their_own(server: Server) -> 
         "output_config": {"format": {"type": "json_schema", "schema": CITY}},
         "extra_body": {"thinking": {"type": "enabled", "budget_tokens": BUDGET}, "temperature": 0},
     }
+    import anthropic  # takes seconds
+
     with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=120) as client:
         whole = client.messages.create(**asked)
         with client.messages.stream(**asked) as stream:
