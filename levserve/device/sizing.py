@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import platform
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -247,24 +248,26 @@ def kv_floor(settings: Settings, *, max_position: int, page_bytes: int) -> int:
     return page_bytes * (settings.kv_pages or -(-tokens // settings.page_size))
 
 
-def free_memory() -> int:
+def free_memory(proc: Path = Path("/proc"), group: Path = Path("/sys/fs/cgroup")) -> int:
     """Bytes this process may still take: of the machine, or of its control group if that has less."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     # Linux counts pages of mapped files as available, but weights that are mapped are needed all the time.
-    free = (int(fields["MemAvailable"].split()[0]) - int(status["RssFile"].split()[0])) * 1024
+    mapped = _read_kilobytes(proc / "self/status", "RssFile:")
+    free = _read_kilobytes(proc / "meminfo", "MemAvailable:") - mapped
     try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        limit = (group / "memory.max").read_text().strip()
+        used = int((group / "memory.current").read_text())
     except OSError:
         return free
-    return free if limit == "max" else min(free, int(limit) - used)
+    if limit == "max":
+        return free
+    # Pages that another group mapped first do not count here until they are read again.
+    uncounted = max(0, mapped - _mapped_in(group))
+    return min(free, int(limit) - used - uncounted)
 
 
 def total_memory() -> int:
     """Bytes of the machine's memory, or of this process's control group if that may take less."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    total = int(fields["MemTotal"].split()[0]) * 1024
+    total = _read_kilobytes(Path("/proc/meminfo"), "MemTotal:")
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
     except OSError:
@@ -296,8 +299,24 @@ def process_memory() -> int:
 def peak_memory() -> int:
     """Bytes of the host's memory that this process has taken at most."""
     # Not from `getrusage`, whose peak is also that of the process that started this one.
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(status["VmHWM"].split()[0]) * 1024
+    return _read_kilobytes(Path("/proc/self/status"), "VmHWM:")
+
+
+def _read_kilobytes(path: Path, name: str) -> int:
+    """Bytes of the line with this name, which is in kB; 0 where a sandbox leaves it out."""
+    for line in path.read_text().splitlines():
+        if line.startswith(name):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _mapped_in(group: Path) -> int:
+    """Bytes of mapped files that count as a control group's memory; 0 if it does not say."""
+    with suppress(OSError):
+        for line in (group / "memory.stat").read_text().splitlines():
+            if line.startswith("file_mapped "):
+                return int(line.split()[1])
+    return 0
 
 
 def _num_pages(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -164,6 +165,42 @@ def test_the_peak_of_memory_is_not_below_what_is_taken_now() -> None:
 
 def test_free_memory_is_a_sensible_number() -> None:
     assert 1 << 20 < free_memory() < 1 << 46
+
+
+@pytest.mark.parametrize(
+    ("group", "free"),
+    [
+        ({}, 9_000),
+        ({"memory.max": "max", "memory.current": "1"}, 9_000),
+        (
+            {
+                "memory.max": "8192000",
+                "memory.current": "3072000",
+                "memory.stat": "anon 5\nfile_mapped 1024000\n",
+            },
+            5_000,
+        ),
+        (
+            {
+                "memory.max": "8192000",
+                "memory.current": "3072000",
+                "memory.stat": "anon 5\nfile_mapped 24000\n",
+            },
+            4_023.4375,
+        ),
+        ({"memory.max": "8192000", "memory.current": "3072000"}, 4_000),
+    ],
+)
+def test_mapped_weights_are_not_free_although_linux_could_read_them_again(
+    group: dict[str, str], free: float, tmp_path: Path
+) -> None:
+    """Of 10,000 kB that are available, 1,000 are mapped; a control group counts all of them, some or none."""
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self/status").write_text("Name:\tx\nRssAnon:\t 7 kB\nRssFile:\t 1000 kB\n")
+    (tmp_path / "meminfo").write_text("MemTotal:  90000 kB\nMemAvailable:  10000 kB\n")
+    for name, text in group.items():
+        (tmp_path / name).write_text(text)
+    assert free_memory(tmp_path, tmp_path) == free * 1024
 
 
 def test_programs_are_few_and_chunks_of_many_sizes_where_padding_costs_nothing() -> None:
