@@ -126,6 +126,18 @@ def read(stream: TokenStream, count: int = 1) -> list[Answer]:
     return answers
 
 
+@contextmanager
+def without_older_objects() -> Iterator[None]:
+    """Garbage is looked for only among what is made inside. Other tests of the process may have left millions of objects,
+    and each look at all of them takes seconds."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 def live_bytes() -> int:
     """What jax holds in this process."""
     gc.collect()  # other tests' engines too

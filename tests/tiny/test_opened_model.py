@@ -13,13 +13,14 @@ from levserve.settings.settings import Settings
 from levserve.web.app import create_app
 from levserve.web.watcher import Watcher
 from tests.conftest import GOLDEN
-from tests.engines import cache_folder, live_bytes, running_engine
+from tests.engines import cache_folder, live_bytes, running_engine, without_older_objects
 
 CASES = json.loads((GOLDEN / "llama" / "golden.json").read_text())["cases"]
 SETTINGS = {"dtype": "float32", "page_size": 4, "prefill_chunk": 8, "kv_pages": 64, "max_running": 2}
 """With few sizes of programs: all of them are compiled."""
 
 
+@without_older_objects()
 def test_a_model_opened_and_closed_five_times_leaves_nothing_behind() -> None:
     threads = set(threading.enumerate())
     before = live_bytes()
