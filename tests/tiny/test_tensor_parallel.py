@@ -60,6 +60,12 @@ def golden_case(family: str) -> tuple[list[int], int]:
     return [*case["prompt"], *case["greedy"][:NUM_SCORED]], len(case["prompt"])
 
 
+def golden_logprobs(family: str) -> list[float]:
+    """Of all tokens of the golden case but its first."""
+    case: dict[str, Any] = json.loads((GOLDEN / family / "golden.json").read_text())["cases"][0]
+    return [*case["prompt_logprobs"][1:], *case["greedy_logprobs"][:NUM_SCORED]]
+
+
 def score(family: str, count: int, quantization: Quantization | None = None) -> NDArray[np.float32]:
     """Log-probabilities [place, word] of a golden case on so many devices."""
     config = read_config(GOLDEN / family)
@@ -86,13 +92,13 @@ def score(family: str, count: int, quantization: Quantization | None = None) -> 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_computes_on_two_and_four_devices_what_it_does_on_one(family: str) -> None:
+def test_every_family_computes_on_two_and_four_devices_what_its_reference_does(family: str) -> None:
     tokens, prompt_len = golden_case(family)
-    alone = score(family, 1)
-    for count in (2, 4):
-        shared = score(family, count)
-        assert shared.argmax(-1)[prompt_len - 1 : -1].tolist() == tokens[prompt_len:]
-        np.testing.assert_allclose(shared, alone, atol=1e-4, rtol=0)
+    by_two, by_four = score(family, 2), score(family, 4)
+    np.testing.assert_allclose(by_two, by_four, atol=1e-4, rtol=0)
+    assert by_four.argmax(-1)[prompt_len - 1 : -1].tolist() == tokens[prompt_len:]
+    told = by_four[np.arange(len(tokens) - 1), tokens[1:]]
+    np.testing.assert_allclose(told, golden_logprobs(family), atol=3e-4, rtol=0)
 
 
 @pytest.mark.parametrize("in_blocks", [False, True])
