@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import haliax as hax
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from levserve.model import experts as plain
-from levserve.model.backend import ExpertChoice, ExpertRule
+from levserve.model.backend import Backend, ExpertChoice, ExpertRule
 from levserve.model.config import Activation, ModelConfig, Routing, Scoring
 from levserve.model.decoder import Decoder
 from levserve.model.gpu.backend import GpuBackend
@@ -118,10 +119,12 @@ def test_the_backend_with_kernels_mixes_as_the_one_without(rows: int, extras: di
     }
     x = hax.named(jnp.asarray(rng.standard_normal((rows, 1, EMBED)), jnp.float32), ("row", "chunk", "embed"))
     is_real = jnp.arange(rows)[:, None] != 1
-    kernels, xla = (
-        Decoder.from_arrays(config, arrays, backend=backend).layers[0].mlp(x, is_real).array
-        for backend in (GpuBackend(interpret=True), XlaBackend("gpu"))
-    )
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def mix(arrays: dict[str, jax.Array], backend: Backend) -> jax.Array:
+        return Decoder.from_arrays(config, arrays, backend=backend).layers[0].mlp(x, is_real).array
+
+    kernels, xla = (mix(arrays, backend) for backend in (GpuBackend(interpret=True), XlaBackend("gpu")))
     seen = np.asarray(is_real)[:, 0]
     np.testing.assert_allclose(np.asarray(kernels)[seen], np.asarray(xla)[seen], atol=1e-4)
     assert extras or not np.asarray(kernels)[1].any(), "padding gives zeros"
