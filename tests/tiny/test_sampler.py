@@ -44,7 +44,21 @@ class SmallSteps(GpuBackend):
 BACKENDS = {"xla": XLA_ON_CPU, "cpu": fit_target(HOST, is_int8=False), "gpu": SmallSteps()}
 
 
-def draw_as_asked(
+def sample_by(
+    logits: jax.Array, positions: jax.Array, rules: Rules, memory: Memory, masks: Masks, mode: Mode, way: str
+) -> Drawn:
+    given = memory if mode is Mode.FULL else None
+    return sample(logits, positions, rules, given, masks, mode, BACKENDS[way])
+
+
+sample_some_rows = jax.jit(sample_by, static_argnames=("mode", "way"))
+sample_many_rows = jax.jit(
+    sample_by, static_argnames=("mode", "way"), compiler_options={"xla_backend_optimization_level": 1}
+)
+"""Takes a third of the time for thousands of rows, but three times as long to compile: for sizes that many tests have."""
+
+
+def draw(
     logits: jax.Array,
     positions: jax.Array,
     rules: Rules,
@@ -53,20 +67,15 @@ def draw_as_asked(
     way: str = "xla",
     masks: Masks | None = None,
 ) -> Drawn:
-    backend = BACKENDS[way]
-    if masks is None:
-        rows, vocab = logits.shape
-        free = jnp.full(rows, FREE, jnp.int32)
-        masks = Masks(jnp.zeros((1, -(-vocab // 32)), jnp.uint32), jnp.zeros(1, jnp.int32), free)
-    return sample(logits, positions, rules, memory if mode is Mode.FULL else None, masks, mode, backend)
+    """Without masks, too, there are as many slots as rows, so that tests with masks and others share programs."""
+    rows, vocab = logits.shape
+    function = sample_many_rows if (rows, vocab) == (DRAWS, VOCAB) else sample_some_rows
+    return function(logits, positions, rules, memory, masks or free_masks(rows, vocab), mode, way)
 
 
-STATIC = ("mode", "way")
-draw = jax.jit(draw_as_asked, static_argnames=STATIC)
-draw_for_many_rows = jax.jit(
-    draw_as_asked, static_argnames=STATIC, compiler_options={"xla_backend_optimization_level": 1}
-)
-"""Takes a third of the time for thousands of rows, but three times as long to compile: for sizes that many tests have."""
+def free_masks(rows: int, vocab: int) -> Masks:
+    free = jnp.full(rows, FREE, jnp.int32)
+    return Masks(jnp.zeros((rows, -(-vocab // 32)), jnp.uint32), jnp.zeros(rows, jnp.int32), free)
 
 
 def make_rules(rows: int, **given: object) -> Rules:
@@ -141,8 +150,7 @@ def draw_many(
     rows = jnp.broadcast_to(jnp.asarray(logits), (DRAWS, len(logits)))
     positions = jnp.full(DRAWS, position, jnp.int32)
     given = make_rules(DRAWS, **rules), memory or make_memory(DRAWS)
-    function = draw_for_many_rows if len(logits) == VOCAB else draw
-    return np.asarray(function(rows, positions, *given, mode, way, masks).tokens)
+    return np.asarray(draw(rows, positions, *given, mode, way, masks).tokens)
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
@@ -324,12 +332,12 @@ def test_edits_of_an_earlier_guest_of_the_slot_do_nothing(way: str) -> None:
 @pytest.mark.parametrize("mode", list(Mode))
 def test_temperature_zero_takes_the_best_in_every_mode(mode: Mode, way: str) -> None:
     rng = np.random.default_rng(1)
-    logits = rng.standard_normal((8, 1_000)).astype(np.float32)
+    logits = rng.standard_normal((6, VOCAB)).astype(np.float32)
     got = draw(
         jnp.asarray(logits),
-        jnp.zeros(8, jnp.int32),
-        make_rules(8, temperature=0.0),
-        make_memory(8, vocab=1_000),
+        jnp.zeros(6, jnp.int32),
+        make_rules(6, temperature=0.0),
+        make_memory(6),
         mode,
         way,
     )
@@ -373,20 +381,20 @@ def test_the_largest_are_found_in_order_and_of_equals_the_first(count: int, voca
 
 @on_a_cpu
 def test_logprobs_are_the_raw_models_and_hold_the_best(way: str) -> None:
-    memory = make_memory(1, edits=[(0, -5.0, 99)])
+    memory = make_memory(6, edits=[(0, -5.0, 99)])
     got = draw(
-        jnp.asarray(LOGITS)[None],
-        jnp.zeros(1, jnp.int32),
-        make_rules(1, temperature=0.0, num_edits=1),
+        jnp.asarray(np.tile(LOGITS, (6, 1))),
+        jnp.zeros(6, jnp.int32),
+        make_rules(6, temperature=0.0, num_edits=1),
         memory,
         Mode.FULL,
         way,
     )
     expected = np.log(softmax(LOGITS))
     assert got.logprobs is not None and got.top_ids is not None and got.top_logprobs is not None
-    assert got.tokens.tolist() == [1]
+    assert got.tokens.tolist() == [1] * 6
     np.testing.assert_allclose(got.logprobs[0], expected[1], atol=1e-5)
-    assert got.top_ids.shape == (1, NUM_TOP) and got.top_ids[0, :12].tolist() == list(range(12))
+    assert got.top_ids.shape == (6, NUM_TOP) and got.top_ids[0, :12].tolist() == list(range(12))
     np.testing.assert_allclose(got.top_logprobs[0, :12], expected[:12], atol=1e-5)
 
 
@@ -395,7 +403,8 @@ def test_malloc_keeps_what_sampling_many_rows_needs_from_step_to_step() -> None:
     rows, vocab = 32, 49_152
     logits = jax.ShapeDtypeStruct((rows, vocab), jnp.float32)
     given = jnp.zeros(rows, jnp.int32), make_rules(rows), make_memory(rows, vocab=vocab)
-    needed = draw.lower(logits, *given, Mode.FULL).compile().memory_analysis().temp_size_in_bytes
+    lowered = sample_some_rows.lower(logits, *given, free_masks(rows, vocab), Mode.FULL, "xla")
+    needed = lowered.compile().memory_analysis().temp_size_in_bytes
     assert needed + 4 * rows * vocab < LARGE_BYTES
 
 
@@ -423,20 +432,20 @@ masked_ways = pytest.mark.parametrize(
 
 @masked_ways
 def test_a_masked_greedy_draw_is_the_likeliest_allowed_token(mode: Mode, way: str) -> None:
-    logits = jax.random.normal(jax.random.key(1), (4, VOCAB))
+    logits = jax.random.normal(jax.random.key(1), (6, VOCAB))
     allowed = [3, 31, 32, 77, VOCAB - 1]
-    rules = make_rules(4, temperature=0.0, is_constrained=np.array([1, 1, 0, 1]))
-    positions = jnp.array([5, 6, 5, 5], jnp.int32)
+    rules = make_rules(6, temperature=0.0, is_constrained=np.array([1, 1, 0, 1, 0, 1]))
+    positions = jnp.array([5, 6, 5, 5, 5, 4], jnp.int32)
     masks = mask_of(rules, allowed, at=5)
-    drawn = draw(logits, positions, rules, make_memory(4), mode, way, masks)
+    drawn = draw(logits, positions, rules, make_memory(6), mode, way, masks)
     best = np.argmax(logits, axis=1)
     held = np.array(allowed)[np.argmax(np.asarray(logits)[:, allowed], axis=1)]
-    assert drawn.tokens.tolist() == [held[0], best[1], best[2], held[3]], (
+    assert drawn.tokens.tolist() == [held[0], best[1], best[2], held[3], best[4], best[5]], (
         "only the mask's own position is held"
     )
     if mode is Mode.FULL:
         assert drawn.logprobs is not None
-        expected = jax.nn.log_softmax(logits)[jnp.arange(4), drawn.tokens]
+        expected = jax.nn.log_softmax(logits)[jnp.arange(6), drawn.tokens]
         np.testing.assert_allclose(drawn.logprobs, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -452,9 +461,9 @@ def test_masked_draws_have_the_probabilities_of_the_allowed_tokens(mode: Mode, w
 
 @masked_ways
 def test_a_mask_that_allows_nothing_poisons_its_own_row_alone(mode: Mode, way: str) -> None:
-    logits = jax.random.normal(jax.random.key(3), (2, VOCAB))
-    rules = make_rules(2, temperature=0.0, is_constrained=np.array([1, 0]))
-    positions = jnp.full(2, 4, jnp.int32)
+    logits = jax.random.normal(jax.random.key(3), (6, VOCAB))
+    rules = make_rules(6, temperature=0.0, is_constrained=np.array([1, 0, 0, 0, 0, 0]))
+    positions = jnp.full(6, 4, jnp.int32)
     masks = mask_of(rules, [], at=4)
-    drawn = draw(logits, positions, rules, make_memory(2), mode, way, masks)
-    assert drawn.tokens.tolist() == [POISONED, int(np.argmax(logits[1]))]
+    drawn = draw(logits, positions, rules, make_memory(6), mode, way, masks)
+    assert drawn.tokens.tolist() == [POISONED, *np.argmax(logits[1:], axis=1).tolist()]
