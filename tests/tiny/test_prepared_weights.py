@@ -241,8 +241,9 @@ def test_a_spoilt_file_is_written_again(
     data = bytearray(file.read_bytes())
     file.unlink()  # what other processes have mapped stays
     data[len(data) // 2] ^= 1
-    if damage != "removed":
-        file.write_bytes({"changed": data, "truncated": data[:-1], "empty": b""}[damage])
+    spoilt = {"changed": bytes(data), "truncated": bytes(data[:-1]), "empty": b""}
+    if damage in spoilt:
+        file.write_bytes(spoilt[damage])
     assert_same(load(GOLDEN / "llama", tmp_path), plain)
     assert_same(load(GOLDEN / "llama", tmp_path), plain)
     assert conversions == {"llama": 3} and len(kept_files(tmp_path)) == 1
