@@ -35,7 +35,8 @@ from schemes import SCHEMES, find_schemes, random_parts
 from levserve.device.programs import Shape
 from levserve.device.runner import Runner
 from levserve.device.sizing import Sizes
-from levserve.jit.target import AMX
+from levserve.jit import waiting
+from levserve.jit.target import AMX, detect_target
 from levserve.model import cache
 from levserve.model.backend import Backend
 from levserve.model.config import ModelConfig
@@ -76,6 +77,7 @@ NARROW_SPREAD = 24.0
 
 def main() -> None:
     options = _parser().parse_args()
+    set_looks(options.looks)
     config = SHAPES[options.shape]
     dtype = jnp.dtype(options.dtype)
     device = jax.devices()[0]
@@ -117,6 +119,12 @@ def main() -> None:
             f"{flops / seconds / 1e9:8.0f} GFLOP/s",
             flush=True,
         )
+
+
+def set_looks(looks: int | None) -> None:
+    """How often a thread of a CPU kernel looks before it sleeps; below zero, it never sleeps."""
+    if looks is not None:
+        waiting.LOOKS[detect_target().arch] = looks if looks >= 0 else None
 
 
 def num_weights(config: ModelConfig) -> float:
@@ -240,9 +248,14 @@ def random_matrix(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype, spre
 
 
 def measure_decode(runner: Runner, sizes: Sizes, rows: int, options: argparse.Namespace) -> float:
-    """Seconds of one decode step: rounds dispatched one ahead of the read, as the server does, over the same
-    positions again."""
+    """Seconds of one decode step."""
     runner.programs.compile_only([Shape(max(2, rows), Mode(options.mode))])
+    return statistics.median(time_rounds(runner, sizes, rows, options)[2:]) / int(options.steps)
+
+
+def time_rounds(runner: Runner, sizes: Sizes, rows: int, options: argparse.Namespace) -> list[float]:
+    """Seconds of each round: rounds are dispatched one ahead of the read, as the server does, over the same
+    positions again."""
     pages_each = sizes.table_width
     sampling = Sampling(
         temperature=0.0 if options.mode == "greedy" else 1.0, top_k=options.top_k, top_p=options.top_p
@@ -272,7 +285,7 @@ def measure_decode(runner: Runner, sizes: Sizes, rows: int, options: argparse.Na
             start = time.perf_counter()
     assert in_flight is not None
     in_flight.read()
-    return statistics.median(seconds[2:]) / int(options.steps)
+    return seconds
 
 
 def measure_prefill(
@@ -366,6 +379,11 @@ def _parser() -> argparse.ArgumentParser:
         choices=["auto", "triton", "mosaic"],
         default="auto",
         help="the GPU kernels of a mixture's experts, to measure both",
+    )
+    parser.add_argument(
+        "--looks",
+        type=int,
+        help="how often a waiting thread of a CPU kernel looks before it sleeps; -1: it yields",
     )
     parser.add_argument("--repeats", type=int, default=12)
     return parser

@@ -5,9 +5,10 @@
     python bench/compare.py --model model.gguf --streams 1 8
     taskset -c 0,1 python bench/compare.py --model model.gguf --streams 1 8
 
-Any server reads it as it reads a real one: the blocks are random bits with scales that keep the numbers small. The
-tokenizer is the bundled model's, so the vocabulary has its 49,152 tokens whatever the shape. With `--bare` there is
-none and the vocabulary is the shape's, which is enough for bench/llama_steps.py.
+Any server reads it as it reads a real one: the blocks are random bits with scales that keep the numbers small, and
+after some thousands they repeat, so that the file is written in seconds. The tokenizer is the bundled model's, so
+the vocabulary has its 49,152 tokens whatever the shape. With `--bare` there is none and the vocabulary is the
+shape's, which is enough for bench/llama_steps.py.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from levserve.weights.source import find_source
 
 SPREAD = 0.02
 """Standard deviation of the numbers."""
+NUM_RANDOM = 1 << 20
+"""So many numbers of a tensor are random, or all if it has fewer; the others repeat them."""
 KINDS = {"q4_0": Kind.Q4_0, "q4_k_m": Kind.Q4_K, "q8_0": Kind.Q8_0, "bf16": Kind.BF16}
 DENSE = [name for name, shape in SHAPES.items() if not shape.qk_norm and not shape.is_mixture(0)]
 
@@ -146,12 +149,12 @@ def make_numbers(tensor: Tensor, generator: np.random.Generator) -> NDArray[np.g
     if tensor.kind is Kind.F32:
         return np.ones(shape, np.float32)
     if tensor.kind is Kind.BF16:
-        numbers = generator.standard_normal(tensor.shape, np.float32) * SPREAD
-        return numbers.astype(ml_dtypes.bfloat16).view(np.uint8)
-    _, size = GGML_QUANT_SIZES[tensor.kind]
-    blocks = np.frombuffer(generator.bytes(int(np.prod(shape))), np.uint8).reshape(-1, size).copy()
+        numbers = generator.standard_normal(NUM_RANDOM, np.float32) * SPREAD
+        return np.resize(numbers.astype(ml_dtypes.bfloat16).view(np.uint8), shape)
+    count, size = GGML_QUANT_SIZES[tensor.kind]
+    blocks = np.frombuffer(generator.bytes(NUM_RANDOM // count * size), np.uint8).reshape(-1, size).copy()
     set_scales(blocks, tensor.kind)
-    return blocks.reshape(shape)
+    return np.resize(blocks, shape)
 
 
 def set_scales(blocks: NDArray[np.uint8], kind: Kind) -> None:
