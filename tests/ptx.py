@@ -80,6 +80,9 @@ class Warp:
         """Registers, likewise."""
         self.products: list[list[WideProduct]] = [[]]
         """Those that tensor cores are at, by the groups in which they are waited for."""
+        self.loaded: set[int] = set()
+        self.fetched: set[int] = set()
+        """Addresses outside of shared memory, of loads and of fetches into a cache."""
 
     def steps(self) -> Iterator[bool]:
         """Yields at every barrier."""
@@ -101,10 +104,13 @@ class Warp:
                 yield True
             elif mask.any():
                 self._step(name, OPERAND.findall(rest), mask)
+        assert self.fetched <= self.loaded, "nothing is fetched that the warp does not load"
 
     def _step(self, name: str, operands: list[str], mask: np.ndarray) -> None:
         if name.startswith(("ld.", "st.")):
             self._move(name, operands, mask)
+        elif name == "prefetch.global.L2":
+            self.fetched.update(self._address(operands[0])[mask].tolist())
         elif name.startswith("cp.async"):
             self._copy(name, operands, mask)
         elif name.startswith("mma."):
@@ -160,6 +166,8 @@ class Warp:
             else:
                 memory[start : start + size] = values[lane].astype(np.uint32).view(np.uint8)
         if is_load:
+            if ".global" in name:
+                self.loaded.update(addresses[mask].tolist())
             for number, register in enumerate(registers):
                 self.registers[register] = values[:, number]
 

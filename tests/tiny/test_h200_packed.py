@@ -151,3 +151,14 @@ def test_many_rows_are_multiplied_by_four_warps_together(
     kernel = compile_product(name, rows, "fragment_product", tmp_path)
     assert bool(re.search(r"wgmma\.mma_async\.\S+\.bf16\.bf16", kernel)) == is_wide
     assert bool(re.search(r"\bmma\.sync\.aligned", kernel)) != is_wide
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "is_ahead"), [("q4_k", 64, True), ("q8_0", 64, True), ("awq", 65, False)]
+)
+def test_up_to_64_rows_the_matrix_is_fetched_ahead_into_the_cache(
+    name: str, rows: int, is_ahead: bool, tmp_path: Path
+) -> None:
+    kernel = compile_product(name, rows, "fragment_product", tmp_path)
+    assert ("prefetch.global.L2" in kernel) == is_ahead
+    assert ("ld.global.nc." in kernel) != is_ahead

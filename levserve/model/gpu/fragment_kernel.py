@@ -43,6 +43,7 @@ class Writer:
 
     alignment = 16
     """Of shared memory."""
+    load = "ld.global.nc"
 
     def __init__(self, problem: Problem, tiling: FragmentTiling) -> None:
         self.problem, self.tiling, self.scheme = problem, tiling, problem.scheme
@@ -211,7 +212,7 @@ class Writer:
         at = asm.set("mul.wide.u32", self.unit, UNIT_BYTES, kind="b64", name="wide")
         at = asm.set("add.u64", at, self.code_at, kind="b64", name="wide")
         for output, words in enumerate(stage.codes):
-            self._read("L1::no_allocate.L2::128B", words, at, output * self.row_bytes)
+            self._read(".L1::no_allocate.L2::128B", words, at, output * self.row_bytes)
         if self.scheme.columns is not None:
             self._load_groups(stage)
         for n, tile in enumerate(stage.x):
@@ -240,12 +241,11 @@ class Writer:
 
     def _read(self, hints: str, registers: list[str], address: str, offset: int) -> None:
         """From memory that nothing writes to meanwhile, at most 16 bytes at once."""
-        dots = f".{hints}" if hints else ""
         for start in range(0, len(registers), 4):
             some = registers[start : start + 4]
             into = some[0] if len(some) == 1 else f"{{{', '.join(some)}}}"
             vector = "" if len(some) == 1 else f".v{len(some)}"
-            self.asm(f"ld.global.nc{dots}{vector}.b32 {into}, [{address}+{offset + 4 * start}]")
+            self.asm(f"{self.load}{hints}{vector}.b32 {into}, [{address}+{offset + 4 * start}]")
 
     def _begin_copies(self) -> None:
         asm = self.asm

@@ -13,7 +13,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from levserve.model.gpu.fragment_kernel import Loaded, Writer
+from levserve.model.gpu.fragment_kernel import UNIT_BYTES, Loaded, Writer
 from levserve.model.gpu.fragment_plan import FragmentTiling, Problem
 from levserve.model.gpu.wide_numbers import WideNumbers
 from levserve.model.lanes import LANES, WORDS
@@ -30,6 +30,10 @@ ALIGNMENT = 1024
 """Bytes of eight rows, within which shared memory is swizzled."""
 DESCRIPTOR = ALIGNMENT >> 4 | 1 << 30
 """The upper half of what tells where `x` is: bytes from eight rows to the next, and the swizzle."""
+FEW_TILES = 8
+"""Up to so many tiles of rows a program waits for the matrix rather than for tensor cores."""
+AHEAD = 4
+"""Units between the one that such a program loads and the one that the second-level cache fetches for it."""
 
 
 def in_fragments(x: jax.Array, is_nibble: bool) -> jax.Array:
@@ -51,6 +55,12 @@ class WideWriter(Writer):
         self.num_parts = parts_in_memory(tiling)
         self.words_per_part = PART // (problem.numbers_per_word * LANES)
         self.parts_per_unit = WORDS // self.words_per_part
+        self.fetches_ahead = tiling.n_tiles <= FEW_TILES
+        if self.fetches_ahead:
+            # The assembler moves loads with `.nc` past barriers, to where numbers are needed; plain ones stay
+            # a step ahead of that. With these and with fetching ahead, products of 64 rows take 6 % less
+            # time (with groups of 32 and offsets, 18 %), but those of 256 rows take 6 % more.
+            self.load = "ld.global"
 
     def write(self) -> str:
         self.wide = WideNumbers(self.asm, self.scheme)
@@ -85,9 +95,25 @@ class WideWriter(Writer):
         self.part = asm.set("mul.lo.u32", self.unit, self.parts_per_unit, name="part")
         last = asm.set("mul.lo.u32", self.last_unit, self.parts_per_unit)
         self.last_part = asm.set("add.u32", last, self.parts_per_unit - 1, name="last")
+        if self.fetches_ahead:
+            # The four threads that share outputs fetch one each.
+            output = asm.set("rem.u32", self.t, self.outputs)
+            output = asm.set("add.u32", self.column, output)
+            self.fetch_at = self._address("codes", [(output, self.row_bytes)])
         super()._loop()
         asm("wgmma.wait_group.sync.aligned 0")
         asm("cp.async.wait_group 0")
+
+    def _load(self, stage: Loaded) -> None:
+        super()._load(stage)
+        if self.fetches_ahead:
+            asm = self.asm
+            unit = asm.set("add.u32", self.unit, AHEAD)
+            unit = asm.set("min.u32", unit, self.last_unit)
+            at = asm.set("mul.wide.u32", unit, UNIT_BYTES, kind="b64", name="wide")
+            at = asm.set("add.u64", at, self.fetch_at, kind="b64", name="wide")
+            for output in range(0, self.outputs, 4):
+                asm(f"prefetch.global.L2 [{at}+{output * self.row_bytes}]")
 
     def _begin_copies(self) -> None:
         self.stage_in = self.asm.set("mov.u32", 0, name="stage")
