@@ -268,7 +268,7 @@ class Builder:
 
     def accumulate_dot_lane(self, sums: Value, x: Value, words: Value, lane: int) -> Value:
         """int32 [4] plus the products of int8 [16] with the four int8 of one of four words, four to a sum."""
-        repeated = self._shuffle(words, words, [lane] * 4)
+        repeated = self.shuffle(words, words, [lane] * 4)
         if self.target.has_dot_product:
             operands = sums.ir_value, x.ir_value, self.ir.bitcast(repeated.ir_value, x.ir_value.type)
             name = "llvm.aarch64.neon.sdot.v4i32.v16i8"
@@ -305,7 +305,7 @@ class Builder:
         if len(vectors) == 1:
             return vectors[0]
         pairs = zip(vectors[::2], vectors[1::2])
-        return self.concatenate([self._shuffle(x, y, range(2 * (x.lanes or 0))) for x, y in pairs])
+        return self.concatenate([self.shuffle(x, y, range(2 * (x.lanes or 0))) for x, y in pairs])
 
     def reduce_vectors_max(self, vectors: Sequence[Value]) -> Value:
         """The largest float of a power of two of vectors; NaN if any of them is NaN."""
@@ -346,15 +346,15 @@ class Builder:
         assert x.lanes is not None
         blocks = range(0, x.lanes, 4)
         even = [start + vector + lane for start in blocks for vector in (0, x.lanes) for lane in (0, 2)]
-        return self._shuffle(x, y, even) + self._shuffle(x, y, [lane + 1 for lane in even])
+        return self.shuffle(x, y, even) + self.shuffle(x, y, [lane + 1 for lane in even])
 
     def add_halves(self, x: Value) -> Value:
         """The first half of a vector plus its second half."""
         assert x.lanes is not None
         half = x.lanes // 2
-        return self._shuffle(x, x, range(half)) + self._shuffle(x, x, range(half, x.lanes))
+        return self.shuffle(x, x, range(half)) + self.shuffle(x, x, range(half, x.lanes))
 
-    def _shuffle(self, x: Value, y: Value, lanes: Sequence[int]) -> Value:
+    def shuffle(self, x: Value, y: Value, lanes: Sequence[int]) -> Value:
         """A vector of these lanes of x followed by y."""
         return Value(self, self.ir.shuffle_vector(x.ir_value, y.ir_value, _lane_numbers(lanes)))
 

@@ -81,7 +81,7 @@ class Target:
     @property
     def has_amx_bf16(self) -> bool:
         """Whether there are matrix units for bfloat16."""
-        return self.has("amx-bf16")
+        return self.has("amx-tile") and self.has("amx-bf16")
 
     @property
     def has_amx_int8(self) -> bool:

@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 from llvmlite import ir
 
-from levserve.jit.builder import I8, I32, I64, Builder, Value
+from levserve.jit.builder import F32, I8, I32, I64, Builder, Value
 
 NUM_TILES, TILE_ROWS, TILE_ROW_BYTES = 8, 16, 64
 TILE_BYTES = TILE_ROWS * TILE_ROW_BYTES
 WORD = 4
-"""Bytes of an int32, and of the neighbouring int8 whose products are added to it."""
+"""Bytes of a sum, and of the neighbouring int8 or bfloat16 whose products are added to it."""
 CONFIG_BYTES, PALETTE, CONFIG_ROW_BYTES, CONFIG_ROWS = 64, 1, 16, 48
 """The layout of what configures the tiles: its size, its first byte, and where it has their sizes."""
 
@@ -34,7 +34,7 @@ class Tiles:
     def __init__(self, builder: Builder, shapes: tuple[TileShape, ...]) -> None:
         assert len(shapes) <= NUM_TILES
         self._builder, self._shapes = builder, shapes
-        self._is_real = builder.target.has_amx_int8
+        self._is_real = builder.target.has("amx-tile")
         self._memory = None if self._is_real else builder.stack_words(len(shapes) * TILE_BYTES // 8)
 
     @contextmanager
@@ -89,12 +89,57 @@ class Tiles:
             )
             builder.store(place, added)
 
+    def add_bfloat16_product(self, sums: int, x: int, y: int) -> None:
+        """Adds the product of bfloat16 [rows, 2 n] with [n, columns, 2] to float32 [rows, columns].
+
+        The even and the odd inputs are added up apart, then to each other, and then to the sum. The product
+        of two bfloat16 is exact in float32, so plain instructions do the same to the last bit, except that
+        matrix units take numbers below 2^-126 for zero.
+        """
+        if self._is_real:
+            self._call("tdpbf16ps", *(ir.Constant(I8, tile) for tile in (sums, x, y)))
+            return
+        builder, columns = self._builder, self._shapes[sums].row_bytes // WORD
+        with builder.loop(0, self._shapes[sums].rows) as row:
+            halves = [builder.variable(builder.zeros(F32, columns)) for _ in range(2)]
+            with builder.loop(0, self._shapes[y].rows) as word:
+                factors = builder.load(self._row(x, row) + word * WORD, I32).splat(columns)
+                others = builder.load(self._row(y, word), I32, columns)
+                for half, total in enumerate(halves):
+                    product = _bfloat16_half(factors, half) * _bfloat16_half(others, half)
+                    total.set(total.get() + product)
+            place = self._row(sums, row)
+            added = halves[0].get() + halves[1].get()
+            builder.store(place, builder.load(place, F32, columns) + added)
+
     def _row(self, tile: int, row: Value) -> Value:
         assert self._memory is not None
         return self._memory + tile * TILE_BYTES + row * TILE_ROW_BYTES
 
     def _call(self, name: str, *arguments: ir.Value) -> None:
         self._builder.call_symbol(f"llvm.x86.{name}", ir.VoidType(), *arguments)
+
+
+def transpose(builder: Builder, source: Value, source_stride: int, into: Value, stride: int) -> None:
+    """Transposes 16 x 16 words in memory; the strides are the bytes from one row to the next."""
+    rows = [builder.load(source + row * source_stride, I32, TILE_ROWS) for row in range(TILE_ROWS)]
+    distance = 1
+    while distance < TILE_ROWS:
+        lower = [lane + (TILE_ROWS - distance if lane & distance else 0) for lane in range(TILE_ROWS)]
+        upper = [lane + distance for lane in lower]
+        for row in range(TILE_ROWS):
+            if not row & distance:
+                pair = rows[row], rows[row | distance]
+                rows[row], rows[row | distance] = (builder.shuffle(*pair, lanes) for lanes in (lower, upper))
+        distance *= 2
+    for row, words in enumerate(rows):
+        builder.store(into + row * stride, words)
+
+
+def _bfloat16_half(words: Value, half: int) -> Value:
+    """The first or the second of the two bfloat16 of each word, as float32."""
+    bits = words & -0x10000 if half else words << 16
+    return bits.convert("bitcast", F32)
 
 
 def config_bytes(shapes: tuple[TileShape, ...]) -> bytes:

@@ -26,11 +26,6 @@ LOWEST = -1e20
 """Where the running maximum starts: so far above a masked score that its weight is zero."""
 
 
-def has_few_queries(q: jax.Array) -> bool:
-    """Whether q [row, chunk, kv_head, group, head_size] has so few queries that reading keys dominates."""
-    return q.shape[1] * q.shape[3] <= FEW_QUERIES
-
-
 def attend_in_blocks(
     q: jax.Array,
     pool: jax.Array,
@@ -41,26 +36,24 @@ def attend_in_blocks(
     softcap: float | None = None,
     sinks: jax.Array | None = None,
     on_cpu: bool,
-    in_bfloat16: bool = False,
 ) -> jax.Array:
     """Mixes the values that each query may see: those up to its position, within the window if there is one.
 
     q [row, chunk, kv_head, group, head_size] float32, scaled; pool as in `cache`; table [row, page];
     positions [row, chunk], negative for padding. Scores are limited by `softcap`. `sinks` [query head] are
-    scores without a key or value. The result is float32 of q's shape. On a CPU, `in_bfloat16` multiplies many
-    queries in bfloat16 too, which is faster if the CPU has matrix units for it.
+    scores without a key or value. The result is float32 of q's shape.
     """
     rows, chunk, kv_heads, group, size = q.shape
     queries = chunk * group
     page_size = pool.shape[3]
-    block_tokens = FEW_BLOCK_TOKENS if queries <= FEW_QUERIES else BLOCK_TOKENS
+    has_few_queries = queries <= FEW_QUERIES
+    block_tokens = FEW_BLOCK_TOKENS if has_few_queries else BLOCK_TOKENS
     block = min(max(block_tokens // page_size, 1), table.shape[1])  # pages
     width = block * page_size
     # Padded, because XLA moves a slice back that reaches beyond the end.
     table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % block)), mode="edge")
     tiles = pool.reshape(-1, page_size * pool.shape[4])  # [page * 2 * kv_head, slot * stored head]
-    is_bfloat16 = queries > 1 and (in_bfloat16 or has_few_queries(q))
-    read, dtype = _reader(pool.dtype, on_cpu=on_cpu, is_bfloat16=is_bfloat16)
+    read, dtype = _reader(pool.dtype, on_cpu=on_cpu, is_bfloat16=has_few_queries and queries > 1)
 
     q = q.transpose(0, 2, 1, 3, 4).reshape(rows, kv_heads, queries, size).astype(dtype)
     last_visible = jnp.repeat(positions, group, axis=1)[:, None, :, None]  # [row, 1, query, 1]

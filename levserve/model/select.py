@@ -41,7 +41,7 @@ def choose_backend(
     if platform == "cpu":
         if is_packed:
             return Chosen(plain, "the CPU kernels do not take matrices in the bits of their checkpoint")
-        return _choose_for_cpu(plain, config, quantized, quantized or dtype, kv_dtype)
+        return _choose_for_cpu(plain, config, quantized or dtype, kv_dtype)
     if platform == "gpu":
         from levserve.model.gpu import backend as gpu  # brings Pallas, which a CPU does not need
 
@@ -62,11 +62,7 @@ def choose_text_backend(platform: str, config: ModelConfig, kernels: str = "auto
 
 
 def _choose_for_cpu(
-    plain: XlaBackend,
-    config: ModelConfig,
-    quantized: jnp.dtype | None,
-    matrices: jnp.dtype,
-    kv_dtype: jnp.dtype,
+    plain: XlaBackend, config: ModelConfig, matrices: jnp.dtype, kv_dtype: jnp.dtype
 ) -> Chosen:
     from levserve.jit import xla_call  # brings LLVM, which a GPU does not need
     from levserve.jit.target import detect_target
@@ -79,7 +75,7 @@ def _choose_for_cpu(
     reason = attention.unsupported_reason(config.head_dim)
     if reason is not None:
         return Chosen(plain, f"the CPU kernels do not take {reason}")
-    backend = fit_target(detect_target(), is_int8=quantized == jnp.int8)
+    backend = fit_target(detect_target())
     reason = backend.layers_unsupported_reason(config, matrices, kv_dtype)
     if reason is not None:
         return Chosen(backend, f"layers one by one: {reason}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -103,7 +102,6 @@ def test_paged_attention_equals_dense_attention(
     [
         (jnp.uint16, XLA_ON_CPU),
         (jnp.bfloat16, XLA_ON_CPU),
-        (jnp.bfloat16, replace(LLVM, has_matrix_units=True)),
         (jnp.uint16, LLVM),
         (jnp.bfloat16, LLVM),
     ],

@@ -50,26 +50,21 @@ def test_a_backend_is_chosen_by_what_it_can_serve(
 
 
 @pytest.mark.parametrize(
-    ("features", "is_int8", "has_products", "packs_int8", "has_matrix_units"),
+    ("features", "has_products", "packs_int8"),
     [
-        ("+avx512vnni,+amx-bf16", False, False, True, True),
-        ("+avx512vnni,+amx-bf16", True, True, True, False),
-        ("+avx2,+avx512vnni", False, True, True, False),
-        ("+avx2,+avxvnni", True, True, True, False),
-        ("+neon,+dotprod", True, True, False, False),
-        ("+avx2", True, False, False, False),
+        ("+avx512vnni,+amx-bf16,+amx-tile", True, True),
+        ("+avx2,+avx512vnni", True, True),
+        ("+avx2,+avxvnni", True, True),
+        ("+neon,+dotprod", True, False),
+        ("+avx2", False, False),
     ],
 )
 def test_a_cpu_does_what_its_instructions_are_best_at(
-    features: str, is_int8: bool, has_products: bool, packs_int8: bool, has_matrix_units: bool
+    features: str, has_products: bool, packs_int8: bool
 ) -> None:
     target = Target("x86_64-unknown-linux-gnu", "x86-64", features, 32)
-    backend = fit_target(target, is_int8=is_int8)
-    assert (backend.has_products, backend.packs_int8, backend.has_matrix_units) == (
-        has_products,
-        packs_int8,
-        has_matrix_units,
-    )
+    backend = fit_target(target)
+    assert (backend.has_products, backend.packs_int8) == (has_products, packs_int8)
 
 
 @pytest.mark.parametrize(("has_norms", "has_sinks"), [(False, True), (True, False)])

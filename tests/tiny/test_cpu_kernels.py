@@ -125,6 +125,7 @@ def test_a_matrix_is_packed_by_32_outputs_and_four_numbers_of_each(
 def test_a_product_with_bfloat16_is_that_of_its_numbers(
     target: Target, shape: tuple[int, int], rows: int, seed: int
 ) -> None:
+    """Tiles fit none of these shapes; they would round x first."""
     rng = np.random.default_rng(seed)
     weight = jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
     x = rng.standard_normal((rows, shape[1])).astype(np.float32)

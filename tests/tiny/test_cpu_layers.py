@@ -14,7 +14,7 @@ import pytest
 from levserve.jit.target import AMX, Target
 from levserve.model import cache
 from levserve.model.config import ModelConfig
-from levserve.model.cpu import layers, many_queries
+from levserve.model.cpu import layers, linear, many_queries
 from levserve.model.cpu.attention import count_joined_rows
 from levserve.model.cpu.backend import PLAIN_FIELDS, CpuBackend
 from levserve.model.cpu.heads import HeadShape
@@ -211,13 +211,13 @@ def test_layers_by_tiles_give_the_same_to_the_last_bit(monkeypatch: pytest.Monke
     plain = run(model_of("llama", "packed", target=HOST.without(*AMX)), positions, BFLOAT16)
     tiled: list[Product] = []
 
-    def choose_tiles(product: Product) -> Int8Tiles:
+    def choose_tiles(product: Product, *_: int) -> Int8Tiles:
         assert isinstance(product, PackedProduct)
         tiled.append(product)
         return Int8Tiles(product)
 
     kernel_for = layers.kernel_for
-    monkeypatch.setattr(layers, "tile_product_for", choose_tiles)
+    monkeypatch.setattr(linear, "tile_product_for", choose_tiles)
     monkeypatch.setattr(layers, "kernel_for", lambda shape: replace(kernel_for(shape), name="tiled_layers"))
     by_tiles = run(model_of("llama", "packed"), positions, BFLOAT16)
     assert tiled

@@ -20,10 +20,11 @@ from levserve.jit import target as target_module
 from levserve.jit.target import AMX, Target, detect_target
 from levserve.jit.tiles import TileShape, config_bytes
 from levserve.jit.xla_call import Kernel, register, write_kernel
+from levserve.model.cpu.bfloat16_tiles import Bfloat16Tiles
 from levserve.model.cpu.block_products import UnsignedBlocks
-from levserve.model.cpu.linear import kernel_for
-from levserve.model.cpu.products import PackedProduct
-from levserve.model.cpu.tile_products import Int8Tiles, tile_product_for
+from levserve.model.cpu.linear import kernel_for, tile_product_for
+from levserve.model.cpu.products import Bfloat16Product, PackedProduct
+from levserve.model.cpu.tile_products import Int8Tiles
 from levserve.model.int8_packing import pack
 from tests.targets import HOST, NAMED, with_examples
 
@@ -65,6 +66,46 @@ def test_int8_by_tiles_is_the_same_to_the_last_bit(
     np.testing.assert_array_equal(tiled[:rows], plain[:rows])
 
 
+def sum_as_tiles_do(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """Of 32 inputs at a time, the even and the odd ones are added up apart."""
+    total = np.zeros((len(x), len(weight)), np.float32)
+    for start in range(0, x.shape[1], 32):
+        even, odd = np.zeros_like(total), np.zeros_like(total)
+        for at in range(start, start + 32, 2):
+            even += x[:, at, None] * weight[None, :, at]
+            odd += x[:, at + 1, None] * weight[None, :, at + 1]
+        total += even + odd
+    return total
+
+
+@with_examples(
+    12,
+    st.sampled_from([(32, 32), (96, 64), (32, 160), (160, 96)]),
+    st.sampled_from([1, 2, 15, 16, 17, 32, 33, 70]),
+    st.integers(0, 3),
+    st.integers(0, 2**32 - 1),
+)
+def test_bfloat16_by_tiles_is_added_up_in_one_order_for_any_number_of_rows(
+    target: Target, shape: tuple[int, int], rows: int, padding: int, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    weight = jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
+    x = rng.standard_normal((rows + padding, shape[1])).astype(np.float32)
+    x[rows:] = np.nan
+    product = Bfloat16Product(shape[1], target)
+    got = multiply(kernel_for(product, Bfloat16Tiles(product)), x, np.asarray([rows], np.int32), weight)
+    rounded = np.asarray(jnp.asarray(x[:rows], jnp.bfloat16), np.float32)
+    np.testing.assert_array_equal(got[:rows], sum_as_tiles_do(rounded, np.asarray(weight, np.float32)))
+
+
+def test_bfloat16_that_is_not_finite_spoils_its_own_row_alone() -> None:
+    product, x = Bfloat16Product(64, HOST), np.ones((20, 64), np.float32)
+    x[3, 7], x[17, 0] = np.nan, np.inf
+    weight = jnp.ones((32, 64), jnp.bfloat16)
+    tiled = multiply(kernel_for(product, Bfloat16Tiles(product)), x, np.asarray([20], np.int32), weight)
+    assert [row for row in range(20) if not np.isfinite(tiled[row]).all()] == [3, 17]
+
+
 def test_what_is_not_finite_spoils_its_own_row_alone() -> None:
     product = PackedProduct(64, HOST)
     x = np.ones((20, 64), np.float32)
@@ -75,11 +116,22 @@ def test_what_is_not_finite_spoils_its_own_row_alone() -> None:
 
 
 def test_code_for_a_cpu_with_matrix_units_has_their_instructions_and_no_other_code_has() -> None:
-    instructions = "ldtilecfg", "tileloadd", "tdpbsud", "tilestored", "tilerelease"
+    instructions = "ldtilecfg", "tileloadd", "tilestored", "tilerelease"
     for name in ("amx", "avx512", "avx2", "neon"):
-        product = PackedProduct(64, NAMED[name])
-        assembly = write_kernel(kernel_for(product, tile_product_for(product))).assembly()
-        assert [each in assembly for each in instructions] == [name == "amx"] * len(instructions)
+        for product, multiply in (
+            (PackedProduct(64, NAMED[name]), "tdpbsud"),
+            (Bfloat16Product(64, NAMED[name]), "tdpbf16ps"),
+        ):
+            assembly = write_kernel(kernel_for(product, tile_product_for(product, 64))).assembly()
+            assert {each in assembly for each in (multiply, *instructions)} == {name == "amx"}
+
+
+def test_bfloat16_goes_by_tiles_if_they_cut_the_matrix_evenly() -> None:
+    product = Bfloat16Product(64, NAMED["amx"])
+    assert tile_product_for(product, 32, 96) is not None
+    assert tile_product_for(product, 32, 100) is None
+    assert tile_product_for(Bfloat16Product(48, NAMED["amx"]), 32) is None
+    assert tile_product_for(Bfloat16Product(64, NAMED["avx512"]), 32) is None
 
 
 def test_only_products_with_one_scale_for_each_output_go_by_tiles() -> None:

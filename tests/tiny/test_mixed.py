@@ -35,7 +35,7 @@ class Mixed:
 def running() -> Iterator[Running]:
     with pytest.MonkeyPatch.context() as patch:
         # Whole layers run on every CPU: LLVM makes of the instruction what there is.
-        dot = lambda target, *, is_int8: CpuBackend(target=target, has_products=True)  # noqa: E731
+        dot = lambda target: CpuBackend(target=target, has_products=True)  # noqa: E731
         patch.setattr("levserve.model.cpu.backend.fit_target", dot)
         with running_engine(GOLDEN / "llama", "--quantize", "int8", compiles_all=True) as running:
             running.wait_compiled()

@@ -41,7 +41,7 @@ class SmallSteps(GpuBackend):
         return Likeliest(*draw_tokens(*given, lines=2, columns=64, interpret=True))
 
 
-BACKENDS = {"xla": XLA_ON_CPU, "cpu": fit_target(HOST, is_int8=False), "gpu": SmallSteps()}
+BACKENDS = {"xla": XLA_ON_CPU, "cpu": fit_target(HOST), "gpu": SmallSteps()}
 
 
 def sample_by(

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from levserve.jit.target import Target, detect_target
 from levserve.model import cache
-from levserve.model.attention import attend_in_blocks, has_few_queries
+from levserve.model.attention import attend_in_blocks
 from levserve.model.backend import Likeliest, Product
 from levserve.model.cache import Place
 from levserve.model.config import ModelConfig
@@ -44,8 +44,6 @@ class CpuBackend(XlaBackend):
     """Whether products with matrices are kernels: only if the CPU has an instruction for int8 products."""
     packs_int8: bool = False
     """Whether that instruction is x86's, for which int8 matrices are packed."""
-    has_matrix_units: bool = False
-    """Whether XLA has matrix units for bfloat16: it does products then, and attention of many queries."""
     runs_layers: bool = False
 
     @property
@@ -75,18 +73,9 @@ class CpuBackend(XlaBackend):
         softcap: float | None = None,
         sinks: jax.Array | None = None,
     ) -> jax.Array:
-        in_bfloat16 = self.has_matrix_units and not has_few_queries(q)
-        if in_bfloat16 or sinks is not None:  # the kernel does not know sinks
+        if sinks is not None:  # the kernel does not know sinks
             return attend_in_blocks(
-                q,
-                pool,
-                table,
-                positions,
-                window=window,
-                softcap=softcap,
-                sinks=sinks,
-                on_cpu=True,
-                in_bfloat16=in_bfloat16,
+                q, pool, table, positions, window=window, softcap=softcap, sinks=sinks, on_cpu=True
             )
         return attention.paged_attention(
             q, pool, table, positions, target=self.target, window=window, softcap=softcap
@@ -189,12 +178,10 @@ class CpuBackend(XlaBackend):
         return self.has_products and is_known and linear.unsupported_reason(*shape) is None
 
 
-def fit_target(target: Target, *, is_int8: bool) -> CpuBackend:
-    """The backend for a CPU and for int8 or other matrices; whether it runs whole layers is decided later."""
-    has_matrix_units = target.has_amx_bf16 and not (is_int8 and target.has_vnni)
+def fit_target(target: Target) -> CpuBackend:
+    """The backend for a CPU; whether it runs whole layers is decided later."""
     return CpuBackend(
         target=target,
-        has_products=target.has_dot_product or (target.has_vnni and not has_matrix_units),
+        has_products=target.has_dot_product or target.has_vnni,
         packs_int8=target.has_vnni,
-        has_matrix_units=has_matrix_units,
     )

@@ -15,16 +15,23 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from levserve.jit.builder import F32, I8, I16, I32, ROUNDING_CONSTANT, Builder, Value
+from levserve.jit.builder import F32, I8, I32, ROUNDING_CONSTANT, Builder, Value
 from levserve.jit.target import Target
 from levserve.jit.xla_call import Call, Kernel, RunTask, Stage, register
 from levserve.model.cache import INT8, LARGEST_INT8, SMALLEST_SCALE, Place
 from levserve.model.cpu import attention, linear
 from levserve.model.cpu.block_products import block_product_for
 from levserve.model.cpu.heads import AttentionArrays, HeadShape
-from levserve.model.cpu.products import Matrix, PreparedRow, Product, ProductTask, StoreProducts, product_for
+from levserve.model.cpu.products import (
+    Matrix,
+    Product,
+    ProductTask,
+    StoreProducts,
+    product_for,
+    round_to_bfloat16,
+)
 from levserve.model.cpu.softmax import exp
-from levserve.model.cpu.tile_products import PADDING_ROWS, SCRATCH_BYTES, prepared_row, tile_product_for
+from levserve.model.cpu.tile_products import PADDING_ROWS, RowPlace, TileProduct
 from levserve.model.int8_blocks import has_blocks
 from levserve.model.rotary import Angles
 
@@ -36,8 +43,6 @@ PREPARED, QKV, ATTENDED, GATE_UP = range(4)
 keys and values, the output of attention, and gate with up."""
 LARGEST_EXPONENT = 80.0
 """Limits the exponent of e in the activation, which is 0 to the last bit from there on."""
-BFLOAT16_HALF, BFLOAT16_NAN = 0x7FFF, 0x7FC0
-"""Just under half of bfloat16's last bit, in the bits of a float32; and the bits of a quiet NaN."""
 
 MakeStore = Callable[[Call, Value], StoreProducts]
 """Given a call and its shared memory, decides where products are stored. It is called once per task, so that
@@ -156,7 +161,11 @@ class LayerWriter:
 
         def scratch_bytes(call: Call) -> Value:
             attention_bytes = attention.scratch_bytes(self.heads, self.arrays(call, call.frame))
-            return attention_bytes.maximum(max(row_bytes, SCRATCH_BYTES))
+            num_bytes = attention_bytes.maximum(row_bytes)
+            for by_tiles in map(self.by_tiles, (self.by_hidden, self.by_attended, self.by_activated)):
+                if by_tiles is not None:
+                    num_bytes = num_bytes.maximum(by_tiles.scratch_bytes(self.num_tokens(call)))
+            return num_bytes
 
         return Kernel(
             shape.name,
@@ -203,29 +212,37 @@ class LayerWriter:
                 numbers = builder.load(x + at * 4, F32, LANES) * factor
                 normalized = numbers * builder.load(weight + at * 4, F32, LANES)
                 builder.store(scratch + at * 4, normalized)
-            into = self.prepared_row(call, self.by_hidden, shared, row)
-            self.by_hidden.prepare(builder, scratch, scratch, into)
+            self.prepare(call, self.by_hidden, scratch, scratch, shared, row)
 
         return run
 
-    def prepared_row(self, call: Call, product: Product, shared: Value, row: Value) -> PreparedRow:
-        prepared = self.buffers(call, shared)[PREPARED]
-        return prepared_row(product, tile_product_for(product), prepared, row, self.num_rows(call))
+    def by_tiles(self, product: Product) -> TileProduct | None:
+        shape = self.shape
+        return linear.tile_product_for(product, shape.qkv, shape.hidden, 2 * shape.intermediate)
+
+    def prepare(
+        self, call: Call, product: Product, x: Value, scratch: Value, shared: Value, row: Value
+    ) -> None:
+        into = RowPlace(self.buffers(call, shared)[PREPARED], row, self.num_rows(call))
+        linear.prepare_row(call.builder, product, self.by_tiles(product), x, scratch, into)
 
     def multiply(self, product: Product, name: str, num_out: int, make_store: MakeStore) -> Stage:
         """Multiplies all prepared rows with a matrix of the layer."""
 
+        by_tiles = self.by_tiles(product)
+        way = product if by_tiles is None else by_tiles
+
         def num_tasks(call: Call) -> Value:
-            return linear.num_tasks(product, call.builder.constant(num_out))
+            return linear.num_tasks(way, call.builder.constant(num_out))
 
         def run(call: Call, shared: Value, scratch: Value, task: Value) -> None:
             weight = self.layer_array(call, name)
             scales = self.layer_array(call, f"{name}_scale") if product.has_scales else None
-            outs = linear.task_range(product, task, call.builder.constant(num_out))
+            outs = linear.task_range(way, task, call.builder.constant(num_out))
             prepared, rows = self.buffers(call, shared)[PREPARED], self.num_rows(call)
             store, matrix = make_store(call, shared), Matrix(weight, scales)
             work = ProductTask(matrix, prepared, rows, outs, scratch, store)
-            linear.multiply_range(call.builder, product, tile_product_for(product), work)
+            linear.multiply_range(call.builder, product, by_tiles, work)
 
         return Stage(num_tasks, run)
 
@@ -336,8 +353,7 @@ class LayerWriter:
     def prepare_attended(self, call: Call, shared: Value, scratch: Value, row: Value) -> None:
         buffers = self.buffers(call, shared)
         attended = buffers[ATTENDED] + row * self.widths[ATTENDED]
-        into = self.prepared_row(call, self.by_attended, shared, row)
-        self.by_attended.prepare(call.builder, attended, scratch, into)
+        self.prepare(call, self.by_attended, attended, scratch, shared, row)
 
     def activate(self, call: Call, shared: Value, scratch: Value, row: Value) -> None:
         """Multiplies SiLU(gate) with up, and prepares the row for a product."""
@@ -348,8 +364,7 @@ class LayerWriter:
             gate, up = (builder.load(half + at * 4, F32, LANES) for half in (gates, ups))
             into = scratch + at * 4
             builder.store(into, gate * up / (exp((gate * -1.0).minimum(LARGEST_EXPONENT)) + 1.0))
-        into = self.prepared_row(call, self.by_activated, shared, row)
-        self.by_activated.prepare(builder, scratch, scratch, into)
+        self.prepare(call, self.by_activated, scratch, scratch, shared, row)
 
 
 def _write_slot(builder: Builder, heads: HeadShape, slot: Value, vectors: list[tuple[int, Value]]) -> None:
@@ -370,13 +385,8 @@ def _write_slot(builder: Builder, heads: HeadShape, slot: Value, vectors: list[t
 
 
 def _to_storage(numbers: Value, dtype: jnp.dtype) -> Value:
-    """float32 as it is, or rounded to the nearest bfloat16, of two equally near ones to the even one."""
-    if dtype == jnp.float32:
-        return numbers
-    bits = numbers.convert("bitcast", I32)
-    rounded = (bits + ((bits >> 16) & 1) + BFLOAT16_HALF) >> 16
-    is_number = numbers >= -math.inf
-    return is_number.select(rounded, BFLOAT16_NAN).convert("trunc", I16)
+    """float32 as it is, or rounded to bfloat16."""
+    return numbers if dtype == jnp.float32 else round_to_bfloat16(numbers)
 
 
 def _rotary_lanes(rotary_size: int) -> int:

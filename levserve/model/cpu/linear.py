@@ -11,22 +11,19 @@ import jax.numpy as jnp
 from levserve.jit.builder import Builder, Value
 from levserve.jit.target import Target
 from levserve.jit.xla_call import Call, Kernel, Stage, num_threads, register
+from levserve.model.cpu.bfloat16_tiles import DEPTH, Bfloat16Tiles
 from levserve.model.cpu.block_products import block_product_for
 from levserve.model.cpu.products import (
     INT8_LANES,
     Bfloat16Product,
     Matrix,
+    PackedProduct,
+    PreparedRow,
     Product,
     ProductTask,
     product_for,
 )
-from levserve.model.cpu.tile_products import (
-    PADDING_ROWS,
-    SCRATCH_BYTES,
-    Int8Tiles,
-    prepared_row,
-    tile_product_for,
-)
+from levserve.model.cpu.tile_products import PADDING_ROWS, Int8Tiles, RowPlace, TileProduct
 
 MIN_TASK_OUTS, MAX_TASK_OUTS = 32, 1024
 """Bounds of how many rows of the matrix, which are outputs of the product, one task multiplies."""
@@ -56,7 +53,8 @@ def multiply(
     """x [row, in], or the first `num_used` [1] of its rows, times a matrix [out, in]: float32 [row, out].
 
     With int8, packed or not, it computes what `multiply_rotated` computes, or `multiply_blocks` where scales
-    are for blocks. With bfloat16, which has no scale, it computes in float32.
+    are for blocks. With bfloat16, which has no scale, it computes in float32; by tiles, x is rounded to
+    bfloat16 first.
     """
     out, size = weight.shape
     product: Product = product_for(weight.dtype, size, target)
@@ -64,22 +62,39 @@ def multiply(
         product = block_product_for(
             size, target, is_signed=weight.dtype == jnp.int8, in_two_terms=in_two_terms
         )
-    name = register(kernel_for(product, tile_product_for(product)))
+    name = register(kernel_for(product, tile_product_for(product, out)))
     count = jnp.asarray([x.shape[0]], jnp.int32) if num_used is None else num_used
     arguments = x.astype(jnp.float32), count, weight, *(() if scale is None else (scale,))
     return jax.ffi.ffi_call(name, jax.ShapeDtypeStruct((x.shape[0], out), jnp.float32))(*arguments)
 
 
-def kernel_for(product: Product, by_tiles: Int8Tiles | None = None) -> Kernel:
+def tile_product_for(product: Product, *outs: int) -> TileProduct | None:
+    """The same product by tiles, if the CPU has them and they fit matrices of so many outputs.
+
+    Where blocks of inputs have scales of their own there is none: the sums of every block would go through
+    memory, which was no faster than the product without tiles.
+    """
+    target = product.target
+    if isinstance(product, PackedProduct) and target.has_amx_int8:
+        return Int8Tiles(product)
+    fits = product.size % DEPTH == 0 and all(out % Bfloat16Tiles.tile_outs == 0 for out in outs)
+    if isinstance(product, Bfloat16Product) and target.has_amx_bf16 and fits:
+        return Bfloat16Tiles(product)
+    return None
+
+
+def kernel_for(product: Product, by_tiles: TileProduct | None = None) -> Kernel:
     """The kernel for such products, of many rows by tiles. Its shared memory holds the prepared rows."""
 
     def num_rows(call: Call) -> Value:
         return load_num_used(call, NUM_USED).minimum(call.argument_size(X, 0))
 
-    def prepare_row(call: Call, shared: Value, scratch: Value, row: Value) -> None:
+    way = product if by_tiles is None else by_tiles
+
+    def prepare(call: Call, shared: Value, scratch: Value, row: Value) -> None:
         x = call.argument(X) + row * (4 * product.size)
-        into = prepared_row(product, by_tiles, shared, row, num_rows(call))
-        product.prepare(call.builder, x, scratch, into)
+        into = RowPlace(shared, row, num_rows(call))
+        prepare_row(call.builder, product, by_tiles, x, scratch, into)
 
     def multiply_task(call: Call, shared: Value, scratch: Value, task: Value) -> None:
         num_out, result = call.argument_size(WEIGHT, 0), call.result(0)
@@ -88,19 +103,23 @@ def kernel_for(product: Product, by_tiles: Int8Tiles | None = None) -> Kernel:
             call.builder.store(result + (row * num_out + out) * 4, products)
 
         matrix = Matrix(call.argument(WEIGHT), call.argument(SCALE) if product.has_scales else None)
-        rows, outs = num_rows(call), task_range(product, task, num_out)
+        rows, outs = num_rows(call), task_range(way, task, num_out)
         work = ProductTask(matrix, shared, rows, outs, scratch, store)
         multiply_range(call.builder, product, by_tiles, work)
 
+    def scratch_bytes(call: Call) -> Value:
+        row_bytes = call.builder.constant(4 * product.size)
+        return row_bytes if by_tiles is None else row_bytes.maximum(by_tiles.scratch_bytes(num_rows(call)))
+
     return Kernel(
-        f"levserve_multiply_{product.name}_{product.size}",
+        f"levserve_multiply_{product.name}_{product.size}" + ("" if by_tiles is None else "_tiles"),
         product.target,
         stages=(
-            Stage(num_rows, prepare_row),
-            Stage(lambda call: num_tasks(product, call.argument_size(WEIGHT, 0)), multiply_task),
+            Stage(num_rows, prepare),
+            Stage(lambda call: num_tasks(way, call.argument_size(WEIGHT, 0)), multiply_task),
         ),
         shared_bytes=lambda call: (num_rows(call) + PADDING_ROWS) * product.row_bytes,
-        scratch_bytes=lambda call: call.builder.constant(max(4 * product.size, SCRATCH_BYTES)),
+        scratch_bytes=scratch_bytes,
     )
 
 
@@ -109,30 +128,45 @@ def load_num_used(call: Call, argument: int) -> Value:
     return call.builder.load_int32(call.argument(argument), call.builder.constant(0))
 
 
-def num_tasks(product: Product, num_out: Value) -> Value:
-    return (num_out + _task_outs(product, num_out) - 1) // _task_outs(product, num_out)
+def prepare_row(
+    builder: Builder, product: Product, by_tiles: TileProduct | None, x: Value, scratch: Value, into: RowPlace
+) -> None:
+    """Prepares a row x of float32 for `multiply_range`."""
+    if by_tiles is not None:
+        by_tiles.prepare(builder, x, scratch, into)
+        return
+    start = into.prepared + into.row * product.row_bytes
+    product.prepare(builder, x, scratch, PreparedRow(start, start + product.size))
 
 
-def task_range(product: Product, task: Value, num_out: Value) -> tuple[Value, Value]:
+def num_tasks(way: Product | TileProduct, num_out: Value) -> Value:
+    return (num_out + _task_outs(way, num_out) - 1) // _task_outs(way, num_out)
+
+
+def task_range(way: Product | TileProduct, task: Value, num_out: Value) -> tuple[Value, Value]:
     """The first output of a task, and the one after its last."""
-    start = task * _task_outs(product, num_out)
-    return start, ((task + 1) * _task_outs(product, num_out)).minimum(num_out)
+    start = task * _task_outs(way, num_out)
+    return start, ((task + 1) * _task_outs(way, num_out)).minimum(num_out)
 
 
-def _task_outs(product: Product, num_out: Value) -> Value:
+def _task_outs(way: Product | TileProduct, num_out: Value) -> Value:
     """How many outputs a task computes: whole tiles."""
-    tasks, tile = product.tasks_per_thread * num_threads(), product.tile_outs
+    tasks, tile = way.tasks_per_thread * num_threads(), way.tile_outs
     share = (num_out + (tasks - 1)) // tasks
     return (share.minimum(MAX_TASK_OUTS).maximum(MIN_TASK_OUTS) + (tile - 1)) // tile * tile
 
 
-def multiply_range(builder: Builder, product: Product, by_tiles: Int8Tiles | None, task: ProductTask) -> None:
+def multiply_range(
+    builder: Builder, product: Product, by_tiles: TileProduct | None, task: ProductTask
+) -> None:
     """Multiplies all prepared rows with a range of the matrix: by tiles, if there are enough rows."""
     num_rows = task.num_rows
     if by_tiles is not None:
-        is_many = by_tiles.is_used(num_rows)
+        is_many = num_rows >= by_tiles.min_rows
         with builder.when(is_many):
             by_tiles.multiply_range(builder, task)
+        if by_tiles.min_rows == 1:
+            return
         num_rows = is_many.select(builder.constant(0), num_rows)
 
     def multiply_tile(out: Value, row: Value, num_rows: int) -> None:

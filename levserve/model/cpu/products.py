@@ -23,6 +23,8 @@ from levserve.model.int8_packing import OFFSET, OUTS, SMALLEST, STEPS, WORD
 PREFETCH_BYTES = 4096
 """How far ahead of its use the matrix is prefetched."""
 INT8_LANES = 16
+BFLOAT16_HALF, BFLOAT16_NAN = 0x7FFF, 0x7FC0
+"""Just under half of bfloat16's last bit, in the bits of a float32; and the bits of a quiet NaN."""
 TAIL_BYTES = 16
 """What follows a row in int8: its scale, the number its sums start with, and padding."""
 
@@ -277,6 +279,14 @@ class Bfloat16Product:
                 for weights, total in zip(matrix, row_sums):
                     total.set(weights.multiply_add(activations, total.get()))
         return [builder.reduce_sums(*(total.get() for total in row_sums)) for row_sums in sums]
+
+
+def round_to_bfloat16(numbers: Value) -> Value:
+    """The bits of the nearest bfloat16, of two equally near ones the even one."""
+    bits = numbers.convert("bitcast", I32)
+    rounded = (bits + ((bits >> 16) & 1) + BFLOAT16_HALF) >> 16
+    is_number = numbers >= -math.inf
+    return is_number.select(rounded, BFLOAT16_NAN).convert("trunc", I16)
 
 
 def rescale(builder: Builder, tail: Value, sums: Value, scales: Value) -> Value:

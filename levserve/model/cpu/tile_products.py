@@ -1,21 +1,21 @@
-"""Multiplies many rows on a CPU with matrix units (AMX), with the results of the products without them.
+"""Multiplies many rows with an int8 matrix by matrix units (AMX), and what that has in common with bfloat16.
 
-They are equal to the last bit, so that a row gets the same alone and beside others. The packed order of a
-matrix is that of tiles: a row of 64 bytes has four numbers of each of 16 outputs. One instruction adds the
-products of 16 rows and 64 inputs to 16 x 16 sums. Activations are prepared as tiles too: 16 rows by 64 inputs
-are one piece of memory, and what follows those rows comes after all of their tiles. What tiles read after the
-last row is not used.
+Results are those of the products without tiles to the last bit, so that a row gets the same alone and beside
+others. The packed order of a matrix is that of tiles: a row of 64 bytes has four numbers of each of 16
+outputs. One instruction adds the products of 16 rows and 64 inputs to 16 x 16 sums. Activations are prepared
+as tiles too: 16 rows by 64 inputs are one piece of memory, and what follows those rows comes after all of
+their tiles. What tiles read after the last row is not used. `bfloat16_tiles` has the products with bfloat16.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple, Protocol
 
 from levserve.jit.builder import CACHE_LINE_BYTES, F32, I32, Builder, Value
 from levserve.jit.tiles import TILE_ROW_BYTES, TILE_ROWS, Tiles, TileShape
-from levserve.model.cpu.products import PackedProduct, PreparedRow, Product, ProductTask, rescale
+from levserve.model.cpu.products import PackedProduct, PreparedRow, ProductTask, rescale
 from levserve.model.int8_packing import OUTS, WORD
 
 GROUP_BYTES = OUTS * WORD
@@ -34,24 +34,31 @@ TAIL_STRIDE = 8
 """Bytes from the tail of a row of a tile to the next."""
 
 
-def tile_product_for(product: Product) -> Int8Tiles | None:
-    """The same product by tiles, if the CPU has them.
+class RowPlace(NamedTuple):
+    """Which of so many rows is prepared, and where the first of them begins."""
 
-    Where blocks of inputs have scales of their own there is none: the sums of every block would go through
-    memory, which was no faster than the product without tiles.
-    """
-    if isinstance(product, PackedProduct) and product.target.has_amx_int8:
-        return Int8Tiles(product)
-    return None
+    prepared: Value
+    row: Value
+    num_rows: Value
 
 
-def prepared_row(
-    product: Product, by_tiles: Int8Tiles | None, prepared: Value, row: Value, num_rows: Value
-) -> PreparedRow:
-    """Where one of so many rows is prepared: in tiles if it is multiplied by them."""
-    start = prepared + row * product.row_bytes
-    plain = PreparedRow(start, start + product.size)
-    return plain if by_tiles is None else by_tiles.choose_row(plain, prepared, row, num_rows)
+class TileProduct(Protocol):
+    """How rows of activations are multiplied by tiles."""
+
+    min_rows: ClassVar[int]
+    """Fewer rows are multiplied without tiles."""
+    tile_outs: ClassVar[int]
+    tasks_per_thread: ClassVar[int]
+    """As those of a `Product`."""
+
+    def scratch_bytes(self, num_rows: Value) -> Value:
+        """Memory that each thread needs."""
+
+    def prepare(self, builder: Builder, x: Value, scratch: Value, into: RowPlace) -> None:
+        """Prepares a row x of float32, as a `Product` does."""
+
+    def multiply_range(self, builder: Builder, task: ProductTask) -> None:
+        """Multiplies all prepared rows with a range of the matrix."""
 
 
 @dataclass(frozen=True)
@@ -61,25 +68,30 @@ class Int8Tiles:
     product: PackedProduct
     min_rows: ClassVar[int] = 8
     """With fewer rows the other product is as fast."""
+    tile_outs: ClassVar[int] = OUTS
+    tasks_per_thread: ClassVar[int] = PackedProduct.tasks_per_thread
 
     @property
     def depth(self) -> int:
         """Inputs that a tile has: 64 if that cuts the rows evenly."""
         return math.gcd(self.product.size, TILE_ROW_BYTES)
 
-    def is_used(self, num_rows: Value) -> Value:
-        return num_rows >= self.min_rows
+    def scratch_bytes(self, num_rows: Value) -> Value:
+        return num_rows.full_like(SCRATCH_BYTES)
 
-    def choose_row(self, plain: PreparedRow, prepared: Value, row: Value, num_rows: Value) -> PreparedRow:
-        """Where a row is prepared: its pieces are in one tile after another, if there are enough rows."""
-        is_used, index = self.is_used(num_rows), row % TILE_ROWS
-        first = prepared + (row - index) * self.product.row_bytes
-        tail = first + TILE_ROWS * self.product.size + index * TAIL_STRIDE
-        return PreparedRow(
-            is_used.select(first + index * self.depth, plain.start),
-            is_used.select(tail, plain.tail),
-            (self.depth, is_used.select(num_rows.full_like(TILE_ROWS * self.depth), self.depth)),
+    def prepare(self, builder: Builder, x: Value, scratch: Value, into: RowPlace) -> None:
+        """In tiles if there are enough rows: the row's pieces are in one tile after another."""
+        product, index = self.product, into.row % TILE_ROWS
+        is_many = into.num_rows >= self.min_rows
+        plain = into.prepared + into.row * product.row_bytes
+        first = into.prepared + (into.row - index) * product.row_bytes
+        tail = first + TILE_ROWS * product.size + index * TAIL_STRIDE
+        place = PreparedRow(
+            is_many.select(first + index * self.depth, plain),
+            is_many.select(tail, plain + product.size),
+            (self.depth, is_many.select(into.row.full_like(TILE_ROWS * self.depth), self.depth)),
         )
+        product.prepare(builder, x, scratch, place)
 
     def multiply_range(self, builder: Builder, task: ProductTask) -> None:
         sums, activations = TileShape(TILE_ROWS, TILE_ROW_BYTES), TileShape(TILE_ROWS, self.depth)
@@ -89,7 +101,15 @@ class Int8Tiles:
         with tiles.configured(), builder.loop(0, task.num_rows, block) as start:
             stop = (start + block).minimum(task.num_rows)
             with builder.loop(*task.outs, OUTS) as out, builder.loop(start, stop, STEP_ROWS) as row:
-                ahead = self._ahead(builder, task, (start, stop), row, out)
+                ahead = plan_ahead(
+                    builder,
+                    task,
+                    (start, stop),
+                    (row, out),
+                    units=self.depth * OUTS // (CACHE_LINE_BYTES * PREFETCH_LINES),
+                    near=PREFETCH_BYTES,
+                    far=self.product.size * OUTS,
+                )
                 weight = task.matrix.weight + out * self.product.out_bytes
                 rows, count = task.prepared + row * self.product.row_bytes, (stop - row).minimum(STEP_ROWS)
                 with builder.when(count >= TILE_ROWS + 1):
@@ -97,27 +117,6 @@ class Int8Tiles:
                 with builder.when(count < TILE_ROWS + 1):
                     self._sum(builder, tiles, weight, rows, 1, task.scratch, ahead)
                 self._rescale(builder, task, row, count, out)
-
-    def _ahead(
-        self, builder: Builder, task: ProductTask, rows: tuple[Value, Value], row: Value, out: Value
-    ) -> Ahead:
-        """What to prefetch. The first rows that meet a part of the matrix wait for memory; the others share
-        the work of asking for the next part, so that memory is read all the time."""
-        start, stop = rows
-        units = self.depth * OUTS // (CACHE_LINE_BYTES * PREFETCH_LINES)
-        number = (row - start) // STEP_ROWS
-        others = ((stop - start - 1) // STEP_ROWS).maximum(1)
-        is_first, is_alone = number.equals(0), (stop - start) < STEP_ROWS + 1
-        has_next = (out + OUTS) < task.outs[1]
-        begin, end = ((number + before) * units // others for before in (-1, 0))
-        end = has_next.select(end, begin)
-        is_cold = (out - task.outs[0]).equals(0)
-        of_first = is_alone.select(builder.constant(units), is_cold.select(builder.constant(units), 0))
-        return Ahead(
-            is_first.select(builder.constant(PREFETCH_BYTES), self.product.size * OUTS),
-            is_first.select(builder.constant(0), begin),
-            is_first.select(of_first, end),
-        )
 
     def _sum(
         self,
@@ -136,7 +135,10 @@ class Int8Tiles:
                 tiles.zero(2 * row + half)
         with builder.loop(0, self.product.size, self.depth) as at:
             group = weight + at * OUTS
-            ahead.prefetch(builder, group)
+            with builder.loop(ahead.begin, ahead.end) as unit:
+                first_line = group + ahead.distance + unit * (PREFETCH_LINES * CACHE_LINE_BYTES)
+                for line in range(PREFETCH_LINES):
+                    builder.prefetch(first_line + line * CACHE_LINE_BYTES)
             for half in in_outs:
                 tiles.load(6 + half, group + half * TILE_ROW_BYTES, GROUP_BYTES)
             for row in in_rows:
@@ -168,13 +170,38 @@ class Ahead:
     """Which lines of the matrix are prefetched for each tile of inputs."""
 
     distance: Value
-    """Bytes from what is used to what is prefetched."""
+    """From what is used to what is prefetched, in bytes or inputs."""
     begin: Value
     """The first unit of lines, and the one after the last."""
     end: Value
 
-    def prefetch(self, builder: Builder, group: Value) -> None:
-        unit_bytes = PREFETCH_LINES * CACHE_LINE_BYTES
-        with builder.loop(self.begin, self.end) as unit:
-            for line in range(0, unit_bytes, CACHE_LINE_BYTES):
-                builder.prefetch(group + self.distance + unit * unit_bytes + line)
+
+def plan_ahead(
+    builder: Builder,
+    task: ProductTask,
+    rows: tuple[Value, Value],
+    place: tuple[Value, Value],
+    *,
+    units: int,
+    near: int,
+    far: int,
+) -> Ahead:
+    """What to prefetch at a place, which is a row and an output, in a range of rows.
+
+    The first rows that meet a part of the matrix wait for memory and prefetch what is near; the others share
+    the work of asking for the next part, which is far, so that memory is read all the time.
+    """
+    (start, stop), (row, out) = rows, place
+    number = (row - start) // STEP_ROWS
+    others = ((stop - start - 1) // STEP_ROWS).maximum(1)
+    is_first, is_alone = number.equals(0), (stop - start) < STEP_ROWS + 1
+    has_next = (out + OUTS) < task.outs[1]
+    begin, end = ((number + before) * units // others for before in (-1, 0))
+    end = has_next.select(end, begin)
+    is_cold = (out - task.outs[0]).equals(0)
+    of_first = is_alone.select(builder.constant(units), is_cold.select(builder.constant(units), 0))
+    return Ahead(
+        is_first.select(builder.constant(near), far),
+        is_first.select(builder.constant(0), begin),
+        is_first.select(of_first, end),
+    )
