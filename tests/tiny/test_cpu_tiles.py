@@ -80,7 +80,7 @@ def sum_as_tiles_do(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
 
 @with_examples(
     12,
-    st.sampled_from([(32, 32), (96, 64), (32, 160), (160, 96)]),
+    st.sampled_from([(96, 32), (32, 96), (160, 96)]),
     st.sampled_from([1, 2, 15, 16, 17, 32, 33, 70]),
     st.integers(0, 3),
     st.integers(0, 2**32 - 1),
