@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from levserve.model.cache import Place
 from levserve.model.config import Activation, ModelConfig, Routing
+from levserve.model.fp8_rows import Fp8Rows
 from levserve.model.int8_packing import BlockOrder
 from levserve.model.packed import PackedMatrix, Scheme
 from levserve.model.rotary import Angles
@@ -28,8 +29,11 @@ from levserve.model.text_attention import Texts
 from levserve.model.traits import Traits
 
 Arrays = tuple[jax.Array, ...]
+FLOAT32 = jnp.dtype(jnp.float32)
 Product = Callable[[jax.Array, jax.Array | None], jax.Array]
 """float32 [row, in] times a matrix: float32 [row, out]. It may skip rows after the first `num_used` [1]."""
+PackedProduct = Callable[[jax.Array | Fp8Rows, jax.Array | None], jax.Array]
+"""The same, also of rows that are rounded already as the matrix wants them."""
 CompilerOptions = dict[str, str | bool]
 
 
@@ -192,8 +196,29 @@ class Backend(ABC):
         return scheme
 
     @abstractmethod
-    def packed_product(self, matrix: PackedMatrix, widened: jnp.dtype) -> Product:
-        """Products with a matrix [out, in] that is in the bits of its checkpoint, multiplied in `widened`."""
+    def packed_product(
+        self, matrix: PackedMatrix, widened: jnp.dtype, summed: jnp.dtype = FLOAT32
+    ) -> PackedProduct:
+        """Products with a matrix [out, in] that is in the bits of its checkpoint, multiplied in `widened`.
+
+        They are summed in float32, and need no more bits than `summed` has.
+        """
+
+    def rounds_packed(self, num_rows: int) -> bool:
+        """Whether products of so many rows with such a matrix may come in the type that it is widened to."""
+        return False
+
+    def round_normed(
+        self, x: jax.Array, weight: jax.Array, eps: float, matrix: PackedMatrix, widened: jnp.dtype
+    ) -> Fp8Rows | None:
+        """The RMS norm of x [row, in] as products with this matrix take it; None: no kernel does both."""
+        return None
+
+    def round_gated(
+        self, x: jax.Array, config: ModelConfig, matrix: PackedMatrix, widened: jnp.dtype
+    ) -> Fp8Rows | None:
+        """What a feed-forward layer's first product x [row, gate_up] becomes, likewise."""
+        return None
 
     def run_layers(
         self,

@@ -50,14 +50,18 @@ class Attention(eqx.Module):
         angles: Angles | None,
         ends: jax.Array | None,
         *,
+        norm: Norm | None,
         window: int | None,
     ) -> tuple[NamedArray, jax.Array]:
-        """Writes the chunk's keys and values, then attends to all that the chunk, or its `ends`, may see."""
+        """Writes the chunk's keys and values, then attends to all that the chunk, or its `ends`, may see.
+
+        The norm, if there is one, comes first.
+        """
         config = self.config
         shape = AttentionShape(
             config.num_kv_heads, config.score_scale, config.norm_eps, window, config.attention_softcap
         )
-        heads, norms = self._heads(self.qkv(x, place.num_used))
+        heads, norms = self._heads(self.qkv.of_normed(x, norm, place.num_used))
         sinks = None if self.sinks is None else self.sinks.array
         mixed, pool = self.backend.attend(heads, pool, place, angles, norms, ends, shape, sinks)
         num_used = place.num_used if ends is None else None
@@ -74,7 +78,8 @@ class Attention(eqx.Module):
         array = qkv.rearrange((ROW, CHUNK, "qkv")).array
         array = array.reshape(-1, config.QKV.size // config.head_dim, config.head_dim)
         if self.qkv.bias is None:
-            array = array.astype(self.qkv.product_dtype)  # as it comes: another type would be another kernel
+            # As it comes: another type would be another kernel.
+            array = array.astype(self.qkv.product_dtype(len(array)))
         if self.q_norm is None or self.k_norm is None:
             return array, None
         return array, HeadNorms(self.q_norm.weight.array, self.k_norm.weight.array)
@@ -137,7 +142,7 @@ def run_layer(
     window: int | None,
 ) -> tuple[NamedArray, jax.Array]:
     """With `ends`, only that place of each chunk is computed to the end; all keys and values are written."""
-    mixed, pool = layer.attention(apply(layer.input_norm, x), pool, place, angles, ends, window=window)
+    mixed, pool = layer.attention(x, pool, place, angles, ends, norm=layer.input_norm, window=window)
     num_used: jax.Array | None = place.num_used
     if ends is not None:
         x = hax.named(take_ends(x.rearrange((ROW, CHUNK, "embed")).array, ends), (ROW, CHUNK, "embed"))
@@ -146,8 +151,11 @@ def run_layer(
     added = x + apply(layer.attention_post_norm, mixed) * config.residual_scale
     with jax.named_scope("mlp"):
         mlp_norm = layer.input_norm if config.shares_norm else layer.mlp_norm
-        fed = apply(mlp_norm, x if config.is_parallel else added)
-        fed = layer.mlp(fed, num_used) if isinstance(layer.mlp, Mlp) else layer.mlp(fed, place.positions >= 0)
+        fed = x if config.is_parallel else added
+        if isinstance(layer.mlp, Mlp):
+            fed = layer.mlp(fed, num_used, mlp_norm)
+        else:
+            fed = layer.mlp(apply(mlp_norm, fed), place.positions >= 0)
         return added + apply(layer.mlp_post_norm, fed) * config.residual_scale, pool
 
 

@@ -13,6 +13,7 @@ from haliax import NamedArray
 from levserve.model.backend import Backend, ExpertRule
 from levserve.model.config import Activation, ModelConfig
 from levserve.model.linear import Linear
+from levserve.model.norm import Norm
 from levserve.model.packed import PackedMatrix
 from levserve.model.sharding import on_first_device, sum_over_devices
 
@@ -30,9 +31,17 @@ class Mlp(eqx.Module):
     gate_up: Linear
     down: Linear
 
-    def __call__(self, x: NamedArray, num_used: jax.Array | None = None) -> NamedArray:
+    def __call__(
+        self, x: NamedArray, num_used: jax.Array | None = None, norm: Norm | None = None
+    ) -> NamedArray:
+        """The norm, if there is one, comes first."""
         config = self.config
-        wide = self.gate_up(x, num_used)
+        wide = self.gate_up.of_normed(x, norm, num_used)
+        num_rows = wide.array.size // wide.axis_size(config.GateUp.name)
+        as_it_comes = wide.astype(self.gate_up.product_dtype(num_rows))
+        product = self.down.of_gated(as_it_comes, config, num_used)
+        if product is not None:
+            return product
         activate = ACTIVATIONS[config.activation]
         if not config.is_gated:
             return self.down(activate(wide).rename({"gate_up": "mlp"}), num_used)

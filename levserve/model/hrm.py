@@ -60,7 +60,8 @@ def run_block(block: Block, x: NamedArray, texts: Texts, scratch: Arrays) -> tup
     config = block.config
     Embed, eps = config.block.Embed, config.block.norm_eps
     with jax.named_scope("attend"):
-        qkv = block.qkv(x).rearrange((ROW, CHUNK, "qkv")).astype(block.qkv.product_dtype).array
+        qkv = block.qkv(x).rearrange((ROW, CHUNK, "qkv")).array
+        qkv = qkv.astype(block.qkv.product_dtype(qkv.shape[0] * qkv.shape[1]))
         mixed, scratch = block.backend.attend_texts(qkv, texts, scratch, config.num_heads)
         x = rms_norm(x + block.out(hax.named(mixed, (ROW, CHUNK, "mixed"))), (Embed,), eps)
     with jax.named_scope("mlp"):
@@ -134,7 +135,7 @@ class Hrm(eqx.Module):
         ends = jnp.broadcast_to(lengths[:, None] - 1, tokens.shape)
         texts = Texts(angles_at(places, rope), is_real, ends)
         rows, chunk = tokens.shape
-        product_dtype = self.low.blocks[0].qkv.product_dtype
+        product_dtype = self.low.blocks[0].qkv.product_dtype(rows * chunk)
         scratch = self.backend.text_scratch(rows, chunk, config.num_heads, config.head_dim, product_dtype)
         x = self.embed.take("vocab", hax.named(tokens, (ROW, CHUNK))).astype(jnp.float32)
         x = hax.clip(x * config.embed_scale, -EMBED_LIMIT, EMBED_LIMIT).rearrange((ROW, CHUNK, "embed"))

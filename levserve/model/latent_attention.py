@@ -45,6 +45,7 @@ class LatentAttention(eqx.Module):
         angles: Angles | None,
         ends: jax.Array | None,
         *,
+        norm: Norm | None,
         window: int | None,
     ) -> tuple[NamedArray, jax.Array]:
         """The same as `Attention`."""
@@ -52,7 +53,7 @@ class LatentAttention(eqx.Module):
         shape = AttentionShape(
             config.num_kv_heads, config.score_scale, config.norm_eps, window, config.attention_softcap
         )
-        heads = self._heads(x, place.num_used)
+        heads = self._heads(apply(norm, x), place.num_used)
         mixed, pool = self.backend.attend(heads, pool, place, angles, None, ends, shape)
         rows, chunk, _ = mixed.shape
         by_head = mixed.reshape(rows, chunk, config.num_heads, config.head_dim)

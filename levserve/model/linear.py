@@ -6,11 +6,14 @@ import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
-from haliax import NamedArray
+from haliax import Axis, NamedArray
 from jax import lax
 
 from levserve.model import cache
 from levserve.model.backend import Backend, Product
+from levserve.model.config import ModelConfig
+from levserve.model.fp8_rows import Fp8Rows
+from levserve.model.norm import Norm, apply
 from levserve.model.packed import PackedMatrix, multiply_packed, round_as_asked
 from levserve.model.sharding import sum_over_devices
 
@@ -23,7 +26,8 @@ class Linear(eqx.Module):
     in the bits of its checkpoint.
 
     A product is summed in float32 and stays so, unless it `rounds`: then it comes in the weight's type, which
-    halves what a GPU writes and reads again. On a CPU a bfloat16 result is 20 times slower.
+    halves what a GPU writes and reads again; that of a `PackedMatrix` comes in the type `widened` if there
+    are more rows than the backend's kernels take. On a CPU a bfloat16 result is 20 times slower.
     """
 
     weight: NamedArray | PackedMatrix
@@ -40,17 +44,65 @@ class Linear(eqx.Module):
 
     def __call__(self, x: NamedArray, num_used: jax.Array | None = None) -> NamedArray:
         """A kernel may skip what comes after the first `num_used` [1] vectors in `x`, which is padding."""
-        y = self._multiply(x, num_used)
+        return self._finish(self._multiply(x, num_used))
+
+    def _finish(self, y: NamedArray) -> NamedArray:
         if self.is_partial:
             y = hax.named(sum_over_devices(y.array), y.axes)
         return y if self.bias is None else y + self.bias
 
+    def of_normed(self, x: NamedArray, norm: Norm | None, num_used: jax.Array | None = None) -> NamedArray:
+        """The product with `norm(x)`; a backend may have a kernel for the norm and the rounding after it."""
+        rounding = self._rounding
+        if norm is not None and norm.is_plain and rounding is not None:
+            matrix, backend, widened = rounding
+            others, rows = self._rows_of(x, matrix.axes[-1].name)
+            rounded = backend.round_normed(rows, norm.weight.array, norm.eps, matrix, widened)
+            if rounded is not None:
+                return self._multiply_rounded(rounded, others, num_used)
+        return self(apply(norm, x), num_used)
+
+    def of_gated(
+        self, wide: NamedArray, config: ModelConfig, num_used: jax.Array | None = None
+    ) -> NamedArray | None:
+        """The product with what a feed-forward layer makes of its first one, if one kernel rounds that."""
+        if self._rounding is None:
+            return None
+        matrix, backend, widened = self._rounding
+        others, rows = self._rows_of(wide, config.GateUp.name)
+        rounded = backend.round_gated(rows, config, matrix, widened)
+        return None if rounded is None else self._multiply_rounded(rounded, others, num_used)
+
     @property
-    def product_dtype(self) -> jnp.dtype:
-        """The type that loses nothing of the product."""
-        if isinstance(self.weight, PackedMatrix) or not self.rounds or self.scale is not None:
-            return jnp.dtype(jnp.float32)
-        return self.weight.dtype
+    def _rounding(self) -> tuple[PackedMatrix, Backend, jnp.dtype] | None:
+        """What a backend needs to round activations for the matrix; None if they stay as they are."""
+        matrix, backend, widened = self.weight, self.backend, self.widened
+        if not isinstance(matrix, PackedMatrix) or backend is None or widened is None:
+            return None
+        return (matrix, backend, widened) if matrix.ndim == 2 and matrix.scheme.rounds_rows else None
+
+    def _rows_of(self, x: NamedArray, inner: str) -> tuple[tuple[Axis, ...], jax.Array]:
+        others = tuple(axis for axis in x.axes if axis.name != inner)
+        array = x.rearrange((*others, inner)).array
+        return others, array.reshape(-1, array.shape[-1])
+
+    def _multiply_rounded(
+        self, rounded: Fp8Rows, others: tuple[Axis, ...], num_used: jax.Array | None
+    ) -> NamedArray:
+        y = self._packed_product(rounded, num_used)
+        axes = (*others, self.weight.axes[0])
+        return self._finish(hax.named(y.reshape([axis.size for axis in axes]), axes))
+
+    def product_dtype(self, num_rows: int) -> jnp.dtype:
+        """The type that loses nothing of a product of so many rows."""
+        whole = jnp.dtype(jnp.float32)
+        if not self.rounds or self.scale is not None:
+            return whole
+        if not isinstance(self.weight, PackedMatrix):
+            return self.weight.dtype
+        if self.backend is None or self.widened is None or not self.backend.rounds_packed(num_rows):
+            return whole
+        return self.widened
 
     def _multiply(self, x: NamedArray, num_used: jax.Array | None) -> NamedArray:
         if isinstance(self.weight, PackedMatrix):
@@ -73,10 +125,16 @@ class Linear(eqx.Module):
             rows = x.rearrange((..., In)).astype(self.widened)
             rounded = hax.named(round_as_asked(rows.array, matrix.scheme), rows.axes)
             return Linear(matrix.widen(self.widened))(rounded)
-        if self.backend is not None:
-            return self._multiply_rows(x, self.backend.packed_product(matrix, self.widened), num_used)
-        widened = self.widened
-        return self._multiply_rows(x, lambda rows, _: multiply_packed(matrix, rows, widened), num_used)
+        return self._multiply_rows(x, self._packed_product, num_used)
+
+    def _packed_product(self, x: jax.Array | Fp8Rows, num_used: jax.Array | None) -> jax.Array:
+        matrix, widened = self.weight, self.widened
+        assert isinstance(matrix, PackedMatrix) and widened is not None
+        if self.backend is None:
+            return multiply_packed(matrix, x, widened)
+        summed = self.product_dtype(len(x.codes if isinstance(x, Fp8Rows) else x))
+        product = self.backend.packed_product(matrix, widened, summed)(x, num_used)
+        return product.astype(summed).astype(jnp.float32)
 
     def _multiply_rows(self, x: NamedArray, product: Product, num_used: jax.Array | None) -> NamedArray:
         Out, In = self.weight.axes

@@ -24,7 +24,7 @@ from jax import lax
 from numpy.typing import NDArray
 
 from levserve.model.cache import FP8
-from levserve.model.fp8_rows import round_rows
+from levserve.model.fp8_rows import Fp8Rows, round_rows
 from levserve.model.lanes import from_lanes
 
 SCALE, ZERO, OFFSET = "_scale", "_zero", "_offset"
@@ -117,6 +117,11 @@ class Kept:
         kinds = dict.fromkeys(str(scheme) for _, scheme in self.schemes)
         return f"as they are stored ({'; '.join(kinds)}), multiplied in {self.widened}"
 
+    @property
+    def rounds_rows(self) -> bool:
+        """Whether activations are rounded for the product with each of them."""
+        return all(scheme.rounds_rows for _, scheme in self.schemes)
+
     def by_name(self) -> dict[str, Scheme]:
         return dict(self.schemes)
 
@@ -198,13 +203,21 @@ class PackedMatrix(eqx.Module):
         return blocks
 
 
-def multiply_packed(matrix: PackedMatrix, x: jax.Array, widened: jnp.dtype) -> jax.Array:
-    """x [row, in] times a matrix that is widened for this product alone: float32 [row, out]."""
+def multiply_packed(
+    matrix: PackedMatrix,
+    x: jax.Array | Fp8Rows,
+    widened: jnp.dtype,
+    summed: jnp.dtype = jnp.dtype(jnp.float32),
+) -> jax.Array:
+    """x [row, in] times a matrix that is widened for this product alone: `summed` [row, out]."""
     # XLA moves what does not change out of a loop, and would keep all matrices of a model widened there.
     matrix, x = lax.optimization_barrier((matrix, x))
     weight = matrix.widen(widened).array
-    x = round_as_asked(x.astype(widened), matrix.scheme)
-    return jnp.einsum("ri,oi->ro", x, weight, preferred_element_type=jnp.float32)
+    if isinstance(x, Fp8Rows):
+        x = x.widen().astype(widened)
+    else:
+        x = round_as_asked(x.astype(widened), matrix.scheme)
+    return jnp.einsum("ri,oi->ro", x, weight, preferred_element_type=summed)
 
 
 def round_as_asked(x: jax.Array, scheme: Scheme) -> jax.Array:

@@ -14,6 +14,7 @@ from jax import lax
 from levserve.model import cache
 from levserve.model.attention import attend_in_blocks
 from levserve.model.backend import (
+    FLOAT32,
     Arrays,
     AttentionShape,
     Backend,
@@ -21,6 +22,7 @@ from levserve.model.backend import (
     HeadNorms,
     Likeliest,
     Mixture,
+    PackedProduct,
     Product,
 )
 from levserve.model.cache import Place, take_ends
@@ -127,8 +129,10 @@ class XlaBackend(Backend):
             return lambda x, num_used: multiply_blocks(weight, scale, x, in_two_terms=in_two_terms)
         return lambda x, num_used: multiply_rotated(weight, scale, x)
 
-    def packed_product(self, matrix: PackedMatrix, widened: jnp.dtype) -> Product:
-        return lambda x, num_used: multiply_packed(matrix, x, widened)
+    def packed_product(
+        self, matrix: PackedMatrix, widened: jnp.dtype, summed: jnp.dtype = FLOAT32
+    ) -> PackedProduct:
+        return lambda x, num_used: multiply_packed(matrix, x, widened, summed)
 
     def mean(self, x: jax.Array) -> jax.Array:
         """On a CPU XLA adds in an order that depends on the number of rows, and the last bit of a sum can

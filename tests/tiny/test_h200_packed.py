@@ -52,8 +52,7 @@ FEW, MANY = (Shape(rows, Mode.GREEDY) for rows in (8, 64))
 
 
 @functools.cache
-def compile_there(name: str, shape: Shape) -> tuple[str, int]:
-    """The program's text, and the bytes that it needs besides its arguments."""
+def programs_of(name: str) -> Programs:
     topology = topologies.get_topology_desc(
         platform="cuda", target_config=SPECIFICATION.read_text(), topology="1x1x1"
     )
@@ -86,9 +85,13 @@ def compile_there(name: str, shape: Shape) -> tuple[str, int]:
     state = jax.tree.map(placed, jax.eval_shape(lambda: make_state(CONFIG, sizes, storage)))
     leaves = tuple(map(placed, arrays.values()))
     blueprint = Blueprint(CONFIG, backend, Kept(tuple(schemes.items()), dtype))
-    programs = Programs(
-        leaves, state, Skeleton(blueprint, tuple(arrays), sizes.table_width), sizes, Metrics()
-    )
+    return Programs(leaves, state, Skeleton(blueprint, tuple(arrays), sizes.table_width), sizes, Metrics())
+
+
+@functools.cache
+def compile_there(name: str, shape: Shape) -> tuple[str, int]:
+    """The program's text, and the bytes that it needs besides its arguments."""
+    programs = programs_of(name)
     with on_the_card():
         compiled = programs.lower(shape).compile(programs._compiler_options(shape))
     return compiled.as_text(), compiled.memory_analysis().temp_size_in_bytes
@@ -162,3 +165,35 @@ def test_up_to_64_rows_the_matrix_is_fetched_ahead_into_the_cache(
     kernel = compile_product(name, rows, "fragment_product", tmp_path)
     assert ("prefetch.global.L2" in kernel) == is_ahead
     assert ("ld.global.nc." in kernel) != is_ahead
+
+
+@pytest.mark.parametrize(("shape", "count"), [(FEW, 1), (MANY, 4)])
+def test_one_kernel_rounds_activations_with_what_comes_before(shape: Shape, count: int) -> None:
+    """XLA would take two, and repeat the norm or the gate in the second. Few rows of narrow matrices are
+    rounded by the product itself."""
+    text, _ = compile_there("fp8", shape)
+    # By its name, because the debugging information of other kernels may mention the file.
+    assert (
+        len(re.findall(r'custom-call\(.*op_name="[^"]*/round_fp8/pallas_call"', text))
+        == count * CONFIG.num_layers
+    )
+
+
+def test_prompts_are_multiplied_by_the_library_and_rounded_to_bfloat16() -> None:
+    """As those of a model in bfloat16: XLA widens each matrix before its product."""
+    shape = Shape(4096)
+    text, _ = compile_there("fp8", shape)
+    assert text.count('custom_call_target="__cublas$lt$matmul') >= 4 * CONFIG.num_layers
+    assert "bf16[4096,28672]" in text and "f32[4096,28672]" not in text
+    assert "bf16[4096,6144]" in text and "f32[4096,6144]" not in text
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "is_library"),
+    [("fp8", Shape(4096), True), ("fp8", MANY, False), ("awq", Shape(4096), False)],
+)
+def test_only_prompts_of_fp8_with_activations_in_fp8_leave_out_tritons_products(
+    name: str, shape: Shape, is_library: bool
+) -> None:
+    options = programs_of(name)._compiler_options(shape)
+    assert options == ({"xla_gpu_enable_triton_gemm": False} if is_library else {})

@@ -16,17 +16,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from levserve.model.backend import (
+    FLOAT32,
     Arrays,
     AttentionShape,
     ExpertChoice,
     HeadNorms,
     Likeliest,
     Mixture,
-    Product,
+    PackedProduct,
 )
 from levserve.model.cache import Place, take_ends
+from levserve.model.config import ModelConfig
 from levserve.model.experts import are_few, mix_gathered
 from levserve.model.experts import choose_experts as choose_by_rule
+from levserve.model.fp8_rows import Fp8Rows, round_rows
 from levserve.model.gpu.decode_attention import decode_attention
 from levserve.model.gpu.draw import draw_tokens
 from levserve.model.gpu.expert_choice import choose_experts, is_plain
@@ -42,9 +45,10 @@ from levserve.model.gpu.heads import place_heads
 from levserve.model.gpu.hopper import is_hopper
 from levserve.model.gpu.mosaic_experts import mix_blocks
 from levserve.model.gpu.mosaic_plan import is_faster, serves
-from levserve.model.gpu.packed_plan import choose_tiling
+from levserve.model.gpu.packed_plan import MAX_ROWS, choose_tiling
 from levserve.model.gpu.packed_product import multiply_in_registers
 from levserve.model.gpu.paged_attention import paged_attention
+from levserve.model.gpu.round_fp8 import MAX_WIDTH, round_gated, round_normed, takes_groups
 from levserve.model.packed import PackedMatrix, Scheme, round_as_asked
 from levserve.model.rotary import Angles
 from levserve.model.text_attention import Texts
@@ -153,29 +157,86 @@ class GpuBackend(XlaBackend):
             return replace(scheme, in_lanes=True)
         return None if scheme.has_offsets else scheme
 
-    def packed_product(self, matrix: PackedMatrix, widened: jnp.dtype) -> Product:
-        plain = super().packed_product(matrix, widened)
+    def rounds_packed(self, num_rows: int) -> bool:
+        return num_rows > MAX_ROWS  # Kernels for fewer write float32.
+
+    def packed_product(
+        self, matrix: PackedMatrix, widened: jnp.dtype, summed: jnp.dtype = FLOAT32
+    ) -> PackedProduct:
+        plain = super().packed_product(matrix, widened, summed)
         num_columns, num_inputs = (axis.size for axis in matrix.axes)
 
-        def multiply(x: jax.Array, num_used: jax.Array | None) -> jax.Array:
-            given = (len(x), (num_columns, num_inputs), matrix.scheme)
+        def multiply(x: jax.Array | Fp8Rows, num_used: jax.Array | None) -> jax.Array:
+            num_rows = len(x.codes if isinstance(x, Fp8Rows) else x)
+            given = (num_rows, (num_columns, num_inputs), matrix.scheme)
             if widened != jnp.bfloat16:
                 return plain(x, num_used)
+            if matrix.scheme.rounds_rows:
+                product = self._multiply_fp8(matrix, x, num_rows)
+                return plain(x, num_used) if product is None else product
+            assert not isinstance(x, Fp8Rows)
             fragments = choose_fragments(*given, is_hopper=is_hopper())
             if fragments is not None:
                 return multiply_fragments(matrix, x, tiling=fragments)
-            if matrix.scheme.rounds_rows and has_dot_fp8():
-                cut = choose_cut(*given)
-                if cut is None:
-                    return plain(x, num_used)
-                return multiply_fp8(matrix, x, cut=cut, interpret=self.interpret)
             tiling = choose_tiling(*given)
             if tiling is None:
                 return plain(x, num_used)
-            x = round_as_asked(x.astype(widened), matrix.scheme)
-            return multiply_in_registers(matrix, x, tiling=tiling, interpret=self.interpret)
+            return multiply_in_registers(matrix, x.astype(widened), tiling=tiling, interpret=self.interpret)
 
         return multiply
+
+    def _multiply_fp8(self, matrix: PackedMatrix, x: jax.Array | Fp8Rows, num_rows: int) -> jax.Array | None:
+        """The product of rows that are rounded to FP8; None: no kernel has it."""
+        scheme = matrix.scheme
+        num_columns, num_inputs = (axis.size for axis in matrix.axes)
+        given = (num_rows, (num_columns, num_inputs), scheme)
+        if not has_dot_fp8():
+            tiling = choose_tiling(*given)
+            if tiling is None:
+                return None
+            if isinstance(x, Fp8Rows):
+                x = x.widen().astype(jnp.bfloat16)
+            else:
+                x = round_as_asked(x.astype(jnp.bfloat16), scheme)
+            return multiply_in_registers(matrix, x, tiling=tiling, interpret=self.interpret)
+        cut = choose_cut(*given)
+        if cut is None:
+            return None
+        x = x if cut.rounds_inside else self._round(x, scheme)
+        return multiply_fp8(matrix, x, cut=cut, interpret=self.interpret)
+
+    def _round(self, x: jax.Array | Fp8Rows, scheme: Scheme) -> Fp8Rows:
+        if isinstance(x, Fp8Rows):
+            return x
+        if takes_groups(x.shape[1], scheme.columns):
+            return round_gated(x, gate=None, group=scheme.columns, interpret=self.interpret)
+        return round_rows(x.astype(jnp.bfloat16), scheme.columns)
+
+    def round_normed(
+        self, x: jax.Array, weight: jax.Array, eps: float, matrix: PackedMatrix, widened: jnp.dtype
+    ) -> Fp8Rows | None:
+        group = self._group_to_round(len(x), matrix, widened)
+        if group is None or x.shape[1] > MAX_WIDTH:
+            return None
+        return round_normed(x, weight, eps=eps, group=group, interpret=self.interpret)
+
+    def round_gated(
+        self, x: jax.Array, config: ModelConfig, matrix: PackedMatrix, widened: jnp.dtype
+    ) -> Fp8Rows | None:
+        group = self._group_to_round(len(x), matrix, widened)
+        if group is None:
+            return None
+        gate = Gate(config.activation, config.is_gated, config.gate_limit, config.up_offset)
+        return round_gated(x, gate=gate, group=group, interpret=self.interpret)
+
+    def _group_to_round(self, num_rows: int, matrix: PackedMatrix, widened: jnp.dtype) -> int | None:
+        """How many inputs share a scale, if a kernel should round them before the product."""
+        num_columns, num_inputs = (axis.size for axis in matrix.axes)
+        group = matrix.scheme.columns
+        if widened != jnp.bfloat16 or not takes_groups(num_inputs, group):
+            return None
+        cut = choose_cut(num_rows, (num_columns, num_inputs), matrix.scheme) if has_dot_fp8() else None
+        return None if cut is not None and cut.rounds_inside else group
 
     def mix_experts(self, x: jax.Array, scores: jax.Array, is_real: jax.Array, experts: Mixture) -> jax.Array:
         rule, matrices = experts.rule, experts.matrices

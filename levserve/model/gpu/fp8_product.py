@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from levserve.model.cache import FP8, LARGEST_FP8
-from levserve.model.fp8_rows import SMALLEST, round_rows
+from levserve.model.fp8_rows import SMALLEST, Fp8Rows, round_rows
 from levserve.model.gpu.fp8_dot import dot_fp8
 from levserve.model.gpu.fp8_plan import Fp8Cut
 from levserve.model.gpu.packed_plan import PackedTiling, piece_width
@@ -33,16 +33,19 @@ Carry = tuple[jax.Array, tuple[Scales, ...]]
 
 
 @functools.partial(jax.jit, static_argnames=("cut", "interpret"))
-def multiply_fp8(matrix: PackedMatrix, x: jax.Array, *, cut: Fp8Cut, interpret: bool = False) -> jax.Array:
+def multiply_fp8(
+    matrix: PackedMatrix, x: jax.Array | Fp8Rows, *, cut: Fp8Cut, interpret: bool = False
+) -> jax.Array:
     """x [row, in], rounded to bfloat16 and then to FP8, times the matrix: float32 [row, out]."""
     tiling, rounds_inside = cut
-    num_rows, num_columns = len(x), matrix.axes[0].size
-    x = x.astype(jnp.bfloat16)
-    arrays = [x, matrix.codes, matrix.scale]
-    if not rounds_inside:
-        rounded = round_rows(x, matrix.scheme.columns)
+    if not (rounds_inside or isinstance(x, Fp8Rows)):
+        x = round_rows(x.astype(jnp.bfloat16), matrix.scheme.columns)
+    if isinstance(x, Fp8Rows):
         # A program reads the largest numbers of many rows and one group.
-        arrays = [rounded.codes, matrix.codes, matrix.scale, rounded.largest.T]
+        arrays = [x.codes, matrix.codes, matrix.scale, x.largest.T]
+    else:
+        arrays = [x.astype(jnp.bfloat16), matrix.codes, matrix.scale]
+    num_rows, num_columns = len(arrays[0]), matrix.axes[0].size
     # Programs that read the same part of the matrix run one after another, so that it is in the cache.
     grid = (-(-num_rows // tiling.rows), num_columns // tiling.columns)
     kernel = functools.partial(_kernel, scheme=matrix.scheme, tiling=tiling, interpret=interpret)

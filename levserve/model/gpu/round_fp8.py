@@ -1,0 +1,119 @@
+"""Rounds activations to FP8, with what comes before it, as Pallas kernels for NVIDIA GPUs.
+
+In XLA it is two kernels, one that finds the largest of each group and one that repeats what comes before and
+rounds. Here it is one. Numbers are rounded to bfloat16 first, as they are where nothing rounds them to FP8.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from levserve.model.cache import FP8, LARGEST_FP8
+from levserve.model.fp8_rows import SMALLEST, Fp8Rows
+from levserve.model.gpu.gate import Gate
+from levserve.model.gpu.paged_attention import power_of_two
+
+MAX_WIDTH = 16384
+"""Numbers of a row that a program can normalize."""
+PART = 1024
+"""Numbers of a row that a program rounds, if nothing is computed of the whole row."""
+NUMBERS_PER_WARP = 512
+
+
+def takes_groups(num_inputs: int, group: int | None) -> bool:
+    """Whether rows of so many numbers, each group with a scale, are rounded by these kernels."""
+    return group is not None and group <= PART and group == power_of_two(group) and num_inputs % group == 0
+
+
+@functools.partial(jax.jit, static_argnames=("eps", "group", "interpret"))
+def round_normed(
+    x: jax.Array, weight: jax.Array, *, eps: float, group: int, interpret: bool = False
+) -> Fp8Rows:
+    """The RMS norm of x [row, in] with this weight, rounded."""
+    num_rows, num_inputs = x.shape
+    kernel = functools.partial(_norm_kernel, eps=eps, group=group)
+    return _call(kernel, [x, weight], (num_rows,), (num_rows, num_inputs), group, num_inputs, interpret)
+
+
+@functools.partial(jax.jit, static_argnames=("gate", "group", "interpret"))
+def round_gated(x: jax.Array, *, gate: Gate | None, group: int, interpret: bool = False) -> Fp8Rows:
+    """What the gate makes of x [row, in], or [row, 2 in] if it is gated, rounded; None leaves it as it is."""
+    num_rows, width = x.shape
+    num_inputs = width // 2 if gate is not None and gate.is_gated else width
+    part = math.gcd(PART, num_inputs)
+    kernel = functools.partial(_gate_kernel, gate=gate, group=group, part=part)
+    grid = (num_rows, num_inputs // part)
+    return _call(kernel, [x], grid, (num_rows, num_inputs), group, part, interpret)
+
+
+def _call(
+    kernel: functools.partial[None],
+    arrays: list[jax.Array],
+    grid: tuple[int, ...],
+    shape: tuple[int, int],
+    group: int,
+    width: int,
+    interpret: bool,
+) -> Fp8Rows:
+    num_rows, num_inputs = shape
+    num_warps = power_of_two(max(1, width // NUMBERS_PER_WARP))
+    codes, largest = pl.pallas_call(
+        kernel,
+        grid=grid,
+        out_shape=(
+            jax.ShapeDtypeStruct(shape, FP8),
+            jax.ShapeDtypeStruct((num_rows, num_inputs // group), jnp.float32),
+        ),
+        compiler_params=plgpu.CompilerParams(num_warps=min(16, num_warps), num_stages=1),
+        interpret=interpret,
+        name="round_fp8",
+    )(*arrays)
+    return Fp8Rows(codes, largest)
+
+
+def _norm_kernel(
+    x_ref: jax.Ref, weight_ref: jax.Ref, code_ref: jax.Ref, largest_ref: jax.Ref, *, eps: float, group: int
+) -> None:
+    row, num_inputs = pl.program_id(0), x_ref.shape[1]
+    groups = jnp.arange(power_of_two(num_inputs // group), dtype=jnp.int32)
+    at = groups[:, None] * group + jnp.arange(group, dtype=jnp.int32)[None, :]
+    mask = at < num_inputs
+    x = plgpu.load(x_ref.at[row, at], mask=mask, other=0.0).astype(jnp.float32)
+    weight = plgpu.load(weight_ref.at[at], mask=mask, other=0.0)
+    mean = jnp.sum(x * x) / num_inputs
+    _store(x * lax.rsqrt(mean + eps) * weight, row, groups, at, code_ref, largest_ref)
+
+
+def _gate_kernel(
+    x_ref: jax.Ref, code_ref: jax.Ref, largest_ref: jax.Ref, *, gate: Gate | None, group: int, part: int
+) -> None:
+    row = pl.program_id(0)
+    num_groups, num_inputs = part // group, code_ref.shape[1]
+    groups = pl.program_id(1) * num_groups + jnp.arange(num_groups, dtype=jnp.int32)
+    at = groups[:, None] * group + jnp.arange(group, dtype=jnp.int32)[None, :]
+    starts = (0, num_inputs) if gate is not None and gate.is_gated else (0,)
+    given = tuple(plgpu.load(x_ref.at[row, at + start]).astype(jnp.float32) for start in starts)
+    _store(given[0] if gate is None else gate.apply(given), row, groups, at, code_ref, largest_ref)
+
+
+def _store(
+    numbers: jax.Array,
+    row: jax.Array,
+    groups: jax.Array,
+    at: jax.Array,
+    code_ref: jax.Ref,
+    largest_ref: jax.Ref,
+) -> None:
+    """Rounds numbers [group, in], which go to these places of a row."""
+    wide = numbers.astype(jnp.bfloat16).astype(jnp.float32)
+    largest = jnp.maximum(jnp.abs(wide).max(1), SMALLEST)
+    codes = (wide * (LARGEST_FP8 / largest)[:, None]).astype(FP8)
+    plgpu.store(code_ref.at[row, at], codes, mask=at < code_ref.shape[1])
+    plgpu.store(largest_ref.at[row, groups], largest, mask=groups < largest_ref.shape[1])
