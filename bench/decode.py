@@ -125,6 +125,7 @@ def set_looks(looks: int | None) -> None:
     """How often a thread of a CPU kernel looks before it sleeps; below zero, it never sleeps."""
     if looks is not None:
         waiting.LOOKS[detect_target().arch] = looks if looks >= 0 else None
+        waiting.MANY_THREADS = 0
 
 
 def num_weights(config: ModelConfig) -> float:

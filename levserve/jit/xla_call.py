@@ -187,7 +187,7 @@ def compile_kernel(kernel: Kernel) -> bytes:
 
 def write_kernel(kernel: Kernel) -> Program:
     program = Program(kernel.target)
-    wait = write_wait(program)
+    wait = write_wait(program, num_threads())
     with program.function("run_stages", 2) as builder:
         _write_stages(builder, kernel, wait)
         run_stages = builder.function
