@@ -108,8 +108,8 @@ def test_a_newer_step_is_served_without_dropping_what_runs(
         10
     ):  # until the reload falls into the stream, which a fast device may have ended before it
         assert reload(server, checkpoint_path=str(run / "step-7")).status == 200
-        streamed, report = stream_across_reload(server, run)
-        assert len(streamed) == 230 and streamed[:3] == whole[:3]
+        streamed, num_tokens, report = stream_across_reload(server, run)
+        assert num_tokens == 230 and streamed[:3] == whole[:3]
         assert report["path"] == str(folder)  # the run's newest
         assert report["probe_tokens"] == 31 and report["max_logprob_difference"] > 0.1
         if streamed != whole:
@@ -126,8 +126,12 @@ def test_a_newer_step_is_served_without_dropping_what_runs(
     shutil.rmtree(folder)
 
 
-def stream_across_reload(server: Server, run: Path) -> tuple[list[int], Any]:
-    """Begins a stream, reloads after its first tokens, and reads it to its end."""
+def stream_across_reload(server: Server, run: Path) -> tuple[list[int], int, Any]:
+    """Begins a stream, reloads after its first tokens, and reads it to its end.
+
+    Gives the tokens in its text, how many there were (an end of text, which is no text, among them), and
+    what the reload said.
+    """
     body = {
         "model": "run",
         "prompt": PROMPT,
@@ -135,6 +139,7 @@ def stream_across_reload(server: Server, run: Path) -> tuple[list[int], Any]:
         "temperature": 0,
         "ignore_eos": True,
         "stream": True,
+        "stream_options": {"include_usage": True},
     }
     request = urllib.request.Request(
         f"{server.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
@@ -143,12 +148,13 @@ def stream_across_reload(server: Server, run: Path) -> tuple[list[int], Any]:
         lines = [next(stream) for _ in range(4)]
         report = reload(server, checkpoint_path=str(run)).body
         lines += stream.readlines()
-    *events, done = [
+    *events, usage, done = [
         line.decode().removeprefix("data: ").strip() for line in lines if line.startswith(b"data: ")
     ]
     assert done == "[DONE]"
     text = "".join(json.loads(event)["choices"][0]["text"] for event in events)
-    return [int(word.removeprefix("t")) for word in text.split()], report
+    tokens = [int(word.removeprefix("t")) for word in text.split()]
+    return tokens, json.loads(usage)["usage"]["completion_tokens"], report
 
 
 def test_of_several_reloads_at_once_one_is_done_and_the_others_are_told(server: Server) -> None:
