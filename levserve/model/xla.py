@@ -153,7 +153,11 @@ class XlaBackend(Backend):
         return x * lax.rsqrt(self.mean(jnp.square(x)) + eps) * weight[None, None, None]
 
     def likeliest(self, logits: jax.Array, num_used: jax.Array | None = None) -> Likeliest:
-        return likeliest(logits)
+        """On a CPU XLA's maximum of a large array overlooks NaN, so a row is also searched for it."""
+        best = likeliest(logits)
+        if not self.is_cpu:
+            return best
+        return best._replace(values=jnp.where(jnp.isnan(logits).any(-1), jnp.nan, best.values))
 
     def kv_storage(self, dtype: jnp.dtype) -> jnp.dtype:
         """On a CPU types that it does not compute in are stored as their bits.

@@ -137,6 +137,14 @@ def test_a_row_that_is_not_finite_is_marked_and_no_other_row_changes(
     assert POISONED not in wanted
 
 
+def test_a_nan_is_seen_in_any_of_many_rows() -> None:
+    """The largest of 16 rows of 384 are found by code of XLA's own for large arrays, which overlooks NaN."""
+    logits = np.random.default_rng(0).standard_normal((16, 384)).astype(np.float32)
+    logits[np.arange(15), np.arange(15) * 25] = np.nan
+    values = jax.jit(XLA_ON_CPU.likeliest)(logits).values
+    assert np.isnan(values).tolist() == [True] * 15 + [False]
+
+
 def draw_many(
     logits: np.ndarray = LOGITS,
     mode: Mode = Mode.FULL,
