@@ -26,7 +26,7 @@ from levserve.model.config import (
     YarnScaling,
 )
 from levserve.weights.config_fields import Extras, Fields
-from levserve.weights.families import FAMILIES, Family
+from levserve.weights.families import FAMILIES
 from levserve.weights.rope_scaling import long_attention_factor, scaled_context, yarn_attention_factor
 from levserve.weights.tensor_names import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS
 
@@ -70,6 +70,8 @@ YARN_KEYS = ("rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow")
 LLAMA3_LOW_FREQ_FACTOR, LLAMA3_HIGH_FREQ_FACTOR, LLAMA3_ORIGINAL_CONTEXT = 1.0, 4.0, 8192
 # These two scale their scores differently. Their files do not say so; llama.cpp goes by the number of layers.
 GEMMA2_27B_LAYERS, GEMMA3_27B_LAYERS = 46, 62
+# Files do not say it either; all published models have it.
+GPT_OSS_GATE_LIMIT = 7.0
 
 
 def _every_layer(fields: Fields, num_layers: int) -> list[bool]:
@@ -150,6 +152,10 @@ def _qwen3_moe(fields: Fields) -> Extras:
     return _experts(fields) | {"intermediate_size": fields.integer("expert_feed_forward_length")}
 
 
+def _gpt_oss(fields: Fields) -> Extras:
+    return _qwen3_moe(fields) | {"gate_limit": GPT_OSS_GATE_LIMIT}
+
+
 @dataclass(frozen=True, slots=True)
 class Architecture:
     """How llama.cpp stores a family. `family` is its name in `hf_config`; `keys` are allowed only here."""
@@ -158,6 +164,8 @@ class Architecture:
     read: Callable[[Fields], Extras] = lambda fields: {}
     slides: Callable[[Fields, int], list[bool]] | None = None
     keys: tuple[str, ...] = ()
+    has_truncated_yarn: bool = True
+    """What the models were trained with; files do not say it."""
 
 
 SOFTCAPS = ("attn_logit_softcapping", "final_logit_softcapping")
@@ -167,6 +175,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen2": Architecture("Qwen2ForCausalLM"),
     "qwen3": Architecture("Qwen3ForCausalLM"),
     "qwen3moe": Architecture("Qwen3MoeForCausalLM", _qwen3_moe, keys=EXPERTS),
+    "gpt-oss": Architecture("GptOssForCausalLM", _gpt_oss, _gemma2_layers, EXPERTS, has_truncated_yarn=False),
     "gemma": Architecture("GemmaForCausalLM", _gemma),
     "gemma2": Architecture(
         "Gemma2ForCausalLM", lambda fields: _gemma2(fields, GEMMA2_27B_LAYERS), _gemma2_layers, SOFTCAPS
@@ -227,7 +236,7 @@ def read_gguf_config(path: Path) -> ModelConfig:
         "windows": _windows(fields, architecture, num_layers),
     }
     if "rope_theta" not in always:
-        shape |= _rope(path, header, head_dim, fields, FAMILIES[architecture.family])
+        shape |= _rope(path, header, head_dim, fields, architecture)
         shape["max_position"] = scaled_context(shape["rope_scaling"], shape["max_position"])
     return ModelConfig(**shape | always | architecture.read(fields))
 
@@ -295,10 +304,12 @@ def _windows(fields: Fields, architecture: Architecture, num_layers: int) -> tup
     return tuple(window if slide else None for slide in slides)
 
 
-def _rope(path: Path, header: GGUFHeader, head_dim: int, fields: Fields, family: Family) -> Extras:
+def _rope(
+    path: Path, header: GGUFHeader, head_dim: int, fields: Fields, architecture: Architecture
+) -> Extras:
     theta = fields.number("rope.freq_base", 10_000.0)
     size = fields.integer("rope.dimension_count", head_dim)
-    if size != head_dim and "partial_rotary_factor" not in family.supported:
+    if size != head_dim and "partial_rotary_factor" not in FAMILIES[architecture.family].supported:
         raise fields.refused("rope.dimension_count")
     scaling = _long_scaling(path, header, size, fields)
     if scaling is None:
@@ -306,7 +317,7 @@ def _rope(path: Path, header: GGUFHeader, head_dim: int, fields: Fields, family:
     if scaling is None and fields.get("rope.scaling.type") == "linear":
         scaling = LinearScaling(fields.number("rope.scaling.factor"))
     if scaling is None and fields.get("rope.scaling.type") == "yarn":
-        scaling = _yarn_scaling(fields)
+        scaling = _yarn_scaling(fields, truncates=architecture.has_truncated_yarn)
     return {"rope_theta": theta, "rope_scaling": scaling, "rotary_size": None if size == head_dim else size}
 
 
@@ -324,7 +335,7 @@ def _long_scaling(path: Path, header: GGUFHeader, size: int, fields: Fields) -> 
     return LongScaling(short, long, original, fields.number("rope.scaling.attn_factor", attention_factor))
 
 
-def _yarn_scaling(fields: Fields) -> RopeScaling:
+def _yarn_scaling(fields: Fields, *, truncates: bool) -> RopeScaling:
     factor = _shortest(fields.number("rope.scaling.factor"))
     original = fields.integer("rope.scaling.original_context_length", fields.integer("context_length"))
     # llama.cpp multiplies YaRN's own factor by this one.
@@ -335,6 +346,7 @@ def _yarn_scaling(fields: Fields) -> RopeScaling:
         yarn_attention_factor(factor) * further,
         beta_fast=_shortest(fields.number("rope.scaling.yarn_beta_fast", 32.0)),
         beta_slow=_shortest(fields.number("rope.scaling.yarn_beta_slow", 1.0)),
+        truncates=truncates,
     )
 
 

@@ -39,6 +39,7 @@ KINDS = (
     Kind.Q6_K,
     Kind.IQ4_NL,
     Kind.IQ4_XS,
+    Kind.MXFP4,
 )
 INTERLEAVED_ARCHITECTURES = ("llama", "granite", "command-r")
 INTERLEAVED_NAME = re.compile(r"blk\.\d+\.attn_[qk]\.(weight|bias)")

@@ -216,6 +216,7 @@ TABLE: dict[Format, tuple[Line, ...]] = {
         Line("layers.{}.out_bias", "blk.{}.attn_output.bias"),
         Line("layers.{}.attention_post_norm", "blk.{}.post_attention_norm.weight"),
         Line("layers.{}.mlp_norm", "blk.{}.ffn_norm.weight"),
+        Line("layers.{}.mlp_norm", "blk.{}.post_attention_norm.weight"),  # gpt-oss
         Line("layers.{}.mlp_norm_bias", "blk.{}.ffn_norm.bias"),
         Line("layers.{}.mlp_post_norm", "blk.{}.post_ffw_norm.weight"),
         Line("layers.{}.router", "blk.{}.ffn_gate_inp.weight"),

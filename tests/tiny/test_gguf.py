@@ -10,7 +10,7 @@ import math
 import re
 import struct
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from safetensors.numpy import load_file
 
 from levserve.errors import StartupError
 from levserve.gguf.header import Value, read_header
-from levserve.model.config import LinearScaling, Llama3Scaling, LongScaling, Rope
+from levserve.model.config import LinearScaling, Llama3Scaling, LongScaling, Rope, YarnScaling
 from levserve.model.parameter_shapes import parameter_shapes
 from levserve.weights.checkpoint import load_arrays, read_config
 from levserve.weights.gguf_tensors import read_tensors
@@ -50,6 +50,7 @@ ARCHITECTURES = {
     "gpt-neox": "gptneox",
     "mixtral": "llama",
     "qwen3-moe": "qwen3moe",
+    "gpt-oss": "gpt-oss",
     "gpt2": "gpt2",
 }
 
@@ -78,6 +79,10 @@ def metadata_of(family: str) -> dict[str, Value]:
         own |= {"rope.dimension_count": rotary_size, "rope.freq_base": config.rope_theta}
     if config.num_experts:
         own |= {"expert_count": config.num_experts, "expert_used_count": config.experts_per_token}
+    if family == "gpt-oss":
+        own |= {"expert_feed_forward_length": config.intermediate_size, "attention.sliding_window": 8}
+        own |= {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.yarn_beta_fast": 8.0}
+        own |= {"rope.scaling.original_context_length": 64}
     if arch == "qwen3moe":
         own |= {"expert_feed_forward_length": config.intermediate_size, "feed_forward_length": 128}
     if arch in ("gemma2", "gemma3"):
@@ -114,6 +119,11 @@ def tensors_of(family: str) -> Tensors:
         file, key=lambda name: [int(word) if word.isdigit() else 0 for word in name.split(".")]
     ):
         tensor = file[name]
+        if family == "gpt-oss" and "experts." in name:
+            tensors |= {part: (matrix, Kind.F32) for part, matrix in split_experts(name, tensor)}
+            continue
+        if family == "gpt-oss" and name.endswith("sinks"):
+            name += ".weight"
         if arch in ("llama", "granite") and (".q_proj" in name or ".k_proj" in name):
             tensor = permute(tensor, config.num_heads if ".q_proj" in name else config.num_kv_heads)
         if "query_key_value" in name:
@@ -134,6 +144,15 @@ def tensors_of(family: str) -> Tensors:
         else:
             tensors[converted] = (tensor, Kind.F32)
     return tensors | {name: (np.stack(stacked), Kind.F32) for name, stacked in experts.items()}
+
+
+def split_experts(name: str, tensor: NDArray[np.float32]) -> Iterator[tuple[str, NDArray[np.float32]]]:
+    """gpt-oss stores experts [expert, in, out], with rows of gate and up in turn; llama.cpp has a tensor for each."""
+    layer, is_bias = name.split(".")[2], name.endswith("_bias")
+    rows = tensor if is_bias else tensor.swapaxes(1, 2)
+    parts = {"gate": rows[:, ::2], "up": rows[:, 1::2]} if "gate_up" in name else {"down": rows}
+    for part, found in parts.items():
+        yield f"blk.{layer}.ffn_{part}_exps.{'bias' if is_bias else 'weight'}", np.ascontiguousarray(found)
 
 
 def permute(weights: NDArray[np.float32], num_heads: int) -> NDArray[np.float32]:
@@ -307,6 +326,12 @@ def test_gguf_says_the_same_as_the_folder_it_came_from(family: str, tmp_path: Pa
 def test_gguf_of_a_gemma_says_all_but_the_scale_of_scores(family: str, tmp_path: Path) -> None:
     expected = dataclasses.replace(read_config(GOLDEN / family), attention_scale=0.25)
     assert read_config(golden_gguf(tmp_path, family)) == expected
+
+
+def test_gguf_of_gpt_oss_says_all_but_the_limit_of_its_gate(tmp_path: Path) -> None:
+    config = read_config(golden_gguf(tmp_path, "gpt-oss"))
+    assert config == dataclasses.replace(read_config(GOLDEN / "gpt-oss"), gate_limit=7.0)
+    assert isinstance(config.rope_scaling, YarnScaling) and not config.rope_scaling.truncates
 
 
 @pytest.mark.parametrize("family", [family for family in ARCHITECTURES if family not in ("gemma2", "gemma3")])
@@ -524,7 +549,7 @@ def test_other_architecture_is_refused_with_the_list_of_ours(tmp_path: Path) -> 
     )
     with pytest.raises(
         StartupError,
-        match="'mamba' is not supported; supported are llama, qwen2, qwen3, qwen3moe, gemma, gemma2, gemma3, phi3",
+        match="'mamba' is not supported; supported are llama, qwen2, qwen3, qwen3moe, gpt-oss, gemma, gemma2, gemma3",
     ):
         read_config(path)
 
@@ -673,6 +698,15 @@ def decode_iq4_xs(block: bytes) -> list[float]:
     return numbers
 
 
+E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
+
+
+def decode_mxfp4(block: bytes) -> list[float]:
+    """A power of two, and numbers of four bits: a sign, two bits of exponent and one of mantissa."""
+    quads = [b & 15 for b in block[1:]] + [b >> 4 for b in block[1:]]
+    return [2.0 ** (block[0] - 127) * E2M1[quad & 7] * (-1 if quad & 8 else 1) for quad in quads]
+
+
 DECODERS: dict[Kind, Callable[[bytes], list[float]]] = {
     Kind.Q8_0: decode_q8_0,
     Kind.Q4_0: decode_q4_0,
@@ -686,6 +720,7 @@ DECODERS: dict[Kind, Callable[[bytes], list[float]]] = {
     Kind.Q6_K: decode_q6_k,
     Kind.IQ4_NL: decode_iq4_nl,
     Kind.IQ4_XS: decode_iq4_xs,
+    Kind.MXFP4: decode_mxfp4,
 }
 HALVES = {
     Kind.Q2_K: (80, 82),
@@ -695,6 +730,7 @@ HALVES = {
     Kind.Q4_K: (0, 2),
     Kind.Q5_K: (0, 2),
     Kind.Q6_K: (208,),
+    Kind.MXFP4: (),
 }
 
 
@@ -702,6 +738,8 @@ def random_blocks(kind: Kind, num_rows: int, blocks_per_row: int) -> NDArray[np.
     """Blocks of random bits, with scales that are ordinary numbers."""
     random = np.random.default_rng(kind)
     blocks = random.integers(0, 256, (num_rows, blocks_per_row, GGML_QUANT_SIZES[kind][1]), np.uint8)
+    if kind is Kind.MXFP4:
+        blocks[..., 0] = random.integers(117, 137, blocks.shape[:2])
     for offset in HALVES.get(kind, (0,)):
         blocks[..., offset : offset + 2] = (
             random.uniform(-1, 1, blocks.shape[:2]).astype(np.float16)[..., None].view(np.uint8)

@@ -34,6 +34,8 @@ class Form:
     codes: Callable[[Bytes], Array]
     scales: Callable[[Bytes], Array]
     offsets: Callable[[Bytes], Array] | None = None
+    num_axes: int = 2
+    """Of the tensors that stay in their bits; experts, which have three, do only in MXFP4."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,16 +51,17 @@ class Blocks(PackedTensor):
 def open_blocks(kind: Kind, whole: StoredTensor, read_rows: Callable[[int, int], Bytes]) -> StoredTensor:
     """The tensor as one that can be kept in its bits, where its kind can; `read_rows` reads [row, byte]."""
     form = FORMS.get(kind)
-    if form is None or len(whole.shape) != 2:
+    if form is None or len(whole.shape) != form.num_axes:
         return whole
-    num_rows, num_inputs = whole.shape
+    *outer, num_inputs = whole.shape
     _, block_bytes = GGML_QUANT_SIZES[kind]
 
     def part(width: int, decode: Callable[[Bytes], Array]) -> Rows:
         def read(start: int, stop: int) -> Array:
-            return decode(read_rows(start, stop).reshape(-1, block_bytes)).reshape(stop - start, width)
+            numbers = decode(read_rows(start, stop).reshape(-1, block_bytes))
+            return numbers.reshape(stop - start, *outer[1:], width)
 
-        return Rows((num_rows, width), read)
+        return Rows((*outer, width), read)
 
     groups = form.scheme.num_groups(num_inputs)
     return Blocks(
@@ -140,4 +143,10 @@ FORMS = {
     ),
     Kind.Q5_K: Form(_scheme(Code.INT8, has_offsets=True), _q5_k, _k_scales, _k_offsets),
     Kind.Q6_K: Form(_scheme(Code.INT8, 16), _q6_k, _q6_k_scales),
+    Kind.MXFP4: Form(
+        Scheme(Code.E2M1, 32, scale=jnp.dtype(jnp.uint8)),
+        lambda blocks: _nibbles(1, 16, blocks),
+        lambda blocks: blocks[:, :1],
+        num_axes=3,
+    ),
 }
