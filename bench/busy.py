@@ -3,22 +3,25 @@
 
     python bench/busy.py
     python bench/busy.py --streams 1 8 --others 1 2 --model path/to/checkpoint
-    python bench/busy.py --shape smollm2-135m --looks 1000
+    python bench/busy.py --shape smollm2-135m --ways yield turn sleep --repeats 20
 
 The engine runs in this process, without HTTP, by turns alone and beside processes that only count, so many for
 each core. A fair share of the machine is 1 / (1 + that many). Threads that wait for each other get less if a
 waiting one keeps its core, because the one that it waits for cannot run. With `--shape` it runs decode steps of
-random weights instead, without a model file. `--looks` varies how long threads wait before they sleep.
+random weights instead, without a model file, and with `--ways` as well it compares ways in which threads wait, by turns
+(ways.py has them). `--looks` varies how long threads wait before they sleep.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import os
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,15 +30,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import decode
-import jax.numpy as jnp
 from constrained import ask, measure
 from speculate import running
+from ways import WAYS, Steps, kernels_in
 
-from levserve.device.programs import Shape
 from levserve.engine.engine import Engine
-from levserve.jit import waiting
-from levserve.jit.target import detect_target
-from levserve.model.rules import Mode
 from levserve.models.build import Loaded
 from levserve.text.chat import render_chat
 
@@ -48,9 +47,7 @@ def main() -> None:
     decode.set_looks(options.looks)
     kept = ["--compile-cache", "false"] if options.looks is not None else []
     if options.shape:
-        return compare(
-            Steps(options.shape, max(options.streams), options.tokens).measure, options, options.shape
-        )
+        return compare_ways(options)
     with running(0, [*flags, *kept]) as (engine, loaded):
         name = " ".join([loaded.model.name, *flags])
         compare(lambda streams: measure_streams(engine, loaded, streams, options.tokens), options, name)
@@ -59,18 +56,18 @@ def main() -> None:
 def compare(measure: Callable[[int], float], options: argparse.Namespace, name: str) -> None:
     """Prints the rates of so many streams, alone and beside busy processes."""
     num_cores = len(os.sched_getaffinity(0))
-    print(f"{name}, {num_cores} cores, looks {waiting.LOOKS[detect_target().arch]}", flush=True)
+    print(f"{name}, {num_cores} cores", flush=True)
     for streams, others in itertools.product(options.streams, options.others):
         alone: list[float] = []
         beside: list[float] = []
         measure(streams)
         for _ in range(options.repeats):
             alone.append(measure(streams))
-            with busy_processes(others * num_cores):
+            with busy_processes(round(others * num_cores)):
                 beside.append(measure(streams))
         quiet, busy = statistics.median(alone), statistics.median(beside)
         print(
-            f"{streams:3d} streams  alone {quiet:7.1f} tok/s, beside {others} on each core {busy:7.1f}  "
+            f"{streams:3d} streams  alone {quiet:7.1f} tok/s, beside {others:g} on each core {busy:7.1f}  "
             f"x {busy / quiet:.2f}, a fair share is {1 / (1 + others):.2f}",
             flush=True,
         )
@@ -82,24 +79,44 @@ def measure_streams(engine: Engine, loaded: Loaded, streams: int, tokens: int) -
     return measure(engine, loaded, requests, range(streams)).tokens_per_second
 
 
-class Steps:
-    """Decode steps of a model with random weights in int8, without the engine."""
+Rates = dict[tuple[int, float, str], list[float]]
+"""Tokens a second by the number of streams, the number of others on each core and the way, one for each repeat."""
 
-    def __init__(self, shape: str, max_rows: int, num_steps: int) -> None:
-        rows = [str(count) for count in sorted({1, max_rows})]
-        flags = ["--shape", shape, "--quantize", "int8", "--rows", *rows, "--repeats", str(num_steps)]
-        self._options = decode._parser().parse_args(flags)
-        config = decode.SHAPES[shape]
-        self._runner, self._sizes = decode.build(config, jnp.dtype(jnp.bfloat16), "cpu", self._options)
-        self._rows = 0
 
-    def measure(self, rows: int) -> float:
-        """Tokens a second over all steps, slow ones too."""
-        if rows != self._rows:
-            self._runner.programs.compile_only([Shape(max(2, rows), Mode.GREEDY)])
-            self._rows = rows
-        seconds = decode.time_rounds(self._runner, self._sizes, rows, self._options)
-        return rows * len(seconds) / sum(seconds)
+def compare_ways(options: argparse.Namespace) -> None:
+    """Measures each way by turns, alone and beside busy processes, for as many repeats as there is time for."""
+    num_cores, steps = len(os.sched_getaffinity(0)), {}
+    print(f"{options.shape}, {num_cores} cores", flush=True)
+    end = time.monotonic() + options.seconds
+    for way in options.ways:
+        with kernels_in(way):
+            steps[way] = Steps(options.shape, options.streams, options.tokens)
+    rates: Rates = {}
+    for repeat in range(options.repeats):
+        begun = time.monotonic()
+        for others in sorted({0, *options.others}):
+            with busy_processes(round(others * num_cores)):
+                for streams, way in itertools.product(
+                    options.streams, options.ways[:: -1 if repeat % 2 else 1]
+                ):
+                    rates.setdefault((streams, others, way), []).append(steps[way].measure(streams))
+        if time.monotonic() + (time.monotonic() - begun) > end:
+            break
+    print_rates(rates, options.ways[0])
+
+
+def print_rates(rates: Rates, first: str) -> None:
+    """Medians; of how many times as fast as the first way each is, the median and the middle half."""
+    for (streams, others, way), found in sorted(rates.items(), key=lambda item: item[0][:2]):
+        rate, alone = statistics.median(found), statistics.median(rates[streams, 0, way])
+        times = sorted(own / other for own, other in zip(found, rates[streams, others, first]))
+        low, middle, high = (times[min(len(times) * part // 4, len(times) - 1)] for part in (1, 2, 3))
+        share = f", x {rate / alone:.2f} of alone (fair: {1 / (1 + others):.2f})" if others else ""
+        print(
+            f"{streams:3d} streams, {others:g} on each core, {way:8} {rate:7.1f} tok/s, x {middle:.3f} of {first} "
+            f"({low:.3f} to {high:.3f}, {len(found)} turns){share}",
+            flush=True,
+        )
 
 
 @contextmanager
@@ -120,10 +137,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.epilog = "any other flag is the server's: --model FILE --quantize none"
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8])
     parser.add_argument(
-        "--others", type=int, nargs="+", default=[1], help="busy processes for each core (default: 1)"
+        "--others", type=float, nargs="+", default=[1], help="busy processes for each core (default: 1)"
     )
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--shape", choices=decode.SHAPES, help="decode steps of random weights in this shape")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=["default"], help="with --shape")
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="with --shape: no repeat that would end later"
+    )
     parser.add_argument("--looks", type=int, help="as bench/decode.py's")
     parser.add_argument("--repeats", type=int, default=5)
     return parser

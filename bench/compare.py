@@ -54,6 +54,7 @@ what is measured, with prompts of about so many tokens, greedy, end of sequence 
   under long prompts      of short streams while prompts of 900 tokens arrive: TTFT (a server that takes one request at a time
                           has even tokens and long waits), ms between tokens, p50 and p99, and p99 / p50
   ready                   seconds from the start to the first answer
+bench/same_file.py compares levserve's and llama.cpp's engines without HTTP, on the same files and numbers of cores.
 a ratio is how many times better the first is than the other: more tokens a second, or less time.
 
 exit code: 0 all was measured, 1 something failed, 2 wrong usage, 130 Ctrl-C and 143 SIGTERM (both tell what there is).

@@ -23,13 +23,13 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import jax
 import jax.numpy as jnp
+from machine import measure_bandwidth, measure_products
 from schemes import SCHEMES, find_schemes, random_parts
 
 from levserve.device.programs import Shape
@@ -122,10 +122,10 @@ def main() -> None:
 
 
 def set_looks(looks: int | None) -> None:
-    """How often a thread of a CPU kernel looks before it sleeps; below zero, it never sleeps."""
+    """How often a thread of a CPU kernel looks before it sleeps; below zero, it always yields."""
     if looks is not None:
-        waiting.LOOKS[detect_target().arch] = looks if looks >= 0 else None
-        waiting.MANY_THREADS = 0
+        waiting.LOOKS, waiting.TURN_NANOSECONDS = looks, 2**60
+        waiting.MANY_THREADS[detect_target().arch] = 0 if looks >= 0 else None
 
 
 def num_weights(config: ModelConfig) -> float:
@@ -182,25 +182,32 @@ def build(
         quantization = Kept(tuple(find_schemes(options.quantize, config).items()), dtype)
     arrays = random_arrays(config, dtype, quantization)
     storage = backend.kv_storage(kv_dtype)
+    weight_bytes = sum(array.nbytes for array in arrays.values())
+    sizes = plan_sizes(config, backend, storage, weight_bytes, options)
+    blueprint = Blueprint(config, backend, quantization)
+    return Runner(blueprint, arrays, sizes, storage, Metrics()), sizes
+
+
+def plan_sizes(
+    config: ModelConfig, backend: Backend, storage: jnp.dtype, weight_bytes: int, options: argparse.Namespace
+) -> Sizes:
     prefill_row_tokens = backend.traits.prefill_row_tokens
     chunk_sizes = {size * (options.prompts if prefill_row_tokens else 1) for size in options.chunks}
     longest = max([options.context + options.steps, *options.chunks])
     pages_each = -(-longest // PAGE_SIZE)
     rows = max(*options.rows, options.prompts)
-    sizes = Sizes(
+    return Sizes(
         rows=rows,
         max_seq_len=pages_each * PAGE_SIZE,
         page_size=PAGE_SIZE,
         num_pages=pages_each * rows,
         page_bytes=cache.page_bytes(config, PAGE_SIZE, storage),
-        weight_bytes=sum(array.nbytes for array in arrays.values()),
+        weight_bytes=weight_bytes,
         row_sizes=tuple(sorted({max(2, rows) for rows in options.rows})),
         chunk_sizes=tuple(sorted(chunk_sizes)) or (prefill_row_tokens or 64,),
         round_steps=options.steps,
         prefill_row_tokens=prefill_row_tokens,
     )
-    blueprint = Blueprint(config, backend, quantization)
-    return Runner(blueprint, arrays, sizes, storage, Metrics()), sizes
 
 
 def with_expert_kernels(backend: Backend, kernels: str) -> Backend:
@@ -320,37 +327,6 @@ def measure_prefill(
 def random_tokens(config: ModelConfig, count: int, number: int) -> list[int]:
     """Different tokens choose different experts; equal ones would all choose the same."""
     return random.Random(number).choices(range(config.vocab_size), k=count)
-
-
-def measure_bandwidth() -> float:
-    """Bytes per second of reading a large array."""
-    array = jnp.ones((256 << 20) // 4 if jax.devices()[0].platform == "cpu" else (4 << 30) // 4, jnp.float32)
-    num_bytes: float = array.nbytes
-    return num_bytes / measure_call(jax.jit(jnp.sum), array)
-
-
-def measure_products(dtype: jnp.dtype) -> float:
-    """Floating-point operations per second of multiplying two large matrices."""
-    width = 1024 if jax.devices()[0].platform == "cpu" else 8192
-    matrix = jnp.ones((width, width), dtype)
-    return (
-        2.0
-        * width**3
-        / measure_call(jax.jit(lambda a: jnp.dot(a, a, preferred_element_type=jnp.float32)), matrix)
-    )
-
-
-def measure_call(function: Callable[[jax.Array], jax.Array], array: jax.Array) -> float:
-    """Seconds, from the difference between nine calls and one."""
-
-    def seconds_for(times: int) -> float:
-        start = time.perf_counter()
-        jax.block_until_ready([function(array) for _ in range(times)])
-        return time.perf_counter() - start
-
-    seconds_for(1)
-    once, often = (min(seconds_for(times) for _ in range(5)) for times in (1, 9))
-    return (often - once) / 8
 
 
 def _parser() -> argparse.ArgumentParser:

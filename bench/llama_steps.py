@@ -80,13 +80,14 @@ def main() -> None:
     print(llama_cpp.llama_print_system_info().decode(), flush=True)
     longest = max(options.context + options.steps, options.prompt) + 1
     engine = Engine(options.file, max(options.rows), longest, options.threads)
-    engine.prefill(0, options.prompt)
-    seconds = []
-    for _ in range(3):
-        engine.clear()
-        seconds.append(engine.prefill(0, options.prompt))
-    rate = options.prompt / statistics.median(seconds)
-    print(f"{options.file.name}: prompt of {options.prompt}: {rate:.0f} tokens/s", flush=True)
+    if options.prompt:
+        engine.prefill(0, options.prompt)
+        seconds = []
+        for _ in range(3):
+            engine.clear()
+            seconds.append(engine.prefill(0, options.prompt))
+        rate = options.prompt / statistics.median(seconds)
+        print(f"{options.file.name}: prompt of {options.prompt}: {rate:.0f} tokens/s", flush=True)
     for rows in options.rows:
         engine.clear()
         for row in range(rows):
@@ -107,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("file", type=Path)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--context", type=int, default=256)
-    parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--prompt", type=int, default=512, help="0: none")
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--backends", type=Path, metavar="FOLDER")

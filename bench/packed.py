@@ -27,8 +27,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import jax
 import jax.numpy as jnp
 import numpy as np
-from decode import SHAPES, measure_bandwidth
+from decode import SHAPES
 from haliax import Axis
+from machine import measure_bandwidth
 from schemes import SCHEMES, random_parts
 
 from levserve.model.gpu.fp8_plan import Fp8Cut, Fp8Way, choose_cut, fit_cut

@@ -7,8 +7,8 @@
 
 Any server reads it as it reads a real one: the blocks are random bits with scales that keep the numbers small, and
 after some thousands they repeat, so that the file is written in seconds. The tokenizer is the bundled model's, so
-the vocabulary has its 49,152 tokens whatever the shape. With `--bare` there is none and the vocabulary is the
-shape's, which is enough for bench/llama_steps.py.
+the vocabulary has its 49,152 tokens whatever the shape. With `--bare` each byte is a token, and the others, up to the
+shape's number, have names and are never used: no other model is needed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 import ml_dtypes
 import numpy as np
 from decode import SHAPES
-from gguf import GGML_QUANT_SIZES, GGUFReader, GGUFValueType, GGUFWriter
+from gguf import GGML_QUANT_SIZES, GGUFReader, GGUFValueType, GGUFWriter, TokenType
 from gguf import GGMLQuantizationType as Kind
 from numpy.typing import NDArray
 
@@ -52,7 +52,7 @@ def main() -> None:
     config = SHAPES[options.shape]
     writer = GGUFWriter(options.file, "llama")
     if options.bare:
-        writer.add_tokenizer_model("no_vocab")
+        add_bytes(writer, config.vocab_size)
     else:
         reader = GGUFReader(find_source(parse_settings([], {}), lambda _: None).path)
         vocabulary = next(tensor for tensor in reader.tensors if tensor.name == "token_embd.weight")
@@ -94,6 +94,21 @@ def describe(writer: GGUFWriter, name: str, config: ModelConfig) -> None:
     assert config.rope_theta is not None, name
     writer.add_rope_freq_base(config.rope_theta)
     writer.add_layer_norm_rms_eps(config.norm_eps)
+
+
+def add_bytes(writer: GGUFWriter, vocab_size: int) -> None:
+    """A vocabulary of bytes, written as GPT-2 does, and an end of text; one merge, as llama.cpp asks for some."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {**{byte: chr(byte) for byte in printable}, **{b: chr(256 + at) for at, b in enumerate(others)}}
+    tokens = [*(letters[byte] for byte in range(256)), "ab", "<|endoftext|>"]
+    types = [TokenType.NORMAL] * 257 + [TokenType.CONTROL] + [TokenType.UNUSED] * (vocab_size - 258)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list([*tokens, *(f"<|unused_{number}|>" for number in range(258, vocab_size))])
+    writer.add_token_types(types)
+    writer.add_token_merges(["a b"])
+    writer.add_eos_token_id(257)
 
 
 def copy_tokenizer(reader: GGUFReader, writer: GGUFWriter) -> None:
@@ -183,7 +198,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--shape", choices=DENSE, default="smollm2-1.7b")
     parser.add_argument("--kind", choices=KINDS, default="q4_0")
-    parser.add_argument("--bare", action="store_true", help="without a tokenizer")
+    parser.add_argument("--bare", action="store_true", help="with a vocabulary of bytes")
     parser.add_argument("file", type=Path)
     return parser
 

@@ -31,12 +31,12 @@ import decode
 import jax
 import jax.numpy as jnp
 import numpy as np
-from llvmlite import ir
 from numpy.typing import NDArray
 
-from levserve.jit import waiting, xla_call
-from levserve.jit.builder import F32, I32, Builder, Value
+from levserve.jit import xla_call
+from levserve.jit.builder import F32, Value
 from levserve.jit.target import detect_target
+from levserve.jit.waiting import read_clock
 from levserve.jit.xla_call import Call, Kernel, RunTask, Stage
 from levserve.model.cpu import layers, linear
 from levserve.model.parameter_shapes import parameter_shapes
@@ -73,13 +73,6 @@ class Recorder:
         return noting
 
 
-def read_clock(builder: Builder) -> Value:
-    """Nanoseconds."""
-    now = builder.stack_words(2)
-    builder.call_symbol("clock_gettime", I32, ir.Constant(I32, time.CLOCK_MONOTONIC), now.ir_value)
-    return builder.load_word(now, 0) * 10**9 + builder.load_word(now, 1)
-
-
 def main() -> None:
     options = _parser().parse_args()
     variants = list(itertools.product(options.looks, options.task_outs, (False, True)[: 1 + options.pinned]))
@@ -95,7 +88,7 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace) -> None:
-    (looks,), (outs,), target = options.looks, options.task_outs, detect_target()
+    (looks,), (outs,) = options.looks, options.task_outs
     decode.set_looks(looks)
     if outs is not None:
         linear.MAX_TASK_OUTS = outs
@@ -105,7 +98,7 @@ def measure(options: argparse.Namespace) -> None:
     read = measure_reading()
     threads = xla_call.num_threads()
     print(
-        f"\n{options.shape}, {threads} threads, looks {waiting.LOOKS[target.arch]}, outputs of a task at most "
+        f"\n{options.shape}, {threads} threads, looks {looks}, outputs of a task at most "
         f"{linear.MAX_TASK_OUTS}, {'pinned' if options.pin else 'not pinned'}: reads {read / 1e9:.1f} GB/s",
         flush=True,
     )

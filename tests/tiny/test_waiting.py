@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import subprocess
+import sys
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +18,108 @@ import pytest
 
 from levserve.jit import waiting, xla_call
 from levserve.jit.builder import Value
+from levserve.jit.program import Code, Program
 from levserve.jit.xla_call import Call, Kernel, Stage
 from tests.targets import HOST
+from tests.waiting import PATIENCE_SECONDS, wait_until
 
 NUM_TASKS, NUM_ITERATIONS, NUM_THREADS = 12, 25, 4
+NEVER = 2**60
+
+
+def set_way(
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    sleeps_always: bool,
+    looks: int = 0,
+    turn: int = waiting.TURN_NANOSECONDS,
+) -> None:
+    monkeypatch.setitem(waiting.MANY_THREADS, HOST.arch, 0 if sleeps_always else None)
+    monkeypatch.setattr(waiting, "LOOKS", looks)
+    monkeypatch.setattr(waiting, "TURN_NANOSECONDS", turn)
+
+
+@dataclass
+class Counter:
+    """A counter, the count of those that sleep until it is 1, and the functions that a kernel has for both."""
+
+    words: ctypes.Array[ctypes.c_int64] = field(default_factory=ctypes.c_int64 * 2)
+
+    def __post_init__(self) -> None:
+        program = Program(HOST)
+        waiting.write_wait(program, 2)
+        with program.function("reach", 2) as builder:
+            counter, sleepers = (builder.to_pointer(address) for address in builder.arguments)
+            builder.atomic_add(counter, 1)
+            waiting.write_wake(builder, counter, sleepers)
+        self._code = Code(program.compile())
+
+    @property
+    def num_sleepers(self) -> int:
+        return self.words[1]
+
+    def wait(self) -> None:
+        self._call("wait", 1)
+
+    def reach(self) -> None:
+        self._call("reach")
+
+    def _call(self, name: str, *numbers: int) -> None:
+        kind = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * (2 + len(numbers)))
+        start = ctypes.addressof(self.words)
+        kind(self._code.address(name))(start, start + 8, *numbers)
+
+
+@contextmanager
+def running(work: Callable[[], None]) -> Iterator[threading.Thread]:
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    yield thread
+    thread.join(PATIENCE_SECONDS)
+    assert not thread.is_alive(), "a thread sleeps for ever"
+
+
+def test_a_thread_sleeps_after_a_yield_that_took_as_long_as_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_way(monkeypatch, sleeps_always=False, turn=0)
+    monkeypatch.setattr(waiting, "REMEMBERED_TURNS", 10**6)
+    counter = Counter()
+    with running(counter.wait):
+        wait_until(lambda: counter.num_sleepers == 1)
+        counter.reach()
+    counter.words[0] = 0
+    with running(counter.wait):  # and it is remembered
+        wait_until(lambda: counter.num_sleepers == 1)
+        counter.reach()
+    assert counter.num_sleepers == 0
+
+
+def test_a_thread_that_waits_yields_while_no_yield_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_way(monkeypatch, sleeps_always=False, turn=NEVER)
+    counter, done = Counter(), threading.Event()
+    with running(lambda: (counter.wait(), done.set())):
+        for _ in range(20):
+            assert not done.wait(0.005) and counter.num_sleepers == 0
+        counter.reach()
+
+
+def test_a_thread_sleeps_beside_a_busy_process_on_its_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_way(monkeypatch, sleeps_always=False)
+    counter, core = Counter(), {min(os.sched_getaffinity(0))}
+
+    def wait_on_core() -> None:
+        os.sched_setaffinity(0, core)  # of this thread
+        counter.wait()
+
+    busy = subprocess.Popen(
+        [sys.executable, "-c", f"import os; os.sched_setaffinity(0, {core})\nwhile True: pass"]
+    )
+    try:
+        with running(wait_on_core):
+            wait_until(lambda: counter.num_sleepers == 1)
+            counter.reach()
+    finally:
+        busy.kill()
+        busy.wait()
 
 
 def carousel(name: str) -> Kernel:
@@ -42,14 +147,23 @@ def carousel(name: str) -> Kernel:
     )
 
 
-@pytest.mark.parametrize("looks", [0, 1, 30, None])
+@pytest.mark.parametrize(
+    "way",
+    [
+        {"sleeps_always": True, "looks": 0},
+        {"sleeps_always": True, "looks": 30},
+        {"sleeps_always": False, "turn": 0},
+        {"sleeps_always": False, "turn": NEVER},
+    ],
+    ids=str,
+)
 def test_threads_that_sleep_are_woken_and_see_what_was_done(
-    looks: int | None, monkeypatch: pytest.MonkeyPatch
+    way: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With hardly a look before they sleep, and more threads than cores, nearly every wait is a sleep."""
     monkeypatch.setenv("NPROC", "6")
-    monkeypatch.setitem(waiting.LOOKS, HOST.arch, looks)
-    name = xla_call.register(carousel(f"carousel_{looks}"))
+    set_way(monkeypatch, **way)
+    name = xla_call.register(carousel("carousel_" + "_".join(map(str, way.values()))))
     jax.config.update("jax_enable_x64", True)
     try:
         start = jnp.arange(NUM_TASKS, dtype=jnp.int64)
