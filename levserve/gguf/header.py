@@ -19,6 +19,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantiz
 from numpy.typing import NDArray
 
 from levserve.errors import StartupError
+from levserve.gguf.parts import part_names
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)  # version 1 had 32-bit lengths and was replaced within weeks
@@ -58,7 +59,35 @@ class GGUFHeader:
 
 
 def read_header(path: Path) -> GGUFHeader:
-    """Reads everything but the weights; the file stays mapped as long as any tensor's `data` is in use."""
+    """Reads everything but the weights; the file stays mapped as long as any tensor's `data` is in use.
+
+    Of a model in several files `path` is the first; it has the metadata, and all have tensors.
+    """
+    header = _read_file(path)
+    count = header.metadata.get("split.count", 0)
+    if count in (0, 1):
+        return header
+    paths = [path.with_name(name) for name in part_names(path.name)]
+    if len(paths) != count or path != paths[0]:
+        raise StartupError(
+            f"{path} is one of {count} files that make up a model (split.count); "
+            f"name the first of them, whose name ends in -00001-of-{count:05}.gguf"
+        )
+    tensors = dict(header.tensors)
+    for number, part in enumerate(paths[1:], 1):
+        further = _read_file(part)
+        if (found := further.metadata.get("split.no")) != number:
+            raise StartupError(f"{part}: split.no = {found!r}, expected {number}")
+        if both := tensors.keys() & further.tensors.keys():
+            raise StartupError(f"{part}: {min(both)} is in another part as well")
+        tensors |= further.tensors
+    total = header.metadata.get("split.tensors.count", len(tensors))
+    if total != len(tensors):
+        raise StartupError(f"{path}: split.tensors.count = {total!r}, but its parts have {len(tensors)}")
+    return GGUFHeader(header.metadata, tensors)
+
+
+def _read_file(path: Path) -> GGUFHeader:
     try:
         with path.open("rb") as file:
             if file.read(len(MAGIC)) != MAGIC:

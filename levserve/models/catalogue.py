@@ -13,8 +13,9 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from levserve.errors import ConfigError, StartupError
+from levserve.gguf import parts
 from levserve.settings.settings import Settings
-from levserve.weights.source import CHECKPOINT_FILES, GGUF_SUFFIX, check_source, local_problem
+from levserve.weights.source import CHECKPOINT_FILES, check_source, local_problem
 from levserve.weights.store import Store, check_address, is_address
 
 log = logging.getLogger(__name__)
@@ -93,8 +94,9 @@ class Catalogue:
             raise ConfigError(f"--models-dir {self._folder!r}: {error.strerror}") from None
         found: dict[str, Settings] = {}
         for path in paths:
-            name = path.name.removesuffix(GGUF_SUFFIX)
-            settings = None if path.name.startswith(".") else self._settings_of(name, path)
+            name = parts.model_name(path.name)
+            is_model = not (path.name.startswith(".") or parts.is_later_part(path.name))
+            settings = self._settings_of(name, path) if is_model else None
             if settings is not None:
                 found[name] = settings
         return found
@@ -103,13 +105,13 @@ class Catalogue:
         """Every folder and .gguf file there; what is in a folder shows when its model is loaded."""
         found: dict[str, Settings] = {}
         for entry, is_folder in Store(address).list_entries().items():
-            if is_folder or entry.endswith(GGUF_SUFFIX):
-                name = entry.removesuffix(GGUF_SUFFIX)
+            if is_folder or (entry.endswith(parts.SUFFIX) and not parts.is_later_part(entry)):
+                name = entry if is_folder else parts.model_name(entry)
                 found[name] = self._settings.for_model(name, model=f"{address}/{entry}")
         return found
 
     def _settings_of(self, name: str, path: Path) -> Settings | None:
-        is_gguf = path.suffix == GGUF_SUFFIX
+        is_gguf = path.suffix == parts.SUFFIX
         if (path.is_dir() or is_gguf) and local_problem(path) is None:
             return self._settings.for_model(name, model=str(path))
         if path.is_dir() and any(next(path.glob(pattern), None) for pattern in CHECKPOINT_FILES):
@@ -140,5 +142,5 @@ def check_models(settings: Settings) -> None:
 def _name_of(model: str) -> str:
     """The last part of a path or address; a name on the Hub as it is."""
     if is_address(model) or Path(model).expanduser().exists():
-        return PurePosixPath(model.rstrip("/")).name.removesuffix(GGUF_SUFFIX)
+        return parts.model_name(PurePosixPath(model.rstrip("/")).name)
     return model

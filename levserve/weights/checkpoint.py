@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 from numpy.typing import NDArray
 
 from levserve.errors import StartupError
+from levserve.gguf.parts import part_names
 from levserve.model.aligned import aligned_array
 from levserve.model.backend import Backend
 from levserve.model.config import ModelConfig
@@ -277,7 +278,8 @@ def open_tensors(path: Path, config: ModelConfig, dtype: jnp.dtype) -> Tensors:
             found = hf_folder.read_tensors(path, config, method)
         return Tensors(str(path), dict(found), files=hf_tensors.find_files(path))
     found = gguf_tensors.read_tensors(path, config.head_dim)
-    return Tensors(str(path), dict(found), Format.GGUF, [path])
+    files = [path.with_name(name) for name in part_names(path.name)]
+    return Tensors(str(path), dict(found), Format.GGUF, files)
 
 
 def _find_sources(tensors: Tensors, config: ModelConfig) -> dict[str, list[Source]]:

@@ -11,6 +11,7 @@ import hashlib
 from pathlib import Path
 
 from levserve.errors import StartupError
+from levserve.gguf.parts import part_names
 from levserve.weights.hub import has_weights
 from levserve.weights.model_files import ModelFiles
 
@@ -46,8 +47,9 @@ def list_states(files: ModelFiles) -> list[tuple[str, int, int]]:
 def _model_files(files: ModelFiles) -> dict[str, Path]:
     """Those that weights and architecture are read from, by names that are the same on every machine."""
     path = files.path
-    if path.is_file():
-        return {"": path}  # people rename such files
+    if path.is_file():  # people rename such files
+        parts = [path.with_name(name) for name in part_names(path.name)]
+        return {str(number or ""): part for number, part in enumerate(parts)}
     found = {} if files.config_file is None else {"config": files.config_file}
     for file in path.iterdir():
         is_model = file.name == "config.json" or has_weights([file.name]) or file.name in CHECKPOINT_FILES

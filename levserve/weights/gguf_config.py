@@ -210,7 +210,6 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 def read_gguf_config(path: Path) -> ModelConfig:
     header = read_header(path)
-    Fields(str(path), header.metadata).require({"split.count": (0, 1)})
     name = _architecture_name(path, header)
     architecture = ARCHITECTURES[name]
     fields = _architecture_fields(path, header, name)

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from levserve.errors import ConfigError, StartupError
+from levserve.gguf import parts
 from levserve.settings.settings import Settings
 from levserve.weights.brain_folder import DESCRIPTION, SUFFIXES, find_brain, find_brain_tokenizer, is_brain
 from levserve.weights.brain_store import fetch_brain
@@ -29,7 +30,6 @@ ACCEPTED = (
     "an org/name on the Hugging Face Hub, or a gs://, s3:// or http(s):// address of such a folder or file"
 )
 REPO_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
-GGUF_SUFFIX = ".gguf"
 CHECKPOINT_FILES = ("metadata.json", "*/metadata.json")  # a Levanter checkpoint, and a run of them
 # The files to ask a web server for, because it cannot list them.
 KNOWN_FILES = (
@@ -133,7 +133,7 @@ def stored_name(model: str, store: str) -> str:
 
 def _is_stored_run(address: str) -> bool:
     """Whether a Levanter run, or one of its checkpoints, is at an address where a model may be."""
-    if not is_address(address) or address.endswith((GGUF_SUFFIX, *SUFFIXES)):
+    if not is_address(address) or address.endswith((parts.SUFFIX, *SUFFIXES)):
         return False
     store = Store(address)
     if store.describe("config.json") is not None:
@@ -171,7 +171,7 @@ def find_model(
         brain = find_brain(path)
         return ModelFiles(brain.folder.resolve().name, brain.weights)
     if path.is_file():
-        return ModelFiles(path.stem, path)
+        return ModelFiles(parts.model_name(path.name), path)
     if path.is_dir():
         return ModelFiles(path.resolve().name, path)
     folder = fetch_repo(model, revision=revision, cache_path=cache_path / "hub", report=report)
@@ -183,12 +183,8 @@ def find_model(
 def _fetch_model(address: str, cache_path: Path, limit_bytes: int, report: Report) -> ModelFiles:
     store = Store(address)
     name = PurePosixPath(store.address).name
-    if name.endswith(GGUF_SUFFIX):
-        file = store.describe("")
-        if file is None:
-            raise StartupError(f"model {address} does not exist")
-        lease = fetch_files(store, [file], cache_path, limit_bytes=limit_bytes, report=report)
-        return ModelFiles(name.removesuffix(GGUF_SUFFIX), lease.path / file.name, lease=lease)
+    if name.endswith(parts.SUFFIX):
+        return _fetch_gguf(store, name, cache_path, limit_bytes, report)
     if name.endswith(SUFFIXES):
         folder = Store(store.address.removesuffix(f"/{name}"))
         return fetch_brain(folder, cache_path, weights=name, limit_bytes=limit_bytes, report=report)
@@ -205,6 +201,22 @@ def _fetch_model(address: str, cache_path: Path, limit_bytes: int, report: Repor
     return ModelFiles(name, lease.path, lease=lease)
 
 
+def _fetch_gguf(store: Store, name: str, cache_path: Path, limit_bytes: int, report: Report) -> ModelFiles:
+    names = parts.part_names(name)
+    if len(names) == 1:
+        names = [""]  # what the address itself names
+    else:
+        store = Store(store.address.removesuffix(f"/{name}"))
+    files = []
+    for each in names:
+        file = store.describe(each)
+        if file is None:
+            raise StartupError(f"model {f'{store.address}/{each}'.rstrip('/')} does not exist")
+        files.append(file)
+    lease = fetch_files(store, files, cache_path, limit_bytes=limit_bytes, report=report)
+    return ModelFiles(parts.model_name(name), lease.path / name, lease=lease)
+
+
 def _model_files(store: Store) -> list[str]:
     """The names of the files that serving needs from a Hugging Face folder in a store."""
     listed = needed_files(store.list_files())
@@ -218,7 +230,7 @@ def _model_files(store: Store) -> list[str]:
 
 
 def _is_repo_name(model: str) -> bool:
-    return REPO_NAME.fullmatch(model) is not None and not model.endswith(GGUF_SUFFIX)
+    return REPO_NAME.fullmatch(model) is not None and not model.endswith(parts.SUFFIX)
 
 
 def local_problem(path: Path) -> str | None:
@@ -228,7 +240,7 @@ def local_problem(path: Path) -> str | None:
     if is_brain(path):
         return _brain_problem(path)
     if path.is_file():
-        is_gguf = path.suffix == GGUF_SUFFIX
+        is_gguf = path.suffix == parts.SUFFIX
         return None if is_gguf else f"is a file of an unknown type ({path.suffix or 'no suffix'})"
     if not (path / "config.json").is_file():
         return "is a folder without config.json"

@@ -20,6 +20,8 @@ def folder(tmp_path: Path) -> Path:
     """A Hugging Face folder, a GGUF file, a Levanter run, and what is no model."""
     (tmp_path / "beta").symlink_to(GOLDEN / "llama")
     (tmp_path / "gamma.gguf").touch()
+    (tmp_path / "theta-00001-of-00002.gguf").touch()
+    (tmp_path / "theta-00002-of-00002.gguf").touch()
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "step-7").symlink_to(GOLDEN / "levanter-llama")
     (tmp_path / "notes").mkdir()
@@ -42,7 +44,7 @@ def test_a_folder_offers_every_model_in_it_and_the_first_is_the_default(folder: 
     catalogue = Catalogue(
         settings_of("--models-dir", str(folder), "--tokenizer", "/not/for/them", "--dtype", "float32")
     )
-    assert catalogue.names() == ["beta", "gamma", "run"] and catalogue.default == "beta"
+    assert catalogue.names() == ["beta", "gamma", "run", "theta"] and catalogue.default == "beta"
     beta, run = found(catalogue, "beta"), found(catalogue, "run")
     assert (beta.model, beta.checkpoint_path, beta.tokenizer, beta.dtype) == (
         str(folder / "beta"),
@@ -58,7 +60,7 @@ def test_what_is_put_there_later_is_found_and_what_is_gone_is_not(folder: Path) 
     catalogue = Catalogue(settings_of("--models-dir", str(folder)))
     (folder / "alpha").symlink_to(GOLDEN / "qwen2")
     (folder / "gamma.gguf").unlink()
-    assert catalogue.names() == ["beta", "alpha", "run"]
+    assert catalogue.names() == ["beta", "alpha", "run", "theta"]
 
 
 def test_a_folder_that_vanishes_takes_no_model_with_it(
@@ -66,22 +68,22 @@ def test_a_folder_that_vanishes_takes_no_model_with_it(
 ) -> None:
     catalogue = Catalogue(settings_of("--models-dir", str(folder)))
     folder.rename(folder.parent / "elsewhere")
-    assert catalogue.names() == ["beta", "gamma", "run"]
+    assert catalogue.names() == ["beta", "gamma", "run", "theta"]
     assert "the list of models stays as it was" in caplog.text
 
 
 def test_the_model_that_is_named_beside_a_folder_is_the_default(folder: Path) -> None:
     inside = Catalogue(settings_of("--models-dir", str(folder), "--model", "gamma"))
-    assert inside.default == "gamma" and inside.names() == ["gamma", "beta", "run"]
+    assert inside.default == "gamma" and inside.names() == ["gamma", "beta", "run", "theta"]
     beside = Catalogue(settings_of("--models-dir", str(folder), "--model", str(GOLDEN / "qwen2")))
-    assert beside.names() == ["qwen2", "beta", "gamma", "run"] and found(beside, "qwen2").model == str(
-        GOLDEN / "qwen2"
-    )
+    assert beside.names() == ["qwen2", "beta", "gamma", "run", "theta"] and found(
+        beside, "qwen2"
+    ).model == str(GOLDEN / "qwen2")
     hub = Catalogue(settings_of("--models-dir", str(folder), "--model", "org/name"))
     assert hub.default == "org/name"
     (folder / "org-name").symlink_to(GOLDEN / "llama")
     stored = Catalogue(settings_of("--models-dir", str(folder), "--model", "org/name"))
-    assert stored.names() == ["org-name", "beta", "gamma", "run"]
+    assert stored.names() == ["org-name", "beta", "gamma", "run", "theta"]
 
 
 def test_sections_come_before_the_folder(folder: Path) -> None:
@@ -89,8 +91,8 @@ def test_sections_come_before_the_folder(folder: Path) -> None:
     catalogue = Catalogue(
         replace(base, models={"mine": base.for_model("mine", model="org/mine", load="start")})
     )
-    assert catalogue.names() == ["mine", "beta", "gamma", "run"] and catalogue.names_at_start() == []
-    assert Catalogue(replace(base, load="start")).names_at_start() == ["gamma", "run"]
+    assert catalogue.names() == ["mine", "beta", "gamma", "run", "theta"] and catalogue.names_at_start() == []
+    assert Catalogue(replace(base, load="start")).names_at_start() == ["gamma", "run", "theta"]
 
 
 def test_a_default_that_cannot_be_is_refused_and_of_others_one_is_warned(

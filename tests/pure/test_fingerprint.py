@@ -47,6 +47,15 @@ def test_another_config_beginning_end_length_or_name_is_another_model(
     assert fingerprint(one) != fingerprint(folder_with(tmp_path / "other", **files))
 
 
+def test_every_part_of_a_model_in_several_files_counts(tmp_path: Path) -> None:
+    first, second = (tmp_path / f"tiny-0000{number}-of-00002.gguf" for number in (1, 2))
+    first.write_bytes(b"GGUF one")
+    second.write_bytes(b"GGUF two")
+    before = fingerprint(ModelFiles("tiny", first))
+    second.write_bytes(b"GGUF 2nd")
+    assert fingerprint(ModelFiles("tiny", first)) != before
+
+
 def test_a_file_is_the_same_under_another_name(tmp_path: Path) -> None:
     for name in ("a.gguf", "b.gguf"):
         (tmp_path / name).write_bytes(b"GGUF weights")

@@ -40,6 +40,12 @@ def test_gguf_file_is_served_under_its_stem(tmp_path: Path) -> None:
     assert find(str(path), tmp_path) == ModelFiles("Tiny.Q4_0", path)
 
 
+def test_gguf_files_in_parts_are_one_model(tmp_path: Path) -> None:
+    path = tmp_path / "Tiny-00001-of-00002.gguf"
+    path.write_bytes(b"GGUF")
+    assert find(str(path), tmp_path) == ModelFiles("Tiny", path)
+
+
 def test_home_folder_may_be_written_as_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(GOLDEN))
     assert find("~/llama", tmp_path) == ModelFiles("llama", GOLDEN / "llama")

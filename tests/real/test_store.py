@@ -1,4 +1,4 @@
-"""A bucket of models behind a whole server: a Levanter run and a .gguf file, listed, loaded on first use and chatted with."""
+"""A bucket of models behind a whole server: a Levanter run and a model in two .gguf files, listed, loaded on first use and chatted with."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ USER_DEFINED = (
 )
 
 
-def chat_gguf(folder: Path) -> Path:
-    """The golden llama as a file that brings its vocabulary and its chat template."""
+def chat_gguf(folder: Path) -> list[Path]:
+    """The golden llama as files that bring its vocabulary and its chat template."""
     metadata = metadata_of("llama")
     tokens = metadata["tokenizer.ggml.tokens"]
     assert isinstance(tokens, list)
@@ -33,7 +33,8 @@ def chat_gguf(folder: Path) -> Path:
         "tokenizer.ggml.token_type": [USER_DEFINED] * len(tokens),
         "tokenizer.chat_template": TEMPLATE,
     }
-    return write_gguf(folder / "small.gguf", metadata | vocabulary, tensors_of("llama"))
+    write_gguf(folder / "small.gguf", metadata | vocabulary, tensors_of("llama"), max_tensors=16)
+    return sorted(folder.iterdir())
 
 
 def golden_case(family: str) -> dict[str, Any]:
@@ -44,8 +45,8 @@ def golden_case(family: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with google_store() as files:
-        gguf = chat_gguf(tmp_path_factory.mktemp("gguf"))
-        files.pipe_file("models/mixed/small.gguf", gguf.read_bytes())
+        for part in chat_gguf(tmp_path_factory.mktemp("gguf")):
+            files.pipe_file(f"models/mixed/{part.name}", part.read_bytes())
         run = "models/mixed/run/step-7"
         upload(files, GOLDEN / "levanter-llama", run)
         config = json.loads((GOLDEN / "levanter-llama" / "tokenizer" / "tokenizer_config.json").read_text())

@@ -161,8 +161,9 @@ def permute(weights: NDArray[np.float32], num_heads: int) -> NDArray[np.float32]
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(weights.shape))
 
 
-def write_gguf(path: Path, metadata: dict[str, Value], tensors: Tensors) -> Path:
-    writer = GGUFWriter(path, str(metadata["general.architecture"]))
+def write_gguf(path: Path, metadata: dict[str, Value], tensors: Tensors, max_tensors: int = 0) -> Path:
+    """In files of at most so many tensors, if a number is given, whose names the gguf package makes of the path's."""
+    writer = GGUFWriter(path, str(metadata["general.architecture"]), split_max_tensors=max_tensors)
     for key, value in metadata.items():
         if key != "general.architecture":
             add_value(writer, key, value)
@@ -554,10 +555,41 @@ def test_other_architecture_is_refused_with_the_list_of_ours(tmp_path: Path) -> 
         read_config(path)
 
 
-def test_one_part_of_a_split_file_is_refused(tmp_path: Path) -> None:
-    path = write_gguf(tmp_path / "model.gguf", metadata_of("llama") | {"split.count": 3}, tensors_of("llama"))
-    with pytest.raises(StartupError, match=r"split\.count = 3 is not supported"):
-        read_config(path)
+def split_gguf(folder: Path) -> list[Path]:
+    write_gguf(folder / "tiny.gguf", metadata_of("llama"), tensors_of("llama"), max_tensors=12)
+    return sorted(folder.iterdir())
+
+
+def test_a_model_in_parts_is_the_model_in_one_file(tmp_path: Path) -> None:
+    first, *others = split_gguf(tmp_path)
+    assert first.name == "tiny-00001-of-00003.gguf" and len(others) == 2
+    config = read_config(first)
+    assert config == read_config(GOLDEN / "llama")
+    arrays = load_arrays(first, config, FLOAT32, report=print)
+    expected = load_arrays(GOLDEN / "llama", config, FLOAT32, report=print)
+    assert arrays.keys() == expected.keys()
+    for name in expected:
+        np.testing.assert_array_equal(arrays[name], expected[name], err_msg=name)
+
+
+def test_parts_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
+    first, second, third = split_gguf(tmp_path)
+    with pytest.raises(
+        StartupError, match=r"name the first of them, whose name ends in -00001-of-00003\.gguf"
+    ):
+        read_header(second)
+    renamed = first.rename(tmp_path / "tiny.gguf")
+    with pytest.raises(StartupError, match="tiny.gguf is one of 3 files that make up a model"):
+        read_header(renamed)
+    renamed.rename(first)
+    kept = third.read_bytes()
+    third.write_bytes(second.read_bytes())
+    with pytest.raises(StartupError, match=r"00003-of-00003\.gguf: split\.no = 1, expected 2"):
+        read_header(first)
+    third.write_bytes(kept)
+    second.unlink()
+    with pytest.raises(StartupError, match=r"cannot read .*-00002-of-00003\.gguf: .*No such file"):
+        read_header(first)
 
 
 def test_missing_extra_and_misshapen_tensors_are_listed(tmp_path: Path) -> None:
