@@ -92,17 +92,18 @@ def compare_ways(options: argparse.Namespace) -> None:
         with kernels_in(way):
             steps[way] = Steps(options.shape, options.streams, options.tokens)
     rates: Rates = {}
-    for repeat in range(options.repeats):
-        begun = time.monotonic()
-        for others in sorted({0, *options.others}):
-            with busy_processes(round(others * num_cores)):
-                for streams, way in itertools.product(
-                    options.streams, options.ways[:: -1 if repeat % 2 else 1]
-                ):
-                    rates.setdefault((streams, others, way), []).append(steps[way].measure(streams))
-        if time.monotonic() + (time.monotonic() - begun) > end:
-            break
-    print_rates(rates, options.ways[0])
+    try:
+        for repeat in range(options.repeats):
+            begun = time.monotonic()
+            for others in sorted({0, *options.others}):
+                with busy_processes(round(others * num_cores)):
+                    ways = options.ways[:: -1 if repeat % 2 else 1]
+                    for streams, way in itertools.product(options.streams, ways):
+                        rates.setdefault((streams, others, way), []).append(steps[way].measure(streams))
+            if time.monotonic() + (time.monotonic() - begun) > end:
+                break
+    finally:  # also after Ctrl-C
+        print_rates(rates, options.ways[0])
 
 
 def print_rates(rates: Rates, first: str) -> None:
