@@ -160,8 +160,8 @@ class Description:
         return arrays
 
     def _prepared(self) -> WeightCache | None:
-        """Where this CPU's weights are kept, if making them takes work."""
-        if self.device.platform != "cpu" or self.mesh is not None or self.quantization is None:
+        """Where this CPU's weights are kept; None for other devices, which copy them, and for a mesh."""
+        if self.device.platform != "cpu" or self.mesh is not None:
             return None
         storage = self.backend.expert_storage(self.dtype)
         made = f"{self.config}\n{self.quantization!r}\n{self.dtype}\n{storage}"

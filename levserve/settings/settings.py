@@ -286,7 +286,7 @@ class Settings:
         "model",
         size(0),
         32 << 30,
-        "Maximum disk space in the cache for weights quantized for a CPU, which later starts map; 0: none.",
+        "Maximum disk space in the cache for weights prepared for a CPU, which later starts map; 0: none.",
     )
 
     device: str = setting(

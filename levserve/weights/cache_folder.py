@@ -70,26 +70,34 @@ def lease_folder(
 def make_room(path: Path, num_bytes: int, limit_bytes: int, *, option: str = "--cache-size") -> None:
     """Removes folders beside `path` until it may grow by `num_bytes`; a limit of 0 is none.
 
-    Raises `StartupError`, which names the option that sets the limit, if what is in use leaves no room.
+    Raises `StartupError`, which names the option that sets the limit, if what is in use leaves no room. If
+    the limit is too small even for `path` alone, it removes nothing.
     """
     if not limit_bytes:
         return
-    others = [folder for folder in path.parent.iterdir() if folder.is_dir() and folder != path]
-    others.sort(key=_last_use)
-    sizes = {folder: _size(folder) for folder in others}
     needed = _size(path) + num_bytes
-    for folder in others:
-        if needed + sum(sizes.values()) <= limit_bytes:
-            return
-        if _remove(folder):
-            del sizes[folder]
-    used = sum(sizes.values())
+    used = 0
+    if needed <= limit_bytes:
+        used = _shrink_others(path, limit_bytes - needed)
     if needed + used > limit_bytes:
-        in_use = f", and {used / 1e6:,.1f} MB are in use" if sizes else ""
+        in_use = f", and {used / 1e6:,.1f} MB are in use" if used else ""
         raise StartupError(
             f"{path.name} needs {needed / 1e6:,.1f} MB in {path.parent}; "
             f"{option} allows {limit_bytes / 1e6:,.1f} MB{in_use}"
         )
+
+
+def _shrink_others(path: Path, allowed_bytes: int) -> int:
+    """Removes folders beside `path`, those not used for the longest time first; the bytes that are left."""
+    others = [folder for folder in path.parent.iterdir() if folder.is_dir() and folder != path]
+    others.sort(key=_last_use)
+    sizes = {folder: _size(folder) for folder in others}
+    for folder in others:
+        if sum(sizes.values()) <= allowed_bytes:
+            break
+        if _remove(folder):
+            del sizes[folder]
+    return sum(sizes.values())
 
 
 def discard(path: Path) -> None:

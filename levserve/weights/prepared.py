@@ -2,7 +2,8 @@
 
 To quantize a model takes many times longer than to read it. The first start writes what it made to a file
 and maps it; the next ones map it at once. Mapped weights are in memory once, however many processes serve
-them.
+them. So those that are not quantized are kept as well: in the model's own files they are neither aligned nor
+joined as the kernels read them.
 
 Each model has a folder in the cache, named by everything that decides what its weights are made into: the
 files, the quantization, the order of the matrices and the sources of levserve that make them. So a file is

@@ -9,7 +9,10 @@ import shutil
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import jax
 import ml_dtypes
@@ -148,6 +151,9 @@ def test_who_holds_a_file_is_told_when_its_last_array_is_gone(tmp_path: Path) ->
         ("llama", "--quantize int8-blocks"),
         ("llama", "--quantize int8 --kernels xla"),
         ("qwen2", "--quantize int8 --dtype float32"),
+        ("llama", "--quantize none"),
+        ("qwen2", "--quantize none --kernels xla --dtype float32"),
+        ("mixtral", "--quantize none"),
     ],
 )
 def test_the_second_start_maps_what_the_first_one_made(
@@ -174,9 +180,16 @@ def test_the_memory_that_quantized_weights_take_is_known_before(tmp_path: Path) 
             assert description.expected_weight_bytes == sum(array.nbytes for array in arrays.values())
 
 
-def test_weights_that_are_served_as_they_are_stored_are_not_kept(tmp_path: Path, keeps_all: None) -> None:
-    load(GOLDEN / "llama", tmp_path, "--quantize", "none")
-    assert not (tmp_path / "weights").exists()
+@pytest.mark.parametrize("quantize", ["int8", "none"])
+def test_only_a_cpu_that_has_the_whole_model_keeps_its_weights(
+    quantize: str, tmp_path: Path, keeps_all: None
+) -> None:
+    whole = described(GOLDEN / "llama", tmp_path, "--quantize", quantize)
+    assert whole._prepared() is not None
+    gpu = cast(jax.Device, SimpleNamespace(platform="gpu"))
+    assert replace(whole, device=gpu)._prepared() is None
+    shared = described(GOLDEN / "llama", tmp_path, "--quantize", quantize, "--tensor-parallel", "2")
+    assert shared.mesh is not None and shared._prepared() is None
 
 
 def test_small_models_are_not_kept(tmp_path: Path) -> None:
@@ -191,12 +204,14 @@ def test_every_other_quantization_type_and_source_has_a_file_of_its_own(
         ("--quantize", "int8"),
         ("--quantize", "int8-blocks"),
         ("--quantize", "int8", "--dtype", "float32"),
+        ("--quantize", "none"),
+        ("--quantize", "none", "--dtype", "float32"),
     ):
         load(model, tmp_path, *flags)
-    assert len(kept_files(tmp_path)) == 3
+    assert len(kept_files(tmp_path)) == 5
     monkeypatch.setattr(prepared, "read_sources", lambda patterns: b"a later version")
     load(model, tmp_path)
-    assert len(kept_files(tmp_path)) == 4
+    assert len(kept_files(tmp_path)) == 6
 
 
 def test_a_model_that_changed_is_prepared_again(model: Path, tmp_path: Path, keeps_all: None) -> None:
@@ -364,6 +379,17 @@ def test_weights_in_use_are_not_removed_and_too_small_a_limit_costs_only_time(
     (file,) = kept_files(tmp_path)
     assert all(is_in_file(array, file) for array in held.values())
     assert "--weight-cache allows" in caplog.text
+
+
+def test_nothing_is_removed_for_a_model_that_cannot_fit(
+    tmp_path: Path, keeps_all: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    load(GOLDEN / "llama", tmp_path)
+    gc.collect()  # so that it is not in use
+    (file,) = kept_files(tmp_path)
+    load(GOLDEN / "qwen2", tmp_path, "--quantize", "none", "--weight-cache", "1000")
+    assert kept_files(tmp_path) == [file]
+    assert [record.levelname for record in caplog.records] == ["WARNING"] and "in use" not in caplog.text
 
 
 def test_a_model_that_cannot_be_read_is_refused_as_without_a_cache(
