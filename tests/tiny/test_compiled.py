@@ -29,23 +29,11 @@ from levserve.observe.metrics import Metrics
 from levserve.weights.checkpoint import load_arrays, read_config
 from tests.conftest import GOLDEN, QUICK_COMPILE
 from tests.hlo import computed
-from tests.targets import HOST
 
 SERVED = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "int8": jnp.bfloat16}
 """The number formats that matrices can be asked for in, and in which each computes."""
 DOT = CpuBackend(has_products=True, runs_layers=True)
 
-
-class OwnSampling(XlaBackend):
-    """XLA's way for everything but sampling, which has nothing to do with weights and takes long to compile."""
-
-    samples_rows = True
-    sample_rows = CpuBackend.sample_rows
-    target = HOST
-
-
-BACKENDS = {"float32": XLA_ON_CPU, "bfloat16": OwnSampling(), "int8": OwnSampling()}
-"""What computes with matrices of these kinds; with the first XLA samples, too."""
 WRITTEN = {"bfloat16": DOT, "int8": DOT, "uint8": replace(DOT, packs_int8=True)}
 """The numbers of matrices for which all layers are one kernel; int8 that is packed is uint8."""
 POOLS = {
@@ -105,7 +93,7 @@ MIXED = Shape(4, Mode.FULL, is_mixed=True)
     ("kind", "shape"), [*((kind, shape) for kind in SERVED for shape in SHAPES), ("int8", MIXED)], ids=str
 )
 def test_no_weight_is_converted_and_no_pool_copied(kind: str, shape: Shape) -> None:
-    runner = runner_of(kind, BACKENDS[kind])
+    runner = runner_of(kind)
     pool_shape = runner._state.pools[0].shape
     weight_shapes = {leaf.shape for leaf in runner._leaves if leaf.ndim == 2}
     assert runner._state.pools[0].dtype == POOLS[kind][1]
