@@ -27,6 +27,9 @@ from levserve.model.cpu.tile_products import PADDING_ROWS, Int8Tiles, RowPlace, 
 
 MIN_TASK_OUTS, MAX_TASK_OUTS = 32, 1024
 """Bounds of how many rows of the matrix, which are outputs of the product, one task multiplies."""
+MANY_THREADS, FINER = 5, 2
+"""From so many threads on, each has so many times as many tasks: the more threads there are, the longer they
+wait for the last one."""
 ROW_BLOCK_BYTES = 36 << 10
 """Activations that a task multiplies at a time: as many as stay in the first-level cache."""
 X, NUM_USED, WEIGHT, SCALE = range(4)
@@ -151,7 +154,8 @@ def task_range(way: Product | TileProduct, task: Value, num_out: Value) -> tuple
 
 def _task_outs(way: Product | TileProduct, num_out: Value) -> Value:
     """How many outputs a task computes: whole tiles."""
-    tasks, tile = way.tasks_per_thread * num_threads(), way.tile_outs
+    finer = FINER if num_threads() >= MANY_THREADS else 1
+    tasks, tile = finer * way.tasks_per_thread * num_threads(), way.tile_outs
     share = (num_out + (tasks - 1)) // tasks
     return (share.minimum(MAX_TASK_OUTS).maximum(MIN_TASK_OUTS) + (tile - 1)) // tile * tile
 
