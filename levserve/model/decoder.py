@@ -19,6 +19,7 @@ from haliax import Axis, NamedArray
 
 from levserve.model import cache
 from levserve.model.backend import AttentionShape, Backend, HeadNorms
+from levserve.model.balance import BALANCE
 from levserve.model.cache import Place, take_ends
 from levserve.model.config import Latent, ModelConfig
 from levserve.model.feed_forward import CHUNK, ROW, Experts, Mlp
@@ -168,6 +169,8 @@ class Decoder(eqx.Module):
     layers: tuple[Layer, ...]
     final_norm: Norm
     head: Linear | None
+    head_balance: NamedArray | None
+    """What hidden states are multiplied with before the head, if its matrix is balanced."""
     backend: Backend = eqx.field(static=True)
 
     @staticmethod
@@ -298,6 +301,7 @@ class Decoder(eqx.Module):
             tuple(layer(index) for index in range(config.num_layers)),
             final_norm,
             linear("head", config.Vocab, config.Embed) if "head" in arrays else None,
+            optional(BALANCE, config.Embed),
             backend,
         )
 
@@ -350,7 +354,8 @@ class Decoder(eqx.Module):
     def logits(self, hidden: NamedArray, num_used: jax.Array | None = None) -> jax.Array:
         """float32 scores [row, vocab] of hidden states [row, embed]; ask only for rows that are sampled."""
         head = Linear(self.embed, backend=self.backend) if self.head is None else self.head
-        scores = head(hidden, num_used).rearrange((ROW, "vocab")).array
+        given = hidden if self.head_balance is None else hidden * self.head_balance
+        scores = head(given, num_used).rearrange((ROW, "vocab")).array
         if self.config.num_shards > 1:
             scores = gather_over_devices(scores)[:, : self.config.vocab_size]
         scores = scores * self.config.logit_scale

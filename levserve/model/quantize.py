@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from levserve.model.aligned import aligned_array
 from levserve.model.backend import Backend
+from levserve.model.balance import BALANCE, can_balance
 from levserve.model.cache import FP8, LARGEST_FP8
 from levserve.model.config import ModelConfig
 from levserve.model.hadamard import rotate
@@ -49,6 +50,11 @@ class Quantization:
     """Whether rows that are whole blocks have a scale for each block: only if matrices are not widened."""
     block_order: BlockOrder | None = None
     """The order of such matrices; None: as they are."""
+
+    @property
+    def is_balanced(self) -> bool:
+        """Whether matrices gain by `balance`: rows that have one scale on both sides of a product."""
+        return self.widened is None and not self.has_blocks
 
     def __str__(self) -> str:
         scales = f" with a scale for {BLOCK} inputs" if self.has_blocks else ""
@@ -118,10 +124,12 @@ def quantize_arrays(
 
 
 def quantized_bytes(config: ModelConfig, dtype: jnp.dtype, quantization: Quantization) -> int:
-    """Bytes of all arrays that `quantize_arrays` gives for a model of this shape."""
+    """Bytes of all arrays that a model of this shape is quantized to."""
     shapes = parameter_shapes(config)
     if config.tied_head:
         shapes["head"] = shapes["embed"]
+    if quantization.is_balanced and can_balance(config):
+        shapes[BALANCE] = (config.hidden_size,)
     total = 0
     for name, shape in shapes.items():
         size = math.prod(shape)

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,7 @@ from levserve.errors import StartupError
 from levserve.gguf.parts import part_names
 from levserve.model.aligned import aligned_array
 from levserve.model.backend import Backend
+from levserve.model.balance import balance_arrays, can_balance, leave_unbalanced
 from levserve.model.config import ModelConfig
 from levserve.model.packed import Kept, Scheme
 from levserve.model.placement import place, shards_of
@@ -185,6 +186,11 @@ def convert_tensors(
         raise StartupError(f"{tensors.source}: --quantize does not support a mixture of experts")
     float32 = jnp.dtype(jnp.float32)
     plain = _read_plain(tensors, config, float32, float32, shards, report=report)
+    if quantization.is_balanced and can_balance(config) and shards.count == 1:
+        if tensors.is_stacked:  # the layers do not come one after another
+            plain = leave_unbalanced(config, plain)
+        else:
+            plain, config = balance_arrays(config, plain), replace(config, tied_head=False)
     return quantize_arrays(config, plain, dtype, quantization, num_threads(), num_shares=len(shards.here))
 
 

@@ -46,6 +46,7 @@ IN_MEMORY = ("tmpfs", "ramfs")
 SOURCES = (
     "gguf/*.py",
     "model/aligned.py",
+    "model/balance.py",
     "model/config.py",
     "model/hadamard.py",
     "model/int8_blocks.py",
