@@ -53,7 +53,13 @@ def choose_backend(
 
 
 def choose_text_backend(platform: str, config: ModelConfig, kernels: str = "auto") -> Backend:
-    """The same for a model that computes whole texts: the CPU's kernels are for caches of pages."""
+    """The same for a model that computes whole texts. Of a CPU's kernels, only the sampling one is used."""
+    if platform == "cpu" and kernels == "auto":
+        from levserve.jit import xla_call  # brings LLVM, which a GPU does not need
+        from levserve.model.cpu.backend import CpuTextBackend
+
+        if xla_call.unsupported_reason() is None:
+            return CpuTextBackend()
     return (
         XlaBackend(platform)
         if platform == "cpu"

@@ -13,11 +13,11 @@ from levserve.jit.target import Target
 from levserve.model import cache
 from levserve.model.backend import AttentionShape, Backend, HeadNorms
 from levserve.model.config import ModelConfig, Rope
-from levserve.model.cpu.backend import CpuBackend, fit_target
+from levserve.model.cpu.backend import CpuBackend, CpuTextBackend, fit_target
 from levserve.model.decoder import Decoder
 from levserve.model.gpu.backend import GpuBackend
 from levserve.model.rotary import angles_at
-from levserve.model.select import choose_backend
+from levserve.model.select import choose_backend, choose_text_backend
 from levserve.model.xla import XLA_ON_CPU, XlaBackend
 from levserve.weights.checkpoint import load_arrays, read_config
 from tests.conftest import FAMILIES, GOLDEN
@@ -47,6 +47,13 @@ def test_a_backend_is_chosen_by_what_it_can_serve(
     assert type(backend) is kind and backend.platform == platform and word in reason
     plain, reason = choose_backend(platform, config, kernels="xla")
     assert plain == XlaBackend(platform) and "--kernels xla" in reason
+
+
+def test_for_whole_texts_a_cpu_has_only_its_kernel_that_samples() -> None:
+    backend = choose_text_backend("cpu", CONFIG)
+    assert isinstance(backend, CpuTextBackend) and backend.samples_rows
+    assert backend.describe() == "an LLVM kernel for sampling"
+    assert choose_text_backend("cpu", CONFIG, kernels="xla") == XlaBackend("cpu")
 
 
 @pytest.mark.parametrize(

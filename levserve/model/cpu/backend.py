@@ -178,6 +178,14 @@ class CpuBackend(XlaBackend):
         return self.has_products and is_known and linear.unsupported_reason(*shape) is None
 
 
+@dataclass(frozen=True)
+class CpuTextBackend(CpuBackend):
+    """For models that compute whole texts. They have no pages for the attention kernel to read."""
+
+    def describe(self) -> str:
+        return "an LLVM kernel for sampling"
+
+
 def fit_target(target: Target) -> CpuBackend:
     """The backend for a CPU; whether it runs whole layers is decided later."""
     return CpuBackend(
