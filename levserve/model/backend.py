@@ -243,6 +243,13 @@ class Backend(ABC):
         x float32 [token, embed], scores [token, expert] by the router, is_real [token].
         """
 
+    def refine(
+        self, logits: jax.Array, hidden: jax.Array, embed: jax.Array, num_used: jax.Array | None
+    ) -> jax.Array:
+        """Logits of an int8 head [row, vocab], the largest of them made exact with the embedding, which is
+        its matrix, if there is a kernel for it."""
+        return logits
+
     @abstractmethod
     def likeliest(self, logits: jax.Array, num_used: jax.Array | None = None) -> Likeliest:
         """The largest logit of the first `num_used` [1] rows of float32 [row, vocab]; of equals the first."""

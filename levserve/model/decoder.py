@@ -351,11 +351,22 @@ class Decoder(eqx.Module):
             return hax.named(found, (ROW, CHUNK, "embed"))
         return self.embed.take("vocab", hax.named(tokens, (ROW, CHUNK))).astype(jnp.float32)
 
+    @property
+    def _is_head_refined(self) -> bool:
+        """Whether the head is int8 with a scale per row, and its matrix is the embedding, which is not."""
+        config, head = self.config, self.head
+        if head is None or not config.tied_head or config.head_bias or config.num_shards > 1:
+            return False
+        return head.scale is not None and head.scale.ndim == 1 and head.widened is None
+
     def logits(self, hidden: NamedArray, num_used: jax.Array | None = None) -> jax.Array:
         """float32 scores [row, vocab] of hidden states [row, embed]; ask only for rows that are sampled."""
         head = Linear(self.embed, backend=self.backend) if self.head is None else self.head
         given = hidden if self.head_balance is None else hidden * self.head_balance
         scores = head(given, num_used).rearrange((ROW, "vocab")).array
+        if self._is_head_refined:
+            states = hidden.rearrange((ROW, "embed")).array
+            scores = self.backend.refine(scores, states, self.embed.array, num_used)
         if self.config.num_shards > 1:
             scores = gather_over_devices(scores)[:, : self.config.vocab_size]
         scores = scores * self.config.logit_scale

@@ -22,7 +22,7 @@ from levserve.jit.program import Code, Program
 from levserve.jit.target import Target
 from levserve.model.backend import Likeliest
 from levserve.model.cache import FP8
-from levserve.model.cpu import argmax, draw, layers, softmax
+from levserve.model.cpu import argmax, draw, layers, refine, softmax
 from levserve.model.cpu import attention as cpu_attention
 from levserve.model.cpu import linear as cpu_linear
 from levserve.model.cpu.block_products import block_product_for
@@ -324,7 +324,7 @@ def test_kernels_are_compiled_for_cpus_of_another_kind(target: Target) -> None:
         for in_two_terms in (True, False)
     ]
     if not target.has_amx_int8:
-        kernels += [argmax.kernel_for(target), draw.kernel_for(target)]
+        kernels += [argmax.kernel_for(target), draw.kernel_for(target), refine.kernel_for(bfloat16, target)]
         kernels += [
             cpu_attention.kernel_for(dataclasses.replace(heads, dtype=jnp.dtype(dtype)))
             for dtype in (jnp.float32, jnp.bfloat16, FP8)

@@ -15,7 +15,7 @@ from levserve.model.attention import attend_in_blocks
 from levserve.model.backend import Likeliest, Product
 from levserve.model.cache import Place
 from levserve.model.config import ModelConfig
-from levserve.model.cpu import argmax, attention, draw, layers, linear
+from levserve.model.cpu import argmax, attention, draw, layers, linear, refine
 from levserve.model.cpu.heads import HeadShape
 from levserve.model.int8_packing import SIGNED_ORDER, UNSIGNED_ORDER, BlockOrder, is_packable
 from levserve.model.parameter_shapes import parameter_shapes
@@ -117,6 +117,13 @@ class CpuBackend(XlaBackend):
         )
         windows = [config.window(index) or 0 for index in range(config.num_layers)]
         return layers.run_layers(shape, x, pools, place, angles, windows, layers_arrays)
+
+    def refine(
+        self, logits: jax.Array, hidden: jax.Array, embed: jax.Array, num_used: jax.Array | None
+    ) -> jax.Array:
+        if not self.has_products or not refine.takes(embed):
+            return logits
+        return refine.refine_logits(logits, hidden, embed, num_used, target=self.target)
 
     def likeliest(self, logits: jax.Array, num_used: jax.Array | None = None) -> Likeliest:
         if not self.has_products or num_used is None:
