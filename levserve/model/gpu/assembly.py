@@ -47,6 +47,17 @@ class Assembly:
         self(f"{operation} {result}, {', '.join(map(str, operands))}")
         return result
 
+    def quotient(self, register: str, divisor: int, name: str = "v") -> str:
+        """Of a number without sign: by a shift if it can be, where the assembler would divide even by one."""
+        if divisor & (divisor - 1):
+            return self.set("div.u32", register, divisor, name=name)
+        return self.set("shr.u32", register, divisor.bit_length() - 1, name=name)
+
+    def remainder(self, register: str, divisor: int, name: str = "v") -> str:
+        if divisor & (divisor - 1):
+            return self.set("rem.u32", register, divisor, name=name)
+        return self.set("and.b32", register, divisor - 1, name=name)
+
     def label(self, name: str) -> None:
         self.lines.append(f"{name}:")
 

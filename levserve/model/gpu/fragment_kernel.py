@@ -101,8 +101,8 @@ class Writer:
         self.warp = asm.set("shr.u32", self.thread, 5, name="warp")
         self.g = asm.set("shr.u32", self.lane, 2, name="g")
         self.t = asm.set("and.b32", self.lane, 3, name="t")
-        warp_m = asm.set("rem.u32", self.warp, tiling.warps_m)
-        self.warp_k = asm.set("div.u32", self.warp, tiling.warps_m)
+        warp_m = asm.remainder(self.warp, tiling.warps_m)
+        self.warp_k = asm.quotient(self.warp, tiling.warps_m)
         row_tile = asm.set("mov.u32", "%ctaid.x")
         column_tile = asm.set("mov.u32", "%ctaid.y")
         self.split = asm.set("mov.u32", "%ctaid.z", name="split")
@@ -113,7 +113,7 @@ class Writer:
         unit = asm.set("mad.lo.u32", self.split, self.num_units, self.warp_k)
         self.unit = asm.set("mov.b32", unit, name="unit")
         left = asm.set("sub.u32", self.num_units + tiling.warps_k - 1, self.warp_k)
-        self.count = asm.set("div.u32", left, tiling.warps_k, name="count")
+        self.count = asm.quotient(left, tiling.warps_k, name="count")
         self.last_unit = asm.set("sub.u32", self.count, 1)
         self.last_unit = asm.set("mad.lo.u32", self.last_unit, tiling.warps_k, unit, name="last")
         lane_at = asm.set("mul.lo.u32", self.t, LANE_BYTES)
@@ -134,14 +134,14 @@ class Writer:
         asm, tiling = self.asm, self.tiling
         per_row = self.x_bytes // 16
         self.copy_rows = tiling.num_warps * 32 // per_row
-        row = asm.set("div.u32", self.thread, per_row)
-        chunk = asm.set("rem.u32", self.thread, per_row)
+        row = asm.quotient(self.thread, per_row)
+        chunk = asm.remainder(self.thread, per_row)
         from_row = asm.set("add.u32", self.first_row, row)
         at = asm.set("mul.lo.u32", chunk, 16)
         self.copy_from = self._address("x", [(from_row, 2 * self.problem.inputs), (at, 1)])
         memory = asm.set("mov.u32", "memory", name="memory")
-        word = asm.set("div.u32", at, self.words_x)
-        rest = asm.set("rem.u32", at, self.words_x)
+        word = asm.quotient(at, self.words_x)
+        rest = asm.remainder(at, self.words_x)
         self.copy_to = self._staged_at(memory, row, word, rest)
         rest = asm.set("mul.lo.u32", self.t, self.words_x // 4)
         self.read_at = []
@@ -225,7 +225,7 @@ class Writer:
         asm, columns = self.asm, self.problem.columns
         assert self.scheme.columns is not None
         units = max(1, self.scheme.columns // self.problem.unit)
-        group = asm.set("div.u32", self.unit, units)
+        group = asm.quotient(self.unit, units)
         place = asm.set("mul.lo.u32", group, self.groups_per_unit)
         place = asm.set("mad.lo.u32", place, columns, self.column)
         size = self.scheme.scale.itemsize

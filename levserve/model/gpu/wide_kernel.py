@@ -74,8 +74,8 @@ class WideWriter(Writer):
         asm, tiling = self.asm, self.tiling
         chunks = PART_BYTES // 16
         self.copy_rows = tiling.num_warps * 32 // chunks
-        row = asm.set("div.u32", self.thread, chunks)
-        chunk = asm.set("rem.u32", self.thread, chunks)
+        row = asm.quotient(self.thread, chunks)
+        chunk = asm.remainder(self.thread, chunks)
         from_row = asm.set("add.u32", self.first_row, row)
         at = asm.set("mul.lo.u32", chunk, 16)
         self.copy_from = self._address("x", [(from_row, 2 * self.problem.inputs), (at, 1)])
@@ -97,7 +97,7 @@ class WideWriter(Writer):
         self.last_part = asm.set("add.u32", last, self.parts_per_unit - 1, name="last")
         if self.fetches_ahead:
             # The four threads that share outputs fetch one each.
-            output = asm.set("rem.u32", self.t, self.outputs)
+            output = asm.remainder(self.t, self.outputs)
             output = asm.set("add.u32", self.column, output)
             self.fetch_at = self._address("codes", [(output, self.row_bytes)])
         super()._loop()
