@@ -308,6 +308,20 @@ def test_a_matrix_that_it_cannot_take_is_refused_by_its_size(out: int, size: int
     assert (f"{out} x {size}" in (cpu_linear.unsupported_reason(out, size) or "")) is is_refused
 
 
+@pytest.mark.parametrize(("name", "is_unrolled"), [("avx2", True), ("neon", False)])
+def test_short_loops_are_unrolled_on_x86_where_a_program_gains_by_it(name: str, is_unrolled: bool) -> None:
+    def count_lines(*, gains_by_unrolling: bool) -> int:
+        program = Program(Target.named(name), gains_by_unrolling=gains_by_unrolling)
+        with program.function("double", 2) as builder:
+            numbers, count = builder.to_pointer(builder.arguments[0]), builder.arguments[1]
+            with builder.loop(0, count) as at:
+                doubled = builder.load(numbers + at * 4, F32) * 2
+                builder.store(numbers + at * 4, doubled)
+        return len(program.assembly().splitlines())
+
+    assert (count_lines(gains_by_unrolling=True) > count_lines(gains_by_unrolling=False)) is is_unrolled
+
+
 @pytest.mark.parametrize("target", FOREIGN.values(), ids=FOREIGN)
 def test_kernels_are_compiled_for_cpus_of_another_kind(target: Target) -> None:
     """As far as an object file for them, which this CPU cannot run. Matrix units are used in products alone: the other

@@ -40,6 +40,7 @@ def kernel_for(target: Target) -> Kernel:
         target,
         (Stage(_num_rows, _argmax_row),),
         scratch_bytes=lambda call: call.builder.constant(8 * LANES),
+        gains_by_unrolling=True,
     )
 
 

@@ -64,7 +64,13 @@ def draw_rows(
 
 
 def kernel_for(target: Target) -> Kernel:
-    return Kernel("levserve_draw", target, (Stage(_num_rows, _draw_row),), scratch_bytes=_scratch_bytes)
+    return Kernel(
+        "levserve_draw",
+        target,
+        (Stage(_num_rows, _draw_row),),
+        scratch_bytes=_scratch_bytes,
+        gains_by_unrolling=True,
+    )
 
 
 def _num_rows(call: Call) -> Value:
