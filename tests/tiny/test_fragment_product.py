@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -37,6 +38,10 @@ SCHEMES = {
 FEW = FragmentTiling(2, 1, 1, 2, 2, is_staged=False)
 STAGED = FragmentTiling(2, 2, 4, 1, 1, is_staged=True)
 WIDE = FragmentTiling(2, 2, 4, 1, 1, is_staged=True, is_wide=True)
+
+# Outside of a program, jax would compile every operation by itself.
+widen_matrix = jax.jit(lambda matrix, dtype: matrix.widen(dtype).array, static_argnums=1)
+put_in_fragments = jax.jit(in_fragments, static_argnums=1)
 
 
 def random_parts(scheme: Scheme, shape: tuple[int, int]) -> dict[str, np.ndarray]:
@@ -78,7 +83,7 @@ def run_kernel(
     grid = (-(-len(x) // tiling.rows), shape[0] // tiling.columns, tiling.splits)
     text = write_kernel(Problem(len(x), *shape, scheme), tiling)
     if tiling.is_wide:
-        x = np.asarray(in_fragments(jnp.asarray(x), scheme.code.is_nibble))
+        x = np.asarray(put_in_fragments(x, scheme.code.is_nibble))
     ptx.run(text, [x, *given], out, grid, tiling.num_warps)
     return out.sum(0)
 
@@ -88,7 +93,7 @@ def widen(
 ) -> np.ndarray:
     axes = (Axis("out", shape[0]), Axis("in", shape[1]))
     matrix = PackedMatrix.from_arrays({end: jnp.asarray(part) for end, part in parts.items()}, scheme, axes)
-    return np.asarray(matrix.widen(dtype).array, np.float64)
+    return np.asarray(widen_matrix(matrix, dtype), np.float64)
 
 
 def round_scales(parts: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -165,7 +170,7 @@ def test_so_does_every_way_of_cutting_it(
 @pytest.mark.parametrize("is_nibble", [False, True])
 def test_rows_in_fragments_have_the_inputs_of_each_instruction_side_by_side(is_nibble: bool) -> None:
     """A thread of four has a word's inputs one after another, and of each instruction two pairs."""
-    row = np.asarray(in_fragments(jnp.arange(256, dtype=jnp.float32)[None], is_nibble))[0]
+    row = np.asarray(put_in_fragments(np.arange(256, dtype=np.float32)[None], is_nibble))[0]
     instructions = row.reshape(-1, 16).astype(int)
     assert sorted(row) == list(range(256))
     per_word = 8 if is_nibble else 4
@@ -182,7 +187,7 @@ def test_codes_in_lanes_can_be_put_back_in_order(is_nibble: bool) -> None:
     codes = np.random.default_rng(0).integers(0, 16 if is_nibble else 256, (3, 2, 256)).astype(np.uint8)
     lanes = np.empty((3, 2, 128 if is_nibble else 256), np.uint8)
     to_lanes(codes, is_nibble, lanes)
-    np.testing.assert_array_equal(from_lanes(jnp.asarray(lanes), is_nibble), codes)
+    np.testing.assert_array_equal(jax.jit(from_lanes, static_argnums=1)(lanes, is_nibble), codes)
     assert is_nibble or not np.array_equal(lanes, codes)
 
 

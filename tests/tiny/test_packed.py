@@ -31,6 +31,8 @@ from tests.tiny.test_decoder import run_in_chunks
 FLOAT32 = jnp.dtype(jnp.float32)
 CONFIG = read_config(GOLDEN / "llama")
 ENDS = ("", SCALE, ZERO, OFFSET)
+widen = jax.jit(lambda matrix: matrix.widen(FLOAT32).array)
+"""Outside of a program, jax would compile every operation by itself."""
 Folders = Callable[[str], Path]
 
 
@@ -51,7 +53,7 @@ def load_kept(folder: Path, num_shards: int = 1) -> tuple[Kept, dict[str, jax.Ar
 def widened(kept: Kept, arrays: dict[str, jax.Array], name: str) -> np.ndarray:
     axes = tuple(Axis(f"axis{number}", size) for number, size in enumerate(parameter_shapes(CONFIG)[name]))
     matrix = PackedMatrix.from_arrays(arrays, kept.by_name()[name], axes, name)
-    return np.asarray(matrix.widen(FLOAT32).array)
+    return np.asarray(widen(matrix))
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -108,7 +110,7 @@ def share_of(
 ) -> np.ndarray:
     parts = {end: jnp.asarray(np.split(found[name + end], 2)[number]) for end in ENDS if name + end in found}
     axes = (Axis("rows", shape[0]), Axis("columns", shape[1]))
-    return np.asarray(PackedMatrix.from_arrays(parts, kept.by_name()[name], axes).widen(FLOAT32).array)
+    return np.asarray(widen(PackedMatrix.from_arrays(parts, kept.by_name()[name], axes)))
 
 
 @pytest.mark.parametrize("name", ["awq", "ct-int8"])
@@ -155,7 +157,7 @@ def test_mxfp4_is_a_scheme_too() -> None:
         jnp.asarray(packed), jnp.asarray(scales.T), None, scheme, (Axis("rows", 2), Axis("columns", 16))
     )
     wanted = numbers[codes] * np.repeat(2.0 ** (scales.astype(np.float32) - 127), 8, 1)
-    np.testing.assert_array_equal(matrix.widen(FLOAT32).array, wanted)
+    np.testing.assert_array_equal(widen(matrix), wanted)
     assert scheme.num_bytes((2, 16)) == 16 + 4
 
 
