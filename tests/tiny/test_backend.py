@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import pytest
 
 from levserve.jit.target import Target
 from levserve.model import cache
-from levserve.model.backend import AttentionShape, Backend, HeadNorms
+from levserve.model.backend import AttentionShape, HeadNorms
 from levserve.model.config import ModelConfig, Rope
 from levserve.model.cpu.backend import CpuBackend, CpuTextBackend, fit_target
 from levserve.model.decoder import Decoder
@@ -83,34 +84,43 @@ def test_every_backend_attends_alike(
     """Norms, rotation, scale, soft cap and the write to the pool included; padding is written nowhere."""
     rng = np.random.default_rng(chunk)
     rows, kv_heads, group, size, page_size = 3, 2, 3, 32, 16
-    table = jnp.asarray(rng.permutation(12).reshape(rows, 4), jnp.int32)
+    table = rng.permutation(12).reshape(rows, 4).astype(np.int32)
     starts = np.array([0, 20, 41])
     positions = starts[:, None] + np.arange(chunk)
     if chunk > 1:
         positions[1, -5:] = -1
-    pool = jnp.asarray(rng.standard_normal((12, 2, kv_heads, page_size, size)), jnp.float32)
-    qkv = jnp.asarray(rng.standard_normal((rows * chunk, kv_heads * (group + 2), size)), jnp.float32)
-    place = cache.place(table, jnp.asarray(positions, jnp.int32), pool)
-    angles = angles_at(place.positions, Rope(size, 1e4, None))
+    pool = rng.standard_normal((12, 2, kv_heads, page_size, size), np.float32)
+    qkv = rng.standard_normal((rows * chunk, kv_heads * (group + 2), size), np.float32)
     weights = rng.uniform(0.5, 1.5, (2, size)).astype(np.float32)
-    norms = HeadNorms(*map(jnp.asarray, weights)) if has_norms else None
+    norms = HeadNorms(*weights) if has_norms else None
     shape = AttentionShape(kv_heads, 0.25, 1e-5, window, 3.0)
-    sinks = jnp.asarray(rng.uniform(-2, 3, kv_heads * group), jnp.float32) if has_sinks else None
+    sinks = rng.uniform(-2, 3, kv_heads * group).astype(np.float32) if has_sinks else None
+    ends = np.array([chunk - 1, chunk - 6, 3], np.int32) if chunk > 1 else None
+    backends = XLA_ON_CPU, CpuBackend(), GpuBackend(interpret=True), XlaBackend("gpu")
 
-    def attend(backend: Backend, ends: jax.Array | None = None) -> tuple[np.ndarray, np.ndarray]:
-        mixed, written = backend.attend(qkv, pool, place, angles, norms, ends, shape, sinks)
-        return np.asarray(mixed), np.asarray(written)
+    @jax.jit  # one program: outside of any, jax would compile every operation by itself
+    def attend(*arrays: Any) -> list[tuple[jax.Array, jax.Array, jax.Array | None]]:
+        qkv, pool, table, positions, norms, sinks, ends = arrays
+        place = cache.place(table, positions, pool)
+        angles = angles_at(place.positions, Rope(size, 1e4, None))
+        made = []
+        for backend in backends:
+            given = qkv, pool, place, angles, norms
+            mixed, written = backend.attend(*given, None, shape, sinks)
+            at_ends = None
+            if ends is not None and backend is not XLA_ON_CPU:
+                at_ends, _ = backend.attend(*given, ends, shape, sinks)
+            made.append((mixed, written, at_ends))
+        return made
 
-    wanted, wanted_pool = attend(XLA_ON_CPU)
+    made = attend(qkv, pool, table, positions.astype(np.int32), norms, sinks, ends)
+    (wanted, wanted_pool, _), *others = jax.tree.map(np.asarray, made)
     is_given = positions >= 0
     assert wanted.shape == (rows, chunk, kv_heads * group * size)
-    for backend in (CpuBackend(), GpuBackend(interpret=True), XlaBackend("gpu")):
-        got, written = attend(backend)
+    for got, written, at_ends in others:
         np.testing.assert_allclose(got[is_given], wanted[is_given], atol=1e-4)
         np.testing.assert_allclose(written, wanted_pool, atol=1e-5)
-        if chunk > 1:
-            ends = np.array([chunk - 1, chunk - 6, 3])
-            at_ends, _ = attend(backend, jnp.asarray(ends, jnp.int32))
+        if ends is not None:
             np.testing.assert_allclose(at_ends[:, 0], wanted[np.arange(rows), ends], atol=1e-4)
 
 

@@ -304,16 +304,13 @@ def test_hidden_states_are_pooled_over_all_chunks(llama: Running) -> None:
     model = llama.loaded.runner._leaves
     skeleton = llama.loaded.runner.programs._skeleton.model(model)
     pools = cache.make_pool(skeleton.config, 20, 4, jnp.dtype(jnp.float32))
-    hidden, _ = skeleton(
-        jnp.asarray([prompt], jnp.int32),
-        pools,
-        jnp.arange(20, dtype=jnp.int32)[None],
-        jnp.arange(75, dtype=jnp.int32)[None],
-    )
+    tokens, table, places = (np.asarray([each], np.int32) for each in (prompt, range(20), range(75)))
+    hidden, _ = jax.jit(lambda model, *given: model(*given))(skeleton, tokens, pools, table, places)
+    states = np.asarray(hidden.array)[0]
     (answer,) = llama.run(ask(prompt, 0, wants_hidden=True))
     assert answer.hidden is not None
-    np.testing.assert_allclose(answer.hidden.mean, hidden.array[0].mean(0), atol=1e-4)
-    np.testing.assert_allclose(answer.hidden.last, hidden.array[0, -1], atol=1e-4)
+    np.testing.assert_allclose(answer.hidden.mean, states.mean(0), atol=1e-4)
+    np.testing.assert_allclose(answer.hidden.last, states[-1], atol=1e-4)
 
 
 def test_a_cancelled_request_returns_its_pages(llama: Running) -> None:
