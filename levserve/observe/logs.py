@@ -17,7 +17,6 @@ from datetime import UTC, datetime
 from typing import Any
 
 from levserve.errors import StartupError
-from levserve.observe.logging_file import configure_logging
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +63,9 @@ def start_logging(level: str, style: str, *, file: str = "") -> None:
     A logging file decides everything itself, except that a level which is given overrides the file's.
     """
     if file:
+        # Here, because the package for YAML, which it reads, would delay every start.
+        from levserve.observe.logging_file import configure_logging
+
         configure_logging(file)
     else:
         handler = logging.StreamHandler(sys.stderr)

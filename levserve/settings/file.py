@@ -23,7 +23,6 @@ from levserve.settings.settings import (
     SECTIONS,
     SHARED_SETTINGS,
 )
-from levserve.settings.yaml_file import read_yaml
 
 YAML_SUFFIXES = (".yaml", ".yml")
 
@@ -40,9 +39,15 @@ class SettingsFile(configargparse.ConfigFileParser):  # type: ignore[misc]
             text = stream.read_text("utf-8-sig")
         except UnicodeDecodeError:
             raise ConfigError(f"{stream}: not UTF-8 text") from None
-        read = read_yaml if stream.suffix.lower() in YAML_SUFFIXES else read_ini
+        if stream.suffix.lower() in YAML_SUFFIXES:
+            # Here, because YAML's package would delay every start.
+            from levserve.settings.yaml_file import read_yaml
+
+            sections = read_yaml(str(stream), text)
+        else:
+            sections = read_ini(str(stream), text)
         found: dict[str, str] = {}
-        for section, entries in read(str(stream), text).items():
+        for section, entries in sections.items():
             name = section.removeprefix(MODEL_SECTION)
             if section not in SECTIONS and (name == section or not name.strip()):
                 hint = did_you_mean(section.lower(), SECTIONS)
