@@ -30,6 +30,27 @@ with levserve.open(path, served_model_name="smollm2-135m", max_running=8, prefil
     chat = model.chat([{"role": "user", "content": "Name a river."}], max_tokens=12, seed=3).text
 print(json.dumps([texts, chat]))
 """
+RUN_PROGRAMS = """
+import json, os, signal, sys
+import openai
+for line in sys.stdin:
+    program, environ, output, errors = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        break
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+else:
+    sys.exit()
+signal.alarm(120)
+os.environ.clear()
+os.environ.update(environ)
+os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+for number, path in (1, output), (2, errors):
+    os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+exec(compile(program, "<program>", "exec"), {"__name__": "__main__"})
+"""
+"""Runs each program in a process of its own that is forked after OpenAI's package, which nearly all of them want, was imported:
+that takes a second."""
 FAILING_CURL = 'curl() { command curl -sS --fail-with-body "$@" && echo; }\n'
 
 
@@ -50,25 +71,36 @@ def server(bundled_gguf: Path) -> Iterator[Server]:
         yield server
 
 
-def run(server: Server, command: list[str], text: str) -> str:
+@pytest.fixture(scope="module")
+def programs() -> Iterator[subprocess.Popen[str]]:
+    """Takes programs line by line, and gives their exit codes."""
+    command = [sys.executable, "-c", RUN_PROGRAMS]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        yield process
+
+
+def block_environ() -> dict[str, str]:
     """A block that opens the model itself gets the server's chunk, and so its compiled programs."""
-    environ = user_environ() | {
+    return user_environ() | {
         "LEVSERVE_ADMIN_KEY": ADMIN_KEY,
         "LEVSERVE_API_KEY": "any",
         "LEVSERVE_CACHE_DIR": str(cache_folder()),
         "LEVSERVE_PREFILL_CHUNK": "128",
     }
-    moved = text.replace(URL, server.url.removeprefix("http://"))
-    result = subprocess.run([*command, moved], capture_output=True, text=True, timeout=120, env=environ)
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout
+
+
+def moved(text: str, server: Server) -> str:
+    return text.replace(URL, server.url.removeprefix("http://"))
 
 
 @pytest.mark.parametrize(
     "block", [one for one in blocks("sh") if one.text.startswith("curl ")], ids=lambda block: block.place
 )
 def test_every_curl_command_gets_its_answer(block: Block, server: Server) -> None:
-    output = run(server, ["bash", "-e", "-c"], FAILING_CURL + block.text)
+    command = ["bash", "-e", "-c", FAILING_CURL + moved(block.text, server)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=block_environ())
+    output = done.stdout
+    assert done.returncode == 0, output + done.stderr
     assert output.strip()
     assert not re.search(r'^(data: )?\{"error":', output, re.MULTILINE)
     if '"stream": true' in block.text:
@@ -76,8 +108,15 @@ def test_every_curl_command_gets_its_answer(block: Block, server: Server) -> Non
 
 
 @pytest.mark.parametrize("block", blocks("python"), ids=lambda block: block.place)
-def test_every_python_program_runs(block: Block, server: Server) -> None:
-    assert run(server, [sys.executable, "-c"], block.text).strip()
+def test_every_python_program_runs(
+    block: Block, server: Server, programs: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    assert programs.stdin is not None and programs.stdout is not None
+    output, errors = tmp_path / "output", tmp_path / "errors"
+    given = [moved(block.text, server), block_environ(), str(output), str(errors)]
+    print(json.dumps(given), file=programs.stdin, flush=True)
+    assert programs.stdout.readline().strip() == "0", output.read_text() + errors.read_text()
+    assert output.read_text().strip()
 
 
 def test_a_program_gets_the_text_that_the_server_gives(server: Server, bundled_gguf: Path) -> None:
