@@ -2,7 +2,8 @@
 """Measures what ways to round matrices and activations would cost in quality, before kernels for them exist.
 
     python bench/rounding.py
-    python bench/rounding.py --ways int8 blocks --model path/to/checkpoint
+    python bench/rounding.py --ways int8 groups --model path/to/checkpoint
+    python bench/rounding.py --ways int8 --kinds qkv --sides matrices
 
 Products are computed in float32 with numbers that were rounded first, which gives what integer kernels would
 give. The text, the model and the columns are those of bench/quality.py, keys and values are in bfloat16.
@@ -26,7 +27,7 @@ from levserve.model.backend import Product
 from levserve.model.decoder import Decoder
 from levserve.model.fp8_rows import round_rows
 from levserve.model.hadamard import rotation
-from levserve.model.quantize import is_quantized
+from levserve.model.quantize import QUANTIZED, is_quantized
 from levserve.model.xla import XlaBackend
 from levserve.settings.parse import parse_settings
 from levserve.text.tokenizer import load_tokenizer
@@ -37,6 +38,7 @@ EXACT = 0
 """As a number of bits: nothing is rounded."""
 WHOLE_ROW = 0
 """As the size of a group: one scale for all numbers of a row."""
+SIDES = ("matrices", "activations")
 
 
 @dataclass(frozen=True)
@@ -102,11 +104,15 @@ class Simulated(XlaBackend):
 
     way: Way = field(default=WAYS["int8"])
     vocab_size: int = 0
+    rounded_shapes: frozenset[tuple[int, ...]] = frozenset()
+    """The shapes of the matrices whose activations are rounded."""
 
     def product(self, weight: jax.Array, scale: jax.Array | None, *, in_two_terms: bool = False) -> Product:
         way = self.way
         is_head = len(weight) == self.vocab_size
         round_activations = (is_head and way.head) or way.activations
+        if weight.shape not in self.rounded_shapes:
+            round_activations = Rounding(EXACT)
 
         def multiply(x: jax.Array, num_used: jax.Array | None) -> jax.Array:
             return round_activations(_rotate(x, way.block)) @ weight.T
@@ -115,7 +121,12 @@ class Simulated(XlaBackend):
 
 
 def main() -> None:
-    options = make_parser(__doc__, WAYS).parse_args()
+    parser = make_parser(__doc__, WAYS)
+    parser.add_argument(
+        "--kinds", choices=QUANTIZED, nargs="+", default=QUANTIZED, help="of matrices that are rounded"
+    )
+    parser.add_argument("--sides", choices=SIDES, nargs="+", default=SIDES, help="of products, the same")
+    options = parser.parse_args()
     jax.config.update("jax_default_matmul_precision", "highest")
     files = find_source(parse_settings(["--model", options.model], {}), lambda _: None)
     config = read_config(files.path, files.config_file)
@@ -124,23 +135,32 @@ def main() -> None:
     arrays = load_arrays(files.path, config, jnp.dtype(jnp.float32), report=lambda _: None)
     if config.tied_head:  # the head is rounded and the embedding is not
         config, arrays["head"] = replace(config, tied_head=False), arrays["embed"]
+    matrices, activations = (options.kinds if side in options.sides else () for side in SIDES)
+    shapes = frozenset(array.shape for name, array in arrays.items() if _kind(name) in activations)
     for name in options.ways:
         way = WAYS[name]
         rounded = {
-            key: _round_matrix(way, array) if _is_rounded(way, key) else array
+            key: _make_matrix(way, array, is_rounded=_kind(key) in matrices)
+            if _is_rotated(way, key)
+            else array
             for key, array in arrays.items()
         }
-        backend = Simulated(way=way, vocab_size=config.vocab_size)
+        backend = Simulated(way=way, vocab_size=config.vocab_size, rounded_shapes=shapes)
         model = Decoder.from_arrays(config, rounded, backend=backend)
         _show(compare(name, score_text(model, config, tokens, jnp.dtype(jnp.bfloat16)), reference))
 
 
-def _is_rounded(way: Way, name: str) -> bool:
+def _kind(name: str) -> str:
+    return name.rsplit(".", 1)[-1]
+
+
+def _is_rotated(way: Way, name: str) -> bool:
     return is_quantized(name) and not (way.has_exact_head and name == "head")
 
 
-def _round_matrix(way: Way, matrix: jax.Array) -> jax.Array:
-    return way.weights(_rotate(matrix, way.block))
+def _make_matrix(way: Way, matrix: jax.Array, *, is_rounded: bool) -> jax.Array:
+    rotated = _rotate(matrix, way.block)
+    return way.weights(rotated) if is_rounded else rotated
 
 
 def _rotate(x: jax.Array, block: int) -> jax.Array:
