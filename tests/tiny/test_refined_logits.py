@@ -10,7 +10,7 @@ import pytest
 
 from levserve.jit.target import detect_target
 from levserve.model.cpu.backend import CpuBackend
-from levserve.model.cpu.refine import MARGIN, refine_logits
+from levserve.model.cpu.refine import MARGIN, MAX_NEAR, refine_logits
 from levserve.model.decoder import Decoder
 from levserve.model.feed_forward import ROW
 from levserve.model.quantize import choose_quantization
@@ -57,6 +57,20 @@ def test_a_row_gets_the_same_alone_and_padding_stays() -> None:
     for row in range(3):
         one = slice(row, row + 1)
         np.testing.assert_array_equal(refine(logits[one], hidden[one], embed, 1), together[one])
+
+
+@pytest.mark.parametrize("num_near", [MAX_NEAR - 1, MAX_NEAR, MAX_NEAR + 1, 4 * MAX_NEAR])
+def test_a_row_stays_if_too_many_logits_are_near_its_largest(num_near: int) -> None:
+    rng = np.random.default_rng(0)
+    vocab = 5 * MAX_NEAR + 3
+    hidden = rng.standard_normal((2, SIZE), dtype=np.float32)
+    embed = jnp.asarray(rng.standard_normal((vocab, SIZE), dtype=np.float32))
+    logits = np.full((2, vocab), -20.0, np.float32)
+    logits[0, rng.permutation(vocab)[:num_near]] = 1.0
+    logits[1, [7, vocab - 1]] = 1.0
+    got = refine(logits, hidden, embed, 2)
+    assert (got[0] != logits[0]).sum() == (num_near if num_near <= MAX_NEAR else 0)
+    assert np.flatnonzero(got[1] != logits[1]).tolist() == [7, vocab - 1], "whatever other rows have"
 
 
 def test_a_row_without_a_largest_logit_stays() -> None:

@@ -19,6 +19,8 @@ from levserve.model.cpu.linear import load_num_used
 LANES, SIZE_LANES = 64, 16
 MARGIN = 5.0
 """Logits are computed again if they are so near to the largest, whose tokens are e ** 5 as likely at most."""
+MAX_NEAR = 512
+"""A row that has more of them stays as it is: its next token is uncertain anyway, and it would take long."""
 LOGITS, HIDDEN, EMBED, NUM_USED = range(4)
 TYPES = (jnp.bfloat16, jnp.float32)
 
@@ -32,7 +34,8 @@ def refine_logits(
 ) -> jax.Array:
     """Logits float32 [row, vocab] of hidden states [row, embed] with an embedding [vocab, embed].
 
-    Rows after the first `num_used` [1] stay as they are.
+    Rows after the first `num_used` [1] stay as they are, and those with more than `MAX_NEAR` logits near the
+    largest.
     """
     count = jnp.asarray([len(logits)], jnp.int32) if num_used is None else num_used
     result = jax.ShapeDtypeStruct(logits.shape, jnp.float32)
@@ -43,31 +46,51 @@ def refine_logits(
 
 
 def kernel_for(dtype: jnp.dtype, target: Target) -> Kernel:
-    def refine_row(call: Call, _shared: Value, _scratch: Value, row: Value) -> None:
+    def refine_row(call: Call, _: Value, scratch: Value, row: Value) -> None:
         builder = call.builder
         vocab, size = call.argument_size(LOGITS, 1), call.argument_size(HIDDEN, 1)
         logits = call.result(0) + row * vocab * 4
         hidden, row_bytes = call.argument(HIDDEN) + row * size * 4, size * dtype.itemsize
-        floor = _find_largest(builder, logits, vocab) - MARGIN
+        num_near = _list_near(builder, logits, vocab, scratch)
+        with builder.loop(0, (num_near < MAX_NEAR + 1).select(num_near, 0)) as index:
+            token = builder.load_int32(scratch, index)
+            weights = call.argument(EMBED) + token * row_bytes
+            builder.store(logits + token * 4, _multiply(builder, hidden, weights, size, dtype))
 
-        def refine(token: Value) -> None:
-            with builder.when(builder.load(logits + token * 4, F32) >= floor):
-                weights = call.argument(EMBED) + token * row_bytes
-                builder.store(logits + token * 4, _multiply(builder, hidden, weights, size, dtype))
-
-        end_of_vectors = vocab // LANES * LANES
-        with builder.loop(0, end_of_vectors, LANES) as start:
-            is_near = builder.load(logits + start * 4, F32, LANES).reduce_max() >= floor
-            with builder.when(is_near), builder.loop(start, start + LANES) as token:
-                refine(token)
-        with builder.loop(end_of_vectors, vocab) as token:
-            refine(token)
-
-    return Kernel(f"levserve_refine_{dtype}", target, (Stage(_num_rows, refine_row),))
+    return Kernel(
+        f"levserve_refine_{dtype}",
+        target,
+        (Stage(_num_rows, refine_row),),
+        scratch_bytes=lambda call: call.builder.constant(4 * (MAX_NEAR + 1)),
+    )
 
 
 def _num_rows(call: Call) -> Value:
     return load_num_used(call, NUM_USED).minimum(call.argument_size(LOGITS, 0))
+
+
+def _list_near(builder: Builder, logits: Value, vocab: Value, tokens: Value) -> Value:
+    """How many logits are near the largest, and a list of their tokens, int32.
+
+    It stops soon after there are more than `MAX_NEAR`; the list's end is written over then.
+    """
+    floor = _find_largest(builder, logits, vocab) - MARGIN
+    count = builder.variable(builder.constant(0))
+
+    def consider(token: Value) -> None:
+        with builder.when(builder.load(logits + token * 4, F32) >= floor):
+            builder.store(tokens + count.get().minimum(MAX_NEAR) * 4, token.convert("trunc", I32))
+            count.set(count.get() + 1)
+
+    end_of_vectors = vocab // LANES * LANES
+    with builder.loop(0, end_of_vectors, LANES) as start:
+        is_near = builder.load(logits + start * 4, F32, LANES).reduce_max() >= floor
+        with builder.when(is_near), builder.when(count.get() < MAX_NEAR + 1):
+            with builder.loop(start, start + LANES) as token:
+                consider(token)
+    with builder.loop(end_of_vectors, vocab) as token:
+        consider(token)
+    return count.get()
 
 
 def _find_largest(builder: Builder, logits: Value, vocab: Value) -> Value:
