@@ -37,11 +37,11 @@ from levserve.model import cache
 from levserve.model.config import ModelConfig
 from levserve.model.decoder import Decoder
 from levserve.model.feed_forward import CHUNK, ROW
-from levserve.model.quantize import BLOCKS_NAME, NARROW, choose_quantization
+from levserve.model.quantize import BLOCKS_NAME, FOUR_BITS_NAME, NARROW, choose_quantization
 from levserve.model.select import choose_backend
 from levserve.settings.parse import parse_settings
 from levserve.text.tokenizer import load_tokenizer
-from levserve.weights.checkpoint import load_arrays, read_config
+from levserve.weights.checkpoint import find_four_bit_matrices, load_arrays, read_config
 from levserve.weights.source import find_source
 
 TEXT = Path(__file__).parent / "quality.txt"
@@ -62,6 +62,7 @@ FORMATS = {
     "int8-kv": Format(kv_dtype="int8"),
     "int8": Format("int8"),
     "int8-blocks": Format("int8-blocks"),
+    "int4-blocks": Format("int4-blocks"),
     "fp8": Format("fp8"),
     "int8+fp8-kv": Format("int8", "fp8"),
     "int8+int8-kv": Format("int8", "int8"),
@@ -130,15 +131,20 @@ def score(path: Path, config: ModelConfig, tokens: list[int], number_format: For
     platform, dtype, narrow = (
         jax.default_backend(),
         jnp.dtype(number_format.dtype),
-        NARROW.get(number_format.quantize),
+        NARROW.get(BLOCKS_NAME if number_format.quantize == FOUR_BITS_NAME else number_format.quantize),
     )
     began = time.monotonic()
     # As the server does.
     jax.config.update("jax_default_matmul_precision", "highest" if dtype == jnp.float32 else None)
     kv_dtype = cache.kv_dtype(number_format.kv_dtype, dtype)
     backend, _ = choose_backend(platform, config, quantized=narrow, dtype=dtype, kv_dtype=kv_dtype)
+    in_four_bits = number_format.quantize == FOUR_BITS_NAME
     quantization = choose_quantization(
-        narrow, backend, dtype, in_blocks=number_format.quantize == BLOCKS_NAME
+        narrow,
+        backend,
+        dtype,
+        in_blocks=in_four_bits or number_format.quantize == BLOCKS_NAME,
+        four_bits=find_four_bit_matrices(path, config) if in_four_bits else None,
     )
     arrays = load_arrays(path, config, dtype, report=lambda _: None, quantization=quantization)
     model = Decoder.from_arrays(config, arrays, backend=backend, quantization=quantization)

@@ -203,7 +203,8 @@ class Decoder(eqx.Module):
             if name in schemes:
                 matrix = PackedMatrix.from_arrays(arrays, schemes[name], axes, name)
                 return Linear(matrix, bias, None, backend, rounds, widened, is_partial)
-            weight, scale = hax.named(arrays[name], axes), None
+            inner = In.resize(arrays[name].shape[-1])  # a byte may be two numbers
+            weight, scale = hax.named(arrays[name], (*stacked, Out, inner)), None
             if name + SCALE in arrays:
                 of_blocks = [Axis("block", size) for size in arrays[name + SCALE].shape[1:]]
                 scale = hax.named(arrays[name + SCALE], (Out, *of_blocks))

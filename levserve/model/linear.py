@@ -22,8 +22,8 @@ class Linear(eqx.Module):
     """A matrix [out, in], the layout that checkpoints have and that CPU and GPU products read fastest.
 
     A matrix that `--quantize` made has a `scale` for each output, or for each of its blocks of inputs. It is
-    widened to the type `widened` for the product; None leaves the product to the backend. A `PackedMatrix` is
-    in the bits of its checkpoint.
+    widened to the type `widened` for the product; None leaves the product to the backend. One that a CPU has
+    in four bits (`int4_blocks`) has bytes of two numbers. A `PackedMatrix` is in the bits of its checkpoint.
 
     A product is summed in float32 and stays so, unless it `rounds`: then it comes in the weight's type, which
     halves what a GPU writes and reads again; that of a `PackedMatrix` comes in the type `widened` if there
@@ -138,8 +138,7 @@ class Linear(eqx.Module):
 
     def _multiply_rows(self, x: NamedArray, product: Product, num_used: jax.Array | None) -> NamedArray:
         Out, In = self.weight.axes
-        others = tuple(axis for axis in x.axes if axis.name != In.name)
-        rows = x.rearrange((*others, In)).array.reshape(-1, In.size)
+        others, rows = self._rows_of(x, In.name)
         y = product(rows, num_used)
         return hax.named(y.reshape([axis.size for axis in (*others, Out)]), (*others, Out))
 

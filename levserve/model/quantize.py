@@ -1,5 +1,5 @@
 """Quantizes matrices to eight bits, int8 or fp8, when they are loaded: with one scale per output row, or with
-one for every 32 inputs (`int8_blocks`).
+one for every 32 inputs (`int8_blocks`). Those that stay in four bits (`int4_blocks`) are put in order.
 
 A GPU widens matrices as it reads them, and the reading is what takes time. A CPU multiplies int8 faster than
 anything else, so there each row of activations is rounded to int8 too, with a scale of its own, after a
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -25,12 +25,14 @@ from levserve.model.balance import BALANCE, can_balance
 from levserve.model.cache import FP8, LARGEST_FP8
 from levserve.model.config import ModelConfig
 from levserve.model.hadamard import rotate
+from levserve.model.int4_blocks import FourBits, has_middles
 from levserve.model.int8_blocks import BLOCK, MIN_PRODUCT_ROWS, has_blocks, round_rows
 from levserve.model.int8_packing import SMALLEST, STEPS, BlockOrder, is_packable, pack
+from levserve.model.packed import Scheme
 from levserve.model.parameter_shapes import parameter_shapes
 
 ROWS_PER_TASK = 256
-BLOCKS_NAME = "int8-blocks"
+BLOCKS_NAME, FOUR_BITS_NAME = "int8-blocks", "int4-blocks"
 NARROW = {"int8": jnp.dtype(jnp.int8), BLOCKS_NAME: jnp.dtype(jnp.int8), "fp8": FP8}
 """The types that `--quantize` can name."""
 QUANTIZED = ("qkv", "out", "gate_up", "down", "head")
@@ -39,7 +41,7 @@ LOOKED_UP = ("embed", "positions")
 
 @dataclass(frozen=True)
 class Quantization:
-    """How matrices are kept in eight bits, and multiplied."""
+    """How matrices are kept in eight bits or four, and multiplied."""
 
     kept: jnp.dtype
     widened: jnp.dtype | None
@@ -50,6 +52,8 @@ class Quantization:
     """Whether rows that are whole blocks have a scale for each block: only if matrices are not widened."""
     block_order: BlockOrder | None = None
     """The order of such matrices; None: as they are."""
+    four_bits: tuple[tuple[str, Scheme], ...] = ()
+    """The matrices that stay in the four bits of their file, and how it has them."""
 
     @property
     def is_balanced(self) -> bool:
@@ -58,13 +62,22 @@ class Quantization:
 
     def __str__(self) -> str:
         scales = f" with a scale for {BLOCK} inputs" if self.has_blocks else ""
-        return f"{self.kept}{scales}, multiplied in {self.widened or self.kept}"
+        others = f"{len(self.four_bits)} in the four bits of their file, others in " if self.four_bits else ""
+        return f"{others}{self.kept}{scales}, multiplied in {self.widened or self.kept}"
 
 
 def choose_quantization(
-    kept: jnp.dtype | None, backend: Backend, dtype: jnp.dtype, *, in_blocks: bool = False
+    kept: jnp.dtype | None,
+    backend: Backend,
+    dtype: jnp.dtype,
+    *,
+    in_blocks: bool = False,
+    four_bits: Mapping[str, Scheme] | None = None,
 ) -> Quantization | None:
-    """How the backend keeps matrices in the type `kept`, if others are in `dtype`; None: it does not."""
+    """How the backend keeps matrices in the type `kept`, if others are in `dtype`; None: it does not.
+
+    Those with `four_bits` stay as they are, if matrices of a backend have scales for blocks.
+    """
     if kept is None:
         return None
     widened = backend.multiplied_in(kept, dtype)
@@ -74,6 +87,7 @@ def choose_quantization(
         is_packed=backend.packs(kept),
         has_blocks=in_blocks and widened is None,
         block_order=backend.block_order,
+        four_bits=tuple((four_bits or {}).items()),
     )
 
 
@@ -89,7 +103,7 @@ def multiply_rotated(weight: jax.Array, scale: jax.Array, x: jax.Array) -> jax.A
 
 def quantize_arrays(
     config: ModelConfig,
-    arrays: Iterable[tuple[str, NDArray[np.generic]]],
+    arrays: Iterable[tuple[str, NDArray[np.generic] | FourBits]],
     dtype: jnp.dtype,
     quantization: Quantization,
     num_threads: int = 2,
@@ -102,9 +116,15 @@ def quantize_arrays(
     A head that shares the embedding's matrix gets a quantized matrix of its own. A matrix that is cut comes
     as so many shares one above the other.
     """
+    has_own_head = not config.tied_head or "head" in dict(quantization.four_bits)
     with ThreadPoolExecutor(num_threads, thread_name_prefix="levserve-quantize") as pool:
         for name, array in arrays:
-            is_head = name == "embed" and config.tied_head
+            if isinstance(array, FourBits):
+                weight, scale = _pack_four_bits(array, quantization.block_order, pool)
+                yield name, weight
+                yield f"{name}_scale", scale
+                continue
+            is_head = name == "embed" and not has_own_head
             if is_quantized(name) or is_head:
                 target = "head" if is_head else name
                 if quantization.has_blocks and has_blocks(array.shape[1]):
@@ -130,10 +150,12 @@ def quantized_bytes(config: ModelConfig, dtype: jnp.dtype, quantization: Quantiz
         shapes["head"] = shapes["embed"]
     if quantization.is_balanced and can_balance(config):
         shapes[BALANCE] = (config.hidden_size,)
-    total = 0
+    total, four_bits = 0, dict(quantization.four_bits)
     for name, shape in shapes.items():
         size = math.prod(shape)
-        if name in LOOKED_UP:
+        if name in four_bits:
+            total += size // 2 + size // BLOCK * (4 if has_middles(four_bits[name]) else 2)
+        elif name in LOOKED_UP:
             total += size * dtype.itemsize
         elif not is_quantized(name):
             total += size * 4
@@ -200,6 +222,27 @@ def _quantize_blocks(
     for _ in pool.map(quantize_from, range(0, rows, ROWS_PER_TASK)):
         pass
     return quantized, scales
+
+
+def _pack_four_bits(
+    matrix: FourBits, order: BlockOrder | None, pool: ThreadPoolExecutor
+) -> tuple[NDArray[np.generic], NDArray[np.generic]]:
+    """The bytes [out, in / 2], signed if the order's instruction wants it, and the scales."""
+    rows, columns = matrix.codes.shape
+    order = order if order is not None and order.takes(rows) else None
+    is_signed = order is not None and not order.offset
+    packed = aligned_array((rows, columns // 2), np.dtype(np.int8 if is_signed else np.uint8))
+    per_block = 1 if matrix.middles is None else 2
+    scales = aligned_array((rows, columns // BLOCK * per_block), np.dtype(np.float16))
+
+    def pack_from(start: int) -> None:
+        part = slice(start, start + ROWS_PER_TASK)
+        weight, scale = matrix.rows(part).pack(order)
+        packed[part], scales[part] = weight.view(packed.dtype), scale
+
+    for _ in pool.map(pack_from, range(0, rows, ROWS_PER_TASK)):
+        pass
+    return packed, scales
 
 
 def _fill_int8(quantized: NDArray[np.generic], scaled: NDArray[np.float32]) -> None:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from levserve.model import cache
+from levserve.model import cache, int4_blocks
 from levserve.model.attention import attend_in_blocks
 from levserve.model.backend import (
     FLOAT32,
@@ -125,6 +125,8 @@ class XlaBackend(Backend):
     ) -> Product | None:
         if scale is None or weight.ndim != 2 or not self.is_cpu:
             return None
+        if int4_blocks.is_packed(weight.shape, scale.shape):
+            return lambda x, num_used: int4_blocks.multiply_nibbles(weight, scale, x)
         if scale.ndim == 2:
             return lambda x, num_used: multiply_blocks(weight, scale, x, in_two_terms=in_two_terms)
         return lambda x, num_used: multiply_rotated(weight, scale, x)

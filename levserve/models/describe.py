@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,18 +20,31 @@ from levserve.device.mesh import choose_mesh
 from levserve.device.platform import kernel_platform, open_device
 from levserve.device.runner import DraftModel, Runner
 from levserve.device.sizing import Sizes, human, kv_floor, plan_sizes
-from levserve.errors import ConfigError
 from levserve.model import cache
 from levserve.model.backend import Backend
 from levserve.model.config import ModelConfig
 from levserve.model.decoder import Blueprint
-from levserve.model.packed import Code, Kept
+from levserve.model.packed import Kept
 from levserve.model.parameter_shapes import parameter_shapes
 from levserve.model.placement import HostArray, shards_of
-from levserve.model.quantize import BLOCKS_NAME, NARROW, Quantization, choose_quantization, quantized_bytes
+from levserve.model.quantize import (
+    BLOCKS_NAME,
+    FOUR_BITS_NAME,
+    Quantization,
+    choose_quantization,
+    quantized_bytes,
+)
 from levserve.model.select import choose_backend
 from levserve.model.sharding import Shards, local_config
 from levserve.models.checks import check_draft, check_host_memory, check_same_model, sum_bytes
+from levserve.models.matrices import (
+    arrange,
+    check_eight_bits,
+    check_kept,
+    choose_four_bits,
+    choose_narrow,
+    keeps_bits,
+)
 from levserve.observe.metrics import Metrics
 from levserve.schedule.budget import Budget
 from levserve.schedule.pages import PagePool
@@ -42,6 +54,7 @@ from levserve.settings.settings import Settings
 from levserve.weights.checkpoint import (
     Tensors,
     convert_tensors,
+    find_four_bit_matrices,
     is_quantized_checkpoint,
     load_arrays,
     open_tensors,
@@ -56,8 +69,6 @@ from levserve.weights.source import draft_settings
 
 DRAFT = "draft."
 """Before the names of a draft model's arrays."""
-FP8_CAPABILITY = (8, 9)
-"""NVIDIA's GPUs compute in fp8 from Ada and Hopper on; for older ones the programs would not compile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,7 +304,13 @@ def describe(settings: Settings, files: ModelFiles) -> Description:
         mesh=mesh,
         dtype=dtype,
         quantization=kept
-        or choose_quantization(narrow, backend, dtype, in_blocks=settings.quantize == BLOCKS_NAME),
+        or choose_quantization(
+            narrow,
+            backend,
+            dtype,
+            in_blocks=settings.quantize in (BLOCKS_NAME, FOUR_BITS_NAME),
+            four_bits=choose_four_bits(settings, files.path, config, mesh_size),
+        ),
         backend=backend,
         backend_reason=reason,
         kv_dtype=kv_dtype,
@@ -312,76 +329,9 @@ def describe_draft(served: Description) -> Description:
     is_plain = config.num_experts == 0 and config.latent is None and not is_quantized_checkpoint(files.path)
     if settings.quantize == "auto" and settings.dtype == "auto" and is_plain:
         settings = replace(settings, quantize="int8")
+    if settings.quantize == FOUR_BITS_NAME and not find_four_bit_matrices(files.path, config):
+        settings = replace(settings, quantize=BLOCKS_NAME)
     return describe(replace(settings, tensor_parallel=served.shards.count), files)
-
-
-def choose_narrow(settings: Settings, platform: str, path: Path, config: ModelConfig) -> jnp.dtype | None:
-    """The type of eight bits that matrices are served in, or None.
-
-    By default a CPU serves a file that is quantized already in int8: it is twice as fast, and little is lost.
-    """
-    if settings.quantize == "fp8" and platform == "cpu":
-        raise ConfigError("--quantize fp8 is for GPUs, and this is a cpu: use --quantize int8")
-    if settings.quantize == BLOCKS_NAME and platform != "cpu":
-        raise ConfigError(
-            f"--quantize {BLOCKS_NAME} is for CPUs, and this is a {platform}: use --quantize int8"
-        )
-    if settings.quantize != "auto":
-        return NARROW.get(settings.quantize)
-    is_free_to_choose = platform == "cpu" and settings.dtype == "auto" and not config.num_experts
-    return NARROW["int8"] if is_free_to_choose and is_quantized_checkpoint(path) else None
-
-
-def keeps_bits(settings: Settings, platform: str, path: Path) -> bool:
-    """Whether matrices stay in the bits that the checkpoint has them in: by default only on a GPU."""
-    if settings.quantize not in ("auto", "keep"):
-        return False
-    if is_quantized_checkpoint(path):
-        return settings.quantize == "keep" or platform == "gpu"
-    if settings.quantize == "keep":
-        raise ConfigError(f"--quantize keep: the matrices of {path} are not quantized")
-    return False
-
-
-def arrange(kept: Kept, backend: Backend, config: ModelConfig, *, keeps_all: bool = False) -> Kept | None:
-    """The same matrices, each in the order in which the backend's kernels read it.
-
-    Those that no kernel reads are left out, unless all are to be kept; None if none is left.
-    """
-    shapes, schemes = parameter_shapes(config), []
-    for name, scheme in kept.schemes:
-        arranged = backend.arrange(scheme, shapes[name], kept.widened)
-        if arranged is not None or keeps_all:
-            schemes.append((name, arranged or scheme))
-    return replace(kept, schemes=tuple(schemes)) if schemes else None
-
-
-def check_eight_bits(settings: Settings, device: jax.Device) -> None:
-    """Refuses formats of eight bits that this device cannot compute in."""
-    if settings.kv_dtype == "int8" and device.platform != "cpu":
-        raise ConfigError(f"--kv-dtype int8 is for CPUs, and this is a {device.platform}: use --kv-dtype fp8")
-    options = {"--kv-dtype": settings.kv_dtype, "--quantize": settings.quantize}
-    asked = [option for option, value in options.items() if value == "fp8"]
-    if asked and not computes_fp8(device):
-        raise ConfigError(
-            f"{asked[0]} fp8 needs a GPU of compute capability 8.9 or later, and this one has "
-            f"{device.compute_capability}"
-        )
-
-
-def check_kept(kept: Kept | None, device: jax.Device) -> None:
-    schemes = {} if kept is None else kept.by_name()
-    if any(scheme.code is Code.FP8 for scheme in schemes.values()) and not computes_fp8(device):
-        raise ConfigError(
-            "the checkpoint is in fp8, which needs a GPU of compute capability 8.9 or later, and this one "
-            f"has {device.compute_capability}: use --quantize int8 or none"
-        )
-
-
-def computes_fp8(device: jax.Device) -> bool:
-    if device.platform != "gpu":
-        return True
-    return tuple(map(int, device.compute_capability.split("."))) >= FP8_CAPABILITY
 
 
 def in_order(arrays: Iterable[tuple[str, NDArray[np.generic]]]) -> list[NDArray[np.generic]]:

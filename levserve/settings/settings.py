@@ -230,11 +230,12 @@ class Settings:
     )
     quantize: str = setting(
         "model",
-        one_of("auto", "none", "int8", "int8-blocks", "fp8", "keep"),
+        one_of("auto", "none", "int8", "int8-blocks", "int4-blocks", "fp8", "keep"),
         "auto",
-        "Format of the weight matrices; int8-blocks, for CPUs, has a scale for every 32 inputs; fp8 needs a "
-        "GPU; keep: as a quantized checkpoint has them; auto: for a quantized checkpoint keep on a GPU, and "
-        "on a CPU int8 if --dtype is auto; else none.",
+        "Format of the weight matrices; int8-blocks, for CPUs, has a scale for every 32 inputs; int4-blocks, "
+        "for CPUs, also leaves matrices of four bits as they are; fp8 needs a GPU; keep: as a quantized "
+        "checkpoint has them; auto: for a quantized checkpoint keep on a GPU, and on a CPU int8 if --dtype "
+        "is auto; else none.",
     )
     max_seq_len: int = setting(
         "model",

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,7 @@ from levserve.model.aligned import aligned_array
 from levserve.model.backend import Backend
 from levserve.model.balance import balance_arrays, can_balance, leave_unbalanced
 from levserve.model.config import ModelConfig
+from levserve.model.int4_blocks import FourBits
 from levserve.model.packed import Kept, Scheme
 from levserve.model.placement import place, shards_of
 from levserve.model.quantize import Quantization, quantize_arrays
@@ -39,7 +41,7 @@ from levserve.weights.hf_config import read_hf_config, read_method
 from levserve.weights.levanter_config import read_levanter_config
 from levserve.weights.levanter_folder import CONFIG_FILE, find_config, is_levanter_checkpoint
 from levserve.weights.mapping import release_pages
-from levserve.weights.packed_arrays import find_schemes, read_packed
+from levserve.weights.packed_arrays import find_four_bits, find_schemes, read_four_bits, read_packed
 from levserve.weights.prepared import WeightCache
 from levserve.weights.progress import Progress, Report
 from levserve.weights.quantized import hf_folder
@@ -100,6 +102,12 @@ def read_schemes(path: Path, config: ModelConfig, num_shards: int) -> dict[str, 
     """How each array that can stay in the checkpoint's own bits is kept. Reads no weights."""
     tensors = open_tensors(path, config, jnp.dtype(jnp.float32))
     return find_schemes(_find_sources(tensors, config), config, num_shards)
+
+
+def find_four_bit_matrices(path: Path, config: ModelConfig) -> dict[str, Scheme]:
+    """Likewise of those that can stay in four bits on a CPU."""
+    tensors = open_tensors(path, config, jnp.dtype(jnp.float32))
+    return find_four_bits(_find_sources(tensors, config), config)
 
 
 def load_arrays(
@@ -185,13 +193,17 @@ def convert_tensors(
     if config.num_experts:
         raise StartupError(f"{tensors.source}: --quantize does not support a mixture of experts")
     float32 = jnp.dtype(jnp.float32)
-    plain = _read_plain(tensors, config, float32, float32, shards, report=report)
+    four_bits = dict(quantization.four_bits)
+    kept = _read_four_bits(tensors, config, four_bits, report)
+    plain = _read_plain(tensors, config, float32, float32, shards, report=report, left_out=four_bits)
     if quantization.is_balanced and can_balance(config) and shards.count == 1:
         if tensors.is_stacked:  # the layers do not come one after another
             plain = leave_unbalanced(config, plain)
         else:
             plain, config = balance_arrays(config, plain), replace(config, tied_head=False)
-    return quantize_arrays(config, plain, dtype, quantization, num_threads(), num_shares=len(shards.here))
+    return quantize_arrays(
+        config, chain(kept, plain), dtype, quantization, num_threads(), num_shares=len(shards.here)
+    )
 
 
 def load_order(names: Iterable[str]) -> list[str]:
@@ -211,17 +223,14 @@ def _read_plain(
     *,
     report: Report,
     kept: Kept | None = None,
+    left_out: Collection[str] = (),
 ) -> Iterator[tuple[str, NDArray[np.generic]]]:
     sources = _find_sources(tensors, config)
     schemes = {} if kept is None else kept.by_name()
     found = find_schemes(sources, config, shards.count) if schemes else {}
-    if any(found.get(name) != scheme.as_stored() for name, scheme in schemes.items()):
-        raise StartupError(
-            f"{tensors.source}: its matrices are not quantized as those that are served, which keep the bits "
-            "of their checkpoint"
-        )
+    _check_schemes(tensors, found, schemes)
     cutter = Cutter(config, shards)
-    shapes = cutter.host_shapes
+    shapes = {name: shape for name, shape in cutter.host_shapes.items() if name not in left_out}
     has_offsets = config.has_offset_norms and tensors.has_offset_norms
     progress = Progress("loading weights", sum(map(math.prod, shapes.values())), report)
     mapped_bytes = 0
@@ -251,6 +260,38 @@ def _read_plain(
                 release_pages(tensors.files)
                 mapped_bytes = 0
             yield name, host
+
+
+def _read_four_bits(
+    tensors: Tensors, config: ModelConfig, schemes: Mapping[str, Scheme], report: Report
+) -> Iterator[tuple[str, FourBits]]:
+    """The matrices that stay in four bits. A head may be the embedding's matrix, which is read again."""
+    if not schemes:
+        return
+    sources, cutter = _find_sources(tensors, config), Cutter(config, UNSHARED)
+    _check_schemes(tensors, find_four_bits(sources, config), schemes)
+    shapes, mapped_bytes = cutter.host_shapes, 0
+    stored = {name: "embed" if name == "head" and config.tied_head else name for name in schemes}
+    progress = Progress(
+        "loading weights of four bits", sum(math.prod(shapes[name]) for name in stored.values()), report
+    )
+    with ThreadPoolExecutor(num_threads(), thread_name_prefix="levserve-weights") as pool:
+        for name, scheme in schemes.items():
+            array = stored[name]
+            yield name, read_four_bits(array, scheme, sources[array], cutter, pool, tensors.source)
+            progress.advance(math.prod(shapes[array]))
+            mapped_bytes += math.prod(shapes[array]) // 2
+            if mapped_bytes > MAPPED_BYTES:
+                release_pages(tensors.files)
+                mapped_bytes = 0
+
+
+def _check_schemes(tensors: Tensors, found: Mapping[str, Scheme], wanted: Mapping[str, Scheme]) -> None:
+    if any(found.get(name) != scheme.as_stored() for name, scheme in wanted.items()):
+        raise StartupError(
+            f"{tensors.source}: its matrices are not quantized as those that are served, which keep the bits "
+            "of their checkpoint"
+        )
 
 
 def _read_config(path: Path, config_file: Path | None) -> ModelConfig:

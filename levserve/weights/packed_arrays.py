@@ -14,16 +14,19 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from levserve.errors import StartupError
 from levserve.model.aligned import aligned_array
 from levserve.model.config import ModelConfig
+from levserve.model.int4_blocks import FourBits, from_parts, takes
 from levserve.model.lanes import to_lanes
 from levserve.model.packed import OFFSET, SCALE, ZERO, Scheme, pack_nibbles
 from levserve.model.parameter_shapes import parameter_shapes
+from levserve.model.quantize import is_quantized
 from levserve.model.sharding import find_cut, local_config
 from levserve.weights.cutter import Cutter
 from levserve.weights.fill import Source, fill
 from levserve.weights.quantized.joined import as_joined, join
-from levserve.weights.quantized.packed_tensor import PackedTensor
+from levserve.weights.quantized.packed_tensor import Array, PackedTensor
 
 WIDENED = ("embed", "positions")
 """Arrays that are looked up, not multiplied with."""
@@ -47,6 +50,30 @@ def find_schemes(
     return schemes
 
 
+def find_four_bits(sources: Mapping[str, Sequence[Source]], config: ModelConfig) -> dict[str, Scheme]:
+    """Of the matrices that `--quantize` applies to, those that can stay in four bits on a CPU."""
+    schemes, shapes = find_schemes(sources, config, 1), parameter_shapes(config)
+    if config.tied_head:
+        head = _common_scheme(sources["embed"])
+        schemes |= {} if head is None else {"head": head}
+        shapes["head"] = shapes["embed"]
+    return {
+        name: scheme
+        for name, scheme in schemes.items()
+        if is_quantized(name) and takes(scheme, shapes[name][-1])
+    }
+
+
+def read_four_bits(
+    name: str, scheme: Scheme, sources: Sequence[Source], cutter: Cutter, pool: Executor, origin: str
+) -> FourBits:
+    """The array of this name in four bits."""
+    try:
+        return from_parts(scheme, *_read_parts(name, scheme, sources, cutter, pool, origin))
+    except ValueError as error:
+        raise StartupError(f"{origin}: {name}: {error}: use --quantize int8-blocks") from None
+
+
 def read_packed(
     name: str,
     scheme: Scheme,
@@ -56,6 +83,18 @@ def read_packed(
     origin: str,
 ) -> Iterator[tuple[str, NDArray[np.generic]]]:
     """The arrays that keep one matrix; a part that is cut comes as the shares one above the other."""
+    codes, scales, zeros, offsets = _read_parts(name, scheme, sources, cutter, pool, origin)
+    yield name, _pack(codes, scheme)
+    num_shares = cutter.num_shares(name)
+    for end, blocks in ((SCALE, scales), (ZERO, zeros), (OFFSET, offsets)):
+        if blocks is not None:
+            yield name + end, _turn(blocks[..., :: scheme.rows, :], num_shares)
+
+
+def _read_parts(
+    name: str, scheme: Scheme, sources: Sequence[Source], cutter: Cutter, pool: Executor, origin: str
+) -> tuple[Array, Array, Array | None, Array | None]:
+    """Codes, a byte for each number, and scales, zero points and offsets."""
     shape = cutter.host_shapes[name]
     codes = aligned_array(shape, np.dtype(scheme.code.dtype))
     scales = np.empty((*shape[:-1], scheme.num_groups(shape[-1])), np.dtype(scheme.scale))
@@ -79,11 +118,7 @@ def read_packed(
             if part is not None and host is not None:
                 of_part = replace(source, tensor=part)
                 fill(cutter.copies(name, host, of_part, columns_each), of_part, pool, origin)
-    yield name, _pack(codes, scheme)
-    num_shares = cutter.num_shares(name)
-    for end, blocks in ((SCALE, scales), (ZERO, zeros), (OFFSET, offsets)):
-        if blocks is not None:
-            yield name + end, _turn(blocks[..., :: scheme.rows, :], num_shares)
+    return codes, scales, zeros, offsets
 
 
 def _pack(codes: NDArray[np.generic], scheme: Scheme) -> NDArray[np.generic]:

@@ -49,6 +49,7 @@ SOURCES = (
     "model/balance.py",
     "model/config.py",
     "model/hadamard.py",
+    "model/int4_blocks.py",
     "model/int8_blocks.py",
     "model/int8_packing.py",
     "model/lanes.py",

@@ -26,7 +26,9 @@ from levserve.model.cpu import argmax, draw, layers, refine, softmax
 from levserve.model.cpu import attention as cpu_attention
 from levserve.model.cpu import linear as cpu_linear
 from levserve.model.cpu.block_products import block_product_for
+from levserve.model.cpu.forms import Form
 from levserve.model.cpu.heads import HeadShape
+from levserve.model.cpu.nibble_products import nibble_product_for
 from levserve.model.cpu.products import product_for
 from levserve.model.hadamard import rotate
 from levserve.model.int8_packing import pack
@@ -337,6 +339,9 @@ def test_kernels_are_compiled_for_cpus_of_another_kind(target: Target) -> None:
         for is_signed in (True, False)
         for in_two_terms in (True, False)
     ]
+    is_signed = target.arch == "aarch64"
+    nibbles = nibble_product_for(64, target, is_signed=is_signed, has_middles=True)
+    kernels.append(cpu_linear.kernel_for(nibbles))
     if not target.has_amx_int8:
         kernels += [argmax.kernel_for(target), draw.kernel_for(target), refine.kernel_for(bfloat16, target)]
         kernels += [
@@ -353,7 +358,7 @@ def test_kernels_are_compiled_for_cpus_of_another_kind(target: Target) -> None:
         norm_eps=1e-5,
         query_scale=0.25,
         array_names=norms + matrices,
-        matrix_dtype=bfloat16,
+        forms=tuple((name, Form(bfloat16)) for name in matrices),
     )
     kernels.append(layers.kernel_for(plan))
     machine = {"x86_64": 62, "aarch64": 183}[target.arch]

@@ -19,7 +19,7 @@ from levserve.model.gpu import backend as gpu
 from levserve.model.lanes import to_lanes
 from levserve.model.packed import OFFSET, SCALE, Code, Kept, PackedMatrix, Scheme, pack_nibbles
 from levserve.model.parameter_shapes import parameter_shapes
-from levserve.models.describe import arrange
+from levserve.models.matrices import arrange
 from levserve.weights.checkpoint import load_arrays, read_config, read_schemes
 from levserve.weights.gguf_tensors import read_tensors
 from levserve.weights.quantized.gguf import FORMS

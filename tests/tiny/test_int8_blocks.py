@@ -32,7 +32,7 @@ from levserve.model.int8_blocks import (
 from levserve.model.int8_packing import SIGNED_ORDER, UNSIGNED_ORDER, BlockOrder
 from levserve.model.quantize import NARROW, Quantization, choose_quantization
 from levserve.model.xla import XLA_ON_CPU
-from levserve.models.describe import choose_narrow
+from levserve.models.matrices import choose_narrow
 from levserve.settings.parse import parse_settings
 from levserve.weights.checkpoint import load_arrays, read_config
 from tests.conftest import GOLDEN

@@ -21,7 +21,7 @@ from levserve.model.packed import OFFSET, SCALE, ZERO, Code, Kept, PackedMatrix,
 from levserve.model.parameter_shapes import parameter_shapes
 from levserve.model.quantize import NARROW
 from levserve.model.sharding import Shards
-from levserve.models.describe import arrange, choose_narrow, keeps_bits
+from levserve.models.matrices import arrange, choose_narrow, keeps_bits
 from levserve.settings.parse import parse_settings
 from levserve.weights.checkpoint import load_arrays, read_arrays, read_config, read_schemes
 from tests.conftest import GOLDEN

@@ -18,6 +18,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType as Kind
 from safetensors.numpy import load_file
 
 from levserve.api.model import Model
@@ -30,6 +31,7 @@ from levserve.weights.array_file import DamagedFile, is_whole, map_arrays, write
 from levserve.weights.model_files import ModelFiles
 from tests.conftest import GOLDEN
 from tests.engines import running_engine
+from tests.tiny.test_gguf_kept import quantized_file
 
 ARRAYS = {
     "bits": np.arange(1001, dtype=np.uint8),
@@ -170,6 +172,17 @@ def test_the_second_start_maps_what_the_first_one_made(
         assert_same(arrays, plain)
         assert all(is_in_file(array, file) for array in arrays.values())
     assert not any(is_in_file(array, file) for array in plain.values())
+
+
+def test_four_bits_are_mapped_as_well(tmp_path: Path, keeps_all: None) -> None:
+    path = quantized_file(tmp_path, {"0.ffn_down.weight": Kind.Q8_0}, Kind.Q4_0)
+    plain = load(path, tmp_path, "--quantize", "int4-blocks", "--weight-cache", "0")
+    for _ in range(2):
+        arrays = load(path, tmp_path, "--quantize", "int4-blocks")
+        assert_same(arrays, plain)
+        (file,) = kept_files(tmp_path)
+        assert all(is_in_file(array, file) for array in arrays.values())
+    assert arrays["layers.0.down"].size == 2 * arrays["layers.1.down"].size
 
 
 def test_the_memory_that_quantized_weights_take_is_known_before(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from levserve.model.hadamard import rotate
 from levserve.model.linear import Linear
 from levserve.model.quantize import NARROW, choose_quantization, quantize_arrays
 from levserve.model.xla import XLA_ON_CPU, XlaBackend
-from levserve.models.describe import check_eight_bits, choose_narrow
+from levserve.models.matrices import check_eight_bits, choose_narrow
 from levserve.settings.parse import parse_settings
 from levserve.weights.checkpoint import load_arrays, read_config
 from tests.conftest import GOLDEN

@@ -16,6 +16,7 @@ from levserve.model.backend import Likeliest, Product
 from levserve.model.cache import Place
 from levserve.model.config import ModelConfig
 from levserve.model.cpu import argmax, attention, draw, layers, linear, refine
+from levserve.model.cpu.forms import Form, forms_of
 from levserve.model.cpu.heads import HeadShape
 from levserve.model.int8_packing import SIGNED_ORDER, UNSIGNED_ORDER, BlockOrder, is_packable
 from levserve.model.parameter_shapes import parameter_shapes
@@ -84,7 +85,7 @@ class CpuBackend(XlaBackend):
     def product(
         self, weight: jax.Array, scale: jax.Array | None, *, in_two_terms: bool = False
     ) -> Product | None:
-        if weight.ndim == 2 and self._has_product(weight.shape, weight.dtype):
+        if weight.ndim == 2 and self._has_product_with(weight, scale):
             return lambda x, num_used: linear.multiply(
                 weight, scale, x, num_used, target=self.target, in_two_terms=in_two_terms
             )
@@ -112,8 +113,7 @@ class CpuBackend(XlaBackend):
             norm_eps=config.norm_eps,
             query_scale=config.score_scale,
             array_names=tuple(layers_arrays[0]),
-            matrix_dtype=layers_arrays[0]["qkv"].dtype,
-            in_blocks=any(array.dtype == jnp.float16 for array in layers_arrays[0].values()),
+            forms=forms_of(layers_arrays),
         )
         windows = [config.window(index) or 0 for index in range(config.num_layers)]
         return layers.run_layers(shape, x, pools, place, angles, windows, layers_arrays)
@@ -176,6 +176,11 @@ class CpuBackend(XlaBackend):
             if is_quantized(name) and name != "head" and not self._has_product(shape, stored):
                 return f"matrices of {shape[0]} x {shape[1]} in {matrices}"
         return None
+
+    def _has_product_with(self, weight: jax.Array, scale: jax.Array | None) -> bool:
+        if scale is None or not Form.of(weight, scale).has_four_bits:
+            return self._has_product(weight.shape, weight.dtype)
+        return self.block_order is not None and self.block_order.takes(len(weight))
 
     def _has_product(self, shape: tuple[int, ...], dtype: jnp.dtype) -> bool:
         """Whether there is a kernel for products with matrices [out, in] of this type."""

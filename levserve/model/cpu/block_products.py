@@ -29,6 +29,17 @@ def block_product_for(
     return SignedBlocks(size, target, num_terms) if is_signed else UnsignedBlocks(size, target, num_terms)
 
 
+def load_scales(builder: Builder, place: Value, lanes: int) -> Value:
+    """Numbers of 16 bits as float32. Without an instruction for it LLVM would call a function of its runtime,
+    which is not there: their bits are moved to a float32 whose exponent is too small."""
+    target = builder.target
+    if target.has("f16c") or target.has("neon"):
+        return builder.load(place, F16, lanes).convert("fpext", F32)
+    bits = builder.load(place, I16, lanes).convert("zext", I32)
+    moved = ((bits & 0x7FFF) << 13) | ((bits & 0x8000) << 16)
+    return moved.convert("bitcast", F32) * 2.0**112
+
+
 @dataclass(frozen=True)
 class BlockProduct:
     """A prepared row of activations has, for each term, its int8 numbers, then a scale for each block, then
@@ -88,14 +99,6 @@ class BlockProduct:
                     builder.store(start + self.size + self.num_blocks * 4 + block * 4, total)
                 steps = (steps - (rounded - ROUNDING_CONSTANT)) * SECOND_TERM
 
-    def load_scales(self, builder: Builder, place: Value, lanes: int) -> Value:
-        """Scales as float32. Without an instruction for it LLVM would call a function of its runtime, which
-        is not there: their bits, which have no sign, are moved to a float32 whose exponent is too small."""
-        if self.target.has("f16c") or self.target.has("neon"):
-            return builder.load(place, F16, lanes).convert("fpext", F32)
-        bits = builder.load(place, I16, lanes).convert("zext", I32) << 13
-        return bits.convert("bitcast", F32) * 2.0**112
-
     def add_terms(self, sums: list[Value]) -> list[Value]:
         """One vector for each row, of those for each term of each row."""
         if self.num_terms == 1:
@@ -128,7 +131,7 @@ class SignedBlocks(BlockProduct):
             for line in range(0, BLOCK * lanes, CACHE_LINE_BYTES):
                 builder.prefetch(group + PREFETCH_BYTES + line)
             matrix = [builder.load(group + WORD * lanes * word, I8, WORD * lanes) for word in range(WORDS)]
-            scale = self.load_scales(builder, scales + block * (2 * lanes), lanes)
+            scale = load_scales(builder, scales + block * (2 * lanes), lanes)
             builder.store(memory + 4 * lanes, scale * -ROUNDING_CONSTANT)
             for first in range(0, len(terms), 4):
                 some = range(first, min(first + 4, len(terms)))
@@ -195,7 +198,7 @@ class UnsignedBlocks(BlockProduct):
                     ]
             builder.prefetch(scales + (block + PREFETCH_BYTES // (BLOCK * outs)) * (2 * outs))
             for number, out in enumerate(firsts):
-                scale = self.load_scales(builder, scales + block * (2 * outs) + 2 * out, lanes)
+                scale = load_scales(builder, scales + block * (2 * outs) + 2 * out, lanes)
                 offset = scale * -ROUNDING_CONSTANT
                 for term, of_term, sums_of_term in zip(terms, totals, sums):
                     product = sums_of_term[number].convert("bitcast", F32).multiply_add(scale, offset)

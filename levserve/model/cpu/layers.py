@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -20,19 +20,17 @@ from levserve.jit.target import Target
 from levserve.jit.xla_call import Call, Kernel, RunTask, Stage, register
 from levserve.model.cache import INT8, LARGEST_INT8, SMALLEST_SCALE, Place
 from levserve.model.cpu import attention, linear
-from levserve.model.cpu.block_products import block_product_for
+from levserve.model.cpu.forms import MATRICES, Form
 from levserve.model.cpu.heads import AttentionArrays, HeadShape
 from levserve.model.cpu.products import (
     Matrix,
     Product,
     ProductTask,
     StoreProducts,
-    product_for,
     round_to_bfloat16,
 )
 from levserve.model.cpu.softmax import exp
 from levserve.model.cpu.tile_products import PADDING_ROWS, RowPlace, TileProduct
-from levserve.model.int8_blocks import has_blocks
 from levserve.model.rotary import Angles
 
 LANES = 16
@@ -63,9 +61,8 @@ class ModelShape:
     query_scale: float
     array_names: tuple[str, ...]
     """The arrays of a layer, in the order of the arguments."""
-    matrix_dtype: jnp.dtype
-    in_blocks: bool = False
-    """Whether int8 matrices whose rows are whole blocks have a scale for each block."""
+    forms: tuple[tuple[str, Form], ...]
+    """The forms that each matrix has in any layer."""
 
     @property
     def target(self) -> Target:
@@ -126,34 +123,28 @@ class LayerWriter:
 
     def __init__(self, shape: ModelShape) -> None:
         self.shape, self.heads = shape, shape.heads
-        sizes = shape.hidden, shape.attended, shape.intermediate
-        self.by_hidden, self.by_attended, self.by_activated = (self.product_for(size) for size in sizes)
-        products = self.by_hidden, self.by_attended, self.by_activated
-        prepared_bytes = max(product.row_bytes for product in products)
+        sizes = dict(zip(MATRICES, (shape.hidden, shape.attended, shape.hidden, shape.intermediate)))
+        self.products: dict[str, list[Product]] = {name: [] for name in MATRICES}
+        for name, form in shape.forms:
+            self.products[name].append(form.product(sizes[name], shape.target))
+        prepared_bytes = max(product.row_bytes for each in self.products.values() for product in each)
         self.widths = prepared_bytes, 4 * shape.qkv, 4 * shape.attended, 8 * shape.intermediate
         """Bytes of a row of each buffer."""
-
-    def product_for(self, size: int) -> Product:
-        """The product with the layer's matrices that have so many inputs."""
-        dtype, target = self.shape.matrix_dtype, self.shape.target
-        if self.shape.in_blocks and has_blocks(size):
-            return block_product_for(size, target, is_signed=dtype == jnp.int8, in_two_terms=False)
-        return product_for(dtype, size, target)
 
     def kernel(self) -> Kernel:
         shape = self.shape
         row_bytes = 4 * max(shape.hidden, shape.attended, shape.intermediate)
         stages = (
-            Stage(self.num_rows, self.norm("input_norm")),
-            self.multiply(self.by_hidden, "qkv", shape.qkv, self.store_in(QKV, "qkv_bias")),
+            Stage(self.num_rows, self.norm("input_norm", "qkv")),
+            self.multiply("qkv", shape.qkv, self.store_in(QKV, "qkv_bias")),
             Stage(self.num_rows, self.rotate_and_write),
             Stage(self.num_attention_tasks, self.attend),
             Stage(self.num_rows, self.prepare_attended),
-            self.multiply(self.by_attended, "out", shape.hidden, self.add_to_x),
-            Stage(self.num_rows, self.norm("mlp_norm")),
-            self.multiply(self.by_hidden, "gate_up", 2 * shape.intermediate, self.store_in(GATE_UP)),
+            self.multiply("out", shape.hidden, self.add_to_x),
+            Stage(self.num_rows, self.norm("mlp_norm", "gate_up")),
+            self.multiply("gate_up", 2 * shape.intermediate, self.store_in(GATE_UP)),
             Stage(self.num_rows, self.activate),
-            self.multiply(self.by_activated, "down", shape.hidden, self.add_to_x),
+            self.multiply("down", shape.hidden, self.add_to_x),
         )
 
         def shared_bytes(call: Call) -> Value:
@@ -162,7 +153,7 @@ class LayerWriter:
         def scratch_bytes(call: Call) -> Value:
             attention_bytes = attention.scratch_bytes(self.heads, self.arrays(call, call.frame))
             num_bytes = attention_bytes.maximum(row_bytes)
-            for by_tiles in map(self.by_tiles, (self.by_hidden, self.by_attended, self.by_activated)):
+            for by_tiles in (self.by_tiles(first) for first, *_ in self.products.values()):
                 if by_tiles is not None:
                     num_bytes = num_bytes.maximum(by_tiles.scratch_bytes(self.num_tokens(call)))
             return num_bytes
@@ -196,8 +187,8 @@ class LayerWriter:
     def layer_array(self, call: Call, name: str) -> Value:
         return call.argument(self.argument_index(call, name))
 
-    def norm(self, name: str) -> RunTask:
-        """Normalizes a row of x and prepares it for a product."""
+    def norm(self, name: str, matrix: str) -> RunTask:
+        """Normalizes a row of x and prepares it for the product with a matrix."""
         hidden = self.shape.hidden
 
         def run(call: Call, shared: Value, scratch: Value, row: Value) -> None:
@@ -212,7 +203,7 @@ class LayerWriter:
                 numbers = builder.load(x + at * 4, F32, LANES) * factor
                 normalized = numbers * builder.load(weight + at * 4, F32, LANES)
                 builder.store(scratch + at * 4, normalized)
-            self.prepare(call, self.by_hidden, scratch, scratch, shared, row)
+            self.prepare(call, matrix, scratch, scratch, shared, row)
 
         return run
 
@@ -220,29 +211,43 @@ class LayerWriter:
         shape = self.shape
         return linear.tile_product_for(product, shape.qkv, shape.hidden, 2 * shape.intermediate)
 
-    def prepare(
-        self, call: Call, product: Product, x: Value, scratch: Value, shared: Value, row: Value
-    ) -> None:
+    def prepare(self, call: Call, name: str, x: Value, scratch: Value, shared: Value, row: Value) -> None:
         into = RowPlace(self.buffers(call, shared)[PREPARED], row, self.num_rows(call))
-        linear.prepare_row(call.builder, product, self.by_tiles(product), x, scratch, into)
+        for product in self.product_of_layer(call, name):
+            linear.prepare_row(call.builder, product, self.by_tiles(product), x, scratch, into)
 
-    def multiply(self, product: Product, name: str, num_out: int, make_store: MakeStore) -> Stage:
+    def product_of_layer(self, call: Call, name: str) -> Iterator[Product]:
+        """Every product with a matrix; what is written for it runs in layers whose matrix has that form."""
+        for product in self.products[name]:
+            if len(self.products[name]) == 1:
+                yield product
+                return
+            width = call.argument_size(self.argument_index(call, name), 1)
+            scales = call.argument_size(self.argument_index(call, f"{name}_scale"), 1)
+            # Of one output: such matrices have a byte in each place, and scales of two bytes.
+            is_form = (width + scales * 2).equals(product.out_bytes + product.out_scale_bytes)
+            with call.builder.when(is_form):
+                yield product
+
+    def multiply(self, name: str, num_out: int, make_store: MakeStore) -> Stage:
         """Multiplies all prepared rows with a matrix of the layer."""
 
-        by_tiles = self.by_tiles(product)
-        way = product if by_tiles is None else by_tiles
+        first, *_ = self.products[name]
+        by_tiles = self.by_tiles(first)
+        way = first if by_tiles is None else by_tiles  # the forms of a matrix are shared out alike
 
         def num_tasks(call: Call) -> Value:
             return linear.num_tasks(way, call.builder.constant(num_out))
 
         def run(call: Call, shared: Value, scratch: Value, task: Value) -> None:
             weight = self.layer_array(call, name)
-            scales = self.layer_array(call, f"{name}_scale") if product.has_scales else None
+            scales = self.layer_array(call, f"{name}_scale") if first.has_scales else None
             outs = linear.task_range(way, task, call.builder.constant(num_out))
             prepared, rows = self.buffers(call, shared)[PREPARED], self.num_rows(call)
             store, matrix = make_store(call, shared), Matrix(weight, scales)
             work = ProductTask(matrix, prepared, rows, outs, scratch, store)
-            linear.multiply_range(call.builder, product, by_tiles, work)
+            for product in self.product_of_layer(call, name):
+                linear.multiply_range(call.builder, product, by_tiles, work)
 
         return Stage(num_tasks, run)
 
@@ -353,7 +358,7 @@ class LayerWriter:
     def prepare_attended(self, call: Call, shared: Value, scratch: Value, row: Value) -> None:
         buffers = self.buffers(call, shared)
         attended = buffers[ATTENDED] + row * self.widths[ATTENDED]
-        self.prepare(call, self.by_attended, attended, scratch, shared, row)
+        self.prepare(call, "out", attended, scratch, shared, row)
 
     def activate(self, call: Call, shared: Value, scratch: Value, row: Value) -> None:
         """Multiplies SiLU(gate) with up, and prepares the row for a product."""
@@ -364,7 +369,7 @@ class LayerWriter:
             gate, up = (builder.load(half + at * 4, F32, LANES) for half in (gates, ups))
             into = scratch + at * 4
             builder.store(into, gate * up / (exp((gate * -1.0).minimum(LARGEST_EXPONENT)) + 1.0))
-        self.prepare(call, self.by_activated, scratch, scratch, shared, row)
+        self.prepare(call, "down", scratch, scratch, shared, row)
 
 
 def _write_slot(builder: Builder, heads: HeadShape, slot: Value, vectors: list[tuple[int, Value]]) -> None:

@@ -12,7 +12,7 @@ from levserve.jit.builder import Builder, Value
 from levserve.jit.target import Target
 from levserve.jit.xla_call import Call, Kernel, Stage, num_threads, register
 from levserve.model.cpu.bfloat16_tiles import DEPTH, Bfloat16Tiles
-from levserve.model.cpu.block_products import block_product_for
+from levserve.model.cpu.forms import Form
 from levserve.model.cpu.products import (
     INT8_LANES,
     Bfloat16Product,
@@ -21,7 +21,6 @@ from levserve.model.cpu.products import (
     PreparedRow,
     Product,
     ProductTask,
-    product_for,
 )
 from levserve.model.cpu.tile_products import PADDING_ROWS, Int8Tiles, RowPlace, TileProduct
 
@@ -56,15 +55,11 @@ def multiply(
     """x [row, in], or the first `num_used` [1] of its rows, times a matrix [out, in]: float32 [row, out].
 
     With int8, packed or not, it computes what `multiply_rotated` computes, or `multiply_blocks` where scales
-    are for blocks. With bfloat16, which has no scale, it computes in float32; by tiles, x is rounded to
-    bfloat16 first.
+    are for blocks; with four bits what `multiply_nibbles` computes. With bfloat16, which has no scale, it
+    computes in float32; by tiles, x is rounded to bfloat16 first.
     """
-    out, size = weight.shape
-    product: Product = product_for(weight.dtype, size, target)
-    if scale is not None and scale.ndim == 2:
-        product = block_product_for(
-            size, target, is_signed=weight.dtype == jnp.int8, in_two_terms=in_two_terms
-        )
+    out = weight.shape[0]
+    product = Form.of(weight, scale).product(x.shape[1], target, in_two_terms=in_two_terms)
     name = register(kernel_for(product, tile_product_for(product, out)))
     count = jnp.asarray([x.shape[0]], jnp.int32) if num_used is None else num_used
     arguments = x.astype(jnp.float32), count, weight, *(() if scale is None else (scale,))

@@ -1,0 +1,58 @@
+"""The forms that a matrix can have on a CPU, and the product for each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from levserve.jit.target import Target
+from levserve.model import int4_blocks
+from levserve.model.cpu.block_products import block_product_for
+from levserve.model.cpu.nibble_products import nibble_product_for
+from levserve.model.cpu.products import Product, product_for
+
+MATRICES = ("qkv", "out", "gate_up", "down")
+"""Of a layer, in the order in which activations are multiplied with them."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a matrix is stored, whatever its size."""
+
+    dtype: jnp.dtype
+    """bfloat16; or int8 and uint8, for instructions that want signed and unsigned numbers."""
+    has_blocks: bool = False
+    """Whether blocks of inputs have scales."""
+    has_four_bits: bool = False
+    has_middles: bool = False
+    """See `int4_blocks`."""
+
+    @staticmethod
+    def of(weight: jax.Array, scale: jax.Array | None) -> Form:
+        if scale is None or scale.ndim == 1:
+            return Form(weight.dtype)
+        shapes = weight.shape, scale.shape
+        if not int4_blocks.is_packed(*shapes):
+            return Form(weight.dtype, True)
+        return Form(weight.dtype, True, True, int4_blocks.are_middles(*shapes))
+
+    def product(self, size: int, target: Target, *, in_two_terms: bool = False) -> Product:
+        """The product with matrices of this form that have so many inputs. With int8 in blocks activations
+        have two terms if asked for, with four bits always, and otherwise never."""
+        if not self.has_blocks:
+            return product_for(self.dtype, size, target)
+        is_signed = self.dtype == jnp.int8
+        if not self.has_four_bits:
+            return block_product_for(size, target, is_signed=is_signed, in_two_terms=in_two_terms)
+        return nibble_product_for(size, target, is_signed=is_signed, has_middles=self.has_middles)
+
+
+def forms_of(layers: Sequence[Mapping[str, jax.Array]]) -> tuple[tuple[str, Form], ...]:
+    """The forms that each matrix has in any of these layers: a file may have more bits for some of them."""
+    found = (
+        (name, Form.of(layer[name], layer.get(f"{name}_scale"))) for name in MATRICES for layer in layers
+    )
+    return tuple(dict.fromkeys(found))

@@ -1,0 +1,225 @@
+"""Multiplies a tile on a CPU with matrices of four bits and a scale for every 32 inputs (`int4_blocks`).
+
+A byte is two numbers, which are widened in registers, once for all rows of a tile. Otherwise it goes as in
+`block_products`: each lane of a vector is an output, and the sums of a block start as the bits of a float so
+large that its last bit counts ones. Here they also start with what the codes' middle takes off them. The sums
+of both terms of activations are put together before they become floats.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from levserve.jit.builder import CACHE_LINE_BYTES, F32, I8, I32, ROUNDING_CONSTANT, Builder, Value
+from levserve.jit.target import Target
+from levserve.model.cpu.block_products import START, WORDS, load_scales
+from levserve.model.cpu.products import PREFETCH_BYTES, PreparedRow
+from levserve.model.int4_blocks import CENTER, SECOND_TERM, SECOND_TERM_BITS
+from levserve.model.int8_blocks import BLOCK, product_factor
+from levserve.model.int8_packing import SIGNED_ORDER, SMALLEST, STEPS, UNSIGNED_ORDER, WORD, BlockOrder
+
+NUM_TERMS = 2
+"""Of int8, for each activation."""
+HALF = WORDS // 2
+"""Words of a block that are in the lower halves of its bytes."""
+
+
+def nibble_product_for(
+    size: int, target: Target, *, is_signed: bool, has_middles: bool
+) -> SignedNibbles | UnsignedNibbles:
+    kind = SignedNibbles if is_signed else UnsignedNibbles
+    return kind(size, target, has_middles)
+
+
+@dataclass(frozen=True)
+class NibbleProduct:
+    """A prepared row of activations has the int8 numbers of each term, and for each block a scale, what the
+    sums of each term start with, and the sum of its activations, times the scale."""
+
+    size: int
+    target: Target
+    has_middles: bool
+    has_scales: ClassVar[bool] = True
+    order: ClassVar[BlockOrder]
+
+    @property
+    def name(self) -> str:
+        return f"nibbles_{self.order.outs}" + ("_middles" if self.has_middles else "")
+
+    @property
+    def num_blocks(self) -> int:
+        return self.size // BLOCK
+
+    @property
+    def out_bytes(self) -> int:
+        return self.size // 2
+
+    @property
+    def out_scale_bytes(self) -> int:
+        return self.block_scales * 2 * self.num_blocks
+
+    @property
+    def block_scales(self) -> int:
+        """Numbers of 16 bits that each block of an output has."""
+        return 2 if self.has_middles else 1
+
+    @property
+    def row_bytes(self) -> int:
+        """Whole vectors, so that none lies across two cache lines."""
+        num_bytes = NUM_TERMS * self.size + 4 * (2 + NUM_TERMS) * self.num_blocks
+        return (num_bytes + BLOCK - 1) // BLOCK * BLOCK
+
+    def block_word(self, row: Value, number: int, block: Value) -> Value:
+        """Where a block's scale is (0), the sum of its activations (1), or what a term starts with (2, 3)."""
+        return row + block * 4 + (NUM_TERMS * self.size + number * 4 * self.num_blocks)
+
+    def prepare(self, builder: Builder, x: Value, scratch: Value, into: PreparedRow) -> None:
+        lanes, row = min(self.target.lanes, BLOCK), into.start
+        factor = product_factor(is_rotated=False) / SECOND_TERM
+        with builder.loop(0, self.num_blocks) as block:
+            places = [x + block * (4 * BLOCK) + 4 * at for at in range(0, BLOCK, lanes)]
+            vectors = [builder.load(place, F32, lanes) for place in places]
+            largest = builder.reduce_vectors_max([vector.intrinsic("llvm.fabs") for vector in vectors])
+            scale = largest.maximum(SMALLEST) / STEPS
+            steps = builder.concatenate(vectors) * (builder.constant(1.0, F32) / scale).splat(BLOCK)
+            total = builder.constant(0, I32)
+            for term in range(NUM_TERMS):
+                rounded = steps + ROUNDING_CONSTANT
+                integers = rounded.convert("bitcast", I32).convert("trunc", I8)
+                builder.store(row + block * BLOCK + term * self.size, integers)
+                sums = integers.convert("sext", I32).reduce_sum()
+                start = START >> SECOND_TERM_BITS if term == 0 else 0
+                builder.store(self.block_word(row, 2 + term, block), sums * -CENTER + start)
+                total = (total << SECOND_TERM_BITS) + sums
+                steps = (steps - (rounded - ROUNDING_CONSTANT)) * SECOND_TERM
+            builder.store(self.block_word(row, 0, block), scale * factor)
+            sums = total.convert("sitofp", F32) * (scale * factor)
+            builder.store(self.block_word(row, 1, block), sums)
+
+    def widen(self, packed: Value) -> tuple[Value, Value]:
+        """The numbers in the lower halves of bytes, and those in the upper ones."""
+        return packed & 15, packed >> 4
+
+    def add_block(
+        self, builder: Builder, row: Value, block: Value, sums: list[Value], scales: list[Value], total: Value
+    ) -> Value:
+        """The total of an output's lanes with the sums of a block's terms; `scales` are the scales, -
+        `ROUNDING_CONSTANT` times as much, and the middles if there are any."""
+        lanes = total.lanes
+        assert lanes is not None
+        whole = (sums[0] << SECOND_TERM_BITS) + sums[1]
+        scale, offset, *middles = scales
+        product = whole.convert("bitcast", F32).multiply_add(scale, offset)
+        x_scale = builder.load(self.block_word(row, 0, block), F32).splat(lanes)
+        total = product.multiply_add(x_scale, total)
+        for middle in middles:
+            x_sum = builder.load(self.block_word(row, 1, block), F32).splat(lanes)
+            total = middle.multiply_add(x_sum, total)
+        return total
+
+
+class SignedNibbles(NibbleProduct):
+    """For ARM's instruction, which takes its word from any lane of a register."""
+
+    order: ClassVar[BlockOrder] = SIGNED_ORDER
+    tile_outs: ClassVar[int] = SIGNED_ORDER.outs
+    tasks_per_thread: ClassVar[int] = 2
+    tile_rows: ClassVar[int] = 8
+
+    def multiply(
+        self, builder: Builder, weight: Value, scales: Value, prepared: Value, num_rows: int
+    ) -> list[Value]:
+        rows = [prepared + index * self.row_bytes for index in range(num_rows)]
+        lanes, together = self.tile_outs, 4 // NUM_TERMS
+        totals = [builder.variable(builder.zeros(F32, lanes)) for _ in rows]
+        block_bytes, scale_bytes = BLOCK // 2 * lanes, 2 * lanes * self.block_scales
+        with builder.loop(0, self.num_blocks) as block:
+            group = weight + block * block_bytes
+            for line in range(0, block_bytes, CACHE_LINE_BYTES):
+                builder.prefetch(group + PREFETCH_BYTES + line)
+            packed = [builder.load(group + WORD * lanes * word, I8, WORD * lanes) for word in range(HALF)]
+            lower, upper = zip(*map(self.widen, packed))
+            places = [scales + block * scale_bytes + 2 * lanes * at for at in range(self.block_scales)]
+            scale, *middles = [load_scales(builder, place, lanes) for place in places]
+            of_block = [scale, scale * -ROUNDING_CONSTANT, *middles]
+            for first in range(0, num_rows, together):
+                some = range(first, min(first + together, num_rows))
+                sums = self._sum_block(builder, [*lower, *upper], block, [rows[at] for at in some])
+                for number, at in enumerate(some):
+                    of_row = sums[number * NUM_TERMS : (number + 1) * NUM_TERMS]
+                    total = self.add_block(builder, rows[at], block, of_row, of_block, totals[at].get())
+                    totals[at].set(total)
+        return [total.get() for total in totals]
+
+    def _sum_block(
+        self, builder: Builder, matrix: list[Value], block: Value, rows: list[Value]
+    ) -> list[Value]:
+        """The sums of a block for all terms of a few rows, which do not wait for each other."""
+        terms = [(row, term) for row in rows for term in range(NUM_TERMS)]
+        places = [row + block * BLOCK + term * self.size for row, term in terms]
+        sums = [
+            builder.load(self.block_word(row, 2 + term, block), I32).splat(self.tile_outs)
+            for row, term in terms
+        ]
+        for half in range(0, WORDS, 4):
+            words = [builder.load(place + half * WORD, I32, 4) for place in places]
+            for word in range(4):
+                sums = [
+                    builder.accumulate_dot_lane(total, matrix[half + word], activations, word)
+                    for total, activations in zip(sums, words)
+                ]
+        return builder.finish(sums)
+
+
+class UnsignedNibbles(NibbleProduct):
+    """For x86's instruction, whose matrix is unsigned."""
+
+    order: ClassVar[BlockOrder] = UNSIGNED_ORDER
+    tile_outs: ClassVar[int] = UNSIGNED_ORDER.outs
+    tasks_per_thread: ClassVar[int] = 3
+
+    @property
+    def tile_rows(self) -> int:
+        return 1 if self.target.vector_bytes < 64 else 4  # 24 of 32 registers for totals and sums
+
+    def multiply(
+        self, builder: Builder, weight: Value, scales: Value, prepared: Value, num_rows: int
+    ) -> list[Value]:
+        rows = [prepared + index * self.row_bytes for index in range(num_rows)]
+        lanes, outs, terms = self.target.lanes, self.tile_outs, range(NUM_TERMS)
+        firsts = range(0, outs, lanes)
+        totals = [[builder.variable(builder.zeros(F32, lanes)) for _ in firsts] for _ in rows]
+        block_bytes, scale_bytes = BLOCK // 2 * outs, 2 * outs * self.block_scales
+        with builder.loop(0, self.num_blocks) as block:
+            group = weight + block * block_bytes
+            starts = [
+                [builder.load(self.block_word(row, 2 + term, block), I32).splat(lanes) for term in terms]
+                for row in rows
+            ]
+            sums = [[[start for _ in firsts] for start in of_row] for of_row in starts]
+            for word in range(HALF):
+                for line in range(0, outs * WORD, CACHE_LINE_BYTES):
+                    builder.prefetch(group + PREFETCH_BYTES + word * (outs * WORD) + line)
+                places = [group + (word * outs + out) * WORD for out in firsts]
+                halves = zip(*(self.widen(builder.load(place, I8, lanes * WORD)) for place in places))
+                for at, matrix in zip((word, word + HALF), halves):
+                    for row, of_row in zip(rows, sums):
+                        for term in terms:
+                            place = row + block * BLOCK + (term * self.size + at * WORD)
+                            activations = builder.load(place, I32)
+                            of_row[term] = [
+                                builder.accumulate_dot_word(total, weights, activations)
+                                for total, weights in zip(of_row[term], matrix)
+                            ]
+            of_block = scales + block * scale_bytes
+            for line in range(0, scale_bytes, CACHE_LINE_BYTES):
+                builder.prefetch(of_block + PREFETCH_BYTES // block_bytes * scale_bytes + line)
+            for number, out in enumerate(firsts):
+                places = [of_block + 2 * (outs * at + out) for at in range(self.block_scales)]
+                scale, *middles = [load_scales(builder, place, lanes) for place in places]
+                shared = [scale, scale * -ROUNDING_CONSTANT, *middles]
+                for row, of_row, total in zip(rows, sums, (of_row[number] for of_row in totals)):
+                    both = [of_term[number] for of_term in of_row]
+                    total.set(self.add_block(builder, row, block, both, shared, total.get()))
+        return [builder.concatenate([each.get() for each in of_row]) for of_row in totals]

@@ -1,0 +1,113 @@
+"""How a model's matrices are kept: what `--quantize` asks for, and what the device and the files allow."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from levserve.errors import ConfigError
+from levserve.model.backend import Backend
+from levserve.model.config import ModelConfig
+from levserve.model.packed import Code, Kept, Scheme
+from levserve.model.parameter_shapes import parameter_shapes
+from levserve.model.quantize import BLOCKS_NAME, FOUR_BITS_NAME, NARROW
+from levserve.settings.settings import Settings
+from levserve.weights.checkpoint import find_four_bit_matrices, is_quantized_checkpoint
+
+FP8_CAPABILITY = (8, 9)
+"""NVIDIA's GPUs compute in fp8 from Ada and Hopper on; for older ones the programs would not compile."""
+
+
+def choose_narrow(settings: Settings, platform: str, path: Path, config: ModelConfig) -> jnp.dtype | None:
+    """The type of eight bits that matrices are served in, or None.
+
+    By default a CPU serves a file that is quantized already in int8: it is twice as fast, and little is lost.
+    """
+    if settings.quantize == "fp8" and platform == "cpu":
+        raise ConfigError("--quantize fp8 is for GPUs, and this is a cpu: use --quantize int8")
+    other = {BLOCKS_NAME: "int8", FOUR_BITS_NAME: "keep"}.get(settings.quantize)
+    if other is not None and platform != "cpu":
+        raise ConfigError(
+            f"--quantize {settings.quantize} is for CPUs, and this is a {platform}: use --quantize {other}"
+        )
+    if settings.quantize == FOUR_BITS_NAME:  # what has more than four bits becomes int8
+        return NARROW[BLOCKS_NAME]
+    if settings.quantize != "auto":
+        return NARROW.get(settings.quantize)
+    is_free_to_choose = platform == "cpu" and settings.dtype == "auto" and not config.num_experts
+    return NARROW["int8"] if is_free_to_choose and is_quantized_checkpoint(path) else None
+
+
+def choose_four_bits(
+    settings: Settings, path: Path, config: ModelConfig, num_shards: int
+) -> dict[str, Scheme]:
+    """The matrices that stay in the four bits of their file; `ConfigError` if none can."""
+    if settings.quantize != FOUR_BITS_NAME:
+        return {}
+    if num_shards > 1:
+        raise ConfigError(
+            f"--quantize {FOUR_BITS_NAME} serves on one device, and --tensor-parallel is {num_shards}: use "
+            f"--quantize {BLOCKS_NAME}"
+        )
+    found = find_four_bit_matrices(path, config)
+    if not found:
+        raise ConfigError(
+            f"--quantize {FOUR_BITS_NAME}: no matrix of {path} has four bits and a scale for 32 inputs: use "
+            f"--quantize {BLOCKS_NAME}"
+        )
+    return found
+
+
+def keeps_bits(settings: Settings, platform: str, path: Path) -> bool:
+    """Whether matrices stay in the bits that the checkpoint has them in: by default only on a GPU."""
+    if settings.quantize not in ("auto", "keep"):
+        return False
+    if is_quantized_checkpoint(path):
+        return settings.quantize == "keep" or platform == "gpu"
+    if settings.quantize == "keep":
+        raise ConfigError(f"--quantize keep: the matrices of {path} are not quantized")
+    return False
+
+
+def arrange(kept: Kept, backend: Backend, config: ModelConfig, *, keeps_all: bool = False) -> Kept | None:
+    """The same matrices, each in the order in which the backend's kernels read it.
+
+    Those that no kernel reads are left out, unless all are to be kept; None if none is left.
+    """
+    shapes, schemes = parameter_shapes(config), []
+    for name, scheme in kept.schemes:
+        arranged = backend.arrange(scheme, shapes[name], kept.widened)
+        if arranged is not None or keeps_all:
+            schemes.append((name, arranged or scheme))
+    return replace(kept, schemes=tuple(schemes)) if schemes else None
+
+
+def check_eight_bits(settings: Settings, device: jax.Device) -> None:
+    """Refuses formats of eight bits that this device cannot compute in."""
+    if settings.kv_dtype == "int8" and device.platform != "cpu":
+        raise ConfigError(f"--kv-dtype int8 is for CPUs, and this is a {device.platform}: use --kv-dtype fp8")
+    options = {"--kv-dtype": settings.kv_dtype, "--quantize": settings.quantize}
+    asked = [option for option, value in options.items() if value == "fp8"]
+    if asked and not computes_fp8(device):
+        raise ConfigError(
+            f"{asked[0]} fp8 needs a GPU of compute capability 8.9 or later, and this one has "
+            f"{device.compute_capability}"
+        )
+
+
+def check_kept(kept: Kept | None, device: jax.Device) -> None:
+    schemes = {} if kept is None else kept.by_name()
+    if any(scheme.code is Code.FP8 for scheme in schemes.values()) and not computes_fp8(device):
+        raise ConfigError(
+            "the checkpoint is in fp8, which needs a GPU of compute capability 8.9 or later, and this one "
+            f"has {device.compute_capability}: use --quantize int8 or none"
+        )
+
+
+def computes_fp8(device: jax.Device) -> bool:
+    if device.platform != "gpu":
+        return True
+    return tuple(map(int, device.compute_capability.split("."))) >= FP8_CAPABILITY
