@@ -21,8 +21,8 @@ def test_the_bundled_model_matches_its_reference_in_float32(
     bundled_gguf: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A step of all cases costs as much as one of two, which is what a server compiles first.
-    monkeypatch.setattr(Programs, "first_shapes", [Shape(64), Shape(len(CASES), Mode.FULL)])
-    with running_engine(bundled_gguf, "--prefill-chunk", "64", *FLAGS, rows=len(CASES)) as running:
+    monkeypatch.setattr(Programs, "first_shapes", [Shape(32), Shape(len(CASES), Mode.FULL)])
+    with running_engine(bundled_gguf, "--prefill-chunk", "32", *FLAGS, rows=len(CASES)) as running:
         requests = [ask(case["prompt_tokens"], 48, num_logprobs=0) for case in CASES]
         answers = running.run(*requests)
         texts = [
