@@ -56,11 +56,16 @@ def test_every_way_gives_the_sum_of_the_chosen_experts(
     scores = rng.standard_normal((num_tokens, num_experts), np.float32)
     scores[:, 1] += bias  # with it everybody chooses one of them, and slots for twice the mean are not enough
     is_real = np.ones(num_tokens, bool) if mix is experts.mix_gathered else rng.random(num_tokens) < 0.7
-    choice = experts.choose_experts(jnp.asarray(scores), per_token, Routing())
     stack = Scalings(num_experts)
-    given = () if mix is experts.mix_gathered else (jnp.asarray(is_real),)
     rest = () if mix is experts.mix_gathered else (num_experts,)
-    got = jax.jit(lambda x: mix(x, choice, *given, stack, *rest))(jnp.asarray(x))
+
+    @jax.jit
+    def run(x: jax.Array, scores: jax.Array, is_real: jax.Array) -> tuple[jax.Array, ExpertChoice]:
+        choice = experts.choose_experts(scores, per_token, Routing())
+        given = () if mix is experts.mix_gathered else (is_real,)
+        return mix(x, choice, *given, stack, *rest), choice
+
+    got, choice = run(x, scores, is_real)
     np.testing.assert_allclose(got, plainly(x, choice, is_real, np.asarray(stack.matrices)), atol=1e-5)
 
 
@@ -95,8 +100,8 @@ def test_a_token_chooses_from_its_best_groups_by_corrected_weights_and_mixes_by_
     rng = np.random.default_rng(3)
     scores, correction = rng.standard_normal((50, 12)), 0.3 * rng.standard_normal(12)
     routing = Routing(True, Scoring.SIGMOID, True, num_groups=4, groups_per_token=2, group_best=2, scale=1.8)
-    given = (jnp.asarray(array, jnp.float32) for array in (scores, correction))
-    got = experts.choose_experts(next(given), 3, routing, next(given))
+    choose = jax.jit(lambda scores, correction: experts.choose_experts(scores, 3, routing, correction))
+    got = jax.tree.map(np.asarray, choose(scores.astype(np.float32), correction.astype(np.float32)))
     for token in range(50):
         weights = 1 / (1 + np.exp(-scores[token]))
         ranks = weights + correction

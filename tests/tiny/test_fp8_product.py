@@ -32,7 +32,13 @@ def random_rows(count: int) -> jnp.ndarray:
     """As activations are: some rows and channels are far larger than others."""
     random = np.random.default_rng(count)
     spread = np.exp(random.normal(size=(count, 1)) + random.normal(size=(1, SHAPE[1])))
-    return jnp.asarray((random.normal(size=(count, SHAPE[1])) * spread).astype(np.float32)).astype(BFLOAT16)
+    return jnp.asarray((random.normal(size=(count, SHAPE[1])) * spread).astype(np.float32).astype(BFLOAT16))
+
+
+def multiply(matrix: PackedMatrix, x: jnp.ndarray) -> np.ndarray:
+    """By a program of its own: outside of any, jax would compile every operation by itself."""
+    backend = GpuBackend(interpret=True)
+    return np.asarray(jax.jit(lambda matrix, x: backend.packed_product(matrix, BFLOAT16)(x, None))(matrix, x))
 
 
 def check(got: jnp.ndarray, matrix: PackedMatrix, x: jnp.ndarray) -> None:
@@ -70,8 +76,9 @@ def test_the_backend_rounds_activations_only_where_the_scheme_says_so() -> None:
         x, errors = random_rows(rows), []
         for scheme in (BLOCKS, left):
             matrix = random_matrix(scheme, SHAPE)
-            got = np.asarray(GpuBackend(interpret=True).packed_product(matrix, BFLOAT16)(x, None))
-            wanted = np.asarray(x, np.float64) @ np.asarray(matrix.widen(FLOAT32).array, np.float64).T
+            got = multiply(matrix, x)
+            widened = jax.jit(lambda matrix: matrix.widen(FLOAT32).array)(matrix)
+            wanted = np.asarray(x, np.float64) @ np.asarray(widened, np.float64).T
             errors.append(np.linalg.norm(got - wanted) / np.linalg.norm(wanted))
         rounded, unrounded = errors
         assert 0.01 < rounded < 0.05 and unrounded < 0.005
@@ -87,10 +94,11 @@ def test_without_such_products_in_jax_rounded_rows_are_multiplied_by_a_widened_m
     fp8_dot.has_dot_fp8.cache_clear()
     try:
         for _ in range(2):
-            got = GpuBackend(interpret=True).packed_product(matrix, BFLOAT16)(x, None)
+            got = multiply(matrix, x)
     finally:
         fp8_dot.has_dot_fp8.cache_clear()
-    wanted = np.asarray(multiply_packed(matrix, x.astype(FLOAT32), FLOAT32))
+    plainly = jax.jit(lambda matrix, x: multiply_packed(matrix, x.astype(FLOAT32), FLOAT32))
+    wanted = np.asarray(plainly(matrix, x))
     assert np.linalg.norm(got - wanted) < 0.003 * np.linalg.norm(wanted), "rounded once more, to bfloat16"
     assert caplog.text.count("FP8 is widened") == 1
 

@@ -102,18 +102,25 @@ def test_a_text_among_longer_ones_gives_the_same_numbers_as_alone() -> None:
 
 def test_attention_in_blocks_of_queries_is_the_same_as_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     qkv, texts = random_heads(num_heads=2, size=8)
-    at_once = text_attention.attend_to_all(qkv, texts, 2)
+    at_once = attend_to_all(qkv, texts)
     monkeypatch.setattr(text_attention, "QUERY_BLOCK", 16)
-    np.testing.assert_allclose(text_attention.attend_to_all(qkv, texts, 2), at_once, atol=1e-5)
+    np.testing.assert_allclose(attend_to_all(qkv, texts), at_once, atol=1e-5)
+
+
+def attend_to_all(qkv: jax.Array, texts: Texts) -> jax.Array:
+    """By a program of its own: outside of any, jax would compile every operation by itself."""
+    mixed: jax.Array = jax.jit(lambda *given: text_attention.attend_to_all(*given, 2))(qkv, texts)
+    return mixed
 
 
 def test_a_gpus_kernels_mix_the_same_as_xla() -> None:
     qkv, texts = random_heads(num_heads=2, size=16)
     backend = GpuBackend(interpret=True)
     scratch = backend.text_scratch(*texts.is_real.shape, 2, 16, FLOAT32)
+    attend = jax.jit(lambda *given: backend.attend_texts(*given, 2))
     for _ in range(2):  # what a call has left in the scratch memory does no harm to the next one
-        mixed, scratch = backend.attend_texts(qkv, texts, scratch, 2)
-    wanted = text_attention.attend_to_all(qkv, texts, 2)
+        mixed, scratch = attend(qkv, texts, scratch)
+    wanted = attend_to_all(qkv, texts)
     seen = np.asarray(texts.is_real)
     np.testing.assert_allclose(np.asarray(mixed)[seen], np.asarray(wanted)[seen], atol=1e-5)
 
@@ -136,7 +143,8 @@ def test_a_gpus_kernels_compute_a_whole_brain_as_xla_does() -> None:
 
 def random_heads(*, num_heads: int, size: int) -> tuple[jax.Array, Texts]:
     """Of a text of 64 tokens and one of 40."""
-    qkv = jax.random.normal(jax.random.key(0), (2, 64, 3 * num_heads * size))
-    places, lengths = jnp.arange(64, dtype=jnp.int32)[None], jnp.asarray([[64], [40]], jnp.int32)
-    angles = angles_at(places, Rope(size, 10_000.0, None))
-    return qkv, Texts(angles, places < lengths, jnp.broadcast_to(lengths - 1, (2, 64)))
+    qkv = jnp.asarray(np.random.default_rng(0).standard_normal((2, 64, 3 * num_heads * size), np.float32))
+    places, lengths = np.arange(64, dtype=np.int32)[None], np.asarray([[64], [40]], np.int32)
+    angles = jax.jit(angles_at, static_argnums=1)(places, Rope(size, 10_000.0, None))
+    lasts = np.broadcast_to(lengths - 1, (2, 64))
+    return qkv, Texts(angles, jnp.asarray(places < lengths), jnp.asarray(lasts))

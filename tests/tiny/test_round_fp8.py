@@ -43,7 +43,8 @@ def multiply(product: Linear, x: hax.NamedArray, norm: Norm | None = None) -> ha
 
 def multiply_normed(product: Linear, x: hax.NamedArray, norm: Norm | None) -> hax.NamedArray:
     """By a program of its own, so that whoever is asked is asked again."""
-    return jax.jit(lambda product, x, norm: product.of_normed(x, norm))(product, x, norm)
+    made: hax.NamedArray = jax.jit(lambda product, x, norm: product.of_normed(x, norm))(product, x, norm)
+    return made
 
 
 def random_rows(*shape: int) -> NDArray[np.float32]:
