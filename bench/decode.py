@@ -39,6 +39,7 @@ from levserve.jit import waiting
 from levserve.jit.target import AMX, detect_target
 from levserve.model import cache
 from levserve.model.backend import Backend
+from levserve.model.balance import BALANCE, can_balance
 from levserve.model.config import ModelConfig
 from levserve.model.cpu.backend import CpuBackend
 from levserve.model.decoder import Blueprint
@@ -227,6 +228,8 @@ def random_arrays(
         schemes, quantization = quantization.by_name(), None
     if quantization is not None and config.tied_head:
         shapes["head"] = shapes["embed"]
+    if quantization is not None and quantization.is_balanced and can_balance(config):
+        shapes[BALANCE] = (config.hidden_size,)
     arrays: dict[str, jax.Array] = {}
     for number, (name, shape) in enumerate(shapes.items()):
         key = jax.random.key(number)
