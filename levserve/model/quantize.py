@@ -58,7 +58,7 @@ class Quantization:
     @property
     def is_balanced(self) -> bool:
         """Whether matrices gain by `balance`: rows that have one scale on both sides of a product."""
-        return self.widened is None and not self.has_blocks
+        return self.widened is None and not self.has_blocks and not self.four_bits
 
     def __str__(self) -> str:
         scales = f" with a scale for {BLOCK} inputs" if self.has_blocks else ""
