@@ -28,6 +28,7 @@ from tests.conftest import GOLDEN
 from tests.engines import cache_folder
 from tests.tiny.test_gguf import metadata_of, random_blocks, tensors_of, write_gguf
 from tests.tiny.test_opened_model import CASES, SETTINGS
+from tests.tiny.test_packed import widen
 
 BFLOAT16, FLOAT16, FLOAT32 = (jnp.dtype(each) for each in (jnp.bfloat16, jnp.float16, jnp.float32))
 K_KINDS = (Kind.Q4_K, Kind.Q5_K, Kind.Q6_K)
@@ -43,7 +44,7 @@ def test_every_number_is_the_one_that_the_file_means(kind: Kind, in_lanes: bool,
     tensor = dict(read_tensors(path, head_dim=16))["blk.0.attn_q.weight"]
     assert isinstance(tensor, PackedTensor) and tensor.shape == (32, 512)
     matrix = on_device(tensor, in_lanes)
-    got, wanted = np.asarray(matrix.widen(FLOAT32).array, np.float64), tensor.read(0, 32)
+    got, wanted = np.asarray(widen(matrix), np.float64), tensor.read(0, 32)
     if kind not in K_KINDS:
         np.testing.assert_array_equal(got, wanted)
     scales, offsets = (
@@ -88,7 +89,7 @@ def check_numbers(path: Path, config: ModelConfig, kept: Kept) -> None:
     for name, scheme in kept.schemes:
         axes = [Axis(f"axis{number}", size) for number, size in enumerate(parameter_shapes(config)[name])]
         matrix = PackedMatrix.from_arrays(arrays, scheme, tuple(axes), name)
-        np.testing.assert_array_equal(matrix.widen(FLOAT32).array, plain[name], err_msg=name)
+        np.testing.assert_array_equal(widen(matrix), plain[name], err_msg=name)
         assert scheme.num_bytes(plain[name].shape) < 0.7 * plain[name].nbytes / 2, "of what bfloat16 takes"
 
 

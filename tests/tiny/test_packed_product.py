@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -45,6 +46,10 @@ def random_matrix(scheme: Scheme, shape: tuple[int, int]) -> PackedMatrix:
     return PackedMatrix(parts[""], parts[SCALE], parts.get(ZERO), scheme, axes)
 
 
+widen = jax.jit(lambda matrix, dtype: matrix.widen(dtype).array, static_argnums=1)
+"""Outside of a program, jax would compile every operation by itself."""
+
+
 @pytest.mark.parametrize("rows", [2, 40])
 @pytest.mark.parametrize("name", SCHEMES)
 def test_the_kernel_gives_the_product_of_the_numbers(name: str, rows: int) -> None:
@@ -54,7 +59,7 @@ def test_the_kernel_gives_the_product_of_the_numbers(name: str, rows: int) -> No
     tiling = choose_tiling(rows, (192, 1024), matrix.scheme)
     assert tiling is not None and tiling.splits > 1
     got = multiply_in_registers(matrix, jnp.asarray(x), tiling=tiling, interpret=True)
-    wanted = x.astype(np.float64) @ np.asarray(matrix.widen(jnp.dtype(jnp.float32)).array, np.float64).T
+    wanted = x.astype(np.float64) @ np.asarray(widen(matrix, jnp.dtype(jnp.float32)), np.float64).T
     np.testing.assert_allclose(got, wanted, atol=1e-6 * np.abs(wanted).max())
 
 
@@ -62,13 +67,10 @@ def test_the_backend_multiplies_few_rows_with_the_kernel_and_many_with_xla() -> 
     matrix = random_matrix(SCHEMES["awq"], (64, 256))
     product = GpuBackend(interpret=True).packed_product(matrix, BFLOAT16)
     for rows in (2, MAX_ROWS + 1):
-        x = jnp.asarray(np.random.default_rng(rows).normal(size=(rows, 256)).astype(np.float32))
-        wanted = (
-            np.asarray(x.astype(BFLOAT16), np.float64)
-            @ np.asarray(matrix.widen(BFLOAT16).array, np.float64).T
-        )
+        x = np.random.default_rng(rows).normal(size=(rows, 256)).astype(np.float32)
+        wanted = x.astype(BFLOAT16).astype(np.float64) @ np.asarray(widen(matrix, BFLOAT16), np.float64).T
         # XLA's way rounds the matrix, the kernel's does not.
-        np.testing.assert_allclose(product(x, None), wanted, atol=5e-3 * np.abs(wanted).max())
+        np.testing.assert_allclose(product(jnp.asarray(x), None), wanted, atol=5e-3 * np.abs(wanted).max())
     assert choose_tiling(MAX_ROWS + 1, (64, 256), matrix.scheme) is None
 
 
@@ -95,7 +97,7 @@ def test_the_assembly_makes_the_number_of_every_code(code: Code, is_second: bool
     if code is Code.FP8:
         given = given[given & 127 != 127]
         given = given[: len(given) // 4 * 4]
-    numbers = np.asarray(decode(jnp.asarray(given.view(code.dtype)), code), np.float32)
+    numbers = np.asarray(jax.jit(decode, static_argnums=1)(given.view(code.dtype), code), np.float32)
     if code.is_nibble:
         numbers = np.split(numbers, 2)[is_second]
     zeros = np.full(2, UINT4_OFFSET + zero).astype(BFLOAT16).view(np.uint32)[0]
