@@ -18,8 +18,8 @@ from levserve.jit.target import Target
 
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 F16, F32 = ir.HalfType(), ir.FloatType()
-POINTER = ir.PointerType(I8)
-NUM_BYTES = {I8: 1, I16: 2, F16: 2, I32: 4, F32: 4, I64: 8}
+POINTER = ir.PointerType()
+NUM_BYTES = {I8: 1, I16: 2, F16: 2, I32: 4, F32: 4, I64: 8, POINTER: 8}
 ROUNDING_CONSTANT = 1.5 * 2**23
 """Adding it to a small float32 rounds the float to an integer, which then stands in the lowest bits."""
 CACHE_LINE_BYTES = 64
@@ -47,6 +47,8 @@ class Value:
 
     def __add__(self, other: Value | float) -> Value:
         if self.ir_value.type == POINTER:  # with getelementptr LLVM finds the CPU's addressing modes
+            if isinstance(other, int) and other == 0:
+                return self
             offset = other.ir_value if isinstance(other, Value) else ir.Constant(I64, other)
             return self._wrap(self._builder.ir.gep(self.ir_value, [offset], source_etype=I8))
         return self._binary("fadd" if self.dtype == F32 else "add", other)
@@ -221,12 +223,11 @@ class Builder:
         return Variable(self, value)
 
     def load(self, pointer: Value, dtype: ir.Type, lanes: int | None = None) -> Value:
-        typed = self._typed_pointer(pointer, _type_of(dtype, lanes))
-        return Value(self, self.ir.load(typed, align=NUM_BYTES[dtype]))
+        kind = _type_of(dtype, lanes)
+        return Value(self, self.ir.load(pointer.ir_value, align=NUM_BYTES[dtype], typ=kind))
 
     def store(self, pointer: Value, value: Value) -> None:
-        typed = self._typed_pointer(pointer, value.ir_value.type)
-        self.ir.store(value.ir_value, typed, align=NUM_BYTES[value.dtype])
+        self.ir.store(value.ir_value, pointer.ir_value, align=NUM_BYTES[value.dtype])
 
     def store_words(self, pointer: Value, *words: Value) -> None:
         """Stores int64 one after another."""
@@ -239,7 +240,7 @@ class Builder:
 
     def load_pointer(self, pointer: Value, index: Value | int) -> Value:
         """An element of an array of pointers."""
-        return self.to_pointer(self.load_word(pointer, index))
+        return self.load(pointer + index * 8, POINTER)
 
     def load_int32(self, pointer: Value, index: Value) -> Value:
         """An element of an int32 array, widened to int64."""
@@ -398,13 +399,12 @@ class Builder:
 
     def atomic_add(self, pointer: Value, number: Value | int) -> Value:
         """Adds to an int64 and gives its value before; sequentially consistent."""
-        typed = self._typed_pointer(pointer, I64)
         added = number.ir_value if isinstance(number, Value) else ir.Constant(I64, number)
-        return Value(self, self.ir.atomic_rmw("add", typed, added, "seq_cst"))
+        return Value(self, self.ir.atomic_rmw("add", pointer.ir_value, added, "seq_cst"))
 
     def atomic_load(self, pointer: Value) -> Value:
         """Reads an int64; sequentially consistent."""
-        return Value(self, self.ir.load_atomic(self._typed_pointer(pointer, I64), "seq_cst", 8))
+        return Value(self, self.ir.load_atomic(pointer.ir_value, "seq_cst", 8, typ=I64))
 
     def call(self, function: Value | Function, *arguments: Value) -> Value:
         """Calls a function of int64 that returns int64, by its address or as part of this program."""
@@ -416,7 +416,7 @@ class Builder:
         """Room for `count` int64 on this function's stack."""
         with self.ir.goto_entry_block():
             slot = self.ir.alloca(ir.ArrayType(I64, count))
-        return Value(self, self.ir.bitcast(slot, POINTER))
+        return self._untyped(slot)
 
     def string(self, text: str) -> Value:
         """A pointer to a constant string that ends with a zero byte."""
@@ -429,7 +429,7 @@ class Builder:
         constant = ir.GlobalVariable(module, kind, f"constant_{len(module.globals)}")
         constant.global_constant, constant.linkage = True, "private"
         constant.initializer = ir.Constant(kind, bytearray(data))
-        return Value(self, self.ir.bitcast(constant, POINTER))
+        return self._untyped(constant)
 
     def allocate(self, num_bytes: Value) -> Value:
         """Memory aligned to cache lines, as a vector across two is read twice; null if there is none."""
@@ -457,8 +457,9 @@ class Builder:
         function = module.globals.get(name) or ir.Function(module, kind, name)
         return self.ir.call(function, list(arguments))
 
-    def _typed_pointer(self, pointer: Value, kind: ir.Type) -> ir.Value:
-        return self.ir.bitcast(pointer.ir_value, ir.PointerType(kind))
+    def _untyped(self, pointer: ir.Value) -> Value:
+        """llvmlite refuses to store anything else where it knows what a pointer points to."""
+        return self.to_pointer(Value(self, self.ir.ptrtoint(pointer, I64)))
 
 
 def sum_like_lanes(part: Callable[[int], Sequence[Value]], count: int) -> list[Value]:

@@ -74,23 +74,30 @@ class Call(NamedTuple):
 
     builder: Builder
     frame: Value
+    argument_buffers: Value
+    result_buffers: Value
     iteration: Value
     """How often all stages have been completed before."""
 
+    @staticmethod
+    def begin(builder: Builder, frame: Value) -> Call:
+        """In its first iteration."""
+        buffers = (builder.load_pointer(frame, each) for each in (ARGUMENTS, RESULTS))
+        return Call(builder, frame, *buffers, builder.constant(0))
+
     def argument(self, index: Value | int) -> Value:
         """A pointer to an argument's data."""
-        return self._buffer(ARGUMENTS, index, BUFFER_DATA)
+        return self._load(self.argument_buffers, index, BUFFER_DATA)
 
     def argument_size(self, index: Value | int, axis: int) -> Value:
-        return self.builder.load_word(self._buffer(ARGUMENTS, index, BUFFER_DIMS), axis)
+        return self.builder.load_word(self._load(self.argument_buffers, index, BUFFER_DIMS), axis)
 
     def result(self, index: int) -> Value:
         """A pointer to a result's data."""
-        return self._buffer(RESULTS, index, BUFFER_DATA)
+        return self._load(self.result_buffers, index, BUFFER_DATA)
 
-    def _buffer(self, buffers: int, index: Value | int, field: int) -> Value:
-        load = self.builder.load_pointer
-        return load(load(load(self.frame, buffers), index), field)
+    def _load(self, buffers: Value, index: Value | int, field: int) -> Value:
+        return self.builder.load_pointer(self.builder.load_pointer(buffers, index), field)
 
 
 RunTask = Callable[[Call, Value, Value, Value], None]
@@ -221,9 +228,9 @@ def _write_stages(builder: Builder, kernel: Kernel, wait: Function) -> None:
     Nobody waits for the tasks of the last stage: the caller waits for the helpers that have taken some.
     """
     state, scratch = (builder.to_pointer(argument) for argument in builder.arguments)
-    frame = builder.load_pointer(state, FRAME)
+    begun = Call.begin(builder, builder.load_pointer(state, FRAME))
     with builder.loop(0, kernel.num_iterations) as iteration:
-        call = Call(builder, frame, iteration)
+        call = begun._replace(iteration=iteration)
         for index, stage in enumerate(kernel.stages):
             num_tasks = stage.num_tasks(call)
             counters = state + 8 * _whole_lines(COUNTERS) + iteration * (16 * _counter_words(kernel))
@@ -257,7 +264,7 @@ def _write_helper(builder: Builder, kernel: Kernel, run_stages: Function) -> Non
     active = state + 8 * ACTIVE_HELPERS
     builder.atomic_add(active, -1)
     with builder.when(builder.atomic_load(state + 8 * IS_FINISHED).equals(0)):
-        call = _first_iteration(builder, builder.load_pointer(state, FRAME))
+        call = Call.begin(builder, builder.load_pointer(state, FRAME))
         scratch = builder.allocate(_scratch_bytes(call, kernel))
         with builder.when(builder.to_address(scratch).differs_from(0)):
             builder.call(run_stages, builder.arguments[0], builder.to_address(scratch))
@@ -282,12 +289,8 @@ def _write_entry(builder: Builder, kernel: Kernel, functions: CallFunctions) -> 
             compiled_for = builder.constant(version.major | version.minor << 32)
             builder.store(builder.load_pointer(extension, METADATA) + 8 * METADATA_VERSION, compiled_for)
     with builder.when(is_call.get().equals(1)):
-        _write_call(_first_iteration(builder, frame), kernel, functions, error)
+        _write_call(Call.begin(builder, frame), kernel, functions, error)
     builder.result = error.get()
-
-
-def _first_iteration(builder: Builder, frame: Value) -> Call:
-    return Call(builder, frame, builder.constant(0))
 
 
 def _scratch_bytes(call: Call, kernel: Kernel) -> Value:
@@ -317,7 +320,7 @@ def _write_shared_run(
     call: Call, kernel: Kernel, functions: CallFunctions, state: Value, scratch: Value
 ) -> None:
     """Asks for helpers, works beside them, and waits until those that arrived have left."""
-    builder, frame, _ = call
+    builder, frame = call.builder, call.frame
     num_tasks = kernel.stages[-1].num_tasks(call)
     num_helpers = (num_tasks.minimum(num_threads()) - 1).maximum(0)
     with builder.loop(0, _state_words(kernel)) as index:
