@@ -326,8 +326,7 @@ def test_short_loops_are_unrolled_on_x86_where_a_program_gains_by_it(name: str, 
 
 @pytest.mark.parametrize("target", FOREIGN.values(), ids=FOREIGN)
 def test_kernels_are_compiled_for_cpus_of_another_kind(target: Target) -> None:
-    """As far as an object file for them, which this CPU cannot run. Matrix units are used in products alone: the other
-    kernels are those of 512-bit vectors."""
+    """As far as an object file for them, which this CPU cannot run."""
     bfloat16 = jnp.dtype(jnp.bfloat16)
     heads = HeadShape(kv_heads=1, group=3, size=32, page_size=8, dtype=bfloat16, target=target)
     kernels = [
@@ -342,12 +341,11 @@ def test_kernels_are_compiled_for_cpus_of_another_kind(target: Target) -> None:
     is_signed = target.arch == "aarch64"
     nibbles = nibble_product_for(64, target, is_signed=is_signed, has_middles=True)
     kernels.append(cpu_linear.kernel_for(nibbles))
-    if not target.has_amx_int8:
-        kernels += [argmax.kernel_for(target), draw.kernel_for(target), refine.kernel_for(bfloat16, target)]
-        kernels += [
-            cpu_attention.kernel_for(dataclasses.replace(heads, dtype=jnp.dtype(dtype)))
-            for dtype in (jnp.float32, jnp.bfloat16, FP8)
-        ]
+    kernels += [argmax.kernel_for(target), draw.kernel_for(target), refine.kernel_for(bfloat16, target)]
+    kernels += [
+        cpu_attention.kernel_for(dataclasses.replace(heads, dtype=jnp.dtype(dtype)))
+        for dtype in (jnp.float32, jnp.bfloat16, FP8)
+    ]
     norms, matrices = ("input_norm", "mlp_norm"), ("qkv", "out", "gate_up", "down")
     plan = layers.ModelShape(
         heads,

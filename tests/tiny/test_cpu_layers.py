@@ -24,7 +24,7 @@ from levserve.model.decoder import Decoder
 from levserve.model.quantize import NARROW, choose_quantization
 from levserve.weights.checkpoint import load_arrays, read_config
 from tests.conftest import GOLDEN
-from tests.targets import HOST, RUNNABLE, WIDTHS, on_other_targets
+from tests.targets import HOST, on_each_target, on_other_targets
 
 PLAIN = ("llama", "llama3-rope", "mistral", "phi3", "qwen2", "qwen3")
 DOT = CpuBackend(has_products=True)
@@ -33,7 +33,6 @@ BACKENDS = {"int8": DOT, "packed": PACKING, "blocks": DOT, "packed blocks": PACK
 """What matrices become, and which backend takes them."""
 BFLOAT16, FLOAT32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 PAGE_SIZE, WIDTH = 4, 6
-WIDEST = WIDTHS["64-byte vectors"]
 
 
 @functools.cache
@@ -148,11 +147,8 @@ def test_only_a_part_of_a_head_may_be_rotated() -> None:
     check("qwen3", "int8", FLOAT32, rotary_size=8)
 
 
-@pytest.mark.parametrize(
-    ("target", "kept"),
-    [*((target, BFLOAT16) for target in RUNNABLE.values()), (HOST, cache.INT8), (WIDEST, cache.INT8)],
-    ids=[*RUNNABLE, "int8 on host", "int8 in the widest vectors"],
-)
+@pytest.mark.parametrize("kept", [BFLOAT16, cache.INT8], ids=["bfloat16", "int8"])
+@on_each_target
 def test_a_prompts_tokens_get_the_same_in_rows_of_their_own_beside_others_as_in_a_chunk(
     target: Target, kept: jnp.dtype
 ) -> None:
