@@ -62,6 +62,7 @@ def kernel_for(dtype: jnp.dtype, target: Target) -> Kernel:
         target,
         (Stage(_num_rows, refine_row),),
         scratch_bytes=lambda call: call.builder.constant(4 * (MAX_NEAR + 1)),
+        gains_by_unrolling=True,
     )
 
 
