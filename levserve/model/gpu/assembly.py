@@ -23,6 +23,8 @@ TYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 class Assembly:
     """The lines of a kernel, and the registers that they use."""
 
+    shifts: bool = True
+    """Whether a shift or a mask divides where it can; else the assembler's division does, even by one."""
     lines: list[str] = field(default_factory=list)
     registers: dict[str, list[str]] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
@@ -48,13 +50,13 @@ class Assembly:
         return result
 
     def quotient(self, register: str, divisor: int, name: str = "v") -> str:
-        """Of a number without sign: by a shift if it can be, where the assembler would divide even by one."""
-        if divisor & (divisor - 1):
+        """Of a number without sign."""
+        if divisor & (divisor - 1) or not self.shifts:
             return self.set("div.u32", register, divisor, name=name)
         return self.set("shr.u32", register, divisor.bit_length() - 1, name=name)
 
     def remainder(self, register: str, divisor: int, name: str = "v") -> str:
-        if divisor & (divisor - 1):
+        if divisor & (divisor - 1) or not self.shifts:
             return self.set("rem.u32", register, divisor, name=name)
         return self.set("and.b32", register, divisor - 1, name=name)
 
