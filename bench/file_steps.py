@@ -19,6 +19,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 import decode
 import jax.numpy as jnp
 
+from levserve.device.runner import Runner
 from levserve.models.describe import describe
 from levserve.observe.metrics import Metrics
 from levserve.settings.parse import parse_settings
@@ -42,7 +43,7 @@ def main() -> None:
     )
     sizes = decode.plan_sizes(config, description.backend, description.storage, weight_bytes, measured)
     runner = description.make_runner(arrays, sizes, Metrics())
-    assert isinstance(runner, decode.Runner)
+    assert isinstance(runner, Runner)
     if options.prompt:
         rate = options.prompt / decode.measure_prefill(runner, sizes, config, options.prompt, measured)
         print(f"{name}: prompt of {options.prompt}: {rate:.0f} tokens/s", flush=True)

@@ -18,6 +18,7 @@ log = logging.getLogger(__name__)
 
 BACKGROUND_THREADS = (COMPILER_THREAD, LOADER_THREAD)
 COMPILED = "/jax/core/compile/backend_compile_duration"  # also for a program that was found on disk
+CACHE_ASKED = "/jax/compilation_cache/compile_requests_use_cache"
 CACHE_HIT = "/jax/compilation_cache/cache_hits"
 CACHE_MISS = "/jax/compilation_cache/cache_misses"
 
@@ -55,13 +56,13 @@ class Compiles:
         jax.monitoring.unregister_event_listener(self._on_event)
 
     @property
-    def num_found_here(self) -> int:
-        """Programs that jax has found on disk for this thread."""
-        return getattr(self._here, "num_found", 0)
+    def num_compiled_here(self) -> int:
+        """Programs that jax has compiled on this thread. It finds others on disk, or has them in memory."""
+        return getattr(self._here, "num_compiled", 0)
 
     def note_found(self, name: str, duration_secs: float) -> None:
         """Counts a program that `program_cache` found on disk as jax counts those that it finds there."""
-        self._on_event(CACHE_HIT)
+        self._metrics.compile_cache_hits.inc()
         self._on_duration(COMPILED, duration_secs, fun_name=name)
 
     def _on_duration(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
@@ -78,8 +79,10 @@ class Compiles:
             )
 
     def _on_event(self, event: str, **kwargs: str | int) -> None:
-        if event == CACHE_HIT:
-            self._here.num_found = self.num_found_here + 1
+        if event == CACHE_ASKED:
+            self._here.num_compiled = self.num_compiled_here + 1
+        elif event == CACHE_HIT:
+            self._here.num_compiled = self.num_compiled_here - 1
             self._metrics.compile_cache_hits.inc()
         elif event == CACHE_MISS:
             self._metrics.compile_cache_misses.inc()

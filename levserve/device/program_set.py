@@ -174,9 +174,11 @@ class ProgramSet(ABC, Generic[ShapeT]):
             return program
         with self._tracing:
             lowered = lower()
-        num_found = self._compiles.num_found_here
+        num_compiled = self._compiles.num_compiled_here
         program = lowered.compile(options)
-        if self._compiles.num_found_here == num_found:  # XLA cannot serialize all of what jax found on disk
+        if self._compiles.num_compiled_here > num_compiled:
+            # XLA serializes what it has loaded from disk without its code. jax may have loaded this program
+            # now, or earlier: it has that of another model with the same jaxpr in memory.
             keep_program(key, lowered, program)
         return program
 

@@ -82,8 +82,8 @@ class Call(NamedTuple):
     @staticmethod
     def begin(builder: Builder, frame: Value) -> Call:
         """In its first iteration."""
-        buffers = (builder.load_pointer(frame, each) for each in (ARGUMENTS, RESULTS))
-        return Call(builder, frame, *buffers, builder.constant(0))
+        arguments, results = (builder.load_pointer(frame, each) for each in (ARGUMENTS, RESULTS))
+        return Call(builder, frame, arguments, results, builder.constant(0))
 
     def argument(self, index: Value | int) -> Value:
         """A pointer to an argument's data."""

@@ -33,7 +33,7 @@ from levserve.model.parameter_shapes import parameter_shapes
 
 ROWS_PER_TASK = 256
 BLOCKS_NAME, FOUR_BITS_NAME = "int8-blocks", "int4-blocks"
-NARROW = {"int8": jnp.dtype(jnp.int8), BLOCKS_NAME: jnp.dtype(jnp.int8), "fp8": FP8}
+NARROW: dict[str, jnp.dtype] = {"int8": jnp.dtype(jnp.int8), BLOCKS_NAME: jnp.dtype(jnp.int8), "fp8": FP8}
 """The types that `--quantize` can name."""
 QUANTIZED = ("qkv", "out", "gate_up", "down", "head")
 LOOKED_UP = ("embed", "positions")

@@ -14,7 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
+from levserve.device.compile_events import listen
 from levserve.device.program_cache import find_program, keep_program
 from levserve.device.program_set import identify
 from levserve.device.programs import Programs
@@ -24,6 +26,7 @@ from levserve.jit.target import detect_target
 from levserve.jit.xla_call import Kernel
 from levserve.model.cpu.linear import kernel_for, multiply
 from levserve.model.cpu.products import product_for
+from levserve.observe.metrics import Metrics
 from tests.conftest import GOLDEN
 from tests.engines import ask, read, running_engine
 
@@ -221,6 +224,44 @@ def test_a_program_comes_back_with_the_kernel_it_calls(folder: Path, monkeypatch
     assert find_program("sum", [device]) is None, "without its kernel it is of no use"
     np.testing.assert_array_equal(compiled(weight, x)[0], found(weight, x)[0])  # whoever has it goes on
     assert find_program("another", [device]) is None
+
+
+def test_what_jax_has_loaded_from_disk_does_not_count_as_compiled(folder: Path) -> None:
+    """XLA serializes such a program without its code, so that it must not be kept: not when jax loads it, and
+    not when jax has it in memory from then on."""
+    options = {
+        "jax_compilation_cache_dir": str(folder),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in options}
+    shape = jax.ShapeDtypeStruct((7, 11), jnp.float32)
+    compiles = listen(Metrics())
+
+    def count(program: jax.stages.Wrapped) -> int:
+        num_compiled = compiles.num_compiled_here
+        program.lower(shape).compile()
+        return compiles.num_compiled_here - num_compiled
+
+    def make_program() -> jax.stages.Wrapped:
+        def add(x: jax.Array) -> jax.Array:
+            return jnp.cumsum(x, 0) + 1
+
+        return jax.jit(add)
+
+    try:
+        for name, value in options.items():
+            jax.config.update(name, value)
+        reset_cache()
+        assert count(make_program()) == 1
+        again = make_program()
+        assert count(again) == 0, "jax found it on disk"
+        assert count(again) == 0, "jax has it in memory"
+    finally:
+        compiles.stop()
+        for name, value in before.items():
+            jax.config.update(name, value)
+        reset_cache()
 
 
 def test_a_program_that_cannot_be_read_back_is_compiled_anew(
