@@ -356,9 +356,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--without-amx", action="store_true", help="CPU kernels do not use matrix units")
     parser.add_argument(
         "--experts",
-        choices=["auto", "triton", "mosaic"],
+        choices=["auto", "triton", "mosaic", "both"],
         default="auto",
-        help="the GPU kernels of a mixture's experts, to measure both",
+        help="the GPU kernels of a mixture's experts; both: Triton for the first product, Mosaic GPU for the second",
     )
     parser.add_argument(
         "--looks",

@@ -243,6 +243,12 @@ class Backend(ABC):
         x float32 [token, embed], scores [token, expert] by the router, is_real [token].
         """
 
+    def add_experts(
+        self, added: jax.Array, x: jax.Array, scores: jax.Array, is_real: jax.Array, experts: Mixture
+    ) -> jax.Array:
+        """What `mix_experts` makes of x, added to this."""
+        return added + self.mix_experts(x, scores, is_real, experts)
+
     def refine(
         self, logits: jax.Array, hidden: jax.Array, embed: jax.Array, num_used: jax.Array | None
     ) -> jax.Array:

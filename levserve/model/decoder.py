@@ -156,7 +156,10 @@ def run_layer(
         if isinstance(layer.mlp, Mlp):
             fed = layer.mlp(fed, num_used, mlp_norm)
         else:
-            fed = layer.mlp(apply(mlp_norm, fed), place.positions >= 0)
+            normed, is_real = apply(mlp_norm, fed), place.positions >= 0
+            if layer.mlp_post_norm is None and config.residual_scale == 1.0:
+                return layer.mlp.add_to(added, normed, is_real), pool
+            fed = layer.mlp(normed, is_real)
         return added + apply(layer.mlp_post_norm, fed) * config.residual_scale, pool
 
 

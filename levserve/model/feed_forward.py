@@ -69,15 +69,27 @@ class Experts(eqx.Module):
 
     def __call__(self, x: NamedArray, is_real: jax.Array) -> NamedArray:
         """Computes the tokens that are not padding, by `is_real` [row, chunk]; zeros for the rest."""
-        config = self.config
-        flat = x.flatten_axes((ROW, CHUNK), "token").rearrange(("token", "embed"))
-        scores = self.router(flat).rearrange(("token", "expert")).array
-        mixed = self.backend.mix_experts(flat.array, scores, is_real.reshape(-1), self)
+        flat = _by_token(x)
+        mixed = self.backend.mix_experts(flat.array, self._scores(flat), is_real.reshape(-1), self)
         if self.shared is not None:
             mixed = mixed + self._run_shared(flat)
-        if config.num_shards > 1:
+        if self.config.num_shards > 1:
             mixed = sum_over_devices(mixed)
-        return hax.named(mixed.reshape(*is_real.shape, config.hidden_size), (ROW, CHUNK, "embed"))
+        return self._by_row(mixed, is_real)
+
+    def add_to(self, added: NamedArray, x: NamedArray, is_real: jax.Array) -> NamedArray:
+        """The same of x, added to what stands beside it."""
+        if self.shared is not None or self.config.num_shards > 1:
+            return added + self(x, is_real)
+        flat = _by_token(x)
+        given = _by_token(added).array, flat.array, self._scores(flat), is_real.reshape(-1)
+        return self._by_row(self.backend.add_experts(*given, self), is_real)
+
+    def _scores(self, tokens: NamedArray) -> jax.Array:
+        return self.router(tokens).rearrange(("token", "expert")).array
+
+    def _by_row(self, mixed: jax.Array, is_real: jax.Array) -> NamedArray:
+        return hax.named(mixed.reshape(*is_real.shape, self.config.hidden_size), (ROW, CHUNK, "embed"))
 
     def _run_shared(self, tokens: NamedArray) -> jax.Array:
         assert self.shared is not None
@@ -142,3 +154,7 @@ class Experts(eqx.Module):
             .rearrange((*axes, "embed"))
             .array
         )
+
+
+def _by_token(x: NamedArray) -> NamedArray:
+    return x.flatten_axes((ROW, CHUNK), "token").rearrange(("token", "embed"))

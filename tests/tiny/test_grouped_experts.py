@@ -16,6 +16,7 @@ from levserve.model import experts as plain
 from levserve.model.backend import Backend, ExpertChoice, ExpertRule
 from levserve.model.config import Activation, ModelConfig, Routing, Scoring
 from levserve.model.decoder import Decoder
+from levserve.model.gpu import expert_tiles
 from levserve.model.gpu.backend import GpuBackend
 from levserve.model.gpu.expert_choice import choose_experts
 from levserve.model.gpu.expert_plan import Plan, Tiling, choose_plan
@@ -143,8 +144,13 @@ def test_experts_are_chosen_as_by_xla_and_none_for_padding(
     np.testing.assert_allclose(got.weights, wanted.weights, rtol=1e-5)
 
 
-@pytest.mark.parametrize("chosen", ["any", "first", "last", "none"])
-def test_every_pair_is_in_one_tile_of_its_expert(chosen: str) -> None:
+@pytest.mark.parametrize(
+    ("chosen", "pairs_per_step"), [("any", 1024), ("any", 32), ("first", 32), ("last", 1024), ("none", 1024)]
+)
+def test_every_pair_is_in_one_tile_of_its_expert(
+    chosen: str, pairs_per_step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expert_tiles, "PAIRS_PER_STEP", pairs_per_step)
     num_tokens, per_token, num_experts, size = 61, 3, 7, 16
     rng = np.random.default_rng(0)
     experts = np.array([rng.permutation(num_experts)[:per_token] for _ in range(num_tokens)], np.int32)

@@ -25,6 +25,8 @@ pytestmark = [
 
 NUM_EXPERTS, PER_TOKEN, EMBED, MLP = 8, 2, 4096, 14336
 RULE = ExpertRule(NUM_EXPERTS, PER_TOKEN, Routing(), is_gated=True, activation=Activation.SILU)
+SMALL = ExpertRule(128, 8, Routing(), is_gated=True, activation=Activation.SILU)
+"""Qwen3-30B-A3B's, of 768 hidden numbers."""
 
 
 @functools.cache
@@ -74,3 +76,33 @@ def test_wide_experts_of_many_tokens_are_multiplied_by_mosaic(num_tokens: int) -
 def test_few_tokens_are_for_triton_and_so_are_all_if_asked(num_tokens: int, kernels: ExpertKernels) -> None:
     names = names_of(compile_there(num_tokens, kernels))
     assert "experts_up" in names and "experts_down" in names and "gather_rows" not in names
+
+
+def test_of_small_experts_mosaic_makes_the_second_product_alone_and_adds_the_residual() -> None:
+    num_tokens, embed, mlp = 4096, 2048, 768
+
+    def add(
+        added: jax.Array, x: jax.Array, scores: jax.Array, is_real: jax.Array, *matrices: jax.Array
+    ) -> jax.Array:
+        experts: Any = SimpleNamespace(rule=SMALL, matrices=matrices, biases=None, correction=None)
+        return GpuBackend().add_experts(added, x, scores, is_real, experts)
+
+    given = [
+        placed(jax.ShapeDtypeStruct(shape, dtype))
+        for shape, dtype in (
+            ((num_tokens, embed), jnp.float32),
+            ((num_tokens, embed), jnp.bfloat16),
+            ((num_tokens, SMALL.num_experts), jnp.float32),
+            ((num_tokens,), jnp.bool_),
+            ((SMALL.num_experts, 2 * mlp, embed), jnp.bfloat16),
+            ((SMALL.num_experts, embed, mlp), jnp.bfloat16),
+        )
+    ]
+    compiled = compile_on_the_card(lambda: jax.jit(add).trace(*given).lower())
+    assert [thunk.kind for thunk in compiled.thunks if thunk.depth == 0] == ["kCommandBuffer"]
+    names = names_of(compiled)
+    for name in ("choose_experts", "tile_pairs", "list_tiles", "experts_up", "sum_results"):
+        assert names.count(name) == 1
+    assert len(names) == 7, "and a product, and which tokens are real as integers"
+    slots = num_tokens * SMALL.per_token + SMALL.num_experts * 2 * BLOCK
+    assert compiled.temp_bytes <= slots * 2 * (embed + mlp) + (4 << 20)

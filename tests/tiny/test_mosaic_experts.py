@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +15,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from levserve.model.backend import ExpertChoice, ExpertRule
 from levserve.model.config import Activation, Routing
-from levserve.model.gpu.expert_blocks import BLOCK, block_pairs
+from levserve.model.gpu import backend
+from levserve.model.gpu.backend import ExpertKernels, GpuBackend
+from levserve.model.gpu.expert_blocks import BLOCK, Blocks, block_pairs, halve_tiles
+from levserve.model.gpu.expert_plan import Plan, Tiling
+from levserve.model.gpu.expert_tiles import tile_pairs
 from levserve.model.gpu.gate import Gate
-from levserve.model.gpu.mosaic_experts import mix_blocks
+from levserve.model.gpu.mosaic_experts import mix_blocks, mix_tiles
 from levserve.model.gpu.mosaic_plan import is_faster, serves
 
 Array = np.ndarray
@@ -31,11 +38,20 @@ def choose(num_tokens: int, num_experts: int, per_token: int, chosen: str = "any
     return experts
 
 
+def blocks_of(experts: Array, num_experts: int, are_halves: bool) -> Blocks:
+    given = jnp.asarray(experts)
+    if not are_halves:
+        return block_pairs(given, num_experts, interpret=True)
+    tiles = tile_pairs(given, num_experts, 2 * BLOCK, interpret=True)
+    return halve_tiles(tiles, num_experts, experts.size, interpret=True)
+
+
+@pytest.mark.parametrize("are_halves", [False, True], ids=["blocks", "halves of tiles"])
 @pytest.mark.parametrize("chosen", ["any", "first", "last", "none"])
-def test_every_block_is_in_one_tile_and_every_pair_in_its_place(chosen: str) -> None:
+def test_every_block_is_in_one_tile_and_every_pair_in_its_place(chosen: str, are_halves: bool) -> None:
     num_experts = 5
     experts = choose(300, num_experts, 2, chosen)
-    blocks = block_pairs(jnp.asarray(experts), num_experts, interpret=True)
+    blocks = blocks_of(experts, num_experts, are_halves)
     counts = np.bincount(experts.reshape(-1), minlength=num_experts + 1)[:num_experts]
     used = -(-counts // BLOCK)
     np.testing.assert_array_equal(blocks.counts, [(used // 2).sum(), (used % 2).sum()])
@@ -58,7 +74,8 @@ def test_every_block_is_in_one_tile_and_every_pair_in_its_place(chosen: str) -> 
 
 
 @pytest.mark.mosaic
-def test_the_kernel_gives_the_sum_of_the_chosen_experts() -> None:
+@pytest.mark.parametrize("is_second_alone", [False, True])
+def test_the_kernel_gives_the_sum_of_the_chosen_experts(is_second_alone: bool) -> None:
     """Two programs, so that one has several tiles; expert 0 has a tile of two blocks, and expert 2 nobody."""
     num_tokens, embed, mlp = 80, 256, 128
     rng = np.random.default_rng(0)
@@ -73,14 +90,23 @@ def test_the_kernel_gives_the_sum_of_the_chosen_experts() -> None:
         )
     )
     weights = rng.random((num_tokens, 2), np.float32)
-    got = mix_blocks(
-        *(x, ExpertChoice(jnp.asarray(experts), jnp.asarray(weights)), gate_up, down),
-        gate=GATE,
-        num_programs=2,
-        interpret=plgpu.InterpretGPUParams(),
-    )
+    given = x, ExpertChoice(jnp.asarray(experts), jnp.asarray(weights)), gate_up, down
+    added = np.zeros((num_tokens, embed), np.float32)
+    if is_second_alone:
+        added = rng.standard_normal(added.shape, np.float32)
+        plan = Plan(2 * BLOCK, Tiling(64, 64, 4, 2), Tiling(64, 64, 4, 2), halvings=1)
+        is_real = jnp.asarray(experts[:, 0] < 3)
+        got = mix_tiles(
+            *(*given, jnp.asarray(added), is_real),
+            plan=plan,
+            num_programs=2,
+            interpret=plgpu.InterpretGPUParams(),
+        )
+        np.testing.assert_array_equal(got[:3], added[:3], "nothing is added to padding")
+    else:
+        got = mix_blocks(*given, gate=GATE, num_programs=2, interpret=plgpu.InterpretGPUParams())
     wide, up_matrices, down_matrices = (np.asarray(array, np.float32) for array in (x, gate_up, down))
-    wanted = np.zeros((num_tokens, embed), np.float32)
+    wanted = added.copy()
     for place, expert in enumerate((0, 1)):
         gate, up = np.split(wide @ up_matrices[expert].T, 2, axis=1)
         hidden = np.asarray(jnp.asarray(gate / (1 + np.exp(-gate)) * up, jnp.bfloat16), np.float32)
@@ -93,6 +119,44 @@ def test_wide_experts_with_many_tokens_are_for_mosaic() -> None:
     assert is_faster(4096, RULE, mixtral) and is_faster(1024, RULE, mixtral)
     assert not is_faster(256, RULE, mixtral), "64 tokens an expert"
     assert not is_faster(4096, many, 768) and not is_faster(1 << 20, many, 768)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "num_tokens", "mlp", "wanted"),
+    [
+        (ExpertKernels.AUTO, 4096, 768, "mix_tiles"),
+        (ExpertKernels.AUTO, 2048, 768, "mix_grouped"),
+        (ExpertKernels.AUTO, 4096, 4096, "mix_blocks"),
+        (ExpertKernels.AUTO, 4096, 704, "mix_grouped"),
+        (ExpertKernels.TRITON, 4096, 768, "mix_grouped"),
+        (ExpertKernels.MOSAIC, 4096, 768, "mix_blocks"),
+        (ExpertKernels.BOTH, 1024, 768, "mix_tiles"),
+        (ExpertKernels.BOTH, 512, 768, "mix_grouped"),
+    ],
+)
+def test_the_second_product_alone_is_for_mosaic_where_small_experts_have_many_tokens(
+    kernels: ExpertKernels, num_tokens: int, mlp: int, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rule = dataclasses.replace(RULE, num_experts=128, per_token=8)
+    called: list[str] = []
+
+    def stand_in(name: str, x: jax.Array, *_: object, **__: object) -> jax.Array:
+        called.append(name)
+        return x.astype(jnp.float32)
+
+    for name in ("mix_tiles", "mix_blocks", "mix_grouped"):
+        monkeypatch.setattr(backend, name, functools.partial(stand_in, name))
+    monkeypatch.setattr(backend, "is_hopper", lambda: True)
+
+    def add(x: jax.Array, scores: jax.Array, is_real: jax.Array, *matrices: jax.Array) -> jax.Array:
+        experts: Any = SimpleNamespace(rule=rule, matrices=matrices, biases=None, correction=None)
+        return GpuBackend(expert_kernels=kernels).add_experts(x, x, scores, is_real, experts)
+
+    embed, types = 512, (jnp.float32, jnp.float32, jnp.bool_, jnp.bfloat16, jnp.bfloat16)
+    shapes = (num_tokens, embed), (num_tokens, 128), (num_tokens,), (128, 2 * mlp, embed), (128, embed, mlp)
+    given = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip(shapes, types, strict=True)]
+    jax.eval_shape(add, *given)
+    assert called == [wanted]
 
 
 def test_the_kernel_serves_only_what_it_computes() -> None:

@@ -32,8 +32,9 @@ from levserve.model.experts import choose_experts as choose_by_rule
 from levserve.model.fp8_rows import Fp8Rows, round_rows
 from levserve.model.gpu.decode_attention import decode_attention
 from levserve.model.gpu.draw import draw_tokens
+from levserve.model.gpu.expert_blocks import BLOCK
 from levserve.model.gpu.expert_choice import choose_experts, is_plain
-from levserve.model.gpu.expert_plan import choose_plan
+from levserve.model.gpu.expert_plan import Plan, choose_plan
 from levserve.model.gpu.fp8_dot import has_dot_fp8
 from levserve.model.gpu.fp8_plan import choose_cut
 from levserve.model.gpu.fp8_product import multiply_fp8
@@ -43,8 +44,8 @@ from levserve.model.gpu.gate import Gate
 from levserve.model.gpu.grouped_experts import FLOAT32_PRECISION, mix_grouped
 from levserve.model.gpu.heads import place_heads
 from levserve.model.gpu.hopper import is_hopper
-from levserve.model.gpu.mosaic_experts import mix_blocks
-from levserve.model.gpu.mosaic_plan import is_faster, serves
+from levserve.model.gpu.mosaic_experts import mix_blocks, mix_tiles
+from levserve.model.gpu.mosaic_plan import is_faster, is_faster_below, serves
 from levserve.model.gpu.packed_plan import MAX_ROWS, choose_tiling
 from levserve.model.gpu.packed_product import multiply_in_registers
 from levserve.model.gpu.paged_attention import paged_attention
@@ -75,6 +76,8 @@ class ExpertKernels(StrEnum):
     TRITON = "triton"
     MOSAIC = "mosaic"
     """Wherever it can."""
+    BOTH = "both"
+    """Triton for the first product and Mosaic GPU for the second, wherever they can."""
 
 
 @dataclass(frozen=True)
@@ -251,8 +254,7 @@ class GpuBackend(XlaBackend):
             known = jnp.minimum(choice.experts, rule.num_experts - 1)
             total = mix_gathered(x, choice._replace(experts=known), experts)
         elif self._uses_mosaic(len(x), experts):
-            gate = Gate(rule.activation, rule.is_gated, rule.gate_limit, rule.up_offset)
-            total = mix_blocks(x.astype(gate_up.dtype), choice, gate_up, down, gate=gate)
+            total = mix_blocks(x.astype(gate_up.dtype), choice, gate_up, down, gate=plan.gate)
         else:
             total = mix_grouped(
                 x.astype(gate_up.dtype),
@@ -265,14 +267,38 @@ class GpuBackend(XlaBackend):
             )
         return jnp.where(is_real[:, None], total, 0.0)
 
+    def add_experts(
+        self, added: jax.Array, x: jax.Array, scores: jax.Array, is_real: jax.Array, experts: Mixture
+    ) -> jax.Array:
+        plan, matrices = self._plan_of_both(len(x), experts), experts.matrices
+        if plan is None or matrices is None:
+            return super().add_experts(added, x, scores, is_real, experts)
+        choice = self._choose_experts(scores, is_real, experts)
+        return mix_tiles(x.astype(matrices[0].dtype), choice, *matrices, added, is_real, plan=plan)
+
+    def _plan_of_both(self, num_tokens: int, experts: Mixture) -> Plan | None:
+        """How Triton makes the first product, if Mosaic GPU makes the second."""
+        kernels, matrices = self.expert_kernels, self._matrices_for_mosaic(experts)
+        if matrices is None or self._uses_mosaic(num_tokens, experts):
+            return None
+        is_chosen = kernels is ExpertKernels.AUTO and is_faster_below(num_tokens, experts.rule)
+        if not is_chosen and kernels is not ExpertKernels.BOTH:
+            return None
+        plan = choose_plan(num_tokens, experts.rule, *matrices)
+        return plan if plan is not None and plan.size == 2 * BLOCK and plan.rounds else None
+
     def _uses_mosaic(self, num_tokens: int, experts: Mixture) -> bool:
-        """Whether Mosaic GPU makes the products, and not Triton."""
-        kernels, rule = self.expert_kernels, experts.rule
-        if kernels is ExpertKernels.TRITON or experts.matrices is None or experts.biases is not None:
+        """Whether Mosaic GPU makes both products, and not Triton."""
+        kernels, matrices = self.expert_kernels, self._matrices_for_mosaic(experts)
+        if matrices is None or kernels in (ExpertKernels.TRITON, ExpertKernels.BOTH):
             return False
-        if self.interpret or not is_hopper() or not serves(rule, *experts.matrices):
-            return False
-        return kernels is ExpertKernels.MOSAIC or is_faster(num_tokens, rule, experts.matrices[1].shape[2])
+        return kernels is ExpertKernels.MOSAIC or is_faster(num_tokens, experts.rule, matrices[1].shape[2])
+
+    def _matrices_for_mosaic(self, experts: Mixture) -> tuple[jax.Array, jax.Array] | None:
+        """Those that Mosaic GPU can multiply."""
+        if self.interpret or experts.matrices is None or experts.biases is not None or not is_hopper():
+            return None
+        return experts.matrices if serves(experts.rule, *experts.matrices) else None
 
     def _choose_experts(self, scores: jax.Array, is_real: jax.Array, experts: Mixture) -> ExpertChoice:
         """The experts of each token; padding has the number of experts in their place."""

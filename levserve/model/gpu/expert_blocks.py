@@ -6,6 +6,7 @@ put in the order of the blocks first.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -14,11 +15,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from levserve.model.gpu.expert_tiles import tile_pairs
+from levserve.model.gpu.expert_tiles import Tiles, tile_pairs
 from levserve.model.gpu.paged_attention import power_of_two
 
 BLOCK = 64
 """Rows of the smallest product of a warp group."""
+
+Found = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+"""The first blocks of tiles, their experts, and which of them are tiles of two blocks and which of one."""
 
 
 class Blocks(NamedTuple):
@@ -32,7 +36,7 @@ class Blocks(NamedTuple):
     """[2]: how many tiles there are."""
     pairs: jax.Array
     """[slot]: the pair of each slot of the blocks, and the number of all pairs where there is none. It means
-    nothing for blocks that are empty, nor for the last 64 slots, which are in excess."""
+    nothing for blocks that are empty, nor for slots beyond the last block, which are in excess."""
     of_blocks: jax.Array
     """[block]: its expert; the number of experts for a block that is empty."""
     places: jax.Array
@@ -44,46 +48,63 @@ def block_pairs(experts: jax.Array, num_experts: int, *, interpret: bool = False
     """Blocks of the pairs of tokens with `experts` [token, experts per token]; see `tile_pairs`."""
     found = tile_pairs(experts, num_experts, BLOCK, interpret=interpret)
     (num_blocks,) = found.experts.shape
-    most = num_blocks + 1  # one in excess, where interpreted stores go that are masked
-    shapes = (2 * most,), (2 * most,), (2,)
+
+    def find(expert_ref: jax.Ref, rank_ref: jax.Ref) -> Found:
+        blocks = lax.iota(jnp.int32, power_of_two(num_blocks))
+        is_there = blocks < num_blocks
+        of_blocks = plgpu.load(expert_ref.at[blocks], mask=is_there, other=num_experts)
+        ranks = plgpu.load(rank_ref.at[blocks], mask=is_there, other=0)
+        after = plgpu.load(expert_ref.at[blocks + 1], mask=blocks + 1 < num_blocks, other=num_experts)
+        is_first = (of_blocks < num_experts) & (ranks % 2 == 0)
+        return blocks, of_blocks, is_first & (after == of_blocks), is_first & (after != of_blocks)
+
+    listed = _list(find, (found.experts, found.ranks), num_blocks, interpret)
+    return Blocks(*listed, found.pairs.reshape(-1), found.experts, found.places)
+
+
+def halve_tiles(tiles: Tiles, num_experts: int, num_pairs: int, *, interpret: bool = False) -> Blocks:
+    """The same tiles as two blocks each, or as one where the second has no pair."""
+    (num_tiles,) = tiles.experts.shape
+    assert tiles.pairs.shape[1] == 2 * BLOCK
+    pairs = tiles.pairs.reshape(-1)
+
+    def find(expert_ref: jax.Ref, pair_ref: jax.Ref) -> Found:
+        numbers = lax.iota(jnp.int32, power_of_two(num_tiles))
+        of_tiles = plgpu.load(expert_ref.at[numbers], mask=numbers < num_tiles, other=num_experts)
+        is_used = of_tiles < num_experts
+        middle = plgpu.load(pair_ref.at[(2 * numbers + 1) * BLOCK], mask=is_used, other=num_pairs)
+        return 2 * numbers, of_tiles, is_used & (middle < num_pairs), is_used & (middle >= num_pairs)
+
+    listed = _list(find, (tiles.experts, pairs), num_tiles, interpret)
+    has_pair = pairs[: 2 * num_tiles * BLOCK : BLOCK] < num_pairs
+    of_blocks = jnp.where(has_pair, jnp.repeat(tiles.experts, 2), num_experts)
+    return Blocks(*listed, pairs, of_blocks, tiles.places)
+
+
+def _list(
+    find: Callable[..., Found], given: tuple[jax.Array, ...], most: int, interpret: bool
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`Blocks.firsts`, `experts` and `counts` of at most so many tiles of each kind."""
+    room = most + 1  # one in excess, where interpreted stores go that are masked
+
+    def kernel(*refs: jax.Ref) -> None:
+        *given_refs, first_ref, of_tile_ref, count_ref = refs
+        firsts, experts, *kinds = find(*given_refs)
+        for kind, is_kind in enumerate(kinds):
+            is_one = is_kind.astype(jnp.int32)
+            to = kind * room + jnp.where(is_kind, jnp.cumsum(is_one) - 1, most)
+            plgpu.store(first_ref.at[to], firsts, mask=is_kind)
+            plgpu.store(of_tile_ref.at[to], experts, mask=is_kind)
+            count_ref[kind] = jnp.sum(is_one)
+
+    shapes = (2 * room,), (2 * room,), (2,)
     firsts, of_tiles, counts = pl.pallas_call(
-        lambda *refs: _list_tiles(*refs, num_experts=num_experts),
-        in_specs=[pl.BlockSpec((num_blocks,), lambda: (0,))] * 2,
+        kernel,
+        in_specs=[pl.BlockSpec(array.shape, lambda: (0,)) for array in given],
         out_specs=[pl.BlockSpec(shape, lambda: (0,)) for shape in shapes],
         out_shape=[jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes],
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="list_tiles",
-    )(found.experts, found.ranks)
-    return Blocks(
-        firsts.reshape(2, most),
-        of_tiles.reshape(2, most),
-        counts,
-        found.pairs.reshape(-1),
-        found.experts,
-        found.places,
-    )
-
-
-def _list_tiles(
-    expert_ref: jax.Ref,
-    rank_ref: jax.Ref,
-    first_ref: jax.Ref,
-    of_tile_ref: jax.Ref,
-    count_ref: jax.Ref,
-    *,
-    num_experts: int,
-) -> None:
-    (num_blocks,) = expert_ref.shape
-    blocks = lax.iota(jnp.int32, power_of_two(num_blocks))
-    is_there = blocks < num_blocks
-    experts = plgpu.load(expert_ref.at[blocks], mask=is_there, other=num_experts)
-    ranks = plgpu.load(rank_ref.at[blocks], mask=is_there, other=0)
-    after = plgpu.load(expert_ref.at[blocks + 1], mask=blocks + 1 < num_blocks, other=num_experts)
-    is_first = (experts < num_experts) & (ranks % 2 == 0)
-    for kind, is_kind in enumerate((is_first & (after == experts), is_first & (after != experts))):
-        is_one = is_kind.astype(jnp.int32)
-        to = kind * (num_blocks + 1) + jnp.where(is_kind, jnp.cumsum(is_one) - 1, num_blocks)
-        plgpu.store(first_ref.at[to], blocks, mask=is_kind)
-        plgpu.store(of_tile_ref.at[to], experts, mask=is_kind)
-        count_ref[kind] = jnp.sum(is_one)
+    )(*given)
+    return firsts.reshape(2, room), of_tiles.reshape(2, room), counts

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from levserve.model.backend import ExpertRule
 from levserve.model.config import Activation
+from levserve.model.gpu.gate import Gate
 
 FEW_TOKENS = 16
 """Up to so many tokens a tile has all of them, whatever their experts are."""
@@ -50,6 +51,15 @@ class Plan:
     activation: Activation = Activation.SILU
     gate_limit: float | None = None
     up_offset: float = 0.0
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Of a tile and its halves, the largest first."""
+        return tuple(self.size >> halving for halving in range(self.halvings + 1))
+
+    @property
+    def gate(self) -> Gate:
+        return Gate(self.activation, self.is_gated, self.gate_limit, self.up_offset)
 
 
 FEW = Plan(16, Tiling(64, 128, 4, 4, is_turned=True), Tiling(128, 128, 4, 3))

@@ -54,23 +54,38 @@ def gather_rows(
 
 
 def sum_results(
-    results: jax.Array, weights: jax.Array, blocks: Blocks, *, interpret: bool = False
+    results: jax.Array,
+    weights: jax.Array,
+    blocks: Blocks,
+    added: tuple[jax.Array, jax.Array] | None = None,
+    *,
+    interpret: bool = False,
 ) -> jax.Array:
-    """The weighted sum of each token's results, float32; it means nothing for a token that is padding."""
+    """The weighted sum of each token's results, float32; it means nothing for a token that is padding.
+
+    With `added`, rows [token, embed] and which tokens are real [token], it is added to the rows of these.
+    """
     num_tokens, per_token = weights.shape
     num_slots, embed = results.shape
     columns = math.gcd(SUMMED_COLUMNS, embed)
 
-    def kernel(result_ref: jax.Ref, weight_ref: jax.Ref, place_ref: jax.Ref, out_ref: jax.Ref) -> None:
+    def kernel(result_ref: jax.Ref, weight_ref: jax.Ref, place_ref: jax.Ref, *refs: jax.Ref) -> None:
+        *added_refs, out_ref = refs
         token, first = pl.program_id(0), pl.program_id(1) * columns
         total = jnp.zeros(columns, jnp.float32)
         for index in range(per_token):
             place = lax.clamp(0, place_ref[token * per_token + index], num_slots - 1)
             row = result_ref[place, pl.ds(first, columns)].astype(jnp.float32)
             total += weight_ref[token, index] * row
+        if added_refs:
+            row_ref, real_ref = added_refs
+            total = row_ref[token, pl.ds(first, columns)] + jnp.where(real_ref[token] != 0, total, 0.0)
         out_ref[token, pl.ds(first, columns)] = total
 
-    given = results, weights, blocks.places
+    given = [results, weights, blocks.places]
+    if added is not None:
+        rows, is_real = added
+        given += [rows, is_real.astype(jnp.int32)]
     return pl.pallas_call(
         kernel,
         grid=(num_tokens, embed // columns),

@@ -18,8 +18,10 @@ from jax.experimental.pallas import triton as plgpu
 
 from levserve.model.gpu.paged_attention import power_of_two
 
-PAIRS_PER_STEP = 4096
-"""Pairs that a program looks at in one step."""
+PAIRS_PER_STEP = 32768
+"""Pairs that a program looks at in one step, at most: 4,096 tokens of Qwen3-30B-A3B's, which take 8.8 us
+where steps of 4,096 pairs take 15.7."""
+PAIRS_PER_WARP, MIN_WARPS, MAX_WARPS = 512, 4, 16
 
 
 class Tiles(NamedTuple):
@@ -52,13 +54,23 @@ def tile_pairs(experts: jax.Array, num_experts: int, size: int, *, interpret: bo
         in_specs=[pl.BlockSpec(experts.shape, lambda number: (0, 0))],
         out_specs=[pl.BlockSpec(shape, lambda number: (0,)) for shape in shapes],
         out_shape=[jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes],
-        compiler_params=plgpu.CompilerParams(
-            num_warps=8 if experts.size >= PAIRS_PER_STEP else 4, num_stages=1
-        ),
+        compiler_params=plgpu.CompilerParams(num_warps=_num_warps(experts.shape), num_stages=1),
         interpret=interpret,
         name="tile_pairs",
     )(experts)
     return Tiles(pairs.reshape(num_tiles + 1, size), *rest)
+
+
+def _step(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Tokens that are looked at in one step, and places of each for its experts."""
+    num_tokens, per_token = shape
+    width = power_of_two(per_token)
+    return min(power_of_two(num_tokens), max(PAIRS_PER_STEP // width, 1)), width
+
+
+def _num_warps(shape: tuple[int, ...]) -> int:
+    height, width = _step(shape)
+    return max(MIN_WARPS, min(MAX_WARPS, height * width // PAIRS_PER_WARP))
 
 
 def _kernel(
@@ -73,8 +85,7 @@ def _kernel(
 ) -> None:
     (num_tokens, per_token), (num_tiles,) = expert_ref.shape, of_tile_ref.shape
     number = pl.program_id(0)
-    width = power_of_two(per_token)
-    height = min(power_of_two(num_tokens), max(PAIRS_PER_STEP // width, 1))
+    height, width = _step(expert_ref.shape)
     num_steps = -(-num_tokens // height)
     place = lax.broadcasted_iota(jnp.int32, (height, width), 1)
 

@@ -17,7 +17,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from levserve.model.backend import ExpertChoice
 from levserve.model.gpu.expert_plan import FEW_TOKENS, Plan, Tiling
-from levserve.model.gpu.expert_tiles import tile_pairs
+from levserve.model.gpu.expert_tiles import Tiles, tile_pairs
 from levserve.model.gpu.gate import Gate
 from levserve.model.gpu.paged_attention import power_of_two
 
@@ -48,25 +48,46 @@ def mix_grouped(
     if num_tokens > FEW_TOKENS:
         tiles = tile_pairs(choice.experts, len(gate_up), plan.size, interpret=interpret)
         pairs, experts = tiles.pairs, tiles.experts
-    sizes = tuple(plan.size >> halving for halving in range(plan.halvings + 1))
     multiply = functools.partial(
         _multiply,
         pairs=pairs,
         experts=experts,
-        sizes=sizes,
+        sizes=plan.sizes,
         per_token=per_token,
         num_tokens=num_tokens,
         interpret=interpret,
     )
     up_bias, down_bias = biases or (None, None)
-    gate = Gate(plan.activation, plan.is_gated, plan.gate_limit, plan.up_offset)
-    hidden = multiply(x, gate_up, up_bias, tiling=plan.gate_up, dtype=x.dtype, gate=gate)
+    hidden = multiply(x, gate_up, up_bias, tiling=plan.gate_up, dtype=x.dtype, gate=plan.gate)
     dtype = x.dtype if plan.rounds else jnp.dtype(jnp.float32)
     weights = choice.weights.reshape(-1)
     results = multiply(hidden, down, down_bias, tiling=plan.down, weights=weights, dtype=dtype)
     results = results[:-1].reshape(num_tokens, per_token, -1)
     # One by one: XLA would compile a sum over an axis to a kernel of its own.
     return functools.reduce(jnp.add, (results[:, place].astype(jnp.float32) for place in range(per_token)))
+
+
+def hidden_in_tiles(
+    x: jax.Array, tiles: Tiles, gate_up: jax.Array, num_pairs: int, *, plan: Plan, interpret: bool = False
+) -> jax.Array:
+    """The hidden numbers of each pair of many tokens, in the order of the tiles. They mean nothing where a
+    tile has no pair."""
+    num_tokens = len(x)
+    return _multiply(
+        x,
+        gate_up,
+        None,
+        dtype=x.dtype,
+        pairs=tiles.pairs,
+        experts=tiles.experts,
+        sizes=plan.sizes,
+        tiling=plan.gate_up,
+        num_tokens=num_tokens,
+        per_token=num_pairs // num_tokens,
+        interpret=interpret,
+        gate=plan.gate,
+        in_tiles=True,
+    )
 
 
 def _multiply(
@@ -84,13 +105,16 @@ def _multiply(
     per_token: int,
     interpret: bool,
     gate: Gate | None = None,
+    in_tiles: bool = False,
 ) -> jax.Array:
     """Without weights, the hidden numbers of each pair from its token's row; with them, the weighted result
-    of each pair from its own row. One row is in excess: pairs that a tile lacks have its number."""
+    of each pair from its own row. One row is in excess: pairs that a tile lacks have its number. Results
+    are in the order of the pairs, or of the tiles."""
     width = matrices.shape[1] // (2 if gate is not None and gate.is_gated else 1)
     arrays = [rows, matrices, pairs, experts]
     arrays += [array for array in (biases, weights) if array is not None]
-    out = jax.ShapeDtypeStruct((num_tokens * per_token + 1, width), dtype)
+    num_results = len(experts) * sizes[0] if in_tiles else num_tokens * per_token + 1
+    out = jax.ShapeDtypeStruct((num_results, width), dtype)
     return pl.pallas_call(
         functools.partial(
             _kernel,
@@ -100,6 +124,7 @@ def _multiply(
             tiling=tiling,
             has_biases=biases is not None,
             gate=gate,
+            in_tiles=in_tiles,
             interpret=interpret,
         ),
         grid=(width // tiling.columns, len(experts)),
@@ -128,6 +153,7 @@ def _kernel(
     tiling: Tiling,
     has_biases: bool,
     gate: Gate | None,
+    in_tiles: bool,
     interpret: bool,
 ) -> None:
     bias_refs, (*weight_refs, out_ref) = refs[:has_biases], refs[has_biases:]
@@ -160,7 +186,8 @@ def _kernel(
             result = result * across(plgpu.load(weight_refs[0].at[known]))
         of_columns = along(columns)
         mask = jnp.broadcast_to(across(is_pair), result.shape)
-        plgpu.store(out_ref.at[across(pairs), of_columns], result.astype(out_ref.dtype), mask=mask)
+        to = tile * sizes[0] + jnp.arange(len(pairs), dtype=jnp.int32) if in_tiles else pairs
+        plgpu.store(out_ref.at[across(to), of_columns], result.astype(out_ref.dtype), mask=mask)
 
     def compute_first(size: int) -> None:
         compute(pair_ref[tile, pl.ds(0, size)])

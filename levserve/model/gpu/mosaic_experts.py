@@ -1,4 +1,7 @@
-"""The experts of many tokens by Mosaic GPU: rows in order by expert, two products, and the weighted sum."""
+"""The experts of many tokens by Mosaic GPU: rows in order by expert, two products, and the weighted sum.
+
+The first product may be Triton's, which puts rows in order by the way.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,12 @@ import functools
 import jax
 
 from levserve.model.backend import ExpertChoice
-from levserve.model.gpu.expert_blocks import block_pairs
+from levserve.model.gpu.expert_blocks import block_pairs, halve_tiles
+from levserve.model.gpu.expert_plan import Plan
 from levserve.model.gpu.expert_rows import gather_rows, sum_results
+from levserve.model.gpu.expert_tiles import tile_pairs
 from levserve.model.gpu.gate import Gate
+from levserve.model.gpu.grouped_experts import hidden_in_tiles
 from levserve.model.gpu.mosaic_product import NUM_PROGRAMS, multiply_blocks
 
 
@@ -33,3 +39,29 @@ def mix_blocks(
     )
     results = multiply(multiply(rows, gate_up, gate=gate), down, gate=None)
     return sum_results(results, choice.weights, blocks, interpret=is_interpreted)
+
+
+@functools.partial(jax.jit, static_argnames=("plan", "num_programs", "interpret"))
+def mix_tiles(
+    x: jax.Array,
+    choice: ExpertChoice,
+    gate_up: jax.Array,
+    down: jax.Array,
+    added: jax.Array,
+    is_real: jax.Array,
+    *,
+    plan: Plan,
+    num_programs: int = NUM_PROGRAMS,
+    interpret: object = None,
+) -> jax.Array:
+    """`added` [token, embed] with the weighted sum of each token's experts, float32. Triton makes the first
+    product and Mosaic GPU the second."""
+    is_interpreted = interpret is not None
+    num_experts, num_pairs = len(gate_up), choice.experts.size
+    tiles = tile_pairs(choice.experts, num_experts, plan.size, interpret=is_interpreted)
+    blocks = halve_tiles(tiles, num_experts, num_pairs, interpret=is_interpreted)
+    hidden = hidden_in_tiles(x, tiles, gate_up, num_pairs, plan=plan, interpret=is_interpreted)
+    results = multiply_blocks(
+        hidden, down, blocks=blocks, gate=None, num_programs=num_programs, interpret=interpret
+    )
+    return sum_results(results, choice.weights, blocks, (added, is_real), interpret=is_interpreted)
