@@ -20,7 +20,8 @@ from levserve.model.cpu.tile_products import (
     STEP_ROWS,
     Ahead,
     RowPlace,
-    plan_ahead,
+    steps,
+    tiles_for,
 )
 
 DEPTH = TILE_ROW_BYTES // 2
@@ -82,23 +83,14 @@ class Bfloat16Tiles:
         with tiles.configured(), builder.loop(0, task.num_rows, block) as start:
             stop = (start + block).minimum(task.num_rows)
             self._arrange(builder, task, (start, stop), activations)
-            with builder.loop(*task.outs, OUTS) as out, builder.loop(start, stop, STEP_ROWS) as row:
-                ahead = plan_ahead(
-                    builder,
-                    task,
-                    (start, stop),
-                    (row, out),
-                    units=OUTS // PREFETCH_LINES,
-                    near=PREFETCH_INPUTS,
-                    far=self.product.size,
-                )
+            units, far = OUTS // PREFETCH_LINES, self.product.size
+            with steps(builder, task, (start, stop), units=units, near=PREFETCH_INPUTS, far=far) as step:
+                row, out, ahead = step
                 weight = task.matrix.weight + out * self.row_bytes
                 rows = activations + (row - start) * self.row_bytes
                 count = (stop - row).minimum(STEP_ROWS)
-                with builder.when(count >= TILE_ROWS + 1):
-                    self._sum(builder, tiles, weight, rows, 2, task.scratch, ahead)
-                with builder.when(count < TILE_ROWS + 1):
-                    self._sum(builder, tiles, weight, rows, 1, task.scratch, ahead)
+                for num_tiles in tiles_for(builder, count):
+                    self._sum(builder, tiles, weight, rows, num_tiles, task.scratch, ahead)
                 self._store(builder, task, row, count, out)
 
     def _tiles(self, builder: Builder, columns: int) -> Tiles:

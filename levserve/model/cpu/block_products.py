@@ -29,6 +29,18 @@ def block_product_for(
     return SignedBlocks(size, target, num_terms) if is_signed else UnsignedBlocks(size, target, num_terms)
 
 
+def add_words(builder: Builder, sums: list[Value], matrix: list[Value], places: list[Value]) -> list[Value]:
+    """Sums with the products of a block of the matrix and the words at each place, by ARM's instruction."""
+    for half in range(0, WORDS, 4):
+        words = [builder.load(place + half * WORD, I32, 4) for place in places]
+        for word in range(4):
+            sums = [
+                builder.accumulate_dot_lane(total, matrix[half + word], activations, word)
+                for total, activations in zip(sums, words)
+            ]
+    return builder.finish(sums)
+
+
 def load_scales(builder: Builder, place: Value, lanes: int) -> Value:
     """Numbers of 16 bits as float32. Without an instruction for it LLVM would call a function of its runtime,
     which is not there: their bits are moved to a float32 whose exponent is too small."""
@@ -147,16 +159,8 @@ class SignedBlocks(BlockProduct):
         self, builder: Builder, matrix: list[Value], memory: Value, places: list[Value]
     ) -> list[Value]:
         """The sums of a block for a few rows at a time, which do not wait for each other."""
-        lanes = self.tile_outs
-        sums = [builder.load(builder.hide(memory), I32, lanes) for _ in places]
-        for half in range(0, WORDS, 4):
-            words = [builder.load(place + half * WORD, I32, 4) for place in places]
-            for word in range(4):
-                sums = [
-                    builder.accumulate_dot_lane(total, matrix[half + word], activations, word)
-                    for total, activations in zip(sums, words)
-                ]
-        return builder.finish(sums)
+        sums = [builder.load(builder.hide(memory), I32, self.tile_outs) for _ in places]
+        return add_words(builder, sums, matrix, places)
 
 
 class UnsignedBlocks(BlockProduct):

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from levserve.jit.builder import CACHE_LINE_BYTES, F32, I8, I32, ROUNDING_CONSTANT, Builder, Value
 from levserve.jit.target import Target
-from levserve.model.cpu.block_products import START, WORDS, load_scales
+from levserve.model.cpu.block_products import START, WORDS, add_words, load_scales
 from levserve.model.cpu.products import PREFETCH_BYTES, PreparedRow
 from levserve.model.int4_blocks import CENTER, SECOND_TERM, SECOND_TERM_BITS
 from levserve.model.int8_blocks import BLOCK, product_factor
@@ -162,14 +162,7 @@ class SignedNibbles(NibbleProduct):
             builder.load(self.block_word(row, 2 + term, block), I32).splat(self.tile_outs)
             for row, term in terms
         ]
-        for half in range(0, WORDS, 4):
-            words = [builder.load(place + half * WORD, I32, 4) for place in places]
-            for word in range(4):
-                sums = [
-                    builder.accumulate_dot_lane(total, matrix[half + word], activations, word)
-                    for total, activations in zip(sums, words)
-                ]
-        return builder.finish(sums)
+        return add_words(builder, sums, matrix, places)
 
 
 class UnsignedNibbles(NibbleProduct):

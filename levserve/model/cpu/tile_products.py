@@ -10,6 +10,8 @@ their tiles. What tiles read after the last row is not used. `bfloat16_tiles` ha
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol
 
@@ -100,22 +102,14 @@ class Int8Tiles:
         block = max(1, ROW_BLOCK_BYTES // (self.product.row_bytes * STEP_ROWS)) * STEP_ROWS
         with tiles.configured(), builder.loop(0, task.num_rows, block) as start:
             stop = (start + block).minimum(task.num_rows)
-            with builder.loop(*task.outs, OUTS) as out, builder.loop(start, stop, STEP_ROWS) as row:
-                ahead = plan_ahead(
-                    builder,
-                    task,
-                    (start, stop),
-                    (row, out),
-                    units=self.depth * OUTS // (CACHE_LINE_BYTES * PREFETCH_LINES),
-                    near=PREFETCH_BYTES,
-                    far=self.product.size * OUTS,
-                )
+            units = self.depth * OUTS // (CACHE_LINE_BYTES * PREFETCH_LINES)
+            far = self.product.size * OUTS
+            with steps(builder, task, (start, stop), units=units, near=PREFETCH_BYTES, far=far) as step:
+                row, out, ahead = step
                 weight = task.matrix.weight + out * self.product.out_bytes
                 rows, count = task.prepared + row * self.product.row_bytes, (stop - row).minimum(STEP_ROWS)
-                with builder.when(count >= TILE_ROWS + 1):
-                    self._sum(builder, tiles, weight, rows, 2, task.scratch, ahead)
-                with builder.when(count < TILE_ROWS + 1):
-                    self._sum(builder, tiles, weight, rows, 1, task.scratch, ahead)
+                for num_tiles in tiles_for(builder, count):
+                    self._sum(builder, tiles, weight, rows, num_tiles, task.scratch, ahead)
                 self._rescale(builder, task, row, count, out)
 
     def _sum(
@@ -176,7 +170,32 @@ class Ahead:
     end: Value
 
 
-def plan_ahead(
+class Step(NamedTuple):
+    """The first row and the first output of a step, and what it prefetches."""
+
+    row: Value
+    out: Value
+    ahead: Ahead
+
+
+@contextmanager
+def steps(
+    builder: Builder, task: ProductTask, rows: tuple[Value, Value], *, units: int, near: int, far: int
+) -> Iterator[Step]:
+    """Loops over the outputs of a task, and for each of their tiles over a range of its rows."""
+    with builder.loop(*task.outs, OUTS) as out, builder.loop(*rows, STEP_ROWS) as row:
+        yield Step(row, out, _plan_ahead(builder, task, rows, (row, out), units=units, near=near, far=far))
+
+
+def tiles_for(builder: Builder, count: Value) -> Iterator[int]:
+    """How many tiles so many rows need, two or one: what is written for each is done only then."""
+    with builder.when(count >= TILE_ROWS + 1):
+        yield 2
+    with builder.when(count < TILE_ROWS + 1):
+        yield 1
+
+
+def _plan_ahead(
     builder: Builder,
     task: ProductTask,
     rows: tuple[Value, Value],

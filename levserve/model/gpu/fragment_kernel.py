@@ -14,10 +14,8 @@ product with ones.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from levserve.model.gpu.assembly import Assembly
-from levserve.model.gpu.fragment_numbers import Numbers
+from levserve.model.gpu.fragment_numbers import Loaded, Numbers
 from levserve.model.gpu.fragment_plan import FragmentTiling, Problem
 from levserve.model.lanes import WORDS
 
@@ -28,17 +26,6 @@ X_STAGES = 3
 SHIFTING_GROUP = 128
 """Kernels for groups of so many inputs divide by shifts: with fewer registers, more programs run at once, and
 two rows of four bits take 0.92 of the time. With groups of 32 they take 1.03 to 1.09 times as long."""
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """Registers that a step is loaded into, while the step before is computed."""
-
-    codes: list[list[str]]  # [output][word]
-    scales: list[list[str]]  # [group][register]
-    zeros: list[list[str]]
-    offsets: list[list[str]]
-    x: list[list[list[str]]]  # [tile of rows][word][register]
 
 
 class Writer:

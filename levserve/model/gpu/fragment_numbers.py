@@ -6,6 +6,8 @@ So a mask widens two codes, and one addition takes the 128 and the zero point of
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import jax.numpy as jnp
 
 from levserve.model.gpu.assembly import Assembly
@@ -17,6 +19,17 @@ HALVES = 0x43004300
 """128 twice, likewise added."""
 MASK_THEN_OR = "0xEA"
 """`a & b | c`, for an instruction that takes a table of what to make of three bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Registers that a step is loaded into, while the step before is computed."""
+
+    codes: list[list[str]]  # [output][word]
+    scales: list[list[str]]  # [group][register]
+    zeros: list[list[str]]
+    offsets: list[list[str]]
+    x: list[list[list[str]]]  # [tile of rows][word][register]
 
 
 class Numbers:

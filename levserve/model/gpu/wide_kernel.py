@@ -13,7 +13,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from levserve.model.gpu.fragment_kernel import UNIT_BYTES, Loaded, Writer
+from levserve.model.gpu.fragment_kernel import UNIT_BYTES, Writer
+from levserve.model.gpu.fragment_numbers import Loaded
 from levserve.model.gpu.fragment_plan import FragmentTiling, Problem
 from levserve.model.gpu.wide_numbers import WideNumbers
 from levserve.model.lanes import LANES, WORDS
