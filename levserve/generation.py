@@ -70,6 +70,13 @@ class Delta(NamedTuple):
     num_echoed: int = 0
     """Of the tokens, so many at the beginning are an echoed prompt's."""
 
+    @property
+    def shown(self) -> tuple[Part, ...]:
+        """What it shows; where no reader splits the text, all of it is content."""
+        if self.parts is not None:
+            return self.parts
+        return (Content(self.text),) if self.text else ()
+
 
 class Choice:
     """Turns one sequence into text. Used by one thread at a time.
@@ -343,10 +350,8 @@ class Deltas(Iterator[tuple[int, Delta]]):
                 if self._next[1].finish is None and on_delta(*self._next):
                     self._next = None
                     return None
-            except (
-                Exception
-            ) as error:  # for the reader to raise: here it would end the delivery of everyone's tokens
-                self._failure = error
+            except Exception as error:
+                self._failure = error  # for the reader to raise: here it would end the delivery to everyone
             return WAKE_UP
 
         return on_batch

@@ -1,8 +1,7 @@
 """Log-probabilities in the three shapes clients know: of a chat, of a completion, and vLLM's of a prompt.
 
-Used on HTTP threads and by batches. All are the model's own, before temperature and penalties. A token among
-its own alternatives has the very same number in both places, by which lm-evaluation-harness knows a greedy
-choice.
+Used on HTTP threads and by batches. A token among its own alternatives has the very same number in both
+places, by which lm-evaluation-harness knows a greedy choice.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct
 
 from levserve.errors import BadRequest
-from levserve.request.decode import missing, unsupported
+from levserve.request.decode import missing, require_choice, unsupported
 from levserve.schedule.constraint import Constraint
 from levserve.text.grammar import GrammarKind, Grammars, GrammarText
 from levserve.text.token_rules import AllOf, AllowedTokens, BannedWords
@@ -20,6 +20,7 @@ from levserve.text.tokenizer import Tokenizer
 
 ANY_OBJECT = {"type": "object"}
 MAX_WORDS = 100
+FORMATS = ("text", "json_object", "json_schema")
 
 Choices = Annotated[list[str], Meta(min_length=1)]
 
@@ -81,8 +82,9 @@ class ConstraintFields(Struct, frozen=True, kw_only=True):
 
     def _from_openai(self) -> Iterator[GrammarText]:
         asked = self.response_format
-        if asked is None or asked.type == "text":
+        if asked is None:
             return
+        require_choice(asked.type, FORMATS, "response_format.type")
         if asked.type == "json_object":
             param = "response_format" if asked.schema is None else "response_format.schema"
             yield _schema(ANY_OBJECT if asked.schema is None else asked.schema, param)
@@ -92,12 +94,6 @@ class ConstraintFields(Struct, frozen=True, kw_only=True):
             if asked.json_schema.schema is None:
                 raise missing("response_format.json_schema.schema")
             yield _schema(asked.json_schema.schema, "response_format.json_schema.schema")
-        else:
-            raise BadRequest(
-                f"Invalid value for 'response_format.type': '{asked.type[:64]}'. "
-                "Supported values are: 'text', 'json_object', 'json_schema'.",
-                param="response_format.type",
-            )
 
     def _from_structured(self) -> Iterator[GrammarText]:
         asked = self.structured_outputs

@@ -49,9 +49,8 @@ class Policy(NamedTuple):
         if field is None and self.default_max_tokens:
             body = structs.replace(body, max_tokens=self.default_max_tokens)
         most = self.max_new_tokens
-        if not most or (body.max_length is not None and body.max_length <= most):
-            return Permitted(body, [])
-        if body.max_length is None:  # `prepare` takes the smaller of this limit and what the context holds
+        # Where no length is said, `prepare` takes the smaller of this limit and what the context holds.
+        if not most or body.max_length is None or body.max_length <= most:
             return Permitted(body, [])
         if field is None:  # a default: nothing was asked for that is not given
             return Permitted(structs.replace(body, max_tokens=most), [])

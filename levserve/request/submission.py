@@ -84,22 +84,21 @@ def prepare(
     sampling = _sampling(body, seed)
     requests: list[GenerationRequest] = []
     for prompt, limit in zip(prompts, limits, strict=True):
-        first_id = f"{engine_id}-{len(requests)}"
-        for _ in range(body.num_sequences):
-            request_id = f"{engine_id}-{len(requests)}"
-            is_first = request_id == first_id
+        first_number = len(requests)
+        for number in range(first_number, first_number + body.num_sequences):
+            is_first = number == first_number
             requests.append(
                 GenerationRequest(
-                    request_id,
+                    f"{engine_id}-{number}",
                     tuple(prompt),
                     limit,
                     # A seed of its own for every sequence: equal prompts in one request get different draws.
-                    dataclasses.replace(sampling, seed=seed + len(requests)),
+                    dataclasses.replace(sampling, seed=seed + number),
                     device_stops,
                     deadline,
                     score_from=_score_from(prompt, body) if is_first else None,
                     constraint=constraint,
-                    shares_prompt_of=None if is_first else first_id,
+                    shares_prompt_of=None if is_first else f"{engine_id}-{first_number}",
                     priority=body.priority or 0,
                 )
             )

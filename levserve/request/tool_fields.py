@@ -9,7 +9,7 @@ from typing import Any
 from msgspec import Struct
 
 from levserve.errors import BadRequest
-from levserve.request.decode import missing, unsupported
+from levserve.request.decode import missing, require_choice, unsupported
 from levserve.text.tools.request import CallMode, Tool, ToolRequest
 
 MAX_TOOLS = 128
@@ -65,11 +65,7 @@ def find_tools(
     found = []
     for number, one in enumerate(tools):
         param = f"tools[{number}]"
-        if one.type != "function":
-            raise BadRequest(
-                f"Invalid value for '{param}.type': '{one.type[:64]}'. Supported values are: 'function'.",
-                param=f"{param}.type",
-            )
+        require_choice(one.type, ("function",), f"{param}.type")
         if one.function is None:
             raise missing(f"{param}.function")
         found.append(_tool(one.function, f"{param}.function"))

@@ -73,15 +73,18 @@ class Stats(Struct, frozen=True):
 
 def _stats(one: ModelInfo) -> ModelStats:
     resident = one.resident
-    counts = resident.counts() if resident is not None and resident.counts is not None else Counts(0, 0, 0, 0)
+    backend, weight_bytes, kv_bytes, counts = None, 0, 0, Counts(0, 0, 0, 0)
+    if resident is not None:
+        backend, weight_bytes, kv_bytes = resident.backend or None, resident.weight_bytes, resident.kv_bytes
+        counts = counts if resident.counts is None else resident.counts()
     return ModelStats(
         id=one.name,
         status=one.status,
         progress=one.progress,
         error=one.error,
-        backend=resident.backend or None if resident is not None else None,
-        weight_bytes=resident.weight_bytes if resident is not None else 0,
-        kv_bytes=resident.kv_bytes if resident is not None else 0,
+        backend=backend,
+        weight_bytes=weight_bytes,
+        kv_bytes=kv_bytes,
         kv_pages=counts.pages_total,
         kv_pages_used=counts.pages_used,
         running=counts.running,

@@ -14,7 +14,8 @@ from collections.abc import Callable
 from json.encoder import encode_basestring_ascii
 from typing import Protocol
 
-from msgspec import UNSET
+import msgspec
+from msgspec import UNSET, Struct
 
 from levserve.answers.answer import Answer, ChatChunkChoice, TextChoice
 from levserve.answers.message import has_call
@@ -144,6 +145,13 @@ def _plain_text(delta: Delta) -> str | None:
         case (Content(text),):
             return text
     return None
+
+
+def named_event(event: Struct) -> bytes:
+    """An event with a line that names its type, as the APIs have it whose clients look for that line."""
+    name = event.__struct_config__.tag
+    assert isinstance(name, str)
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode(event))
 
 
 def error_event(error: ServeError) -> bytes:

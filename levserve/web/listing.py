@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from flask import request
+from msgspec import Struct
 
 from levserve.errors import BadRequest
 from levserve.request.decode import require_choice
@@ -19,20 +20,22 @@ class HasId(Protocol):
 T = TypeVar("T", bound=HasId)
 
 
-class Page(NamedTuple, Generic[T]):
-    items: Sequence[T]
+class ItemList(Struct, Generic[T], frozen=True):
+    """A page of items; a subclass names the kind of its items, for the description of the API."""
+
+    data: Sequence[T]
+    first_id: str | None
+    last_id: str | None
     has_more: bool
-
-    @property
-    def first_id(self) -> str | None:
-        return self.items[0].id if self.items else None
-
-    @property
-    def last_id(self) -> str | None:
-        return self.items[-1].id if self.items else None
+    object: str = "list"
 
 
-def take_page(items: Sequence[T], *, default_limit: int, max_limit: int) -> Page[T]:
+ListKind = TypeVar("ListKind", bound=ItemList[Any])
+
+
+def take_page(
+    kind: type[ListKind], items: Sequence[HasId], *, default_limit: int, max_limit: int
+) -> ListKind:
     """Of items from the oldest to the newest; as OpenAI has it, the newest come first, unless asked for."""
     order = request.args.get("order", "desc")
     require_choice(order, ("asc", "desc"), "order")
@@ -47,4 +50,5 @@ def take_page(items: Sequence[T], *, default_limit: int, max_limit: int) -> Page
             raise BadRequest(f"There is no item with the id '{after[:64]}'.", param="after")
         ordered = ordered[places[0] + 1 :]
     page = ordered[: int(limit)]
-    return Page(page, len(page) < len(ordered))
+    first_id, last_id = (page[0].id, page[-1].id) if page else (None, None)
+    return kind(page, first_id, last_id, len(page) < len(ordered))

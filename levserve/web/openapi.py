@@ -1,24 +1,20 @@
 """Describes the HTTP API in OpenAPI 3.1, made from the types that read bodies and write answers.
 
-Used by `docs_page.py`, on the HTTP thread of the first request for it. A route that is missing in
-`OPERATIONS` is an error, so that the description has all of them.
+Used by `docs_page.py`, on the HTTP thread of the first request for it. `operations.py` has the types of each
+route; a route without them is an error, so that the description has all of them.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 from msgspec import Struct
 from werkzeug.routing import Map
 
 from levserve import __version__, errors
-from levserve.answers.answer import ChatChoice, ChatChunkChoice, Envelope, TextChoice
-from levserve.answers.embeddings import EmbeddingBody, EmbeddingList
-from levserve.answers.scoring import ScoreBody, Scores
-from levserve.models.entry import Reloaded
 from levserve.request.schema import (
     UNSUPPORTED,
     UNSUPPORTED_IN_CHAT,
@@ -27,59 +23,21 @@ from levserve.request.schema import (
     CompletionBody,
 )
 from levserve.settings.settings import Settings
-from levserve.web.admin import ModelStats, ReloadBody, Stats
 from levserve.web.auth import ADMIN_PATHS, METRICS_PATHS, OPEN_PATHS
-from levserve.web.batches.objects import (
-    BatchBody,
-    BatchList,
-    BatchObject,
-    DeletedFile,
-    FileList,
-    FileObject,
-)
 from levserve.web.call import TIMEOUT_HEADER
 from levserve.web.descriptions import ERRORS, FIELDS, OWN_FIELDS, ROUTES
 from levserve.web.messages import body as message_body
 from levserve.web.messages.errors import is_messages_path
-from levserve.web.messages.objects import MessageError, MessageEvent, MessageObject, TokenCount
-from levserve.web.models import ModelEntry, ModelList
-from levserve.web.native import GenerateBody, Generated, GeneratedChunk
-from levserve.web.ops import Health, HealthReport, Readiness
-from levserve.web.page import OPEN_PAGES, FrontPage
+from levserve.web.messages.objects import MessageError
+from levserve.web.operations import OPERATIONS, Operation
+from levserve.web.page import OPEN_PAGES
 from levserve.web.responses.body import UNSUPPORTED_IN_RESPONSES, ResponseBody
-from levserve.web.responses.event_types import ResponseEvent
-from levserve.web.responses.objects import ResponseObject
-from levserve.web.responses.routes import DeletedResponse, InputItemList
-from levserve.web.tokens import (
-    ConversationBody,
-    DetokenizeBody,
-    Prompt,
-    TokenizeBody,
-    Tokenized,
-    TokenizerInfo,
-)
 
 REFERENCE = "#/components/schemas/{name}"
 LINK = re.compile(r"\[(.+?)\]\(.+?\)")
 VERSIONED = "; also under `/v1`"
 MESSAGES_SHAPE = "messages-"
 """Begins the names of the errors of Anthropic's paths, which have another shape."""
-
-
-class Operation(NamedTuple):
-    """The types of one route. An answer that is text and no type is a content type."""
-
-    answer: Any
-    body: type[Struct] | None = None
-    events: Any = None
-    """Of each event of a stream."""
-    failure: type[Struct] | None = None
-    """Of a 503, where that is no error but what was asked for."""
-    query: dict[str, str] = {}
-    form: dict[str, str] = {}
-    """The fields of a form, where the body is one."""
-    example: Any = None
-    """A body to try."""
 
 
 class ErrorDetail(Struct, frozen=True):
@@ -95,102 +53,13 @@ class ErrorBody(Struct, frozen=True):
     error: ErrorDetail
 
 
-MESSAGES = [{"role": "user", "content": "Say hello."}]
-GENERATE = {"prompts": ["The sky is"], "max_tokens": 16}
-LIST_QUERY = {
-    "limit": "items in the list, from 1 to 100; default 20",
-    "order": "`desc` (default) begins with the newest, `asc` with the oldest",
-    "after": "the id of an item; the list begins after it",
+IDS = {
+    "/static/": "The path of a file.",
+    "/v1/responses/": "The id of a stored response.",
+    "/v1/files/": "The id of a file.",
+    "/v1/batches/": "The id of a batch.",
 }
-OPERATIONS = {
-    "POST /v1/chat/completions": Operation(
-        Envelope[ChatChoice],
-        ChatBody,
-        Envelope[ChatChunkChoice],
-        example={"model": "", "messages": MESSAGES, "max_tokens": 32},
-    ),
-    "POST /v1/completions": Operation(
-        Envelope[TextChoice],
-        CompletionBody,
-        Envelope[TextChoice],
-        example={"model": "", "prompt": "The sky is", "max_tokens": 16},
-    ),
-    "POST /v1/responses": Operation(
-        ResponseObject,
-        ResponseBody,
-        ResponseEvent,
-        example={"model": "", "input": "Say hello.", "max_output_tokens": 32},
-    ),
-    "GET /v1/responses/{id}": Operation(ResponseObject),
-    "DELETE /v1/responses/{id}": Operation(DeletedResponse),
-    "GET /v1/responses/{id}/input_items": Operation(InputItemList, query=LIST_QUERY),
-    "POST /v1/messages": Operation(
-        MessageObject,
-        message_body.MessageBody,
-        MessageEvent,
-        example={"model": "", "messages": MESSAGES, "max_tokens": 32},
-    ),
-    "POST /v1/messages/count_tokens": Operation(
-        TokenCount, message_body.PromptBody, example={"model": "", "messages": MESSAGES}
-    ),
-    "POST /v1/embeddings": Operation(
-        EmbeddingList, EmbeddingBody, example={"model": "", "input": "The sky is blue."}
-    ),
-    "POST /v1/files": Operation(
-        FileObject,
-        form={
-            "file": "the requests, one on each line",
-            "purpose": "`batch`",
-            "expires_after[anchor]": "`created_at`",
-            "expires_after[seconds]": "how long the file is kept, from an hour to 30 days; default 30 days",
-        },
-    ),
-    "GET /v1/files": Operation(
-        FileList, query={**LIST_QUERY, "purpose": "only files of this purpose: `batch` or `batch_output`"}
-    ),
-    "GET /v1/files/{id}": Operation(FileObject),
-    "DELETE /v1/files/{id}": Operation(DeletedFile),
-    "GET /v1/files/{id}/content": Operation("application/octet-stream"),
-    "POST /v1/batches": Operation(
-        BatchObject,
-        BatchBody,
-        example={
-            "input_file_id": "file-...",
-            "endpoint": "/v1/chat/completions",
-            "completion_window": "24h",
-        },
-    ),
-    "GET /v1/batches": Operation(BatchList, query=LIST_QUERY),
-    "GET /v1/batches/{id}": Operation(BatchObject),
-    "POST /v1/batches/{id}/cancel": Operation(BatchObject),
-    "GET /v1/models": Operation(ModelList),
-    "GET /v1/models/{id}": Operation(ModelEntry),
-    "GET /v1/ws": Operation(None),
-    "POST /generate": Operation(Generated, GenerateBody, example=GENERATE),
-    "POST /generate_stream": Operation(None, GenerateBody, GeneratedChunk, example=GENERATE),
-    "POST /loglikelihood": Operation(
-        Scores,
-        ScoreBody,
-        example={"prompts": ["The sky is"], "continuations": [" blue"], "details": True},
-    ),
-    "POST /tokenize": Operation(Tokenized, TokenizeBody, example={"prompt": "The sky is blue."}),
-    "POST /detokenize": Operation(Prompt, DetokenizeBody, example={"tokens": [9, 10, 11]}),
-    "POST /apply_template": Operation(Prompt, ConversationBody, example={"messages": MESSAGES}),
-    "GET /tokenizer_info": Operation(TokenizerInfo, query={"model": FIELDS["model"]}),
-    "GET /healthz": Operation(Health, failure=Health),
-    "GET /health": Operation(HealthReport, failure=HealthReport),
-    "GET /readyz": Operation(Readiness, failure=Readiness),
-    "GET /metrics": Operation("text/plain"),
-    "GET /metrics/router": Operation("text/plain"),
-    "POST /admin/reload": Operation(Reloaded, ReloadBody, example={}),
-    "GET /admin/stats": Operation(Stats),
-    "POST /admin/load/{id}": Operation(ModelStats),
-    "POST /admin/unload/{id}": Operation(ModelStats),
-    "GET /": Operation(FrontPage),
-    "GET /openapi.json": Operation("application/json"),
-    "GET /docs": Operation("text/html"),
-    "GET /static/{id}": Operation("*/*"),
-}
+"""What `{id}` stands for below these paths; elsewhere it is the name of a model."""
 BODY_STATUSES = (400, 401, 404, 408, 413, 429, 500, 503, 504)
 ADMIN_STATUSES = (400, 401, 403, 404, 409, 500, 503)
 BATCH_STATUSES = (400, 401, 403, 404, 408, 409, 413, 429, 500, 503)
@@ -316,28 +185,31 @@ def _responses(path: str, operation: Operation, references: dict[Any, Any]) -> d
     if path == "/v1/ws":
         upgraded = {"description": "The connection is a WebSocket from here on."}
         return {"101": upgraded, **_references(SOCKET_STATUSES)}
-    content: dict[str, Any] = {}
-    if isinstance(operation.answer, str):
-        content[operation.answer] = {}
-    elif operation.answer is not None:
-        content["application/json"] = {"schema": references[operation.answer]}
-    if operation.events is not None:
-        content["text/event-stream"] = {"schema": references[operation.events]}
-    what = "The answer."
-    if operation.events is not None:
-        what = "The answer; as a stream, each event's data is such an object"
-        has_done = not path.startswith(("/v1/responses", "/v1/messages"))
-        what += ", and the last one's is [DONE]." if has_done else "."
-    responses: dict[str, Any] = {"200": {"description": what, "content": content}}
+    responses: dict[str, Any] = {"200": _success(path, operation, references)}
     if operation.failure is not None:
         failure = {"application/json": {"schema": references[operation.failure]}}
         return responses | {"503": {"description": "The server is not well.", "content": failure}}
     if path.startswith(ADMIN_PATHS):
         return responses | _references(ADMIN_STATUSES)
-    shape = MESSAGES_SHAPE if is_messages_path(path) else ""
     if path.startswith(("/v1/files", "/v1/batches")):
         return responses | _references(BATCH_STATUSES)
-    return responses | _references(BODY_STATUSES if operation.body is not None else OTHER_STATUSES, shape)
+    statuses = BODY_STATUSES if operation.body is not None else OTHER_STATUSES
+    return responses | _references(statuses, MESSAGES_SHAPE if is_messages_path(path) else "")
+
+
+def _success(path: str, operation: Operation, references: dict[Any, Any]) -> dict[str, Any]:
+    content: dict[str, Any] = {}
+    if isinstance(operation.answer, str):
+        content[operation.answer] = {}
+    elif operation.answer is not None:
+        content["application/json"] = {"schema": references[operation.answer]}
+    if operation.events is None:
+        return {"description": "The answer.", "content": content}
+    content["text/event-stream"] = {"schema": references[operation.events]}
+    what = "The answer; as a stream, each event's data is such an object"
+    has_done = not path.startswith(("/v1/responses", "/v1/messages"))
+    what += ", and the last one's is [DONE]." if has_done else "."
+    return {"description": what, "content": content}
 
 
 def _references(statuses: Iterable[int], shape: str = "") -> dict[str, Any]:
@@ -362,15 +234,7 @@ def _error_responses(body: dict[str, Any], messages_body: dict[str, Any]) -> dic
 def _parameters(path: str, operation: Operation) -> list[dict[str, Any]]:
     parameters: list[dict[str, Any]] = []
     if "{id}" in path:
-        what = "The name of a model."
-        if path.startswith("/static/"):
-            what = "The path of a file."
-        elif path.startswith("/v1/responses/"):
-            what = "The id of a stored response."
-        elif path.startswith("/v1/files/"):
-            what = "The id of a file."
-        elif path.startswith("/v1/batches/"):
-            what = "The id of a batch."
+        what = next((what for root, what in IDS.items() if path.startswith(root)), "The name of a model.")
         parameters.append(_parameter("id", "path", {"type": "string"}, what, required=True))
     for name, meaning in operation.query.items():
         parameters.append(_parameter(name, "query", {"type": "string"}, meaning))

@@ -68,8 +68,8 @@ class RequestLog:
 
     def begin(self) -> None:
         if log.isEnabledFor(logging.DEBUG):
-            spoken = {"request_id": self.request_id, "method": self.method, "path": self.path}
-            log.debug("%s %s %s started", *spoken.values(), extra={"message_fields": spoken})
+            shown = {"request_id": self.request_id, "method": self.method, "path": self.path}
+            log.debug("%s %s %s started", *shown.values(), extra={"message_fields": shown})
 
     def note_work(self, model: str, prompt_tokens: int, choices: Sequence[Choice]) -> None:
         self.model, self.prompt_tokens, self.choices = model, prompt_tokens, choices
@@ -110,15 +110,15 @@ class RequestLog:
         level = logging.DEBUG if is_quiet else logging.INFO
         if not log.isEnabledFor(level):
             return
-        spoken = {
+        shown = {
             "request_id": self.request_id,
             "method": self.method,
             "path": self.path,
             "status": self.status,
             "ms": round((ended - self.started) * 1000),
         }
-        extra = {"message_fields": spoken, "fields": self._fields(ended)}
-        log.log(level, "%s %s %s %s %d ms", *spoken.values(), extra=extra)
+        extra = {"message_fields": shown, "fields": self._fields(ended)}
+        log.log(level, "%s %s %s %s %d ms", *shown.values(), extra=extra)
 
     def _fields(self, ended: float) -> dict[str, object]:
         fields: dict[str, object] = {}

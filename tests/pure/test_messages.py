@@ -15,8 +15,7 @@ from werkzeug.test import TestResponse
 from levserve.errors import BadRequest
 from levserve.request.decode import decode
 from levserve.web.messages.body import REFUSED, MessageBody, PromptBody
-from levserve.web.messages.chat import MessageChat, make_chat, make_prompt
-from levserve.web.messages.names import message_names
+from levserve.web.messages.chat import MESSAGE_NAMES, MessageChat, make_chat, make_prompt
 from tests.fake_app import App, serving
 
 PATH, COUNT_PATH = "/v1/messages", "/v1/messages/count_tokens"
@@ -438,6 +437,6 @@ class TestTranslation:
     ],
 )
 def test_errors_about_the_chat_name_the_fields_of_the_message(field: str, wanted: str) -> None:
-    with pytest.raises(BadRequest) as caught, message_names():
+    with pytest.raises(BadRequest) as caught, MESSAGE_NAMES.in_errors():
         raise BadRequest(f"The field '{field}' isn't right.", param=field)
     assert (caught.value.param, caught.value.message) == (wanted, f"The field '{wanted}' isn't right.")

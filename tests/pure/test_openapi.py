@@ -12,7 +12,8 @@ from openapi_spec_validator import OpenAPIV31SpecValidator
 
 from levserve.errors import BadRequest
 from levserve.request.schema import UNSUPPORTED, ChatBody
-from levserve.web.openapi import OPERATIONS, ErrorDetail, list_routes
+from levserve.web.openapi import ErrorDetail, list_routes
+from levserve.web.operations import OPERATIONS
 from tests.fake_app import App, serving
 
 KEY = "sk-test-0123456789"

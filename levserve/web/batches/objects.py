@@ -10,6 +10,7 @@ from msgspec import Meta, Struct
 from levserve.batch.endpoints import ENDPOINTS
 from levserve.errors import BadRequest
 from levserve.request.decode import require_choice
+from levserve.web.listing import ItemList
 
 MAX_METADATA = 16
 SECONDS_OF = {"h": 3600, "d": 86400}
@@ -34,12 +35,8 @@ class StoredFile(Struct, frozen=True):
     file: FileObject
 
 
-class FileList(Struct, frozen=True):
-    data: Sequence[FileObject]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
-    object: str = "list"
+class FileList(ItemList[FileObject], frozen=True):
+    pass
 
 
 class DeletedFile(Struct, frozen=True):
@@ -139,12 +136,8 @@ class StoredBatch(Struct, frozen=True):
     """How long its results are kept, if the client said so."""
 
 
-class BatchList(Struct, frozen=True):
-    data: Sequence[BatchObject]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
-    object: str = "list"
+class BatchList(ItemList[BatchObject], frozen=True):
+    pass
 
 
 ENDED = ("completed", "failed", "expired", "cancelled")

@@ -47,8 +47,8 @@ def files_routes(files: FileStore, batches: BatchStore, cors: Cors) -> Blueprint
     def list_files() -> Response:
         purpose = request.args.get("purpose")
         found = [one for one in files.owned_by(key_owner()) if purpose in (None, one.purpose)]
-        page = take_page(found, default_limit=MAX_FILES_LISTED, max_limit=MAX_FILES_LISTED)
-        return json_response(FileList(page.items, page.first_id, page.last_id, page.has_more))
+        limit = MAX_FILES_LISTED
+        return json_response(take_page(FileList, found, default_limit=limit, max_limit=limit))
 
     @routes.get("/v1/files/<file_id>")
     def read_file(file_id: str) -> Response:
@@ -106,8 +106,8 @@ def batches_routes(
     @routes.get("/v1/batches")
     def list_batches() -> Response:
         found = batches.owned_by(key_owner())
-        page = take_page(found, default_limit=DEFAULT_BATCHES_LISTED, max_limit=MAX_BATCHES_LISTED)
-        return json_response(BatchList(page.items, page.first_id, page.last_id, page.has_more))
+        page = take_page(BatchList, found, default_limit=DEFAULT_BATCHES_LISTED, max_limit=MAX_BATCHES_LISTED)
+        return json_response(page)
 
     @routes.get("/v1/batches/<batch_id>")
     def read_batch(batch_id: str) -> Response:

@@ -165,21 +165,22 @@ class BatchWorker:
                 counter.show()
             has_all = done.num_done >= counter.total
             self._note_finalizing(batch)
-        kept = {"output_file_id": (output_id, output), "error_file_id": (error_id, errors)}
-        found: dict[str, str] = {}
-        for field, (file_id, results) in kept.items():
-            if not results.num_results:
-                results.path.unlink(missing_ok=True)
-                continue
-            name = f"{batch.id}_{'output' if field == 'output_file_id' else 'error'}.jsonl"
-            self._files.adopt(
-                results.path, file_id, name, "batch_output", stored.owner, stored.output_seconds
-            )
-            found[field] = file_id
+        kept = {
+            "output_file_id": self._keep(output, output_id, f"{batch.id}_output.jsonl", stored),
+            "error_file_id": self._keep(errors, error_id, f"{batch.id}_error.jsonl", stored),
+        }
         status = self._final_status(batch, has_all=has_all, num_unrun=errors.statuses[0])
         log.info("%s: %s, %d answered, %d failed", batch.id, status, counter.completed, counter.failed)
         times = {f"{status}_at": self._batches.now()}
-        self._batches.change(batch.id, status=status, **found, **times)
+        self._batches.change(batch.id, status=status, **kept, **times)
+
+    def _keep(self, results: ResultFile, file_id: str, name: str, stored: StoredBatch) -> str | None:
+        """Makes results one of the store's files and gives its id; a file without results is removed."""
+        if not results.num_results:
+            results.path.unlink(missing_ok=True)
+            return None
+        self._files.adopt(results.path, file_id, name, "batch_output", stored.owner, stored.output_seconds)
+        return file_id
 
     def _answer(
         self,

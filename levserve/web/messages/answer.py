@@ -6,11 +6,12 @@ Used on HTTP threads and by the relay, by one thread at a time.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import msgspec
 from msgspec import UNSET, Raw
 
+from levserve.answers.message import has_call
 from levserve.generation import Delta
 from levserve.schedule.request import FinishReason
 from levserve.text.parts import CallArguments, CallStart, Content, Part, Thought
@@ -47,12 +48,11 @@ class MessageAnswer:
 
     def whole(self, delta: Delta) -> MessageObject:
         """The message, of which `delta` joins all."""
-        parts = parts_of(delta)
-        end = self.end(has_calls=has_calls(parts))
+        end = self.end(has_calls=has_call(delta.parts))
         return MessageObject(
             self._id,
             self._model,
-            make_blocks(parts, hides_thoughts=self.hides_thoughts),
+            make_blocks(delta.shown, hides_thoughts=self.hides_thoughts),
             end.stop_reason,
             end.stop_sequence,
             self.usage(),
@@ -81,17 +81,6 @@ class MessageAnswer:
         is_full = self._choice.finish is FinishReason.LENGTH and self._choice.num_tokens != self._max_tokens
         # Anthropic has no word for a time that ran out; the answer is as incomplete as with too few tokens.
         return "model_context_window_exceeded" if is_full else "max_tokens"
-
-
-def parts_of(delta: Delta) -> Sequence[Part]:
-    """What a delta shows; without a reader all of its text is content."""
-    if delta.parts is not None:
-        return delta.parts
-    return (Content(delta.text),) if delta.text else ()
-
-
-def has_calls(parts: Iterable[Part]) -> bool:
-    return any(isinstance(part, CallStart) for part in parts)
 
 
 def make_blocks(parts: Iterable[Part], *, hides_thoughts: bool = False) -> list[AnswerBlock]:

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct
 
 from levserve.errors import BadRequest
-from levserve.request.decode import missing, require_choice, unsupported
+from levserve.request.decode import missing, refuse_unsupported, require_choice
 from levserve.request.schema import MAX_STOPS, Count, StopString
 from levserve.request.tool_fields import check_name
 from levserve.web.messages.blocks import InputMessage, TextBlock, check_results
@@ -111,10 +111,7 @@ class PromptBody(Struct, frozen=True, kw_only=True):
     thread: Any = None
 
     def __post_init__(self) -> None:
-        for name, harmless in REFUSED.items():
-            value = getattr(self, name)
-            if value is not None and value not in harmless:
-                raise unsupported(name)
+        refuse_unsupported(self, REFUSED)
         for number, message in enumerate(self.messages):
             message.check(f"messages[{number}]")
         check_results(self.messages)

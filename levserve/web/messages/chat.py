@@ -12,6 +12,7 @@ from levserve.request.chat_message import Message
 from levserve.request.constraint import NamedSchema, ResponseFormat
 from levserve.request.schema import ChatBody
 from levserve.request.tool_fields import CalledFunction, Function, FunctionTool, ToolCall
+from levserve.web.field_names import FieldNames
 from levserve.web.messages.blocks import (
     InputMessage,
     RedactedThinkingBlock,
@@ -27,6 +28,14 @@ DEFAULT_EFFORT = "medium"
 # Templates that know efforts know these three.
 EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
 MODES = {"auto": "auto", "any": "required", "none": "none"}
+MESSAGE_NAMES = FieldNames(
+    (r"messages\[\d+\].*", "messages"),
+    (r"response_format(\.json_schema)?(?P<rest>.*)", r"output_config.format\g<rest>"),
+    (r"(?P<tool>tools\[\d+\])\.function\.parameters(?P<rest>.*)", r"\g<tool>.input_schema\g<rest>"),
+    (r"(?P<tool>tools\[\d+\])\.function(?P<rest>.*)", r"\g<tool>\g<rest>"),
+    (r"stop", "stop_sequences"),
+    (r"thinking_token_budget", "thinking.budget_tokens"),
+)
 ERROR_PREFIX = "Error: "
 """A chat has no field that says that a tool failed, so its result does."""
 

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 from json.encoder import encode_basestring_ascii
 
-import msgspec
-from msgspec import Struct
-
 from levserve.errors import ServeError
 from levserve.generation import Delta
 from levserve.text.parts import CallArguments, CallStart, Content, Part, Thought
-from levserve.web.messages.answer import MessageAnswer, parts_of
+from levserve.web.events import named_event
+from levserve.web.messages.answer import MessageAnswer
+from levserve.web.messages.chat import MESSAGE_NAMES
 from levserve.web.messages.errors import make_error
-from levserve.web.messages.names import rename
 from levserve.web.messages.objects import (
     EMPTY_OBJECT,
     AnswerBlock,
@@ -45,8 +43,8 @@ class MessageStream:
         return MessageEvents(MessageAnswer(run, hides_thoughts=self._hides_thoughts), self._request_id)
 
     def refusal(self, error: ServeError) -> bytes:
-        rename(error)
-        return _frame(make_error(error, error.status, self._request_id))
+        MESSAGE_NAMES.rename(error)
+        return named_event(make_error(error, error.status, self._request_id))
 
 
 class MessageEvents:
@@ -60,20 +58,20 @@ class MessageEvents:
         self._has_calls = False
 
     def opening(self) -> bytes:
-        return _frame(MessageStart(self._answer.start())) + _frame(Ping())
+        return named_event(MessageStart(self._answer.start())) + named_event(Ping())
 
     def delta(self, index: int, delta: Delta) -> bytes:
-        events = b"".join(self._part(part) for part in parts_of(delta))
+        events = b"".join(self._part(part) for part in delta.shown)
         return events if delta.finish is None else events + self._close()
 
     def closing(self) -> bytes:
         end = self._answer.end(has_calls=self._has_calls)
         change = MessageChange(end, self._answer.usage(), self._answer.warnings)
-        return _frame(change) + _frame(MessageStop())
+        return named_event(change) + named_event(MessageStop())
 
     def failure(self, error: ServeError) -> bytes:
-        rename(error)
-        return _frame(make_error(error, error.status, self._request_id))
+        MESSAGE_NAMES.rename(error)
+        return named_event(make_error(error, error.status, self._request_id))
 
     def _part(self, part: Part) -> bytes:
         match part:
@@ -97,7 +95,7 @@ class MessageEvents:
         closed = self._close()
         self._open = type(block)
         self._num_blocks += 1
-        return closed + _frame(BlockStart(self._num_blocks - 1, block))
+        return closed + named_event(BlockStart(self._num_blocks - 1, block))
 
     def _close(self) -> bytes:
         """Ends the open block, if there is one."""
@@ -105,8 +103,8 @@ class MessageEvents:
         if closing is None:
             return b""
         index = self._num_blocks - 1
-        signed = _frame(BlockChange(index, SignatureDelta())) if closing is Thinking else b""
-        return signed + _frame(BlockStop(index))
+        signed = named_event(BlockChange(index, SignatureDelta())) if closing is Thinking else b""
+        return signed + named_event(BlockStop(index))
 
     def _change(self, kind: str, field: str, text: str) -> bytes:
         """More of the open block. Almost all events are these, so none is encoded as a whole object."""
@@ -115,9 +113,3 @@ class MessageEvents:
             b'"delta":{"type":"%b","%b":%b}}\n\n'
             % (self._num_blocks - 1, kind.encode(), field.encode(), encode_basestring_ascii(text).encode())
         )
-
-
-def _frame(event: Struct) -> bytes:
-    name = event.__struct_config__.tag
-    assert isinstance(name, str)
-    return b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode(event))

@@ -9,10 +9,9 @@ from levserve.web.call import Calls
 from levserve.web.json_body import json_response
 from levserve.web.messages.answer import MessageAnswer
 from levserve.web.messages.body import MessageBody, PromptBody
-from levserve.web.messages.chat import make_chat, make_prompt
+from levserve.web.messages.chat import MESSAGE_NAMES, make_chat, make_prompt
 from levserve.web.messages.errors import PATH
 from levserve.web.messages.events import MessageStream
-from levserve.web.messages.names import message_names
 from levserve.web.messages.objects import TokenCount
 from levserve.web.sse import stream_response
 
@@ -24,7 +23,7 @@ def messages_routes(calls: Calls) -> Blueprint:
     def create_message() -> Response:
         with calls.begin() as call:
             body = call.read(MessageBody)
-            with message_names():
+            with MESSAGE_NAMES.in_errors():
                 chat = make_chat(body)
                 if body.stream:
                     kind = MessageStream(call.request_log.request_id, hides_thoughts=body.hides_thoughts)
@@ -37,7 +36,7 @@ def messages_routes(calls: Calls) -> Blueprint:
     def count_tokens() -> Response:
         with calls.begin() as call:
             body = call.read(PromptBody)
-            with message_names():
+            with MESSAGE_NAMES.in_errors():
                 (tokens,) = tokenize(make_prompt(body), call.get_model(body.model), checks_length=False)
             return json_response(TokenCount(len(tokens)))
 

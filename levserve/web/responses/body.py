@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from msgspec import Meta, Struct, defstruct
 
 from levserve.errors import BadRequest
-from levserve.request.constraint import NamedSchema, ResponseFormat
-from levserve.request.decode import missing, require_choice, unsupported
+from levserve.request.constraint import FORMATS, NamedSchema, ResponseFormat
+from levserve.request.decode import missing, refuse_unsupported, require_choice
 from levserve.request.schema import (
     MAX_STOPS,
     ChatBody,
@@ -26,13 +26,19 @@ from levserve.request.schema import (
     StreamOptions,
 )
 from levserve.request.tool_fields import Function, FunctionTool
-from levserve.web.responses.field_names import response_names
+from levserve.web.field_names import FieldNames
 from levserve.web.responses.input_items import InputItem
 from levserve.web.responses.messages import make_messages
 
 LOGPROBS = "message.output_text.logprobs"
 MAX_DEPTH = 200
-FORMATS = ("text", "json_object", "json_schema")
+RESPONSE_NAMES = FieldNames(
+    (r"messages(\[\d+\].*)?", "input"),
+    (r"max(_completion)?_tokens", "max_output_tokens"),
+    (r"response_format(\.json_schema)?(?P<rest>.*)", r"text.format\g<rest>"),
+    (r"(?P<tool>tools\[\d+\])\.function(?P<rest>.*)", r"\g<tool>\g<rest>"),
+    (r"reasoning_effort", "reasoning.effort"),
+)
 
 # Known fields that this server cannot honour, each with the values that ask for nothing.
 UNSUPPORTED_IN_RESPONSES: Mapping[str, tuple[object, ...]] = {
@@ -125,10 +131,7 @@ class ResponseBody(RefusedInResponses, frozen=True, kw_only=True):
     priority: Priority | None = None
 
     def __post_init__(self) -> None:
-        for name, harmless in UNSUPPORTED_IN_RESPONSES.items():
-            value = getattr(self, name)
-            if value is not None and value not in harmless:
-                raise unsupported(name)
+        refuse_unsupported(self, UNSUPPORTED_IN_RESPONSES)
         if self.text is not None and self.text.format is not None:
             _check_format(self.text.format)
         for number, tool in enumerate(self.tools or ()):
@@ -151,7 +154,7 @@ class ResponseBody(RefusedInResponses, frozen=True, kw_only=True):
         messages = make_messages(self.instructions, items)
         if not messages:
             raise BadRequest("'input' has no message.", param="input")
-        with response_names():
+        with RESPONSE_NAMES.in_errors():
             return ResponseChat(
                 model=self.model,
                 messages=messages,

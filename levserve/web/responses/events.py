@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import msgspec
-
 from levserve.errors import BadRequest, ServeError
 from levserve.generation import Delta
+from levserve.web.events import named_event
+from levserve.web.responses.body import RESPONSE_NAMES
 from levserve.web.responses.event_types import Completed, Created, Event, Failed, Incomplete, InProgress
 from levserve.web.responses.exchange import Exchange
-from levserve.web.responses.field_names import rename
 from levserve.web.responses.objects import Status, fail_response
 from levserve.web.responses.output import Output
 from levserve.web.run import Run
@@ -26,7 +25,7 @@ class ResponseStream:
     def refusal(self, error: ServeError) -> bytes:
         """OpenAI's SDK takes a failure only after the event of the beginning."""
         if isinstance(error, BadRequest):
-            rename(error)
+            RESPONSE_NAMES.rename(error)
         draft = self._exchange.draft
         return _frame((Created(0, draft), Failed(1, fail_response(draft, error))))
 
@@ -59,12 +58,4 @@ class ResponseEvents:
 
 
 def _frame(events: Iterable[Event]) -> bytes:
-    return b"".join(
-        b"event: %b\ndata: %b\n\n" % (_type(event).encode(), msgspec.json.encode(event)) for event in events
-    )
-
-
-def _type(event: Event) -> str:
-    tag = event.__struct_config__.tag
-    assert isinstance(tag, str)
-    return tag
+    return b"".join(map(named_event, events))

@@ -11,8 +11,14 @@ from msgspec import UNSET, Struct, UnsetType, structs
 
 from levserve.answers.logprobs import ChosenToken
 from levserve.errors import ServeError
-from levserve.web.responses.body import Reasoning, ResponseBody, ResponseTool, TextConfig, TextFormat
-from levserve.web.responses.field_names import rename_quoted
+from levserve.web.responses.body import (
+    RESPONSE_NAMES,
+    Reasoning,
+    ResponseBody,
+    ResponseTool,
+    TextConfig,
+    TextFormat,
+)
 from levserve.web.responses.input_items import make_id
 from levserve.web.run import Run
 
@@ -151,7 +157,7 @@ def begin_response(draft: ResponseObject, run: Run) -> ResponseObject:
         model=run.model_name or run.model.name,
         max_output_tokens=run.body.max_length,
         temperature=draft.temperature if temperature is None else temperature,
-        warnings=[rename_quoted(warning) for warning in run.warnings] or UNSET,
+        warnings=[RESPONSE_NAMES.rename_quoted(warning) for warning in run.warnings] or UNSET,
     )
 
 

@@ -50,10 +50,7 @@ class Output:
         """Takes a delta. The events must be taken before the next one."""
         self.finish = delta.finish
         self._keep_scores(delta)
-        parts = delta.parts
-        if parts is None:
-            parts = (Content(delta.text),) if delta.text else ()
-        for part in parts:
+        for part in delta.shown:
             yield from self._add_part(part)
         if self._scored and isinstance(self._open, OpenMessage):
             yield self._open.add_scored("", self._take_scores())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from flask import Blueprint, Response, request
 from msgspec import Struct
 
@@ -12,11 +10,10 @@ from levserve.generation import Delta
 from levserve.web.auth import key_owner
 from levserve.web.call import Call, Calls
 from levserve.web.json_body import json_response
-from levserve.web.listing import take_page
-from levserve.web.responses.body import ResponseBody
+from levserve.web.listing import ItemList, take_page
+from levserve.web.responses.body import RESPONSE_NAMES, ResponseBody
 from levserve.web.responses.events import ResponseStream
 from levserve.web.responses.exchange import Exchange
-from levserve.web.responses.field_names import response_names
 from levserve.web.responses.input_items import InputItem
 from levserve.web.responses.objects import ResponseObject
 from levserve.web.responses.output import Output
@@ -33,12 +30,8 @@ class DeletedResponse(Struct, frozen=True):
     deleted: bool = True
 
 
-class InputItemList(Struct, frozen=True):
-    data: Sequence[InputItem]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
-    object: str = "list"
+class InputItemList(ItemList[InputItem], frozen=True):
+    pass
 
 
 def responses_routes(calls: Calls, store: ResponseStore) -> Blueprint:
@@ -49,7 +42,7 @@ def responses_routes(calls: Calls, store: ResponseStore) -> Blueprint:
         with calls.begin() as call:
             body = call.read(ResponseBody)
             exchange = Exchange(body, store, key_owner())
-            with response_names():
+            with RESPONSE_NAMES.in_errors():
                 if body.stream:
                     return stream_response(call, exchange.chat, ResponseStream(exchange))
                 return json_response(_run_whole(call, exchange))
@@ -69,8 +62,8 @@ def responses_routes(calls: Calls, store: ResponseStore) -> Blueprint:
     @routes.get("/v1/responses/<response_id>/input_items")
     def list_input_items(response_id: str) -> Response:
         items = find(response_id).items
-        page = take_page(items, default_limit=DEFAULT_LISTED, max_limit=MAX_LISTED)
-        return json_response(InputItemList(page.items, page.first_id, page.last_id, page.has_more))
+        page = take_page(InputItemList, items, default_limit=DEFAULT_LISTED, max_limit=MAX_LISTED)
+        return json_response(page)
 
     def find(response_id: str) -> StoredResponse:
         found = store.get(response_id, key_owner())
