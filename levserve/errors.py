@@ -131,6 +131,9 @@ class BodyTooLarge(ServeError):
     type = "invalid_request_error"
     code = "body_too_large"
 
+    def __init__(self, max_bytes: int, what: str = "body") -> None:
+        super().__init__(f"The {what} is larger than this server's limit of {max_bytes} bytes.")
+
 
 class UpgradeRequired(ServeError):
     """The path needs a WebSocket, and the request does not open one."""

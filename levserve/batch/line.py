@@ -83,7 +83,7 @@ class CustomId(Struct, frozen=True):
 def read_line(line: InputLine, max_bytes: int) -> RequestLine:
     """Raises `BadRequest`, or `BodyTooLarge` as the server does."""
     if line.is_too_long:
-        raise BodyTooLarge(f"The body is larger than this server's limit of {max_bytes} bytes.")
+        raise BodyTooLarge(max_bytes)
     try:
         request = decode(line.data, RequestLine)
     except BadRequest as error:
@@ -96,7 +96,7 @@ def read_line(line: InputLine, max_bytes: int) -> RequestLine:
             f"An earlier line has the custom_id '{shown}' too.", param="custom_id", code="duplicate_custom_id"
         )
     if len(request.body) > max_bytes:
-        raise BodyTooLarge(f"The body is larger than this server's limit of {max_bytes} bytes.")
+        raise BodyTooLarge(max_bytes)
     return request
 
 

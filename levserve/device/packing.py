@@ -54,7 +54,7 @@ class SlotTable:
         self._num_pages = [0] * num_slots
         self._modes = [Mode.GREEDY] * num_slots
 
-    def seat(self, sequence: Sequence) -> None:
+    def take_rules(self, sequence: Sequence) -> None:
         """Takes the rules of a sequence that has just been given its slot."""
         assert sequence.slot is not None
         self._rules[sequence.slot] = RULE_PACKING.pack(sequence.request)

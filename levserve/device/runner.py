@@ -90,7 +90,7 @@ class Runner(Executor):
         if plan.tainted:
             self.fill_pages(plan.tainted, 0.0)
         for sequence in plan.admitted:
-            self._seat(sequence)
+            self._admit(sequence)
         self._mask(plan)
         mixed = self._mixed_shape(plan) if may_mix else None
         if mixed is not None:
@@ -131,8 +131,8 @@ class Runner(Executor):
         size = self.programs.decode(len(rows), self._slots.mode_of(rows)).size
         return [rows[start : start + size] for start in range(0, len(rows), size)]
 
-    def _seat(self, sequence: Sequence) -> None:
-        self._slots.seat(sequence)
+    def _admit(self, sequence: Sequence) -> None:
+        self._slots.take_rules(sequence)
         if not needs_memory(sequence.request):
             return
         self.run(Edit(EditKind.MEMORY), *pack_memory(sequence, self._sizes.max_seq_len))

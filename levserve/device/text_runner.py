@@ -85,7 +85,7 @@ class TextRunner(ModelRunner[TextShape, TextPrograms, TextState]):
     def dispatch(self, plan: RoundPlan, *, may_mix: bool = False) -> TextRound:
         """Starts a planned round; its texts are computed once each, whoever needs them."""
         for sequence in plan.admitted:
-            self._seat(sequence)
+            self._admit(sequence)
         self._hold(plan)
         chunks = [ChunkCells() for _ in plan.chunks]
         rows: list[Cell | None] = [None] * len(plan.rows)
@@ -179,8 +179,8 @@ class TextRunner(ModelRunner[TextShape, TextPrograms, TextState]):
         outputs.copy_to_host_async()
         return outputs
 
-    def _seat(self, sequence: Sequence) -> None:
-        self._slots.seat(sequence)
+    def _admit(self, sequence: Sequence) -> None:
+        self._slots.take_rules(sequence)
         if needs_memory(sequence.request):
             assert self._set_memory is not None
             packed = pack_memory(sequence, self._sizes.max_seq_len)

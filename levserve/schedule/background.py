@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from levserve.schedule.request import BACKGROUND
-from levserve.schedule.seats import Seats
 from levserve.schedule.sequence import Sequence
+from levserve.schedule.slots import Slots
 
 REST_ROUNDS = 256
 """One of so many rounds beside live work: fewer than one gap between tokens in a hundred is longer for it."""
@@ -121,9 +121,9 @@ class Rest:
         return True
 
 
-def is_resting(seats: Seats) -> bool:
+def is_resting(slots: Slots) -> bool:
     """Whether there is live work, so that background work makes room for it."""
-    return seats.has_live_work and seats.has_background_work
+    return slots.has_live_work and slots.has_background_work
 
 
 def live_only(sequences: Iterable[Sequence]) -> Iterator[Sequence]:

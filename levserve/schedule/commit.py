@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from levserve.schedule.constraint import take_fitting
 from levserve.schedule.request import FinishReason, PooledHidden, TokenBatch, TokenLogprob
-from levserve.schedule.seats import Seats
 from levserve.schedule.sequence import Chunk, Row, Sequence, SequenceUpdate
+from levserve.schedule.slots import Slots
 
 MIN_JUMP = 2
 """Forced tokens that are worth a prefill; a single one costs no more as a decode step."""
@@ -49,10 +49,10 @@ class Sampled(NamedTuple):
 
 
 class Committer:
-    """Commits what rounds sampled to the sequences in seats, round by round in the order of dispatch."""
+    """Commits what rounds sampled to the sequences in slots, round by round in the order of dispatch."""
 
-    def __init__(self, seats: Seats, jumps: Jumps) -> None:
-        self._seats = seats
+    def __init__(self, slots: Slots, jumps: Jumps) -> None:
+        self._slots = slots
         self._jumps = jumps
         self._tainted: list[int] = []
         self._num_misfits = 0
@@ -117,9 +117,9 @@ class Committer:
             kept = [*kept, *self._jump(sequence)]
             if sequence.matcher.is_over:
                 finish = FinishReason.STOP
-        self._seats.remember(sequence)
+        self._slots.remember(sequence)
         if finish is not None:
-            self._seats.drop(sequence)
+            self._slots.drop(sequence)
         logprobs = tuple(sampled.logprobs[: len(kept)]) if sampled.logprobs else ()
         scores, hidden = tuple(sampled.prompt_logprobs), sampled.hidden
         return SequenceUpdate(
@@ -151,7 +151,7 @@ class Committer:
         forced = list(sequence.matcher.forced())[: sequence.max_length - len(sequence.tokens) - 1]
         if len(forced) < MIN_JUMP:
             return []
-        if not self._seats.extend(sequence, len(sequence.tokens) + len(forced) + 1):
+        if not self._slots.extend(sequence, len(sequence.tokens) + len(forced) + 1):
             return []
         sequence.num_computed = len(sequence.tokens) - 1
         sequence.is_primed = False
@@ -165,14 +165,14 @@ class Committer:
         """Running sequences that must not wait for another one's forced tokens."""
         if self._jumps is Jumps.ALWAYS:
             return 0
-        running = self._seats.running
+        running = self._slots.running
         return running.num_free if self._jumps is Jumps.BESIDE_CONSTRAINED else len(running) - 1
 
     def _fail(self, sequence: Sequence) -> SequenceUpdate:
         """Ends a sequence whose numbers are not finite; its pages cannot be found again, and are cleared
         before reuse."""
-        self._tainted += self._seats.discard(sequence)
-        self._seats.drop(sequence)
+        self._tainted += self._slots.discard(sequence)
+        self._slots.drop(sequence)
         return SequenceUpdate(sequence, TokenBatch((), finish=FinishReason.POISONED))
 
 

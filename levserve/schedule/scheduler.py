@@ -30,18 +30,18 @@ from levserve.schedule.background import NOTHING, Allowance, is_resting, live_on
 from levserve.schedule.budget import Budget
 from levserve.schedule.commit import Jumps
 from levserve.schedule.pace import Backlog
+from levserve.schedule.paged_slots import PagedSlots
 from levserve.schedule.pages import PagePool
 from levserve.schedule.request import BACKGROUND, GenerationRequest
-from levserve.schedule.roster import Roster
-from levserve.schedule.seated import SeatedScheduler
 from levserve.schedule.sequence import Chunk, Fork, RoundPlan, Row, Sequence, SequenceUpdate
+from levserve.schedule.slot_scheduler import SlotScheduler
 from levserve.schedule.speculation import Drafter, Speculation
 
 DEEP_TOKENS = 256
 """From this context on a prompt's token costs so much that a busy round may compute fewer of them."""
 
 
-class Scheduler(SeatedScheduler[Roster]):
+class Scheduler(SlotScheduler[PagedSlots]):
     """Of models with a KV cache."""
 
     def __init__(self, pool: PagePool, budget: Budget, speculation: Speculation | None = None) -> None:
@@ -49,13 +49,13 @@ class Scheduler(SeatedScheduler[Roster]):
         self.budget = budget
         self.speculation = speculation
         jumps = Jumps.BESIDE_CONSTRAINED if budget.steps > 1 else Jumps.ALONE
-        super().__init__(Roster(pool, budget.num_slots), jumps)
+        super().__init__(PagedSlots(pool, budget.num_slots), jumps)
 
     @property
     def is_speculating(self) -> bool:
         """Whether the next plan should draft; everything in flight must be read before."""
         return self.speculation is not None and self.speculation.pays(
-            sum(sequence.is_primed for sequence in self._active(self._seats.running))
+            sum(sequence.is_primed for sequence in self._active(self._slots.running))
         )
 
     @property
@@ -66,13 +66,13 @@ class Scheduler(SeatedScheduler[Roster]):
             return False
         return all(
             sequence.matcher is not None and not sequence.matcher.is_free
-            for sequence in self._active(self._seats.running)
+            for sequence in self._active(self._slots.running)
         )
 
     @property
     def num_streams(self) -> int:
         """Streams once the waiting sequences run too, as far as there are slots."""
-        sequences = (*self._seats.running, *self._seats.waiting)
+        sequences = (*self._slots.running, *self._slots.waiting)
         return min(sum(1 for _ in self._active(sequences)), self.budget.num_slots)
 
     def backlog(self) -> Backlog:
@@ -80,7 +80,7 @@ class Scheduler(SeatedScheduler[Roster]):
 
         Background work is not counted: no other work waits for it.
         """
-        sequences = [*live_only(self._seats.running), *live_only(self._seats.waiting)]
+        sequences = [*live_only(self._slots.running), *live_only(self._slots.waiting)]
         prefill = sum(
             len(sequence.tokens) - sequence.num_computed for sequence in sequences if not sequence.is_primed
         )
@@ -89,7 +89,7 @@ class Scheduler(SeatedScheduler[Roster]):
 
     def fits(self, request: GenerationRequest) -> bool:
         """Whether the request could run if it were alone."""
-        return self._seats.pages_for(len(request.prompt) + request.max_tokens) <= self.pool.num_pages
+        return self._slots.pages_for(len(request.prompt) + request.max_tokens) <= self.pool.num_pages
 
     def add(self, request: GenerationRequest) -> Sequence:
         """Puts a request that `fits` in the queue, behind all of its priority."""
@@ -98,7 +98,7 @@ class Scheduler(SeatedScheduler[Roster]):
         if self.speculation is not None and not self.speculation.has_model and matcher is None:
             drafter = Drafter(self.speculation.num_draft)
         sequence = Sequence(request, list(request.prompt), matcher=matcher, drafter=drafter)
-        self._seats.add(sequence)
+        self._slots.add(sequence)
         return sequence
 
     def plan(self, max_prefill: int | None = None) -> RoundPlan:
@@ -107,10 +107,10 @@ class Scheduler(SeatedScheduler[Roster]):
 
         Beside running streams it prefills no more than the budget allows, and `max_prefill`.
         """
-        preempted = self._seats.make_way()
-        if not is_resting(self._seats) or self._rest.takes_turn():
+        preempted = self._slots.make_way()
+        if not is_resting(self._slots) or self._rest.takes_turn():
             return self._plan(max_prefill, preempted, None)
-        num_live = sum(sequence.is_primed for sequence in live_only(self._seats.running))
+        num_live = sum(sequence.is_primed for sequence in live_only(self._slots.running))
         beside = NOTHING if self.is_speculating else self._share.next(num_live, max_prefill)
         plan = self._plan(max_prefill, preempted, beside)
         if plan.is_empty:  # the last tokens of live work are in flight
@@ -120,7 +120,7 @@ class Scheduler(SeatedScheduler[Roster]):
     def forget_prefixes(self) -> None:
         """Called when the weights have changed: running sequences keep their KV, later ones compute anew."""
         self.pool.forget()
-        for sequence in self._seats.running:
+        for sequence in self._slots.running:
             sequence.is_stale = True
 
     def _gained(self, updates: Seq[SequenceUpdate | None]) -> list[SequenceUpdate]:
@@ -134,7 +134,7 @@ class Scheduler(SeatedScheduler[Roster]):
 
     def _active(self, sequences: Iterable[Sequence]) -> Iterable[Sequence]:
         """Those that do not rest; in one round of many all take part."""
-        return live_only(sequences) if is_resting(self._seats) else sequences
+        return live_only(sequences) if is_resting(self._slots) else sequences
 
     def _plan(
         self, max_prefill: int | None, preempted: list[tuple[Sequence, int]], beside: Allowance | None
@@ -160,14 +160,14 @@ class Scheduler(SeatedScheduler[Roster]):
         are too few."""
         rows: list[Row] = []
         # Where all background work takes part, there may be more rows than drafts can be checked for.
-        has_all = beside is None and is_resting(self._seats)
+        has_all = beside is None and is_resting(self._slots)
         is_speculating = self.is_speculating and not has_all
         has_model = is_speculating and self.speculation is not None and self.speculation.has_model
         drafts = self._draft() if is_speculating else {}
         num_beside = 0
         max_steps = 1 if drafts or has_model else self.budget.steps
         page_size = self.pool.page_size
-        for sequence in list(self._seats.running):
+        for sequence in list(self._slots.running):
             is_background = sequence.priority >= BACKGROUND
             if beside is not None and is_background and num_beside >= beside.rows:
                 break  # all after it are background work too
@@ -197,7 +197,7 @@ class Scheduler(SeatedScheduler[Roster]):
     def _draft(self) -> dict[str, tuple[int, ...]]:
         """Drafts for the sequences whose tokens are all known."""
         drafts = {}
-        for sequence in self._seats.running:
+        for sequence in self._slots.running:
             if sequence.is_primed and not sequence.num_pending and sequence.drafter is not None:
                 drafts[sequence.request.request_id] = sequence.drafter.propose(
                     sequence.tokens, sequence.max_length - sequence.length - 1
@@ -206,7 +206,7 @@ class Scheduler(SeatedScheduler[Roster]):
 
     def _with_draft(self, row: Row, draft: tuple[int, ...]) -> Row:
         """The row with its draft, if there are free pages for it: no sequence is preempted for a draft."""
-        missing = self._seats.pages_for(row.position + row.steps + len(draft)) - len(row.sequence.pages)
+        missing = self._slots.pages_for(row.position + row.steps + len(draft)) - len(row.sequence.pages)
         pages = self.pool.take(max(missing, 0)) if draft else None
         if pages is None:
             return row
@@ -221,7 +221,7 @@ class Scheduler(SeatedScheduler[Roster]):
         if sequence.num_pending > row.steps:
             return row
         reach = min(self.speculation.reach, row.steps + sequence.max_length - sequence.length)
-        missing = self._seats.pages_for(row.position + reach) - len(sequence.pages)
+        missing = self._slots.pages_for(row.position + reach) - len(sequence.pages)
         sequence.pages += self.pool.take(max(missing, 0)) or []
         reach = min(reach, len(sequence.pages) * self.pool.page_size - row.position)
         if reach <= row.steps:
@@ -232,12 +232,12 @@ class Scheduler(SeatedScheduler[Roster]):
     def _grow(self, sequence: Sequence, length: int, preempted: list[tuple[Sequence, int]]) -> bool:
         """Gives the sequence its missing pages for `length` positions, preempting the last; False if that is
         itself."""
-        missing = self._seats.pages_for(length) - len(sequence.pages)
+        missing = self._slots.pages_for(length) - len(sequence.pages)
         while (pages := self.pool.take(missing)) is None:
-            victim = self._seats.running.last()
+            victim = self._slots.running.last()
             assert victim is not None  # `sequence` runs
             preempted.append((victim, victim.num_computed))
-            self._seats.preempt(victim)
+            self._slots.preempt(victim)
             if victim is sequence:
                 return False
         sequence.pages += pages
@@ -254,17 +254,17 @@ class Scheduler(SeatedScheduler[Roster]):
         """
         sizes, overhead = self.budget.chunk_sizes, self.budget.chunk_overhead
         chunks: list[Chunk] = []
-        running = live_only(self._seats.running) if rests else self._seats.running
+        running = live_only(self._slots.running) if rests else self._slots.running
         prefilling = [sequence for sequence in running if not sequence.is_primed]
         is_deep = bool(prefilling) and prefilling[0].num_computed >= DEEP_TOKENS
         budget = self.budget.idle_tokens if busy_tokens is None else busy_tokens
         left = max(budget, sizes[0] if is_deep else self.budget.least_tokens)
         while left >= sizes[0] and (left > overhead or not chunks):
             if not prefilling:
-                head = self._seats.waiting.first()
+                head = self._slots.waiting.first()
                 if rests and head is not None and head.priority >= BACKGROUND:
                     break
-                sequence = self._seats.admit()
+                sequence = self._slots.admit()
                 if sequence is None:
                     break
                 admitted.append(sequence)
@@ -294,7 +294,7 @@ class Scheduler(SeatedScheduler[Roster]):
         if is_last:
             sequence.is_primed = True
             sequence.num_pending = 1
-        self._seats.remember(sequence)
+        self._slots.remember(sequence)
         return Chunk(sequence, sequence.slot, start, count, is_last)
 
     def _fork(self, sequence: Sequence) -> Fork | None:
@@ -304,7 +304,7 @@ class Scheduler(SeatedScheduler[Roster]):
         The last token of the prompt is decoded, not prefilled: its KV exists, but each sequence draws its own
         next token.
         """
-        source = self._seats.running.get(sequence.request.shares_prompt_of or "")
+        source = self._slots.running.get(sequence.request.shares_prompt_of or "")
         tail = (len(sequence.tokens) - 1) // self.pool.page_size
         if source is None or source.is_stale or not source.is_primed:
             return None

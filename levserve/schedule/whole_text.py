@@ -20,9 +20,9 @@ from levserve.schedule.commit import Jumps
 from levserve.schedule.pace import Backlog
 from levserve.schedule.pages import PagePool
 from levserve.schedule.request import GenerationRequest
-from levserve.schedule.seated import SeatedScheduler
-from levserve.schedule.seats import Seats
 from levserve.schedule.sequence import Chunk, RoundPlan, Row, Sequence
+from levserve.schedule.slot_scheduler import SlotScheduler
+from levserve.schedule.slots import Slots
 from levserve.schedule.speculation import Speculation
 
 Text = tuple[int, ...]
@@ -71,7 +71,7 @@ class _Work:
         self._seen.add(text)
 
 
-class WholeTextScheduler(SeatedScheduler[Seats]):
+class WholeTextScheduler(SlotScheduler[Slots]):
     """Of models without a cache."""
 
     pool: PagePool | None = None
@@ -81,7 +81,7 @@ class WholeTextScheduler(SeatedScheduler[Seats]):
 
     def __init__(self, budget: WorkBudget) -> None:
         self.budget = budget
-        super().__init__(Seats(budget.num_slots), Jumps.ALWAYS)
+        super().__init__(Slots(budget.num_slots), Jumps.ALWAYS)
         self._turn = 0
 
     @property
@@ -92,7 +92,7 @@ class WholeTextScheduler(SeatedScheduler[Seats]):
     def backlog(self) -> Backlog:
         """Tokens still to compute if every sequence takes all it may."""
         prompts = answers = 0
-        for sequence in (*self._seats.running, *self._seats.waiting):
+        for sequence in (*self._slots.running, *self._slots.waiting):
             length, limit = len(sequence.tokens), sequence.max_length
             answers += (limit - length) * (length + limit) // 2
             prompts += len(_unscored(sequence)) * length
@@ -102,7 +102,7 @@ class WholeTextScheduler(SeatedScheduler[Seats]):
         """Puts a request in the queue, behind all of its priority."""
         matcher = None if request.constraint is None else request.constraint.start()
         sequence = Sequence(request, list(request.prompt), matcher=matcher)
-        self._seats.add(sequence)
+        self._slots.add(sequence)
         return sequence
 
     def plan(self, max_prefill: int | None = None) -> RoundPlan:
@@ -110,12 +110,12 @@ class WholeTextScheduler(SeatedScheduler[Seats]):
 
         Beside running streams it computes `max_prefill` tokens for scores at most, but always one text.
         """
-        preempted = self._seats.make_way()
-        while self._seats.admit() is not None:
+        preempted = self._slots.make_way()
+        while self._slots.admit() is not None:
             pass
         self._turn += 1
-        rests = is_resting(self._seats) and not self._rest.takes_turn()
-        running = live_only(self._seats.running) if rests else self._seats.running
+        rests = is_resting(self._slots) and not self._rest.takes_turn()
+        running = live_only(self._slots.running) if rests else self._slots.running
         in_turn = sorted(running, key=lambda sequence: (sequence.turn, *sequence.rank))
         is_busy = any(not _has_prompt_work(sequence) for sequence in in_turn)
         prompt_tokens = max_prefill if is_busy and max_prefill is not None else self.budget.round_tokens
@@ -135,13 +135,13 @@ class WholeTextScheduler(SeatedScheduler[Seats]):
                 rows.append(self._plan_row(sequence))
             sequence.turn = self._turn
         planned = [chunk.sequence for chunk in chunks] + [row.sequence for row in rows]
-        unseated = [sequence for sequence in planned if not sequence.is_primed]
-        for sequence in unseated:
+        first_planned = [sequence for sequence in planned if not sequence.is_primed]
+        for sequence in first_planned:
             sequence.is_primed = True
         return RoundPlan(
             tuple(chunks),
             tuple(rows),
-            tuple(unseated),
+            tuple(first_planned),
             tuple(preempted),
             work=Backlog(work.prompts, work.answers),
         )

@@ -15,15 +15,14 @@ def read_body(max_bytes: int) -> bytes:
     # A browser asks permission before a page sends this type to another site; other types it just sends.
     if request.mimetype not in ("", "application/json"):
         raise UnsupportedMediaType("Send the body as application/json.")
-    too_large = BodyTooLarge(f"The body is larger than this server's limit of {max_bytes} bytes.")
     if (request.content_length or 0) > max_bytes:
-        raise too_large
+        raise BodyTooLarge(max_bytes)
     try:
         data = request.stream.read(max_bytes + 1)  # one more byte shows that a chunked body is too large
     except (ParseException, NoMoreData) as error:
         raise BadRequest(f"The chunked body is malformed: {error}.") from None
     if len(data) > max_bytes:
-        raise too_large
+        raise BodyTooLarge(max_bytes)
     return data
 
 

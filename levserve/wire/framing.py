@@ -227,7 +227,7 @@ class RequestBuffer:
         if self._upload is not None:
             return self._take_upload()
         if self._body_len > self._limit:
-            return self._give_up(self._too_large())
+            return self._give_up(BodyTooLarge(self._limit))
         end = self._head_len + self._body_len
         return self._cut(end) if len(self._data) >= end else None
 
@@ -246,7 +246,7 @@ class RequestBuffer:
                 break
             chunk_end = line_end + 2 + size
             if self._body_len + size > self._max_body_bytes:
-                return self._give_up(self._too_large())
+                return self._give_up(BodyTooLarge(self._limit))
             if len(self._data) < chunk_end + 2:
                 break
             if self._data[chunk_end : chunk_end + 2] != b"\r\n":
@@ -256,11 +256,8 @@ class RequestBuffer:
         if line_end < 0 and len(self._data) - self._chunk_start >= MAX_LINE_BYTES:
             return self._give_up(None)
         if len(self._data) > self._head_len + 2 * self._max_body_bytes + FRAMING_BYTES:
-            return self._give_up(self._too_large())
+            return self._give_up(BodyTooLarge(self._limit))
         return None
-
-    def _too_large(self) -> BodyTooLarge:
-        return BodyTooLarge(f"The body is larger than this server's limit of {self._limit} bytes.")
 
     def _cut(self, end: int) -> RawRequest:
         request = RawRequest(bytes(self._data[: self._head_len]), bytes(self._data[self._head_len : end]))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from levserve.schedule.line import Line
-from levserve.schedule.seats import RAISE_EVERY
+from levserve.schedule.ranked import RankedSequences
 from levserve.schedule.sequence import Sequence
+from levserve.schedule.slots import RAISE_EVERY
 from tests.pure.test_scheduler import Server, ask, expected_output, make
 
 
@@ -100,7 +100,7 @@ def test_important_work_keeps_most_of_the_admissions_while_other_work_is_raised(
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=12))
 def test_a_line_is_always_in_order(joining: list[tuple[int, bool]]) -> None:
-    line = Line()
+    line = RankedSequences()
     for number, (priority, leaves) in enumerate(joining):
         line.add(Sequence(ask(str(number), priority=priority), [1], number))
         line.check()

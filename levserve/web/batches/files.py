@@ -125,9 +125,7 @@ class FileStore:
 
     def _check_room(self, num_bytes: int) -> None:
         if num_bytes > self._max_file_bytes:
-            raise BodyTooLarge(
-                f"The file is larger than this server's limit of {self._max_file_bytes} bytes."
-            )
+            raise BodyTooLarge(self._max_file_bytes, "file")
         with self._lock:
             num_files = len(self._records)
             num_kept = sum(stored.file.bytes for stored in self._records.values())

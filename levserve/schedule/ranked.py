@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from levserve.schedule.sequence import Sequence
 
 
-class Line:
+class RankedSequences:
     """Sequences by their ids, in the order of their ranks."""
 
     def __init__(self) -> None:

@@ -11,31 +11,31 @@ from typing import Generic, TypeVar
 from levserve.schedule.background import Rest, Share, live_only
 from levserve.schedule.commit import Committer, Jumps, Sampled
 from levserve.schedule.request import FinishReason
-from levserve.schedule.seats import Seats
 from levserve.schedule.sequence import RoundPlan, SequenceUpdate
+from levserve.schedule.slots import Slots
 
-SeatsT = TypeVar("SeatsT", bound=Seats)
+SlotsT = TypeVar("SlotsT", bound=Slots)
 
 
-class SeatedScheduler(Generic[SeatsT]):
+class SlotScheduler(Generic[SlotsT]):
     """Every sequence that has been accepted and has not ended is either waiting or running.
 
     `check` recomputes what they hold from scratch and is cheap enough to call after each step of a test.
     """
 
-    def __init__(self, seats: SeatsT, jumps: Jumps) -> None:
-        self._seats = seats
-        self._committer = Committer(seats, jumps)
+    def __init__(self, slots: SlotsT, jumps: Jumps) -> None:
+        self._slots = slots
+        self._committer = Committer(slots, jumps)
         self._rest = Rest()
         self._share = Share()
 
     @property
     def num_waiting(self) -> int:
-        return len(self._seats.waiting)
+        return len(self._slots.waiting)
 
     @property
     def num_running(self) -> int:
-        return len(self._seats.running)
+        return len(self._slots.running)
 
     @property
     def has_work(self) -> bool:
@@ -44,18 +44,18 @@ class SeatedScheduler(Generic[SeatsT]):
     @property
     def has_live_work(self) -> bool:
         """Whether any sequence is not background work."""
-        return self._seats.has_live_work
+        return self._slots.has_live_work
 
     def end(self, request_id: str, finish: FinishReason) -> SequenceUpdate | None:
         """Ends a sequence from outside; None when it has ended already."""
-        return self._seats.end(request_id, finish)
+        return self._slots.end(request_id, finish)
 
     def end_all(self, finish: FinishReason) -> list[SequenceUpdate]:
-        return self._seats.end_all(finish)
+        return self._slots.end_all(finish)
 
     def expire(self, now: float) -> list[SequenceUpdate]:
         """Ends every sequence whose deadline has passed, waiting ones before they cost anything."""
-        return self._seats.expire(now)
+        return self._slots.expire(now)
 
     def commit(self, plan: RoundPlan, chunks: Seq[Sampled], rows: Seq[Sampled]) -> list[SequenceUpdate]:
         """Takes what a planned round sampled, in the plan's order, and tells what each stream gained."""
@@ -84,7 +84,7 @@ class SeatedScheduler(Generic[SeatsT]):
 
     def check(self) -> None:
         """Recomputes slots and pages from the sequences; raises AssertionError on the first difference."""
-        self._seats.check()
+        self._slots.check()
 
     def _gained(self, updates: Seq[SequenceUpdate | None]) -> list[SequenceUpdate]:
         """The updates that there are."""

@@ -8,12 +8,12 @@ from __future__ import annotations
 from itertools import takewhile
 
 from levserve.schedule.pages import PagePool
-from levserve.schedule.seats import Seats
 from levserve.schedule.sequence import Sequence
+from levserve.schedule.slots import Slots
 
 
-class Roster(Seats):
-    """Seats whose sequences hold pages of the pool too."""
+class PagedSlots(Slots):
+    """Slots whose sequences hold pages of the pool too."""
 
     def __init__(self, pool: PagePool, num_slots: int) -> None:
         super().__init__(num_slots)
@@ -52,7 +52,7 @@ class Roster(Seats):
         if rest is None:
             self.pool.release(match.pages)
             return None
-        self._seat(sequence)
+        self._take_slot(sequence)
         sequence.pages = match.pages + rest
         sequence.num_remembered, sequence.serial = len(match.pages), match.serial
         sequence.num_computed = len(match.pages) * self.pool.page_size

@@ -1,12 +1,12 @@
 """The sequences that were accepted and have not ended: those that wait, and those that run, each with a slot.
 
 Belongs to a scheduler, on the device thread. A slot is a place for a sequence's sampling state on the device.
-What else a running sequence holds depends on the kind of model: `Roster` adds the pages of a KV cache.
+What else a running sequence holds depends on the kind of model: `PagedSlots` adds the pages of a KV cache.
 """
 
 from __future__ import annotations
 
-from levserve.schedule.line import Line
+from levserve.schedule.ranked import RankedSequences
 from levserve.schedule.request import BACKGROUND, FinishReason, TokenBatch
 from levserve.schedule.sequence import Sequence, SequenceUpdate
 
@@ -15,12 +15,12 @@ RAISE_EVERY = 16
 of low priority while more important work waits."""
 
 
-class Seats:
+class Slots:
     """Every sequence is in exactly one of `waiting` and `running` until it is dropped."""
 
     def __init__(self, num_slots: int) -> None:
-        self.waiting = Line()
-        self.running = Line()
+        self.waiting = RankedSequences()
+        self.running = RankedSequences()
         self._num_arrived = 0
         self._until_raise = RAISE_EVERY
         self._num_slots = num_slots
@@ -61,7 +61,7 @@ class Seats:
         sequence = self.waiting.first()
         if sequence is None or not self._free_slots:
             return None
-        self._seat(sequence)
+        self._take_slot(sequence)
         return sequence
 
     def preempt(self, sequence: Sequence) -> None:
@@ -126,7 +126,7 @@ class Seats:
         for sequence in self.waiting:
             assert not sequence.is_ended and sequence.slot is None
 
-    def _seat(self, sequence: Sequence) -> None:
+    def _take_slot(self, sequence: Sequence) -> None:
         """Moves a waiting sequence into a free slot, which there must be."""
         self.waiting.remove(sequence)
         self.running.add(sequence)
