@@ -17,6 +17,7 @@ from levserve.errors import StartupError
 from levserve.models.registry import Registry
 from levserve.observe.logs import report_startup_error, start_logging
 from levserve.server import num_threads, serve
+from levserve.settings.file import did_you_mean
 from levserve.settings.parse import parse_settings
 from levserve.settings.settings import Settings
 from levserve.terminal.commands import COMMANDS, discard_stdout, run_command
@@ -34,13 +35,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(settings)
     except StartupError as error:
-        report_startup_error(error)
+        report_startup_error(_with_command(error, words, settings))
         return error.exit_code
     except KeyboardInterrupt:
         return 130  # the shell's code for SIGINT
     except BrokenPipeError:  # `levserve --dry-run | head`
         discard_stdout()
         return 1
+
+
+def _with_command(error: StartupError, words: Sequence[str], settings: Settings) -> StartupError:
+    """The error, with a hint if a model that cannot be served may be a mistyped command: `levserve chta`."""
+    if not words or words[0] != settings.model or "model" not in str(error):
+        return error
+    hint = did_you_mean(words[0], COMMANDS).replace("mean ", "mean levserve ")
+    return type(error)(f"{error}{hint}")
 
 
 def _run(settings: Settings) -> int:

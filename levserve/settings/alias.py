@@ -61,6 +61,10 @@ def _all_origins(text: str) -> str:
     return "*" if SWITCH.read(text) else ""
 
 
+def _with_spaces(text: str) -> str:
+    return text.replace(",", " ")
+
+
 def _always(text: str) -> str:
     return "true"
 
@@ -76,15 +80,23 @@ def _int8_if_on(text: str) -> str | None:
 ALIASES = (
     Alias("model-path", "model"),
     Alias("tokenizer-path", "tokenizer"),
+    Alias("model-id", "model"),
+    Alias("alias", "served_model_name", _with_spaces),
     Alias("tensor-parallel-size", "tensor_parallel"),
+    Alias("tp-size", "tensor_parallel"),
     Alias("max-context-length", "max_seq_len"),
     Alias("context-window", "max_seq_len"),
     Alias("max-model-len", "max_seq_len"),
+    Alias("ctx-size", "max_seq_len"),
+    Alias("context-length", "max_seq_len"),
     Alias("max-batch-seqs", "max_running"),
     Alias("max-batch-size", "max_running"),
     Alias("max-num-seqs", "max_running"),
+    Alias("max-running-requests", "max_running"),
+    Alias("parallel", "max_running"),
     Alias("max-queue-tokens", "max_inflight_tokens"),
     Alias("max-num-batched-tokens", "prefill_chunk"),
+    Alias("chunked-prefill-size", "prefill_chunk"),
     Alias("block-size", "page_size"),
     Alias("kv-cache-dtype", "kv_dtype"),
     Alias("quantization", "quantize"),

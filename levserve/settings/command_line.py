@@ -25,8 +25,10 @@ CONFIG_VARIABLE = f"{ENV_PREFIX}CONFIG"
 DESCRIPTION = """\
 Serves a language model over the OpenAI HTTP API.
 
-  levserve                                  serves the bundled model on 127.0.0.1:8000
-  levserve --config serve.ini --port 9000   takes settings from the file, except for the port
+  levserve                                  serves the bundled model on http://127.0.0.1:8000
+  levserve Qwen/Qwen3-0.6B                  serves a model of the Hugging Face Hub
+  levserve ./model.gguf --port 9000         serves a file, on another port
+  levserve --config serve.ini --host ::     takes settings from the file, except for the host
 
 Other commands, each with its own --help:
 
@@ -77,14 +79,18 @@ def is_question(argv: Sequence[str]) -> bool:
 
 
 def complete(argv: Sequence[str]) -> list[str]:
-    """The command line with one word for each flag and its value, as the parser wants it."""
-    return _join_lists(_complete_switches(argv))
+    """The command line with one word for each flag and its value, as the parser wants it.
+
+    `levserve serve MODEL` is the same as `levserve MODEL`, for people who know it from other servers.
+    """
+    words = argv[1:] if argv and argv[0] == "serve" else argv
+    return _join_lists(_complete_switches(words))
 
 
 def build_parser(file: SettingsFile) -> Parser:
     parser = Parser(
         prog="levserve",
-        usage="levserve [--config FILE] [--OPTION VALUE ...]",
+        usage="levserve [MODEL] [--config FILE] [--OPTION VALUE ...]",
         description=DESCRIPTION,
         formatter_class=_HelpFormatter,
         allow_abbrev=False,

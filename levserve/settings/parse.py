@@ -28,6 +28,7 @@ from levserve.settings.command_line import (
     find_env_file,
     is_question,
 )
+from levserve.settings.elsewhere import ADVICE
 from levserve.settings.environment import Environment, read_environment
 from levserve.settings.file import SettingsFile, did_you_mean, find_setting
 from levserve.settings.hosts import resolve_hosts
@@ -97,16 +98,28 @@ def _read_options(
         raise ConfigError(f"--config: cannot read {error.filename!r}: {error.strerror} ({source})") from None
     sources = dict.fromkeys(vars(options), "command line") | _sources(parser, options.config, environment)
     if unknown:
-        word = unknown[0].partition("=")[0]  # the value may be a secret
-        known = [*OTHER_FLAGS, *(s.flag for s in SETTINGS), *(alias.flag for alias in FLAG_ALIASES.values())]
-        hint = did_you_mean(word.replace("_", "-"), known)
-        raise ConfigError(f"unknown option {word!r}{hint} (command line)")
+        _take_model(unknown, options, sources)
     if options.config == "":
         raise ConfigError(f"--config: the path is empty ({sources['config']})")
     _check_environment(environment)
     notes = [*environment.notes, *_apply_aliases(options, sources, environment)]
     options.models = file.models
     return options, sources, notes
+
+
+def _take_model(words: Sequence[str], options: Namespace, sources: dict[str, str]) -> None:
+    """Makes a word that belongs to no flag the model; raises `ConfigError` for anything else."""
+    word = words[0].partition("=")[0]  # the value may be a secret
+    if word in ADVICE:
+        raise ConfigError(f"there is no option {word} here; instead: {ADVICE[word]} (command line)")
+    if word.startswith("-") or "=" in words[0]:
+        known = [*OTHER_FLAGS, *(s.flag for s in SETTINGS), *(alias.flag for alias in FLAG_ALIASES.values())]
+        hint = did_you_mean(word.replace("_", "-"), known)
+        raise ConfigError(f"unknown option {word!r}{hint} (command line)")
+    given = [*words, options.model] if sources.get("model") == "command line" else words
+    if len(given) > 1:
+        raise ConfigError(f"one model can be given, not {' and '.join(given)} (command line)")
+    options.model, sources["model"] = word, "command line"
 
 
 def _apply_aliases(options: Namespace, sources: dict[str, str], environment: Environment) -> list[str]:

@@ -153,8 +153,13 @@ def check_model(model: str) -> None:
     path = Path(model).expanduser()
     if model == SMOLLM2.name or (not path.exists() and _is_repo_name(model)):
         return
-    if problem := local_problem(path):
-        raise ConfigError(f"model {model!r} {problem}; expected {ACCEPTED}")
+    try:
+        problem = local_problem(path)
+        hint = _nearby_model(path) if problem and path.is_dir() else None
+    except OSError as error:
+        raise ConfigError(f"--model {model}: cannot read {error.filename}: {error.strerror}") from None
+    if problem:
+        raise ConfigError(f"model {model!r} {problem}; {hint or f'expected {ACCEPTED}'}")
 
 
 def find_model(
@@ -176,7 +181,11 @@ def find_model(
         return ModelFiles(path.resolve().name, path)
     folder = fetch_repo(model, revision=revision, cache_path=cache_path / "hub", report=report)
     if problem := local_problem(folder):
-        raise StartupError(f"model {model!r} on the Hugging Face Hub {problem}")
+        address = f"https://huggingface.co/{model}/resolve/main/FILE.gguf"
+        raise StartupError(
+            f"model {model!r} on the Hugging Face Hub {problem}; "
+            f"if it has GGUF files, give the address of one: {address}"
+        )
     return ModelFiles(model, find_brain(folder).weights if is_brain(folder) else folder)
 
 
@@ -246,6 +255,18 @@ def local_problem(path: Path) -> str | None:
         return "is a folder without config.json"
     if not has_weights(file.name for file in path.iterdir()):
         return f"is a folder without {WEIGHTS}"
+    return None
+
+
+def _nearby_model(folder: Path) -> str | None:
+    """What a folder that is no model holds instead, and how to serve it."""
+    names = sorted(file.name for file in folder.iterdir())
+    if files := [name for name in names if name.endswith(parts.SUFFIX)]:
+        return f"it has {files[0]}: name that file, or serve all that are in the folder with --models-dir"
+    if any(next(folder.glob(pattern), None) for pattern in CHECKPOINT_FILES):
+        return "it looks like a Levanter run, which --checkpoint-path serves"
+    if folders := [name for name in names if (folder / name / "config.json").is_file()]:
+        return f"it has {folders[0]}/config.json: name that folder, or serve all of them with --models-dir"
     return None
 
 

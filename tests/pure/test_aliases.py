@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from levserve.settings.alias import ALIASES, FLAG_ALIASES
+from levserve.settings.elsewhere import ADVICE
 from levserve.settings.parse import parse_settings
 from levserve.settings.settings import BY_NAME, SETTINGS, settings_table
 from tests.pure.test_config import refuse, serve_ini
@@ -21,6 +22,12 @@ from tests.pure.test_config import refuse, serve_ini
         (["--max-context-length", "2048"], "max_seq_len", 2048),
         (["--context-window", "2048"], "max_seq_len", 2048),
         (["--max-model-len", "2048"], "max_seq_len", 2048),
+        (["--ctx-size", "2048"], "max_seq_len", 2048),
+        (["--parallel", "8"], "max_running", 8),
+        (["--alias", "chat,qwen"], "served_model_name", ("chat", "qwen")),
+        (["org/name"], "model", "org/name"),
+        (["serve", "org/name"], "model", "org/name"),
+        (["--port", "1", "org/name", "--ui", "false"], "model", "org/name"),
         (["--model-path", "/srv/model"], "model", "/srv/model"),
         (["--tokenizer-path", "/srv/tokenizer"], "tokenizer", "/srv/tokenizer"),
         (["--enable-cors"], "cors_origins", ("*",)),
@@ -172,6 +179,14 @@ def test_two_names_with_different_values_are_refused(
         (["--device", "mps"], {}, ["--device must be one of auto, cpu, gpu, rocm, tpu (cuda means gpu)", "'mps'"]),
         ([], {"LEVSERVE_MAX_BATCH_SIZE": "8"}, ["LEVSERVE_MAX_BATCH_SIZE", "did you mean LEVSERVE_MAX_RUNNING?"]),
         (["--max-batch-sise", "8"], {}, ["did you mean --max-batch-size?"]),
+        (["--gpu-memory-utilization", "0.9"], {}, ["no option --gpu-memory-utilization", "--kv-memory takes a size"]),
+        (["--gpu-memory-utilization=0.9"], {}, ["no option --gpu-memory-utilization here"]),
+        (["-ngl", "99"], {}, ["no option -ngl here", "--device"]),
+        (["hf_checkpoint=org/name"], {}, ["unknown option 'hf_checkpoint'", "did you mean --hf-checkpoint?"]),
+        (["a", "b"], {}, ["one model can be given, not a and b"]),
+        (["a", "--model", "b"], {}, ["one model can be given, not a and b"]),
+        (["a", "--model-path", "b"], {}, ["--model a", "--model-path b"]),
+        (["a", "--checkpoint-path", "b"], {}, ["--model a (command line) and --checkpoint-path b", "exclude each other"]),
     ],
 )  # fmt: skip
 def test_a_mistake_in_another_servers_name_is_told(
@@ -262,6 +277,22 @@ def test_every_alias_is_on_the_page_for_people_who_move() -> None:
     for alias in ALIASES:
         shown = alias.name if alias.is_variable else alias.flag
         assert f"`{shown}" in page, shown
+
+
+def test_flags_that_have_no_counterpart_are_on_the_page_for_people_who_move_and_are_not_ours() -> None:
+    page = Path("docs/pages/how-to/move.md").read_text(encoding="utf-8")
+    assert [flag for flag in ADVICE if f"`{flag}" not in page] == []
+    ours = {setting.flag for setting in SETTINGS} | {alias.flag for alias in FLAG_ALIASES.values()}
+    assert not ours & ADVICE.keys()
+
+
+def test_a_model_without_a_flag_wins_over_the_environment() -> None:
+    settings = parse_settings(["org/name@v1"], {"LEVSERVE_MODEL": "other", "AIOS_MODEL_PATH": "/srv/model"})
+    assert (settings.model, settings.revision, settings.sources["model"]) == (
+        "org/name",
+        "v1",
+        "command line",
+    )
 
 
 def test_an_alias_is_no_setting_of_ours_and_stands_for_one() -> None:

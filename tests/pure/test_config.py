@@ -263,7 +263,7 @@ def test_a_file_that_cannot_be_read_is_refused_with_its_source(
         (["--max_running=1"], ["'--max_running'", "did you mean --max-running?"]),
         (["--max-run", "1"], ["'--max-run'"]),
         (["--no-compile-cache"], ["'--no-compile-cache'", "did you mean --compile-cache?"]),
-        (["serve"], ["'serve'"]),
+        (["serve", "a", "serve"], ["a and serve"]),
         (["--port"], ["--port"]),
         (["--config"], ["--config"]),
         (["--dry-run=yes"], ["--dry-run"]),

@@ -88,6 +88,21 @@ def test_folder_that_is_not_a_model_is_refused(files: list[str], problem: str, t
         check_model(str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("file", "hint"),
+    [
+        ("tiny.gguf", "it has tiny.gguf: name that file"),
+        ("step-100/metadata.json", "--checkpoint-path serves"),
+        ("llama/config.json", "it has llama/config.json: name that folder"),
+    ],
+)
+def test_folder_that_has_a_model_in_it_says_how_to_serve_that(file: str, hint: str, tmp_path: Path) -> None:
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).touch()
+    with pytest.raises(ConfigError, match=f"is a folder without config.json; .*{hint}"):
+        check_model(str(tmp_path))
+
+
 def test_file_of_an_unknown_type_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.bin").touch()
     with pytest.raises(ConfigError, match=r"unknown type \(\.bin\)"):

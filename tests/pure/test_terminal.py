@@ -93,6 +93,14 @@ def test_a_mistake_is_one_line_and_exit_code_2(words: list[str], capsys: pytest.
     assert told.err.count("\n") == 1
 
 
+def test_a_mistyped_command_is_told_from_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["chta"]) == 2
+    err = capsys.readouterr().err
+    assert "model 'chta' does not exist" in err and err.endswith("; did you mean levserve chat?\n")
+    assert cli.main(["./nothing"]) == 2
+    assert "did you mean" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help_and_the_servers_help_lists_it(
     command: str, capsys: pytest.CaptureFixture[str]
