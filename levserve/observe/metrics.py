@@ -23,6 +23,9 @@ from levserve import __version__
 from levserve.observe.histogram import PageHistogram
 from levserve.observe.metric_text import MetricText, TextSource, text_of
 
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+"""Every Prometheus reads it. Version 1.0.0, which allows other names, is for scrapers that ask for it."""
+
 LATENCY_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 300)
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)

@@ -42,6 +42,8 @@ JSON_WORDS = {
 def decode(data: bytes, kind: type[Body]) -> Body:
     """The body as a record of this kind; raises `BadRequest` for the first mistake in it."""
     try:
+        if not data.isascii():
+            data.decode()  # msgspec does not look at the text of fields that nobody declared
         return _decoder(kind).decode(data)
     except msgspec.ValidationError as error:
         raise _explain(str(error)) from None

@@ -15,6 +15,8 @@ def read_body(max_bytes: int) -> bytes:
     # A browser asks permission before a page sends this type to another site; other types it just sends.
     if request.mimetype not in ("", "application/json"):
         raise UnsupportedMediaType("Send the body as application/json.")
+    if request.headers.get("Content-Encoding", "").lower() not in ("", "identity"):
+        raise UnsupportedMediaType("Send the body without compression.")
     if (request.content_length or 0) > max_bytes:
         raise BodyTooLarge(max_bytes)
     try:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from flask import Blueprint, Response
 from msgspec import UNSET, Struct, UnsetType, structs
-from prometheus_client import CONTENT_TYPE_LATEST
 
 from levserve.engine.engine import Engine
 from levserve.models.registry import Registry
 from levserve.observe.health import Phase
+from levserve.observe.metrics import CONTENT_TYPE
 from levserve.web.device import ServerReport, report_server
 from levserve.web.json_body import json_response
 from levserve.web.quick_scrape import ROUTER_PATH
@@ -61,12 +61,12 @@ def ops_routes(registry: Registry) -> Blueprint:
 
     @routes.get("/metrics")
     def show_metrics() -> Response:
-        return Response(engine.metrics.render(), content_type=CONTENT_TYPE_LATEST)
+        return Response(engine.metrics.render(), content_type=CONTENT_TYPE)
 
     @routes.get(ROUTER_PATH)
     def show_router_metrics() -> Response:
         """Where a key is needed, and for unusual requests; `QuickScrape` answers the others."""
-        return Response(engine.metrics.render_for_router(), content_type=CONTENT_TYPE_LATEST)
+        return Response(engine.metrics.render_for_router(), content_type=CONTENT_TYPE)
 
     return routes
 

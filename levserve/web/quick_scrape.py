@@ -10,9 +10,7 @@ from __future__ import annotations
 import random
 import re
 
-from prometheus_client import CONTENT_TYPE_LATEST
-
-from levserve.observe.metrics import Metrics
+from levserve.observe.metrics import CONTENT_TYPE, Metrics
 from levserve.settings.settings import Settings
 
 ROUTER_PATH = "/metrics/router"
@@ -40,9 +38,7 @@ class QuickScrape:
         self._is_used = is_open and is_silent
         self._known: set[bytes] = set()
         """Requests that were found plain: a router sends the same bytes each time."""
-        self._head = (
-            f"HTTP/1.1 200 OK\r\nConnection: keep-alive\r\nContent-Type: {CONTENT_TYPE_LATEST}\r\n".encode()
-        )
+        self._head = f"HTTP/1.1 200 OK\r\nConnection: keep-alive\r\nContent-Type: {CONTENT_TYPE}\r\n".encode()
 
     def answer(self, data: bytes) -> bytes | None:
         """The whole HTTP response to what a client has sent, or None where the usual way is to answer."""
@@ -56,6 +52,8 @@ class QuickScrape:
     def _is_plain(self, data: bytes) -> bool:
         """Whether this is one whole request for the page and nothing else; remembered if it is."""
         if not self._is_used or not PLAIN.fullmatch(data) or UNUSUAL.search(data):
+            return False
+        if b"\r\nhost:" not in data.lower():
             return False
         if len(self._known) == MAX_KNOWN:
             self._known.clear()

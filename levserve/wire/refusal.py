@@ -6,16 +6,20 @@ They have the same shape as every other error, and each ends its connection.
 from __future__ import annotations
 
 import os
+from email.utils import formatdate
 from http import HTTPStatus
+from typing import Any
 
 from gunicorn.http.errors import (
     ExpectationFailed,
+    InvalidHeader,
     InvalidResponseHeader,
     InvalidResponseHeaderName,
     LimitRequestHeaders,
     LimitRequestLine,
     NoMoreData,
     ParseException,
+    UnsupportedTransferCoding,
 )
 
 from levserve.errors import BadRequest, ServeError
@@ -25,8 +29,24 @@ PARSER_STATUS = {
     LimitRequestLine: HTTPStatus.REQUEST_URI_TOO_LONG,
     LimitRequestHeaders: HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
     ExpectationFailed: HTTPStatus.EXPECTATION_FAILED,
+    UnsupportedTransferCoding: HTTPStatus.NOT_IMPLEMENTED,
 }
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+HTTP_1_1 = (1, 1)
+
+
+def check_head(req: Any) -> None:
+    """Refuses what HTTP forbids and gunicorn's parser lets pass; raises `ParseException`.
+
+    The parser takes gzip for a transfer coding and leaves it to nobody to decode. To a later minor version
+    the answer is one of HTTP/1.1, the latest that is spoken here.
+    """
+    if req.version >= HTTP_1_1 and not any(name == "HOST" for name, _ in req.headers):
+        raise InvalidHeader("HOST")
+    for name, value in req.headers:
+        if name == "TRANSFER-ENCODING" and value.strip().lower() != "chunked":
+            raise UnsupportedTransferCoding(value)
+    req.version = min(req.version, HTTP_1_1)
 
 
 def explain_refusal(exc: Exception) -> ServeError:
@@ -47,9 +67,11 @@ def render(error: ServeError) -> bytes:
     """The whole HTTP response."""
     body = error.body()
     fields = {
+        "Date": formatdate(usegmt=True),
         "Content-Type": "application/json",
         "Content-Length": str(len(body)),
         "x-request-id": os.urandom(8).hex(),
+        "openai-processing-ms": "0",
         **error.headers,
         "Connection": "close",
     }

@@ -32,7 +32,7 @@ from levserve.observe.logs import report_startup_error
 from levserve.wire.connection import Connection, State
 from levserve.wire.connections import LINGER_SECONDS, Connections
 from levserve.wire.framing import RawReader, RawRequest
-from levserve.wire.refusal import explain_refusal, render
+from levserve.wire.refusal import check_head, explain_refusal, render
 
 log = logging.getLogger(__name__)
 
@@ -125,6 +125,7 @@ class Worker(ThreadWorker):  # type: ignore[misc]
         req = None
         try:
             req = next(parser)
+            check_head(req)
             req._expected_100_continue = False  # already sent, if it was due, before the body came
             if not request.is_whole:
                 req.force_close()  # so that the answer says it: a client would send its next request here

@@ -171,7 +171,8 @@ class TestErrors:
             ({"max_tokens": 0}, "'max_tokens'"),
             ({"messages": []}, "'messages'"),
             ({"messages": [{"role": "tool", "content": "t17"}]}, "'messages[0].role'"),
-            ({"messages": [{"role": "user", "content": []}]}, "at least one message"),
+            ({"messages": [{"role": "user", "content": []}]}, "'messages[0].content' has no blocks"),
+            ({"messages": [USER, {"role": "user", "content": []}]}, "'messages[1].content' has no blocks"),
             ({"messages": [{"role": "user", "content": [CALL]}]}, "the role 'user'"),
             ({"messages": [{"role": "user", "content": [RESULT]}]}, "no earlier 'tool_use' block"),
             ({"messages": [USER, {"role": "assistant", "content": [CALL]}]}, "'tool_result' must follow"),
@@ -224,6 +225,7 @@ class TestErrors:
         "fields",
         [
             {"messages": [{"role": "user", "content": [RESULT]}]},
+            {"messages": [{"role": "user", "content": []}], "tools": [TOOL]},
             {"system": [{"type": "image"}]},
             {"tools": [{"name": "bash", "type": "bash_20250124"}]},
             {"thinking": {"type": "sometimes"}},

@@ -282,6 +282,7 @@ def test_the_message_names_the_wanted_and_the_given_type() -> None:
         b'{"model": NaN}',
         b'{"model": "m", "temperature": Infinity}',
         b'{"model": "\xff"}',
+        b'{"model": "m", "prompt": "t", "another": "\xff"}',
         b'{"a":' + b"[" * 100_000,
     ],
 )

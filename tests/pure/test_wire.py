@@ -98,8 +98,13 @@ def check_shape(reply: Reply, status: int) -> None:
         (POST + b"Content-Length: -1\r\n\r\n" + BODY, 400),
         (POST + LENGTH + b"Content-Length: 1\r\n\r\n" + BODY, 400),
         (POST + LENGTH + b"Transfer-Encoding: chunked\r\n\r\n" + BODY, 400),
-        (POST + b"Transfer-Encoding: wind\r\n\r\n" + BODY, 400),
+        (POST + b"Transfer-Encoding: wind\r\n\r\n" + BODY, 501),
         (POST + b"Transfer-Encoding: chunked, chunked\r\n\r\n0\r\n\r\n", 400),
+        (POST + b"Transfer-Encoding: gzip, chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n", 501),
+        (POST + b"Transfer-Encoding: wind, chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n", 501),
+        (b"GET /v1/models HTTP/1.1\r\n\r\n", 400),
+        (b"GET /v1/models HTTP/1.1\r\nHost: x\r\nHost: y\r\n\r\n", 400),
+        (b"GET /metrics/router HTTP/1.1\r\n\r\n", 400),
         (b"POST /v1/completions HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 400),
         (POST + LENGTH + b"Expect: a miracle\r\n\r\n" + BODY, 417),
         (POST + b"Transfer-Encoding: chunked\r\n\r\nlong\r\n{}\r\n0\r\n\r\n", 400),
@@ -109,7 +114,9 @@ def check_shape(reply: Reply, status: int) -> None:
 def test_what_cannot_be_parsed_is_refused_in_the_same_shape(
     server: ServerProcess, sent: bytes, status: int
 ) -> None:
-    check_shape(exchange(server, sent), status)
+    reply = exchange(server, sent)
+    check_shape(reply, status)
+    assert reply.headers["date"].endswith(" GMT") and reply.headers["openai-processing-ms"].isdigit()
     assert server.ask("GET", "/healthz").status == 200
 
 
@@ -141,6 +148,7 @@ def test_what_cannot_be_parsed_is_refused_in_the_same_shape(
             + BODY,
             415,
         ),
+        (POST + b"Connection: close\r\nContent-Encoding: gzip\r\n" + LENGTH + b"\r\n" + BODY, 415),
     ],
 )
 def test_what_the_application_refuses_has_the_same_shape(
@@ -186,13 +194,20 @@ def test_a_chunked_body_is_a_body_like_any_other_also_with_trailers(server: Serv
 @pytest.mark.parametrize(
     "head",
     [
-        b"GET /v1/models HTTP/1.1\r\nConnection: close\r\n\r\n",
         GET + b"X_Odd: 1\r\nConnection: close\r\n\r\n",
         b"GET /v1/models HTTP/1.0\r\n\r\n",
+        b"GET /v1/models HTTP/1.1\r\nHost:\r\nConnection: close\r\n\r\n",
     ],
 )
 def test_old_and_careless_clients_are_served(server: ServerProcess, head: bytes) -> None:
     assert exchange(server, head).json["object"] == "list"
+
+
+def test_a_client_of_a_later_minor_version_is_answered_in_http_1_1(server: ServerProcess) -> None:
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as client:
+        client.settimeout(PATIENCE_SECONDS)
+        client.sendall(b"GET /v1/models HTTP/1.2\r\nHost: x\r\n\r\n")
+        assert client.recv(65536).startswith(b"HTTP/1.1 200 OK\r\n")
 
 
 def test_a_stream_to_an_http_1_0_client_has_no_chunks_and_ends_with_the_connection(

@@ -67,6 +67,8 @@ class InputMessage(Struct, frozen=True):
 
     def check(self, path: str) -> None:
         require_choice(self.role, ROLES, f"{path}.role")
+        if not self.blocks and self.role != "assistant":
+            raise BadRequest(f"'{path}.content' has no blocks.", param=f"{path}.content")
         for number, block in enumerate(self.blocks):
             param = f"{path}.content[{number}]"
             if not isinstance(block, ALLOWED[self.role]):
