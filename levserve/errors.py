@@ -181,6 +181,11 @@ class DeadlineExceeded(ServeError):
         return NO_RETRY
 
 
+def cause_of(error: BaseException) -> str:
+    """What went wrong, without the number and the path that Python writes around a system's message."""
+    return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
+
+
 class StartupError(Exception):
     """The server cannot start; the message is one line that says why."""
 

@@ -89,7 +89,8 @@ def allow_files(num_threads: int) -> int:
         most = min(hard, most)
     if most < least:
         raise StartupError(
-            f"{num_threads} HTTP threads need {least} open files, and the limit is {hard} (ulimit -Hn)"
+            f"{num_threads} HTTP threads need {least} open files, and the limit is {hard} (ulimit -Hn); "
+            "lower --max-running, --max-waiting or --max-sockets"
         )
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

@@ -18,7 +18,7 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType, GGUFValueType
 from numpy.typing import NDArray
 
-from levserve.errors import StartupError
+from levserve.errors import StartupError, cause_of
 from levserve.gguf.parts import part_names
 
 MAGIC = b"GGUF"
@@ -97,7 +97,7 @@ def _read_file(path: Path) -> GGUFHeader:
     except (struct.error, OverflowError) as error:
         raise StartupError(f"cannot read {path}: it ends in the middle of its header") from error
     except (OSError, ValueError) as error:
-        raise StartupError(f"cannot read {path}: {error}") from error
+        raise StartupError(f"cannot read {path}: {cause_of(error)}") from error
 
 
 class _Cursor:

@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 
 from levserve.device.platform import explained
-from levserve.errors import StartupError
+from levserve.errors import StartupError, cause_of
 from levserve.model.placement import device_bytes
 from levserve.models.checks import check_draft_tokens
 from levserve.models.kind import AnyKind
@@ -87,4 +87,6 @@ def _read_chat_template(settings: Settings) -> str | None:
     try:
         return Path(settings.chat_template).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise StartupError(f"--chat-template {settings.chat_template}: {error}") from error
+        raise StartupError(
+            f"--chat-template {settings.chat_template} cannot be read: {cause_of(error)}"
+        ) from error

@@ -82,8 +82,16 @@ def integer(low: int, high: int | None = None) -> Kind[int]:
     return _bounded("an integer", "N", int, low, high)
 
 
-def real(low: float, high: float | None = None) -> Kind[float]:
-    return _bounded("a number", "X", float, low, high, show=lambda value: str(value).removesuffix(".0"))
+def real(low: float, high: float | None = None, *, noun: str = "a number", metavar: str = "X") -> Kind[float]:
+    return _bounded(noun, metavar, float, low, high, show=lambda value: str(value).removesuffix(".0"))
+
+
+def seconds(low: float) -> Kind[float]:
+    return real(low, noun="a number of seconds", metavar="SECONDS")
+
+
+def milliseconds(low: float) -> Kind[float]:
+    return real(low, noun="a number of milliseconds", metavar="MS")
 
 
 def size(low: int) -> Kind[int]:

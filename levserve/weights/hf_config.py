@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from levserve.errors import StartupError
+from levserve.errors import StartupError, cause_of
 from levserve.model.config import ModelConfig
 from levserve.weights.config_fields import Extras, Fields
 from levserve.weights.families import FAMILIES, Family
@@ -100,7 +100,7 @@ def _read_fields(path: Path) -> Fields:
     try:
         values = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise StartupError(f"cannot read {path}: {error}") from error
+        raise StartupError(f"cannot read {path}: {cause_of(error)}") from error
     if not isinstance(values, dict):
         raise StartupError(f"cannot read {path}: expected a JSON object")
     return Fields(str(path), values)
@@ -110,10 +110,10 @@ def _family(fields: Fields) -> Family:
     architectures = fields.get("architectures")
     if isinstance(architectures, list) and len(architectures) == 1 and architectures[0] in FAMILIES:
         return FAMILIES[architectures[0]]
-    supported = ", ".join(FAMILIES)
-    raise StartupError(
-        f"{fields.source}: architectures = {architectures!r} is not supported; supported are {supported}"
-    )
+    given = "it names no architecture"
+    if architectures:
+        given = f"architectures = {architectures!r} is not supported"
+    raise StartupError(f"{fields.source}: {given}; supported are {', '.join(FAMILIES)}")
 
 
 def _rope(fields: Fields, family: Family, head_dim: int, max_position: int) -> Extras:

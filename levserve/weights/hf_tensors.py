@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from levserve.errors import StartupError
+from levserve.errors import StartupError, cause_of
 from levserve.model.config import ModelConfig
 from levserve.weights.fp8_slices import TYPES as FP8_TYPES
 from levserve.weights.fp8_slices import Fp8File
@@ -162,7 +162,7 @@ def read_file(path: Path) -> Iterator[tuple[str, Slice]]:
                     stored = fp8.slice(name)
                 yield name, stored
     except (OSError, SafetensorError) as error:
-        raise StartupError(f"cannot read {path}: {error}") from error
+        raise StartupError(f"cannot read {path}: {cause_of(error)}") from error
 
 
 def plain_name(name: str) -> str:

@@ -24,7 +24,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from levserve.errors import StartupError
+from levserve.errors import StartupError, cause_of
 
 STORAGE_TYPES: Mapping[str, np.dtype[Any]] = {
     "DoubleStorage": np.dtype("<f8"),
@@ -82,7 +82,7 @@ def read_torch_file(path: Path) -> object:
         with zipfile.ZipFile(path) as archive:
             return _Archive(path, archive).load()
     except (OSError, zipfile.BadZipFile, NotImplementedError) as error:
-        raise StartupError(f"cannot read {path}: {error}") from error
+        raise StartupError(f"cannot read {path}: {cause_of(error)}") from error
     except PICKLE_ERRORS as error:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise StartupError(f"cannot read {path}: {reason}") from error

@@ -159,7 +159,7 @@ def test_a_certificate_that_is_not_trusted_is_named_as_the_cause(
 
 def test_cache_that_cannot_be_written_is_one_clear_line(tiny: BundledModel, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(StartupError, match="cannot keep tiny in .*file/cache: .*Not a directory"):
+    with pytest.raises(StartupError, match="cannot keep tiny in .*file/cache .--cache-dir.: Not a directory"):
         find_bundled(tmp_path / "file" / "cache", print, tiny)
 
 

@@ -295,6 +295,13 @@ def test_an_unknown_variable_of_ours_is_refused(
     assert variable in line and nearest in line
 
 
+def test_a_setting_for_several_models_is_told_to_be_of_no_use_for_one() -> None:
+    note = "--models-memory (command line) is not used: it is for several models"
+    assert note in parse_settings(["--models-memory", "1GB"], {}).notes
+    assert note not in parse_settings(["--models-memory", "1GB", "--models-dir", "/srv"], {}).notes
+    assert note not in parse_settings(["--models-memory", "1GB", "--lazy"], {}).notes
+
+
 def test_hf_checkpoint_is_another_name_for_model() -> None:
     settings = parse_settings([], {"LEVSERVE_HF_CHECKPOINT": "org/name"})
     assert (settings.model, settings.sources["model"]) == ("org/name", "environment LEVSERVE_HF_CHECKPOINT")
