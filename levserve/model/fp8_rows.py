@@ -21,22 +21,21 @@ SMALLEST = 1e-10
 
 class Fp8Rows(NamedTuple):
     codes: jax.Array
-    """FP8 [..., in]."""
+    """FP8 [row, in]."""
     largest: jax.Array
-    """float32 [..., group], what `LARGEST_FP8` stands for in each group."""
+    """float32 [group, row], as kernels read it: what `LARGEST_FP8` stands for in each group."""
 
     def widen(self) -> jax.Array:
         """The numbers that the codes stand for, as float32."""
-        *outer, num_inputs = self.codes.shape
-        groups = self.codes.astype(jnp.float32).reshape(*outer, self.largest.shape[-1], -1)
-        return (groups * (self.largest / LARGEST_FP8)[..., None]).reshape(*outer, num_inputs)
+        groups = self.codes.astype(jnp.float32).reshape(*self.largest.T.shape, -1)
+        return (groups * (self.largest.T / LARGEST_FP8)[..., None]).reshape(self.codes.shape)
 
 
 def round_rows(x: jax.Array, group: int | None) -> Fp8Rows:
-    """Rounds x [..., in] with a scale for so many inputs, which divide all of them; None: one for all."""
-    *outer, num_inputs = x.shape
-    groups = x.astype(jnp.float32).reshape(*outer, -1, group or num_inputs)
+    """Rounds x [row, in] with a scale for so many inputs, which divide all of them; None: one for all."""
+    num_rows, num_inputs = x.shape
+    groups = x.astype(jnp.float32).reshape(num_rows, -1, group or num_inputs)
     # `jnp.max` would compare with the smallest number in an operation of its own, on a GPU in a kernel.
     largest = lax.reduce(jnp.abs(groups), jnp.float32(SMALLEST), lax.max, (groups.ndim - 1,))
     codes = (groups * (LARGEST_FP8 / largest)[..., None]).astype(FP8)
-    return Fp8Rows(codes.reshape(x.shape), largest)
+    return Fp8Rows(codes.reshape(x.shape), largest.T)

@@ -222,7 +222,10 @@ def multiply_packed(
 
 def round_as_asked(x: jax.Array, scheme: Scheme) -> jax.Array:
     """x [..., in] as a product with such a matrix takes it, in its own type."""
-    return round_rows(x, scheme.columns).widen().astype(x.dtype) if scheme.rounds_rows else x
+    if not scheme.rounds_rows:
+        return x
+    rows = x.reshape(-1, x.shape[-1])
+    return round_rows(rows, scheme.columns).widen().astype(x.dtype).reshape(x.shape)
 
 
 def decode(codes: jax.Array, code: Code) -> jax.Array:

@@ -177,6 +177,9 @@ def test_one_kernel_rounds_activations_with_what_comes_before(shape: Shape, coun
         len(re.findall(r'custom-call\(.*op_name="[^"]*/round_fp8/pallas_call"', text))
         == count * CONFIG.num_layers
     )
+    assert "transpose_fusion" not in text and "wrapped_transpose" not in text, (
+        "scales come in the order of the product"
+    )
 
 
 def test_prompts_are_multiplied_by_the_library_and_rounded_to_bfloat16() -> None:

@@ -41,8 +41,7 @@ def multiply_fp8(
     if not (rounds_inside or isinstance(x, Fp8Rows)):
         x = round_rows(x.astype(jnp.bfloat16), matrix.scheme.columns)
     if isinstance(x, Fp8Rows):
-        # A program reads the largest numbers of many rows and one group.
-        arrays = [x.codes, matrix.codes, matrix.scale, x.largest.T]
+        arrays = [x.codes, matrix.codes, matrix.scale, x.largest]
     else:
         arrays = [x.astype(jnp.bfloat16), matrix.codes, matrix.scale]
     num_rows, num_columns = len(arrays[0]), matrix.axes[0].size

@@ -69,7 +69,7 @@ def _call(
         grid=grid,
         out_shape=(
             jax.ShapeDtypeStruct(shape, FP8),
-            jax.ShapeDtypeStruct((num_rows, num_inputs // group), jnp.float32),
+            jax.ShapeDtypeStruct((num_inputs // group, num_rows), jnp.float32),
         ),
         compiler_params=plgpu.CompilerParams(num_warps=min(16, num_warps), num_stages=1),
         interpret=interpret,
@@ -116,4 +116,4 @@ def _store(
     largest = jnp.maximum(jnp.abs(wide).max(1), SMALLEST)
     codes = (wide * (LARGEST_FP8 / largest)[:, None]).astype(FP8)
     plgpu.store(code_ref.at[row, at], codes, mask=at < code_ref.shape[1])
-    plgpu.store(largest_ref.at[row, groups], largest, mask=groups < largest_ref.shape[1])
+    plgpu.store(largest_ref.at[groups, row], largest, mask=groups < largest_ref.shape[0])
