@@ -21,7 +21,7 @@ from levserve.api.results import Piece, Result, Score
 from levserve.api.stream import TextStream, stream_async
 from levserve.api.window import MakeJob, run_jobs, run_jobs_async
 from levserve.api.work import Job, Runtime
-from levserve.errors import BadRequest, StartupError
+from levserve.errors import BadRequest, StartupError, Unavailable
 from levserve.models.entry import SwappedWeights
 from levserve.models.registry import Registry
 from levserve.request.schema import ChatBody, CompletionBody
@@ -64,6 +64,9 @@ class Model:
         self._closing = threading.Lock()
         self._is_closed = False
         self._executor = ThreadPoolExecutor(NUM_TOKENIZING, "levserve-api")
+
+    def __repr__(self) -> str:
+        return f"<levserve model {self.name}{', closed' if self._is_closed else ''}>"
 
     @property
     def name(self) -> str:
@@ -134,7 +137,7 @@ class Model:
             functools.partial(
                 self._jobs.score, prompt, continuation, truncate_prompt_tokens, priority, timeout
             )
-            for prompt, continuation in pairs
+            for prompt, continuation in map(_pair, pairs)
         )
         return self._run(jobs, pairs, progress)
 
@@ -197,7 +200,7 @@ class Model:
         new ones, and nothing of the old ones stays in the prefix cache. The arrays are copied. Raises
         `BadRequest` for arrays that do not fit, and the old weights stay.
         """
-        self._engine.require_ready()
+        self._require_open()
         if self._reloader is None:
             raise BadRequest("The weights of this model cannot be replaced.")
         try:
@@ -225,6 +228,13 @@ class Model:
     ) -> None:
         self.close()
 
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise Unavailable(
+                f"The model {self.name} is closed; open it again to use it.", retry_after_seconds=0.0
+            )
+        self._engine.require_ready()
+
     def _text_jobs(
         self, prompts: Prompt | Iterable[Prompt], fields: Mapping[str, Any]
     ) -> Iterable[MakeJob[Result]]:
@@ -251,11 +261,11 @@ class Model:
         return self._jobs.generate(make_body(kind, own, fields), number)
 
     def _stream(self, make: MakeJob[Result]) -> TextStream:
-        self._engine.require_ready()
+        self._require_open()
         return TextStream(self._runtime, make())
 
     def _run(self, jobs: Iterable[MakeJob[T]], given: object, progress: bool | None) -> list[T]:
-        self._engine.require_ready()
+        self._require_open()
         found: dict[int, T] = {}
         with show_progress(given, progress) as tick, closing(run_jobs(self._runtime, jobs)) as outcomes:
             for outcome in outcomes:
@@ -264,7 +274,7 @@ class Model:
         return [found[number] for number in range(len(found))]
 
     async def _arun(self, jobs: Iterable[MakeJob[T]]) -> list[T]:
-        self._engine.require_ready()
+        self._require_open()
         found: dict[int, T] = {}
         async with aclosing(run_jobs_async(self._runtime, jobs, self._executor)) as outcomes:
             async for outcome in outcomes:
@@ -287,4 +297,13 @@ def _single(prompt: Any) -> Prompt:
     if isinstance(prompt, str):
         return prompt
     tokens: list[int] = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
+    if not tokens or isinstance(tokens[0], (str, Sequence)):
+        raise BadRequest("A stream has one prompt: a text, or a list of token ids.", param="prompt")
     return tokens
+
+
+def _pair(pair: Any) -> tuple[Prompt, Prompt]:
+    if isinstance(pair, str) or len(pair) != 2:
+        raise BadRequest(f"A pair is a prompt and its continuation, not {pair!r}.", param="pairs")
+    prompt, continuation = pair
+    return prompt, continuation

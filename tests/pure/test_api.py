@@ -301,10 +301,18 @@ def test_a_closed_model_refuses_and_ends_what_ran(app: App) -> None:
     model.close()
     with pytest.raises(ServeError):
         list(stream)
-    with pytest.raises(Unavailable):
+    with pytest.raises(Unavailable, match="closed"):
         model.generate("t17")
     with pytest.raises(Unavailable):
         model.stream("t17")
+
+
+def test_a_wrong_shape_is_told_in_words(model: Model) -> None:
+    with pytest.raises(BadRequest, match="A stream has one prompt"):
+        model.stream(["t1", "t2"])  # type: ignore[arg-type]
+    with pytest.raises(BadRequest, match="A pair is a prompt and its continuation, not 't1'"):
+        model.score(["t1"])  # type: ignore[list-item]
+    assert repr(model).startswith("<levserve model ")
 
 
 def test_every_keyword_is_a_field_of_the_body() -> None:
