@@ -34,6 +34,7 @@ COMPILED = (
     "device/text_programs.py",
     "device/text_rounds.py",
     "text/grammar_matcher.py",
+    "weights/gguf_blocks.py",
 )
 """The sources that programs and kernels are traced from. A change to any other file invalidates nothing."""
 PACKAGES = ("equinox-", "haliax-", "jax", "llvmlite-", "marin_haliax-", "ml_dtypes-", "numpy-", "nvidia_")

@@ -11,13 +11,14 @@ parts of the layers. Attention is left out: between tokens that are no text it t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import fields
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 from numpy.typing import NDArray
 
 from levserve.model.config import ModelConfig
+from levserve.model.matrix_rows import Array, MatrixRows, as_rows
 
 NUM_TOKENS = 64
 NUM_ROWS = 512
@@ -38,8 +39,21 @@ KNOWN_FIELDS = frozenset(
 BALANCE = "head_balance"
 """The array that hidden states are multiplied with before the head."""
 
-Array = NDArray[np.float32]
 Arrays = Iterator[tuple[str, NDArray[np.generic]]]
+Matrices = Iterator[tuple[str, "NDArray[np.generic] | MatrixRows | Balanced"]]
+
+
+@dataclass(frozen=True, slots=True)
+class Balanced:
+    """A matrix whose columns are to be multiplied, and perhaps its rows divided, before it is rounded."""
+
+    rows: MatrixRows
+    columns: Array
+    """[in]"""
+    tokens: Array | None = None
+    """[token, in]: what the matrix is to be multiplied with, as it is in `rows`."""
+    take: Callable[[Array], Array | None] = lambda products: None
+    """Takes those products [token, out], and gives what rows are divided by, [out]; None: by nothing."""
 
 
 def can_balance(config: ModelConfig) -> bool:
@@ -48,54 +62,69 @@ def can_balance(config: ModelConfig) -> bool:
     return all(getattr(config, each.name) == each.default for each in others)
 
 
-def balance_arrays(config: ModelConfig, arrays: Arrays) -> Arrays:
-    """The float32 arrays of `parameter_shapes`, layer by layer, with other channels but the same products.
+def balance_arrays(config: ModelConfig, arrays: Matrices) -> Matrices:
+    """The arrays of `parameter_shapes`, layer by layer, with other channels but the same products.
 
-    The last one is the head, also of a model whose head shares the embedding's matrix. Matrices are changed
-    in place, the embedding when the head is asked for: each array is to be used before the next.
+    The last one is the head, also of a model whose head shares the embedding's matrix. What matrices are
+    multiplied with depends on the products with those before: each has to be used before the next.
     """
-    x = embed = np.empty((0, 0), np.float32)
-    activated, down_scale = x, x
+    states, embed = _States(), None
     norms: dict[str, Array] = {}
     for name, array in arrays:
-        matrix = np.asarray(array, np.float32)
+        assert not isinstance(array, Balanced)
         kind = name.rsplit(".", 1)[-1]
         if name == "embed":
+            embed = as_rows(array)
             tokens = np.linspace(0, config.vocab_size - 1, NUM_TOKENS).astype(np.int64)
-            x, embed = matrix[tokens] * np.float32(config.embed_scale), matrix
+            states.x = _read_each(embed, tokens.tolist()) * np.float32(config.embed_scale)
             yield name, array
         elif kind in ("input_norm", "mlp_norm", "final_norm"):
-            norms[kind] = matrix
+            assert isinstance(array, np.ndarray)
+            norms[kind] = np.asarray(array, np.float32)
             if kind == "final_norm":
                 yield name, array
-        elif kind == "qkv":
-            scale = _channel_scale(_normalize(config, x, norms["input_norm"]), matrix)
-            yield name.replace(kind, "input_norm"), norms["input_norm"] / scale
-            yield name, np.multiply(matrix, scale, out=matrix)
-        elif kind == "gate_up":
-            given = _normalize(config, x, norms["mlp_norm"])
-            activated = _activate(given @ matrix.T)
-            scale, down_scale = _channel_scale(given, matrix), _channel_scale(activated)
-            yield name.replace(kind, "mlp_norm"), norms["mlp_norm"] / scale
-            np.multiply(matrix, scale, out=matrix)
-            matrix[len(matrix) // 2 :] /= down_scale[:, None]
-            yield name, matrix
+        elif kind in ("qkv", "gate_up"):
+            norm = "input_norm" if kind == "qkv" else "mlp_norm"
+            given, rows = _normalize(config, states.x, norms[norm]), as_rows(array)
+            scale = _channel_scale(given, rows)
+            yield name.replace(kind, norm), norms[norm] / scale
+            if kind == "qkv":
+                yield name, Balanced(rows, scale)
+            else:
+                yield name, Balanced(rows, scale, given, states.take_gate_up)
         elif kind == "down":
-            x = x + activated @ matrix.T
-            yield name, np.multiply(matrix, down_scale, out=matrix)
+            yield name, Balanced(as_rows(array), states.down_scale, states.activated, states.take_down)
         elif name == "head":
-            embed = matrix
+            embed = as_rows(array)
         else:
             yield name, array
-    scale = _channel_scale(_normalize(config, x, norms["final_norm"]), embed)
+    assert embed is not None
+    scale = _channel_scale(_normalize(config, states.x, norms["final_norm"]), embed)
     yield BALANCE, 1 / scale
-    yield "head", np.multiply(embed, scale, out=embed)
+    yield "head", Balanced(embed, scale)
 
 
-def leave_unbalanced(config: ModelConfig, arrays: Arrays) -> Arrays:
+def leave_unbalanced(config: ModelConfig, arrays: Matrices) -> Matrices:
     """The same arrays in any order, as they are: programs that are compiled for the others take them too."""
     yield from arrays
     yield BALANCE, np.ones(config.hidden_size, np.float32)
+
+
+@dataclass(slots=True)
+class _States:
+    """What the tokens are before the next layer, and within its feed-forward part."""
+
+    x: Array = field(default_factory=lambda: np.empty((0, 0), np.float32))
+    activated: Array = field(default_factory=lambda: np.empty((0, 0), np.float32))
+    down_scale: Array = field(default_factory=lambda: np.empty(0, np.float32))
+
+    def take_gate_up(self, products: Array) -> Array:
+        self.activated = _activate(products)
+        self.down_scale = _channel_scale(self.activated)
+        return np.concatenate([np.ones_like(self.down_scale), self.down_scale])
+
+    def take_down(self, products: Array) -> None:
+        self.x = self.x + products
 
 
 def _normalize(config: ModelConfig, x: Array, weight: Array) -> Array:
@@ -108,13 +137,18 @@ def _activate(gate_up: Array) -> Array:
     return np.asarray(gate * up / (np.exp(np.minimum(-gate, np.float32(LARGEST_EXPONENT))) + 1), np.float32)
 
 
-def _channel_scale(x: Array, matrix: Array | None = None) -> Array:
+def _channel_scale(x: Array, matrix: MatrixRows | None = None) -> Array:
     """What columns of a matrix are multiplied with, and activations like x [token, channel] divided by."""
     sizes = np.abs(x).mean(0, dtype=np.float64)
     sizes = sizes + SMALLEST_CHANNEL * sizes.mean()
     if matrix is not None:
-        some = matrix[:: max(1, len(matrix) // NUM_ROWS)]
+        num_rows = matrix.shape[0]
+        some = _read_each(matrix, range(0, num_rows, max(1, num_rows // NUM_ROWS)))
         columns = np.sqrt(np.square(some).mean(0, dtype=np.float64))
         sizes = sizes / (columns + SMALLEST_CHANNEL * columns.mean())
     steps = np.rint(np.log2(sizes / sizes.mean()) * (STEPS_PER_OCTAVE / 2))
     return np.asarray(2.0 ** (steps / STEPS_PER_OCTAVE), np.float32)
+
+
+def _read_each(matrix: MatrixRows, places: Iterable[int]) -> Array:
+    return np.concatenate([matrix.read(place, place + 1) for place in places])

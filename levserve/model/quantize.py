@@ -21,17 +21,20 @@ from numpy.typing import NDArray
 
 from levserve.model.aligned import aligned_array
 from levserve.model.backend import Backend
-from levserve.model.balance import BALANCE, can_balance
+from levserve.model.balance import BALANCE, Balanced, can_balance
 from levserve.model.cache import FP8, LARGEST_FP8
 from levserve.model.config import ModelConfig
 from levserve.model.hadamard import rotate
 from levserve.model.int4_blocks import FourBits, has_middles
 from levserve.model.int8_blocks import BLOCK, MIN_PRODUCT_ROWS, has_blocks, round_rows
-from levserve.model.int8_packing import SMALLEST, STEPS, BlockOrder, is_packable, pack
+from levserve.model.int8_packing import OUTS, SMALLEST, STEPS, BlockOrder, is_packable, pack
+from levserve.model.matrix_rows import Array, MatrixRows, as_rows
 from levserve.model.packed import Scheme
 from levserve.model.parameter_shapes import parameter_shapes
 
 ROWS_PER_TASK = 256
+NUMBERS_PER_PIECE = 1 << 17
+"""Numbers of a matrix that a thread reads and rounds at a time: 512 KB of float32 stay in a CPU's cache."""
 BLOCKS_NAME, FOUR_BITS_NAME = "int8-blocks", "int4-blocks"
 NARROW: dict[str, jnp.dtype] = {"int8": jnp.dtype(jnp.int8), BLOCKS_NAME: jnp.dtype(jnp.int8), "fp8": FP8}
 """The types that `--quantize` can name."""
@@ -103,7 +106,7 @@ def multiply_rotated(weight: jax.Array, scale: jax.Array, x: jax.Array) -> jax.A
 
 def quantize_arrays(
     config: ModelConfig,
-    arrays: Iterable[tuple[str, NDArray[np.generic] | FourBits]],
+    arrays: Iterable[tuple[str, NDArray[np.generic] | MatrixRows | Balanced | FourBits]],
     dtype: jnp.dtype,
     quantization: Quantization,
     num_threads: int = 2,
@@ -127,19 +130,20 @@ def quantize_arrays(
             is_head = name == "embed" and not has_own_head
             if is_quantized(name) or is_head:
                 target = "head" if is_head else name
-                if quantization.has_blocks and has_blocks(array.shape[1]):
+                matrix = array if isinstance(array, Balanced) else _as_it_is(as_rows(array))
+                if quantization.has_blocks and has_blocks(matrix.rows.shape[1]):
                     weight, scale = _quantize_blocks(
-                        array, quantization.block_order, pool, num_shares, is_head=target == "head"
+                        matrix.rows, quantization.block_order, pool, num_shares, is_head=target == "head"
                     )
                 else:
-                    weight, scale = _quantize_rows(array, quantization, pool, num_shares)
+                    weight, scale = _quantize_rows(matrix, quantization, pool, num_shares)
                 yield target, weight
                 yield f"{target}_scale", scale
             if name in LOOKED_UP:
-                kept = aligned_array(array.shape, np.dtype(dtype))
-                kept[...] = array
-                yield name, kept
+                assert not isinstance(array, Balanced)
+                yield name, _narrow(as_rows(array), dtype, pool)
             elif not is_quantized(name):
+                assert isinstance(array, np.ndarray)
                 yield name, array
 
 
@@ -171,33 +175,71 @@ def is_quantized(name: str) -> bool:
     return name.rsplit(".", 1)[-1] in QUANTIZED
 
 
+def _as_it_is(rows: MatrixRows) -> Balanced:
+    return Balanced(rows, np.ones(rows.shape[1], np.float32))
+
+
 def _quantize_rows(
-    matrix: NDArray[np.generic], quantization: Quantization, pool: ThreadPoolExecutor, num_shares: int
+    matrix: Balanced, quantization: Quantization, pool: ThreadPoolExecutor, num_shares: int
 ) -> tuple[NDArray[np.generic], NDArray[np.generic]]:
     """The quantized matrix [out, in] and its scales, float32 [out]."""
-    rows, columns = matrix.shape
-    is_packed = quantization.is_packed and is_packable(rows // num_shares, columns)
-    quantized = aligned_array(matrix.shape, np.dtype(np.uint8 if is_packed else quantization.kept))
-    scale = np.empty(len(matrix), np.float32)
-    steps, fill = (STEPS, _fill_int8) if quantization.kept == np.int8 else (LARGEST_FP8, _fill_fp8)
+    num_rows, columns = matrix.rows.shape
+    is_packed = quantization.is_packed and is_packable(num_rows // num_shares, columns)
+    quantized = aligned_array((num_rows, columns), np.dtype(np.uint8 if is_packed else quantization.kept))
+    scale = np.empty(num_rows, np.float32)
+    tokens = np.empty((0, columns), np.float32) if matrix.tokens is None else matrix.tokens
+    products = np.empty((len(tokens), num_rows), np.float32)
+    is_rotated = quantization.widened is None
+    if is_rotated:
+        from levserve.model.cpu import host_rows  # brings LLVM, which a GPU does not need
 
-    def quantize_from(start: int) -> None:
-        rows = np.asarray(matrix[start : start + ROWS_PER_TASK], np.float32)
-        rows = rotate(rows) if quantization.widened is None else rows
-        largest = np.maximum(np.maximum(rows.max(1), -rows.min(1)), SMALLEST)
-        scale[start : start + ROWS_PER_TASK] = largest / steps
-        into = quantized[start : start + ROWS_PER_TASK]
-        fill(into.view(quantization.kept), rows * (steps / largest)[:, None])
+        host_rows.load_functions(columns)
+
+    def quantize_piece(part: slice) -> None:
+        rows, into = matrix.rows.read(part.start, part.stop), quantized[part]
+        if len(tokens):
+            products[:, part] = host_rows.multiply_rows(tokens, rows)
+        if is_rotated:
+            scale[part] = host_rows.round_rows(rows, matrix.columns, into.view(np.int8))
+        else:
+            scale[part] = _round_rows(rows, into)
         if is_packed:
             into[:] = pack(into)
 
-    for _ in pool.map(quantize_from, range(0, len(matrix), ROWS_PER_TASK)):
+    for _ in pool.map(quantize_piece, _pieces(num_rows, columns)):
         pass
-    return quantized, scale
+    divisors = matrix.take(products) if len(tokens) else None
+    return quantized, scale if divisors is None else scale / divisors
+
+
+def _round_rows(rows: Array, into: NDArray[np.generic]) -> Array:
+    """Rounds rows to int8 or fp8, as they are; their scales."""
+    steps, fill = (STEPS, _fill_int8) if into.dtype == np.int8 else (LARGEST_FP8, _fill_fp8)
+    largest = np.maximum(np.maximum(rows.max(1), -rows.min(1)), np.float32(SMALLEST))
+    fill(into, rows * (np.float32(steps) / largest)[:, None])
+    return largest / np.float32(steps)
+
+
+def _pieces(num_rows: int, columns: int) -> list[slice]:
+    """Rows that a thread reads and rounds at a time: whole tiles of any order."""
+    step = max(1, NUMBERS_PER_PIECE // (OUTS * columns)) * OUTS
+    return [slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
+
+
+def _narrow(matrix: MatrixRows, dtype: jnp.dtype, pool: ThreadPoolExecutor) -> NDArray[np.generic]:
+    """A matrix that is not quantized."""
+    kept = aligned_array(matrix.shape, np.dtype(dtype))
+
+    def fill(part: slice) -> None:
+        kept[part] = matrix.read(part.start, part.stop)
+
+    for _ in pool.map(fill, _pieces(*matrix.shape)):
+        pass
+    return kept
 
 
 def _quantize_blocks(
-    matrix: NDArray[np.generic],
+    matrix: MatrixRows,
     order: BlockOrder | None,
     pool: ThreadPoolExecutor,
     num_shares: int,
@@ -205,21 +247,20 @@ def _quantize_blocks(
     is_head: bool,
 ) -> tuple[NDArray[np.generic], NDArray[np.generic]]:
     """The quantized matrix [out, in] and its scales, float16 [out, in / 32]."""
-    rows, columns = matrix.shape
-    order = order if order is not None and order.takes(rows // num_shares) else None
+    num_rows, columns = matrix.shape
+    order = order if order is not None and order.takes(num_rows // num_shares) else None
     is_unsigned = order is not None and order.offset > 0
-    quantized = aligned_array(matrix.shape, np.dtype(np.uint8 if is_unsigned else np.int8))
-    scales = aligned_array((rows, columns // BLOCK), np.dtype(np.float16))
+    quantized = aligned_array((num_rows, columns), np.dtype(np.uint8 if is_unsigned else np.int8))
+    scales = aligned_array((num_rows, columns // BLOCK), np.dtype(np.float16))
 
-    def quantize_from(start: int) -> None:
-        part = slice(start, start + ROWS_PER_TASK)
-        integers, scale = round_rows(np.asarray(matrix[part], np.float32), is_rotated=not is_head)
+    def quantize_piece(part: slice) -> None:
+        integers, scale = round_rows(matrix.read(part.start, part.stop), is_rotated=not is_head)
         if order is not None:
             scale = order.pack_scales(scale)
         quantized[part] = integers if order is None else order.pack(integers).view(quantized.dtype)
         scales[part] = scale
 
-    for _ in pool.map(quantize_from, range(0, rows, ROWS_PER_TASK)):
+    for _ in pool.map(quantize_piece, _pieces(num_rows, columns)):
         pass
     return quantized, scales
 

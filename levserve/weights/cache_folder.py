@@ -11,7 +11,7 @@ import fcntl
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from uuid import uuid4
@@ -67,18 +67,26 @@ def lease_folder(
             os.close(descriptor)
 
 
-def make_room(path: Path, num_bytes: int, limit_bytes: int, *, option: str = "--cache-size") -> None:
+def make_room(
+    path: Path,
+    num_bytes: int,
+    limit_bytes: int,
+    *,
+    option: str = "--cache-size",
+    check: Callable[[int], None] = lambda freed: None,
+) -> None:
     """Removes folders beside `path` until it may grow by `num_bytes`; a limit of 0 is none.
 
     Raises `StartupError`, which names the option that sets the limit, if what is in use leaves no room. If
-    the limit is too small even for `path` alone, it removes nothing.
+    the limit is too small even for `path` alone, it removes nothing. `check` is told before how many bytes it
+    will free, and may raise.
     """
     if not limit_bytes:
         return
     needed = _size(path) + num_bytes
     used = 0
     if needed <= limit_bytes:
-        used = _shrink_others(path, limit_bytes - needed)
+        used = _shrink_others(path, limit_bytes - needed, check)
     if needed + used > limit_bytes:
         in_use = f", and {used / 1e6:,.1f} MB are in use" if used else ""
         raise StartupError(
@@ -87,17 +95,28 @@ def make_room(path: Path, num_bytes: int, limit_bytes: int, *, option: str = "--
         )
 
 
-def _shrink_others(path: Path, allowed_bytes: int) -> int:
+def _shrink_others(path: Path, allowed_bytes: int, check: Callable[[int], None]) -> int:
     """Removes folders beside `path`, those not used for the longest time first; the bytes that are left."""
     others = [folder for folder in path.parent.iterdir() if folder.is_dir() and folder != path]
     others.sort(key=_last_use)
     sizes = {folder: _size(folder) for folder in others}
+    check(_least_sum(sizes.values(), sum(sizes.values()) - allowed_bytes))
     for folder in others:
         if sum(sizes.values()) <= allowed_bytes:
             break
         if _remove(folder):
             del sizes[folder]
     return sum(sizes.values())
+
+
+def _least_sum(sizes: Iterable[int], least: int) -> int:
+    """The sum of the first sizes that together are at least so large, or of all."""
+    total = 0
+    for size in sizes:
+        if total >= least:
+            break
+        total += size
+    return total
 
 
 def discard(path: Path) -> None:

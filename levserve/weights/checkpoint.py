@@ -1,7 +1,8 @@
 """Reads a checkpoint of any format: its configuration, and its weights as the model's arrays.
 
 Arrays are filled one at a time. A few threads decode blocks of rows and write them in the serving type
-straight to their place, so the host holds one copy of the weights and a few megabytes more.
+straight to their place, so the host holds one copy of the weights and a few megabytes more. Matrices that are
+quantized are decoded and rounded in one pass over such blocks.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ from levserve.errors import StartupError
 from levserve.gguf.parts import part_names
 from levserve.model.aligned import aligned_array
 from levserve.model.backend import Backend
-from levserve.model.balance import balance_arrays, can_balance, leave_unbalanced
+from levserve.model.balance import Matrices, balance_arrays, can_balance, leave_unbalanced
 from levserve.model.config import ModelConfig
 from levserve.model.int4_blocks import FourBits
 from levserve.model.packed import Kept, Scheme
+from levserve.model.parameter_shapes import parameter_shapes
 from levserve.model.placement import place, shards_of
 from levserve.model.quantize import Quantization, quantize_arrays
 from levserve.model.sharding import UNSHARED, Shards, find_cut
@@ -45,6 +47,7 @@ from levserve.weights.packed_arrays import find_four_bits, find_schemes, read_fo
 from levserve.weights.prepared import WeightCache
 from levserve.weights.progress import Progress, Report
 from levserve.weights.quantized import hf_folder
+from levserve.weights.stored_rows import StoredRows
 from levserve.weights.stored_tensor import StoredTensor
 from levserve.weights.tensor_names import Format, find_targets, match_tensors
 
@@ -183,8 +186,8 @@ def convert_tensors(
 ) -> Iterator[tuple[str, NDArray[np.generic]]]:
     """The arrays of the whole model's `config`, filled from these tensors as they are asked for.
 
-    Those that are cut between devices come as the shares of `shards` one above the other. Matrices that will
-    be quantized are read in float32, one at a time, and cut before: a quantized matrix mixes its columns.
+    Those that are cut between devices come as the shares of `shards` one above the other. Those that will be
+    quantized are then read in float32, one at a time, and cut before: a quantized matrix mixes its columns.
     """
     if not isinstance(quantization, Quantization):
         return _read_plain(
@@ -195,7 +198,11 @@ def convert_tensors(
     float32 = jnp.dtype(jnp.float32)
     four_bits = dict(quantization.four_bits)
     kept = _read_four_bits(tensors, config, four_bits, report)
-    plain = _read_plain(tensors, config, float32, float32, shards, report=report, left_out=four_bits)
+    plain: Matrices = _read_plain(
+        tensors, config, float32, float32, shards, report=report, left_out=four_bits
+    )
+    if shards.count == 1 and not tensors.is_stacked:
+        plain = _open_rows(tensors, config, report, four_bits)
     if quantization.is_balanced and can_balance(config) and shards.count == 1:
         if tensors.is_stacked:  # the layers do not come one after another
             plain = leave_unbalanced(config, plain)
@@ -260,6 +267,27 @@ def _read_plain(
                 release_pages(tensors.files)
                 mapped_bytes = 0
             yield name, host
+
+
+def _open_rows(tensors: Tensors, config: ModelConfig, report: Report, left_out: Collection[str]) -> Matrices:
+    """The arrays for one device in float32; rows of matrices are read by those who ask for them."""
+    sources = _find_sources(tensors, config)
+    shapes = {name: shape for name, shape in parameter_shapes(config).items() if name not in left_out}
+    has_offsets = config.has_offset_norms and tensors.has_offset_norms
+    progress = Progress("loading weights", sum(map(math.prod, shapes.values())), report)
+    mapped_bytes = 0
+    for name, shape in shapes.items():
+        rows = StoredRows(shape, sources[name], tensors.source)
+        if len(shape) > 1:
+            yield name, rows
+        else:
+            array = rows.read(0, shape[0])
+            yield name, array + 1 if has_offsets and name.endswith("norm") else array
+        progress.advance(math.prod(shape))
+        mapped_bytes += math.prod(shape) * 4
+        if mapped_bytes > MAPPED_BYTES:
+            release_pages(tensors.files)
+            mapped_bytes = 0
 
 
 def _read_four_bits(

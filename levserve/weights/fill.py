@@ -61,10 +61,7 @@ def _fill_rows(rows: range, copies: list[Copy], source: Source, pool: Executor, 
 
     def copy_block(start: int) -> None:
         stop = min(start + step, rows.stop)
-        block = source.tensor.read(start, stop, columns)
-        if not _is_finite(block):
-            place = f"rows {start} to {stop}"
-            raise StartupError(f"{origin}: {source.name} is corrupt: some numbers are not finite ({place})")
+        block = read_checked(source, start, stop, columns, origin)
         for copy in copies:
             part = copy.part
             if columns != ALL:
@@ -75,6 +72,17 @@ def _fill_rows(rows: range, copies: list[Copy], source: Source, pool: Executor, 
     starts = range(rows.start, rows.stop, step)
     for _ in pool.map(copy_block, starts):  # taking the results raises the errors of the threads
         pass
+
+
+def read_checked(
+    source: Source, start: int, stop: int, columns: slice, origin: str | Path
+) -> NDArray[np.generic]:
+    """Rows of a tensor. Raises `StartupError` if some of their numbers are not finite."""
+    block = source.tensor.read(start, stop, columns)
+    if not _is_finite(block):
+        place = f"rows {start} to {stop}"
+        raise StartupError(f"{origin}: {source.name} is corrupt: some numbers are not finite ({place})")
+    return block
 
 
 def _columns_of(copies: list[Copy], source: Source) -> slice:

@@ -114,5 +114,9 @@ def _check_entry(path: Path, name: str, entry: TensorEntry) -> None:
 def _decode(packed: NDArray[np.uint8], kind: Kind) -> NDArray[np.generic]:
     if kind is Kind.BF16:
         return packed.view(ml_dtypes.bfloat16)
+    from levserve.weights.gguf_blocks import CODES, decode_blocks  # brings LLVM
+
+    if kind in CODES:
+        return decode_blocks(packed, kind)
     # The package decodes 16 rows at a time; a block passed as one row is decoded in one set of numpy calls.
     return dequantize(packed.reshape(1, -1), kind)

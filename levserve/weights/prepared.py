@@ -45,14 +45,18 @@ IN_MEMORY = ("tmpfs", "ramfs")
 """File systems on which a file takes memory that is never given back."""
 SOURCES = (
     "gguf/*.py",
+    "jit/host_call.py",
     "model/aligned.py",
     "model/balance.py",
     "model/config.py",
+    "model/cpu/host_rows.py",
+    "model/cpu/rotation.py",
     "model/hadamard.py",
     "model/int4_blocks.py",
     "model/int8_blocks.py",
     "model/int8_packing.py",
     "model/lanes.py",
+    "model/matrix_rows.py",
     "model/packed.py",
     "model/parameter_shapes.py",
     "model/quantize.py",
@@ -129,16 +133,26 @@ class WeightCache:
         log.info("prepared weights take %.2f GB in %s", num_bytes / 1e9, self.path)
 
     def _check_room(self) -> None:
+        """Removes weights of other models if that makes enough room, and nothing if it does not."""
         if _file_system(self.path) in IN_MEMORY:
             raise _NotKept(f"{self.path} is in memory")
         try:
-            make_room(self.path, self.num_bytes, self.limit_bytes, option="--weight-cache")
+            make_room(
+                self.path,
+                self.num_bytes,
+                self.limit_bytes,
+                option="--weight-cache",
+                check=self._check_disk,
+            )
         except StartupError as error:
             raise _NotKept(str(error)) from None
+
+    def _check_disk(self, freed: int) -> None:
+        """Whether the disk has room once so many bytes are removed."""
         disk = shutil.disk_usage(self.path)
-        if disk.free - self.num_bytes < FREE_SHARE * disk.total:
+        if disk.free + freed - self.num_bytes < FREE_SHARE * disk.total:
             raise _NotKept(
-                f"they take {self.num_bytes / 1e9:.2f} GB, and {disk.free / 1e9:.2f} of the "
+                f"they take {self.num_bytes / 1e9:.2f} GB, and {(disk.free + freed) / 1e9:.2f} of the "
                 f"{disk.total / 1e9:.2f} GB of the disk are free"
             )
 

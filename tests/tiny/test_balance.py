@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from levserve.model.balance import BALANCE, Arrays, balance_arrays, can_balance
+from levserve.model.balance import BALANCE, Arrays, Balanced, Matrices, balance_arrays, can_balance
 from levserve.model.config import Activation, ModelConfig
 from levserve.model.decoder import Decoder
+from levserve.model.matrix_rows import MatrixRows
 from levserve.model.quantize import choose_quantization, quantize_arrays
 from levserve.model.xla import XLA_ON_CPU
 from levserve.weights.checkpoint import load_arrays, read_arrays, read_config
@@ -40,8 +40,19 @@ def with_large_channels(arrays: Arrays) -> Arrays:
         yield name, changed
 
 
-def on_device(arrays: Iterator[tuple[str, np.ndarray]]) -> dict[str, jnp.ndarray]:
-    return {name: jnp.array(array) for name, array in arrays}  # a copy: the embedding changes later
+def on_device(arrays: Matrices) -> dict[str, jnp.ndarray]:
+    return {name: jnp.asarray(multiplied(array)) for name, array in arrays}
+
+
+def multiplied(array: np.ndarray | MatrixRows | Balanced) -> np.ndarray:
+    """What is rounded, in float32."""
+    if isinstance(array, np.ndarray):
+        return array
+    assert isinstance(array, Balanced)
+    matrix = array.rows.read(0, array.rows.shape[0])
+    divisors = None if array.tokens is None else array.take(array.tokens @ matrix.T)
+    changed = matrix * array.columns
+    return changed if divisors is None else changed / divisors[:, None]
 
 
 def score_int8(config: ModelConfig, arrays: Arrays) -> np.ndarray:

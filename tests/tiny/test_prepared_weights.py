@@ -405,6 +405,24 @@ def test_nothing_is_removed_for_a_model_that_cannot_fit(
     assert [record.levelname for record in caplog.records] == ["WARNING"] and "in use" not in caplog.text
 
 
+def test_nothing_is_removed_if_the_disk_would_still_be_too_full(
+    tmp_path: Path, keeps_all: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load(GOLDEN / "llama", tmp_path)
+    monkeypatch.setattr(prepared, "FREE_SHARE", 0.5)
+    gc.collect()
+    (file,) = kept_files(tmp_path)
+    size = sum(each.stat().st_blocks * 512 for each in file.parent.iterdir())
+    flags = ("--quantize", "int8", "--weight-cache", str(size + 100_000))
+    for used, is_kept in ((20 * size, False), (size, True)):
+        disk = shutil._ntuple_diskusage(total=20 * size, used=used, free=20 * size - used)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, disk=disk: disk)
+        load(GOLDEN / "qwen2", tmp_path, *flags)
+        gc.collect()
+        assert (kept_files(tmp_path) == [file]) != is_kept
+    assert caplog.text.count("of the disk are free") == 1
+
+
 def test_a_model_that_cannot_be_read_is_refused_as_without_a_cache(
     model: Path, tmp_path: Path, keeps_all: None
 ) -> None:

@@ -13,7 +13,8 @@ from typing import ClassVar
 
 from levserve.jit.builder import CACHE_LINE_BYTES, F16, F32, I8, I16, I32, ROUNDING_CONSTANT, Builder, Value
 from levserve.jit.target import Target
-from levserve.model.cpu.products import PREFETCH_BYTES, PreparedRow, rotate_block
+from levserve.model.cpu.products import PREFETCH_BYTES, PreparedRow
+from levserve.model.cpu.rotation import rotate_block
 from levserve.model.int8_blocks import BLOCK, SECOND_TERM, product_factor
 from levserve.model.int8_packing import SIGNED_ORDER, SMALLEST, STEPS, UNSIGNED_ORDER, WORD, BlockOrder
 

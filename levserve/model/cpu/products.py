@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from levserve.jit.builder import CACHE_LINE_BYTES, F32, I8, I16, I32, ROUNDING_CONSTANT, Builder, Value
 from levserve.jit.target import Target
+from levserve.model.cpu.rotation import rotate_block
 from levserve.model.hadamard import block_size
 from levserve.model.int8_packing import OFFSET, OUTS, SMALLEST, STEPS, WORD
 
@@ -293,20 +294,3 @@ def rescale(builder: Builder, tail: Value, sums: Value, scales: Value) -> Value:
     """Integer sums times the scale of a row of activations, at its tail, and the scales of the outputs."""
     assert sums.lanes is not None
     return sums.convert("sitofp", F32) * builder.load(tail, F32).splat(sums.lanes) * scales
-
-
-def rotate_block(vectors: list[Value], lanes: int) -> list[Value]:
-    """A block of `hadamard.rotate` without its scale: sums and differences at every distance, first within
-    the vectors and then between them."""
-    distance = 1
-    while distance < lanes:
-        vectors = [x.multiply_add(x.butterfly_signs(distance), x.swap_lanes(distance)) for x in vectors]
-        distance *= 2
-    distance = 1
-    while distance < len(vectors):
-        for low in range(len(vectors)):
-            if not low & distance:
-                first, second = vectors[low], vectors[low | distance]
-                vectors[low], vectors[low | distance] = first + second, first - second
-        distance *= 2
-    return vectors
