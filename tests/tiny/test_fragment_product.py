@@ -134,6 +134,7 @@ def test_the_kernel_gives_the_product_of_the_numbers(name: str) -> None:
         ("q8_0", 16, STAGED, 256),
         ("q6_k", 24, FragmentTiling(2, 3, 4, 1, 1, is_staged=True), 256),
         ("awq", 13, FragmentTiling(4, 2, 2, 1, 1, is_staged=False), 128),
+        ("awq", 16, FragmentTiling(2, 2, 1, 4, 1, is_staged=False, max_registers=128), 640),
         ("awq", 5, FragmentTiling(4, 1, 2, 4, 1, is_staged=False), 384),
     ],
 )
@@ -193,11 +194,20 @@ def test_codes_in_lanes_can_be_put_back_in_order(is_nibble: bool) -> None:
 
 def test_the_plan_keeps_a_card_busy_and_leaves_many_rows_to_xla() -> None:
     few, some, more, many = (plan(rows, (4096, 4096)) for rows in (2, 16, 32, 64))
-    assert [each.splits for each in (few, some, more, many)] == [4, 8, 8, 8]
+    assert [each.splits for each in (few, some, more, many)] == [4, 4, 8, 8]
     assert [each.is_staged for each in (few, some, more, many)] == [False, False, True, True]
     assert [each.is_wide for each in (few, some, more, many)] == [False, False, False, True]
     assert plan(2, (28672, 4096)).splits == 1, "there are enough programs"
     assert choose_fragments(MAX_ROWS + 1, (4096, 4096), AWQ, is_hopper=True) is None
+
+
+def test_programs_for_up_to_16_rows_of_four_bits_in_long_groups_have_few_registers() -> None:
+    lean = plan(16, (4096, 14336))
+    assert lean.max_registers == 128 and lean.splits * 4096 // lean.columns == 4 * 128
+    assert plan(8, (4096, 4096)).max_registers is None and plan(17, (4096, 4096)).max_registers is None
+    for name in ("q4_k", "q8_0"):
+        tiling = choose_fragments(16, (4096, 4096), SCHEMES[name], is_hopper=True)
+        assert tiling is not None and tiling.max_registers is None
 
 
 def test_rows_are_shared_out_evenly_among_programs_of_four_warps() -> None:

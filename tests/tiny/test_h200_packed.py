@@ -167,6 +167,14 @@ def test_up_to_64_rows_the_matrix_is_fetched_ahead_into_the_cache(
     assert ("ld.global.nc." in kernel) != is_ahead
 
 
+@pytest.mark.parametrize(("name", "is_limited"), [("awq", True), ("q4_k", False)])
+def test_16_rows_of_long_groups_are_multiplied_with_at_most_128_registers(
+    name: str, is_limited: bool, tmp_path: Path
+) -> None:
+    kernel = compile_product(name, 16, "fragment_product", tmp_path)
+    assert (".maxnreg 128" in kernel) == is_limited
+
+
 @pytest.mark.parametrize(("shape", "count"), [(FEW, 1), (MANY, 4)])
 def test_one_kernel_rounds_activations_with_what_comes_before(shape: Shape, count: int) -> None:
     """XLA would take two, and repeat the norm or the gate in the second. Few rows of narrow matrices are

@@ -78,8 +78,12 @@ def launch(
     result: jax.ShapeDtypeStruct,
     grid: tuple[int, int, int],
     num_warps: int,
+    max_registers: int | None = None,
 ) -> jax.Array:
-    """Runs a kernel on a GPU; in its text $1, $2, ... are the addresses of the arrays, then the result's."""
+    """Runs a kernel on a GPU; in its text $1, $2, ... are the addresses of the arrays, then the result's.
+
+    Where `max_registers` is given, a thread gets no more of them.
+    """
     dtypes = [*(array.dtype for array in arrays), result.dtype]
     pointers = [f"!tt.ptr<{_type_of(dtype)}>" for dtype in dtypes]
     numbers = range(len(pointers))
@@ -90,7 +94,8 @@ def launch(
         f"%a{each} = tt.ptr_to_int %p{each} : {pointer} -> i64" for each, pointer in enumerate(pointers)
     )
     constraints = ",".join(["=r", *("l" for _ in numbers)])
-    module = f"""module {{ tt.func public @{name}({parameters}) {{
+    limit = "" if max_registers is None else f' attributes {{"ttg.maxnreg" = {max_registers} : i32}}'
+    module = f"""module{limit} {{ tt.func public @{name}({parameters}) {{
 {addresses}
 %done = tt.elementwise_inline_asm "{text}"
   {{constraints = "{constraints}", packed_element = 1 : i32, pure = false}}

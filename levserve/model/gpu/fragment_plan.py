@@ -19,8 +19,12 @@ SOME_ROWS = 32
 WARP_GROUP = 4
 MOST_TILES, MOST_WIDE_TILES = 8, 16
 """Of rows, that a program multiplies: by warps on their own, and by four together."""
-FEW_PROGRAMS, PROGRAMS = 900, 264
-"""How many programs there are at most when they share sums: seven and two for each processor of an H200."""
+FEW_PROGRAMS, LEAN_PROGRAMS, PROGRAMS = 900, 528, 264
+"""How many programs there are at most when they share sums: seven, four and two for each processor of an
+H200, where four run at once if a thread has at most `LEAN_REGISTERS`."""
+LEAN_REGISTERS = 128
+LEAN_GROUP = 128
+"""From groups of so many inputs on, a thread needs no more registers for up to `FEW_ROWS` of four bits."""
 MAX_SPLITS = 8
 SMALLEST = 32
 """Outputs of the smallest program."""
@@ -42,6 +46,8 @@ class FragmentTiling:
     """Whether a program's warps read `x` from memory that they share; only if none share a sum."""
     is_wide: bool = False
     """Whether four warps multiply together, by the kernel of `wide_kernel`; only if `x` is staged."""
+    max_registers: int | None = None
+    """Of a thread; so many that more programs run at once on a processor."""
 
     @property
     def columns(self) -> int:
@@ -104,7 +110,11 @@ def choose_fragments(
     if n_tiles == 1:
         tiling = FragmentTiling(2, 1, 1, 4, 1, is_staged=False)
     elif num_rows <= FEW_ROWS:
-        tiling = FragmentTiling(4, n_tiles, 1, 4, 1, is_staged=False)
+        is_lean = scheme.code.is_nibble and (scheme.columns or 0) >= LEAN_GROUP
+        if is_lean:
+            tiling = FragmentTiling(2, n_tiles, 1, 4, 1, is_staged=False, max_registers=LEAN_REGISTERS)
+        else:
+            tiling = FragmentTiling(4, n_tiles, 1, 4, 1, is_staged=False)
     elif num_rows <= SOME_ROWS or not is_hopper:
         tiling = FragmentTiling(2, min(MOST_TILES, n_tiles), 4, 1, 1, is_staged=True)
     else:
@@ -131,7 +141,7 @@ def fit_fragments(
     units = num_inputs // unit_of(scheme.code.is_nibble)
     if splits is None:
         programs = num_columns // tiling.columns * -(-num_rows // tiling.rows)
-        most = PROGRAMS if tiling.is_staged else FEW_PROGRAMS
+        most = PROGRAMS if tiling.is_staged else LEAN_PROGRAMS if tiling.max_registers else FEW_PROGRAMS
         splits = 1
         while 2 * programs * splits <= most and splits < MAX_SPLITS and units % (2 * splits) == 0:
             splits *= 2

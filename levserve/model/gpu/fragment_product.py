@@ -51,6 +51,7 @@ def multiply_parts(matrix: PackedMatrix, x: jax.Array, tiling: FragmentTiling) -
         jax.ShapeDtypeStruct((tiling.splits, len(x), num_columns), jnp.float32),
         (-(-len(x) // tiling.rows), num_columns // tiling.columns, tiling.splits),
         tiling.num_warps,
+        tiling.max_registers,
     )
 
 
