@@ -121,11 +121,6 @@ class Choice:
         self._is_plain = num_logprobs is None and not stop_ids and not stops and reader is None
 
     @property
-    def has_parts(self) -> bool:
-        """Whether a reader splits its text."""
-        return self._reader is not None
-
-    @property
     def stop_string(self) -> str | None:
         """The stop string that ended it, if one did."""
         return self._stops.matched

@@ -40,8 +40,8 @@ class Usage(Struct, frozen=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
-    completion_tokens_details: ReasoningTokens | UnsetType = UNSET
-    """Where an answer may have thoughts: their tokens, which `completion_tokens` counts too."""
+    completion_tokens_details: ReasoningTokens
+    """The tokens of thoughts, which `completion_tokens` counts too."""
 
 
 class Timings(Struct, frozen=True):
@@ -307,11 +307,10 @@ def count_usage(prompts: Sequence[Sequence[int]], choices: Sequence[Choice]) -> 
         # was saved.
         num_cached += min(choice.num_cached for choice in choices[start : start + num_choices])
     num_thought = sum(choice.num_thought_tokens for choice in choices)
-    has_parts = any(choice.has_parts for choice in choices)
     return Usage(
         num_prompt,
         num_completion,
         num_prompt + num_completion,
         CachedTokens(num_cached),
-        ReasoningTokens(num_thought) if has_parts else UNSET,
+        ReasoningTokens(num_thought),
     )

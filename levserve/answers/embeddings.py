@@ -17,7 +17,7 @@ from levserve.engine.served_model import ServedModel
 from levserve.errors import BadRequest, ContextTooLong
 from levserve.generation import Choice
 from levserve.request.decode import require_choice
-from levserve.request.schema import Priority, PromptLimit, Seconds, check_prompt_limit
+from levserve.request.schema import ModelName, Priority, PromptLimit, Seconds, check_prompt_limit
 from levserve.request.submission import encode_text
 from levserve.request.texts import Texts, check_texts, split_texts
 from levserve.request.truncation import Truncation, bos_of, keep_last
@@ -34,7 +34,7 @@ class EmbeddingBody(Struct, frozen=True, kw_only=True):
     The default format is float and the default pooling is mean.
     """
 
-    model: str
+    model: ModelName
     input: Texts
     encoding_format: str | None = None
     dimensions: Annotated[int, Meta(ge=1)] | None = None

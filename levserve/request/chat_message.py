@@ -50,6 +50,8 @@ class Message(RefusedInMessage, frozen=True, kw_only=True):
         refuse_unsupported(self, UNSUPPORTED_IN_MESSAGE, f"{path}.")
         if self.role == "tool" and self.tool_call_id is None:
             raise missing(f"{path}.tool_call_id")
+        if self.role == "function" and self.name is None:
+            raise missing(f"{path}.name")
         if self.calls and self.role != "assistant":
             raise BadRequest(
                 f"Only an assistant's message can have calls, not '{path}.tool_calls'.",

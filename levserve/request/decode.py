@@ -1,8 +1,8 @@
 """Reads a JSON body into a checked record, or refuses it with a `BadRequest` that names the mistake.
 
 msgspec finds the first mistake and where it is; `_explain` says so as OpenAI does: a dotted path in `param`,
-the expected and the given type in the message, a code if a field is missing or of the wrong type. The server
-and the Python API read their requests with this.
+the expected and the given type in the message, its codes. The server and the Python API read their requests
+with this.
 """
 
 from __future__ import annotations
@@ -26,8 +26,21 @@ PLACE = re.compile(r"(?P<what>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>[^`]*?)(
 MISSING = re.compile(r"Object missing required field `(.+)`")
 WRONG_TYPE = re.compile(r"Expected `(.+)`, got `(.+)`")
 WRONG_TAG = re.compile(r"Invalid value '(.*)'", re.DOTALL)
-OUT_OF_RANGE = re.compile(r"Expected `(\w+)` (.+)")
+OUT_OF_RANGE = re.compile(r"Expected `(\w+)` ((.+) \S+)")
 
+# What OpenAI says of a value that is out of range, by its type and what msgspec expected of it.
+RANGE_CODES = {
+    ("int", ">="): "integer_below_min_value",
+    ("int", "<="): "integer_above_max_value",
+    ("float", ">"): "decimal_below_min_value",
+    ("float", ">="): "decimal_below_min_value",
+    ("float", "<="): "decimal_above_max_value",
+    ("str", "of length >="): "empty_string",  # the least that is asked of a length is 1
+    ("str", "of length <="): "string_above_max_length",
+    ("array", "of length >="): "empty_array",
+    ("array", "of length <="): "array_above_max_length",
+}
+INVALID_VALUE = "invalid_value"
 JSON_WORDS = {
     "int": "an integer",
     "float": "a number",
@@ -55,7 +68,9 @@ def decode(data: bytes, kind: type[Body]) -> Body:
 
 def unsupported(param: str) -> BadRequest:
     """The refusal of a known field that asks for something this server cannot do."""
-    return BadRequest(f"'{param}' is not supported by this server.", param=param)
+    return BadRequest(
+        f"'{param}' is not supported by this server.", param=param, code="unsupported_parameter"
+    )
 
 
 def missing(param: str) -> BadRequest:
@@ -85,19 +100,22 @@ def _explain(text: str) -> BadRequest:
         message = f"Invalid type for {name}: expected {wanted}, but got {JSON_WORDS[found[2]]} instead."
         return BadRequest(message, param=path, code="invalid_type")
     if found := WRONG_TAG.fullmatch(what):
-        return BadRequest(f"{name} is '{found[1][:64]}', which this server does not support.", param=path)
+        message = f"{name} is '{found[1][:64]}', which this server does not support."
+        return BadRequest(message, param=path, code=INVALID_VALUE)
     if found := OUT_OF_RANGE.fullmatch(what):
-        return BadRequest(
-            f"Invalid value for {name}: expected {JSON_WORDS[found[1]]} {found[2]}.", param=path
-        )
-    return BadRequest(f"Invalid value for {name}: {what[:1].lower()}{what[1:]}.", param=path)
+        message = f"Invalid value for {name}: expected {JSON_WORDS[found[1]]} {found[2]}."
+        return BadRequest(message, param=path, code=RANGE_CODES.get((found[1], found[3]), INVALID_VALUE))
+    message = f"Invalid value for {name}: {what[:1].lower()}{what[1:]}."
+    return BadRequest(message, param=path, code=INVALID_VALUE)
 
 
 def require_choice(value: str, choices: tuple[str, ...], param: str) -> None:
     if value not in choices:
         wanted = ", ".join(f"'{choice}'" for choice in choices)
         raise BadRequest(
-            f"Invalid value for '{param}': '{value[:64]}'. Supported values are: {wanted}.", param=param
+            f"Invalid value for '{param}': '{value[:64]}'. Supported values are: {wanted}.",
+            param=param,
+            code=INVALID_VALUE,
         )
 
 

@@ -31,6 +31,7 @@ from levserve.text.tools.request import ToolRequest
 MAX_STOPS = 16
 MAX_LOGPROBS = 20  # the sampler's widest top list
 
+ModelName = Annotated[str, Meta(min_length=1)]
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]  # beyond any context; the bound keeps sums inside an int32
 NumTop = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 NumChoices = Annotated[int, Meta(ge=1, le=128)]
@@ -40,6 +41,7 @@ StopString = Annotated[str, Meta(min_length=1, max_length=1000)]
 PromptLimit = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
 """Of `truncate_prompt_tokens`; `check_prompt_limit` refuses 0."""
 Seconds = Annotated[float, Meta(gt=0)]
+Share = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Priority = int
 """VLLM's: a smaller number is served first, and 0 is the default."""
@@ -99,7 +101,7 @@ class GenerationBody(Refused, frozen=True, kw_only=True):
     may_lack_thoughts: ClassVar[bool] = False
     """Whether a model that does not think may answer a request for thoughts, which else is refused."""
 
-    model: str
+    model: ModelName
     max_tokens: Count | None = None
     n: NumChoices | None = None
     prompt_logprobs: NumTop | None = None
@@ -115,9 +117,9 @@ class GenerationBody(Refused, frozen=True, kw_only=True):
 
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_p: Share | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    min_p: Share | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
@@ -187,6 +189,8 @@ class GenerationBody(Refused, frozen=True, kw_only=True):
     @property
     def choices_param(self) -> str:
         """The field that says how many sequences run, for errors about their number."""
+        if self.num_sequences == 1:
+            return self.prompt_param
         return "n" if self.num_sequences == self.num_choices else "best_of"
 
     @property

@@ -30,6 +30,8 @@ from levserve.text.tokenizer import Tokenizer
 
 ANSWER_SHARE = 4
 """A prompt that is cut to fit leaves this part of the context to an answer whose length was not said."""
+LEAST_TOP_P = 1e-6
+"""What a `top_p` of 0 counts as: less than the likeliest token of any vocabulary has, which alone is kept."""
 SAMPLING_FIELDS = [field.name for field in dataclasses.fields(Sampling)]
 
 
@@ -262,6 +264,7 @@ def _sampling(body: GenerationBody, seed: int) -> Sampling:
     given |= {
         "temperature": body.default_temperature if body.temperature is None else body.temperature,
         "top_k": max(body.top_k or 0, 0),
+        "top_p": None if body.top_p is None else max(body.top_p, LEAST_TOP_P),
         "logit_bias": tuple((body.logit_bias or {}).items()),
         "seed": seed,
         "num_logprobs": body.num_computed_logprobs,

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 import llguidance
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, regex_to_lark
 
 from levserve.errors import BadRequest
 from levserve.text.grammar_matcher import GrammarMatcher
@@ -28,6 +28,8 @@ from levserve.text.tokenizer import Tokenizer
 MAX_CHARS = 65_536
 """Of a schema, expression or grammar; long enough for the largest schemas that people send."""
 MAX_CHOICES = 1000
+ASCII_CLASSES = "d"
+"""Classes of expressions that mean ASCII: a digit is one of ten, as in a JSON schema, and not one of 700."""
 NUM_KEPT = 64
 """Compiled grammars that are kept for the next request with the same text."""
 NUM_ENCODED, MAX_ENCODED = 4096, 256
@@ -158,7 +160,7 @@ def _source(asked: GrammarText) -> str:
         case GrammarKind.JSON_SCHEMA:
             return _schema_source(json.dumps(check_schema(json.loads(asked.text))), asked.whitespace)
         case GrammarKind.REGEX:
-            return LLMatcher.grammar_from_regex(asked.text)
+            return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(asked.text, ASCII_CLASSES)}/")
         case GrammarKind.CHOICE:
             choices = json.loads(asked.text)
             if len(choices) > MAX_CHOICES:

@@ -144,7 +144,7 @@ FIELDS = {
     "tools": "functions that the model may call; at most 128",
     "top_k": "keep the k likeliest tokens; 0 or -1 keeps all",
     "top_logprobs": "so many alternatives for each token; needs `logprobs`",
-    "top_p": "keep the likeliest tokens that together have this probability",
+    "top_p": "keep the likeliest tokens that together have this probability; 0 keeps one",
     "truncate_prompt_tokens": "keep only the last so many tokens of a prompt; -1 keeps as many as fit",
     "user": "accepted and not read",
 }

@@ -22,6 +22,7 @@ from levserve.request.schema import (
     Priority,
     PromptLimit,
     Seconds,
+    Share,
     StopString,
 )
 from levserve.schedule.request import FinishReason
@@ -47,7 +48,7 @@ class GenerateBody(ConstraintFields, frozen=True, kw_only=True):
     model: str | None = None
     max_tokens: Count | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_p: Share | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None = None
     truncate_prompt_tokens: PromptLimit | None = None

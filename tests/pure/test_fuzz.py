@@ -232,7 +232,7 @@ def roomy() -> Iterator[App]:
     ("path", "body", "param"),
     [
         (TEXT, {"prompt": "t17 " * (LONG // 4)}, "prompt"),
-        (TEXT, {"prompt": ["t17"] * (LONG // 8)}, "n"),
+        (TEXT, {"prompt": ["t17"] * (LONG // 8)}, "prompt"),
         (TEXT, {"prompt": [17] * (LONG // 4)}, "prompt"),
         (TEXT, {"prompt": "t17", "n": 10**18}, "n"),
         (TEXT, {"prompt": "t17", "max_tokens": 10**18}, "max_tokens"),

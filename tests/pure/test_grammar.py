@@ -114,6 +114,7 @@ def test_white_space_is_fixed_unless_a_pattern_is_asked_for() -> None:
 def test_expressions_choices_and_grammars_of_both_kinds_hold() -> None:
     for seed in range(5):
         assert re.fullmatch("[0-9]{4}-[0-9]{2}", write(asked(GrammarKind.REGEX, "[0-9]{4}-[0-9]{2}"), seed))
+        assert re.fullmatch("[0-9]{8}", write(asked(GrammarKind.REGEX, r"\d{4}[\d]{4}"), seed)), "ASCII"
         choices = ["a.b", "(c)", "d|e", "f-g/h", "ü"]
         assert write(asked(GrammarKind.CHOICE, choices), seed) in choices
         assert write(asked(GrammarKind.GRAMMAR, 'root ::= "yes" | "no" " way"?'), seed) in (

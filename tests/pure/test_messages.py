@@ -194,7 +194,7 @@ class TestErrors:
             ({"system": [{"type": "image"}]}, "'system[0].type' is 'image'"),
             ({"temperature": 1.5}, "'temperature'"),
             ({"top_k": -1}, "'top_k'"),
-            ({"top_p": 0}, "'top_p'"),
+            ({"top_p": 2}, "'top_p'"),
             ({"stop_sequences": [""]}, "'stop_sequences[0]'"),
             ({"tools": [{"name": "bash", "type": "bash_20250124"}]}, "'bash_20250124'"),
             ({"tools": [TOOL | {"name": "no spaces"}]}, "'tools[0].name'"),

@@ -78,7 +78,7 @@ def test_each_example_is_answered_as_described(app: App, document: dict[str, Any
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 def test_events_are_as_described(app: App, document: dict[str, Any], path: str) -> None:
-    body = with_toy_words(OPERATIONS[f"POST {path}"].example) | {"n": 2, "max_tokens": 2}
+    body = with_toy_words(OPERATIONS[f"POST {path}"].example) | {"model": "toy", "n": 2, "max_tokens": 2}
     content = document["paths"][path]["post"]["responses"]["200"]["content"]
     options = {"stream_options": {"include_usage": True}, "logprobs": 1 if "chat" not in path else True}
     for chunk in app.stream(path, body) + app.stream(path, body | options):

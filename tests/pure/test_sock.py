@@ -212,7 +212,7 @@ def test_one_socket_takes_requests_one_after_another(server: ServerProcess) -> N
         (completion("t17", max_tokens=64) | {"path": "/v1/completions"}, "prompt", "context_length_exceeded"),
         (completion("t17", n=7) | {"path": "/v1/completions"}, "n", None),
         (CHAT | {"path": "/v1/chat/completions", "model": "other"}, "model", "model_not_found"),
-        (CHAT | {"path": "/v1/chat/completions", "messages": []}, "messages", None),
+        (CHAT | {"path": "/v1/chat/completions", "messages": []}, "messages", "empty_array"),
     ],
 )
 def test_a_mistake_is_told_and_the_socket_stays_open(

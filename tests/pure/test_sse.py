@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from msgspec import UNSET
 
-from levserve.answers.answer import Answer, CachedTokens, ChatAnswer, TextAnswer, Usage
+from levserve.answers.answer import Answer, CachedTokens, ChatAnswer, ReasoningTokens, TextAnswer, Usage
 from levserve.errors import ServeError
 from levserve.generation import Delta
 from levserve.schedule.request import FinishReason, TokenLogprob
@@ -91,7 +91,7 @@ def test_log_probabilities_of_held_back_text_are_sent_at_once(answer: Answer) ->
 
 
 def test_usage_comes_without_choices(answer: Answer) -> None:
-    totals = Totals(Usage(3, 2, 5, CachedTokens(1)), UNSET)
+    totals = Totals(Usage(3, 2, 5, CachedTokens(1), ReasoningTokens(0)), UNSET)
     closing = ChunkEvents(answer, 1, with_usage=True, totals=lambda: totals).closing()
     assert closing.endswith(DONE)
     (chunk,) = chunks(closing.removesuffix(DONE))
@@ -131,7 +131,7 @@ PARTS: tuple[Part, ...] = (
     CallStart(1, "call_b", "g"),
     CallArguments(1, "{}"),
 )
-USAGE = Usage(3, 2, 5, CachedTokens(0))
+USAGE = Usage(3, 2, 5, CachedTokens(0), ReasoningTokens(0))
 
 
 def whole_choice(delta: Delta, **options: bool) -> dict[str, Any]:

@@ -39,6 +39,7 @@ def requests(
         ("temperature", 0, "temperature", 0.0),
         ("temperature", 1.5, "temperature", 1.5),
         ("top_p", 0.5, "top_p", 0.5),
+        ("top_p", 0, "top_p", 1e-6),
         ("top_k", 40, "top_k", 40),
         ("top_k", -1, "top_k", 0),
         ("min_p", 0.1, "min_p", 0.1),

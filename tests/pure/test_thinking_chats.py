@@ -194,7 +194,7 @@ def test_a_model_that_does_not_think_refuses_to_be_asked_for_it(
 
 def test_a_model_that_does_not_think_may_be_told_not_to(plain_app: App) -> None:
     answer = ask(plain_app, "t9", max_tokens=1, reasoning_effort="none")
-    assert "completion_tokens_details" not in answer["usage"]
+    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
 
 
 def test_an_unknown_effort_is_refused(app: App) -> None:

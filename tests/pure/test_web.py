@@ -64,6 +64,7 @@ class TestCompletions:
             "completion_tokens": 3,
             "total_tokens": 6,
             "prompt_tokens_details": details,
+            "completion_tokens_details": {"reasoning_tokens": 0},
         }
         assert (body["object"], body["model"], body["id"][:5]) == ("text_completion", "toy", "cmpl-")
         assert int(reply.headers["openai-processing-ms"]) >= 0
@@ -248,6 +249,7 @@ class TestErrors:
             ("POST", "/v1/completions", completion("t17", logit_bias={"384": 1}), 400, "logit_bias", None),
             ("POST", "/v1/completions", completion("t17", stop_token_ids=[384]), 400, "stop_token_ids", None),
             ("POST", "/v1/completions", completion("t17", n=7), 400, "n", None),
+            ("POST", "/v1/completions", completion(["t17"] * 7), 400, "prompt", None),
             ("POST", "/v1/completions", completion("t17" * 4096), 413, None, "body_too_large"),
             (
                 "POST",
@@ -255,7 +257,7 @@ class TestErrors:
                 CHAT | {"tools": [{"type": "custom"}]},
                 400,
                 "tools[0].type",
-                None,
+                "invalid_value",
             ),
             (
                 "POST",

@@ -14,7 +14,7 @@ from msgspec import Meta, Struct
 
 from levserve.errors import BadRequest
 from levserve.request.decode import missing, refuse_unsupported, require_choice
-from levserve.request.schema import MAX_STOPS, Count, StopString
+from levserve.request.schema import MAX_STOPS, Count, ModelName, Share, StopString
 from levserve.request.tool_fields import check_name
 from levserve.web.messages.blocks import InputMessage, TextBlock, check_results
 
@@ -96,7 +96,7 @@ class OutputConfig(Struct, frozen=True):
 class PromptBody(Struct, frozen=True, kw_only=True):
     """What the prompt is made of; the body of /v1/messages/count_tokens."""
 
-    model: str
+    model: ModelName
     messages: Annotated[list[InputMessage], Meta(min_length=1)]
     system: str | list[TextBlock] | None = None
     tools: list[InputTool] | None = None
@@ -145,5 +145,5 @@ class MessageBody(PromptBody, frozen=True, kw_only=True):
     stream: bool | None = None
     temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_p: Share | None = None
     metadata: dict[str, Any] | None = None

@@ -18,10 +18,12 @@ from levserve.request.schema import (
     MAX_STOPS,
     ChatBody,
     Count,
+    ModelName,
     NumTop,
     Penalty,
     Priority,
     Seconds,
+    Share,
     StopString,
     StreamOptions,
 )
@@ -97,7 +99,7 @@ class ResponseChat(ChatBody, frozen=True, kw_only=True):
 
 
 class ResponseBody(RefusedInResponses, frozen=True, kw_only=True):
-    model: str
+    model: ModelName
     input: str | list[InputItem]
     instructions: str | None = None
     previous_response_id: str | None = None
@@ -106,7 +108,7 @@ class ResponseBody(RefusedInResponses, frozen=True, kw_only=True):
     stream_options: StreamOptions | None = None
     max_output_tokens: Count | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_p: Share | None = None
     top_logprobs: NumTop | None = None
     include: list[str] | None = None
     metadata: Annotated[dict[str, str], Meta(max_length=16)] | None = None
@@ -122,7 +124,7 @@ class ResponseBody(RefusedInResponses, frozen=True, kw_only=True):
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    min_p: Share | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
