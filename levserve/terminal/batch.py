@@ -48,7 +48,9 @@ def main(argv: Sequence[str]) -> int:
     parser = make_parser("batch", DESCRIPTION)
     parser.add_argument("input", help="The file of requests, or its gs://, s3:// or http(s):// address.")
     parser.add_argument("output", help="The file of results, or its gs:// or s3:// address.")
-    parser.add_argument("--model", metavar="NAME", help="What to use. [default: the bundled model]")
+    parser.add_argument(
+        "--model", metavar="NAME", help="Model to use, given as for levserve. [default: the bundled model]"
+    )
     parser.add_argument("--overwrite", action="store_true", help="Begin anew, whatever the output holds.")
     parser.add_argument(
         "--window",

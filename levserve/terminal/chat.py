@@ -8,7 +8,7 @@ from typing import Any
 
 from levserve.api.model import Model
 from levserve.errors import ServeError
-from levserve.terminal.options import add_sampling, make_parser, open_with_progress, sampling_of
+from levserve.terminal.options import add_model, add_sampling, make_parser, open_with_progress, sampling_of
 
 DESCRIPTION = """\
 A conversation with a model.
@@ -80,9 +80,11 @@ class Conversation:
 
 def main(argv: Sequence[str]) -> int:
     parser = make_parser("chat", DESCRIPTION)
-    parser.add_argument("model", nargs="?", help="What to talk to. [default: the bundled model]")
-    parser.add_argument("--system", default="", metavar="TEXT", help="How the model is to behave.")
-    add_sampling(parser)
+    add_model(parser, "Model to talk to, given as for levserve. [default: the bundled model]")
+    parser.add_argument(
+        "--system", default="", metavar="TEXT", help="System prompt: how the model is to behave."
+    )
+    add_sampling(parser, max_tokens="as many as fit the context")
     options = parser.parse_args(argv)
     if sys.stdin.isatty():
         import readline  # noqa: F401  (gives `input` its history and its keys)

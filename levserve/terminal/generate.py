@@ -22,9 +22,15 @@ DEFAULT_MAX_TOKENS = 128
 def main(argv: Sequence[str]) -> int:
     parser = make_parser("generate", DESCRIPTION)
     parser.add_argument("prompt", help="The text; - reads it from stdin.")
-    parser.add_argument("--model", metavar="NAME", help="What to use. [default: the bundled model]")
-    parser.add_argument("--chat", action="store_true", help="Put the text as a question in a chat.")
-    add_sampling(parser)
+    parser.add_argument(
+        "--model", metavar="NAME", help="Model to use, given as for levserve. [default: the bundled model]"
+    )
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="Send the text as a question in a chat, with the model's chat template.",
+    )
+    add_sampling(parser, max_tokens=str(DEFAULT_MAX_TOKENS))
     options = parser.parse_args(argv)
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     fields = {"max_tokens": DEFAULT_MAX_TOKENS} | sampling_of(options)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from levserve.models.catalogue import Catalogue
 from levserve.settings.program import make_settings
 from levserve.settings.settings import Settings
-from levserve.terminal.options import make_parser, settings_of
+from levserve.terminal.options import add_model, make_parser, settings_of
 from levserve.weights.bundled import SMOLLM2
 from levserve.weights.source import check_source, find_source, local_problem
 
@@ -48,7 +48,7 @@ def list_main(argv: Sequence[str]) -> int:
 
 def fetch_main(argv: Sequence[str]) -> int:
     parser = make_parser("fetch", FETCH_DESCRIPTION)
-    parser.add_argument("model", nargs="?", metavar="NAME", help="What to download.")
+    add_model(parser, "Model to download. [default: the bundled model]")
     options = parser.parse_args(argv)
     settings = make_settings(settings_of(options))
     check_source(settings)

@@ -46,15 +46,41 @@ def make_parser(command: str, description: str) -> Parser:
     return parser
 
 
-def add_sampling(parser: Parser) -> None:
+def add_model(parser: Parser, text: str) -> None:
+    """The model as a word of its own, or behind --model as for the server."""
+    parser.add_argument("model", nargs="?", metavar="MODEL", default=SUPPRESS, help=text)
+    parser.add_argument("--model", default=SUPPRESS, help=SUPPRESS)
+
+
+def add_sampling(parser: Parser, *, max_tokens: str) -> None:
+    """`max_tokens` says how long an answer may be without the option."""
     group = parser.add_argument_group("sampling")
-    group.add_argument("--max-tokens", type=int, metavar="N", help="The most tokens of an answer.")
-    group.add_argument("--temperature", type=float, metavar="X", help="0 is greedy. [default 1]")
-    group.add_argument("--top-p", type=float, metavar="X", help="Keep the likeliest tokens up to this sum.")
-    group.add_argument("--top-k", type=int, metavar="N", help="Keep the N likeliest tokens.")
-    group.add_argument("--min-p", type=float, metavar="X", help="Keep tokens this likely, to the likeliest.")
-    group.add_argument("--seed", type=int, metavar="N", help="Makes the draws repeatable.")
-    group.add_argument("--stop", action="append", metavar="TEXT", help="Ends an answer; may be repeated.")
+    group.add_argument(
+        "--max-tokens", type=int, metavar="N", help=f"Maximum tokens of an answer. [default {max_tokens}]"
+    )
+    group.add_argument(
+        "--temperature", type=float, metavar="X", help="0 always takes the likeliest token. [default 1]"
+    )
+    group.add_argument(
+        "--top-p",
+        type=float,
+        metavar="X",
+        help="Draw from the likeliest tokens whose probabilities add up to X.",
+    )
+    group.add_argument("--top-k", type=int, metavar="N", help="Draw from the N likeliest tokens.")
+    group.add_argument(
+        "--min-p",
+        type=float,
+        metavar="X",
+        help="Draw from tokens that are at least X times as likely as the likeliest.",
+    )
+    group.add_argument("--seed", type=int, metavar="N", help="Same seed, same answer.")
+    group.add_argument(
+        "--stop",
+        action="append",
+        metavar="TEXT",
+        help="Text that ends an answer; may be given several times.",
+    )
 
 
 def sampling_of(options: Namespace) -> dict[str, Any]:

@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable
 from http import HTTPStatus
 
-from flask import Flask, Response, g, request
+from flask import Flask, Response, current_app, g, request
 from werkzeug.exceptions import HTTPException
 from werkzeug.routing.exceptions import WebsocketMismatch
 
 from levserve.engine.engine import Engine
-from levserve.errors import NO_RETRY, BadRequest, ServeError, UpgradeRequired
+from levserve.errors import NO_RETRY, BadRequest, NotFound, ServeError, UpgradeRequired
 from levserve.models.registry import Registry
 from levserve.observe.tracing import PARENT_HEADERS, Tracing
 from levserve.settings.settings import Settings
@@ -46,6 +46,7 @@ from levserve.web.responses.state_folder import open_state_folder
 from levserve.web.responses.store import ResponseStore
 from levserve.web.scoring import scoring_routes
 from levserve.web.tokens import tokens_routes
+from levserve.web.unknown_path import describe_unknown
 from levserve.web.watcher import Watcher
 
 log = logging.getLogger(__name__)
@@ -129,6 +130,9 @@ def _body(error: ServeError, status: int = 0) -> bytes:
 def _answer_http_error(error: HTTPException) -> Response:
     """Gives what werkzeug refuses (404, 405, 413, 415 ...) the usual shape; keeps headers such as Allow."""
     code = error.code or 500
+    if code == HTTPStatus.NOT_FOUND:
+        known = (rule.rule for rule in current_app.url_map.iter_rules())
+        return _answer_error(NotFound(describe_unknown(request.path, known)))
     shown = ServeError(f"{request.method} {request.path}: {error.description or HTTPStatus(code).phrase}")
     shown.type = "invalid_request_error" if code < 500 else "server_error"
     response = Response(_body(shown, code), error.code, error.get_headers())

@@ -372,3 +372,22 @@ def test_the_front_page_and_the_metrics_can_be_read(client: FlaskClient, device:
             }
         ],
     }
+
+
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/chat/completions", "; did you mean /v1/chat/completions?"),
+        ("/v1/v1/chat/completions", "; did you mean /v1/chat/completions?"),
+        ("/api/v1/embeddings", "; did you mean /v1/embeddings?"),
+        ("/completion", "; did you mean /v1/completions?"),
+        ("/x/<script>", ""),
+    ],
+)
+def test_a_path_that_does_not_exist_is_told_from_what_was_meant(
+    client: FlaskClient, path: str, meant: str
+) -> None:
+    reply = client.post(path)
+    assert reply.status_code == 404 and reply.json is not None
+    assert reply.json["error"]["message"] == f"There is no path {path} here{meant}"
+    assert reply.json["error"]["type"] == "invalid_request_error"
