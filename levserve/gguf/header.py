@@ -1,7 +1,7 @@
 """Reads the header of a GGUF file: its metadata, and where each tensor is.
 
 The `gguf` package has a reader too, but it makes several numpy objects for every token of the vocabulary and
-takes 3.9 s for the bundled model; this one takes 0.1 s. Types and block sizes are the package's. Imports no
+takes 3.9 s for the bundled model; this one takes 0.05 s. Types and block sizes are the package's. Imports no
 jax.
 """
 
@@ -117,11 +117,20 @@ class _Cursor:
         return int(self.number(form))
 
     def text(self) -> str:
-        # Faster than `count`; there are 100,000 texts.
-        (length,) = LENGTH.unpack_from(self.mapped, self.offset)
-        start = self.offset + LENGTH.size
-        self.offset = start + length
-        return self.mapped[start : self.offset].decode()
+        (text,) = self.texts(1)
+        return text
+
+    def texts(self, count: int) -> list[str]:
+        # One loop with plain variables: a vocabulary and its merges are 100,000 texts.
+        mapped, end = self.mapped, self.offset
+        found = []
+        for _ in range(count):
+            (length,) = LENGTH.unpack_from(mapped, end)
+            start = end + LENGTH.size
+            end = start + length
+            found.append(mapped[start:end].decode())
+        self.offset = end
+        return found
 
     def value(self, kind: GGUFValueType) -> Value:
         if kind is GGUFValueType.STRING:
@@ -130,6 +139,9 @@ class _Cursor:
             item, length = GGUFValueType(self.count("<I")), self.count()
             if item in SCALARS:
                 return self.numbers(SCALARS[item], length)
+            if item is GGUFValueType.STRING:
+                texts: list[Value] = [*self.texts(length)]
+                return texts
             return [self.value(item) for _ in range(length)]
         return self.number(SCALARS[kind])
 
