@@ -31,8 +31,8 @@ class ModelRunner(ABC, Generic[ShapeT, ProgramsT, StateT]):
         """Seconds a prompt's token takes in the fastest program that the timed runs have tried."""
 
     @abstractmethod
-    def _warm(self, shape: ShapeT) -> None:
-        """Gives a program the runs it needs before it has its full speed."""
+    def _warm(self, shape: ShapeT) -> float:
+        """Gives a program the runs it needs before it has its full speed; seconds that the last one took."""
 
     def swap(self, leaves: Sequence[HostArray]) -> None:
         """Replaces the weights by those on the host, array by array: there is no room for two sets.

@@ -196,8 +196,8 @@ class TextRunner(ModelRunner[TextShape, TextPrograms, TextState]):
         masks = self._hold_slots[rows](self._state.masks, packed, words)
         self._state = self._state._replace(masks=masks)
 
-    def _warm(self, shape: TextShape) -> None:
-        """Gives a program the runs it needs before it has its full speed, and times runs of one text."""
+    def _warm(self, shape: TextShape) -> float:
+        """Of programs for one text the time counts as well."""
         is_timed = shape.task is Task.RUN and shape in self.programs.first_shapes
         for _ in range(max(self._traits.first_runs, TRIES if is_timed else 1)):
             start = time.monotonic()
@@ -205,6 +205,7 @@ class TextRunner(ModelRunner[TextShape, TextPrograms, TextState]):
             seconds = time.monotonic() - start
         if is_timed:
             self.prefill_token_seconds = min(self.prefill_token_seconds, seconds / shape.length)
+        return seconds
 
     def _run_idle(self, shape: TextShape) -> None:
         """Runs a program while no sequence has a slot; nothing that it writes is read."""

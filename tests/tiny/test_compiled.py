@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import subprocess
 import sys
 import threading
@@ -149,6 +150,28 @@ def test_of_several_compilers_one_at_a_time_traces(monkeypatch: pytest.MonkeyPat
     )  # where nothing is found that need not be traced
     runner_of("float32").programs.compile_first(lambda _: None)
     assert seen == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("times", "num_runs"),
+    [((4.0, 2.0, 2.01, 1.0), 3), ((2.0, 2.01, 1.0), 2), ((9.0, 8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0), 8)],
+)
+def test_prefill_is_timed_until_two_runs_agree(
+    times: tuple[float, ...], num_runs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = runner_of("float32")
+    first = len(runner.programs.first_shapes)
+    run: list[Shape] = []
+
+    def run_idle(runner: Runner, shape: Shape, num_tokens: int) -> float:
+        run.append(shape)
+        return 100.0 if len(run) <= first else times[len(run) - first - 1]  # first runs take longer
+
+    monkeypatch.setattr(Runner, "_run_idle", run_idle)
+    monkeypatch.setattr(runner, "prefill_token_seconds", math.inf)
+    runner.warm_up(lambda _: None)
+    assert run == runner.programs.first_shapes + [Shape(24)] * num_runs
+    assert runner.prefill_token_seconds == min(times[:num_runs]) / 24
 
 
 LARGE = """
