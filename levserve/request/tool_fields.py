@@ -71,8 +71,7 @@ def find_tools(
         found.append(_tool(one.function, f"{param}.function"))
     mode, allowed = _read_choice(choice)
     is_named = isinstance(choice, dict) and choice.get("type") == "function"  # that is one call
-    may_repeat = is_parallel is not False and not is_named
-    return make_tool_request(found, mode, allowed, may_repeat, "tool_choice")
+    return make_tool_request(found, mode, allowed, False if is_named else is_parallel, "tool_choice")
 
 
 def find_functions(
@@ -98,7 +97,7 @@ def find_functions(
 
 
 def make_tool_request(
-    tools: list[Tool], mode: CallMode, allowed: list[str] | None, is_parallel: bool, choice_param: str
+    tools: list[Tool], mode: CallMode, allowed: list[str] | None, is_parallel: bool | None, choice_param: str
 ) -> ToolRequest:
     """Checks the tools against each other and against the choice; raises `BadRequest`."""
     if len(tools) > MAX_TOOLS:

@@ -102,7 +102,8 @@ FIELDS = {
     "model": "the name of a served model",
     "n": "choices for each prompt",
     "name": "which loaded model gets the weights; needed where there are several",
-    "parallel_tool_calls": "whether one answer may have several calls; default true",
+    "parallel_tool_calls": "whether one answer may have several calls; default true for models "
+    "with a [format for calls](../how-to/tools.md#formats)",
     "output_config": "`format` with a JSON schema that the answer is held to, and `effort`",
     "output_format": "the older place of `output_config.format`",
     "output_expires_after": "`seconds` for which the files with results are kept; default 30 days",

@@ -96,7 +96,7 @@ VALUES: dict[str, dict[str, Any]] = {
         "thinking_token_budget": 5,
         "tools": TOOLS,
         "tool_choice": {"tools": TOOLS, "tool_choice": "required"},
-        "parallel_tool_calls": {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False},
+        "parallel_tool_calls": {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": True},
         "functions": [{"name": "f"}],
         "function_call": {"functions": [{"name": "f"}], "function_call": {"name": "f"}},
         "skip_special_tokens": {

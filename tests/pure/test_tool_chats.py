@@ -124,7 +124,7 @@ def test_a_named_function_is_called_once() -> None:
     asked = decode(
         json.dumps(body("", tool_choice={"type": "function", "function": {"name": "f"}})).encode(), ChatBody
     ).find_tools()
-    assert asked is not None and not asked.is_parallel
+    assert asked is not None and asked.is_parallel is False
     assert [tool.name for tool in asked.callable_tools] == ["f"]
 
 

@@ -273,9 +273,13 @@ def test_several_calls_fit_unless_they_are_not_wanted(name: str) -> None:
     model = model_of(name)
     two = FAMILY[name].texts[1]
     assert two is not None
-    assert model.fits(model.ask(CallMode.REQUIRED), two) == (two, True)
+    assert model.fits(model.ask(CallMode.REQUIRED, is_parallel=True), two) == (two, True)
     taken, _ = model.fits(model.ask(CallMode.REQUIRED, is_parallel=False), two)
     assert len(taken) < len(two)
+    default, _ = model.fits(model.ask(CallMode.REQUIRED), two)
+    assert default == (taken if name == "prompt" else two), (
+        "it was not trained for calls and would repeat its own"
+    )
 
 
 @every_family
@@ -288,7 +292,7 @@ def test_text_is_free_and_a_call_is_held_from_its_mark_on(name: str) -> None:
     taken, _ = model.fits(model.ask(), start + one.replace("2", "44"))
     assert "44" not in taken
     if two is not None:
-        assert model.fits(model.ask(), start + two) == (start + two, True)
+        assert model.fits(model.ask(is_parallel=True), start + two) == (start + two, True)
 
 
 @every_family

@@ -18,6 +18,7 @@ from levserve.text.tokenizer import Tokenizer
 from levserve.text.tools.arguments import arguments_schema
 from levserve.text.tools.body import Calls
 from levserve.text.tools.detect import AUTO, find_history
+from levserve.text.tools.families import PROMPTED
 from levserve.text.tools.format import ToolFormat
 from levserve.text.tools.harmony import HarmonyReader
 from levserve.text.tools.lark import Lark
@@ -65,7 +66,9 @@ class ModelTools:
         tools = asked.callable_tools
         if not tools:
             return content
-        num_calls = self.form.max_calls(is_parallel=asked.is_parallel)
+        # A model that was not trained for calls writes the same one again and again where it may.
+        may_repeat = self.form is not PROMPTED if asked.is_parallel is None else asked.is_parallel
+        num_calls = self.form.max_calls(is_parallel=may_repeat)
         lark = Lark(self._tokenizer)
         if asked.mode is CallMode.AUTO and content is None and not self.form.is_at_start:
             rest = self.form.write_after_trigger(lark, tools, num_calls)

@@ -34,8 +34,8 @@ class ToolRequest:
     mode: CallMode = CallMode.AUTO
     allowed: frozenset[str] | None = None
     """The names that may be called; None for all of them. The template lists all tools nevertheless."""
-    is_parallel: bool = True
-    """Whether one answer may have several calls."""
+    is_parallel: bool | None = None
+    """Whether one answer may have several calls; None leaves it to what the model was trained for."""
 
     @property
     def callable_tools(self) -> tuple[Tool, ...]:
