@@ -60,7 +60,12 @@ class OneWorkerArbiter(Arbiter):  # type: ignore[misc]
         if self.worker_age == 0:
             super().spawn_workers()
             return
-        if self._worker_exit not in (0, 1, 2):  # after these it has logged the reason itself
+        if self._worker_exit == -signal.SIGKILL:
+            log.error(
+                "the worker was killed (SIGKILL), most often by the system for want of memory; "
+                "lower --kv-memory or --max-running"
+            )
+        elif self._worker_exit not in (0, 1, 2):  # after these it has logged the reason itself
             log.error("the worker ended with code %s, which ends the server", self._worker_exit)
         raise HaltServer("the worker has ended")
 

@@ -11,7 +11,10 @@ from types import ModuleType
 
 import pytest
 
+from levserve.settings.alias import FLAG_ALIASES
+from levserve.settings.command_line import OTHER_FLAGS
 from levserve.settings.parse import parse_settings
+from levserve.settings.settings import BY_NAME, OWN_SETTINGS, SETTINGS, SHARED_SETTINGS
 from tests.documents import DOCUMENTS, PAGES, README, ROOT, Block, anchors, blocks, links
 from tests.examples import COMMANDS as EXAMPLE_COMMANDS
 from tests.examples import EXAMPLES, HEAVY, RAY
@@ -136,3 +139,22 @@ def test_every_example_is_run_by_a_test_and_named_on_its_page() -> None:
     for page, shown in (("clients.md", names - RAY.keys()), ("ray-serve.md", RAY.keys())):
         text = (pages / page).read_text()
         assert all(f"`{name}`" in text for name in shown)
+
+
+def test_the_page_on_several_models_names_every_key_of_a_section() -> None:
+    page = (ROOT / "docs/pages/how-to/several-models.md").read_text()
+    listed = page.partition("A section may set")[2].partition("A section without")[0]
+    own, shared = (set(re.findall(r"`([a-z-]+)`", part)) for part in listed.split("- what it otherwise"))
+    assert own == {BY_NAME[name].key for name in OWN_SETTINGS}
+    assert shared - {"model", "engine", "limits"} == {BY_NAME[name].key for name in SHARED_SETTINGS}
+
+
+def test_options_on_pages_for_newcomers_exist() -> None:
+    known = (
+        {setting.flag for setting in SETTINGS}
+        | set(OTHER_FLAGS)
+        | {alias.flag for alias in FLAG_ALIASES.values()}
+    )
+    for path in (ROOT / "docs/pages/how-to/choose-a-model.md", ROOT / "docs/pages/how-to/troubleshoot.md"):
+        found = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", path.read_text()))
+        assert found - known == set(), named(path)
