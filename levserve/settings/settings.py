@@ -159,7 +159,7 @@ class Settings:
         "server",
         seconds(0),
         75.0,
-        "Seconds an idle connection stays open; use more than the proxy (nginx: 60).",
+        "Seconds an idle connection stays open; must be longer than a proxy's (nginx: 60).",
     )
     sse_heartbeat: float = setting(
         "server",
@@ -214,14 +214,15 @@ class Settings:
         "model",
         one_of("auto", "none", "think", "mistral", "gemma", "harmony"),
         "auto",
-        "How the model marks its thoughts: as its chat template tells, not at all, or as a family does "
-        "(think: <think>...</think>).",
+        "How the model marks its thoughts. auto: as its chat template shows; none: not at all; others: as a "
+        "family of models does (think: <think>...</think>).",
     )
     tool_format: str = setting(
         "model",
         one_of("auto", *TOOL_FORMATS),
         "auto",
-        "How the model writes calls of tools: as its chat template shows, or as a family does.",
+        "How the model writes calls of tools. auto: as its chat template shows; others: as a family of "
+        "models does.",
     )
     served_model_name: tuple[str, ...] = setting(
         "model",
@@ -239,10 +240,11 @@ class Settings:
         "model",
         one_of("auto", "none", "int8", "int8-blocks", "int4-blocks", "fp8", "keep"),
         "auto",
-        "Format of the weight matrices; int8-blocks, for CPUs, has a scale for every 32 inputs; int4-blocks, "
-        "for CPUs, also leaves matrices of four bits as they are; fp8 needs a GPU; keep: as a quantized "
-        "checkpoint has them; auto: for a quantized checkpoint keep on a GPU, and on a CPU int8 if --dtype "
-        "is auto; else none.",
+        "Format of the weight matrices. none: that of --dtype. int8: eight bits, a scale for each row. "
+        "int8-blocks (CPUs): a scale for every 32 inputs, which is more exact and slower. int4-blocks "
+        "(CPUs): the same, but four-bit matrices of the checkpoint stay in four bits. fp8 (GPUs): eight-bit "
+        "floats. keep: as a quantized checkpoint has them. auto: for a quantized checkpoint keep on a GPU, "
+        "and int8 on a CPU if --dtype is auto; for others none.",
     )
     max_seq_len: int = setting(
         "model",
@@ -276,11 +278,9 @@ class Settings:
         "model",
         one_of("first-use", "start"),
         "first-use",
-        "When to load one of several models; the default model is loaded at the start, unless --lazy.",
+        "When to load each of several models; the default one is loaded at the start, unless --lazy.",
     )
-    lazy: bool = setting(
-        "model", SWITCH, False, "Load no model at the start: each, the first one too, at its first request."
-    )
+    lazy: bool = setting("model", SWITCH, False, "Load no model at the start, but each at its first request.")
     cache_dir: str = setting(
         "model",
         PATH,
@@ -294,7 +294,7 @@ class Settings:
         "model",
         size(0),
         32 << 30,
-        "Maximum disk space in the cache for weights prepared for a CPU, which later starts map; 0: none.",
+        "Maximum disk space for weights prepared for a CPU, which make later starts fast; 0: keep none.",
     )
 
     device: str = setting(
@@ -307,7 +307,7 @@ class Settings:
         "engine",
         COUNT_OR_AUTO,
         1,
-        "Devices that share the model, each with a part of every layer; auto: as many as divide it.",
+        "Number of devices that share the model, each with a part of every layer; auto: as many as can.",
     )
     threads: int = setting(
         "engine",
@@ -344,8 +344,8 @@ class Settings:
         "engine",
         integer(0, 15),
         0,
-        "Tokens to draft and verify in one step, where that is faster: from the text so far, or by "
-        "--draft-model; 0: no drafts, or 4 of a draft model.",
+        "Tokens to draft and verify in one step, where that is faster, from the text so far or from "
+        "--draft-model; 0: no drafts, or 4 at a time if there is a draft model.",
     )
     prefill_chunk: int = setting(
         "engine", integer(0), 0, "Maximum prompt tokens per device call; 0: 128 on CPU, 4096 on accelerators."
@@ -354,10 +354,13 @@ class Settings:
         "engine",
         milliseconds(1),
         100.0,
-        "Milliseconds per round that other prompts may delay a running stream.",
+        "Milliseconds that prompts of other requests may delay a running stream in each round.",
     )
     seed: int | None = setting(
-        "engine", SEED, None, "Base of the seeds of requests that set none; empty: each gets a random seed."
+        "engine",
+        SEED,
+        None,
+        "Makes requests without a seed repeatable, in order of arrival; empty: each gets a random seed.",
     )
     kernels: str = setting(
         "engine",
@@ -378,8 +381,8 @@ class Settings:
         "engine",
         TEXT,
         "",
-        "host:port of host 0, where the hosts meet; the next port is used too; auto: this and the two above "
-        "are found in the variables of LeaderWorkerSet, SLURM or a TPU pod; empty: there is one host.",
+        "host:port of host 0, where the hosts meet; the next port is used too; auto: this, --num-hosts and "
+        "--host-id come from the variables of LeaderWorkerSet, SLURM or a TPU pod; empty: there is one host.",
     )
     hosts_timeout: float = setting(
         "engine", seconds(1), 300.0, "Seconds that hosts wait for each other at the start."
