@@ -23,6 +23,8 @@ from levserve.model.matrix_rows import Array, MatrixRows, as_rows
 NUM_TOKENS = 64
 NUM_ROWS = 512
 """Rows of a matrix that show how large its columns are."""
+NUMBERS_PER_READ, NUMBERS_TOGETHER = 1 << 15, 1 << 17
+"""To read one row takes as long as to read so many numbers; and how many are read at a time at most."""
 STEPS_PER_OCTAVE = 4
 """Scales are powers of the fourth root of two, so that the last bits of a sum do not change them."""
 SMALLEST_CHANNEL = 1e-3
@@ -142,12 +144,21 @@ def _channel_scale(x: Array, matrix: MatrixRows | None = None) -> Array:
     sizes = np.abs(x).mean(0, dtype=np.float64)
     sizes = sizes + SMALLEST_CHANNEL * sizes.mean()
     if matrix is not None:
-        num_rows = matrix.shape[0]
-        some = _read_each(matrix, range(0, num_rows, max(1, num_rows // NUM_ROWS)))
-        columns = np.sqrt(np.square(some).mean(0, dtype=np.float64))
+        columns = np.sqrt(np.square(_read_some(matrix)).mean(0, dtype=np.float64))
         sizes = sizes / (columns + SMALLEST_CHANNEL * columns.mean())
     steps = np.rint(np.log2(sizes / sizes.mean()) * (STEPS_PER_OCTAVE / 2))
     return np.asarray(2.0 ** (steps / STEPS_PER_OCTAVE), np.float32)
+
+
+def _read_some(matrix: MatrixRows) -> Array:
+    """About `NUM_ROWS` rows, evenly from all of them."""
+    num_rows, size = matrix.shape
+    step = max(1, num_rows // NUM_ROWS)
+    if step * size > NUMBERS_PER_READ:
+        return _read_each(matrix, range(0, num_rows, step))
+    together = step * max(1, NUMBERS_TOGETHER // (step * size))
+    parts = (matrix.read(start, min(start + together, num_rows)) for start in range(0, num_rows, together))
+    return np.concatenate([part[::step] for part in parts])
 
 
 def _read_each(matrix: MatrixRows, places: Iterable[int]) -> Array:

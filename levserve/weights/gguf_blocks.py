@@ -29,7 +29,7 @@ class Group(NamedTuple):
     scale: Value | None = None
     """int32: what the block's first number of 16 bits is multiplied with; None: 1."""
     offset: Value | None = None
-    """int32: likewise with the second, which is then subtracted; None: nothing is."""
+    """int32: likewise with the last one, which is then subtracted; None: nothing is."""
 
 
 class BlockCode(NamedTuple):
@@ -94,6 +94,28 @@ def _q4_0(builder: Builder, block: Value) -> list[Group]:
     return [Group(each - 8) for each in _nibbles(builder, block + 2, 16)]
 
 
+def _q4_1(builder: Builder, block: Value) -> list[Group]:
+    return [Group(each, offset=builder.constant(-1, I32)) for each in _nibbles(builder, block + 4, 16)]
+
+
+def _q5_0(builder: Builder, block: Value) -> list[Group]:
+    return [Group(each - 16) for each in _five_bits(builder, block + 2)]
+
+
+def _q5_1(builder: Builder, block: Value) -> list[Group]:
+    return [Group(each, offset=builder.constant(-1, I32)) for each in _five_bits(builder, block + 4)]
+
+
+def _five_bits(builder: Builder, start: Value) -> list[Value]:
+    """Of 32 numbers the fifth bits, in four bytes, then the other four."""
+    fifths = builder.load(start, I32).splat(16) >> builder.lane_numbers(16)
+    lower, upper = _nibbles(builder, start + 4, 16)
+    return [
+        lower | (fifths & 1).convert("trunc", I8) << 4,
+        upper | (fifths >> 16 & 1).convert("trunc", I8) << 4,
+    ]
+
+
 def _q8_0(builder: Builder, block: Value) -> list[Group]:
     return [Group(builder.load(block + 2, I8, 32))]
 
@@ -136,6 +158,9 @@ def _q6_k(builder: Builder, block: Value) -> list[Group]:
 
 CODES = {
     Kind.Q4_0: BlockCode((0,), _q4_0),
+    Kind.Q4_1: BlockCode((0, 2), _q4_1),
+    Kind.Q5_0: BlockCode((0,), _q5_0),
+    Kind.Q5_1: BlockCode((0, 2), _q5_1),
     Kind.Q8_0: BlockCode((0,), _q8_0),
     Kind.Q4_K: BlockCode((0, 2), _q4_k),
     Kind.Q5_K: BlockCode((0, 2), _q5_k),
