@@ -186,6 +186,10 @@ def cause_of(error: BaseException) -> str:
     return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
 
 
+FAULT_EXIT_CODE = 70  # EX_SOFTWARE
+"""Of a process that failed while it served: systemd and Kubernetes start it again."""
+
+
 class StartupError(Exception):
     """The server cannot start; the message is one line that says why."""
 

@@ -273,12 +273,27 @@ def join_deltas(deltas: Sequence[Delta]) -> Delta:
     )
 
 
+def add_batch(
+    choices: Sequence[Choice], index: int, batch: TokenBatch, stream: TokenStream | None
+) -> Delta | None:
+    """What a batch adds to the choice of this number; None if there is nothing to show.
+
+    A sequence whose choice ends before the device knows is closed. Raises `DeadlineExceeded` if the time of
+    all choices ran out before any had a token.
+    """
+    if batch.finish is FinishReason.DEADLINE and not any(choice.num_tokens for choice in choices):
+        raise DeadlineExceeded("The request's time ran out before its first token.")
+    delta = choices[index].add(batch)
+    if delta is not None and delta.finish is not None and batch.finish is None and stream is not None:
+        stream.close(index, FinishReason.STOP)
+    return delta
+
+
 class Deltas(Iterator[tuple[int, Delta]]):
     """The deltas of one HTTP request, each with the number of its choice, until all choices have ended.
 
     Belongs to one HTTP thread, which may wait with a timeout (`wait`) before it takes the next delta. A
-    sequence whose choice ends before the device knows is closed here; a reader that leaves early closes the
-    stream itself.
+    reader that leaves early closes the stream itself.
     """
 
     def __init__(self, stream: TokenStream, choices: Sequence[Choice], deadline: float | None = None) -> None:
@@ -352,16 +367,10 @@ class Deltas(Iterator[tuple[int, Delta]]):
         return on_batch
 
     def _take(self, index: int, batch: TokenBatch) -> None:
-        if batch.finish is FinishReason.DEADLINE and not any(choice.num_tokens for choice in self._choices):
-            raise DeadlineExceeded("The request's time ran out before its first token.")
-        delta = self._choices[index].add(batch)
+        delta = add_batch(self._choices, index, batch, self._stream)
         if delta is None:
             return
         self._next = index, delta
         if batch.tokens and self.first_token_at is None:
             self.first_token_at = time.monotonic()
-        if delta.finish is None:
-            return
-        if batch.finish is None:
-            self._stream.close(index, FinishReason.STOP)  # the device does not know of this stop
-        self._num_open -= 1
+        self._num_open -= delta.finish is not None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
@@ -22,6 +22,10 @@ from levserve.request.submission import encode_text
 from levserve.request.texts import Texts, check_texts, split_texts
 from levserve.request.truncation import Truncation, bos_of, keep_last
 from levserve.schedule.request import GenerationRequest
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 MAX_INPUTS = 2048  # OpenAI's limit
 FORMATS = ("float", "base64")
@@ -94,7 +98,7 @@ class EmbeddingWork:
     requests: list[GenerationRequest]
 
     def answer(self, choices: Sequence[Choice]) -> EmbeddingList:
-        data = [Embedding(index, _embedding(choice, self.body)) for index, choice in enumerate(choices)]
+        data = [Embedding(index, _show(choice, self.body)) for index, choice in enumerate(choices)]
         num_tokens = sum(len(request.prompt) for request in self.requests)
         warnings = self.truncation.warnings("input", self.model.max_seq_len)
         usage = EmbeddingUsage(num_tokens, num_tokens)
@@ -147,12 +151,18 @@ def _tokenize(body: EmbeddingBody, model: ServedModel, truncation: Truncation) -
     return texts
 
 
-def _embedding(choice: Choice, body: EmbeddingBody) -> list[float] | str:
+def make_vector(choice: Choice, pooling: str | None) -> npt.NDArray[np.float32]:
+    """The pooled hidden state of a choice that was asked for it, with length 1."""
     import numpy as np  # takes 0.1 s, which would delay the start
 
-    assert choice.hidden is not None  # it was asked for
-    vector = np.array(choice.hidden.last if body.pooling == "last" else choice.hidden.mean, dtype="<f4")
+    assert choice.hidden is not None
+    vector = np.array(choice.hidden.last if pooling == "last" else choice.hidden.mean, dtype="<f4")
     vector /= np.linalg.norm(vector) or 1.0
+    return vector
+
+
+def _show(choice: Choice, body: EmbeddingBody) -> list[float] | str:
+    vector = make_vector(choice, body.pooling)
     if body.encoding_format == "base64":
         return base64.b64encode(vector.tobytes()).decode()
     floats: list[float] = vector.tolist()

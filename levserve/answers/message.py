@@ -9,7 +9,16 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from msgspec import UNSET, Struct, UnsetType
 
-from levserve.text.parts import CallArguments, CallStart, Content, Part, Thought
+from levserve.text.parts import (
+    CallArguments,
+    CallStart,
+    Content,
+    Part,
+    Thought,
+    join_calls,
+    join_content,
+    join_thoughts,
+)
 
 
 class FunctionPiece(Struct, frozen=True):
@@ -65,9 +74,12 @@ def piece_messages(parts: Iterable[Part], *, is_function: bool) -> Iterator[Answ
 
 def whole_message(parts: Sequence[Part], *, is_function: bool) -> AnswerMessage:
     """The message of an answer that is not streamed; without text beside calls its content is null."""
-    content = "".join(part.text for part in parts if isinstance(part, Content))
-    thoughts = "".join(part.text for part in parts if isinstance(part, Thought)) or UNSET
-    calls = [_whole_call(start, parts) for start in parts if isinstance(start, CallStart)]
+    content = join_content(parts)
+    thoughts = join_thoughts(parts) or UNSET
+    calls = [
+        CallPiece(FunctionPiece(start.name, arguments), id=start.id, type="function")
+        for start, arguments in join_calls(parts)
+    ]
     return AnswerMessage(
         "assistant",
         content if content or not calls else None,
@@ -81,8 +93,3 @@ def whole_message(parts: Sequence[Part], *, is_function: bool) -> AnswerMessage:
 
 def has_call(parts: Iterable[Part] | None) -> bool:
     return any(isinstance(part, CallStart) for part in parts or ())
-
-
-def _whole_call(start: CallStart, parts: Sequence[Part]) -> CallPiece:
-    pieces = [part.text for part in parts if isinstance(part, CallArguments) and part.number == start.number]
-    return CallPiece(FunctionPiece(start.name, "".join(pieces)), id=start.id, type="function")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import structs
 
+from levserve.answers.embeddings import make_vector
 from levserve.api.results import Result, Score, Usage, make_choice
 from levserve.api.work import Job
 from levserve.engine.served_model import ServedModel
@@ -118,12 +119,7 @@ class Jobs:
         choice = Choice(self._model.tokenizer.detokenizer(), StopStrings(()))
 
         def finish(gathered: Sequence[Sequence[Delta]]) -> npt.NDArray[np.float32]:
-            import numpy as np
-
-            assert choice.hidden is not None  # it was asked for
-            vector = np.array(choice.hidden.last if pooling == "last" else choice.hidden.mean, np.float32)
-            vector /= np.linalg.norm(vector) or 1.0
-            return vector
+            return make_vector(choice, pooling)
 
         return Job([request], [choice], len(tokens), finish)
 

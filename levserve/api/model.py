@@ -14,6 +14,7 @@ from contextlib import aclosing, closing
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
+from levserve.answers.embeddings import POOLINGS
 from levserve.api.fields import ChatFields, TextFields, make_body
 from levserve.api.jobs import Jobs, Tokens
 from levserve.api.progress import show_progress
@@ -38,7 +39,6 @@ Prompt = str | Tokens
 """A text, or the ids of its tokens."""
 Message = Mapping[str, Any]
 """OpenAI's: a role and a content."""
-POOLINGS = ("mean", "last")
 NUM_TOKENIZING = 2
 """Threads that make jobs for event loops."""
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from levserve.generation import Delta
 from levserve.schedule.request import TokenLogprob
-from levserve.text.parts import CallArguments, CallStart, Content, Thought
+from levserve.text.parts import join_calls, join_content, join_thoughts
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,23 +106,18 @@ class Score:
 def make_choice(delta: Delta) -> Choice:
     """From all that a choice gained."""
     assert delta.finish is not None
-    if delta.parts is None:
-        return Choice(delta.text, delta.tokens, delta.logprobs, delta.finish.value)
-    text = "".join(part.text for part in delta.parts if isinstance(part, Content))
-    thoughts = "".join(part.text for part in delta.parts if isinstance(part, Thought))
-    starts = [part for part in delta.parts if isinstance(part, CallStart)]
-    arguments = [part for part in delta.parts if isinstance(part, CallArguments)]
-    calls = tuple(
-        ToolCall(start.id, start.name, "".join(one.text for one in arguments if one.number == start.number))
-        for start in starts
+    parts = delta.shown
+    return Choice(
+        join_content(parts),
+        delta.tokens,
+        delta.logprobs,
+        delta.finish.value,
+        join_thoughts(parts),
+        tuple(ToolCall(start.id, start.name, arguments) for start, arguments in join_calls(parts)),
     )
-    return Choice(text, delta.tokens, delta.logprobs, delta.finish.value, thoughts, calls)
 
 
 def make_piece(index: int, delta: Delta) -> Piece:
     finish = None if delta.finish is None else delta.finish.value
-    text, thoughts = delta.text, ""
-    if delta.parts is not None:
-        text = "".join(part.text for part in delta.parts if isinstance(part, Content))
-        thoughts = "".join(part.text for part in delta.parts if isinstance(part, Thought))
+    text, thoughts = join_content(delta.shown), join_thoughts(delta.shown)
     return Piece(text, delta.tokens, delta.logprobs, finish, index, thoughts)

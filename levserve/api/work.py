@@ -16,9 +16,8 @@ from levserve.engine.admission import Reservation
 from levserve.engine.engine import Engine
 from levserve.engine.served_model import ServedModel
 from levserve.engine.stream import PushStream
-from levserve.errors import DeadlineExceeded
-from levserve.generation import Choice, Delta
-from levserve.schedule.request import FinishReason, GenerationRequest, TokenBatch
+from levserve.generation import Choice, Delta, add_batch
+from levserve.schedule.request import GenerationRequest, TokenBatch
 
 T = TypeVar("T")
 
@@ -119,17 +118,12 @@ class Work:
             self._fail(error)
 
     def _add(self, index: int, batch: TokenBatch) -> None:
-        choices = self._job.choices
-        if batch.finish is FinishReason.DEADLINE and not any(choice.num_tokens for choice in choices):
-            raise DeadlineExceeded("The request's time ran out before its first token.")
-        delta = choices[index].add(batch)
+        delta = add_batch(self._job.choices, index, batch, self._stream)
         if delta is None:
             return
         self._on_delta(index, delta)
         if delta.finish is None:
             return
-        if batch.finish is None and self._stream is not None:
-            self._stream.close(index, FinishReason.STOP)  # the device does not know of this stop
         self._num_open -= 1
         if not self._num_open and self._end():
             self._on_end(None)

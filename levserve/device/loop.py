@@ -18,7 +18,7 @@ from levserve.device.delivery import Delivery
 from levserve.device.model_loop import ModelLoop
 from levserve.device.status import read_status
 from levserve.device.tasks import Attach, Detach, SwapWeights
-from levserve.engine.engine import Engine
+from levserve.engine.engine import IDLE_BEAT_SECONDS, Engine
 from levserve.engine.messages import Cancel, DeviceTask, Drain, Message, Stop, Submit
 from levserve.errors import Unavailable
 from levserve.schedule.background import Rest
@@ -29,8 +29,6 @@ log = logging.getLogger(__name__)
 
 WARM_WAIT_SECONDS = 0.05
 """How long the inbox must be empty before a new program gets its first run, for which requests would wait."""
-IDLE_BEAT_SECONDS = 1.0
-"""How often an idle device thread shows that it is alive."""
 PACE_SECONDS = 0.25
 """How often others are told how long the work will take, which counts every sequence, and what is free."""
 

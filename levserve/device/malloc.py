@@ -10,7 +10,7 @@ import ctypes
 import time
 from collections.abc import Callable
 
-from levserve.device.sizing import process_memory
+from levserve.device.host import process_memory
 
 LARGE_BYTES = 16 << 20
 """More than the arrays that a step allocates and frees."""

@@ -11,10 +11,11 @@ from contextlib import contextmanager
 import jax
 
 from levserve.device.distributed import start_distributed
+from levserve.device.host import cpu_features, free_memory
 from levserve.device.malloc import tune_malloc
 from levserve.device.mesh import prepare_cpu_devices
 from levserve.device.missing import explain, find_missing
-from levserve.device.sizing import cpu_features, free_memory, human
+from levserve.device.sizing import human
 from levserve.errors import StartupError
 from levserve.jit.code_cache import CodeCache, open_folder, use_cache
 from levserve.settings.settings import Settings

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import jax
 
+from levserve.device.host import cpu_name
 from levserve.device.platform import free_bytes
-from levserve.device.sizing import cpu_name
 from levserve.observe.health import DeviceMemory, DeviceStatus
 
 

@@ -22,6 +22,9 @@ from levserve.observe.health import DeviceStatus, Phase
 from levserve.observe.metrics import Metrics
 from levserve.schedule.request import FinishReason, GenerationRequest, TokenBatch
 
+IDLE_BEAT_SECONDS = 1.0
+"""How often an idle device thread shows that it is alive."""
+
 
 class Engine:
     """What the rest of the server sees of the device thread.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
-from levserve.device.sizing import free_memory
+from levserve.device.host import free_memory
 from levserve.errors import ConfigError, StartupError
 from levserve.model.config import ModelConfig
 from levserve.model.parameter_shapes import parameter_shapes

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from levserve.engine.engine import Engine
-from levserve.errors import StartupError
+from levserve.engine.engine import IDLE_BEAT_SECONDS, Engine
+from levserve.errors import FAULT_EXIT_CODE, StartupError
 from levserve.hosts.follower import Follower
 from levserve.hosts.frame import FrameKind
 from levserve.hosts.identity import identity_of
@@ -26,9 +26,6 @@ from levserve.weights.source import find_source
 
 log = logging.getLogger(__name__)
 
-HOST_LOST = 70
-BEAT_SECONDS = 1.0
-"""How often an idle device thread shows that it is alive."""
 LEAVE_SECONDS = 5.0
 """How much longer than its drain host 0 may take to end the group."""
 
@@ -39,7 +36,7 @@ def follow(settings: Settings, engine: Engine, *, rows: int, report: Callable[[s
     follower = Follower(
         split_address(settings.coordinator),
         timeout_seconds=settings.hosts_timeout,
-        on_lost=lambda reason: _end(HOST_LOST, f"{reason}, which ends the group"),
+        on_lost=lambda reason: _end(FAULT_EXIT_CODE, f"{reason}, which ends the group"),
         on_stop=lambda: _end(0, ""),
     )
     _leave_together(follower, engine)
@@ -98,7 +95,7 @@ def _follow(
     reader = WeightReader(follower, description)
     last = None
     while True:
-        frame = follower.take(BEAT_SECONDS)
+        frame = follower.take(IDLE_BEAT_SECONDS)
         engine.beat(is_busy=frame is not None)
         if frame is None:
             continue

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from levserve.engine.engine import Engine
-from levserve.errors import StartupError
+from levserve.errors import FAULT_EXIT_CODE, StartupError
 from levserve.hosts.frame import FrameKind
 from levserve.hosts.identity import identity_of
 from levserve.hosts.leader import Leader
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-HOST_LOST = 70
-"""Exit code of all hosts when one of them is lost."""
 LAST_WORDS_SECONDS = 2.0
 """How long the device thread has to see the failure too, and HTTP threads to tell their clients."""
 HOST_0 = 0
@@ -129,4 +127,4 @@ class Group:
         self._engine.fail()
         time.sleep(LAST_WORDS_SECONDS)
         logging.shutdown()
-        os._exit(HOST_LOST)
+        os._exit(FAULT_EXIT_CODE)

@@ -7,7 +7,11 @@ other. What may mean several models means none.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+from levserve.errors import ModelNotFound
+
+MAX_NAMES_TOLD = 20
 
 
 def similar_names(asked: str, names: Iterable[str]) -> list[str]:
@@ -33,3 +37,17 @@ def _has_same_end(one: str, other: str) -> bool:
     owner, _, end = one.rpartition("/")
     other_owner, _, other_end = other.rpartition("/")
     return bool(end) and end == other_end and not (owner and other_owner)
+
+
+def model_not_found(name: str, known: Sequence[str]) -> ModelNotFound:
+    names = [f"'{one}'" for one in known[:MAX_NAMES_TOLD]]
+    if len(known) > MAX_NAMES_TOLD:
+        names.append("...")
+    return ModelNotFound(
+        f"The model '{name[:64]}' does not exist; this server has {', '.join(names)}.", param="model"
+    )
+
+
+def ambiguous_model(name: str, candidates: Sequence[str]) -> ModelNotFound:
+    names = ", ".join(f"'{one}'" for one in candidates[:MAX_NAMES_TOLD])
+    return ModelNotFound(f"The name '{name[:64]}' may mean several models: {names}.", param="model")

@@ -24,7 +24,7 @@ from levserve.text.reasoning import Reasoning, find_reasoning
 from levserve.text.tokenizer import Tokenizer, load_tokenizer
 from levserve.text.tools.model_tools import ModelTools
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +70,14 @@ def _read_texts(
     tokenizer = load_tokenizer(path, chat_template=_read_chat_template(settings))
     if default_template is not None and template_of(tokenizer) is None:
         tokenizer.chat_template = default_template
-        logger.info("chats: the tokenizer has no template, so a chat is the text of its last user message")
+        log.info("chats: the tokenizer has no template, so a chat is the text of its last user message")
     check_template(tokenizer)
     grammars = Grammars(tokenizer, vocab_rows, metrics.note_grammar)
     tools = ModelTools(tokenizer, settings.tool_format)
-    logger.info("calls of tools: %s", tools.description)
+    log.info("calls of tools: %s", tools.description)
     reasoning = find_reasoning(tokenizer, settings.reasoning)
     if reasoning is not None:
-        logger.info("thoughts: %s", reasoning.description)
+        log.info("thoughts: %s", reasoning.description)
     return tokenizer, grammars, tools, reasoning
 
 

@@ -25,7 +25,6 @@ from levserve.engine.served_model import ServedModel
 from levserve.errors import (
     BadRequest,
     Conflict,
-    ModelNotFound,
     RetryLater,
     ServeError,
     StartupError,
@@ -33,7 +32,7 @@ from levserve.errors import (
 )
 from levserve.models.entry import Entry, Failure, ModelInfo, Reloaded, Resident, Status
 from levserve.models.handle import ModelHandle
-from levserve.models.names import similar_names
+from levserve.models.names import ambiguous_model, model_not_found, similar_names
 from levserve.observe.threads import LOADER_THREAD
 
 log = logging.getLogger(__name__)
@@ -43,7 +42,6 @@ FAILED_SECONDS = 10.0
 BUSY_SECONDS = 5.0
 MAX_SHARES = 4
 """Models that memory is shared between, at most, where --max-loaded-models does not say how many."""
-MAX_NAMES_TOLD = 20
 JOIN_SECONDS = 1.0
 
 Report = Callable[[str], None]
@@ -61,20 +59,6 @@ class Loader(Protocol):
     def load(self, name: str, report: Report, make_room: MakeRoom) -> Resident: ...
 
     def unload(self, resident: Resident) -> None: ...
-
-
-def model_not_found(name: str, known: Sequence[str]) -> ModelNotFound:
-    names = [f"'{one}'" for one in known[:MAX_NAMES_TOLD]]
-    if len(known) > MAX_NAMES_TOLD:
-        names.append("...")
-    return ModelNotFound(
-        f"The model '{name[:64]}' does not exist; this server has {', '.join(names)}.", param="model"
-    )
-
-
-def ambiguous_model(name: str, candidates: Sequence[str]) -> ModelNotFound:
-    names = ", ".join(f"'{one}'" for one in candidates[:MAX_NAMES_TOLD])
-    return ModelNotFound(f"The name '{name[:64]}' may mean several models: {names}.", param="model")
 
 
 class Registry:

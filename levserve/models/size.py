@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from levserve.device.host import peak_memory
 from levserve.device.platform import free_bytes
-from levserve.device.sizing import peak_memory
 from levserve.models.kind import AnyKind, ModelSizes
 from levserve.models.registry import MakeRoom
 

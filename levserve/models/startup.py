@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from levserve.device.faults import install, parse_faults
-from levserve.engine.engine import Engine
+from levserve.engine.engine import IDLE_BEAT_SECONDS, Engine
 from levserve.engine.messages import DeviceTask, Stop
-from levserve.errors import StartupError
+from levserve.errors import FAULT_EXIT_CODE, StartupError
 from levserve.models.catalogue import Catalogue
 from levserve.models.follow import follow
 from levserve.models.group import Group
@@ -33,10 +33,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-DEVICE_FAULT = 70
-"""Exit code of a process whose device thread failed; systemd restarts it."""
-IDLE_BEAT_SECONDS = 1.0
-"""How often a device thread that has no model yet shows that it is alive."""
 LAST_WORDS_SECONDS = 1.0
 """How long HTTP threads get to tell their clients that the device failed."""
 
@@ -79,7 +75,7 @@ def _device_main(settings: Settings, registry: Registry, rows: int) -> None:
         log.critical("the device thread failed", exc_info=True)
         engine.fail()
         time.sleep(LAST_WORDS_SECONDS)
-        os._exit(DEVICE_FAULT)
+        os._exit(FAULT_EXIT_CODE)
 
 
 def _load_one(settings: Settings, engine: Engine, *, rows: int, report: Callable[[str], None]) -> Loaded:

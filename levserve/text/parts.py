@@ -5,7 +5,7 @@ A `PartReader` belongs to one choice. It is used after the stop strings were cut
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 
@@ -38,6 +38,24 @@ class CallArguments(NamedTuple):
 
 
 Part = Content | Thought | CallStart | CallArguments
+
+
+def join_content(parts: Iterable[Part]) -> str:
+    return "".join(part.text for part in parts if isinstance(part, Content))
+
+
+def join_thoughts(parts: Iterable[Part]) -> str:
+    return "".join(part.text for part in parts if isinstance(part, Thought))
+
+
+def join_calls(parts: Sequence[Part]) -> list[tuple[CallStart, str]]:
+    """The calls of tools, each with all of its arguments."""
+    calls = []
+    for start in parts:
+        if isinstance(start, CallStart):
+            own = (part for part in parts if isinstance(part, CallArguments) and part.number == start.number)
+            calls.append((start, "".join(part.text for part in own)))
+    return calls
 
 
 class PartReader(Protocol):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from flask import Blueprint, Response
 from msgspec import Struct
 
-from levserve.device.sizing import process_memory
+from levserve.device.host import process_memory
 from levserve.errors import BadRequest, ConfigError, Conflict, StartupError
 from levserve.models.entry import Counts, ModelInfo, Status
 from levserve.models.registry import Registry

@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from levserve import __version__
-from levserve.device.sizing import free_memory, total_memory
+from levserve.device.host import free_memory, total_memory
 from levserve.models.registry import Registry
 
 

@@ -17,7 +17,7 @@ from contextlib import suppress
 from gunicorn.arbiter import Arbiter
 from gunicorn.errors import HaltServer
 
-from levserve.wire.worker import FAULT
+from levserve.errors import FAULT_EXIT_CODE
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ class OneWorkerArbiter(Arbiter):  # type: ignore[misc]
 
     def halt(self, reason: str | None = None, exit_status: int = 0) -> None:
         self.stop()
-        code = FAULT
+        code = FAULT_EXIT_CODE
         if self._worker_exit in (0, 1, 2):
             code = self._worker_exit
         elif self._worker_exit == -signal.SIGTERM:  # it came before there was a handler or anything to drain

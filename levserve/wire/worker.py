@@ -27,7 +27,7 @@ from gunicorn.http.errors import NoMoreData
 from gunicorn.http.parser import RequestParser
 from gunicorn.workers.gthread import ThreadWorker
 
-from levserve.errors import StartupError, Unavailable
+from levserve.errors import FAULT_EXIT_CODE, StartupError, Unavailable
 from levserve.observe.logs import report_startup_error
 from levserve.wire.connection import Connection, State
 from levserve.wire.connections import LINGER_SECONDS, Connections
@@ -36,7 +36,6 @@ from levserve.wire.refusal import check_head, explain_refusal, render
 
 log = logging.getLogger(__name__)
 
-FAULT = 70  # EX_SOFTWARE; systemd restarts the server after it
 TICK_SECONDS = 0.25  # how often deadlines are checked
 OPS_THREADS = 4
 # Up to this the kernel has room for another answer, so that an ops thread never waits for a client to read.
@@ -65,7 +64,7 @@ class Worker(ThreadWorker):  # type: ignore[misc]
             os._exit(error.exit_code)
         except Exception:
             log.exception("the main loop failed")
-            os._exit(FAULT)
+            os._exit(FAULT_EXIT_CODE)
 
     def init_signals(self) -> None:
         super().init_signals()
@@ -164,7 +163,7 @@ class Worker(ThreadWorker):  # type: ignore[misc]
 
     def handle_abort(self, sig: int, frame: FrameType | None) -> None:
         """SIGABRT: the arbiter has missed the main loop's heartbeat."""
-        os._exit(FAULT)
+        os._exit(FAULT_EXIT_CODE)
 
     def _turn(self) -> None:
         self.wait_for_and_dispatch_events(max(self._next_tick - time.monotonic(), 0))

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from levserve.device.sizing import Sizes, free_memory, peak_memory, plan_sizes, process_memory
+from levserve.device.host import free_memory, peak_memory, process_memory
+from levserve.device.sizing import Sizes, plan_sizes
 from levserve.errors import ConfigError
 from levserve.model.traits import CPU_TRAITS, GPU_KERNEL_TRAITS, GPU_TRAITS, Traits
 from levserve.settings.parse import parse_settings

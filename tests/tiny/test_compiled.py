@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from levserve.device.host import process_memory
 from levserve.device.malloc import trim_malloc
 from levserve.device.programs import Programs, Shape
 from levserve.device.runner import Runner
-from levserve.device.sizing import Sizes, process_memory
+from levserve.device.sizing import Sizes
 from levserve.jit import code_cache
 from levserve.model import cache
 from levserve.model.backend import Backend
@@ -176,7 +177,7 @@ def test_prefill_is_timed_until_two_runs_agree(
 
 LARGE = """
 from levserve.device.malloc import tune_malloc
-from levserve.device.sizing import process_memory
+from levserve.device.host import process_memory
 tune_malloc()
 for _ in range(2):  # after the first glibc itself would no longer map one for itself
     large, small = b"x" * 20_000_000, [b"x" * 600 for _ in range(10_000)]

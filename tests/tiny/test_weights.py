@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 import levserve.weights.checkpoint
-from levserve.device.sizing import process_memory
+from levserve.device.host import process_memory
 from levserve.errors import StartupError
 from levserve.model.config import (
     Activation,
