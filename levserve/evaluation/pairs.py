@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from levserve.request.truncation import bos_of
 from levserve.text.tokenizer import Tokenizer
 
 
@@ -50,11 +51,8 @@ class Encoder:
 
 def find_prefix(tokenizer: Tokenizer) -> int | None:
     """The bos token, or else the token that ends a text; None for a vocabulary without either."""
-    if tokenizer.bos_token is not None:
-        bos: int | None = tokenizer.backend.token_to_id(tokenizer.bos_token)
-        if bos is not None:
-            return bos
-    return min(tokenizer.eos_ids, default=None)
+    bos = bos_of(tokenizer)
+    return min(tokenizer.eos_ids, default=None) if bos is None else bos
 
 
 def cut(scored: Scored, max_tokens: int) -> Scored:

@@ -240,9 +240,8 @@ def listen(host: str, port: int) -> socket.socket:
         except OSError as error:
             if error.errno != errno.EADDRNOTAVAIL:
                 raise
-            return socket.create_server(
-                ("", port), family=family
-            )  # the address is translated on the way here
+            # The address is translated on the way here.
+            return socket.create_server(("", port), family=family)
     except OSError as error:
         raise StartupError(f"--coordinator {host}:{port}: cannot listen there: {error.strerror}") from None
 

@@ -18,7 +18,6 @@ from levserve.schedule.constraint import Constraint
 from levserve.text.chat import LAST_USER_MESSAGE
 from levserve.text.grammar import Grammars
 from levserve.text.parts import PartReader
-from levserve.text.tools.history import to_template
 from levserve.text.tools.model_tools import ModelTools
 from levserve.text.tools.request import ToolRequest
 
@@ -90,5 +89,5 @@ def make_conversation(
     plain = [message.to_template() for message in messages]
     num_chars = sum(len(message["content"]) for message in plain)
     num_chars += sum(len(call.function.arguments) for message in messages for call in message.calls)
-    num_chars += sum(len(json.dumps(to_template(tool))) for tool in tools)
+    num_chars += sum(len(json.dumps(tool.to_template())) for tool in tools)
     return Conversation(history.adapt(plain, tools), kwargs, num_chars)

@@ -198,11 +198,9 @@ def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
     """Encodes a rendering; a span between special tokens that contains a hidden one is plain text."""
     if _OPEN not in text:
         return tokenizer.encode(text, add_special_tokens=False)
-    specials = [re.escape(special) for special in tokenizer.special_tokens if special in text]
-    spans = re.split(f"({'|'.join(specials)})", text) if specials else [text]
     tokens: list[int] = []
     ordinary = ""
-    for span in spans:
+    for span in tokenizer.split_specials(text):
         if _OPEN not in span:
             ordinary += span
             continue

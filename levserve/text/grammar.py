@@ -16,6 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 import llguidance
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, regex_to_lark
@@ -23,6 +24,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper,
 from levserve.errors import BadRequest
 from levserve.text.grammar_matcher import GrammarMatcher
 from levserve.text.json_schema import check_schema
+from levserve.text.lark import SEPARATORS, quote_regex
 from levserve.text.tokenizer import Tokenizer
 
 MAX_CHARS = 65_536
@@ -165,23 +167,14 @@ def _source(asked: GrammarText) -> str:
             choices = json.loads(asked.text)
             if len(choices) > MAX_CHOICES:
                 raise ValueError(f"it has {len(choices)} choices; at most {MAX_CHOICES} are allowed")
-            return LLMatcher.grammar_from_regex("|".join(map(_quote, choices)))
+            return LLMatcher.grammar_from_regex("|".join(map(quote_regex, choices)))
         case GrammarKind.GRAMMAR:
             return llguidance.grammar_from("grammar", asked.text)
 
 
 def _schema_source(schema: str, whitespace: str | None) -> str:
-    """White space only after separators: where it is free, models write it until they have no tokens left."""
-    if whitespace is not None:
-        return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": whitespace})
-    return LLMatcher.grammar_from_json_schema(
-        schema, overrides={"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-    )
-
-
-def _quote(text: str) -> str:
-    """A regular expression for this very text. Python's `re.escape` also escapes what Rust does not know."""
-    return re.sub(r"[\\.+*?()|\[\]{}^$#&\-~/]", r"\\\g<0>", text)
+    overrides: dict[str, Any] = SEPARATORS if whitespace is None else {"whitespace_pattern": whitespace}
+    return LLMatcher.grammar_from_json_schema(schema, overrides=overrides)
 
 
 def _refusal(asked: GrammarText, reason: str) -> BadRequest:

@@ -5,10 +5,11 @@ They are `schedule.constraint.Constraint`s. Free text costs a comparison of byte
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from levserve.schedule.constraint import Constraint, Matcher, take_each
 from levserve.text.mark import Mark
+from levserve.text.token_mask import all_bits, to_bits, to_mask
 from levserve.text.tokenizer import Tokenizer
 
 
@@ -27,8 +28,8 @@ class Triggered:
         self.mark = mark
         self.max_times = max_times
         self.token_bytes = tokenizer.token_bytes
-        self.everything = (1 << vocab_rows) - 1
-        self.mask_bytes = -(-vocab_rows // 32) * 4
+        self.vocab_rows = vocab_rows
+        self.everything = all_bits(vocab_rows)
         self._start = Started(inner, tokenizer)
 
     def start(self) -> TriggeredMatcher:
@@ -95,7 +96,7 @@ class TriggeredMatcher:
             return self._inner.mask()
         overshoots = self._rule.mark.overshoots(self._num_matched)
         refused = to_bits(token for token, rest in overshoots.items() if not self._rule.fits(rest))
-        return (self._rule.everything & ~refused).to_bytes(self._rule.mask_bytes, "little")
+        return to_mask(self._rule.everything & ~refused, self._rule.vocab_rows)
 
 
 class Started:
@@ -128,11 +129,3 @@ class Started:
         if found is None:
             self._fits[rest] = found = self.after(rest) is not None
         return found
-
-
-def to_bits(tokens: Iterable[int]) -> int:
-    """One bit for each token. Tokens are few: every one costs a copy of the number."""
-    bits = 0
-    for token in tokens:
-        bits |= 1 << token
-    return bits

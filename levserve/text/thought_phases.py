@@ -4,13 +4,13 @@ constraint on the answer.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from enum import Enum, auto
 
 from levserve.schedule.constraint import Constraint, Matcher, take_each
 from levserve.text.mark import Mark
-from levserve.text.phases import Started, to_bits
+from levserve.text.phases import Started
+from levserve.text.token_mask import all_bits, to_bits, to_mask
 from levserve.text.tokenizer import Tokenizer
 
 MAX_NEWLINES = 2
@@ -47,8 +47,8 @@ class AfterThoughts:
         self.closing = encode_marks(tokenizer, closing or end.text)
         self.eos_ids = tokenizer.eos_ids
         self.token_bytes = tokenizer.token_bytes
-        self.everything = (1 << vocab_rows) - 1
-        self.mask_bytes = -(-vocab_rows // 32) * 4
+        self.vocab_rows = vocab_rows
+        self.everything = all_bits(vocab_rows)
         self.newlines = _newline_tokens(tokenizer)
         self._started = None if inner is None else Started(inner, tokenizer)
 
@@ -161,7 +161,7 @@ class AfterThoughtsMatcher:
         return ()
 
     def mask(self) -> bytes:
-        return self._allowed_bits().to_bytes(self._rule.mask_bytes, "little")
+        return to_mask(self._allowed_bits(), self._rule.vocab_rows)
 
     def _allowed_bits(self) -> int:
         rule, inner = self._rule, self._inner
@@ -237,10 +237,8 @@ class AfterThoughtsMatcher:
 
 def encode_marks(tokenizer: Tokenizer, text: str) -> list[int]:
     """The tokens of a text in which special tokens stand for themselves, as part of a longer text."""
-    specials = [re.escape(special) for special in tokenizer.special_tokens if special in text]
-    spans = re.split(f"({'|'.join(specials)})", text) if specials else [text]
     tokens: list[int] = []
-    for span in spans:
+    for span in tokenizer.split_specials(text):
         if span in tokenizer.special_tokens:
             tokens += tokenizer.encode(span, add_special_tokens=False)
         elif span:

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from levserve.schedule.constraint import Constraint, Matcher, take_each
+from levserve.text.token_mask import all_bits, to_bits, to_mask
 
 
 class AllowedTokens:
@@ -21,7 +22,7 @@ class AllowedTokens:
     def __init__(self, allowed: frozenset[int], eos_ids: frozenset[int], vocab_rows: int) -> None:
         self._allowed = allowed
         self._eos_ids = eos_ids
-        self._mask = _to_mask(sum(1 << token for token in allowed), vocab_rows)
+        self._mask = to_mask(to_bits(allowed), vocab_rows)
 
     def start(self) -> AllowedTokens:
         return self
@@ -82,8 +83,8 @@ class BannedWordsMatcher:
         return ()
 
     def mask(self) -> bytes:
-        everything = (1 << self._rule.vocab_rows) - 1
-        return _to_mask(everything & ~sum(1 << token for token in self._banned()), self._rule.vocab_rows)
+        rows = self._rule.vocab_rows
+        return to_mask(all_bits(rows) & ~to_bits(self._banned()), rows)
 
     def _banned(self) -> set[int]:
         recent = tuple(self._recent)
@@ -146,7 +147,3 @@ class AllOfMatcher:
             common &= int.from_bytes(mask, "little")
         self._has_no_token = common == 0
         return common.to_bytes(len(masks[0]), "little")
-
-
-def _to_mask(bits: int, vocab_rows: int) -> bytes:
-    return bits.to_bytes(-(-vocab_rows // 32) * 4, "little")

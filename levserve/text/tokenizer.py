@@ -6,6 +6,7 @@ HTTP code imports this module before the fork, so it must not import anything sl
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -93,6 +94,11 @@ class Tokenizer:
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         detokenizer = self.detokenizer(skip_special_tokens=skip_special_tokens)
         return detokenizer.add(tokens) + detokenizer.flush()
+
+    def split_specials(self, text: str) -> list[str]:
+        """The text in spans: the strings of special tokens, and what is between them, which may be empty."""
+        specials = [re.escape(special) for special in self.special_tokens if special in text]
+        return re.split(f"({'|'.join(specials)})", text) if specials else [text]
 
     def token_bytes(self, token: int) -> bytes:
         """The UTF-8 bytes of a token, which may be part of a character; none for an id without a token."""

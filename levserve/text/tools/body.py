@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from levserve.text.lark import EMPTY, Lark, quote_regex
 from levserve.text.parts import CallArguments, CallStart, Part
 from levserve.text.tools.arguments import (
     Argument,
@@ -22,7 +23,6 @@ from levserve.text.tools.arguments import (
     split_arguments,
 )
 from levserve.text.tools.ids import make_id
-from levserve.text.tools.lark import EMPTY, Lark, quote_regex
 from levserve.text.tools.request import Tool
 from levserve.text.tools.scanner import Scanner, Steps
 

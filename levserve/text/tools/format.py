@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from levserve.text.lark import Lark, quote_regex
 from levserve.text.tools.body import Body
-from levserve.text.tools.lark import Lark, quote_regex
 from levserve.text.tools.request import Tool
 
 MAX_CALLS = 16

@@ -60,7 +60,7 @@ class History:
         """The template's variable `tools`; None if there are none, or if the template does not use it."""
         if not tools or not (self.use.lists_tools or self.use.shows_calls):
             return None
-        return [to_template(tool) for tool in tools]
+        return [tool.to_template() for tool in tools]
 
     def _show_calls(self, message: Message) -> Message:
         if not message.get("tool_calls"):
@@ -103,13 +103,6 @@ class History:
             joined = "\n\n".join(filter(None, (first.get("content"), text)))
             return [{**first, "content": joined}, *messages[1:]]
         return [{"role": "system", "content": text}, *messages]
-
-
-def to_template(tool: Tool) -> dict[str, Any]:
-    """A tool as templates take it."""
-    parameters = tool.parameters or {"type": "object", "properties": {}}
-    function = {"name": tool.name, "description": tool.description or "", "parameters": dict(parameters)}
-    return {"type": "function", "function": function}
 
 
 def _name_results(messages: list[Message]) -> list[Message]:

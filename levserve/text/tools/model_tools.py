@@ -11,6 +11,7 @@ from levserve.errors import BadRequest
 from levserve.schedule.constraint import Constraint
 from levserve.text.any_of import AnyOf
 from levserve.text.grammar import GrammarKind, Grammars, GrammarText
+from levserve.text.lark import Lark
 from levserve.text.mark import Mark
 from levserve.text.parts import PartReader
 from levserve.text.phases import Triggered
@@ -21,7 +22,6 @@ from levserve.text.tools.detect import AUTO, find_history
 from levserve.text.tools.families import PROMPTED
 from levserve.text.tools.format import ToolFormat
 from levserve.text.tools.harmony import HarmonyReader
-from levserve.text.tools.lark import Lark
 from levserve.text.tools.reader import CallReader
 from levserve.text.tools.request import CallMode, Tool, ToolRequest
 

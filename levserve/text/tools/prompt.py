@@ -17,13 +17,6 @@ The result then comes between <tool_response> and </tool_response>."""
 
 
 def describe_tools(tools: Sequence[Tool], form: ToolFormat) -> str:
-    functions = []
-    for tool in tools:
-        described = {
-            "name": tool.name,
-            "description": tool.description or "",
-            "parameters": dict(tool.parameters or {"type": "object", "properties": {}}),
-        }
-        functions.append(json.dumps(described, ensure_ascii=False))
+    functions = [json.dumps(tool.describe(), ensure_ascii=False) for tool in tools]
     example = form.spell([SpeltCall("function_name", {"argument": "value"}, "")])
     return PROMPT.format(functions="\n".join(functions), example=example)

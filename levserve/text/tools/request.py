@@ -19,6 +19,15 @@ class Tool:
     param: str
     """The field that the tool came in, such as `tools[0]`, for errors."""
 
+    def describe(self) -> dict[str, Any]:
+        """Its name, what it does, and its arguments."""
+        parameters = self.parameters or {"type": "object", "properties": {}}
+        return {"name": self.name, "description": self.description or "", "parameters": dict(parameters)}
+
+    def to_template(self) -> dict[str, Any]:
+        """The tool as templates take it."""
+        return {"type": "function", "function": self.describe()}
+
 
 class CallMode(StrEnum):
     NONE = "none"

@@ -10,7 +10,7 @@ from typing import Any
 from levserve.text.tokenizer import Tokenizer
 
 SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""White space only after separators, as in `text/grammar.py`."""
+"""White space only after separators: where it is free, models write it until they have no tokens left."""
 EMPTY = '""'
 
 
@@ -51,5 +51,5 @@ def quote(text: str) -> str:
 
 
 def quote_regex(text: str) -> str:
-    """A regular expression, for between slashes, that matches this very text."""
+    """A regular expression for this very text. Python's `re.escape` also escapes what Rust does not know."""
     return re.sub(r"[\\.+*?()|\[\]{}^$#&\-~/]", r"\\\g<0>", text).replace("\n", "\\n")
