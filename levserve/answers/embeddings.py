@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
@@ -17,19 +17,15 @@ from levserve.engine.served_model import ServedModel
 from levserve.errors import BadRequest, ContextTooLong
 from levserve.generation import Choice
 from levserve.request.decode import require_choice
+from levserve.request.pooling import POOLINGS, make_vector
 from levserve.request.schema import ModelName, Priority, PromptLimit, Seconds, check_prompt_limit
 from levserve.request.submission import encode_text
 from levserve.request.texts import Texts, check_texts, split_texts
 from levserve.request.truncation import Truncation, bos_of, keep_last
 from levserve.schedule.request import GenerationRequest
 
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
 MAX_INPUTS = 2048  # OpenAI's limit
 FORMATS = ("float", "base64")
-POOLINGS = ("mean", "last")
 
 
 class EmbeddingBody(Struct, frozen=True, kw_only=True):
@@ -149,16 +145,6 @@ def _tokenize(body: EmbeddingBody, model: ServedModel, truncation: Truncation) -
             raise ContextTooLong(len(tokens), 0, model.max_seq_len, param="input")
         texts.append(tokens)
     return texts
-
-
-def make_vector(choice: Choice, pooling: str | None) -> npt.NDArray[np.float32]:
-    """The pooled hidden state of a choice that was asked for it, with length 1."""
-    import numpy as np  # takes 0.1 s, which would delay the start
-
-    assert choice.hidden is not None
-    vector = np.array(choice.hidden.last if pooling == "last" else choice.hidden.mean, dtype="<f4")
-    vector /= np.linalg.norm(vector) or 1.0
-    return vector
 
 
 def _show(choice: Choice, body: EmbeddingBody) -> list[float] | str:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from msgspec import structs
 
-from levserve.answers.embeddings import make_vector
 from levserve.api.results import Result, Score, Usage, make_choice
 from levserve.api.work import Job
 from levserve.engine.served_model import ServedModel
@@ -18,6 +17,7 @@ from levserve.generation import Choice, Delta, join_deltas
 from levserve.request.choices import rank_choices
 from levserve.request.pairs import make_pairs
 from levserve.request.policy import Policy
+from levserve.request.pooling import make_vector
 from levserve.request.schema import GenerationBody
 from levserve.request.submission import Seeds, count_reserved, encode_text, prepare
 from levserve.request.truncation import Truncation

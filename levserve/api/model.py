@@ -14,7 +14,6 @@ from contextlib import aclosing, closing
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
-from levserve.answers.embeddings import POOLINGS
 from levserve.api.fields import ChatFields, TextFields, make_body
 from levserve.api.jobs import Jobs, Tokens
 from levserve.api.progress import show_progress
@@ -25,6 +24,7 @@ from levserve.api.work import Job, Runtime
 from levserve.errors import BadRequest, StartupError, Unavailable
 from levserve.models.entry import SwappedWeights
 from levserve.models.registry import Registry
+from levserve.request.pooling import POOLINGS
 from levserve.request.schema import ChatBody, CompletionBody
 from levserve.settings.settings import Settings
 from levserve.text.tokenizer import Tokenizer
