@@ -56,6 +56,10 @@ class AttentionShape:
     window: int | None
     softcap: float | None
 
+    @classmethod
+    def of(cls, config: ModelConfig, window: int | None) -> AttentionShape:
+        return cls(config.num_kv_heads, config.score_scale, config.norm_eps, window, config.attention_softcap)
+
 
 class Likeliest(NamedTuple):
     """Each row's likeliest token and its logit, both [row]; not finite if the row cannot be drawn from."""

@@ -46,6 +46,8 @@ class BlockOrder:
 SIGNED_ORDER = BlockOrder(outs=4, offset=0)
 """For ARM's instruction: a register has four outputs."""
 UNSIGNED_ORDER = BlockOrder(outs=OUTS, offset=OFFSET)
+pack = UNSIGNED_ORDER.pack
+"""The order of matrices whose rows have one scale."""
 STEPS = 127.0
 """The largest int8 of a quantized row: the one that its largest number becomes."""
 SMALLEST = 1e-20
@@ -54,11 +56,3 @@ SMALLEST = 1e-20
 
 def is_packable(out: int, size: int) -> bool:
     return out % OUTS == 0 and size % (4 * WORD) == 0
-
-
-def pack(matrix: NDArray[np.generic]) -> NDArray[np.uint8]:
-    """int8 [out, in] in packed order; the result has the same shape, but not the same meaning of its axes."""
-    out, size = matrix.shape
-    words = matrix.view(np.uint32).reshape(out // OUTS, OUTS, size // WORD)
-    unsigned = words.transpose(0, 2, 1) ^ np.uint32(OFFSET * 0x01010101)
-    return unsigned.reshape(out, size // WORD).view(np.uint8)

@@ -50,9 +50,7 @@ class LatentAttention(eqx.Module):
     ) -> tuple[NamedArray, jax.Array]:
         """The same as `Attention`."""
         config = self.config
-        shape = AttentionShape(
-            config.num_kv_heads, config.score_scale, config.norm_eps, window, config.attention_softcap
-        )
+        shape = AttentionShape.of(config, window)
         heads = self._heads(apply(norm, x), place.num_used)
         mixed, pool = self.backend.attend(heads, pool, place, angles, None, ends, shape)
         rows, chunk, _ = mixed.shape

@@ -48,9 +48,7 @@ class Attention(eqx.Module):
         The norm, if there is one, comes first.
         """
         config = self.config
-        shape = AttentionShape(
-            config.num_kv_heads, config.score_scale, config.norm_eps, window, config.attention_softcap
-        )
+        shape = AttentionShape.of(config, window)
         heads, norms = self._heads(self.qkv.of_normed(x, norm, place.num_used))
         sinks = None if self.sinks is None else self.sinks.array
         mixed, pool = self.backend.attend(heads, pool, place, angles, norms, ends, shape, sinks)

@@ -128,6 +128,19 @@ def test_the_core_is_as_long_as_is_said() -> None:
         assert abs(num_lines / int(said[1].replace(",", "")) - 1) < 0.1, f"the core has {num_lines} lines"
 
 
+def test_the_functions_that_the_tour_passes_through_are_there() -> None:
+    tour = (ROOT / "docs" / "pages" / "explanation" / "reading-tour.md").read_text()
+    rows = [
+        row.split("|")[2] for row in tour.partition("## One request")[2].splitlines() if row.startswith("| ")
+    ]
+    assert len(rows) > 10
+    for row in rows[1:]:
+        sources = [(ROOT / name).read_text() for name in re.findall(r"`(levserve/\S+\.py)`", row)]
+        for name in re.findall(r"`([\w.]+)`", row.replace("/", "`")):
+            if not name.endswith(".py") and name != "levserve":
+                assert any(f"def {name.rpartition('.')[2]}(" in source for source in sources), name
+
+
 def test_the_readme_is_short() -> None:
     assert len(README.read_text().splitlines()) <= 150
 
