@@ -38,8 +38,10 @@ from levserve.request.schema import (
     CompletionBody,
     GenerationBody,
 )
+from levserve.settings.alias import names_of
+from levserve.settings.kind import Setting
 from levserve.settings.parse import parse_settings
-from levserve.settings.settings import settings_table
+from levserve.settings.settings import SECTIONS, settings_of
 from levserve.web.admin import ReloadBody
 from levserve.web.app import create_app
 from levserve.web.batches.objects import BatchBody
@@ -89,7 +91,7 @@ NOUNS: dict[type[inspect.Type], str] = {
 def blocks() -> dict[str, Callable[[], str]]:
     """What each generated part is made by."""
     return {
-        "settings": settings_table,
+        "settings": _settings,
         "endpoints": _endpoints,
         "refused": _refused,
         "errors": _errors,
@@ -115,6 +117,21 @@ def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     lines = ["| " + " | ".join(cells) + " |" for cells in (names, *rows)]
     lines.insert(1, "|" + "---|" * len(names))
     return "\n".join(lines).replace("|  |", "| |")
+
+
+def _settings() -> str:
+    lines = ["| option | environment | value | default | meaning |", "|---|---|---|---|---|"]
+    for section, title in SECTIONS.items():
+        lines.append(f"| **`[{section}]`** | | | | *{title}* |")
+        for s in settings_of(section):
+            default = s.show(s.default)
+            lines.append(f"| `{s.flag}` | `{s.variable}` | {s.kind.words} | `{default}` | {_meaning(s)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _meaning(s: Setting) -> str:
+    others = [f"`{name}`" for name in names_of(s.name)]
+    return f"{s.help} Aliases: {', '.join(others)}." if others else s.help
 
 
 def _endpoints() -> str:

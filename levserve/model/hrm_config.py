@@ -72,15 +72,6 @@ class HrmConfig:
     def num_layers(self, level: str) -> int:
         return self.h_layers if level == "h" else self.l_layers
 
-    def flops(self, length: int) -> int:
-        """Of one run over a text, with the logits of one position: two for each product and sum."""
-        hidden, inner = self.hidden_size, self.intermediate_size
-        fed = 6 * hidden * inner
-        if self.num_experts:
-            fed = 4 * self.experts_per_token * hidden * inner + 2 * hidden * self.num_experts
-        a_token = 8 * hidden * hidden + fed + 4 * length * hidden
-        return self.num_blocks * length * a_token + 2 * hidden * self.vocab_size
-
 
 def hrm_parameter_shapes(config: HrmConfig) -> dict[str, tuple[int, ...]]:
     """Every array of the model by its levserve name, as `parameter_shapes` does for a decoder."""

@@ -11,9 +11,6 @@ from levserve.model.backend import Backend
 from levserve.model.config import ModelConfig
 from levserve.model.xla import XlaBackend
 
-KERNELS = ("auto", "xla")
-"""What `--kernels` may be."""
-
 
 class Chosen(NamedTuple):
     backend: Backend
@@ -60,11 +57,9 @@ def choose_text_backend(platform: str, config: ModelConfig, kernels: str = "auto
 
         if xla_call.unsupported_reason() is None:
             return CpuTextBackend()
-    return (
-        XlaBackend(platform)
-        if platform == "cpu"
-        else choose_backend(platform, config, kernels=kernels).backend
-    )
+    if platform == "cpu":
+        return XlaBackend(platform)
+    return choose_backend(platform, config, kernels=kernels).backend
 
 
 def _choose_for_cpu(

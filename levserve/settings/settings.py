@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from levserve.settings.alias import names_of
 from levserve.settings.kind import (
     COUNT_OR_AUTO,
     ENV_PREFIX,
@@ -537,22 +536,6 @@ class Settings:
 SETTINGS = tuple(Setting(f.name, f.default, **f.metadata) for f in fields(Settings) if f.metadata)
 BY_KEY = {s.key: s for s in SETTINGS}
 BY_NAME = {s.name: s for s in SETTINGS}
-
-
-def settings_table() -> str:
-    """The documentation's table of the settings, in Markdown."""
-    lines = ["| option | environment | value | default | meaning |", "|---|---|---|---|---|"]
-    for section, title in SECTIONS.items():
-        lines.append(f"| **`[{section}]`** | | | | *{title}* |")
-        for s in settings_of(section):
-            default = s.show(s.default)
-            lines.append(f"| `{s.flag}` | `{s.variable}` | {s.kind.words} | `{default}` | {_meaning(s)} |")
-    return "\n".join(lines) + "\n"
-
-
-def _meaning(s: Setting) -> str:
-    others = [f"`{name}`" for name in names_of(s.name)]
-    return f"{s.help} Aliases: {', '.join(others)}." if others else s.help
 
 
 def settings_of(section: str) -> list[Setting]:
