@@ -6,7 +6,6 @@ import asyncio
 import queue
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
-from types import TracebackType
 from typing import Any
 
 from levserve.api.results import Piece, make_piece
@@ -43,9 +42,7 @@ class TextStream(Iterator[Piece]):
     def __enter__(self) -> TextStream:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __del__(self) -> None:

@@ -13,7 +13,6 @@ import re
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 
 from levserve.batch.done import DoneLines
 from levserve.batch.results import ResultFile
@@ -49,9 +48,7 @@ class Output:
     def __enter__(self) -> Output:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.results.close()
 
 
@@ -96,11 +93,9 @@ class StoreOutput(Output):
         self._remove_parts(Store(self._parts.address).list_files())
         self.results.path.unlink()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._sender.shutdown()
-        super().__exit__(kind, error, trace)
+        super().__exit__(*error)
 
     def _send(self, start: int, stop: int) -> None:
         with self.results.path.open("rb") as file:

@@ -6,7 +6,6 @@ import logging
 import queue
 import threading
 from collections.abc import Sequence
-from types import TracebackType
 from typing import NamedTuple
 
 from levserve.engine.stream import TokenStream
@@ -41,9 +40,7 @@ class Delivery:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._rounds.put(None)
         self._thread.join()
 

@@ -8,7 +8,6 @@ consistent with each other, and nothing waits while it is held.
 from __future__ import annotations
 
 import threading
-from types import TracebackType
 from typing import NamedTuple
 
 from levserve.errors import BadRequest, Overloaded
@@ -158,7 +157,5 @@ class Reservation:
     def __enter__(self) -> Reservation:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.release()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
 
 from levserve.engine.served_model import ServedModel
 from levserve.errors import Unavailable
@@ -70,9 +69,7 @@ class ModelHandle:
     def __enter__(self) -> ModelHandle:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.release()
 
     def _is_decided(self) -> bool:

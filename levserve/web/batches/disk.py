@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import shutil
 import tempfile
-from contextlib import suppress
 from pathlib import Path
 
 from levserve.errors import StartupError
-
-PART_SUFFIX = ".part"
+from levserve.web.state_files import PART_SUFFIX, make_folder
 
 
 class DiskFolder:
@@ -31,17 +28,16 @@ class DiskFolder:
         try:
             self.prepare()
             for folder in (self.files, self.batches):
-                if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
-                    raise PermissionError(0, "it cannot be written")
-                for part in folder.glob(f"*{PART_SUFFIX}"):  # half-written by a process that was killed
+                for part in folder.glob(f"*{PART_SUFFIX}"):
                     part.unlink()
         except OSError as error:
             raise StartupError(f"cannot use --state-dir {state_dir}: {error.strerror}") from None
 
     def prepare(self) -> None:
         """Makes the folders, where they are missing. Raises `OSError`."""
-        for folder in (self._root, self.files, self.batches):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for folder in (self.files, self.batches):
+            make_folder(folder)
 
     def close(self) -> None:
         """Removes the folder, if it is a temporary one."""
@@ -55,19 +51,3 @@ def _name_temporary(cache_path: Path) -> Path:
     except FileNotFoundError:
         place = cache_path
     return place / f"levserve-{secrets.token_hex(12)}"
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Atomic: a reader finds the file as it was before or all of the new one. Raises `OSError`."""
-    part = path.with_name(path.name + PART_SUFFIX)
-    try:
-        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with open(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    except OSError:
-        with suppress(OSError):
-            part.unlink()
-        raise

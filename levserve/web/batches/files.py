@@ -21,8 +21,9 @@ from typing import IO
 import msgspec
 
 from levserve.errors import BadRequest, BodyTooLarge
-from levserve.web.batches.disk import PART_SUFFIX, DiskFolder, write_whole
+from levserve.web.batches.disk import DiskFolder
 from levserve.web.batches.objects import FileObject, StoredFile
+from levserve.web.state_files import PART_SUFFIX, write_whole
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ class FileStore:
             purpose,
         )
         stored = StoredFile(owner, shown)
-        write_whole(self._record_of(file_id), msgspec.json.encode(stored))
+        write_whole(self._record_of(file_id), msgspec.json.encode(stored), syncs=True)
         os.replace(path, self.path_of(file_id))
         with self._lock:
             self._records[file_id] = stored

@@ -18,8 +18,9 @@ import msgspec
 from msgspec import structs
 
 from levserve.errors import Overloaded
-from levserve.web.batches.disk import DiskFolder, write_whole
+from levserve.web.batches.disk import DiskFolder
 from levserve.web.batches.objects import BatchBody, BatchObject, RequestCounts, StoredBatch, is_ended
+from levserve.web.state_files import write_whole
 
 log = logging.getLogger(__name__)
 
@@ -127,7 +128,7 @@ class BatchStore:
 
     def _put(self, stored: StoredBatch) -> None:
         self._disk.prepare()
-        write_whole(self._path_of(stored.batch.id), msgspec.json.encode(stored))
+        write_whole(self._path_of(stored.batch.id), msgspec.json.encode(stored), syncs=True)
         self._records[stored.batch.id] = stored
 
     def _path_of(self, batch_id: str) -> Path:

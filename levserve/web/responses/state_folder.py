@@ -1,8 +1,7 @@
 """Files that outlive the process, one a record, in a folder of `--state-dir`.
 
-A file is written beside its place and then renamed, so that a reader never sees half of one. Files that
-cannot be read or written are told in the log and otherwise ignored: losing one must not fail a request.
-Used by all HTTP threads, each with names of its own.
+Files that cannot be read or written are told in the log and otherwise ignored: losing one must not fail a
+request. Used by all HTTP threads, each with names of its own.
 """
 
 from __future__ import annotations
@@ -15,11 +14,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from levserve.errors import StartupError
+from levserve.web.state_files import PART_SUFFIX, make_folder, write_whole
 
 log = logging.getLogger(__name__)
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,80}")
-SUFFIX, PART_SUFFIX = ".json", ".part"
+SUFFIX = ".json"
 
 
 class StateFolder:
@@ -30,16 +30,10 @@ class StateFolder:
 
     def write(self, name: str, data: bytes) -> None:
         place = self._place(name)
-        part = place.with_suffix(PART_SUFFIX)
         try:
-            descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            with open(descriptor, "wb") as file:
-                file.write(data)
-            os.replace(part, place)
+            write_whole(place, data)
         except OSError as error:
             log.warning("cannot keep %s: %s", place, error.strerror)
-            with suppress(OSError):
-                part.unlink()
 
     def remove(self, name: str) -> None:
         try:
@@ -93,9 +87,7 @@ def open_state_folder(state_dir: str, name: str) -> StateFolder | None:
         return None
     path = Path(state_dir) / name
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
-            raise PermissionError(0, "it cannot be written")
+        make_folder(path)
     except OSError as error:
         raise StartupError(f"cannot use --state-dir {state_dir}: {error.strerror}") from None
     return StateFolder(path)
