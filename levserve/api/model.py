@@ -203,7 +203,7 @@ class Model:
         if self._reloader is None:
             raise BadRequest("The weights of this model cannot be replaced.")
         try:
-            return self._reloader.load(arrays, self._runtime.places.hold_back)
+            return self._reloader.load(arrays, self._runtime.queue.hold_back)
         except StartupError as error:
             raise BadRequest(f"{error}", param="arrays") from error
 
@@ -214,7 +214,7 @@ class Model:
                 return
             self._is_closed = True
         self._engine.begin_drain(0.0)
-        self._runtime.places.close()
+        self._runtime.queue.close()
         self._executor.shutdown()
         if self._on_close is not None:
             self._on_close()

@@ -62,7 +62,7 @@ class OpenedDevice:
     """Owns the device thread of one model, and with it everything that lies in the device's memory."""
 
     def __init__(self, settings: Settings, report: Callable[[str], None]) -> None:
-        # Nobody else is to be told that the device stands still: the program sees it itself.
+        # There is no health check that would have to see a device that stands still.
         self._engine = Engine(
             max_inflight=settings.max_running + settings.max_waiting,
             max_tokens=settings.max_inflight_tokens,

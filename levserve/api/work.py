@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from levserve.api.places import Places, Waiter
+from levserve.api.admission_queue import AdmissionQueue, WaitingWork
 from levserve.engine.admission import Reservation
 from levserve.engine.engine import Engine
 from levserve.engine.served_model import ServedModel
@@ -40,10 +40,10 @@ class Job(Generic[T]):
 class Runtime:
     """Where work runs: an engine, one of its models, and the places in it."""
 
-    def __init__(self, engine: Engine, model: ServedModel, places: Places | None = None) -> None:
+    def __init__(self, engine: Engine, model: ServedModel, queue: AdmissionQueue | None = None) -> None:
         self.engine = engine
         self.model = model
-        self.places = places or Places(engine)
+        self.queue = queue or AdmissionQueue(engine)
 
 
 class Work:
@@ -68,7 +68,7 @@ class Work:
         self._is_over = False
         self._reservation: Reservation | None = None
         self._stream: PushStream | None = None
-        self._waiter: Waiter | None = None
+        self._waiting: WaitingWork | None = None
 
     @property
     def admitted_at(self) -> float | None:
@@ -77,16 +77,16 @@ class Work:
 
     def start(self) -> None:
         job = self._job
-        waiter = self._runtime.places.ask(len(job.requests), job.num_tokens, job.priority, self._enter)
-        self._waiter = waiter
+        waiting = self._runtime.queue.ask(len(job.requests), job.num_tokens, job.priority, self._enter)
+        self._waiting = waiting
         if self._is_over:
-            waiter.is_cancelled = True
+            waiting.is_cancelled = True
 
     def cancel(self) -> None:
         """Ends the work; its rows and pages are free within one round. Any thread may call this."""
         if self._end():
-            if self._waiter is not None:
-                self._waiter.is_cancelled = True
+            if self._waiting is not None:
+                self._waiting.is_cancelled = True
             if self._stream is not None:
                 self._stream.close()
 
@@ -99,7 +99,7 @@ class Work:
             if not is_over:
                 self._reservation = granted
         if is_over:
-            self._runtime.places.release(granted)
+            self._runtime.queue.release(granted)
             return
         try:
             self._stream = self._runtime.engine.push(self._job.requests, self._runtime.model, self._take)
@@ -142,5 +142,5 @@ class Work:
             self._is_over = True
             reservation, self._reservation = self._reservation, None
         if reservation is not None:
-            self._runtime.places.release(reservation)
+            self._runtime.queue.release(reservation)
         return True

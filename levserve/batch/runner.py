@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from levserve.api.places import Places
+from levserve.api.admission_queue import AdmissionQueue
 from levserve.api.work import Job, Runtime, Work
 from levserve.batch.endpoints import Gathered, Limits, LineWork, Moments, Part, make_work, read_body
 from levserve.batch.line import InputLine, RequestLine, ResultLine, find_custom_id, make_result
@@ -102,14 +102,14 @@ class Runner:
         self,
         registry: Registry,
         settings: Settings,
-        places: Places,
+        queue: AdmissionQueue,
         limits: Limits,
         *,
         max_sequences: int,
     ) -> None:
         self._registry = registry
         self._settings = settings
-        self._places = places
+        self._queue = queue
         self._limits = limits
         self._max_sequences = max_sequences
         self._numbers = itertools.count()
@@ -226,7 +226,7 @@ class Runner:
         return None
 
     def _start(self, begun: RunningLine) -> None:
-        runtime = Runtime(self._registry.engine, begun.handle.model, self._places)
+        runtime = Runtime(self._registry.engine, begun.handle.model, self._queue)
         lock = threading.Lock()
         begun.submitted = time.monotonic()
         for part in begun.work.parts:

@@ -1,7 +1,7 @@
 """Makes jax's processes on several hosts one: their devices then share a model as those of one host would.
 
 Called before anything looks at jax's devices, on the device thread. The hosts have found each other by then
-(`hosts`), so that jax waits for nobody long.
+(`hosts`), so that jax waits only for a moment.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ def _draft(
     the newest token and the one before it.
     """
     num_fed = given.counts - 1
-    # Nobody wants to know how likely the draft model finds a token.
+    # Log-probabilities are the model's, never the draft model's.
     silent = jnp.full_like(given.rules.logprobs, NO_LOGPROBS)
     given = given._replace(rules=given.rules._replace(logprobs=silent))
 

@@ -22,10 +22,10 @@ import jax
 import jax.numpy as jnp
 
 from levserve.device.compile_events import listen
+from levserve.device.lowering import Lowering
 from levserve.device.malloc import trim_malloc
 from levserve.device.program_cache import find_program, keep_program
 from levserve.device.sampling import set_memory
-from levserve.device.spread import Spread
 from levserve.model.backend import CompilerOptions
 from levserve.model.placement import devices_of, mesh_of
 from levserve.model.rules import Memory
@@ -50,7 +50,7 @@ class ProgramSet(ABC, Generic[ShapeT]):
 
     def __init__(self, array: jax.Array, made_from: object, metrics: Metrics) -> None:
         self._devices = devices_of(array)
-        self._spread = Spread(mesh_of(array))
+        self._lowering = Lowering(mesh_of(array))
         self._made_from_parts = made_from
         self._compiles = listen(metrics)
         self._compiled: dict[ShapeT, Callable[..., Any]] = {}
@@ -143,10 +143,12 @@ class ProgramSet(ABC, Generic[ShapeT]):
     def set_memory(self, memory: Memory) -> Callable[..., Memory]:
         """The program that gives a slot the tokens and logit edits of its sequence."""
         kept = jax.tree.map(aval, memory)
-        number = self._spread.argument((), jnp.int32)
-        of_slot = [self._spread.argument(array.shape[1:], array.dtype) for array in memory]
+        number = self._lowering.argument((), jnp.int32)
+        of_slot = [self._lowering.argument(array.shape[1:], array.dtype) for array in memory]
         given = kept, number, *of_slot
-        return self._get("set memory", lambda: self._spread.lower(set_memory, *given, returns=kept, donate=0))
+        return self._get(
+            "set memory", lambda: self._lowering.lower(set_memory, *given, returns=kept, donate=0)
+        )
 
     def __getitem__(self, shape: ShapeT) -> Callable[..., Any]:
         return self._ready[shape]

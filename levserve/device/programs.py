@@ -247,12 +247,12 @@ class Programs(ProgramSet[Shape]):
         donate = tuple(range(len(changed)))
         given = *changed, *self.arguments(edit)
         return self._get(
-            str(edit), lambda: self._spread.lower(function, *given, returns=returns, donate=donate)
+            str(edit), lambda: self._lowering.lower(function, *given, returns=returns, donate=donate)
         )
 
     def arguments(self, program: Shape | Edit) -> list[jax.ShapeDtypeStruct]:
         """The arrays that the host passes to a program."""
-        argument = self._spread.argument
+        argument = self._lowering.argument
         if isinstance(program, Shape):
             return [argument(self._packed_shape(program), jnp.int32)]
         state = self._state
@@ -289,7 +289,7 @@ class Programs(ProgramSet[Shape]):
                 decode_round, skeleton=self._skeleton, num_steps=self._sizes.round_steps, mode=shape.mode
             )
         given = self._leaves, self._state, *self.arguments(shape)
-        return self._spread.lower(function, *given, returns=(self._state, WHOLE), donate=1)
+        return self._lowering.lower(function, *given, returns=(self._state, WHOLE), donate=1)
 
     def _draft_program(self, shape: Shape) -> Callable[..., tuple[State, Any]]:
         if shape.mode is None:

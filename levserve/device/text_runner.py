@@ -83,7 +83,7 @@ class TextRunner(ModelRunner[TextShape, TextPrograms, TextState]):
             self._warm(shape)
 
     def dispatch(self, plan: RoundPlan, *, may_mix: bool = False) -> TextRound:
-        """Starts a planned round; its texts are computed once each, whoever needs them."""
+        """Starts a planned round; a text that several sequences need is computed once."""
         for sequence in plan.admitted:
             self._admit(sequence)
         self._hold(plan)

@@ -30,7 +30,7 @@ COMPILED = (
     "device/rounds.py",
     "device/rules.py",
     "device/sampling.py",
-    "device/spread.py",
+    "device/lowering.py",
     "device/text_programs.py",
     "device/text_rounds.py",
     "text/grammar_matcher.py",

@@ -53,7 +53,7 @@ def write_wait(program: Program, num_threads: int) -> Function:
 
 
 def _write_yields(builder: Builder, counter: Value, number: Value) -> None:
-    """Yields the core at every look until the counter has reached the number, or threads shall sleep."""
+    """Yields the core at every look until the counter has reached the number, or threads are to sleep."""
     busy_until = _shared_word(builder, "busy_until")
     with builder.repeat() as after:
         builder.break_if(builder.atomic_load(counter) >= number, after)

@@ -62,7 +62,7 @@ FRAME, REFERENCES, ACTIVE_HELPERS, IS_FINISHED, SLEEPERS, COUNTERS = range(6)
 """Words of the state that the threads of a call share. Active helpers are counted below zero, because threads
 wait until a counter is large enough. Each stage has two counters, tasks taken and tasks done; after them
 comes the kernel's shared memory. The counters of tasks taken have cache lines of their own: threads that
-wait for tasks to be done shall not slow down those that take some."""
+wait for tasks to be done must not slow down those that take some."""
 
 TAKES_PER_THREAD = 8
 """A thread takes several tasks at a time if there are many more: else threads would wait for each other to
@@ -225,7 +225,7 @@ class CallFunctions(NamedTuple):
 def _write_stages(builder: Builder, kernel: Kernel, wait: Function) -> None:
     """What every thread of a call does, given the shared state and its scratch memory.
 
-    Nobody waits for the tasks of the last stage: the caller waits for the helpers that have taken some.
+    No thread waits for the tasks of the last stage: the caller waits for the helpers that have taken some.
     """
     state, scratch = (builder.to_pointer(argument) for argument in builder.arguments)
     begun = Call.begin(builder, builder.load_pointer(state, FRAME))

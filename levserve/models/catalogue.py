@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from levserve.errors import ConfigError, StartupError
 from levserve.gguf import parts
 from levserve.settings.settings import Settings
-from levserve.weights.source import CHECKPOINT_FILES, check_source, local_problem
+from levserve.weights.source import check_source, has_checkpoints, local_problem
 from levserve.weights.store import Store, check_address, is_address
 
 log = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ class Catalogue:
         is_gguf = path.suffix == parts.SUFFIX
         if (path.is_dir() or is_gguf) and local_problem(path) is None:
             return self._settings.for_model(name, model=str(path))
-        if path.is_dir() and any(next(path.glob(pattern), None) for pattern in CHECKPOINT_FILES):
+        if path.is_dir() and has_checkpoints(path):
             return self._settings.for_model(name, model=str(path), checkpoint_path=str(path))
         return None
 

@@ -3,7 +3,7 @@
 Called by the device loop only. Plain Python over numbers: no arrays, no clock of its own, no threads. The
 order is by priority, and first come, first served among equals, also after a preemption: a sequence that lost
 its pages keeps its tokens and its place. A waiting sequence that outranks a running one takes its slot or its
-pages where none are free. Nobody starves: every so many admissions the sequence that came first of all
+pages where none are free. No sequence waits forever: every so many admissions, the one that came first of all
 waiting ones is raised to the highest priority there is, and keeps it. Background work rests while there is
 other work, as far as that would notice it; see `background.py`.
 

@@ -25,7 +25,7 @@ METADATA_SERVER = "metadata.google.internal"
 METADATA_SECONDS = 5.0
 
 
-class Place(NamedTuple):
+class HostPlace(NamedTuple):
     """Where this process stands among the hosts, and what says so."""
 
     coordinator: str
@@ -34,7 +34,7 @@ class Place(NamedTuple):
     source: str
 
 
-def find_place(environ: Mapping[str, str]) -> Place:
+def find_place(environ: Mapping[str, str]) -> HostPlace:
     """Raises `ConfigError` where no cluster is known, or its variables are not as they should be."""
     for variable, find in FINDERS.items():
         if environ.get(variable):
@@ -53,14 +53,14 @@ def find_place(environ: Mapping[str, str]) -> Place:
     )
 
 
-def _leader_worker_set(environ: Mapping[str, str]) -> Place:
+def _leader_worker_set(environ: Mapping[str, str]) -> HostPlace:
     address = f"{environ['LWS_LEADER_ADDRESS']}:{PORT}"
-    return Place(
+    return HostPlace(
         address, int(environ["LWS_GROUP_SIZE"]), int(environ["LWS_WORKER_INDEX"]), "LWS_LEADER_ADDRESS"
     )
 
 
-def _slurm(environ: Mapping[str, str]) -> Place:
+def _slurm(environ: Mapping[str, str]) -> HostPlace:
     num_tasks = int(environ["SLURM_NTASKS"])
     num_nodes = int(environ.get("SLURM_STEP_NUM_NODES") or environ["SLURM_NNODES"])
     if num_tasks != num_nodes:
@@ -73,19 +73,19 @@ def _slurm(environ: Mapping[str, str]) -> Place:
         raise ValueError("SLURM_STEP_NODELIST")
     node = found[1] + (found[2] or "")
     port = SLURM_PORTS + 2 * (int(environ["SLURM_JOB_ID"]) % 2048)
-    return Place(f"{node}:{port}", num_tasks, int(environ["SLURM_PROCID"]), "SLURM_STEP_NODELIST")
+    return HostPlace(f"{node}:{port}", num_tasks, int(environ["SLURM_PROCID"]), "SLURM_STEP_NODELIST")
 
 
-def _tpu(environ: Mapping[str, str]) -> Place:
+def _tpu(environ: Mapping[str, str]) -> HostPlace:
     if int(environ.get("MEGASCALE_NUM_SLICES") or 1) > 1:
         raise ConfigError(
             "--coordinator auto: this TPU has several slices; a model is served by the hosts of one slice"
         )
     hosts = environ["TPU_WORKER_HOSTNAMES"].split(",")
-    return Place(f"{hosts[0]}:{PORT}", len(hosts), int(environ["TPU_WORKER_ID"]), "TPU_WORKER_HOSTNAMES")
+    return HostPlace(f"{hosts[0]}:{PORT}", len(hosts), int(environ["TPU_WORKER_ID"]), "TPU_WORKER_HOSTNAMES")
 
 
-FINDERS: Mapping[str, Callable[[Mapping[str, str]], Place]] = {
+FINDERS: Mapping[str, Callable[[Mapping[str, str]], HostPlace]] = {
     "LWS_LEADER_ADDRESS": _leader_worker_set,
     "SLURM_STEP_NODELIST": _slurm,
     "TPU_WORKER_HOSTNAMES": _tpu,
@@ -93,7 +93,7 @@ FINDERS: Mapping[str, Callable[[Mapping[str, str]], Place]] = {
 """By the variable that shows that a cluster set it."""
 
 
-def _ask_metadata(server: str) -> Place:
+def _ask_metadata(server: str) -> HostPlace:
     """What Google's metadata server says of a TPU machine: its number, and the machines of its slice."""
     try:
         host_id = int(_attribute(server, "agent-worker-number"))
@@ -104,7 +104,7 @@ def _ask_metadata(server: str) -> Place:
             "give --coordinator, --num-hosts and --host-id"
         ) from None
     first = endpoints[0].split(":")[-1]  # a name alone, or name:id:address
-    return Place(f"{first}:{PORT}", len(endpoints), host_id, f"metadata server {server}")
+    return HostPlace(f"{first}:{PORT}", len(endpoints), host_id, f"metadata server {server}")
 
 
 def _attribute(server: str, name: str) -> str:

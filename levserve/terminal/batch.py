@@ -8,8 +8,8 @@ from argparse import SUPPRESS
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 
+from levserve.api.admission_queue import AdmissionQueue
 from levserve.api.opening import OpenedDevice, open_device
-from levserve.api.places import Places
 from levserve.batch.endpoints import Limits
 from levserve.batch.line import InputLine, find_custom_id
 from levserve.batch.ordering import MAX_LINES, order_lines
@@ -91,7 +91,9 @@ def run(source: Source, output: Output, opened: OpenedDevice, tally: Tally, wind
     """Runs what has no result yet. Raises `StartupError` if the device fails."""
     engine, settings = opened.registry.engine, opened.settings
     limits = Limits(engine.admission, min(settings.max_running, engine.max_inflight))
-    runner = Runner(opened.registry, settings, Places(engine), limits, max_sequences=engine.max_inflight)
+    runner = Runner(
+        opened.registry, settings, AdmissionQueue(engine), limits, max_sequences=engine.max_inflight
+    )
     lines = order_lines(_not_done(source, output, tally, settings), settings.max_body_bytes, window)
     reports = Reports()
     tally.start()

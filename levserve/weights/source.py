@@ -70,10 +70,7 @@ def find_source(settings: Settings, report: Report, *, with_tokenizer: bool = Tr
     if not settings.checkpoint_path and _is_stored_run(address):
         settings = replace(settings, checkpoint_path=address)
     if settings.checkpoint_path:
-        # Imports jax, which must wait until after the fork.
-        from levserve.weights.levanter_run import (
-            find_run,
-        )
+        from levserve.weights.levanter_run import find_run  # brings jax, which must wait until after the fork
 
         files = find_run(settings, report, with_tokenizer=with_tokenizer and not settings.tokenizer)
     else:
@@ -112,16 +109,20 @@ def draft_settings(settings: Settings) -> Settings:
     name, revision = settings.draft_model, ""
     if not Path(name).expanduser().exists() and not is_address(name):
         name, _, revision = name.partition("@")
-    is_run = any(next(Path(name).expanduser().glob(pattern), None) for pattern in CHECKPOINT_FILES)
     return replace(
         settings,
         model=name,
         revision=revision,
-        checkpoint_path=name if is_run else "",
+        checkpoint_path=name if has_checkpoints(Path(name).expanduser()) else "",
         model_config="",
         tokenizer="",
         draft_model="",
     )
+
+
+def has_checkpoints(folder: Path) -> bool:
+    """Whether a folder is a Levanter checkpoint, or a run of them."""
+    return any(next(folder.glob(pattern), None) for pattern in CHECKPOINT_FILES)
 
 
 def stored_name(model: str, store: str) -> str:

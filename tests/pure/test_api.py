@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 import levserve
+from levserve.api.admission_queue import AdmissionQueue, WaitingWork
 from levserve.api.fields import ChatFields, TextFields
 from levserve.api.model import Model
-from levserve.api.places import Places, Waiter
 from levserve.engine.admission import Reservation
 from levserve.errors import (
     BadRequest,
@@ -252,9 +252,9 @@ def test_a_cancelled_task_ends_its_work(app: App, model: Model) -> None:
 
 
 def test_whoever_waits_for_a_place_waits_by_priority(app: App) -> None:
-    places, granted, held = Places(app.engine), list[str](), list[Reservation]()
+    places, granted, held = AdmissionQueue(app.engine), list[str](), list[Reservation]()
 
-    def ask(name: str, priority: int) -> Waiter:
+    def ask(name: str, priority: int) -> WaitingWork:
         def note(place: Reservation | Exception) -> None:
             assert isinstance(place, Reservation)
             held.append(place)
@@ -383,9 +383,9 @@ def test_a_notebook_whose_event_loop_runs_may_call_both_kinds(model: Model) -> N
 
 
 def test_work_that_is_held_back_waits_for_what_runs_and_then_goes_on(app: App) -> None:
-    places, granted = Places(app.engine), list[Reservation]()
+    places, granted = AdmissionQueue(app.engine), list[Reservation]()
 
-    def ask() -> Waiter:
+    def ask() -> WaitingWork:
         def note(place: Reservation | Exception) -> None:
             assert isinstance(place, Reservation)
             granted.append(place)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from levserve.api.places import Places
+from levserve.api.admission_queue import AdmissionQueue
 from levserve.batch.done import DoneLines
 from levserve.batch.endpoints import ENDPOINTS, Limits
 from levserve.batch.line import InputLine, result_id
@@ -51,7 +51,7 @@ def make_runner(app: App, **settings: Any) -> Runner:
     engine = app.engine
     limits = Limits(engine.admission, engine.max_inflight)
     return Runner(
-        app.registry, Settings(**settings), Places(engine), limits, max_sequences=engine.max_inflight
+        app.registry, Settings(**settings), AdmissionQueue(engine), limits, max_sequences=engine.max_inflight
     )
 
 

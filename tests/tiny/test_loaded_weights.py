@@ -110,7 +110,7 @@ def test_what_runs_ends_with_the_old_weights_and_what_comes_later_has_the_new_on
     tokens = list(next(stream).tokens)
     swapping = threading.Thread(target=model.load_weights, args=(changed,))
     swapping.start()
-    wait_until(lambda: model._runtime.places._is_held_back or not swapping.is_alive())
+    wait_until(lambda: model._runtime.queue._is_held_back or not swapping.is_alive())
     later = greedy(model, CASES[1]["prompt"])
     swapping.join()
     tokens += [token for piece in stream for token in piece.tokens]

@@ -20,8 +20,8 @@ from gguf import quants
 from numpy.typing import NDArray
 
 from levserve.api.model import Model
+from levserve.device.lowering import Lowering
 from levserve.device.mesh import choose_mesh
-from levserve.device.spread import Spread
 from levserve.errors import ConfigError, StartupError
 from levserve.model import cache
 from levserve.model.config import ModelConfig
@@ -86,8 +86,8 @@ def score(family: str, count: int, quantization: Quantization | None = None) -> 
         rows = hidden["row", 0].rename({"chunk": ROW})
         return jax.nn.log_softmax(model.logits(rows))
 
-    spread = Spread(mesh)
-    lowered = spread.lower(run, arrays, spread.argument((1, size), jnp.int32), returns=WHOLE)
+    lowering = Lowering(mesh)
+    lowered = lowering.lower(run, arrays, lowering.argument((1, size), jnp.int32), returns=WHOLE)
     return np.asarray(lowered.compile()(arrays, np.array([tokens], np.int32)))
 
 

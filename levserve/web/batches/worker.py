@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
 
-from levserve.api.places import Places
+from levserve.api.admission_queue import AdmissionQueue
 from levserve.batch.done import DoneLines
 from levserve.batch.endpoints import Limits
 from levserve.batch.line import InputLine, LineError, ResultLine, find_custom_id, result_id
@@ -65,7 +65,7 @@ class BatchWorker:
         self._runner = Runner(
             registry,
             settings,
-            Places(self._engine, self._engine.background),
+            AdmissionQueue(self._engine, self._engine.background),
             Limits(self._engine.admission, rows, BACKGROUND),
             max_sequences=min(ROUNDS_AHEAD * rows, max_inflight),
         )

@@ -20,8 +20,8 @@ OnGranted = Callable[[Reservation | Exception], None]
 
 
 @dataclass(slots=True, order=True)
-class Waiter:
-    """Someone who waits for places; cancelling leaves it in the heap until its turn."""
+class WaitingWork:
+    """Work that waits to be let in; cancelled work stays in the heap until its turn."""
 
     priority: int
     number: int
@@ -31,26 +31,26 @@ class Waiter:
     is_cancelled: bool = field(default=False, compare=False)
 
 
-class Places:
+class AdmissionQueue:
     """Any thread may call its methods.
 
-    The engine's own admission counts all of its work, unless another one is given: work that yields to all
-    other takes nobody's place.
+    The engine's own admission counts all of its work, unless another one is given, as for background work,
+    which takes no places of live requests.
     """
 
     def __init__(self, engine: Engine, admission: Admission | None = None) -> None:
         self._engine = engine
         self._admission = admission or engine.admission
         self._lock = threading.Lock()
-        self._waiting: list[Waiter] = []
+        self._waiting: list[WaitingWork] = []
         self._num_inside = 0
         self._is_held_back = False
         self._is_empty = threading.Condition(self._lock)
         self._numbers = itertools.count()
 
-    def ask(self, num_requests: int, num_tokens: int, priority: int, on_granted: OnGranted) -> Waiter:
+    def ask(self, num_requests: int, num_tokens: int, priority: int, on_granted: OnGranted) -> WaitingWork:
         """Has `on_granted` called, at once or when there is room, on the thread that made the room."""
-        waiter = Waiter(priority, next(self._numbers), num_requests, num_tokens, on_granted)
+        waiter = WaitingWork(priority, next(self._numbers), num_requests, num_tokens, on_granted)
         with self._lock:
             heapq.heappush(self._waiting, waiter)
         self._grant()
@@ -101,13 +101,13 @@ class Places:
                 self._num_inside += isinstance(granted, Reservation)
             waiter.on_granted(granted)
 
-    def _has_room(self, waiter: Waiter) -> bool:
+    def _has_room(self, waiter: WaitingWork) -> bool:
         room = self._admission.room()
         can_never_fit = waiter.num_requests > room.max_requests or waiter.num_tokens > room.max_tokens
         fits = waiter.num_requests <= room.free_requests and waiter.num_tokens <= room.free_tokens
         return fits or can_never_fit  # which `_reserve` refuses with the numbers
 
-    def _reserve(self, waiter: Waiter) -> Reservation | Exception:
+    def _reserve(self, waiter: WaitingWork) -> Reservation | Exception:
         try:
             self._engine.require_ready()
             reservation = self._admission.reserve(0, 0)

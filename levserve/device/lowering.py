@@ -1,4 +1,4 @@
-"""Lowers programs: for one device, or for several, each of which runs it on its own part of the arrays.
+"""Lowers programs: for one device, or for several that each run it on their own parts of the arrays.
 
 GSPMD, which would cut a program by itself, gathers the whole KV pool of every layer and cannot cut kernels.
 """
@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from levserve.model.placement import WHOLE
 
 
-class Spread:
+class Lowering:
     """Lowers programs over a mesh, or for one device if there is none."""
 
     def __init__(self, mesh: Mesh | None) -> None:
