@@ -15,6 +15,10 @@ NAMES = ("logits", "positions", "num_used", *Rules._fields, *Memory._fields, *Ma
 ARGUMENT = {name: index for index, name in enumerate(NAMES)}
 """The arguments of a call."""
 FLOATS = frozenset(("temperature", "top_p", "min_p", "presence", "frequency", "repetition"))
+INTEGERS = frozenset(("top_k", "prompt_len", "num_edits", "logprobs", "is_constrained"))
+assert FLOATS | INTEGERS | {"seed"} == set(Rules._fields), (
+    "the kernel would ignore a rule that it does not know"
+)
 SMALLEST_DIVISOR = 1e-5
 SMALL_BYTES = 8192
 
