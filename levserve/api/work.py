@@ -38,7 +38,7 @@ class Job(Generic[T]):
 
 
 class Runtime:
-    """Where work runs: an engine, one of its models, and the places in it."""
+    """Where work runs: an engine, one of its models, and the queue before it."""
 
     def __init__(self, engine: Engine, model: ServedModel, queue: AdmissionQueue | None = None) -> None:
         self.engine = engine

@@ -102,14 +102,14 @@ class Runner:
         self,
         registry: Registry,
         settings: Settings,
-        queue: AdmissionQueue,
+        waiting: AdmissionQueue,
         limits: Limits,
         *,
         max_sequences: int,
     ) -> None:
         self._registry = registry
         self._settings = settings
-        self._queue = queue
+        self._waiting = waiting
         self._limits = limits
         self._max_sequences = max_sequences
         self._numbers = itertools.count()
@@ -226,7 +226,7 @@ class Runner:
         return None
 
     def _start(self, begun: RunningLine) -> None:
-        runtime = Runtime(self._registry.engine, begun.handle.model, self._queue)
+        runtime = Runtime(self._registry.engine, begun.handle.model, self._waiting)
         lock = threading.Lock()
         begun.submitted = time.monotonic()
         for part in begun.work.parts:

@@ -252,7 +252,7 @@ def test_a_cancelled_task_ends_its_work(app: App, model: Model) -> None:
 
 
 def test_whoever_waits_for_a_place_waits_by_priority(app: App) -> None:
-    places, granted, held = AdmissionQueue(app.engine), list[str](), list[Reservation]()
+    waiting, granted, held = AdmissionQueue(app.engine), list[str](), list[Reservation]()
 
     def ask(name: str, priority: int) -> WaitingWork:
         def note(place: Reservation | Exception) -> None:
@@ -260,7 +260,7 @@ def test_whoever_waits_for_a_place_waits_by_priority(app: App) -> None:
             held.append(place)
             granted.append(name)
 
-        return places.ask(1, 4, priority, note)
+        return waiting.ask(1, 4, priority, note)
 
     for number in range(app.engine.max_inflight):
         ask(f"first-{number}", 5)
@@ -268,11 +268,11 @@ def test_whoever_waits_for_a_place_waits_by_priority(app: App) -> None:
     ask("gone", -2).is_cancelled = True
     ask("important", -1)
     assert len(granted) == app.engine.max_inflight
-    places.release(held[0])
-    places.release(held[1])
+    waiting.release(held[0])
+    waiting.release(held[1])
     assert granted[-2:] == ["important", "late"]
     for place in held:
-        places.release(place)
+        waiting.release(place)
 
 
 @pytest.fixture
@@ -383,31 +383,31 @@ def test_a_notebook_whose_event_loop_runs_may_call_both_kinds(model: Model) -> N
 
 
 def test_work_that_is_held_back_waits_for_what_runs_and_then_goes_on(app: App) -> None:
-    places, granted = AdmissionQueue(app.engine), list[Reservation]()
+    waiting, granted = AdmissionQueue(app.engine), list[Reservation]()
 
     def ask() -> WaitingWork:
         def note(place: Reservation | Exception) -> None:
             assert isinstance(place, Reservation)
             granted.append(place)
 
-        return places.ask(1, 4, 0, note)
+        return waiting.ask(1, 4, 0, note)
 
     ask()
     entered, leave = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with places.hold_back():
+        with waiting.hold_back():
             entered.set()
             leave.wait(10)
 
     holding = threading.Thread(target=hold)
     holding.start()
-    wait_until(lambda: places._is_held_back)
+    wait_until(lambda: waiting._is_held_back)
     ask()
     assert len(granted) == 1 and not entered.is_set()
-    places.release(granted[0])
+    waiting.release(granted[0])
     assert entered.wait(10) and len(granted) == 1
     leave.set()
     holding.join()
     assert len(granted) == 2
-    places.release(granted[1])
+    waiting.release(granted[1])
