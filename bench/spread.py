@@ -91,7 +91,7 @@ def make_call(mesh: jax.sharding.Mesh | None, num_layers: int) -> Callable[[Any]
     import jax
     import jax.numpy as jnp
 
-    from levserve.device.spread import Spread
+    from levserve.device.lowering import Lowering
     from levserve.model.placement import BY_HEADS, STACKED, WHOLE
 
     count = 1 if mesh is None else mesh.size
@@ -110,7 +110,7 @@ def make_call(mesh: jax.sharding.Mesh | None, num_layers: int) -> Callable[[Any]
     num_leaves = num_layers * ARRAYS_PER_LAYER + OTHER_ARRAYS
     leaves = tuple(zeros((8 * count, 8), STACKED) for _ in range(num_leaves))
     pools = tuple(zeros((4, 2, count), BY_HEADS) for _ in range(num_layers))
-    spread = Spread(mesh)
+    spread = Lowering(mesh)
     avals = jax.tree.map(
         lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding), (leaves, pools)
     )
