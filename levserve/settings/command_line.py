@@ -27,8 +27,8 @@ Serves a language model over the OpenAI HTTP API.
 
   levserve                                  serves the bundled model on http://127.0.0.1:8000
   levserve Qwen/Qwen3-0.6B                  serves a model of the Hugging Face Hub
-  levserve ./model.gguf --port 9000         serves a file, on another port
-  levserve --config serve.ini --host ::     takes settings from the file, except for the host
+  levserve ./model.gguf --host 0.0.0.0      serves a file, to the whole network
+  levserve --config serve.ini --port 9000   takes settings from the file, except for the port
 
 Other commands, each with its own --help:
 
@@ -39,13 +39,14 @@ Other commands, each with its own --help:
   levserve fetch NAME                       downloads a model
   levserve eval --tasks NAMES               evaluates a model with lm-evaluation-harness
 
-Every setting can be given as a flag, an environment variable or a key in the file:
---max-running 8, LEVSERVE_MAX_RUNNING=8, or "max-running = 8" under [engine].
-A flag overrides the environment, and the environment overrides the file. A setting that is
-true or false may be given without its value, which means true.
+Every setting below can be given in three ways: as a flag (--max-running 8), as an environment
+variable, which is LEVSERVE_ and its name in capitals (LEVSERVE_MAX_RUNNING=8), or as a key in its
+section of the file (max-running = 8 under [engine]). A flag overrides the environment, and the
+environment overrides the file. A flag that is true or false may stand alone, which means true.
 
-Names that other servers have for a setting are in [aliases ...] and mean the same.
+[aliases ...] are other servers' names for the same setting.
 """
+MAX_METAVAR = 60
 OTHER_FLAGS = ("--config", "--env-file", "--print-config", "--dry-run", "--version", "--help")
 
 
@@ -124,7 +125,11 @@ def build_parser(file: SettingsFile) -> Parser:
     for section, title in SECTIONS.items():
         group = parser.add_argument_group(f"[{section}] {title}")
         for s in settings_of(section):
-            text = f"{s.help} [default {s.show(s.default)}; env {s.variable}]"
+            metavar, text = s.kind.metavar, s.help
+            if len(metavar) > MAX_METAVAR:
+                metavar, text = "NAME", f"{text} It is {s.kind.words}."
+            if s.kind.show(s.default):
+                text += f" [default {s.show(s.default)}]"
             if others := aliases.names_of(s.name):
                 text += f" [aliases {', '.join(others)}]"
             if s.kind.synonyms:
@@ -134,7 +139,7 @@ def build_parser(file: SettingsFile) -> Parser:
             group.add_argument(
                 s.flag,
                 dest=s.name,
-                metavar=s.kind.metavar,
+                metavar=metavar,
                 env_var=s.variable,
                 default=SUPPRESS,
                 help=text.replace("%", "%%"),
