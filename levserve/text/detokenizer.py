@@ -8,6 +8,7 @@ tokens again and again instead, and stalls on invalid bytes.
 from __future__ import annotations
 
 import codecs
+import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -111,18 +112,16 @@ def read_spelling(decoder: Mapping[str, Any] | None) -> Spelling:
 
 def _spell_byte_level(token: str) -> bytes:
     try:
-        return bytes(_BYTE_OF_CHAR[char] for char in token)
-    except KeyError:  # not in the alphabet: the token is its own text
+        return codecs.charmap_encode(token, "strict", _GPT2_ALPHABET)[0]
+    except UnicodeEncodeError:  # not in the alphabet: the token is its own text
         return token.encode()
 
 
-def _byte_of_char() -> dict[str, int]:
-    """GPT-2's alphabet: a printable Latin-1 byte is its own character; the others start at U+0100."""
-    byte_of_char = {chr(byte): byte for byte in (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))}
-    others = sorted(set(range(256)) - set(byte_of_char.values()))
-    for index, byte in enumerate(others):
-        byte_of_char[chr(0x100 + index)] = byte
-    return byte_of_char
+def _gpt2_alphabet() -> str:
+    """The character of each byte: a printable Latin-1 byte is its own; the others start at U+0100."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = map(chr, itertools.count(0x100))
+    return "".join(chr(byte) if byte in printable else next(others) for byte in range(256))
 
 
-_BYTE_OF_CHAR = _byte_of_char()
+_GPT2_ALPHABET = codecs.charmap_build(_gpt2_alphabet())
