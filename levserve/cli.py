@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Sequence
 
+from levserve.device.bytecode import keep_bytecode
 from levserve.device.malloc import tune_malloc
 from levserve.device.rows import resolve_rows
 from levserve.device.threads import set_threads
@@ -72,6 +73,7 @@ def _run(settings: Settings) -> int:
         _announce_faults(settings.faults)
     settings = resolve_rows(settings)
     set_threads(settings.threads)
+    keep_bytecode(settings.cache_path / "bytecode")
     tune_malloc()  # before there are threads; the worker process inherits it
     if settings.dry_run:
         from levserve.models.startup import dry_run

@@ -179,7 +179,7 @@ def test_sixteen_prompts_five_times_do_not_make_the_server_grow(server: Server) 
     [
         ("/generate", {"prompts": []}, "prompts"),
         ("/generate", {"prompts": ["t5"], "temperature": 3}, "temperature"),
-        ("/generate", {"prompts": ["t5"], "top_p": 0}, "top_p"),
+        ("/generate", {"prompts": ["t5"], "top_p": 1.5}, "top_p"),
         ("/generate", {"prompts": ["t5"], "max_tokens": 600}, str(MAX_TOKENS)),
         ("/loglikelihood", {"prompts": ["t5"], "continuations": []}, "continuations"),
         ("/loglikelihood", {"prompts": ["t5", "t6"], "continuations": ["t7"]}, "continuations"),

@@ -1,0 +1,55 @@
+"""Python's bytecode is kept in the cache folder where it would otherwise be made at every start."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from levserve.device.bytecode import keep_bytecode
+keep_bytecode(Path(sys.argv[2]), "heavy")
+import heavy
+"""
+
+
+def import_package(tmp_path: Path, *flags: str, **variables: str) -> list[Path]:
+    """Imports a package in a new process that keeps bytecode; what is then beside the package or in the cache."""
+    package = tmp_path / "environment" / "heavy"
+    package.mkdir(parents=True, exist_ok=True)
+    (package / "__init__.py").touch()
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    environ["PYTHONPATH"] = str(Path(__file__).parents[2])  # where levserve is
+    command = [
+        sys.executable,
+        *flags,
+        "-c",
+        PROGRAM,
+        str(package.parent),
+        str(tmp_path / "cache" / "bytecode"),
+    ]
+    subprocess.run(command, env=environ | variables, check=True, timeout=60)
+    return [path.relative_to(tmp_path) for path in tmp_path.rglob("__init__*.pyc") if "heavy" in path.parts]
+
+
+def test_bytecode_that_may_not_be_written_beside_its_source_is_kept_in_the_cache(tmp_path: Path) -> None:
+    (kept,) = import_package(tmp_path, "-B")
+    assert kept.parts[:2] == ("cache", "bytecode")
+
+
+@pytest.mark.parametrize("flags", [(), ("-B",)], ids=["written", "found"])
+def test_bytecode_beside_its_source_stays_there(flags: tuple[str, ...], tmp_path: Path) -> None:
+    beside = import_package(tmp_path)
+    assert [path.parts[0] for path in beside] == ["environment"]
+    assert import_package(tmp_path, *flags) == beside
+
+
+def test_a_folder_that_the_user_has_named_is_used(tmp_path: Path) -> None:
+    (kept,) = import_package(tmp_path, PYTHONPYCACHEPREFIX=str(tmp_path / "named"))
+    assert kept.parts[0] == "named"
