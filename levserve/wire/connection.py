@@ -19,7 +19,8 @@ from levserve.settings.settings import Settings
 from levserve.wire.framing import RequestBuffer
 
 READ_BYTES = 2**16  # read at a time, so that no client keeps the main loop busy
-LINGER_BYTES = 2**18
+# Discarded after a refusal: urllib and http.client look for no answer if a connection breaks while they send.
+LINGER_BYTES = 2**26
 FORM_BYTES = 2**16  # what a form may have besides its file
 # In seconds, but for the count.
 KEEPALIVE = {socket.TCP_KEEPIDLE: 15, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}

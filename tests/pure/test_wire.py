@@ -160,6 +160,10 @@ def test_what_the_application_refuses_has_the_same_shape(
         assert reply.headers["allow"]
 
 
+def test_a_client_that_sends_far_too_much_gets_to_read_its_refusal(server: ServerProcess) -> None:
+    check_shape(server.ask("POST", "/v1/completions", b" " * 10_000_000), 413)
+
+
 def test_a_refusal_quotes_little_of_what_was_sent(server: ServerProcess) -> None:
     reply = exchange(server, b"GET " + b"a" * 3000 + b"\r\n\r\n")
     assert len(reply.json["error"]["message"]) < 300
