@@ -186,12 +186,10 @@ def plan_sizes(
                 f"raise --kv-memory or lower --max-seq-len"
             )
         max_seq_len = room
-    num_draft, draft_turns = settings.speculate, 0
-    verify_sizes: tuple[int, ...] = ()
     round_steps = settings.round_steps or traits.round_steps
-    if draft_page_bytes:
-        num_draft = num_draft or DRAFT_TOKENS
-        draft_turns = -(-round_steps // (num_draft + 1))
+    num_draft = settings.speculate or (DRAFT_TOKENS if draft_page_bytes else 0)
+    draft_turns = -(-round_steps // (num_draft + 1)) if draft_page_bytes else 0
+    verify_sizes: tuple[int, ...] = ()
     if num_draft:
         most_verified = traits.verify_tokens // (num_draft + 1)
         verify_sizes = _verify_sizes(min(rows, most_verified), has_model=draft_turns > 0)

@@ -14,8 +14,9 @@ from msgspec import Meta, Struct
 from levserve.errors import BadRequest
 from levserve.request.decode import missing, require_choice, unsupported
 from levserve.schedule.constraint import Constraint
+from levserve.text.combined import AllOf
 from levserve.text.grammar import GrammarKind, Grammars, GrammarText
-from levserve.text.token_rules import AllOf, AllowedTokens, BannedWords
+from levserve.text.token_rules import AllowedTokens, BannedWords
 from levserve.text.tokenizer import Tokenizer
 
 ANY_OBJECT = {"type": "object"}

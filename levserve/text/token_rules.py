@@ -1,6 +1,6 @@
 """Constraints on single tokens: a list of those that are allowed, and words that must not be written.
 
-They can be combined with each other and with a grammar. All of them are `schedule.constraint.Constraint`s.
+All of them are `schedule.constraint.Constraint`s.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from levserve.schedule.constraint import Constraint, Matcher, take_each
+from levserve.schedule.constraint import take_each
 from levserve.text.token_mask import all_bits, to_bits, to_mask
 
 
@@ -93,57 +93,3 @@ class BannedWordsMatcher:
             if not beginning or recent[-len(beginning) :] == tuple(beginning):
                 banned.add(last)
         return banned
-
-
-class AllOf:
-    """Several constraints at once."""
-
-    def __init__(self, constraints: Sequence[Constraint]) -> None:
-        self._constraints = constraints
-
-    def start(self) -> AllOfMatcher:
-        return AllOfMatcher([constraint.start() for constraint in self._constraints])
-
-
-class AllOfMatcher:
-    """It tells of no forced tokens: what one constraint forces, another may forbid."""
-
-    def __init__(self, matchers: Sequence[Matcher]) -> None:
-        self._matchers = matchers
-        self._has_no_token = False
-
-    @property
-    def is_over(self) -> bool:
-        return any(matcher.is_over for matcher in self._matchers)
-
-    @property
-    def is_stuck(self) -> bool:
-        return self._has_no_token or any(matcher.is_stuck for matcher in self._matchers)
-
-    @property
-    def is_free(self) -> bool:
-        return all(matcher.is_free for matcher in self._matchers)
-
-    def allows(self, token: int) -> bool:
-        return all(matcher.allows(token) for matcher in self._matchers)
-
-    def take(self, token: int) -> None:
-        for matcher in self._matchers:
-            matcher.take(token)
-
-    def take_many(self, tokens: Sequence[int]) -> int:
-        return take_each(self, tokens)
-
-    def ends_with(self, token: int) -> bool:
-        return any(matcher.ends_with(token) for matcher in self._matchers)
-
-    def forced(self) -> Sequence[int]:
-        return ()
-
-    def mask(self) -> bytes:
-        masks = [matcher.mask() for matcher in self._matchers]
-        common = int.from_bytes(masks[0], "little")
-        for mask in masks[1:]:
-            common &= int.from_bytes(mask, "little")
-        self._has_no_token = common == 0
-        return common.to_bytes(len(masks[0]), "little")

@@ -29,9 +29,9 @@ from levserve.web.batches.routes import batches_routes, files_routes
 from levserve.web.batches.store import BatchStore
 from levserve.web.batches.worker import BatchWorker
 from levserve.web.call import Calls
+from levserve.web.computing import computing_routes
 from levserve.web.cors import Cors
 from levserve.web.docs_page import docs_routes
-from levserve.web.embeddings import embeddings_routes
 from levserve.web.messages.errors import REQUEST_ID_HEADER, error_body, is_messages_path
 from levserve.web.messages.routes import messages_routes
 from levserve.web.models import models_routes
@@ -44,7 +44,6 @@ from levserve.web.request_log import RequestLog
 from levserve.web.responses.routes import responses_routes
 from levserve.web.responses.state_folder import open_state_folder
 from levserve.web.responses.store import ResponseStore
-from levserve.web.scoring import scoring_routes
 from levserve.web.tokens import tokens_routes
 from levserve.web.unknown_path import describe_unknown
 from levserve.web.watcher import Watcher
@@ -73,8 +72,7 @@ def create_app(
     app.register_blueprint(responses_routes(calls, _response_store(settings)))
     app.register_blueprint(messages_routes(calls))
     app.extensions[BATCHES] = _register_batches(app, registry, settings, cors)
-    app.register_blueprint(embeddings_routes(calls))
-    app.register_blueprint(scoring_routes(calls))
+    app.register_blueprint(computing_routes(calls))
     app.register_blueprint(native_routes(calls))
     app.register_blueprint(tokens_routes(calls))
     app.register_blueprint(models_routes(registry))

@@ -11,7 +11,8 @@ import pytest
 
 from levserve.schedule.constraint import take_each
 from levserve.schedule.request import FinishReason, GenerationRequest
-from levserve.text.token_rules import AllOf, AllowedTokens, BannedWords
+from levserve.text.combined import AllOf
+from levserve.text.token_rules import AllowedTokens, BannedWords
 from tests.conftest import GOLDEN
 from tests.engines import Answer, Running, ask, running_engine
 

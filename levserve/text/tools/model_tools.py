@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from levserve.errors import BadRequest
 from levserve.schedule.constraint import Constraint
-from levserve.text.any_of import AnyOf
+from levserve.text.combined import AnyOf
 from levserve.text.grammar import GrammarKind, Grammars, GrammarText
 from levserve.text.lark import Lark
 from levserve.text.mark import Mark
