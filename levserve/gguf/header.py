@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from levserve.errors import StartupError, cause_of
 from levserve.gguf.parts import part_names
+from levserve.gguf.pointer import describe_pointer
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)  # version 1 had 32-bit lengths and was replaced within weeks
@@ -91,7 +92,7 @@ def _read_file(path: Path) -> GGUFHeader:
     try:
         with path.open("rb") as file:
             if file.read(len(MAGIC)) != MAGIC:
-                raise StartupError(f"{path} is not a GGUF file")
+                raise StartupError(describe_pointer(path) or f"{path} is not a GGUF file")
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         return _read(_Cursor(mapped, len(MAGIC)))
     except (struct.error, OverflowError) as error:

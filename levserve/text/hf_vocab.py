@@ -14,7 +14,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from levserve.errors import StartupError
+from levserve.errors import StartupError, cause_of
 from levserve.text.sentencepiece import build_sentencepiece, read_sentencepiece
 from levserve.text.vocabulary import Vocabulary
 
@@ -35,7 +35,7 @@ def read_folder(path: Path) -> Vocabulary:
     except StartupError:
         raise
     except Exception as error:  # tokenizers raises bare Exception for a file it cannot read
-        reason = str(error).strip().partition("\n")[0]
+        reason = cause_of(error).strip().partition("\n")[0]
         raise StartupError(f"{path}: cannot read the tokenizer: {reason}") from error
 
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from levserve.errors import StartupError, cause_of
+from levserve.gguf.pointer import describe_pointer
 from levserve.model.config import ModelConfig
 from levserve.weights.fp8_slices import TYPES as FP8_TYPES
 from levserve.weights.fp8_slices import Fp8File
@@ -161,8 +162,11 @@ def read_file(path: Path) -> Iterator[tuple[str, Slice]]:
                     fp8 = fp8 or Fp8File(path)
                     stored = fp8.slice(name)
                 yield name, stored
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise StartupError(f"cannot read {path}: {cause_of(error)}") from error
+    except SafetensorError as error:
+        damage = f"cannot read {path}: the file is damaged or incomplete ({error})"
+        raise StartupError(describe_pointer(path) or damage) from error
 
 
 def plain_name(name: str) -> str:

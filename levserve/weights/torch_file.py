@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from levserve.errors import StartupError, cause_of
+from levserve.gguf.pointer import describe_pointer
 
 STORAGE_TYPES: Mapping[str, np.dtype[Any]] = {
     "DoubleStorage": np.dtype("<f8"),
@@ -107,7 +108,7 @@ def _not_a_zip(path: Path, start: bytes) -> str:
             f"{path} is in the format of PyTorch before 1.6, which is not supported; "
             "save it again with a later version, or as safetensors"
         )
-    return f"{path} is not a file that PyTorch saved: it is no zip archive"
+    return describe_pointer(path) or f"{path} is not a file that PyTorch saved: it is no zip archive"
 
 
 class _Archive:

@@ -1023,9 +1023,19 @@ def test_number_type_we_do_not_read_is_named(llama: Path) -> None:
 def test_file_that_is_cut_short_is_one_line(llama: Path) -> None:
     path = llama / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(StartupError, match=r"cannot read .*model\.safetensors") as refusal:
+    with pytest.raises(
+        StartupError, match=r"cannot read .*model\.safetensors: .*damaged or incomplete"
+    ) as refusal:
         load(llama)
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_pointer_of_git_lfs_is_told_from_a_damaged_file(llama: Path, name: str) -> None:
+    (llama / "model.safetensors").unlink()
+    (llama / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 545456\n")
+    with pytest.raises(StartupError, match="is only a pointer of Git LFS: run `git lfs pull`"):
+        load(llama)
 
 
 # Memory and progress
