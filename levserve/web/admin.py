@@ -73,18 +73,17 @@ class Stats(Struct, frozen=True):
 
 def _stats(one: ModelInfo) -> ModelStats:
     resident = one.resident
-    backend, weight_bytes, kv_bytes, counts = None, 0, 0, Counts(0, 0, 0, 0)
-    if resident is not None:
-        backend, weight_bytes, kv_bytes = resident.backend or None, resident.weight_bytes, resident.kv_bytes
-        counts = counts if resident.counts is None else resident.counts()
+    counts = Counts(0, 0, 0, 0)
+    if resident is not None and resident.counts is not None:
+        counts = resident.counts()
     return ModelStats(
         id=one.name,
         status=one.status,
         progress=one.progress,
         error=one.error,
-        backend=backend,
-        weight_bytes=weight_bytes,
-        kv_bytes=kv_bytes,
+        backend=None if resident is None else resident.backend or None,
+        weight_bytes=0 if resident is None else resident.weight_bytes,
+        kv_bytes=0 if resident is None else resident.kv_bytes,
         kv_pages=counts.pages_total,
         kv_pages_used=counts.pages_used,
         running=counts.running,
