@@ -230,6 +230,8 @@ def test_an_event_loop_is_not_blocked_and_many_calls_run_together(model: Model) 
         assert (await model.achat(USER, max_tokens=2, temperature=0)).tokens == (10, 11)
         pieces = [piece.text async for piece in model.astream("t17", max_tokens=3, temperature=0)]
         assert "".join(pieces) == " t18 t19 t20"
+        tokens = [piece.tokens async for piece in model.astream_chat(USER, max_tokens=2, temperature=0)]
+        assert sum(tokens, ()) == (10, 11)
         with pytest.raises(BadRequest):
             await model.agenerate("t17", temperature=3)
         assert ticks > 1
