@@ -15,6 +15,8 @@ def show_limits(admission: Admission, response: Response) -> None:
         ("requests", room.max_requests, room.free_requests),
         ("tokens", room.max_tokens, room.free_tokens),
     ):
+        if not limit:  # the memory for tokens is unknown until a model is loaded
+            continue
         response.headers[f"x-ratelimit-limit-{kind}"] = str(limit)
         response.headers[f"x-ratelimit-remaining-{kind}"] = str(free)
         if room.drain_seconds is not None:

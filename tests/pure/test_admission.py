@@ -273,7 +273,7 @@ class TestOverHttp:
         self, app: App, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(type(app.registry.default.tokenizer), "encode", lambda *_, **__: 1 / 0)
-        assert app.refuse("/v1/completions", completion(["t17"] * 100_000)) == (400, "n")
+        assert app.refuse("/v1/completions", completion(["t17"] * 100_000)) == (400, "prompt")
 
 
 @pytest.fixture(scope="module")

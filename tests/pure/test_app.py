@@ -65,6 +65,15 @@ def guarded(registry: Registry, watcher: Watcher) -> FlaskClient:
     return create_app(registry, Settings(api_key=KEY), watcher).test_client()
 
 
+def test_a_limit_that_is_unknown_before_the_model_is_loaded_is_not_said_to_be_zero(
+    client: FlaskClient,
+) -> None:
+    reply = client.post("/v1/completions", json={"model": "toy", "prompt": "t17"})
+    assert reply.status_code == 503 and int(reply.headers["Retry-After"]) > 0
+    assert reply.headers["x-ratelimit-limit-requests"] == "4"
+    assert "x-ratelimit-limit-tokens" not in reply.headers
+
+
 @pytest.mark.parametrize("path", ["/healthz", "/health", "/readyz"])
 def test_probes_need_no_key(guarded: FlaskClient, device: FakeDevice, path: str) -> None:
     assert guarded.get(path).status_code == 200

@@ -112,7 +112,7 @@ def test_scoring_leaves_a_line_too(server: ServerProcess) -> None:
 @pytest.mark.parametrize(
     "name, body, status, error",
     [
-        ("field", completion("t333", top_p=7), 400, "invalid_request_error"),
+        ("field", completion("t333", top_p=7), 400, "decimal_above_max_value"),
         ("json", b"{", 400, "invalid_request_error"),
         ("model", completion("t333") | {"model": "t333\n{}"}, 404, "model_not_found"),
         ("size", completion("t333 " * 1000), 413, "body_too_large"),
