@@ -7,13 +7,21 @@ PYTHONDONTWRITEBYTECODE. On two Neoverse-N1 cores that takes 4 of the 8 seconds 
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import os
+import shutil
 import sys
+from contextlib import suppress
 from pathlib import Path
 
+from levserve.jit.code_cache import list_packages, read_sources
 
-def keep_bytecode(folder: Path, package: str = "jax") -> None:
+NUM_FOLDERS = 3
+"""For as many versions of all packages, 27 MB each."""
+
+
+def keep_bytecode(parent: Path, package: str = "jax") -> None:
     """To be called before the package is imported. Other programs' bytecode stays where it is."""
     if sys.pycache_prefix is not None:
         return  # the user has named a folder
@@ -23,10 +31,28 @@ def keep_bytecode(folder: Path, package: str = "jax") -> None:
     kept = Path(importlib.util.cache_from_source(spec.origin))
     if kept.exists() or (not sys.dont_write_bytecode and _can_write(kept.parent)):
         return
-    if not folder.exists() and not _can_write(folder):
-        return  # one that was filled before may be read-only
-    sys.pycache_prefix = str(folder)
-    sys.dont_write_bytecode = False
+    folder = parent / _fingerprint()
+    with suppress(OSError):  # it may be read-only, and filled already
+        folder.mkdir(parents=True, exist_ok=True)
+        os.utime(folder)
+        _remove_older(parent)
+    if folder.exists():
+        sys.pycache_prefix = str(folder.absolute())
+        sys.dont_write_bytecode = False
+
+
+def _fingerprint() -> str:
+    """Of all sources. Python itself compares times and sizes, and in an image all files may have one time."""
+    digest = hashlib.sha256(read_sources(("**/*.py",)))
+    digest.update(repr((sys.version, list_packages(("",)))).encode())
+    return digest.hexdigest()[:16]
+
+
+def _remove_older(parent: Path) -> None:
+    """Keeps the folders that were used last; a server that uses another compiles what it imports later."""
+    newest_first = sorted(parent.iterdir(), key=lambda folder: folder.stat().st_mtime, reverse=True)
+    for folder in newest_first[NUM_FOLDERS:]:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _can_write(folder: Path) -> bool:

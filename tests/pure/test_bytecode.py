@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from levserve.device.bytecode import NUM_FOLDERS
+
 PROGRAM = """
 import sys
 from pathlib import Path
@@ -48,6 +50,16 @@ def test_bytecode_beside_its_source_stays_there(flags: tuple[str, ...], tmp_path
     beside = import_package(tmp_path)
     assert [path.parts[0] for path in beside] == ["environment"]
     assert import_package(tmp_path, *flags) == beside
+
+
+def test_other_versions_of_packages_have_bytecode_of_their_own(tmp_path: Path) -> None:
+    """Files of another version may have the same time and size, by which Python takes them for the same."""
+    found = [import_package(tmp_path, "-B")]
+    for version in range(NUM_FOLDERS):
+        (tmp_path / "environment" / f"heavy-{version}.dist-info").mkdir()
+        found.append(import_package(tmp_path, "-B"))
+    assert [len(paths) for paths in found] == [1, 2, 3, NUM_FOLDERS] and NUM_FOLDERS == 3
+    assert found[0][0] in found[2] and found[0][0] not in found[3]
 
 
 def test_a_folder_that_the_user_has_named_is_used(tmp_path: Path) -> None:
