@@ -82,5 +82,10 @@ def load_first(
     """Makes all models known and loads the default one; gives it, and the names of those to load next."""
     catalogue = Catalogue(settings)
     loader = open_catalogue(catalogue, settings, registry, rows=rows)
-    loaded = loader.read(catalogue.default, report, functools.partial(registry.make_room, catalogue.default))
+    try:
+        loaded = loader.read(
+            catalogue.default, report, functools.partial(registry.make_room, catalogue.default)
+        )
+    except StartupError as error:
+        raise type(error)(f"the default model {catalogue.default} cannot be loaded: {error}") from error
     return loaded, catalogue.names_at_start()

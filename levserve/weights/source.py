@@ -180,7 +180,12 @@ def find_model(
         return ModelFiles(parts.model_name(path.name), path)
     if path.is_dir():
         return ModelFiles(path.resolve().name, path)
-    folder = fetch_repo(model, revision=revision, cache_path=cache_path / "hub", report=report)
+    try:
+        folder = fetch_repo(model, revision=revision, cache_path=cache_path / "hub", report=report)
+    except StartupError as error:
+        if not path.parent.is_dir():
+            raise
+        raise StartupError(f"{error}; and the folder {path.parent} here has no {path.name}") from error
     if problem := local_problem(folder):
         address = f"https://huggingface.co/{model}/resolve/main/FILE.gguf"
         raise StartupError(

@@ -226,6 +226,16 @@ def test_unreachable_hub_is_one_line_that_names_the_repository(
 
 
 @pytest.mark.usefixtures("hub")
+def test_path_that_looks_like_a_repository_is_told_to_be_missing_here_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "models").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(StartupError, match="the folder models here has no lama$"):
+        find("models/lama", tmp_path)
+
+
+@pytest.mark.usefixtures("hub")
 def test_unknown_repository_and_revision_are_told_apart(tmp_path: Path) -> None:
     with pytest.raises(
         StartupError, match="cannot fetch org/other: no such model on the Hub, or a private one"
