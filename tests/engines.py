@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 
+from levserve.device.platform import MIN_COMPILE_SECONDS
 from levserve.engine.engine import Engine
 from levserve.engine.stream import TokenStream
 from levserve.models.build import Loaded
@@ -27,6 +28,10 @@ from levserve.schedule.request import FinishReason, GenerationRequest, PooledHid
 from levserve.settings.parse import parse_settings
 from tests.conftest import CACHE_VARIABLE
 from tests.waiting import COMPILE_SECONDS, wait_until
+
+# jax would keep every program of the process in files of its own, beside levserve's, and next to none is looked for again:
+# to write them took a twenty-fifth of the processor's time of tests that compile.
+jax.config.update(MIN_COMPILE_SECONDS, 3600.0)
 
 _numbers = count()
 

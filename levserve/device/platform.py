@@ -22,6 +22,9 @@ from levserve.settings.settings import Settings
 
 PLATFORMS = {"gpu": "cuda,cpu", "rocm": "rocm,cpu", "tpu": "tpu,cpu"}
 """What jax calls them. The host is there too: a reload arranges weights on it before they are swapped in."""
+MIN_COMPILE_SECONDS = "jax_persistent_cache_min_compile_time_secs"
+JAX_MIN_COMPILE_SECONDS = 1.0
+"""jax's default, by which it would not keep small programs. Another value is someone's choice, and holds."""
 
 
 def open_device(settings: Settings) -> jax.Device:
@@ -89,6 +92,7 @@ def _keep_programs(settings: Settings) -> None:
             "with --cache-dir, or do without compiled programs on disk with --compile-cache false"
         ) from error
     jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    if getattr(jax.config, MIN_COMPILE_SECONDS) == JAX_MIN_COMPILE_SECONDS:
+        jax.config.update(MIN_COMPILE_SECONDS, 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     use_cache(CodeCache(folder))

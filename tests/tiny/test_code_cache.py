@@ -17,6 +17,7 @@ import pytest
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from levserve.device.compile_events import listen
+from levserve.device.platform import MIN_COMPILE_SECONDS, open_device
 from levserve.device.program_cache import find_program, keep_program
 from levserve.device.program_set import identify
 from levserve.device.programs import Programs
@@ -27,6 +28,7 @@ from levserve.jit.xla_call import Kernel
 from levserve.model.cpu.linear import kernel_for, multiply
 from levserve.model.cpu.products import product_for
 from levserve.observe.metrics import Metrics
+from levserve.settings.parse import parse_settings
 from tests.conftest import GOLDEN
 from tests.engines import ask, read, running_engine
 
@@ -262,6 +264,21 @@ def test_what_jax_has_loaded_from_disk_does_not_count_as_compiled(folder: Path) 
         for name, value in before.items():
             jax.config.update(name, value)
         reset_cache()
+
+
+@pytest.mark.parametrize(("before", "after"), [(1.0, 0.0), (60.0, 60.0)])
+def test_jax_keeps_small_programs_too_unless_it_was_told_which(
+    before: float, after: float, folder: Path
+) -> None:
+    names = "jax_compilation_cache_dir", "jax_persistent_cache_min_entry_size_bytes", MIN_COMPILE_SECONDS
+    options = {name: getattr(jax.config, name) for name in names}
+    try:
+        jax.config.update(MIN_COMPILE_SECONDS, before)
+        open_device(parse_settings(["--cache-dir", str(folder)], {}))
+        assert getattr(jax.config, MIN_COMPILE_SECONDS) == after
+    finally:
+        for name, value in options.items():
+            jax.config.update(name, value)
 
 
 def test_a_program_that_cannot_be_read_back_is_compiled_anew(
