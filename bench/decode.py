@@ -49,7 +49,7 @@ from levserve.model.packed import Kept
 from levserve.model.parameter_shapes import parameter_shapes
 from levserve.model.quantize import BLOCKS_NAME, NARROW, Quantization, choose_quantization, is_quantized
 from levserve.model.rules import Mode
-from levserve.model.select import KERNELS, choose_backend
+from levserve.model.select import choose_backend
 from levserve.observe.metrics import Metrics
 from levserve.schedule.request import GenerationRequest, Sampling
 from levserve.schedule.sequence import Chunk, RoundPlan, Row, Sequence
@@ -352,7 +352,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--quantize", choices=["none", *NARROW, *SCHEMES], default="none")
     parser.add_argument("--kv-dtype", choices=["auto", "bfloat16", "fp8", "int8"], default="auto")
-    parser.add_argument("--kernels", choices=KERNELS, default="auto", help="as the server's option")
+    parser.add_argument("--kernels", choices=("auto", "xla"), default="auto", help="as the server's option")
     parser.add_argument("--without-amx", action="store_true", help="CPU kernels do not use matrix units")
     parser.add_argument(
         "--experts",

@@ -30,7 +30,7 @@ from levserve.device.text_sizing import plan_text_sizes
 from levserve.model.backend import Backend
 from levserve.model.hrm import Hrm
 from levserve.model.hrm_config import HrmConfig, hrm_parameter_shapes
-from levserve.model.select import KERNELS, choose_text_backend
+from levserve.model.select import choose_text_backend
 from levserve.observe.metrics import Metrics
 
 PEAK_SIZES = {"cpu": 2048, "gpu": 8192}
@@ -56,7 +56,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--rows", default="1,4", metavar="N,N", help="texts computed together (default: %(default)s)")
     add("--repetitions", type=int, default=5, metavar="N", help="runs of each (default: %(default)s)")
     add("--dtype", choices=("float32", "bfloat16"), default="float32")
-    add("--kernels", choices=KERNELS, default="auto", help="as the server's option (default: %(default)s)")
+    add("--kernels", choices=("auto", "xla"), default="auto", help="as the server's option (default: %(default)s)")
     return parser.parse_args(argv)
 
 
