@@ -183,7 +183,9 @@ class DeadlineExceeded(ServeError):
 
 def cause_of(error: BaseException) -> str:
     """What went wrong, without the number and the path that Python writes around a system's message."""
-    return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error) or type(error).__name__
 
 
 FAULT_EXIT_CODE = 70  # EX_SOFTWARE

@@ -310,10 +310,11 @@ def test_a_closed_model_refuses_and_ends_what_ran(app: App) -> None:
 
 
 def test_a_wrong_shape_is_told_in_words(model: Model) -> None:
+    texts: Any = ["t1", "t2"]
     with pytest.raises(BadRequest, match="A stream has one prompt"):
-        model.stream(["t1", "t2"])  # type: ignore[arg-type]
+        model.stream(texts)
     with pytest.raises(BadRequest, match="A pair is a prompt and its continuation, not 't1'"):
-        model.score(["t1"])  # type: ignore[list-item]
+        model.score(texts)
     assert repr(model).startswith("<levserve model ")
 
 
