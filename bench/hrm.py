@@ -56,7 +56,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--rows", default="1,4", metavar="N,N", help="texts computed together (default: %(default)s)")
     add("--repetitions", type=int, default=5, metavar="N", help="runs of each (default: %(default)s)")
     add("--dtype", choices=("float32", "bfloat16"), default="float32")
-    add("--kernels", choices=("auto", "xla"), default="auto", help="as the server's option (default: %(default)s)")
+    add(
+        "--kernels",
+        choices=("auto", "xla"),
+        default="auto",
+        help="as the server's option (default: %(default)s)",
+    )
     return parser.parse_args(argv)
 
 

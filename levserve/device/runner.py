@@ -280,11 +280,9 @@ def make_state(
     num_draft_layers = 0 if draft is None else draft.blueprint.config.num_layers
 
     def make() -> State:
-        return State(
-            cache.make_pool(config, sizes.num_pages, sizes.page_size, storage),
-            *make_slots(sizes.rows, sizes.max_seq_len, config.vocab_size),
-            make_draft_pools(),
-        )
+        pool = cache.make_pool(config, sizes.num_pages, sizes.page_size, storage)
+        last_tokens, memory, masks = make_slots(sizes.rows, sizes.max_seq_len, config.vocab_size)
+        return State(pool, last_tokens, memory, masks, make_draft_pools())
 
     def make_draft_pools() -> tuple[jax.Array, ...]:
         if draft is None:

@@ -16,7 +16,6 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 import llguidance
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, regex_to_lark
@@ -173,8 +172,9 @@ def _source(asked: GrammarText) -> str:
 
 
 def _schema_source(schema: str, whitespace: str | None) -> str:
-    overrides: dict[str, Any] = SEPARATORS if whitespace is None else {"whitespace_pattern": whitespace}
-    return LLMatcher.grammar_from_json_schema(schema, overrides=overrides)
+    if whitespace is None:
+        return LLMatcher.grammar_from_json_schema(schema, overrides=SEPARATORS)
+    return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": whitespace})
 
 
 def _refusal(asked: GrammarText, reason: str) -> BadRequest:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from levserve.text.tokenizer import Tokenizer
 
-SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+if TYPE_CHECKING:  # the module has no such name when it runs
+    from llguidance._lib import JsonCompileOptions
+
+SEPARATORS: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """White space only after separators: where it is free, models write it until they have no tokens left."""
 EMPTY = '""'
 
