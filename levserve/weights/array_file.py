@@ -14,10 +14,10 @@ import mmap
 import struct
 import weakref
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import ml_dtypes
 import numpy as np
@@ -50,26 +50,36 @@ class _Entry:
 
 
 def write_arrays(path: Path, arrays: Iterable[tuple[str, NDArray[np.generic]]]) -> int:
-    """Writes the arrays as they come, so that one of them is in memory at a time; the size of the file."""
+    """Writes the arrays as they come, each while the next is made, so that two of them are in memory at a
+    time; the size of the file."""
     entries: list[dict[str, Any]] = []
-    with path.open("wb") as file:
+    written: Future[dict[str, Any]] | None = None
+    with path.open("wb") as file, ThreadPoolExecutor(1, thread_name_prefix="levserve-weights") as writer:
         for name, array in arrays:
-            file.write(bytes(-file.tell() % ALIGNMENT))
-            data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-            entries.append(
-                {
-                    "name": name,
-                    "dtype": array.dtype.name,
-                    "shape": array.shape,
-                    "offset": file.tell(),
-                    "total": add_up(data),
-                }
-            )
-            file.write(data.data)
+            if written is not None:
+                entries.append(written.result())
+            written = writer.submit(_write_array, file, name, array)
+        if written is not None:
+            entries.append(written.result())
         index = json.dumps(entries).encode()
         file.write(index)
         file.write(TRAILER.pack(len(index), hashlib.sha256(index).digest(), MAGIC))
         return file.tell()
+
+
+def _write_array(file: BinaryIO, name: str, array: NDArray[np.generic]) -> dict[str, Any]:
+    """What the index says of the array."""
+    file.write(bytes(-file.tell() % ALIGNMENT))
+    offset = file.tell()
+    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    file.write(data.data)
+    return {
+        "name": name,
+        "dtype": array.dtype.name,
+        "shape": array.shape,
+        "offset": offset,
+        "total": add_up(data),
+    }
 
 
 def is_whole(path: Path) -> bool:
