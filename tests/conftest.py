@@ -53,9 +53,12 @@ os.environ.update(QUICK_COMPILE)
 # Tracing leaves many objects behind that live on: at the usual threshold a tenth of the time goes to finding no garbage.
 gc.set_threshold(50_000, 20, 10)
 
-# How long an example takes says more about the machine than about the code.
-settings.register_profile("no clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("no clock")
+# How long an example takes says more about the machine than about the code. Every run draws others, so that the runs of a day make
+# many. Tests that have found most have numbers of their own.
+NO_CLOCK = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("quick", NO_CLOCK, max_examples=40)
+settings.register_profile("thorough", NO_CLOCK, max_examples=1000)
+settings.load_profile("quick")
 
 CACHE_VARIABLE = "TESTS_CACHE_FOLDER"
 if (

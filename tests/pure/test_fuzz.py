@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import reprlib
 import time
 from collections.abc import Iterator
 from typing import Any, NoReturn
@@ -251,7 +252,7 @@ def roomy() -> Iterator[App]:
         (RESPOND, {"input": [{"role": "user", "content": "", "type": "x" * LONG}]}, "input[0].type"),
         (SCORE, {"prompts": ["t17 " * (LONG // 4)], "continuations": [" t18"]}, "prompts[0]"),
     ],
-    ids=lambda value: str(value)[:40],
+    ids=reprlib.repr,
 )
 def test_what_is_huge_is_refused_by_name_in_no_time(
     roomy: App, path: str, body: dict[str, Any], param: str
