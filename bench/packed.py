@@ -214,7 +214,7 @@ def read_tiling(text: str) -> tuple[Tiling, int | None, bool]:
     """A tiling, its splits if they are given, and whether the kernel rounds activations itself."""
     cut, _, splits = text.partition("/")
     blocks = re.fullmatch(r"(\d+)x(\d+)x(\d+)w(\d+)s(\d+)(i?)", cut)
-    fragments = re.fullmatch(r"m(\d+)n(\d+)w(\d+)x(\d+)([sg]?)", cut)
+    fragments = re.fullmatch(r"m(\d+)n(\d+)w(\d+)x(\d+)([sgr]?)", cut)
     wanted = int(splits) if splits else None
     if blocks is not None:
         *sizes, inside = blocks.groups()
@@ -224,19 +224,20 @@ def read_tiling(text: str) -> tuple[Tiling, int | None, bool]:
         tiling = FragmentTiling(
             *(m_tiles, n_tiles, warps_m, warps_k, 1),
             is_staged=bool(fragments[5]),
-            is_wide=fragments[5] == "g",
+            is_wide=fragments[5] in ("g", "r"),
+            has_ring=fragments[5] == "r",
         )
         return tiling, wanted, False
     raise SystemExit(
         f"{text} is neither rows x columns x depth w warps s stages / splits, such as 16x32x128w2s4/2 (or "
         "16x64x128w4s3i/2, where a kernel for FP8 rounds activations itself), nor "
-        "m tiles n tiles w warps x warps s(taged) or g(roups of four warps) / splits, such as m2n8w4x1s/2"
+        "m tiles n tiles w warps x warps s(taged), g(roups of four warps) or r(ing) / splits, such as m2n8w4x1s/2"
     )
 
 
 def show_tiling(tiling: Tiling) -> str:
     if isinstance(tiling, FragmentTiling):
-        staged = "g" if tiling.is_wide else "s" if tiling.is_staged else ""
+        staged = "r" if tiling.has_ring else "g" if tiling.is_wide else "s" if tiling.is_staged else ""
         return f"m{tiling.m_tiles}n{tiling.n_tiles}w{tiling.warps_m}x{tiling.warps_k}{staged}"
     return f"{tiling.rows}x{tiling.columns}x{tiling.depth}w{tiling.num_warps}s{tiling.num_stages}"
 

@@ -13,28 +13,30 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
+from levserve.model.gpu.assembly import Kernel
+from tests.ptx_memory import Barrier, Pause, Shared, run_together
+from tests.ptx_numbers import LANES, as_bits, as_float, compute, halves
+
 Registers = dict[str, np.ndarray]
-LANES = 32
-MASK = np.uint64(0xFFFFFFFF)
 OPERAND = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,\s]+")
 PLACE = 1 << 32
 """Arrays begin at multiples of this address."""
 
 
 def run(
-    text: str, arrays: Sequence[np.ndarray], out: np.ndarray, grid: tuple[int, int, int], num_warps: int
+    kernel: Kernel, arrays: Sequence[np.ndarray], out: np.ndarray, grid: tuple[int, int, int], num_warps: int
 ) -> None:
     """Runs every program of the grid; `out` is written to."""
+    text = kernel.text
     lines = [line.strip() for line in re.split(r";|(?<=:) ", text.strip()[1:-1]) if line.strip()]
     lines = [line for line in lines if not line.startswith((".reg", ".shared"))]
     found = re.search(r"memory\[(\d+)\]", text)
     memories = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays]
     memories.append(out.reshape(-1).view(np.uint8))
     for place in itertools.product(*map(range, grid)):
-        shared = Shared(int(found[1]) if found else 0)
-        warps = [Warp(lines, number, place, memories, shared).steps() for number in range(num_warps)]
-        while warps:
-            warps = [warp for warp in warps if next(warp, None) is not None]
+        shared = Shared(int(found[1]) if found else kernel.asked_bytes)
+        warps = [Warp(lines, number, place, memories, shared) for number in range(num_warps)]
+        run_together([warp.steps() for warp in warps], shared)
 
 
 class WideProduct(NamedTuple):
@@ -45,15 +47,6 @@ class WideProduct(NamedTuple):
     a: np.ndarray
     descriptor: int
     b: np.ndarray
-
-
-class Shared:
-    """Memory that the warps of a program share."""
-
-    def __init__(self, size: int) -> None:
-        self.bytes = np.full(size, 0xAA, np.uint8)
-        self.is_fenced = np.zeros(size, bool)
-        """What tensor cores may read: bytes for which the warp that wrote them has made a fence since."""
 
 
 class Warp:
@@ -72,7 +65,8 @@ class Warp:
             self.registers[f"%ctaid.{axis}"] = np.full(LANES, value, np.uint64)
         for index in range(len(memories)):
             self.registers[f"${index + 1}"] = np.full(LANES, (index + 1) * PLACE, np.uint64)
-        self.registers["memory"] = np.zeros(LANES, np.uint64)
+        for name in ("memory", "%reserved_smem_offset_end"):
+            self.registers[name] = np.zeros(LANES, np.uint64)
         self.copies: list[list[Callable[[], None]]] = [[]]
         self.unfenced: list[slice] = []
         """Shared memory that this warp has written since its last fence."""
@@ -84,8 +78,8 @@ class Warp:
         self.fetched: set[int] = set()
         """Addresses outside of shared memory, of loads and of fetches into a cache."""
 
-    def steps(self) -> Iterator[bool]:
-        """Yields at every barrier."""
+    def steps(self) -> Iterator[Pause]:
+        """Yields at every barrier, and where it waits for a copy."""
         at = 0
         while at < len(self.lines):
             line = self.lines[at]
@@ -95,13 +89,16 @@ class Warp:
             mask = np.ones(LANES, bool)
             if line.startswith("@"):
                 guard, line = line.split(" ", 1)
-                mask = self.registers[guard[1:]].astype(bool)
+                mask = self.registers[guard.lstrip("@!")].astype(bool) ^ ("!" in guard)
             name, _, rest = line.partition(" ")
             if name == "bra":
                 assert mask.all() or not mask.any(), "a warp stays together"
                 at = self.labels[rest] if mask.all() else at
             elif name == "bar.sync":
-                yield True
+                yield Pause.FOR_ALL
+            elif name.startswith("mbarrier.try_wait.parity"):
+                if not self._is_through(OPERAND.findall(rest)):
+                    yield Pause.IN_MEMORY
             elif mask.any():
                 self._step(name, OPERAND.findall(rest), mask)
         assert self.fetched <= self.loaded, "nothing is fetched that the warp does not load"
@@ -111,8 +108,14 @@ class Warp:
             self._move(name, operands, mask)
         elif name == "prefetch.global.L2":
             self.fetched.update(self._address(operands[0])[mask].tolist())
+        elif name.startswith("cp.async.bulk."):
+            self._copy_for_all(operands, mask)
         elif name.startswith("cp.async"):
             self._copy(name, operands, mask)
+        elif name.startswith("mbarrier."):
+            self._arrive(name, operands, mask)
+        elif name == "fence.mbarrier_init.release.cluster":
+            pass
         elif name.startswith("mma."):
             self._multiply(operands)
         elif name == "fence.proxy.async.shared::cta":
@@ -182,17 +185,67 @@ class Warp:
                     copy()
         else:
             to, source = self._address(operands[0]), self._address(operands[1])
+            self.loaded.update(source[mask].tolist())
+            size = int(operands[2])
 
             def copy() -> None:
                 for lane in np.flatnonzero(mask):
                     memory, start = self._memory(int(source[lane]), False)
-                    assert start % 16 == 0 and start + 16 <= len(memory) and int(to[lane]) % 16 == 0
-                    place = slice(int(to[lane]), int(to[lane]) + 16)
-                    self.shared.bytes[place] = memory[start : start + 16]
+                    assert start % size == 0 and start + size <= len(memory) and int(to[lane]) % size == 0
+                    place = slice(int(to[lane]), int(to[lane]) + size)
+                    self.shared.bytes[place] = memory[start : start + size]
                     self.shared.is_fenced[place] = False
                     self.unfenced.append(place)
 
             self.copies[-1].append(copy)
+
+    def _arrive(self, name: str, operands: list[str], mask: np.ndarray) -> None:
+        """At a barrier in shared memory, by one thread; or that thread makes it."""
+        (lane,) = np.flatnonzero(mask)
+        if name == "mbarrier.init.shared::cta.b64":
+            at = int(self._address(operands[0])[lane])
+            assert at % 8 == 0 and at + 8 <= len(self.shared.bytes)
+            self.shared.barriers[at] = Barrier(int(operands[1]))
+            return
+        assert operands[0] == "_"
+        barrier = self.shared.barriers[int(self._address(operands[1])[lane])]
+        if name == "mbarrier.arrive.shared::cta.b64":
+            barrier.arrive()
+        else:
+            assert name == "mbarrier.arrive.expect_tx.shared::cta.b64"
+            barrier.arrive(int(operands[2]))
+
+    def _is_through(self, operands: list[str]) -> bool:
+        """Whether a barrier has ended the phase of this parity; if not, its copies end now."""
+        into, at, parity = operands
+        places, parities = self._address(at), self.value(parity)
+        assert len({*places.tolist()}) == len({*parities.tolist()}) == 1
+        barrier = self.shared.barriers[int(places[0])]
+        is_through = barrier.phase % 2 != int(parities[0])
+        if not is_through:
+            barrier.finish_copies()
+        self.registers[into] = np.full(LANES, is_through, np.uint64)
+        return is_through
+
+    def _copy_for_all(self, operands: list[str], mask: np.ndarray) -> None:
+        (lane,) = np.flatnonzero(mask)
+        to, source, at = (int(self._address(operands[number])[lane]) for number in (0, 1, 3))
+        size = int(operands[2])
+        memory, start = self._memory(source, False)
+        assert to % 16 == start % 16 == size % 16 == 0
+        assert start + size <= len(memory) and to + size <= len(self.shared.bytes)
+        place = slice(to, to + size)
+        self.shared.bytes[place] = 0xFF
+        self.shared.is_fenced[place] = False
+
+        def copy() -> None:
+            self.shared.bytes[place] = memory[start : start + size]
+            self.shared.is_fenced[place] = True
+
+        barrier = self.shared.barriers[at]
+        assert barrier.expected == size, "it counts the bytes that are copied"
+        barrier.expected = 0
+        barrier.copies.append(copy)
 
     def _left_factor(self, registers: list[str]) -> np.ndarray:
         a = np.zeros((16, 16), np.float32)
@@ -226,14 +279,19 @@ class Warp:
             self.products[-1].append(product)
 
     def _right_factor(self, descriptor: int, num_rows: int) -> np.ndarray:
-        """[input, row] from shared memory, 128 bytes of a row side by side, swizzled."""
-        assert descriptor >> 62 == 1 and descriptor >> 32 & 0x3FFF == 1024 >> 4
-        start = (descriptor & 0x3FFF) << 4
+        """[input, row] from shared memory: 128 bytes of a row side by side, swizzled, or eight inputs of eight
+        rows side by side, as they are."""
+        start, of_inputs, of_rows = ((descriptor >> place & 0x3FFF) << 4 for place in (0, 16, 32))
         rows, inputs = np.arange(num_rows)[:, None], np.arange(16)[None, :]
-        at = start + rows // 8 * 1024 + rows % 8 * 128 + 2 * inputs
-        at ^= (at >> 7 & 7) << 4
+        if descriptor >> 62:
+            assert descriptor >> 62 == 1 and of_rows == 1024
+            at = start + rows // 8 * of_rows + rows % 8 * 128 + 2 * inputs
+            at ^= (at >> 7 & 7) << 4
+        else:
+            assert descriptor >> 46 == 0
+            at = start + rows // 8 * of_rows + inputs // 8 * of_inputs + rows % 8 * 16 + inputs % 8 * 2
         places = np.stack([at, at + 1], -1)
-        assert self.shared.is_fenced[places].all()
+        assert self.shared.is_fenced[places].all(), "what is multiplied has been copied, with a fence since"
         found = self.shared.bytes[places].view(ml_dtypes.bfloat16)[..., 0]
         return found.astype(np.float32).T
 
@@ -268,78 +326,3 @@ class Warp:
 
 def names(part: str) -> list[str]:
     return [each.strip() for each in part.strip("{}").split(",")]
-
-
-def halves(register: np.ndarray) -> np.ndarray:
-    """Two bfloat16 of each lane, as float32."""
-    words = register.astype(np.uint32)
-    return words.view(ml_dtypes.bfloat16).reshape(-1, 2).astype(np.float32)
-
-
-def as_float(register: np.ndarray) -> np.ndarray:
-    return register.astype(np.uint32).view(np.float32)
-
-
-def as_bits(numbers: np.ndarray) -> np.ndarray:
-    return numbers.astype(np.float32).view(np.uint32).astype(np.uint64)
-
-
-def compute(operation: str, kind: str, given: list[np.ndarray]) -> np.ndarray:
-    if kind == "f32.f16":
-        return as_bits(given[0].astype(np.uint16).view(np.float16).astype(np.float32))
-    if kind == "rn.bf16x2":
-        first, second, third = map(halves, given)
-        result = (first * second + third).astype(ml_dtypes.bfloat16)
-        return result.reshape(-1).view(np.uint32).astype(np.uint64)
-    if kind == "rn.bf16x2.f32":
-        pairs = np.stack([as_float(each) for each in given[::-1]], -1).astype(ml_dtypes.bfloat16)
-        return pairs.reshape(-1).view(np.uint32).astype(np.uint64)
-    if kind.endswith("f32") and operation != "mov":
-        numbers = [as_float(each) for each in given]
-        exact = [each.astype(np.float64) for each in numbers]
-        results = {
-            "add": lambda: exact[0] + exact[1],
-            "mul": lambda: exact[0] * exact[1],
-            "fma": lambda: exact[0] * exact[1] + exact[2],
-        }
-        return as_bits(results[operation]())
-    result = INTEGERS[f"{operation}.{kind}" if operation == "setp" else operation](*given)
-    is_long = kind.endswith("64") or kind.startswith("wide")
-    return result.astype(np.uint64) & (MASK if not is_long else ~np.uint64(0))
-
-
-def combine(first: np.ndarray, second: np.ndarray, third: np.ndarray, table: np.ndarray) -> np.ndarray:
-    assert (table == 0xEA).all()
-    return first & second | third
-
-
-def permute(first: np.ndarray, second: np.ndarray, selector: np.ndarray) -> np.ndarray:
-    both = first | second << np.uint64(32)
-    result = np.zeros(LANES, np.uint64)
-    for number in range(4):
-        which = selector >> np.uint64(4 * number) & np.uint64(7)
-        result |= (both >> which * np.uint64(8) & np.uint64(255)) << np.uint64(8 * number)
-    return result
-
-
-INTEGERS: dict[str, Callable[..., np.ndarray]] = {
-    "mov": lambda value: value,
-    "add": lambda first, second: first + second,
-    "sub": lambda first, second: first - second,
-    "mul": lambda first, second: first * second,
-    "mad": lambda first, second, third: first * second + third,
-    "div": lambda first, second: first // second,
-    "rem": lambda first, second: first % second,
-    "min": np.minimum,
-    "and": lambda first, second: first & second,
-    "or": lambda first, second: first | second,
-    "xor": lambda first, second: first ^ second,
-    "shr": lambda value, count: value >> count,
-    "shl": lambda value, count: value << count,
-    "lop3": combine,
-    "prmt": permute,
-    "setp.eq.u32": lambda first, second: first == second,
-    "setp.ge.u32": lambda first, second: first >= second,
-    "setp.gt.u32": lambda first, second: first > second,
-    "setp.lt.u32": lambda first, second: first < second,
-}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import replace
 
 import jax
@@ -14,6 +15,7 @@ from haliax import Axis
 from levserve.model.gpu import backend as gpu
 from levserve.model.gpu.fragment_plan import MAX_ROWS, FragmentTiling, Problem, choose_fragments, takes
 from levserve.model.gpu.fragment_product import runs_here, write_kernel
+from levserve.model.gpu.ring_kernel import in_parts
 from levserve.model.gpu.wide_kernel import in_fragments
 from levserve.model.lanes import from_lanes, to_lanes
 from levserve.model.packed import OFFSET, SCALE, ZERO, Code, PackedMatrix, Scheme
@@ -26,6 +28,9 @@ SCHEMES = {
     "awq in groups of 64": Scheme(Code.UINT4, 64, has_zeros=True, scale=BFLOAT16, in_lanes=True),
     "gptq in groups of 256": Scheme(Code.UINT4, 256, zero=8, scale=FLOAT16, in_lanes=True),
     "four bits by row": Scheme(Code.UINT4, zero=8, in_lanes=True),
+    "four bits in float32, with offsets": Scheme(
+        Code.UINT4, 128, has_offsets=True, scale=FLOAT32, in_lanes=True
+    ),
     "q4_0": Scheme(Code.UINT4, 32, zero=8, scale=FLOAT16, in_lanes=True),
     "q4_k": Scheme(Code.UINT4, 32, has_offsets=True, scale=FLOAT16, in_lanes=True),
     "q8_0": Scheme(Code.INT8, 32, scale=FLOAT16, in_lanes=True),
@@ -38,10 +43,12 @@ SCHEMES = {
 FEW = FragmentTiling(2, 1, 1, 2, 2, is_staged=False)
 STAGED = FragmentTiling(2, 2, 4, 1, 1, is_staged=True)
 WIDE = FragmentTiling(2, 2, 4, 1, 1, is_staged=True, is_wide=True)
+RING = replace(WIDE, has_ring=True)
 
 # Outside of a program, jax would compile every operation by itself.
 widen_matrix = jax.jit(lambda matrix, dtype: matrix.widen(dtype).array, static_argnums=1)
 put_in_fragments = jax.jit(in_fragments, static_argnums=1)
+put_in_parts = jax.jit(in_parts, static_argnums=(1, 2))
 
 
 def random_parts(scheme: Scheme, shape: tuple[int, int]) -> dict[str, np.ndarray]:
@@ -77,14 +84,18 @@ def run_kernel(
     x: np.ndarray,
     tiling: FragmentTiling,
     shape: tuple[int, int],
+    left_out: str = "",
 ) -> np.ndarray:
     out = np.full((tiling.splits, len(x), shape[0]), np.nan, np.float32)
     given = [parts[end] for end in ("", SCALE, ZERO, OFFSET) if end in parts]
     grid = (-(-len(x) // tiling.rows), shape[0] // tiling.columns, tiling.splits)
-    text = write_kernel(Problem(len(x), *shape, scheme), tiling)
-    if tiling.is_wide:
+    kernel = write_kernel(Problem(len(x), *shape, scheme), tiling)
+    kernel = kernel._replace(text=re.sub(left_out, "", kernel.text)) if left_out else kernel
+    if tiling.has_ring:
+        x = np.asarray(put_in_parts(x, scheme.code.is_nibble, tiling.rows))
+    elif tiling.is_wide:
         x = np.asarray(put_in_fragments(x, scheme.code.is_nibble))
-    ptx.run(text, [x, *given], out, grid, tiling.num_warps)
+    ptx.run(kernel, [x, *given], out, grid, tiling.num_warps)
     return out.sum(0)
 
 
@@ -168,6 +179,55 @@ def test_so_does_every_way_of_cutting_it(
     check_wide(SCHEMES[name], rows, tiling, (tiling.columns, num_inputs))
 
 
+@pytest.mark.parametrize(
+    ("name", "rows", "tiling", "num_inputs"),
+    [
+        ("awq", 40, replace(RING, n_tiles=5), 1280),
+        ("awq", 64, replace(RING, n_tiles=8, warps_m=8), 768),
+        ("awq", 8, replace(RING, n_tiles=1, warps_m=8, splits=2), 256),
+        ("awq", 30, replace(RING, splits=2), 1280),
+        ("gptq in groups of 256", 16, RING, 1536),
+        ("four bits by row", 16, RING, 512),
+        ("four bits in float32, with offsets", 16, RING, 256),
+    ],
+)
+def test_and_the_kernel_that_copies_codes_ahead(
+    name: str, rows: int, tiling: FragmentTiling, num_inputs: int
+) -> None:
+    """With more and fewer units than it copies ahead, two groups of warps, and several tiles of rows."""
+    check_wide(SCHEMES[name], rows, tiling, (tiling.columns, num_inputs))
+
+
+@pytest.mark.parametrize(
+    ("left_out", "noticed"),
+    [
+        (r"WAIT_\d+: mbarrier\.try_wait[^;]*; @!p_\d+ bra WAIT_\d+;", "copied"),
+        (r"@p_\d+ mbarrier\.arrive\.shared::cta\.b64 [^;]*;", "wait for one another"),
+        (r"wgmma\.fence\.sync\.aligned;", "a fence"),
+    ],
+)
+def test_if_it_did_not_wait_for_rows_that_would_be_noticed(left_out: str, noticed: str) -> None:
+    """For parts of `x` that are not there yet, and until all warps are through with others."""
+    shape = (128, 1024)
+    x, parts = random_rows(16, RING, shape), random_parts(AWQ, shape)
+    with pytest.raises(AssertionError, match=noticed):
+        run_kernel(parts, AWQ, x, RING, shape, left_out)
+
+
+def test_nor_would_its_numbers_be_right_if_it_did_not_wait_for_codes() -> None:
+    shape = (128, 1024)
+    x, parts = random_rows(16, RING, shape), random_parts(AWQ, shape)
+    right = run_kernel(parts, AWQ, x, RING, shape)
+    wrong = run_kernel(parts, AWQ, x, RING, shape, r"cp\.async\.wait_group \d+;")
+    assert not np.allclose(wrong, right)
+
+
+def test_rows_in_parts_have_eight_inputs_of_each_row_after_another() -> None:
+    rows = np.arange(8 * 256, dtype=np.float32).reshape(8, 256)
+    tiles = np.asarray(put_in_parts(rows, True, 4)).reshape(2, 32, 4, 8)
+    np.testing.assert_array_equal(tiles.swapaxes(1, 2).reshape(8, 256), put_in_fragments(rows, True))
+
+
 @pytest.mark.parametrize("is_nibble", [False, True])
 def test_rows_in_fragments_have_the_inputs_of_each_instruction_side_by_side(is_nibble: bool) -> None:
     """A thread of four has a word's inputs one after another, and of each instruction two pairs."""
@@ -208,6 +268,21 @@ def test_programs_for_up_to_16_rows_of_four_bits_in_long_groups_have_few_registe
     for name in ("q4_k", "q8_0"):
         tiling = choose_fragments(16, (4096, 4096), SCHEMES[name], is_hopper=True)
         assert tiling is not None and tiling.max_registers is None
+
+
+def test_up_to_64_rows_of_four_bits_in_long_groups_have_codes_copied_ahead() -> None:
+    shapes = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
+    tilings = [plan(64, shape) for shape in shapes]
+    assert all(each.has_ring and each.warps_m == 8 for each in tilings)
+    assert [each.splits for each in tilings] == [4, 8, 1, 8], "one program for each processor"
+    assert plan(33, (4096, 4096)).has_ring and not plan(32, (4096, 4096)).has_ring
+    assert not plan(65, (4096, 4096)).has_ring
+    narrow = plan(64, (4096 + 128, 4096))
+    assert narrow.has_ring and narrow.warps_m == 4
+    assert not plan(64, (4096 + 64, 4096)).has_ring
+    for name in ("awq in groups of 64", "four bits by row", "q4_k", "int8 in groups of 128"):
+        tiling = choose_fragments(64, (4096, 4096), SCHEMES[name], is_hopper=True)
+        assert tiling is not None and tiling.is_wide and not tiling.has_ring
 
 
 def test_rows_are_shared_out_evenly_among_programs_of_four_warps() -> None:

@@ -22,6 +22,7 @@ from levserve.device.sizing import plan_sizes
 from levserve.model import cache
 from levserve.model.config import ModelConfig
 from levserve.model.decoder import Blueprint
+from levserve.model.gpu.assembly import UNASKED_BYTES
 from levserve.model.gpu.backend import GpuBackend
 from levserve.model.packed import Code, Kept, PackedMatrix, Scheme
 from levserve.model.parameter_shapes import parameter_shapes
@@ -165,6 +166,21 @@ def test_up_to_64_rows_the_matrix_is_fetched_ahead_into_the_cache(
     kernel = compile_product(name, rows, "fragment_product", tmp_path)
     assert ("prefetch.global.L2" in kernel) == is_ahead
     assert ("ld.global.nc." in kernel) != is_ahead
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "is_copied"), [("awq", 64, True), ("awq", 65, False), ("q4_k", 64, False)]
+)
+def test_up_to_64_rows_of_long_groups_are_copied_ahead_to_shared_memory(
+    name: str, rows: int, is_copied: bool, tmp_path: Path
+) -> None:
+    """To more of it than a program has without asking, so XLA must ask for it."""
+    kernel = compile_product(name, rows, "fragment_product", tmp_path)
+    assert ("cp.async.bulk." in kernel) == ("%reserved_smem_offset_end" in kernel) == is_copied
+    assert (".reqntid 256," in kernel) == is_copied
+    (steps,) = tmp_path.glob("*fragment_product.triton-to-llvm.txt")
+    asked = max(map(int, re.findall(r"ttg\.shared = (\d+)", steps.read_text())))
+    assert (asked >= UNASKED_BYTES) == is_copied
 
 
 @pytest.mark.parametrize(("name", "is_limited"), [("awq", True), ("q4_k", False)])

@@ -1,22 +1,36 @@
 """Kernels written in PTX, as part of a compiled program.
 
-XLA takes a kernel of Triton's IR. One whose only operation is inline assembly is whatever the assembly says,
-and XLA compiles, stores and launches it as it does any other: no CUDA toolkit is needed, and the program that
-is kept on disk has its machine code. It is an interface of XLA's own, which may change with any version: so
-nothing else uses it, and `fragment_product.runs_here` tries it before a model relies on it.
+XLA takes a kernel of Triton's IR. One that has nothing but inline assembly, and perhaps memory that it needs,
+is whatever the assembly says, and XLA compiles, stores and launches it as it does any other: no CUDA toolkit
+is needed, and the program that is kept on disk has its machine code. It is an interface of XLA's own, which
+may change with any version: so nothing else uses it, and `fragment_product.runs_here` tries it before a model
+relies on it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 TARGET = "__gpu$xla.gpu.triton"
+UNASKED_BYTES = 48 * 1024
+"""Of shared memory, that a program has without asking for more."""
+SMALLEST_ARRAY = 4096
+"""Bytes, of those that are allocated to ask for more."""
+MEMORY_LAYOUT = "#memory = #ttg.swizzled_shared<{vec = 1, perPhase = 1, maxPhase = 1, order = [0]}>"
+"""Of such arrays: as it is, nothing is swizzled."""
 TYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
+
+
+class Kernel(NamedTuple):
+    text: str
+    asked_bytes: int = 0
+    """Of shared memory, if that is more than a program has without asking."""
 
 
 @dataclass(slots=True)
@@ -60,20 +74,30 @@ class Assembly:
             return self.set("rem.u32", register, divisor, name=name)
         return self.set("and.b32", register, divisor - 1, name=name)
 
+    def new_label(self, name: str) -> str:
+        """A label that no other line has."""
+        count = self.counts.get(name, 0)
+        self.counts[name] = count + 1
+        return f"{name}_{count}"
+
     def label(self, name: str) -> None:
         self.lines.append(f"{name}:")
 
-    def text(self, shared_bytes: int, alignment: int = 16) -> str:
-        """The kernel; `memory` is what the threads of a program share."""
+    def kernel(self, shared_bytes: int, alignment: int = 16) -> Kernel:
+        """In its text, `memory` is what the threads of a program share."""
         declared = [f".reg .{kind} {', '.join(names)};" for kind, names in self.registers.items()]
-        if shared_bytes:
+        asked_bytes = shared_bytes if shared_bytes > UNASKED_BYTES else 0
+        if asked_bytes:
+            # It begins where the part ends that the system has, at a multiple of 128.
+            declared.append(".reg .b32 memory; mov.u32 memory, %reserved_smem_offset_end;")
+        elif shared_bytes:
             declared.append(f".shared .align {alignment} .b8 memory[{shared_bytes}];")
-        return " ".join(["{", *declared, *self.lines, "mov.b32 $0, 0;", "}"])
+        return Kernel(" ".join(["{", *declared, *self.lines, "mov.b32 $0, 0;", "}"]), asked_bytes)
 
 
 def launch(
     name: str,
-    text: str,
+    kernel: Kernel,
     arrays: Sequence[jax.Array],
     result: jax.ShapeDtypeStruct,
     grid: tuple[int, int, int],
@@ -95,11 +119,15 @@ def launch(
     )
     constraints = ",".join(["=r", *("l" for _ in numbers)])
     limit = "" if max_registers is None else f' attributes {{"ttg.maxnreg" = {max_registers} : i32}}'
-    module = f"""module{limit} {{ tt.func public @{name}({parameters}) {{
+    allocated, freed = _ask_for(kernel.asked_bytes)
+    module = f"""{MEMORY_LAYOUT if allocated else ""}
+module{limit} {{ tt.func public @{name}({parameters}) {{
+{allocated}
 {addresses}
-%done = tt.elementwise_inline_asm "{text}"
+%done = tt.elementwise_inline_asm "{kernel.text}"
   {{constraints = "{constraints}", packed_element = 1 : i32, pure = false}}
   {", ".join(f"%a{each}" for each in numbers)} : {", ".join("i64" for _ in numbers)} -> i32
+{freed}
 tt.return }} }}"""
     sizes = {f"grid_{axis}": np.int32(size) for axis, size in zip("xyz", grid, strict=True)}
     call = jax.ffi.ffi_call(TARGET, result)
@@ -112,6 +140,22 @@ tt.return }} }}"""
         debug=False,
         **sizes,
     )
+
+
+def _ask_for(num_bytes: int) -> tuple[str, str]:
+    """Operations before and after the assembly, for which XLA asks for so much shared memory.
+
+    What can be allocated at once is a power of two, so several arrays together are the memory.
+    """
+    left = -(-num_bytes // SMALLEST_ARRAY) * SMALLEST_ARRAY
+    allocated, freed = [], []
+    while left:
+        size = 1 << left.bit_length() - 1
+        left -= size
+        array = f"!ttg.memdesc<{size}xi8, #memory, #ttg.shared_memory, mutable>"
+        allocated.append(f"%m{size} = ttg.local_alloc : () -> {array}")
+        freed.append(f"ttg.local_dealloc %m{size} : {array}")
+    return "\n".join(allocated), "\n".join(freed)
 
 
 def _type_of(dtype: jnp.dtype) -> str:

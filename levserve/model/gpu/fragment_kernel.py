@@ -14,7 +14,7 @@ product with ones.
 
 from __future__ import annotations
 
-from levserve.model.gpu.assembly import Assembly
+from levserve.model.gpu.assembly import Assembly, Kernel
 from levserve.model.gpu.fragment_numbers import Loaded, Numbers
 from levserve.model.gpu.fragment_plan import FragmentTiling, Problem
 from levserve.model.lanes import WORDS
@@ -55,7 +55,7 @@ class Writer:
         names += ["offset"] if self.scheme.has_offsets else []
         self.pointers = {name: f"${number + 1}" for number, name in enumerate([*names, "out"])}
 
-    def write(self) -> str:
+    def write(self) -> Kernel:
         self._find_place()
         self.totals = [
             [self.asm.several("total", 4, "f32") for _ in range(self.tiling.m_tiles)]
@@ -71,7 +71,7 @@ class Writer:
             self._add_warps()
         self._store()
         self.asm.label("END")
-        return self.asm.text(self._shared_bytes(), self.alignment)
+        return self.asm.kernel(self._shared_bytes(), self.alignment)
 
     def _all_totals(self) -> list[str]:
         return [register for tile in self.totals for part in tile for register in part]

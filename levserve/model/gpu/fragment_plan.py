@@ -16,15 +16,19 @@ FEW_ROWS = 16
 """Up to so many rows each warp reads `x` by itself, and several of a program share a sum."""
 SOME_ROWS = 32
 """Up to so many rows each warp multiplies by itself; on Hopper, four warps multiply more together."""
+RING_ROWS = 64
+"""Up to so many rows of four bits in groups of at least `LONG_GROUP`, two such groups of warps share `x`, and
+copy codes ahead to memory that they share."""
 WARP_GROUP = 4
 MOST_TILES, MOST_WIDE_TILES = 8, 16
 """Of rows, that a program multiplies: by warps on their own, and by four together."""
 FEW_PROGRAMS, LEAN_PROGRAMS, PROGRAMS = 900, 528, 264
 """How many programs there are at most when they share sums: seven, four and two for each processor of an
-H200, where four run at once if a thread has at most `LEAN_REGISTERS`."""
+H200, where four run at once if a thread has at most `LEAN_REGISTERS`. With two groups of warps, one does."""
 LEAN_REGISTERS = 128
-LEAN_GROUP = 128
-"""From groups of so many inputs on, a thread needs no more registers for up to `FEW_ROWS` of four bits."""
+LONG_GROUP = 128
+"""From groups of so many inputs on, a unit of four bits has one scale for each output: then a thread needs no
+more registers for up to `FEW_ROWS`, and there are few scales to copy ahead."""
 MAX_SPLITS = 8
 SMALLEST = 32
 """Outputs of the smallest program."""
@@ -46,6 +50,8 @@ class FragmentTiling:
     """Whether a program's warps read `x` from memory that they share; only if none share a sum."""
     is_wide: bool = False
     """Whether four warps multiply together, by the kernel of `wide_kernel`; only if `x` is staged."""
+    has_ring: bool = False
+    """Whether they do so by that of `ring_kernel`; only with four bits, if no unit has several groups."""
     max_registers: int | None = None
     """Of a thread; so many that more programs run at once on a processor."""
 
@@ -107,16 +113,18 @@ def choose_fragments(
     if num_rows > MAX_ROWS or not scheme.in_lanes:
         return None
     n_tiles = -(-num_rows // 8)
+    is_long = scheme.code.is_nibble and (scheme.columns or 0) >= LONG_GROUP
     if n_tiles == 1:
         tiling = FragmentTiling(2, 1, 1, 4, 1, is_staged=False)
     elif num_rows <= FEW_ROWS:
-        is_lean = scheme.code.is_nibble and (scheme.columns or 0) >= LEAN_GROUP
-        if is_lean:
+        if is_long:
             tiling = FragmentTiling(2, n_tiles, 1, 4, 1, is_staged=False, max_registers=LEAN_REGISTERS)
         else:
             tiling = FragmentTiling(4, n_tiles, 1, 4, 1, is_staged=False)
     elif num_rows <= SOME_ROWS or not is_hopper:
         tiling = FragmentTiling(2, min(MOST_TILES, n_tiles), 4, 1, 1, is_staged=True)
+    elif num_rows <= RING_ROWS and is_long:
+        tiling = FragmentTiling(2, n_tiles, 2 * WARP_GROUP, 1, 1, is_staged=True, is_wide=True, has_ring=True)
     else:
         num_programs = -(-n_tiles // MOST_WIDE_TILES)
         n_tiles = -(-n_tiles // num_programs)
@@ -133,7 +141,7 @@ def fit_fragments(
     num_columns, num_inputs = shape
     while num_columns % tiling.columns:
         if tiling.is_wide and tiling.warps_m == WARP_GROUP:
-            tiling = replace(tiling, is_wide=False, n_tiles=min(MOST_TILES, tiling.n_tiles))
+            tiling = replace(tiling, is_wide=False, has_ring=False, n_tiles=min(MOST_TILES, tiling.n_tiles))
         elif tiling.warps_m > 1:
             tiling = replace(tiling, warps_m=tiling.warps_m // 2)
         else:
@@ -141,8 +149,14 @@ def fit_fragments(
     units = num_inputs // unit_of(scheme.code.is_nibble)
     if splits is None:
         programs = num_columns // tiling.columns * -(-num_rows // tiling.rows)
-        most = PROGRAMS if tiling.is_staged else LEAN_PROGRAMS if tiling.max_registers else FEW_PROGRAMS
-        splits = 1
+        most, splits = _most_programs(tiling), 1
         while 2 * programs * splits <= most and splits < MAX_SPLITS and units % (2 * splits) == 0:
             splits *= 2
     return replace(tiling, splits=math.gcd(splits, units))
+
+
+def _most_programs(tiling: FragmentTiling) -> int:
+    """Of those that share sums."""
+    if not tiling.is_staged:
+        return LEAN_PROGRAMS if tiling.max_registers else FEW_PROGRAMS
+    return PROGRAMS // 2 if tiling.warps_m > WARP_GROUP else PROGRAMS

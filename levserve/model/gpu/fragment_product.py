@@ -1,5 +1,5 @@
 """Products with matrices of four or eight bits that are kept in lanes, by the kernel of `fragment_kernel` or,
-for many rows on Hopper, by that of `wide_kernel`."""
+for many rows on Hopper, by those of `wide_kernel` and `ring_kernel`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from haliax import Axis
 
-from levserve.model.gpu.assembly import launch
+from levserve.model.gpu.assembly import Kernel, launch
 from levserve.model.gpu.fragment_kernel import Writer
 from levserve.model.gpu.fragment_plan import FragmentTiling, Problem
 from levserve.model.gpu.hopper import is_hopper
+from levserve.model.gpu.ring_kernel import RingWriter, in_parts
 from levserve.model.gpu.wide_kernel import WideWriter, in_fragments
 from levserve.model.lanes import to_lanes, unit_of
 from levserve.model.packed import Code, PackedMatrix, Scheme
@@ -23,6 +24,7 @@ log = logging.getLogger(__name__)
 
 TRIAL = FragmentTiling(2, 1, 1, 1, 1, is_staged=False)
 WIDE_TRIAL = FragmentTiling(2, 1, 4, 1, 1, is_staged=True, is_wide=True)
+RING_TRIAL = FragmentTiling(2, 1, 8, 1, 1, is_staged=True, is_wide=True, has_ring=True)
 
 
 @functools.partial(jax.jit, static_argnames="tiling")
@@ -31,7 +33,9 @@ def multiply_fragments(matrix: PackedMatrix, x: jax.Array, *, tiling: FragmentTi
     num_rows, x = len(x), x.astype(jnp.bfloat16)
     if tiling.is_staged:
         x = jnp.pad(x, ((0, -num_rows % tiling.rows), (0, 0)))
-    if tiling.is_wide:
+    if tiling.has_ring:
+        x = in_parts(x, matrix.scheme.code.is_nibble, tiling.rows)
+    elif tiling.is_wide:
         x = in_fragments(x, matrix.scheme.code.is_nibble)
     parts = multiply_parts(matrix, x, tiling)
     # One by one: XLA would compile a sum over an axis to a kernel of its own.
@@ -56,8 +60,8 @@ def multiply_parts(matrix: PackedMatrix, x: jax.Array, tiling: FragmentTiling) -
 
 
 @functools.cache
-def write_kernel(problem: Problem, tiling: FragmentTiling) -> str:
-    writer = WideWriter if tiling.is_wide else Writer
+def write_kernel(problem: Problem, tiling: FragmentTiling) -> Kernel:
+    writer = RingWriter if tiling.has_ring else WideWriter if tiling.is_wide else Writer
     return writer(problem, tiling).write()
 
 
@@ -67,7 +71,7 @@ def runs_here() -> bool:
 
     The way in which they are handed over is XLA's own, so another version of it may not have it.
     """
-    tilings = [TRIAL, WIDE_TRIAL] if is_hopper() else [TRIAL]
+    tilings = [TRIAL, WIDE_TRIAL, RING_TRIAL] if is_hopper() else [TRIAL]
     try:
         is_right = all(np.array_equal(*_try(tiling)) for tiling in tilings)
         reason = None if is_right else "its numbers are wrong"

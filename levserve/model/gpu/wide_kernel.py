@@ -13,6 +13,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from levserve.model.gpu.assembly import Kernel
 from levserve.model.gpu.fragment_kernel import UNIT_BYTES, Writer
 from levserve.model.gpu.fragment_numbers import Loaded
 from levserve.model.gpu.fragment_plan import FragmentTiling, Problem
@@ -30,7 +31,7 @@ MAX_PARTS = 6
 ALIGNMENT = 1024
 """Bytes of eight rows, within which shared memory is swizzled."""
 DESCRIPTOR = ALIGNMENT >> 4 | 1 << 30
-"""The upper half of what tells where `x` is: bytes from eight rows to the next, and the swizzle."""
+"""Bytes from eight rows to the next, and the swizzle."""
 FEW_TILES = 8
 """Up to so many tiles of rows a program waits for the matrix rather than for tensor cores."""
 AHEAD = 4
@@ -49,6 +50,10 @@ class WideWriter(Writer):
     """Writes the kernel for one product."""
 
     alignment = ALIGNMENT
+    upper_half = DESCRIPTOR
+    """Of what tells tensor cores where `x` is."""
+    instruction_bytes = 2 * DEPTH
+    """From the inputs of an instruction to those of the next, in a part of `x`."""
 
     def __init__(self, problem: Problem, tiling: FragmentTiling) -> None:
         super().__init__(problem, tiling)
@@ -63,7 +68,7 @@ class WideWriter(Writer):
             # time (with groups of 32 and offsets, 18 %), but those of 256 rows take 6 % more.
             self.load = "ld.global"
 
-    def write(self) -> str:
+    def write(self) -> Kernel:
         self.wide = WideNumbers(self.asm, self.scheme)
         return super().write()
 
@@ -92,7 +97,7 @@ class WideWriter(Writer):
     def _loop(self) -> None:
         asm = self.asm
         self.always = asm.set("setp.eq.u32", 0, 0, kind="pred", name="p")
-        self.upper = asm.set("mov.u32", DESCRIPTOR, name="upper")
+        self.upper = asm.set("mov.u32", self.upper_half, name="upper")
         self.part = asm.set("mul.lo.u32", self.unit, self.parts_per_unit, name="part")
         last = asm.set("mul.lo.u32", self.last_unit, self.parts_per_unit)
         self.last_part = asm.set("add.u32", last, self.parts_per_unit - 1, name="last")
@@ -192,9 +197,15 @@ class WideWriter(Writer):
         asm("bar.sync 0")
         self._copy_x()
         at = asm.set("add.u32", self.memory, self.stage_out)
-        at = asm.set("shr.u32", at, 4)
-        at = asm.set("or.b32", at, 1 << 16)
         self._advance(self.stage_out)
+        return self._describe(at, 1)
+
+    def _describe(self, at: str, from_chunk_to_chunk: int) -> str:
+        """Tells tensor cores where a part of `x` is, and how far its second eight inputs are from the first,
+        in units of 16 bytes; if it is swizzled, they know that."""
+        asm = self.asm
+        at = asm.set("shr.u32", at, 4)
+        at = asm.set("or.b32", at, from_chunk_to_chunk << 16)
         descriptor = asm.new("descriptor", "b64")
         asm(f"mov.b64 {descriptor}, {{{at}, {self.upper}}}")
         return descriptor
@@ -206,7 +217,8 @@ class WideWriter(Writer):
         for number, tiles in enumerate(fragments, first):
             at = descriptor
             if number:
-                at = asm.set("add.u64", descriptor, number * 2 * DEPTH >> 4, kind="b64", name="descriptor")
+                offset = number * self.instruction_bytes >> 4
+                at = asm.set("add.u64", descriptor, offset, kind="b64", name="descriptor")
             for m, left in enumerate(tiles):
                 sums = [register for tile in self.totals for register in tile[m]]
                 operands = f"{{{', '.join(sums)}}}, {{{', '.join(left)}}}, {at}, {self.always}, 1, 1, 0"
