@@ -22,7 +22,7 @@ from levserve.weights.stored_tensor import ALL, StoredTensor
 from levserve.weights.tensor_names import Target
 
 BLOCK_SIZE = 1 << 18  # numbers decoded at a time: 1 MB of float32 stays in the CPU's cache
-MAX_THREADS = 8
+MAX_THREADS = 16
 BFLOAT16_EXPONENT = 0x7F80  # all ones in a number that is not finite
 FP8_NAN = 0x7F
 
