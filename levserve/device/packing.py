@@ -36,7 +36,7 @@ class RoundInput(NamedTuple):
     counts: jax.Array
     """Decode: steps to run. Prefill: tokens in the chunk. Verification: draft tokens and 1. Padding: 0."""
     scored: jax.Array
-    """Prefill: whether the log-probabilities of the chunk's tokens are wanted."""
+    """Prefill: of how many places at the chunk's end the next token's log-probability may be wanted."""
     rules: Rules
     table: jax.Array
 
@@ -101,7 +101,8 @@ class SlotTable:
         tokens = np.zeros((rows, size + 1), np.int32)
         for row, chunk in enumerate(chunks):
             slot = chunk.slot if chunk.is_last else self.num_slots
-            columns = (slot, chunk.start, chunk.count, len(chunk.scored))
+            num_scored = chunk.start + chunk.count + 1 - chunk.scored.start if chunk.scored else 0
+            columns = (slot, chunk.start, chunk.count, num_scored)
             entries.append((chunk.slot, columns, chunk.sequence))
             known = chunk.sequence.tokens[chunk.start : chunk.start + chunk.count + 1]
             tokens[row, : len(known)] = known

@@ -25,6 +25,7 @@ from levserve.device.sampling import (
     pack_outputs,
     remember,
     score_by_tiles,
+    score_wanted,
 )
 from levserve.model import cache
 from levserve.model.backend import Backend
@@ -138,7 +139,7 @@ def prefill_chunk(
     # Without the constraint jax 0.12 changes the layout of all layers' activations on a GPU for this sum.
     as_computed = with_layout_constraint(hidden, Layout((0, 1, 2)))
     pooled = jnp.stack([jnp.where(is_given[..., None], as_computed, 0.0).sum(1), hidden_last], axis=1)
-    output = ChunkOutput(outputs, _score(model, hidden, tokens[:, 1:], (given.scored > 0).any()), pooled)
+    output = ChunkOutput(outputs, _score(model, hidden, tokens[:, 1:], given), pooled)
     draft_pools = skeleton.fill_draft(leaves, state, tokens[:, :-1], given.table, positions)
     return _next_state(state._replace(draft_pools=draft_pools), pools, last_tokens, history), output
 
@@ -156,7 +157,7 @@ def chunk_positions(given: RoundInput, is_given: jax.Array) -> jax.Array:
     return jnp.where(is_given, given.positions[:, None] + places, -1)
 
 
-def _score(model: Decoder, hidden: jax.Array, following: jax.Array, is_wanted: jax.Array) -> jax.Array:
+def _score(model: Decoder, hidden: jax.Array, following: jax.Array, given: RoundInput) -> jax.Array:
     """Log-probabilities of the token after each position, if any is wanted."""
     rows, chunk, _ = hidden.shape
 
@@ -166,7 +167,13 @@ def _score(model: Decoder, hidden: jax.Array, following: jax.Array, is_wanted: j
     def skip() -> jax.Array:
         return jnp.zeros((rows, chunk, NUM_OUTPUTS[Mode.FULL]), jnp.int32)
 
-    return lax.cond(is_wanted, lambda: score_by_tiles(logits_of, hidden, following), skip)
+    tile = model.backend.traits.score_tile
+    if tile is None:
+        is_any_wanted = (given.scored > 0).any()
+        return lax.cond(is_any_wanted, lambda: score_by_tiles(logits_of, hidden, following), skip)
+    until_end = given.counts[:, None] - jnp.arange(chunk, dtype=jnp.int32)[None]
+    is_wanted = (until_end > 0) & (until_end <= given.scored[:, None])
+    return score_wanted(logits_of, hidden, following, is_wanted, tile)
 
 
 def decode_round(

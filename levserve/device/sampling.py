@@ -80,11 +80,40 @@ def score_by_tiles(
     tile = math.gcd(chunk, SCORE_TILE)
 
     def score_tile(given: tuple[jax.Array, jax.Array]) -> jax.Array:
-        states, tokens = given
-        return pack_outputs(Drawn(tokens, *logprobs_of(logits_of(states), tokens)))
+        return _score_tile(logits_of, *given)
 
     tiles = (hidden.reshape(-1, tile, hidden.shape[-1]), following.reshape(-1, tile))
     return lax.map(score_tile, tiles).reshape(rows, chunk, -1)
+
+
+def score_wanted(
+    logits_of: Callable[[jax.Array], jax.Array],
+    hidden: jax.Array,
+    following: jax.Array,
+    is_wanted: jax.Array,
+    tile: int,
+) -> jax.Array:
+    """As `score_by_tiles`, with zeros for tiles in which no position is wanted; is_wanted: [row, chunk]."""
+    rows, chunk, embed = hidden.shape
+    tile = math.gcd(chunk, tile)
+
+    def score_tile(given: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+        states, tokens, is_any_wanted = given
+        return lax.cond(
+            is_any_wanted,
+            lambda: _score_tile(logits_of, states, tokens),
+            lambda: jnp.zeros((tile, NUM_OUTPUTS[Mode.FULL]), jnp.int32),
+        )
+
+    are_wanted = is_wanted.reshape(-1, tile).any(axis=1)
+    tiles = hidden.reshape(-1, tile, embed), following.reshape(-1, tile), are_wanted
+    return lax.map(score_tile, tiles).reshape(rows, chunk, -1)
+
+
+def _score_tile(
+    logits_of: Callable[[jax.Array], jax.Array], states: jax.Array, tokens: jax.Array
+) -> jax.Array:
+    return pack_outputs(Drawn(tokens, *logprobs_of(logits_of(states), tokens)))
 
 
 def remember(memory: Memory, slots: jax.Array, positions: jax.Array, tokens: jax.Array) -> jax.Array:

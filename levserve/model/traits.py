@@ -34,6 +34,9 @@ class Traits:
     """Whether decode programs come in fine steps of rows: unused rows cost time on a GPU."""
     leaves_out_padding: bool = False
     """Whether a program takes only as long as its content needs, so that a few programs serve all sizes."""
+    score_tile: int | None = None
+    """If set, so many positions of a prompt are scored at a time, and only where one of them is wanted. None:
+    all of a chunk's are scored if one is, because a GPU would wait for the host at each decision."""
     mixed_context: int = 0
     """Where a prompt's chunk may begin, at most, to be computed beside decoding rows; 0: never."""
     chunk_overhead: int = 0
@@ -66,6 +69,7 @@ CPU_TRAITS = Traits(
     # A chunk of the bundled model reads the weights in 12 ms, and takes 0.33 ms for each token.
     chunk_overhead=24,
     double_at=512,
+    score_tile=16,
     # Chunks beside streams are small, and first runs of larger programs take longer.
     times_all_prefill=False,
 )

@@ -6,8 +6,9 @@ never becomes a control token (see `hide`).
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypedDict, Unpack
 
@@ -174,19 +175,32 @@ def hide(value: Any, specials: Sequence[str]) -> Any:
     Filters such as `trim` treat the replacement as they would treat the string. Other values stay as they
     are.
     """
+    return _change_texts(value, _hider(tuple(specials)))
+
+
+@functools.lru_cache(maxsize=16)
+def _hider(specials: tuple[str, ...]) -> Callable[[str], str]:
+    """Hides these in one text, in one pass: a request may have many texts, and a vocabulary hundreds of
+    special tokens."""
+    if not specials:
+        return str
+    hidden = {special: f"{_OPEN}{number}{_CLOSE}" for number, special in enumerate(specials)}
+    pattern = re.compile("|".join(map(re.escape, specials)))
+    return lambda text: pattern.sub(lambda match: hidden[match[0]], text)
+
+
+def _change_texts(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, Written):
         return value
     if isinstance(value, str):
         if not is_unicode(value):
             problem = "A message contains half of a surrogate pair, which is not a character."
             raise BadRequest(problem, param="messages")
-        for number, special in enumerate(specials):
-            value = value.replace(special, f"{_OPEN}{number}{_CLOSE}")
-        return value
+        return change(value)
     if isinstance(value, Mapping):
-        return {hide(key, specials): hide(item, specials) for key, item in value.items()}
+        return {_change_texts(key, change): _change_texts(item, change) for key, item in value.items()}
     if isinstance(value, Sequence):
-        return [hide(item, specials) for item in value]
+        return [_change_texts(item, change) for item in value]
     return value
 
 

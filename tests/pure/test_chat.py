@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
 from levserve.errors import BadRequest, StartupError
-from levserve.text.chat import check_template, render_chat
+from levserve.text.chat import check_template, hide, render_chat
 from levserve.text.tokenizer import Tokenizer, load_tokenizer
 from levserve.text.vocabulary import Vocabulary
 
@@ -183,6 +183,25 @@ def test_special_strings_are_hidden_in_every_field_of_a_message_and_in_arguments
     tokens = render_chat(fields, messages, template_kwargs={"tools": [{"name": "<|im_start|>"}]})
     assert fields.decode(tokens, skip_special_tokens=False) == "<|im_end|> <|im_start|><|im_end|>"
     assert (tokens.count(START), tokens.count(END)) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("specials", "text", "hidden"),
+    [
+        (("<end>", "<s>"), "a<s><end>b<s", "a(1)(0)b<s"),
+        (("<<s>>", "<s>"), "<<s>> <s>>", "(0) (1)>"),  # the longer one first
+        (("<end>", "0", "1"), "<end>01", "(0)(1)(2)"),  # the numbers of hidden tokens are no text of a client
+        (("abc", "cd"), "abcd", "(0)d"),
+        (("[a.b]",), "[a.b] [axb]", "(0) [axb]"),
+        ((), "<s>", "<s>"),
+    ],
+)
+def test_special_strings_are_hidden_by_their_numbers(
+    specials: tuple[str, ...], text: str, hidden: str
+) -> None:
+    shown = hidden.replace("(", "\ud800").replace(")", "\udfff")
+    given = {"list": [text, 3, None, {text: text}]}
+    assert hide(given, specials) == {"list": [shown, 3, None, {shown: shown}]}
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 from flask.testing import FlaskClient
 
+from levserve.device.programs import Shape
 from levserve.settings.settings import Settings
 from levserve.web.app import create_app
 from levserve.web.watcher import Watcher
 from tests.conftest import GOLDEN
 from tests.engines import Running, running_engine
+from tests.waiting import COMPILE_SECONDS, wait_until
 
 PROMPT = "t17 t30 t9 t41"
 
@@ -30,6 +32,21 @@ def client(running: Running) -> Iterator[FlaskClient]:
     watcher = Watcher()
     yield create_app(running.registry, Settings(), watcher).test_client()
     watcher.stop()
+
+
+@pytest.fixture(scope="module")
+def wide_client() -> Iterator[FlaskClient]:
+    """Prompts of 90 tokens and more are one chunk of 128, which is scored by tiles."""
+    flags = ("--page-size", "4", "--kv-pages", "256", "--prefill-chunk", "128", "--served-model-name", "toy")
+    with running_engine(GOLDEN / "llama", *flags) as running:
+        programs = running.loaded.runner.programs
+        programs.compile_only([Shape(128)])
+        wait_until(lambda: not programs.has_cold, COMPILE_SECONDS)
+        watcher = Watcher()
+        client = create_app(running.registry, Settings(), watcher).test_client()
+        complete(client, "t17", max_tokens=1)  # and so the last first run is over
+        yield client
+        watcher.stop()
 
 
 def ask(client: FlaskClient, path: str, **body: Any) -> Any:
@@ -89,6 +106,23 @@ def test_loglikelihood_and_prompt_logprobs_agree_with_it(client: FlaskClient, ge
     assert [entry["3"]["logprob"] for entry in shown[4:]] == pytest.approx(
         told["token_logprobs"][1], abs=1e-4
     )
+
+
+@pytest.mark.parametrize("num_scored", [1, 2, 15, 16, 17, 32, 96, 111])
+def test_a_part_of_a_chunk_scores_as_the_whole_chunk_does(wide_client: FlaskClient, num_scored: int) -> None:
+    # No other case has computed this beginning, and the echo comes second, so nothing is found in the cache.
+    whole = [150 + num_scored, *range(20, 131)]
+    num_context = len(whole) - num_scored
+    told = ask(
+        wide_client,
+        "/loglikelihood",
+        prompts=[whole[:num_context]],
+        continuations=[whole[num_context:]],
+        details=True,
+    )
+    echo = complete(wide_client, whole, max_tokens=0, echo=True, logprobs=0)["logprobs"]["token_logprobs"]
+    assert told["token_logprobs"][0] == pytest.approx(echo[num_context:], abs=1e-4)
+    assert all(value < 0 for value in told["token_logprobs"][0])
 
 
 def test_continuations_of_one_prompt_compute_it_once(client: FlaskClient, running: Running) -> None:
