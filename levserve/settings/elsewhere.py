@@ -30,7 +30,7 @@ ADVICE = {
     "-c": "--max-seq-len",
     "-t": "--threads",
     "-np": "--max-running",
-    "-hf": "--model org/name",
+    "-hf": "--model org/name:Q4_K_M",
     "-ngl": CHOSEN_BY_DEVICE,
     "--n-gpu-layers": CHOSEN_BY_DEVICE,
     "--gpu-layers": CHOSEN_BY_DEVICE,
@@ -43,7 +43,7 @@ ADVICE = {
     "--cache-type-k": "--kv-dtype is for keys and values",
     "--cache-type-v": "--kv-dtype is for keys and values",
     "--metrics": "leave it out: /metrics is always served",
-    "--hf-repo": "--model org/name",
+    "--hf-repo": "--model org/name:Q4_K_M",
     "--model-draft": "--draft-model",
     # SGLang and TGI
     "--mem-fraction-static": "--kv-memory takes a size; without it the free memory is used",

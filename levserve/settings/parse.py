@@ -47,7 +47,7 @@ from levserve.settings.settings import (
 )
 
 FOR_SEVERAL_MODELS = {"models_memory", "max_loaded_models", "load"}
-REPO_AT_REVISION = re.compile(r"(\w[\w.-]*/\w[\w.-]*)@(\S+)", re.ASCII)
+REPO_AT_REVISION = re.compile(r"(\w[\w.-]*/\w[\w.-]*(?:[:/]\w[\w./+-]*)?)@(\S+)", re.ASCII)
 
 
 def parse_settings(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> Settings:

@@ -180,7 +180,8 @@ class Settings:
         NAME,
         "smollm2-135m",
         "Model to serve: the bundled model's name, a Hugging Face folder, a .gguf file, an AI-OS brain, "
-        "org/name or org/name@revision on the Hub, or a gs://, s3:// or http(s):// address.",
+        "org/name, org/name@revision, org/name:Q4_K_M or org/name/FILE.gguf on the Hub, or a gs://, s3:// or "
+        "http(s):// address.",
     )
     hf_checkpoint: str = setting("model", PATH, "", "Another name for --model; give only one of the two.")
     checkpoint_path: str = setting(

@@ -25,6 +25,7 @@ Downloads a model into the cache, so that it starts at once later.
 
   levserve fetch                                    the bundled model
   levserve fetch Qwen/Qwen3-0.6B                    from the Hugging Face Hub
+  levserve fetch Qwen/Qwen3-0.6B-GGUF:Q8_0          a GGUF file from there
   levserve fetch gs://bucket/models/my-model        from a store
 """
 

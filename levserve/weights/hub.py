@@ -1,15 +1,17 @@
 """Downloads a model from the Hugging Face Hub into the cache. Imports no jax.
 
-It takes only what serving needs: configuration, tokenizer and weights in the repository's top folder. Weights
-are safetensors, and PyTorch's files only if there are none.
+Of a repository it takes only what serving needs: configuration, tokenizer and weights in the top folder.
+Weights are safetensors, and PyTorch's files only if there are none; `hub_gguf.py` chooses GGUF files.
 """
 
 from __future__ import annotations
 
 import io
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatch
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +49,45 @@ def fetch_repo(
 
     An empty revision is the main branch.
     """
-    without = [] if with_weights else [SAFETENSORS]
+    without = IGNORE_PATTERNS if with_weights else [*IGNORE_PATTERNS, SAFETENSORS]
     folder = _fetch(repo, revision, cache_path, report, ALLOW_PATTERNS, without)
     if with_weights and not any(folder.glob(SAFETENSORS)):
-        _fetch(repo, revision, cache_path, report, [TORCH_FILES], [])
+        _fetch(repo, revision, cache_path, report, [TORCH_FILES], IGNORE_PATTERNS)
     return folder
+
+
+def list_repo(repo: str, *, revision: str, cache_path: Path) -> list[str]:
+    """The names of the repository's files; those in the cache while the Hub cannot be asked."""
+    from huggingface_hub import HfApi
+
+    try:
+        with _as_startup_error(repo, revision):
+            # Asking for the tree would be tried again for 24 s where there is no network.
+            info = HfApi().model_info(repo, revision=revision or None)
+            return [sibling.rfilename for sibling in info.siblings or ()]
+    except StartupError:
+        if cached := _list_cached(repo, revision, cache_path):
+            return cached
+        raise
+
+
+def fetch_named(repo: str, names: Sequence[str], *, revision: str, cache_path: Path, report: Report) -> Path:
+    """The folder with the files of these names, of which those that are in the cache are not downloaded."""
+    return _fetch(repo, revision, cache_path, report, [*map(escape, names)], without=[])
+
+
+def _list_cached(repo: str, revision: str, cache_path: Path) -> list[str]:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:  # the pattern fits no file, so that none is found missing
+        found = snapshot_download(
+            repo, revision=revision or None, cache_dir=cache_path, allow_patterns="/", local_files_only=True
+        )
+    except LocalEntryNotFoundError:
+        return []
+    folder = Path(found)
+    return [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
 
 
 def _fetch(
@@ -59,6 +95,22 @@ def _fetch(
 ) -> Path:
     # Imported here because it takes 0.3 s, which a start from local files need not pay.
     from huggingface_hub import snapshot_download
+
+    with _as_startup_error(repo, revision):
+        folder = snapshot_download(
+            repo,
+            revision=revision or None,
+            cache_dir=cache_path,
+            allow_patterns=patterns,
+            ignore_patterns=without,
+            tqdm_class=_reporting_bar(repo, report),
+        )
+    return Path(folder)
+
+
+@contextmanager
+def _as_startup_error(repo: str, revision: str) -> Iterator[None]:
+    """Turns what huggingface_hub raises into one line that names the repository."""
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
@@ -69,14 +121,7 @@ def _fetch(
     # The base classes are OSError and the error class of the HTTP library that this version uses.
     http_errors: tuple[type[BaseException], ...] = (*HfHubHTTPError.__bases__, ValueError)
     try:
-        folder = snapshot_download(
-            repo,
-            revision=revision or None,
-            cache_dir=cache_path,
-            allow_patterns=patterns,
-            ignore_patterns=[*IGNORE_PATTERNS, *without],
-            tqdm_class=_reporting_bar(repo, report),
-        )
+        yield
     except GatedRepoError as error:
         raise StartupError(
             f"cannot fetch {repo}: it is gated; ask for access on huggingface.co and set HF_TOKEN"
@@ -89,7 +134,6 @@ def _fetch(
         raise StartupError(f"cannot fetch {repo}: it has no revision {revision!r}") from error
     except http_errors as error:
         raise StartupError(f"cannot fetch {repo} from the Hugging Face Hub: {_first_line(error)}") from error
-    return Path(folder)
 
 
 def _first_line(error: BaseException) -> str:

@@ -18,7 +18,8 @@ from levserve.weights.brain_folder import DESCRIPTION, SUFFIXES, find_brain, fin
 from levserve.weights.brain_store import fetch_brain
 from levserve.weights.bundled import SMOLLM2, find_bundled
 from levserve.weights.fetch import fetch_files
-from levserve.weights.hub import fetch_repo, has_weights, needed_files
+from levserve.weights.hub import fetch_repo, has_weights, list_repo, needed_files
+from levserve.weights.hub_gguf import HubName, fetch_gguf, has_gguf, parse_hub_name
 from levserve.weights.levanter_folder import METADATA_FILE
 from levserve.weights.model_files import ModelFiles, find_tokenizer
 from levserve.weights.progress import Report
@@ -27,9 +28,9 @@ from levserve.weights.store import Store, check_address, is_address
 WEIGHTS = "*.safetensors or pytorch_model*.bin"
 ACCEPTED = (
     f"{SMOLLM2.name}, a folder with config.json and {WEIGHTS}, a .gguf file, an AI-OS brain, "
-    "an org/name on the Hugging Face Hub, or a gs://, s3:// or http(s):// address of such a folder or file"
+    "an org/name, org/name:Q4_K_M or org/name/FILE.gguf on the Hugging Face Hub, "
+    "or a gs://, s3:// or http(s):// address of such a folder or file"
 )
-REPO_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 CHECKPOINT_FILES = ("metadata.json", "*/metadata.json")  # a Levanter checkpoint, and a run of them
 # The files to ask a web server for, because it cannot list them.
 KNOWN_FILES = (
@@ -129,7 +130,9 @@ def stored_name(model: str, store: str) -> str:
     """Where the store, if there is one, keeps the model of this name: org/name is in the folder org-name."""
     if not store or model == SMOLLM2.name or is_address(model) or Path(model).expanduser().exists():
         return model
-    return f"{store.rstrip('/')}/{model.replace('/', '-')}"
+    name = parse_hub_name(model)
+    folder, file = (name.repo, f"/{name.file}") if name is not None and name.file else (model, "")
+    return f"{store.rstrip('/')}/{folder.replace('/', '-')}{file}"
 
 
 def _is_stored_run(address: str) -> bool:
@@ -152,7 +155,7 @@ def check_model(model: str) -> None:
         check_address(model)
         return
     path = Path(model).expanduser()
-    if model == SMOLLM2.name or (not path.exists() and _is_repo_name(model)):
+    if model == SMOLLM2.name or (not path.exists() and _hub_name(model) is not None):
         return
     try:
         problem = local_problem(path)
@@ -180,19 +183,26 @@ def find_model(
         return ModelFiles(parts.model_name(path.name), path)
     if path.is_dir():
         return ModelFiles(path.resolve().name, path)
+    name = _hub_name(model)
+    assert name is not None  # check_model has seen to it
     try:
-        folder = fetch_repo(model, revision=revision, cache_path=cache_path / "hub", report=report)
+        return ModelFiles(model, _fetch_from_hub(name, revision, cache_path / "hub", report))
     except StartupError as error:
         if not path.parent.is_dir():
             raise
         raise StartupError(f"{error}; and the folder {path.parent} here has no {path.name}") from error
-    if problem := local_problem(folder):
-        address = f"https://huggingface.co/{model}/resolve/main/FILE.gguf"
-        raise StartupError(
-            f"model {model!r} on the Hugging Face Hub {problem}; "
-            f"if it has GGUF files, give the address of one: {address}"
-        )
-    return ModelFiles(model, find_brain(folder).weights if is_brain(folder) else folder)
+
+
+def _fetch_from_hub(name: HubName, revision: str, cache_path: Path, report: Report) -> Path:
+    if name.file or name.tag:
+        return fetch_gguf(name, revision=revision, cache_path=cache_path, report=report)
+    folder = fetch_repo(name.repo, revision=revision, cache_path=cache_path, report=report)
+    problem = local_problem(folder)
+    if problem is None:
+        return find_brain(folder).weights if is_brain(folder) else folder
+    if has_gguf(list_repo(name.repo, revision=revision, cache_path=cache_path)):
+        return fetch_gguf(name, revision=revision, cache_path=cache_path, report=report)
+    raise StartupError(f"model {name.repo!r} on the Hugging Face Hub {problem}, and has no GGUF file")
 
 
 def _fetch_model(address: str, cache_path: Path, limit_bytes: int, report: Report) -> ModelFiles:
@@ -244,8 +254,11 @@ def _model_files(store: Store) -> list[str]:
     return sorted({*KNOWN_FILES, *shards})
 
 
-def _is_repo_name(model: str) -> bool:
-    return REPO_NAME.fullmatch(model) is not None and not model.endswith(parts.SUFFIX)
+def _hub_name(model: str) -> HubName | None:
+    """What a model that is not here is called on the Hub; a file that is missing in a folder is none."""
+    name = parse_hub_name(model)
+    is_missing_here = name is not None and name.file and Path(model).expanduser().parent.is_dir()
+    return None if is_missing_here else name
 
 
 def local_problem(path: Path) -> str | None:

@@ -245,6 +245,8 @@ def test_a_path_with_an_at_sign_is_a_path(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "runs" / "model@best").mkdir(parents=True)
     assert parse_settings(["--model", "runs/model@best"], {}).model == "runs/model@best"
     assert parse_settings(["--model", "s3://b/org/name@v1"], {}).model == "s3://b/org/name@v1"
+    tagged = parse_settings(["org/name:Q4_K_M@v1"], {})
+    assert (tagged.model, tagged.revision) == ("org/name:Q4_K_M", "v1")
 
 
 def test_two_revisions_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ import pytest
 from huggingface_hub import constants
 
 from levserve.errors import ConfigError, StartupError
-from levserve.weights.source import ModelFiles, check_model, find_model
+from levserve.weights.source import ModelFiles, check_model, find_model, stored_name
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 COMMIT = "c0ffee" * 6 + "cafe"
@@ -52,7 +52,16 @@ def test_home_folder_may_be_written_as_a_tilde(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
-    "model", ["smollm2-135m", "HuggingFaceTB/SmolLM2-135M-Instruct", "org/name_1.5", str(GOLDEN / "llama")]
+    "model",
+    [
+        "smollm2-135m",
+        "HuggingFaceTB/SmolLM2-135M-Instruct",
+        "org/name_1.5",
+        "org/name:Q4_K_M",
+        "hf.co/org/name:Q4_K_M",
+        "org/name/Q4/model-00001-of-00002.gguf",
+        str(GOLDEN / "llama"),
+    ],
 )
 def test_what_may_be_a_model_passes_the_check(model: str) -> None:
     check_model(model)
@@ -265,3 +274,103 @@ def test_repository_without_safetensors_is_refused(tmp_path: Path, monkeypatch: 
         StartupError, match=r"'org/llama' on the Hugging Face Hub is a folder without \*\.safetensors"
     ):
         find("org/llama", tmp_path)
+
+
+GGUF_FILES = (
+    "README.md",
+    "mmproj-Q4_K_M.gguf",
+    "tiny-q4_k_m.gguf",
+    "tiny-Q4_K_S.gguf",
+    "tiny-IQ4_XS.gguf",
+    "tiny-Q8_0.gguf",
+    "UD/tiny-UD-Q8_0.gguf",
+    "BF16/tiny-BF16-00001-of-00002.gguf",
+    "BF16/tiny-BF16-00002-of-00002.gguf",
+)
+
+
+@pytest.fixture
+def gguf_hub(hub: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeHub, "files", {name: name.encode() for name in GGUF_FILES})
+
+
+@pytest.mark.usefixtures("gguf_hub")
+@pytest.mark.parametrize(
+    ("model", "path"),
+    [
+        ("org/llama:Q4_K_M", "tiny-q4_k_m.gguf"),
+        ("hf.co/org/llama:iq4_xs", "tiny-IQ4_XS.gguf"),
+        ("org/llama:UD-Q8_0", "UD/tiny-UD-Q8_0.gguf"),
+        ("org/llama:tiny-Q8_0.gguf", "tiny-Q8_0.gguf"),
+        ("org/llama/UD/tiny-UD-Q8_0.gguf", "UD/tiny-UD-Q8_0.gguf"),
+        ("org/llama:BF16", "BF16/tiny-BF16-00001-of-00002.gguf"),
+        ("org/llama/BF16/tiny-BF16-00002-of-00002.gguf", "BF16/tiny-BF16-00001-of-00002.gguf"),
+    ],
+)
+def test_gguf_file_of_the_hub_is_fetched_with_its_parts_and_nothing_else(
+    model: str, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = find(model, tmp_path)
+    assert files.name == model and files.path.as_posix().endswith(f"/{path}")
+    fetched = {file.name: file.read_bytes().decode() for file in files.path.parent.glob("*.gguf")}
+    wanted = [name for name in GGUF_FILES if name == path or ("BF16" in path and "BF16" in name)]
+    assert fetched == {Path(name).name: name for name in wanted}
+    use_endpoint(monkeypatch, "http://127.0.0.1:9")
+    assert find(model, tmp_path) == files
+
+
+@pytest.mark.usefixtures("gguf_hub")
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (
+            "org/llama:Q8_0",
+            "Q8_0 may be 2 GGUF files; name one as org/llama/UD/tiny-UD-Q8_0.gguf, tiny-Q8_0.gguf$",
+        ),
+        (
+            "org/llama:Q4_K",
+            "Q4_K is none of its GGUF files; name one as org/llama/BF16/tiny-BF16-00001-of-00002.gguf, ",
+        ),
+        ("org/llama:Q4_XS", "Q4_XS is none of its GGUF files"),
+        ("org/llama/other.gguf", "other.gguf is none of its GGUF files; .* tiny-q4_k_m.gguf$"),
+        ("org/llama", "without a format may be 6 GGUF files; name one as "),
+        ("org/other:Q8_0", "cannot fetch org/other: no such model on the Hub"),
+    ],
+)
+def test_name_that_is_not_one_gguf_file_is_answered_with_those_of_the_repository(
+    model: str, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(StartupError, match=message) as refusal:
+        find(model, tmp_path)
+    assert "mmproj" not in str(refusal.value) and "00002-of" not in str(refusal.value)
+
+
+@pytest.mark.usefixtures("hub")
+def test_repository_with_one_gguf_file_needs_no_format(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeHub, "files", {"config.json": b"{}", "tiny-Q8_0.gguf": b"x"})
+    assert find("org/llama", tmp_path).path.name == "tiny-Q8_0.gguf"
+
+
+@pytest.mark.usefixtures("hub")
+def test_gguf_file_of_the_hub_that_lacks_a_part_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeHub, "files", {"a-Q8_0-00001-of-00002.gguf": b"x"})
+    with pytest.raises(StartupError, match="the repository has no a-Q8_0-00002-of-00002.gguf"):
+        find("org/llama:Q8_0", tmp_path)
+
+
+def test_file_that_a_folder_here_lacks_is_not_looked_for_on_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "models" / "llama").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="does not exist"):
+        check_model("models/llama/missing.gguf")
+
+
+def test_store_keeps_a_gguf_file_in_the_folder_of_its_repository() -> None:
+    assert stored_name("org/name", "gs://b") == "gs://b/org-name"
+    assert stored_name("org/name/x.gguf", "gs://b") == "gs://b/org-name/x.gguf"
