@@ -12,6 +12,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -42,7 +43,7 @@ from levserve.weights.gguf_config import read_gguf_config
 from levserve.weights.hf_config import read_hf_config, read_method
 from levserve.weights.levanter_config import read_levanter_config
 from levserve.weights.levanter_folder import CONFIG_FILE, find_config, is_levanter_checkpoint
-from levserve.weights.mapping import release_pages
+from levserve.weights.mapping import PageRelease
 from levserve.weights.packed_arrays import find_four_bits, find_schemes, read_four_bits, read_packed
 from levserve.weights.prepared import WeightCache
 from levserve.weights.progress import Progress, Report
@@ -53,9 +54,6 @@ from levserve.weights.tensor_names import Format, find_targets, match_tensors
 
 if TYPE_CHECKING:
     from levserve.weights.levanter_checkpoint import Checkpoint
-
-MAPPED_BYTES = 128 << 20
-"""Bytes of weights that are read before the pages of their files are released."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,17 +128,16 @@ def load_arrays(
     `expert_storage` of `dtype`; norms and biases are in float32. What is `prepared` is not converted again.
     """
 
-    def convert() -> Iterator[tuple[str, NDArray[np.generic]]]:
-        return read_arrays(
-            path,
-            config,
-            dtype,
-            report=report,
-            quantization=quantization,
-            backend=backend,
-            shards=shards_of(mesh),
-        )
-
+    convert = partial(
+        read_arrays,
+        path,
+        config,
+        dtype,
+        report=report,
+        quantization=quantization,
+        backend=backend,
+        shards=shards_of(mesh),
+    )
     arrays = convert() if prepared is None else prepared.read(convert, report)
     placed = {}
     for name, host in arrays:
@@ -240,7 +237,7 @@ def _read_plain(
     shapes = {name: shape for name, shape in cutter.host_shapes.items() if name not in left_out}
     has_offsets = config.has_offset_norms and tensors.has_offset_norms
     progress = Progress("loading weights", sum(map(math.prod, shapes.values())), report)
-    mapped_bytes = 0
+    mapped = PageRelease(tensors.files)
     with ThreadPoolExecutor(num_threads(), thread_name_prefix="levserve-weights") as pool:
         for name in load_order(shapes) if tensors.is_stacked else shapes:
             if name in schemes:
@@ -248,7 +245,7 @@ def _read_plain(
                 for part, array in read_packed(
                     name, schemes[name], sources[name], cutter, pool, tensors.source
                 ):
-                    mapped_bytes += array.nbytes
+                    mapped.advance(array.nbytes)
                     yield part, array
                 continue
             is_matrix = len(shapes[name]) > 1 and not name.endswith("_bias")
@@ -262,10 +259,7 @@ def _read_plain(
             if host.ndim > 2:
                 host = host.view(expert_storage)
             progress.advance(host.size)
-            mapped_bytes += host.nbytes
-            if mapped_bytes > MAPPED_BYTES:
-                release_pages(tensors.files)
-                mapped_bytes = 0
+            mapped.advance(host.nbytes)
             yield name, host
 
 
@@ -275,7 +269,7 @@ def _open_rows(tensors: Tensors, config: ModelConfig, report: Report, left_out: 
     shapes = {name: shape for name, shape in parameter_shapes(config).items() if name not in left_out}
     has_offsets = config.has_offset_norms and tensors.has_offset_norms
     progress = Progress("loading weights", sum(map(math.prod, shapes.values())), report)
-    mapped_bytes = 0
+    mapped = PageRelease(tensors.files)
     for name, shape in shapes.items():
         rows = StoredRows(shape, sources[name], tensors.source)
         if len(shape) > 1:
@@ -284,10 +278,7 @@ def _open_rows(tensors: Tensors, config: ModelConfig, report: Report, left_out: 
             array = rows.read(0, shape[0])
             yield name, array + 1 if has_offsets and name.endswith("norm") else array
         progress.advance(math.prod(shape))
-        mapped_bytes += math.prod(shape) * 4
-        if mapped_bytes > MAPPED_BYTES:
-            release_pages(tensors.files)
-            mapped_bytes = 0
+        mapped.advance(math.prod(shape) * 4)
 
 
 def _read_four_bits(
@@ -298,7 +289,7 @@ def _read_four_bits(
         return
     sources, cutter = _find_sources(tensors, config), Cutter(config, UNSHARED)
     _check_schemes(tensors, find_four_bits(sources, config), schemes)
-    shapes, mapped_bytes = cutter.host_shapes, 0
+    shapes, mapped = cutter.host_shapes, PageRelease(tensors.files)
     stored = {name: "embed" if name == "head" and config.tied_head else name for name in schemes}
     progress = Progress(
         "loading weights of four bits", sum(math.prod(shapes[name]) for name in stored.values()), report
@@ -308,10 +299,7 @@ def _read_four_bits(
             array = stored[name]
             yield name, read_four_bits(array, scheme, sources[array], cutter, pool, tensors.source)
             progress.advance(math.prod(shapes[array]))
-            mapped_bytes += math.prod(shapes[array]) // 2
-            if mapped_bytes > MAPPED_BYTES:
-                release_pages(tensors.files)
-                mapped_bytes = 0
+            mapped.advance(math.prod(shapes[array]) // 2)
 
 
 def _check_schemes(tensors: Tensors, found: Mapping[str, Scheme], wanted: Mapping[str, Scheme]) -> None:

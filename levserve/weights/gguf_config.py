@@ -6,6 +6,7 @@ there.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from levserve.model.config import (
 )
 from levserve.weights.config_fields import Extras, Fields
 from levserve.weights.families import FAMILIES
+from levserve.weights.family_readers import every_layer, gemma2_layers
 from levserve.weights.rope_scaling import long_attention_factor, scaled_context, yarn_attention_factor
 from levserve.weights.tensor_names import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS
 
@@ -74,27 +76,13 @@ GEMMA2_27B_LAYERS, GEMMA3_27B_LAYERS = 46, 62
 GPT_OSS_GATE_LIMIT = 7.0
 
 
-def _every_layer(fields: Fields, num_layers: int) -> list[bool]:
-    return [True] * num_layers
-
-
-def _gemma2_layers(fields: Fields, num_layers: int) -> list[bool]:
-    return [layer % 2 == 0 for layer in range(num_layers)]
-
-
-def _gemma3_layers(fields: Fields, num_layers: int) -> list[bool]:
+def _listed_layers(fields: Fields, num_layers: int, *, period: int) -> list[bool]:
+    """A file lists the layers with a window, or has a window in all but the last of each period."""
     pattern = fields.get("attention.sliding_window_pattern")
     if isinstance(pattern, list):
         return list(map(bool, pattern))
-    period = fields.integer("attention.sliding_window_pattern", 6)
-    return [layer % period < period - 1 for layer in range(num_layers)]
-
-
-def _olmo3_layers(fields: Fields, num_layers: int) -> list[bool]:
-    pattern = fields.get("attention.sliding_window_pattern")
-    if isinstance(pattern, list):
-        return list(map(bool, pattern))
-    return [(layer + 1) % 4 != 0 for layer in range(num_layers)]
+    period = fields.integer("attention.sliding_window_pattern", period)
+    return [(layer + 1) % period != 0 for layer in range(num_layers)]
 
 
 def _olmo(fields: Fields) -> Extras:
@@ -175,21 +163,24 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen2": Architecture("Qwen2ForCausalLM"),
     "qwen3": Architecture("Qwen3ForCausalLM"),
     "qwen3moe": Architecture("Qwen3MoeForCausalLM", _qwen3_moe, keys=EXPERTS),
-    "gpt-oss": Architecture("GptOssForCausalLM", _gpt_oss, _gemma2_layers, EXPERTS, has_truncated_yarn=False),
+    "gpt-oss": Architecture("GptOssForCausalLM", _gpt_oss, gemma2_layers, EXPERTS, has_truncated_yarn=False),
     "gemma": Architecture("GemmaForCausalLM", _gemma),
     "gemma2": Architecture(
-        "Gemma2ForCausalLM", lambda fields: _gemma2(fields, GEMMA2_27B_LAYERS), _gemma2_layers, SOFTCAPS
+        "Gemma2ForCausalLM", lambda fields: _gemma2(fields, GEMMA2_27B_LAYERS), gemma2_layers, SOFTCAPS
     ),
     "gemma3": Architecture(
         "Gemma3ForCausalLM",
         _gemma3,
-        _gemma3_layers,
+        functools.partial(_listed_layers, period=6),
         (*SOFTCAPS, "rope.freq_base_swa", "attention.sliding_window_pattern"),
     ),
-    "phi3": Architecture("Phi3ForCausalLM", slides=_every_layer, keys=("rope.scaling.attn_factor",)),
+    "phi3": Architecture("Phi3ForCausalLM", slides=every_layer, keys=("rope.scaling.attn_factor",)),
     "phi2": Architecture("PhiForCausalLM", keys=("attention.layer_norm_epsilon",)),
     "olmo2": Architecture(  # also OLMo 3
-        "Olmo2ForCausalLM", _olmo, _olmo3_layers, ("attention.sliding_window_pattern",)
+        "Olmo2ForCausalLM",
+        _olmo,
+        functools.partial(_listed_layers, period=4),
+        ("attention.sliding_window_pattern",),
     ),
     "granite": Architecture(
         "GraniteForCausalLM",

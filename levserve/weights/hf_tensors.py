@@ -20,41 +20,22 @@ from safetensors import SafetensorError, safe_open
 from levserve.errors import StartupError, cause_of
 from levserve.gguf.pointer import describe_pointer
 from levserve.model.config import ModelConfig
-from levserve.weights.fp8_slices import TYPES as FP8_TYPES
-from levserve.weights.fp8_slices import Fp8File
-from levserve.weights.gguf_tensors import interleaved_rows
+from levserve.weights.fp8_file import FP8_TYPES, Fp8File
 from levserve.weights.gpt_oss_tensors import PACKED, arrange_expert, unpack_experts
-from levserve.weights.latent_tensors import ReorderedTensor, row_order
-from levserve.weights.stored_tensor import ALL, Slice, StoredTensor
-from levserve.weights.tensor_names import BY_HEAD, INTERLEAVED, TRANSPOSED
-from levserve.weights.torch_file import TorchTensor, read_state_dict
+from levserve.weights.row_order import ReorderedTensor, row_order
+from levserve.weights.stored_tensor import ALL, ArraySlice, Slice, StoredTensor
+from levserve.weights.tensor_names import BY_HEAD, TRANSPOSED
+from levserve.weights.torch_file import read_state_dict
 
 SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
 INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 TORCH_SUFFIXES = (".bin", ".pt")
 DTYPES = ("F32", "F16", "BF16")
-TORCH_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "uint8": "U8"}
 # Masks in the files of GPT-2 and GPT-NeoX, and the part of Gemma 3 that reads images.
 SKIPPED = re.compile(
     r"((transformer\.)?h|gpt_neox\.layers)\.\d+\.(attn|attention)\.(masked_)?bias"
     r"|(model\.)?(vision_tower|multi_modal_projector)\..*"
 )
-
-
-class _TorchSlice:
-    """A tensor of a PyTorch file in the form of safetensors' lazy ones."""
-
-    def __init__(self, tensor: TorchTensor) -> None:
-        self._array = tensor.array
-
-    def get_shape(self) -> list[int]:
-        return list(self._array.shape)
-
-    def get_dtype(self) -> str:
-        return TORCH_DTYPES.get(self._array.dtype.name, self._array.dtype.name)
-
-    def __getitem__(self, part: slice | tuple[slice, ...]) -> NDArray[np.generic]:
-        return np.asarray(self._array[part])
 
 
 class HfTensor:
@@ -98,24 +79,6 @@ class HfTensor:
             start += count
 
 
-class InterleavedTensor:
-    """A tensor that stores rows which are rotated together as neighbours, put in the order of the others."""
-
-    def __init__(self, stored: StoredTensor, head_dim: int) -> None:
-        self._stored = stored
-        self._head_dim = head_dim
-        self.shape = stored.shape
-
-    def read(self, start: int, stop: int, columns: slice = ALL) -> NDArray[np.generic]:
-        first = start // self._head_dim * self._head_dim
-        last = -(-stop // self._head_dim) * self._head_dim
-        rows = interleaved_rows(np.arange(start, stop), self._head_dim) - first
-        return self._stored.read(first, last, columns)[rows]
-
-    def finish(self) -> None:
-        self._stored.finish()
-
-
 def read_tensors(folder: Path, config: ModelConfig) -> Iterator[tuple[str, StoredTensor]]:
     """Every tensor of the checkpoint in `folder`, under its name in the table of tensor names."""
     files = find_files(folder)
@@ -136,9 +99,7 @@ def arrange_tensors(
             packed[name] = stored
             continue
         tensor: StoredTensor = _tensor(source, name, stored, config.head_dim)
-        if config.has_interleaved_heads and INTERLEAVED.fullmatch(plain_name(name)):
-            tensor = InterleavedTensor(tensor, config.head_dim)
-        order = row_order(name, config)
+        order = row_order(plain_name(name), config)
         if order is not None:
             tensor = ReorderedTensor(tensor, order)
         if config.has_turned_experts:
@@ -151,7 +112,7 @@ def read_file(path: Path) -> Iterator[tuple[str, Slice]]:
     """The tensors of one file, by the names that they have in it."""
     if path.suffix in TORCH_SUFFIXES:
         for name, tensor in read_state_dict(path).items():
-            yield name, _TorchSlice(tensor)
+            yield name, ArraySlice(tensor.array)
         return
     fp8: Fp8File | None = None
     try:

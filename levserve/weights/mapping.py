@@ -12,6 +12,24 @@ import mmap
 from collections.abc import Iterable
 from pathlib import Path
 
+MAPPED_BYTES = 128 << 20
+"""Bytes of weights that are read before the pages of their files are released."""
+
+
+class PageRelease:
+    """Releases the pages of some files again and again while weights are read from them."""
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        self._files = files
+        self._num_read = 0
+
+    def advance(self, num_bytes: int) -> None:
+        """So many more bytes of weights were read."""
+        self._num_read += num_bytes
+        if self._num_read > MAPPED_BYTES:
+            release_pages(self._files)
+            self._num_read = 0
+
 
 def release_pages(files: Iterable[Path]) -> None:
     """Safe while other threads read the files: the pages come back from the system's cache."""

@@ -9,10 +9,19 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import jax
 import numpy as np
 from numpy.typing import NDArray
 
 ALL = slice(None)
+DTYPE_NAMES = {
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "uint8": "U8",
+    "float8_e4m3fn": "F8_E4M3",
+}
+"""NumPy's names of types, and those of safetensors."""
 
 
 class Slice(Protocol):
@@ -21,6 +30,25 @@ class Slice(Protocol):
     def get_shape(self) -> list[int]: ...
     def get_dtype(self) -> str: ...
     def __getitem__(self, part: slice | tuple[slice, ...]) -> NDArray[np.generic]: ...
+
+
+class ArraySlice:
+    """An array in the form of safetensors' lazy tensors. One on a device is copied when it is first read."""
+
+    def __init__(self, array: NDArray[np.generic] | jax.Array) -> None:
+        self._array = array
+
+    def get_shape(self) -> list[int]:
+        return list(self._array.shape)
+
+    def get_dtype(self) -> str:
+        name = np.dtype(self._array.dtype).name
+        return DTYPE_NAMES.get(name, name)
+
+    def __getitem__(self, part: slice | tuple[slice, ...]) -> NDArray[np.generic]:
+        if not isinstance(self._array, np.ndarray):
+            self._array = np.asarray(self._array)  # two threads may both do it, and then do the same
+        return np.asarray(self._array[part])
 
 
 class StoredTensor(Protocol):

@@ -31,8 +31,6 @@ IGNORED = re.compile(
 DRAFTING = re.compile(r"(model\.layers\.\d+\.)eh_proj\.weight")
 # GPT-2 stores its matrices [in, out].
 TRANSPOSED = re.compile(r"h\.\d+\.(attn|mlp)\.c_\w+\.weight")
-# Cohere stores the rows of these that are rotated together as neighbours.
-INTERLEAVED = re.compile(r"model\.layers\.\d+\.self_attn\.[qk]_proj\.(weight|bias)")
 # GPT-NeoX stores query, key and value of one head after the other.
 BY_HEAD = re.compile(r"gpt_neox\.layers\.\d+\.attention\.query_key_value\.(weight|bias)")
 

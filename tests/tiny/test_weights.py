@@ -20,7 +20,7 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
-import levserve.weights.checkpoint
+import levserve.weights.mapping
 from levserve.device.host import process_memory
 from levserve.errors import StartupError
 from levserve.model.config import (
@@ -1097,9 +1097,9 @@ def test_pages_of_the_file_are_given_up_while_it_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     released: list[list[Path]] = []
-    monkeypatch.setattr(levserve.weights.checkpoint, "release_pages", released.append)
+    monkeypatch.setattr(levserve.weights.mapping, "release_pages", released.append)
     folder = write_big_float32_model(tmp_path)
-    monkeypatch.setattr(levserve.weights.checkpoint, "MAPPED_BYTES", 10_000_000)
+    monkeypatch.setattr(levserve.weights.mapping, "MAPPED_BYTES", 10_000_000)
     arrays = load(folder, BFLOAT16)
     assert 1 <= len(released) <= sum(array.nbytes for array in arrays.values()) // 10_000_000
     assert released[0] == [folder / "model.safetensors"]

@@ -12,17 +12,11 @@ from pathlib import Path
 
 from levserve.errors import StartupError
 from levserve.model.config import ModelConfig
-from levserve.weights.hf_tensors import (
-    InterleavedTensor,
-    arrange_tensors,
-    find_files,
-    plain_name,
-    read_file,
-)
-from levserve.weights.latent_tensors import ReorderedTensor, row_order
+from levserve.weights.hf_tensors import arrange_tensors, find_files, plain_name, read_file
 from levserve.weights.quantized.module import Method, Module
+from levserve.weights.row_order import ReorderedTensor, row_order
 from levserve.weights.stored_tensor import Slice, StoredTensor
-from levserve.weights.tensor_names import BY_HEAD, INTERLEAVED, TRANSPOSED
+from levserve.weights.tensor_names import BY_HEAD, TRANSPOSED
 
 
 def read_tensors(folder: Path, config: ModelConfig, method: Method) -> Iterator[tuple[str, StoredTensor]]:
@@ -46,8 +40,6 @@ def _open(module: Module, name: str, method: Method, config: ModelConfig) -> tup
     if TRANSPOSED.fullmatch(plain) or BY_HEAD.fullmatch(plain):
         raise StartupError(f"{module.name}: quantized checkpoints of this architecture are not supported")
     tensor = method.open(module)
-    if config.has_interleaved_heads and INTERLEAVED.fullmatch(plain):
-        return plain, tensor.with_parts(lambda part: InterleavedTensor(part, config.head_dim))
     order = row_order(plain, config)
     if order is not None:
         return plain, tensor.with_parts(lambda part: ReorderedTensor(part, order))

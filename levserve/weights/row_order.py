@@ -1,7 +1,7 @@
-"""The order of rows in DeepSeek's attention.
+"""Puts the rows of attention matrices in the order that levserve computes with.
 
-There a head's rotated numbers come last, and the two of a pair are neighbours. Here they come first, as in
-every other model, the first numbers of all pairs before the second ones.
+Here a head's rotated numbers come first, the first numbers of all pairs before the second ones. Cohere and
+DeepSeek store the two numbers of a pair as neighbours, and DeepSeek stores the rotated numbers last.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from levserve.model.config import ModelConfig
+from levserve.weights.gguf_tensors import interleaved_rows
 from levserve.weights.stored_tensor import ALL, StoredTensor
 
+INTERLEAVED = re.compile(r"model\.layers\.\d+\.self_attn\.[qk]_proj\.(weight|bias)")
 QUERIES = re.compile(r"model\.layers\.\d+\.self_attn\.(q_proj|q_b_proj)\.weight")
 LATENT = re.compile(r"model\.layers\.\d+\.self_attn\.kv_a_proj_with_mqa\.weight")
 
@@ -38,6 +40,8 @@ class ReorderedTensor:
 
 def row_order(name: str, config: ModelConfig) -> NDArray[np.int64] | None:
     """The order of a tensor's rows within their blocks; None if it stays as it is."""
+    if config.has_interleaved_heads and INTERLEAVED.fullmatch(name):
+        return interleaved_rows(np.arange(config.head_dim), config.head_dim)
     latent = config.latent
     if latent is None:
         return None
