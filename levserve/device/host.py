@@ -5,35 +5,35 @@ from __future__ import annotations
 import functools
 import os
 import platform
-from contextlib import suppress
+import resource
 from pathlib import Path
 
+from levserve.observe.control_group import PROC, ROOT, free_group_memory, group_memory
 
-def free_memory(proc: Path = Path("/proc"), group: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes this process may still take: of the machine, or of its control group if that has less."""
+
+def free_memory(proc: Path = PROC, root: Path = ROOT) -> int:
+    """Bytes this process may still take: of the machine, its control groups or its limits (`ulimit`)."""
     # Linux counts pages of mapped files as available, but weights that are mapped are needed all the time.
     mapped = _read_kilobytes(proc / "self/status", "RssFile:")
     free = _read_kilobytes(proc / "meminfo", "MemAvailable:") - mapped
-    try:
-        limit = (group / "memory.max").read_text().strip()
-        used = int((group / "memory.current").read_text())
-    except OSError:
-        return free
-    if limit == "max":
-        return free
-    # Pages that another group mapped first do not count here until they are read again.
-    uncounted = max(0, mapped - _mapped_in(group))
-    return min(free, int(limit) - used - uncounted)
+    in_group, in_space = free_group_memory(mapped, proc, root), free_address_space(proc)
+    return min(each for each in (free, in_group, in_space) if each is not None)
+
+
+def free_address_space(proc: Path = PROC) -> int | None:
+    """Bytes that `ulimit -v` or `ulimit -d` leaves this process; None without such a limit."""
+    found = []
+    for kind, name in ((resource.RLIMIT_AS, "VmSize:"), (resource.RLIMIT_DATA, "VmData:")):
+        limit, _ = resource.getrlimit(kind)
+        if limit != resource.RLIM_INFINITY:
+            found.append(limit - _read_kilobytes(proc / "self/status", name))
+    return min(found, default=None)
 
 
 def total_memory() -> int:
     """Bytes of the machine's memory, or of this process's control group if that may take less."""
-    total = _read_kilobytes(Path("/proc/meminfo"), "MemTotal:")
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-    except OSError:
-        return total
-    return total if limit == "max" else min(total, int(limit))
+    total, limit = _read_kilobytes(PROC / "meminfo", "MemTotal:"), group_memory()
+    return total if limit is None else min(total, limit)
 
 
 @functools.cache
@@ -68,13 +68,4 @@ def _read_kilobytes(path: Path, name: str) -> int:
     for line in path.read_text().splitlines():
         if line.startswith(name):
             return int(line.split()[1]) * 1024
-    return 0
-
-
-def _mapped_in(group: Path) -> int:
-    """Bytes of mapped files that count as a control group's memory; 0 if it does not say."""
-    with suppress(OSError):
-        for line in (group / "memory.stat").read_text().splitlines():
-            if line.startswith("file_mapped "):
-                return int(line.split()[1])
     return 0

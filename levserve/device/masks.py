@@ -7,13 +7,13 @@ cores for that, and without the GIL, which is given up once for all of them.
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Sequence as Seq
 
 import numpy as np
 import numpy.typing as npt
 from llguidance import LLExecutor
 
+from levserve.observe.control_group import num_cpus
 from levserve.schedule.constraint import Matcher
 from levserve.text.grammar_matcher import GrammarMatcher
 
@@ -47,5 +47,5 @@ def _fill_together(
 @functools.cache
 def mask_executor() -> LLExecutor | None:
     """Threads for masks, shared by all models of the process; None on a machine with few cores."""
-    num_cores = len(os.sched_getaffinity(0))
+    num_cores = num_cpus()
     return LLExecutor(min(num_cores // 2, MAX_THREADS)) if num_cores >= MIN_CORES else None

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
-import os
 import queue
 import threading
 import time
@@ -29,6 +28,7 @@ from levserve.device.sampling import set_memory
 from levserve.model.backend import CompilerOptions
 from levserve.model.placement import devices_of, mesh_of
 from levserve.model.rules import Memory
+from levserve.observe.control_group import num_cpus
 from levserve.observe.metrics import Metrics
 from levserve.observe.threads import COMPILER_THREAD
 
@@ -108,7 +108,7 @@ class ProgramSet(ABC, Generic[ShapeT]):
         """Compiles the remaining programs while the server runs; `stop` waits for those that it has begun."""
         self._compiles.note_ready()
         rest = deque(shape for shape in self.all_shapes if shape not in self._compiled)
-        num_threads = max((os.cpu_count() or 1) // CORES_PER_COMPILER, 1)
+        num_threads = max(num_cpus() // CORES_PER_COMPILER, 1)
         self._background = [
             _compiler_thread(functools.partial(self._compile_rest, rest)) for _ in range(num_threads)
         ]

@@ -16,6 +16,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from levserve.observe.control_group import num_cpus
+
 log = logging.getLogger(__name__)
 
 OUR_SOURCES = Path(__file__).parents[1]
@@ -106,7 +108,7 @@ def _fingerprint(cpu: str) -> str:
     digest = hashlib.sha256(read_sources(COMPILED))
     packages = list_packages(PACKAGES)
     switches = sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith(SWITCHES))
-    digest.update(repr((sys.version, cpu, len(os.sched_getaffinity(0)), packages, switches)).encode())
+    digest.update(repr((sys.version, cpu, num_cpus(), packages, switches)).encode())
     return digest.hexdigest()[:16]
 
 

@@ -12,7 +12,6 @@ that helpers took, but never for a helper to arrive: it may do all tasks itself.
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Lock
@@ -26,6 +25,7 @@ from levserve.jit.program import Code, Program
 from levserve.jit.target import Target, detect_target
 from levserve.jit.waiting import write_wait, write_wake
 from levserve.jit.xla_header import HEADER, Offset, header_mismatch, read_version
+from levserve.observe.control_group import num_cpus
 
 EXTENSION, API, CONTEXT = 1, 2, 3
 ARGUMENTS, RESULTS = 9, 14
@@ -210,8 +210,7 @@ def write_kernel(kernel: Kernel) -> Program:
 
 def num_threads() -> int:
     """The size of XLA's thread pool, which XLA takes from the same variables."""
-    override = os.environ.get("PJRT_NPROC") or os.environ.get("NPROC")
-    return int(override) if override else len(os.sched_getaffinity(0))
+    return num_cpus()
 
 
 class CallFunctions(NamedTuple):

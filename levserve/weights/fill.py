@@ -6,7 +6,6 @@ A few threads decode blocks of rows and write them in the array's type straight 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from levserve.errors import StartupError
+from levserve.observe.control_group import num_cpus
 from levserve.weights.stored_tensor import ALL, StoredTensor
 from levserve.weights.tensor_names import Target
 
@@ -103,4 +103,4 @@ def _is_finite(block: NDArray[np.generic]) -> bool:
 
 
 def num_threads() -> int:
-    return min(MAX_THREADS, len(os.sched_getaffinity(0)))
+    return min(MAX_THREADS, num_cpus())

@@ -190,16 +190,31 @@ def test_free_memory_is_a_sensible_number() -> None:
             4_023.4375,
         ),
         ({"memory.max": "8192000", "memory.current": "3072000"}, 4_000),
+        (
+            {
+                "memory.max": "8192000",
+                "memory.current": "3072000",
+                "memory.stat": "anon 5\nfile_mapped 1024000\ninactive_file 2048000\n",
+            },
+            6_000,
+        ),
+        ({"a/memory.max": "8192000", "a/memory.current": "3072000"}, 4_000),
+        ({"memory/b/memory.limit_in_bytes": "8192000", "memory/b/memory.usage_in_bytes": "3072000"}, 4_000),
     ],
 )
 def test_mapped_weights_are_not_free_although_linux_could_read_them_again(
     group: dict[str, str], free: float, tmp_path: Path
 ) -> None:
-    """Of 10,000 kB that are available, 1,000 are mapped; a control group counts all of them, some or none."""
+    """Of 10,000 kB that are available, 1,000 are mapped; a control group counts all of them, some or none.
+
+    Files that nobody maps are given back. The process's own group may be below the first.
+    """
     (tmp_path / "self").mkdir()
+    (tmp_path / "self/cgroup").write_text("5:memory:/b\n0::/a\n")
     (tmp_path / "self/status").write_text("Name:\tx\nRssAnon:\t 7 kB\nRssFile:\t 1000 kB\n")
     (tmp_path / "meminfo").write_text("MemTotal:  90000 kB\nMemAvailable:  10000 kB\n")
     for name, text in group.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     assert free_memory(tmp_path, tmp_path) == free * 1024
 
