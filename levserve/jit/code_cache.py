@@ -35,6 +35,7 @@ COMPILED = (
     "device/lowering.py",
     "device/text_programs.py",
     "device/text_rounds.py",
+    "observe/control_group.py",
     "text/grammar_matcher.py",
     "weights/gguf_blocks.py",
 )
