@@ -45,7 +45,7 @@ from levserve.settings.settings import SECTIONS, settings_of
 from levserve.web.admin import ReloadBody
 from levserve.web.app import create_app
 from levserve.web.batches.objects import BatchBody
-from levserve.web.descriptions import ERRORS, FIELDS, OWN_FIELDS, ROUTES
+from levserve.web.descriptions import ERRORS, ROUTES, describe_field
 from levserve.web.messages.body import MessageBody, PromptBody
 from levserve.web.native import GenerateBody
 from levserve.web.openapi import is_refused, list_routes
@@ -161,7 +161,7 @@ def _fields(name: str, *, is_titled: bool) -> str:
         if refused:
             rows.append([f"`{field.name}`", "", "refused"])
             continue
-        meaning = OWN_FIELDS.get((name, field.name)) or FIELDS[field.name]
+        meaning = describe_field(name, field.name)
         required = ", required" if field.required else ""
         rows.append([f"`{field.name}`", _words(info) + required, meaning])
     title = f"Fields of `{path}`:\n\n" if is_titled else ""

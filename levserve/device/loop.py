@@ -16,7 +16,7 @@ import jax
 
 from levserve.device.delivery import Delivery
 from levserve.device.model_loop import ModelLoop
-from levserve.device.status import read_status
+from levserve.device.platform import read_status
 from levserve.device.tasks import Attach, Detach, SwapWeights
 from levserve.engine.engine import IDLE_BEAT_SECONDS, Engine
 from levserve.engine.messages import Cancel, DeviceTask, Drain, Message, Stop, Submit

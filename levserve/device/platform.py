@@ -11,13 +11,14 @@ from contextlib import contextmanager
 import jax
 
 from levserve.device.distributed import start_distributed
-from levserve.device.host import cpu_features, free_memory
+from levserve.device.host import cpu_features, cpu_name, free_memory
 from levserve.device.malloc import tune_malloc
 from levserve.device.mesh import prepare_cpu_devices
 from levserve.device.missing import explain, find_missing
 from levserve.device.sizing import human
 from levserve.errors import StartupError
 from levserve.jit.code_cache import CodeCache, open_folder, use_cache
+from levserve.observe.health import DeviceMemory, DeviceStatus
 from levserve.settings.settings import Settings
 
 PLATFORMS = {"gpu": "cuda,cpu", "rocm": "rocm,cpu", "tpu": "tpu,cpu"}
@@ -81,6 +82,16 @@ def explained(asked: str, devices: Sequence[jax.Device], advice: str) -> Iterato
         raise StartupError(
             f"out of memory: {asked} were asked for and {human(free)} are free; {advice} ({reason})"
         ) from error
+
+
+def read_status(device: jax.Device) -> DeviceStatus:
+    """What other threads may know of the device; only its own asks. Takes microseconds: the device is not
+    asked, the allocator knows the numbers."""
+    if device.platform == "cpu":
+        return DeviceStatus("cpu", cpu_name(), jax.__version__, None)
+    free = free_bytes(device)
+    total = int(device.memory_stats()["bytes_limit"])
+    return DeviceStatus(device.platform, device.device_kind, jax.__version__, DeviceMemory(total, free))
 
 
 def _keep_programs(settings: Settings) -> None:

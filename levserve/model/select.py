@@ -11,9 +11,6 @@ from levserve.model.backend import Backend
 from levserve.model.config import ModelConfig
 from levserve.model.xla import XlaBackend
 
-KERNELS = ("auto", "xla")
-"""What `--kernels` may be."""
-
 
 class Chosen(NamedTuple):
     backend: Backend

@@ -24,9 +24,9 @@ from levserve.observe.metrics import Metrics
 from levserve.schedule.whole_text import WholeTextScheduler, WorkBudget
 from levserve.settings.settings import Settings
 from levserve.text.chat import LAST_USER_MESSAGE
-from levserve.weights.brain_arrays import read_brain_arrays
 from levserve.weights.brain_config import read_brain_config
 from levserve.weights.brain_folder import find_brain
+from levserve.weights.brain_tensors import read_brain_arrays
 from levserve.weights.model_files import ModelFiles
 
 

@@ -35,13 +35,21 @@ class Matcher(Protocol):
 
     def take_many(self, tokens: Seq[int]) -> int:
         """Goes on by as many of the tokens as it allows one after another, but not by an end token nor beyond
-        the end of the text; how many these are. The same as `take_each`, which may be slower."""
+        the end of the text; how many these are."""
+        for count, token in enumerate(tokens):
+            if not self.allows(token) or self.ends_with(token):
+                return count
+            self.take(token)
+            if self.is_over:
+                return count + 1
+        return len(tokens)
 
     def ends_with(self, token: int) -> bool:
         """Whether the token ends the text here, whatever the request says of end tokens."""
 
     def forced(self) -> Seq[int]:
         """Tokens that must follow, as far as they are known; it allows no others in their places."""
+        return ()
 
     def mask(self) -> bytes:
         """A bit for every token that it allows, the first token in the lowest bit of the first byte."""
@@ -78,14 +86,3 @@ def take_fitting(matcher: Matcher, tokens: Seq[int], stop_ids: frozenset[int]) -
     token = tokens[count]
     may_end = token in stop_ids or matcher.ends_with(token)
     return Fit(count, is_end=may_end and matcher.allows(token))
-
-
-def take_each(matcher: Matcher, tokens: Seq[int]) -> int:
-    """What `Matcher.take_many` does, one token at a time."""
-    for count, token in enumerate(tokens):
-        if not matcher.allows(token) or matcher.ends_with(token):
-            return count
-        matcher.take(token)
-        if matcher.is_over:
-            return count + 1
-    return len(tokens)

@@ -57,31 +57,16 @@ class Given(NamedTuple):
     alias: Alias | None = None
 
 
-def _all_origins(text: str) -> str:
-    return "*" if SWITCH.read(text) else ""
-
-
-def _with_spaces(text: str) -> str:
-    return text.replace(",", " ")
-
-
-def _always(text: str) -> str:
-    return "true"
-
-
-def _one_if_on(text: str) -> str | None:
-    return "1" if SWITCH.read(text) else None
-
-
-def _int8_if_on(text: str) -> str | None:
-    return "int8" if SWITCH.read(text) else None
+def _if_on(value: str, otherwise: str | None = None) -> Callable[[str], str | None]:
+    """Translates a switch."""
+    return lambda text: value if SWITCH.read(text) else otherwise
 
 
 ALIASES = (
     Alias("model-path", "model"),
     Alias("tokenizer-path", "tokenizer"),
     Alias("model-id", "model"),
-    Alias("alias", "served_model_name", _with_spaces),
+    Alias("alias", "served_model_name", lambda text: text.replace(",", " ")),
     Alias("tensor-parallel-size", "tensor_parallel"),
     Alias("tp-size", "tensor_parallel"),
     Alias("max-context-length", "max_seq_len"),
@@ -101,20 +86,20 @@ ALIASES = (
     Alias("kv-cache-dtype", "kv_dtype"),
     Alias("quantization", "quantize"),
     Alias("download-dir", "cache_dir"),
-    Alias("enable-cors", "cors_origins", _all_origins, is_weak=True),
+    Alias("enable-cors", "cors_origins", _if_on("*", otherwise=""), is_weak=True),
     Alias("LEVANTER_API_KEY", "api_key"),
     Alias("PORT", "port"),
     Alias(BUCKET, "models_dir"),
     Alias(BUCKET, "model_store"),
-    Alias(BUCKET, "lazy", _always, is_weak=True),  # that server loads what requests name
+    Alias(BUCKET, "lazy", lambda text: "true", is_weak=True),  # that server loads what requests name
     Alias("LOCAL_MODEL_CACHE", "cache_dir"),
     Alias("MAX_CACHED_MODELS", "max_loaded_models"),
     Alias("MAX_CONCURRENT_REQUESTS", "max_running"),
     Alias("REQUEST_TIMEOUT", "request_timeout"),
     Alias("DEFAULT_MAX_TOKENS", "default_max_tokens"),
     Alias("DEFAULT_TEMPERATURE", "default_temperature"),
-    Alias("LOCAL_DEV", "max_running", _one_if_on, is_weak=True),
-    Alias("LOCAL_DEV", "quantize", _int8_if_on, is_weak=True),
+    Alias("LOCAL_DEV", "max_running", _if_on("1"), is_weak=True),
+    Alias("LOCAL_DEV", "quantize", _if_on("int8"), is_weak=True),
     Alias("AIOS_MODEL_PATH", "model"),
     Alias("AIOS_TOKENIZER_PATH", "tokenizer"),
     Alias("AIOS_DEVICE", "device"),

@@ -6,7 +6,7 @@ Every value is plain text here; `parse.py` reads it and knows where it came from
 from __future__ import annotations
 
 import textwrap
-from argparse import SUPPRESS, ArgumentParser, RawDescriptionHelpFormatter
+from argparse import SUPPRESS, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -61,16 +61,11 @@ class _HelpFormatter(RawDescriptionHelpFormatter):
         return textwrap.wrap(text, width, break_on_hyphens=False)  # a flag stays in one piece
 
 
-class _EnvFileParser(ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message} (command line)")
-
-
 def find_env_file(argv: Sequence[str]) -> str | None:
     """The value of --env-file, which has to be known before the rest of the command line is read."""
-    parser = _EnvFileParser(add_help=False, allow_abbrev=False)
+    parser = Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--env-file")
-    path: str | None = parser.parse_known_args(list(argv))[0].env_file
+    path: str | None = parser.parse_known_args(list(argv), env_vars={})[0].env_file
     return path
 
 

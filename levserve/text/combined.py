@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from levserve.schedule.constraint import Constraint, Matcher, take_each
+from levserve.schedule.constraint import Constraint, Matcher
 
 
+@dataclass(frozen=True, slots=True)
 class AnyOf:
     """One of several constraints; which one shows as the text goes on."""
 
-    def __init__(self, constraints: Sequence[Constraint]) -> None:
-        self._constraints = constraints
+    constraints: Sequence[Constraint]
 
     def start(self) -> AnyOfMatcher:
-        return AnyOfMatcher([constraint.start() for constraint in self._constraints])
+        return AnyOfMatcher([constraint.start() for constraint in self.constraints])
 
 
-class AnyOfMatcher:
+class AnyOfMatcher(Matcher):
     """Follows every constraint that the text still fits."""
 
     def __init__(self, matchers: Sequence[Matcher]) -> None:
@@ -43,9 +44,6 @@ class AnyOfMatcher:
         for matcher in self._open:
             matcher.take(token)
 
-    def take_many(self, tokens: Sequence[int]) -> int:
-        return take_each(self, tokens)
-
     def ends_with(self, token: int) -> bool:
         return any(matcher.ends_with(token) for matcher in self._open)
 
@@ -60,17 +58,17 @@ class AnyOfMatcher:
         return allowed.to_bytes(len(masks[0]), "little")
 
 
+@dataclass(frozen=True, slots=True)
 class AllOf:
     """Several constraints at once."""
 
-    def __init__(self, constraints: Sequence[Constraint]) -> None:
-        self._constraints = constraints
+    constraints: Sequence[Constraint]
 
     def start(self) -> AllOfMatcher:
-        return AllOfMatcher([constraint.start() for constraint in self._constraints])
+        return AllOfMatcher([constraint.start() for constraint in self.constraints])
 
 
-class AllOfMatcher:
+class AllOfMatcher(Matcher):
     """It tells of no forced tokens: what one constraint forces, another may forbid."""
 
     def __init__(self, matchers: Sequence[Matcher]) -> None:
@@ -96,14 +94,8 @@ class AllOfMatcher:
         for matcher in self._matchers:
             matcher.take(token)
 
-    def take_many(self, tokens: Sequence[int]) -> int:
-        return take_each(self, tokens)
-
     def ends_with(self, token: int) -> bool:
         return any(matcher.ends_with(token) for matcher in self._matchers)
-
-    def forced(self) -> Sequence[int]:
-        return ()
 
     def mask(self) -> bytes:
         masks = [matcher.mask() for matcher in self._matchers]

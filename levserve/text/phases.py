@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from levserve.schedule.constraint import Constraint, Matcher, take_each
+from levserve.schedule.constraint import Constraint, Matcher
 from levserve.text.mark import Mark
 from levserve.text.token_mask import all_bits, to_bits, to_mask
 from levserve.text.tokenizer import Tokenizer
@@ -45,7 +45,7 @@ class Triggered:
         return self._start.fits(rest)
 
 
-class TriggeredMatcher:
+class TriggeredMatcher(Matcher):
     def __init__(self, rule: Triggered) -> None:
         self._rule = rule
         self._inner: Matcher | None = None
@@ -81,9 +81,6 @@ class TriggeredMatcher:
         if self._inner.is_over:
             self._inner = None
             self._num_runs += 1
-
-    def take_many(self, tokens: Sequence[int]) -> int:
-        return take_each(self, tokens)
 
     def ends_with(self, token: int) -> bool:
         return self._inner is not None and self._inner.ends_with(token)

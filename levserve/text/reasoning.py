@@ -31,6 +31,8 @@ TAIL_TOKENS = 64
 class ThoughtMarks:
     """How a family of models writes its thoughts."""
 
+    signs: tuple[str, ...]
+    """What a template of the family contains."""
     begin: str
     end: str
     closing: str
@@ -44,24 +46,20 @@ class ThoughtMarks:
 
 FAMILIES: Mapping[str, ThoughtMarks] = {
     "harmony": ThoughtMarks(
+        ("<|channel|>analysis",),
         "<|channel|>analysis<|message|>",
         "<|channel|>final<|message|>",
         "<|end|><|start|>assistant<|channel|>final<|message|>",
         "<|channel|>final<|message|>",
         has_channels=True,
     ),
-    "gemma": ThoughtMarks("<|channel>thought\n", "<channel|>", "\n<channel|>"),
-    "mistral": ThoughtMarks("[THINK]", "[/THINK]", "[/THINK]"),
-    "think": ThoughtMarks("<think>", "</think>", "\n</think>\n\n"),
+    "gemma": ThoughtMarks(
+        ("<|channel>thought", "<channel|>"), "<|channel>thought\n", "<channel|>", "\n<channel|>"
+    ),
+    "mistral": ThoughtMarks(("[THINK]", "[/THINK]"), "[THINK]", "[/THINK]", "[/THINK]"),
+    "think": ThoughtMarks(("<think>", "</think>"), "<think>", "</think>", "\n</think>\n\n"),
 }
-"""By the names that `--reasoning` takes."""
-SIGNS = {
-    "harmony": ("<|channel|>analysis",),
-    "gemma": ("<|channel>thought", "<channel|>"),
-    "mistral": ("[THINK]", "[/THINK]"),
-    "think": ("<think>", "</think>"),
-}
-"""What a template of each family contains, looked for in this order."""
+"""By the names that `--reasoning` takes; templates are looked through in this order."""
 
 
 class Begun(Enum):
@@ -165,8 +163,8 @@ def find_reasoning(tokenizer: Tokenizer, wanted: str = "auto") -> Reasoning | No
     if template is None:
         return None
     texts = f"{template}\n{_prompts(tokenizer)}"
-    for family, signs in SIGNS.items():
-        if any(sign in texts for sign in signs):
+    for family, marks in FAMILIES.items():
+        if any(sign in texts for sign in marks.signs):
             return Reasoning(family, tokenizer)
     return None
 

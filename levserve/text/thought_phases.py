@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum, auto
 
-from levserve.schedule.constraint import Constraint, Matcher, take_each
+from levserve.schedule.constraint import Constraint, Matcher
 from levserve.text.mark import Mark
 from levserve.text.phases import Started
 from levserve.text.token_mask import all_bits, to_bits, to_mask
@@ -77,7 +77,7 @@ class _Phase(Enum):
     ANSWER = auto()
 
 
-class AfterThoughtsMatcher:
+class AfterThoughtsMatcher(Matcher):
     def __init__(self, rule: AfterThoughts) -> None:
         self._rule = rule
         self._inner = None if rule.inner is None else rule.inner.start()
@@ -143,9 +143,6 @@ class AfterThoughtsMatcher:
             case _ if self._inner is not None:
                 self._inner.take(token)
         self._check_budget()
-
-    def take_many(self, tokens: Sequence[int]) -> int:
-        return take_each(self, tokens)
 
     def ends_with(self, token: int) -> bool:
         """In free text the request's own stop tokens end the answer."""

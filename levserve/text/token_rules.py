@@ -6,13 +6,13 @@ All of them are `schedule.constraint.Constraint`s.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from dataclasses import dataclass
 
-from levserve.schedule.constraint import take_each
+from levserve.schedule.constraint import Matcher
 from levserve.text.token_mask import all_bits, to_bits, to_mask
 
 
-class AllowedTokens:
+class AllowedTokens(Matcher):
     """Nothing but these tokens. It is its own matcher, because what it allows never changes."""
 
     is_over = False
@@ -33,32 +33,26 @@ class AllowedTokens:
     def take(self, token: int) -> None:
         pass
 
-    def take_many(self, tokens: Sequence[int]) -> int:
-        return take_each(self, tokens)
-
     def ends_with(self, token: int) -> bool:
         return token in self._eos_ids
-
-    def forced(self) -> Sequence[int]:
-        return ()
 
     def mask(self) -> bytes:
         return self._mask
 
 
+@dataclass(frozen=True, slots=True)
 class BannedWords:
     """No sequence of tokens that spells one of the words: the last token of each is banned after the rest."""
 
-    def __init__(self, words: frozenset[tuple[int, ...]], eos_ids: frozenset[int], vocab_rows: int) -> None:
-        self.words = words
-        self.eos_ids = eos_ids
-        self.vocab_rows = vocab_rows
+    words: frozenset[tuple[int, ...]]
+    eos_ids: frozenset[int]
+    vocab_rows: int
 
     def start(self) -> BannedWordsMatcher:
         return BannedWordsMatcher(self)
 
 
-class BannedWordsMatcher:
+class BannedWordsMatcher(Matcher):
     is_over = False
     is_stuck = False
     is_free = False
@@ -73,14 +67,8 @@ class BannedWordsMatcher:
     def take(self, token: int) -> None:
         self._recent.append(token)
 
-    def take_many(self, tokens: Sequence[int]) -> int:
-        return take_each(self, tokens)
-
     def ends_with(self, token: int) -> bool:
         return token in self._rule.eos_ids
-
-    def forced(self) -> Sequence[int]:
-        return ()
 
     def mask(self) -> bytes:
         rows = self._rule.vocab_rows

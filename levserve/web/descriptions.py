@@ -152,43 +152,41 @@ FIELDS = {
 """What a field means, in whatever body it stands."""
 
 OWN_FIELDS = {
-    (
-        "ResponseBody",
-        "input",
-    ): "a user's text, or a list of items: messages, calls of functions, their results and thoughts",
-    ("ResponseBody", "stream_options"): "accepted; needs `stream`",
-    (
-        "ResponseBody",
-        "top_logprobs",
-    ): "so many alternatives for each token; asks for log-probabilities itself",
-    ("ResponseBody", "user"): "repeated in the response",
-    ("BatchBody", "metadata"): "up to 16 texts that the batch repeats",
-    ("ChatBody", "logprobs"): "return log-probabilities of the chosen tokens",
-    ("CompletionBody", "logprobs"): "log-probabilities of the chosen tokens and of so many alternatives",
-    (
-        "CompletionBody",
-        "max_tokens",
-    ): "the most tokens to generate; default 16; 0 with `echo` only scores the prompt",
-    ("ChatBody", "max_tokens"): "the most tokens to generate; default: what fits the context",
-    ("GenerateBody", "max_tokens"): "the most tokens to generate; default 128",
-    ("GenerateBody", "temperature"): "0 is greedy; default 0.7",
-    ("GenerateBody", "stream"): "must agree with the path",
-    ("MessageBody", "max_tokens"): "the most tokens to generate, cut to what fits the context",
-    (
-        "MessageBody",
-        "tool_choice",
-    ): "`auto` (default), `any`, `tool` with its `name`, or `none`, as an object",
-    ("MessageBody", "tools"): "tools with `name`, `description` and `input_schema`; at most 128",
-    ("PromptBody", "tool_choice"): "as in a message",
-    ("PromptBody", "tools"): "as in a message",
-    ("ScoreBody", "prompts"): "the texts, or lists of token ids",
-    (
-        "ScoreBody",
-        "return_token_ids",
-    ): "also return the token ids: `prompt_token_ids`, and `token_ids` of the continuations",
-    ("ReloadBody", "model"): "a model to take the weights from, as `--model` names it",
+    "ResponseBody": {
+        "input": "a user's text, or a list of items: messages, calls of functions, their results and "
+        "thoughts",
+        "stream_options": "accepted; needs `stream`",
+        "top_logprobs": "so many alternatives for each token; asks for log-probabilities itself",
+        "user": "repeated in the response",
+    },
+    "BatchBody": {"metadata": "up to 16 texts that the batch repeats"},
+    "ChatBody": {
+        "logprobs": "return log-probabilities of the chosen tokens",
+        "max_tokens": "the most tokens to generate; default: what fits the context",
+    },
+    "CompletionBody": {
+        "logprobs": "log-probabilities of the chosen tokens and of so many alternatives",
+        "max_tokens": "the most tokens to generate; default 16; 0 with `echo` only scores the prompt",
+    },
+    "GenerateBody": {
+        "max_tokens": "the most tokens to generate; default 128",
+        "temperature": "0 is greedy; default 0.7",
+        "stream": "must agree with the path",
+    },
+    "MessageBody": {
+        "max_tokens": "the most tokens to generate, cut to what fits the context",
+        "tool_choice": "`auto` (default), `any`, `tool` with its `name`, or `none`, as an object",
+        "tools": "tools with `name`, `description` and `input_schema`; at most 128",
+    },
+    "PromptBody": {"tool_choice": "as in a message", "tools": "as in a message"},
+    "ScoreBody": {
+        "prompts": "the texts, or lists of token ids",
+        "return_token_ids": "also return the token ids: `prompt_token_ids`, and `token_ids` of the "
+        "continuations",
+    },
+    "ReloadBody": {"model": "a model to take the weights from, as `--model` names it"},
 }
-"""Where it means something else."""
+"""Where it means something else, by the body."""
 
 ERRORS = {
     "ServeError": "the server failed to handle the request",
@@ -209,3 +207,7 @@ ERRORS = {
     "Unavailable": "loading, draining, stalled or failed, or no room for the model",
     "DeadlineExceeded": "the request's time ended before its first token",
 }
+
+
+def describe_field(body: str, name: str) -> str:
+    return OWN_FIELDS.get(body, {}).get(name) or FIELDS[name]

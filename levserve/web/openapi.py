@@ -25,7 +25,7 @@ from levserve.request.schema import (
 from levserve.settings.settings import Settings
 from levserve.web.auth import ADMIN_PATHS, METRICS_PATHS, OPEN_PATHS
 from levserve.web.call import TIMEOUT_HEADER
-from levserve.web.descriptions import ERRORS, FIELDS, OWN_FIELDS, ROUTES
+from levserve.web.descriptions import ERRORS, ROUTES, describe_field
 from levserve.web.messages import body as message_body
 from levserve.web.messages.errors import is_messages_path
 from levserve.web.messages.objects import MessageError
@@ -139,8 +139,7 @@ def _describe_fields(body: type[Struct], properties: dict[str, Any]) -> dict[str
     described = {}
     for name, schema in properties.items():
         if not is_refused(body, name):
-            meaning = OWN_FIELDS.get((body.__name__, name)) or FIELDS[name]
-            described[name] = schema | {"description": _plain(meaning)}
+            described[name] = schema | {"description": _plain(describe_field(body.__name__, name))}
     return described
 
 

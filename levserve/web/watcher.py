@@ -32,7 +32,7 @@ class Watcher:
         self._epoll = select.epoll()
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC)
         self._epoll.register(self._wakeup, select.EPOLLIN)
-        # # Not held while the epoll set is changed: that releases the GIL, and every other thread would wait
+        # Not held while the epoll set is changed: that releases the GIL, and every other thread would wait
         # for the lock until its holder has the GIL back.
         self._lock = threading.Lock()
         self._watches: dict[int, Watch] = {}
@@ -76,8 +76,7 @@ class Watcher:
     def _find_gone(self, fd: int) -> Watch | None:
         with self._lock:
             watch = self._watches.get(fd)
-            # # The event may be stale: the descriptor may belong to a newer connection. Ask the socket
-            # itself.
+            # The event may be stale: the descriptor may belong to a newer connection. Ask the socket itself.
             return watch if watch is not None and _is_gone(fd) else None
 
 

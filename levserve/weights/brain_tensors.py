@@ -1,16 +1,29 @@
-"""The tensors of a brain's weight file: their names, what they say of the model's shape, what is refused."""
+"""Reads the tensors of a brain's weight file: the shape of the model, and its arrays.
+
+The tensors have the names that AI-OS gives them. Files of other models are refused.
+"""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
 from levserve.errors import StartupError
+from levserve.model.aligned import aligned_array
+from levserve.model.backend import Backend
 from levserve.model.hrm_config import HrmConfig, hrm_parameter_shapes
-from levserve.weights.fill import Source
+from levserve.model.xla import XLA_ON_CPU
+from levserve.weights.fill import Copy, Source, fill, num_threads
 from levserve.weights.hf_tensors import HfTensor, check_dtype, read_file
+from levserve.weights.progress import Progress, Report
 from levserve.weights.stored_tensor import StoredTensor
 from levserve.weights.tensor_names import Target
 
@@ -100,6 +113,28 @@ def read_shape(path: Path, tensors: Mapping[str, StoredTensor]) -> BrainShape:
         len(layers["L"]),
         len(experts) if has_experts else 0,
     )
+
+
+def read_brain_arrays(
+    path: Path, config: HrmConfig, dtype: jnp.dtype, *, report: Report, backend: Backend = XLA_ON_CPU
+) -> Iterator[tuple[str, NDArray[np.generic]]]:
+    """Every array of `hrm_parameter_shapes`, one after another in the host's memory.
+
+    Matrices are in `dtype`, those of experts in the backend's storage of it, and start states in float32.
+    """
+    sources = find_brain_sources(path, config, read_brain_tensors(path))
+    shapes = hrm_parameter_shapes(config)
+    progress = Progress("loading weights", sum(map(math.prod, shapes.values())), report)
+    with ThreadPoolExecutor(num_threads(), thread_name_prefix="levserve-weights") as pool:
+        for name, shape in shapes.items():
+            host = aligned_array(shape, np.dtype(dtype if len(shape) > 1 else np.float32))
+            for source in sources[name]:
+                whole = Copy(range(source.tensor.shape[0]), (), host[source.target.index])
+                fill([whole], source, pool, str(path))
+            if host.ndim > 2:
+                host = host.view(backend.expert_storage(dtype))
+            progress.advance(host.size)
+            yield name, host
 
 
 def find_brain_sources(

@@ -38,7 +38,7 @@ from levserve.model.sharding import UNSHARED, Shards, find_cut
 from levserve.model.xla import XLA_ON_CPU
 from levserve.weights import gguf_tensors, hf_tensors
 from levserve.weights.cutter import Cutter
-from levserve.weights.fill import Source, fill, num_threads
+from levserve.weights.fill import Source, StoredRows, fill, num_threads
 from levserve.weights.gguf_config import read_gguf_config
 from levserve.weights.hf_config import read_hf_config, read_method
 from levserve.weights.levanter_config import read_levanter_config
@@ -48,7 +48,6 @@ from levserve.weights.packed_arrays import find_four_bits, find_schemes, read_fo
 from levserve.weights.prepared import WeightCache
 from levserve.weights.progress import Progress, Report
 from levserve.weights.quantized import hf_folder
-from levserve.weights.stored_rows import StoredRows
 from levserve.weights.stored_tensor import StoredTensor
 from levserve.weights.tensor_names import Format, find_targets, match_tensors
 
@@ -264,7 +263,7 @@ def _read_plain(
 
 
 def _open_rows(tensors: Tensors, config: ModelConfig, report: Report, left_out: Collection[str]) -> Matrices:
-    """The arrays for one device in float32; rows of matrices are read by those who ask for them."""
+    """The arrays for one device in float32; a matrix comes unread, and its rows are read when asked for."""
     sources = _find_sources(tensors, config)
     shapes = {name: shape for name, shape in parameter_shapes(config).items() if name not in left_out}
     has_offsets = config.has_offset_norms and tensors.has_offset_norms

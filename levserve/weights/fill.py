@@ -1,12 +1,13 @@
 """Fills a model's arrays from tensors that are still in their files.
 
-A few threads decode blocks of rows and write them in the array's type straight to their place.
+A few threads decode blocks of rows and write them in the array's type straight to their place. Matrices that
+are quantized while they are read are no arrays yet: their rows are read as they are needed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,6 +73,32 @@ def _fill_rows(rows: range, copies: list[Copy], source: Source, pool: Executor, 
     starts = range(rows.start, rows.stop, step)
     for _ in pool.map(copy_block, starts):  # taking the results raises the errors of the threads
         pass
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRows:
+    """An array of which some tensors fill the rows."""
+
+    shape: tuple[int, ...]
+    sources: Sequence[Source]
+    origin: str
+    """For errors."""
+
+    def read(self, start: int, stop: int) -> NDArray[np.float32]:
+        parts = []
+        for source in self.sources:
+            (filled,) = source.target.index
+            assert isinstance(filled, slice)
+            first, last = max(start, filled.start), min(stop, filled.stop)
+            if first < last:
+                at = first - filled.start
+                parts.append((first, read_checked(source, at, at + last - first, ALL, self.origin)))
+        if len(parts) == 1:
+            return np.ascontiguousarray(parts[0][1], np.float32)
+        rows = np.empty((stop - start, *self.shape[1:]), np.float32)
+        for first, numbers in parts:
+            rows[first - start : first - start + len(numbers)] = numbers
+        return rows
 
 
 def read_checked(

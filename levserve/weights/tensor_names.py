@@ -67,7 +67,8 @@ class Line(NamedTuple):
     """One way to fill an array.
 
     In the name, `{}` is the layer, `{e}` the expert, and `[a|b]` lists the tensors that fill the parts in
-    turn.
+    turn. Where the model has biases, those of `x.weight` are `x.bias` and fill the array with `_bias` at the
+    end of its name.
     """
 
     array: str
@@ -79,6 +80,10 @@ class Line(NamedTuple):
             return {Part.ALL: self.name}
         words = choice[1].split("|")
         return {part: self.name.replace(choice[0], word) for part, word in zip(PARTS[len(words)], words)}
+
+    def with_biases(self) -> list[Line]:
+        stem = self.name.removesuffix(".weight")
+        return [self] if stem == self.name else [self, Line(f"{self.array}_bias", f"{stem}.bias")]
 
     def tensors(self, config: ModelConfig, layers: Iterable[int]) -> list[Tensor]:
         """Those of the layers that have the array."""
@@ -97,11 +102,9 @@ TABLE: dict[Format, tuple[Line, ...]] = {
         Line("layers.{}.input_norm", "model.layers.{}.input_layernorm.weight"),
         Line("layers.{}.qkv", "model.layers.{}.self_attn.[q|k|v]_proj.weight"),
         Line("layers.{}.qkv", "model.layers.{}.self_attn.qkv_proj.weight"),
-        Line("layers.{}.qkv_bias", "model.layers.{}.self_attn.[q|k|v]_proj.bias"),
         Line("layers.{}.q_norm", "model.layers.{}.self_attn.q_norm.weight"),
         Line("layers.{}.k_norm", "model.layers.{}.self_attn.k_norm.weight"),
         Line("layers.{}.out", "model.layers.{}.self_attn.o_proj.weight"),
-        Line("layers.{}.out_bias", "model.layers.{}.self_attn.o_proj.bias"),
         Line("layers.{}.attention_post_norm", "model.layers.{}.post_attention_layernorm.weight"),
         Line("layers.{}.mlp_norm", "model.layers.{}.post_attention_layernorm.weight"),
         Line("layers.{}.mlp_norm", "model.layers.{}.pre_feedforward_layernorm.weight"),
@@ -132,7 +135,6 @@ TABLE: dict[Format, tuple[Line, ...]] = {
         # gpt-oss
         Line("layers.{}.sinks", "model.layers.{}.self_attn.sinks"),
         Line("layers.{}.router", "model.layers.{}.mlp.router.weight"),
-        Line("layers.{}.router_bias", "model.layers.{}.mlp.router.bias"),
         Line("layers.{}.experts_gate_up", "model.layers.{}.mlp.experts.gate_up_proj"),
         Line("layers.{}.experts_gate_up_bias", "model.layers.{}.mlp.experts.gate_up_proj_bias"),
         Line("layers.{}.experts_down", "model.layers.{}.mlp.experts.down_proj"),
@@ -150,57 +152,34 @@ TABLE: dict[Format, tuple[Line, ...]] = {
         Line("embed", "wte.weight"),
         Line("positions", "wpe.weight"),
         Line("layers.{}.input_norm", "h.{}.ln_1.weight"),
-        Line("layers.{}.input_norm_bias", "h.{}.ln_1.bias"),
         Line("layers.{}.qkv", "h.{}.attn.c_attn.weight"),
-        Line("layers.{}.qkv_bias", "h.{}.attn.c_attn.bias"),
         Line("layers.{}.out", "h.{}.attn.c_proj.weight"),
-        Line("layers.{}.out_bias", "h.{}.attn.c_proj.bias"),
         Line("layers.{}.mlp_norm", "h.{}.ln_2.weight"),
-        Line("layers.{}.mlp_norm_bias", "h.{}.ln_2.bias"),
         Line("layers.{}.gate_up", "h.{}.mlp.c_fc.weight"),
-        Line("layers.{}.gate_up_bias", "h.{}.mlp.c_fc.bias"),
         Line("layers.{}.down", "h.{}.mlp.c_proj.weight"),
-        Line("layers.{}.down_bias", "h.{}.mlp.c_proj.bias"),
         Line("final_norm", "ln_f.weight"),
-        Line("final_norm_bias", "ln_f.bias"),
         # GPT-NeoX
         Line("embed", "gpt_neox.embed_in.weight"),
         Line("layers.{}.input_norm", "gpt_neox.layers.{}.input_layernorm.weight"),
-        Line("layers.{}.input_norm_bias", "gpt_neox.layers.{}.input_layernorm.bias"),
         Line("layers.{}.qkv", "gpt_neox.layers.{}.attention.query_key_value.weight"),
-        Line("layers.{}.qkv_bias", "gpt_neox.layers.{}.attention.query_key_value.bias"),
         Line("layers.{}.out", "gpt_neox.layers.{}.attention.dense.weight"),
-        Line("layers.{}.out_bias", "gpt_neox.layers.{}.attention.dense.bias"),
         Line("layers.{}.mlp_norm", "gpt_neox.layers.{}.post_attention_layernorm.weight"),
-        Line("layers.{}.mlp_norm_bias", "gpt_neox.layers.{}.post_attention_layernorm.bias"),
         Line("layers.{}.gate_up", "gpt_neox.layers.{}.mlp.dense_h_to_4h.weight"),
-        Line("layers.{}.gate_up_bias", "gpt_neox.layers.{}.mlp.dense_h_to_4h.bias"),
         Line("layers.{}.down", "gpt_neox.layers.{}.mlp.dense_4h_to_h.weight"),
-        Line("layers.{}.down_bias", "gpt_neox.layers.{}.mlp.dense_4h_to_h.bias"),
         Line("final_norm", "gpt_neox.final_layer_norm.weight"),
-        Line("final_norm_bias", "gpt_neox.final_layer_norm.bias"),
         Line("head", "embed_out.weight"),
         # Phi-2
-        Line("layers.{}.input_norm_bias", "model.layers.{}.input_layernorm.bias"),
         Line("layers.{}.out", "model.layers.{}.self_attn.dense.weight"),
-        Line("layers.{}.out_bias", "model.layers.{}.self_attn.dense.bias"),
         Line("layers.{}.gate_up", "model.layers.{}.mlp.fc1.weight"),
-        Line("layers.{}.gate_up_bias", "model.layers.{}.mlp.fc1.bias"),
         Line("layers.{}.down", "model.layers.{}.mlp.fc2.weight"),
-        Line("layers.{}.down_bias", "model.layers.{}.mlp.fc2.bias"),
         Line("final_norm", "model.final_layernorm.weight"),
-        Line("final_norm_bias", "model.final_layernorm.bias"),
-        Line("head_bias", "lm_head.bias"),
     ),
     Format.GGUF: (
         Line("embed", "token_embd.weight"),
         Line("positions", "position_embd.weight"),
         Line("layers.{}.input_norm", "blk.{}.attn_norm.weight"),
-        Line("layers.{}.input_norm_bias", "blk.{}.attn_norm.bias"),
         Line("layers.{}.qkv", "blk.{}.attn_[q|k|v].weight"),
         Line("layers.{}.qkv", "blk.{}.attn_qkv.weight"),
-        Line("layers.{}.qkv_bias", "blk.{}.attn_[q|k|v].bias"),
-        Line("layers.{}.qkv_bias", "blk.{}.attn_qkv.bias"),
         Line("layers.{}.q", "blk.{}.attn_q.weight"),
         Line("layers.{}.q", "blk.{}.attn_q_b.weight"),
         Line("layers.{}.q_down", "blk.{}.attn_q_a.weight"),
@@ -211,11 +190,9 @@ TABLE: dict[Format, tuple[Line, ...]] = {
         Line("layers.{}.q_norm", "blk.{}.attn_q_norm.weight"),
         Line("layers.{}.k_norm", "blk.{}.attn_k_norm.weight"),
         Line("layers.{}.out", "blk.{}.attn_output.weight"),
-        Line("layers.{}.out_bias", "blk.{}.attn_output.bias"),
         Line("layers.{}.attention_post_norm", "blk.{}.post_attention_norm.weight"),
         Line("layers.{}.mlp_norm", "blk.{}.ffn_norm.weight"),
         Line("layers.{}.mlp_norm", "blk.{}.post_attention_norm.weight"),  # gpt-oss
-        Line("layers.{}.mlp_norm_bias", "blk.{}.ffn_norm.bias"),
         Line("layers.{}.mlp_post_norm", "blk.{}.post_ffw_norm.weight"),
         Line("layers.{}.router", "blk.{}.ffn_gate_inp.weight"),
         Line("layers.{}.gate_up", "blk.{}.ffn_[gate|up].weight"),
@@ -225,20 +202,13 @@ TABLE: dict[Format, tuple[Line, ...]] = {
         Line("layers.{}.shared_gate_up", "blk.{}.ffn_[gate|up]_shexp.weight"),
         Line("layers.{}.shared_down", "blk.{}.ffn_down_shexp.weight"),
         Line("layers.{}.shared_gate", "blk.{}.ffn_gate_inp_shexp.weight"),
-        Line("layers.{}.router_bias", "blk.{}.ffn_gate_inp.bias"),
         Line("layers.{}.router_correction", "blk.{}.exp_probs_b.bias"),
-        Line("layers.{}.experts_gate_up_bias", "blk.{}.ffn_[gate|up]_exps.bias"),
-        Line("layers.{}.experts_down_bias", "blk.{}.ffn_down_exps.bias"),
         Line("layers.{}.sinks", "blk.{}.attn_sinks.weight"),
-        Line("layers.{}.gate_up_bias", "blk.{}.ffn_up.bias"),
         Line("layers.{}.down", "blk.{}.ffn_down.weight"),
         Line("layers.{}.experts_down", "blk.{}.ffn_down_exps.weight"),
         Line("layers.{}.experts_down", "blk.{}.ffn_down.{e}.weight"),
-        Line("layers.{}.down_bias", "blk.{}.ffn_down.bias"),
         Line("final_norm", "output_norm.weight"),
-        Line("final_norm_bias", "output_norm.bias"),
         Line("head", "output.weight"),
-        Line("head_bias", "output.bias"),
     ),
 }
 # fmt: on
@@ -261,7 +231,7 @@ def find_targets(config: ModelConfig, file_format: Format, found: Collection[str
     targets: dict[str, Target] = {}
     lines_of: dict[str, list[Line]] = {}
     layers_of: dict[str, list[int]] = {}
-    for line in TABLE[file_format]:
+    for line in itertools.chain.from_iterable(line.with_biases() for line in TABLE[file_format]):
         layers = _layers_with(line.array, shapes, config)
         if layers and (config.is_gated or Part.GATE not in line.parts()):
             lines_of.setdefault(line.array, []).append(line)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from levserve.schedule.budget import Budget
 from levserve.schedule.commit import Sampled
-from levserve.schedule.constraint import take_each
+from levserve.schedule.constraint import Matcher
 from levserve.schedule.pages import PagePool
 from levserve.schedule.request import FinishReason, GenerationRequest, Sampling
 from levserve.schedule.scheduler import Scheduler
@@ -35,7 +35,7 @@ class ToyConstraint:
 
 
 @dataclass
-class ToyMatcher:
+class ToyMatcher(Matcher):
     rule: ToyConstraint
     state: int = 0
     is_over: bool = False
@@ -49,9 +49,6 @@ class ToyMatcher:
         assert self.allows(token) and token != END
         self.state = (self.state + token) % NUM_STATES
         self.is_over = self.state == self.rule.last_state
-
-    def take_many(self, tokens: Seq[int]) -> int:
-        return take_each(self, tokens)
 
     def ends_with(self, token: int) -> bool:
         return token == END

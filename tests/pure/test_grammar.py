@@ -18,7 +18,7 @@ from tokenizers import models, pre_tokenizers
 from levserve.device.masks import fill_masks
 from levserve.errors import BadRequest
 from levserve.observe.metrics import Metrics
-from levserve.schedule.constraint import Matcher, take_each
+from levserve.schedule.constraint import Matcher
 from levserve.text.grammar import GrammarKind, Grammars, GrammarText
 from levserve.text.token_rules import AllowedTokens
 from levserve.text.tokenizer import Tokenizer
@@ -168,7 +168,7 @@ def test_many_tokens_at_once_are_taken_as_one_at_a_time(shape: str, seed: int) -
     slow, fast, start = grammar.start(), grammar.start(), 0
     while start < len(drawn):
         run = drawn[start : start + chooser.randrange(1, 9)]
-        num_taken = take_each(slow, run)
+        num_taken = Matcher.take_many(slow, run)
         assert fast.take_many(run) == num_taken
         assert (fast.is_over, fast.is_stuck, fast.mask()) == (slow.is_over, slow.is_stuck, slow.mask())
         assert fast.forced() == slow.forced()

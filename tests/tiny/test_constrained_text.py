@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from levserve.schedule.constraint import take_each
+from levserve.schedule.constraint import Matcher
 from levserve.schedule.request import FinishReason, GenerationRequest
 from levserve.text.combined import AllOf
 from levserve.text.token_rules import AllowedTokens, BannedWords
@@ -39,7 +39,7 @@ class Cycle:
 
 
 @dataclass
-class CycleMatcher:
+class CycleMatcher(Matcher):
     rule: Cycle
     count: int = 0
     is_stuck: bool = False
@@ -58,9 +58,6 @@ class CycleMatcher:
     def take(self, token: int) -> None:
         assert self.allows(token)
         self.count += 1
-
-    def take_many(self, tokens: Sequence[int]) -> int:
-        return take_each(self, tokens)
 
     def ends_with(self, token: int) -> bool:
         return False

@@ -23,8 +23,8 @@ from levserve.model.int8_packing import pack
 from levserve.model.matrix_rows import ArrayRows
 from levserve.model.quantize import Quantization, quantize_arrays
 from levserve.weights.checkpoint import _find_sources, open_tensors, read_arrays, read_config
+from levserve.weights.fill import StoredRows
 from levserve.weights.gguf_blocks import CODES, decode_blocks
-from levserve.weights.stored_rows import StoredRows
 from tests.conftest import GOLDEN
 
 FLOAT32 = jnp.dtype(jnp.float32)

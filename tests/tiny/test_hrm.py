@@ -18,9 +18,9 @@ from levserve.model.rotary import angles_at
 from levserve.model.text_attention import Texts
 from levserve.model.xla import XLA_ON_CPU
 from levserve.settings.parse import parse_settings
-from levserve.weights.brain_arrays import read_brain_arrays
 from levserve.weights.brain_config import read_brain_config
 from levserve.weights.brain_folder import find_brain
+from levserve.weights.brain_tensors import read_brain_arrays
 from tests.brains import BRAINS, WIDE, brain_cases, brain_folder
 
 FLOAT32 = jnp.dtype(jnp.float32)

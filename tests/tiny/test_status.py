@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from levserve.device.status import read_status
+from levserve.device.platform import read_status
 
 
 def test_a_device_with_memory_of_its_own_tells_what_jax_may_take_and_what_is_free() -> None:

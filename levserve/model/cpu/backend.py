@@ -11,7 +11,6 @@ import jax.numpy as jnp
 
 from levserve.jit.target import Target, detect_target
 from levserve.model import cache
-from levserve.model.attention import attend_in_blocks
 from levserve.model.backend import Likeliest, Product
 from levserve.model.cache import Place
 from levserve.model.config import ModelConfig
@@ -75,9 +74,7 @@ class CpuBackend(XlaBackend):
         sinks: jax.Array | None = None,
     ) -> jax.Array:
         if sinks is not None:  # the kernel does not know sinks
-            return attend_in_blocks(
-                q, pool, table, positions, window=window, softcap=softcap, sinks=sinks, on_cpu=True
-            )
+            return super().mix_values(q, pool, table, positions, window=window, softcap=softcap, sinks=sinks)
         return attention.paged_attention(
             q, pool, table, positions, target=self.target, window=window, softcap=softcap
         )

@@ -15,10 +15,16 @@ from typing import Any
 from levserve.text.chat import Written, hide
 from levserve.text.tools.format import SpeltCall, ToolFormat
 from levserve.text.tools.ids import shorten_id
-from levserve.text.tools.prompt import describe_tools
 from levserve.text.tools.request import Tool
 
 Message = dict[str, Any]
+SYSTEM_PROMPT = """You can call these functions:
+{functions}
+
+To call a function, answer with its name and its arguments in this form:
+{example}
+The result then comes between <tool_response> and </tool_response>."""
+"""What the system message says of tools where the template cannot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,3 +151,9 @@ def _results_from_users(messages: list[Message]) -> list[Message]:
             adapted.append(message)
         was_result = is_result
     return adapted
+
+
+def describe_tools(tools: Sequence[Tool], form: ToolFormat) -> str:
+    functions = [json.dumps(tool.describe(), ensure_ascii=False) for tool in tools]
+    example = form.spell([SpeltCall("function_name", {"argument": "value"}, "")])
+    return SYSTEM_PROMPT.format(functions="\n".join(functions), example=example)

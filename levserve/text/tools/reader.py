@@ -6,6 +6,7 @@ White space around calls is dropped. Text that may become a call is held back un
 from __future__ import annotations
 
 from levserve.text.parts import Content
+from levserve.text.thought_reader import overlap
 from levserve.text.tools.body import Calls
 from levserve.text.tools.format import ToolFormat
 from levserve.text.tools.scanner import Steps
@@ -48,7 +49,7 @@ class CallReader(StepwiseReader):
                 if scanner.is_ended:
                     self._show(end)
                     return False
-                end -= _overlap(scanner.text, trigger)
+                end -= overlap(scanner.text, trigger)
             self._show(scanner.at + len(scanner.text[scanner.at : end].rstrip()))
             if found >= 0:
                 return True
@@ -63,16 +64,13 @@ class CallReader(StepwiseReader):
         scanner.drop()
 
     def _show_rest(self) -> Steps[None]:
-        yield from self._skip_space_after_call()
+        if self._calls.count:
+            yield from self._scanner.skip_space()
         while True:
             self._show(len(self._scanner.text))
             if self._scanner.is_ended:
                 return
             yield
-
-    def _skip_space_after_call(self) -> Steps[None]:
-        if self._calls.count:
-            yield from self._scanner.skip_space()
 
     def _read_calls(self) -> Steps[bool]:
         """Reads the calls that begin here; False if there is none."""
@@ -97,11 +95,3 @@ class CallReader(StepwiseReader):
             return False
         yield from scanner.take(form.after)
         return True
-
-
-def _overlap(text: str, trigger: str) -> int:
-    """How many characters at the end of the text may be the beginning of the trigger."""
-    for length in range(min(len(text), len(trigger) - 1), 0, -1):
-        if text.endswith(trigger[:length]):
-            return length
-    return 0

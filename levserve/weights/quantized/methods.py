@@ -1,11 +1,12 @@
 """The quantized formats that are read as they are, and what a config.json says of its own.
 
-A format is a file beside this one and a row in `METHODS`.
+A format is a row in `METHODS` and, unless there is nothing to read, a file beside this one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 
 from levserve.errors import StartupError
 from levserve.weights.config_fields import Fields
@@ -13,15 +14,29 @@ from levserve.weights.quantized.awq import read_awq
 from levserve.weights.quantized.compressed import read_compressed
 from levserve.weights.quantized.fp8 import read_fp8
 from levserve.weights.quantized.gptq import read_gptq
-from levserve.weights.quantized.module import Method
-from levserve.weights.quantized.mxfp4 import read_mxfp4
+from levserve.weights.quantized.module import Method, Module
+from levserve.weights.quantized.packed_tensor import PackedTensor
+
+
+@dataclass(frozen=True, slots=True)
+class Mxfp4:
+    """Only experts are in it, and one tensor has those of a whole layer: `gpt_oss_tensors.py` opens them."""
+
+    words = ()
+
+    def is_quantized(self, words: Collection[str]) -> bool:
+        return False
+
+    def open(self, module: Module) -> PackedTensor:
+        raise StartupError(f"{module.name}: only experts can be in MXFP4")
+
 
 METHODS: dict[str, Callable[[Fields], Method]] = {
     "awq": read_awq,
     "gptq": read_gptq,
     "fp8": read_fp8,
     "compressed-tensors": read_compressed,
-    "mxfp4": read_mxfp4,
+    "mxfp4": lambda fields: Mxfp4(),
 }
 KEYS = ("quantization_config", "compression_config")
 """The keys of config.json; the second is an older name."""
