@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from levserve.device.bytecode import keep_bytecode
 from levserve.device.malloc import tune_malloc
+from levserve.device.memory_error import RAISE_LIMIT
 from levserve.device.rows import resolve_rows
 from levserve.device.threads import set_threads
 from levserve.errors import StartupError
@@ -44,6 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except StartupError as error:
         report_startup_error(_with_command(error, words, settings))
         return error.exit_code
+    except MemoryError:
+        report_startup_error(StartupError(f"out of memory before a model was loaded; {RAISE_LIMIT}"))
+        return StartupError.exit_code
     except KeyboardInterrupt:
         return 130  # the shell's code for SIGINT
     except BrokenPipeError:  # `levserve --dry-run | head`

@@ -5,9 +5,6 @@ Called on the thread that loads a model, before anything else looks at jax's dev
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-
 import jax
 
 from levserve.device.distributed import start_distributed
@@ -15,7 +12,6 @@ from levserve.device.host import cpu_features, cpu_name, free_memory
 from levserve.device.malloc import tune_malloc
 from levserve.device.mesh import prepare_cpu_devices
 from levserve.device.missing import explain, find_missing
-from levserve.device.sizing import human
 from levserve.errors import StartupError
 from levserve.jit.code_cache import CodeCache, open_folder, use_cache
 from levserve.observe.health import DeviceMemory, DeviceStatus
@@ -66,22 +62,6 @@ def free_bytes(*devices: jax.Device) -> int:
         return free_memory() // len(devices)
     stats = [device.memory_stats() for device in devices]
     return min(int(each["bytes_limit"] - each["bytes_in_use"]) for each in stats)
-
-
-@contextmanager
-def explained(asked: str, devices: Sequence[jax.Device], advice: str) -> Iterator[None]:
-    """Turns running out of memory into one line that says what was asked for, what is free and what to do."""
-    free = free_bytes(*devices)
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        # jax raises a kind of RuntimeError, with XLA's code in its text.
-        if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        reason = str(error).splitlines()[0]
-        raise StartupError(
-            f"out of memory: {asked} were asked for and {human(free)} are free; {advice} ({reason})"
-        ) from error
 
 
 def read_status(device: jax.Device) -> DeviceStatus:

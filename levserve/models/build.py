@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from levserve.device.executor import Executor
 from levserve.device.kind import Planner, RoundRunner
-from levserve.device.platform import explained
+from levserve.device.memory_error import check_address_space, explained
+from levserve.device.platform import free_bytes
 from levserve.device.tasks import Attach
 from levserve.engine.served_model import ServedModel
 from levserve.models.group import Group
@@ -46,7 +47,9 @@ def build(
     """Allocates the state on the device and compiles the first programs; slow."""
     settings = description.settings
     asked, advice = description.explain_memory(sizes)
-    with explained(asked, description.devices, advice):
+    with explained(asked, advice, lambda: free_bytes(*description.devices)):
+        if description.devices[0].platform == "cpu":
+            check_address_space()
         runner = description.make_runner(contents.arrays, sizes, metrics)
         try:
             runner.compile_first(report)

@@ -61,22 +61,29 @@ def _follow(
     import jax
 
     from levserve.device.executor import Executor
-    from levserve.device.platform import explained
+    from levserve.device.memory_error import explained
+    from levserve.device.platform import free_bytes
     from levserve.device.programs import Shape
+    from levserve.device.sizing import human
     from levserve.model.placement import device_bytes
     from levserve.models.choose import describe
+    from levserve.models.read import FEWER_BYTES
     from levserve.models.size import size
     from levserve.models.weight_reader import WeightReader
 
     description = describe(settings, files)
     for line in description.lines():
         log.info("%s", line)
-    with explained("the weights", description.devices, "serve a smaller model"):
+
+    def free() -> int:
+        return free_bytes(*description.devices)
+
+    with explained(f"{human(description.expected_weight_bytes)} for the weights", FEWER_BYTES, free):
         arrays = description.load_arrays(report)
     weight_bytes = sum(map(device_bytes, arrays.values()))
     sizes = size(description, weight_bytes, rows=rows, agree=lambda free: _agree(follower, free))
     asked, advice = description.explain_memory(sizes)
-    with explained(asked, description.devices, advice):
+    with explained(asked, advice, free):
         runner = description.make_runner(arrays, sizes, engine.metrics)
         assert isinstance(runner, Executor)
         runner.compile_first(report)

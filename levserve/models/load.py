@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from levserve.device.memory_error import LIBRARY_BYTES, RAISE_LIMIT, explained
+from levserve.device.sizing import human
 from levserve.engine.engine import Engine
 from levserve.models.entry import Counts, Resident
 from levserve.models.group import Group
@@ -51,14 +53,15 @@ def load(
         group.agree_on_model(files)
     if "jax" not in sys.modules:
         report("importing jax")
-    # These bring jax, which takes seconds to import and must not be touched before gunicorn forks.
-    from levserve.models.build import build
-    from levserve.models.choose import describe
-    from levserve.models.probe import probe
-    from levserve.models.read import read
-    from levserve.models.size import reserve, size
+    with explained(f"{human(LIBRARY_BYTES)} for jax and its libraries", RAISE_LIMIT):
+        # These bring jax, which takes seconds to import and must not be touched before gunicorn forks.
+        from levserve.models.build import build
+        from levserve.models.choose import describe
+        from levserve.models.probe import probe
+        from levserve.models.read import read
+        from levserve.models.size import reserve, size
 
-    description = describe(settings, files)
+        description = describe(settings, files)
     tell(*description.lines())
     allowed_bytes = None if make_room is None else reserve(description, make_room)
     contents = read(description, metrics, report)
@@ -67,7 +70,8 @@ def load(
     tell(*sizes.describe())
     loaded = build(description, contents, sizes, metrics, report, group)
     tell(f"prefill     {loaded.runner.prefill_token_seconds * 1000:.3g} ms a token")
-    scores = probe(loaded)
+    with explained("the arrays of a first prompt", "lower --kv-memory or --max-running"):
+        scores = probe(loaded)
     tell(f"probe       {scores}")
     return loaded
 

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import jax
 
-from levserve.device.platform import explained
+from levserve.device.memory_error import explained
+from levserve.device.platform import free_bytes
+from levserve.device.sizing import human
 from levserve.errors import StartupError, cause_of
 from levserve.model.placement import device_bytes
 from levserve.models.checks import check_draft_tokens
@@ -25,6 +27,8 @@ from levserve.text.tokenizer import Tokenizer, load_tokenizer
 from levserve.text.tools.model_tools import ModelTools
 
 log = logging.getLogger(__name__)
+
+FEWER_BYTES = "serve a smaller model, or the same one in fewer bits (--quantize)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +50,11 @@ class Contents:
 def read(description: AnyKind, metrics: Metrics, report: Callable[[str], None]) -> Contents:
     """Raises `StartupError` for files that cannot be read or do not fit into memory."""
     settings, files = description.settings, description.files
-    with ThreadPoolExecutor(1, thread_name_prefix="levserve-tokenizer") as beside:
+    asked = f"{human(description.expected_weight_bytes)} for the weights"
+    with (
+        explained(asked, FEWER_BYTES, lambda: free_bytes(*description.devices)),
+        ThreadPoolExecutor(1, thread_name_prefix="levserve-tokenizer") as beside,
+    ):
         texts = beside.submit(
             _read_texts,
             settings,
@@ -58,10 +66,10 @@ def read(description: AnyKind, metrics: Metrics, report: Callable[[str], None]) 
         if files.draft is not None:
             drafter = load_tokenizer(files.draft.tokenizer or files.draft.path)
             check_draft_tokens(files.draft.name, texts.result()[0], drafter)
-        with explained("the weights", description.devices, "serve a smaller model"):
-            arrays = description.load_arrays(report)
+        arrays = description.load_arrays(report)
+        contents = Contents(arrays, *texts.result())
     redirect_library_logs()  # the tokenizer may have brought some
-    return Contents(arrays, *texts.result())
+    return contents
 
 
 def _read_texts(

@@ -65,6 +65,11 @@ class OneWorkerArbiter(Arbiter):  # type: ignore[misc]
                 "the worker was killed (SIGKILL), most often by the system for want of memory; "
                 "lower --kv-memory or --max-running"
             )
+        elif self._worker_exit == -signal.SIGABRT:
+            log.error(
+                "a library ended the worker (SIGABRT), as its last line above says; if that is about memory, "
+                "lower --kv-memory or --max-running, or raise the limit"
+            )
         elif self._worker_exit not in (0, 1, 2):  # after these it has logged the reason itself
             log.error("the worker ended with code %s, which ends the server", self._worker_exit)
         raise HaltServer("the worker has ended")

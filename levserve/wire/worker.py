@@ -272,7 +272,7 @@ def start_pool(num_threads: int, name: str) -> ThreadPoolExecutor:
     except RuntimeError:
         raise StartupError(
             f"the system does not allow {num_threads} threads: lower --max-running or --max-waiting, "
-            "or raise the limit on tasks (ulimit -u)"
+            "or raise the limit on tasks (ulimit -u) or on memory (ulimit -v)"
         ) from None
     finally:
         is_full.set()

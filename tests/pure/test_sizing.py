@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import functools
+import resource
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from levserve.device.host import free_memory, peak_memory, process_memory
+from levserve.device.memory_error import check_address_space, explained
 from levserve.device.sizing import Sizes, plan_sizes
-from levserve.errors import ConfigError
+from levserve.errors import ConfigError, StartupError
 from levserve.model.traits import CPU_TRAITS, GPU_KERNEL_TRAITS, GPU_TRAITS, Traits
 from levserve.settings.parse import parse_settings
 
@@ -217,6 +221,58 @@ def test_mapped_weights_are_not_free_although_linux_could_read_them_again(
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     assert free_memory(tmp_path, tmp_path) == free * 1024
+
+
+def test_limits_of_the_process_count_as_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def limit(kind: int) -> tuple[int, int]:
+        return (process_memory() + (64 << 20), -1) if kind == resource.RLIMIT_DATA else (-1, -1)
+
+    assert resource.RLIM_INFINITY == -1
+    monkeypatch.setattr(resource, "getrlimit", limit)
+    assert free_memory() < 4 * GIB
+    with pytest.raises(StartupError, match="takes up to 384 MiB, and the process's limit leaves .*ulimit -v"):
+        check_address_space()
+
+
+def by_import() -> None:
+    try:
+        raise ImportError("libjax.so: failed to map segment from shared object")
+    except ImportError as error:
+        raise ImportError("Importing failed.\nWhat to do ...") from error
+
+
+def by(error: Exception) -> Callable[[], None]:
+    def fail() -> None:
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    ("fail", "reason"),
+    [
+        (by(MemoryError()), "MemoryError"),
+        (by(MemoryError("no 5 bytes")), "no 5 bytes"),
+        (by(OSError(errno.ENOMEM, "Cannot allocate memory", "x.gguf")), "Cannot allocate memory"),
+        (by(RuntimeError("INTERNAL\nRESOURCE_EXHAUSTED: 8 GB\nmore")), "RESOURCE_EXHAUSTED: 8 GB"),
+        (by(RuntimeError("std::bad_alloc")), "std::bad_alloc"),
+        (by_import, "libjax.so: failed to map segment from shared object"),
+    ],
+)
+def test_every_way_to_run_out_of_memory_becomes_one_line(fail: Callable[[], None], reason: str) -> None:
+    with pytest.raises(StartupError) as refusal, explained("2 GiB for x", "lower x", lambda: GIB):
+        fail()
+    assert refusal.value.exit_code == 1
+    line = str(refusal.value)
+    assert line.startswith("out of memory: 2 GiB for x were asked for and 1 GiB are free; lower x (")
+    assert reason in line and "\n" not in line
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), OSError(errno.ENOSPC, "No space"), ConfigError("no")])
+def test_other_errors_stay_as_they_are(error: Exception) -> None:
+    with pytest.raises(type(error)) as raised, explained("2 GiB for x", "lower x", lambda: GIB):
+        raise error
+    assert raised.value is error
 
 
 def test_programs_are_few_and_chunks_of_many_sizes_where_padding_costs_nothing() -> None:

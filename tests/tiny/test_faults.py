@@ -100,6 +100,16 @@ def test_too_little_memory_is_one_line_that_says_what_was_asked_what_is_there_an
     assert "FAULT INJECTION IS ON" in ended.stderr and "Traceback" not in ended.stderr
 
 
+def test_too_little_memory_for_jax_is_one_line_as_well() -> None:
+    script = 'ulimit -v 262144; exec "$@"'  # jax's library alone takes more
+    program = ["bash", "-c", script, "bash", sys.executable, "-m", "levserve", "--dry-run", *TOY]
+    ended = subprocess.run(program, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    (line,) = [line for line in ended.stderr.splitlines() if not line.startswith("20")]
+    assert line.startswith("levserve: error: out of memory: 700 MiB for jax and its libraries were asked for")
+    assert "raise the limit on memory (ulimit -v" in line
+
+
 def test_a_poisoned_row_fails_alone_and_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [[number, 9, 8, 7, 6, 5, 4, 3, number] for number in range(20, 24)]
     monkeypatch.setattr(Runner, "dispatch", Runner.dispatch)  # put back what `install` replaces
