@@ -43,6 +43,10 @@ PromptLimit = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
 Seconds = Annotated[float, Meta(gt=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Metadata = Annotated[
+    dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
+]
+"""With OpenAI's bounds."""
 Priority = int
 """VLLM's: a smaller number is served first, and 0 is the default."""
 

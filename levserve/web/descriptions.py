@@ -12,8 +12,10 @@ ROUTES = {
     "and `logprobs`",
     "POST /v1/responses": "a chat in OpenAI's newer form, [responses](../how-to/responses.md), "
     "whole or streamed",
+    "POST /v1/responses/input_tokens": "how many tokens the prompt of a response has",
     "GET /v1/responses/{id}": "a stored response",
     "DELETE /v1/responses/{id}": "forget a stored response",
+    "POST /v1/responses/{id}/cancel": "refused: no response runs in the background",
     "GET /v1/responses/{id}/input_items": "the items that a stored response was made from",
     "POST /v1/messages": "a message of [Anthropic's API](../how-to/anthropic.md), whole or streamed",
     "POST /v1/messages/count_tokens": "how many tokens the prompt of such a message has",
@@ -92,7 +94,7 @@ FIELDS = {
     "`top_p` and `min_p`",
     "max_completion_tokens": "the most tokens to generate; wins over `max_tokens`",
     "max_output_tokens": "the most tokens to generate, thoughts included; default: what fits the context",
-    "metadata": "up to 16 texts that the response repeats",
+    "metadata": "up to 16 texts of up to 512 characters that the response repeats",
     "max_tokens": "the most tokens to generate",
     "messages": "the conversation",
     "min_p": "keep tokens at least this likely, relative to the likeliest",
@@ -146,6 +148,7 @@ FIELDS = {
     "top_k": "keep the k likeliest tokens; 0 or -1 keeps all",
     "top_logprobs": "so many alternatives for each token; needs `logprobs`",
     "top_p": "keep the likeliest tokens that together have this probability; 0 keeps one",
+    "truncation": "`auto` keeps the last tokens of an input that is too long; default `disabled`, a refusal",
     "truncate_prompt_tokens": "keep only the last so many tokens of a prompt; -1 keeps as many as fit",
     "user": "accepted and not read",
 }
@@ -159,7 +162,7 @@ OWN_FIELDS = {
         "top_logprobs": "so many alternatives for each token; asks for log-probabilities itself",
         "user": "repeated in the response",
     },
-    "BatchBody": {"metadata": "up to 16 texts that the batch repeats"},
+    "BatchBody": {"metadata": "up to 16 texts of up to 512 characters that the batch repeats"},
     "ChatBody": {
         "logprobs": "return log-probabilities of the chosen tokens",
         "max_tokens": "the most tokens to generate; default: what fits the context",

@@ -33,7 +33,7 @@ from levserve.web.page import FrontPage
 from levserve.web.responses.body import ResponseBody
 from levserve.web.responses.event_types import ResponseEvent
 from levserve.web.responses.objects import ResponseObject
-from levserve.web.responses.routes import DeletedResponse, InputItemList
+from levserve.web.responses.routes import DeletedResponse, InputItemList, InputTokenCount
 from levserve.web.tokens import (
     ConversationBody,
     DetokenizeBody,
@@ -86,8 +86,12 @@ OPERATIONS = {
         ResponseEvent,
         example={"model": "", "input": "Say hello.", "max_output_tokens": 32},
     ),
+    "POST /v1/responses/input_tokens": Operation(
+        InputTokenCount, ResponseBody, example={"model": "", "input": "Say hello."}
+    ),
     "GET /v1/responses/{id}": Operation(ResponseObject),
     "DELETE /v1/responses/{id}": Operation(DeletedResponse),
+    "POST /v1/responses/{id}/cancel": Operation(ResponseObject),
     "GET /v1/responses/{id}/input_items": Operation(InputItemList, query=LIST_QUERY),
     "POST /v1/messages": Operation(
         MessageObject,

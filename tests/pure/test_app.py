@@ -390,6 +390,7 @@ def test_the_front_page_and_the_metrics_can_be_read(client: FlaskClient, device:
         ("/v1/v1/chat/completions", "; did you mean /v1/chat/completions?"),
         ("/api/v1/embeddings", "; did you mean /v1/embeddings?"),
         ("/completion", "; did you mean /v1/completions?"),
+        ("/v1/chat", "; did you mean /v1/chat/completions?"),
         ("/x/<script>", ""),
     ],
 )

@@ -234,7 +234,7 @@ class TestRefusals:
             ({"background": True}, "background"),
             ({"conversation": "conv_1"}, "conversation"),
             ({"prompt": {"id": "pmpt_1"}}, "prompt"),
-            ({"truncation": "auto"}, "truncation"),
+            ({"truncation": "middle"}, "truncation"),
             ({"context_management": [{"type": "compaction"}]}, "context_management"),
             ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
             ({"tools": [TOOL, {"type": "custom", "name": "x"}]}, "tools[1].type"),
@@ -255,6 +255,8 @@ class TestRefusals:
             ({"temperature": 3}, "temperature"),
             ({"top_logprobs": 21}, "top_logprobs"),
             ({"metadata": {"a": 1}}, "metadata"),
+            ({"metadata": {"a" * 65: "b"}}, "metadata"),
+            ({"metadata": {"a": "b" * 513}}, "metadata"),
             ({"stream_options": {"include_obfuscation": False}}, "stream_options"),
             ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
             ({"previous_response_id": "resp_0"}, "previous_response_id"),
@@ -282,6 +284,11 @@ class TestRefusals:
     )
     def test_fields_that_ask_for_nothing_are_accepted(self, app: App, fields: Any) -> None:
         assert text_of(ask(app, **fields)) == "t10 t11 t12"
+
+    def test_a_long_input_is_cut_if_asked(self, app: App) -> None:
+        response = ask(app, input="t17 " * 1000 + "t18", truncation="auto")
+        assert response["truncation"] == "auto"
+        assert prompt_of(app)[-2:] == (18, 9) and len(prompt_of(app)) < 1000
 
     def test_an_unknown_model_is_not_found(self, app: App) -> None:
         assert app.refuse(PATH, ASKED | {"model": "other"})[0] == 404
@@ -394,6 +401,20 @@ class TestKept:
             assert app.client.get(f"{path}?{query}").status_code == 400
         assert app.client.get(f"{PATH}/{first['id']}?stream=true").status_code == 400
 
+    def test_items_are_listed_with_the_fields_of_openai(self, app: App) -> None:
+        said = {"role": "assistant", "content": [{"type": "output_text", "text": "t41"}]}
+        made = ask(app, input=[{"role": "user", "content": "t40"}, said, CALL, RESULT])
+        listed = app.client.get(f"{PATH}/{made['id']}/input_items?order=asc").json
+        assert listed is not None
+        assert [item["status"] for item in listed["data"]] == ["completed"] * 4
+        assert listed["data"][0]["content"] == [{"type": "input_text", "text": "t40"}]
+        assert listed["data"][1]["content"] == [{"type": "output_text", "text": "t41", "annotations": []}]
+
+    def test_only_what_runs_in_the_background_could_be_cancelled(self, app: App) -> None:
+        made = ask(app)
+        assert app.refuse(f"{PATH}/{made['id']}/cancel", {}) == (400, "response_id")
+        assert app.refuse(f"{PATH}/resp_0/cancel", {}) == (404, "response_id")
+
     def test_a_key_sees_its_own_responses_only(self, tmp_path: Any) -> None:
         keys = [{"Authorization": f"Bearer key-{name}"} for name in "ab"]
         with serving(obeys=False, file_keys=("key-a", "key-b")) as app:
@@ -459,6 +480,8 @@ class TestSdk:
         response = client.responses.create(model="toy", input="t17", temperature=0, max_output_tokens=2)
         assert response.output_text == "t10 t11"
         assert client.responses.retrieve(response.id).output_text == "t10 t11"
+        counted = client.responses.input_tokens.count(model="toy", input="t17")
+        assert response.usage is not None and counted.input_tokens == response.usage.input_tokens
         (item,) = client.responses.input_items.list(response.id)
         assert item.type == "message"
         client.responses.delete(response.id)

@@ -10,9 +10,9 @@ from msgspec import Meta, Struct
 from levserve.batch.endpoints import ENDPOINTS
 from levserve.errors import BadRequest
 from levserve.request.decode import require_choice
+from levserve.request.schema import Metadata
 from levserve.web.listing import ItemList
 
-MAX_METADATA = 16
 SECONDS_OF = {"h": 3600, "d": 86400}
 MAX_WINDOW_SECONDS = 30 * 86400
 LEAST_EXPIRY_SECONDS, MOST_EXPIRY_SECONDS = 3600, 30 * 86400
@@ -61,7 +61,7 @@ class BatchBody(Struct, frozen=True, kw_only=True):
     input_file_id: str
     endpoint: str
     completion_window: str
-    metadata: dict[str, Annotated[str, Meta(max_length=512)]] | None = None
+    metadata: Metadata | None = None
     output_expires_after: ExpiresAfter | None = None
 
     def __post_init__(self) -> None:
@@ -71,8 +71,6 @@ class BatchBody(Struct, frozen=True, kw_only=True):
                 "'completion_window' must be a number of hours or days up to 30 days, such as '24h' or '7d'.",
                 param="completion_window",
             )
-        if len(self.metadata or ()) > MAX_METADATA:
-            raise BadRequest(f"'metadata' may have at most {MAX_METADATA} entries.", param="metadata")
 
     @property
     def window_seconds(self) -> int | None:

@@ -18,6 +18,7 @@ from levserve.request.schema import (
     MAX_STOPS,
     ChatBody,
     Count,
+    Metadata,
     ModelName,
     NumTop,
     Penalty,
@@ -34,6 +35,7 @@ from levserve.web.responses.messages import make_messages
 
 LOGPROBS = "message.output_text.logprobs"
 MAX_DEPTH = 200
+TRUNCATIONS = ("disabled", "auto")
 RESPONSE_NAMES = FieldNames(
     (r"messages(\[\d+\].*)?", "input"),
     (r"max(_completion)?_tokens", "max_output_tokens"),
@@ -48,7 +50,6 @@ UNSUPPORTED_IN_RESPONSES: Mapping[str, tuple[object, ...]] = {
     "context_management": ([],),
     "conversation": (),
     "prompt": (),
-    "truncation": ("disabled",),
 }
 
 if TYPE_CHECKING:
@@ -109,9 +110,10 @@ class ResponseBody(RefusedInResponses, frozen=True, kw_only=True):
     max_output_tokens: Count | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Share | None = None
+    truncation: str | None = None
     top_logprobs: NumTop | None = None
     include: list[str] | None = None
-    metadata: Annotated[dict[str, str], Meta(max_length=16)] | None = None
+    metadata: Metadata | None = None
     text: TextConfig | None = None
     tools: list[ResponseTool] | None = None
     tool_choice: str | dict[str, Any] | None = None
@@ -134,6 +136,7 @@ class ResponseBody(RefusedInResponses, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         refuse_unsupported(self, UNSUPPORTED_IN_RESPONSES)
+        require_choice(self.truncation or TRUNCATIONS[0], TRUNCATIONS, "truncation")
         if self.text is not None and self.text.format is not None:
             _check_format(self.text.format)
         for number, tool in enumerate(self.tools or ()):
@@ -163,6 +166,7 @@ class ResponseBody(RefusedInResponses, frozen=True, kw_only=True):
                 stream=self.stream,
                 stream_options=self.stream_options,
                 max_completion_tokens=self.max_output_tokens,
+                truncate_prompt_tokens=-1 if self.truncation == "auto" else None,
                 temperature=self.temperature,
                 top_p=self.top_p,
                 logprobs=self.wants_logprobs,

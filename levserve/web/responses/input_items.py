@@ -26,6 +26,12 @@ class InputPart(Struct, frozen=True, omit_defaults=True):
     text: str | None = None
 
 
+class OutputPart(InputPart, frozen=True, omit_defaults=False):
+    """A part of an assistant's message, as OpenAI shows it; clients read the list without a look."""
+
+    annotations: Sequence[object] = ()
+
+
 class InputItem(Struct, frozen=True, omit_defaults=True, kw_only=True):
     """One item; which fields it has depends on its type. One with a role and no type is a message."""
 
@@ -94,6 +100,14 @@ class InputItem(Struct, frozen=True, omit_defaults=True, kw_only=True):
             return structs.replace(item, content=[InputPart(part_type, self.content)])
         return item
 
+    def listed(self) -> InputItem:
+        """A complete item with the fields that OpenAI's lists have."""
+        item = structs.replace(self, status=self.status or "completed")
+        if self.type != "message" or not isinstance(self.content, list):
+            return item
+        parts = [_show(part) for part in self.content]
+        return structs.replace(item, content=parts)
+
 
 def read_input(given: str | Sequence[InputItem], history: Iterable[InputItem]) -> list[InputItem]:
     """The items of a request's `input`, checked; a text is a user's message. Raises `BadRequest`."""
@@ -115,6 +129,10 @@ def read_input(given: str | Sequence[InputItem], history: Iterable[InputItem]) -
 
 def make_id(prefix: str) -> str:
     return f"{prefix}{random.getrandbits(96):024x}"  # os.urandom would release the GIL
+
+
+def _show(part: InputPart) -> InputPart:
+    return OutputPart(part.type, part.text) if part.type == "output_text" else part
 
 
 def _join(text: str | list[InputPart] | None) -> str:

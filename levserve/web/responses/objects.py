@@ -13,6 +13,7 @@ from levserve.answers.logprobs import ChosenToken
 from levserve.errors import ServeError
 from levserve.web.responses.body import (
     RESPONSE_NAMES,
+    TRUNCATIONS,
     Reasoning,
     ResponseBody,
     ResponseTool,
@@ -118,7 +119,7 @@ class ResponseObject(Struct, frozen=True, kw_only=True):
     tools: list[ResponseTool]
     top_logprobs: int
     top_p: float
-    truncation: str = "disabled"
+    truncation: str
     usage: ResponseUsage | None = None
     user: str | None
     warnings: Sequence[str] | UnsetType = UNSET
@@ -145,6 +146,7 @@ def draft_response(body: ResponseBody, *, is_stored: bool) -> ResponseObject:
         tools=body.tools or [],
         top_logprobs=body.top_logprobs or 0,
         top_p=1.0 if body.top_p is None else body.top_p,
+        truncation=body.truncation or TRUNCATIONS[0],
         user=body.user,
     )
 

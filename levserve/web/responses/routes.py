@@ -7,6 +7,7 @@ from msgspec import Struct
 
 from levserve.errors import BadRequest, NotFound
 from levserve.generation import Delta
+from levserve.request.submission import tokenize
 from levserve.web.auth import key_owner
 from levserve.web.call import Call, Calls
 from levserve.web.json_body import json_response
@@ -28,6 +29,11 @@ class DeletedResponse(Struct, frozen=True):
     id: str
     object: str = "response"
     deleted: bool = True
+
+
+class InputTokenCount(Struct, frozen=True):
+    input_tokens: int
+    object: str = "response.input_tokens"
 
 
 class InputItemList(ItemList[InputItem], frozen=True):
@@ -61,9 +67,22 @@ def responses_routes(calls: Calls, store: ResponseStore) -> Blueprint:
 
     @routes.get("/v1/responses/<response_id>/input_items")
     def list_input_items(response_id: str) -> Response:
-        items = find(response_id).items
+        items = [item.listed() for item in find(response_id).items]
         page = take_page(InputItemList, items, default_limit=DEFAULT_LISTED, max_limit=MAX_LISTED)
         return json_response(page)
+
+    @routes.post("/v1/responses/<response_id>/cancel")
+    def cancel_response(response_id: str) -> Response:
+        find(response_id)
+        raise BadRequest("Only a response in the background can be cancelled.", param="response_id")
+
+    @routes.post("/v1/responses/input_tokens")
+    def count_input_tokens() -> Response:
+        with calls.begin() as call:
+            exchange = Exchange(call.read(ResponseBody), store, key_owner())
+            with RESPONSE_NAMES.in_errors():
+                (tokens,) = tokenize(exchange.chat, call.get_model(exchange.chat.model), checks_length=False)
+            return json_response(InputTokenCount(len(tokens)))
 
     def find(response_id: str) -> StoredResponse:
         found = store.get(response_id, key_owner())
