@@ -8,6 +8,7 @@ registers.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeAlias
@@ -133,7 +134,7 @@ class Value:
         """1 in the lower lane of each pair that `swap_lanes` swaps, -1 in the upper one."""
         assert self.lanes is not None
         signs = [-1.0 if lane & distance else 1.0 for lane in range(self.lanes)]
-        return self._wrap(ir.Constant(self.ir_value.type, signs))
+        return self._wrap(_vector(tuple(signs), F32))
 
     def convert(self, instruction: str, dtype: ir.Type) -> Value:
         """Converts by LLVM's instruction of that name: zext, sext, trunc, bitcast, fpext, sitofp."""
@@ -172,7 +173,9 @@ class Value:
         """The other value, or a number as a constant of this value's type."""
         if isinstance(other, Value):
             return other.ir_value
-        return ir.Constant(self.ir_value.type, other if self.lanes is None else [other] * self.lanes)
+        if self.lanes is None:
+            return ir.Constant(self.ir_value.type, other)
+        return _vector((other,) * self.lanes, self.dtype)
 
     def _binary(self, instruction: str, other: Value | float) -> Value:
         return self._wrap(getattr(self._builder.ir, instruction)(self.ir_value, self._operand(other)))
@@ -213,7 +216,7 @@ class Builder:
         return Value(self, ir.Constant(dtype, number))
 
     def zeros(self, dtype: ir.Type, lanes: int) -> Value:
-        return Value(self, ir.Constant(ir.VectorType(dtype, lanes), [0] * lanes))
+        return Value(self, _vector((0,) * lanes, dtype))
 
     def lane_numbers(self, lanes: int) -> Value:
         """int32 0, 1, 2 and so on."""
@@ -483,7 +486,18 @@ def sum_like_lanes(part: Callable[[int], Sequence[Value]], count: int) -> list[V
 
 
 def _lane_numbers(lanes: Sequence[int]) -> ir.Constant:
-    return ir.Constant(ir.VectorType(I32, len(lanes)), list(lanes))
+    return _vector(tuple(lanes), I32)
+
+
+def _vector(numbers: tuple[float, ...], dtype: ir.Type) -> ir.Constant:
+    """A constant vector. A kernel has the same ones often, and llvmlite writes the text of each once."""
+    return _vector_by_text(str(numbers), numbers, dtype)
+
+
+@functools.lru_cache(maxsize=1024)
+def _vector_by_text(_: str, numbers: tuple[float, ...], dtype: ir.Type) -> ir.Constant:
+    """By their text, for 0.0 equals -0.0."""
+    return ir.Constant(ir.VectorType(dtype, len(numbers)), list(numbers))
 
 
 def _type_of(dtype: ir.Type, lanes: int | None) -> ir.Type:
