@@ -6,6 +6,7 @@ LLVM, which only a CPU's kernels need.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import os
@@ -114,11 +115,17 @@ def _fingerprint(cpu: str) -> str:
 
 
 def read_sources(patterns: tuple[str, ...]) -> bytes:
-    """levserve's own source files that match any of the patterns, each after its name."""
-    sources = {source for pattern in patterns for source in OUR_SOURCES.glob(pattern)}
-    named = (
-        f"{source.relative_to(OUR_SOURCES)}\n".encode() + source.read_bytes() for source in sorted(sources)
-    )
+    """levserve's own source files that match any of the patterns, each after its name.
+
+    They are read once: files that are replaced under a running server change nothing of what it compiles.
+    """
+    return _read_once(OUR_SOURCES, patterns)
+
+
+@functools.cache
+def _read_once(folder: Path, patterns: tuple[str, ...]) -> bytes:
+    sources = {source for pattern in patterns for source in folder.glob(pattern)}
+    named = (f"{source.relative_to(folder)}\n".encode() + source.read_bytes() for source in sorted(sources))
     return b"".join(named)
 
 

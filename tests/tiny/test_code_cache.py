@@ -79,6 +79,7 @@ def test_a_folder_is_of_one_version_of_the_sources_the_packages_the_cpu_and_the_
     (tmp_path / "model").mkdir()
     for number in range(2):
         (tmp_path / "model" / "source.py").write_text(f"x = {number}\n")
+        code_cache._read_once.cache_clear()  # as in another process
         open_folder(folders, cpu="this one")
     assert len(list(folders.iterdir())) == 6, "each change made another"
 
@@ -111,6 +112,7 @@ def test_only_a_change_to_what_compiles_makes_another_folder(
     path.parent.mkdir(exist_ok=True)
     with path.open("a") as file:
         file.write("# changed\n")
+    code_cache._read_once.cache_clear()  # as in another process
     assert (open_folder(tmp_path / "folders", cpu="") != before) == is_another
 
 
