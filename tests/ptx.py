@@ -5,6 +5,7 @@ Warps of a program take turns at barriers. Branches must be taken by all threads
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -15,10 +16,12 @@ import numpy as np
 
 from levserve.model.gpu.assembly import Kernel
 from tests.ptx_memory import Barrier, Pause, Shared, run_together
-from tests.ptx_numbers import LANES, as_bits, as_float, compute, halves
+from tests.ptx_numbers import ARITHMETIC, LANES, as_bits, as_float, compute, halves
 
 Registers = dict[str, np.ndarray]
 OPERAND = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,\s]+")
+ALL = np.ones(LANES, bool)
+NONE = np.zeros(LANES, np.uint64)
 PLACE = 1 << 32
 """Arrays begin at multiples of this address."""
 
@@ -37,6 +40,22 @@ def run(
         shared = Shared(int(found[1]) if found else kernel.asked_bytes)
         warps = [Warp(lines, number, place, memories, shared) for number in range(num_warps)]
         run_together([warp.steps() for warp in warps], shared)
+
+
+@functools.cache
+def parse(line: str) -> tuple[str, str, list[str]]:
+    """The guard of an instruction, or nothing, its name and its operands."""
+    guard, _, line = line.partition(" ") if line.startswith("@") else ("", "", line)
+    name, _, rest = line.partition(" ")
+    return guard, name, OPERAND.findall(rest)
+
+
+@functools.cache
+def constant(text: str) -> np.ndarray:
+    """The number for all threads; nobody may change it."""
+    number = np.full(LANES, int(text[2:], 16) if text.startswith("0f") else int(text, 0), np.uint64)
+    number.flags.writeable = False
+    return number
 
 
 class WideProduct(NamedTuple):
@@ -86,25 +105,31 @@ class Warp:
             at += 1
             if line.endswith(":"):
                 continue
-            mask = np.ones(LANES, bool)
-            if line.startswith("@"):
-                guard, line = line.split(" ", 1)
+            guard, name, operands = parse(line)
+            mask = ALL
+            if guard:
                 mask = self.registers[guard.lstrip("@!")].astype(bool) ^ ("!" in guard)
-            name, _, rest = line.partition(" ")
             if name == "bra":
                 assert mask.all() or not mask.any(), "a warp stays together"
-                at = self.labels[rest] if mask.all() else at
+                at = self.labels[operands[0]] if mask.all() else at
             elif name == "bar.sync":
                 yield Pause.FOR_ALL
             elif name.startswith("mbarrier.try_wait.parity"):
-                if not self._is_through(OPERAND.findall(rest)):
+                if not self._is_through(operands):
                     yield Pause.IN_MEMORY
-            elif mask.any():
-                self._step(name, OPERAND.findall(rest), mask)
+            elif mask is ALL or mask.any():
+                self._step(name, operands, mask)
         assert self.fetched <= self.loaded, "nothing is fetched that the warp does not load"
 
     def _step(self, name: str, operands: list[str], mask: np.ndarray) -> None:
-        if name.startswith(("ld.", "st.")):
+        if name.startswith(ARITHMETIC) and "{" not in operands[0] + operands[1]:
+            into, *given = operands
+            operation, kind = name.split(".", 1)
+            result = compute(operation, kind, [self.value(each) for each in given])
+            before = self.registers.get(into, result)
+            self.registers[into] = result if mask is ALL else np.where(mask, result, before)
+            self.written.add(into)
+        elif name.startswith(("ld.", "st.")):
             self._move(name, operands, mask)
         elif name == "prefetch.global.L2":
             self.fetched.update(self._address(operands[0])[mask].tolist())
@@ -132,19 +157,10 @@ class Warp:
             value = self.value(operands[1])
             self.registers[low], self.registers[high] = value & np.uint64(0xFFFF), value >> np.uint64(16)
         else:
-            into, *given = operands
-            operation, kind = name.split(".", 1)
-            result = compute(operation, kind, [self.value(each) for each in given])
-            before = self.registers.get(into, result)
-            self.registers[into] = np.where(mask, result, before)
-            self.written.add(into)
+            raise NotImplementedError(name)
 
     def value(self, operand: str) -> np.ndarray:
-        if operand in self.registers:
-            return self.registers[operand]
-        if operand.startswith("0f"):
-            return np.full(LANES, int(operand[2:], 16), np.uint64)
-        return np.full(LANES, int(operand, 0), np.uint64)
+        return self.registers[operand] if operand in self.registers else constant(operand)
 
     def _address(self, operand: str) -> np.ndarray:
         register, _, offset = operand.strip("[]").partition("+")
@@ -160,14 +176,18 @@ class Warp:
         at, part = operands[::-1] if is_load else operands
         registers, addresses = names(part), self._address(at)
         size = 4 * len(registers)
-        values = np.stack([self.registers.get(each, np.zeros(LANES, np.uint64)) for each in registers], 1)
-        for lane in np.flatnonzero(mask):
-            memory, start = self._memory(int(addresses[lane]), ".shared" in name)
-            assert start % size == 0 and start + size <= len(memory), (name, start, size, len(memory))
-            if is_load:
-                values[lane] = memory[start : start + size].view(np.uint32)
-            else:
-                memory[start : start + size] = values[lane].astype(np.uint32).view(np.uint8)
+        values = np.stack([self.registers.get(each, NONE) for each in registers], 1)
+        places = addresses[mask].astype(np.int64)
+        memory, _ = self._memory(int(places[0]), ".shared" in name)
+        if ".shared" not in name:
+            assert len({*(places // PLACE).tolist()}) == 1, "a warp moves numbers of one array at a time"
+            places %= PLACE
+        assert not (places % size).any() and places.max() + size <= len(memory), (name, places, len(memory))
+        words = memory[: len(memory) // size * size].reshape(-1, size)
+        if is_load:
+            values[mask] = words[places // size].view(np.uint32)
+        else:
+            words[places // size] = values[mask].astype(np.uint32).view(np.uint8)
         if is_load:
             if ".global" in name:
                 self.loaded.update(addresses[mask].tolist())

@@ -38,15 +38,17 @@ def compute(operation: str, kind: str, given: list[np.ndarray]) -> np.ndarray:
     if kind.endswith("f32") and operation != "mov":
         numbers = [as_float(each) for each in given]
         exact = [each.astype(np.float64) for each in numbers]
-        results = {
-            "add": lambda: exact[0] + exact[1],
-            "mul": lambda: exact[0] * exact[1],
-            "fma": lambda: exact[0] * exact[1] + exact[2],
-        }
-        return as_bits(results[operation]())
+        return as_bits(FLOATS[operation](*exact))
     result = INTEGERS[f"{operation}.{kind}" if operation == "setp" else operation](*given)
     is_long = kind.endswith("64") or kind.startswith("wide")
     return result.astype(np.uint64) & (MASK if not is_long else ~np.uint64(0))
+
+
+FLOATS: dict[str, Callable[..., np.ndarray]] = {
+    "add": lambda first, second: first + second,
+    "mul": lambda first, second: first * second,
+    "fma": lambda first, second, third: first * second + third,
+}
 
 
 def combine(first: np.ndarray, second: np.ndarray, third: np.ndarray, table: np.ndarray) -> np.ndarray:
@@ -84,3 +86,5 @@ INTEGERS: dict[str, Callable[..., np.ndarray]] = {
     "setp.gt.u32": lambda first, second: first > second,
     "setp.lt.u32": lambda first, second: first < second,
 }
+ARITHMETIC = tuple(f"{name}." for name in ("cvt", "setp", *FLOATS, *INTEGERS) if not name.startswith("setp."))
+"""How the names of instructions begin that make one register of others."""
