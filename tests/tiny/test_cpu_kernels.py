@@ -37,7 +37,11 @@ from levserve.model.search import likeliest
 from levserve.model.xla import XLA_ON_CPU
 from tests.targets import FOREIGN, HOST, NAMED, RUNNABLE, on_each_target, with_examples
 
-SHAPES, PACKED_SHAPES = ((64, 16), (8, 96), (132, 32)), ((64, 16), (32, 96), (160, 64))
+SHAPES, PACKED_SHAPES = ((64, 16), (8, 96), (132, 32)), ((64, 16), (32, 96), (160, 96))
+"""A kernel is compiled for each size of a row."""
+HEADS = ((1, 1, 16, 4), (2, 3, 64, 2), (2, 3, 64, 32), (1, 5, 48, 32))
+"""Heads of keys and values, queries of each, numbers of a head and tokens of a page: pages shorter and longer than a vector, a
+head of one vector and of several. All tests of attention share their kernels, which take half a second each to compile."""
 
 
 def matrix(out: int, size: int, seed: int = 0) -> tuple[jax.Array, jax.Array]:
@@ -137,8 +141,7 @@ def test_a_product_with_bfloat16_is_that_of_its_numbers(
 
 @with_examples(
     10,
-    st.sampled_from([(1, 1, 16), (2, 3, 32), (1, 5, 48)]),
-    st.sampled_from([2, 4, 32]),
+    st.sampled_from(HEADS),
     st.sampled_from([None, 1, 7, 40]),
     st.integers(1, 9),
     st.lists(st.integers(0, 40), min_size=1, max_size=3),
@@ -146,15 +149,14 @@ def test_a_product_with_bfloat16_is_that_of_its_numbers(
 )
 def test_attention_is_xlas_for_any_lengths_and_padding(
     target: Target,
-    shape: tuple[int, int, int],
-    page_size: int,
+    heads: tuple[int, int, int, int],
     window: int | None,
     chunk: int,
     befores: list[int],
     seed: int,
 ) -> None:
     """To the last token of a table that is no longer than it must be."""
-    (kv_heads, group, size), rows, rng = shape, len(befores), np.random.default_rng(seed)
+    (kv_heads, group, size, page_size), rows, rng = heads, len(befores), np.random.default_rng(seed)
     width = -(-(max(befores) + chunk) // page_size)
     positions = np.asarray(befores)[:, None] + np.arange(chunk)[None]
     positions[rng.random(positions.shape) < 0.2] = -1
@@ -172,8 +174,7 @@ def test_attention_is_xlas_for_any_lengths_and_padding(
 
 @with_examples(
     10,
-    st.sampled_from([(1, 1, 16), (2, 3, 64), (1, 5, 48)]),
-    st.sampled_from([2, 4, 32]),
+    st.sampled_from(HEADS),
     st.sampled_from([jnp.float32, jnp.bfloat16]),
     st.sampled_from([None, 7, 40]),
     st.integers(0, 70),
@@ -181,14 +182,13 @@ def test_attention_is_xlas_for_any_lengths_and_padding(
 )
 def test_a_query_gets_the_same_to_the_last_bit_alone_and_beside_others(
     target: Target,
-    shape: tuple[int, int, int],
-    page_size: int,
+    heads: tuple[int, int, int, int],
     numbers: Any,
     window: int | None,
     before: int,
     seed: int,
 ) -> None:
-    (kv_heads, group, size), chunk, rng = shape, 37, np.random.default_rng(seed)
+    (kv_heads, group, size, page_size), chunk, rng = heads, 37, np.random.default_rng(seed)
     width = -(-(before + chunk) // page_size)
     pool = rng.standard_normal((width, 2, kv_heads, page_size, size)).astype(numbers)
     table = rng.permutation(width)[None].astype(np.int32)

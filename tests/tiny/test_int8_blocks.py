@@ -93,7 +93,7 @@ def test_blocks_of_zeros_and_of_one_number_are_kept() -> None:
 @with_examples(
     12,
     st.sampled_from(list(ORDERS.values())),
-    st.sampled_from([(64, 32), (32, 96), (160, 64)]),
+    st.sampled_from([(64, 32), (32, 96), (160, 96)]),  # two kernels: one is compiled for each size of a row
     st.booleans(),
     st.sampled_from([1, 2, 7, 17, 40]),
     st.integers(0, 2**32 - 1),
