@@ -94,14 +94,17 @@ PAGE_SIZES = [
 
 @pytest.mark.parametrize(("family", "page_size"), PAGE_SIZES)
 def test_a_family_matches_its_reference_in_chunks_of_every_size(family: str, page_size: int) -> None:
-    """One of each kind of attention and feed-forward part; the engine's tests go through all families."""
+    """One of each kind of attention and feed-forward part; the engine's tests go through all families.
+
+    They also compute tokens one by one after every prompt, which is done here for one text.
+    """
     model, cases = load(family)
     for case in cases:
         tokens = case["prompt"] + case["greedy"]
-        for chunk in (1, 7, SHAPE):
+        for chunk in (7, SHAPE):
             check(case, run_in_chunks(model, tokens, chunk, page_size))
     case = min(cases, key=lambda case: abs(len(case["prompt"]) - 17))
-    for chunk in range(2, len(case["prompt"]) + 1):
+    for chunk in range(1, len(case["prompt"]) + 1):
         check(case, run_in_chunks(model, case["prompt"] + case["greedy"], chunk, page_size))
 
 

@@ -20,7 +20,7 @@ from tests.tiny.test_constrained_text import Cycle, CycleMatcher
 
 ROWS = 4
 MOE = "hrm-tiny-moe"
-WIDE_TOKENS = 6
+WIDE_TOKENS = 3
 
 
 @pytest.fixture(scope="module")

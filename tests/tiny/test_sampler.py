@@ -23,7 +23,7 @@ from levserve.model.xla import XLA_ON_CPU
 from tests.targets import HOST
 
 VOCAB = 300
-DRAWS = 4_000
+DRAWS = 2_000
 ROWS_AT_A_TIME = 250
 NUM_SLOTS = 6
 """For masks, whatever the number of rows, so that tests with masks and others share programs."""
