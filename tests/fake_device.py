@@ -6,7 +6,8 @@ the others. A prompt's scores come three at a time, before its first token. Some
 t3 gives one token and waits for the drain before it goes on; t4 gives none and waits for ever; t5 kills the device; t6
 gives one token and waits for ever; each t7 counts as found in the prefix cache; t8 is lost and never answered. A parrot
 instead repeats the last message of a chat, or the prompt, byte by byte. Run as a
-program this is a whole server around that thread, which prints what it does as one JSON line each on stdout.
+program this is a whole server around that thread, which prints what it does as one JSON line each on stdout; or, with
+`--fork-by`, a process from which such servers are forked.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from levserve.text.reasoning import find_reasoning
 from levserve.text.tokenizer import Tokenizer
 from levserve.text.tools.model_tools import ModelTools
 from levserve.text.vocabulary import Vocabulary
+from tests.forks import wait_to_be_forked
 
 GOLDEN = Path(__file__).parent / "golden" / "llama"
 WAIT_FOR_DRAIN, WAIT, DIE, WAIT_AFTER_ONE, CACHED, LOSE = 3, 4, 5, 6, 7, 8
@@ -303,4 +305,7 @@ def _find_nothing() -> None:
 
 if __name__ == "__main__":
     cli._start_device = start_fake_device
-    sys.exit(cli.main(["--model", str(GOLDEN), *sys.argv[1:]]))
+    flags = sys.argv[1:]
+    if flags[0] == "--fork-by":
+        flags = wait_to_be_forked(int(flags[1]))
+    sys.exit(cli.main(["--model", str(GOLDEN), *flags]))

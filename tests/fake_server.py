@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import http.client
 import json
 import os
@@ -18,9 +20,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from tests.forks import ForkedProcess, ForkServer
 from tests.waiting import PATIENCE_SECONDS
 
-PROGRAM = Path(__file__).parent / "fake_device.py"
+COMMAND = (sys.executable, "-W", "error", str(Path(__file__).parent / "fake_device.py"))
 
 
 class Reply(NamedTuple):
@@ -126,7 +129,8 @@ class Client:
 class ServerProcess:
     """A server process of its own; use it as a context, which kills what is left of it.
 
-    A `listener` is given to it as systemd gives one: as descriptor 3.
+    A `listener` is given to it as systemd gives one: as descriptor 3. A server is forked from a process that has imported all that it
+    imports, unless a limit or a listener is given or it is to be `is_fresh`, which a test of the start itself wants.
     """
 
     def __init__(
@@ -135,28 +139,14 @@ class ServerProcess:
         files_limit: int | None = None,
         environ: Mapping[str, str] | None = None,
         listener: socket.socket | None = None,
+        is_fresh: bool = False,
     ) -> None:
-        inherited = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(("LEVSERVE_", "LEVANTER_"))
-        }
-        limits = [] if files_limit is None else ["prlimit", f"--nofile={files_limit}", "--"]
-        command = [*limits, sys.executable, "-W", "error", str(PROGRAM), "--port", "0", *options]
-        if listener is not None:
-            script = f'export LISTEN_FDS=1 LISTEN_PID=$$; exec "$@" 3<&{listener.fileno()}'
-            command = ["bash", "-c", script, "bash", *command]
-        self._process = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            bufsize=0,
-            env=inherited
-            | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-            | dict(environ or {}),
-            pass_fds=() if listener is None else (listener.fileno(),),
-            start_new_session=True,
-        )
+        flags, variables = ["--port", "0", *options], _environ() | dict(environ or {})
+        self._process: ForkedProcess | subprocess.Popen[bytes]
+        if is_fresh or files_limit is not None or listener is not None:
+            self._process = _start(flags, variables, files_limit, listener)
+        else:
+            self._process = _fork_server().start(flags, variables)
         assert self._process.stdout is not None and self._process.stderr is not None
         self._events = Lines(self._process.stdout)
         self.log = Lines(self._process.stderr)
@@ -254,6 +244,40 @@ class ServerProcess:
             self._process.wait()
             self._events.close()
             self.log.close()
+
+
+def _environ() -> dict[str, str]:
+    inherited = {
+        name: value for name, value in os.environ.items() if not name.startswith(("LEVSERVE_", "LEVANTER_"))
+    }
+    return inherited | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+
+@functools.cache
+def _fork_server() -> ForkServer:
+    """One for all servers of this process."""
+    server = ForkServer(COMMAND, _environ())
+    atexit.register(server.close)
+    return server
+
+
+def _start(
+    flags: list[str], environ: dict[str, str], files_limit: int | None, listener: socket.socket | None
+) -> subprocess.Popen[bytes]:
+    limits = [] if files_limit is None else ["prlimit", f"--nofile={files_limit}", "--"]
+    command = [*limits, *COMMAND, *flags]
+    if listener is not None:
+        script = f'export LISTEN_FDS=1 LISTEN_PID=$$; exec "$@" 3<&{listener.fileno()}'
+        command = ["bash", "-c", script, "bash", *command]
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        bufsize=0,
+        env=environ,
+        pass_fds=() if listener is None else (listener.fileno(),),
+        start_new_session=True,
+    )
 
 
 def completion(prompt: Any, **fields: Any) -> dict[str, Any]:

@@ -135,14 +135,14 @@ def test_a_start_can_be_stopped_at_any_moment(seconds: float) -> None:
 def test_health_is_answered_before_anything_heavy_could_have_been_loaded() -> None:
     """Within a second on a quiet machine; three are for a busy one, and for the first start that compiles modules to byte code."""
     started = time.monotonic()
-    with ServerProcess("--served-model-name", "endless") as server:
+    with ServerProcess("--served-model-name", "endless", is_fresh=True) as server:
         server.log.wait_for(lambda line: "listening on" in line)
         assert server.ask("GET", "/healthz").status == 200
         assert min(time.monotonic() - started, server.cpu_seconds()) < 3
 
 
 def test_nothing_heavy_is_loaded_when_health_is_first_answered() -> None:
-    with ServerProcess("--served-model-name", "endless") as server:
+    with ServerProcess("--served-model-name", "endless", is_fresh=True) as server:
         server.log.wait_for(lambda line: "listening on" in line)
         assert server.ask("GET", "/healthz").status == 200
         loaded = server.native_packages()
