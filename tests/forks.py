@@ -92,9 +92,10 @@ def wait_to_be_forked(control_number: int) -> list[str]:
                     selector.unregister(key.fd)
                     _tell_end(key.fd, *running.pop(key.fd))
                     continue
-                message, (stdout, stderr, requester), _, _ = socket.recv_fds(control, MESSAGE_BYTES, 3)
+                message, descriptors, _, _ = socket.recv_fds(control, MESSAGE_BYTES, 3)
                 if not message:
                     sys.exit()
+                stdout, stderr, requester = descriptors
                 channel = socket.socket(fileno=requester)
                 pid = os.fork()
                 if pid == 0:
