@@ -175,9 +175,10 @@ class LayerWriter:
         return linear.load_num_used(call, NUM_USED).minimum(self.num_tokens(call))
 
     def buffers(self, call: Call, shared: Value) -> list[Value]:
-        return [
-            shared + self.num_tokens(call) * sum(self.widths[:index]) for index in range(len(self.widths))
-        ]
+        """Tiles write and read after the last prepared row, so padding follows it."""
+        after = shared + PADDING_ROWS * self.widths[PREPARED]
+        starts = [self.num_tokens(call) * sum(self.widths[:index]) for index in range(len(self.widths))]
+        return [shared, *(after + start for start in starts[1:])]
 
     def argument_index(self, call: Call, name: str) -> Value:
         """The number of an argument of the layer that this iteration computes."""
