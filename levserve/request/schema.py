@@ -89,6 +89,8 @@ else:  # the table declares the fields, so that each is named once
 
 class StreamOptions(Struct, frozen=True):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    """VLLM's: every chunk has the token counts so far; only with `include_usage`."""
     include_obfuscation: bool | None = None
 
 
@@ -220,6 +222,10 @@ class GenerationBody(Refused, frozen=True, kw_only=True):
     @property
     def wants_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage is True
+
+    @property
+    def wants_running_usage(self) -> bool:
+        return self.wants_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 
 class CompletionBody(GenerationBody, frozen=True, kw_only=True):

@@ -132,7 +132,8 @@ FIELDS = {
     "stop_sequences": "strings that end the answer; at most 16",
     "stop_token_ids": "token ids that end the answer; at most 16",
     "stream": "send events as tokens are generated",
-    "stream_options": '`{"include_usage": true}` adds a last chunk with the token counts; needs `stream`',
+    "stream_options": '`{"include_usage": true}` adds a last chunk with the token counts, and '
+    "`continuous_usage_stats` beside it shows them so far in every chunk; needs `stream`",
     "structured_outputs": "one of `json`, `regex`, `choice`, `grammar` and `json_object`",
     "store": "keep the response for later requests; default true",
     "system": "what the operator says before the conversation, as text or blocks of text",

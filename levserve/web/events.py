@@ -3,9 +3,9 @@
 An endpoint that streams has a `StreamKind`, which makes the `StreamEvents` of each of its streams.
 `ChunkStream` is that of OpenAI's chat and completions, whose events are chunks of an `Answer`. Almost every
 chunk differs from the one before only in its text, so each choice keeps the bytes before and after the text:
-0.4 us an event, where encoding the whole object takes 1.1. Only chunks with log-probabilities, thoughts or
-calls are encoded whole. An event is one `data:` line: `event:`, `id:` or `retry:` lines would break OpenAI's
-SDK here.
+0.4 us an event, where encoding the whole object takes 1.1. Only chunks with log-probabilities, thoughts,
+calls or counts are encoded whole. An event is one `data:` line: `event:`, `id:` or `retry:` lines would
+break OpenAI's SDK here.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from json.encoder import encode_basestring_ascii
 from typing import Protocol
 
 import msgspec
-from msgspec import UNSET, Struct
+from msgspec import UNSET, Struct, UnsetType
 
-from levserve.answers.answer import Answer, ChatChunkChoice, TextChoice
+from levserve.answers.answer import Answer, ChatChunkChoice, TextChoice, Usage
 from levserve.answers.message import has_call
 from levserve.errors import ServeError
 from levserve.generation import Delta
@@ -64,7 +64,13 @@ class ChunkStream:
 
     def begin(self, run: Run) -> ChunkEvents:
         answer = run.make_answer(self._answer_kind)
-        return ChunkEvents(answer, len(run.choices), with_usage=run.body.wants_usage, totals=run.totals)
+        return ChunkEvents(
+            answer,
+            len(run.choices),
+            with_usage=run.body.wants_usage,
+            totals=run.totals,
+            running_usage=run.usage if run.body.wants_running_usage else None,
+        )
 
     def refusal(self, error: ServeError) -> bytes:
         return error_event(error) + DONE
@@ -80,11 +86,13 @@ class ChunkEvents:
         *,
         with_usage: bool,
         totals: Callable[[], Totals | None] = lambda: None,
+        running_usage: Callable[[], Usage] | None = None,
     ) -> None:
         self._answer = answer
         self._num_choices = num_choices
-        # A client that asks for usage gets a null in every chunk but the last.
-        self._usage_so_far = None if with_usage else UNSET
+        # A client that asks for usage at the end gets a null in every chunk before.
+        self._no_usage = None if with_usage else UNSET
+        self._running_usage = running_usage
         self._totals = totals
         self._templates = [self._template(index) for index in range(num_choices)]
         self._has_call = [False] * num_choices
@@ -93,7 +101,7 @@ class ChunkEvents:
         """One event per choice that names the role; nothing where the endpoint has no such event."""
         openings = (self._answer.opening(index) for index in range(self._num_choices))
         return b"".join(
-            _frame(self._answer.chunk((opening,), self._usage_so_far, is_opening=True))
+            _frame(self._answer.chunk((opening,), self._usage_so_far(), is_opening=True))
             for opening in openings
             if opening is not None
         )
@@ -102,7 +110,7 @@ class ChunkEvents:
         """The events of a delta: its text or parts, its end if it is the last. May be empty."""
         has_ids = self._answer.shows_token_ids and len(delta.tokens) > 0
         text = None if has_ids else _plain_text(delta)
-        if text is None:
+        if text is None or (text and self._running_usage is not None):
             events = b"".join(map(self._event, self._answer.delta(index, delta)))
             self._has_call[index] |= has_call(delta.parts)
         elif text:
@@ -124,7 +132,10 @@ class ChunkEvents:
         return error_event(error) + DONE
 
     def _event(self, choice: TextChoice | ChatChunkChoice) -> bytes:
-        return _frame(self._answer.chunk((choice,), self._usage_so_far))
+        return _frame(self._answer.chunk((choice,), self._usage_so_far()))
+
+    def _usage_so_far(self) -> Usage | UnsetType | None:
+        return self._no_usage if self._running_usage is None else self._running_usage()
 
     def _template(self, index: int) -> tuple[bytes, bytes]:
         (marked,) = self._answer.delta(index, MARK)

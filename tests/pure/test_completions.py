@@ -283,6 +283,18 @@ class TestTimings:
         assert last["usage"]["total_tokens"] == 4
         assert not any("timings" in chunk for chunk in chunks)
 
+    @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+    def test_every_chunk_counts_if_asked(self, app: App, path: str) -> None:
+        body = (CHAT if "chat" in path else completion("t17")) | {"max_tokens": 3}
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        *chunks, last = app.stream(path, body | {"stream_options": options})
+        counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+        assert counts == sorted(counts) and counts[-1] == 3
+        assert last["usage"] == chunks[-1]["usage"]
+        assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {last["usage"]["prompt_tokens"]}
+        silent = app.stream(path, body | {"stream_options": {"continuous_usage_stats": True}})
+        assert not any("usage" in chunk for chunk in silent)
+
     @pytest.mark.parametrize("path", ["/v1/completions", "/v1/models", "/v1/nowhere", "/healthz"])
     def test_every_answer_says_how_long_it_took(self, app: App, path: str) -> None:
         assert int(app.client.get(path).headers["openai-processing-ms"]) >= 0

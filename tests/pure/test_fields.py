@@ -196,4 +196,5 @@ def test_every_field_that_cannot_be_honoured_is_refused_by_name(app: App, path: 
 
 
 def test_the_parts_of_stream_options_are_known() -> None:
-    assert set(StreamOptions.__struct_fields__) == {"include_usage", "include_obfuscation"}
+    known = {"include_usage", "continuous_usage_stats", "include_obfuscation"}
+    assert set(StreamOptions.__struct_fields__) == known
