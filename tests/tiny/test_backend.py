@@ -76,13 +76,15 @@ def test_a_cpu_does_what_its_instructions_are_best_at(
     assert (backend.has_products, backend.packs_int8) == (has_products, packs_int8)
 
 
-@pytest.mark.parametrize(("has_norms", "has_sinks"), [(False, True), (True, False)])
-@pytest.mark.parametrize("chunk", [1, 16])
-@pytest.mark.parametrize("window", [None, 9])
-def test_every_backend_attends_alike(
-    chunk: int, window: int | None, has_norms: bool, has_sinks: bool
-) -> None:
-    """Norms, rotation, scale, soft cap and the write to the pool included; padding is written nowhere."""
+@pytest.mark.parametrize(
+    ("chunk", "window", "has_norms"), [(1, None, True), (1, 9, False), (16, None, False), (16, 9, True)]
+)
+def test_every_backend_attends_alike(chunk: int, window: int | None, has_norms: bool) -> None:
+    """Norms or sinks, rotation, scale, soft cap and the write to the pool included; padding is written nowhere.
+
+    A row and a chunk, each with and without a window, and each with norms and with sinks: a program of four backends takes over a second to compile.
+    """
+    has_sinks = not has_norms
     rng = np.random.default_rng(chunk)
     rows, kv_heads, group, size, page_size = 3, 2, 3, 32, 16
     table = rng.permutation(12).reshape(rows, 4).astype(np.int32)

@@ -140,9 +140,12 @@ def run_prompt_then_tokens(model: Decoder, tokens: list[int], length: int) -> np
     return np.concatenate(rows)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "olmo2", "olmo3", "gemma2", "gpt-neox", "qwen3-moe"])
+@pytest.mark.parametrize("family", ["olmo3", "gemma2", "gpt-neox", "qwen3-moe"])
 def test_a_family_matches_its_reference_through_the_gpu_kernels(family: str) -> None:
-    """Norms of a head and of all heads, windows, soft caps, rotary scaling, part of a head rotated, experts."""
+    """Norms of all heads with windows and rotary scaling, soft caps, part of a head rotated, norms of a head and experts.
+
+    What qwen3 and olmo2 have, the last and the first have as well.
+    """
     folder = GOLDEN / family
     config = read_config(folder)
     arrays = load_arrays(folder, config, jnp.dtype(jnp.float32), report=lambda _: None)
