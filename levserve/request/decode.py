@@ -41,6 +41,14 @@ RANGE_CODES = {
     ("array", "of length <="): "array_above_max_length",
 }
 INVALID_VALUE = "invalid_value"
+
+# Names that other servers have for fields of this one.
+INSTEAD = {
+    "ebnf": "grammar",
+    "n_predict": "max_tokens",
+    "regex": "guided_regex",
+    "repeat_penalty": "repetition_penalty",
+}
 JSON_WORDS = {
     "int": "an integer",
     "float": "a number",
@@ -68,8 +76,9 @@ def decode(data: bytes, kind: type[Body]) -> Body:
 
 def unsupported(param: str) -> BadRequest:
     """The refusal of a known field that asks for something this server cannot do."""
+    hint = f"; send '{INSTEAD[param]}'" if param in INSTEAD else ""
     return BadRequest(
-        f"'{param}' is not supported by this server.", param=param, code="unsupported_parameter"
+        f"'{param}' is not supported by this server{hint}.", param=param, code="unsupported_parameter"
     )
 
 

@@ -50,16 +50,38 @@ Metadata = Annotated[
 Priority = int
 """VLLM's: a smaller number is served first, and 0 is the default."""
 
-# Known fields that this server cannot honour yet, each with the values that ask for nothing.
+# Known fields that this server cannot honour yet, each with the values that ask for nothing: of OpenAI, and
+# those of vLLM, SGLang and llama.cpp that would change the answer.
 UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "audio": (),
+    "cache_salt": ("",),
     "chat_template": (),
+    "custom_logit_processor": (),
     "documents": ([],),
+    "dry_multiplier": (0,),
+    "dynatemp_range": (0,),
+    "ebnf": ("",),
+    "kv_transfer_params": ({},),
     "length_penalty": (1,),
+    "logits_processors": ([],),
+    "lora_path": (),
+    "mirostat": (0,),
     "modalities": (["text"], []),
+    "n_predict": (-1,),
+    "prompt_embeds": ("", []),
+    "regex": ("",),
+    "repeat_penalty": (1,),
+    "repetition_detection": (),
+    "return_hidden_states": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "stop_regex": ("", []),
     "suffix": ("",),
+    "top_n_sigma": (-1, 0),
+    "typical_p": (1,),
     "use_beam_search": (False,),
+    "vllm_xargs": ({},),
     "web_search_options": (),
+    "xtc_probability": (0,),
 }
 UNSUPPORTED_IN_CHAT: Mapping[str, tuple[object, ...]] = {
     "add_special_tokens": (False,),  # the template writes them itself

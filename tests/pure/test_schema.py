@@ -279,6 +279,7 @@ def test_the_message_names_the_wanted_and_the_given_type() -> None:
         refused(stop=7).message
         == "Invalid type for 'stop': expected a string or an array, but got an integer instead."
     )
+    assert refused(n_predict=7).message == "'n_predict' is not supported by this server; send 'max_tokens'."
     assert refused(n=0).message == "Invalid value for 'n': expected an integer >= 1."
     assert refused(messages=[{"content": ""}]).message == "Missing required parameter: 'messages[0].role'."
 
