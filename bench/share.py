@@ -101,7 +101,7 @@ def main() -> int:
     num_rows = max(streams.at_once for streams in options.loads)
     flags += ["--max-running", str(num_rows)]
     over_http = _measure_http(options, flags)
-    loaded = load(parse_settings(flags, {}), Metrics(), rows=num_rows, report=_tell)
+    loaded = load(parse_settings(flags, {}), Metrics(), report=_tell)
     loaded.runner.programs.start_background()
     while not loaded.runner.programs.is_complete:
         time.sleep(0.1)

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -146,18 +147,12 @@ def _counts(metrics: Metrics) -> list[float]:
 def running(num_draft: int, flags: list[str]) -> Iterator[tuple[Engine, Loaded]]:
     """The engine on its device thread, with every program compiled."""
     settings = parse_settings(["--speculate", str(num_draft), *flags], {})
+    settings = replace(settings, max_running=settings.max_running or 8)
     engine = Engine(max_inflight=64, metrics=Metrics())
     loaded: list[Loaded] = []
 
     def work() -> None:
-        loaded.append(
-            load(
-                settings,
-                engine.metrics,
-                rows=settings.max_running or 8,
-                report=lambda text: print(text, file=sys.stderr),
-            )
-        )
+        loaded.append(load(settings, engine.metrics, report=lambda text: print(text, file=sys.stderr)))
         serve(Registry(engine), loaded[0])
 
     thread = threading.Thread(target=work, name="levserve-device", daemon=True)

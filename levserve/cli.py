@@ -112,7 +112,7 @@ def _start_device(settings: Settings, registry: Registry) -> threading.Thread:
     """Called in the worker: jax must not be imported before the fork."""
     from levserve.models.startup import start_device_thread
 
-    return start_device_thread(settings, registry, rows=settings.max_running)
+    return start_device_thread(settings, registry)
 
 
 if __name__ == "__main__":

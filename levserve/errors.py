@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 
 NO_RETRY = {"x-should-retry": "false"}
 """Keeps OpenAI's SDK from repeating a request that would fail again."""
@@ -37,17 +38,14 @@ class ServeError(Exception):
     status = 500
     type = "server_error"
     code: str | None = None
+    headers: Mapping[str, str] = {}
+    """What the error adds to the headers of its answer."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
         self.code = code or self.code
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """Headers that the error adds to its answer."""
-        return {}
 
     def body(self) -> bytes:
         """OpenAI's error object, as JSON."""
@@ -59,10 +57,7 @@ class Poisoned(ServeError):
     """The model computed non-finite numbers for a request."""
 
     code = "non_finite_output"
-
-    @property
-    def headers(self) -> dict[str, str]:
-        return NO_RETRY
+    headers = NO_RETRY
 
 
 class BadRequest(ServeError):
@@ -93,10 +88,7 @@ class Unauthorized(ServeError):
     status = 401
     type = "invalid_request_error"
     code = "invalid_api_key"
-
-    @property
-    def headers(self) -> dict[str, str]:
-        return {"WWW-Authenticate": "Bearer"}
+    headers = {"WWW-Authenticate": "Bearer"}
 
 
 class Forbidden(ServeError):
@@ -140,10 +132,7 @@ class UpgradeRequired(ServeError):
 
     status = 426
     type = "invalid_request_error"
-
-    @property
-    def headers(self) -> dict[str, str]:
-        return {"Upgrade": "websocket", "Sec-WebSocket-Version": "13"}
+    headers = {"Upgrade": "websocket", "Sec-WebSocket-Version": "13"}
 
 
 class RetryLater(ServeError):
@@ -152,11 +141,10 @@ class RetryLater(ServeError):
     def __init__(self, message: str, *, retry_after_seconds: float) -> None:
         super().__init__(message)
         self.retry_after_seconds = retry_after_seconds
-
-    @property
-    def headers(self) -> dict[str, str]:
-        seconds = self.retry_after_seconds
-        return {"Retry-After": str(math.ceil(seconds)), "retry-after-ms": str(math.ceil(seconds * 1000))}
+        self.headers = {
+            "Retry-After": str(math.ceil(retry_after_seconds)),
+            "retry-after-ms": str(math.ceil(retry_after_seconds * 1000)),
+        }
 
 
 class Overloaded(RetryLater):
@@ -175,10 +163,7 @@ class DeadlineExceeded(ServeError):
     status = 504
     type = "server_error"
     code = "deadline_exceeded"
-
-    @property
-    def headers(self) -> dict[str, str]:
-        return NO_RETRY
+    headers = NO_RETRY
 
 
 def cause_of(error: BaseException) -> str:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -161,9 +161,8 @@ def running_engine(folder: Path, *flags: str, rows: int = 4, compiles_all: bool 
     The programs that a server compiles when it is ready are compiled only where a test `compiles_all`: the first ones can
     do everything, and compiling is most of what these tests cost.
     """
-    settings = parse_settings(
-        ["--model", str(folder), "--dtype", "float32", "--cache-dir", str(cache_folder()), *flags], {}
-    )
+    given = ["--model", str(folder), "--dtype", "float32", "--cache-dir", str(cache_folder()), *flags]
+    settings = replace(parse_settings(given, {}), max_running=rows)
     engine = Engine(max_inflight=256, metrics=Metrics())
     registry = Registry(engine)
     loaded: list[Loaded] = []
@@ -171,7 +170,7 @@ def running_engine(folder: Path, *flags: str, rows: int = 4, compiles_all: bool 
 
     def work() -> None:
         try:
-            loaded.append(load(settings, engine.metrics, rows=rows, report=lambda _: None))
+            loaded.append(load(settings, engine.metrics, report=lambda _: None))
             if not compiles_all:
                 programs = loaded[0].runner.programs
                 programs.start_background = programs._compiles.note_ready  # type: ignore[method-assign]

@@ -101,9 +101,7 @@ class OpenedDevice:
 
     def _run(self) -> None:
         try:
-            loaded = load(
-                self.settings, self._engine.metrics, rows=self.settings.max_running, report=self._report
-            )
+            loaded = load(self.settings, self._engine.metrics, report=self._report)
         except BaseException as error:
             self._failure = error
             self._engine.fail()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType, structs
@@ -21,6 +21,7 @@ from levserve.engine.admission import Admission
 from levserve.engine.served_model import ServedModel
 from levserve.errors import BadRequest, NotFound
 from levserve.generation import Choice, Delta
+from levserve.models.handle import ModelHandle
 from levserve.request.decode import decode
 from levserve.request.policy import Policy
 from levserve.request.schema import ChatBody, CompletionBody
@@ -34,6 +35,7 @@ GENERATING: dict[str, tuple[type[ChatBody] | type[CompletionBody], type[Answer]]
     "/v1/chat/completions": (ChatBody, ChatAnswer),
     "/v1/completions": (CompletionBody, TextAnswer),
 }
+"""Those whose answers can stream too, each with its body and its answer."""
 COMPUTING: dict[str, type[EmbeddingBody] | type[ScoreBody]] = {
     "/v1/embeddings": EmbeddingBody,
     "/loglikelihood": ScoreBody,
@@ -85,16 +87,6 @@ class LineWork(NamedTuple):
         return sum(choice.num_tokens for part in self.parts for choice in part.choices)
 
 
-class Borrowed(Protocol):
-    """A model that is held, and the name under which the line asked for it."""
-
-    @property
-    def model(self) -> ServedModel: ...
-
-    @property
-    def name(self) -> str: ...
-
-
 class Limits(NamedTuple):
     """What holds for every line of a batch."""
 
@@ -118,19 +110,19 @@ def read_body(url: str, method: str, data: bytes) -> Body:
 
 
 def make_work(
-    body: Body, borrowed: Borrowed, policy: Policy, seeds: Seeds, engine_id: str, limits: Limits
+    body: Body, handle: ModelHandle, policy: Policy, seeds: Seeds, engine_id: str, limits: Limits
 ) -> LineWork:
     """Tokenizes, and checks the body against the model."""
     body = _with_priority(body, limits.base_priority)
     deadline = None if body.timeout is None else time.monotonic() + body.timeout
     if isinstance(body, (ChatBody, CompletionBody)):
-        return _generate(body, borrowed, policy, seeds, engine_id, deadline, limits.admission)
-    model = borrowed.model
+        return _generate(body, handle, policy, seeds, engine_id, deadline, limits.admission)
+    model = handle.model
     truncation = Truncation(body.truncate_prompt_tokens, policy.truncates_prompts)
     if isinstance(body, ScoreBody):
         scores = prepare_scores(body, model, truncation, engine_id, deadline)
         return _compute(scores.requests, scores.answer, model, limits)
-    vectors = prepare_embeddings(body, model, borrowed.name, truncation, engine_id, deadline)
+    vectors = prepare_embeddings(body, model, handle.name, truncation, engine_id, deadline)
     return _compute(vectors.requests, vectors.answer, model, limits)
 
 
@@ -143,7 +135,7 @@ def _with_priority(body: Body, base: int) -> Body:
 
 def _generate(
     body: ChatBody | CompletionBody,
-    borrowed: Borrowed,
+    handle: ModelHandle,
     policy: Policy,
     seeds: Seeds,
     engine_id: str,
@@ -151,7 +143,7 @@ def _generate(
     admission: Admission,
 ) -> LineWork:
     answer_kind: type[Answer] = ChatAnswer if isinstance(body, ChatBody) else TextAnswer
-    model = borrowed.model
+    model = handle.model
     allowed, warnings = policy.apply_to(body)
     admission.check(allowed.num_prompts * allowed.num_sequences, 0, allowed.choices_param)
     prompts, requests, choices, cuts = prepare(allowed, model, seeds, engine_id, deadline, policy)
@@ -163,7 +155,7 @@ def _generate(
         if allowed.timings:
             num_generated = sum(choice.num_tokens for choice in choices)
             timings = make_timings(time.monotonic(), **moments._asdict(), num_tokens=num_generated)
-        answer = make_answer(answer_kind, allowed, model, borrowed.name, prompts, [*warnings, *cuts])
+        answer = make_answer(answer_kind, allowed, model, handle.name, prompts, [*warnings, *cuts])
         deltas = join_answered(allowed, choices, gathered[0])
         scores = show_prompts(allowed, prompts, choices, model.tokenizer)
         return msgspec.json.encode(answer.whole(deltas, count_usage(prompts, choices), scores, timings))

@@ -22,4 +22,8 @@ def resolve_rows(settings: Settings) -> Settings:
     if settings.device == "auto":
         has_accelerator = any(map(os.path.exists, ACCELERATORS))
     rows = settings.max_running or (256 if has_accelerator else 32)
-    return replace(settings, max_running=rows, max_waiting=settings.max_waiting or 4 * rows)
+    waiting = settings.max_waiting or 4 * rows
+    models = {
+        name: replace(model, max_running=rows, max_waiting=waiting) for name, model in settings.models.items()
+    }
+    return replace(settings, max_running=rows, max_waiting=waiting, models=models)

@@ -288,10 +288,8 @@ class Builder:
         bits, repeated = 32 * sums.lanes, word.splat(sums.lanes)
         has_avx512 = bits in (256, 512) and self.target.has("avx512vnni")
         if has_avx512 or (bits == 256 and self.target.has("avxvnni")):
-            name, signed = (
-                f"llvm.x86.avx512.vpdpbusd.{bits}",
-                self.ir.bitcast(repeated.ir_value, x.ir_value.type),
-            )
+            name = f"llvm.x86.avx512.vpdpbusd.{bits}"
+            signed = self.ir.bitcast(repeated.ir_value, x.ir_value.type)
             return Value(self, self.call_symbol(name, sums.ir_value.type, sums.ir_value, x.ir_value, signed))
         words = Value(self, self.ir.bitcast(x.ir_value, sums.ir_value.type))
         for byte in range(4):

@@ -77,18 +77,18 @@ class BrainDescription:
         )
         return {name: jax.device_put(host).block_until_ready() for name, host in arrays}
 
-    def plan_sizes(self, *, rows: int, free_bytes: int, weight_bytes: int, peak_bytes: int) -> TextSizes:
+    def plan_sizes(self, *, free_bytes: int, weight_bytes: int, peak_bytes: int) -> TextSizes:
         sizes = plan_text_sizes(
             self.backend.traits,
-            rows=rows,
+            rows=self.settings.max_running,
             max_seq_len=self.config.max_position,
             vocab_size=self.vocab_size,
             weight_bytes=weight_bytes,
         )
         if sizes.state_bytes > free_bytes:
             raise ConfigError(
-                f"the logits of {rows} rows take {human(sizes.state_bytes)}, but only {human(free_bytes)} "
-                "are free after the weights: lower --max-running"
+                f"the logits of {sizes.rows} rows take {human(sizes.state_bytes)}, but only "
+                f"{human(free_bytes)} are free after the weights: lower --max-running"
             )
         return sizes
 

@@ -178,12 +178,12 @@ class Description:
         made = f"{self.config}\n{self.quantization!r}\n{self.dtype}\n{storage}"
         return find_cache(self.settings, self.files, made, self._own_weight_bytes)
 
-    def plan_sizes(self, *, rows: int, free_bytes: int, weight_bytes: int, peak_bytes: int) -> Sizes:
+    def plan_sizes(self, *, free_bytes: int, weight_bytes: int, peak_bytes: int) -> Sizes:
         return plan_sizes(
             self.settings,
             self.backend.traits,
             free_bytes=free_bytes,
-            rows=rows,
+            rows=self.settings.max_running,
             max_position=self.config.max_position,
             page_bytes=self.page_bytes,
             weight_bytes=weight_bytes,

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from levserve.engine.engine import IDLE_BEAT_SECONDS, Engine
 from levserve.errors import FAULT_EXIT_CODE, StartupError
@@ -24,13 +25,17 @@ from levserve.settings.settings import Settings
 from levserve.weights.fingerprint import fingerprint
 from levserve.weights.source import find_source
 
+if TYPE_CHECKING:
+    from levserve.device.executor import Executor
+    from levserve.models.weight_reader import WeightReader
+
 log = logging.getLogger(__name__)
 
 LEAVE_SECONDS = 5.0
 """How much longer than its drain host 0 may take to end the group."""
 
 
-def follow(settings: Settings, engine: Engine, *, rows: int, report: Callable[[str], None]) -> None:
+def follow(settings: Settings, engine: Engine, *, report: Callable[[str], None]) -> None:
     """Runs on the device thread, for life: host 0 ends the process, or its loss does."""
     report(f"looking for host 0 at {settings.coordinator}")
     follower = Follower(
@@ -43,23 +48,19 @@ def follow(settings: Settings, engine: Engine, *, rows: int, report: Callable[[s
     report("waiting until all hosts are there")
     follower.join(identity_of(settings))
     try:
-        _follow(follower, settings, engine, rows=rows, report=report)
+        _follow(follower, settings, engine, report=report)
     except StartupError as error:
         with suppress(PeerLost):
             follower.send_text(FrameKind.FAILED, str(error))
         raise
 
 
-def _follow(
-    follower: Follower, settings: Settings, engine: Engine, *, rows: int, report: Callable[[str], None]
-) -> None:
+def _follow(follower: Follower, settings: Settings, engine: Engine, *, report: Callable[[str], None]) -> None:
     files = find_source(settings, report, with_tokenizer=False)
     follower.send_text(FrameKind.MODEL, fingerprint(files))
     follower.expect(FrameKind.MODEL)
 
     # These bring jax, which takes seconds to import and must not be touched before gunicorn forks.
-    import jax
-
     from levserve.device.executor import Executor
     from levserve.device.memory_error import explained
     from levserve.device.platform import free_bytes
@@ -81,7 +82,7 @@ def _follow(
     with explained(f"{human(description.expected_weight_bytes)} for the weights", FEWER_BYTES, free):
         arrays = description.load_arrays(report)
     weight_bytes = sum(map(device_bytes, arrays.values()))
-    sizes = size(description, weight_bytes, rows=rows, agree=lambda free: _agree(follower, free))
+    sizes = size(description, weight_bytes, agree=lambda free: _agree(follower, free))
     asked, advice = description.explain_memory(sizes)
     with explained(asked, advice, free):
         runner = description.make_runner(arrays, sizes, engine.metrics)
@@ -99,7 +100,13 @@ def _follow(
     engine.progress = f"following host 0 at {settings.coordinator}"
     engine.mark_following()
     log.info("host %d is following host 0", settings.host_id)
-    reader = WeightReader(follower, description)
+    _repeat(follower, engine, runner, WeightReader(follower, description))
+
+
+def _repeat(follower: Follower, engine: Engine, runner: Executor, reader: WeightReader) -> None:
+    """Does what host 0 says, in its order, for life."""
+    import jax
+
     last = None
     while True:
         frame = follower.take(IDLE_BEAT_SECONDS)

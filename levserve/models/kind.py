@@ -88,7 +88,7 @@ class ModelKind(Protocol[SizesT]):
     def load_arrays(self, report: Callable[[str], None]) -> dict[str, jax.Array]:
         """The weights, on the device."""
 
-    def plan_sizes(self, *, rows: int, free_bytes: int, weight_bytes: int, peak_bytes: int) -> SizesT: ...
+    def plan_sizes(self, *, free_bytes: int, weight_bytes: int, peak_bytes: int) -> SizesT: ...
 
     def explain_memory(self, sizes: SizesT) -> tuple[str, str]:
         """What is asked for besides the weights, and what to do where there is too little."""

@@ -33,7 +33,6 @@ def load(
     settings: Settings,
     metrics: Metrics,
     *,
-    rows: int,
     report: Callable[[str], None],
     make_room: MakeRoom | None = None,
     group: Group | None = None,
@@ -66,7 +65,7 @@ def load(
     allowed_bytes = None if make_room is None else reserve(description, make_room)
     contents = read(description, metrics, report)
     agree = None if group is None else group.agree_on_memory
-    sizes = size(description, contents.weight_bytes, rows=rows, allowed_bytes=allowed_bytes, agree=agree)
+    sizes = size(description, contents.weight_bytes, allowed_bytes=allowed_bytes, agree=agree)
     tell(*sizes.describe())
     loaded = build(description, contents, sizes, metrics, report, group)
     tell(f"prefill     {loaded.runner.prefill_token_seconds * 1000:.3g} ms a token")

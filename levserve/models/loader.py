@@ -31,10 +31,9 @@ DETACH_SECONDS = 60.0
 class ModelLoader:
     """The registry's loader; the catalogue has the settings of each model."""
 
-    def __init__(self, catalogue: Catalogue, engine: Engine, *, rows: int) -> None:
+    def __init__(self, catalogue: Catalogue, engine: Engine) -> None:
         self._catalogue = catalogue
         self._engine = engine
-        self._rows = rows
 
     def names(self) -> Sequence[str]:
         return self._catalogue.names()
@@ -54,7 +53,7 @@ class ModelLoader:
         settings = self._catalogue.find(name)
         if settings is None:
             raise StartupError(f"{name} does not exist any more")
-        return load(settings, self._engine.metrics, rows=self._rows, report=report, make_room=make_room)
+        return load(settings, self._engine.metrics, report=report, make_room=make_room)
 
     def unload(self, resident: Resident) -> None:
         from levserve.device.tasks import Detach  # brings jax
@@ -69,19 +68,19 @@ class ModelLoader:
         gc.collect()  # the compiled programs, which are in reference cycles
 
 
-def open_catalogue(catalogue: Catalogue, settings: Settings, registry: Registry, *, rows: int) -> ModelLoader:
+def open_catalogue(catalogue: Catalogue, settings: Settings, registry: Registry) -> ModelLoader:
     """Makes all models known; a request for one of them has it loaded."""
-    loader = ModelLoader(catalogue, registry.engine, rows=rows)
+    loader = ModelLoader(catalogue, registry.engine)
     registry.set_loader(loader, budget=settings.models_memory, max_loaded=settings.max_loaded_models)
     return loader
 
 
 def load_first(
-    settings: Settings, registry: Registry, *, rows: int, report: Callable[[str], None]
+    settings: Settings, registry: Registry, *, report: Callable[[str], None]
 ) -> tuple[Loaded, list[str]]:
     """Makes all models known and loads the default one; gives it, and the names of those to load next."""
     catalogue = Catalogue(settings)
-    loader = open_catalogue(catalogue, settings, registry, rows=rows)
+    loader = open_catalogue(catalogue, settings, registry)
     try:
         loaded = loader.read(
             catalogue.default, report, functools.partial(registry.make_room, catalogue.default)

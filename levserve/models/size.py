@@ -20,7 +20,6 @@ def size(
     description: AnyKind,
     weight_bytes: int,
     *,
-    rows: int,
     allowed_bytes: int | None = None,
     agree: Callable[[int], int] | None = None,
 ) -> ModelSizes:
@@ -34,7 +33,5 @@ def size(
         peak = 0  # other models have a part in it
     if agree is not None:
         free = agree(free)
-    sizes: ModelSizes = description.plan_sizes(
-        rows=rows, free_bytes=free, weight_bytes=weight_bytes, peak_bytes=peak
-    )
+    sizes: ModelSizes = description.plan_sizes(free_bytes=free, weight_bytes=weight_bytes, peak_bytes=peak)
     return sizes

@@ -37,16 +37,16 @@ LAST_WORDS_SECONDS = 1.0
 """How long HTTP threads get to tell their clients that the device failed."""
 
 
-def start_device_thread(settings: Settings, registry: Registry, *, rows: int) -> threading.Thread:
+def start_device_thread(settings: Settings, registry: Registry) -> threading.Thread:
     """Starts the thread that owns the device. If it fails, it ends the process."""
     thread = threading.Thread(
-        target=_device_main, args=(settings, registry, rows), name="levserve-device", daemon=True
+        target=_device_main, args=(settings, registry), name="levserve-device", daemon=True
     )
     thread.start()
     return thread
 
 
-def _device_main(settings: Settings, registry: Registry, rows: int) -> None:
+def _device_main(settings: Settings, registry: Registry) -> None:
     engine = registry.engine
 
     def report(progress: str) -> None:
@@ -58,15 +58,15 @@ def _device_main(settings: Settings, registry: Registry, rows: int) -> None:
         if settings.faults:
             install(parse_faults(settings.faults))
         if settings.lazy:
-            serve_lazily(settings, registry, rows=rows)
+            serve_lazily(settings, registry)
             return
         if settings.has_several:
-            loaded, others = load_first(settings, registry, rows=rows, report=report)
+            loaded, others = load_first(settings, registry, report=report)
         elif settings.num_hosts > 1 and settings.host_id:
-            follow(settings, engine, rows=rows, report=report)
+            follow(settings, engine, report=report)
             return
         else:
-            loaded, others = _load_one(settings, engine, rows=rows, report=report), []
+            loaded, others = _load_one(settings, engine, report=report), []
         serve(registry, loaded, others)
     except StartupError as error:
         report_startup_error(error)
@@ -78,14 +78,14 @@ def _device_main(settings: Settings, registry: Registry, rows: int) -> None:
         os._exit(FAULT_EXIT_CODE)
 
 
-def _load_one(settings: Settings, engine: Engine, *, rows: int, report: Callable[[str], None]) -> Loaded:
+def _load_one(settings: Settings, engine: Engine, *, report: Callable[[str], None]) -> Loaded:
     """The only model, on this host or on all of its group."""
-    group = Group(settings, engine) if settings.num_hosts > 1 else None
-    if group is None:
-        return load(settings, engine.metrics, rows=rows, report=report)
+    if settings.num_hosts == 1:
+        return load(settings, engine.metrics, report=report)
+    group = Group(settings, engine)
     group.gather(report)
     try:
-        return load(settings, engine.metrics, rows=rows, report=report, group=group)
+        return load(settings, engine.metrics, report=report, group=group)
     except StartupError as error:
         group.give_up(error)
         raise
@@ -98,17 +98,17 @@ def dry_run(settings: Settings, *, num_threads: int) -> None:
         print(f"models      {', '.join(catalogue.names())}")
         for name in dict.fromkeys((catalogue.default, *settings.models)):
             try:
-                _try_model(catalogue.find(name) or settings, rows=settings.max_running)
+                _try_model(catalogue.find(name) or settings)
             except StartupError as error:
                 raise type(error)(f"model {name}: {error}") from error
     else:
-        _try_model(settings, rows=settings.max_running)
+        _try_model(settings)
     print(f"threads     {num_threads} for HTTP, 1 for the device")
 
 
-def _try_model(settings: Settings, *, rows: int) -> None:
+def _try_model(settings: Settings) -> None:
     """Loads, compiles and generates one token, prints the memory plan, and gives the memory back."""
-    loaded = load(settings, Metrics(), rows=rows, report=lambda progress: log.info("%s", progress))
+    loaded = load(settings, Metrics(), report=lambda progress: log.info("%s", progress))
     prompt = loaded.model.tokenizer.encode("Hello") or [0]
     loaded.scheduler.add(GenerationRequest("dry-run", tuple(prompt), 1, Sampling(temperature=0.0)))
     in_flight = loaded.runner.dispatch(loaded.scheduler.plan())
@@ -134,11 +134,11 @@ def serve(registry: Registry, loaded: Loaded, others: Sequence[str] = ()) -> Non
     loop.run()
 
 
-def serve_lazily(settings: Settings, registry: Registry, *, rows: int) -> None:
+def serve_lazily(settings: Settings, registry: Registry) -> None:
     """Accepts requests at once; the first of them has a model loaded, and only then is jax imported."""
     engine = registry.engine
     catalogue = Catalogue(settings)
-    open_catalogue(catalogue, settings, registry, rows=rows)
+    open_catalogue(catalogue, settings, registry)
     engine.progress = "ready; models are loaded when requests ask for them"
     registry.open(catalogue.default)
     first = _wait_for_task(engine)

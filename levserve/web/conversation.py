@@ -17,12 +17,13 @@ from msgspec import Raw, Struct
 from simple_websocket import ConnectionClosed, Server
 from wsproto.frame_protocol import CloseReason
 
-from levserve.answers.answer import Answer, ChatAnswer, TextAnswer
+from levserve.answers.answer import Answer
+from levserve.batch.endpoints import GENERATING
 from levserve.errors import BadRequest, NotFound, ServeError
 from levserve.observe.health import Phase
 from levserve.observe.tracing import Tracing
 from levserve.request.decode import decode, missing
-from levserve.request.schema import ChatBody, CompletionBody, GenerationBody
+from levserve.request.schema import GenerationBody
 from levserve.web import sse
 from levserve.web.call import Call, Calls
 from levserve.web.events import ChunkStream
@@ -30,10 +31,6 @@ from levserve.web.heartbeat import Heartbeat
 from levserve.web.hijack import PATH
 from levserve.web.request_log import RequestLog
 
-ENDPOINTS: dict[str, tuple[type[ChatBody] | type[CompletionBody], type[Answer]]] = {
-    "/v1/chat/completions": (ChatBody, ChatAnswer),
-    "/v1/completions": (CompletionBody, TextAnswer),
-}
 IDLE_SECONDS = 0.5  # a socket without a request notices within this time that the server is shutting down
 TICK_SECONDS = 0.1  # a request that waits for tokens notices a cancel or a hang-up within this time
 MAX_WAITING = 16  # requests on one socket; together they may be as large as one body
@@ -72,7 +69,7 @@ class Request:
     def path(self) -> str:
         """One of the endpoints, or "-"."""
         path = self.frame.path if isinstance(self.frame, Frame) else None
-        return path if path in ENDPOINTS else "-"
+        return path if path in GENERATING else "-"
 
     def read(self) -> tuple[GenerationBody, type[Answer]]:
         """The body and the kind of its answer; raises `BadRequest` or `NotFound`."""
@@ -80,14 +77,14 @@ class Request:
             raise self.frame
         if self.frame.path is None:
             raise missing("path")
-        if self.frame.path not in ENDPOINTS:
+        if self.frame.path not in GENERATING:
             raise NotFound(
-                f"A WebSocket has no path '{self.frame.path[:64]}'; it has {' and '.join(ENDPOINTS)}.",
+                f"A WebSocket has no path '{self.frame.path[:64]}'; it has {' and '.join(GENERATING)}.",
                 param="path",
             )
         if self.frame.stream is False:
             raise BadRequest("A WebSocket always streams; leave 'stream' out.", param="stream")
-        body_kind, answer_kind = ENDPOINTS[self.frame.path]
+        body_kind, answer_kind = GENERATING[self.frame.path]
         fields = msgspec.json.decode(self.data, type=dict[str, Raw])
         return decode(msgspec.json.encode({**fields, "stream": True}), body_kind), answer_kind
 

@@ -22,6 +22,12 @@ HEADS_OF_PRESET = {768: 12}
 DEFAULT_CYCLES = 2
 DEFAULT_EXPERTS_PER_TOKEN = 2
 DEFAULT_CONTEXT = 2048
+LAST = "last_session.config."
+HEADS_KEYS = ("num_heads", "heads", "arch.num_heads", f"{LAST}num_heads")
+H_CYCLES_KEYS = ("h_cycles", "arch.H_cycles", f"{LAST}h_cycles", "halt_max_steps")
+L_CYCLES_KEYS = ("l_cycles", "arch.L_cycles", f"{LAST}l_cycles", "halt_max_steps")
+PER_TOKEN_KEYS = ("num_experts_per_tok", f"{LAST}num_experts_per_tok")
+CONTEXT_KEYS = ("max_seq_len", f"{LAST}max_seq_len")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,39 +53,14 @@ def read_brain_config(brain: BrainFiles, settings: Settings) -> BrainConfig:
     """Raises `StartupError` for weights that are not a brain's, and for values that do not fit them."""
     shape = read_shape(brain.weights, read_brain_tensors(brain.weights))
     fields = brain.fields
-    last = "last_session.config."
     default_heads = HEADS_OF_PRESET.get(shape.hidden_size, DEFAULT_HEADS)
-    heads = _find(
-        fields,
-        ("num_heads", "heads", "arch.num_heads", last + "num_heads"),
-        option=("--hrm-heads", settings.hrm_heads),
-        default=default_heads,
-    )
+    heads = _find(fields, HEADS_KEYS, "--hrm-heads", settings.hrm_heads, default_heads)
     h_given, l_given = settings.hrm_cycles or (0, 0)
-    h_cycles = _find(
-        fields,
-        ("h_cycles", "arch.H_cycles", last + "h_cycles", "halt_max_steps"),
-        option=("--hrm-cycles", h_given),
-        default=DEFAULT_CYCLES,
-    )
-    l_cycles = _find(
-        fields,
-        ("l_cycles", "arch.L_cycles", last + "l_cycles", "halt_max_steps"),
-        option=("--hrm-cycles", l_given),
-        default=DEFAULT_CYCLES,
-    )
-    per_token = _find(
-        fields,
-        ("num_experts_per_tok", last + "num_experts_per_tok"),
-        option=("--hrm-experts-per-token", settings.hrm_experts_per_token),
-        default=DEFAULT_EXPERTS_PER_TOKEN,
-    )
-    context = _find(
-        fields,
-        ("max_seq_len", last + "max_seq_len"),
-        option=("--max-seq-len", settings.max_seq_len),
-        default=DEFAULT_CONTEXT,
-    )
+    h_cycles = _find(fields, H_CYCLES_KEYS, "--hrm-cycles", h_given, DEFAULT_CYCLES)
+    l_cycles = _find(fields, L_CYCLES_KEYS, "--hrm-cycles", l_given, DEFAULT_CYCLES)
+    experts = settings.hrm_experts_per_token
+    per_token = _find(fields, PER_TOKEN_KEYS, "--hrm-experts-per-token", experts, DEFAULT_EXPERTS_PER_TOKEN)
+    context = _find(fields, CONTEXT_KEYS, "--max-seq-len", settings.max_seq_len, DEFAULT_CONTEXT)
     _check_heads(brain, shape.hidden_size, heads)
     config = HrmConfig(
         vocab_size=shape.vocab_size,
@@ -107,11 +88,10 @@ def read_brain_config(brain: BrainFiles, settings: Settings) -> BrainConfig:
     return BrainConfig(config, lines)
 
 
-def _find(fields: Fields, keys: Iterable[str], *, option: tuple[str, int], default: int) -> Found:
+def _find(fields: Fields, keys: Iterable[str], option: str, given: int, default: int) -> Found:
     """The option, or the first key that is there. Null and 0 count as absent: some writers put them there."""
-    name, given = option
     if given:
-        return Found(given, name)
+        return Found(given, option)
     for key in keys:
         *outer, last = key.split(".")
         inner = fields

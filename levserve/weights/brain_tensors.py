@@ -81,7 +81,7 @@ def read_brain_tensors(path: Path) -> dict[str, StoredTensor]:
 
 def read_shape(path: Path, tensors: Mapping[str, StoredTensor]) -> BrainShape:
     """The model's sizes; refuses layers that are missing or of two kinds."""
-    vocab_size, hidden_size = _shape_of(path, tensors, EMBED, 2)
+    vocab_size, hidden_size = _matrix_shape(path, tensors, EMBED)
     layers: dict[str, set[int]] = {"H": set(), "L": set()}
     experts: set[int] = set()
     is_dense = has_experts = False
@@ -104,7 +104,7 @@ def read_shape(path: Path, tensors: Mapping[str, StoredTensor]) -> BrainShape:
         first, inner_axis = "inner.H_level.layers.0.mlp.moe.experts.0.w1.weight", 0
     else:
         first, inner_axis = "inner.H_level.layers.0.mlp.down_proj.weight", 1
-    intermediate_size = _shape_of(path, tensors, first, 2)[inner_axis]
+    intermediate_size = _matrix_shape(path, tensors, first)[inner_axis]
     return BrainShape(
         vocab_size,
         hidden_size,
@@ -191,12 +191,10 @@ def _refuse_other_kinds(path: Path, name: str) -> None:
         )
 
 
-def _shape_of(
-    path: Path, tensors: Mapping[str, StoredTensor], name: str, num_dimensions: int
-) -> tuple[int, ...]:
+def _matrix_shape(path: Path, tensors: Mapping[str, StoredTensor], name: str) -> tuple[int, ...]:
     if name not in tensors:
         raise StartupError(f"{path}: the tensor {name} is missing")
     shape = tensors[name].shape
-    if len(shape) != num_dimensions:
+    if len(shape) != 2:
         raise StartupError(f"{path}: {name} is of shape {list(shape)}, not a matrix")
     return shape

@@ -246,7 +246,7 @@ def test_devices_that_share_a_model_share_its_draft_model() -> None:
 def refusal(draft: Path | str, *flags: str, model: Path = GOLDEN / "llama") -> str:
     given = ["--model", str(model), "--draft-model", str(draft), "--cache-dir", str(cache_folder()), *flags]
     with pytest.raises(ConfigError) as caught:
-        load(parse_settings(given, {}), Metrics(), rows=2, report=lambda _: None)
+        load(parse_settings([*given, "--max-running", "2"], {}), Metrics(), report=lambda _: None)
     return str(caught.value)
 
 

@@ -42,8 +42,10 @@ class Work:
 
 def run_rounds(num_devices: int) -> Work:
     flags = ["--model", str(GOLDEN / "llama"), "--dtype", "float32", "--cache-dir", str(cache_folder())]
-    settings = parse_settings([*flags, *SIZES, "--tensor-parallel", str(num_devices)], {})
-    loaded = load(settings, Metrics(), rows=4, report=lambda _: None)
+    settings = parse_settings(
+        [*flags, *SIZES, "--max-running", "4", "--tensor-parallel", str(num_devices)], {}
+    )
+    loaded = load(settings, Metrics(), report=lambda _: None)
     runner, scheduler, work = loaded.runner, loaded.scheduler, Work()
     assert isinstance(runner, Runner) and len(loaded.description.devices) == num_devices
     runner.announce = lambda number, arrays: work.sent.append((number, [array.nbytes for array in arrays]))

@@ -55,12 +55,13 @@ def test_an_unloaded_model_leaves_nothing_behind(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(Programs, "__init__", make_and_note)
     for name in ("llama", "qwen2"):
         (tmp_path / name).symlink_to(GOLDEN / name)
-    settings = parse_settings(["--models-dir", str(tmp_path), "--cache-dir", str(cache_folder()), *FLAGS], {})
+    given = ["--models-dir", str(tmp_path), "--max-running", "4", "--cache-dir", str(cache_folder()), *FLAGS]
+    settings = parse_settings(given, {})
     arrays = jax.live_arrays()  # held: what other tests left may not go between two counts
     engine = Engine(max_inflight=8, metrics=Metrics())
     registry = Registry(engine)
     thread = threading.Thread(
-        target=lambda: serve(registry, *load_first(settings, registry, rows=4, report=lambda _: None))
+        target=lambda: serve(registry, *load_first(settings, registry, report=lambda _: None))
     )
     thread.start()
     try:

@@ -40,8 +40,6 @@ Number = Callable[[], int]
 class OpenItem(Protocol):
     def opening(self) -> Iterator[Event]: ...
 
-    def add(self, text: str) -> Event: ...
-
     def closing(self, status: Status) -> Iterator[Event]: ...
 
     def item(self, status: Status) -> OutputItem:
@@ -60,10 +58,7 @@ class OpenMessage:
         yield ItemAdded(self._number(), self._place, MessageItem(self._id, Status.IN_PROGRESS, []))
         yield PartAdded(self._number(), self._id, self._place, 0, OutputText(""))
 
-    def add(self, text: str) -> Event:
-        return self.add_scored(text, [])
-
-    def add_scored(self, text: str, logprobs: list[ChosenToken]) -> Event:
+    def add(self, text: str, logprobs: list[ChosenToken]) -> Event:
         self._texts.append(text)
         self._logprobs += logprobs
         return TextDelta(self._number(), self._id, self._place, 0, text, logprobs)

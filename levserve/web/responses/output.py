@@ -53,7 +53,7 @@ class Output:
         for part in delta.shown:
             yield from self._add_part(part)
         if self._scored and isinstance(self._open, OpenMessage):
-            yield self._open.add_scored("", self._take_scores())
+            yield self._open.add("", self._take_scores())
 
     def close(self) -> Iterator[Event]:
         """Ends the last item. A complete answer has a message or a call, if only an empty message."""
@@ -62,7 +62,7 @@ class Output:
             message = OpenMessage(self._next_place(), self.number)
             yield from self._switch(message)
             if self._scored:
-                yield message.add_scored("", self._take_scores())
+                yield message.add("", self._take_scores())
         yield from self._close(self.status)
 
     def _add_part(self, part: Part) -> Iterator[Event]:
@@ -72,7 +72,7 @@ class Output:
                 if not isinstance(message, OpenMessage):
                     message = OpenMessage(self._next_place(), self.number)
                     yield from self._switch(message)
-                yield message.add_scored(text, self._take_scores())
+                yield message.add(text, self._take_scores())
             case Thought(text):
                 self._scored.clear()
                 reasoning = self._open

@@ -43,9 +43,9 @@ class StateFolder:
 
     def read(self, max_files: int, max_bytes: int) -> Iterator[tuple[str, bytes]]:
         """The newest files that fit both bounds, newest first; removes the others and half-written ones."""
-        for name in self._half_written():
+        for part in self._path.glob(f"*{PART_SUFFIX}"):
             with suppress(OSError):
-                (self._path / name).unlink()
+                part.unlink()
         num_files = num_bytes = 0
         for name, size in self._by_age():
             num_files += 1
@@ -63,10 +63,6 @@ class StateFolder:
 
     def _place(self, name: str) -> Path:
         return self._path / f"{name}{SUFFIX}"
-
-    def _half_written(self) -> list[str]:
-        with os.scandir(self._path) as entries:
-            return [entry.name for entry in entries if entry.name.endswith(PART_SUFFIX)]
 
     def _by_age(self) -> list[tuple[str, int]]:
         """The name and the size of each file, the newest first."""
