@@ -223,6 +223,17 @@ def test_a_call_that_is_cut_off_before_its_name_is_complete_is_left_out(name: st
             assert model_of(name).read([start[:end]]) == ()
 
 
+@pytest.mark.parametrize("name", [f.name for f in FAMILIES if f.name != "harmony"])  # its marks are tokens
+def test_marks_around_calls_are_left_out_wherever_an_answer_is_cut_off(name: str) -> None:
+    model, (one, two) = model_of(name), FAMILY[name].texts
+    for text in (one, two or one):
+        for end in range(len(text)):
+            parts = model.read([text[:end]], model.ask(CallMode.REQUIRED))
+            assert not any(isinstance(part, Content) for part in parts), text[:end]
+    for end in range(one.index("2"), len(one)):
+        assert not any(isinstance(part, Content) for part in model.read([one[:end]])), one[:end]
+
+
 @every_family
 def test_a_call_of_a_function_that_does_not_exist_is_content(name: str) -> None:
     model = model_of(name)

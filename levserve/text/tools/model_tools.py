@@ -57,7 +57,8 @@ class ModelTools:
             return HarmonyReader(Calls(tools, has_short_ids=False))
         if not tools:
             return None
-        return CallReader(self.form, Calls(tools, has_short_ids=self.form.has_short_ids))
+        calls = Calls(tools, has_short_ids=self.form.has_short_ids)
+        return CallReader(self.form, calls, must_call=asked.mode is CallMode.REQUIRED)
 
     def constrain(
         self, asked: ToolRequest, content: Constraint | None, grammars: Grammars

@@ -1,6 +1,7 @@
 """Finds calls in the text of an answer while it streams; what is no call is content.
 
-White space around calls is dropped. Text that may become a call is held back until that is certain.
+White space around calls is dropped. Text that may become a call is held back until that is certain. Of an
+answer that was cut off, the marks around calls are left out.
 """
 
 from __future__ import annotations
@@ -14,17 +15,20 @@ from levserve.text.tools.stepwise import StepwiseReader
 
 
 class CallReader(StepwiseReader):
-    """For formats that `ToolFormat` describes."""
+    """For formats that `ToolFormat` describes. An answer that must call has no text before its first mark."""
 
-    def __init__(self, form: ToolFormat, calls: Calls) -> None:
+    def __init__(self, form: ToolFormat, calls: Calls, *, must_call: bool = False) -> None:
         super().__init__(calls)
         self._form = form
+        self._must_call = must_call
 
     def _read(self) -> Steps[None]:
         scanner = self._scanner
         if self._form.is_at_start:
             yield from scanner.skip_space()
             if not (yield from self._read_calls()):
+                if self._must_call and scanner.has_run_out:
+                    return
                 scanner.at = 0
             yield from self._show_rest()
             return
@@ -47,7 +51,7 @@ class CallReader(StepwiseReader):
             end = found if found >= 0 else len(scanner.text)
             if found < 0:
                 if scanner.is_ended:
-                    self._show(end)
+                    self._show(end - overlap(scanner.text, trigger) if self._must_call else end)
                     return False
                 end -= overlap(scanner.text, trigger)
             self._show(scanner.at + len(scanner.text[scanner.at : end].rstrip()))
@@ -84,7 +88,7 @@ class CallReader(StepwiseReader):
                 return True
             start = scanner.at
             if not (yield from scanner.take(form.separator)) or not (yield from self._read_call()):
-                scanner.at = start
+                self._return_to(start)
                 return True
 
     def _read_call(self) -> Steps[bool]:
@@ -93,5 +97,12 @@ class CallReader(StepwiseReader):
             yield from form.body.read(scanner, self._calls)
         ):
             return False
-        yield from scanner.take(form.after)
+        start = scanner.at
+        if not (yield from scanner.take(form.after)):
+            self._return_to(start)
         return True
+
+    def _return_to(self, place: int) -> None:
+        """What comes from here on is no mark of a call, unless the answer was cut off inside one."""
+        scanner = self._scanner
+        scanner.at = len(scanner.text) if scanner.has_run_out else place
