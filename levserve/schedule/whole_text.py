@@ -162,7 +162,7 @@ class WholeTextScheduler(SlotScheduler[Slots]):
         """As many of a prompt's texts as the round has room for; the last ones come with the next token."""
         assert sequence.slot is not None
         num_done = 0
-        texts = prompt_texts(sequence, _unscored(sequence), is_last=True)
+        texts = _prompt_texts(sequence)
         for text in texts:
             is_over = work.prompts > 0 and work.prompts + work.cost(text) > max_tokens
             if is_over or not work.fits(text):
@@ -179,13 +179,13 @@ class WholeTextScheduler(SlotScheduler[Slots]):
         return Chunk(sequence, sequence.slot, start, count, is_last)
 
 
-def prompt_texts(sequence: Sequence, scored: range, *, is_last: bool) -> list[Text]:
-    """The texts that a prompt's scores are computed from, and with the last of them the prompt itself."""
+def _prompt_texts(sequence: Sequence) -> list[Text]:
+    """The texts that a prompt's missing scores are computed from, and with the last of them the prompt."""
     prompt = sequence.request.prompt
     if sequence.request.scores_in_one_pass:
         return [prompt]
-    texts = [prompt[:place] for place in scored]
-    if is_last and (sequence.request.max_tokens or sequence.request.wants_hidden):
+    texts = [prompt[:place] for place in _unscored(sequence)]
+    if sequence.request.max_tokens or sequence.request.wants_hidden:
         texts.append(prompt)
     return texts
 

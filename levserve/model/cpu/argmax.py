@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from levserve.jit.builder import F32, I32, Builder, Value
 from levserve.jit.target import Target
 from levserve.jit.xla_call import Call, Kernel, Stage, register
-from levserve.model.cpu.linear import load_num_used
+from levserve.model.cpu.linear import num_used_rows
 
 LANES = 64
 """The lanes of several registers, so that no comparison waits for the one before."""
@@ -38,14 +38,10 @@ def kernel_for(target: Target) -> Kernel:
     return Kernel(
         "levserve_argmax",
         target,
-        (Stage(_num_rows, _argmax_row),),
+        (Stage(lambda call: num_used_rows(call, NUM_USED, LOGITS), _argmax_row),),
         scratch_bytes=lambda call: call.builder.constant(8 * LANES),
         gains_by_unrolling=True,
     )
-
-
-def _num_rows(call: Call) -> Value:
-    return load_num_used(call, NUM_USED).minimum(call.argument_size(LOGITS, 0))
 
 
 def _argmax_row(call: Call, _: Value, scratch: Value, row: Value) -> None:

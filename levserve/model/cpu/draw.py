@@ -20,7 +20,7 @@ from levserve.jit.xla_call import Call, Kernel, Stage, register
 from levserve.model.cpu import argmax
 from levserve.model.cpu.edit import held_slot, is_edited, is_misfit, write_allowed, write_edited
 from levserve.model.cpu.floor import NUM_BUCKETS, NUM_SUMS, Cuts, Scratch, find_floor
-from levserve.model.cpu.linear import load_num_used
+from levserve.model.cpu.linear import num_used_rows
 from levserve.model.cpu.points import make_points
 from levserve.model.cpu.row import ARGUMENT, SMALL_BYTES, Buffers, Row
 from levserve.model.cpu.softmax import exp
@@ -74,7 +74,7 @@ def kernel_for(target: Target) -> Kernel:
 
 
 def _num_rows(call: Call) -> Value:
-    return load_num_used(call, ARGUMENT["num_used"]).minimum(call.argument_size(ARGUMENT["logits"], 0))
+    return num_used_rows(call, ARGUMENT["num_used"], ARGUMENT["logits"])
 
 
 def _scratch_bytes(call: Call) -> Value:

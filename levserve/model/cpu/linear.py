@@ -85,7 +85,7 @@ def kernel_for(product: Product, by_tiles: TileProduct | None = None) -> Kernel:
     """The kernel for such products, of many rows by tiles. Its shared memory holds the prepared rows."""
 
     def num_rows(call: Call) -> Value:
-        return load_num_used(call, NUM_USED).minimum(call.argument_size(X, 0))
+        return num_used_rows(call, NUM_USED, X)
 
     way = product if by_tiles is None else by_tiles
 
@@ -119,6 +119,11 @@ def kernel_for(product: Product, by_tiles: TileProduct | None = None) -> Kernel:
         shared_bytes=lambda call: (num_rows(call) + PADDING_ROWS) * product.row_bytes,
         scratch_bytes=scratch_bytes,
     )
+
+
+def num_used_rows(call: Call, num_used: int, rows: int) -> Value:
+    """How many rows of one argument another one, int32 [1], says are used."""
+    return load_num_used(call, num_used).minimum(call.argument_size(rows, 0))
 
 
 def load_num_used(call: Call, argument: int) -> Value:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from levserve.jit.builder import F32, I16, I32, Builder, Value
 from levserve.jit.target import Target
 from levserve.jit.xla_call import Call, Kernel, Stage, register
-from levserve.model.cpu.linear import load_num_used
+from levserve.model.cpu.linear import num_used_rows
 
 LANES, SIZE_LANES = 64, 16
 MARGIN = 5.0
@@ -60,14 +60,10 @@ def kernel_for(dtype: jnp.dtype, target: Target) -> Kernel:
     return Kernel(
         f"levserve_refine_{dtype}",
         target,
-        (Stage(_num_rows, refine_row),),
+        (Stage(lambda call: num_used_rows(call, NUM_USED, LOGITS), refine_row),),
         scratch_bytes=lambda call: call.builder.constant(4 * (MAX_NEAR + 1)),
         gains_by_unrolling=True,
     )
-
-
-def _num_rows(call: Call) -> Value:
-    return load_num_used(call, NUM_USED).minimum(call.argument_size(LOGITS, 0))
 
 
 def _list_near(builder: Builder, logits: Value, vocab: Value, tokens: Value) -> Value:
