@@ -45,9 +45,16 @@ from levserve.model.cpu.backend import CpuBackend
 from levserve.model.decoder import Blueprint
 from levserve.model.int8_blocks import BLOCK, SCALE_FACTOR, has_blocks
 from levserve.model.int8_packing import OFFSET, is_packable
-from levserve.model.packed import Kept
+from levserve.model.packed import Code, Kept, Scheme
 from levserve.model.parameter_shapes import parameter_shapes
-from levserve.model.quantize import BLOCKS_NAME, NARROW, Quantization, choose_quantization, is_quantized
+from levserve.model.quantize import (
+    BLOCKS_NAME,
+    FOUR_BITS_NAME,
+    NARROW,
+    Quantization,
+    choose_quantization,
+    is_quantized,
+)
 from levserve.model.rules import Mode
 from levserve.model.select import choose_backend
 from levserve.observe.metrics import Metrics
@@ -72,6 +79,9 @@ SHAPES = {
     ),
 }
 PAGE_SIZE = 32
+Q4_0 = Scheme(Code.UINT4, BLOCK, zero=8)
+FOUR_BITS_FACTOR = 5.0
+"""How many times fewer steps numbers of four bits have than those in eight bits have here."""
 NARROW_SPREAD = 24.0
 """Standard deviation of random numbers in eight bits; five times as much still fits int8 and fp8."""
 
@@ -159,7 +169,8 @@ def num_attention_flops(config: ModelConfig, context: float) -> float:
 def build(
     config: ModelConfig, dtype: jnp.dtype, platform: str, options: argparse.Namespace
 ) -> tuple[Runner, Sizes]:
-    narrow = NARROW.get(options.quantize)
+    in_four_bits = options.quantize == FOUR_BITS_NAME
+    narrow = NARROW.get(BLOCKS_NAME if in_four_bits else options.quantize)
     kv_dtype = cache.kv_dtype(options.kv_dtype, dtype)
     is_packed = options.quantize in SCHEMES
     backend, _ = choose_backend(
@@ -175,9 +186,10 @@ def build(
         backend = dataclasses.replace(backend, target=backend.target.without(*AMX))
     if options.experts != "auto":
         backend = with_expert_kernels(backend, options.experts)
-    in_blocks = options.quantize == BLOCKS_NAME
+    in_blocks, names = options.quantize in (BLOCKS_NAME, FOUR_BITS_NAME), (*parameter_shapes(config), "head")
+    four_bits = {name: Q4_0 for name in names if is_quantized(name)} if in_four_bits else None
     quantization: Quantization | Kept | None = choose_quantization(
-        narrow, backend, dtype, in_blocks=in_blocks
+        narrow, backend, dtype, in_blocks=in_blocks, four_bits=four_bits
     )
     if is_packed:
         quantization = Kept(tuple(find_schemes(options.quantize, config).items()), dtype)
@@ -241,13 +253,18 @@ def random_arrays(
         elif quantization is None or not is_quantized(name):
             arrays[name] = random_matrix(key, shape, dtype, 0.02)
         else:
-            in_blocks = quantization.has_blocks and has_blocks(shape[1])
-            is_packed = quantization.is_packed and is_packable(*shape)
-            arrays[name] = random_matrix(key, shape, quantization.kept, NARROW_SPREAD)
-            arrays[name] = arrays[name].view(jnp.uint8) ^ OFFSET if is_packed else arrays[name]
             scale = 0.02 / NARROW_SPREAD
             per_row = jnp.full(shape[0], scale, jnp.float32)
             per_block = jnp.full((shape[0], shape[1] // BLOCK), scale * SCALE_FACTOR, jnp.float16)
+            is_packed = quantization.is_packed and is_packable(*shape)
+            if name in dict(quantization.four_bits):
+                nibbles = random_nibbles(key, shape)
+                arrays[name] = nibbles if is_packed else nibbles.view(quantization.kept)
+                arrays[f"{name}_scale"] = per_block * FOUR_BITS_FACTOR
+                continue
+            in_blocks = quantization.has_blocks and has_blocks(shape[1])
+            arrays[name] = random_matrix(key, shape, quantization.kept, NARROW_SPREAD)
+            arrays[name] = arrays[name].view(jnp.uint8) ^ OFFSET if is_packed else arrays[name]
             arrays[f"{name}_scale"] = per_block if in_blocks else per_row
     return arrays
 
@@ -256,6 +273,12 @@ def random_arrays(
 def random_matrix(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype, spread: float) -> jax.Array:
     """Compiled as one program, so that no copy in a wider type is made."""
     return (jax.random.normal(key, shape, jnp.bfloat16) * spread).astype(dtype)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def random_nibbles(key: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    """Codes of a matrix of four bits, two to a byte."""
+    return jax.random.bits(key, (shape[0], shape[1] // 2), jnp.uint8)
 
 
 def measure_decode(runner: Runner, sizes: Sizes, rows: int, options: argparse.Namespace) -> float:
@@ -350,7 +373,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
-    parser.add_argument("--quantize", choices=["none", *NARROW, *SCHEMES], default="none")
+    parser.add_argument("--quantize", choices=["none", *NARROW, FOUR_BITS_NAME, *SCHEMES], default="none")
     parser.add_argument("--kv-dtype", choices=["auto", "bfloat16", "fp8", "int8"], default="auto")
     parser.add_argument("--kernels", choices=("auto", "xla"), default="auto", help="as the server's option")
     parser.add_argument("--without-amx", action="store_true", help="CPU kernels do not use matrix units")

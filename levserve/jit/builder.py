@@ -279,7 +279,7 @@ class Builder:
             return Value(self, self.call_symbol(name, sums.ir_value.type, *operands))
         numbers = Value(self, self.ir.bitcast(x.ir_value, sums.ir_value.type))
         for byte in range(4):
-            sums = sums + self._signed_byte(numbers, byte) * self._signed_byte(repeated, byte)
+            sums = sums + self.signed_byte(numbers, byte) * self.signed_byte(repeated, byte)
         return sums
 
     def accumulate_dot_word(self, sums: Value, x: Value, word: Value) -> Value:
@@ -294,10 +294,10 @@ class Builder:
         words = Value(self, self.ir.bitcast(x.ir_value, sums.ir_value.type))
         for byte in range(4):
             unsigned = (words >> (8 * byte)) & 0xFF
-            sums = sums + unsigned * self._signed_byte(repeated, byte)
+            sums = sums + unsigned * self.signed_byte(repeated, byte)
         return sums
 
-    def _signed_byte(self, words: Value, byte: int) -> Value:
+    def signed_byte(self, words: Value, byte: int) -> Value:
         """One of the four int8 of each int32."""
         highest = words << (24 - 8 * byte)
         return Value(self, self.ir.ashr(highest.ir_value, highest.full_like(24).ir_value))

@@ -89,6 +89,20 @@ class Tiles:
             )
             builder.store(place, added)
 
+    def add_signed_product(self, sums: int, x: int, y: int) -> None:
+        """Adds the product of int8 [rows, 4 n] with int8 [n, columns, 4] to int32 [rows, columns]."""
+        if self._is_real:
+            self._call("tdpbssd", *(ir.Constant(I8, tile) for tile in (sums, x, y)))
+            return
+        builder, columns = self._builder, self._shapes[sums].row_bytes // WORD
+        with builder.loop(0, self._shapes[sums].rows) as row, builder.loop(0, self._shapes[y].rows) as word:
+            factors = builder.load(self._row(x, row) + word * WORD, I32).splat(columns)
+            others, place = builder.load(self._row(y, word), I32, columns), self._row(sums, row)
+            total = builder.load(place, I32, columns)
+            for byte in range(WORD):
+                total = total + builder.signed_byte(factors, byte) * builder.signed_byte(others, byte)
+            builder.store(place, total)
+
     def add_bfloat16_product(self, sums: int, x: int, y: int) -> None:
         """Adds the product of bfloat16 [rows, 2 n] with [n, columns, 2] to float32 [rows, columns].
 

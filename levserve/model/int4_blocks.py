@@ -24,9 +24,10 @@ from levserve.model.packed import Code, Scheme
 
 CENTER = 8
 """What is taken off every code."""
-SECOND_TERM_BITS = 7
+SECOND_TERM_BITS = 4
 SECOND_TERM = 2.0**SECOND_TERM_BITS
-"""Steps of the second term in one step of the first."""
+"""Steps of the second term in one step of the first. A number of the matrix times as many still fits int8, so
+that matrix units can multiply both terms at once."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,9 +22,12 @@ from levserve.jit.tiles import TileShape, config_bytes
 from levserve.jit.xla_call import Kernel, register, write_kernel
 from levserve.model.cpu.bfloat16_tiles import Bfloat16Tiles
 from levserve.model.cpu.block_products import UnsignedBlocks
+from levserve.model.cpu.block_tiles import BlockTiles, Int8BlockTiles, NibbleTiles
 from levserve.model.cpu.linear import kernel_for, tile_product_for
+from levserve.model.cpu.nibble_products import UnsignedNibbles
 from levserve.model.cpu.products import Bfloat16Product, PackedProduct
 from levserve.model.cpu.tile_products import Int8Tiles
+from levserve.model.int8_blocks import BLOCK
 from levserve.model.int8_packing import pack
 from tests.targets import HOST, NAMED, with_examples
 
@@ -64,6 +67,30 @@ def test_int8_by_tiles_is_the_same_to_the_last_bit(
     product = PackedProduct(shape[1], target)
     plain, tiled = both_ways(product, Int8Tiles(product), x, used, pack(weight), scale)
     np.testing.assert_array_equal(tiled[:rows], plain[:rows])
+
+
+@pytest.mark.parametrize(
+    ("product", "tiles", "outs", "all_rows"),
+    [
+        (UnsignedBlocks(17 * BLOCK, HOST, 1), Int8BlockTiles, 32, (31, 32, 33, 40)),
+        (UnsignedNibbles(6 * BLOCK, HOST, True), NibbleTiles, 64, (15, 16, 17, 40)),
+    ],
+    ids=["int8", "four bits"],
+)
+def test_blocks_by_tiles_are_the_same_to_the_last_bit(
+    product: Any, tiles: type[BlockTiles], outs: int, all_rows: tuple[int, ...]
+) -> None:
+    """More blocks than are widened at a time. What is not finite spoils its own row alone."""
+    rng = np.random.default_rng(outs)
+    x = rng.standard_normal((max(all_rows) + 1, product.size)).astype(np.float32)
+    x[3, 7], x[11, 0] = np.nan, np.inf
+    weight = np.frombuffer(rng.bytes(outs * product.out_bytes), np.uint8).reshape(outs, -1)
+    scales = rng.standard_normal((outs, product.out_scale_bytes // 2)).astype(np.float16)
+    for rows in all_rows:
+        used = np.asarray([rows], np.int32)
+        plain, tiled = both_ways(product, tiles(product), x, used, weight, scales)
+        np.testing.assert_array_equal(tiled[:rows], plain[:rows])
+        assert [row for row in range(rows) if not np.isfinite(tiled[row]).all()] == [3, 11]
 
 
 def sum_as_tiles_do(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
@@ -124,6 +151,8 @@ def test_code_for_a_cpu_with_matrix_units_has_their_instructions_and_no_other_co
         ):
             assembly = write_kernel(kernel_for(product, tile_product_for(product, 64))).assembly()
             assert {each in assembly for each in (multiply, *instructions)} == {name == "amx"}
+    nibbles = UnsignedNibbles(64, NAMED["amx"], False)
+    assert "tdpbssd" in write_kernel(kernel_for(nibbles, tile_product_for(nibbles))).assembly()
 
 
 def test_bfloat16_goes_by_tiles_if_they_cut_the_matrix_evenly() -> None:
@@ -134,10 +163,17 @@ def test_bfloat16_goes_by_tiles_if_they_cut_the_matrix_evenly() -> None:
     assert tile_product_for(Bfloat16Product(64, NAMED["avx512"]), 32) is None
 
 
-def test_only_products_with_one_scale_for_each_output_go_by_tiles() -> None:
-    assert tile_product_for(PackedProduct(64, NAMED["amx"])) is not None
-    assert tile_product_for(UnsignedBlocks(64, NAMED["amx"], 1)) is None
-    assert tile_product_for(PackedProduct(64, NAMED["avx512"])) is None
+def test_products_of_integers_go_by_tiles_where_the_cpu_has_them_and_they_gain() -> None:
+    for name in ("amx", "avx512"):
+        target = NAMED[name]
+        products = (
+            PackedProduct(64, target),
+            UnsignedBlocks(2048, target, 1),
+            UnsignedNibbles(64, target, False),
+        )
+        assert {tile_product_for(product) is not None for product in products} == {name == "amx"}
+        assert tile_product_for(UnsignedBlocks(1024, target, 1)) is None
+        assert tile_product_for(UnsignedBlocks(2048, target, 2)) is None
 
 
 def test_tiles_are_configured_as_the_cpu_reads_it() -> None:

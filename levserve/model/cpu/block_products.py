@@ -13,14 +13,26 @@ from typing import ClassVar
 
 from levserve.jit.builder import CACHE_LINE_BYTES, F16, F32, I8, I16, I32, ROUNDING_CONSTANT, Builder, Value
 from levserve.jit.target import Target
+from levserve.jit.tiles import TILE_ROW_BYTES
+from levserve.model.cpu.block_places import BlockPlaces
 from levserve.model.cpu.products import PREFETCH_BYTES, PreparedRow
 from levserve.model.cpu.rotation import rotate_block
 from levserve.model.int8_blocks import BLOCK, SECOND_TERM, product_factor
-from levserve.model.int8_packing import SIGNED_ORDER, SMALLEST, STEPS, UNSIGNED_ORDER, WORD, BlockOrder
+from levserve.model.int8_packing import (
+    OFFSET,
+    SIGNED_ORDER,
+    SMALLEST,
+    STEPS,
+    UNSIGNED_ORDER,
+    WORD,
+    BlockOrder,
+)
 
 START = 0x4B400000
 """The bits of `ROUNDING_CONSTANT`. A block's sum is below 2 ** 22, so that only its last bits change."""
 WORDS = BLOCK // WORD
+SCALE, STARTS = range(2)
+"""The words that a block of a prepared row has."""
 
 
 def block_product_for(
@@ -40,6 +52,21 @@ def add_words(builder: Builder, sums: list[Value], matrix: list[Value], places: 
                 for total, activations in zip(sums, words)
             ]
     return builder.finish(sums)
+
+
+def add_scaled(builder: Builder, sums: Value, scales: list[Value], words: list[Value], total: Value) -> Value:
+    """The total of each lane's output with the sums of a block, which are the bits of floats.
+
+    `scales` are those of the outputs, -`ROUNDING_CONSTANT` times as much, and the middles if there are any;
+    at `words` are the scale of the row of activations, and what middles are multiplied with.
+    """
+    lanes = total.lanes
+    assert lanes is not None
+    scale, offset, *middles = scales
+    product = sums.convert("bitcast", F32).multiply_add(scale, offset)
+    for factor, word in zip((product, *middles), words):
+        total = factor.multiply_add(builder.load(word, F32).splat(lanes), total)
+    return total
 
 
 def load_scales(builder: Builder, place: Value, lanes: int) -> Value:
@@ -91,11 +118,20 @@ class BlockProduct:
         return self.num_terms * self.term_bytes
 
     def prepare(self, builder: Builder, x: Value, scratch: Value, into: PreparedRow) -> None:
+        self.prepare_blocks(builder, x, self.plain_places(builder, into.start))
+
+    def plain_places(self, builder: Builder, row: Value) -> BlockPlaces:
+        strides = BLOCK, self.term_bytes
+        return BlockPlaces.at(
+            builder, row, strides, row + self.size, (4, self.term_bytes, 4 * self.num_blocks)
+        )
+
+    def prepare_blocks(self, builder: Builder, x: Value, places: BlockPlaces) -> None:
         lanes, is_rotated = min(self.target.lanes, BLOCK), self.num_terms == 1
         factor = product_factor(is_rotated=is_rotated)
         with builder.loop(0, self.num_blocks) as block:
-            places = [x + block * (4 * BLOCK) + 4 * at for at in range(0, BLOCK, lanes)]
-            vectors = [builder.load(place, F32, lanes) for place in places]
+            firsts = [x + block * (4 * BLOCK) + 4 * at for at in range(0, BLOCK, lanes)]
+            vectors = [builder.load(first, F32, lanes) for first in firsts]
             vectors = rotate_block(vectors, lanes) if is_rotated else vectors
             numbers = builder.concatenate(vectors)
             largest = builder.reduce_vectors_max([vector.intrinsic("llvm.fabs") for vector in vectors])
@@ -104,13 +140,22 @@ class BlockProduct:
             for term in range(self.num_terms):
                 rounded = steps + ROUNDING_CONSTANT
                 integers = rounded.convert("bitcast", I32).convert("trunc", I8)
-                start = into.start + term * self.term_bytes
-                builder.store(start + block * BLOCK, integers)
-                builder.store(start + self.size + block * 4, scale * (factor / SECOND_TERM**term))
+                builder.store(places.numbers_of(block, term), integers)
+                builder.store(places.word_of(block, SCALE, term), scale * (factor / SECOND_TERM**term))
                 if self.order.offset:
                     total = integers.convert("sext", I32).reduce_sum() * -self.order.offset + START
-                    builder.store(start + self.size + self.num_blocks * 4 + block * 4, total)
+                    builder.store(places.word_of(block, STARTS, term), total)
                 steps = (steps - (rounded - ROUNDING_CONSTANT)) * SECOND_TERM
+
+    @property
+    def tile_depth(self) -> int:
+        """Bytes of a block in a row of a tile."""
+        return BLOCK
+
+    @property
+    def block_scales(self) -> int:
+        """Numbers of 16 bits that each block of an output has."""
+        return 1
 
     def add_terms(self, sums: list[Value]) -> list[Value]:
         """One vector for each row, of those for each term of each row."""
@@ -176,6 +221,12 @@ class UnsignedBlocks(BlockProduct):
         rows = 6 if self.target.vector_bytes == 64 else 2  # 24 of 32 registers; or 16 of 16, some in memory
         return rows // self.num_terms
 
+    def write_tile(self, builder: Builder, group: Value, into: Value) -> None:
+        """Writes a block of 16 outputs, which begins in a group of outputs, as a tile of signed numbers."""
+        for word in range(WORDS):
+            numbers = builder.load(group + word * (self.tile_outs * WORD), I8, TILE_ROW_BYTES)
+            builder.store(into + word * TILE_ROW_BYTES, numbers ^ -OFFSET)
+
     def multiply(
         self, builder: Builder, weight: Value, scales: Value, prepared: Value, num_rows: int
     ) -> list[Value]:
@@ -206,7 +257,7 @@ class UnsignedBlocks(BlockProduct):
                 scale = load_scales(builder, scales + block * (2 * outs) + 2 * out, lanes)
                 offset = scale * -ROUNDING_CONSTANT
                 for term, of_term, sums_of_term in zip(terms, totals, sums):
-                    product = sums_of_term[number].convert("bitcast", F32).multiply_add(scale, offset)
-                    x_scale = builder.load(term + self.size + block * 4, F32).splat(lanes)
-                    of_term[number].set(product.multiply_add(x_scale, of_term[number].get()))
+                    words, total = [term + self.size + block * 4], of_term[number].get()
+                    total = add_scaled(builder, sums_of_term[number], [scale, offset], words, total)
+                    of_term[number].set(total)
         return self.add_terms([builder.concatenate([each.get() for each in of_term]) for of_term in totals])

@@ -8,6 +8,7 @@ stages, which pass their results on in shared memory that stays in the cache.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -153,8 +154,8 @@ class LayerWriter:
         def scratch_bytes(call: Call) -> Value:
             attention_bytes = attention.scratch_bytes(self.heads, self.arrays(call, call.frame))
             num_bytes = attention_bytes.maximum(row_bytes)
-            for by_tiles in (self.by_tiles(first) for first, *_ in self.products.values()):
-                if by_tiles is not None:
+            for product in itertools.chain.from_iterable(self.products.values()):
+                if (by_tiles := self.by_tiles(product)) is not None:
                     num_bytes = num_bytes.maximum(by_tiles.scratch_bytes(self.num_tokens(call)))
             return num_bytes
 
@@ -232,10 +233,8 @@ class LayerWriter:
 
     def multiply(self, name: str, num_out: int, make_store: MakeStore) -> Stage:
         """Multiplies all prepared rows with a matrix of the layer."""
-
         first, *_ = self.products[name]
-        by_tiles = self.by_tiles(first)
-        way = first if by_tiles is None else by_tiles  # the forms of a matrix are shared out alike
+        way = self.by_tiles(first) or first  # the forms of a matrix are shared out alike
 
         def num_tasks(call: Call) -> Value:
             return linear.num_tasks(way, call.builder.constant(num_out))
@@ -248,7 +247,7 @@ class LayerWriter:
             store, matrix = make_store(call, shared), Matrix(weight, scales)
             work = ProductTask(matrix, prepared, rows, outs, scratch, store)
             for product in self.product_of_layer(call, name):
-                linear.multiply_range(call.builder, product, by_tiles, work)
+                linear.multiply_range(call.builder, product, self.by_tiles(product), work)
 
         return Stage(num_tasks, run)
 

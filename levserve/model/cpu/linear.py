@@ -12,7 +12,10 @@ from levserve.jit.builder import Builder, Value
 from levserve.jit.target import Target
 from levserve.jit.xla_call import Call, Kernel, Stage, num_threads, register
 from levserve.model.cpu.bfloat16_tiles import DEPTH, Bfloat16Tiles
+from levserve.model.cpu.block_products import UnsignedBlocks
+from levserve.model.cpu.block_tiles import Int8BlockTiles, NibbleTiles
 from levserve.model.cpu.forms import Form
+from levserve.model.cpu.nibble_products import UnsignedNibbles
 from levserve.model.cpu.products import (
     INT8_LANES,
     Bfloat16Product,
@@ -67,14 +70,14 @@ def multiply(
 
 
 def tile_product_for(product: Product, *outs: int) -> TileProduct | None:
-    """The same product by tiles, if the CPU has them and they fit matrices of so many outputs.
-
-    Where blocks of inputs have scales of their own there is none: the sums of every block would go through
-    memory, which was no faster than the product without tiles.
-    """
+    """The same product by tiles, if the CPU has them and they fit matrices of so many outputs."""
     target = product.target
     if isinstance(product, PackedProduct) and target.has_amx_int8:
         return Int8Tiles(product)
+    if isinstance(product, UnsignedNibbles) and target.has_amx_int8:
+        return NibbleTiles(product)
+    if isinstance(product, UnsignedBlocks) and target.has_amx_int8 and Int8BlockTiles.are_for(product):
+        return Int8BlockTiles(product)
     fits = product.size % DEPTH == 0 and all(out % Bfloat16Tiles.tile_outs == 0 for out in outs)
     if isinstance(product, Bfloat16Product) and target.has_amx_bf16 and fits:
         return Bfloat16Tiles(product)

@@ -13,7 +13,9 @@ from typing import ClassVar
 
 from levserve.jit.builder import CACHE_LINE_BYTES, F32, I8, I32, ROUNDING_CONSTANT, Builder, Value
 from levserve.jit.target import Target
-from levserve.model.cpu.block_products import START, WORDS, add_words, load_scales
+from levserve.jit.tiles import TILE_ROW_BYTES
+from levserve.model.cpu.block_places import BlockPlaces
+from levserve.model.cpu.block_products import START, WORDS, add_scaled, add_words, load_scales
 from levserve.model.cpu.products import PREFETCH_BYTES, PreparedRow
 from levserve.model.int4_blocks import CENTER, SECOND_TERM, SECOND_TERM_BITS
 from levserve.model.int8_blocks import BLOCK, product_factor
@@ -21,6 +23,9 @@ from levserve.model.int8_packing import SIGNED_ORDER, SMALLEST, STEPS, UNSIGNED_
 
 NUM_TERMS = 2
 """Of int8, for each activation."""
+SCALE, TOTAL, STARTS = range(3)
+"""The words that a block of a prepared row has: its scale, the sum of its activations times the scale, and
+what the sums of each term start with."""
 HALF = WORDS // 2
 """Words of a block that are in the lower halves of its bytes."""
 
@@ -65,21 +70,33 @@ class NibbleProduct:
         return 2 if self.has_middles else 1
 
     @property
+    def tile_depth(self) -> int:
+        """Bytes of a block in a row of a tile."""
+        return NUM_TERMS * BLOCK
+
+    @property
     def row_bytes(self) -> int:
         """Whole vectors, so that none lies across two cache lines."""
         num_bytes = NUM_TERMS * self.size + 4 * (2 + NUM_TERMS) * self.num_blocks
         return (num_bytes + BLOCK - 1) // BLOCK * BLOCK
 
-    def block_word(self, row: Value, number: int, block: Value) -> Value:
-        """Where a block's scale is (0), the sum of its activations (1), or what a term starts with (2, 3)."""
-        return row + block * 4 + (NUM_TERMS * self.size + number * 4 * self.num_blocks)
+    def block_word(self, row: Value, kind: int, block: Value) -> Value:
+        """Where a word of a block of a row is."""
+        return row + block * 4 + (NUM_TERMS * self.size + kind * 4 * self.num_blocks)
 
     def prepare(self, builder: Builder, x: Value, scratch: Value, into: PreparedRow) -> None:
-        lanes, row = min(self.target.lanes, BLOCK), into.start
+        self.prepare_blocks(builder, x, self.plain_places(builder, into.start))
+
+    def plain_places(self, builder: Builder, row: Value) -> BlockPlaces:
+        words, by_kind = row + NUM_TERMS * self.size, 4 * self.num_blocks
+        return BlockPlaces.at(builder, row, (BLOCK, self.size), words, (4, 0, by_kind))
+
+    def prepare_blocks(self, builder: Builder, x: Value, places: BlockPlaces) -> None:
+        lanes = min(self.target.lanes, BLOCK)
         factor = product_factor(is_rotated=False) / SECOND_TERM
         with builder.loop(0, self.num_blocks) as block:
-            places = [x + block * (4 * BLOCK) + 4 * at for at in range(0, BLOCK, lanes)]
-            vectors = [builder.load(place, F32, lanes) for place in places]
+            firsts = [x + block * (4 * BLOCK) + 4 * at for at in range(0, BLOCK, lanes)]
+            vectors = [builder.load(first, F32, lanes) for first in firsts]
             largest = builder.reduce_vectors_max([vector.intrinsic("llvm.fabs") for vector in vectors])
             scale = largest.maximum(SMALLEST) / STEPS
             steps = builder.concatenate(vectors) * (builder.constant(1.0, F32) / scale).splat(BLOCK)
@@ -87,15 +104,15 @@ class NibbleProduct:
             for term in range(NUM_TERMS):
                 rounded = steps + ROUNDING_CONSTANT
                 integers = rounded.convert("bitcast", I32).convert("trunc", I8)
-                builder.store(row + block * BLOCK + term * self.size, integers)
+                builder.store(places.numbers_of(block, term), integers)
                 sums = integers.convert("sext", I32).reduce_sum()
                 start = START >> SECOND_TERM_BITS if term == 0 else 0
-                builder.store(self.block_word(row, 2 + term, block), sums * -CENTER + start)
+                builder.store(places.word_of(block, STARTS + term), sums * -CENTER + start)
                 total = (total << SECOND_TERM_BITS) + sums
                 steps = (steps - (rounded - ROUNDING_CONSTANT)) * SECOND_TERM
-            builder.store(self.block_word(row, 0, block), scale * factor)
+            builder.store(places.word_of(block, SCALE), scale * factor)
             sums = total.convert("sitofp", F32) * (scale * factor)
-            builder.store(self.block_word(row, 1, block), sums)
+            builder.store(places.word_of(block, TOTAL), sums)
 
     def widen(self, packed: Value) -> tuple[Value, Value]:
         """The numbers in the lower halves of bytes, and those in the upper ones."""
@@ -104,19 +121,9 @@ class NibbleProduct:
     def add_block(
         self, builder: Builder, row: Value, block: Value, sums: list[Value], scales: list[Value], total: Value
     ) -> Value:
-        """The total of an output's lanes with the sums of a block's terms; `scales` are the scales, -
-        `ROUNDING_CONSTANT` times as much, and the middles if there are any."""
-        lanes = total.lanes
-        assert lanes is not None
-        whole = (sums[0] << SECOND_TERM_BITS) + sums[1]
-        scale, offset, *middles = scales
-        product = whole.convert("bitcast", F32).multiply_add(scale, offset)
-        x_scale = builder.load(self.block_word(row, 0, block), F32).splat(lanes)
-        total = product.multiply_add(x_scale, total)
-        for middle in middles:
-            x_sum = builder.load(self.block_word(row, 1, block), F32).splat(lanes)
-            total = middle.multiply_add(x_sum, total)
-        return total
+        """The total of an output's lanes with the sums of a block's terms, scaled as `add_scaled` does it."""
+        words = [self.block_word(row, kind, block) for kind in (SCALE, TOTAL)]
+        return add_scaled(builder, (sums[0] << SECOND_TERM_BITS) + sums[1], scales, words, total)
 
 
 class SignedNibbles(NibbleProduct):
@@ -159,7 +166,7 @@ class SignedNibbles(NibbleProduct):
         terms = [(row, term) for row in rows for term in range(NUM_TERMS)]
         places = [row + block * BLOCK + term * self.size for row, term in terms]
         sums = [
-            builder.load(self.block_word(row, 2 + term, block), I32).splat(self.tile_outs)
+            builder.load(self.block_word(row, STARTS + term, block), I32).splat(self.tile_outs)
             for row, term in terms
         ]
         return add_words(builder, sums, matrix, places)
@@ -176,6 +183,23 @@ class UnsignedNibbles(NibbleProduct):
     def tile_rows(self) -> int:
         return 1 if self.target.vector_bytes < 64 else 4  # 24 of 32 registers for totals and sums
 
+    def write_tile(self, builder: Builder, group: Value, into: Value) -> None:
+        """Writes a block of 16 outputs, which begins in a group of outputs, as a tile of signed numbers: as
+        many times larger as the first term of activations counts more, then as they are for the second."""
+        middle, highest = CENTER, CENTER << SECOND_TERM_BITS
+        for word in range(HALF):
+            packed = builder.load(group + word * (self.tile_outs * WORD), I8, TILE_ROW_BYTES)
+            lower, upper = self.widen(packed)
+            for row, numbers in enumerate(
+                (
+                    (packed << SECOND_TERM_BITS) ^ -highest,
+                    (packed & -(1 << SECOND_TERM_BITS)) ^ -highest,
+                    lower - middle,
+                    upper - middle,
+                )
+            ):
+                builder.store(into + (row * HALF + word) * TILE_ROW_BYTES, numbers)
+
     def multiply(
         self, builder: Builder, weight: Value, scales: Value, prepared: Value, num_rows: int
     ) -> list[Value]:
@@ -187,7 +211,7 @@ class UnsignedNibbles(NibbleProduct):
         with builder.loop(0, self.num_blocks) as block:
             group = weight + block * block_bytes
             starts = [
-                [builder.load(self.block_word(row, 2 + term, block), I32).splat(lanes) for term in terms]
+                [builder.load(self.block_word(row, STARTS + term, block), I32).splat(lanes) for term in terms]
                 for row in rows
             ]
             sums = [[[start for _ in firsts] for start in of_row] for of_row in starts]
