@@ -14,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import IO
+from io import FileIO
 
 MESSAGE_BYTES = 128 << 10
 """More than arguments and environment take."""
@@ -23,7 +23,7 @@ MESSAGE_BYTES = 128 << 10
 class ForkedProcess:
     """What a `subprocess.Popen` would be; its parent tells the exit code."""
 
-    def __init__(self, parent: socket.socket, stdout: IO[bytes], stderr: IO[bytes]) -> None:
+    def __init__(self, parent: socket.socket, stdout: FileIO, stderr: FileIO) -> None:
         self.stdout, self.stderr = stdout, stderr
         self._parent = parent
         self._code: int | None = None
@@ -35,6 +35,12 @@ class ForkedProcess:
 
     def terminate(self) -> None:
         self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def poll(self) -> int | None:
+        return self.wait(timeout=0) if self._has_ended() else None
 
     def wait(self, timeout: float | None = None) -> int:
         if self._code is None:
@@ -74,7 +80,7 @@ class ForkServer:
             socket.send_fds(self._control, [message], [their_stdout, their_stderr, theirs.fileno()])
         os.close(their_stdout)
         os.close(their_stderr)
-        return ForkedProcess(ours, open(stdout, "rb", buffering=0), open(stderr, "rb", buffering=0))
+        return ForkedProcess(ours, FileIO(stdout), FileIO(stderr))
 
     def close(self) -> None:
         self._control.close()

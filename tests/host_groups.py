@@ -19,6 +19,9 @@ from typing import Any
 
 from tests.conftest import GOLDEN, QUICK_COMPILE
 from tests.engines import cache_folder
+from tests.forked_levserve import fork_levserve
+from tests.forks import ForkedProcess
+from tests.servers import user_environ
 from tests.waiting import COMPILE_SECONDS, wait_until
 
 MODEL = GOLDEN / "llama"
@@ -36,7 +39,7 @@ END_SECONDS = 60.0
 class Host:
     """One process of a group; `lines` is what it has said so far."""
 
-    process: subprocess.Popen[str]
+    process: ForkedProcess | subprocess.Popen[bytes]
     lines: list[str] = field(default_factory=list)
     url: str = ""
     listener: threading.Thread | None = None
@@ -47,7 +50,7 @@ class Host:
 
     def listen(self) -> None:
         assert self.process.stderr is not None
-        for line in self.process.stderr:
+        for line in map(bytes.decode, self.process.stderr):
             self.lines.append(line.rstrip())
             if found := re.search(r"listening on (http://[^\s,]+)", line):
                 self.url = found[1]
@@ -97,25 +100,28 @@ class HostGroup:
     coordinator: str
     hosts: list[Host] = field(default_factory=list)
 
-    def start(self, host_id: int, *flags: str, model: Path = MODEL, **variables: str) -> Host:
-        command = [sys.executable, "-m", "levserve", "--port", "0", "--cache-dir", str(cache_folder())]
+    def start(
+        self, host_id: int, *flags: str, model: Path = MODEL, is_fresh: bool = False, **variables: str
+    ) -> Host:
+        """Forked from a process that has imported all modules, unless it `is_fresh`."""
+        server = ("--port", "0", "--cache-dir", str(cache_folder()), "--model", str(model))
         place = ("--coordinator", self.coordinator, "--num-hosts", str(NUM_HOSTS), "--host-id", str(host_id))
-        names = {name for name in os.environ if name.startswith(("LEVSERVE_", "LEVANTER_", "XLA_"))}
-        environ = {name: value for name, value in os.environ.items() if name not in names}
-        process = subprocess.Popen(
-            [*command, "--model", str(model), *place, *SIZES, *flags],
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environ | QUICK_COMPILE | variables,
-        )
+        arguments = [*server, *place, *SIZES, *flags]
+        environ = user_environ() | QUICK_COMPILE | variables
+        process: ForkedProcess | subprocess.Popen[bytes]
+        if is_fresh:
+            command = [sys.executable, "-m", "levserve", *arguments]
+            process = subprocess.Popen(command, stderr=subprocess.PIPE, env=environ)
+        else:
+            process = fork_levserve(arguments, environ)
         host = Host(process)
         host.listener = threading.Thread(target=host.listen)
         host.listener.start()
         self.hosts.append(host)
         return host
 
-    def start_both(self, *flags: str, **variables: str) -> tuple[Host, Host]:
-        return self.start(0, *flags, **variables), self.start(1, *flags, **variables)
+    def start_both(self, *flags: str, is_fresh: bool = False) -> tuple[Host, Host]:
+        return self.start(0, *flags, is_fresh=is_fresh), self.start(1, *flags, is_fresh=is_fresh)
 
 
 @contextmanager
@@ -129,8 +135,8 @@ def host_group() -> Iterator[HostGroup]:
             host.process.wait()
             assert host.listener is not None
             host.listener.join()
-            assert host.process.stderr is not None
-            host.process.stderr.close()
+            for pipe in filter(None, (host.process.stdout, host.process.stderr)):
+                pipe.close()
 
 
 def _free_port() -> int:

@@ -19,6 +19,8 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.engines import cache_folder
+from tests.forked_levserve import fork_levserve
+from tests.forks import ForkedProcess
 
 READY_SECONDS = 300
 
@@ -34,7 +36,7 @@ class Reply:
 class Server:
     """A running levserve; `lines` is what it has said so far."""
 
-    process: subprocess.Popen[str]
+    process: ForkedProcess | subprocess.Popen[bytes] | subprocess.Popen[str]
     url: str = ""
     lines: list[str] = field(default_factory=list)
 
@@ -80,25 +82,24 @@ def user_environ() -> dict[str, str]:
 
 
 @contextmanager
-def running_server(*flags: str, **variables: str) -> Iterator[Server]:
-    """Starts `levserve` on a free port and waits until it says it is ready; kills it afterwards if nothing else did."""
-    command = [
-        sys.executable,
-        "-m",
-        "levserve.cli",
-        "--port",
-        "0",
-        "--cache-dir",
-        str(cache_folder()),
-        *flags,
-    ]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=user_environ() | variables)
+def running_server(*flags: str, is_forked: bool = False, **variables: str) -> Iterator[Server]:
+    """Starts `levserve` on a free port and waits until it says it is ready; kills it afterwards if nothing else did.
+
+    Where the start is not what a test is about, it `is_forked`, which spares it the imports.
+    """
+    arguments = ["--port", "0", "--cache-dir", str(cache_folder()), *flags]
+    process: ForkedProcess | subprocess.Popen[bytes]
+    if is_forked:
+        process = fork_levserve(arguments, user_environ() | variables)
+    else:
+        command = [sys.executable, "-m", "levserve.cli", *arguments]
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, env=user_environ() | variables)
     server = Server(process)
     is_ready = threading.Event()
 
     def listen() -> None:
         assert process.stderr is not None
-        for line in process.stderr:
+        for line in map(bytes.decode, process.stderr):
             server.lines.append(line.rstrip())
             if found := re.search(r"ready: .* on (http://\S+);", line):
                 server.url = found[1]
@@ -115,8 +116,8 @@ def running_server(*flags: str, **variables: str) -> Iterator[Server]:
         process.kill()
         process.wait()
         listener.join()
-        assert process.stderr is not None
-        process.stderr.close()
+        for pipe in filter(None, (process.stdout, process.stderr)):
+            pipe.close()
 
 
 def _parse(body: bytes) -> Any:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import shutil
 import signal
-import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ import pytest
 
 from tests.brains import brain_cases
 from tests.conftest import GOLDEN, QUICK_COMPILE
+from tests.forked_levserve import run_levserve
 from tests.servers import Server, running_server
 from tests.tiny.test_unloading import FLAGS as SMALL
 from tests.torch_files import write_archive
@@ -37,7 +37,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         f"[model.brain]\nmodel = {GOLDEN / MOE / 'actv1_student.safetensors'}\nmax-seq-len = {MAX_TOKENS}\n"
         f"[model.llama]\nmodel = {GOLDEN / 'llama'}\n"
     )
-    with running_server("--config", str(ini), *FLAGS, **QUICK_COMPILE) as server:
+    with running_server("--config", str(ini), *FLAGS, is_forked=True, **QUICK_COMPILE) as server:
         yield server
 
 
@@ -195,7 +195,7 @@ def test_a_mistake_is_a_400_that_says_what_is_wrong(
 def test_work_beyond_the_queue_is_refused_with_429(server: Server) -> None:
     body = {"prompts": [f"t{number}" for number in range(3, 19)], "model": "brain", "temperature": 0}
     with ThreadPoolExecutor(4) as pool:
-        asked = [pool.submit(server.call, "/generate", body | {"max_tokens": 40}) for _ in range(4)]
+        asked = [pool.submit(server.call, "/generate", body | {"max_tokens": 16}) for _ in range(4)]
         replies = [one.result() for one in asked]
     statuses = sorted(reply.status for reply in replies)
     assert statuses[0] == 200 and statuses[-1] == 429 and set(statuses) == {200, 429}
@@ -243,7 +243,6 @@ def test_a_malicious_file_ends_the_start_with_one_sentence(tmp_path: Path) -> No
     folder, marker = tmp_path / "brain", tmp_path / "ran"
     shutil.copytree(GOLDEN / "hrm-tiny-dense-pt", folder)
     write_archive(folder / "actv1_student.pt", pickle.dumps({"x": Evil(marker)}, protocol=2), {})
-    command = [sys.executable, "-m", "levserve.cli", "--port", "0", "--model", str(folder)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    ended = run_levserve(["--port", "0", "--model", str(folder)], os.environ, timeout=120)
     assert ended.returncode != 0 and "nothing was run" in ended.stderr and "Traceback" not in ended.stderr
     assert not marker.exists()

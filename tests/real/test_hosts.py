@@ -140,7 +140,7 @@ def test_hosts_do_not_wait_for_each_other_forever() -> None:
 
 def test_a_host_that_is_killed_while_all_load_ends_the_others() -> None:
     with host_group() as group:
-        leader, follower = group.start_both()
+        leader, follower = group.start_both(is_fresh=True)
         leader.wait_for("importing jax")
         os.kill(follower.worker_id(), signal.SIGKILL)
         assert (leader.exit_code(), follower.exit_code()) == (LOST, LOST)

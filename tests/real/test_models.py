@@ -34,7 +34,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         f"[model]\nmodels-dir = {folder}\n[model.llama]\nmodel = {GOLDEN / 'llama'}\n[model.qwen2]\nmodel = {GOLDEN / 'qwen2'}\n"
     )
     # Compiled as in this process: it takes half the time, and what a test above compiled is found.
-    with running_server("--config", str(ini), *FLAGS, **QUICK_COMPILE) as server:
+    with running_server("--config", str(ini), *FLAGS, is_forked=True, **QUICK_COMPILE) as server:
         yield server
 
 

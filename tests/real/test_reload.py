@@ -49,7 +49,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(run: Path) -> Iterator[Server]:
     with running_server(
-        "--checkpoint-path", str(run), "--admin-key", "sesame", *FLAGS, **QUICK_COMPILE
+        "--checkpoint-path", str(run), "--admin-key", "sesame", *FLAGS, is_forked=True, **QUICK_COMPILE
     ) as server:
         yield server
 

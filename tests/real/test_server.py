@@ -25,6 +25,7 @@ from pydantic import BaseModel
 from tests.browser import open_browser
 from tests.conftest import GOLDEN, QUICK_COMPILE
 from tests.engines import cache_folder
+from tests.forked_levserve import run_levserve
 from tests.servers import Server, running_server
 from tests.tiny.test_unloading import FLAGS
 from tests.waiting import wait_until
@@ -505,7 +506,7 @@ def test_mistakes_get_the_openai_error_shape(client: openai.OpenAI, server: Serv
 
 def test_a_full_queue_answers_429_and_a_drain_lets_a_request_finish() -> None:
     flags = ("--model", str(GOLDEN / "llama"), *FLAGS, "--max-waiting", "1")
-    with running_server(*flags, **QUICK_COMPILE) as server:
+    with running_server(*flags, is_forked=True, **QUICK_COMPILE) as server:
         body = {"model": "llama", "prompt": [5, 6], "max_tokens": 250, "ignore_eos": True}
         with ThreadPoolExecutor(12) as pool:
             replies = list(pool.map(lambda _: server.call("/v1/completions", body), range(12)))
@@ -523,9 +524,7 @@ def test_a_full_queue_answers_429_and_a_drain_lets_a_request_finish() -> None:
 
 
 def run_cli(*flags: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "levserve.cli", *flags], capture_output=True, text=True, timeout=120
-    )
+    return run_levserve(flags, os.environ, timeout=120)
 
 
 def test_a_dry_run_prints_the_memory_plan_and_exits_0_and_needs_no_reader() -> None:

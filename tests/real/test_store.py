@@ -53,7 +53,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         config["chat_template"] = TEMPLATE
         files.pipe_file(f"{run}/tokenizer/tokenizer_config.json", json.dumps(config).encode())
         # Compiled as in this process: what a test above compiled is found.
-        with running_server("--models-dir", "gs://models/mixed", *FLAGS, **QUICK_COMPILE) as server:
+        with running_server(
+            "--models-dir", "gs://models/mixed", *FLAGS, is_forked=True, **QUICK_COMPILE
+        ) as server:
             yield server
 
 

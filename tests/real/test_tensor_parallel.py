@@ -37,7 +37,9 @@ def test_models_on_one_device_and_on_two_are_served_side_by_side(tmp_path: Path)
     path.write_text(FILE)
     asked = {"prompt": CASE["prompt"], "max_tokens": 8, "temperature": 0, "return_token_ids": True}
     flags = QUICK_COMPILE["XLA_FLAGS"].replace(FOUR_DEVICES, "")  # the server itself divides the CPU
-    with running_server("--config", str(path), "--admin-key", "sesame", XLA_FLAGS=flags) as server:
+    with running_server(
+        "--config", str(path), "--admin-key", "sesame", is_forked=True, XLA_FLAGS=flags
+    ) as server:
         for name in ("alone", "shared"):
             reply = server.call("/v1/completions", {"model": name, **asked})
             assert reply.status == 200, reply.body
