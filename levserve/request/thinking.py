@@ -54,10 +54,7 @@ def template_kwargs(body: ChatBody, model: ServedModel) -> dict[str, Any] | None
     if model.reasoning is None:
         if effort == "none" or body.may_lack_thoughts:
             return body.chat_template_kwargs
-        raise BadRequest(
-            "This model does not think, as far as its chat template tells; leave 'reasoning_effort' out.",
-            param="reasoning_effort",
-        )
+        raise _cannot_think("reasoning_effort")
     return {**model.reasoning.ask_for(effort), **(body.chat_template_kwargs or {})}
 
 
@@ -67,17 +64,18 @@ def find_thinking(body: GenerationBody, model: ServedModel, prompts: list[list[i
         return Thinking()
     if model.reasoning is None:
         if body.thinking_token_budget is not None and not body.may_lack_thoughts:
-            raise BadRequest(
-                "This model does not think, as far as its chat template tells; leave 'thinking_token_budget' "
-                "out.",
-                param="thinking_token_budget",
-            )
+            raise _cannot_think("thinking_token_budget")
         return Thinking()
     (prompt,) = prompts
     begun = model.reasoning.look_at(prompt)
     if body.continue_final_message:
         begun = model.reasoning.look_at_message(body.messages[-1].to_template()["content"] or "")
     return Thinking(model.reasoning, model.grammars.vocab_rows, begun, _budget(body, model.reasoning))
+
+
+def _cannot_think(param: str) -> BadRequest:
+    message = f"This model does not think, as far as its chat template tells; leave '{param}' out."
+    return BadRequest(message, param=param)
 
 
 def _budget(body: ChatBody, reasoning: Reasoning) -> int | None:

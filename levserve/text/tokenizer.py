@@ -37,18 +37,6 @@ class SpeltTokens(dict[int, bytes | None]):
         return spelt
 
 
-class _Visible:
-    """Spells tokens, also some of the special ones."""
-
-    def __init__(self, shown: frozenset[int], every: SpeltTokens, ordinary: SpeltTokens) -> None:
-        self._shown = shown
-        self._every = every
-        self._ordinary = ordinary
-
-    def __call__(self, token: int) -> bytes | None:
-        return (self._every if token in self._shown else self._ordinary)[token]
-
-
 class Tokenizer:
     """Encodes and decodes with one vocabulary. It never changes, so threads may share it.
 
@@ -115,13 +103,15 @@ class Tokenizer:
 
         The special tokens in `visible` are in the text even if the others are skipped.
         """
+
+        def spell_visible(token: int) -> bytes | None:
+            return (self._bytes if token in visible else self._visible_bytes)[token]
+
         spell: Callable[[int], bytes | None]
         if not skip_special_tokens:
             spell = self._bytes.__getitem__
-        elif visible:
-            spell = _Visible(visible, self._bytes, self._visible_bytes)
         else:
-            spell = self._visible_bytes.__getitem__
+            spell = spell_visible if visible else self._visible_bytes.__getitem__
         return Detokenizer(spell, self._spelling, continues=continues)
 
 
