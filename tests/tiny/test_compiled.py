@@ -87,13 +87,16 @@ def runner_of(kind: str, backend: Backend = XLA_ON_CPU) -> Runner:
     )
 
 
-SHAPES = (Shape(24), Shape(4, Mode.GREEDY), Shape(2, Mode.FULL), Shape(2, Mode.FULL, is_verify=True))
-MIXED = Shape(4, Mode.FULL, is_mixed=True)
+VERIFY = Shape(2, Mode.FULL, is_verify=True)
+SHAPES = [
+    *((kind, shape) for kind in SERVED for shape in (Shape(24), Shape(2, Mode.FULL))),
+    ("bfloat16", VERIFY),
+    *(("int8", shape) for shape in (VERIFY, Shape(4, Mode.GREEDY), Shape(4, Mode.FULL, is_mixed=True))),
+]
+"""Prompts and rows with every kind of numbers, and the other programs with those that are most likely to be converted."""
 
 
-@pytest.mark.parametrize(
-    ("kind", "shape"), [*((kind, shape) for kind in SERVED for shape in SHAPES), ("int8", MIXED)], ids=str
-)
+@pytest.mark.parametrize(("kind", "shape"), SHAPES, ids=str)
 def test_no_weight_is_converted_and_no_pool_copied(kind: str, shape: Shape) -> None:
     runner = runner_of(kind)
     pool_shape = runner._state.pools[0].shape

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -156,14 +157,18 @@ def test_a_family_matches_its_reference_through_the_gpu_kernels(family: str) -> 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "int8"])
 def test_no_number_format_of_the_matrices_takes_anything_from_the_gpu_kernels(kind: str) -> None:
-    """Products that come rounded are handed on as they came, and scaled ones as they are."""
+    """Products that come rounded are handed on as they came, and scaled ones as they are. One layer has all of them."""
     folder, dtype = GOLDEN / "llama", jnp.dtype(jnp.bfloat16)
     config = read_config(folder)
     quantization = choose_quantization(NARROW.get(kind), INTERPRETED, dtype)
     arrays = load_arrays(folder, config, dtype, report=lambda _: None, quantization=quantization)
-    arrays = {name: cache.from_bits(array) for name, array in arrays.items()}
+    arrays = {
+        name: cache.from_bits(array)
+        for name, array in arrays.items()
+        if name.startswith("layers.0.") or not name.startswith("layers.")
+    }
     plain, kernels = (
-        Decoder.from_arrays(config, arrays, backend=backend, quantization=quantization)
+        Decoder.from_arrays(replace(config, num_layers=1), arrays, backend=backend, quantization=quantization)
         for backend in (XlaBackend("gpu"), INTERPRETED)
     )
     tokens = max((case["prompt"] for case in load("llama")[1]), key=len)[:6]
