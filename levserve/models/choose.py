@@ -14,6 +14,8 @@ from levserve.weights.model_files import ModelFiles
 def describe(settings: Settings, files: ModelFiles) -> AnyKind:
     """Raises `ConfigError` for settings that the device or the model cannot serve."""
     if is_brain(files.path):
+        if files.adapter is not None:
+            raise ConfigError(f"--adapter {settings.adapter}: an HRM brain takes no adapter")
         return describe_brain(settings, files)
     for option, value in (
         ("--hrm-heads", settings.hrm_heads),

@@ -163,6 +163,7 @@ class Description:
             backend=self.backend,
             mesh=self.mesh,
             prepared=self._prepared(),
+            adapter=self.files.adapter,
         )
         if self.draft is not None:
             report(f"reading the draft model {self.draft.files.name}")
@@ -230,7 +231,7 @@ class Description:
     ) -> Sequence[HostArray]:
         config = read_config(files.path, files.config_file)
         check_same_model(files.path, self.config, config)
-        return self._convert(open_tensors(files.path, config, self.read_dtype), report)
+        return self._convert(open_tensors(files.path, config, self.read_dtype, files.adapter), report)
 
     def convert_leaves(self, arrays: Mapping[str, Any], report: Callable[[str], None]) -> Sequence[HostArray]:
         return self._convert(tensors_in_memory(arrays, self.config), report)
@@ -258,6 +259,7 @@ class Description:
         others = f" and {count - 1} more, which share the model" if count > 1 else ""
         return [
             f"device      {self.device}{others}",
+            *([] if self.files.adapter is None else [f"adapter     {self.files.adapter}"]),
             f"matrices    {self.quantization or self.dtype}",
             f"backend     {self.backend.describe()} ({self.backend_reason})",
             f"KV cache    keys and values in {self.kv_dtype}",

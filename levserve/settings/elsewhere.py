@@ -19,6 +19,8 @@ ADVICE = {
     "--tool-call-parser": "--tool-format names the format, and is usually found by itself",
     "--reasoning-parser": "--reasoning names the format, and is usually found by itself",
     "--speculative-config": "--speculate N drafts from the text, --draft-model PATH with a smaller model",
+    "--enable-lora": "--adapter PATH adds an adapter to the model",
+    "--lora-modules": "--adapter PATH adds one, and each further one is a section [model.NAME]",
     "--swap-space": "leave it out: what no longer fits the KV cache is computed again",
     "--pipeline-parallel-size": "--tensor-parallel N shares every layer instead",
     "--data-parallel-size": "start one levserve for each device, behind a proxy",
@@ -45,9 +47,11 @@ ADVICE = {
     "--metrics": "leave it out: /metrics is always served",
     "--hf-repo": "--model org/name:Q4_K_M",
     "--model-draft": "--draft-model",
+    "--lora": "--adapter PATH, for a folder of PEFT",
     # SGLang and TGI
     "--mem-fraction-static": "--kv-memory takes a size; without it the free memory is used",
     "--max-total-tokens": "--max-seq-len is for one request, --kv-memory for the cache of all",
     "--max-input-tokens": "--max-seq-len is for prompt and answer together",
     "--num-shard": "--tensor-parallel",
+    "--lora-paths": "--adapter PATH adds one, and each further one is a section [model.NAME]",
 }

@@ -74,6 +74,7 @@ OWN_SETTINGS = (
     "checkpoint_path",
     "model_config",
     "revision",
+    "adapter",
     "draft_model",
     "tokenizer",
     "chat_template",
@@ -197,6 +198,12 @@ class Settings:
         "model", PATH, "", "Folder or address where --model names are looked up; org/name is org-name there."
     )
     revision: str = setting("model", TEXT, "", "Branch, tag or commit on the Hub; empty: the main branch.")
+    adapter: str = setting(
+        "model",
+        PATH,
+        "",
+        "LoRA adapter of PEFT that is added to the model's weights: a folder, or a name on the Hub.",
+    )
     draft_model: str = setting(
         "model",
         PATH,

@@ -37,6 +37,7 @@ from levserve.model.quantize import Quantization, quantize_arrays
 from levserve.model.sharding import UNSHARED, Shards, find_cut
 from levserve.model.xla import XLA_ON_CPU
 from levserve.weights import gguf_tensors, hf_tensors
+from levserve.weights.adapter_tensors import merge_adapter
 from levserve.weights.cutter import Cutter
 from levserve.weights.fill import Source, StoredRows, fill, num_threads
 from levserve.weights.gguf_config import read_gguf_config
@@ -120,6 +121,7 @@ def load_arrays(
     backend: Backend = XLA_ON_CPU,
     mesh: Mesh | None = None,
     prepared: WeightCache | None = None,
+    adapter: Path | None = None,
 ) -> dict[str, jax.Array]:
     """Every array of `parameter_shapes`, on the device, or cut over those of a mesh.
 
@@ -136,6 +138,7 @@ def load_arrays(
         quantization=quantization,
         backend=backend,
         shards=shards_of(mesh),
+        adapter=adapter,
     )
     arrays = convert() if prepared is None else prepared.read(convert, report)
     placed = {}
@@ -155,10 +158,11 @@ def read_arrays(
     quantization: Quantization | Kept | None = None,
     backend: Backend = XLA_ON_CPU,
     shards: Shards = UNSHARED,
+    adapter: Path | None = None,
 ) -> Iterator[tuple[str, NDArray[np.generic]]]:
     """The same arrays one after another in the host's memory. Uses no device, so any thread may call it."""
     read_dtype = jnp.dtype(jnp.float32) if isinstance(quantization, Quantization) else dtype
-    tensors = open_tensors(path, config, read_dtype)
+    tensors = open_tensors(path, config, read_dtype, adapter)
     return convert_tensors(
         tensors,
         config,
@@ -328,7 +332,10 @@ def _open_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(path)
 
 
-def open_tensors(path: Path, config: ModelConfig, dtype: jnp.dtype) -> Tensors:
+def open_tensors(path: Path, config: ModelConfig, dtype: jnp.dtype, adapter: Path | None = None) -> Tensors:
+    """The tensors of a checkpoint, with what a LoRA adapter adds to those of a Hugging Face folder."""
+    if adapter is not None:
+        return _open_adapted(path, config, adapter)
     if is_levanter_checkpoint(path):
         stored = dict(_open_checkpoint(path).read_tensors(np.dtype(dtype)))
         return Tensors(str(path), stored, files=[path], is_stacked=True)
@@ -342,6 +349,23 @@ def open_tensors(path: Path, config: ModelConfig, dtype: jnp.dtype) -> Tensors:
     found = gguf_tensors.read_tensors(path, config.head_dim)
     files = [path.with_name(name) for name in part_names(path.name)]
     return Tensors(str(path), dict(found), Format.GGUF, files)
+
+
+def _open_adapted(path: Path, config: ModelConfig, adapter: Path) -> Tensors:
+    if not path.is_dir() or is_levanter_checkpoint(path):
+        kind = "a Levanter checkpoint" if path.is_dir() else "a GGUF file"
+        raise StartupError(
+            f"adapter {adapter}: it can be added to a Hugging Face folder, and {path} is {kind}"
+        )
+    if read_method(path / "config.json") is not None:
+        raise StartupError(
+            f"adapter {adapter}: the weights of {path} are quantized already (quantization_config), and what "
+            "is added to them would be rounded: name the model in full precision with --model, and --quantize"
+        )
+    files = hf_tensors.find_files(path)
+    merged = merge_adapter(adapter, hf_tensors.read_files(files), config)
+    source = f"{path} with adapter {adapter}"
+    return Tensors(source, dict(hf_tensors.arrange_tensors(source, merged, config)), files=files)
 
 
 def _find_sources(tensors: Tensors, config: ModelConfig) -> dict[str, list[Source]]:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from levserve.errors import StartupError
 from levserve.gguf.parts import part_names
+from levserve.weights.adapter_folder import CONFIG_FILE, weight_file
 from levserve.weights.hub import has_weights
 from levserve.weights.model_files import ModelFiles
 
@@ -46,6 +47,13 @@ def list_states(files: ModelFiles) -> list[tuple[str, int, int]]:
 
 def _model_files(files: ModelFiles) -> dict[str, Path]:
     """Those that weights and architecture are read from, by names that are the same on every machine."""
+    if files.adapter is None:
+        return _base_files(files)
+    config, weights = files.adapter / CONFIG_FILE, weight_file(files.adapter)
+    return _base_files(files) | {CONFIG_FILE: config, weights.name: weights}
+
+
+def _base_files(files: ModelFiles) -> dict[str, Path]:
     path = files.path
     if path.is_file():  # people rename such files
         parts = [path.with_name(name) for name in part_names(path.name)]

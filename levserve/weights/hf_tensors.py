@@ -83,8 +83,7 @@ def read_tensors(folder: Path, config: ModelConfig) -> Iterator[tuple[str, Store
     """Every tensor of the checkpoint in `folder`, under its name in the table of tensor names."""
     files = find_files(folder)
     source = str(files[0] if len(files) == 1 else folder)
-    found = itertools.chain.from_iterable(map(read_file, files))
-    return arrange_tensors(source, found, config)
+    return arrange_tensors(source, read_files(files), config)
 
 
 def arrange_tensors(
@@ -106,6 +105,10 @@ def arrange_tensors(
             tensor = arrange_expert(name, tensor)
         yield plain_name(name), tensor
     yield from unpack_experts(source, packed)
+
+
+def read_files(files: Iterable[Path]) -> Iterator[tuple[str, Slice]]:
+    return itertools.chain.from_iterable(map(read_file, files))
 
 
 def read_file(path: Path) -> Iterator[tuple[str, Slice]]:

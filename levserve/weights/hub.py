@@ -18,7 +18,15 @@ from typing import Any
 from levserve.errors import StartupError
 from levserve.weights.progress import INTERVAL_SECONDS, Report
 
-ALLOW_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken"]
+ALLOW_PATTERNS = [
+    "*.json",
+    "*.safetensors",
+    "*.jinja",
+    "*.txt",
+    "tokenizer.model",
+    "*.tiktoken",
+    "adapter_model.bin",
+]
 IGNORE_PATTERNS = ["*/*", "consolidated*.safetensors"]  # Meta and Mistral publish the weights twice
 SAFETENSORS, TORCH_FILES = "*.safetensors", "pytorch_model*.bin"
 

@@ -21,7 +21,8 @@ class ModelFiles:
 
     `path` is a folder with config.json and weights, a .gguf file, a Levanter checkpoint, or the file of a
     brain's weights. `name` is the model's own name. `config_file` belongs to a Levanter run. `tokenizer` is
-    set if the tokenizer is not at `path`, and `draft` if another model drafts for it.
+    set if the tokenizer is not at `path`, `draft` if another model drafts for it, and `adapter` to the folder
+    of a LoRA adapter that is added to the weights.
     """
 
     name: str
@@ -30,6 +31,7 @@ class ModelFiles:
     tokenizer: Path | None = None
     lease: Lease | None = field(default=None, compare=False, repr=False)
     draft: ModelFiles | None = None
+    adapter: Path | None = None
 
     def close(self) -> None:
         """The cache may delete the files from here on."""

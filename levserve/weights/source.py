@@ -14,6 +14,7 @@ from pathlib import Path, PurePosixPath
 from levserve.errors import ConfigError, StartupError
 from levserve.gguf import parts
 from levserve.settings.settings import Settings
+from levserve.weights.adapter_folder import adapter_problem, is_adapter, read_adapter_config
 from levserve.weights.brain_folder import DESCRIPTION, SUFFIXES, find_brain, find_brain_tokenizer, is_brain
 from levserve.weights.brain_store import fetch_brain
 from levserve.weights.bundled import SMOLLM2, find_bundled
@@ -27,7 +28,7 @@ from levserve.weights.store import Store, check_address, is_address
 
 WEIGHTS = "*.safetensors or pytorch_model*.bin"
 ACCEPTED = (
-    f"{SMOLLM2.name}, a folder with config.json and {WEIGHTS}, a .gguf file, an AI-OS brain, "
+    f"{SMOLLM2.name}, a folder with config.json and {WEIGHTS}, a .gguf file, a LoRA adapter, an AI-OS brain, "
     "an org/name, org/name:Q4_K_M or org/name/FILE.gguf on the Hugging Face Hub, "
     "or a gs://, s3:// or http(s):// address of such a folder or file"
 )
@@ -46,6 +47,7 @@ KNOWN_FILES = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
+TOKENIZER_FILES = ("tokenizer.json", "chat_template.jinja")
 SHARD = re.compile(r'"([\w.-]+\.(?:safetensors|bin))"')
 
 
@@ -58,6 +60,8 @@ def check_source(settings: Settings) -> None:
         check_address(path)
     elif not Path(path).is_dir():
         raise ConfigError(f"--checkpoint-path {path!r} is not a folder with one or more Levanter checkpoints")
+    if settings.adapter:
+        _check_adapter(settings)
     if settings.draft_model:
         try:
             check_source(draft_settings(settings))
@@ -84,12 +88,67 @@ def find_source(settings: Settings, report: Report, *, with_tokenizer: bool = Tr
         )
         if address != settings.model:
             files = ModelFiles(settings.model, files.path, lease=files.lease)
+        files = _with_adapter(files, settings, report)
     if not with_tokenizer:
         return files
     if not settings.tokenizer:
+        if files.adapter is not None and any((files.adapter / name).is_file() for name in TOKENIZER_FILES):
+            report(
+                "the tokenizer and the chat template are the base model's; --tokenizer and --chat-template "
+                "take the adapter's"
+            )
         return files if not is_brain(files.path) else _with_brain_tokenizer(files)
     tokenizer = find_tokenizer(settings.tokenizer, settings, report)
-    return ModelFiles(files.name, files.path, files.config_file, tokenizer, files.lease)
+    return replace(files, tokenizer=tokenizer)
+
+
+def _with_adapter(files: ModelFiles, settings: Settings, report: Report) -> ModelFiles:
+    """The base model's files, if the model is an adapter; or the files with the adapter that is given."""
+    if not is_adapter(files.path):
+        if not settings.adapter:
+            return files
+        return replace(files, adapter=_find_adapter(settings, report))
+    config = read_adapter_config(files.path)
+    if settings.adapter:
+        raise ConfigError(f"--model {settings.model} is an adapter itself, so --adapter cannot be given too")
+    hint = f"name its base model: --model BASE --adapter {settings.model}"
+    if not config.base:
+        raise StartupError(f"{config.source}: base_model_name_or_path is missing; {hint}")
+    beside = files.path / config.base
+    base = str(beside) if config.base.startswith(".") and beside.is_dir() else config.base
+    if base == settings.model or is_adapter(Path(base)):
+        raise StartupError(
+            f"{config.source}: base_model_name_or_path = {base!r} is an adapter as well; {hint}"
+        )
+    own = replace(settings, model=base, revision=config.base_revision, tokenizer="", draft_model="")
+    try:
+        found = find_source(own, report, with_tokenizer=False)
+    except StartupError as error:
+        raise StartupError(
+            f"{config.source}: base_model_name_or_path = {config.base!r}: {error}; {hint}"
+        ) from error
+    return replace(found, name=files.name, adapter=files.path)
+
+
+def _find_adapter(settings: Settings, report: Report) -> Path:
+    path = Path(settings.adapter).expanduser()
+    if path.exists():
+        return path
+    folder = fetch_repo(settings.adapter, revision="", cache_path=settings.cache_path / "hub", report=report)
+    if problem := adapter_problem(folder):
+        raise StartupError(f"--adapter {settings.adapter} on the Hugging Face Hub {problem}")
+    return folder
+
+
+def _check_adapter(settings: Settings) -> None:
+    path = Path(settings.adapter).expanduser()
+    if settings.checkpoint_path:
+        raise ConfigError("--adapter is for Hugging Face models, and --checkpoint-path names a Levanter run")
+    name = parse_hub_name(settings.adapter)
+    if not path.exists() and name is not None and name.repo == settings.adapter:
+        return
+    if problem := adapter_problem(path):
+        raise ConfigError(f"--adapter {settings.adapter} {problem}")
 
 
 def find_with_draft(settings: Settings, report: Report) -> ModelFiles:
@@ -115,6 +174,7 @@ def draft_settings(settings: Settings) -> Settings:
         model=name,
         revision=revision,
         checkpoint_path=name if has_checkpoints(Path(name).expanduser()) else "",
+        adapter="",
         model_config="",
         tokenizer="",
         draft_model="",
@@ -270,6 +330,8 @@ def local_problem(path: Path) -> str | None:
     if path.is_file():
         is_gguf = path.suffix == parts.SUFFIX
         return None if is_gguf else f"is a file of an unknown type ({path.suffix or 'no suffix'})"
+    if is_adapter(path):
+        return adapter_problem(path)
     if not (path / "config.json").is_file():
         return "is a folder without config.json"
     if not has_weights(file.name for file in path.iterdir()):

@@ -15,7 +15,15 @@ import pytest
 from huggingface_hub import constants
 
 from levserve.errors import ConfigError, StartupError
-from levserve.weights.source import ModelFiles, check_model, find_model, stored_name
+from levserve.settings.parse import parse_settings
+from levserve.weights.source import (
+    ModelFiles,
+    check_model,
+    check_source,
+    find_model,
+    find_source,
+    stored_name,
+)
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 COMMIT = "c0ffee" * 6 + "cafe"
@@ -360,6 +368,19 @@ def test_gguf_file_of_the_hub_that_lacks_a_part_is_refused(
     monkeypatch.setattr(FakeHub, "files", {"a-Q8_0-00001-of-00002.gguf": b"x"})
     with pytest.raises(StartupError, match="the repository has no a-Q8_0-00002-of-00002.gguf"):
         find("org/llama:Q8_0", tmp_path)
+
+
+@pytest.mark.usefixtures("hub")
+def test_adapter_of_the_hub_is_found_with_its_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {"peft_type": "LORA", "base_model_name_or_path": str(GOLDEN / "llama")}
+    files = {"adapter_config.json": json.dumps(config).encode(), "adapter_model.safetensors": b"x"}
+    monkeypatch.setattr(FakeHub, "files", files)
+    for flags in (["org/llama"], ["--model", str(GOLDEN / "llama"), "--adapter", "org/llama"]):
+        settings = parse_settings([*flags, "--cache-dir", str(tmp_path)], {})
+        check_source(settings)
+        found = find_source(settings, print)
+        assert found.path == GOLDEN / "llama" and found.adapter is not None
+        assert {path.name for path in found.adapter.iterdir()} == {*files}
 
 
 def test_file_that_a_folder_here_lacks_is_not_looked_for_on_the_hub(

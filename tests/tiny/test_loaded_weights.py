@@ -19,9 +19,11 @@ from levserve.model.config import ModelConfig
 from levserve.model.quantize import NARROW, choose_quantization
 from levserve.model.select import choose_backend
 from levserve.models.describe import in_order
+from levserve.models.load import resident_of
 from levserve.settings.settings import Settings
 from levserve.weights.checkpoint import convert_tensors, read_arrays, read_config
 from levserve.weights.memory_tensors import tensors_in_memory
+from tests.adapters import ALPHA, LLAMA, RANK, make_halves, merge, write_adapter
 from tests.conftest import FAMILIES, GOLDEN
 from tests.engines import Running, running_engine
 from tests.waiting import wait_until
@@ -84,6 +86,21 @@ def test_new_weights_serve_and_the_old_ones_come_back(
     assert told.seconds >= told.swap_seconds > 0 and told.mean_logprob != told.mean_logprob_before
     model.load_weights({name: jnp.asarray(array) for name, array in arrays.items()})
     assert [greedy(model, case["prompt"]) for case in CASES] == [case["greedy"] for case in CASES]
+
+
+def test_an_adapter_answers_as_the_weights_that_it_is_merged_into(
+    running: Running, model: Model, arrays: Arrays, tmp_path: Path
+) -> None:
+    halves = make_halves(arrays, LLAMA)
+    adapter = write_adapter(tmp_path / "tuned", halves, base_model_name_or_path=str(FOLDER))
+    reloader = resident_of(running.engine, running.loaded).reloader
+    assert reloader is not None
+    reloader.reload(model=str(adapter))
+    found = [greedy(model, case["prompt"]) for case in CASES]
+    model.load_weights(merge(arrays, halves, LLAMA, ALPHA / RANK))
+    assert found == [greedy(model, case["prompt"]) for case in CASES]
+    model.load_weights(arrays)
+    assert found != [greedy(model, case["prompt"]) for case in CASES]
 
 
 def test_nothing_is_compiled_and_no_prefix_stays(
