@@ -36,7 +36,7 @@ class Reply:
 class Server:
     """A running levserve; `lines` is what it has said so far."""
 
-    process: ForkedProcess | subprocess.Popen[bytes] | subprocess.Popen[str]
+    process: ForkedProcess | subprocess.Popen[bytes]
     url: str = ""
     lines: list[str] = field(default_factory=list)
 

@@ -65,7 +65,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         [folder / "venv/bin/serve", "run", folder / "serve.json"],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        text=True,
         env={**os.environ, "PYTHONPATH": path, "RAY_DEDUP_LOGS": "0", "RAY_USAGE_STATS_ENABLED": "0"},
     )
     cluster = Cluster(Server(process, f"http://127.0.0.1:{port}"), [])
@@ -85,7 +84,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 def read_lines(cluster: Cluster) -> None:
-    for line in cluster.front.process.stdout or ():
+    for line in map(bytes.decode, cluster.front.process.stdout or ()):
         cluster.front.lines.append(line)
         if found := READY.search(line):
             cluster.urls.append(found[1])
