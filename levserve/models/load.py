@@ -52,18 +52,22 @@ def load(
         group.agree_on_model(files)
     if "jax" not in sys.modules:
         report("importing jax")
-    with explained(f"{human(LIBRARY_BYTES)} for jax and its libraries", RAISE_LIMIT):
+    libraries = f"{human(LIBRARY_BYTES)} for jax and its libraries"
+    with explained(libraries, RAISE_LIMIT):
         # These bring jax, which takes seconds to import and must not be touched before gunicorn forks.
+        from levserve.gguf.header import keep_headers
         from levserve.models.build import build
         from levserve.models.choose import describe
         from levserve.models.probe import probe
         from levserve.models.read import read
         from levserve.models.size import reserve, size
 
-        description = describe(settings, files)
-    tell(*description.lines())
-    allowed_bytes = None if make_room is None else reserve(description, make_room)
-    contents = read(description, metrics, report)
+    with keep_headers():
+        with explained(libraries, RAISE_LIMIT):
+            description = describe(settings, files)
+        tell(*description.lines())
+        allowed_bytes = None if make_room is None else reserve(description, make_room)
+        contents = read(description, metrics, report)
     agree = None if group is None else group.agree_on_memory
     sizes = size(description, contents.weight_bytes, allowed_bytes=allowed_bytes, agree=agree)
     tell(*sizes.describe())

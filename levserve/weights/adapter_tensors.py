@@ -143,7 +143,7 @@ def _merged(adapter: Adapter, how: AdapterConfig, name: str, stored: Slice) -> S
     first, second = (np.asarray(halves[half][ALL]).astype(np.float32) for half in "AB")
     rank = how.rank_of(module)
     is_transposed = TRANSPOSED.fullmatch(name) is not None
-    outs, ins = reversed(stored.get_shape()) if is_transposed else stored.get_shape()
+    outs, ins = stored.get_shape()[:: -1 if is_transposed else 1]
     if first.shape != (rank, ins) or second.shape != (outs, rank):
         raise StartupError(
             f"{adapter.source}: lora_A and lora_B of {module} have the shapes {[*first.shape]} and "

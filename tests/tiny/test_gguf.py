@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
 from levserve.errors import StartupError
-from levserve.gguf.header import Value, read_header
+from levserve.gguf import header
+from levserve.gguf.header import Value, keep_headers, read_header
 from levserve.model.config import LinearScaling, Llama3Scaling, LongScaling, Rope, YarnScaling
 from levserve.model.parameter_shapes import parameter_shapes
 from levserve.weights.checkpoint import load_arrays, read_config
@@ -216,6 +217,28 @@ def test_metadata_and_tensors_come_back_as_written(tmp_path: Path) -> None:
     assert header.metadata == metadata
     assert header.tensors["u"].shape == (2, 3)
     np.testing.assert_array_equal(header.tensors["u"].data.view(np.float32), numbers.reshape(-1))
+
+
+def test_header_is_read_once_while_it_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_gguf(tmp_path / "x.gguf", {"general.architecture": "llama"}, {})
+    read: list[Path] = []
+    read_file = header._read_file
+
+    def count(path: Path) -> header.GGUFHeader:
+        read.append(path)
+        return read_file(path)
+
+    monkeypatch.setattr(header, "_read_file", count)
+    assert read_header(path) is not read_header(path) and len(read) == 2
+    with keep_headers():
+        with keep_headers():
+            first = read_header(path)
+        assert read_header(path) is first and len(read) == 3
+        write_gguf(path, {"general.architecture": "llama", "a.whole": 7}, {})
+        assert read_header(path).metadata["a.whole"] == 7 and len(read) == 4
+        with pytest.raises(StartupError, match="cannot read"):
+            read_header(tmp_path / "none.gguf")
+    assert read_header(path) is not read_header(path)
 
 
 def test_alignment_of_the_file_is_followed(tmp_path: Path) -> None:
