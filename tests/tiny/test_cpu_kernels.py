@@ -20,6 +20,7 @@ from levserve.jit import xla_call
 from levserve.jit.builder import F32, I8, I32
 from levserve.jit.program import Code, Program
 from levserve.jit.target import Target
+from levserve.jit.xla_call import Kernel
 from levserve.model.backend import Likeliest
 from levserve.model.cache import FP8
 from levserve.model.cpu import argmax, draw, layers, refine, softmax
@@ -35,7 +36,7 @@ from levserve.model.int8_packing import pack
 from levserve.model.quantize import STEPS, multiply_rotated
 from levserve.model.search import likeliest
 from levserve.model.xla import XLA_ON_CPU
-from tests.targets import FOREIGN, HOST, NAMED, RUNNABLE, on_each_target, with_examples
+from tests.targets import FOREIGN, HOST, LIKE_HOST, NAMED, RUNNABLE, on_each_target, with_examples
 
 SHAPES, PACKED_SHAPES = ((64, 16), (8, 96), (132, 32)), ((64, 16), (32, 96), (160, 96))
 """A kernel is compiled for each size of a row."""
@@ -327,6 +328,29 @@ def test_short_loops_are_unrolled_on_x86_where_a_program_gains_by_it(name: str, 
 @pytest.mark.parametrize("target", FOREIGN.values(), ids=FOREIGN)
 def test_kernels_are_compiled_for_cpus_of_another_kind(target: Target) -> None:
     """As far as an object file for them, which this CPU cannot run."""
+    kernels = [*kernels_for(target), layers_for(target)]
+    machine = {"x86_64": 62, "aarch64": 183}[target.arch]
+    # Of these only layers use matrix units: all other kernels are, to the letter, those of AVX-512.
+    for kernel in kernels[-1:] if target.has_amx_int8 else kernels:
+        compiled = xla_call.compile_kernel(kernel)
+        assert compiled[:4] == b"\x7fELF" and int.from_bytes(compiled[18:20], "little") == machine
+    for kernel in kernels:
+        with pytest.raises(AssertionError, match="cannot run on this CPU"):
+            xla_call.register(kernel)
+
+
+@pytest.mark.parametrize("name", sorted(LIKE_HOST))
+def test_a_target_that_is_not_tested_has_the_code_of_this_cpu(name: str) -> None:
+    def text_for(kernel: Kernel) -> str:
+        return str(xla_call.write_kernel(kernel)._module).replace(kernel.name, "")  # which messages have
+
+    assert text_for(layers_for(NAMED[name])) == text_for(layers_for(HOST))
+    for mine, theirs in list(zip(kernels_for(NAMED[name]), kernels_for(HOST), strict=True))[::3]:
+        assert text_for(mine) == text_for(theirs)
+
+
+def kernels_for(target: Target) -> list[Kernel]:
+    """One of each kind, but for whole layers."""
     bfloat16 = jnp.dtype(jnp.bfloat16)
     heads = HeadShape(kv_heads=1, group=3, size=32, page_size=8, dtype=bfloat16, target=target)
     kernels = [
@@ -346,6 +370,12 @@ def test_kernels_are_compiled_for_cpus_of_another_kind(target: Target) -> None:
         cpu_attention.kernel_for(dataclasses.replace(heads, dtype=jnp.dtype(dtype)))
         for dtype in (jnp.float32, jnp.bfloat16, FP8)
     ]
+    return kernels
+
+
+def layers_for(target: Target) -> Kernel:
+    bfloat16 = jnp.dtype(jnp.bfloat16)
+    heads = HeadShape(kv_heads=1, group=3, size=32, page_size=8, dtype=bfloat16, target=target)
     norms, matrices = ("input_norm", "mlp_norm"), ("qkv", "out", "gate_up", "down")
     plan = layers.ModelShape(
         heads,
@@ -358,15 +388,7 @@ def test_kernels_are_compiled_for_cpus_of_another_kind(target: Target) -> None:
         array_names=norms + matrices,
         forms=tuple((name, Form(bfloat16)) for name in matrices),
     )
-    kernels.append(layers.kernel_for(plan))
-    machine = {"x86_64": 62, "aarch64": 183}[target.arch]
-    # Of these only layers use matrix units: all other kernels are, to the letter, those of AVX-512.
-    for kernel in kernels[-1:] if target.has_amx_int8 else kernels:
-        compiled = xla_call.compile_kernel(kernel)
-        assert compiled[:4] == b"\x7fELF" and int.from_bytes(compiled[18:20], "little") == machine
-    for kernel in kernels:
-        with pytest.raises(AssertionError, match="cannot run on this CPU"):
-            xla_call.register(kernel)
+    return layers.kernel_for(plan)
 
 
 def test_no_two_targets_share_the_name_of_a_kernel() -> None:
