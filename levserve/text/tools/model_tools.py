@@ -55,7 +55,7 @@ class ModelTools:
         tools = () if asked is None else asked.callable_tools
         if self.form.has_channels:
             return HarmonyReader(Calls(tools, has_short_ids=False))
-        if not tools:
+        if asked is None or not tools:
             return None
         calls = Calls(tools, has_short_ids=self.form.has_short_ids)
         return CallReader(self.form, calls, must_call=asked.mode is CallMode.REQUIRED)
