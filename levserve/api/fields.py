@@ -59,6 +59,7 @@ class TextFields(Fields, total=False):
 
     logprobs: int
     """So many alternatives for each token; 0: the chosen tokens alone."""
+    suffix: str
     echo: bool
     best_of: int
     add_special_tokens: bool

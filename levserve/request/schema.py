@@ -75,7 +75,6 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "return_hidden_states": (False,),
     "return_tokens_as_token_ids": (False,),
     "stop_regex": ("", []),
-    "suffix": ("",),
     "top_n_sigma": (-1, 0),
     "typical_p": (1,),
     "use_beam_search": (False,),
@@ -87,6 +86,7 @@ UNSUPPORTED_IN_CHAT: Mapping[str, tuple[object, ...]] = {
     "add_special_tokens": (False,),  # the template writes them itself
     "best_of": (1,),
     "echo": (False,),
+    "suffix": ("",),
 }
 UNSUPPORTED_IN_COMPLETIONS: Mapping[str, tuple[object, ...]] = {
     "function_call": ("none", "auto"),
@@ -238,6 +238,11 @@ class GenerationBody(Refused, frozen=True, kw_only=True):
         return False
 
     @property
+    def text_after(self) -> str:
+        """What follows the text that is to be written; empty if nothing is said of it."""
+        return ""
+
+    @property
     def stops(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
@@ -259,6 +264,8 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True):
     prompt: Texts
     max_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     logprobs: NumTop | None = None
+    suffix: str | None = None
+    """What follows the text to write; the prompt is what precedes it."""
     echo: bool | None = None
     best_of: NumChoices | None = None
     add_special_tokens: bool | None = None
@@ -273,6 +280,9 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True):
         super().__post_init__()
         refuse_unsupported(self, UNSUPPORTED_IN_COMPLETIONS)
         check_texts(self.prompt, "prompt")
+        for field in ("echo", "truncate_prompt_tokens"):
+            if self.suffix and getattr(self, field):
+                raise BadRequest(f"'{field}' is not allowed together with 'suffix'.", param=field)
         if self.max_tokens == 0 and not self.echo:
             raise BadRequest("'max_tokens' must be at least 1, or 0 when 'echo' is true.", param="max_tokens")
         if self.best_of is not None and self.best_of < self.num_choices:
@@ -308,6 +318,10 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True):
     def shows_prompt(self) -> bool:
         return self.echo is True
 
+    @property
+    def text_after(self) -> str:
+        return self.suffix or ""
+
 
 class ChatBody(GenerationBody, frozen=True, kw_only=True):
     """The body of /v1/chat/completions."""
@@ -331,6 +345,7 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
     add_special_tokens: Any = None
     best_of: Any = None
     echo: Any = None
+    suffix: Any = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

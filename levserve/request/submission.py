@@ -26,6 +26,7 @@ from levserve.request.tool_use import find_tool_use, make_conversation
 from levserve.request.truncation import Truncation, bos_of, keep_last
 from levserve.schedule.request import GenerationRequest, LogprobsMode, Sampling
 from levserve.text.chat import render_chat
+from levserve.text.infill import Infill, find_infill
 from levserve.text.tokenizer import Tokenizer
 
 ANSWER_SHARE = 4
@@ -67,7 +68,9 @@ def prepare(
     policy: Policy = NO_POLICY,
 ) -> Submission:
     """Checks the body, to which the policy was applied, against the model; raises `BadRequest`."""
-    truncation = Truncation(body.truncate_prompt_tokens, policy.truncates_prompts)
+    # Cut from the left, a prompt with a suffix would lose the mark at its beginning.
+    truncates = policy.truncates_prompts and not body.text_after
+    truncation = Truncation(body.truncate_prompt_tokens, truncates)
     whole = tokenize(body, model, checks_length=not truncation)
     prompts = [_cut(prompt, body, model, policy, truncation) for prompt in whole]
     cut = [len(prompt) < len(before) for prompt, before in zip(prompts, whole, strict=True)]
@@ -177,6 +180,8 @@ def tokenize(body: GenerationBody, model: ServedModel, *, checks_length: bool) -
     """The tokens of each prompt, before it is cut to fit."""
     if isinstance(body, CompletionBody):
         adds_special = body.add_special_tokens is not False
+        if body.text_after:
+            return [_surround(prompt, body, model, adds_special) for prompt in body.prompts]
         return [
             encode_text(
                 prompt,
@@ -205,6 +210,35 @@ def tokenize(body: GenerationBody, model: ServedModel, *, checks_length: bool) -
         ) from None
     check_rows(tokens, model, "messages")
     return [tokens]
+
+
+def _surround(
+    prefix: str | list[int], body: CompletionBody, model: ServedModel, add_special_tokens: bool
+) -> list[int]:
+    """The prompt by which the model writes what lies between a text and what follows it."""
+    infill = _infill(model.tokenizer)
+    check_length(len(body.text_after), model, "suffix")
+    if isinstance(prefix, str):
+        check_length(len(prefix), model, body.prompt_param)
+        before = infill.encode_prefix(prefix)
+    else:
+        check_token_ids(body.prompt_param, prefix, model.tokenizer)
+        before = prefix
+    tokens = infill.make_prompt(before, body.text_after, add_special_tokens=add_special_tokens)
+    check_rows(tokens, model, body.prompt_param)
+    return tokens
+
+
+def _infill(tokenizer: Tokenizer) -> Infill:
+    infill = find_infill(tokenizer)
+    if infill is None:
+        raise BadRequest(
+            "'suffix' is for models that were trained to fill in the middle, and this model's vocabulary has "
+            "no tokens for that.",
+            param="suffix",
+            code="unsupported_parameter",
+        )
+    return infill
 
 
 def _cut(
@@ -254,6 +288,8 @@ def _stop_ids(body: GenerationBody, tokenizer: Tokenizer) -> tuple[frozenset[int
     stop_ids = frozenset(body.stop_token_ids or ())
     if not body.ignore_eos:
         stop_ids |= tokenizer.eos_ids
+        if body.text_after:
+            stop_ids |= _infill(tokenizer).stop_ids
     is_listed = body.shows_prompt and body.num_logprobs is not None and not body.min_tokens
     return (frozenset(), stop_ids) if is_listed else (stop_ids, frozenset())
 

@@ -135,6 +135,7 @@ FIELDS = {
     "stream_options": '`{"include_usage": true}` adds a last chunk with the token counts, and '
     "`continuous_usage_stats` beside it shows them so far in every chunk; needs `stream`",
     "structured_outputs": "one of `json`, `regex`, `choice`, `grammar` and `json_object`",
+    "suffix": "the text after the one to write; the prompt is the text before it",
     "store": "keep the response for later requests; default true",
     "system": "what the operator says before the conversation, as text or blocks of text",
     "temperature": "0 is greedy; default 1",

@@ -82,7 +82,15 @@ BOTH: dict[str, Any] = {
     "bad_words": ["t17"],
 }
 VALUES: dict[str, dict[str, Any]] = {
-    TEXT: BOTH | {"prompt": "t18", "logprobs": 1, "echo": True, "best_of": 2, "add_special_tokens": False},
+    TEXT: BOTH
+    | {
+        "prompt": "t18",
+        "suffix": "t19",
+        "logprobs": 1,
+        "echo": True,
+        "best_of": 2,
+        "add_special_tokens": False,
+    },
     CHAT: BOTH
     | {
         "messages": [{"role": "user", "content": "t20"}],

@@ -50,6 +50,7 @@ def test_fields_are_those_that_are_honoured_each_with_its_meaning(document: dict
         "add_special_tokens",
         "best_of",
         "echo",
+        "suffix",
     }
     for operation in OPERATIONS.values():
         if operation.body is not None:

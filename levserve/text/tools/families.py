@@ -10,14 +10,14 @@ IN_OBJECT = JsonBody('", "arguments": ', has_more=True)
 NAME = '{"name": "'
 
 
-def _deepseek(words: str) -> str:
+def deepseek_token(words: str) -> str:
     """DeepSeek's special tokens have a wide bar, and a low block for each space."""
     return f"<\uff5c{words.replace(' ', chr(0x2581))}\uff5c>"
 
 
-CALLS_BEGIN, CALLS_END = _deepseek("tool calls begin"), _deepseek("tool calls end")
-CALL_BEGIN, CALL_END = _deepseek("tool call begin"), _deepseek("tool call end")
-SEP = _deepseek("tool sep")
+CALLS_BEGIN, CALLS_END = deepseek_token("tool calls begin"), deepseek_token("tool calls end")
+CALL_BEGIN, CALL_END = deepseek_token("tool call begin"), deepseek_token("tool call end")
+SEP = deepseek_token("tool sep")
 DEEPSEEK_TOKENS = (CALLS_BEGIN, CALL_BEGIN, SEP, CALL_END, CALLS_END)
 HARMONY_TOKENS = (
     "<|start|>",
