@@ -216,7 +216,7 @@ def _surround(
     prefix: str | list[int], body: CompletionBody, model: ServedModel, add_special_tokens: bool
 ) -> list[int]:
     """The prompt by which the model writes what lies between a text and what follows it."""
-    infill = _infill(model.tokenizer)
+    infill = _require_infill(model.tokenizer)
     check_length(len(body.text_after), model, "suffix")
     if isinstance(prefix, str):
         check_length(len(prefix), model, body.prompt_param)
@@ -229,7 +229,8 @@ def _surround(
     return tokens
 
 
-def _infill(tokenizer: Tokenizer) -> Infill:
+def _require_infill(tokenizer: Tokenizer) -> Infill:
+    """Raises `BadRequest` for a model that cannot fill in the middle."""
     infill = find_infill(tokenizer)
     if infill is None:
         raise BadRequest(
@@ -289,7 +290,7 @@ def _stop_ids(body: GenerationBody, tokenizer: Tokenizer) -> tuple[frozenset[int
     if not body.ignore_eos:
         stop_ids |= tokenizer.eos_ids
         if body.text_after:
-            stop_ids |= _infill(tokenizer).stop_ids
+            stop_ids |= _require_infill(tokenizer).stop_ids
     is_listed = body.shows_prompt and body.num_logprobs is not None and not body.min_tokens
     return (frozenset(), stop_ids) if is_listed else (stop_ids, frozenset())
 
