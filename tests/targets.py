@@ -16,7 +16,11 @@ HOST = detect_target()
 NAMED = {name: Target.named(name) for name in ("narrow", "avx2", "avx512", "amx", "neon")}
 WIDTHS = {f"{width}-byte vectors": dataclasses.replace(HOST, vector_bytes=width) for width in (16, 32, 64)}
 """This CPU with other vectors than its own: LLVM splits those that are too wide, so that all ways of a kernel are run."""
-LIKE_HOST = {"neon"} if HOST.arch == "aarch64" and HOST.has_dot_product else set[str]()
+LIKE_HOST: set[str] = set()
+if HOST.arch == "aarch64" and HOST.has_dot_product:
+    LIKE_HOST = {"neon"}
+elif HOST.vector_bytes == 64 and HOST.has("avx512vnni") and not HOST.has_amx_int8:
+    LIKE_HOST = {"avx512"}
 """The code that is written for this target is that for this CPU, to the letter, as a test of kernels shows."""
 RUNNABLE = {
     "host": HOST,
