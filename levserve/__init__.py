@@ -20,11 +20,11 @@ __all__ = ["__version__", "open"]
 def open(
     model: str | PathLike[str] = "", /, *, report: Callable[[str], None] | None = None, **settings: object
 ) -> Model:
-    """Loads a model and gives it ready to use; `with` gives its memory back.
+    """Loads a model and returns it ready to use; leaving its `with` block frees its memory.
 
-    `model` is what --model takes: a folder, a .gguf file, a name on the Hugging Face Hub or an address; the
-    bundled model without it. `settings` are the server's, by their names: `max_running=8`,
-    `dtype="float32"`. Environment variables of the server count too. `report` is called with a line for each
+    `model` is what --model takes: a folder, a .gguf file, a name on the Hugging Face Hub or an address;
+    without it, the bundled model. `settings` are the server's settings, by name: `max_running=8`,
+    `dtype="float32"`. The server's environment variables apply too. `report` is called with a line for each
     step of the loading. Raises `levserve.errors.StartupError`.
     """
     from levserve.api.opening import open_model  # nothing heavy is imported until a model is opened

@@ -29,12 +29,12 @@ from levserve.web import request_log
 log = logging.getLogger(__name__)
 
 COLLECT_AFTER = 50_000
-"""New objects between two searches for garbage until models are loaded. jax's 180,000 objects come in one go,
-and Python's 700 would have them searched again and again: 0.3 s of the 2 s that the imports take."""
+"""New objects between two garbage collections until models are loaded. Importing jax creates 180,000 objects.
+With Python's default of 700 they would be scanned again and again: 0.3 s of the 2 s that the imports take."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code; a mistake of the user's is one line on stderr."""
+    """Returns the exit code; a user's mistake is reported in one line on stderr."""
     gc.set_threshold(COLLECT_AFTER)
     words = sys.argv[1:] if argv is None else argv
     if words and words[0] in COMMANDS:
@@ -83,7 +83,7 @@ def _run(settings: Settings) -> int:
         from levserve.models.startup import dry_run
 
         dry_run(settings, num_threads=num_threads(settings))
-        sys.stdout.flush()  # a reader that has gone is noticed here, and not when Python ends
+        sys.stdout.flush()  # a reader that has gone is noticed here, not at Python's exit
         return 0
     serve(settings, _start_device)
 

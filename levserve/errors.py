@@ -54,7 +54,7 @@ class ServeError(Exception):
 
 
 class Poisoned(ServeError):
-    """The model computed non-finite numbers for a request."""
+    """The model computed non-finite values for a request."""
 
     code = "non_finite_output"
     headers = NO_RETRY
@@ -136,7 +136,7 @@ class UpgradeRequired(ServeError):
 
 
 class RetryLater(ServeError):
-    """A refusal that a later try may not meet; `retry_after_seconds` becomes the Retry-After header."""
+    """A refusal of a request that may succeed later; `retry_after_seconds` becomes the Retry-After header."""
 
     def __init__(self, message: str, *, retry_after_seconds: float) -> None:
         super().__init__(message)
@@ -167,14 +167,14 @@ class DeadlineExceeded(ServeError):
 
 
 def cause_of(error: BaseException) -> str:
-    """What went wrong, without the number and the path that Python writes around a system's message."""
+    """What went wrong, without the number and the path that Python writes around the system's message."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return str(error) or type(error).__name__
 
 
 FAULT_EXIT_CODE = 70  # EX_SOFTWARE
-"""Of a process that failed while it served: systemd and Kubernetes start it again."""
+"""The exit code of a process that failed while it served; systemd and Kubernetes restart it."""
 
 
 class StartupError(Exception):

@@ -4,10 +4,10 @@ One `Choice` per sequence detokenizes, holds back text that may still become a s
 character, counts tokens and knows how it ended. `Deltas` runs the choices of one HTTP request over its
 stream.
 
-Waking a thread for every token of every stream costs more than the tokens do. So while a stream's HTTP thread
-waits in `Deltas.wait`, the delivery thread runs the choices itself and passes each delta to the `on_delta`
-function that the HTTP thread left: for a stream, one that writes the event to the client's socket
-(`web/relay.py`). The HTTP thread wakes for the first delta, the last one, an error, and any delta that
+Waking a thread for every token of every stream costs more than handling the tokens. So while a stream's HTTP
+thread waits in `Deltas.wait`, the delivery thread runs the choices itself and passes each delta to the
+`on_delta` function that the HTTP thread left behind: for a stream, one that writes the event to the client's
+socket (`web/relay.py`). The HTTP thread wakes for the first delta, the last one, an error, and any delta that
 `on_delta` could not handle. `TokenStream` holds a lock while the delivery thread does this, so the two
 threads never use the choices at the same time.
 """
@@ -66,13 +66,13 @@ class Delta(NamedTuple):
     finish: FinishReason | None = None
     offsets: tuple[int, ...] = ()
     parts: tuple[Part, ...] | None = None
-    """What the text consists of, where a reader splits it; it may lag behind the text."""
+    """The parts that a reader splits the text into, if there is a reader; they may lag behind the text."""
     num_echoed: int = 0
-    """Of the tokens, so many at the beginning are an echoed prompt's."""
+    """How many tokens at the beginning belong to an echoed prompt."""
 
     @property
     def shown(self) -> tuple[Part, ...]:
-        """What it shows; where no reader splits the text, all of it is content."""
+        """The parts to show; without a reader, all of the text is content."""
         if self.parts is not None:
             return self.parts
         return (Content(self.text),) if self.text else ()
@@ -87,7 +87,7 @@ class Choice:
     - Deltas carry `num_logprobs` alternatives, or no log-probabilities for None, however many the device
       computed.
     - A `reader` splits the text into content, thoughts and calls of tools.
-    - Of several choices of one prompt only the first is scored. The others show the scores of `scored_by`,
+    - A prompt with several choices is scored only for the first. The others show the scores of `scored_by`,
       which are complete before any of them has a token.
     """
 
@@ -111,7 +111,7 @@ class Choice:
         self._reader = reader
         self.num_tokens = 0
         self.num_thought_tokens = 0
-        """Of `num_tokens`, those up to the end of the thoughts."""
+        """How many of `num_tokens` belong to thoughts, including the marks around them."""
         self.num_cached = 0
         self.finish: FinishReason | None = None
         self.prompt_logprobs: tuple[TokenLogprob, ...] = ()
@@ -131,7 +131,7 @@ class Choice:
         return self._sum_logprobs / self.num_tokens if self.num_tokens else float("-inf")
 
     def add(self, batch: TokenBatch) -> Delta | None:
-        """Takes a batch. None if it holds only scores of the prompt, or if the choice ended before it."""
+        """Adds a batch and returns its delta; None if it has only prompt scores or the choice has ended."""
         if self.finish is not None:
             return None
         self.num_cached = max(self.num_cached, batch.num_cached)
@@ -156,7 +156,7 @@ class Choice:
     def _continue(self, batch: TokenBatch) -> Delta:
         if not self._is_plain or batch.logprobs:
             return self._continue_by_token(batch)
-        # Almost every batch: all tokens of a round together cost little more than one.
+        # The path of almost every batch: detokenizing all tokens of a round costs little more than one token.
         self.num_tokens += len(batch.tokens)
         text = self._detokenizer.add(batch.tokens)
         if batch.finish is not None:
@@ -165,7 +165,7 @@ class Choice:
         return Delta(text, batch.tokens, finish=self.finish)
 
     def _continue_by_token(self, batch: TokenBatch) -> Delta:
-        """One token at a time: the token that completes a stop string is the last one counted."""
+        """Adds one token at a time: the token that completes a stop string is the last one counted."""
         text = ""
         offsets = []
         num_before = self.num_tokens
@@ -276,10 +276,10 @@ def join_deltas(deltas: Sequence[Delta]) -> Delta:
 def add_batch(
     choices: Sequence[Choice], index: int, batch: TokenBatch, stream: TokenStream | None
 ) -> Delta | None:
-    """What a batch adds to the choice of this number; None if there is nothing to show.
+    """Adds a batch to the choice at `index`; returns None if there is nothing to show.
 
-    A sequence whose choice ends before the device knows is closed. Raises `DeadlineExceeded` if the time of
-    all choices ran out before any had a token.
+    If the choice ends before the device knows, its sequence is closed. Raises `DeadlineExceeded` if the
+    request's time ran out before any choice had a token.
     """
     if batch.finish is FinishReason.DEADLINE and not any(choice.num_tokens for choice in choices):
         raise DeadlineExceeded("The request's time ran out before its first token.")
@@ -323,7 +323,7 @@ class Deltas(Iterator[tuple[int, Delta]]):
         return found
 
     def wait(self, timeout_seconds: float | None, on_delta: OnDelta | None = None) -> bool:
-        """Whether the next delta, or the end, came within this time; raises what `next` would raise.
+        """Waits for the next delta or the end; False if neither came in time. Raises what `next` would raise.
 
         Deltas between the first and the last go to `on_delta` while this waits; see the module's docstring.
         """
@@ -348,7 +348,7 @@ class Deltas(Iterator[tuple[int, Delta]]):
         return True
 
     def _inline(self, on_delta: OnDelta) -> OnBatch:
-        """What the delivery thread does with a batch while the reader waits."""
+        """The function that the delivery thread calls with each batch while the reader waits."""
 
         def on_batch(index: int, batch: TokenBatch) -> TokenBatch | None:
             if batch.finish is not None:
@@ -361,7 +361,7 @@ class Deltas(Iterator[tuple[int, Delta]]):
                     self._next = None
                     return None
             except Exception as error:
-                self._failure = error  # for the reader to raise: here it would end the delivery to everyone
+                self._failure = error  # the reader raises it: here it would end delivery to all streams
             return WAKE_UP
 
         return on_batch

@@ -53,7 +53,7 @@ IDLE_CONNECTIONS = 1000
 OTHER_FILES = 256  # weights, compiled programs, the device
 BACKLOG = 2048
 EXIT_SECONDS = 10  # from the end of a drain until the worker is killed
-# Garbage is collected after this many new objects. Python's 700 are a few requests' that are still running.
+# Garbage is collected after this many new objects. A few running requests reach Python's default of 700.
 COLLECT_AFTER = 10_000
 JOIN_SECONDS = 3.0  # a device thread that is compiling cannot be interrupted
 
@@ -81,7 +81,7 @@ def num_threads(settings: Settings) -> int:
 
 
 def allow_files(num_threads: int) -> int:
-    """How many connections may be open; raises the limit on open files for them as far as it can."""
+    """Raises the limit on open files as far as it can; returns how many connections may be open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     least = num_threads + MAX_QUEUED + OPS_THREADS + OTHER_FILES
     most = least + IDLE_CONNECTIONS
@@ -98,7 +98,7 @@ def allow_files(num_threads: int) -> int:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Opens the port, at once or not at all; gunicorn would try five times over five seconds."""
+    """Opens the port or fails at once; gunicorn would try five times over five seconds."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, _, _, _, address = found[0]
@@ -106,7 +106,7 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         reason = str(error.strerror).partition(" (")[0]  # Python appends the address
         raise StartupError(f"cannot listen on {host}:{port}: {reason}") from None
-    # Connections inherit it: events are small and must not wait for more data.
+    # Connections inherit this option: events are small and must not wait for more data.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
 
@@ -207,7 +207,7 @@ class Application(BaseApplication):  # type: ignore[misc]
             self._trimmer.tick()
 
     def on_drain(self, seconds: float) -> None:
-        """Called by the main loop when a signal ends the server, and again when the time is cut short."""
+        """Called by the main loop when a signal ends the server, and again if the drain is cut short."""
         self.engine.begin_drain(time.monotonic() + seconds)
 
     def run(self) -> None:

@@ -118,7 +118,7 @@ class Answer(ABC):
     whole_object: ClassVar[str]
     chunk_object: ClassVar[str]
     has_one_prompt: ClassVar[bool] = False
-    """Whether the prompt's scores and ids stand beside the choices instead of in each, as vLLM has it."""
+    """Whether the prompt's scores and ids stand beside the choices instead of in each, as in vLLM."""
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class Answer(ABC):
     ) -> Envelope[TextChoice | ChatChoice]:
         """The body of an answer that is not streamed.
 
-        `deltas` holds each choice's joined delta, and `scores` each prompt's where the client asked for them.
+        `deltas` holds each choice's joined delta, and `scores` each prompt's scores if they were asked for.
         """
         choices = []
         num_choices = len(deltas) // max(len(scores), 1)
@@ -201,7 +201,7 @@ class Answer(ABC):
 
     @abstractmethod
     def opening(self, index: int) -> TextChoice | ChatChunkChoice | None:
-        """What a stream says of a choice before its first text, if anything."""
+        """What a stream says about a choice before its first text, if anything."""
 
     @abstractmethod
     def delta(self, index: int, delta: Delta) -> Sequence[TextChoice | ChatChunkChoice]:
@@ -209,7 +209,7 @@ class Answer(ABC):
 
     @abstractmethod
     def ending(self, index: int, finish: FinishReason, *, has_call: bool) -> TextChoice | ChatChunkChoice:
-        """What a stream says of a choice after its last text."""
+        """What a stream says about a choice after its last text."""
 
     @abstractmethod
     def _choice(
@@ -292,7 +292,7 @@ class ChatAnswer(Answer):
 
 
 def _reasons(finish: FinishReason | None) -> tuple[FinishReason | None, str | UnsetType]:
-    """`finish_reason` as OpenAI has it, and `stop_reason` where it says more: time ran out, not tokens."""
+    """OpenAI's `finish_reason`, and a `stop_reason` where that says more: time ran out, not tokens."""
     return (FinishReason.LENGTH, finish.value) if finish is FinishReason.DEADLINE else (finish, UNSET)
 
 
@@ -303,8 +303,8 @@ def count_usage(prompts: Sequence[Sequence[int]], choices: Sequence[Choice]) -> 
     num_completion = sum(choice.num_tokens for choice in choices)
     num_cached = 0
     for start in range(0, len(choices), num_choices):
-        # A prompt's later choices find in the cache what the first one has just computed; the smallest number
-        # was saved.
+        # A prompt's later choices find in the cache what the first one has just computed, so only the
+        # smallest number was really saved.
         num_cached += min(choice.num_cached for choice in choices[start : start + num_choices])
     num_thought = sum(choice.num_thought_tokens for choice in choices)
     return Usage(

@@ -85,7 +85,7 @@ class EmbeddingList(Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingWork:
-    """A checked body in tokens: the sequences that run, and the answer that is made of them."""
+    """A checked and tokenized body: the sequences that run, and how the answer is made from them."""
 
     body: EmbeddingBody
     model: ServedModel

@@ -1,7 +1,7 @@
 """Log-probabilities in the three shapes clients know: of a chat, of a completion, and vLLM's of a prompt.
 
-Used on HTTP threads and by batches. A token among its own alternatives has the very same number in both
-places, by which lm-evaluation-harness knows a greedy choice.
+Used on HTTP threads and by batches. A token that is among its own alternatives has exactly the same
+value in both places; lm-evaluation-harness recognizes a greedy choice by that.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from levserve.generation import Delta
 from levserve.schedule.request import TokenLogprob
 from levserve.text.tokenizer import Tokenizer
 
-LEAST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI says "very unlikely" with this number
+LEAST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI uses this value for "very unlikely"
 
 
 class LikelyToken(Struct, frozen=True):
@@ -36,7 +36,7 @@ class ChatLogprobs(Struct, frozen=True):
 
 
 class TextLogprobs(Struct, frozen=True):
-    """Parallel lists, one entry a token; `text_offset` counts characters of the choice's text.
+    """Parallel lists, one entry per token; `text_offset` counts characters of the choice's text.
 
     A prompt's first token has nulls: nothing comes before it.
     """
@@ -110,7 +110,7 @@ def _chosen_token(token: int, logprob: TokenLogprob, tokenizer: Tokenizer) -> Ch
 
 
 def _top_by_text(token: int, logprob: TokenLogprob | None, tokenizer: Tokenizer) -> dict[str, float] | None:
-    """The likeliest tokens and always the chosen one; of two tokens with the same text the likelier stays."""
+    """The likeliest tokens and always the chosen one; of two with the same text the likelier one."""
     if logprob is None:
         return None
     by_text: dict[str, float] = {}

@@ -38,7 +38,7 @@ class CallPiece(Struct, frozen=True):
 
 
 class AnswerMessage(Struct, frozen=True):
-    """A chat message, or the new part of one. The thoughts have both names that clients read."""
+    """A chat message, or the new part of one. The thoughts appear under both names that clients read."""
 
     role: str | UnsetType = UNSET
     content: str | UnsetType | None = UNSET
@@ -47,7 +47,7 @@ class AnswerMessage(Struct, frozen=True):
     reasoning: str | UnsetType = UNSET
     tool_calls: Sequence[CallPiece] | UnsetType = UNSET
     function_call: FunctionPiece | UnsetType = UNSET
-    """The one call of a client that sent `functions`."""
+    """The one call, for a client that sent `functions`."""
 
 
 def piece_messages(parts: Iterable[Part], *, is_function: bool) -> Iterator[AnswerMessage]:
@@ -73,7 +73,7 @@ def piece_messages(parts: Iterable[Part], *, is_function: bool) -> Iterator[Answ
 
 
 def whole_message(parts: Sequence[Part], *, is_function: bool) -> AnswerMessage:
-    """The message of an answer that is not streamed; without text beside calls its content is null."""
+    """The message of an answer that is not streamed; its content is null if there are calls and no text."""
     content = join_content(parts)
     thoughts = join_thoughts(parts) or UNSET
     calls = [

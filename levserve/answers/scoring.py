@@ -1,4 +1,4 @@
-"""The scores of /loglikelihood: how likely is each continuation after its prompt.
+"""The scores of /loglikelihood: how likely each continuation is after its prompt.
 
 Used on HTTP threads and by batches. Nothing is generated: the device computes each prompt with its
 continuation once and returns the log-probabilities of the continuation's tokens. Continuations of the same
@@ -71,7 +71,7 @@ class Scores(Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class ScoreWork:
-    """A checked body in tokens: the sequences that run, and the answer that is made of them."""
+    """A checked and tokenized body: the sequences that run, and how the answer is made from them."""
 
     body: ScoreBody
     model: ServedModel

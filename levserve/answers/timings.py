@@ -1,4 +1,4 @@
-"""Where a request's time went, as its answer tells it."""
+"""Where a request's time went, as its answer reports it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def make_timings(
     first_token: float | None,
     num_tokens: int,
 ) -> Timings:
-    """Up to `now`, on the clock of the other times. A phase that has not begun took none."""
+    """The timings up to `now`; all times are on one clock. A phase that has not begun took no time."""
     submitted = submitted or now
     admitted = admitted or now
     first = first_token or now

@@ -27,7 +27,7 @@ def make_answer(
     prompts: Sequence[Sequence[int]],
     warnings: Sequence[str],
 ) -> AnswerKind:
-    """What makes the objects of the answer; `model_name` is the name that the client used."""
+    """The `Answer` that makes this request's objects; `model_name` is the name that the client used."""
     return kind(
         model,
         model_name,
@@ -41,7 +41,7 @@ def make_answer(
 def join_answered(
     body: GenerationBody, choices: Sequence[Choice], gathered: Sequence[Sequence[Delta]]
 ) -> list[Delta]:
-    """One joined delta per answered choice: each prompt's likeliest where more ran than were asked for."""
+    """One joined delta per answered choice: each prompt's likeliest if more ran than were asked for."""
     answered = rank_choices(choices, body.num_sequences, body.num_choices)
     return [join_deltas(gathered[index]) for index in answered]
 

@@ -1,6 +1,6 @@
-"""Lets work in as far as admission has room, by priority and then in order; the rest waits.
+"""Admits work while there is room, by priority and then in order of arrival; the rest waits.
 
-The server refuses what is too much. A program that brings its own work wants it to wait instead.
+The server refuses excess work; a program that brings its own work wants it to wait instead.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from levserve.engine.admission import Admission, Reservation
 from levserve.engine.engine import Engine
 
 OnGranted = Callable[[Reservation | Exception], None]
-"""Gets the places, or why there are none; must not block."""
+"""Gets the reservation, or the error if there can be none; must not block."""
 
 
 @dataclass(slots=True, order=True)
 class WaitingWork:
-    """Work that waits to be let in; cancelled work stays in the heap until its turn."""
+    """Work that waits for admission; cancelled work stays in the heap until its turn."""
 
     priority: int
     number: int
@@ -34,8 +34,8 @@ class WaitingWork:
 class AdmissionQueue:
     """Any thread may call its methods.
 
-    The engine's own admission counts all of its work, unless another one is given, as for background work,
-    which takes no places of live requests.
+    It reserves places from the engine's admission unless another one is given, as for background work, which
+    takes no places from live requests.
     """
 
     def __init__(self, engine: Engine, admission: Admission | None = None) -> None:
@@ -49,7 +49,7 @@ class AdmissionQueue:
         self._numbers = itertools.count()
 
     def ask(self, num_requests: int, num_tokens: int, priority: int, on_granted: OnGranted) -> WaitingWork:
-        """Has `on_granted` called, at once or when there is room, on the thread that made the room."""
+        """Calls `on_granted`: now if there is room, else later on the thread that made the room."""
         waiter = WaitingWork(priority, next(self._numbers), num_requests, num_tokens, on_granted)
         with self._lock:
             heapq.heappush(self._waiting, waiter)
@@ -65,7 +65,7 @@ class AdmissionQueue:
 
     @contextmanager
     def hold_back(self) -> Iterator[None]:
-        """Waits until all that was let in has ended, and lets nothing in until the block ends.
+        """Waits until all admitted work has ended, and admits nothing until the block ends.
 
         For one thread at a time.
         """
@@ -80,7 +80,7 @@ class AdmissionQueue:
             self._grant()
 
     def close(self) -> None:
-        """Fails all that waits; the engine refuses what comes later."""
+        """Fails all waiting work; the engine refuses what comes later."""
         with self._lock:
             waiting, self._waiting = self._waiting, []
         for waiter in waiting:
@@ -105,7 +105,7 @@ class AdmissionQueue:
         room = self._admission.room()
         can_never_fit = waiter.num_requests > room.max_requests or waiter.num_tokens > room.max_tokens
         fits = waiter.num_requests <= room.free_requests and waiter.num_tokens <= room.free_tokens
-        return fits or can_never_fit  # which `_reserve` refuses with the numbers
+        return fits or can_never_fit  # `_reserve` refuses the latter and names the limit
 
     def _reserve(self, waiter: WaitingWork) -> Reservation | Exception:
         try:

@@ -1,4 +1,4 @@
-"""The fields of a request as keyword arguments: the server's own, with its checks and its defaults."""
+"""The fields of a request as keyword arguments, with the server's checks and defaults."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from levserve.errors import BadRequest
 from levserve.request.decode import Body, decode
 
 NOT_HERE = {"model", "prompt", "messages", "stream", "stream_options", "timings", "user", "return_token_ids"}
-"""Fields of a body that are no keyword arguments: the call itself says these things, or does them always."""
+"""Fields of a body that are not keyword arguments: the call itself implies them, or always does them."""
 
 
 class Fields(TypedDict, total=False):
@@ -58,7 +58,7 @@ class TextFields(Fields, total=False):
     """The fields of `generate`."""
 
     logprobs: int
-    """So many alternatives for each token; 0: the chosen tokens alone."""
+    """How many alternatives to return for each token; 0 for the chosen tokens alone."""
     suffix: str
     echo: bool
     best_of: int
@@ -102,7 +102,7 @@ def make_body(kind: type[Body], own: Mapping[str, object], given: Mapping[str, o
 
 
 def _plain(value: Any) -> Any:
-    """NumPy's numbers and arrays, and other sequences, as JSON has them."""
+    """NumPy's scalars and arrays, and other sequences and mappings, as types that JSON has."""
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, (Sequence, range)):

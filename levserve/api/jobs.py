@@ -1,4 +1,4 @@
-"""Makes jobs of bodies, of pairs to score and of texts to embed, as the server's endpoints do."""
+"""Makes jobs from bodies, pairs to score and texts to embed, as the server's endpoints do."""
 
 from __future__ import annotations
 
@@ -41,13 +41,12 @@ class Jobs:
         self._policy = Policy.of(settings)
         self._seeds = Seeds(settings.seed)
         self._numbers = itertools.count()
-        # The default is for a server's clients. A program has all the time in the world, unless it says
-        # otherwise.
+        # The default is meant for a server's clients. A program has no time limit unless it sets one.
         is_given = "request_timeout" in settings.sources
         self._most_seconds = settings.request_timeout if is_given else 0.0
 
     def generate(self, body: GenerationBody, number: int = 0) -> Job[Result]:
-        """For the prompt of this number in a list, which gets the seeds that it would get in one request."""
+        """The job for prompt `number` of a list; its seeds are those of one request with the whole list."""
         allowed, warnings = self._policy.apply_to(body)
         if allowed.seed is not None:
             allowed = structs.replace(allowed, seed=allowed.seed + number * allowed.num_sequences)

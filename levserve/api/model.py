@@ -1,7 +1,7 @@
 """A model that is open: generate, chat, stream, score and embed, from any thread or from an event loop.
 
 The engine, the scheduler, the seeds, the checks and the errors (`levserve.errors`) are the server's, and so
-is the text.
+the text is the same as the server's.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ NUM_TOKENIZING = 2
 class Model:
     """Made by `levserve.open`. Leaving its `with` block, or `close`, ends all work and frees the memory.
 
-    Every method may be called from any thread. Lists may be of any length: as many prompts are computed at a
-    time as the device takes, and results come in the order of the list. A wrong argument raises `BadRequest`,
+    Every method may be called from any thread. Lists may be of any length: as many prompts run at a time as
+    the device takes, and results come in the order of the list. A wrong argument raises `BadRequest`,
     and a prompt that fails ends the whole call.
     """
 
@@ -128,7 +128,7 @@ class Model:
         timeout: float | None = None,
         progress: bool | None = None,
     ) -> list[Score]:
-        """How likely each continuation is after its prompt, as /loglikelihood tells it.
+        """How likely each continuation is after its prompt, as /loglikelihood computes it.
 
         A pair is two texts, which are tokenized as lm-evaluation-harness does, or two lists of token ids.
         """
@@ -191,13 +191,13 @@ class Model:
         return stream_async(self._runtime, self._chat_job(messages, fields), self._executor)
 
     def load_weights(self, arrays: Mapping[str, Any]) -> SwappedWeights:
-        """Replaces the weights by these arrays of jax or NumPy, and tells how long it took.
+        """Replaces the weights with these jax or NumPy arrays, and returns how long it took.
 
         The names and shapes are those of a Hugging Face checkpoint of the model; a head that is tied to the
-        embedding may be left out. Types, tied heads and quantization are handled as they are when a model is
-        opened, and nothing is compiled. Prompts that run finish with the old weights, later ones wait for the
-        new ones, and nothing of the old ones stays in the prefix cache. The arrays are copied. Raises
-        `BadRequest` for arrays that do not fit, and the old weights stay.
+        embedding may be left out. Types, tied heads and quantization are handled as when a model is opened,
+        and nothing is compiled. Running prompts finish with the old weights, later ones wait for the new
+        weights, and nothing computed with the old ones stays in the prefix cache. The arrays are copied. For
+        arrays that do not fit it raises `BadRequest` and keeps the old weights.
         """
         self._require_open()
         if self._reloader is None:
@@ -235,7 +235,7 @@ class Model:
     def _text_jobs(
         self, prompts: Prompt | Iterable[Prompt], fields: Mapping[str, Any]
     ) -> Iterable[MakeJob[Result]]:
-        """One for each prompt; each is checked when its turn comes."""
+        """One job for each prompt, which is checked only when the job is made."""
         for number, prompt in enumerate(_several(prompts)):
             given = prompt if isinstance(prompt, str) else list(prompt)
             own = {"model": self.name, "prompt": given}

@@ -1,4 +1,4 @@
-"""Opens a model: a device thread as the server has one, which ends without ending the process."""
+"""Opens a model: starts a device thread like the server's, whose end does not end the process."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def open_with(settings: Settings, report: Callable[[str], None] | None = None) -
     """Loads the one model of the settings. Raises `StartupError`."""
     opened = open_device(settings, report)
     model = Model(opened.registry, opened.settings, opened.close)
-    atexit.register(model.close)  # a program that ends without closing it
+    atexit.register(model.close)  # for a program that ends without closing it
     opened.on_closed = lambda: atexit.unregister(model.close)
     return model
 
@@ -59,10 +59,10 @@ def open_device(settings: Settings, report: Callable[[str], None] | None = None)
 
 
 class OpenedDevice:
-    """Owns the device thread of one model, and with it everything that lies in the device's memory."""
+    """Owns the device thread of one model, and with it everything in the device's memory."""
 
     def __init__(self, settings: Settings, report: Callable[[str], None]) -> None:
-        # There is no health check that would have to see a device that stands still.
+        # No stall limit: there is no health check that would report a stalled device.
         self._engine = Engine(
             max_inflight=settings.max_running + settings.max_waiting,
             max_tokens=settings.max_inflight_tokens,
@@ -88,16 +88,16 @@ class OpenedDevice:
         self._engine.stop()
 
     def close(self) -> None:
-        from levserve.device.tasks import Detach  # brings jax
+        from levserve.device.tasks import Detach  # imports jax
 
         if self._thread.is_alive():
-            self._engine.send(Detach(self.registry.default_name, Future()))  # waits for the round in flight
+            self._engine.send(Detach(self.registry.default_name, Future()))  # waits for the in-flight round
             self._engine.stop()
             self._thread.join()
         self.registry.close()
         self.registry.join()
         self.on_closed()
-        gc.collect()  # the compiled programs, which are in reference cycles
+        gc.collect()  # frees the compiled programs, which are in reference cycles
 
     def _run(self) -> None:
         try:
@@ -117,7 +117,7 @@ class OpenedDevice:
             self._close_files()
 
     def _close_files(self) -> None:
-        """The cache may delete the model's files from here on."""
+        """Closes the model's files, which the cache may then delete."""
         with self.registry.borrow(loads=False) as handle:
             if handle.resident.reloader is not None:
                 handle.resident.reloader.close()

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
 
 LONG = 32
-"""Prompts; fewer are done before one reads a bar."""
+"""Prompts; shorter lists are done before anyone reads a bar."""
 
 
 @contextmanager
 def show_progress(given: object, is_wanted: bool | None) -> Iterator[Callable[[], object]]:
-    """Yields what to call for each of the things in `given` that is done."""
+    """Yields a function to call for each item of `given` that is done."""
     total = len(given) if isinstance(given, Sized) and not isinstance(given, str) else None
     if is_wanted is None:
         is_wanted = sys.stderr is not None and sys.stderr.isatty() and (total is None or total >= LONG)

@@ -16,7 +16,7 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
-    """Of the prompt's tokens, those that did not have to be computed."""
+    """How many of the prompt's tokens did not have to be computed."""
 
     @property
     def total_tokens(self) -> int:
@@ -41,7 +41,7 @@ class Choice:
     logprobs: tuple[TokenLogprob | None, ...]
     """One for each token, if they were asked for; else empty. An echoed prompt's first token has none."""
     finish_reason: str
-    """`stop`, `length`, or `deadline` where the time ran out."""
+    """`stop`, `length`, or `deadline` if the time ran out."""
     thoughts: str = ""
     """What the model wrote to itself before the answer, where it can be told apart."""
     tool_calls: tuple[ToolCall, ...] = ()
@@ -58,7 +58,7 @@ class Result:
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     """One for each token of the prompt, if they were asked for; None for the first, which follows nothing."""
     warnings: tuple[str, ...] = ()
-    """Where settings of the model kept it from doing what was asked."""
+    """Where the model's settings kept it from doing what was asked."""
 
     @property
     def text(self) -> str:
@@ -99,12 +99,12 @@ class Score:
     is_greedy: bool
     """Whether each token was the likeliest in its place."""
     tokens: tuple[int, ...]
-    """The continuation's."""
+    """The continuation's tokens."""
     token_logprobs: tuple[float, ...]
 
 
 def make_choice(delta: Delta) -> Choice:
-    """From all that a choice gained."""
+    """Makes a choice from its joined delta."""
     assert delta.finish is not None
     parts = delta.shown
     return Choice(

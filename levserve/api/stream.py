@@ -51,7 +51,7 @@ class TextStream(Iterator[Piece]):
 
 
 async def stream_async(runtime: Runtime, make: Callable[[], Job[Any]], executor: Any) -> AsyncIterator[Piece]:
-    """The same for an event loop, which is not blocked."""
+    """The same for an event loop, without blocking it."""
     loop = asyncio.get_running_loop()
     items: asyncio.Queue[Item] = asyncio.Queue()
 

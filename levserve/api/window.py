@@ -1,4 +1,4 @@
-"""Runs any number of jobs, as many at a time as the engine takes, and gives their outcomes as they end.
+"""Runs any number of jobs, as many at a time as the engine takes, and yields their outcomes as they end.
 
 Jobs are made one at a time and only when there is room for one more, so a list may be of any length.
 """
@@ -35,7 +35,7 @@ class Outcome(NamedTuple, Generic[T]):
 
 
 def run_jobs(runtime: Runtime, jobs: Iterable[MakeJob[T]]) -> Generator[Outcome[T], None, None]:
-    """The outcomes in the order in which they come; leaving the iterator cancels what runs."""
+    """The outcomes in the order in which they come; closing the iterator cancels the running jobs."""
     done: queue.SimpleQueue[Outcome[T]] = queue.SimpleQueue()
     left = enumerate(jobs)
     running: dict[int, Work] = {}
@@ -57,7 +57,7 @@ def run_jobs(runtime: Runtime, jobs: Iterable[MakeJob[T]]) -> Generator[Outcome[
 async def run_jobs_async(
     runtime: Runtime, jobs: Iterable[MakeJob[T]], executor: Executor
 ) -> AsyncGenerator[Outcome[T], None]:
-    """The same for an event loop, which is not blocked: the executor makes the jobs."""
+    """The same for an event loop, without blocking it: the executor makes the jobs."""
     loop = asyncio.get_running_loop()
     done: asyncio.Queue[Outcome[T]] = asyncio.Queue()
 

@@ -1,7 +1,7 @@
-"""One prompt's sequences on their way: they wait for places, run, and their text goes to a listener.
+"""Runs one prompt's sequences: they wait for admission, run, and their text goes to a listener.
 
-No thread waits for them: the thread that delivers tokens turns them into text and calls the listener, as it
-does for streams of the server.
+No thread waits for them: the delivery thread turns their tokens into text and calls the listener, as it does
+for the server's streams.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Job(Generic[T]):
-    """What is to be run, and how the outcome is made of what the choices gained."""
+    """What to run, and how the outcome is made from what the choices gained."""
 
     requests: Sequence[GenerationRequest]
     choices: Sequence[Choice]
@@ -49,7 +49,8 @@ class Runtime:
 class Work:
     """One job that runs. `on_delta` and `on_end` are called on the delivery thread and must not block.
 
-    `on_end` is called exactly once, with what ended the work early, if anything; not after `cancel`.
+    `on_end` is called exactly once, with the error that ended the work early, if any; not after `cancel`.
+    Work that is refused ends on the thread that tried to admit it.
     """
 
     def __init__(
@@ -135,7 +136,7 @@ class Work:
             self._on_end(error)
 
     def _end(self) -> bool:
-        """Gives the places back; whether it was not over before."""
+        """Gives the places back; False if the work was over already."""
         with self._lock:
             if self._is_over:
                 return False

@@ -1,4 +1,4 @@
-"""Which lines of a file are done: one bit for each, and a few checksums to tell the file from others."""
+"""Remembers which lines of a file are done: a bit for each, and some checksums to recognize another file."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from levserve.batch.line import RESULT_ID, InputLine
 from levserve.errors import ConfigError
 
 NUM_CHECKED = 100_000
-"""Checksums to keep; a file that another one was put in place of differs in its first lines already."""
+"""Checksums to keep; if the file was replaced by another, its first lines already differ."""
 
 
 class DoneLines:
-    """A file of ten million lines takes 1.25 MB and the checksums. Belongs to one thread."""
+    """Takes 1.25 MB for a file of ten million lines, besides the checksums. Belongs to one thread."""
 
     def __init__(self) -> None:
         self._bits = bytearray()
@@ -18,7 +18,7 @@ class DoneLines:
         self.num_done = 0
 
     def add(self, result_id: str) -> bool:
-        """Takes the id of a result; whether it is one, of a line that was not done yet."""
+        """Marks the line of a result as done; False if it was already, or if the id is not a result's."""
         found = RESULT_ID.fullmatch(result_id)
         if found is None:
             return False
@@ -35,7 +35,7 @@ class DoneLines:
         return True
 
     def has(self, line: InputLine) -> bool:
-        """Raises `ConfigError` if the result is that of another line."""
+        """Whether the line is done; raises `ConfigError` if the result belongs to a different line."""
         place = line.number >> 3
         if place >= len(self._bits) or not self._bits[place] & (1 << (line.number & 7)):
             return False

@@ -1,6 +1,6 @@
-"""Makes the work of one request line: the sequences that run, and the body that HTTP would answer with.
+"""Turns a request line into work: the sequences to run, and the body that HTTP would answer with.
 
-Called on the thread that runs a batch. Raises the errors of the endpoints.
+Called on the thread that runs a batch. Raises the same errors as the endpoints.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ GENERATING: dict[str, tuple[type[ChatBody] | type[CompletionBody], type[Answer]]
     "/v1/chat/completions": (ChatBody, ChatAnswer),
     "/v1/completions": (CompletionBody, TextAnswer),
 }
-"""Those whose answers can stream too, each with its body and its answer."""
+"""Endpoints whose answers can also stream, each with the classes of its body and its answer."""
 COMPUTING: dict[str, type[EmbeddingBody] | type[ScoreBody]] = {
     "/v1/embeddings": EmbeddingBody,
     "/loglikelihood": ScoreBody,
@@ -46,11 +46,11 @@ MAX_OWN_PRIORITY = 1000
 
 Body = ChatBody | CompletionBody | EmbeddingBody | ScoreBody
 Gathered = Sequence[Sequence[Delta]]
-"""What each sequence of a part gained."""
+"""The deltas of each sequence of a part."""
 
 
 class Part(NamedTuple):
-    """Sequences that run together and take their places at once."""
+    """Sequences that are admitted together and run together."""
 
     requests: Sequence[GenerationRequest]
     choices: Sequence[Choice]
@@ -58,7 +58,7 @@ class Part(NamedTuple):
 
 
 class Moments(NamedTuple):
-    """When a line's work came to each of its points, on `time.monotonic`'s clock."""
+    """When a line's work reached each of its stages, on `time.monotonic`'s clock."""
 
     started: float
     submitted: float | None = None
@@ -67,7 +67,7 @@ class Moments(NamedTuple):
 
 
 class LineWork(NamedTuple):
-    """What a line becomes. `finish` makes the body once every part has ended."""
+    """The work of one line. `finish` makes the body once every part has ended."""
 
     parts: Sequence[Part]
     finish: Callable[[Sequence[Gathered], Moments], bytes]
@@ -88,7 +88,7 @@ class LineWork(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What holds for every line of a batch."""
+    """Limits and priority that apply to every line of a batch."""
 
     admission: Admission
     max_wave: int
@@ -96,7 +96,7 @@ class Limits(NamedTuple):
 
 
 def read_body(url: str, method: str, data: bytes) -> Body:
-    """The checked body of a line; raises what the endpoint would, and what only batches refuse."""
+    """The checked body of a line; raises what the endpoint would raise, and errors that only batches have."""
     if method != "POST":
         raise BadRequest("'method' must be \"POST\".", param="method")
     if url not in ENDPOINTS:
@@ -112,7 +112,7 @@ def read_body(url: str, method: str, data: bytes) -> Body:
 def make_work(
     body: Body, handle: ModelHandle, policy: Policy, seeds: Seeds, engine_id: str, limits: Limits
 ) -> LineWork:
-    """Tokenizes, and checks the body against the model."""
+    """Tokenizes the body and checks it against the model."""
     body = _with_priority(body, limits.base_priority)
     deadline = None if body.timeout is None else time.monotonic() + body.timeout
     if isinstance(body, (ChatBody, CompletionBody)):
@@ -169,7 +169,7 @@ def _compute(
     model: ServedModel,
     limits: Limits,
 ) -> LineWork:
-    """Sequences that generate nothing, in parts that the engine admits."""
+    """Work that generates nothing, in parts small enough for the engine to admit."""
     choices = [Choice(model.tokenizer.detokenizer(), StopStrings(())) for _ in requests]
     sizes = [len(request.prompt) for request in requests]
     parts = [

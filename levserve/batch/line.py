@@ -1,8 +1,7 @@
-"""The lines of batch files in OpenAI's format: a request on each line of the input, its result on one of the
-output.
+"""The lines of batch files in OpenAI's format: a request on each input line, a result on each output line.
 
 A result's id holds the number of the request's line and a checksum of it. So the results themselves tell
-which requests are done, and a batch that was killed goes on from what it has written.
+which requests are done, and a batch that was killed continues from what it has written.
 """
 
 from __future__ import annotations
@@ -23,15 +22,14 @@ MAX_ID_CHARS = 512
 
 
 class InputLine(NamedTuple):
-    """A line as it stands in the file, and its number from 1 on. Of one that is too long only the beginning
-    was kept."""
+    """A line of the file and its number, from 1 on. If the line is too long, only its beginning is kept."""
 
     number: int
     data: bytes
     num_bytes: int
     is_too_long: bool = False
     is_repeated: bool = False
-    """Whether an earlier line has its custom_id."""
+    """Whether an earlier line has the same custom_id."""
 
     @property
     def checksum(self) -> int:
@@ -39,7 +37,7 @@ class InputLine(NamedTuple):
 
 
 class RequestLine(Struct, frozen=True):
-    """What a line asks for. The body is read later, as its endpoint reads it."""
+    """The request on a line. The body is read later, as its endpoint reads it."""
 
     custom_id: str
     method: str
@@ -81,7 +79,7 @@ class CustomId(Struct, frozen=True):
 
 
 def read_line(line: InputLine, max_bytes: int) -> RequestLine:
-    """Raises `BadRequest`, or `BodyTooLarge` as the server does."""
+    """Raises `BadRequest`, or `BodyTooLarge` under the same limit as the server."""
     if line.is_too_long:
         raise BodyTooLarge(max_bytes)
     try:
@@ -101,7 +99,7 @@ def read_line(line: InputLine, max_bytes: int) -> RequestLine:
 
 
 def find_custom_id(line: InputLine) -> str | None:
-    """The id of a line that is otherwise of no use, if it has one."""
+    """The custom_id of a line, if it has one; works for lines that are otherwise invalid too."""
     try:
         return msgspec.json.decode(line.data, type=CustomId).custom_id
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

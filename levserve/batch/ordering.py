@@ -1,7 +1,7 @@
-"""Puts the lines of a window in an order in which those that begin alike come together.
+"""Sorts the lines of a window so that those with a common beginning are next to each other.
 
-The engine keeps what it computed for the beginning of a prompt only for a while: lines with a common
-beginning that are far apart in the file would compute it again.
+The engine keeps what it computed for the beginning of a prompt only for a while: if lines with a common
+beginning are far apart in the file, the beginning is computed again.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from levserve.errors import ServeError
 
 MAX_LINES = 4096
 MAX_BYTES = 64 << 20
-"""Of the lines in one window, whichever is reached first."""
+"""The limits of a window; whichever is reached first ends it."""
 
 
 class Prompt(Struct, frozen=True):
-    """The fields that hold a prompt, as JSON. Two texts that begin alike begin alike in JSON too."""
+    """The fields that hold a prompt, as JSON. Two texts with a common beginning have one in JSON too."""
 
     model: str | None = None
     messages: Raw = Raw()
@@ -32,7 +32,7 @@ class Prompt(Struct, frozen=True):
 
 
 class ReadyLine(NamedTuple):
-    """A line, and what it asks for or why it cannot be read."""
+    """A line, with its request or the reason why it cannot be read."""
 
     line: InputLine
     request: RequestLine | ServeError
@@ -41,7 +41,7 @@ class ReadyLine(NamedTuple):
 def order_lines(
     lines: Iterable[InputLine], max_body_bytes: int, max_lines: int = MAX_LINES
 ) -> Iterator[ReadyLine]:
-    """All of the lines, window after window."""
+    """All lines, window after window."""
     window: list[ReadyLine] = []
     num_bytes = 0
     for line in lines:

@@ -1,8 +1,8 @@
 """Where the results of a batch go: a file, or an object in a store.
 
-Objects cannot grow. The results of a batch that goes to a store are kept in a file of the cache meanwhile,
-and what is new in it goes to the store every minute, in parts beside the object; so a batch goes on after a
-kill, and on another machine too. In the end the object is written and the parts are removed.
+Objects cannot grow. So while a batch for a store runs, its results are kept in a file in the cache, and every
+minute the new ones are uploaded as a part beside the object: a killed batch can continue, also on another
+machine. At the end the object is written and the parts are removed.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from levserve.errors import ConfigError
 from levserve.weights.store import Store, is_address
 
 PART_NAME = re.compile(r"(\d{15})-(\d{15})\.jsonl")
-"""Where in the results a part begins and ends."""
+"""A part's name has the positions in the results where it begins and ends."""
 PART_BYTES = 16 << 20
 PART_SECONDS = 60.0
-"""New results go to the store when they are so many, or this old."""
+"""New results are uploaded when they reach `PART_BYTES`, or when the last upload is this long ago."""
 
 
 class Output:
@@ -53,7 +53,7 @@ class Output:
 
 
 class StoreOutput(Output):
-    """Results that end in a store."""
+    """Results that go to a store in the end."""
 
     def __init__(self, address: str, cache_path: Path, *, overwrites: bool = False) -> None:
         self._store = Store(address)
@@ -103,8 +103,8 @@ class StoreOutput(Output):
             self._parts.write(f"{start:015d}-{stop:015d}.jsonl", file.read(stop - start))
 
     def _fetch(self, spool: Path, names: list[str]) -> None:
-        """Makes the file of the cache from the store, unless it is here and has at least as much."""
-        whole = None if names else self._store.describe("")  # the results of a batch that was complete
+        """Rebuilds the file in the cache from the store, unless it exists and is at least as long."""
+        whole = None if names else self._store.describe("")  # the results of a complete batch
         num_bytes = _end_of(names) if whole is None else whole.num_bytes
         if spool.exists() and spool.stat().st_size >= num_bytes:
             return
@@ -124,13 +124,13 @@ class StoreOutput(Output):
 
 
 def _end_of(names: list[str]) -> int:
-    """How many bytes of the results are in these parts, which are in order."""
+    """The number of bytes of results in these parts, which are in order."""
     found = PART_NAME.fullmatch(names[-1]) if names else None
     return 0 if found is None else int(found[2])
 
 
 def open_output(place: str, cache_path: Path, *, overwrites: bool = False) -> Output:
-    """Continues what is there, unless it `overwrites` it."""
+    """Continues the results that are there, unless it `overwrites` them."""
     if is_address(place):
         return StoreOutput(place, cache_path, overwrites=overwrites)
     return Output(Path(place), overwrites=overwrites)

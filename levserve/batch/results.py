@@ -1,7 +1,7 @@
 """A file of results that grows line by line, and outlives the process that writes it.
 
-What it holds tells what is done. A process that is killed may leave half a line at the end; the next one cuts
-it off and computes that request again.
+Its content tells which requests are done. A killed process may leave half a line at the end; the next process
+cuts it off and computes that request again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from levserve.batch.line import ResultLine
 from levserve.errors import ConfigError
 
 SYNC_BYTES = 8 << 20
-"""So much may have to be computed again after the machine itself has failed."""
+"""About this much may have to be computed again if the machine itself fails."""
 
 
 class WrittenResponse(Struct, frozen=True):
@@ -29,7 +29,7 @@ class WrittenResponse(Struct, frozen=True):
 
 
 class WrittenLine(Struct, frozen=True):
-    """Of a result in a file, what a later process wants to know."""
+    """The fields of a written result that a later process needs."""
 
     id: str
     response: WrittenResponse | None
@@ -41,7 +41,7 @@ class ResultFile:
     def __init__(self, path: Path, done: DoneLines) -> None:
         self.path = path
         self.statuses: Counter[int] = Counter()
-        """How many results there are of each status, earlier ones too; 0 for requests that did not run."""
+        """The number of results of each status, earlier ones included; 0 is for requests that did not run."""
         self._num_unsynced = 0
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         self._file: BinaryIO = open(descriptor, "r+b")  # noqa: SIM115  (`close` closes it)
@@ -70,7 +70,7 @@ class ResultFile:
     def write(self, result: ResultLine) -> None:
         data = result.encode()
         self._file.write(data)
-        self._file.flush()  # a result that was told of must survive a kill
+        self._file.flush()  # a result that was reported must survive a kill
         self.statuses[result.response.status_code if result.response is not None else 0] += 1
         self._num_unsynced += len(data)
         if self._num_unsynced > SYNC_BYTES:
@@ -110,7 +110,7 @@ class ResultFile:
 
 
 def _whole_lines(file: BinaryIO) -> Iterator[bytes]:
-    """The lines that have an end."""
+    """The lines that end with a line break."""
     for line in file:
         if line.endswith(b"\n"):
             yield line

@@ -1,6 +1,6 @@
-"""Runs the lines of a batch, as many at a time as keep the device full, and gives their results as they end.
+"""Runs the lines of a batch, enough at a time to keep the device busy, and yields their results as they end.
 
-Belongs to the thread that iterates; the delivery thread only puts ends into a queue.
+Belongs to the thread that iterates; the delivery thread only collects deltas and queues ended lines.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from levserve.settings.settings import Settings
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.5
-"""A run that waits looks this often whether it is to stop."""
+"""A run that waits checks this often whether it should stop."""
 MAX_WAIT_SECONDS = 10.0
 
 
 class Interrupted(Exception):
-    """The engine ended or was told to stop; lines without a result are to be run again."""
+    """The engine ended, or the run was told to stop; lines without a result must be run again."""
 
 
 class LineResult(NamedTuple):
-    """The end of one line."""
+    """The result of one line, with its counts."""
 
     line: InputLine
     result: ResultLine
@@ -54,7 +54,7 @@ class LineResult(NamedTuple):
 
 
 class LineSeeds(Seeds):
-    """With a base, a line without a seed gets one that depends on its number, whenever it is run."""
+    """With a base, a line without a seed gets one that depends only on the base and the line's number."""
 
     def __init__(self, base: int | None, number: int) -> None:
         super().__init__(base)
@@ -69,7 +69,7 @@ class LineSeeds(Seeds):
 
 @dataclass(slots=True, eq=False)
 class RunningLine:
-    """A line whose parts run. Its lists belong to the delivery thread until all parts have ended."""
+    """A line whose parts run. `gathered` belongs to the delivery thread until all parts have ended."""
 
     line: InputLine
     request: RequestLine
@@ -124,9 +124,9 @@ class Runner:
     def run(
         self, lines: Iterable[ReadyLine], is_wanted: Callable[[], bool] = lambda: True
     ) -> Generator[LineResult, None, None]:
-        """The results in the order in which they come. Leaving the iterator cancels what runs.
+        """Yields the results in the order in which lines end. Leaving the iterator cancels running lines.
 
-        Once `is_wanted` says no, no further line is begun and running ones are cancelled. Raises
+        Once `is_wanted` returns False, no further line is begun and running ones are cancelled. Raises
         `Interrupted`.
         """
         left = iter(lines)
@@ -170,7 +170,7 @@ class Runner:
             raise Interrupted
 
     def _begin(self, ready: ReadyLine, is_wanted: Callable[[], bool]) -> RunningLine | LineResult | None:
-        """The line on its way, or its result if it cannot be run; None if it is not wanted any more."""
+        """Starts a line; returns its result if it cannot run, and None if the batch is no longer wanted."""
         line, request = ready
         if isinstance(request, ServeError):
             return _refused(line, find_custom_id(line), request)
@@ -204,7 +204,7 @@ class Runner:
         return begun
 
     def _borrow(self, name: str | None, is_wanted: Callable[[], bool]) -> ModelHandle | None:
-        """Holds a model that is loaded; waits while there is no room for it. None if it is not wanted."""
+        """Borrows a model and waits until it is loaded; None if the batch is no longer wanted."""
         while is_wanted():
             self._check_stop()
             handle = self._registry.borrow(name)
@@ -276,7 +276,7 @@ class Runner:
                 work = ended.work
                 return LineResult(line, result, None, work.prompt_tokens, work.completion_tokens)
         if isinstance(error, (RetryLater, ClientGone)) or type(error) is ServeError:
-            raise Interrupted from error  # the engine stopped; the line itself did nothing wrong
+            raise Interrupted from error  # the engine stopped; the line itself is not at fault
         if not isinstance(error, ServeError):
             log.error("line %d of a batch failed", line.number, exc_info=error)
             error = _fault()

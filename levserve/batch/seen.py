@@ -1,4 +1,4 @@
-"""Tells which custom_ids a file has had before, in little memory: a table has a 64-bit hash of each."""
+"""Tells whether a custom_id came earlier in a file, in little memory: a table has a 64-bit hash of each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FIRST_SIZE = 1 << 12
 class SeenIds:
     """Takes 16 to 32 bytes for an id of any length. Belongs to one thread.
 
-    Two different ids of a file of ten million lines have the same hash once in 350,000 such files.
+    Among files of ten million lines, one in 350,000 has two different ids with the same hash.
     """
 
     def __init__(self) -> None:
@@ -19,7 +19,7 @@ class SeenIds:
         self._count = 0
 
     def add(self, custom_id: str) -> bool:
-        """Whether it is new."""
+        """Adds an id; returns whether it is new."""
         number = _hash(custom_id)
         place = self._find(number)
         if self._table[place] == number:
@@ -31,7 +31,7 @@ class SeenIds:
         return True
 
     def _find(self, number: int) -> int:
-        """Where the number is, or the free place that it would have."""
+        """The place of the number in the table, or the free place where it belongs."""
         table, mask = self._table, len(self._table) - 1
         place = number & mask
         while table[place] not in (0, number):
@@ -47,6 +47,6 @@ class SeenIds:
 
 
 def _hash(custom_id: str) -> int:
-    """Never 0, which marks a free place. JSON may hold half a surrogate pair, which has no UTF-8."""
+    """Never 0, which marks a free place. JSON may hold half a surrogate pair, which UTF-8 cannot encode."""
     digest = hashlib.blake2b(custom_id.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest) or 1

@@ -1,4 +1,4 @@
-"""Reads a batch file line by line, from disk or from a store, with no more than a block of it in memory."""
+"""Reads a batch file line by line, from disk or from a store, with only a block and one line in memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from levserve.weights.store import Store, as_startup_error, is_address
 BLOCK_BYTES = 1 << 20
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 ENVELOPE_BYTES = 1 << 16
-"""What a line may have besides its body."""
+"""Bytes that a line may have besides its body."""
 
 
 class Source:
@@ -24,7 +24,7 @@ class Source:
         self.num_bytes = self._measure()
 
     def lines(self, max_body_bytes: int) -> Iterator[InputLine]:
-        """The lines that are not empty; of one that no body fits into, the beginning."""
+        """The lines that are not empty; of a line longer than any allowed body, only the beginning."""
         return split_lines(self._blocks(), max_body_bytes + ENVELOPE_BYTES)
 
     def _measure(self) -> int:
@@ -55,7 +55,7 @@ class Source:
 
 
 def split_lines(blocks: Iterable[bytes], max_bytes: int) -> Iterator[InputLine]:
-    """Cuts blocks into lines. Of a line that is longer than `max_bytes` no more than that is kept."""
+    """Cuts blocks into lines. Of a line longer than `max_bytes`, only that many bytes are kept."""
     number = 1
     kept = bytearray()
     num_bytes = 0

@@ -1,4 +1,4 @@
-"""Counts what a batch has done, and tells how far it is and what went wrong."""
+"""Counts what a batch has done, and describes its progress and its errors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from levserve.batch.runner import LineResult
 
 MAX_KINDS = 10
-"""Of errors that a summary names."""
+"""The number of kinds of errors that a summary names."""
 
 
 class Tally:
@@ -33,7 +33,7 @@ class Tally:
         return self.errors.total()
 
     def start(self) -> None:
-        """The first request is about to run: loading a model is not part of the rates."""
+        """Called when the first request is about to run, so that the rates do not include loading a model."""
         self._started = self._clock()
 
     def skip(self, num_bytes: int) -> None:

@@ -1,8 +1,8 @@
-"""Keeps Python's bytecode in the cache folder where it is not kept beside the sources.
+"""Keeps Python's bytecode in the cache folder if it is not kept beside the sources.
 
-What a worker imports is a thousand files, and Python compiles them at every start if it may not write what it
-made of them: an environment of another user's, without bytecode (uv installs none), or
-PYTHONDONTWRITEBYTECODE. On two Neoverse-N1 cores that takes 4 of the 8 seconds of a start.
+A worker imports a thousand files, and Python compiles them at every start if it may not write the bytecode:
+in another user's environment without bytecode (uv installs none), or with PYTHONDONTWRITEBYTECODE. On two
+Neoverse-N1 cores that takes 4 of the 8 seconds of a start.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from pathlib import Path
 from levserve.jit.code_cache import list_packages, read_sources
 
 NUM_FOLDERS = 3
-"""For as many versions of all packages, 27 MB each."""
+"""How many folders are kept: one for each set of package versions, 27 MB each."""
 
 
 def keep_bytecode(parent: Path, package: str = "jax") -> None:
-    """To be called before the package is imported. Other programs' bytecode stays where it is."""
+    """Must be called before the package is imported. Other programs' bytecode stays where it is."""
     if sys.pycache_prefix is not None:
         return  # the user has named a folder
     spec = importlib.util.find_spec(package)
@@ -32,7 +32,7 @@ def keep_bytecode(parent: Path, package: str = "jax") -> None:
     if kept.exists() or (not sys.dont_write_bytecode and _can_write(kept.parent)):
         return
     folder = parent / _fingerprint()
-    with suppress(OSError):  # it may be read-only, and filled already
+    with suppress(OSError):  # the folder may be read-only, and filled already
         folder.mkdir(parents=True, exist_ok=True)
         os.utime(folder)
         _remove_older(parent)
@@ -42,14 +42,14 @@ def keep_bytecode(parent: Path, package: str = "jax") -> None:
 
 
 def _fingerprint() -> str:
-    """Of all sources. Python itself compares times and sizes, and in an image all files may have one time."""
+    """A hash of all sources. Python itself compares times and sizes; in an image all times may be equal."""
     digest = hashlib.sha256(read_sources(("**/*.py",)))
     digest.update(repr((sys.version, list_packages(("",)))).encode())
     return digest.hexdigest()[:16]
 
 
 def _remove_older(parent: Path) -> None:
-    """Keeps the folders that were used last; a server that uses another compiles what it imports later."""
+    """Keeps the most recently used folders; a server whose folder is removed compiles its later imports."""
     newest_first = sorted(parent.iterdir(), key=lambda folder: folder.stat().st_mtime, reverse=True)
     for folder in newest_first[NUM_FOLDERS:]:
         shutil.rmtree(folder, ignore_errors=True)

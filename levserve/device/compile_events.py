@@ -1,6 +1,6 @@
-"""Counts everything that jax compiles in this process, by jax's own events.
+"""Counts everything that jax compiles in this process, from jax's own events.
 
-Compiles are expected at the start and on the background threads of `programs.py`. On any other thread, once
+Compiles are expected at the start and on background threads (`BACKGROUND_THREADS`). On any other thread, once
 the server is ready, a compile makes requests wait: it is counted as `serving` and logged, and it is a defect.
 """
 
@@ -26,7 +26,7 @@ _listening: dict[Metrics, Compiles] = {}
 
 
 def listen(metrics: Metrics) -> Compiles:
-    """The one listener of these metrics, so that each compile counts once; every caller calls its `stop`."""
+    """The one listener of these metrics, so each compile counts once; every caller must call its `stop`."""
     compiles = _listening.get(metrics) or Compiles(metrics)
     _listening[metrics] = compiles
     compiles.num_users += 1
@@ -57,11 +57,11 @@ class Compiles:
 
     @property
     def num_compiled_here(self) -> int:
-        """Programs that jax has compiled on this thread. It finds others on disk, or has them in memory."""
+        """Programs that jax compiled on this thread, without those it found on disk or had in memory."""
         return getattr(self._here, "num_compiled", 0)
 
     def note_found(self, name: str, duration_secs: float) -> None:
-        """Counts a program that `program_cache` found on disk as jax counts those that it finds there."""
+        """Counts a program that `program_cache` found on disk like those that jax itself finds there."""
         self._metrics.compile_cache_hits.inc()
         self._on_duration(COMPILED, duration_secs, fun_name=name)
 

@@ -1,7 +1,7 @@
-"""Makes jax's processes on several hosts one: their devices then share a model as those of one host would.
+"""Connects jax's processes on several hosts, so that their devices share a model like those of one host.
 
 Called before anything looks at jax's devices, on the device thread. The hosts have found each other by then
-(`hosts`), so that jax waits only for a moment.
+(`hosts`), so jax waits only for a moment.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ log = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 60
 SILENT_SECONDS = 60
-"""After so long without a sign of life jax aborts the process. Our own watch (`hosts.peer`) is quicker and
-says which host it was."""
+"""After so long without a heartbeat jax aborts the process. Our own check (`hosts.peer`) is quicker and says
+which host was lost."""
 
 
 def start_distributed(settings: Settings) -> None:
@@ -28,7 +28,7 @@ def start_distributed(settings: Settings) -> None:
         return
     host, port = split_address(settings.coordinator)
     address = f"[{host}]" if ":" in host else host
-    # It would take SIGTERM from the server, which drains by it.
+    # This service would take SIGTERM from the server, which drains on it.
     jax.config.update("jax_enable_preemption_service", False)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:

@@ -29,8 +29,8 @@ from levserve.model.feed_forward import CHUNK, ROW
 from levserve.model.rules import NO_LOGPROBS, Memory, Mode
 
 NUM_TALLIES = 3
-"""The last places of a drafted round's output. Their first columns count a row's tokens that were gained,
-drafted tokens that were verified, and those of them that were right."""
+"""The last places of a drafted round's output. Their first columns count, for each row, the tokens gained,
+the drafted tokens that were verified, and how many of those were right."""
 
 
 class _Turn(NamedTuple):
@@ -58,8 +58,8 @@ def drafted_round(
 ) -> tuple[State, jax.Array]:
     """Drafts and verifies in turn; donates `state`. Returns int32 [place + NUM_TALLIES, row, outputs].
 
-    A row gains at least one token a turn, and `counts` at most. Its tokens are at its first places. The last
-    column of `packed` is the token before the newest one.
+    A row gains at least one token per turn until it has gained `counts`. Its tokens are at its first places.
+    The last column of `packed` is the token before the newest one.
     """
     model, draft = skeleton.model(leaves), skeleton.draft_model(leaves)
     given = unpack(packed, skeleton.table_width)
@@ -131,7 +131,7 @@ def _draft(
     def guess(
         number: jax.Array | int, fed: jax.Array, positions: jax.Array, pools: Arrays, memory: Memory
     ) -> tuple[jax.Array, Arrays, Memory]:
-        """Feeds tokens [row, place] and draws after the last one, which is the one of this number."""
+        """Feeds tokens [row, place] and draws the draft's token of this number after the last one."""
         named, pools = draft(fed, pools, given.table, positions)
         hidden = named.rearrange((ROW, CHUNK, "embed")).array[:, -1]
         following = positions[:, -1] + 1
@@ -144,7 +144,7 @@ def _draft(
 
     pair = jnp.stack([prior, newest], axis=1)
     positions = jnp.stack([given.positions - 1, given.positions], axis=1)
-    # They are shown even if a row has room for no draft: the next turn relies on it.
+    # Both are fed even if a row has no room for a draft: the next turn relies on it.
     positions = jnp.where(given.counts[:, None] > 0, positions, -1)
     token, pools, memory = guess(0, pair, positions, state.draft_pools, state.memory)
     tokens = jnp.zeros((len(token), num_draft), jnp.int32).at[:, 0].set(token)

@@ -1,8 +1,8 @@
 """Runs programs on the arrays that a model has on the device: its weights, and its state between rounds.
 
-Belongs to the device thread. Whatever changes on the device changes in `run` and `swap`. Where several hosts
-serve a model, host 0 tells the others of each run here, and they `repeat` it: the same programs in the same
-order with the same numbers.
+Belongs to the device thread. Everything that changes on the device changes in `run` and `swap`. If several
+hosts serve a model, host 0 announces each run from here, and the others `repeat` it: the same programs in the
+same order with the same inputs.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from levserve.device.rounds import Arrays, State
 from levserve.model.placement import HostArray
 
 Announce = Callable[[int, list[memoryview]], None]
-"""Tells other hosts to run the program of this number with the arrays of these bytes."""
+"""Tells other hosts to run the program with this number on arrays with these bytes."""
 
 
 class Executor(ModelRunner[Shape, Programs, State]):
-    """Of models with a KV cache."""
+    """Runs the programs of models that have a KV cache."""
 
     def __init__(self, leaves: Arrays, state: State, programs: Programs) -> None:
         super().__init__(leaves, state, programs)
@@ -37,7 +37,7 @@ class Executor(ModelRunner[Shape, Programs, State]):
         self._edits = {edit: self.programs.compile_edit(edit) for edit in self.programs.all_edits}
 
     def run(self, program: Shape | Edit, *arrays: Any) -> Any:
-        """Dispatches a program with arrays of the host; gives its outputs, which the device will fill in."""
+        """Dispatches a program with arrays of the host; returns its outputs, which are filled in later."""
         if self.announce is not None:
             self.announce(self.programs.numbers[program], [_bytes_of(array) for array in arrays])
         state = self._state
@@ -69,7 +69,7 @@ class Executor(ModelRunner[Shape, Programs, State]):
         return self.run(program, *arrays)
 
     def swap(self, leaves: Sequence[HostArray]) -> None:
-        """Other hosts have read their own parts of the same weights."""
+        """Swaps weights here and on the other hosts, which have read their own parts of the same weights."""
         if self.announce_swap is not None:
             self.announce_swap()
         super().swap(leaves)

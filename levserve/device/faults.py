@@ -1,6 +1,6 @@
 """Breaks the server on purpose, for tests of failures: LEVSERVE_FAULTS="nan:3,stall:20:5".
 
-    raise:ROUND             the device round of this number raises; the first few are the probe of the start
+    raise:ROUND             the device round of this number raises; the first few are the probe at the start
     stall:ROUND:SECONDS     this round takes so much longer
     nan:ROUND               the oldest row of this round, or of the next one that decodes, has NaN in its KV
     slow-tokenizer:SECONDS  every text takes so much longer to tokenize

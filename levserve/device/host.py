@@ -1,4 +1,4 @@
-"""What the host says of its memory and its CPU: of the machine, and of this process's part of it. No jax."""
+"""What the host reports of its memory and its CPU, for the machine and for this process. Imports no jax."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from levserve.observe.control_group import PROC, ROOT, free_group_memory, group_
 
 
 def free_memory(proc: Path = PROC, root: Path = ROOT) -> int:
-    """Bytes this process may still take: of the machine, its control groups or its limits (`ulimit`)."""
+    """Bytes this process may still take: the least left by machine, control groups and limits (`ulimit`)."""
     # Linux counts pages of mapped files as available, but weights that are mapped are needed all the time.
     mapped = _read_kilobytes(proc / "self/status", "RssFile:")
     free = _read_kilobytes(proc / "meminfo", "MemAvailable:") - mapped
@@ -38,7 +38,7 @@ def total_memory() -> int:
 
 @functools.cache
 def cpu_name() -> str:
-    """The CPU's name, as x86 tells it; on ARM, the architecture."""
+    """The CPU's name on x86; on ARM, the architecture."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
@@ -58,13 +58,13 @@ def process_memory() -> int:
 
 
 def peak_memory() -> int:
-    """Bytes of the host's memory that this process has taken at most."""
-    # Not from `getrusage`, whose peak is also that of the process that started this one.
+    """The most bytes of the host's memory that this process has taken so far."""
+    # Not from `getrusage`, whose peak includes that of the process that started this one.
     return _read_kilobytes(Path("/proc/self/status"), "VmHWM:")
 
 
 def _read_kilobytes(path: Path, name: str) -> int:
-    """Bytes of the line with this name, which is in kB; 0 where a sandbox leaves it out."""
+    """The value of the line with this name, which is in kB, as bytes; 0 if a sandbox leaves the line out."""
     for line in path.read_text().splitlines():
         if line.startswith(name):
             return int(line.split()[1]) * 1024

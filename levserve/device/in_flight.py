@@ -1,4 +1,4 @@
-"""A round that the device is working on, and its results once they are there.
+"""A round that the device is working on, and its results once they are ready.
 
 Belongs to the device thread. Reading waits for the device; it copies what requests asked for and nothing
 else.
@@ -34,10 +34,10 @@ class PrefillRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class InFlightRound:
-    """What was asked, and the arrays that will hold its results.
+    """A dispatched plan, and the arrays that will hold its results.
 
-    A chunk is several rows of prefill where it does not fit one, and the plan's rows are several groups where
-    no program was large enough. `plan` has the rows in the order in which they are computed.
+    A chunk that does not fit one row of prefill takes several, and the plan's rows form several groups if no
+    program was large enough. `plan` has the rows in the order in which they are computed.
     """
 
     plan: RoundPlan
@@ -47,11 +47,11 @@ class InFlightRound:
     """Whether all of it is one program, so that the times of prefill and decoding cannot be told apart."""
 
     def read(self) -> tuple[list[Sampled], list[Sampled]]:
-        """Waits for the results: of the chunks, and of the rows."""
+        """Waits for the results of the chunks and of the rows."""
         return self.read_chunks(), self.read_rows()
 
     def read_chunks(self) -> list[Sampled]:
-        """Waits for the chunks, which are computed first; if no result is wanted, to learn when they end."""
+        """Waits for the chunks, which are computed first, even if no result is wanted: their end is timed."""
         if self.chunks:
             self.chunks[-1][-1].output.sampled.block_until_ready()
         return [_join([_read_prefill(row) for row in rows]) for rows in self.chunks]
@@ -72,7 +72,7 @@ class InFlightRound:
 
 
 def _join(parts: Seq[Sampled]) -> Sampled:
-    """The results of a chunk's rows together; the last one sampled."""
+    """Joins the results of a chunk's rows: the scores of all, and what the last one sampled."""
     if len(parts) == 1:
         return parts[0]
     scores = [score for part in parts for score in part.prompt_logprobs]
@@ -113,7 +113,7 @@ def _kept(row: Row, tokens: list[int]) -> list[int]:
 
 
 def read_drawn(sequence: Sequence, tokens: list[int], outputs: npt.NDArray[np.int32], row: int) -> Sampled:
-    """A sequence's tokens and what else its row of [token, row, outputs] has; see `rounds.NUM_OUTPUTS`."""
+    """A sequence's tokens and log-probabilities from [token, row, outputs]; see `sampling.NUM_OUTPUTS`."""
     is_poisoned = POISONED in tokens
     if is_poisoned:
         tokens = tokens[: tokens.index(POISONED)]

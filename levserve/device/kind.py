@@ -22,13 +22,13 @@ from levserve.schedule.speculation import Speculation
 
 
 class Planner(Protocol):
-    """Accepts requests, plans rounds, and commits what they computed; plain numbers, no arrays."""
+    """Accepts requests, plans rounds, and commits what they computed; works on plain numbers, not arrays."""
 
     speculation: Speculation | None
 
     @property
     def pool(self) -> PagePool | None:
-        """The pages of a model with a KV cache."""
+        """The pages of a model with a KV cache; None for other models."""
 
     @property
     def num_running(self) -> int: ...
@@ -44,7 +44,7 @@ class Planner(Protocol):
 
     @property
     def has_live_work(self) -> bool:
-        """Whether any of it is not background work."""
+        """Whether any of its work is not background work."""
 
     @property
     def is_speculating(self) -> bool: ...
@@ -74,7 +74,7 @@ class Planner(Protocol):
     def commit_rows(self, plan: RoundPlan, rows: Sequence[Sampled]) -> list[SequenceUpdate]: ...
 
     def note_round(self, plan: RoundPlan, seconds: float) -> None:
-        """Takes the time of a round that was read."""
+        """Notes how long a round took, once it was read."""
 
     def take_constraint_counts(self) -> tuple[int, int]: ...
 

@@ -28,15 +28,16 @@ from levserve.schedule.request import FinishReason, TokenBatch
 log = logging.getLogger(__name__)
 
 WARM_WAIT_SECONDS = 0.05
-"""How long the inbox must be empty before a new program gets its first run, for which requests would wait."""
+"""How long the inbox must be empty before a new program gets its first run, which would delay requests."""
 PACE_SECONDS = 0.25
-"""How often others are told how long the work will take, which counts every sequence, and what is free."""
+"""How often other threads are told how much memory is free, and how long the work will take, which counts
+every sequence."""
 
 
 class DeviceLoop:
-    """Owns the loops of the loaded models, by name. It ends every stream before it ends, also on failure.
+    """Owns the model loops, by model name. It ends every stream before it ends, also on failure.
 
-    If it knows the `device`, it notes the device's state in the engine.
+    If given a `device`, it publishes the device's state in the engine.
     """
 
     def __init__(self, engine: Engine, device: jax.Device | None = None) -> None:
@@ -71,7 +72,7 @@ class DeviceLoop:
                     model_loop.step()
                 self._set_gauges()
         except BaseException:
-            self._engine.fail()  # first: a client that is told of the failure must find it in the health too
+            self._engine.fail()  # first: a client told of the failure must find it in the health checks too
             self._end_all(FinishReason.FAILED)
             raise
         finally:
@@ -80,7 +81,7 @@ class DeviceLoop:
         self._end_all(FinishReason.SHUTDOWN)
 
     def _active(self) -> list[ModelLoop]:
-        """The models that take a step; those with nothing but background work rest beside live work."""
+        """The model loops that take a step; those with only background work rest beside live work."""
         model_loops = list(self._model_loops.values())
         live = [model_loop for model_loop in model_loops if model_loop.has_live_work]
         has_background = any(
@@ -160,7 +161,7 @@ class DeviceLoop:
         self._metrics.model_info.clear()
         for name, model_loop in self._model_loops.items():
             pool = model_loop.scheduler.pool
-            # A label without a value is the same to Prometheus as none.
+            # To Prometheus, an empty label is the same as no label.
             pages = ("", "") if pool is None else (pool.page_size, pool.num_pages)
             self._metrics.model_info.labels(name, *pages).set(1)
 
@@ -170,7 +171,7 @@ class DeviceLoop:
         return [pool for pool in pools if pool is not None]
 
     def _set_gauges(self) -> None:
-        """Sets the gauges, which are of all models together."""
+        """Sets the gauges, which cover all models together."""
         schedulers = [model_loop.scheduler for model_loop in self._model_loops.values()]
         self._metrics.running.set(sum(scheduler.num_running for scheduler in schedulers))
         self._metrics.waiting.set(sum(scheduler.num_waiting for scheduler in schedulers))

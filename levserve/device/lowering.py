@@ -1,6 +1,7 @@
-"""Lowers programs: for one device, or for several that each run it on their own parts of the arrays.
+"""Lowers programs for one device, or for several that each run them on their own parts of the arrays.
 
-GSPMD, which would cut a program by itself, gathers the whole KV pool of every layer and cannot cut kernels.
+GSPMD, which would partition a program by itself, gathers the whole KV pool of every layer and cannot
+partition kernels.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ class Lowering:
         self.mesh = mesh
 
     def argument(self, shape: tuple[int, ...], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
-        """An array that the host passes to a program, all of it to every device."""
+        """An array that the host passes to a program, replicated on every device."""
         sharding = None if self.mesh is None else NamedSharding(self.mesh, WHOLE)
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     def lower(
         self, function: Callable[..., Any], *given: Any, returns: Any, donate: int | tuple[int, ...] = ()
     ) -> jax.stages.Lowered:
-        """`given` and `returns` are trees of arrays without content; those returned lie as those given.
+        """`given` and `returns` are trees of abstract arrays with the shardings of the arguments and results.
 
         In `returns`, WHOLE stands for any arrays that are the same on all devices.
         """
@@ -39,15 +40,15 @@ class Lowering:
                 mesh=self.mesh,
                 in_specs=specs_of(given),
                 out_specs=specs_of(returns),
-                # Loops begin with zeros, which are the same everywhere, and go on with what is not; jax would
-                # have every such zero marked.
+                # Loops begin with zeros, which are equal on all devices, and carry on with values that are
+                # not; jax would require every such zero to be marked.
                 check_vma=False,
             )
         return jax.jit(function, donate_argnums=donate).lower(*given)
 
 
 def specs_of(arrays: Any) -> Any:
-    """How each array of a tree lies on its mesh."""
+    """How each array of a tree is sharded over its mesh."""
 
     def spec(array: Any) -> PartitionSpec:
         if isinstance(array, PartitionSpec):

@@ -1,7 +1,7 @@
-"""Settings of glibc's malloc that keep the server's memory small and level.
+"""Settings of glibc's malloc that keep the server's memory small and stable.
 
 Compiling allocates and frees hundreds of megabytes in small blocks, and every step allocates and frees arrays
-of some megabytes on several threads of XLA's. Where malloc is not glibc's, nothing is set.
+of some megabytes on several of XLA's threads. With a malloc other than glibc's, nothing is set.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ LARGE_BYTES = 16 << 20
 """More than the arrays that a step allocates and frees."""
 MAX_ARENAS = 1
 """Free blocks of one arena are of no use to another. In four minutes of bench/soak.py on two cores resident
-memory grew by 174 MiB without a limit, by 83 with four arenas, by 19 with two and by 9 with one. Processor
-time a token was 1.00 of before at 8 streams and 1.03 +- 0.03 at 32, on a busy machine: whether that is a cost
-is open, and compiling on many cores was not measured."""
+memory grew by 174 MiB without a limit, by 83 with four arenas, by 19 with two and by 9 with one. CPU time per
+token, relative to no limit, was 1.00 at 8 streams and 1.03 +- 0.03 at 32, on a busy machine: whether that is
+a cost is open, and compiling on many cores was not measured."""
 GROWTH = 1.02
-"""Compiling leaves hundreds of megabytes of free blocks, and under load malloc uses ever more of them in
-turn: without a trim, resident memory grew by 3.5 % from the fifth minute to the 65th. So it is trimmed
-whenever it has grown this much."""
+"""Memory is trimmed whenever it has grown by this factor. Compiling leaves hundreds of megabytes of free
+blocks, and under load malloc gradually uses more and more of them: without a trim, resident memory grew by
+3.5 % from the fifth minute to the 65th."""
 TRIM_SECONDS = 5.0
-"""Between two trims, at least: one takes 10 ms, in which other threads wait for memory."""
+"""The least time between two trims: a trim takes 10 ms, in which other threads wait for memory."""
 TRIM_THRESHOLD, MMAP_THRESHOLD, ARENA_MAX = -1, -3, -8
-"""As malloc.h numbers its settings."""
+"""The numbers of these settings in malloc.h."""
 
 
 def tune_malloc() -> None:
     """Has all threads share one arena, and returns large blocks to the system as soon as they are freed.
 
-    To be called before threads start: arenas that exist stay in use. Left to itself, glibc puts blocks of up
-    to 32 MB among others once it has seen one.
+    Must be called before threads start: arenas that exist stay in use. By default glibc stops treating blocks
+    of up to 32 MB as large once one of that size has been freed.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc has it
     if mallopt is not None:

@@ -1,7 +1,7 @@
 """Makes the masks of all rows that are held to a constraint in one round.
 
-A mask takes 10 to 500 microseconds. Those of grammars are made together: on several threads where there are
-cores for that, and without the GIL, which is given up once for all of them.
+A mask takes 10 to 500 microseconds. Masks of grammars are made together: on several threads if there are
+enough cores, and with the GIL released once for all of them.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from levserve.schedule.constraint import Matcher
 from levserve.text.grammar_matcher import GrammarMatcher
 
 MIN_CORES = 4
-"""Two cores are no faster with threads of their own for this."""
+"""With two cores, separate threads for masks are no faster."""
 MAX_THREADS = 8
 
 
 def fill_masks(words: npt.NDArray[np.uint32], matchers: Seq[Matcher], executor: LLExecutor | None) -> None:
-    """Writes each matcher's mask into its row of [row, word], which holds nothing but zeros."""
+    """Writes each matcher's mask into its row of [row, word], which must be all zeros."""
     together: list[tuple[GrammarMatcher, int]] = []
     for row, matcher in enumerate(matchers):
         if executor is not None and isinstance(matcher, GrammarMatcher) and not matcher.forced():
@@ -37,7 +37,7 @@ def fill_masks(words: npt.NDArray[np.uint32], matchers: Seq[Matcher], executor: 
 def _fill_together(
     executor: LLExecutor, words: npt.NDArray[np.uint32], together: Seq[tuple[GrammarMatcher, int]]
 ) -> None:
-    num_words = together[0][0].num_mask_words  # of one vocabulary, so all have as many
+    num_words = together[0][0].num_mask_words  # the same for all: they share a vocabulary
     masks = np.zeros((len(together), num_words), np.uint32)
     makers = [(matcher.mask_maker, index) for index, (matcher, _) in enumerate(together)]
     executor.unsafe_compute_mask_ptr(makers, masks.ctypes.data, num_words * 4, len(together))

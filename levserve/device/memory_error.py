@@ -1,7 +1,7 @@
 """Turns running out of memory at a start into one line: what needed how much, what is free, what to do.
 
-Memory is missing in many ways: Python has a class for it, XLA a code in a text, the system a number, and a
-library that finds no room for itself is an error of the import. Imports no jax: that may be what fails.
+It shows in many ways: Python has an exception class for it, XLA a code in a message, the system an errno, and
+a library that finds no room for itself fails to import. Imports no jax: that may be what fails.
 """
 
 from __future__ import annotations
@@ -15,17 +15,20 @@ from levserve.device.sizing import human
 from levserve.errors import StartupError
 
 WORDS = ("RESOURCE_EXHAUSTED", "bad_alloc", "failed to map segment", "annot allocate memory")
-"""In the texts of XLA, C++, the dynamic linker and the system."""
+"""In the messages of XLA, C++, the dynamic linker and the system."""
 LIBRARY_BYTES = 700 << 20
 """Address space of a process that has imported jax and opened the CPU; 0.3 GB of it are in use."""
 COMPILE_BYTES = 384 << 20
-"""By which the address space grows while the first programs are compiled: 340 MB for a tiny model."""
+"""How much the address space grows while the first programs are compiled: 340 MB for a tiny model."""
 RAISE_LIMIT = "raise the limit on memory (ulimit -v, docker --memory, MemoryMax= of systemd)"
 
 
 @contextmanager
 def explained(asked: str, advice: str, free: Callable[[], int] = free_memory) -> Iterator[None]:
-    """`asked` begins the sentence "... were asked for". What is free is looked at before."""
+    """Raises `StartupError` if memory runs out inside. `asked` begins the sentence "... were asked for".
+
+    Free memory is read on entry.
+    """
     free_bytes = free()
     try:
         yield
@@ -41,7 +44,7 @@ def explained(asked: str, advice: str, free: Callable[[], int] = free_memory) ->
 
 
 def find_reason(error: BaseException | None) -> str | None:
-    """The first line of the error, or of one behind it, that says that memory is missing; else None."""
+    """The first line of the error, or of one of its causes, that says that memory is missing; else None."""
     while error is not None:
         text = str(error)
         is_system = isinstance(error, OSError) and error.errno == errno.ENOMEM
@@ -55,7 +58,7 @@ def find_reason(error: BaseException | None) -> str | None:
 
 
 def check_address_space() -> None:
-    """Refuses what LLVM would end the process for, without an exception: too little room for its code."""
+    """Refuses too little room for compiled code: for that LLVM ends the process, without an exception."""
     free = free_address_space()
     if free is not None and free < COMPILE_BYTES:
         raise StartupError(

@@ -1,4 +1,4 @@
-"""Chooses the devices that share a model, before anything of it is loaded."""
+"""Chooses the devices that share a model, before any of it is loaded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HOST_DEVICES = "xla_force_host_platform_device_count"
 def prepare_cpu_devices(settings: Settings) -> None:
     """Has jax divide a CPU into as many devices as are asked for, if jax has not looked for devices yet.
 
-    They share its cores and its memory, so that this is for trials and tests.
+    They share its cores and its memory, so this is only for trials and tests.
     """
     count = max(settings.tensor_parallel, settings.most_devices) // settings.num_hosts
     if count < 2 or HOST_DEVICES in os.environ.get("XLA_FLAGS", ""):
@@ -31,7 +31,7 @@ def prepare_cpu_devices(settings: Settings) -> None:
 
 
 def choose_mesh(settings: Settings, config: ModelConfig) -> Mesh | None:
-    """The devices that share the model, or None if one has all of it; raises `ConfigError`."""
+    """The devices that share the model, or None if one device has all of it; raises `ConfigError`."""
     found = jax.devices()
     num_hosts = settings.num_hosts
     count = settings.tensor_parallel or largest_count(config, len(found), num_hosts)

@@ -1,7 +1,7 @@
-"""Says what a device that was asked for lacks: a package, a driver, or a folder for a lock.
+"""Says what the requested device is missing: a package, a driver, or a folder for its lock.
 
-jax's own reports mislead here. Without NVIDIA's driver it logs a traceback about a library that is installed,
-and where libtpu cannot write its lock it says that another process uses the TPU. Imports no jax.
+jax's own messages are misleading here: without NVIDIA's driver it logs a traceback about a library that is
+installed, and if libtpu cannot write its lock it says that another process uses the TPU. Imports no jax.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ TPU_LOCK_FOLDER = "/tmp"  # libtpu_lockfile is in it
 
 
 def find_missing(device: str) -> str | None:
-    """What is missing for `device` in any case, so that jax need not look for one; None if jax should."""
+    """What `device` certainly lacks, so that jax need not look for it; None if jax should look."""
     if device != "gpu":
         return None
     if not _has_cuda_plugin():
@@ -30,7 +30,7 @@ def find_missing(device: str) -> str | None:
 
 
 def explain(device: str, reason: str) -> str:
-    """What jax says, with the cause that it does not see."""
+    """The cause that jax does not see, or else jax's own `reason`."""
     if device == "tpu" and not os.access(TPU_LOCK_FOLDER, os.W_OK):
         return (
             f"libtpu keeps a lock in {TPU_LOCK_FOLDER}, which cannot be written; a container with a "

@@ -1,8 +1,8 @@
 """One loaded model on the device thread: its scheduler, its runner and its round in flight.
 
 A `step` plans and dispatches a round and then reads the one before, so that the device never waits for
-Python. It reads first where the plan depends on the tokens that it reads: drafts are made of them, and so are
-the masks of rows that are all constrained. The device then waits for about a millisecond. Every accepted
+Python. It reads first if the next plan depends on those tokens: to make drafts from them, or masks when all
+rows are constrained. The device then waits for about a millisecond. Every accepted
 sequence ends with exactly one finishing batch, also on failure.
 """
 
@@ -163,7 +163,7 @@ class ModelLoop:
                 self._note_draft(sampled.num_drafted, num_right, num_gained - num_right)
                 if speculation is not None:
                     speculation.note_drafted(num_gained, num_right)
-        has_missed = any(row.missed for row in plan.rows)  # that is not the price of every round
+        has_missed = any(row.missed for row in plan.rows)  # not a cost of every round
         if speculation is not None and plan.rows and not plan.chunks and not has_missed:
             steps = max(row.steps for row in plan.rows)
             if plan.is_verify and speculation.has_model:

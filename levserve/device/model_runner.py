@@ -28,16 +28,16 @@ class ModelRunner(ABC, Generic[ShapeT, ProgramsT, StateT]):
         self._state = state
         self.programs = programs
         self.prefill_token_seconds = math.inf
-        """Seconds a prompt's token takes in the fastest program that the timed runs have tried."""
+        """Seconds per prompt token in the fastest of the programs that were timed."""
 
     @abstractmethod
     def _warm(self, shape: ShapeT) -> float:
-        """Gives a program the runs it needs before it has its full speed; seconds that the last one took."""
+        """Gives a program the runs it needs to reach full speed; returns the seconds of the last run."""
 
     def swap(self, leaves: Sequence[HostArray]) -> None:
         """Replaces the weights by those on the host, array by array: there is no room for two sets.
 
-        Those of a draft model come after them, and stay.
+        A draft model's weights come after these in the list, and stay.
         """
         served = list(self._leaves)
         self._leaves = ()
@@ -48,7 +48,7 @@ class ModelRunner(ABC, Generic[ShapeT, ProgramsT, StateT]):
         self._leaves = tuple(served)
 
     def free(self) -> None:
-        """Frees its memory on the device. No round may be in flight, and it cannot be used any more."""
+        """Frees its memory on the device. No round may be in flight; the runner cannot be used afterwards."""
         self.programs.stop()
         for leaf in jax.tree.leaves((self._leaves, self._state)):
             leaf.delete()

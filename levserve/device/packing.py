@@ -34,21 +34,21 @@ class RoundInput(NamedTuple):
     slots: jax.Array
     positions: jax.Array
     counts: jax.Array
-    """Decode: steps to run. Prefill: tokens in the chunk. Verification: draft tokens and 1. Padding: 0."""
+    """Decode: steps to run. Prefill: tokens in the chunk. Verification: draft tokens plus 1. Padding: 0."""
     scored: jax.Array
-    """Prefill: of how many places at the chunk's end the next token's log-probability may be wanted."""
+    """Prefill: how many places at the chunk's end may need the next token's log-probability."""
     rules: Rules
     table: jax.Array
 
 
 class SlotTable:
-    """Every slot's rules and page table, as the device reads them, and after them those of padding."""
+    """Every slot's rules and page table, as the device reads them, followed by those of padding."""
 
     def __init__(self, num_slots: int, table_width: int) -> None:
         self.num_slots = num_slots
         self.table_width = table_width
         self._rules = np.zeros((num_slots + 1, NUM_COLUMNS - RULES), np.int32)
-        # Greedy, because one row that is not makes the device draw for all rows.
+        # Greedy: a single row that is not greedy makes the device draw random numbers for all rows.
         self._rules[num_slots] = RULE_PACKING.pack(GenerationRequest("", (), 0, Sampling(temperature=0.0)))
         self._pages = np.zeros((num_slots + 1, table_width), np.int32)
         self._num_pages = [0] * num_slots
@@ -79,9 +79,10 @@ class SlotTable:
         return np.concatenate([self._pack(entries, size), draft], axis=1)
 
     def pack_drafted(self, rows: Seq[Row], size: int) -> Ints:
-        """[size, columns + table width + 1] for rows that a draft model drafts for, as far as they reach.
+        """[size, columns + table width + 1] for rows that a draft model drafts for.
 
-        The last column is the token before the newest one, if the host knows it.
+        A row's count is how many tokens it may gain. The last column is the token before the newest one,
+        if the host knows it.
         """
         prior = np.zeros((size, 1), np.int32)
         entries: list[Entry] = []
@@ -151,14 +152,14 @@ class SlotTable:
         known = self._num_pages[slot]
         if known == 0:
             # Entries without a page are read as well, and masked by a factor of 0, which does not mask NaN.
-            # So they name a page of the row's own: a NaN in another row's page would poison this one.
+            # So they name one of the row's own pages: a NaN in another row's page would poison this one.
             self._pages[slot] = pages[0]
         self._pages[slot, known : len(pages)] = pages[known:]
         self._num_pages[slot] = len(pages)
 
 
 def pack_memory(sequence: Sequence, max_seq_len: int) -> tuple[Any, ...]:
-    """What `set_memory` is given for a sequence that has a slot: its tokens and its logit edits."""
+    """The arguments of `set_memory` for a sequence that has a slot: its tokens and its logit edits."""
     history = np.zeros(max_seq_len, np.int32)
     history[: len(sequence.tokens)] = sequence.tokens
     edits = edits_for(sequence.request)
@@ -168,7 +169,7 @@ def pack_memory(sequence: Sequence, max_seq_len: int) -> tuple[Any, ...]:
 def pack_masks(
     held: Seq[Sequence], rows: int, num_words: int, num_slots: int
 ) -> tuple[Ints, npt.NDArray[np.uint32]]:
-    """What the programs that set masks are given: the draws that are held, and the tokens they may draw."""
+    """The arguments of programs that set masks: the constrained draws, and the tokens that they may draw."""
     words = np.zeros((rows, num_words), np.uint32)
     packed = np.full((rows, 3), num_slots, np.int32)
     matchers = []

@@ -1,4 +1,4 @@
-"""Sets jax up as the settings ask, finds the device to serve on, and asks it for memory.
+"""Sets jax up as the settings ask, finds the device to serve on, and reads its memory.
 
 Called on the thread that loads a model, before anything else looks at jax's devices.
 """
@@ -18,19 +18,19 @@ from levserve.observe.health import DeviceMemory, DeviceStatus
 from levserve.settings.settings import Settings
 
 PLATFORMS = {"gpu": "cuda,cpu", "rocm": "rocm,cpu", "tpu": "tpu,cpu"}
-"""What jax calls them. The host is there too: a reload arranges weights on it before they are swapped in."""
+"""jax's names for them. The CPU is there too: a reload prepares weights on it before they are swapped in."""
 MIN_COMPILE_SECONDS = "jax_persistent_cache_min_compile_time_secs"
 JAX_MIN_COMPILE_SECONDS = 1.0
-"""jax's default, by which it would not keep small programs. Another value is someone's choice, and holds."""
+"""jax's default, with which it would not keep small programs. Any other value is the user's and is kept."""
 
 
 def open_device(settings: Settings) -> jax.Device:
-    """Raises `StartupError` without such a device, and where compiled programs cannot be kept."""
+    """The device to serve on. Raises `StartupError` without one, or if compiled programs cannot be kept."""
     tune_malloc()
     if settings.device != "auto":
         jax.config.update("jax_platforms", PLATFORMS.get(settings.device, settings.device))
     if settings.dtype == "float32":
-        # By default a GPU multiplies float32 with ten bits of fraction.
+        # By default a GPU multiplies float32 with ten bits of mantissa (TF32).
         jax.config.update("jax_default_matmul_precision", "highest")
     prepare_cpu_devices(settings)
     if settings.num_hosts > 1:
@@ -45,19 +45,19 @@ def open_device(settings: Settings) -> jax.Device:
         reason = explain(settings.device, str(error).splitlines()[0])
         raise StartupError(f"--device {settings.device}: no such device here ({reason})") from error
     if settings.device not in ("auto", "cpu") and device.platform == "cpu":
-        # Where a plugin fails, jax passes over its platform in the list and takes the next.
+        # If a plugin fails, jax skips its platform in the list and takes the next.
         reason = explain(settings.device, "jax finds only the CPU; is its plugin installed?")
         raise StartupError(f"--device {settings.device}: no such device here ({reason})")
     return device
 
 
 def kernel_platform(device: jax.Device) -> str:
-    """What kernels are chosen by. jax calls AMD's GPUs "gpu" as well, and ours are for NVIDIA's."""
+    """The platform that kernels are chosen for. jax calls AMD's GPUs "gpu" too, but ours are for NVIDIA's."""
     return "rocm" if "rocm" in device.client.platform_version.lower() else device.platform
 
 
 def free_bytes(*devices: jax.Device) -> int:
-    """Memory that is free now on each of these devices; those that a CPU is divided into share its memory."""
+    """Bytes that are free now on each of these devices; those that a CPU is divided into share its memory."""
     if devices[0].platform == "cpu":
         return free_memory() // len(devices)
     stats = [device.memory_stats() for device in devices]
@@ -65,8 +65,8 @@ def free_bytes(*devices: jax.Device) -> int:
 
 
 def read_status(device: jax.Device) -> DeviceStatus:
-    """What other threads may know of the device; only its own asks. Takes microseconds: the device is not
-    asked, the allocator knows the numbers."""
+    """What other threads may know of the device; only the device thread calls this. Takes microseconds: the
+    allocator knows the numbers, so the device is not asked."""
     if device.platform == "cpu":
         return DeviceStatus("cpu", cpu_name(), jax.__version__, None)
     free = free_bytes(device)

@@ -1,4 +1,4 @@
-"""Compiled programs of earlier starts, found without tracing: to trace one takes longer than to read it.
+"""Compiled programs of earlier starts, found without tracing: tracing one takes longer than reading it.
 
 jax's own cache finds a program only after it is traced.
 """
@@ -25,8 +25,8 @@ KERNEL = re.compile(r"@(levserve_\w+)")
 def find_program(name: str, devices: Sequence[jax.Device]) -> jax.stages.Compiled | None:
     """The program that was kept under this name, for these devices, if there is one.
 
-    As many devices as it was compiled for: with fewer, XLA ends the process. These files are unpickled, so
-    the cache folder must be trusted. `CodeCache` rejects corrupt files.
+    It needs as many devices as it was compiled for: with fewer, XLA ends the process. These files are
+    unpickled, so the cache folder must be trusted. `CodeCache` rejects corrupt files.
     """
     kept = code_cache.current.find(name)
     if kept is None:
@@ -50,14 +50,14 @@ def keep_program(name: str, lowered: jax.stages.Lowered, compiled: jax.stages.Co
     try:
         kernels = sorted(set(KERNEL.findall(lowered.as_text())))
         code_cache.current.keep(name, zlib.compress(pickle.dumps((kernels, serialize(compiled))), level=1))
-    except Exception as error:  # of many types, where jax cannot serialize a program; it runs all the same
+    except Exception as error:  # of many types, if jax cannot serialize a program; it still runs
         log.warning("a program cannot be cached, so that every start compiles it: %s", error)
 
 
 def _register(kernels: list[str]) -> bool:
-    """Makes XLA know the kernels that a program calls; whether all of them were found."""
+    """Registers the kernels that a program calls with XLA; whether all of them were found."""
     if not kernels:
         return True
-    from levserve.jit.xla_call import register_cached  # brings LLVM, which only a CPU needs
+    from levserve.jit.xla_call import register_cached  # imports LLVM, which only a CPU needs
 
     return all(register_cached(kernel) for kernel in kernels)

@@ -1,7 +1,7 @@
 """Compiles the programs of a model: the first before the server is ready, the rest in the background.
 
-What the programs are is the kind of model's own business; a subclass says which shapes there are and how each
-is lowered. Compiled programs are kept on disk, by what they were made from.
+A subclass for each kind of model says which shapes there are and how each is lowered. Compiled programs are
+kept on disk, found by what they were made from.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from levserve.observe.threads import COMPILER_THREAD
 log = logging.getLogger(__name__)
 
 CORES_PER_COMPILER = 4
-"""For each background compiler: the server serves requests meanwhile."""
+"""CPUs for each background compiler, because the server serves requests meanwhile."""
 COMPILER_STACK_BYTES = 64 << 20
 """XLA's recursion grows with the layers; a thread's default stack is too small for deep models."""
 
@@ -43,9 +43,10 @@ ShapeT = TypeVar("ShapeT", bound=Hashable)
 
 
 class ProgramSet(ABC, Generic[ShapeT]):
-    """Compiler threads only add to `_ready`, so the device thread may read it at any time.
+    """The programs of a model.
 
-    `made_from` is everything that programs depend on, besides the sources of this package and of others.
+    Compiler threads only add to `_ready`, so the device thread may read it at any time. `made_from` is
+    everything that programs depend on, besides the sources of this package and of others.
     """
 
     def __init__(self, array: jax.Array, made_from: object, metrics: Metrics) -> None:
@@ -56,7 +57,7 @@ class ProgramSet(ABC, Generic[ShapeT]):
         self._compiled: dict[ShapeT, Callable[..., Any]] = {}
         self._ready: dict[ShapeT, Callable[..., Any]] = {}
         self.on_compiled: Callable[[ShapeT], None] = self.open
-        """Where several hosts serve a model, a program is opened when all of them have compiled it."""
+        """Called when a program is compiled; several hosts open it only when all of them have compiled it."""
         self._cold: queue.SimpleQueue[ShapeT] = queue.SimpleQueue()
         self._tracing = threading.Lock()
         """One compiler at a time traces: tracing runs Python, and the serving threads wait for the GIL."""
@@ -81,7 +82,7 @@ class ProgramSet(ABC, Generic[ShapeT]):
     def _compiler_options(self, shape: ShapeT) -> CompilerOptions: ...
 
     def compile_first(self, report: Callable[[str], None]) -> None:
-        """Compiles what the server needs to be ready, side by side: compiling does not hold the GIL."""
+        """Compiles what the server needs to be ready, in parallel: compiling does not hold the GIL."""
         failures: list[BaseException] = []
 
         def work(shape: ShapeT) -> None:
@@ -105,7 +106,7 @@ class ProgramSet(ABC, Generic[ShapeT]):
             self._compile(shape, "startup")
 
     def start_background(self) -> None:
-        """Compiles the remaining programs while the server runs; `stop` waits for those that it has begun."""
+        """Compiles the remaining programs while the server runs; `stop` waits for those already begun."""
         self._compiles.note_ready()
         rest = deque(shape for shape in self.all_shapes if shape not in self._compiled)
         num_threads = max(num_cpus() // CORES_PER_COMPILER, 1)
@@ -167,7 +168,7 @@ class ProgramSet(ABC, Generic[ShapeT]):
         """A program from disk, or a new one."""
         start = time.monotonic()
         if self._devices[0].platform == "gpu" and len({device.process_index for device in self._devices}) > 1:
-            # Hosts would share the trial of kernels, and wait for one that has found its program on disk.
+            # The hosts would share the trial of kernels, and wait for one that found its program on disk.
             options = {**(options or {}), "xla_gpu_shard_autotuning": False}
         key = hashlib.sha256(f"{self._made_from} {name} {options}".encode()).hexdigest()
         program = find_program(key, self._devices)
@@ -179,8 +180,8 @@ class ProgramSet(ABC, Generic[ShapeT]):
         num_compiled = self._compiles.num_compiled_here
         program = lowered.compile(options)
         if self._compiles.num_compiled_here > num_compiled:
-            # XLA serializes what it has loaded from disk without its code. jax may have loaded this program
-            # now, or earlier: it has that of another model with the same jaxpr in memory.
+            # XLA serializes a program that it loaded from disk without its code. jax may have loaded this one
+            # now, or earlier: it keeps that of another model with the same jaxpr in memory.
             keep_program(key, lowered, program)
         return program
 
@@ -206,15 +207,15 @@ class ProgramSet(ABC, Generic[ShapeT]):
 
 
 def aval(array: jax.Array) -> jax.ShapeDtypeStruct:
-    """The shape, type and place of an array, which is what a program is compiled for."""
+    """The shape, type and sharding of an array, which is what a program is compiled for."""
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
 
 
 def identify(devices: Sequence[jax.Device]) -> tuple[object, ...]:
-    """What a program depends on of the devices that it is compiled for.
+    """The properties of its devices that a compiled program depends on.
 
-    One for a single device runs on any of its kind. One for several names them, and devices of several hosts
-    have other numbers than as many devices of one host.
+    A program for one device runs on any device of that kind. A program for several devices names them, and
+    devices of several hosts have other ids than as many devices of one host.
     """
     first = devices[0]
     numbers = [(device.process_index, device.id) for device in devices] if len(devices) > 1 else []

@@ -1,7 +1,7 @@
 """The compiled programs: which shapes exist, which are ready, and the best ready one for a round.
 
 The smallest ones are compiled before the server is ready, because several runs of them can do anything; on a
-GPU the largest ones as well. Background threads compile the rest. Until a program is there, a larger one runs
+GPU the largest ones as well. Background threads compile the rest. Until a program is ready, a larger one runs
 in its place, or a smaller one several times. So a round never waits for a compile.
 """
 
@@ -42,7 +42,7 @@ from levserve.observe.metrics import Metrics
 MODES = (Mode.GREEDY, Mode.PLAIN, Mode.FULL)
 """From the cheapest to the one that can do everything."""
 WELL_FILLED = 0.7
-"""The part of a program that must be in use. Padding takes time too, but two smaller programs take longer."""
+"""The share of a program that must be in use. Padding takes time, but two smaller programs take longer."""
 
 
 class Shape(NamedTuple):
@@ -57,7 +57,7 @@ class Shape(NamedTuple):
     is_mixed: bool = False
     """Decoding that prefills in the same pass."""
     is_draft: bool = False
-    """Of a draft model: prefill of it alone, or rows that it drafts for before they are verified."""
+    """With a draft model: prefill of it alone, or rows that it drafts for before they are verified."""
 
     @property
     def is_prefill(self) -> bool:
@@ -83,7 +83,7 @@ class EditKind(StrEnum):
     MEMORY = "memory"
     """Gives a row the tokens and logit edits of its sequence."""
     MASKS = "masks"
-    """Holds the next draws of so many rows to masks."""
+    """Sets masks for the next draws of so many rows."""
     FORK = "fork"
     """Gives a computed prompt to one more row."""
     FILL = "fill"
@@ -93,7 +93,7 @@ class EditKind(StrEnum):
 class Edit(NamedTuple):
     kind: EditKind
     rows: int = 0
-    """Of masks."""
+    """How many rows get masks."""
 
     def __str__(self) -> str:
         names = {EditKind.MEMORY: "set memory", EditKind.FORK: "fork slot", EditKind.FILL: "fill pages"}
@@ -139,8 +139,8 @@ class Programs(ProgramSet[Shape]):
         return _unique(*self.first_shapes, *sample_only, *decode, *verify, *prefill)
 
     def _verify_shapes(self) -> list[Shape]:
-        """Drafts of the text so far are verified in full mode. A draft model's rounds have their modes, and
-        it catches up by its own prefill."""
+        """Drafts taken from earlier text are verified in full mode. A draft model's rounds have programs in
+        plain and full mode, and it catches up with a prefill of its own."""
         sizes = self._sizes
         if not sizes.draft_turns:
             return [Shape(size, Mode.FULL, is_verify=True) for size in sizes.verify_sizes]
@@ -161,8 +161,8 @@ class Programs(ProgramSet[Shape]):
     ) -> Shape:
         """The smallest ready program that holds `num_tokens`, or else the largest one.
 
-        With `can_split`, tokens that would leave too much of it unused go to the largest program that they
-        fill. Where only samples are wanted, of two programs of a size it is the sample-only one.
+        With `can_split`, if the tokens would leave too much of it unused, it is the largest program that they
+        fill. With `is_sample_only`, the sample-only program of a size is preferred.
         """
         ready: dict[int, Shape] = {}
         for shape in self._ready.copy():
@@ -217,7 +217,7 @@ class Programs(ProgramSet[Shape]):
 
     @functools.cached_property
     def numbered(self) -> list[Shape | Edit]:
-        """All programs. Hosts that serve a model together name them by their places here."""
+        """All programs. Hosts that serve a model together refer to a program by its index here."""
         return [*self.all_edits, *self.all_shapes]
 
     @functools.cached_property
@@ -230,7 +230,7 @@ class Programs(ProgramSet[Shape]):
         self.open(program)
 
     def compile_edit(self, edit: Edit) -> Callable[..., Any]:
-        """The program takes the arrays that it changes, which are donated, and then its arguments."""
+        """A program that takes the arrays that it changes, which are donated, and then its arguments."""
         state = self._state
         function: Callable[..., Any]
         changed: tuple[Any, ...]
@@ -314,7 +314,7 @@ class Programs(ProgramSet[Shape]):
         return shape.size, width
 
     def _compiler_options(self, shape: Shape) -> CompilerOptions:
-        # A draft model's matrices decide only where it does most of the work.
+        # A draft model's matrices count only in programs in which it does most of the work.
         leaves = self._leaves if shape.is_draft else self._leaves[: len(self._skeleton.names)]
         is_quantized = any(leaf.dtype.itemsize == 1 for leaf in leaves)
         return self._backend.compiler_options(
@@ -325,10 +325,10 @@ class Programs(ProgramSet[Shape]):
 
     @property
     def _widens_apart(self) -> bool:
-        """Whether a prompt's products are those of bfloat16, of matrices that were widened before.
+        """Whether prefill widens matrices to bfloat16 first, so that its products are those of bfloat16.
 
-        So it is with FP8 checkpoints that want activations in FP8 too. An 8B model's prompts of 8 x 512 take
-        99.9 ms on an H200 if they are compiled as those of bfloat16 are, and 102.0 ms if not.
+        This is so for FP8 checkpoints that want activations in FP8 too. Prefill of 8 x 512 tokens of an 8B
+        model takes 99.9 ms on an H200 if compiled like that of a bfloat16 model, and 102.0 ms if not.
         """
         blueprint = self._skeleton.blueprint
         kept = blueprint.quantization

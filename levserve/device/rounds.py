@@ -1,9 +1,9 @@
 """What the device runs in a round: prefill, decoding, both in one pass, verification of drafts, and copies.
 
-They are pure functions over flat tuples of arrays, compiled ahead by `programs.py`: to pass an Equinox or
-Haliax object to a compiled program takes a millisecond and more. State is donated and returned, so that the
-KV pool is written in place. Sampled tokens stay on the device for the next round; the host reads a copy one
-round later.
+These are pure functions, compiled ahead of time by `programs.py`. Their arguments are flat tuples of arrays,
+because passing an Equinox or Haliax object to a compiled program takes a millisecond or more. State is
+donated and returned, so that the KV pool is written in place. Sampled tokens stay on the device for the next
+round; the host reads a copy one round later.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class State(NamedTuple):
     memory: Memory
     masks: SlotMasks
     draft_pools: Arrays = ()
-    """Of a draft model. Its pages have the numbers of the model's own, and hold the same tokens."""
+    """A draft model's KV pools. Its pages have the same numbers as the model's and hold the same tokens."""
 
 
 class Skeleton(NamedTuple):
@@ -94,10 +94,10 @@ class ChunkOutput(NamedTuple):
 def sample_only_prefill(
     leaves: Arrays, state: State, packed: jax.Array, *, skeleton: Skeleton
 ) -> tuple[State, ChunkOutput]:
-    """As `prefill_chunk`, for requests that want the next token and nothing else, drawn in plain mode.
+    """Like `prefill_chunk`, for requests that want the next token and nothing else, drawn in plain mode.
 
-    A GPU runs it as one graph. The other program has branches, and at each the GPU waits for the host to
-    decide.
+    A GPU runs this as one graph. `prefill_chunk` has branches, and at each of them the GPU waits for the host
+    to decide.
     """
     model = skeleton.model(leaves)
     given, tokens, is_given = unpack_chunks(packed, skeleton)
@@ -240,8 +240,8 @@ def verify_round(
 ) -> tuple[State, jax.Array]:
     """Feeds every row's newest token and its draft at once, and draws after each; donates `state`.
 
-    Returns int32 [place, row, outputs]. A draw depends only on its position and the tokens before it. So the
-    draws are those of decode steps as long as they agree with the draft, and for one token more. The KV of
+    Returns int32 [place, row, outputs]. A draw depends only on its position and the tokens before it, so the
+    draws equal those of decode steps as long as they agree with the draft, and for one more token. The KV of
     later places is overwritten when decoding gets there.
     """
     model = skeleton.model(leaves)
@@ -256,14 +256,14 @@ def verify_round(
 
 
 class Verified(NamedTuple):
-    """What a model says to drafts."""
+    """The result of checking drafts with the model."""
 
     pools: Arrays
     history: jax.Array
     outputs: jax.Array
     """int32 [row, place, outputs]: what is drawn after each place."""
     accepted: jax.Array
-    """int32 [row]: tokens of the draft that were drawn too, up to the first that was not."""
+    """int32 [row]: how many leading tokens of the draft the model drew too."""
     newest: jax.Array
     """int32 [row]: the token drawn after those."""
 
@@ -271,7 +271,7 @@ class Verified(NamedTuple):
 def verify(model: Decoder, state: State, given: RoundInput, fed: jax.Array, mode: Mode) -> Verified:
     """Feeds every row's newest token and its draft [row, place], and draws after each.
 
-    Of a row's places the first `given.counts` count, and the first of them is at `given.positions`.
+    Only a row's first `given.counts` places are used; the first of them is at `given.positions`.
     """
     rows, places = fed.shape
     offsets = jnp.arange(places, dtype=jnp.int32)[None]
@@ -302,17 +302,17 @@ def verify(model: Decoder, state: State, given: RoundInput, fed: jax.Array, mode
 
 
 def is_drawn(draft: jax.Array, tokens: jax.Array, positions: jax.Array) -> jax.Array:
-    """Whether the draft's tokens at these positions are those that were drawn; a benchmark forces it."""
+    """Whether the draft's tokens at these positions are those that were drawn; a benchmark replaces this."""
     return draft == tokens
 
 
 def set_masks(
     masks: SlotMasks, last_tokens: jax.Array, packed: jax.Array, words: jax.Array
 ) -> tuple[SlotMasks, jax.Array]:
-    """Holds the next draw of some slots to masks, uint32 [row, vocab / 32]; donates all masks and the tokens.
+    """Sets the masks of some slots' next draws, uint32 [row, vocab / 32]; donates all masks and the tokens.
 
-    packed: int32 [row, 3], the slot, the position that is drawn, and the newest token before it, in case that
-    the device drew another one. Drops rows of slots that do not exist.
+    packed: int32 [row, 3], the slot, the position that is drawn, and the newest token before it, in case the
+    device drew another one. Rows with a slot that does not exist are dropped.
     """
     slots, _, tokens = packed.T
     return hold_slots(masks, packed, words), last_tokens.at[slots].set(tokens, mode="drop")
@@ -337,7 +337,7 @@ def fork_slot(state: State, packed: jax.Array) -> State:
 
 
 def fill_pages(pools: Arrays, pages: jax.Array, value: jax.Array) -> Arrays:
-    """Fills pages [page] of every layer with a stored value; donates `pools`. Drops pages past the last."""
+    """Fills pages [page] of every layer with a stored value; donates `pools`. Skips pages past the last."""
     return tuple(pool.at[pages].set(value, mode="drop") for pool in pools)
 
 
@@ -346,7 +346,7 @@ def sample_rows(
 ) -> Drawn:
     rows = hidden.shape[0]
     if rows == 1:
-        hidden = jnp.concatenate([hidden, hidden])  # a CPU's product of one row takes 50 ms, of two 15
+        hidden = jnp.concatenate([hidden, hidden])  # on a CPU the product takes 50 ms for one row, 15 for two
     used = cache.num_used(positions > 0)
     logits = model.logits(hax.named(hidden, (ROW, model.config.Embed)), used)[:rows]
     return draw(logits, given, positions, state.memory, state.masks, mode, model.backend, used)

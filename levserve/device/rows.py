@@ -14,10 +14,7 @@ ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd", "/dev/accel0", "/dev/vfio/0")  # N
 
 
 def resolve_rows(settings: Settings) -> Settings:
-    """Fills in `max_running` and `max_waiting` where they were left out; everything after this reads them.
-
-    The size of the thread pool depends on them, so they are chosen before jax can say what the device is.
-    """
+    """Fills in `max_running` and `max_waiting` where they were left out; everything after this reads them."""
     has_accelerator = settings.device in ("gpu", "rocm", "tpu")
     if settings.device == "auto":
         has_accelerator = any(map(os.path.exists, ACCELERATORS))

@@ -22,7 +22,7 @@ from levserve.schedule.request import GenerationRequest, LogprobsMode, Sampling
 
 FOREVER = np.iinfo(np.int32).max
 FORMATS = {np.float32: "f", np.int32: "i", np.uint64: "Q"}
-"""How `struct` writes the types that annotations of `Rules` name."""
+"""The `struct` codes of the types that the annotations of `Rules` name."""
 
 Ints = npt.NDArray[np.int32]
 Record = TypeVar("Record")
@@ -35,14 +35,14 @@ class Rule(NamedTuple):
     neutral: float = 0.0
     """The value that asks for nothing."""
     mode: Mode = Mode.GREEDY
-    """The cheapest mode that honours every other value."""
+    """The cheapest mode that honours any other value."""
     needs_memory: bool = False
-    """Whether every other value is about the sequence's tokens or its logit edits; see `sampler.Memory`."""
+    """Whether any other value needs the sequence's tokens or its logit edits; see `model.rules.Memory`."""
 
 
 RULES = {
     "temperature": Rule(lambda request: request.sampling.temperature, mode=Mode.PLAIN),
-    # The next three say nothing to a greedy draw.
+    # The next three have no effect on a greedy draw.
     "top_k": Rule(lambda request: request.sampling.top_k),
     "top_p": Rule(lambda request: request.sampling.top_p),
     "min_p": Rule(lambda request: request.sampling.min_p),
@@ -57,7 +57,7 @@ RULES = {
     "is_constrained": Rule(lambda request: request.constraint is not None, 0, Mode.PLAIN),
     "seed": Rule(lambda request: request.sampling.seed % 2**64),
 }
-"""By the fields of `Rules`."""
+"""By field of `Rules`."""
 
 
 class RulePacking(Generic[Record]):
@@ -74,7 +74,7 @@ class RulePacking(Generic[Record]):
         self.num_columns = self._struct.size // 4
 
     def pack(self, request: GenerationRequest) -> Ints:
-        """Floats as their bits, and a number of 64 bits in two columns."""
+        """The request's values: floats as their bits, and 64-bit numbers in two columns."""
         return np.frombuffer(self._struct.pack(*[value(request) for value in self._values]), np.int32)
 
     def unpack(self, columns: jax.Array) -> Record:
@@ -110,7 +110,7 @@ def needs_memory(request: GenerationRequest) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Edits:
-    """What a request changes about its logits; see `sampler.Memory`."""
+    """What a request changes about its logits; see `model.rules.Memory`."""
 
     ids: Ints
     values: npt.NDArray[np.float32]
@@ -132,7 +132,10 @@ def _logprobs_of(sampling: Sampling) -> int:
 
 
 def _edits_of(request: GenerationRequest) -> list[tuple[int, float, int]]:
-    """Token, value and the position it ends at: biases for ever, stop tokens until `min_tokens` are there."""
+    """Token, value and end position of each edit.
+
+    Biases never end; stop tokens are banned until there are `min_tokens`.
+    """
     sampling = request.sampling
     edits = [(token, value, FOREVER) for token, value in sampling.logit_bias]
     if sampling.min_tokens > 0:

@@ -40,9 +40,9 @@ from levserve.schedule.sequence import Chunk, Fork, RoundPlan, Row, Sequence
 
 TRY_TOKENS = 32
 TRIES = 8
-"""Timed runs of the first prefill program at most, and the tokens of each; the quickest run counts."""
+"""The tokens of each timed run of the first prefill program, and the most such runs; the quickest counts."""
 SAME_TIME = 1.03
-"""Two runs that are this close were not disturbed, and no further run is needed."""
+"""If the two quickest runs differ by less than this factor, neither was disturbed and no more are needed."""
 
 
 class DraftModel(NamedTuple):
@@ -55,7 +55,7 @@ class DraftModel(NamedTuple):
 
 
 class Runner(Executor):
-    """An executor that knows plans, and which sequence has which row."""
+    """An executor that runs plans; it keeps the rules and pages of each slot."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class Runner(Executor):
             times.append(self._warm(first[0], TRY_TOKENS))
 
     def dispatch(self, plan: RoundPlan, *, may_mix: bool = False) -> InFlightRound:
-        """Starts a planned round behind what the device is doing; `may_mix` allows one program for all."""
+        """Queues a planned round behind the device's current work; `may_mix` allows a single program."""
         if self._sizes.takes_longest_first:
             plan = replace(plan, rows=tuple(sorted(plan.rows, key=lambda row: row.position, reverse=True)))
         if plan.tainted:
@@ -108,7 +108,7 @@ class Runner(Executor):
         return InFlightRound(plan, chunks, rows)
 
     def fill_pages(self, pages: Seq[int], value: float) -> None:
-        """Overwrites pages behind what the device is doing."""
+        """Overwrites pages once the device has done its current work."""
         pool = self._state.pools[0]
         stored, num_pages = cache.filling(pool, value), pool.shape[0]
         width = self._slots.table_width
@@ -144,7 +144,7 @@ class Runner(Executor):
         self.run(Edit(EditKind.MEMORY), *pack_memory(sequence, self._sizes.max_seq_len))
 
     def _mask(self, plan: RoundPlan) -> None:
-        """Gives the device the masks of the plan's draws that are held to a constraint."""
+        """Gives the device the masks of the plan's constrained draws."""
         held = plan.held_sequences
         if not held:
             return
@@ -153,8 +153,9 @@ class Runner(Executor):
         self.run(Edit(EditKind.MASKS, rows), packed, words)
 
     def _dispatch_chunks(self, chunks: Seq[Chunk], *, is_draft: bool = False) -> list[list[PrefillRow]]:
-        """The rows of each chunk. A program writes all KV before it reads any, so they may share one.
+        """Dispatches chunks; returns the rows of each.
 
+        A program writes all KV before it reads any, so that rows of one prompt may share a program.
         With `is_draft`, the chunks are computed by the draft model alone.
         """
         cut = [self._cut(chunk, is_draft) for chunk in chunks]
@@ -237,7 +238,7 @@ class Runner(Executor):
         return self._slots.pack_rows(rows, shape.size)
 
     def _warm(self, shape: Shape, num_tokens: int = 0) -> float:
-        """Of prefill programs the time counts as well."""
+        """Also measures the speed of prefill programs."""
         num_tokens = min(num_tokens, shape.size) if self._sizes.leaves_out_padding else 0
         for _ in range(self._traits.first_runs):
             seconds = self._run_idle(shape, num_tokens)
@@ -276,7 +277,7 @@ def make_state(
     mesh: Mesh | None = None,
     draft: DraftModel | None = None,
 ) -> State:
-    """An empty pool and memory, on the device; each device of a mesh makes its own, as this config says."""
+    """An empty state, on the device; each device of a mesh makes its own part, which `config` describes."""
     num_draft_layers = 0 if draft is None else draft.blueprint.config.num_layers
 
     def make() -> State:
@@ -301,7 +302,7 @@ def make_state(
 def make_slots(num_slots: int, max_seq_len: int, vocab_size: int) -> tuple[jax.Array, Memory, SlotMasks]:
     """The newest token, the memory and the masks of each slot, all empty.
 
-    One program makes them: to compile one for each of their shapes takes 0.15 s.
+    One program makes them all: compiling one for each of their shapes takes 0.15 s.
     """
     return (
         jnp.zeros(num_slots, jnp.int32),
@@ -311,7 +312,7 @@ def make_slots(num_slots: int, max_seq_len: int, vocab_size: int) -> tuple[jax.A
 
 
 def _is_sample_only(chunk: Chunk) -> bool:
-    """Whether at most the next token is wanted of it, and not drawn in full mode."""
+    """Whether at most the next token is wanted, and not drawn in full mode."""
     request = chunk.sequence.request
     if chunk.scored or request.wants_hidden:
         return False

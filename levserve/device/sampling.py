@@ -1,6 +1,6 @@
-"""What follows the logits, for every kind of model: the draw by each row's rules, masks, scores, and outputs.
+"""What follows the logits, for every kind of model: sampling by each row's rules, masks, scores, and outputs.
 
-These are parts of compiled programs, and small programs of their own that keep the state of slots.
+Some of these functions are parts of compiled programs, others small programs that update the state of slots.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from levserve.model.sampler import logprobs_of, sample
 SCORE_TILE = 128
 """Positions scored together; their logits take 25 MB with the bundled model."""
 NUM_OUTPUTS = {Mode.GREEDY: 1, Mode.PLAIN: 1, Mode.FULL: 2 + 2 * NUM_TOP}
-"""Columns of an output: the token; in full mode also its log-probability, the likeliest ids and theirs."""
+"""Columns of an output: the token; in full mode also its log-probability, and the ids and log-probabilities
+of the likeliest tokens."""
 
 
 class SlotMasks(NamedTuple):
-    """What the next draw of a slot with a constraint is held to; see `model/rules.py`."""
+    """The mask for the next token of each slot with a constraint; see `model/rules.py`."""
 
     words: jax.Array
     """uint32 [slot, vocab / 32]"""
@@ -34,7 +35,7 @@ class SlotMasks(NamedTuple):
 
 
 def make_memory(num_slots: int, max_seq_len: int) -> Memory:
-    """Nothing remembered, on the device."""
+    """An empty memory, on the device."""
     return Memory(
         history=jnp.zeros((num_slots, max_seq_len), jnp.int32),
         edit_ids=jnp.zeros((num_slots, MAX_EDITS), jnp.int32),
@@ -72,9 +73,9 @@ def draw(
 def score_by_tiles(
     logits_of: Callable[[jax.Array], jax.Array], hidden: jax.Array, following: jax.Array
 ) -> jax.Array:
-    """Outputs for the token after each position of hidden [row, chunk, embed], [row, chunk, outputs].
+    """Outputs [row, chunk, outputs] for the token after each position of hidden [row, chunk, embed].
 
-    By tiles, because all logits at once would be too large.
+    Computed in tiles, because all logits at once would be too large.
     """
     rows, chunk, _ = hidden.shape
     tile = math.gcd(chunk, SCORE_TILE)
@@ -93,7 +94,7 @@ def score_wanted(
     is_wanted: jax.Array,
     tile: int,
 ) -> jax.Array:
-    """As `score_by_tiles`, with zeros for tiles in which no position is wanted; is_wanted: [row, chunk]."""
+    """Like `score_by_tiles`, with zeros for tiles in which no position is wanted; is_wanted: [row, chunk]."""
     rows, chunk, embed = hidden.shape
     tile = math.gcd(chunk, tile)
 
@@ -117,7 +118,7 @@ def _score_tile(
 
 
 def remember(memory: Memory, slots: jax.Array, positions: jax.Array, tokens: jax.Array) -> jax.Array:
-    """The history with these tokens; slots and positions that do not exist are left out."""
+    """The history with these tokens added; slots and positions that do not exist are skipped."""
     return memory.history.at[slots, positions].set(tokens, mode="drop")
 
 
@@ -143,10 +144,10 @@ def set_memory(
 
 
 def hold_slots(masks: SlotMasks, packed: jax.Array, words: jax.Array) -> SlotMasks:
-    """Holds the next draw of some slots to masks, uint32 [row, vocab / 32]; donates all masks.
+    """Sets the masks of some slots' next draws, uint32 [row, vocab / 32]; donates all masks.
 
-    packed: int32 [row, 3], the slot, the position that is drawn, and the newest token before it. Drops rows
-    of slots that do not exist.
+    packed: int32 [row, 3], the slot, the position that is drawn, and the newest token before it. Rows with a
+    slot that does not exist are dropped.
     """
     slots, positions, _ = packed.T
     return SlotMasks(

@@ -1,6 +1,6 @@
 """How large everything is: rows, pages, context and the compiled shapes, from the settings and the device.
 
-Pure arithmetic, done once at start. A refusal has the numbers in its message.
+Pure arithmetic, done once at start. Error messages contain the numbers.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from levserve.model.traits import Traits
 from levserve.settings.settings import Settings
 
 TOKENS_PER_ROW = 1024
-"""KV tokens per row by default: a long chat each. The rows share the pool, so that one may have much more."""
+"""KV tokens per row by default: a long chat. The rows share the pool, so one of them may use much more."""
 
 CHUNK_STEP = 8
-"""Tokens by which the costs of chunks differ where padding takes no time."""
+"""The step between the costs of chunks, in tokens, if padding takes no time."""
 
 ROW_STEP = 32
-"""Rows by which decode programs differ on a GPU, where padding takes time from about 64 rows on. A step of an
-8B model on an H200 with 130 / 200 rows takes 9.8 / 11.0 ms in a program of 256 rows, and 8.0 / 10.0 in one of
-160 / 224."""
+"""The step between the rows of decode programs on a GPU, where padding takes time from about 64 rows on. A
+decode step of an 8B model on an H200 with 130 / 200 rows takes 9.8 / 11.0 ms in a program of 256 rows, and
+8.0 / 10.0 ms in one of 160 / 224."""
 
 DRAFT_TOKENS = 4
-"""What a draft model drafts at a time by default. Where it takes a sixth of the model's time and seven of ten
-tokens are right, three to five gain about the same."""
+"""Tokens that a draft model drafts at a time by default. If it takes a sixth of the model's time and seven of
+ten tokens are right, three to five gain about the same."""
 
 ARBITER_BYTES = 64 << 20
-"""More than the process takes that starts the worker."""
+"""More than gunicorn's arbiter takes, the process that starts the worker."""
 
 FLOOR_TOKENS = 4 * TOKENS_PER_ROW
-"""The least that one of several models gets by default: to make room for it, another one is unloaded."""
+"""The fewest KV tokens that one of several models gets by default; others are unloaded to make room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,20 +54,20 @@ class Sizes:
     verify_sizes: tuple[int, ...] = ()
     """Rows of the programs that check drafts."""
     draft_turns: int = 0
-    """How often a draft model drafts in a round, and the model checks; 0 without a draft model."""
+    """How many times in a round a draft model drafts and the model checks; 0 without a draft model."""
     prefill_row_tokens: int | None = None
     """If set, prefill programs have rows of so many tokens, of one prompt or of several; else one row."""
     leaves_out_padding: bool = False
     """Whether padding takes a program no time."""
     mixed_context: int = 0
-    """Where a prompt's chunk may begin, at most, to be computed in a decode program; 0: nowhere."""
-    # No program depends on the next two, and `repr` is part of a program's key.
+    """A decode program can compute prompt chunks that begin before this position; 0: none."""
+    # No program depends on the fields below, and `repr` is part of a program's key.
     overhead_bytes: int = field(default=0, repr=False)
-    """What the processes take besides weights and KV pages, where they share one memory."""
+    """What the processes take besides weights and KV pages, if those are in the host's memory."""
     reserve_bytes: int = field(default=0, repr=False)
     """What weights and KV pages leave of a device's own memory, for the arrays of a step."""
     num_devices: int = field(default=1, repr=False)
-    """Those that share the model; all sizes in bytes are of each of them."""
+    """Devices that share the model; all sizes in bytes are per device."""
     draft_weight_bytes: int = field(default=0, repr=False)
     """The part of the weights that is a draft model's."""
     draft_page_bytes: int = field(default=0, repr=False)
@@ -79,7 +79,7 @@ class Sizes:
 
     @property
     def total_bytes(self) -> int:
-        """Needed at most of the memory that the weights are in. On a CPU a container may be limited to it."""
+        """The most memory needed where the weights are. On a CPU, a container may be limited to this."""
         held_bytes = self.weight_bytes + self.kv_bytes
         if self.overhead_bytes:
             return self.num_devices * held_bytes + self.overhead_bytes
@@ -87,7 +87,7 @@ class Sizes:
 
     @property
     def takes_longest_first(self) -> bool:
-        """Whether rows run in their order, many at a time: then a long one that begins last delays all."""
+        """Whether rows run in order, many at a time: a long one that begins last then delays all."""
         return self.prefill_row_tokens is not None
 
     @property
@@ -108,7 +108,7 @@ class Sizes:
 
     @property
     def chunk_costs(self) -> tuple[int, ...]:
-        """What a chunk may count as in a round's budget, ascending; padding counts where it takes time."""
+        """What a chunk may cost in a round's budget, ascending; padding counts if it takes time."""
         if self.leaves_out_padding:
             return (*range(CHUNK_STEP, self.chunk_sizes[-1], CHUNK_STEP), self.chunk_sizes[-1])
         if self.prefill_row_tokens is None:
@@ -169,8 +169,8 @@ def plan_sizes(
 ) -> Sizes:
     """Plans for `free_bytes` that the weights leave; raises `ConfigError` for settings that do not fit.
 
-    All bytes are of each of `num_devices`, except that `peak_bytes` is the most of the host's memory that the
-    process has taken so far. Those of a draft model are a part of the others.
+    All bytes are per device, except `peak_bytes`, the most of the host's memory that the process has taken so
+    far. Those of a draft model are included in the others.
     """
     max_seq_len = settings.max_seq_len or max_position
     if max_seq_len > max_position:
@@ -228,8 +228,8 @@ def plan_sizes(
 
 
 def _verify_sizes(most: int, *, has_model: bool) -> tuple[int, ...]:
-    """Rows of the programs that check drafts. Those of a draft model are larger, so there are fewer, and it
-    decodes, which takes two rows at least."""
+    """Rows of the programs that check drafts. With a draft model they are larger, so there are fewer, and
+    they also decode, which takes at least two rows."""
     return doublings(2, max(most, 2), by=8) if has_model else doublings(1, most, by=4)
 
 
@@ -282,7 +282,7 @@ def _chunk_sizes(traits: Traits, largest: int, max_seq_len: int) -> tuple[int, .
         return (largest,)
     if not traits.small_chunks:
         return doublings(64, largest)
-    # A token takes about as long in any of them, and streams wait less beside small ones.
+    # A token takes about as long in each of these, and small ones keep streams waiting less.
     return (*(size for size in traits.small_chunks if size < largest), largest)
 
 
@@ -297,7 +297,8 @@ def doublings(smallest: int, largest: int, by: int = 2) -> tuple[int, ...]:
 
 
 def _row_steps(smallest: int, largest: int) -> tuple[int, ...]:
-    """From `smallest` to `largest`: doublings up to `ROW_STEP`, then steps of it, later of a quarter."""
+    """From `smallest` to `largest`: doublings up to `ROW_STEP`, then steps of it; from 256 on, of a
+    quarter of the power of two below."""
     sizes = []
     size = smallest
     while size < largest:

@@ -1,4 +1,4 @@
-"""What the device thread is asked about models: to serve one more, to stop serving one, to swap weights."""
+"""Tasks for the device thread that concern models: serve one more, stop serving one, swap weights."""
 
 from __future__ import annotations
 

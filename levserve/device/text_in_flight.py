@@ -1,4 +1,4 @@
-"""A round of whole texts that the device is working on, and its results once they are there.
+"""A round of whole texts that the device is working on, and its results once they are ready.
 
 Belongs to the device thread. Reading waits for the device; it copies what requests asked for and nothing
 else.
@@ -43,7 +43,7 @@ class ChunkCells:
 
 @dataclass(frozen=True, slots=True)
 class TextRound:
-    """What was asked, and where its results will be: a cell for each row of the plan."""
+    """A dispatched plan, and where its results will be: cells for each chunk and each row."""
 
     plan: RoundPlan
     chunks: list[ChunkCells]
@@ -51,7 +51,7 @@ class TextRound:
     is_mixed: bool = False
 
     def read(self) -> tuple[list[Sampled], list[Sampled]]:
-        """Waits for the results: of the chunks, and of the rows."""
+        """Waits for the results of the chunks and of the rows."""
         return self.read_chunks(), self.read_rows()
 
     def read_chunks(self) -> list[Sampled]:

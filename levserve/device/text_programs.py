@@ -1,7 +1,8 @@
 """The compiled programs of a model that computes whole texts, and the choice among those that are ready.
 
-Before the server is ready there is a program for one text of each length, and one for draws: several runs of
-them can do anything. Background threads compile those for several texts at a time.
+Before the server is ready there is a program for one text of each length, and one each for draws, scores and
+scoring in one pass: several runs of these can serve everything. Background threads compile the others, such
+as those for several texts at a time.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Task(StrEnum):
 
 
 class TextShape(NamedTuple):
-    """What a program is compiled for: so many rows of texts of `length`, of draws or of scores."""
+    """What a program is compiled for: `rows` texts of `length` tokens, or `rows` draws or scores."""
 
     task: Task
     rows: int
@@ -94,7 +95,7 @@ class TextPrograms(ProgramSet[TextShape]):
         return list(dict.fromkeys((*self.first_shapes, *draws, *runs, *scores, *passes)))
 
     def run(self, num_texts: int, length: int) -> TextShape:
-        """The program for some of so many texts of one of the lengths: one that they fill, or nearly."""
+        """The program for the first of these texts, all of one length: one that they fill, or nearly."""
         ready = sorted(self._counts(Task.RUN, length))
         for count in ready:
             if num_texts <= count and num_texts >= WELL_FILLED * count:
@@ -113,14 +114,14 @@ class TextPrograms(ProgramSet[TextShape]):
         return TextShape(Task.SCORE, next((count for count in ready if count >= num_rows), ready[-1]))
 
     def draw(self, num_rows: int, mode: Mode) -> TextShape:
-        """The smallest ready program that draws so many rows, best in their own mode, or else the largest."""
+        """The smallest ready program that draws so many rows, if possible in their mode, or the largest."""
         able = MODES[MODES.index(mode) :]
         shapes = [shape for shape in self._ready.copy() if shape.task is Task.DRAW and shape.mode in able]
         ready = sorted(shapes, key=lambda shape: (shape.rows, shape.mode != mode))
         return next((shape for shape in ready if shape.rows >= num_rows), ready[-1])
 
     def hold_slots(self, rows: int) -> Callable[..., SlotMasks]:
-        """The program that holds the next draws of so many rows to masks."""
+        """The program that sets masks for the next draws of so many rows."""
         masks = self._state.masks
         packed = jax.ShapeDtypeStruct((rows, 3), jnp.int32)
         words = jax.ShapeDtypeStruct((rows, masks.words.shape[1]), jnp.uint32)

@@ -1,7 +1,7 @@
 """What the device runs for a model that computes whole texts: runs, draws and scores.
 
 A run leaves the logits after each of its texts in a buffer on the device; draws and scores read them from
-there. So equal texts are computed once however many tokens are drawn after them, and everything after the
+there. So equal texts are computed once, however many tokens are drawn after them, and everything after the
 logits is the same as for models with a KV cache. Pure functions over flat tuples of arrays.
 """
 
@@ -57,17 +57,17 @@ class TextSkeleton(NamedTuple):
 def run_texts(
     leaves: Arrays, logits: jax.Array, packed: jax.Array, *, skeleton: TextSkeleton
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes texts; donates the buffer of logits, and gives it with the rows that the texts name filled.
+    """Computes texts; donates the buffer of logits, and returns it with the rows that the texts name filled.
 
-    Also gives float32 [text, 2, embed]: the mean of each text's last states, and the last of them. Padding
-    names a row that does not exist.
+    Also returns float32 [text, 2, embed]: the mean of each text's last states, and that of its last token.
+    Padding names a row that does not exist.
     """
     model = skeleton.model(leaves)
     tokens, lengths = packed[:, TOKENS:], jnp.maximum(packed[:, LENGTH], 1)
     states = model(tokens, lengths)
     count, size = tokens.shape
     last = states[jnp.arange(count), lengths - 1]
-    # A CPU's product of one row is slower than that of two.
+    # On a CPU, a product of one row is slower than one of two rows.
     found = model.logits(jnp.concatenate([last, last]) if count == 1 else last)[:count]
     is_real = jnp.arange(size, dtype=jnp.int32)[None] < lengths[:, None]
     mean = jnp.where(is_real[..., None], states, 0.0).sum(1) / lengths.astype(jnp.float32)[:, None]
@@ -97,14 +97,17 @@ def draw_texts(
 
 
 def score_texts(logits: jax.Array, packed: jax.Array) -> jax.Array:
-    """Outputs, int32 [row, outputs], for given tokens: packed [row, 2] has a text's row and the token."""
+    """Outputs, int32 [row, outputs], for tokens: packed [row, 2] has a row of `logits` and the token."""
     rows, tokens = packed.T
     of_rows = logits.at[rows].get(mode="clip")
     return pack_outputs(Drawn(tokens, *logprobs_of(of_rows, tokens)))
 
 
 def score_in_one_pass(leaves: Arrays, packed: jax.Array, *, skeleton: TextSkeleton) -> jax.Array:
-    """Outputs, int32 [place, outputs], for the token after each place of one text that has seen all of it."""
+    """Outputs, int32 [place, outputs], for the token after each place of one text.
+
+    Every place sees the whole text, also what follows it.
+    """
     model = skeleton.model(leaves)
     tokens, lengths = packed[:, TOKENS:], jnp.maximum(packed[:, LENGTH], 1)
     following = jnp.roll(tokens, -1, axis=1)

@@ -30,12 +30,12 @@ from levserve.schedule.sequence import Chunk, RoundPlan, Row, Sequence
 from levserve.schedule.whole_text import Text
 
 TRIES = 3
-"""Timed runs of each first program for one text; the quickest counts."""
+"""The fewest runs of each first program for one text; the time of the last one counts."""
 
 
 @dataclass(slots=True)
 class _Draw:
-    """A token to draw after a text, and where to note its place."""
+    """A token to draw after a text, and a function that notes where its result will be."""
 
     row: Row
     note: Callable[[Cell], None]
@@ -47,12 +47,12 @@ class _Uses:
 
     draws: list[_Draw] = field(default_factory=list)
     scores: list[tuple[int, ChunkCells, int]] = field(default_factory=list)
-    """Tokens to score after it, each with its chunk and the place among the chunk's scores."""
+    """Tokens to score after the text, each with its chunk's cells and its index among the chunk's scores."""
     pooled: list[ChunkCells] = field(default_factory=list)
 
 
 class TextRunner(ModelRunner[TextShape, TextPrograms, TextState]):
-    """Of models that compute whole texts."""
+    """Runs models that compute whole texts."""
 
     def __init__(
         self, model: eqx.Module, backend: Backend, vocab_size: int, sizes: TextSizes, metrics: Metrics
@@ -108,7 +108,7 @@ class TextRunner(ModelRunner[TextShape, TextPrograms, TextState]):
             outputs = self._dispatch_pass(prompt)
             cells.scores = [Cell(outputs, place - 1) for place in scored]
         else:
-            cells.scores = [Cell(self._state.logits, 0)] * len(scored)  # each is replaced by its score's
+            cells.scores = [Cell(self._state.logits, 0)] * len(scored)  # `_dispatch_batch` replaces each
             for number, place in enumerate(scored):
                 uses.setdefault(prompt[:place], _Uses()).scores.append((prompt[place], cells, number))
         if not chunk.is_last:
@@ -120,7 +120,7 @@ class TextRunner(ModelRunner[TextShape, TextPrograms, TextState]):
             uses.setdefault(prompt, _Uses()).pooled.append(cells)
 
     def _dispatch_batch(self, texts: Seq[Text], uses: dict[Text, _Uses]) -> None:
-        """Runs texts, as many as the buffer of logits has rows, and then draws and scores after them."""
+        """Runs at most as many texts as the buffer of logits has rows, then draws and scores after them."""
         by_length: dict[int, list[int]] = {}
         for target, text in enumerate(texts):
             length = min(one for one in self._sizes.lengths if one >= len(text))
@@ -158,7 +158,7 @@ class TextRunner(ModelRunner[TextShape, TextPrograms, TextState]):
                     cells.pooled = Cell(pooled, row)
 
     def _dispatch_draws(self, draws: list[tuple[int, _Draw]]) -> list[tuple[int, _Draw]]:
-        """Draws after some of the texts; gives the draws that are left."""
+        """Draws after some of the texts; returns the draws that are left."""
         mode = self._slots.mode_of([draw.row for _, draw in draws])
         shape = self.programs.draw(len(draws), mode)
         group, rest = draws[: shape.rows], draws[shape.rows :]
@@ -187,7 +187,7 @@ class TextRunner(ModelRunner[TextShape, TextPrograms, TextState]):
             self._state = self._state._replace(memory=self._set_memory(self._state.memory, *packed))
 
     def _hold(self, plan: RoundPlan) -> None:
-        """Gives the device the masks of the plan's draws that are held to a constraint."""
+        """Gives the device the masks of the plan's constrained draws."""
         held = plan.held_sequences
         if not held:
             return
@@ -197,7 +197,7 @@ class TextRunner(ModelRunner[TextShape, TextPrograms, TextState]):
         self._state = self._state._replace(masks=masks)
 
     def _warm(self, shape: TextShape) -> float:
-        """Of programs for one text the time counts as well."""
+        """Also measures the speed of prefill with the first programs for one text."""
         is_timed = shape.task is Task.RUN and shape in self.programs.first_shapes
         for _ in range(max(self._traits.first_runs, TRIES if is_timed else 1)):
             start = time.monotonic()
@@ -230,7 +230,7 @@ class TextRunner(ModelRunner[TextShape, TextPrograms, TextState]):
 
 
 def _pack_texts(texts: Seq[Text], targets: Seq[int], shape: TextShape, nowhere: int) -> Ints:
-    """[count, 2 + length]: see `text_rounds.TARGET`. Padding names the row `nowhere`."""
+    """[count, 2 + length]: see `text_rounds.TARGET`. Padding has the target `nowhere`."""
     packed = np.zeros((shape.rows, TOKENS + shape.length), np.int32)
     packed[:, TARGET] = nowhere
     for row, (text, target) in enumerate(zip(texts, targets, strict=True)):

@@ -11,11 +11,11 @@ from levserve.device.sizing import TOKENS_PER_ROW, doublings, human, row_sizes
 from levserve.model.traits import Traits
 
 SHORTEST = 32
-"""The least that texts are padded to. From here on each length is twice the one before."""
+"""The shortest length that texts are padded to; each further length is twice the one before."""
 LENGTH_STEP = 256
-"""Longer texts are padded to a multiple of it, so that their queries can be cut into equal blocks."""
+"""Longer texts are padded to a multiple of this, so that their queries can be cut into equal blocks."""
 ROUND_SECONDS = 0.25
-"""How long a round may take by the measured speed: other models and new requests wait for it."""
+"""How long a round may take at the measured speed: other models and new requests wait for it."""
 MEMORY_TOKENS = 4
 """Bytes of a token in a slot's history."""
 
@@ -30,7 +30,7 @@ class TextSizes:
     lengths: tuple[int, ...]
     """What texts are padded to, ascending."""
     program_tokens: int
-    """Tokens that one program computes at most, unless they are of one text."""
+    """The most tokens that one program computes, except for a single text that is longer."""
     row_sizes: tuple[int, ...]
     """Rows of the programs that draw and score."""
     has_all_modes: bool
@@ -47,7 +47,7 @@ class TextSizes:
         return self.rows * min(self.max_seq_len, TOKENS_PER_ROW)
 
     def text_counts(self, length: int) -> tuple[int, ...]:
-        """Texts of the programs for this length, ascending."""
+        """How many texts the programs for this length take, ascending."""
         most = max(min(self.program_tokens // length, self.rows), 1)
         return doublings(1, most, by=4)
 

@@ -1,4 +1,4 @@
-"""How many CPU threads compute: XLA's pool, and our own kernels, which look at the same variable.
+"""Sets how many CPU threads compute, in XLA's pool and in our own kernels, which read the same variable.
 
 Called before the fork; XLA reads the variable once, when its CPU device is opened.
 """
@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 def set_threads(threads: int) -> None:
-    """Takes the given number; with 0 leaves the choice to XLA, unless a container's limit is lower."""
+    """Sets this many threads; 0 leaves the choice to XLA, unless a container's CPU limit is lower."""
     if threads:
         os.environ[THREAD_VARIABLES[0]] = str(threads)
         return
@@ -22,6 +22,6 @@ def set_threads(threads: int) -> None:
         return
     available, allowed = len(os.sched_getaffinity(0)), allowed_cpus()
     if allowed is not None and allowed < available:
-        # With more threads than that, the kernel stops all of them for the rest of each period.
+        # More threads use up the quota early, and the kernel then stops all of them for the rest of a period.
         os.environ[THREAD_VARIABLES[0]] = str(allowed)
         log.info("threads     %d: the container may use %d of %d CPUs", allowed, allowed, available)

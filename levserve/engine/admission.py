@@ -14,7 +14,8 @@ from levserve.errors import BadRequest, Overloaded
 from levserve.observe.metrics import Metrics
 
 BYTES_PER_TOKEN = 8
-"""For the guess while a body is not tokenized: more than text has, so that the guess alone refuses little."""
+"""For guessing the tokens of a body that is not tokenized yet: more than text has, so that guesses are low
+and alone refuse little."""
 MAX_GUESS_SHARE = 4
 """A guess is at most a quarter of all tokens: a body may be long for other reasons."""
 UNKNOWN_RETRY_SECONDS = 1.0
@@ -23,7 +24,7 @@ MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 0.05, 60.0
 
 
 class Room(NamedTuple):
-    """The bounds, and what is free of them."""
+    """The bounds, and how much of each is free."""
 
     max_requests: int
     free_requests: int
@@ -84,7 +85,7 @@ class Admission:
         self._refuse(num_requests, num_expected)
 
     def change(self, requests: int, tokens: int, guess: int = 0) -> None:
-        """Adds to the counts or subtracts; raises `Overloaded` and changes nothing beyond a bound."""
+        """Adds to the counts or subtracts; beyond a bound, raises `Overloaded` and changes nothing."""
         with self._lock:
             num_requests = self._num_requests + requests
             num_tokens = self._num_tokens + tokens
@@ -96,7 +97,7 @@ class Admission:
         self._refuse(num_requests, num_tokens)
 
     def _refuse(self, num_requests: int, num_tokens: int) -> None:
-        """Raises `Overloaded`; the wait it names is the time to finish as much work as is too much."""
+        """Raises `Overloaded`; its retry time is what the device needs for the excess work."""
         if num_requests > self.max_requests:
             self._metrics.refused.labels("queue_full").inc()
             share = (num_requests - self.max_requests) / self.max_requests
@@ -136,7 +137,7 @@ class Reservation:
         self._guess = guess
 
     def grow_to(self, num_requests: int, num_tokens: int, param: str | None = None) -> None:
-        """Holds this much in all; raises `BadRequest` for what can never fit, and `Overloaded`.
+        """Grows to this much in all; raises `BadRequest` for what can never fit, or `Overloaded`.
 
         If it raises, it keeps what it held. 0 tokens means that they are not counted yet.
         """

@@ -1,4 +1,4 @@
-"""The device thread as other threads see it: they admit and submit requests, drain it, and ask how it is.
+"""The device thread as other threads see it: they admit and submit requests, drain it, and check its health.
 
 Importing this imports no jax. What crosses to the device thread is a frozen message through one queue. What
 comes back are the batches of a `TokenStream`, and the attributes that the device thread sets here.
@@ -29,19 +29,20 @@ IDLE_BEAT_SECONDS = 1.0
 class Engine:
     """What the rest of the server sees of the device thread.
 
-    `inbox`, `beat`, `mark_ready` and `fail` are for the device thread; any thread may call the rest.
+    `inbox`, `beat`, `mark_ready`, `mark_following` and `fail` are for the device thread; any thread may call
+    the rest.
     """
 
     def __init__(
         self, *, max_inflight: int, metrics: Metrics, max_tokens: int = 0, stall_seconds: float = 30.0
     ) -> None:
-        # SimpleQueue is written in C. A thread can wait for the GIL while it holds a lock of Python's Queue.
+        # SimpleQueue is written in C. With Queue, a thread may wait for the GIL while it holds its lock.
         self.inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self.metrics = metrics
         self.max_inflight = max_inflight
         self.admission = Admission(max_inflight, max_tokens, metrics)
         self.background = Admission(max_inflight, max_tokens, metrics)
-        """Counts work that yields to all other, and so takes none of its places."""
+        """Counts background work, which yields to all other work and so takes none of its places."""
         self.progress = "starting"
         self.device: DeviceStatus | None = None
         """What the server runs on; the device thread sets it, from the first model on."""
@@ -123,18 +124,18 @@ class Engine:
         model: ServedModel,
         on_batch: Callable[[int, TokenBatch], None],
     ) -> PushStream:
-        """The same without a reader: each batch goes to `on_batch`, on the thread that delivers it."""
+        """`submit` without a reader: each batch goes to `on_batch`, on the thread that delivers it."""
         self.require_ready()
         stream = PushStream([request.request_id for request in requests], self._cancel, on_batch)
         self._send_requests(requests, model, stream)
         return stream
 
     def send(self, task: DeviceTask) -> None:
-        """Queues a task that the device thread does between two rounds."""
+        """Queues a task that the device thread runs between two rounds."""
         self.inbox.put(task)
 
     def on_drain(self, call: Callable[[], None]) -> None:
-        """Registers a function that the beginning of a drain calls."""
+        """Registers a function that `begin_drain` calls."""
         self._on_drain.append(call)
 
     def begin_drain(self, deadline: float) -> None:
@@ -151,7 +152,7 @@ class Engine:
         self._on_close.append(call)
 
     def close(self) -> None:
-        """The last act of a server that ends in order; the device thread has ended, or is still loading."""
+        """The last step of an orderly shutdown; the device thread has ended, or is still loading."""
         for call in self._on_close:
             call()
 
@@ -164,7 +165,7 @@ class Engine:
         return self._is_settled.wait(timeout_seconds) and self._phase is Phase.READY
 
     def beat(self, *, is_busy: bool = False) -> None:
-        """A sign of life. A busy device thread that gives no other one for long counts as stalled."""
+        """Notes a sign of life. A busy device thread that gives none for too long counts as stalled."""
         self._last_beat = time.monotonic()
         self._is_busy = is_busy
 
@@ -189,7 +190,7 @@ class Engine:
     def note_models(self, models: Sequence[ServedModel]) -> None:
         """Bounds the tokens of accepted work by what the models can hold, unless the operator set a bound."""
         if not models:
-            return  # the bound stays: a request is what gets the next model loaded
+            return  # the bound stays: the next model is loaded by a request, which must be admitted
         self._max_guess = max(model.max_seq_len for model in models)
         if not self._has_own_limit:
             limits = (model.max_inflight_tokens or self.max_inflight * model.max_seq_len for model in models)

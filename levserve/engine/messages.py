@@ -36,7 +36,7 @@ class Drain:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Ends the device thread: every HTTP thread has ended."""
+    """Ends the device thread; sent when every HTTP thread has ended."""
 
 
 class DeviceTask:
@@ -45,7 +45,7 @@ class DeviceTask:
     __slots__ = ()
 
     def refuse(self, error: Exception) -> None:
-        """Called when the device thread ends before the task: gives the error to the thread that waits."""
+        """Called if the device thread ends before it runs the task: gives the error to the waiting thread."""
 
 
 Message = Submit | Cancel | Drain | DeviceTask | Stop

@@ -23,9 +23,9 @@ class ServedModel:
     tools: ModelTools
     """How it is told of tools, and how it calls them."""
     num_rows: int = 0
-    """Rows of the model's output, where that may be fewer than the tokenizer has tokens; 0: it is not."""
+    """Rows of the model's output matrix, which may be fewer than the tokenizer has tokens; 0: not fewer."""
     has_whole_texts: bool = False
-    """Whether every position sees the whole text, also what follows it, so that scores have two readings."""
+    """Whether every position sees the whole text, also what follows it; then there are two ways to score."""
     reasoning: Reasoning | None = None
     """How it thinks before it answers; None if it does not."""
     max_inflight_tokens: int = 0

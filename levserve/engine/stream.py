@@ -89,7 +89,7 @@ class TokenStream:
             self._on_close(self._request_ids[number], finish)
 
     def _deliver_inline(self, on_batch: OnBatch | None) -> bool:
-        """Gives the batches that come next to `on_batch` if the queue is empty; whether it is."""
+        """Has the batches that come next delivered to `on_batch` if the queue is empty; whether it is."""
         with self._lock:
             is_empty = self._batches.empty()
             self._on_batch = on_batch if is_empty else None

@@ -20,7 +20,7 @@ pretrained (default: the bundled model) and settings of the server by their name
 explains all of them. It needs: pip install 'levserve[eval]'.
 """
 OTHER_COMMANDS = ("ls", "validate")
-"""Words of the harness's command that have nothing to do with a model."""
+"""Subcommands of the harness that need no model."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def complete_arguments(argv: Sequence[str]) -> list[str]:
-    """The arguments of `lm_eval`."""
+    """The arguments for `lm_eval`."""
     if argv[0] in OTHER_COMMANDS:
         return list(argv)
     given = argv[1:] if argv[0] == "run" else argv

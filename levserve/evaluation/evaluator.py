@@ -1,8 +1,8 @@
 """Answers the three kinds of requests of lm-evaluation-harness with an open model.
 
-Requests are sorted by their tokens, so that those which begin alike (the choices of a question, the questions
-after the same examples) come together and the beginning is computed once. The engine makes the batches.
-`harness.py` gives this to the harness; nothing here needs the package.
+Requests are sorted by their tokens, so that those with a common prefix (the choices of a question, the
+questions after the same examples) come together and the prefix is computed once. The engine makes the
+batches. `harness.py` connects this to the harness; nothing here needs that package.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ SAMPLING_NAMES = (
     "frequency_penalty",
     "repetition_penalty",
 )
-"""Arguments of a task's generation that mean here what they mean in a request."""
+"""Generation arguments of a task that mean the same as the fields of a request."""
 HARMLESS = {"num_beams": 1, "use_cache": True, "return_full_text": False}
-"""Arguments that ask for nothing with these values."""
+"""Arguments that have no effect with these values."""
 
 
 class Evaluator:
-    """Any thread may call its methods, each of which gives its results in the order of the requests."""
+    """Any thread may call its methods, each of which returns its results in the order of the requests."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Evaluator:
         return [texts[number] for number in range(len(requests))]
 
     def _score(self, pairs: Sequence[Scored]) -> list[tuple[float, bool]]:
-        """Equal pairs are computed once; a continuation without tokens of its own is certain."""
+        """Equal pairs are computed once; a continuation that adds no tokens counts as certain."""
         fitting = [cut(pair, self._model.max_seq_len) for pair in pairs]
         num_cut = sum(one != two for one, two in zip(pairs, fitting, strict=True))
         if num_cut:
@@ -117,7 +117,7 @@ class Evaluator:
 
 
 def read_arguments(arguments: Mapping[str, Any], max_gen_toks: int) -> tuple[list[str], dict[str, Any]]:
-    """The stop strings, and the fields of a request, of what a task says about its generation."""
+    """The stop strings and the request fields that a task's generation arguments ask for."""
     given = dict(arguments)
     until = given.pop("until", None) or []
     stops = [stop for stop in ([until] if isinstance(until, str) else until) if stop]
@@ -127,7 +127,7 @@ def read_arguments(arguments: Mapping[str, Any], max_gen_toks: int) -> tuple[lis
     fields: dict[str, Any] = {
         "max_tokens": int(limits[0]) if limits else max_gen_toks,
         "temperature": 0.0 if is_sampled is False else temperature,
-        "stop": stops[:MAX_STOPS],  # the text is cut at the others once it is there
+        "stop": stops[:MAX_STOPS],  # the finished text is cut at the others
     }
     for name, value in given.items():
         if name in SAMPLING_NAMES:

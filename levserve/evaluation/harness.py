@@ -21,7 +21,7 @@ from levserve.text.chat import render_text, template_of
 
 @register_model("levserve")
 class LevserveLM(LM):
-    """Made by the harness from `--model_args`: `pretrained`, what `Evaluator` takes, and settings by name.
+    """Created by the harness from `--model_args`: `pretrained`, what `Evaluator` takes, and settings by name.
 
     The engine makes its own batches, so `--batch_size` is not used; `max_running` says how many sequences run
     at a time.
@@ -41,7 +41,7 @@ class LevserveLM(LM):
         **settings: object,
     ) -> None:
         super().__init__()
-        # The harness says "cuda:0" unless it is told otherwise; levserve looks what there is.
+        # The harness passes "cuda:0" unless told otherwise; levserve finds the device itself.
         if device and not device.startswith("cuda"):
             settings["device"] = device
         self.model = open_model(pretrained, settings)
@@ -91,7 +91,7 @@ class LevserveLM(LM):
         self.model.close()
 
     def _remember(self, kind: str, requests: Sequence[Any], results: list[Any]) -> list[Any]:
-        """Tells the harness's cache of results, where one is in use."""
+        """Adds the results to the harness's cache, if one is in use."""
         for request, result in zip(requests, results, strict=True):
             self.cache_hook.add_partial(kind, request.args, result)
         return results

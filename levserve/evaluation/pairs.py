@@ -1,6 +1,7 @@
 """What an evaluation scores, in tokens: contexts with continuations, and windows that roll over a text.
 
-The tokens are those that lm-evaluation-harness gets from a Hugging Face model, so that results compare.
+The tokens are those that lm-evaluation-harness gets from a Hugging Face model, so that results
+are comparable.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from levserve.text.tokenizer import Tokenizer
 
 
 class Scored(NamedTuple):
-    """The tokens of `tokens` from `num_context` on are scored, each after all that stand before it."""
+    """The tokens from `num_context` on are scored, each given all tokens before it."""
 
     tokens: tuple[int, ...]
     num_context: int
@@ -26,9 +27,9 @@ class Encoder:
 
     tokenizer: Tokenizer
     prefix: int
-    """The token that stands before a text which nothing else stands before."""
+    """The token that is put before a text without a context."""
     adds_bos: bool | None = None
-    """Whether what the tokenizer adds to a text is added; None: unless the text has it already."""
+    """Whether the tokenizer adds its special tokens to a text; None: unless it begins with the prefix."""
 
     def encode(self, text: str) -> list[int]:
         adds = self.adds_bos
@@ -38,7 +39,7 @@ class Encoder:
         return self.tokenizer.encode(text, add_special_tokens=adds)
 
     def encode_pair(self, context: str, continuation: str) -> Scored:
-        """Spaces at the end of the context belong to the continuation, where tokenizers keep them."""
+        """Spaces that end the context belong to the continuation, as tokenizers join them to its words."""
         if not context:
             tokens = self.tokenizer.encode(continuation, add_special_tokens=False)
             if tokens[:1] != [self.prefix]:
@@ -56,7 +57,7 @@ def find_prefix(tokenizer: Tokenizer) -> int | None:
 
 
 def cut(scored: Scored, max_tokens: int) -> Scored:
-    """The end of a pair that is too long. At least one token of context stays."""
+    """Drops the beginning of a pair that is too long. At least one token of context stays."""
     num_lost = max(len(scored.tokens) - max_tokens, 0)
     return Scored(scored.tokens[num_lost:], max(scored.num_context - num_lost, 1))
 

@@ -63,7 +63,7 @@ class GGUFHeader:
 
 
 class _Headers:
-    """Headers that were read while someone keeps them. Any thread may ask; the second waits for the first."""
+    """Caches headers while any `keep` block is open. Any thread may call it; readers wait for one another."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -97,15 +97,15 @@ _headers = _Headers()
 
 
 def keep_headers() -> AbstractContextManager[None]:
-    """Until its end, a file's header is read once: a start needs it four times, for 0.07 s or more each."""
+    """Within this block, a file's header is read once; a start needs it four times, 0.07 s or more each."""
     return _headers.keep()
 
 
 def read_header(path: Path) -> GGUFHeader:
     """Reads everything but the weights; the file stays mapped as long as any tensor's `data` is in use.
 
-    Of a model in several files `path` is the first; it has the metadata, and all have tensors. Callers share
-    what is kept, and must not change it.
+    If a model is split into several files, `path` is the first, which has the metadata; all have tensors.
+    Callers share cached headers and must not change them.
     """
     return _headers.read(path)
 
@@ -169,7 +169,7 @@ class _Cursor:
         return text
 
     def texts(self, count: int) -> list[str]:
-        # One loop with plain variables: a vocabulary and its merges are 100,000 texts.
+        # One loop with plain variables, as a vocabulary and its merges are 100,000 strings.
         mapped, end = self.mapped, self.offset
         found = []
         for _ in range(count):

@@ -1,6 +1,6 @@
 """The names of GGUF files in parts: `model-00001-of-00003.gguf` and so on, as llama.cpp splits large models.
 
-A model is named by its first part. Imports nothing that is not in Python.
+A model is named by its first part. Imports only the standard library.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ PART = re.compile(r"(?P<model>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 
 def part_names(name: str) -> list[str]:
-    """The names of all parts of the model, from that of any of them; a file that is no part is alone."""
+    """The names of all parts of the model, given that of any part; just `name` if the file is not a part."""
     part = PART.fullmatch(name)
     if part is None:
         return [name]
@@ -21,7 +21,7 @@ def part_names(name: str) -> list[str]:
 
 
 def model_name(name: str) -> str:
-    """What the model in a file of this name is called."""
+    """The name of the model in a file of this name."""
     part = PART.fullmatch(name)
     return name.removesuffix(SUFFIX) if part is None else part["model"]
 

@@ -1,4 +1,4 @@
-"""Recognizes a pointer of Git LFS, which stands in the place of a file that was not downloaded."""
+"""Recognizes a Git LFS pointer, which takes the place of a file that was not downloaded."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Another host's side of the group: it finds host 0, introduces itself, and takes what host 0 sends.
 
-`Follower` is made on the device thread, which takes frames from it in order. A thread of its own receives
-them, so that a lost host 0 is seen while the device thread computes. It calls `on_lost` then, and `on_stop`
-when host 0 ends the group in order; either one ends the process.
+`Follower` is created on the device thread, which takes frames from it in order. A separate thread
+receives them, so that the loss of host 0 is noticed while the device thread computes. That thread then
+calls `on_lost`, or `on_stop` when host 0 shuts the group down; either one ends the process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CONNECT_SECONDS = 10.0
 
 
 class Follower:
-    """`take` is the device thread's; any thread may send."""
+    """`take` is for the device thread; any thread may send."""
 
     def __init__(
         self,
@@ -48,13 +48,13 @@ class Follower:
         threading.Thread(target=self._receive, name="levserve-leader", daemon=True).start()
 
     def join(self, identity: Identity) -> None:
-        """Waits until all hosts are there; raises `ConfigError` if host 0 refuses this one."""
+        """Waits until all hosts have joined; raises `StartupError` if host 0 refuses this one."""
         self.send_text(FrameKind.HELLO, identity.to_json())
         self.expect(FrameKind.WELCOME)
         self.is_welcome = True
 
     def leave(self, *, is_orderly: bool) -> None:
-        """Asks host 0 to end the group; before all hosts are there, this one just goes."""
+        """Asks host 0 to end the group; until all hosts have joined, only this one leaves."""
         if not self.is_welcome or not is_orderly:
             self._is_stopped = True
         self.send(FrameKind.LEAVING, int(is_orderly))
@@ -69,7 +69,7 @@ class Follower:
         self.send(kind, payload=text.encode())
 
     def take(self, timeout_seconds: float | None = None) -> Frame | None:
-        """The next frame; None if there is none in time. Raises `PeerLost` once host 0 is lost."""
+        """The next frame; None if none comes in time. Raises `PeerLost` once host 0 is lost."""
         try:
             frame = self._frames.get(timeout=timeout_seconds)
         except queue.Empty:
@@ -79,7 +79,7 @@ class Follower:
         return frame
 
     def expect(self, kind: FrameKind) -> Frame:
-        """The next frame, which is of this kind unless host 0 refuses this one."""
+        """The next frame, which must be of this kind; raises `StartupError` if host 0 refuses this host."""
         frame = self.take()
         assert frame is not None
         if frame.kind is FrameKind.REFUSED:
@@ -121,7 +121,7 @@ class Follower:
 
 
 def connect(address: tuple[str, int], timeout_seconds: float) -> socket.socket:
-    """Tries until host 0 listens; raises `StartupError` if it does not in time."""
+    """Retries until host 0 listens; raises `StartupError` if it does not in time."""
     host, port = address
     deadline = time.monotonic() + timeout_seconds
     has_told = False
@@ -130,7 +130,7 @@ def connect(address: tuple[str, int], timeout_seconds: float) -> socket.socket:
             connection = socket.create_connection(address, CONNECT_SECONDS)
             if connection.getsockname() != connection.getpeername():
                 return connection
-            connection.close()  # the kernel has connected a port that nobody listens on to itself
+            connection.close()  # nobody listens on the port, and the kernel has connected it to itself
             reason = "nobody listens there"
         except OSError as error:
             reason = error.strerror or str(error)

@@ -1,7 +1,7 @@
-"""What hosts send each other: a kind, a number and bytes, with their length before them.
+"""The frames that hosts send each other: a kind, a number and bytes, whose length comes before them.
 
 Arrays travel as they are in memory: both sides know the shapes from the programs that both have compiled. All
-hosts of a group have the same byte order, as they have the same programs. Nothing is unpickled.
+hosts of a group have the same byte order, because they run the same programs. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 HEADER = struct.Struct("!BHI")
 """Kind, number, and bytes that follow."""
 MAX_BYTES = 1 << 28
-"""More than any round needs. A larger length is not from a host of ours."""
+"""More than any round needs. A frame with a larger length is not from a host of the group."""
 FIRST_MAX_BYTES = 1 << 16
 """For the first frame of a connection, which may come from anyone."""
 
@@ -26,7 +26,7 @@ class FrameKind(IntEnum):
     REFUSED = 2
     """From the leader: why the follower cannot join, as a sentence."""
     WELCOME = 3
-    """From the leader: all hosts are there."""
+    """From the leader: all hosts have joined."""
     BEAT = 4
     """From both, every second: the sender is alive."""
     MODEL = 5
@@ -44,11 +44,11 @@ class FrameKind(IntEnum):
     SWAP = 11
     """From the leader: serve the weights that were read; with the number 0: drop them."""
     LEAVING = 12
-    """From a follower: it was asked to end, in order (1) or at once (0)."""
+    """From a follower: it was asked to end, in an orderly way (1) or at once (0)."""
     FAILED = 13
     """From a follower: why it cannot start, as a sentence."""
     STOP = 14
-    """From the leader: the group ends in order."""
+    """From the leader: the group shuts down in an orderly way."""
 
 
 class Frame(NamedTuple):
@@ -58,13 +58,13 @@ class Frame(NamedTuple):
 
 
 class BadFrame(Exception):
-    """The other side does not speak this language."""
+    """The other side does not speak this protocol."""
 
 
 def send_frame(
     connection: socket.socket, kind: FrameKind, number: int = 0, payload: Sequence[memoryview] = ()
 ) -> None:
-    """Sends all of it; the bytes are not copied together first."""
+    """Sends a whole frame; its parts are not copied together first."""
     num_bytes = sum(part.nbytes for part in payload)
     waiting = [memoryview(HEADER.pack(kind, number, num_bytes)), *payload]
     while waiting:
@@ -76,7 +76,7 @@ def send_frame(
 
 
 def receive_frame(connection: socket.socket, max_bytes: int = MAX_BYTES) -> Frame | None:
-    """Waits for a frame; None at the end of the stream. Raises `BadFrame` for what cannot be one."""
+    """Waits for a frame; None at the end of the stream. Raises `BadFrame` for bytes that cannot be one."""
     header = _receive(connection, HEADER.size, may_end=True)
     if header is None:
         return None

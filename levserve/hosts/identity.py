@@ -1,4 +1,4 @@
-"""What must be the same on all hosts of a group, and the sentences that say what is not.
+"""What must be the same on all hosts of a group, and the messages that say what differs.
 
 Programs are compiled on every host from its own settings. If they differ in anything, the hosts wait for each
 other forever or compute nonsense, so a host that differs is refused before it loads anything.
@@ -33,7 +33,7 @@ SAME_SETTINGS = (
     "prefill_chunk",
     "kernels",
 )
-"""Paths may differ: what is at them is compared by its fingerprint."""
+"""Paths may differ: the files there are compared by their fingerprint."""
 
 
 class Value(NamedTuple):
@@ -62,7 +62,7 @@ def identity_of(settings: Settings) -> Identity:
 
 
 def read_identity(payload: bytes) -> Identity:
-    """Raises `ValueError` for anything that is not one."""
+    """Parses an identity; raises `ValueError` for anything else."""
     try:
         read: Any = json.loads(payload)
         if read["protocol"] != PROTOCOL:

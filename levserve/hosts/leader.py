@@ -1,8 +1,8 @@
 """Host 0's side of the group: it waits for the others, refuses those that differ, and tells all what to run.
 
-`Leader` is made on the device thread. Each follower has a thread that receives from it. Until all hosts are
-there, one that leaves may come back. After that the group is complete, and a lost follower is reported to
-`on_lost`, which ends the process: the part of the KV cache that was on its devices is gone.
+`Leader` is created on the device thread. Each follower has a thread that receives from it. Until all
+hosts have joined, one that leaves may come back. After that the group is complete, and a lost follower is
+reported to `on_lost`, which ends the process: the part of the KV cache that was on its devices is gone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from levserve.hosts.peer import SILENT_SECONDS, Beats, Peer, PeerLost
 log = logging.getLogger(__name__)
 
 HELLO_SECONDS = 5.0
-"""A connection that does not introduce itself for so long is closed; others wait meanwhile."""
+"""A connection that does not introduce itself within this time is closed; others wait meanwhile."""
 LISTEN_SECONDS = 0.25
 STOP_SECONDS = 5.0
 """How long followers have to end before host 0 does, which takes jax's coordination service with it."""
@@ -32,7 +32,8 @@ ANSWERS = (FrameKind.MODEL, FrameKind.MEMORY, FrameKind.COMPILED, FrameKind.READ
 
 
 class Leader:
-    """`send` and `ask` are the device thread's; a reload's thread may ask too, while nothing else is asked.
+    """`send` and `ask` are for the device thread; a reload's thread may call `ask` too, while nothing
+    else does.
 
     `on_ready` gets a host and the number of a program that it has compiled. Like `on_lost` and `on_leaving`,
     it is called on the thread that receives from the host. Any thread may call `stop`.
@@ -64,7 +65,7 @@ class Leader:
         self._beats = Beats(lambda: list(self._peers.values()))
 
     def gather(self, timeout_seconds: float, report: Callable[[str], None]) -> None:
-        """Waits until all hosts are there; raises `StartupError` if some are not in time."""
+        """Waits until all hosts have joined; raises `StartupError` if some have not in time."""
         deadline = time.monotonic() + timeout_seconds
         self._listener.settimeout(LISTEN_SECONDS)
         told: list[int] = []
@@ -86,11 +87,11 @@ class Leader:
         self.send(FrameKind.WELCOME)
 
     def host_ids(self) -> list[int]:
-        """The followers that are here."""
+        """The followers that have joined."""
         return sorted(self._peers)
 
     def send(self, kind: FrameKind, number: int = 0, payload: Sequence[memoryview] = ()) -> None:
-        """Tells all followers; raises `PeerLost` if one cannot be told."""
+        """Sends to all followers; raises `PeerLost` if one cannot be reached."""
         for host_id, peer in list(self._peers.items()):
             try:
                 peer.send(kind, number, payload)
@@ -98,7 +99,7 @@ class Leader:
                 raise PeerLost(f"host {host_id} at {peer.address} {error}") from None
 
     def ask(self, kind: FrameKind) -> dict[int, bytes]:
-        """What each follower answers; raises `PeerLost` if one is lost before."""
+        """Waits for the answer of each follower; raises `PeerLost` if one is lost before it answers."""
         found: dict[int, bytes] = {}
         for host_id, answers in self._answers.items():
             answer = answers.get()
@@ -109,7 +110,7 @@ class Leader:
         return found
 
     def refuse(self, reason: str) -> StartupError:
-        """Tells all followers why the group cannot start, and waits for their end; gives the error."""
+        """Tells all followers why the group cannot start, waits for their end, and returns the error."""
         self._is_stopping = True
         for peer in list(self._peers.values()):
             peer.try_to_refuse(reason, StartupError.exit_code)
@@ -117,7 +118,7 @@ class Leader:
         return StartupError(reason)
 
     def stop(self) -> None:
-        """Ends the followers in order, and waits until they have ended."""
+        """Asks the followers to shut down, and waits until they have ended."""
         self._is_stopping = True
         try:
             self.send(FrameKind.STOP)
@@ -228,7 +229,7 @@ class Leader:
 def listen(host: str, port: int) -> socket.socket:
     """Opens the port on the address that the other hosts use.
 
-    Many machines know their own name as a loopback address, which no other host could reach.
+    Many machines resolve their own name to a loopback address, which no other host could reach.
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -240,7 +241,7 @@ def listen(host: str, port: int) -> socket.socket:
         except OSError as error:
             if error.errno != errno.EADDRNOTAVAIL:
                 raise
-            # The address is translated on the way here.
+            # This machine does not have the address: it is translated on the way here.
             return socket.create_server(("", port), family=family)
     except OSError as error:
         raise StartupError(f"--coordinator {host}:{port}: cannot listen there: {error.strerror}") from None

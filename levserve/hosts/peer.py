@@ -15,11 +15,11 @@ from levserve.hosts.frame import BadFrame, Frame, FrameKind, receive_frame, send
 
 BEAT_SECONDS = 1.0
 SILENT_SECONDS = 15.0
-"""A side that says nothing for so long counts as dead. Python may hold its other threads up for seconds."""
+"""A side that sends nothing for this long counts as dead. Python may delay its other threads for seconds."""
 
 
 class PeerLost(Exception):
-    """The other host cannot be reached any more; the message is the end of a sentence about it."""
+    """The other host cannot be reached any more. `Peer` writes only the end of a sentence about that host."""
 
 
 class Peer:
@@ -43,7 +43,7 @@ class Peer:
             raise PeerLost(f"has ended its connection ({error.strerror})") from None
 
     def try_to_refuse(self, reason: str, exit_code: int) -> None:
-        """Tells the other side why it must end, unless it has ended for a reason of its own."""
+        """Tells the other side why it must end, unless it has ended already."""
         with suppress(PeerLost):
             self.send(FrameKind.REFUSED, exit_code, [memoryview(reason.encode())])
 
@@ -61,21 +61,22 @@ class Peer:
         return frame
 
     def end(self) -> None:
-        """Ends the connection, which wakes the thread that receives; that one closes it.
+        """Shuts the connection down, which wakes the thread that receives; that thread closes it.
 
-        Closing it here could give its number to another connection while that thread is about to wait on it.
+        Closing it here could give its file descriptor to another connection while that thread is about to
+        wait on it.
         """
-        with suppress(OSError):  # the other side was faster
+        with suppress(OSError):  # the other side has ended it already
             self._connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """For the thread that receives."""
+        """Closes the connection; only for the thread that receives."""
         self.end()
         self._connection.close()
 
 
 class Beats:
-    """Sends a beat to every peer each second, from a thread of its own; those that are lost are left out."""
+    """Sends a beat to every peer each second, from a separate thread; lost peers are skipped."""
 
     def __init__(self, peers: Callable[[], Iterable[Peer]]) -> None:
         self._peers = peers
@@ -90,5 +91,5 @@ class Beats:
     def _run(self) -> None:
         while not self._is_stopped.wait(BEAT_SECONDS):
             for peer in self._peers():
-                with suppress(PeerLost):  # the thread that receives from it learns the same
+                with suppress(PeerLost):  # the thread that receives from it notices the same
                     peer.send(FrameKind.BEAT)

@@ -22,14 +22,14 @@ F16, F32 = ir.HalfType(), ir.FloatType()
 POINTER = ir.PointerType()
 NUM_BYTES = {I8: 1, I16: 2, F16: 2, I32: 4, F32: 4, I64: 8, POINTER: 8}
 ROUNDING_CONSTANT = 1.5 * 2**23
-"""Adding it to a small float32 rounds the float to an integer, which then stands in the lowest bits."""
+"""Adding it to a small float32 rounds the float to an integer, which is then in the lowest bits."""
 CACHE_LINE_BYTES = 64
 Function: TypeAlias = ir.Function
-"""A function of the program that is being written; others of it can call it."""
+"""A function of the program that is being written; the program's other functions can call it."""
 
 
 class Value:
-    """A scalar, vector or pointer that the function has at this point. Numbers are integers or float32."""
+    """A scalar, vector or pointer in the function being written; operators take integers or float32."""
 
     def __init__(self, builder: Builder, ir_value: ir.Value) -> None:
         self._builder = builder
@@ -37,13 +37,13 @@ class Value:
 
     @property
     def dtype(self) -> ir.Type:
-        """The type of the number, or of each number of a vector."""
+        """The type of a scalar or pointer, or of a vector's elements."""
         kind = self.ir_value.type
         return kind.element if isinstance(kind, ir.VectorType) else kind
 
     @property
     def lanes(self) -> int | None:
-        """How many numbers a vector has; None for a scalar or pointer."""
+        """How many elements a vector has; None for a scalar or pointer."""
         return self.ir_value.type.count if isinstance(self.ir_value.type, ir.VectorType) else None
 
     def __add__(self, other: Value | float) -> Value:
@@ -100,15 +100,15 @@ class Value:
         return self._compare("!=", other)
 
     def minimum(self, other: Value | float) -> Value:
-        """The smaller of the two; if this is NaN, the other."""
+        """The smaller of the two; `other` if either is NaN."""
         return (self < other).select(self, other)
 
     def maximum(self, other: Value | float) -> Value:
-        """The larger of the two; NaN if this is NaN."""
+        """The larger of the two; `self` if either is NaN."""
         return (self < other).select(other, self)
 
     def select(self, if_true: Value | float, if_false: Value | float) -> Value:
-        """One of two values by this comparison, lane by lane."""
+        """One of two values, chosen lane by lane by this comparison."""
         pattern = if_true if isinstance(if_true, Value) else if_false
         assert isinstance(pattern, Value)
         operands = pattern._operand(if_true), pattern._operand(if_false)
@@ -125,7 +125,7 @@ class Value:
         return self._wrap(self._operand(number))
 
     def swap_lanes(self, distance: int) -> Value:
-        """Swaps each lane with the one whose number differs in the bit `distance`, a power of two."""
+        """Swaps each lane with the one whose index differs in the bit `distance`, a power of two."""
         assert self.lanes is not None
         partners = _lane_numbers([lane ^ distance for lane in range(self.lanes)])
         return self._wrap(self._builder.ir.shuffle_vector(self.ir_value, self.ir_value, partners))
@@ -137,7 +137,7 @@ class Value:
         return self._wrap(_vector(tuple(signs), F32))
 
     def convert(self, instruction: str, dtype: ir.Type) -> Value:
-        """Converts by LLVM's instruction of that name: zext, sext, trunc, bitcast, fpext, sitofp."""
+        """Converts with the LLVM instruction of that name: zext, sext, trunc, bitcast, fpext, sitofp."""
         return self._wrap(getattr(self._builder.ir, instruction)(self.ir_value, _type_of(dtype, self.lanes)))
 
     def intrinsic(self, name: str, *others: Value) -> Value:
@@ -219,7 +219,7 @@ class Builder:
         return Value(self, _vector((0,) * lanes, dtype))
 
     def lane_numbers(self, lanes: int) -> Value:
-        """int32 0, 1, 2 and so on."""
+        """An int32 vector of 0, 1, 2 and so on."""
         return Value(self, _lane_numbers(range(lanes)))
 
     def variable(self, value: Value) -> Variable:
@@ -233,7 +233,7 @@ class Builder:
         self.ir.store(value.ir_value, pointer.ir_value, align=NUM_BYTES[value.dtype])
 
     def store_words(self, pointer: Value, *words: Value) -> None:
-        """Stores int64 one after another."""
+        """Stores int64 values one after another."""
         for index, word in enumerate(words):
             self.store(pointer + 8 * index, word)
 
@@ -259,7 +259,7 @@ class Builder:
         return Value(self, self.ir.ptrtoint(function, I64))
 
     def prefetch(self, pointer: Value) -> None:
-        """Asks for the cache line of an address that will be read soon; any address is allowed."""
+        """Prefetches the cache line of an address that will be read soon; any address is allowed."""
         read, keep_in_all_caches, data = (ir.Constant(I32, option) for option in (0, 3, 1))
         self.call_symbol("llvm.prefetch.p0", ir.VoidType(), pointer.ir_value, read, keep_in_all_caches, data)
 
@@ -271,7 +271,7 @@ class Builder:
         return Value(self, self.call_symbol(name, sums.ir_value.type, sums.ir_value, products))
 
     def accumulate_dot_lane(self, sums: Value, x: Value, words: Value, lane: int) -> Value:
-        """int32 [4] plus the products of int8 [16] with the four int8 of one of four words, four to a sum."""
+        """int32 [4] plus the products of int8 [16] with the four int8 of word `lane`, four to a sum."""
         repeated = self.shuffle(words, words, [lane] * 4)
         if self.target.has_dot_product:
             operands = sums.ir_value, x.ir_value, self.ir.bitcast(repeated.ir_value, x.ir_value.type)
@@ -303,26 +303,28 @@ class Builder:
         return Value(self, self.ir.ashr(highest.ir_value, highest.full_like(24).ir_value))
 
     def concatenate(self, vectors: Sequence[Value]) -> Value:
-        """One vector of a power of two of vectors with equally many lanes."""
+        """Joins vectors, which have equally many lanes and whose number is a power of two, into one."""
         if len(vectors) == 1:
             return vectors[0]
         pairs = zip(vectors[::2], vectors[1::2])
         return self.concatenate([self.shuffle(x, y, range(2 * (x.lanes or 0))) for x, y in pairs])
 
     def reduce_vectors_max(self, vectors: Sequence[Value]) -> Value:
-        """The largest float of a power of two of vectors; NaN if any of them is NaN."""
+        """The largest float in the vectors, whose number is a power of two; NaN if any float is NaN."""
         while len(vectors) > 1:
             vectors = [x.intrinsic("llvm.maximum", y) for x, y in zip(vectors[::2], vectors[1::2])]
         return vectors[0].reduce_max()
 
     def hide(self, pointer: Value) -> Value:
-        """The same pointer, which LLVM takes for another: what is loaded from it is loaded again."""
+        """The same pointer, disguised from LLVM's optimizer: what it points to is loaded again."""
         kind = ir.FunctionType(POINTER, [POINTER])
         return Value(self, self.ir.asm(kind, "", "=r,0", [pointer.ir_value], True))
 
     def finish(self, vectors: Sequence[Value]) -> list[Value]:
-        """The same vectors. Nothing that is loaded later is loaded before they are there: LLVM would load for
-        all rows of a tile first, and keep in memory what its registers cannot hold."""
+        """The same vectors, behind a barrier: no later load is moved ahead of their computation.
+
+        LLVM would otherwise do the loads of all rows of a tile first, and spill what registers cannot hold.
+        """
         kinds = [vector.ir_value.type for vector in vectors]
         register = "w" if self.target.arch == "aarch64" else "x"
         places = [f"={register}"] * len(kinds) + [str(index) for index in range(len(kinds))]
@@ -341,7 +343,7 @@ class Builder:
         return sums
 
     def _add_pairs(self, x: Value, y: Value) -> Value:
-        """In each block of four lanes: the sums of two neighbours in x, then of two neighbours in y.
+        """In each block of four lanes: both sums of neighbouring lanes of x, then both of y.
 
         Wide registers shuffle cheaply only within blocks of four.
         """
@@ -357,7 +359,7 @@ class Builder:
         return self.shuffle(x, x, range(half)) + self.shuffle(x, x, range(half, x.lanes))
 
     def shuffle(self, x: Value, y: Value, lanes: Sequence[int]) -> Value:
-        """A vector of these lanes of x followed by y."""
+        """A vector of these lanes of the concatenation of x and y."""
         return Value(self, self.ir.shuffle_vector(x.ir_value, y.ir_value, _lane_numbers(lanes)))
 
     @contextmanager
@@ -399,7 +401,7 @@ class Builder:
             yield
 
     def atomic_add(self, pointer: Value, number: Value | int) -> Value:
-        """Adds to an int64 and gives its value before; sequentially consistent."""
+        """Adds to an int64 and returns its previous value; sequentially consistent."""
         added = number.ir_value if isinstance(number, Value) else ir.Constant(I64, number)
         return Value(self, self.ir.atomic_rmw("add", pointer.ir_value, added, "seq_cst"))
 
@@ -408,7 +410,7 @@ class Builder:
         return Value(self, self.ir.load_atomic(pointer.ir_value, "seq_cst", 8, typ=I64))
 
     def call(self, function: Value | Function, *arguments: Value) -> Value:
-        """Calls a function of int64 that returns int64, by its address or as part of this program."""
+        """Calls a function of int64 that returns int64, given its address or as one of this program's own."""
         kind = ir.PointerType(ir.FunctionType(I64, [I64] * len(arguments)))
         callee = self.ir.inttoptr(function.ir_value, kind) if isinstance(function, Value) else function
         return Value(self, self.ir.call(callee, [value.ir_value for value in arguments]))
@@ -433,7 +435,7 @@ class Builder:
         return self._untyped(constant)
 
     def allocate(self, num_bytes: Value) -> Value:
-        """Memory aligned to cache lines, as a vector across two is read twice; null if there is none."""
+        """Allocates whole cache lines, because a vector that straddles two is read twice; null on failure."""
         whole_lines = (num_bytes + (CACHE_LINE_BYTES - 1)) // CACHE_LINE_BYTES * CACHE_LINE_BYTES
         alignment = ir.Constant(I64, CACHE_LINE_BYTES)
         return Value(self, self.call_symbol("aligned_alloc", POINTER, alignment, whole_lines.ir_value))
@@ -445,8 +447,8 @@ class Builder:
         self.call_symbol("sched_yield", I32)
 
     def pause(self) -> None:
-        """Takes a few dozen cycles and little of what threads of the same core share."""
-        if self.target.arch == "aarch64":  # its own hint for this does nothing on many CPUs
+        """Waits a few dozen cycles, and uses little of what the threads of one core share."""
+        if self.target.arch == "aarch64":  # ARM's own hint for this does nothing on many CPUs
             self.call_symbol("llvm.aarch64.isb", ir.VoidType(), ir.Constant(I32, 15))
         else:
             self.call_symbol("llvm.x86.sse2.pause", ir.VoidType())
@@ -459,16 +461,16 @@ class Builder:
         return self.ir.call(function, list(arguments))
 
     def _untyped(self, pointer: ir.Value) -> Value:
-        """llvmlite refuses to store anything else where it knows what a pointer points to."""
+        """The same pointer without a pointee type: with one, llvmlite refuses to store any other type."""
         return self.to_pointer(Value(self, self.ir.ptrtoint(pointer, I64)))
 
 
 def sum_like_lanes(part: Callable[[int], Sequence[Value]], count: int) -> list[Value]:
     """Adds `count` parts, each a list of values, in the order in which `reduce_sum` adds lanes.
 
-    That is: pairs within each block of four, then those pairs, then the blocks by halves. Float sums are
-    equal to the last bit only if they are added in the same order. `part` is called when a part is needed, so
-    that few are held at a time.
+    That is: pairs within each block of four, then the two sums of each block, then the blocks by halves.
+    Float sums are bit-identical only if they are added in the same order. `part` is called when a part is
+    needed, so that few parts are held at a time.
     """
 
     def add(x: Sequence[Value], y: Sequence[Value]) -> list[Value]:
@@ -488,13 +490,13 @@ def _lane_numbers(lanes: Sequence[int]) -> ir.Constant:
 
 
 def _vector(numbers: tuple[float, ...], dtype: ir.Type) -> ir.Constant:
-    """A constant vector. A kernel has the same ones often, and llvmlite writes the text of each once."""
+    """A constant vector, cached: kernels repeat the same ones, and llvmlite then formats each only once."""
     return _vector_by_text(str(numbers), numbers, dtype)
 
 
 @functools.lru_cache(maxsize=1024)
 def _vector_by_text(_: str, numbers: tuple[float, ...], dtype: ir.Type) -> ir.Constant:
-    """By their text, for 0.0 equals -0.0."""
+    """Cached by text, because 0.0 and -0.0 are equal as keys."""
     return ir.Constant(ir.VectorType(dtype, len(numbers)), list(numbers))
 
 
@@ -503,7 +505,7 @@ def _type_of(dtype: ir.Type, lanes: int | None) -> ir.Type:
 
 
 def _suffix(kind: ir.Type) -> str:
-    """The type as it stands in the names of LLVM's intrinsics."""
+    """The type as it is spelled in the names of LLVM's intrinsics."""
     if isinstance(kind, ir.VectorType):
         return f"v{kind.count}{_suffix(kind.element)}"
     return f"f{8 * NUM_BYTES[kind]}" if kind in (F16, F32) else f"i{8 * NUM_BYTES[kind]}"

@@ -1,7 +1,7 @@
 """Keeps compiled kernels and programs on disk, for as long as nothing they were compiled from has changed.
 
-`current` is the cache in use; it keeps nothing until `use_cache` is called at start-up. This file imports no
-LLVM, which only a CPU's kernels need.
+`current` is the cache in use; it keeps nothing until `use_cache` is called at start-up. This file does not
+import LLVM, which only CPU kernels need.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ COMPILED = (
 )
 """The sources that programs and kernels are traced from. A change to any other file invalidates nothing."""
 PACKAGES = ("equinox-", "haliax-", "jax", "llvmlite-", "marin_haliax-", "ml_dtypes-", "numpy-", "nvidia_")
-"""Packages whose names begin like this change what is compiled; jax has plugins, NVIDIA many libraries."""
+"""Prefixes of packages that change what is compiled: jax has plugins, and NVIDIA many libraries."""
 DIGEST_BYTES = 32
 UNUSED_SECONDS = 30 * 24 * 3600
 SWITCHES = ("JAX_", "XLA_", "NPROC", "PJRT_NPROC")
@@ -94,7 +94,7 @@ def use_cache(cache: CodeCache) -> None:
 
 
 def open_folder(parent: Path, cpu: str) -> Path:
-    """The folder for the installed versions and this CPU; removes folders that were not used for a month."""
+    """The folder for the installed versions and this CPU; removes folders unused for a month."""
     path = parent / _fingerprint(cpu)
     path.mkdir(parents=True, exist_ok=True)
     with suppress(OSError):  # the folder may belong to another user
@@ -117,7 +117,7 @@ def _fingerprint(cpu: str) -> str:
 def read_sources(patterns: tuple[str, ...]) -> bytes:
     """levserve's own source files that match any of the patterns, each after its name.
 
-    They are read once: files that are replaced under a running server change nothing of what it compiles.
+    They are read once, so replacing files under a running server has no effect on it.
     """
     return _read_once(OUR_SOURCES, patterns)
 

@@ -1,4 +1,4 @@
-"""Functions that LLVM compiles and Python calls, without holding its lock: several threads run at once."""
+"""Functions that LLVM compiles and Python calls without holding the GIL, so several threads run at once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from levserve.jit.target import Target
 
 
 class HostFunction:
-    """A compiled function. The name must differ from that of every other one for the same target."""
+    """A compiled function. Its name must differ from that of every other function for the same target."""
 
     def __init__(
         self, name: str, target: Target, num_arguments: int, write: Callable[[Builder], None]
@@ -33,5 +33,5 @@ class HostFunction:
         self._call = kind(self._code.address("entry"))
 
     def __call__(self, *arguments: NDArray[np.generic] | int) -> None:
-        """An array is given as its address: it lies in memory without gaps."""
+        """Arrays are passed by address, so they must be contiguous."""
         self._call(*(each if isinstance(each, int) else each.ctypes.data for each in arguments))

@@ -1,4 +1,4 @@
-"""Compiles functions with LLVM, when they are needed: a kernel takes a second."""
+"""Compiles functions with LLVM when they are needed; a kernel takes a second."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from levserve.jit.target import Target, detect_target
 class Program:
     """Functions that call each other and are compiled together.
 
-    On x86, loops are unrolled where the program gains by it.
+    On x86, loops are unrolled if the program gains by unrolling.
     """
 
     def __init__(self, target: Target, *, gains_by_unrolling: bool = False) -> None:
@@ -62,10 +62,10 @@ class Code:
 
 
 def _few_passes() -> llvm.ModulePassManager:
-    """What code needs that is written in vectors and unrolled already.
+    """The passes that suffice for code that is already vectorized and unrolled.
 
-    With all of LLVM's passes a kernel takes 1.5 to 3.5 times as long to compile. Layers gain at most 3 % on
-    x86, where AVX2 loses up to 8 %, and nothing on ARM, where one row of bfloat16 is a quarter slower.
+    With all of LLVM's passes a kernel takes 1.5 to 3.5 times as long to compile. On x86, layers gain at most
+    3 %, and lose up to 8 % with AVX2; on ARM they gain nothing, and one row of bfloat16 is 25 % slower.
     """
     passes = llvm.create_new_module_pass_manager()
     passes.add_sroa_pass()

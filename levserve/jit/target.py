@@ -1,7 +1,8 @@
 """The CPU that machine code is written for: its architecture, its instructions and the width of its vectors.
 
-`detect_target` describes the CPU that this process runs on. Kernels are chosen and written by it alone. The
-named targets let one machine compile code for others, and run it where it has their instructions.
+`detect_target` describes the CPU that this process runs on. This description alone decides which kernels are
+used and how they are written. Named targets let a machine compile code for other CPUs, and run that code if
+it has their instructions.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ log = logging.getLogger(__name__)
 AT_HWCAP, HWCAP_ASIMDDP = 16, 1 << 20
 """The entry of Linux' auxiliary vector that lists an ARM CPU's features; the bit of int8 dot products."""
 ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA = 158, 0x1023, 18
-"""Linux' system call by which an x86 process asks for the registers of AMX, and what it asks with."""
+"""Linux' system call with which an x86 process requests the AMX registers, and its arguments."""
 X86, ARM = "x86_64-unknown-linux-gnu", "aarch64-unknown-linux-gnu"
 AVX2 = ("avx", "avx2", "f16c", "fma")
 AVX512 = (*AVX2, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512vnni")
@@ -62,7 +63,7 @@ class Target:
 
     @property
     def lanes(self) -> int:
-        """How many 32-bit numbers a register holds."""
+        """How many 32-bit elements a register holds."""
         return self.vector_bytes // 4
 
     def has(self, feature: str) -> bool:
@@ -124,7 +125,7 @@ def detect_target() -> Target:
 
 
 def _refused_tiles() -> str | None:
-    """Asks Linux for the tile registers, for all threads of this process; why it gives none, or None."""
+    """Requests the tile registers for all threads of this process; why Linux refuses them, or None."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.syscall.restype = ctypes.c_long
     if libc.syscall(*map(ctypes.c_long, (ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA))) == 0:

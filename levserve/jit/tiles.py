@@ -1,8 +1,8 @@
 """The matrix units of x86 CPUs (AMX): registers that hold a tile each, and instructions that multiply tiles.
 
-A tile has up to 16 rows of 64 bytes. LLVM does not assign these registers: what is written here names them.
-Where the CPU has no such units, plain instructions do the same on the stack: slowly, but so that every
-machine can test what uses tiles.
+A tile has up to 16 rows of 64 bytes. LLVM does not allocate these registers: code names them by number. On a
+CPU without AMX, plain instructions emulate tiles on the stack: slowly, but so that every machine can test the
+code that uses them.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from levserve.jit.builder import F32, I8, I32, I64, Builder, Value
 NUM_TILES, TILE_ROWS, TILE_ROW_BYTES = 8, 16, 64
 TILE_BYTES = TILE_ROWS * TILE_ROW_BYTES
 WORD = 4
-"""Bytes of a sum, and of the neighbouring int8 or bfloat16 whose products are added to it."""
+"""Bytes of a sum, and of the four int8 or two bfloat16 whose products are added to it."""
 CONFIG_BYTES, PALETTE, CONFIG_ROW_BYTES, CONFIG_ROWS = 64, 1, 16, 48
-"""The layout of what configures the tiles: its size, its first byte, and where it has their sizes."""
+"""The layout of the tile configuration: its size, its first byte, and where row sizes and counts begin."""
 
 
 class TileShape(NamedTuple):
@@ -29,7 +29,7 @@ class TileShape(NamedTuple):
 
 
 class Tiles:
-    """The tiles of one task, by number. They may be used within `configured`."""
+    """The tiles of one task, by number. They can be used only inside `configured`."""
 
     def __init__(self, builder: Builder, shapes: tuple[TileShape, ...]) -> None:
         assert len(shapes) <= NUM_TILES
@@ -39,7 +39,7 @@ class Tiles:
 
     @contextmanager
     def configured(self) -> Iterator[None]:
-        """Sets the shapes of all tiles, and afterwards releases them: what is in them is lost."""
+        """Sets the shapes of all tiles; on leaving, releases the tiles, which loses their contents."""
         if self._is_real:
             config = self._builder.constant_bytes(config_bytes(self._shapes))
             self._call("ldtilecfg", config.ir_value)
@@ -55,7 +55,7 @@ class Tiles:
             self._builder.store(self._row(tile, row), self._builder.zeros(I8, TILE_ROW_BYTES))
 
     def load(self, tile: int, pointer: Value, stride: int) -> None:
-        """Loads the rows of a tile; the stride is the bytes from one to the next."""
+        """Loads the rows of a tile; `stride` is the number of bytes from one row to the next."""
         if self._is_real:
             self._call("tileloadd64", ir.Constant(I8, tile), pointer.ir_value, ir.Constant(I64, stride))
             return
@@ -106,9 +106,9 @@ class Tiles:
     def add_bfloat16_product(self, sums: int, x: int, y: int) -> None:
         """Adds the product of bfloat16 [rows, 2 n] with [n, columns, 2] to float32 [rows, columns].
 
-        The even and the odd inputs are added up apart, then to each other, and then to the sum. The product
-        of two bfloat16 is exact in float32, so plain instructions do the same to the last bit, except that
-        matrix units take numbers below 2^-126 for zero.
+        The even and the odd inputs are added up separately, then to each other, and then to the sum. The
+        product of two bfloat16 is exact in float32, so plain instructions give bit-identical results, except
+        that matrix units treat magnitudes below 2^-126 as zero.
         """
         if self._is_real:
             self._call("tdpbf16ps", *(ir.Constant(I8, tile) for tile in (sums, x, y)))
@@ -157,7 +157,7 @@ def _bfloat16_half(words: Value, half: int) -> Value:
 
 
 def config_bytes(shapes: tuple[TileShape, ...]) -> bytes:
-    """What the instruction that configures tiles reads."""
+    """The bytes that the instruction `ldtilecfg` reads."""
     config = bytearray(CONFIG_BYTES)
     config[0] = PALETTE
     for tile, shape in enumerate(shapes):

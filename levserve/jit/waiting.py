@@ -1,14 +1,15 @@
-"""How threads of a kernel's call wait for each other: many look a while and then sleep, few yield.
+"""How threads of a kernel's call wait for each other: many threads spin and then sleep, few threads yield.
 
-Most waits take a few microseconds, less than it takes to wake a thread. A wait is long where the thread that
-is waited for has lost its core to another program. Then the core of a thread that sleeps is free for it, and
-a thread that has slept gets a core back sooner than one that has spent its turn looking, or given it away.
+Most waits take a few microseconds, less than it takes to wake a thread. A wait is long if the awaited thread
+has lost its core to another program. A sleeping thread then leaves its core to the awaited one, and gets a
+core back sooner than a thread that has spent its time slice spinning, or has yielded it.
 
-Few threads leave no core to the server's others, so one that waits yields its core at every look, and reads
-the clock before and after. A yield that took as long as another program's turn tells that there is one. Then
-all threads of the kernel sleep as many do, for some time. Alone, no yield takes that long.
+Where a kernel has few threads, no core is left for the server's other threads. So a waiting thread yields its
+core after every check, and reads the clock before and after. A yield as long as another program's time slice
+shows that there is such a program. All threads of the kernel then spin and sleep for some time. Without
+another program no yield takes that long.
 
-A thread sleeps on the counter itself (a futex). The kernel lets it sleep only if the counter is unchanged.
+A thread sleeps on the counter itself (a futex). Linux lets it sleep only if the counter is unchanged.
 """
 
 from __future__ import annotations
@@ -21,27 +22,28 @@ from levserve.jit.builder import I32, I64, Builder, Function, Value
 from levserve.jit.program import Program
 
 LOOKS = 1000
-"""How often a thread looks before it sleeps; a thousand times are some 40 microseconds."""
+"""How many times a thread checks the counter before it sleeps; 1000 checks take some 40 microseconds."""
 MANY_THREADS: dict[str, int | None] = {"x86_64": 5, "aarch64": None}
-"""From so many threads on, all sleep always; None: they are always few. On two cores, eight streams alone
-were a tenth slower with threads that do, because one that looks keeps a core that the server wants."""
+"""From this many threads on, threads never yield, but spin and sleep; None: any number of threads yields. On
+two cores without other programs, eight streams were 10 % slower with spinning threads, because a thread that
+spins keeps a core that the server needs."""
 TURN_NANOSECONDS = 1_000_000
-"""A yield that takes so long has given the core to another program: Linux lets one that is busy run for 1.5
+"""A yield that takes this long has given the core to another program: Linux lets a busy program run for 1.5
 milliseconds or more, and the server's other threads run for less at a time."""
 REMEMBERED_TURNS = 30
-"""After such a yield threads sleep for so many times as long. Then they yield again, to see whether the other
-program is still there, which costs them one turn in so many."""
+"""After such a yield, threads spin and sleep for this many times its duration. Then they yield again, to see
+whether the other program is still running, which costs them one time slice in this many."""
 FUTEX = {"x86_64": 202, "aarch64": 98}
-"""The number of the system call."""
+"""The number of the system call on each architecture."""
 WAIT, WAKE = 128, 129
-"""What to do, in one process only."""
+"""The futex operations, for threads of one process only."""
 EVERYONE = 2**31 - 1
 
 
 def write_wait(program: Program, num_threads: int) -> Function:
-    """Adds a function that returns when a counter has reached a number, for a call of so many threads.
+    """Adds a function that returns when a counter has reached a number, for a call of `num_threads` threads.
 
-    Its arguments are the addresses of the counter and of a count of those that sleep, and the number.
+    Its arguments are the addresses of the counter and of the count of sleeping threads, and the number.
     """
     with program.function("wait", 3) as builder:
         counter, sleepers = (builder.to_pointer(address) for address in builder.arguments[:2])
@@ -53,7 +55,7 @@ def write_wait(program: Program, num_threads: int) -> Function:
 
 
 def _write_yields(builder: Builder, counter: Value, number: Value) -> None:
-    """Yields the core at every look until the counter has reached the number, or threads are to sleep."""
+    """Yields the core after every check until the counter has reached the number, or threads should sleep."""
     busy_until = _shared_word(builder, "busy_until")
     with builder.repeat() as after:
         builder.break_if(builder.atomic_load(counter) >= number, after)
@@ -67,7 +69,7 @@ def _write_yields(builder: Builder, counter: Value, number: Value) -> None:
 
 
 def _write_looks(builder: Builder, counter: Value, sleepers: Value, number: Value) -> None:
-    """Looks so many times whether the counter has reached the number, and then sleeps until it has."""
+    """Checks `LOOKS` times whether the counter has reached the number, and then sleeps until it has."""
     looks = builder.variable(builder.constant(0))
     with builder.repeat() as after:
         count = builder.atomic_load(counter)
@@ -81,8 +83,8 @@ def _write_looks(builder: Builder, counter: Value, sleepers: Value, number: Valu
 def _write_sleep(builder: Builder, counter: Value, sleepers: Value, count: Value) -> None:
     """Sleeps until it is woken, unless the counter has changed.
 
-    Whoever brings the counter to its number either sees this thread among the sleepers and wakes it, or has
-    changed the counter before, so that the kernel does not let it sleep.
+    The thread that brings the counter to its number either sees this one among the sleepers and wakes it, or
+    has changed the counter before, so that Linux does not let this one sleep.
     """
     builder.atomic_add(sleepers, 1)
     _call_futex(builder, counter, WAIT, count)
@@ -90,13 +92,13 @@ def _write_sleep(builder: Builder, counter: Value, sleepers: Value, count: Value
 
 
 def write_wake(builder: Builder, counter: Value, sleepers: Value) -> None:
-    """Wakes all that sleep on a counter that has reached their number."""
+    """Wakes all threads that sleep on a counter, which has reached their number."""
     with builder.when(builder.atomic_load(sleepers).differs_from(0)):
         _call_futex(builder, counter, WAKE, builder.constant(EVERYONE))
 
 
 def _call_futex(builder: Builder, counter: Value, what: int, number: Value) -> None:
-    """The kernel looks at the first four bytes of the counter, which are its lower half."""
+    """Makes the system call. Linux compares only the first four bytes of the counter, its lower half."""
     arguments = ir.Constant(I64, FUTEX[builder.target.arch]), counter.ir_value, ir.Constant(I32, what)
     forever = ir.Constant(I64, 0)
     builder.call_symbol("syscall", I64, *arguments, number.ir_value, forever)
@@ -110,7 +112,7 @@ def _shared_word(builder: Builder, name: str) -> Value:
 
 
 def read_clock(builder: Builder) -> Value:
-    """Nanoseconds of a clock that never goes back."""
+    """Nanoseconds of a monotonic clock."""
     now = builder.stack_words(2)
     builder.call_symbol("clock_gettime", I32, ir.Constant(I32, time.CLOCK_MONOTONIC), now.ir_value)
     return builder.load_word(now, 0) * 10**9 + builder.load_word(now, 1)

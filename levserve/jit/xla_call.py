@@ -5,8 +5,9 @@ include folder. The numbers below are offsets in its structs, in words of eight 
 checks each of them against that header.
 
 A kernel is a sequence of stages, and a stage is a number of tasks. The calling thread asks XLA's thread pool
-for helpers; then every thread takes the next task until there is none. The calling thread waits for the tasks
-that helpers took, but never for a helper to arrive: it may do all tasks itself. `waiting` says how.
+for helpers; then every thread takes the next task until none is left. The calling thread waits for the tasks
+that helpers took, but never for a helper to arrive: it may do all tasks itself. See `waiting` for how threads
+wait.
 """
 
 from __future__ import annotations
@@ -59,14 +60,14 @@ FRAME_OFFSETS = (
 )
 
 FRAME, REFERENCES, ACTIVE_HELPERS, IS_FINISHED, SLEEPERS, COUNTERS = range(6)
-"""Words of the state that the threads of a call share. Active helpers are counted below zero, because threads
-wait until a counter is large enough. Each stage has two counters, tasks taken and tasks done; after them
-comes the kernel's shared memory. The counters of tasks taken have cache lines of their own: threads that
-wait for tasks to be done must not slow down those that take some."""
+"""Words of the state that the threads of a call share. Active helpers are counted below zero, because a wait
+ends when a counter is large enough. Each stage has two counters, tasks taken and tasks done; after them comes
+the kernel's shared memory. The two kinds of counters are in different cache lines, so that threads that wait
+for tasks to be done do not slow down threads that take tasks."""
 
 TAKES_PER_THREAD = 8
-"""A thread takes several tasks at a time if there are many more: else threads would wait for each other to
-take one. It waits for no more than an eighth of its share at the end."""
+"""Threads take many small tasks in batches of an eighth of their share, because they would contend for the
+counter if each took one at a time. At the end a thread waits for one such batch at most."""
 
 
 class Call(NamedTuple):
@@ -77,11 +78,11 @@ class Call(NamedTuple):
     argument_buffers: Value
     result_buffers: Value
     iteration: Value
-    """How often all stages have been completed before."""
+    """How many times all stages have been completed."""
 
     @staticmethod
     def begin(builder: Builder, frame: Value) -> Call:
-        """In its first iteration."""
+        """The call in its first iteration."""
         arguments, results = (builder.load_pointer(frame, each) for each in (ARGUMENTS, RESULTS))
         return Call(builder, frame, arguments, results, builder.constant(0))
 
@@ -113,7 +114,7 @@ class Stage(NamedTuple):
 
 @dataclass(frozen=True)
 class Kernel:
-    """What a call does: all stages, one after another, as often as there are iterations.
+    """What a call does: all stages, one after another, `num_iterations` times.
 
     The name must differ from that of every other kernel for the same target.
     """
@@ -127,18 +128,18 @@ class Kernel:
     scratch_bytes: Callable[[Call], Value] | None = None
     """Memory that each thread has for itself."""
     gains_by_unrolling: bool = False
-    """Whether its loops are so short that unrolling them pays: a draw takes 6 to 8 % less time on x86."""
+    """Whether loops are so short that unrolling pays: the draw kernel takes 6 to 8 % less time on x86."""
 
     @property
     def call_name(self) -> str:
-        """The name in XLA and in the code cache; other targets have other names, as their code differs."""
+        """The name in XLA and in the code cache; it depends on the target, as the code does."""
         return f"{self.name}_{self.target.name}"
 
 
 EMPTY = "levserve_empty"
 _registered: set[str] = set()
 _loaded: list[Code] = []
-"""Never emptied: XLA forgets no kernel, and a helper thread may arrive long after its call has ended."""
+"""Never emptied: XLA keeps every kernel, and a helper thread may arrive long after its call has ended."""
 _registering = Lock()
 """Programs are traced on several threads, and XLA refuses a name that is registered twice."""
 
@@ -146,8 +147,8 @@ _registering = Lock()
 def unsupported_reason() -> str | None:
     """Why the installed XLA cannot call kernels, or None.
 
-    XLA compares the interface version only when a kernel is registered and jax's devices are known. So an
-    empty kernel is registered here, and the backend is chosen knowing the outcome.
+    XLA compares the interface version only when a kernel is registered and jax's devices are known. So this
+    registers an empty kernel before the backend is chosen.
     """
     reason = header_mismatch(HEADER, FRAME_OFFSETS)
     if reason is None:
@@ -160,7 +161,7 @@ def unsupported_reason() -> str | None:
 
 
 def register(kernel: Kernel) -> str:
-    """Compiles a kernel and registers it with XLA, once; gives the name that XLA knows it by."""
+    """Compiles a kernel and registers it with XLA, once; returns the name that XLA knows it by."""
     name = kernel.call_name
     assert header_mismatch(HEADER, FRAME_OFFSETS) is None, "a backend checks this before it chooses kernels"
     assert kernel.target.runs_on(detect_target()), f"{name} cannot run on this CPU"
@@ -209,7 +210,7 @@ def write_kernel(kernel: Kernel) -> Program:
 
 
 def num_threads() -> int:
-    """The size of XLA's thread pool, which XLA takes from the same variables."""
+    """The size of XLA's thread pool; XLA reads the same environment variables."""
     return num_cpus()
 
 
@@ -274,7 +275,7 @@ def _write_helper(builder: Builder, kernel: Kernel, run_stages: Function) -> Non
 
 
 def _write_entry(builder: Builder, kernel: Kernel, functions: CallFunctions) -> None:
-    """What XLA calls: answers which version of the header this was compiled for, or runs the kernel.
+    """The function that XLA calls: it reports the header version it was compiled for, or runs the kernel.
 
     Returns an XLA error, or 0.
     """
@@ -364,12 +365,12 @@ def _write_error(call: Call, kernel: Kernel) -> Value:
 
 
 def _state_words(kernel: Kernel) -> int:
-    """Words of the shared state: whole cache lines."""
+    """Words of the shared state, in whole cache lines."""
     return _whole_lines(COUNTERS) + 2 * _counter_words(kernel) * kernel.num_iterations
 
 
 def _counter_words(kernel: Kernel) -> int:
-    """Words of one counter of each stage."""
+    """Words of one counter per stage, in whole cache lines."""
     return _whole_lines(len(kernel.stages))
 
 
@@ -378,7 +379,7 @@ def _whole_lines(num_words: int) -> int:
 
 
 def _write_release(builder: Builder, state: Value) -> None:
-    """The last thread that refers to the state frees it."""
+    """Drops a reference to the state; the last thread to do so frees it."""
     with builder.when(builder.atomic_add(state + 8 * REFERENCES, -1).equals(1)):
         builder.free(state)
 

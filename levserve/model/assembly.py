@@ -1,7 +1,7 @@
-"""Puts the parts of a decoder together from its arrays, by their names.
+"""Builds the parts of a decoder from its arrays, which it finds by name.
 
 The names and shapes are those of `parameter_shapes`; a quantized matrix has further arrays beside it. The
-model is rebuilt like this inside every trace, so nothing here computes.
+model is rebuilt in this way inside every trace, so nothing here computes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from levserve.model.quantize import Quantization
 
 
 class Assembly:
-    """Makes the parts of one decoder. `at` is what the names of a layer's arrays begin with."""
+    """Builds the parts of one decoder. `at` is the prefix of the names of a layer's arrays."""
 
     def __init__(
         self,
@@ -60,12 +60,12 @@ class Assembly:
         bias = self.optional(f"{name}_bias", *stacked, Out)
         # Products that are added to the residual stream are never rounded: every bit counts there.
         rounds = backend.rounds_products and Out.name in (config.QKV.name, config.GateUp.name)
-        # The devices' experts are added up after they are mixed.
+        # Experts' results are summed over devices only after they are mixed.
         is_partial = self._is_shared and Out == config.Embed and not is_expert
         if name in self._schemes:
             matrix = PackedMatrix.from_arrays(arrays, self._schemes[name], (*stacked, Out, In), name)
             return Linear(matrix, bias, None, backend, rounds, self._widened, is_partial)
-        inner = In.resize(arrays[name].shape[-1])  # a byte may be two numbers
+        inner = In.resize(arrays[name].shape[-1])  # a byte may hold two codes
         weight, scale = hax.named(arrays[name], (*stacked, Out, inner)), None
         if name + SCALE in arrays:
             of_blocks = [Axis("block", size) for size in arrays[name + SCALE].shape[1:]]
@@ -119,7 +119,7 @@ class Assembly:
         )
 
     def _rows_of(self, at: str, name: str) -> Axis:
-        """The outputs of a matrix as an axis of its name."""
+        """The output axis of a matrix, named after it."""
         return Axis(name, self._arrays[at + name].shape[0])
 
     def _mlp(self, at: str, width: int, *stacked: Axis, is_expert: bool = False) -> Mlp:

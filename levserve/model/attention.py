@@ -1,4 +1,4 @@
-"""Attention of a few queries per row over the row's pages, by plain XLA operations.
+"""Attention of each row's queries over the row's pages, in plain XLA operations.
 
 It walks the page tables in blocks with a running softmax and stops after the last block that any row needs.
 So a batch pays for its longest row, not for the model's maximum length, and one compiled program serves every
@@ -16,14 +16,14 @@ from jax import lax
 from levserve.model.cache import NUMBERS, from_bits, from_storage, multiplied_in
 
 FEW_QUERIES = 16
-"""For a row with no more queries than this, reading keys and values takes all of the time."""
+"""Up to this many queries per row, all of the time goes into reading keys and values."""
 FEW_BLOCK_TOKENS = 64
-"""Tokens of each row per block for few queries: a row costs the next multiple of it."""
+"""Tokens of each row per block for few queries: contexts are in effect rounded up to a multiple of it."""
 BLOCK_TOKENS = 256
-"""The same for many queries, where the running softmax is the cost: fewer, larger steps."""
+"""The same for many queries, where the running softmax takes the time: fewer, larger steps."""
 MASKED = -1e30
 LOWEST = -1e20
-"""Where the running maximum starts: so far above a masked score that its weight is zero."""
+"""Where the running maximum starts: so far above a masked score that the score's weight is zero."""
 
 
 def attend_in_blocks(
@@ -50,7 +50,7 @@ def attend_in_blocks(
     block_tokens = FEW_BLOCK_TOKENS if has_few_queries else BLOCK_TOKENS
     block = min(max(block_tokens // page_size, 1), table.shape[1])  # pages
     width = block * page_size
-    # Padded, because XLA moves a slice back that reaches beyond the end.
+    # Padded, because XLA shifts a slice back if it would reach beyond the end.
     table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % block)), mode="edge")
     tiles = pool.reshape(-1, page_size * pool.shape[4])  # [page * 2 * kv_head, slot * stored head]
     read, dtype = _reader(pool.dtype, on_cpu=on_cpu, is_bfloat16=has_few_queries and queries > 1)
@@ -64,7 +64,7 @@ def attend_in_blocks(
         numbers = first_tiles + jnp.arange(kv_heads, dtype=jnp.int32)[None, :, None]
         stored = tiles.at[numbers].get(mode="promise_in_bounds", wrap_negative_indices=False)
         if stored.dtype not in NUMBERS:
-            # The barrier makes XLA copy whole tiles; row by row takes twice as long.
+            # The barrier makes XLA copy whole tiles; copying row by row takes twice as long.
             stored = lax.optimization_barrier(stored)
         return read(stored.reshape(rows, kv_heads, width, pool.shape[4]))
 
@@ -107,10 +107,10 @@ def attend_in_blocks(
 def _reader(
     storage: jnp.dtype, *, on_cpu: bool, is_bfloat16: bool
 ) -> tuple[Callable[[jax.Array], jax.Array], jnp.dtype]:
-    """How stored keys and values become the factors of a product, and in which type those are multiplied.
+    """The function that converts stored keys and values for a product, and the type they are multiplied in.
 
     On a CPU a few queries are multiplied in bfloat16, which halves what is read. One query alone has no fast
-    bfloat16 product there, and for many the float32 product is faster than widening costs.
+    bfloat16 product there, and for many queries the faster float32 product outweighs the cost of widening.
     """
     if NUMBERS.get(storage, storage) != jnp.bfloat16 or not on_cpu:
         return from_storage, multiplied_in(storage)

@@ -1,9 +1,9 @@
 """The one place that knows the device: everything that differs between devices, as one object.
 
-A backend is chosen once for a model when it is loaded (`select.py`), logged, and handed on. The decoder, the
-sampler, the reader of weights, sizing and the programs ask it and nothing else. `xla.py` is the plain way,
-which serves every model on every device and is the reference; `cpu/backend.py` and `gpu/backend.py` override
-what their kernels do better.
+A backend is chosen once for a model, when it is loaded (`select.py`), logged, and passed on. The decoder, the
+sampler, the weight reader, sizing and the programs learn about the device from it alone. `xla.py` has the
+backend without kernels, which serves every model on every device and is the reference; `cpu/backend.py` and
+`gpu/backend.py` override what their kernels do better.
 
 A backend is a frozen record without arrays, so that it can be a static part of a traced model.
 """
@@ -33,7 +33,7 @@ FLOAT32 = jnp.dtype(jnp.float32)
 Product = Callable[[jax.Array, jax.Array | None], jax.Array]
 """float32 [row, in] times a matrix: float32 [row, out]. It may skip rows after the first `num_used` [1]."""
 PackedProduct = Callable[[jax.Array | Fp8Rows, jax.Array | None], jax.Array]
-"""The same, also of rows that are rounded already as the matrix wants them."""
+"""The same, but it also takes rows that are already rounded as the matrix requires."""
 CompilerOptions = dict[str, str | bool]
 
 
@@ -46,13 +46,13 @@ class HeadNorms(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What attention must know of a layer besides its arrays."""
+    """What attention must know about a layer besides its arrays."""
 
     kv_heads: int
     scale: float
-    """Of scores."""
+    """The factor of attention scores."""
     eps: float
-    """Of the norms of heads."""
+    """The epsilon of the norms of heads."""
     window: int | None
     softcap: float | None
 
@@ -62,7 +62,7 @@ class AttentionShape:
 
 
 class Likeliest(NamedTuple):
-    """Each row's likeliest token and its logit, both [row]; not finite if the row cannot be drawn from."""
+    """Each row's likeliest token and its logit, both [row]; the logit is not finite if none can be drawn."""
 
     tokens: jax.Array
     values: jax.Array
@@ -75,10 +75,10 @@ class ExpertLayer(Protocol):
         """One expert on [token, embed]."""
 
     def chosen(self, numbers: jax.Array, tokens: jax.Array) -> jax.Array:
-        """An expert for each token: [token] on [token, embed]."""
+        """One expert for each token: numbers [token], tokens [token, embed]."""
 
     def every(self, tokens: jax.Array) -> jax.Array:
-        """Tokens for each expert: [expert, slot, embed]."""
+        """Every expert on its own tokens, [expert, slot, embed]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +92,11 @@ class ExpertRule:
     activation: Activation
     gate_limit: float | None = None
     up_offset: float = 0.0
-    """These two as in `ModelConfig`."""
+    """`gate_limit` and `up_offset` are as in `ModelConfig`."""
 
 
 class Mixture(ExpertLayer, Protocol):
-    """Experts with all that a kernel must know of them."""
+    """Experts with all that a kernel must know about them."""
 
     @property
     def rule(self) -> ExpertRule: ...
@@ -104,11 +104,11 @@ class Mixture(ExpertLayer, Protocol):
     @property
     def matrices(self) -> tuple[jax.Array, jax.Array] | None:
         """Gate above up [expert, 2 * mlp, embed], or up alone, and down [expert, embed, mlp]; None if they
-        are in the bits of their checkpoint."""
+        stay in the bits of their checkpoint."""
 
     @property
     def biases(self) -> tuple[jax.Array, jax.Array] | None:
-        """Of the same two, float32 [expert, 2 * mlp] and [expert, embed], if there are any."""
+        """The biases of these matrices, float32 [expert, 2 * mlp] and [expert, embed], if there are any."""
 
     @property
     def correction(self) -> jax.Array | None:
@@ -123,18 +123,18 @@ class ExpertChoice(NamedTuple):
 
 
 class Backend(ABC):
-    """Everything a device must provide. Arrays in and out are plain jax arrays, shapes as the methods say."""
+    """Everything a device must provide. Arrays in and out are plain jax arrays, shaped as methods state."""
 
     platform: str
     """cpu, gpu or tpu, as jax names it."""
     runs_layers: bool
     """Whether `run_layers` serves this model."""
     draws_tokens: bool
-    """Whether `draw` is there; otherwise the sampler's own way draws."""
+    """Whether `draw` is implemented; otherwise the sampler draws by itself."""
     samples_rows: bool
-    """Whether `sample_rows` is there, which does all that the sampler does."""
+    """Whether `sample_rows` is implemented, which does all the work of plain and full mode."""
     rounds_products: bool
-    """Whether products for attention or the activation come in the weight's type: half of the bytes."""
+    """Whether products for attention or the activation come in the weight's type, in half the bytes."""
 
     @property
     @abstractmethod
@@ -142,12 +142,12 @@ class Backend(ABC):
 
     @property
     def float32_precision(self) -> str:
-        """How float32 is multiplied where little may be lost, as `jax.default_matmul_precision` names it."""
+        """The `jax.default_matmul_precision` of float32 products that must lose little."""
         return "highest"
 
     @abstractmethod
     def describe(self) -> str:
-        """What computes what, for the log."""
+        """Which kernels compute what, for the log."""
 
     @abstractmethod
     def attend(
@@ -161,26 +161,26 @@ class Backend(ABC):
         shape: AttentionShape,
         sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
-        """Norms and rotates heads, writes keys and values to the pool, and mixes what each query may see.
+        """Norms and rotates heads, writes keys and values to the pool, and mixes values that each query sees.
 
         qkv [row * chunk, head, head_size]: queries, then keys, then values. Gives [row, chunk, query heads *
-        head_size] and the pool. With `ends` [row] only the query at that place of each row's chunk is mixed,
-        as a chunk of one. With `sinks` [query head] each softmax has one score more, to which no value
-        belongs.
+        head_size] and the pool. With `ends` [row] only the query at that index of each row's chunk is
+        computed, as a chunk of one. With `sinks` [query head] each softmax has an extra score without a
+        value.
         """
 
     @abstractmethod
     def text_scratch(self, rows: int, chunk: int, heads: int, size: int, dtype: jnp.dtype) -> Arrays:
-        """Memory that `attend_texts` works in, for texts [row, chunk] and heads of this size and type."""
+        """Scratch memory for `attend_texts`, for texts [row, chunk] and heads of this size and type."""
 
     @abstractmethod
     def attend_texts(
         self, qkv: jax.Array, texts: Texts, scratch: Arrays, num_heads: int
     ) -> tuple[jax.Array, Arrays]:
-        """Rotates heads and mixes all of a text for each of its positions.
+        """Rotates heads and lets every position of a text attend to the whole text.
 
         qkv [row, chunk, 3 * heads * size]: queries, keys, values. Gives [row, chunk, heads * size], and the
-        memory for the next call.
+        scratch memory for the next call.
         """
 
     @abstractmethod
@@ -189,13 +189,14 @@ class Backend(ABC):
     ) -> Product | None:
         """A kernel for products with this matrix [out, in], or None: then XLA multiplies.
 
-        One with scales for blocks of inputs may want its activations in two terms (`int8_blocks`).
+        `in_two_terms` rounds the activations of a matrix with scales for blocks of inputs to two int8 terms
+        (`int8_blocks`).
         """
 
     def arrange(self, scheme: Scheme, shape: tuple[int, ...], widened: jnp.dtype) -> Scheme | None:
         """The same scheme with its codes in the order in which a kernel reads such a matrix.
 
-        None: no kernel does, so that the matrix is better widened when it is loaded.
+        None: no kernel reads it, so the matrix is better widened when it is loaded.
         """
         return scheme
 
@@ -203,25 +204,25 @@ class Backend(ABC):
     def packed_product(
         self, matrix: PackedMatrix, widened: jnp.dtype, summed: jnp.dtype = FLOAT32
     ) -> PackedProduct:
-        """Products with a matrix [out, in] that is in the bits of its checkpoint, multiplied in `widened`.
+        """Products with a matrix [out, in] that stays in the bits of its checkpoint, multiplied in `widened`.
 
-        They are summed in float32, and need no more bits than `summed` has.
+        They are summed in float32; the results need no more precision than `summed` has.
         """
 
     def rounds_packed(self, num_rows: int) -> bool:
-        """Whether products of so many rows with such a matrix may come in the type that it is widened to."""
+        """Whether products of this many rows with a packed matrix may come in the type it is widened to."""
         return False
 
     def round_normed(
         self, x: jax.Array, weight: jax.Array, eps: float, matrix: PackedMatrix, widened: jnp.dtype
     ) -> Fp8Rows | None:
-        """The RMS norm of x [row, in] as products with this matrix take it; None: no kernel does both."""
+        """The RMS norm of x [row, in], rounded for products with this matrix; None: no kernel does both."""
         return None
 
     def round_gated(
         self, x: jax.Array, config: ModelConfig, matrix: PackedMatrix, widened: jnp.dtype
     ) -> Fp8Rows | None:
-        """What a feed-forward layer's first product x [row, gate_up] becomes, likewise."""
+        """A feed-forward part's first product x [row, gate_up], activated and rounded likewise."""
         return None
 
     def run_layers(
@@ -233,36 +234,39 @@ class Backend(ABC):
         angles: Angles,
         layers: Sequence[Mapping[str, jax.Array]],
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        """All layers in one call, if `runs_layers`: x [row, chunk, embed] after the last, and the pools."""
+        """Runs all layers in one call, only if `runs_layers`; gives x [row, chunk, embed] and the pools."""
         raise NotImplementedError
 
     @abstractmethod
     def mean(self, x: jax.Array) -> jax.Array:
-        """The mean over the last axis, which norms divide by. It stays, with a size of one."""
+        """The mean over the last axis, for norms; the axis stays, with a size of one."""
 
     @abstractmethod
     def mix_experts(self, x: jax.Array, scores: jax.Array, is_real: jax.Array, experts: Mixture) -> jax.Array:
         """The weighted sum of each token's experts, float32 [token, embed]; zeros for padding.
 
-        x float32 [token, embed], scores [token, expert] by the router, is_real [token].
+        x float32 [token, embed], scores [token, expert] from the router, is_real [token].
         """
 
     def add_experts(
         self, added: jax.Array, x: jax.Array, scores: jax.Array, is_real: jax.Array, experts: Mixture
     ) -> jax.Array:
-        """What `mix_experts` makes of x, added to this."""
+        """`added` plus the result of `mix_experts` for x."""
         return added + self.mix_experts(x, scores, is_real, experts)
 
     def refine(
         self, logits: jax.Array, hidden: jax.Array, embed: jax.Array, num_used: jax.Array | None
     ) -> jax.Array:
-        """Logits of an int8 head [row, vocab], the largest of them made exact with the embedding, which is
-        its matrix, if there is a kernel for it."""
+        """Logits [row, vocab] of an int8 head whose matrix is the embedding. If there is a kernel for it, the
+        largest are computed again with the embedding itself, which is not quantized."""
         return logits
 
     @abstractmethod
     def likeliest(self, logits: jax.Array, num_used: jax.Array | None = None) -> Likeliest:
-        """The largest logit of the first `num_used` [1] rows of float32 [row, vocab]; of equals the first."""
+        """The largest logit of each row of float32 [row, vocab], the first among equals.
+
+        Only the first `num_used` [1] rows count.
+        """
 
     def draw(
         self,
@@ -280,9 +284,9 @@ class Backend(ABC):
         """Draws by temperature, top-k, top-p and min-p, all [row], only if `draws_tokens`; the values are
         each row's largest logit.
 
-        points [row, attempt, 2] are random numbers, at least 0 and below 1. The first half is for a row's
-        first draw. The others are for a second one, where the mask that `words`, `at` and `slots` tell of
-        (see `rules.Masks`) does not allow the first token; its value is the largest of the allowed logits.
+        points [row, attempt, 2] are random numbers, at least 0 and below 1. The first half of them is for a
+        row's first draw, the second half for another one if the row's mask (`words`, `at` and `slots`, see
+        `rules.Masks`) does not allow the first token; the value is then the largest allowed logit.
         """
         raise NotImplementedError
 
@@ -295,7 +299,7 @@ class Backend(ABC):
         masks: Masks,
         num_used: jax.Array,
     ) -> Drawn:
-        """See `sampler.sample`, only if `samples_rows`. Plain mode gives a memory of no tokens and edits."""
+        """See `sampler.sample`, only if `samples_rows`. In plain mode `memory` has no tokens and no edits."""
         raise NotImplementedError
 
     @abstractmethod
@@ -308,12 +312,12 @@ class Backend(ABC):
 
     @abstractmethod
     def multiplied_in(self, kept: jnp.dtype, dtype: jnp.dtype) -> jnp.dtype | None:
-        """The type that matrices kept as `kept` are multiplied in; None: rotated, as integers."""
+        """The type that matrices kept as `kept` are multiplied in; None: they are rotated, as integers."""
 
     @property
     @abstractmethod
     def block_order(self) -> BlockOrder | None:
-        """The order of int8 matrices with scales for blocks of inputs; None: as they are."""
+        """The order of int8 matrices with scales for blocks of inputs; None: that of the inputs."""
 
     @abstractmethod
     def packs(self, kept: jnp.dtype) -> bool:

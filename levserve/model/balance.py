@@ -1,12 +1,12 @@
-"""Evens out the channels of activations before matrices are rounded to int8, by numbers of the model alone.
+"""Evens out the channels of activations before matrices are rounded to int8, using only the model's weights.
 
 A few channels of a language model's activations are many times larger than the rest. The rotation before a
 product spreads them (`hadamard`), and their rounding error with them. So each channel is divided by about the
-square root of its size, and the columns of the matrix it meets are multiplied: what both sides lose together
-is least then. Norms and the rows of `up` take the division in, so that it costs nothing, but for the head's.
+square root of its size and the matching column of the matrix is multiplied by it, which minimises the error
+of both sides together. Norms and the rows of `up` absorb the division, which is free except at the head.
 
-How large channels are is seen on a few tokens, evenly from the vocabulary, that pass through the feed-forward
-parts of the layers. Attention is left out: between tokens that are no text it tells less than nothing.
+Channel sizes are measured on a few tokens, spread evenly over the vocabulary, that pass through the
+feed-forward parts of the layers. Attention is left out: among tokens that are not a text it would mislead.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from levserve.model.matrix_rows import Array, MatrixRows, as_rows
 
 NUM_TOKENS = 64
 NUM_ROWS = 512
-"""Rows of a matrix that show how large its columns are."""
+"""Rows of a matrix that are sampled to measure its columns."""
 NUMBERS_PER_READ, NUMBERS_TOGETHER = 1 << 15, 1 << 17
-"""To read one row takes as long as to read so many numbers; and how many are read at a time at most."""
+"""How many values could be read in the time of one separate read; and the most values read at once."""
 STEPS_PER_OCTAVE = 4
-"""Scales are powers of the fourth root of two, so that the last bits of a sum do not change them."""
+"""Scales are powers of the fourth root of two, so that the last bits of a sum do not affect them."""
 SMALLEST_CHANNEL = 1e-3
 """The smallest size of a channel, as a share of the mean."""
 LARGEST_EXPONENT = 80.0
-"""Of e in the activation, which is 0 from there on."""
+"""The largest exponent of e in the activation, which is 0 from there on."""
 KNOWN_FIELDS = frozenset(
     "vocab_size hidden_size intermediate_size num_layers num_heads num_kv_heads head_dim norm_eps rope_theta "
     "max_position tied_head rope_scaling local_rope_theta rotary_size embed_scale logit_scale head_bias "
@@ -39,7 +39,7 @@ KNOWN_FIELDS = frozenset(
 )
 """The fields of a config that may have any value: no norm and no feed-forward part depends on them."""
 BALANCE = "head_balance"
-"""The array that hidden states are multiplied with before the head."""
+"""The array that hidden states are multiplied by before the head."""
 
 Arrays = Iterator[tuple[str, NDArray[np.generic]]]
 Matrices = Iterator[tuple[str, "NDArray[np.generic] | MatrixRows | Balanced"]]
@@ -47,28 +47,28 @@ Matrices = Iterator[tuple[str, "NDArray[np.generic] | MatrixRows | Balanced"]]
 
 @dataclass(frozen=True, slots=True)
 class Balanced:
-    """A matrix whose columns are to be multiplied, and perhaps its rows divided, before it is rounded."""
+    """A matrix to be rounded, with its columns multiplied and perhaps its rows divided."""
 
     rows: MatrixRows
     columns: Array
     """[in]"""
     tokens: Array | None = None
-    """[token, in]: what the matrix is to be multiplied with, as it is in `rows`."""
+    """[token, in]: activations to multiply with the matrix as it is in `rows`."""
     take: Callable[[Array], Array | None] = lambda products: None
-    """Takes those products [token, out], and gives what rows are divided by, [out]; None: by nothing."""
+    """Takes these products [token, out] and gives the divisors of the rows, [out]; None: there are none."""
 
 
 def can_balance(config: ModelConfig) -> bool:
-    """Whether the model has the feed-forward parts that are known here, gated by SiLU after a plain norm."""
+    """Whether the model has the only feed-forward parts supported here: gated by SiLU, after a plain norm."""
     others = (each for each in fields(config) if each.name not in KNOWN_FIELDS)
     return all(getattr(config, each.name) == each.default for each in others)
 
 
 def balance_arrays(config: ModelConfig, arrays: Matrices) -> Matrices:
-    """The arrays of `parameter_shapes`, layer by layer, with other channels but the same products.
+    """The arrays of `parameter_shapes`, layer by layer, with rescaled channels but the same products.
 
-    The last one is the head, also of a model whose head shares the embedding's matrix. What matrices are
-    multiplied with depends on the products with those before: each has to be used before the next.
+    The last one is the head, even if the model's head shares the embedding's matrix. The factors of a matrix
+    depend on the products with the matrices before it: each must be used before the next is taken.
     """
     states, embed = _States(), None
     norms: dict[str, Array] = {}
@@ -107,14 +107,14 @@ def balance_arrays(config: ModelConfig, arrays: Matrices) -> Matrices:
 
 
 def leave_unbalanced(config: ModelConfig, arrays: Matrices) -> Matrices:
-    """The same arrays in any order, as they are: programs that are compiled for the others take them too."""
+    """The same arrays unchanged, in any order: programs compiled for balanced arrays take them too."""
     yield from arrays
     yield BALANCE, np.ones(config.hidden_size, np.float32)
 
 
 @dataclass(slots=True)
 class _States:
-    """What the tokens are before the next layer, and within its feed-forward part."""
+    """The activations of the tokens before the next layer, and within its feed-forward part."""
 
     x: Array = field(default_factory=lambda: np.empty((0, 0), np.float32))
     activated: Array = field(default_factory=lambda: np.empty((0, 0), np.float32))
@@ -140,7 +140,7 @@ def _activate(gate_up: Array) -> Array:
 
 
 def _channel_scale(x: Array, matrix: MatrixRows | None = None) -> Array:
-    """What columns of a matrix are multiplied with, and activations like x [token, channel] divided by."""
+    """What columns of a matrix are multiplied by, and activations like x [token, channel] divided by."""
     sizes = np.abs(x).mean(0, dtype=np.float64)
     sizes = sizes + SMALLEST_CHANNEL * sizes.mean()
     if matrix is not None:
@@ -151,7 +151,7 @@ def _channel_scale(x: Array, matrix: MatrixRows | None = None) -> Array:
 
 
 def _read_some(matrix: MatrixRows) -> Array:
-    """About `NUM_ROWS` rows, evenly from all of them."""
+    """About `NUM_ROWS` rows, evenly spaced."""
     num_rows, size = matrix.shape
     step = max(1, num_rows // NUM_ROWS)
     if step * size > NUMBERS_PER_READ:

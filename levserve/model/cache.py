@@ -1,5 +1,5 @@
 """The paged KV pool: one array per layer, [page, 2, kv_head, slot in page, head_size], keys at 0 and values
-at 1. A slot of int8 has its scale after its numbers, as the bytes of a float32.
+at 1. An int8 slot has its scale after its values, as the bytes of a float32.
 
 Page tables are plain int arrays. A page number equal to the number of pages stands for "nowhere": writes to
 it are dropped.
@@ -22,7 +22,7 @@ LARGEST_FP8 = 448.0
 INT8 = jnp.dtype(jnp.int8)
 LARGEST_INT8 = 127.0
 SMALLEST_SCALE = 1e-30
-"""Keeps the scale of zeros from being 0, by which numbers could not be divided."""
+"""Keeps the scale of an all-zero head from being 0, which would lead to a division by zero."""
 SCALE_BYTES = 4
 NUMBERS = {jnp.dtype(jnp.uint16): jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.uint8): FP8}
 """Number types that may be stored as their bits, by the type of the bits."""
@@ -41,7 +41,7 @@ def page_bytes(config: ModelConfig, page_size: int, dtype: jnp.dtype) -> int:
 
 
 def stored_width(head_size: int, dtype: jnp.dtype) -> int:
-    """How many numbers of this type a slot takes: those of a head, and for int8 its scale."""
+    """How many values of this type a slot takes: those of a head, and for int8 the bytes of its scale."""
     return head_size + SCALE_BYTES if dtype == INT8 else head_size
 
 
@@ -64,7 +64,7 @@ class Place(NamedTuple):
     offsets: jax.Array
     """int32 [row * chunk]: its slot in that page"""
     num_used: jax.Array
-    """int32 [1]: positions of row * chunk before the padding at the end"""
+    """int32 [1]: number of positions, of row * chunk, before the padding at the end"""
 
 
 def place(table: jax.Array, positions: jax.Array, pool: jax.Array) -> Place:
@@ -102,20 +102,20 @@ def to_storage(x: jax.Array, storage: jnp.dtype) -> jax.Array:
         return _to_int8(x)
     dtype = NUMBERS.get(storage, storage)
     if dtype == FP8:
-        x = jnp.clip(x, -LARGEST_FP8, LARGEST_FP8)  # fp8 has no infinity: a cast makes NaN of larger numbers
+        x = jnp.clip(x, -LARGEST_FP8, LARGEST_FP8)  # fp8 has no infinity: a cast makes larger values NaN
     x = x.astype(dtype)
     return lax.bitcast_convert_type(x, storage) if storage in NUMBERS else x
 
 
 def _to_int8(x: jax.Array) -> jax.Array:
-    """Each head [..., head_size] rounded to int8 by a scale of its own, which follows its numbers."""
+    """Each head [..., head_size] rounded to int8 with its own scale, which follows its values."""
     scale = jnp.maximum(jnp.abs(x.astype(jnp.float32)).max(-1, keepdims=True), SMALLEST_SCALE) / LARGEST_INT8
     numbers = jnp.round(x.astype(jnp.float32) * (1 / scale)).astype(INT8)
     return jnp.concatenate([numbers, lax.bitcast_convert_type(scale[..., 0], INT8)], -1)
 
 
 def filling(pool: jax.Array, number: float) -> NDArray[np.generic]:
-    """What a slot of the pool holds if every number of it is this one."""
+    """The content of a slot of the pool whose values are all `number`."""
     width, dtype = pool.shape[-1], pool.dtype
     if dtype == INT8:
         scale = np.asarray([number / LARGEST_INT8], np.float32)
@@ -124,11 +124,11 @@ def filling(pool: jax.Array, number: float) -> NDArray[np.generic]:
 
 
 def from_storage(x: jax.Array) -> jax.Array:
-    """Stored keys or values as numbers of the type `multiplied_in`."""
+    """Stored keys or values in the type that `multiplied_in` names."""
     if x.dtype == jnp.uint16:  # the upper half of a float32
         return lax.bitcast_convert_type(x.astype(jnp.uint32) << 16, jnp.float32)
     if x.dtype == jnp.uint8:
-        # Moved to a float16, whose exponent is biased by 8 more: a cast takes four times as long.
+        # Shifted into a float16, whose exponent bias is larger by 8: a cast takes four times as long.
         sign, rest = x.astype(jnp.uint16) & 0x80, x.astype(jnp.uint16) & 0x7F
         number = lax.bitcast_convert_type(sign << 8 | rest << 7, jnp.float16).astype(jnp.float32) * 256
         return jnp.where(rest == 0x7F, jnp.nan, number)
@@ -139,9 +139,9 @@ def from_storage(x: jax.Array) -> jax.Array:
 
 
 def multiplied_in(storage: jnp.dtype) -> jnp.dtype:
-    """The type in which stored numbers are multiplied: float32 if they are stored as bits or int8.
+    """The type in which stored values are multiplied: float32 if they are stored as bits or int8.
 
-    Fp8 is multiplied in float16, which holds all of its numbers and to which a GPU widens it in one
+    Fp8 is multiplied in float16, which can represent all of its values and to which a GPU widens it in one
     instruction.
     """
     if storage in NUMBERS or storage == INT8:
@@ -154,5 +154,5 @@ def numbers_of(pool: jax.Array) -> jnp.dtype:
 
 
 def from_bits(x: jax.Array) -> jax.Array:
-    """Numbers stored as bits in their own type; other arrays as they are."""
+    """Values that are stored as bits, in their own type; other arrays unchanged."""
     return lax.bitcast_convert_type(x, NUMBERS[x.dtype]) if x.dtype in NUMBERS else x

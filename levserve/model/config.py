@@ -1,7 +1,7 @@
-"""The architecture of a decoder: every number of it, and each named axis once.
+"""The architecture of a decoder: all of its numbers, and each named axis, defined once.
 
-Built by the checkpoint readers in `weights/`; read by everything in `model/`. No family has a name here: a
-family is the values of these fields.
+Built by the checkpoint readers in `weights/`; read by everything in `model/`. Model families have no names
+here: a family is a set of values of these fields.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Activation(StrEnum):
 
 
 class Scoring(StrEnum):
-    """What makes weights of the router's scores."""
+    """The function that turns the router's scores into weights."""
 
     SOFTMAX = "softmax"
     SIGMOID = "sigmoid"
@@ -48,9 +48,9 @@ class LinearScaling:
 class LongScaling:
     """Phi-3's long context: a factor for each rotary frequency, and one for cosines and sines.
 
-    The model has two lists of factors, for contexts up to `original_max_position` and for longer ones;
-    `stretched_for` of the config picks by the length that is served, once, so that what is in the cache stays
-    right as a text grows.
+    The model has two lists of factors, for contexts up to `original_max_position` and for longer ones.
+    `ModelConfig.stretched_for` picks one of them by the length that is served, once, so that cached keys stay
+    valid as a text grows.
     """
 
     short_factors: tuple[float, ...]
@@ -75,19 +75,19 @@ class YarnScaling:
     factor: float
     original_max_position: int
     attention_factor: float
-    """Of cosines and sines."""
+    """The factor of cosines and sines."""
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncates: bool = True
-    """The two bounds are widened to whole pairs of numbers."""
+    """The two bounds are rounded outwards to whole pairs of dimensions."""
 
 
 @dataclass(frozen=True, slots=True)
 class DynamicScaling:
     """NTK-aware scaling: the base of the frequencies grows with the length of the text.
 
-    transformers computes it anew as a text outgrows the original context. Here `stretched_for` of the config
-    sets the length that is served, once, so that what is in the cache stays right as a text grows.
+    transformers recomputes the base as a text outgrows the original context. Here `ModelConfig.stretched_for`
+    sets the length to the one that is served, once, so that cached keys stay valid as a text grows.
     """
 
     factor: float
@@ -95,7 +95,7 @@ class DynamicScaling:
     max_seq_len: int
 
     def stretch(self, theta: float, size: int) -> float:
-        """The base of the frequencies of `size` rotated numbers."""
+        """The base of the frequencies of `size` rotated dimensions."""
         ratio = max(self.max_seq_len, self.original_max_position) / self.original_max_position
         return float(theta * (self.factor * ratio - (self.factor - 1)) ** (size / (size - 2)))
 
@@ -105,7 +105,7 @@ RopeScaling = Llama3Scaling | LinearScaling | LongScaling | YarnScaling | Dynami
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary positions of a layer, which rotate the first `size` numbers of each head."""
+    """Rotary positions of a layer, which rotate the first `size` dimensions of each head."""
 
     size: int
     theta: float
@@ -117,16 +117,16 @@ class Latent:
     """Attention whose heads are expanded from short vectors; see `latent_attention.py`."""
 
     kv_rank: int
-    """Numbers of the vector that keys and values come from."""
+    """Size of the vector that keys and values come from."""
     query_rank: int | None
     """The same for queries; None: they come from the layer's input."""
     rotary_size: int
-    """Numbers of a key that all heads share. They alone are rotated."""
+    """Dimensions of a key that all heads share; only these are rotated."""
     value_size: int
-    """Numbers of a head's value; those of its queries and keys are `head_dim`."""
+    """Size of a head's value; that of its queries and keys is `head_dim`."""
     has_interleaved_pairs: bool = True
-    """Checkpoints store the two numbers that are rotated together as neighbours. Only their readers look at
-    this."""
+    """Checkpoints store the two dimensions that are rotated together as neighbours. Only the checkpoint
+    readers look at this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ class Routing:
     """The weights of the chosen experts are scaled to sum to one."""
     scoring: Scoring = Scoring.SOFTMAX
     has_correction: bool = False
-    """Each expert has a learned number that is added to its weight for the choice alone."""
+    """Each expert has a learned bias that is added to its weight only to choose experts."""
     num_groups: int = 1
     groups_per_token: int = 1
     """The experts form groups, and a token may choose only from its best ones."""
@@ -168,7 +168,7 @@ class ModelConfig:
     local_rope_theta: float | None = None
     """Base for layers with a window if it differs from `rope_theta`; it is never scaled."""
     rotary_size: int | None = None
-    """How many numbers of each head are rotated; None: all."""
+    """How many dimensions of each head are rotated; None: all."""
     has_position_table: bool = False
     """Positions are learned and added to the embedding."""
     embed_scale: float = 1.0
@@ -188,13 +188,13 @@ class ModelConfig:
     latent: Latent | None = None
     """None: queries, keys and values are one product with the layer's input."""
     has_sinks: bool = False
-    """Each query head has a learned score that counts in the sum of its softmax, and has no value."""
+    """Each query head has a learned score that counts in the sum of its softmax but has no value."""
     logit_softcap: float | None = None
 
     is_parallel: bool = False
     """Attention and feed-forward part read the same input, and both results are added to it."""
     shares_norm: bool = False
-    """The feed-forward part reads what attention reads: it has no norm of its own."""
+    """The feed-forward part has no norm of its own: it uses that of attention."""
     residual_scale: float = 1.0
     """The factor of what attention and feed-forward part add to their input."""
     has_layer_norms: bool = False
@@ -205,21 +205,21 @@ class ModelConfig:
     has_post_norms: bool = False
     """The results of attention and feed-forward are normalized before they are added."""
     has_offset_norms: bool = False
-    """Checkpoints store the weight of every norm minus one. Only their readers look at this."""
+    """Checkpoints store the weight of every norm minus one. Only the checkpoint readers look at this."""
 
     has_interleaved_heads: bool = False
-    """Checkpoints store the two numbers that are rotated together as neighbours. Only their readers look at
-    this."""
+    """Checkpoints store the two dimensions that are rotated together as neighbours. Only the checkpoint
+    readers look at this."""
     has_turned_experts: bool = False
-    """Checkpoints store the experts' matrices [expert, in, out], with gate and up in turn. Only their readers
-    look at this."""
+    """Checkpoints store the experts' matrices transposed, [expert, in, out], with gate and up interleaved.
+    Only the checkpoint readers look at this."""
 
     activation: Activation = Activation.SILU
     is_gated: bool = True
     gate_limit: float | None = None
-    """The gate is at most this before its activation, and what it multiplies is at most this far from 0."""
+    """The gate is clamped to at most this before its activation, and `up` to this on both sides of 0."""
     up_offset: float = 0.0
-    """Added to what the gate multiplies."""
+    """Added to `up` before the gate multiplies it."""
     mlp_bias: bool = False
     """The feed-forward part, or each expert, has biases."""
     num_experts: int = 0
@@ -233,11 +233,11 @@ class ModelConfig:
     dense_layers: tuple[int, ...] = ()
     """In a mixture, the layers that have no experts."""
     dense_size: int = 0
-    """Width of their feed-forward part."""
+    """Width of the feed-forward part in `dense_layers`."""
 
     num_shards: int = 1
-    """Devices that share the model. If there are several, the numbers of heads and `intermediate_size` are
-    those of one device (see `sharding.py`); everything else is the whole model's."""
+    """Devices that share the model. If there are several, the numbers of heads and the widths of feed-forward
+    parts are those of one device (see `sharding.py`); everything else is the whole model's."""
 
     @property
     def vocab_rows(self) -> int:

@@ -42,7 +42,7 @@ class Decoder(eqx.Module):
     final_norm: Norm
     head: Linear | None
     head_balance: NamedArray | None
-    """What hidden states are multiplied with before the head, if its matrix is balanced."""
+    """What hidden states are multiplied by before the head, if its matrix is balanced."""
     backend: Backend = eqx.field(static=True)
 
     @staticmethod
@@ -79,12 +79,11 @@ class Decoder(eqx.Module):
         positions: jax.Array,
         ends: jax.Array | None = None,
     ) -> tuple[NamedArray, tuple[jax.Array, ...]]:
-        """Runs a chunk of each row: tokens and positions [row, chunk], table [row, page]; gives its hidden
-        states.
+        """Runs a chunk of each row, and gives its hidden states and the pools.
 
-        Positions must be the row's next ones, and negative for padding, whose results mean nothing. With
-        `ends` [row] only the hidden state at that place of each chunk is computed to the end, and given as a
-        chunk of one.
+        tokens and positions [row, chunk], table [row, page]. Positions must be the row's next ones, or
+        negative for padding, whose results are meaningless. With `ends` [row] only the hidden state at that
+        index of each chunk is computed to the end, and returned as a chunk of one.
         """
         config = self.config
         x = self._embed(tokens) * config.embed_scale
@@ -98,7 +97,7 @@ class Decoder(eqx.Module):
         if ends is None and self.backend.runs_layers:
             ordered = x.rearrange((ROW, CHUNK, "embed"))
             shared = angles[ropes[0]]
-            assert shared is not None  # layers that are run at once have rotary positions, all the same
+            assert shared is not None  # layers that run in one call share the same rotary positions
             arrays = [layer.arrays for layer in self.layers]
             run, pools = self.backend.run_layers(config, ordered.array, pools, place, shared, arrays)
             return self.final_norm(hax.named(run, ordered.axes)), pools
@@ -119,7 +118,7 @@ class Decoder(eqx.Module):
 
     @property
     def _is_head_refined(self) -> bool:
-        """Whether the head is int8 with a scale per row, and its matrix is the embedding, which is not."""
+        """Whether the head is the embedding in int8 with a scale per row, and the embedding itself is not."""
         config, head = self.config, self.head
         if head is None or not config.tied_head or config.head_bias or config.num_shards > 1:
             return False
@@ -142,7 +141,7 @@ class Decoder(eqx.Module):
 
 @dataclass(frozen=True, slots=True)
 class Blueprint:
-    """A decoder without its arrays; of several devices that share a model, what each of them runs."""
+    """A decoder without its arrays; if several devices share a model, what each of them runs."""
 
     config: ModelConfig
     backend: Backend = XLA_ON_CPU

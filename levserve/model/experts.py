@@ -18,9 +18,9 @@ from levserve.model.backend import ExpertChoice, ExpertLayer
 from levserve.model.config import Routing, Scoring
 
 MIN_BLOCK, MAX_BLOCK = 2, 64
-"""Pairs of one expert computed together on a CPU: a single one leaves the fast path of its matrix product."""
+"""Pairs of one expert computed together on a CPU: a single one misses the fast path of matrix products."""
 FEW_TOKENS = 256
-"""Up to this many tokens a GPU waits for the weights, whatever it multiplies them with."""
+"""Up to this many tokens a GPU is limited by reading the weights, not by multiplying."""
 
 
 def choose_experts(
@@ -41,7 +41,7 @@ def choose_experts(
 
 
 def _keep_best_groups(ranks: jax.Array, routing: Routing) -> jax.Array:
-    """The ranks [token, expert] of experts in a token's best groups; all others are below them."""
+    """The ranks [token, expert], with minus infinity for experts outside the token's best groups."""
     grouped = ranks.reshape(len(ranks), routing.num_groups, -1)
     best = lax.top_k(grouped, routing.group_best)[0].sum(-1)
     _, chosen = lax.top_k(best, routing.groups_per_token)
@@ -51,7 +51,7 @@ def _keep_best_groups(ranks: jax.Array, routing: Routing) -> jax.Array:
 
 
 def are_few(num_pairs: int, num_experts: int) -> bool:
-    """Whether a GPU had better gather a matrix for each pair: hardly two choose the same expert then."""
+    """Whether a GPU should gather a matrix for each pair: so few of them hardly ever share an expert."""
     return 3 * num_pairs <= num_experts
 
 
@@ -72,7 +72,7 @@ def _sort(choice: ExpertChoice, is_real: jax.Array, num_experts: int) -> _Sorted
 def mix_in_blocks(
     x: jax.Array, choice: ExpertChoice, is_real: jax.Array, experts: ExpertLayer, num_experts: int
 ) -> jax.Array:
-    """One expert after another, a few of its pairs at a time.
+    """Computes one expert after another, a few of its pairs at a time.
 
     Reads only the chosen experts and multiplies little more than the pairs; for devices on which a loop costs
     nothing.
@@ -101,7 +101,7 @@ def mix_in_blocks(
 
 
 def mix_gathered(x: jax.Array, choice: ExpertChoice, experts: ExpertLayer) -> jax.Array:
-    """Every pair with a copy of its expert's matrices: for a few pairs and many experts."""
+    """Computes every pair with a copy of its expert's matrices: for a few pairs and many experts."""
     results = experts.chosen(choice.experts.reshape(-1), jnp.repeat(x, choice.experts.shape[1], axis=0))
     return (results.reshape(*choice.experts.shape, -1) * choice.weights[..., None]).sum(1)
 
@@ -109,10 +109,10 @@ def mix_gathered(x: jax.Array, choice: ExpertChoice, experts: ExpertLayer) -> ja
 def mix_in_slots(
     x: jax.Array, choice: ExpertChoice, is_real: jax.Array, experts: ExpertLayer, num_experts: int
 ) -> jax.Array:
-    """All experts in one batched product, each with slots for twice the mean number of pairs.
+    """Computes all experts in one batched product, each with slots for twice the mean number of pairs.
 
-    An expert with more pairs makes another round necessary. A few tokens get a slot with every expert, so
-    that one round is always enough.
+    An expert with more pairs makes another round necessary. If there are few tokens, each has a slot with
+    every expert, so that one round is always enough.
     """
     num_tokens, per_token = choice.experts.shape
     num_pairs, weights = choice.experts.size, choice.weights.reshape(-1)

@@ -1,4 +1,4 @@
-"""The feed-forward part of a layer: one, or many experts of which each token uses a few."""
+"""The feed-forward part of a layer: a single one, or many experts of which each token uses a few."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Mlp(eqx.Module):
     def __call__(
         self, x: NamedArray, num_used: jax.Array | None = None, norm: Norm | None = None
     ) -> NamedArray:
-        """The norm, if there is one, comes first."""
+        """Applies the norm first, if there is one."""
         config = self.config
         wide = self.gate_up.of_normed(x, norm, num_used)
         num_rows = wide.array.size // wide.axis_size(config.GateUp.name)
@@ -78,7 +78,7 @@ class Experts(eqx.Module):
         return self._by_row(mixed, is_real)
 
     def add_to(self, added: NamedArray, x: NamedArray, is_real: jax.Array) -> NamedArray:
-        """The same of x, added to what stands beside it."""
+        """`added` plus the result for x."""
         if self.shared is not None or self.config.num_shards > 1:
             return added + self(x, is_real)
         flat = _by_token(x)
@@ -129,7 +129,7 @@ class Experts(eqx.Module):
 
     @property
     def _down(self) -> Linear:
-        """Each device has all of its bias, which the sum over devices must hold once."""
+        """The down matrices, with a bias on the first device only: a sum over devices must count it once."""
         down = self.stacked.down
         if down.bias is None or self.config.num_shards == 1:
             return down

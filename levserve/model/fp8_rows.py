@@ -1,8 +1,8 @@
-"""Activations in FP8, for checkpoints that were made to be multiplied so.
+"""Activations in FP8, for checkpoints that were made for FP8 products.
 
-Each token has a scale for every group of inputs, or one for all, with which the largest of them becomes the
-largest FP8. That is how `activation_scheme: dynamic` of DeepSeek's and Qwen's FP8 checkpoints, and dynamic
-`input_activations` of compressed-tensors, are meant.
+Each token has a scale for every group of inputs, or one for all inputs, which maps the largest of them to the
+largest FP8 value. This is what `activation_scheme: dynamic` of DeepSeek's and Qwen's FP8 checkpoints, and
+dynamic `input_activations` of compressed-tensors, mean.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jax import lax
 from levserve.model.cache import FP8, LARGEST_FP8
 
 SMALLEST = 1e-10
-"""What the largest of a group counts as if it is less, so that zeros stay zeros."""
+"""The least that the largest value of a group counts as, so that zeros stay zeros."""
 
 
 class Fp8Rows(NamedTuple):
@@ -26,16 +26,16 @@ class Fp8Rows(NamedTuple):
     """float32 [group, row], as kernels read it: what `LARGEST_FP8` stands for in each group."""
 
     def widen(self) -> jax.Array:
-        """The numbers that the codes stand for, as float32."""
+        """The values that the codes stand for, as float32."""
         groups = self.codes.astype(jnp.float32).reshape(*self.largest.T.shape, -1)
         return (groups * (self.largest.T / LARGEST_FP8)[..., None]).reshape(self.codes.shape)
 
 
 def round_rows(x: jax.Array, group: int | None) -> Fp8Rows:
-    """Rounds x [row, in] with a scale for so many inputs, which divide all of them; None: one for all."""
+    """Rounds x [row, in] with a scale for every `group` inputs, which must divide `in`; None: one for all."""
     num_rows, num_inputs = x.shape
     groups = x.astype(jnp.float32).reshape(num_rows, -1, group or num_inputs)
-    # `jnp.max` would compare with the smallest number in an operation of its own, on a GPU in a kernel.
+    # `jnp.max` would need a separate operation, on a GPU a separate kernel, to compare with `SMALLEST`.
     largest = lax.reduce(jnp.abs(groups), jnp.float32(SMALLEST), lax.max, (groups.ndim - 1,))
     codes = (groups * (LARGEST_FP8 / largest)[..., None]).astype(FP8)
     return Fp8Rows(codes.reshape(x.shape), largest.T)

@@ -1,4 +1,4 @@
-"""Rotates vectors by a Hadamard matrix, block by block, so that no number is far larger than the others.
+"""Rotates vectors by a Hadamard matrix, block by block, so that no value is far larger than the others.
 
 A few channels of a language model's activations are many times larger than the rest, and int8 with a scale
 that covers them has too few steps for the rest. The rotation spreads each channel over its block. Matrices
@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 BLOCK = 64
-"""Larger blocks gain nothing: among 64 mixed numbers the largest is hardly larger than among 512."""
+"""Larger blocks gain nothing: the largest of 64 mixed values is hardly larger than the largest of 512."""
 BLOCKS_PER_PRODUCT = 64
-"""Blocks that numpy multiplies at a time: for more it would start threads, which compete with its callers."""
+"""Blocks that numpy multiplies at a time: for more it would start threads that compete with the callers."""
 Array = TypeVar("Array", jax.Array, NDArray[np.float32])
 
 
@@ -28,7 +28,7 @@ def block_size(size: int) -> int:
 
 
 def rotate(x: Array) -> Array:
-    """Rotates [..., size] along the last axis; a second rotation gives x again."""
+    """Rotates [..., size] along the last axis; a second rotation gives x back."""
     block = block_size(x.shape[-1])
     if isinstance(x, np.ndarray):
         together = math.gcd(x.size // block, BLOCKS_PER_PRODUCT)

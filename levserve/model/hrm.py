@@ -1,8 +1,8 @@
 """The hierarchical reasoning model of AI-OS ("ACT v1"): one forward pass over whole texts.
 
-Attention has no direction: every position sees every other, so a new token changes the states of all before
-it, and nothing of a run can be kept for the next one. Texts of different lengths are padded on the right, and
-no position attends to padding.
+Attention is not causal: every position sees every other, so a new token changes the states of all positions
+before it, and nothing can be kept from one run to the next. Texts of different lengths are padded on the
+right, and no position attends to padding.
 """
 
 from __future__ import annotations
@@ -114,16 +114,16 @@ class Hrm(eqx.Module):
         return Hrm(config, embed, level("h"), level("l"), linear("head", block.Vocab, block.Embed), backend)
 
     def __call__(self, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
-        """The last states, float32 [row, chunk, embed], of texts [row, chunk] that have these lengths [row].
+        """The final states, float32 [row, chunk, embed], of texts [row, chunk] with these lengths [row].
 
-        States of padding mean nothing.
+        States of padding are meaningless.
         """
         with jax.default_matmul_precision(self._precision):
             return self._think(tokens, lengths)
 
     @property
     def _precision(self) -> str:
-        """By default a GPU multiplies float32 with ten bits of fraction, which the cycles would amplify."""
+        """By default a GPU multiplies float32 with ten fraction bits; the cycles would amplify the error."""
         return self.backend.float32_precision if self.embed.dtype == jnp.float32 else "default"
 
     def _think(self, tokens: jax.Array, lengths: jax.Array) -> jax.Array:

@@ -14,7 +14,7 @@ from levserve.model.config import Activation, ModelConfig
 NORM_EPS = 1e-5
 ROPE_THETA = 10_000.0
 SCALED_FROM = 512
-"""The hidden size from which on embeddings are scaled by its root; narrower ones are not scaled at all."""
+"""From this hidden size on, embeddings are scaled by its square root; narrower ones are not scaled."""
 LEVELS = ("h", "l")
 
 

@@ -1,11 +1,11 @@
 """Matrices that stay in the four bits of their file, with a scale for every 32 inputs.
 
-A number is `scale * (code - 8) + middle`, where codes are from 0 to 15. The middle is 0 in files whose blocks
-have no offset (Q4_0). It is small in the others, because codes are counted from their middle. Nothing is
-rotated, so that codes are those of the file.
+A value is `scale * (code - 8) + middle`, where codes are from 0 to 15. The middle is 0 in files whose blocks
+have no offset (Q4_0). In others it is small, because codes are counted from 8, their own middle. Nothing is
+rotated, so the codes stay those of the file.
 
 Activations are rounded to two int8 terms, with a scale for each token and block. The sums of both terms are
-put together as integers, which is why a second term has a power of two of steps.
+combined as integers by a shift, so the number of steps of the second term is a power of two.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from levserve.model.int8_packing import SMALLEST, STEPS, BlockOrder
 from levserve.model.packed import Code, Scheme
 
 CENTER = 8
-"""What is taken off every code."""
+"""Subtracted from every code."""
 SECOND_TERM_BITS = 4
 SECOND_TERM = 2.0**SECOND_TERM_BITS
-"""Steps of the second term in one step of the first. A number of the matrix times as many still fits int8, so
-that matrix units can multiply both terms at once."""
+"""Steps of the second term in one step of the first. A centred code times this still fits int8, so that
+matrix units can multiply both terms at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,19 +37,19 @@ class FourBits:
     codes: NDArray[np.uint8]
     """[out, in]"""
     scales: NDArray[np.float16]
-    """[out, in / 32], `SCALE_FACTOR` times as large."""
+    """[out, in / 32], multiplied by `SCALE_FACTOR`."""
     middles: NDArray[np.float16] | None
-    """Likewise."""
+    """The same shape and factor; None: all are 0."""
 
     def rows(self, part: slice) -> FourBits:
         middles = None if self.middles is None else self.middles[part]
         return FourBits(self.codes[part], self.scales[part], middles)
 
     def pack(self, order: BlockOrder | None) -> tuple[NDArray[np.uint8], NDArray[np.float16]]:
-        """Bytes [out, in / 2] and scales [out, block], in this order; None: as they are.
+        """Bytes [out, in / 2] and scales [out, block], in this order; None: the order of the inputs.
 
-        A byte has a number of the first half of its block, and above it the one 16 inputs later. Middles
-        follow the scales of each block.
+        A byte has a code of the first half of its block in its low bits, and the one 16 inputs later above
+        it. The middle of each block follows its scale.
         """
         halves = self.codes.reshape(len(self.codes), -1, 2, BLOCK // 2)
         packed = (halves[:, :, 0] | halves[:, :, 1] << np.uint8(4)).reshape(len(self.codes), -1)
@@ -78,7 +78,7 @@ def from_parts(
     zeros: NDArray[np.generic] | None,
     offsets: NDArray[np.generic] | None,
 ) -> FourBits:
-    """Of codes [out, in] and what each group of inputs has, [out, group]."""
+    """Builds the matrix from codes [out, in] and what each group of inputs has, [out, group]."""
     assert scheme.columns is not None
     factor, times = np.float32(SCALE_FACTOR), scheme.columns // BLOCK
     wide = scales.astype(np.float32) * factor
@@ -105,7 +105,7 @@ def is_packed(weight: tuple[int, ...], scale: tuple[int, ...]) -> bool:
 
 
 def are_middles(weight: tuple[int, ...], scale: tuple[int, ...]) -> bool:
-    """Whether every second number of the scales of such a matrix is a middle."""
+    """Whether every second value of the scales of such a matrix is a middle."""
     return 2 * weight[1] < BLOCK * scale[1]
 
 

@@ -1,13 +1,13 @@
-"""Int8 matrices with a scale for every 32 inputs, in which most files of four bits are exact.
+"""Int8 matrices with a scale for every 32 inputs, which hold most four-bit files exactly.
 
-Formats of four bits have a step for 32 numbers or a multiple of 32, and each number is a whole number of
-steps from the smallest. Sums and differences of 32 such numbers, which a Hadamard rotation makes, are whole
-numbers of the same step and fit int8, but for the sum of all, which is rounded. So a rotated block keeps the
-file's step as its scale. A block that has no such step is rounded to 127 steps of its own. Activations are
-rounded to int8 with a scale for each token and block.
+Four-bit formats have one step size for 32 values or a multiple of 32, and each value is a whole number of
+steps above the smallest. The sums and differences of 32 such values that a Hadamard rotation forms are
+multiples of the same step and fit int8, except for the sum of all 32, which is rounded. So a rotated block
+keeps the file's step as its scale. A block without such a step is rounded to 127 steps of its own.
+Activations are rounded to int8 with a scale for each token and block.
 
-The head is not rotated, which keeps blocks of Q8_0 exact, and its activations have two int8 terms: what is
-rounded there is not averaged by any later layer.
+The head is not rotated, which keeps blocks of Q8_0 exact, and its activations have two int8 terms, because no
+later layer averages out the rounding errors there.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ from levserve.model.int8_packing import SMALLEST, STEPS
 BLOCK = 32
 """Inputs that share a scale."""
 SCALE_FACTOR = 256.0
-"""Scales are stored so much larger, which keeps those of small numbers in float16's full precision."""
+"""Scales are stored multiplied by this, which keeps small ones in float16's full precision."""
 SMALLEST_SCALE = 2.0**-14
-"""The smallest that float16 has in full precision; it stands for all that are smaller."""
+"""The smallest float16 of full precision; smaller scales are raised to it."""
 LARGEST_SCALE = float(np.finfo(np.float16).max)
 SECOND_TERM = 254.0
-"""Steps of the second term in one step of the first, which is off by half a step at most."""
+"""Steps of the second term in one step of the first, whose error is half a step at most."""
 LEVELS = range(15, 7, -1)
-"""How many steps the largest number of a block may be from the smallest, the likeliest first."""
+"""How many steps there may be from the smallest value of a block to the largest, the likeliest first."""
 SAMPLE = 64
-"""Blocks that show whether a matrix has steps."""
+"""Blocks that are sampled to see whether a matrix has steps."""
 TOLERANCE = 1e-3
-"""How far from a whole number of steps a number may be: float32 is much nearer, chance is not."""
+"""How far a value may be from a whole number of steps: float32 errors are much smaller, chance is not."""
 MIN_PRODUCT_ROWS = 2
 """XLA's integer product of one row is slower than that of two."""
 
 
 def has_blocks(size: int) -> bool:
-    """Whether rows of this size are whole blocks."""
+    """Whether rows of this size consist of whole blocks."""
     return size % BLOCK == 0
 
 
 def round_rows(
     rows: NDArray[np.float32], *, is_rotated: bool
 ) -> tuple[NDArray[np.int8], NDArray[np.float16]]:
-    """Rows [out, in] as int8, and their scales [out, in / 32], `SCALE_FACTOR` times as large.
+    """Rows [out, in] as int8, and their scales [out, in / 32], multiplied by `SCALE_FACTOR`.
 
-    A rotated block is not divided by the square root of its size: products with it are 32 times as large.
+    A rotated block is not divided by the square root of its size, so products with it are 32 times too large.
     """
     blocks = rows.reshape(-1, BLOCK)
     numbers = _rotate(blocks) if is_rotated else blocks
@@ -60,7 +60,7 @@ def round_rows(
     scale = largest / np.float32(STEPS)
     if is_rotated:
         step = _find_steps(blocks)
-        times = np.floor(np.float32(STEPS + 0.5) * step / largest)  # the rounded sum of all gains by more
+        times = np.floor(np.float32(STEPS + 0.5) * step / largest)  # finer, for the rounded sum of all
         scale = np.where(times >= 1, step / np.maximum(times, 1), scale)
     scale = np.maximum(scale * np.float32(SCALE_FACTOR), np.float32(SMALLEST_SCALE))
     if not scale.max() <= LARGEST_SCALE:  # or NaN
@@ -76,7 +76,7 @@ def multiply_blocks(
 ) -> jax.Array:
     """x [row, in] times a matrix that `round_rows` made [out, in]: float32 [row, out].
 
-    With two terms of activations nothing is rotated. Blocks are added one after another, as kernels do it.
+    With two terms of activations nothing is rotated. Blocks are added one after another, as in the kernels.
     """
     num_rows, (out, size) = len(x), weight.shape
     num_blocks = size // BLOCK
@@ -107,12 +107,12 @@ def multiply_blocks(
 
 
 def product_factor(*, is_rotated: bool) -> float:
-    """What makes up for scales and rotations that are not scaled."""
+    """The factor that undoes `SCALE_FACTOR` and the size of unscaled rotations."""
     return 1 / (SCALE_FACTOR * (BLOCK if is_rotated else 1))
 
 
 def unscaled_rotation() -> NDArray[np.float32]:
-    """The rotation of a block, with 1 and -1."""
+    """The rotation of a block with entries 1 and -1."""
     return np.sign(rotation(BLOCK))
 
 
@@ -122,7 +122,7 @@ def _rotate(blocks: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def _find_steps(blocks: NDArray[np.float32]) -> NDArray[np.float32]:
-    """The step of which the numbers of each block are multiples, but for a constant; 0: it has none."""
+    """The step of which each block's values are multiples, apart from a constant; 0: there is none."""
     steps = np.zeros(len(blocks), np.float32)
     sample = blocks[:: max(1, len(blocks) // SAMPLE)]
     if not any(_has_levels(sample, levels).mean() > 1 / 4 for levels in LEVELS):
@@ -138,7 +138,7 @@ def _find_steps(blocks: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def _has_levels(blocks: NDArray[np.float32], levels: int) -> NDArray[np.bool_]:
-    """Whether the numbers of each block are at whole numbers of steps, with this many up to the largest."""
+    """Whether each block's values lie on whole steps, with `levels` of them between its ends."""
     smallest = blocks.min(1, keepdims=True)
     spread = np.maximum(blocks.max(1, keepdims=True) - smallest, SMALLEST)
     positions = (blocks - smallest) * (levels / spread)

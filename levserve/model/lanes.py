@@ -1,9 +1,8 @@
-"""The order in which a GPU's kernel reads the codes of a matrix.
+"""The order in which a GPU kernel reads the codes of a matrix.
 
-Four threads, lanes, share a row of the matrix. Each loads 16 bytes at once, four words, and the first words
-of all four are multiplied together, so these hold neighbouring inputs. Of the numbers in a word the even
-ones come first, so that numbers `2 i` and `2 i + 1` are 16 bits apart, where a shift and a mask leave a
-pair of them.
+Four threads (lanes) share a row of the matrix. Each loads 16 bytes at once, four words, and the first words
+of all four are multiplied together, so these hold neighbouring inputs. Within a word the even codes come
+first, so that codes `2 i` and `2 i + 1` are 16 bits apart and one shift and one mask extract both.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ from numpy.typing import NDArray
 LANES = 4
 WORDS = 4
 NIBBLES, BYTES = 8, 4
-"""Numbers in a word."""
+"""Codes in a word."""
 
 
 def unit_of(is_nibble: bool) -> int:
-    """Inputs that four lanes load at once; a row is a multiple of it."""
+    """Inputs that four lanes load at once; the length of a row is a multiple of it."""
     return LANES * WORDS * (NIBBLES if is_nibble else BYTES)
 
 
 def to_lanes(codes: NDArray[Any], is_nibble: bool, into: NDArray[Any]) -> None:
-    """Codes [..., in], a byte each, in the order of the kernel: nibbles as bytes [..., in / 2]."""
+    """Writes codes [..., in], a byte each, in the kernel's order: nibbles as bytes [..., in / 2]."""
     *stacked, num_inputs = codes.shape
     blocks = (*stacked, num_inputs // unit_of(is_nibble))
     if is_nibble:
@@ -42,7 +41,7 @@ def to_lanes(codes: NDArray[Any], is_nibble: bool, into: NDArray[Any]) -> None:
 
 
 def from_lanes(codes: jax.Array, is_nibble: bool) -> jax.Array:
-    """What `to_lanes` was given."""
+    """The inverse of `to_lanes`."""
     *stacked, width = codes.shape
     num_inputs = 2 * width if is_nibble else width
     parts = codes.reshape(*stacked, -1, LANES, WORDS, 2, 2)  # [..., lane, word, odd, upper]

@@ -21,11 +21,11 @@ from levserve.model.norm import Norm, apply
 from levserve.model.rotary import Angles
 
 LATENT_NORM_EPS = 1e-6
-"""Of the norms of short vectors, whatever the other norms have."""
+"""The epsilon of the norms of short vectors, whatever that of the other norms is."""
 
 
 class LatentAttention(eqx.Module):
-    """Heads have the numbers that are rotated first, in queries and keys; values are padded to their size."""
+    """In queries and keys the rotated dimensions of a head come first; values are padded to the same size."""
 
     config: ModelConfig = eqx.field(static=True)
     backend: Backend = eqx.field(static=True)
@@ -48,7 +48,7 @@ class LatentAttention(eqx.Module):
         norm: Norm | None,
         window: int | None,
     ) -> tuple[NamedArray, jax.Array]:
-        """The same as `Attention`."""
+        """Does the same as `Attention`."""
         config = self.config
         shape = AttentionShape.of(config, window)
         heads = self._heads(apply(norm, x), place.num_used)
@@ -79,6 +79,6 @@ class LatentAttention(eqx.Module):
 
 
 def _flat(x: NamedArray) -> jax.Array:
-    """[row * chunk, number]"""
+    """[row * chunk, feature]"""
     array = x.rearrange((ROW, CHUNK, ...)).array
     return array.reshape(-1, array.shape[-1])

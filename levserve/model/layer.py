@@ -45,7 +45,7 @@ class Attention(eqx.Module):
     ) -> tuple[NamedArray, jax.Array]:
         """Writes the chunk's keys and values, then attends to all that the chunk, or its `ends`, may see.
 
-        The norm, if there is one, comes first.
+        Applies the norm first, if there is one.
         """
         config = self.config
         shape = AttentionShape.of(config, window)
@@ -66,7 +66,7 @@ class Attention(eqx.Module):
         array = qkv.rearrange((ROW, CHUNK, "qkv")).array
         array = array.reshape(-1, config.QKV.size // config.head_dim, config.head_dim)
         if self.qkv.bias is None:
-            # As it comes: another type would be another kernel.
+            # In the type of the product: a conversion would be another kernel.
             array = array.astype(self.qkv.product_dtype(len(array)))
         if self.q_norm is None or self.k_norm is None:
             return array, None

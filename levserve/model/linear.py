@@ -22,12 +22,13 @@ class Linear(eqx.Module):
     """A matrix [out, in], the layout that checkpoints have and that CPU and GPU products read fastest.
 
     A matrix that `--quantize` made has a `scale` for each output, or for each of its blocks of inputs. It is
-    widened to the type `widened` for the product; None leaves the product to the backend. One that a CPU has
-    in four bits (`int4_blocks`) has bytes of two numbers. A `PackedMatrix` is in the bits of its checkpoint.
+    widened to the type `widened` for the product; None leaves the product to the backend. On a CPU a four-bit
+    matrix (`int4_blocks`) has two codes in each byte. A `PackedMatrix` is in the bits of its checkpoint.
 
-    A product is summed in float32 and stays so, unless it `rounds`: then it comes in the weight's type, which
-    halves what a GPU writes and reads again; that of a `PackedMatrix` comes in the type `widened` if there
-    are more rows than the backend's kernels take. On a CPU a bfloat16 result is 20 times slower.
+    A product is summed in float32 and stays float32, unless it `rounds`: then it comes in the weight's type,
+    which halves what a GPU writes and reads back. A product with a `PackedMatrix` then comes in the type
+    `widened` if there are more rows than the backend's kernels take. On a CPU a bfloat16 result is 20 times
+    slower.
     """
 
     weight: NamedArray | PackedMatrix
@@ -43,7 +44,7 @@ class Linear(eqx.Module):
     """Whether a product with scales for blocks rounds activations to two int8 terms, not to one."""
 
     def __call__(self, x: NamedArray, num_used: jax.Array | None = None) -> NamedArray:
-        """A kernel may skip what comes after the first `num_used` [1] vectors in `x`, which is padding."""
+        """A kernel may skip the vectors of `x` after the first `num_used` [1], which are padding."""
         return self._finish(self._multiply(x, num_used))
 
     def _finish(self, y: NamedArray) -> NamedArray:
@@ -65,7 +66,7 @@ class Linear(eqx.Module):
     def of_gated(
         self, wide: NamedArray, config: ModelConfig, num_used: jax.Array | None = None
     ) -> NamedArray | None:
-        """The product with what a feed-forward layer makes of its first one, if one kernel rounds that."""
+        """The product with the activation of `wide`, the gate and up product; None if no kernel does both."""
         if self._rounding is None:
             return None
         matrix, backend, widened = self._rounding
@@ -94,7 +95,7 @@ class Linear(eqx.Module):
         return self._finish(hax.named(y.reshape([axis.size for axis in axes]), axes))
 
     def product_dtype(self, num_rows: int) -> jnp.dtype:
-        """The type that loses nothing of a product of so many rows."""
+        """The type that holds a product of `num_rows` rows without loss."""
         whole = jnp.dtype(jnp.float32)
         if not self.rounds or self.scale is not None:
             return whole
@@ -156,7 +157,7 @@ class Linear(eqx.Module):
         return Linear(take(self.weight), bias)
 
     def of_each(self, numbers: NamedArray) -> Linear:
-        """A copy of the matrix, and of its bias, for each number."""
+        """A copy of an expert's matrix, and of its bias, for each expert number."""
         bias = None if self.bias is None else self.bias.take("expert", numbers)
         if isinstance(self.weight, PackedMatrix):
             return Linear(self.weight.of_each(numbers), bias, widened=self.widened)

@@ -1,4 +1,4 @@
-"""Matrices whose rows are read when they are needed, so that none is in memory in float32 as a whole."""
+"""Matrices whose rows are read when they are needed, so that no whole matrix is in memory in float32."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ Array = NDArray[np.float32]
 
 
 class MatrixRows(Protocol):
-    """A matrix [out, in] that is not read yet. Several threads may read it, and more than once."""
+    """A matrix [out, in] that is read on demand. Several threads may read it, and more than once."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
 
     def read(self, start: int, stop: int) -> Array:
-        """Rows `start` to `stop`, one after another in memory; they may not be changed."""
+        """Rows `start` to `stop`, contiguous in memory; they must not be changed."""
         ...
 
 

@@ -28,11 +28,11 @@ class Norm(eqx.Module):
     is_layer_norm: bool = eqx.field(static=True)
     backend: Backend = eqx.field(static=True)
     is_partial: bool = eqx.field(static=True, default=False)
-    """Whether each of several devices has some of the numbers that the mean is over."""
+    """Whether each of several devices has some of the values that the mean is over."""
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is an RMS norm with a weight and nothing else, of numbers that one device has."""
+        """Whether it is an RMS norm with a weight and nothing else, over values that are on one device."""
         return self.bias is None and not (self.is_layer_norm or self.is_partial)
 
     def __call__(self, x: NamedArray) -> NamedArray:

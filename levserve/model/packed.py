@@ -1,7 +1,7 @@
-"""Matrices that stay in the few bits that their checkpoint has them in.
+"""Matrices that stay in the bits of their checkpoint, quantized as it stores them.
 
-`Scheme` describes such a matrix, whatever format it comes from: every number is `scale * (code - zero) +
-offset`, and a block of `rows` x `columns` numbers shares a scale, a zero point and an offset. Readers in
+`Scheme` describes such a matrix, whatever format it comes from: every value is `scale * (code - zero) +
+offset`, and a block of `rows` x `columns` values shares a scale, a zero point and an offset. Readers in
 `weights/quantized/` bring each format to this form. `PackedMatrix` is the matrix on the device; the plain
 product here widens it inside the compiled program, and a backend may have a kernel that widens in registers
 instead.
@@ -28,11 +28,11 @@ from levserve.model.fp8_rows import Fp8Rows, round_rows
 from levserve.model.lanes import from_lanes
 
 SCALE, ZERO, OFFSET = "_scale", "_zero", "_offset"
-"""What the names of a matrix's scales, zero points and offsets end with."""
+"""Suffixes of the names of a matrix's scales, zero points and offsets."""
 
 
 class Code(StrEnum):
-    """How one number is written, before its scale."""
+    """How one value is encoded, before its scale."""
 
     UINT4 = "uint4"
     E2M1 = "e2m1"
@@ -42,7 +42,7 @@ class Code(StrEnum):
 
     @property
     def is_nibble(self) -> bool:
-        """Whether two numbers share a byte."""
+        """Whether two codes share a byte."""
         return self in (Code.UINT4, Code.E2M1)
 
     @property
@@ -53,7 +53,7 @@ class Code(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """How the numbers of a matrix [out, in] are kept."""
+    """How the values of a matrix [out, in] are stored."""
 
     code: Code
     columns: int | None = None
@@ -64,14 +64,14 @@ class Scheme:
     """What is subtracted from every code, if the blocks have no zero points of their own."""
     has_zeros: bool = False
     has_offsets: bool = False
-    """Whether each block has a number that is added to `scale * (code - zero)`."""
+    """Whether each block has an offset, added to `scale * (code - zero)`."""
     scale: jnp.dtype = jnp.dtype(jnp.float32)
     """The type of scales and offsets; uint8 is the exponent of a power of two, biased by 127."""
     in_lanes: bool = False
     """Whether codes are in the order of `lanes`, not in that of the inputs."""
     rounds_rows: bool = False
-    """Whether activations are rounded to FP8 too, each token with a scale for `columns` inputs; only of
-    `Code.FP8`."""
+    """Whether activations are rounded to FP8 too, each token with a scale for every `columns` inputs;
+    only with `Code.FP8`."""
 
     def __str__(self) -> str:
         across = "whole rows" if self.columns is None else f"{self.columns} inputs"
@@ -81,7 +81,7 @@ class Scheme:
         return f"{self.code} with {' and '.join(parts)} for {across}{down}{rounded}"
 
     def as_stored(self) -> Scheme:
-        """What it is in the checkpoint, whatever order a device has the codes in."""
+        """The scheme in the checkpoint, whatever the order of the codes on the device."""
         return replace(self, in_lanes=False)
 
     def num_groups(self, num_inputs: int) -> int:
@@ -89,7 +89,7 @@ class Scheme:
         return 1 if self.columns is None else -(-num_inputs // self.columns)
 
     def array_shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], jnp.dtype]]:
-        """Shape and type of each array that keeps a matrix of this shape, by the ends of their names."""
+        """Shape and type of each array of a matrix of this shape, by the suffix of its name."""
         *stacked, num_rows, num_inputs = shape
         width = num_inputs // 2 if self.code.is_nibble else num_inputs
         blocks = (*stacked, self.num_groups(num_inputs), -(-num_rows // self.rows))
@@ -106,12 +106,12 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """The matrices of a model that stay in their checkpoint's bits, and the type that others are in."""
+    """The matrices of a model that stay in their checkpoint's bits, and the type that the others are in."""
 
     schemes: tuple[tuple[str, Scheme], ...]
     """By the names of `parameter_shapes`."""
     widened: jnp.dtype
-    """What numbers are widened to for a product."""
+    """The type that matrices are widened to for a product."""
 
     def __str__(self) -> str:
         kinds = dict.fromkeys(str(scheme) for _, scheme in self.schemes)
@@ -127,7 +127,7 @@ class Kept:
 
 
 def pack_nibbles(codes: NDArray[np.uint8], into: NDArray[np.uint8]) -> None:
-    """Codes of four bits [..., in] as bytes [..., in / 2]: a byte has number j, and above it j + in / 2.
+    """Codes of four bits [..., in] as bytes [..., in / 2]: byte j has code j, and above it code j + in / 2.
 
     So a tile of bytes is two tiles of neighbouring inputs, which a kernel multiplies without reordering them.
     """
@@ -140,7 +140,7 @@ class PackedMatrix(eqx.Module):
     """A matrix [out, in], or one for each expert, in the bits of its checkpoint.
 
     Scales, zero points and offsets are [group of inputs, block of outputs], so that those of neighbouring
-    outputs, which a kernel needs together, lie together.
+    outputs, which a kernel needs together, are adjacent.
     """
 
     codes: jax.Array
@@ -154,7 +154,7 @@ class PackedMatrix(eqx.Module):
     def from_arrays(
         cls, arrays: Mapping[str, jax.Array], scheme: Scheme, axes: tuple[Axis, ...], name: str = ""
     ) -> PackedMatrix:
-        """The matrix of this name; the arrays have those of `Scheme.array_shapes`."""
+        """The matrix of this name; `arrays` has all those of `Scheme.array_shapes`."""
         zero, offset = arrays.get(name + ZERO), arrays.get(name + OFFSET)
         return cls(arrays[name], arrays[name + SCALE], zero, scheme, axes, offset)
 
@@ -177,7 +177,7 @@ class PackedMatrix(eqx.Module):
         return PackedMatrix(change(self.codes), change(self.scale), zero, self.scheme, axes, offset)
 
     def widen(self, dtype: jnp.dtype) -> NamedArray:
-        """The numbers themselves. They are computed in float32 and rounded once."""
+        """The values themselves, computed in float32 and rounded once."""
         code = self.scheme.code
         if self.scheme.in_lanes:
             numbers = from_lanes(self.codes, code.is_nibble).astype(jnp.float32)
@@ -193,7 +193,7 @@ class PackedMatrix(eqx.Module):
         return hax.named(numbers.astype(dtype), self.axes)
 
     def _spread(self, blocks: jax.Array) -> jax.Array:
-        """A number for each block as one for each row and column, or one that broadcasts."""
+        """Repeats the values of blocks for each row and column, as far as they do not broadcast."""
         num_rows, num_inputs = (axis.size for axis in self.axes[-2:])
         blocks = blocks.swapaxes(-1, -2)
         if self.scheme.columns is not None:
@@ -210,7 +210,7 @@ def multiply_packed(
     summed: jnp.dtype = jnp.dtype(jnp.float32),
 ) -> jax.Array:
     """x [row, in] times a matrix that is widened for this product alone: `summed` [row, out]."""
-    # XLA moves what does not change out of a loop, and would keep all matrices of a model widened there.
+    # XLA moves invariants out of loops, and would keep all widened matrices of a model in memory.
     matrix, x = lax.optimization_barrier((matrix, x))
     weight = matrix.widen(widened).array
     if isinstance(x, Fp8Rows):
@@ -221,7 +221,7 @@ def multiply_packed(
 
 
 def round_as_asked(x: jax.Array, scheme: Scheme) -> jax.Array:
-    """x [..., in] as a product with such a matrix takes it, in its own type."""
+    """x [..., in] rounded as the scheme asks for, in the type of x."""
     if not scheme.rounds_rows:
         return x
     rows = x.reshape(-1, x.shape[-1])
@@ -229,7 +229,7 @@ def round_as_asked(x: jax.Array, scheme: Scheme) -> jax.Array:
 
 
 def decode(codes: jax.Array, code: Code) -> jax.Array:
-    """Codes as float32, one for each number."""
+    """The values of codes, before their scales, as float32."""
     if code.is_nibble:
         codes = jnp.concatenate([codes & 15, codes >> 4], axis=-1)
     if code is not Code.E2M1:

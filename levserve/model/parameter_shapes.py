@@ -10,8 +10,8 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     in].
 
     `qkv` stacks q, k and v rows in that order; `gate_up` stacks gate then up (up alone where nothing is
-    gated). The seam between `weights/`, which fills these arrays, and `Decoder.from_arrays`, which arranges
-    them.
+    gated). This is the seam between `weights/`, which fills these arrays, and `Decoder.from_arrays`, which
+    arranges them.
     """
     embed, vocab = config.hidden_size, config.vocab_rows
     norms = ("norm", "norm_bias") if config.has_layer_norms and config.has_norm_biases else ("norm",)

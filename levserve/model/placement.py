@@ -1,8 +1,8 @@
 """Where a model's arrays lie: on one device, or cut over the devices of a mesh, which may span processes.
 
-On a mesh, every array that `sharding.py` cuts lies as the shares of its devices one above the other, along
-its first axis, whichever axis it was cut along: so there is one way to lay out arrays, and one to pass them
-on. On the host there are only the shares of this process's own devices, in the same order.
+On a mesh, every array that `sharding.py` cuts consists of its devices' shares, stacked along the first axis
+whichever axis it was cut along, so that all such arrays are laid out and passed on in one way. The host holds
+only the shares of this process's own devices, in the same order.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def shards_of(mesh: Mesh | None) -> Shards:
 
 
 def place(host: NDArray[np.generic], mesh: Mesh | None, *, is_cut: bool) -> jax.Array:
-    """Puts an array on the device, or the shares of it that are here on the devices of this process."""
+    """Puts an array on the device; on a mesh, puts this process's shares of it on its devices."""
     if mesh is None:
         return jax.device_put(host)
     return put_like(host, NamedSharding(mesh, STACKED if is_cut else WHOLE))
@@ -72,7 +72,7 @@ def put_like(host: HostArray, sharding: jax.sharding.Sharding) -> jax.Array:
 
 
 def host_shape(array: jax.Array) -> tuple[int, ...]:
-    """The shape of an array on the host that `put_like` would put in this one's place."""
+    """The shape of the host array with which `put_like` would replace this one."""
     if array.is_fully_replicated:
         return tuple(array.shape)
     rows = array.sharding.shard_shape(array.shape)[0]

@@ -1,4 +1,4 @@
-"""The random numbers that tokens are drawn with, from nothing but a request's seed and the position."""
+"""The random numbers that tokens are drawn with, which depend only on a request's seed and the position."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from jax import lax
 SECOND_DRAW = 2**30
 """Added to the position for the random numbers of a second draw; no sequence is this long."""
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
-"""By how many bits a word is turned in the rounds of Threefry, by turns."""
+"""Bits by which the rounds of Threefry rotate a word; the two tuples alternate."""
 PARITY = 0x1BD11BDA
-"""The third key of Threefry is the parity of this and the other two."""
+"""The third key of Threefry is the XOR of this and the other two."""
 
 Pair = tuple[jax.Array, jax.Array]
 
@@ -25,11 +25,11 @@ def make_points(seeds: jax.Array, positions: jax.Array, *shape: int) -> jax.Arra
 
 
 def points_of_draws(seeds: jax.Array, positions: jax.Array) -> jax.Array:
-    """The two numbers of each row's first draw, and of its second: [draw, row, 2].
+    """The two random numbers of each row's first draw, and those of its second: [draw, row, 2].
 
-    They are those of `make_points`, which is called once for each draw otherwise, but XLA compiles them in a
-    third of the time. It expands the cipher wherever it is used, and `make_points` uses it twice: to turn
-    seed and position into a key, and this key and a place into bits. Here both are turns of one loop.
+    They equal the results of a call to `make_points` for each draw, but XLA compiles this in a third of the
+    time. XLA expands the cipher wherever it is used, and `make_points` uses it twice: to turn seed and
+    position into a key, and this key and an index into bits. Here both are iterations of one loop.
     """
     at = jnp.stack([positions, positions + SECOND_DRAW]).astype(jnp.uint32)[:, :, None]
     shape = (2, len(positions), 2)
@@ -41,15 +41,15 @@ def points_of_draws(seeds: jax.Array, positions: jax.Array) -> jax.Array:
 
     words = jnp.stack([jnp.broadcast_to(at, shape), places])
     (first, second), _ = lax.scan(shuffle, (first_key, second_key), words)
-    mantissa = (first ^ second) >> 9 | jnp.uint32(0x3F800000)  # of a number from 1 to 2
+    mantissa = (first ^ second) >> 9 | jnp.uint32(0x3F800000)  # the bits of a float from 1 to 2
     return lax.bitcast_convert_type(mantissa, jnp.float32) - 1.0
 
 
 def _encrypt(
     first_key: jax.Array, second_key: jax.Array, x: jax.Array, y: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Threefry-2x32 with its 20 rounds. As jax has it, in a loop over the rounds, it takes XLA four times as
-    long to compile for a CPU."""
+    """Threefry-2x32 with its 20 rounds, unrolled. XLA takes four times as long to compile jax's version, a
+    loop over the rounds, for a CPU."""
     keys = first_key, second_key, first_key ^ second_key ^ jnp.uint32(PARITY)
     x, y = x + first_key, y + second_key
     for number in range(5):

@@ -1,9 +1,9 @@
 """Quantizes matrices to eight bits, int8 or fp8, when they are loaded: with one scale per output row, or with
-one for every 32 inputs (`int8_blocks`). Those that stay in four bits (`int4_blocks`) are put in order.
+one for every 32 inputs (`int8_blocks`). Those that stay in four bits (`int4_blocks`) are only reordered.
 
 A GPU widens matrices as it reads them, and the reading is what takes time. A CPU multiplies int8 faster than
 anything else, so there each row of activations is rounded to int8 too, with a scale of its own, after a
-Hadamard rotation that leaves no number far larger than the others (`hadamard`).
+Hadamard rotation that leaves no value far larger than the others (`hadamard`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from levserve.model.parameter_shapes import parameter_shapes
 
 ROWS_PER_TASK = 256
 NUMBERS_PER_PIECE = 1 << 20
-"""Numbers that a thread reads and rounds at a time: with smaller pieces threads wait for Python's lock."""
+"""Values that a thread reads and rounds at a time: with smaller pieces threads wait for the GIL."""
 BLOCKS_NAME, FOUR_BITS_NAME = "int8-blocks", "int4-blocks"
 NARROW: dict[str, jnp.dtype] = {"int8": jnp.dtype(jnp.int8), BLOCKS_NAME: jnp.dtype(jnp.int8), "fp8": FP8}
 """The types that `--quantize` can name."""
@@ -44,7 +44,7 @@ LOOKED_UP = ("embed", "positions")
 
 @dataclass(frozen=True)
 class Quantization:
-    """How matrices are kept in eight bits or four, and multiplied."""
+    """How matrices are stored in eight bits or four, and multiplied."""
 
     kept: jnp.dtype
     widened: jnp.dtype | None
@@ -52,15 +52,15 @@ class Quantization:
     is_packed: bool = False
     """Whether matrices of a suitable shape are in the order of `int8_packing`."""
     has_blocks: bool = False
-    """Whether rows that are whole blocks have a scale for each block: only if matrices are not widened."""
+    """Whether rows of whole blocks have a scale for each block; only if matrices are not widened."""
     block_order: BlockOrder | None = None
-    """The order of such matrices; None: as they are."""
+    """The order of matrices with scales for blocks; None: that of the inputs."""
     four_bits: tuple[tuple[str, Scheme], ...] = ()
-    """The matrices that stay in the four bits of their file, and how it has them."""
+    """The matrices that stay in the four bits of their file, each with its scheme there."""
 
     @property
     def is_balanced(self) -> bool:
-        """Whether matrices gain by `balance`: rows that have one scale on both sides of a product."""
+        """Whether matrices gain from `balance`: if rows on both sides of a product have one scale each."""
         return self.widened is None and not self.has_blocks and not self.four_bits
 
     def __str__(self) -> str:
@@ -77,9 +77,9 @@ def choose_quantization(
     in_blocks: bool = False,
     four_bits: Mapping[str, Scheme] | None = None,
 ) -> Quantization | None:
-    """How the backend keeps matrices in the type `kept`, if others are in `dtype`; None: it does not.
+    """How the backend quantizes matrices to the type `kept`, if the others are in `dtype`; None: not at all.
 
-    Those with `four_bits` stay as they are, if matrices of a backend have scales for blocks.
+    Matrices named in `four_bits` stay as they are.
     """
     if kept is None:
         return None
@@ -117,7 +117,7 @@ def quantize_arrays(
     stay.
 
     A head that shares the embedding's matrix gets a quantized matrix of its own. A matrix that is cut comes
-    as so many shares one above the other.
+    as `num_shares` shares stacked along its first axis.
     """
     has_own_head = not config.tied_head or "head" in dict(quantization.four_bits)
     with ThreadPoolExecutor(num_threads, thread_name_prefix="levserve-quantize") as pool:
@@ -148,7 +148,7 @@ def quantize_arrays(
 
 
 def quantized_bytes(config: ModelConfig, dtype: jnp.dtype, quantization: Quantization) -> int:
-    """Bytes of all arrays that a model of this shape is quantized to."""
+    """Bytes of all arrays of a model of this shape once it is quantized."""
     shapes = parameter_shapes(config)
     if config.tied_head:
         shapes["head"] = shapes["embed"]
@@ -213,7 +213,7 @@ def _quantize_rows(
 
 
 def _round_rows(rows: Array, into: NDArray[np.generic]) -> Array:
-    """Rounds rows to int8 or fp8, as they are; their scales."""
+    """Rounds rows to int8 or fp8, without a rotation; gives their scales."""
     steps, fill = (STEPS, _fill_int8) if into.dtype == np.int8 else (LARGEST_FP8, _fill_fp8)
     largest = np.maximum(np.maximum(rows.max(1), -rows.min(1)), np.float32(SMALLEST))
     fill(into, rows * (np.float32(steps) / largest)[:, None])
@@ -221,13 +221,13 @@ def _round_rows(rows: Array, into: NDArray[np.generic]) -> Array:
 
 
 def _pieces(num_rows: int, columns: int) -> list[slice]:
-    """Rows that a thread reads and rounds at a time: whole tiles of any order."""
+    """Rows that a thread reads and rounds at a time: whole tiles of any packing order."""
     step = max(1, NUMBERS_PER_PIECE // (OUTS * columns)) * OUTS
     return [slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
 
 
 def _narrow(matrix: MatrixRows, dtype: jnp.dtype, pool: ThreadPoolExecutor) -> NDArray[np.generic]:
-    """A matrix that is not quantized."""
+    """Casts a matrix that is not quantized."""
     kept = aligned_array(matrix.shape, np.dtype(dtype))
 
     def fill(part: slice) -> None:
@@ -268,7 +268,7 @@ def _quantize_blocks(
 def _pack_four_bits(
     matrix: FourBits, order: BlockOrder | None, pool: ThreadPoolExecutor
 ) -> tuple[NDArray[np.generic], NDArray[np.generic]]:
-    """The bytes [out, in / 2], signed if the order's instruction wants it, and the scales."""
+    """The bytes [out, in / 2], signed if the order is for signed bytes, and the scales."""
     rows, columns = matrix.codes.shape
     order = order if order is not None and order.takes(rows) else None
     is_signed = order is not None and not order.offset
@@ -291,7 +291,7 @@ def _fill_int8(quantized: NDArray[np.generic], scaled: NDArray[np.float32]) -> N
 
 
 def _fill_fp8(quantized: NDArray[np.generic], scaled: NDArray[np.float32]) -> None:
-    """Casts by a table of all bfloat16: 3 ns a number where numpy's cast takes 10, and without the GIL.
+    """Casts by a table of all bfloat16: 3 ns a value where numpy's cast takes 10, and without the GIL.
 
     The upper half of a float32, with its last bit set if the lower half is not zero, rounds to the same fp8
     as the whole float32.

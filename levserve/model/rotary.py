@@ -13,7 +13,7 @@ from levserve.model.config import DynamicScaling, LinearScaling, Llama3Scaling, 
 
 
 def inverse_frequencies(rope: Rope) -> np.ndarray:
-    """One angle per position and pair of head dimensions, as float32 [size / 2]."""
+    """The angle per position of each pair of head dimensions, as float32 [size / 2]."""
     half = rope.size // 2
     theta = rope.theta
     if isinstance(rope.scaling, DynamicScaling):
@@ -46,7 +46,7 @@ def angles_at(positions: jax.Array, rope: Rope) -> Angles:
 
 
 def rotate(x: jax.Array, angles: Angles) -> jax.Array:
-    """Rotates float32 x [row, chunk, heads, head_dim] by its position; numbers beyond the angles stay."""
+    """Rotates float32 x [row, chunk, heads, head_dim] by its position; dimensions beyond the angles stay."""
     half = angles.cos.shape[-1]
     low, high, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     rotated = [low * angles.cos - high * angles.sin, high * angles.cos + low * angles.sin]
@@ -63,7 +63,7 @@ def _stretch(frequencies: np.ndarray, scaling: Llama3Scaling) -> np.ndarray:
 
 
 def _blend(frequencies: np.ndarray, rope: Rope, scaling: YarnScaling) -> np.ndarray:
-    """YaRN: the pairs from `low` to `high` go over from their own frequency to the slowed one."""
+    """YaRN: pairs from `low` to `high` are blended from their own frequency to the slowed one."""
 
     def pair_that_turns(times: float) -> float:
         wavelength = scaling.original_max_position / times

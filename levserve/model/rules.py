@@ -1,7 +1,7 @@
-"""What rows may be asked for, as arrays on the device: how each is sampled, what is remembered of it, what it
-may draw, and what it drew.
+"""The arrays on the device that sampling reads and writes: how each row is sampled, what is remembered of it,
+which tokens it may draw, and what was drawn.
 
-`sampler.py` draws by them. The host packs them in `device/rules.py`.
+`sampler.py` uses them. The host packs rules in `device/rules.py`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ MAX_EDITS = 332
 BANNED = -1e30
 """Added to the logit of a token that must not be drawn."""
 POISONED = -1
-"""Drawn in place of a token by a row whose logits are not finite."""
+"""Stands for the token of a row whose logits are not finite."""
 FREE = -1
 """Stands for the slot of a row that has no mask."""
 NO_LOGPROBS, RAW_LOGPROBS, PROCESSED_LOGPROBS = range(3)
-"""What a row wants to know of its tokens: nothing, the model's own log-probabilities, or those of the
-distribution that the token was drawn from."""
+"""Which log-probabilities a row wants for its tokens: none, the model's own, or those of the distribution
+that the token was drawn from."""
 
 
 class Mode(StrEnum):
@@ -40,8 +40,8 @@ Seeds = Annotated[jax.Array, np.uint64]
 
 
 class Rules(NamedTuple):
-    """How each row is sampled; every field is [row]. An annotation names the type as which `device/rules.py`
-    packs the field."""
+    """How each row is sampled; every field is [row]. An annotation names the type that `device/rules.py`
+    packs the field as."""
 
     temperature: Floats
     top_k: Ints
@@ -72,7 +72,7 @@ class Memory(NamedTuple):
 
 
 class Masks(NamedTuple):
-    """What constrained rows may draw. The words of a slot hold for one position, so a step has few masks."""
+    """What constrained rows may draw. A slot's words are for one position, so a step has few masks."""
 
     words: jax.Array
     """uint32 [slot, vocab / 32]: a bit for every token that may be drawn, the first in the lowest bit."""

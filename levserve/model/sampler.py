@@ -42,11 +42,11 @@ from levserve.model.search import chunked, entry_of, largest, likeliest, row_of
 from levserve.model.truncation import find_floor, sort_for_floor
 
 NUM_ATTEMPTS = 8
-"""Draws that a kernel makes, each with fresh random numbers, until one lies in the nucleus of top-p. Each of
-them does with a probability of at least top_p."""
+"""The most draws that a kernel makes, each with fresh random numbers, until one lies in the nucleus of top-p.
+Each of them does so with a probability of at least top_p."""
 MOST_LOGITS = 2**18
-"""The most logits that a CPU edits at once. A larger buffer would be taken from the operating system and
-given back at every step."""
+"""The most logits that a CPU edits at once. A larger buffer would be requested from the operating system and
+returned to it at every step."""
 
 
 @functools.partial(jax.jit, static_argnames=("mode", "backend"))  # programs of equal sizes share the trace
@@ -63,7 +63,7 @@ def sample(
     """Draws the token at `positions` [row] from float32 logits [row, vocab]; it is `POISONED` if the row's
     logits are not finite.
 
-    Only full mode needs the memory, and all but greedy the masks. Rows after the first `num_used` [1] are
+    Only full mode needs `memory`; plain and full mode need `masks`. Rows after the first `num_used` [1] are
     padding.
     """
     if mode is Mode.GREEDY:
@@ -223,7 +223,7 @@ def _find_misfits(tokens: jax.Array, held: jax.Array, masks: Masks) -> jax.Array
 
 
 def _mask(logits: jax.Array, held: jax.Array, masks: Masks) -> jax.Array:
-    """The logits of what the masks allow, and minus infinity for the rest; rows without a mask are void."""
+    """The logits of allowed tokens, and minus infinity for the rest; meaningless for rows without a mask."""
     words = masks.words.at[jnp.maximum(held, 0)].get(mode="promise_in_bounds")
     bits = words[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)[None, None] & 1
     is_allowed = bits.reshape(bits.shape[0], -1)[:, : logits.shape[1]] == 1
@@ -247,7 +247,7 @@ def logprobs_of(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Ar
     """The log-probabilities that the logits stand for: those of the tokens [row], and the ids and
     log-probabilities of the likeliest [row, NUM_TOP].
 
-    A token that is also among the likeliest has exactly the same number in both.
+    A token that is also among the likeliest has exactly the same value in both.
     """
     total = jax.nn.logsumexp(logits, axis=-1)
     top, top_ids = largest(logits, NUM_TOP)
@@ -261,8 +261,8 @@ def _logprobs_if_wanted(
     tokens: jax.Array,
     rules: Rules,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Of each row what it wants: from the model's logits, or from the edited ones that are not below the
-    floor."""
+    """The log-probabilities that each row wants, of the model's logits or of the edited ones that are not
+    below the floor."""
 
     def find() -> tuple[jax.Array, jax.Array, jax.Array]:
         is_processed = rules.logprobs == PROCESSED_LOGPROBS
@@ -280,10 +280,10 @@ def _logprobs_if_wanted(
 
 
 def _as_drawn(edited: jax.Array, floor: jax.Array, tokens: jax.Array, rules: Rules) -> jax.Array:
-    """The logits of the distribution that tokens are drawn from; a masked row's without its mask.
+    """The logits of the distribution that tokens are drawn from, but without masks.
 
-    A row at temperature 0 draws nothing; it shows the edited logits as they are. The token that was drawn is
-    always shown: a kernel may round a little differently where the floor is.
+    A row at temperature 0 draws nothing and gets the edited logits as they are. The drawn token is never cut
+    off: a kernel may round a little differently at the floor.
     """
     is_drawn = rules.temperature > 0
     scaled = jnp.where(is_drawn[:, None], edited / _divisor(rules), edited)
@@ -330,7 +330,7 @@ def _draw(weights: jax.Array, points: jax.Array) -> jax.Array:
 
 def _first_beyond(weights: jax.Array, point: jax.Array) -> jax.Array:
     """The first index at which the running sum exceeds the share `point` of the total; if rounding leaves
-    none, that of the largest weight."""
+    none, the index of the largest weight."""
     sums = jnp.cumsum(weights, axis=-1)
     is_beyond = (sums > point[:, None] * sums[:, -1:]) & (weights > 0)
     return jnp.argmax(jnp.where(is_beyond, jnp.inf, weights), axis=-1)

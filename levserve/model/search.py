@@ -12,7 +12,7 @@ from jax import lax
 from levserve.model.backend import Likeliest
 
 CHUNK, SMALL_CHUNK = 256, 32
-"""Entries of a row that are looked at together, at most, to find one entry, and to find several."""
+"""The most entries of a chunk when one entry of a row is searched for, and when several are."""
 
 
 def likeliest(logits: jax.Array) -> Likeliest:
@@ -28,7 +28,7 @@ def largest(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     """The largest entries of each row in descending order, and their places.
 
     The result is that of `lax.top_k`, which on a GPU would sort the whole row. The entries lie in the chunks
-    with the largest maxima. Of equal entries the first comes first, among chunks as among entries.
+    with the largest maxima. Equal entries keep their order, and so do chunks with equal maxima.
     """
     chunks = chunked(x, -jnp.inf, SMALL_CHUNK)
     if chunks.shape[1] <= 2 * count:

@@ -30,7 +30,7 @@ def choose_backend(
 ) -> Chosen:
     """The best backend for matrices in `dtype`, or in eight bits if `quantized`, on this platform.
 
-    Those of a model that `is_packed` are in the bits of their checkpoint.
+    If `is_packed`, matrices stay in the bits of their checkpoint.
     """
     plain = XlaBackend(platform)
     if kernels == "xla":

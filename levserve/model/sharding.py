@@ -1,6 +1,6 @@
 """Tensor parallelism: how each array of a model is cut over several devices, and what they exchange.
 
-Each device runs the same decoder with fewer heads, a narrower feed-forward part and fewer words, inside
+Each device runs the same decoder with fewer heads, a narrower feed-forward part and less vocabulary, inside
 `shard_map`. Two sums in each layer (after `out` and after `down`), one for the embedding and one gather of
 the logits make the devices one model. `TABLE` says how every array is cut; an array that it does not name is
 whole on every device.
@@ -35,7 +35,7 @@ UNSHARED = Shards()
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """What is dealt out to the devices: so many units, each of `size` rows or columns of an array."""
+    """What is divided among the devices: `count` units, each of `size` rows or columns of an array."""
 
     count: int
     size: int = 1
@@ -75,7 +75,7 @@ def _queries_keys_values(config: ModelConfig) -> tuple[Units, ...]:
 
 
 def _expanded_heads(config: ModelConfig) -> tuple[Units, ...]:
-    """Each head's key but for the part that all heads share, and its value."""
+    """Each head's key without the part that all heads share, and its value."""
     assert config.latent is not None
     own = config.head_dim - config.latent.rotary_size
     return (Units(config.num_heads, own + config.value_size),)
@@ -151,10 +151,10 @@ def find_cut(name: str, config: ModelConfig) -> Cut | None:
 
 
 def indivisible_reason(config: ModelConfig, count: int) -> str | None:
-    """Why so many devices cannot share the model, or None.
+    """Why `count` devices cannot share the model, or None.
 
-    Words that do not divide are filled up with rows of zeros. Where there are fewer key and value heads than
-    devices, several devices have the same one.
+    A vocabulary that does not divide evenly is padded with rows of zeros. Where there are fewer key and value
+    heads than devices, several devices have the same one.
     """
     if config.num_heads % count:
         return f"its {config.num_heads} query heads cannot be shared evenly by {count} devices"
@@ -168,13 +168,13 @@ def indivisible_reason(config: ModelConfig, count: int) -> str | None:
 
 
 def largest_count(config: ModelConfig, num_devices: int, multiple_of: int = 1) -> int:
-    """The most of so many devices that can share the model; at least `multiple_of`, which may not."""
+    """The most devices, a multiple of `multiple_of`, that can share the model; `multiple_of` if none can."""
     counts = range(num_devices - num_devices % multiple_of, 0, -multiple_of)
     return next((n for n in counts if indivisible_reason(config, n) is None), multiple_of)
 
 
 def local_config(config: ModelConfig, count: int) -> ModelConfig:
-    """The config of what each of so many devices runs."""
+    """The config of what each of `count` devices runs."""
     if count == 1:
         return config
     assert indivisible_reason(config, count) is None
@@ -190,7 +190,7 @@ def local_config(config: ModelConfig, count: int) -> ModelConfig:
 
 
 def stacked_shape(shape: Sequence[int], count: int) -> tuple[int, ...]:
-    """The shape of so many shares of one shape, one above the other: as they lie on the host and the mesh."""
+    """The shape of `count` equal shares stacked along the first axis, as they lie on host and mesh."""
     return (shape[0] * count, *shape[1:])
 
 
@@ -199,7 +199,7 @@ def sum_over_devices(x: jax.Array) -> jax.Array:
 
 
 def on_first_device(x: jax.Array) -> jax.Array:
-    """Zeros on all devices but the first, for what is there once in a sum over devices."""
+    """x on the first device and zeros on the others, so that a sum over devices counts it once."""
     return jnp.where(lax.axis_index(AXIS) == 0, x, jnp.zeros_like(x))
 
 

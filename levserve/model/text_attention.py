@@ -16,14 +16,14 @@ MASKED = -1e30
 
 
 class Texts(NamedTuple):
-    """What every layer must know of the texts [row, chunk] that it computes, padded on the right."""
+    """What every layer must know about the texts [row, chunk] that it computes, padded on the right."""
 
     angles: Angles
-    """Of the positions of one row; they are the same in all."""
+    """Those of one row's positions, which are the same in all rows."""
     is_real: jax.Array
     """bool [row, chunk]: no padding"""
     ends: jax.Array
-    """int32 [row, chunk]: at every position of a text that of its last token"""
+    """int32 [row, chunk]: at every position of a text, the position of its last token"""
 
 
 def attend_to_all(qkv: jax.Array, texts: Texts, num_heads: int) -> jax.Array:

@@ -1,4 +1,4 @@
-"""How work is best cut for a device, as its backend says. No jax here: sizing is done with numbers alone."""
+"""How work is best divided on a device, as its backend says. No jax here: sizing needs numbers only."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """How work is best cut for a device. Sizing, the programs, warm-up and the scheduler's budget read it."""
+    """How work is best divided on a device. Sizing, programs, warm-up and the scheduler's budget read it."""
 
     round_steps: int
     """Decode steps in one round, unless the operator sets them."""
@@ -22,29 +22,29 @@ class Traits:
     has_all_modes: bool
     """Whether greedy and plain sampling have programs of their own; otherwise the full one serves them."""
     text_tokens: int = 1 << 15
-    """Tokens, of several texts, in one program of a model that computes whole texts."""
+    """The most tokens, of several texts, in one program of a model that computes whole texts."""
     host_overhead: int = 0
-    """Bytes that the processes take, at most, in the memory that the weights are in, besides weights and KV
-    pages; 0 for a device with a memory of its own."""
+    """The most bytes that the processes take in the memory that holds the weights, besides weights and KV
+    pages; 0 for a device with its own memory."""
     small_chunks: tuple[int, ...] = ()
     """Sizes of prefill programs below the largest; empty: they double from 64."""
     prefill_row_tokens: int | None = None
-    """If set, prefill programs take rows of this many tokens, of one prompt or of several; else one row."""
+    """If set, prefill programs take rows of this many tokens, of one prompt or of several; None: one row."""
     steps_rows: bool = False
     """Whether decode programs come in fine steps of rows: unused rows cost time on a GPU."""
     leaves_out_padding: bool = False
-    """Whether a program takes only as long as its content needs, so that a few programs serve all sizes."""
+    """Whether padding takes a program no time, so that a few programs serve all sizes."""
     score_tile: int | None = None
-    """If set, so many positions of a prompt are scored at a time, and only where one of them is wanted. None:
-    all of a chunk's are scored if one is, because a GPU would wait for the host at each decision."""
+    """If set, prompts are scored this many positions at a time, and only where one of them is wanted. None:
+    a chunk is scored as a whole if one is wanted, because a GPU would wait for the host at each decision."""
     mixed_context: int = 0
-    """Where a prompt's chunk may begin, at most, to be computed beside decoding rows; 0: never."""
+    """Chunks that begin before this position can be computed in one program with decoding rows; 0: none."""
     chunk_overhead: int = 0
     """What beginning a prefill chunk costs, in tokens."""
     double_at: int | None = None
     """The context at which attention costs a prompt's token as much as everything else."""
     first_runs: int = 1
-    """Runs that a program needs before it has its full speed."""
+    """Runs that a program needs to reach its full speed."""
     warms_largest: bool = False
     """Whether the largest programs are compiled before the server is ready, besides the smallest."""
     times_all_prefill: bool = True
@@ -62,11 +62,11 @@ CPU_TRAITS = Traits(
     verify_tokens=32,
     kv_share=0.25,
     fills_memory=False,
-    text_tokens=2048,  # a CPU is busy with fewer, and each program takes time to compile
+    text_tokens=2048,  # fewer tokens keep a CPU busy, and each program takes time to compile
     has_all_modes=False,  # compiling is what takes long on a CPU
     host_overhead=CPU_OVERHEAD_BYTES,
     small_chunks=(8, 16),  # every program takes some 40 MB, so there are few
-    # A chunk of the bundled model reads the weights in 12 ms, and takes 0.33 ms for each token.
+    # With the bundled model, a chunk takes 12 ms to read the weights, and 0.33 ms for each token.
     chunk_overhead=24,
     double_at=512,
     score_tile=16,
@@ -86,6 +86,6 @@ ACCELERATOR_TRAITS = Traits(
     first_runs=3,
 )
 GPU_TRAITS = replace(ACCELERATOR_TRAITS, warms_largest=True)
-"""The largest programs are there from the beginning; else a crowd would be served eight at a time."""
+"""The largest programs are compiled before serving: else a first burst would be served eight at a time."""
 GPU_KERNEL_TRAITS = replace(GPU_TRAITS, prefill_row_tokens=64)
 """Kernels read pages in place: rows of one prompt cost no more than one long row, and waste less."""

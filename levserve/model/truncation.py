@@ -1,7 +1,7 @@
 """Finds where top-k, top-p and min-p cut off a row's logits: no token below this floor is drawn.
 
-The vocabulary is never sorted. The floor is usually the logit of one of the likeliest tokens; a row for which
-it is not takes a search over the whole vocabulary.
+`find_floor` does not sort the vocabulary. The floor is usually the logit of one of the likeliest tokens; a
+row for which it is not takes a search over the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def find_floor(scaled: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax
 
 
 def sort_for_floor(scaled: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array) -> jax.Array:
-    """The same floor by sorting. It has no loop, which would keep a GPU's step from being one graph; a CPU
-    would take several times as long."""
+    """The same floor by sorting. A loop would keep a GPU's step from being one graph; on a CPU sorting takes
+    several times as long."""
     vocab = scaled.shape[1]
     falling = -jnp.sort(-scaled, axis=-1)
     last = jnp.where(top_k > 0, jnp.minimum(top_k, vocab), vocab) - 1
@@ -80,7 +80,8 @@ def _highest_floor(scaled: jax.Array, is_enough: Callable[[jax.Array], jax.Array
     """The highest floor [row] that still keeps enough tokens, found by a search over the bits of a float32.
 
     Each step settles two bits of the floor, so that the logits are read half as often as with one bit a step.
-    `is_enough` tells of each of several floors [row, floor] whether the tokens [row, floor, vocab] suffice.
+    `is_enough` takes the tokens that several floors keep, [row, floor, vocab], and says for each floor
+    whether they suffice, [row, floor].
     """
     ordered = _ordered(scaled)
 
@@ -94,7 +95,7 @@ def _highest_floor(scaled: jax.Array, is_enough: Callable[[jax.Array], jax.Array
 
 
 def _ordered(x: jax.Array) -> jax.Array:
-    """The float32 numbers as uint32 numbers that compare in the same order."""
+    """float32 values as uint32 values that compare in the same order."""
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 

@@ -38,7 +38,7 @@ from levserve.model.traits import ACCELERATOR_TRAITS, CPU_TRAITS, GPU_TRAITS, Tr
 
 LIBRARY_ROWS = 64
 LIBRARY_TOKENS = 1024
-"""From here on a GPU's own library multiplies faster than XLA's Triton kernels, and adds to the residual
+"""From this many on a GPU's own library multiplies faster than XLA's Triton kernels, and adds to the residual
 stream as well. Measured on an H200, ms with XLA's own and with the library's: an 8B model at 2 / 64 / 256
 rows 4.35 / 6.22 / 12.1 and 4.88 / 5.95 / 12.0, a 1B model 1.01 / 1.55 / 3.00 and 1.20 / 1.56 / 2.87;
 prefill of 512 and 8,192 tokens of the 1B model 3.5 / 28.6 and 3.8 / 28.0."""
@@ -107,7 +107,7 @@ class XlaBackend(Backend):
         softcap: float | None = None,
         sinks: jax.Array | None = None,
     ) -> jax.Array:
-        """Attention of scaled queries [row, chunk, kv_head, group, head_size] over pages that are written."""
+        """Attention of scaled queries [row, chunk, kv_head, group, head_size] over pages already written."""
         return attend_in_blocks(
             q, pool, table, positions, window=window, softcap=softcap, sinks=sinks, on_cpu=self.is_cpu
         )
@@ -162,10 +162,10 @@ class XlaBackend(Backend):
         return best._replace(values=jnp.where(jnp.isnan(logits).any(-1), jnp.nan, best.values))
 
     def kv_storage(self, dtype: jnp.dtype) -> jnp.dtype:
-        """On a CPU types that it does not compute in are stored as their bits.
+        """On a CPU, types that XLA does not compute in are stored as their bits.
 
         jaxlib 0.10 converts the whole pool to float32 and back for every bfloat16 scatter (100 ms for 32,768
-        slots against 10 us); later versions know bfloat16.
+        slots against 10 us); later versions compute in bfloat16.
         """
         is_known = not self.is_cpu or (dtype == jnp.bfloat16 and jax.__version_info__ >= (0, 11))
         return dtype if is_known else cache.BITS.get(dtype, dtype)
@@ -195,7 +195,7 @@ XLA_ON_CPU = XlaBackend("cpu")
 
 
 def sum_pairwise(x: jax.Array) -> jax.Array:
-    """Adds the second half of the last axis to the first until one number is left."""
+    """Adds the second half of the last axis to the first until one value is left."""
     while (size := x.shape[-1]) > 1:
         half = size // 2
         pairs = x[..., :half] + x[..., half : 2 * half]

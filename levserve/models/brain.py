@@ -123,7 +123,7 @@ class BrainDescription:
 
 
 def describe_brain(settings: Settings, files: ModelFiles) -> BrainDescription:
-    """Raises `ConfigError` for settings that a brain has no use for, and `StartupError` for its files."""
+    """Raises `ConfigError` for settings that do not apply to a brain, `StartupError` for unusable files."""
     asked = {
         "--quantize": settings.quantize not in ("auto", "none"),
         "--kv-dtype": settings.kv_dtype in ("fp8", "int8"),

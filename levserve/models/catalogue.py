@@ -1,7 +1,7 @@
 """Which models requests may name, and the settings of each: sections [model.NAME], and a folder of models.
 
 The folder, or address, of `--models-dir` is read again when models are listed or an unknown one is named, so
-that a model that is put there while the server runs can be used at once. No jax here.
+that a model put there while the server runs can be used at once. No jax here.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Catalogue:
         return found
 
     def _look_in_store(self, address: str) -> dict[str, Settings]:
-        """Every folder and .gguf file there; what is in a folder shows when its model is loaded."""
+        """Every folder and .gguf file there; whether a folder holds a model shows when it is loaded."""
         found: dict[str, Settings] = {}
         for entry, is_folder in Store(address).list_entries().items():
             if is_folder or (entry.endswith(parts.SUFFIX) and not parts.is_later_part(entry)):
@@ -120,9 +120,9 @@ class Catalogue:
 
 
 def check_models(settings: Settings) -> None:
-    """Refuses a default model that cannot be served, as far as that is seen without weights and network.
+    """Refuses a default model that cannot be served, as far as that can be told without weights and network.
 
-    Of other models it only warns.
+    For other models it only warns.
     """
     if is_address(settings.models_dir):
         check_address(settings.models_dir)

@@ -1,6 +1,6 @@
 """The second step of a start, for decoders: what the model is, and how this device serves it.
 
-Reads configuration files and no weights. Everything that is chosen by the kind of device is chosen here.
+Reads configuration files and no weights. Every choice that depends on the kind of device is made here.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ from levserve.weights.prepared import WeightCache, find_cache
 from levserve.weights.source import draft_settings
 
 DRAFT = "draft."
-"""Before the names of a draft model's arrays."""
+"""The prefix of the names of a draft model's arrays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class Description:
     settings: Settings
     files: ModelFiles
     config: ModelConfig
-    """The whole model's."""
+    """Of the whole model, not of one device's share."""
     device: jax.Device
     """The first, if several share the model."""
     mesh: Mesh | None
@@ -126,12 +126,12 @@ class Description:
 
     @property
     def read_dtype(self) -> jnp.dtype:
-        """The type in which weights are read: those that will be quantized are not rounded before."""
+        """The type in which weights are read: float32 if they will be quantized, to round them only once."""
         return jnp.dtype(jnp.float32) if isinstance(self.quantization, Quantization) else self.dtype
 
     @property
     def page_bytes(self) -> int:
-        """Of one KV page on each device, with the draft model's part of it."""
+        """Bytes of a KV page on each device, including the draft model's part of it."""
         own = cache.page_bytes(self.local_config, self.settings.page_size, self.storage)
         return own if self.draft is None else own + self.draft.page_bytes
 
@@ -153,7 +153,7 @@ class Description:
         return kv_floor(self.settings, max_position=self.config.max_position, page_bytes=self.page_bytes)
 
     def load_arrays(self, report: Callable[[str], None]) -> dict[str, jax.Array]:
-        """Those of the draft model have a prefix."""
+        """The weights, on the device; those of the draft model have a prefix."""
         arrays = load_arrays(
             self.files.path,
             self.config,
@@ -172,7 +172,7 @@ class Description:
         return arrays
 
     def _prepared(self) -> WeightCache | None:
-        """Where this CPU's weights are kept; None for other devices, which copy them, and for a mesh."""
+        """The cache of a CPU's prepared weights; None for other devices, which copy them, and for a mesh."""
         if self.device.platform != "cpu" or self.mesh is not None:
             return None
         storage = self.backend.expert_storage(self.dtype)
@@ -321,13 +321,13 @@ def describe(settings: Settings, files: ModelFiles) -> Description:
 
 
 def describe_draft(served: Description) -> Description:
-    """The draft model, on the devices of the model that it drafts for; `ConfigError` if it cannot."""
+    """The draft model, on the devices of the model that it drafts for; raises `ConfigError` if it cannot."""
     files = served.files.draft
     assert files is not None
     settings = draft_settings(served.settings)
     config = read_config(files.path, files.config_file)
     check_draft(files.name, served.config, config)
-    # No draft changes the text, so that what is faster is right: matrices in eight bits.
+    # Drafts do not change the text, so the fastest form is the right one: matrices in eight bits.
     is_plain = config.num_experts == 0 and config.latent is None and not is_quantized_checkpoint(files.path)
     if settings.quantize == "auto" and settings.dtype == "auto" and is_plain:
         settings = replace(settings, quantize="int8")

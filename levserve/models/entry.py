@@ -49,13 +49,13 @@ class SwappedWeights:
     """What loading weights from memory took."""
 
     convert_seconds: float
-    """Putting the arrays into the form that serves, in the host's memory; requests run meanwhile."""
+    """Converting the arrays to the form that is served, in the host's memory; requests run meanwhile."""
     wait_seconds: float
-    """Until what had begun before was done."""
+    """Waiting until the work that had begun before was done."""
     swap_seconds: float
     """Copying to the device, while nothing runs."""
     mean_logprob: float
-    """Of a fixed text's tokens: far below that of other weights of the model, these were converted wrong."""
+    """Of a fixed text's tokens; if far below that of other weights of the model, conversion went wrong."""
     mean_logprob_before: float
 
     @property

@@ -1,4 +1,4 @@
-"""Another host than the first of several that serve one model: it repeats what host 0 runs.
+"""A follower: of several hosts that serve one model, any but host 0; it repeats what host 0 runs.
 
 It loads its own part of the weights and compiles the same programs, but it has no scheduler and no tokenizer.
 Its HTTP port answers health checks and metrics and refuses everything else.
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LEAVE_SECONDS = 5.0
-"""How much longer than its drain host 0 may take to end the group."""
+"""How long after its drain's deadline host 0 may still take to end the group."""
 
 
 def follow(settings: Settings, engine: Engine, *, report: Callable[[str], None]) -> None:
-    """Runs on the device thread, for life: host 0 ends the process, or its loss does."""
+    """Runs on the device thread until the process ends, because host 0 ends it or is lost."""
     report(f"looking for host 0 at {settings.coordinator}")
     follower = Follower(
         split_address(settings.coordinator),
@@ -60,7 +60,7 @@ def _follow(follower: Follower, settings: Settings, engine: Engine, *, report: C
     follower.send_text(FrameKind.MODEL, fingerprint(files))
     follower.expect(FrameKind.MODEL)
 
-    # These bring jax, which takes seconds to import and must not be touched before gunicorn forks.
+    # These import jax, which takes seconds to import and must not be touched before gunicorn forks.
     from levserve.device.executor import Executor
     from levserve.device.memory_error import explained
     from levserve.device.platform import free_bytes
@@ -104,7 +104,7 @@ def _follow(follower: Follower, settings: Settings, engine: Engine, *, report: C
 
 
 def _repeat(follower: Follower, engine: Engine, runner: Executor, reader: WeightReader) -> None:
-    """Does what host 0 says, in its order, for life."""
+    """Does what host 0 says, in the same order, until the process ends."""
     import jax
 
     last = None
@@ -116,7 +116,7 @@ def _repeat(follower: Follower, engine: Engine, runner: Executor, reader: Weight
         match frame.kind:
             case FrameKind.RUN:
                 outputs = runner.repeat(frame.number, frame.payload)
-                # One run may be in flight behind the last, as on host 0; what failed is raised here.
+                # One run may be in flight behind the last, as on host 0; a run that failed raises here.
                 jax.block_until_ready(last)
                 last = outputs
             case FrameKind.READ:
@@ -135,7 +135,7 @@ def _agree(follower: Follower, free_bytes: int) -> int:
 
 
 def _leave_together(follower: Follower, engine: Engine) -> None:
-    """Has a SIGTERM of this host drain host 0, which then ends all; this one stays until then."""
+    """Makes a SIGTERM to this host drain host 0, which then ends the group; this host stays until then."""
     deadlines: list[float] = []
 
     def tell() -> None:

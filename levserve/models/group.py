@@ -1,7 +1,7 @@
 """Host 0 of several hosts that serve one model: what it agrees on with the others, and what it tells them.
 
-Made on the device thread, before jax is touched. A follower that is lost ends this process, because its part
-of the weights and of the KV cache is gone; the exit code has systemd or Kubernetes start all hosts again.
+Made on the device thread, before jax is touched. Losing a follower ends this process, because its part of
+the weights and of the KV cache is gone; the exit code makes systemd or Kubernetes start all hosts again.
 """
 
 from __future__ import annotations
@@ -97,9 +97,9 @@ class Group:
         self._leader.send(FrameKind.READ, payload=[memoryview(json.dumps(names).encode())])
 
     def end_read(self, files: ModelFiles | None) -> None:
-        """Waits until they have; raises `StartupError`, and they drop them, if some have not the same files.
+        """Waits until the other hosts have read; raises `StartupError` if one failed or has other files.
 
-        With no files they drop them anyway: this host could not read its own.
+        In that case they drop what they read, as they do without `files`: this host could not read its own.
         """
         own = None if files is None else fingerprint(files)
         for host_id, answer in self._leader.ask(FrameKind.READ).items():

@@ -20,7 +20,7 @@ class ModelHandle:
         self, entry: Entry, name: str, changed: threading.Condition, is_closed: Callable[[], bool]
     ) -> None:
         self.name = name
-        """The one of the model's names that the request means."""
+        """The name of the model that the request means, which may be an alias."""
         self._entry = entry
         self._changed = changed
         self._is_closed = is_closed

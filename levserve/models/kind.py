@@ -1,7 +1,8 @@
-"""What a kind of model must offer to be loaded: the steps of a start ask this and nothing else.
+"""What a kind of model must offer to be loaded: the steps of a start use this and nothing else.
 
-A description is decided before any weight is read. `describe.py` has that of decoders and `brain.py` that of
-HRM brains; `load.py` chooses by the model's files. What the device thread asks is in `device/kind.py`.
+A description is complete before any weight is read. `describe.py` has the one for decoders and `brain.py` the
+one for HRM brains; `choose.py` chooses by the model's files. What the device thread needs is in
+`device/kind.py`.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class ModelKind(Protocol[SizesT]):
 
     @property
     def devices(self) -> Sequence[jax.Device]:
-        """Those of this process that it is served on; one, unless several share it."""
+        """The devices of this process that it is served on; one, unless several share it."""
 
     @property
     def backend(self) -> Backend: ...
@@ -72,7 +73,7 @@ class ModelKind(Protocol[SizesT]):
 
     @property
     def floor_bytes(self) -> int:
-        """The least that it needs besides its weights."""
+        """The least memory that it needs besides its weights."""
 
     @property
     def default_chat_template(self) -> str | None:
@@ -108,7 +109,7 @@ class ModelKind(Protocol[SizesT]):
         """The same for weights that are in memory, by the names that they have in a checkpoint."""
 
     def with_files(self, settings: Settings, files: ModelFiles) -> ModelKind[SizesT]:
-        """The same after a reload."""
+        """This description after a reload."""
 
 
 AnyKind = ModelKind[Any]

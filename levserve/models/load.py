@@ -1,6 +1,6 @@
 """The start of a model in six steps, each in a file of its own: find, describe, read, size, build, probe.
 
-Each step takes records of the steps before it and gives one: `ModelFiles`, `Description`, `Contents`,
+Each step takes records of the steps before it and returns one: `ModelFiles`, `Description`, `Contents`,
 `Sizes`, `Loaded` and `ProbeScores`. A dry run takes the same steps. `load` runs on the device thread for the
 first model, and on the loader's thread for others.
 """
@@ -37,7 +37,7 @@ def load(
     make_room: MakeRoom | None = None,
     group: Group | None = None,
 ) -> Loaded:
-    """Slow. One of several models gets the memory that `make_room` gives it; one alone takes what is free.
+    """Loads a model; slow. It gets the memory that `make_room` grants, or without one all that is free.
 
     The hosts of a `group` take the same steps together.
     """
@@ -54,7 +54,7 @@ def load(
         report("importing jax")
     libraries = f"{human(LIBRARY_BYTES)} for jax and its libraries"
     with explained(libraries, RAISE_LIMIT):
-        # These bring jax, which takes seconds to import and must not be touched before gunicorn forks.
+        # These import jax, which takes seconds to import and must not be touched before gunicorn forks.
         from levserve.gguf.header import keep_headers
         from levserve.models.build import build
         from levserve.models.choose import describe
@@ -81,7 +81,7 @@ def load(
 
 def resident_of(engine: Engine, loaded: Loaded) -> Resident:
     """What other threads may know of a loaded model."""
-    from levserve.models.reload import WeightReloader  # brings jax
+    from levserve.models.reload import WeightReloader  # imports jax
 
     scheduler, sizes = loaded.scheduler, loaded.sizes
 
@@ -90,8 +90,8 @@ def resident_of(engine: Engine, loaded: Loaded) -> Resident:
         pages = () if pool is None else (pool.num_held, pool.num_pages)
         return Counts(scheduler.num_running, scheduler.num_waiting, *pages)
 
-    # As many times the pool as the queue is longer than the rows: then the tokens of the longest chats do not
-    # keep a place in the queue empty.
+    # The pool's tokens, scaled from the rows to all admitted requests: otherwise long chats would use up the
+    # tokens and leave places in the queue empty.
     max_tokens = sizes.num_tokens * engine.max_inflight // sizes.rows
     return Resident(
         model=replace(loaded.model, max_inflight_tokens=max_tokens),

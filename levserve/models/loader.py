@@ -1,4 +1,4 @@
-"""Loads and unloads models for the registry, on the thread that calls, beside the device thread.
+"""Loads and unloads models for the registry, on the calling thread, beside the device thread.
 
 Messages hand a loaded model to the device thread and take it back; the device thread itself only adds a model
 loop, or waits for the last round of one.
@@ -56,7 +56,7 @@ class ModelLoader:
         return load(settings, self._engine.metrics, report=report, make_room=make_room)
 
     def unload(self, resident: Resident) -> None:
-        from levserve.device.tasks import Detach  # brings jax
+        from levserve.device.tasks import Detach  # imports jax
 
         done: Future[RoundRunner] = Future()
         self._engine.send(Detach(resident.model.name, done))
@@ -69,7 +69,7 @@ class ModelLoader:
 
 
 def open_catalogue(catalogue: Catalogue, settings: Settings, registry: Registry) -> ModelLoader:
-    """Makes all models known; a request for one of them has it loaded."""
+    """Makes all models known; a request for one of them loads it."""
     loader = ModelLoader(catalogue, registry.engine)
     registry.set_loader(loader, budget=settings.models_memory, max_loaded=settings.max_loaded_models)
     return loader
@@ -78,7 +78,7 @@ def open_catalogue(catalogue: Catalogue, settings: Settings, registry: Registry)
 def load_first(
     settings: Settings, registry: Registry, *, report: Callable[[str], None]
 ) -> tuple[Loaded, list[str]]:
-    """Makes all models known and loads the default one; gives it, and the names of those to load next."""
+    """Makes all models known and loads the default; returns it, and the names of those to load next."""
     catalogue = Catalogue(settings)
     loader = open_catalogue(catalogue, settings, registry)
     try:

@@ -22,9 +22,10 @@ FP8_CAPABILITY = (8, 9)
 
 
 def choose_narrow(settings: Settings, platform: str, path: Path, config: ModelConfig) -> jnp.dtype | None:
-    """The type of eight bits that matrices are served in, or None.
+    """The 8-bit type that matrices are served in, or None.
 
-    By default a CPU serves a file that is quantized already in int8: it is twice as fast, and little is lost.
+    By default a CPU serves a file that is quantized already in int8: that is twice as fast, and little
+    accuracy is lost.
     """
     if settings.quantize == "fp8" and platform == "cpu":
         raise ConfigError("--quantize fp8 is for GPUs, and this is a cpu: use --quantize int8")
@@ -44,7 +45,7 @@ def choose_narrow(settings: Settings, platform: str, path: Path, config: ModelCo
 def choose_four_bits(
     settings: Settings, path: Path, config: ModelConfig, num_shards: int
 ) -> dict[str, Scheme]:
-    """The matrices that stay in the four bits of their file; `ConfigError` if none can."""
+    """The matrices that stay in the four bits of their file; raises `ConfigError` if none can."""
     if settings.quantize != FOUR_BITS_NAME:
         return {}
     if num_shards > 1:
@@ -62,7 +63,7 @@ def choose_four_bits(
 
 
 def keeps_bits(settings: Settings, platform: str, path: Path) -> bool:
-    """Whether matrices stay in the bits that the checkpoint has them in: by default only on a GPU."""
+    """Whether matrices stay quantized as they are in the checkpoint: by default only on a GPU."""
     if settings.quantize not in ("auto", "keep"):
         return False
     if is_quantized_checkpoint(path):
@@ -86,7 +87,7 @@ def arrange(kept: Kept, backend: Backend, config: ModelConfig, *, keeps_all: boo
 
 
 def check_eight_bits(settings: Settings, device: jax.Device) -> None:
-    """Refuses formats of eight bits that this device cannot compute in."""
+    """Refuses 8-bit formats that this device cannot compute in."""
     if settings.kv_dtype == "int8" and device.platform != "cpu":
         raise ConfigError(f"--kv-dtype int8 is for CPUs, and this is a {device.platform}: use --kv-dtype fp8")
     options = {"--kv-dtype": settings.kv_dtype, "--quantize": settings.quantize}

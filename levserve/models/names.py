@@ -2,7 +2,7 @@
 
 `qwen3-0.6b` is enough for `Qwen/Qwen3-0.6B`: case does not matter, and neither does the organization where
 one of the two names leaves it out. Stores keep `org/name` in a folder `org-name`, so either stands for the
-other. What may mean several models means none.
+other. A name that fits several models is refused.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MAX_NAMES_TOLD = 20
 
 
 def similar_names(asked: str, names: Iterable[str]) -> list[str]:
-    """The names that `asked` may stand for; those that differ in case alone come before all others."""
+    """The names that `asked` may stand for, by the first rule that finds any; the case-only rule is first."""
     others = list(names)
     wanted = asked.casefold()
     for is_meant in (_is_same, _is_folder_of, _has_same_end):

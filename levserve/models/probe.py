@@ -40,7 +40,7 @@ class ProbeScores:
 
 
 def probe(loaded: Loaded) -> ProbeScores:
-    """Runs the model before anyone else does; clients find an empty prefix cache."""
+    """Runs the model before any request does, and leaves the prefix cache empty."""
     scheduler, runner = loaded.scheduler, loaded.runner
     scheduler.add(probe_request(loaded.model))
     logprobs: list[float] = []

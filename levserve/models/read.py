@@ -43,7 +43,7 @@ class Contents:
 
     @property
     def weight_bytes(self) -> int:
-        """On each device."""
+        """Bytes of the weights on each device."""
         return sum(map(device_bytes, self.arrays.values()))
 
 
@@ -68,7 +68,7 @@ def read(description: AnyKind, metrics: Metrics, report: Callable[[str], None]) 
             check_draft_tokens(files.draft.name, texts.result()[0], drafter)
         arrays = description.load_arrays(report)
         contents = Contents(arrays, *texts.result())
-    redirect_library_logs()  # the tokenizer may have brought some
+    redirect_library_logs()  # loading the tokenizer may have installed handlers
     return contents
 
 

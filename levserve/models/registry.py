@@ -38,15 +38,16 @@ from levserve.observe.threads import LOADER_THREAD
 log = logging.getLogger(__name__)
 
 FAILED_SECONDS = 10.0
-"""How long a model that could not be loaded is not tried again: its clients would keep the disk busy."""
+"""How long a model that failed to load is not tried again: else its clients would keep the disk busy."""
 BUSY_SECONDS = 5.0
 MAX_SHARES = 4
-"""Models that memory is shared between, at most, where --max-loaded-models does not say how many."""
+"""The most models that memory is shared between, if --max-loaded-models does not say how many."""
 JOIN_SECONDS = 1.0
 
 Report = Callable[[str], None]
 MakeRoom = Callable[[int, Callable[[], int]], int]
-"""From the bytes a model needs at least, and a way to ask how many are free, to those that it may take."""
+"""Takes the bytes that a model needs at least, and a function that returns the free bytes; returns the bytes
+that the model may take."""
 
 
 class Loader(Protocol):
@@ -80,12 +81,12 @@ class Registry:
 
     @property
     def default_name(self) -> str:
-        """The name of the model of requests that omit `model`; empty until the server is ready."""
+        """The name of the model for requests that omit `model`; empty until the server is ready."""
         return self._default or ""
 
     @property
     def default(self) -> ServedModel:
-        """The model of requests that omit `model`; raises `Unavailable` until it is loaded."""
+        """The model for requests that omit `model`; raises `Unavailable` until it is loaded."""
         self.engine.require_loaded()
         resident = self._entries[self.default_name].resident
         if resident is None:
@@ -93,7 +94,7 @@ class Registry:
         return resident.model
 
     def set_loader(self, loader: Loader, *, budget: int = 0, max_loaded: int = 0) -> None:
-        """Makes the loader's models known. `budget` is bytes for all; 0: nine tenths of the free ones."""
+        """Makes the loader's models known. `budget` is bytes for all; 0: nine tenths of what is free."""
         self._loader = loader
         self._budget = budget
         self._max_loaded = max_loaded
@@ -118,9 +119,9 @@ class Registry:
             self._mark_loaded(entry, resident)
 
     def borrow(self, name: str | None = None, *, loads: bool = True, insists: bool = False) -> ModelHandle:
-        """Holds a model, by default the first, and with `loads` has it loaded; raises `ModelNotFound`.
+        """Holds a model, by default the default one; with `loads`, has it loaded. Raises `ModelNotFound`.
 
-        One that failed to load a moment ago is not tried again, unless the caller `insists`.
+        A model that failed to load a moment ago is not tried again, unless the caller `insists`.
         """
         asked = name or self._default or ""
         with self._changed:
@@ -139,7 +140,7 @@ class Registry:
         return ModelHandle(entry, served_name, self._changed, lambda: self._is_closed)
 
     def resolve(self, name: str) -> tuple[str, str]:
-        """The main name of the model that a request means, and the one that it used; or `ModelNotFound`."""
+        """The main name of a requested model, and which of its names is meant; raises `ModelNotFound`."""
         with self._changed:
             entry, served_name = self._find(name)
             return entry.name, served_name
@@ -253,7 +254,7 @@ class Registry:
             self._thread.join(JOIN_SECONDS)
 
     def make_room(self, name: str, needed: int, free_bytes: Callable[[], int]) -> int:
-        """Unloads the least recently used models until `needed` bytes fit; the bytes that the model may take.
+        """Unloads least recently used models until `needed` bytes fit; returns the bytes the model may take.
 
         Raises `StartupError` if it can never fit, and `Unavailable` if all models that could be unloaded are
         in use.
@@ -286,7 +287,7 @@ class Registry:
             self._unload(victim)
 
     def _find(self, asked: str) -> tuple[Entry, str]:
-        """The model that a name means, and the one of its names that is meant. Call it with the lock held."""
+        """The model that a name means, and which of its names is meant. Called with the lock held."""
         if asked in self._entries:
             return self._entries[asked], asked
         by_name = dict(self._entries)

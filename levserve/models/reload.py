@@ -70,7 +70,7 @@ class WeightReloader:
     ) -> SwappedWeights:
         """Serves these weights, which have the names of a Hugging Face checkpoint of the model.
 
-        The swap happens inside `hold_back`, which is to wait for what runs and to let nothing new in. Raises
+        The swap happens inside `hold_back`, which must wait for running work and let nothing new in. Raises
         `StartupError` for weights that cannot replace those that are served.
         """
         if self._group is not None:
@@ -79,7 +79,7 @@ class WeightReloader:
             start = time.monotonic()
             leaves = self._description.convert_leaves(arrays, self._report)
             converted = time.monotonic()
-            with hold_back():  # the probes too would wait behind what runs
+            with hold_back():  # the probes too would wait behind running work
                 waited = time.monotonic()
                 before = self._probe()
                 swap_seconds = self._swap(leaves)
@@ -104,7 +104,7 @@ class WeightReloader:
 
     @contextmanager
     def _one_at_a_time(self) -> Iterator[None]:
-        """Counts what was done or refused. Raises `Conflict` while another reload runs."""
+        """Counts reloads done and refused. Raises `Conflict` while another reload runs."""
         if not self._reloading.acquire(blocking=False):
             raise Conflict(f"A reload is under way ({self._engine.progress}); please wait for it.")
         try:
@@ -150,7 +150,7 @@ class WeightReloader:
         )
 
     def _read(self, settings: Settings) -> tuple[ModelFiles, Sequence[HostArray]]:
-        """Of several hosts, each reads its own part of the weights."""
+        """Reads weights; with several hosts, each host reads its own part."""
         check_source(settings)
         if self._group is None:
             return self._read_here(settings)
@@ -176,7 +176,7 @@ class WeightReloader:
             raise
 
     def _swap(self, leaves: Sequence[HostArray]) -> float:
-        """The seconds that it took."""
+        """Swaps weights in; returns the seconds that it took."""
         done: Future[float] = Future()
         self._engine.send(SwapWeights(self._model.name, leaves, done))
         return done.result()

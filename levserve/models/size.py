@@ -1,4 +1,4 @@
-"""The fourth step of a start: how much memory the model may take, and what is made of it."""
+"""The fourth step of a start: how much memory the model may take, and how it is divided."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from levserve.models.registry import MakeRoom
 
 
 def reserve(description: AnyKind, make_room: MakeRoom) -> int:
-    """Unloads other models if this one needs their memory; the bytes that it may take."""
+    """Unloads other models if this one needs their memory; returns the bytes that it may take."""
     needed = description.expected_weight_bytes + description.floor_bytes
     return make_room(needed, lambda: free_bytes(*description.devices))
 
@@ -23,14 +23,14 @@ def size(
     allowed_bytes: int | None = None,
     agree: Callable[[int], int] | None = None,
 ) -> ModelSizes:
-    """Shares out what the weights leave free, or what they leave of `allowed_bytes` if that is less.
+    """Divides up what the weights leave free, or what they leave of `allowed_bytes` if that is less.
 
-    Of several hosts, `agree` gives the least that any of them has free.
+    With several hosts, `agree` returns the least that any of them has free.
     """
     free, peak = free_bytes(*description.devices), peak_memory()
     if allowed_bytes is not None:
         free = min(free, allowed_bytes - weight_bytes)
-        peak = 0  # other models have a part in it
+        peak = 0  # it includes other models
     if agree is not None:
         free = agree(free)
     sizes: ModelSizes = description.plan_sizes(free_bytes=free, weight_bytes=weight_bytes, peak_bytes=peak)

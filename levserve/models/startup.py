@@ -92,7 +92,7 @@ def _load_one(settings: Settings, engine: Engine, *, report: Callable[[str], Non
 
 
 def dry_run(settings: Settings, *, num_threads: int) -> None:
-    """Tries the model, or the default and each with a section; raises `StartupError` for one that fails."""
+    """Tries the one model, or the default and each with a section; raises `StartupError` if one fails."""
     if settings.has_several:
         catalogue = Catalogue(settings)
         print(f"models      {', '.join(catalogue.names())}")
@@ -119,7 +119,7 @@ def _try_model(settings: Settings) -> None:
 
 
 def serve(registry: Registry, loaded: Loaded, others: Sequence[str] = ()) -> None:
-    """Publishes the first model, has others loaded, and runs the device loop until it is stopped."""
+    """Publishes the first model, starts loading others, and runs the device loop until it is stopped."""
     from levserve.device.loop import DeviceLoop
 
     engine = registry.engine
@@ -135,7 +135,7 @@ def serve(registry: Registry, loaded: Loaded, others: Sequence[str] = ()) -> Non
 
 
 def serve_lazily(settings: Settings, registry: Registry) -> None:
-    """Accepts requests at once; the first of them has a model loaded, and only then is jax imported."""
+    """Accepts requests at once; the first one makes a model load, and only then is jax imported."""
     engine = registry.engine
     catalogue = Catalogue(settings)
     open_catalogue(catalogue, settings, registry)
@@ -149,7 +149,7 @@ def serve_lazily(settings: Settings, registry: Registry) -> None:
     from levserve.device.loop import DeviceLoop
     from levserve.device.tasks import Attach
 
-    assert isinstance(first, Attach)  # any other task is about a model that is attached
+    assert isinstance(first, Attach)  # any other task is about a model that is already attached
     loop = DeviceLoop(engine, jax.devices()[0])
     loop.attach(first)
     loop.run()

@@ -1,4 +1,4 @@
-"""Reads other weights on a host that follows another one, beside the device thread, for a reload."""
+"""Reads new weights for a reload on a follower, beside its device thread."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class WeightReader:
-    """`begin` and `take` are the device thread's. Host 0 has one reload at a time."""
+    """`begin` and `take` are for the device thread. Host 0 runs one reload at a time."""
 
     def __init__(self, follower: Follower, description: AnyKind) -> None:
         self._follower = follower
@@ -31,12 +31,12 @@ class WeightReader:
         self._thread: threading.Thread | None = None
 
     def begin(self, names: bytes) -> None:
-        """Reads the weights that host 0 names, and tells it when they are here or why they are not."""
+        """Reads the weights that host 0 names, and tells it when they are read or why they cannot be."""
         self._thread = threading.Thread(target=self._run, args=(names,), name="levserve-reload", daemon=True)
         self._thread.start()
 
     def take(self) -> Sequence[HostArray]:
-        """The weights that were read last; host 0 has been told that they are here."""
+        """The weights that were read last; host 0 has been told that they are read."""
         assert self._thread is not None
         self._thread.join()
         leaves, self._leaves = self._leaves, ()

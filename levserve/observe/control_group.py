@@ -1,7 +1,8 @@
-"""What the control groups of this process allow it: CPUs and memory. Imports nothing that is not in Python.
+"""The CPUs and the memory that this process's control groups allow it. Imports only Python's own modules.
 
-A process is in a group and in all groups above that one, and the tightest limit counts. Inside of a container
-the first folder is usually its own group. Linux has two versions: in the first each kind of limit has a tree.
+A process is in a group and in all groups above it, and the tightest limit applies. Inside a container the
+root folder is usually the container's own group. Linux has two versions of control groups: in version 1 each
+controller (kind of limit) has its own tree.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from pathlib import Path
 PROC = Path("/proc")
 ROOT = Path("/sys/fs/cgroup")
 THREAD_VARIABLES = ("PJRT_NPROC", "NPROC")
-"""XLA takes the size of its thread pool from the first of them that is set."""
+"""XLA takes the size of its thread pool from the first of these variables that is set."""
 
 
 def num_cpus() -> int:
-    """How many CPUs this process should compute on: as many as it was told, or else may use."""
+    """How many CPUs this process should compute on: as a variable sets it, or else as many as it may use."""
     for name in THREAD_VARIABLES:
         if given := os.environ.get(name):
             return int(given)
@@ -29,7 +30,7 @@ def num_cpus() -> int:
 
 
 def allowed_cpus(proc: Path = PROC, root: Path = ROOT) -> int | None:
-    """The CPUs whose time the groups allow, rounded up; None without a limit."""
+    """The number of CPUs whose time the groups allow, rounded up; None without a limit."""
     quotas = [_read_numbers(group, "cpu.max") for group in find_groups("", proc, root)]
     quotas += [
         _read_numbers(group, "cpu.cfs_quota_us", "cpu.cfs_period_us")
@@ -43,27 +44,27 @@ _allowed_cpus = functools.cache(allowed_cpus)
 
 
 def free_group_memory(mapped_bytes: int, proc: Path = PROC, root: Path = ROOT) -> int | None:
-    """Bytes that this process may still take, which has mapped so many of files; None without a limit."""
+    """Bytes that this process may still take, given `mapped_bytes` of mapped files; None without a limit."""
     found = []
     for group, limit, used in _find_memory(proc, root):
         stat = _read_stat(group)
         mapped = stat.get("total_mapped_file", stat.get("file_mapped", 0))
         inactive = stat.get("total_inactive_file", stat.get("inactive_file", 0))
-        # Pages that another group mapped first do not count here until they are read again. Those of files
-        # that nobody maps or has used of late are given back before anything else is refused.
+        # File pages that another group read first are not charged to this group until they are read again.
+        # Inactive file pages that are not mapped are reclaimed before an allocation is refused.
         found.append(limit - used - max(0, mapped_bytes - mapped) + max(0, inactive - mapped))
     return min(found, default=None)
 
 
 def group_memory(proc: Path = PROC, root: Path = ROOT) -> int | None:
-    """Bytes that the groups may take in all; None without a limit."""
+    """The memory limit of the groups, in bytes; None without a limit."""
     return min((limit for _, limit, _ in _find_memory(proc, root)), default=None)
 
 
 def find_groups(controller: str, proc: Path = PROC, root: Path = ROOT) -> Iterator[Path]:
-    """The folders of this process's groups that are to be seen here, its own first.
+    """The folders of this process's groups that are visible here, its own first.
 
-    `controller` names a tree of the first version; "" is the second version's.
+    `controller` names a tree of version 1; "" is the tree of version 2.
     """
     tree = root / controller
     path = Path(_own_path(controller, proc))
@@ -86,7 +87,7 @@ def _own_path(controller: str, proc: Path) -> str:
 
 
 def _find_memory(proc: Path, root: Path) -> Iterator[tuple[Path, int, int]]:
-    """Each group that has a limit, with the limit and what is used of it."""
+    """Each group that has a limit, with the limit and how much of it is used."""
     for controller, limit, used in (
         ("", "memory.max", "memory.current"),
         ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
@@ -98,7 +99,7 @@ def _find_memory(proc: Path, root: Path) -> Iterator[tuple[Path, int, int]]:
 
 
 def _read_numbers(group: Path, *names: str) -> list[int]:
-    """All numbers in these files; "max" is none, and a file that is not there has none."""
+    """All numbers in these files; "max" is not a number, and a missing file has none."""
     words: list[str] = []
     for name in names:
         with suppress(OSError):

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 class Phase(StrEnum):
     """A server goes loading -> ready -> draining, may fail in any phase, and never goes back.
 
-    Of several hosts that serve a model only the first becomes ready; the others are following it then.
+    When several hosts serve one model, only the first becomes ready; the others then follow it.
     """
 
     LOADING = "loading"
@@ -20,7 +20,7 @@ class Phase(StrEnum):
 
 
 class DeviceMemory(NamedTuple):
-    """Bytes that jax may take of a device's own memory, and those of them that are free."""
+    """The bytes of a device's own memory that jax may take, and how many of them are free."""
 
     total: int
     free: int
@@ -33,7 +33,7 @@ class DeviceStatus(NamedTuple):
     kind: str
     jax_version: str
     memory: DeviceMemory | None
-    """None: the host's."""
+    """None if the device uses the host's memory."""
 
 
 class Health(Protocol):

@@ -26,11 +26,11 @@ class PageHistogram(Histogram):
         self._buckets[bisect_left(self._upper_bounds, amount)].inc(num_rows)
 
     def numbers(self) -> tuple[str, ...]:
-        """Each bucket's count with those below it, the whole count and the sum, as the page has them.
+        """Each bucket's cumulative count, the total count and the sum, as the page shows them.
 
-        While nothing is observed, every call gives the same object.
+        While nothing is observed, every call returns the same object.
         """
-        # Without their locks, which would take five times as long: reading a float is atomic.
+        # Read without their locks, which would take five times as long: reading a float is atomic.
         seen = [bucket._value for bucket in self._buckets]
         seen.append(self._sum._value)
         if seen != self._seen or not self._numbers:

@@ -32,7 +32,7 @@ def configure_logging(name: str) -> None:
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark is not None else 1
         raise ConfigError(f"--logging-config {name}, line {line}: {error.problem}") from None
-    except Exception as error:  # whatever a class or a level that the file names may raise
+    except Exception as error:  # a class or a level that the file names may raise anything
         raise ConfigError(f"--logging-config {name}: {_explain(error)}") from None
 
 

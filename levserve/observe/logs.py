@@ -60,10 +60,10 @@ class TextFormatter(logging.Formatter):
 def start_logging(level: str, style: str, *, file: str = "") -> None:
     """Called once, before the fork. Other libraries log only warnings and errors, the default level.
 
-    A logging file decides everything itself, except that a level which is given overrides the file's.
+    A logging file decides everything, except that a `level` that is given overrides the file's.
     """
     if file:
-        # Here, because the package for YAML, which it reads, would delay every start.
+        # Imported here, because it imports yaml, which would delay every start.
         from levserve.observe.logging_file import configure_logging
 
         configure_logging(file)
@@ -79,7 +79,7 @@ def start_logging(level: str, style: str, *, file: str = "") -> None:
 
 
 def log_settings(settings: Mapping[str, tuple[str, str]]) -> None:
-    """Logs values and sources of all settings as JSON, and of those that are not defaults as text."""
+    """Logs the settings that are not defaults as text, and the values and sources of all settings as JSON."""
     everything = {}
     given = []
     for name, (value, source) in settings.items():

@@ -1,8 +1,8 @@
 """Writes metrics in Prometheus' text format, at a cost that allows a scrape every 50 ms.
 
-Routers read queues that often. `generate_latest` of prometheus_client builds an object for every line, which
-takes 8 ms of CPU for this server's page. Here each metric keeps its last text and writes it anew only if one
-of its values has changed. The result is the same, byte for byte. One thread renders at a time.
+Routers read queue lengths that often. `generate_latest` of prometheus_client builds an object for every line,
+which takes 8 ms of CPU time for this server's page. Here each metric keeps its last text and writes it anew
+only if one of its values has changed. The result is the same, byte for byte. One thread renders at a time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from prometheus_client.registry import Collector
 from levserve.observe.histogram import PageHistogram, write_number
 
 KEPT_SECONDS = 1.0
-"""Finding out the process' memory and descriptors takes longer than all the rest, and routers do not ask."""
+"""How long text is kept: reading the process's memory and descriptors takes longer than all the rest, and
+routers do not ask for them."""
 
 
 class TextSource(Protocol):
@@ -33,7 +34,7 @@ class MetricText:
     def __init__(
         self, metric: Counter | Gauge, name: str = "", labels: Mapping[str, str] | None = None
     ) -> None:
-        """An alias has another `name`, and `labels` besides the metric's own."""
+        """`name` and `labels` are an alias's: another name, and labels besides the metric's own."""
         self._metric = metric
         self._labels = dict(labels or {})
         self._name = (name or metric._name) + ("_total" if metric._type == "counter" else "")
@@ -66,7 +67,7 @@ class MetricText:
 
 
 class HistogramText:
-    """The text of a histogram, which may be an alias's as well."""
+    """The text of a histogram, or of an alias of one."""
 
     def __init__(
         self, metric: PageHistogram, name: str = "", labels: Mapping[str, str] | None = None
@@ -133,7 +134,7 @@ def children_of(metric: Counter | Gauge) -> dict[tuple[str, ...], Counter | Gaug
 
 
 def value_of(metric: Counter | Gauge) -> float:
-    if "_child_samples" in metric.__dict__:  # a gauge that asks a function
+    if "_child_samples" in metric.__dict__:  # a gauge whose value comes from a function
         (sample,) = metric._child_samples()
         return float(sample.value)
     return float(metric._value._value)  # without its lock: reading a float is atomic

@@ -44,7 +44,7 @@ PICKER_NAMES = (
     "cache_config_info",
     "lora_requests_info",
 )
-"""What the endpoint picker of Kubernetes' inference gateway reads of vLLM."""
+"""The metrics of vLLM that the endpoint picker of Kubernetes' inference gateway reads."""
 
 
 class Aliases(Protocol):
@@ -195,7 +195,7 @@ class Metrics:
         self._router_texts = [MetricText(self.running), MetricText(self.waiting), MetricText(self.phase)]
 
         self.has_pages = True
-        """Whether the metrics are exported that only models with a KV cache have."""
+        """Whether the metrics that only models with a KV cache have are exported."""
         self._of_pages: tuple[Collector, ...] = (
             self.prefix_hit_tokens,
             self.prefill_tokens,
@@ -208,7 +208,7 @@ class Metrics:
         )
 
     def note_kinds(self, *, has_pages: bool, has_texts: bool) -> None:
-        """Exports what the loaded kinds of model have: without a KV cache its metrics are absent, not 0."""
+        """Exports what the loaded kinds of model have; without a KV cache its metrics are absent, not 0."""
         if has_texts:
             self.rounds.labels("score")
         if has_pages == self.has_pages:
@@ -226,7 +226,7 @@ class Metrics:
                 self.rounds.remove(kind)
 
     def note_grammar(self, seconds: float | None) -> None:
-        """Counts a grammar that took so long to compile, or for None one that had been compiled before."""
+        """Counts a grammar that took `seconds` to compile, or for None one that had been compiled before."""
         if seconds is None:
             self.grammar_hits.inc()
             return

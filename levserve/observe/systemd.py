@@ -1,9 +1,9 @@
-"""Socket activation, readiness and watchdog under systemd: sd_listen_fds(3) and sd_notify(3), no library.
+"""Socket activation, readiness and watchdog under systemd (sd_listen_fds(3), sd_notify(3)); needs no library.
 
 `take_supervision` is called in the process that becomes gunicorn's arbiter. It removes systemd's variables
 from the environment, because gunicorn would report READY before there is a worker. `Notifier` runs in the
-worker, on a thread of its own. It reports READY once the model can serve, and feeds the watchdog only while
-the device thread is alive.
+worker, on its own thread. It reports READY once the model can serve, and feeds the watchdog only while the
+device thread is alive.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Notifier:
             self._thread.start()
 
     def stop(self) -> None:
-        """Reports that the server is stopping, unless the thread has done so."""
+        """Reports that the server is stopping, unless the thread has done so already."""
         if self._thread.ident is None:
             return
         self._is_stopped.set()
@@ -103,7 +103,7 @@ class Notifier:
             self._is_stopped.wait(tick)
 
     def _report(self, *, pings: bool) -> None:
-        """Sends everything that is new since the last report in one message."""
+        """Sends what has changed since the last report in one message."""
         phase, lines = self._engine.phase, []
         status = (
             self._engine.progress if phase in (Phase.LOADING, Phase.READY, Phase.FOLLOWING) else str(phase)

@@ -1,7 +1,7 @@
 """OpenTelemetry spans: one per request, with children for its time in the queue, in prefill and in decode.
 
-Spans are made from the request log once a request is over, so tracing costs nothing while it runs. Needs the
-`otel` extra; its packages may be missing, so they are imported only if tracing is on. The SDK's OTEL_
+Spans are made from the request log once a request is over, so tracing costs a running request nothing. Needs
+the `otel` extra; its packages may be missing, so they are imported only if tracing is on. The SDK's OTEL_
 environment variables set the destination, the service name and the sampling.
 """
 
@@ -25,7 +25,7 @@ INSTALL = "pip install 'levserve[otel]'"
 
 
 class TracedRequest(Protocol):
-    """What a span needs to know of a finished request. Times are on `time.monotonic`'s clock."""
+    """What a span needs to know about a finished request. Times are on `time.monotonic`'s clock."""
 
     request_id: str
     method: str
@@ -82,7 +82,7 @@ class Tracing:
         span.end(round(ended * 1e9) + offset)
 
     def stop(self) -> None:
-        """Sends the remaining spans, without waiting for a collector that does not answer."""
+        """Sends the remaining spans; waits at most `STOP_SECONDS` for a collector that does not answer."""
         thread = threading.Thread(target=self._provider.shutdown, name="levserve-tracing", daemon=True)
         thread.start()
         thread.join(STOP_SECONDS)

@@ -1,8 +1,8 @@
 """levserve's metrics under vLLM's names, for dashboards and gateways made for vLLM.
 
 `VllmMetrics` derives them from levserve's own at each scrape, so nothing is counted twice. Histograms keep
-levserve's buckets, which start at 1 ms. What an endpoint picker reads is always on the router's page;
-the rest is exported where it is wanted.
+levserve's buckets, which start at 1 ms. The metrics that an endpoint picker reads are always on the
+router's page; the rest are exported with --vllm-metrics.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from levserve.observe.histogram import PageHistogram
 from levserve.observe.metric_text import HistogramText, MetricText, TextSource, children_of, value_of
 from levserve.observe.metrics import Metrics
 
-# Every other reason of ours is an abort there.
+# Every other reason counts as an abort.
 REASONS = {"stop": "stop", "length": "length", "failed": "error", "poisoned": "error"}
 
 
 class VllmMetrics:
     """Exports `metrics` a second time, if `is_exported`. The label `engine` is always 0.
 
-    One thread renders at a time, as the lock of `metrics` sees to.
+    One thread renders at a time, which the lock of `metrics` ensures.
     """
 
     def __init__(self, metrics: Metrics, *, is_exported: bool = True) -> None:
@@ -63,7 +63,7 @@ class VllmMetrics:
         metrics.aliases = self
 
     def render(self, names: Collection[str] | None = None) -> str:
-        """All of them, or those with these names."""
+        """The text of all metrics, or of those with these names."""
         models = list(children_of(self._metrics.model_info))
         if not models:
             return ""  # still loading
@@ -87,12 +87,12 @@ class VllmMetrics:
         labels = {"model_name": name, "engine": "0"}
         self._texts = {alias: _renamed(metric, alias, labels) for alias, metric in self._same.items()}
         page_texts = {alias: _renamed(metric, alias, labels) for alias, metric in self._of_pages.items()}
-        registry = CollectorRegistry()  # of those that only exist here
+        registry = CollectorRegistry()  # of the metrics that exist only here
         self._successes = Counter(
             "request_success", "Finished sequences, by reason.", ("finished_reason",), registry=registry
         )
         self._texts["request_success"] = _renamed(self._successes, "request_success", labels)
-        # The inference gateway complains at each scrape where this one is absent.
+        # The inference gateway complains at each scrape if this metric is absent.
         text = "Unix time of the last change; labels name adapters, which levserve does not have."
         adapters = Gauge("lora_requests_info", text, registry=registry)
         adapters.set(self._since)

@@ -26,8 +26,8 @@ def make_choices(
 ) -> list[Choice]:
     """One choice per sequence, prompt-major. `stop_ids` end a choice here, not on the device.
 
-    `cut` tells of each prompt whether its beginning was left out. `make_reader` makes what splits an answer
-    into parts, and `visible` are the special tokens that it has to see.
+    `cut` says for each prompt whether its beginning was left out. `make_reader` makes the reader that splits
+    an answer into parts, and `visible` are the special tokens that the reader has to see.
     """
     skips = body.skip_special_tokens is not False
     choices: list[Choice] = []
@@ -51,9 +51,9 @@ def make_choices(
 
 
 def rank_choices(choices: Sequence[Choice], num_run: int, num_kept: int) -> list[int]:
-    """The numbers of the choices that are in the answer, in its order.
+    """The indices of the choices that are in the answer, in its order.
 
-    Of each prompt's `num_run` the likeliest `num_kept` are, the likeliest first; or all, in their own order.
+    These are the likeliest `num_kept` of each prompt's `num_run`, likeliest first, or all in their own order.
     """
     if num_run == num_kept:
         return list(range(len(choices)))
@@ -80,8 +80,8 @@ def _echoes(
 def _echo(given: str | list[int], tokens: list[int], tokenizer: Tokenizer, skip_special_tokens: bool) -> Echo:
     """The prompt as the client gave it, or the text of its tokens.
 
-    The offsets count in the text of the tokens. A tokenizer that rewrites its text makes the two differ; an
-    offset never passes the end of what is shown.
+    The offsets count characters of the tokens' text. A tokenizer that rewrites text makes that differ from
+    the text shown, so an offset is capped at the end of the latter.
     """
     detokenizer = tokenizer.detokenizer(skip_special_tokens=skip_special_tokens)
     texts = [detokenizer.add((token,)) for token in tokens]

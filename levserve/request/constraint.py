@@ -1,6 +1,7 @@
-"""What a request's text is held to: OpenAI's `response_format`, and the fields of vLLM and llama.cpp.
+"""The constraints on a request's text: OpenAI's `response_format`, and the fields of vLLM and llama.cpp.
 
-All of them become one `GrammarText`. `strict` changes nothing: every schema is held.
+A schema, expression, list of choices or grammar becomes one `GrammarText`. `strict` changes nothing: every
+schema is enforced.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class NamedSchema(Struct, frozen=True):
 
 
 class ResponseFormat(Struct, frozen=True):
-    """OpenAI's `response_format`; llama.cpp's clients put a `schema` beside `json_object`."""
+    """OpenAI's `response_format`; llama.cpp's clients send a `schema` with the type `json_object`."""
 
     type: str
     json_schema: NamedSchema | None = None
@@ -137,8 +138,8 @@ def make_constraint(
 ) -> Constraint | None:
     """Compiles what the fields ask for; raises `BadRequest`.
 
-    A grammar holds the content; `hold_answer` adds the thoughts before it and the calls that may come instead
-    of it. Rules about single tokens hold all of them.
+    A grammar constrains the content; `hold_answer` adds the thoughts before it and the calls that may come
+    instead of it. Rules about single tokens constrain all of them.
     """
     constraints: list[Constraint] = []
     asked = fields.find_grammar()
@@ -168,7 +169,7 @@ def _from_vllm(asked: StructuredOutputs, prefix: str) -> Iterator[GrammarText]:
 
 
 def _schema(schema: Any, param: str, whitespace: str | None = None) -> GrammarText:
-    """A schema as an object, or as its JSON text."""
+    """The grammar of a schema that is given as an object or as JSON text."""
     if isinstance(schema, str):
         text = schema
         try:
@@ -181,7 +182,7 @@ def _schema(schema: Any, param: str, whitespace: str | None = None) -> GrammarTe
 
 
 def _spellings(words: Sequence[str], tokenizer: Tokenizer) -> Iterator[tuple[int, ...]]:
-    """Each word as the tokens that begin a text with it, and those that follow a space."""
+    """Each word as the tokens that spell it at the beginning of a text, and those after a space."""
     for word in words:
         for text in (word, f" {word.lstrip()}"):
             tokens = tokenizer.encode_plain(text)

@@ -1,8 +1,8 @@
 """Reads a JSON body into a checked record, or refuses it with a `BadRequest` that names the mistake.
 
-msgspec finds the first mistake and where it is; `_explain` says so as OpenAI does: a dotted path in `param`,
-the expected and the given type in the message, its codes. The server and the Python API read their requests
-with this.
+msgspec finds the first mistake and where it is; `_explain` reports it as OpenAI does: a dotted path in
+`param`, the expected and the given type in the message, and OpenAI's error codes. The server and the Python
+API read their requests with this.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ WRONG_TYPE = re.compile(r"Expected `(.+)`, got `(.+)`")
 WRONG_TAG = re.compile(r"Invalid value '(.*)'", re.DOTALL)
 OUT_OF_RANGE = re.compile(r"Expected `(\w+)` ((.+) \S+)")
 
-# What OpenAI says of a value that is out of range, by its type and what msgspec expected of it.
+# OpenAI's error code for a value out of range, by its type and the bound that msgspec reports.
 RANGE_CODES = {
     ("int", ">="): "integer_below_min_value",
     ("int", "<="): "integer_above_max_value",
     ("float", ">"): "decimal_below_min_value",
     ("float", ">="): "decimal_below_min_value",
     ("float", "<="): "decimal_above_max_value",
-    ("str", "of length >="): "empty_string",  # the least that is asked of a length is 1
+    ("str", "of length >="): "empty_string",  # every minimum length in the bodies is 1
     ("str", "of length <="): "string_above_max_length",
     ("array", "of length >="): "empty_array",
     ("array", "of length <="): "array_above_max_length",
 }
 INVALID_VALUE = "invalid_value"
 
-# Names that other servers have for fields of this one.
+# Fields of other servers, and what this server calls them.
 INSTEAD = {
     "ebnf": "grammar",
     "n_predict": "max_tokens",
@@ -64,7 +64,7 @@ def decode(data: bytes, kind: type[Body]) -> Body:
     """The body as a record of this kind; raises `BadRequest` for the first mistake in it."""
     try:
         if not data.isascii():
-            data.decode()  # msgspec does not look at the text of fields that nobody declared
+            data.decode()  # msgspec does not check the text of undeclared fields
         return _decoder(kind).decode(data)
     except msgspec.ValidationError as error:
         raise _explain(str(error)) from None
@@ -131,7 +131,7 @@ def require_choice(value: str, choices: tuple[str, ...], param: str) -> None:
 def refuse_unsupported(
     record: msgspec.Struct, table: Mapping[str, tuple[object, ...]], path: str = ""
 ) -> None:
-    """Refuses a field of the table that asks for something; the table has the values that do not."""
+    """Refuses the fields of the table, except null and the harmless values that the table lists."""
     for name, harmless in table.items():
         value = getattr(record, name)
         if value is not None and value not in harmless:

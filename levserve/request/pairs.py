@@ -26,8 +26,8 @@ def split_pair(prompt: str, continuation: str, tokenizer: Tokenizer) -> Pair:
     """Tokenizes a pair as lm-evaluation-harness does.
 
     Spaces at the end of the prompt move to the continuation, where tokenizers keep them. The two are
-    tokenized together; the tokens after as many as the prompt has alone are the continuation's. A bos token
-    stands for an empty prompt.
+    tokenized together: if the prompt alone has n tokens, those after the first n are the continuation's. A
+    BOS token stands for an empty prompt.
     """
     context = prompt.rstrip()
     continuation = prompt[len(context) :] + continuation
@@ -46,8 +46,8 @@ def split_pair(prompt: str, continuation: str, tokenizer: Tokenizer) -> Pair:
 def encode_apart(prompt: str, continuation: str, model: ServedModel) -> Pair:
     """Tokenizes a pair as AI-OS's evaluations do: each text alone, without special tokens.
 
-    Of an empty prompt's continuation the first token is not scored. A prompt that is too long loses its
-    beginning.
+    After an empty prompt, the first token of the continuation is not scored. A prompt that is too long loses
+    its beginning.
     """
     context = model.tokenizer.encode(prompt, add_special_tokens=False)
     scored = model.tokenizer.encode(continuation, add_special_tokens=False)
@@ -105,7 +105,7 @@ def _join_pair(prompt: Sequence[int], continuation: Sequence[int], index: int, t
 
 
 def _cut(pair: Pair, index: int, model: ServedModel, truncation: Truncation, *, has_bos: bool) -> Pair:
-    """The pair without the beginning of its prompt; a continuation stays whole and follows some token."""
+    """The pair without the beginning of its prompt; the continuation stays whole and follows a token."""
     num_scored = len(pair.tokens) - pair.num_context
     kept = truncation.num_kept(len(pair.tokens), model.max_seq_len)
     if num_scored < kept:

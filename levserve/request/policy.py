@@ -1,7 +1,7 @@
-"""What the operator decides about requests: the values that they leave out, and how much one may ask for.
+"""The operator's rules for requests: defaults for what they leave out, and how much one may ask for.
 
-Used on HTTP threads, before a body is made into sequences. Nothing is changed in silence: what a client asked
-for and does not get is refused, or stands in the answer's `warnings`.
+Used on HTTP threads, before a body is made into sequences. Nothing is changed silently: if a client does not
+get what it asked for, the request is refused or the answer's `warnings` say so.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class Policy(NamedTuple):
         if field is None and self.default_max_tokens:
             body = structs.replace(body, max_tokens=self.default_max_tokens)
         most = self.max_new_tokens
-        # Where no length is said, `prepare` takes the smaller of this limit and what the context holds.
+        # Without a length, `prepare` takes the smaller of this limit and what the context holds.
         if not most or body.max_length is None or body.max_length <= most:
             return Permitted(body, [])
-        if field is None:  # a default: nothing was asked for that is not given
+        if field is None:  # only a default is lowered: the client gets what it asked for
             return Permitted(structs.replace(body, max_tokens=most), [])
         told = f"'{field}' is {body.max_length}, and this server generates at most {most} tokens for a choice"
         if self.refuses_excess:

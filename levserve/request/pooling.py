@@ -14,7 +14,7 @@ POOLINGS = ("mean", "last")
 
 
 def make_vector(choice: Choice, pooling: str | None) -> npt.NDArray[np.float32]:
-    """The pooled states, by default their mean, with length 1; the choice was asked for them."""
+    """The pooled states (the mean by default), scaled to length 1; the request must have asked for them."""
     import numpy as np  # takes 0.1 s, which would delay the start
 
     assert choice.hidden is not None

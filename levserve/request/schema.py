@@ -3,8 +3,8 @@
 Decoding checks everything that does not depend on the model; `submission.py` checks the rest (vocabulary,
 context). Any field may be null, which is the same as leaving it out. Fields that are not declared here are
 accepted and ignored, among them metadata, store, service_tier, safety_identifier, prompt_cache_key,
-prompt_cache_options, verbosity, moderation and prediction. A known field that this
-server cannot honour is refused by name if it asks for something.
+prompt_cache_options, verbosity, moderation and prediction. A known field that this server cannot honour is
+refused by name if it asks for something.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 # Each choice prepares its own stop strings, in time linear in their length.
 StopString = Annotated[str, Meta(min_length=1, max_length=1000)]
 PromptLimit = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
-"""Of `truncate_prompt_tokens`; `check_prompt_limit` refuses 0."""
+"""For `truncate_prompt_tokens`; `check_prompt_limit` refuses 0."""
 Seconds = Annotated[float, Meta(gt=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
@@ -50,8 +50,8 @@ Metadata = Annotated[
 Priority = int
 """VLLM's: a smaller number is served first, and 0 is the default."""
 
-# Known fields that this server cannot honour yet, each with the values that ask for nothing: of OpenAI, and
-# those of vLLM, SGLang and llama.cpp that would change the answer.
+# Known fields that this server cannot honour, each with the values that ask for nothing: OpenAI's, and those
+# of vLLM, SGLang and llama.cpp that would change the answer.
 UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "audio": (),
     "cache_salt": ("",),
@@ -122,12 +122,12 @@ class GenerationBody(Refused, frozen=True, kw_only=True):
     prompt_param: ClassVar[str]
     """The field that holds the prompt, for errors about it."""
     default_max_tokens: ClassVar[int | None] = None
-    """The most tokens to generate where no field says it; None for as many as the context holds."""
+    """The most tokens to generate if no field says it; None for as many as the context holds."""
     default_temperature: ClassVar[float] = 1.0
     cuts_limit: ClassVar[bool] = False
-    """Whether a limit that the context does not hold is cut to what it holds, and not refused."""
+    """Whether a limit that exceeds the context is lowered to fit instead of refused."""
     may_lack_thoughts: ClassVar[bool] = False
-    """Whether a model that does not think may answer a request for thoughts, which else is refused."""
+    """Whether a model that does not think may answer a request for thoughts instead of refusing it."""
 
     model: ModelName
     max_tokens: Count | None = None
@@ -228,7 +228,7 @@ class GenerationBody(Refused, frozen=True, kw_only=True):
 
     @property
     def num_computed_logprobs(self) -> int | None:
-        """What the device computes: everything that is shown, and what it takes to rank the sequences."""
+        """What the device computes: all that is shown, and what is needed to rank the sequences."""
         for_ranking = 0 if self.num_sequences > self.num_choices else None
         counts = (self.num_logprobs, self.prompt_logprobs, for_ranking)
         return max((count for count in counts if count is not None), default=None)
@@ -239,7 +239,7 @@ class GenerationBody(Refused, frozen=True, kw_only=True):
 
     @property
     def text_after(self) -> str:
-        """What follows the text that is to be written; empty if nothing is said of it."""
+        """The text that follows the one to be written; empty if none is given."""
         return ""
 
     @property

@@ -1,6 +1,6 @@
-"""Makes a parsed body into the sequences that the engine runs: tokenized, checked against the model, seeded.
+"""Turns a parsed body into the sequences that the engine runs: tokenized, checked against the model, seeded.
 
-Called on HTTP threads. Nothing reaches the device thread that does not fit the model.
+Called on HTTP threads. Only what fits the model reaches the device thread.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from levserve.text.infill import Infill, find_infill
 from levserve.text.tokenizer import Tokenizer
 
 ANSWER_SHARE = 4
-"""A prompt that is cut to fit leaves this part of the context to an answer whose length was not said."""
+"""A prompt that is cut to fit leaves a quarter of the context to an answer whose length was not given."""
 LEAST_TOP_P = 1e-6
-"""What a `top_p` of 0 counts as: less than the likeliest token of any vocabulary has, which alone is kept."""
+"""What a `top_p` of 0 counts as: less than the likeliest token's probability, so that it alone is kept."""
 SAMPLING_FIELDS = [field.name for field in dataclasses.fields(Sampling)]
 
 
@@ -67,7 +67,10 @@ def prepare(
     deadline: float | None,
     policy: Policy = NO_POLICY,
 ) -> Submission:
-    """Checks the body, to which the policy was applied, against the model; raises `BadRequest`."""
+    """Checks the body against the model and makes its sequences; raises `BadRequest`.
+
+    The policy has been applied to the body already.
+    """
     # Cut from the left, a prompt with a suffix would lose the mark at its beginning.
     truncates = policy.truncates_prompts and not body.text_after
     truncation = Truncation(body.truncate_prompt_tokens, truncates)
@@ -97,7 +100,7 @@ def prepare(
                     f"{engine_id}-{number}",
                     tuple(prompt),
                     limit,
-                    # A seed of its own for every sequence: equal prompts in one request get different draws.
+                    # Every sequence has its own seed: equal prompts in one request get different samples.
                     dataclasses.replace(sampling, seed=seed + number),
                     device_stops,
                     deadline,
@@ -149,7 +152,7 @@ def encode_text(
 
 
 def check_rows(tokens: Sequence[int], model: ServedModel, param: str) -> None:
-    """Refuses tokens that the tokenizer knows and the model does not: it was made with fewer of them."""
+    """Refuses tokens that the tokenizer has and the model, made with fewer of them, does not."""
     if model.num_rows and tokens and max(tokens) >= model.num_rows:
         raise BadRequest(
             f"'{param}' has the token id {max(tokens)}, which this model has no weights for: "
@@ -159,7 +162,7 @@ def check_rows(tokens: Sequence[int], model: ServedModel, param: str) -> None:
 
 
 def check_length(num_chars: int, model: ServedModel, param: str, num_messages: int = 0) -> None:
-    """Refuses a text that no tokenization can make fit: tokenizing megabytes takes seconds."""
+    """Refuses a text that is too long for any tokenization to fit: tokenizing megabytes takes seconds."""
     if max(num_chars, num_messages) <= model.max_seq_len:
         return
     least = max(num_chars // model.tokenizer.longest_token, num_messages)
@@ -215,7 +218,7 @@ def tokenize(body: GenerationBody, model: ServedModel, *, checks_length: bool) -
 def _surround(
     prefix: str | list[int], body: CompletionBody, model: ServedModel, add_special_tokens: bool
 ) -> list[int]:
-    """The prompt by which the model writes what lies between a text and what follows it."""
+    """The prompt with which the model writes the text between a prefix and the suffix."""
     infill = _require_infill(model.tokenizer)
     check_length(len(body.text_after), model, "suffix")
     if isinstance(prefix, str):
@@ -283,8 +286,8 @@ def _stop_ids(body: GenerationBody, tokenizer: Tokenizer) -> tuple[frozenset[int
     """The stop tokens that end a sequence on the device, and those that end its choice; one set is empty.
 
     The device does not report the stop token itself. lm-evaluation-harness asks for one token after a scored
-    prompt and drops the last entry of the lists, which must be there even if it is a stop token: then the
-    choice looks for it. With `min_tokens` the device must know the stop tokens, to ban them.
+    prompt and drops the last entry of the lists, so this entry must exist even if it is a stop token: in this
+    case the choice checks for stop tokens. With `min_tokens` the device must know them, to ban them.
     """
     stop_ids = frozenset(body.stop_token_ids or ())
     if not body.ignore_eos:
@@ -311,7 +314,7 @@ def _sampling(body: GenerationBody, seed: int) -> Sampling:
 
 
 def _score_from(prompt: Sequence[int], body: GenerationBody) -> int | None:
-    """For the first sequence of a prompt, which computes the scores for all of them."""
+    """Where scoring begins: in a prompt's first sequence, for all of them. None if no scores are wanted."""
     is_shown = body.shows_prompt and body.num_logprobs is not None
     is_wanted = is_shown or body.prompt_logprobs is not None
     return 1 if is_wanted and len(prompt) > 1 else None

@@ -21,7 +21,7 @@ EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """The thoughts of a request's answers; nothing for a model that does not think."""
+    """The thoughts of a request's answers; empty for a model that does not think."""
 
     reasoning: Reasoning | None = None
     vocab_rows: int = 0
@@ -30,13 +30,13 @@ class Thinking:
     """The most tokens of thoughts."""
 
     def constrain(self, answer: Constraint | None) -> Constraint | None:
-        """What thoughts and answer are held to: a constraint on the answer begins after the thoughts."""
+        """The constraint on thoughts and answer together; the one on the answer begins after the thoughts."""
         if self.reasoning is None:
             return answer
         return self.reasoning.constrain(self.begun, answer, self.vocab_rows, self.budget)
 
     def make_reader(self, answer: PartReader | None) -> PartReader | None:
-        """Parts the thoughts from what `answer` reads."""
+        """A reader that separates the thoughts from what `answer` reads."""
         return answer if self.reasoning is None else self.reasoning.make_reader(self.begun, answer)
 
     @property
@@ -79,6 +79,6 @@ def _cannot_think(param: str) -> BadRequest:
 
 
 def _budget(body: ChatBody, reasoning: Reasoning) -> int | None:
-    """A template that cannot switch thinking off leaves it to the budget."""
+    """A budget of 0 switches thinking off where the template cannot."""
     is_off = body.reasoning_effort == "none" and reasoning.switch is None
     return 0 if is_off else body.thinking_token_budget

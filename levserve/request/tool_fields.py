@@ -70,7 +70,7 @@ def find_tools(
             raise missing(f"{param}.function")
         found.append(_tool(one.function, f"{param}.function"))
     mode, allowed = _read_choice(choice)
-    is_named = isinstance(choice, dict) and choice.get("type") == "function"  # that is one call
+    is_named = isinstance(choice, dict) and choice.get("type") == "function"  # means one call
     return make_tool_request(found, mode, allowed, False if is_named else is_parallel, "tool_choice")
 
 

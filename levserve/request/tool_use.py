@@ -1,4 +1,4 @@
-"""What the tools of one chat mean for its prompt, for what its answer is held to, and for how it is read.
+"""What the tools of one chat mean for its prompt, for the constraint on its answer, and for how that is read.
 
 Called on HTTP threads.
 """
@@ -28,12 +28,12 @@ class Conversation(NamedTuple):
     messages: list[dict[str, Any]]
     template_kwargs: dict[str, Any]
     num_chars: int
-    """Of everything that the client wrote in it."""
+    """How many characters of it the client wrote."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """The tools of a request; nothing for one that is not a chat."""
+    """The tools of a request; empty for one that is not a chat."""
 
     asked: ToolRequest | None = None
     tools: ModelTools | None = None
@@ -44,10 +44,10 @@ class ToolUse:
         grammars: Grammars,
         add_thoughts: Callable[[Constraint | None], Constraint | None],
     ) -> Constraint | None:
-        """What the answer is held to, where its content is held to this; raises `BadRequest`."""
+        """The constraint on the answer, given the one on its content; raises `BadRequest`."""
         if self.tools is None or self.asked is None:
             return add_thoughts(content)
-        if self.tools.form.has_channels:  # a call is a message of its own, not something after the thoughts
+        if self.tools.form.has_channels:  # a call is a separate message and does not follow the thoughts
             return self.tools.constrain(self.asked, add_thoughts(content), grammars)
         return add_thoughts(self.tools.constrain(self.asked, content, grammars))
 

@@ -16,7 +16,7 @@ ALL_THAT_FIT = -1
 
 @dataclass(slots=True)
 class Truncation:
-    """How the prompts of one request are cut, and how many tokens they lost without being asked."""
+    """How one request's prompts are cut, and how many tokens were cut without the client asking for it."""
 
     asked: int | None
     """The request's `truncate_prompt_tokens`."""
@@ -56,7 +56,7 @@ class Truncation:
 
 
 def keep_last(tokens: list[int], count: int, bos: int | None = None) -> list[int]:
-    """The last tokens, this many. A `bos` at the beginning stays and counts: some models need it."""
+    """The last `count` tokens. A `bos` at the beginning is kept and counted: some models need it."""
     if count >= len(tokens):
         return tokens
     if bos is not None and tokens[0] == bos and count > 1:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 WAVE_SHARE = 4
-"""A wave takes at most this part of the tokens that may be admitted."""
+"""A wave takes at most a quarter of the tokens that may be admitted."""
 
 
 def split_waves(sizes: Sequence[int], max_prompts: int, max_admitted: int) -> list[slice]:
-    """Cuts prompts of these sizes; one that is over the share of the tokens by itself is a wave alone."""
+    """Cuts prompts of these sizes; one that exceeds the share of the tokens by itself is its own wave."""
     max_tokens = max_admitted // WAVE_SHARE
     waves = []
     start, num_tokens = 0, 0

@@ -1,11 +1,11 @@
-"""Background work, such as batches: it runs in the rounds that no other work needs, and beside live work as
-far as that hardly notices.
+"""Background work, such as batches: it runs in rounds that no other work needs, and beside live work as far
+as that is hardly slowed down.
 
-Rows that decode together make every step of all of them slower, so being last in the queue is not enough. As
-long as live work is there, background sequences keep their slots and pages until live work needs these, and
-otherwise rest, but for two exceptions: as many of them decode beside live rows as make a step at most
-`MAX_SLOWDOWN` times as long, by measurement; and in one round of many all of them take part, so that they end
-even on a device that is never idle.
+Rows that decode together make every step slower for all of them, so being last in the queue is not enough.
+While there is live work, background sequences rest; they keep their slots and pages until live work needs
+these. There are two exceptions: beside live rows as many of them decode as make a step at most `MAX_SLOWDOWN`
+times as long, by measurement, or a prompt gets a small chunk; and in one of `REST_ROUNDS` rounds all of them
+run, so that they end even on a device that is never idle.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from levserve.schedule.sequence import Sequence
 from levserve.schedule.slots import Slots
 
 REST_ROUNDS = 256
-"""One of so many rounds beside live work: fewer than one gap between tokens in a hundred is longer for it."""
+"""In one of this many rounds no work rests: it lengthens fewer than one in a hundred gaps between tokens."""
 
 
 MAX_SLOWDOWN = 1.15
-"""How much longer a step may take for background rows: gaps of live streams stay within 1.2 times."""
+"""How many times as long background rows may make a step: gaps of live streams stay within 1.2 times."""
 PREFILL_PART = 15
-"""A background prompt gets at most this part of what a round may prefill, a tenth of its decode time."""
+"""A background prompt gets one part in this many of what a round may prefill: a tenth of its decode time."""
 CYCLE = 8
-"""Of so many rounds beside live work, the first is without background work, to be measured, and the fifth has
-a prompt of it rather than rows."""
+"""Of this many rounds beside live work, the first is measured without background work, and the fifth takes a
+background prompt instead of background rows."""
 WEIGHT = 1 / 4
-"""Of a measured step in the smoothed one."""
+"""Weight of a measured step in the smoothed step time."""
 NUM_SAMPLES = 2
-"""Steps with a number of rows until it is judged, by the quicker one: a machine's hiccups do not count."""
+"""Steps measured before a number of rows is judged, by the quicker one: a machine's hiccups do not count."""
 RETRY_ROUNDS = 512
-"""Rounds until one row more is tried than was too slow: then fewer than one round in two hundred is."""
+"""Rounds until one row more is tried again: so fewer than one round in two hundred is too slow."""
 
 
 class Allowance(NamedTuple):
@@ -47,10 +47,10 @@ NOTHING = Allowance()
 
 
 class Share:
-    """Finds how many background rows live rows can bear.
+    """Finds how many background rows may decode beside live rows.
 
-    Belongs to a scheduler, which has no clock: the times of rounds are noted. It adds a row as long as steps
-    are quick enough. When they are not it takes half of them, and for a while tries no more than were right.
+    Belongs to a scheduler, which has no clock: round times are passed in. It adds a row as long as steps are
+    quick enough. When they are not, it halves the rows, and for a while tries no more than were quick enough.
     """
 
     def __init__(self) -> None:
@@ -58,14 +58,14 @@ class Share:
         """Smoothed seconds of a step by the number of live rows, without background rows."""
         self._num_rows = 1
         self._samples: list[float] = []
-        """How many times as long steps with `_num_rows` background rows took."""
+        """Slowdown of each measured step with `_num_rows` background rows."""
         self._max_rows: int | None = None
-        """More were too slow."""
+        """More rows than this were too slow."""
         self._num_rounds = 0
         self._until_retry = RETRY_ROUNDS
 
     def next(self, num_live: int, max_prefill: int | None) -> Allowance:
-        """The allowance of the next round, which has so many live rows."""
+        """The allowance of the next round, which has `num_live` live rows."""
         place = self._num_rounds % CYCLE
         self._num_rounds += 1
         self._count_down()
@@ -76,7 +76,7 @@ class Share:
         return Allowance(rows=self._num_rows)
 
     def note(self, num_live: int, num_background: int, step_seconds: float) -> None:
-        """Takes the time of a step in a round without prompts."""
+        """Records the time of a step in a round without prompts."""
         alone = self._alone.get(num_live)
         if num_live and num_background == 0:
             before = step_seconds if alone is None else alone
@@ -113,7 +113,7 @@ class Rest:
         self._until_turn = REST_ROUNDS
 
     def takes_turn(self) -> bool:
-        """Counts a round in which background work would rest; whether it takes part all the same."""
+        """Counts a round in which background work would rest; gives whether it runs all the same."""
         self._until_turn -= 1
         if self._until_turn > 0:
             return False
@@ -122,7 +122,7 @@ class Rest:
 
 
 def is_resting(slots: Slots) -> bool:
-    """Whether there is live work, so that background work makes room for it."""
+    """Whether there is live work that background work makes room for."""
     return slots.has_live_work and slots.has_background_work
 
 

@@ -1,4 +1,4 @@
-"""How much one round may do, and what a token of a prompt counts as in it."""
+"""How much one round may do, and how much of that a prompt's token takes."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ class Budget:
     chunk_sizes: tuple[int, ...]
     """Sizes that a chunk may count as, ascending; it counts as the smallest that holds it."""
     busy_tokens: int
-    """Prefill tokens in a round that also decodes: what keeps running streams moving."""
+    """The most prefill tokens in a round that also decodes, which keeps running streams moving."""
     idle_tokens: int
-    """Prefill tokens in a round with nothing to decode."""
+    """The most prefill tokens in a round with nothing to decode."""
     chunk_overhead: int = 0
-    """What starting another chunk costs, in prefill tokens: a chunk of no more waits for a later round."""
+    """What starting another chunk costs, in prefill tokens; with no more than that left, the chunk waits."""
     double_at: int | None = None
-    """The context at which a token counts as two, because it attends to all before it; at twice as much as
-    three, and so on."""
+    """The context at which a token counts as two, because it attends to all before it; at twice this context
+    it counts as three, and so on."""
 
     @property
     def least_tokens(self) -> int:
-        """What a round prefills at least if there is a prompt: the second size where there are several."""
+        """The least that a round prefills if there is a prompt: of three sizes or more, the second."""
         return self.chunk_sizes[0 if len(self.chunk_sizes) < 3 else 1]
 
     def weight_at(self, start: int) -> float:

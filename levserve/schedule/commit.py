@@ -1,7 +1,8 @@
-"""What happens to a sequence when the tokens that a round sampled for it are read.
+"""Accepts the tokens that a round sampled for a sequence, once they are read.
 
 Called by the scheduler only, on the device thread. Tokens after a stop token, after the limit, or after one
-that does not fit the sequence's constraint are cut off here, and here a sequence ends by itself.
+that does not fit the sequence's constraint are cut off here, and a sequence that is complete, stuck or
+poisoned is ended.
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ from levserve.schedule.sequence import Chunk, Row, Sequence, SequenceUpdate
 from levserve.schedule.slots import Slots
 
 MIN_JUMP = 2
-"""Forced tokens that are worth a prefill; a single one costs no more as a decode step."""
+"""The fewest forced tokens that are worth a prefill; a single one costs no more as a decode step."""
 
 
 class Jumps(Enum):
     """When the tokens that a constraint forces are prefilled, although others wait meanwhile.
 
-    Where a round is one step, the others draw in that step in little more time than one sequence alone. Where
-    it is several, a prefill of a few tokens takes less time than a round, and a sequence whose draw did not
-    fit has lost a round already.
+    If a round is one step, the other sequences draw in that step in little more time than one of them alone.
+    If it is several, a prefill of a few tokens takes less time than a round, and a sequence whose draw did
+    not fit has lost a round already.
     """
 
     ALWAYS = auto()
     BESIDE_CONSTRAINED = auto()
-    """If every other sequence is constrained too: sequences without a constraint never wait for others'."""
+    """If all other running sequences are constrained too: unconstrained ones never wait for forced tokens."""
     ALONE = auto()
 
 
@@ -42,9 +43,9 @@ class Sampled(NamedTuple):
     """The scores of the chunk's `scored` positions."""
     hidden: PooledHidden | None = None
     is_poisoned: bool = False
-    """Whether a number that is not finite followed `tokens`, or was among the prompt's scores and states."""
+    """Whether a value that is not finite followed `tokens`, or was among the prompt's scores and states."""
     num_drafted: int = 0
-    """Tokens of a draft model that were checked, and those that were right."""
+    """Tokens of a draft model that were checked; `num_right` of them were right."""
     num_right: int = 0
 
 
@@ -59,7 +60,7 @@ class Committer:
         self._num_forced = 0
 
     def take_chunk(self, chunk: Chunk, sampled: Sampled) -> SequenceUpdate | None:
-        """A chunk before the last gives an update only for wanted scores; a recomputed one repeats none."""
+        """Gives no update for a chunk before the last, unless it has wanted scores not given before."""
         sequence = chunk.sequence
         skipped = max(0, (sequence.request.score_from or 0) + sequence.num_scored - chunk.scored.start)
         scores = sampled.prompt_logprobs[skipped:]
@@ -90,12 +91,12 @@ class Committer:
         return self._take(sequence, sampled)
 
     def take_tainted(self) -> list[int]:
-        """Free pages that hold numbers which are not finite, since last time."""
+        """The free pages, new since the last call, that hold values which are not finite."""
         tainted, self._tainted = self._tainted, []
         return tainted
 
     def take_constraint_counts(self) -> tuple[int, int]:
-        """Tokens that did not fit their constraint, and forced ones that were not drawn, since last time."""
+        """Since the last call: tokens that did not fit their constraint, and forced tokens not drawn."""
         counts = self._num_misfits, self._num_forced
         self._num_misfits = self._num_forced = 0
         return counts
@@ -140,8 +141,8 @@ class Committer:
     def _jump(self, sequence: Sequence) -> list[int]:
         """Appends the tokens that must follow, to be prefilled rather than drawn one at a time.
 
-        Not while drawn tokens are in flight, which are mostly the same, nor if that takes pages from others,
-        nor beside sequences that must not wait for a prefill.
+        Does nothing while drawn tokens are in flight, which are mostly the same, or if other sequences would
+        lose pages, or beside sequences that must not wait for a prefill.
         """
         if sequence.num_pending or not sequence.is_primed or not sequence.may_jump:
             return []
@@ -169,7 +170,7 @@ class Committer:
         return running.num_free if self._jumps is Jumps.BESIDE_CONSTRAINED else len(running) - 1
 
     def _fail(self, sequence: Sequence) -> SequenceUpdate:
-        """Ends a sequence whose numbers are not finite; its pages cannot be found again, and are cleared
+        """Ends a sequence whose results are not finite; its pages cannot be found again, and are cleared
         before reuse."""
         self._tainted += self._slots.discard(sequence)
         self._slots.drop(sequence)

@@ -25,17 +25,17 @@ class Matcher(Protocol):
 
     @property
     def is_free(self) -> bool:
-        """Whether nearly every token may come next, so that masks are made only after one that may not."""
+        """Whether nearly every token may come next, so that a mask is made only after one that may not."""
 
     def allows(self, token: int) -> bool:
-        """Whether the token may come next. An end token may where the text may end."""
+        """Whether the token may come next; an end token may if the text may end here."""
 
     def take(self, token: int) -> None:
-        """Goes on by a token that it allows and that is not an end token."""
+        """Moves on by a token that it allows and that is not an end token."""
 
     def take_many(self, tokens: Seq[int]) -> int:
-        """Goes on by as many of the tokens as it allows one after another, but not by an end token nor beyond
-        the end of the text; how many these are."""
+        """Moves on by as many of the tokens as it allows in succession, but not by an end token nor beyond
+        the end of the text; gives their number."""
         for count, token in enumerate(tokens):
             if not self.allows(token) or self.ends_with(token):
                 return count
@@ -45,10 +45,10 @@ class Matcher(Protocol):
         return len(tokens)
 
     def ends_with(self, token: int) -> bool:
-        """Whether the token ends the text here, whatever the request says of end tokens."""
+        """Whether the token ends the text here, whatever the request says about end tokens."""
 
     def forced(self) -> Seq[int]:
-        """Tokens that must follow, as far as they are known; it allows no others in their places."""
+        """Tokens that must follow, as far as they are known; no others are allowed in their places."""
         return ()
 
     def mask(self) -> bytes:

@@ -1,6 +1,6 @@
 """How fast the device works, as measured, and how long its backlog will take.
 
-Belongs to the device thread, which notes every round and every end. No clock of its own.
+Belongs to the device thread, which notes every round and every end here. It has no clock of its own.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ WEIGHT_OF_AN_END = 0.05
 WEIGHT_OF_A_ROUND = 0.5
 """Weight of a round in the expected decode time, which follows the number of rows within a few rounds."""
 PREFILL_SHARE = 1.5
-"""In a round with both, prompts get at most this many times the decode time that follows once they are
-streams too: gaps between tokens stay below three times those of rounds without a prompt."""
+"""In a round that prefills and decodes, prompts get at most this many times the decode time that is expected
+once they are streams too: gaps between tokens stay below three times those of rounds without a prompt."""
 
 
 class Backlog(NamedTuple):
@@ -46,7 +46,7 @@ class Rate:
 
 
 class Pace:
-    """Smoothed costs of prefill and of decoding, and how much of what they may generate requests use.
+    """Smoothed costs of prefill and of decoding, and the share of their token limits that requests use.
 
     Running streams wait no longer than `patience_seconds` for other requests' prompts in one round.
     """
@@ -93,7 +93,7 @@ class Pace:
         return int(min(seconds / max(token_seconds, 1e-9), MOST_TOKENS))
 
     def note_end(self, num_generated: int, max_tokens: int) -> None:
-        """Most answers end before their limit, so a backlog counted in limits is longer than it will take."""
+        """Most answers end before their limit, so a backlog counted in limits overstates the work."""
         if max_tokens:
             self._used_share += WEIGHT_OF_AN_END * (num_generated / max_tokens - self._used_share)
 

@@ -18,12 +18,12 @@ class PagedSlots(Slots):
     def __init__(self, pool: PagePool, num_slots: int) -> None:
         super().__init__(num_slots)
         self.pool = pool
-        self._drafted: set[int] = set()  # of findable pages, those whose tokens a draft model has seen too
+        self._drafted: set[int] = set()  # findable pages whose tokens a draft model has seen too
 
     def make_way(self) -> list[tuple[Sequence, int]]:
         """Preempts less important sequences if the head of the queue needs their slot or their pages.
 
-        Gives those that were preempted, each with the computed tokens that it lost.
+        Gives those that were preempted, each with the number of computed tokens that it lost.
         """
         head = self.waiting.first()
         if head is None or head.num_pending > 0:

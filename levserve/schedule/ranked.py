@@ -1,6 +1,6 @@
 """Sequences in the order in which they are served: the more important first, then the earlier.
 
-The scheduler keeps two of these, the sequences that run and those that wait. Almost always a sequence joins
+The scheduler has two of these, for running and for waiting sequences. Almost always a sequence joins
 at the end or, after a preemption, at the beginning; both are cheap. Joining in the middle sorts.
 """
 
@@ -40,7 +40,7 @@ class RankedSequences:
         return next(reversed(self._by_id.values()), None)
 
     def oldest(self, *, below: int | None = None) -> Sequence | None:
-        """The sequence that came first, however unimportant it is; or of those below a priority."""
+        """The sequence that arrived first, whatever its priority; with `below`, among those below it."""
         sequences = (one for one in self._by_id.values() if below is None or one.priority < below)
         return min(sequences, key=lambda sequence: sequence.number, default=None)
 
@@ -57,7 +57,7 @@ class RankedSequences:
         self._by_id = OrderedDict((one.request.request_id, one) for one in ordered)
 
     def remove(self, sequence: Sequence) -> None:
-        """Does nothing if it is not there."""
+        """Does nothing if the sequence is not there."""
         if self._by_id.pop(sequence.request.request_id, None) is not None:
             self.num_free -= sequence.matcher is None
 

@@ -1,4 +1,4 @@
-"""The records that HTTP threads and the device thread exchange: what is asked, and what comes back."""
+"""The records that HTTP threads and the device thread exchange: requests, and what comes back."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ BACKGROUND = 1 << 30
 
 
 class FinishReason(StrEnum):
-    """Why a request ended. Only the first two are answers; the rest tell what ended it."""
+    """Why a request ended. The first two are regular ends of an answer; the rest say what cut it short."""
 
     STOP = "stop"
     LENGTH = "length"
     CANCELLED = "cancelled"
     DEADLINE = "deadline"
     POISONED = "poisoned"
-    """The model's numbers for it were not finite."""
+    """The model's results for it were not finite."""
     SHUTDOWN = "shutdown"
     FAILED = "failed"
     STUCK = "stuck"
@@ -76,7 +76,7 @@ class GenerationRequest:
     """First position, at least 1, whose prompt token's log-probability is wanted, with `num_logprobs`
     alternatives."""
     scores_in_one_pass: bool = False
-    """Whether all scores are read off one run over the whole prompt, whose positions see what they score."""
+    """Whether all scores come from one run over the whole prompt, whose positions see what they score."""
     wants_hidden: bool = False
     """Whether the prompt's last hidden states are wanted, pooled."""
     constraint: Constraint | None = None
@@ -98,8 +98,8 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class PooledHidden:
-    """A prompt's hidden states after the last layer's norm, pooled in the two usual ways; float32, one number
-    a dimension."""
+    """A prompt's hidden states after the last layer's norm, pooled in the two usual ways; float32, one value
+    per dimension."""
 
     mean: array[float]
     last: array[float]
@@ -118,7 +118,7 @@ class TokenBatch(NamedTuple):
     num_cached: int = 0
     """Prompt tokens that were found in the prefix cache."""
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
-    """Of the prompt's tokens from `score_from` on, in order, as they are computed; all come before the first
-    token."""
+    """Those of the prompt's tokens from `score_from` on, in order, as they are computed; all come before the
+    first token."""
     hidden: PooledHidden | None = None
-    """With the end of the prompt, where it was asked for."""
+    """Set at the end of the prompt, if it was asked for."""

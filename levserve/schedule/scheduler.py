@@ -3,16 +3,16 @@
 Called by the device loop only. Plain Python over numbers: no arrays, no clock of its own, no threads. The
 order is by priority, and first come, first served among equals, also after a preemption: a sequence that lost
 its pages keeps its tokens and its place. A waiting sequence that outranks a running one takes its slot or its
-pages where none are free. No sequence waits forever: every so many admissions, the one that came first of all
-waiting ones is raised to the highest priority there is, and keeps it. Background work rests while there is
-other work, as far as that would notice it; see `background.py`.
+pages where none are free. No sequence waits forever: after every `RAISE_EVERY` admissions, the one of the
+waiting sequences that arrived first is raised to the highest priority present, and keeps it. Background work
+rests while there is other work that it would slow down noticeably; see `background.py`.
 
 A round may be planned before the last one has been read back. The number of tokens in flight is known and
-only their values are not, so positions and pages can be given ahead; a sequence that turns out to have
+only their values are not, so positions and pages can be assigned ahead; a sequence that turns out to have
 stopped ran one round for nothing. Its pages can still be reused at once: programs run in the order of
 dispatch, because each takes the KV pool that the one before returned, so a stray write lands before the next
-holder's own. A draft in flight has not even a known number of tokens: its sequence waits until it has been
-read.
+holder's own. How many tokens a draft in flight will yield is not known either, so its sequence waits until it
+has been read.
 
 A sequence with a constraint is planned ahead like any other. If a token does not fit when it is read, the
 tokens after it are void, also those of the round in flight, and the next round draws in its place under the
@@ -42,7 +42,7 @@ DEEP_TOKENS = 256
 
 
 class Scheduler(SlotScheduler[PagedSlots]):
-    """Of models with a KV cache."""
+    """Schedules models that have a KV cache."""
 
     def __init__(self, pool: PagePool, budget: Budget, speculation: Speculation | None = None) -> None:
         self.pool = pool
@@ -53,7 +53,7 @@ class Scheduler(SlotScheduler[PagedSlots]):
 
     @property
     def is_speculating(self) -> bool:
-        """Whether the next plan should draft; everything in flight must be read before."""
+        """Whether the next plan should draft; everything in flight must be read first."""
         return self.speculation is not None and self.speculation.pays(
             sum(sequence.is_primed for sequence in self._active(self._slots.running))
         )
@@ -71,7 +71,7 @@ class Scheduler(SlotScheduler[PagedSlots]):
 
     @property
     def num_streams(self) -> int:
-        """Streams once the waiting sequences run too, as far as there are slots."""
+        """The number of streams once the waiting sequences run too, as far as there are slots."""
         sequences = (*self._slots.running, *self._slots.waiting)
         return min(sum(1 for _ in self._active(sequences)), self.budget.num_slots)
 
@@ -92,7 +92,7 @@ class Scheduler(SlotScheduler[PagedSlots]):
         return self._slots.pages_for(len(request.prompt) + request.max_tokens) <= self.pool.num_pages
 
     def add(self, request: GenerationRequest) -> Sequence:
-        """Puts a request that `fits` in the queue, behind all of its priority."""
+        """Puts a request that `fits` in the queue, behind all others of its priority."""
         matcher = None if request.constraint is None else request.constraint.start()
         drafter = None
         if self.speculation is not None and not self.speculation.has_model and matcher is None:
@@ -105,7 +105,7 @@ class Scheduler(SlotScheduler[PagedSlots]):
         """Chooses the next round's work and counts it as done, so that the round after can be planned before
         it is read.
 
-        Beside running streams it prefills no more than the budget allows, and `max_prefill`.
+        Beside running streams it prefills no more than the budget and `max_prefill` allow.
         """
         preempted = self._slots.make_way()
         if not is_resting(self._slots) or self._rest.takes_turn():
@@ -124,7 +124,7 @@ class Scheduler(SlotScheduler[PagedSlots]):
             sequence.is_stale = True
 
     def _gained(self, updates: Seq[SequenceUpdate | None]) -> list[SequenceUpdate]:
-        """The updates that there are. Their new tokens show what drafts would have gained."""
+        """The updates that are not None. Their new tokens show what drafts would have gained."""
         gained = super()._gained(updates)
         if self.speculation is not None:
             for sequence, batch in gained:
@@ -133,13 +133,13 @@ class Scheduler(SlotScheduler[PagedSlots]):
         return gained
 
     def _active(self, sequences: Iterable[Sequence]) -> Iterable[Sequence]:
-        """Those that do not rest; in one round of many all take part."""
+        """The sequences that do not rest; ignores the rare rounds in which all run."""
         return live_only(sequences) if is_resting(self._slots) else sequences
 
     def _plan(
         self, max_prefill: int | None, preempted: list[tuple[Sequence, int]], beside: Allowance | None
     ) -> RoundPlan:
-        """`beside` is what background work may do; None if it takes part like any other."""
+        """`beside` is what background work may do; None if it runs like any other."""
         rows = self._plan_rows(preempted, beside)
         admitted: list[Sequence] = []
         forks: list[Fork] = []
@@ -159,7 +159,7 @@ class Scheduler(SlotScheduler[PagedSlots]):
         """Gives every decoding sequence its pages for the round, in order; the last ones lose theirs if there
         are too few."""
         rows: list[Row] = []
-        # Where all background work takes part, there may be more rows than drafts can be checked for.
+        # If all background work runs, there may be more rows than drafts can be checked for.
         has_all = beside is None and is_resting(self._slots)
         is_speculating = self.is_speculating and not has_all
         has_model = is_speculating and self.speculation is not None and self.speculation.has_model
@@ -215,7 +215,7 @@ class Scheduler(SlotScheduler[PagedSlots]):
         return row._replace(draft=draft)
 
     def _with_reach(self, row: Row) -> Row:
-        """The row as far as a draft model may bring it, on free pages, if all its tokens are known."""
+        """The row with the reach of a draft model, as far as pages are free, if all its tokens are known."""
         assert self.speculation is not None
         sequence = row.sequence
         if sequence.num_pending > row.steps:
@@ -230,8 +230,8 @@ class Scheduler(SlotScheduler[PagedSlots]):
         return row._replace(reach=reach, missed=range(sequence.num_drafted, row.position - 1))
 
     def _grow(self, sequence: Sequence, length: int, preempted: list[tuple[Sequence, int]]) -> bool:
-        """Gives the sequence its missing pages for `length` positions, preempting the last; False if that is
-        itself."""
+        """Gives the sequence its missing pages for `length` positions, preempting the last of those that run;
+        False if it was preempted itself."""
         missing = self._slots.pages_for(length) - len(sequence.pages)
         while (pages := self.pool.take(missing)) is None:
             victim = self._slots.running.last()
@@ -298,8 +298,7 @@ class Scheduler(SlotScheduler[PagedSlots]):
         return Chunk(sequence, sequence.slot, start, count, is_last)
 
     def _fork(self, sequence: Sequence) -> Fork | None:
-        """Lets an admitted sequence start from the computed prompt of the one it shares it with, while that
-        one runs.
+        """Lets an admitted sequence start from the computed prompt of a running one that shares it.
 
         The last token of the prompt is decoded, not prefilled: its KV exists, but each sequence draws its own
         next token.

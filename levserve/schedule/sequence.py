@@ -27,7 +27,7 @@ class Sequence:
     request: GenerationRequest
     tokens: list[int]
     number: int = 0
-    """Counts arrivals."""
+    """Its place in the order of arrival."""
     slot: int | None = None
     pages: list[int] = field(default_factory=list)
     num_computed: int = 0
@@ -45,24 +45,24 @@ class Sequence:
     is_primed: bool = False
     """Whether the device holds its newest token, so that decode steps can follow; until then it prefills."""
     is_stale: bool = False
-    """Whether some of its KV is of replaced weights: it goes on, but no other sequence may use that KV."""
+    """Whether some of its KV is from replaced weights: it goes on, but no other sequence may use that KV."""
     is_ended: bool = False
     matcher: Matcher | None = None
     """Where its known tokens stand in its constraint, if it has one."""
     epoch: int = 0
-    """Counts the times that tokens in flight became void, because one of them did not fit the constraint."""
+    """How often tokens in flight became void because one of them did not fit the constraint."""
     has_misfit: bool = False
     """Whether the token drawn after its known ones did not fit, and has to be drawn again."""
     drafter: Drafter | None = None
     is_verifying: bool = False
     """Whether a draft is in flight, so that not even the number of its tokens is known."""
     num_drafted: int = 0
-    """Leading positions whose tokens the draft model has seen, where there is one."""
+    """Leading positions whose tokens the draft model has seen, if there is one."""
     turn: int = 0
     """The last round that computed it, where sequences take turns."""
     max_length: int = field(init=False)
     priority: int = field(init=False)
-    """The request's own, until the sequence has waited too long."""
+    """That of the request, until the sequence has waited too long."""
 
     def __post_init__(self) -> None:
         self.priority = self.request.priority
@@ -144,7 +144,7 @@ class Row(NamedTuple):
     reach: int = 0
     """If a draft model drafts for it: the most tokens that it can gain."""
     missed: range = range(0)
-    """Positions whose tokens the draft model must see before."""
+    """Positions whose tokens the draft model must see first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,13 +166,13 @@ class RoundPlan:
     rows: tuple[Row, ...]
     admitted: tuple[Sequence, ...]
     preempted: tuple[tuple[Sequence, int], ...]
-    """Sequences that lost their pages, each with the computed tokens that were lost."""
+    """Sequences that lost their pages, each with the number of computed tokens that were lost."""
     forks: tuple[Fork, ...] = ()
     tainted: tuple[int, ...] = ()
     """Free pages to clear first: masked positions must hold finite numbers, because zero times NaN is NaN."""
     work: Backlog | None = None
     """Tokens that are computed for prompts and for answers; None: those of the chunks, and one for each token
-    that is gained."""
+    gained."""
 
     @property
     def is_verify(self) -> bool:
@@ -185,7 +185,7 @@ class RoundPlan:
 
     @property
     def held_sequences(self) -> list[Sequence]:
-        """Those whose next draw is held to a mask."""
+        """The sequences whose next draw is held to a mask."""
         held = [row.sequence for row in self.rows if row.is_masked]
         return held + [chunk.sequence for chunk in self.chunks if chunk.is_last and chunk.sequence.needs_mask]
 
@@ -197,7 +197,7 @@ class RoundPlan:
         return self.num_prefill + sum(max(row.reach, row.steps + len(row.draft)) for row in self.rows)
 
     def work_done(self, num_gained: int) -> Backlog:
-        """The work that the round has done once the rows have gained so many tokens."""
+        """The work that the round has done once the rows have gained this many tokens."""
         return Backlog(self.num_prefill, num_gained) if self.work is None else self.work
 
     @property

@@ -1,6 +1,6 @@
-"""What the schedulers of all kinds of models have in common: sequences come, are committed to, and end.
+"""What the schedulers of all kinds of models have in common: committing tokens and ending sequences.
 
-Called by the device loop only. Which of them run in a round is for a subclass to plan.
+Called by the device loop only. A subclass plans which sequences run in a round.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class SlotScheduler(Generic[SlotsT]):
         return self._slots.expire(now)
 
     def commit(self, plan: RoundPlan, chunks: Seq[Sampled], rows: Seq[Sampled]) -> list[SequenceUpdate]:
-        """Takes what a planned round sampled, in the plan's order, and tells what each stream gained."""
+        """Takes what a planned round sampled, in the plan's order, and gives what each stream gained."""
         return self.commit_chunks(plan, chunks) + self.commit_rows(plan, rows)
 
     def commit_chunks(self, plan: RoundPlan, chunks: Seq[Sampled]) -> list[SequenceUpdate]:
@@ -71,7 +71,7 @@ class SlotScheduler(Generic[SlotsT]):
         return self._gained([self._committer.take_row(row, sampled) for row, sampled in pairs])
 
     def note_round(self, plan: RoundPlan, seconds: float) -> None:
-        """Takes the time of a round, from which follows how many background rows its live rows can bear."""
+        """Records the time of a round, which shows how many background rows may run beside its live rows."""
         if not plan.rows or plan.chunks or plan.forks or plan.is_verify:
             return
         num_live = sum(1 for _ in live_only(row.sequence for row in plan.rows))
@@ -79,7 +79,7 @@ class SlotScheduler(Generic[SlotsT]):
         self._share.note(num_live, len(plan.rows) - num_live, seconds / steps)
 
     def take_constraint_counts(self) -> tuple[int, int]:
-        """Tokens that did not fit their constraint, and forced ones that were not drawn, since last time."""
+        """Since the last call: tokens that did not fit their constraint, and forced tokens not drawn."""
         return self._committer.take_constraint_counts()
 
     def check(self) -> None:
@@ -87,5 +87,5 @@ class SlotScheduler(Generic[SlotsT]):
         self._slots.check()
 
     def _gained(self, updates: Seq[SequenceUpdate | None]) -> list[SequenceUpdate]:
-        """The updates that there are."""
+        """The updates that are not None."""
         return [update for update in updates if update is not None]

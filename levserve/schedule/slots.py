@@ -11,8 +11,8 @@ from levserve.schedule.request import BACKGROUND, FinishReason, TokenBatch
 from levserve.schedule.sequence import Sequence, SequenceUpdate
 
 RAISE_EVERY = 16
-"""After so many admissions the longest wait counts and not priority: at most this part of them goes to work
-of low priority while more important work waits."""
+"""After this many admissions the longest wait decides instead of priority: at most one in this many goes to
+low-priority work while more important work waits."""
 
 
 class Slots:
@@ -38,7 +38,7 @@ class Slots:
         return any(last is not None and last.priority >= BACKGROUND for last in lasts)
 
     def add(self, sequence: Sequence) -> None:
-        """Lets a new sequence wait, behind all of its priority."""
+        """Puts a new sequence in the queue, behind all others of its priority."""
         self._num_arrived += 1
         sequence.number = self._num_arrived
         self.waiting.add(sequence)
@@ -46,7 +46,7 @@ class Slots:
     def make_way(self) -> list[tuple[Sequence, int]]:
         """Preempts less important sequences if the head of the queue needs what they hold.
 
-        Gives those that were preempted, each with the computed tokens that it lost.
+        Gives those that were preempted, each with the number of computed tokens that it lost.
         """
         head = self.waiting.first()
         last = self.running.last()
@@ -65,7 +65,7 @@ class Slots:
         return sequence
 
     def preempt(self, sequence: Sequence) -> None:
-        """Takes everything away; the sequence waits ahead of all later ones, and is computed again."""
+        """Takes everything from a sequence, which waits ahead of all later ones and is computed again."""
         self.running.remove(sequence)
         self._give_back(sequence)
         sequence.num_computed = 0
@@ -106,11 +106,11 @@ class Slots:
         """Called when a sequence's tokens have been read: a cache may make them findable."""
 
     def extend(self, sequence: Sequence, length: int) -> bool:
-        """Gives a running sequence what it needs to grow to this length, unless that is taken from others."""
+        """Gives a running sequence what it needs to grow to this length; False if not enough is free."""
         return True
 
     def discard(self, sequence: Sequence) -> list[int]:
-        """Takes away what holds numbers that are not finite; the free pages that must be cleared."""
+        """Takes away what may hold values that are not finite; gives the free pages that must be cleared."""
         return []
 
     def check(self) -> None:
@@ -134,12 +134,12 @@ class Slots:
         self._raise_oldest()
 
     def _raise_oldest(self) -> None:
-        """Called at every admission; now and then the longest wait is ended, whatever its priority."""
+        """At every `RAISE_EVERY`th admission, raises the sequence that has waited longest to the front."""
         self._until_raise -= 1
         if self._until_raise > 0:
             return
         self._until_raise = RAISE_EVERY
-        # Background work that rests although there are slots is not raised: it has its rounds.
+        # Background work that rests although there are slots is not raised: it has rounds of its own.
         oldest = self.waiting.oldest(below=BACKGROUND if self._free_slots else None)
         first, top = self.waiting.first(), self.running.first()
         if oldest is None or first is None or top is None:

@@ -1,8 +1,8 @@
-"""Drafts the next tokens from what a sequence said before, and decides whether checking them pays.
+"""Drafts the next tokens from the text of a sequence so far, and decides whether checking drafts pays.
 
 A step that checks a draft computes all its tokens at once and keeps those that would have been drawn anyway,
-and the one drawn after them: the text stays the same and comes sooner. Belongs to the device thread. No
-arrays, no clock of its own.
+and the one drawn after them: the text stays the same and comes sooner. Belongs to the device thread. Has no
+arrays and no clock of its own.
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 NGRAMS = (4, 3, 2)
-"""How many of the newest tokens are looked up, most first: the longer the match, the likelier the same
-follows."""
+"""How many of the newest tokens are looked up, most first: the longer the match, the likelier it is that the
+same follows."""
 FIRST_GAIN = 1.0
-"""Accepted tokens a step before any were counted: enough that the first sequence tries."""
+"""Accepted tokens per step, assumed before any are counted: enough that the first sequence tries."""
 GAIN_WEIGHT = 1 / 16
-"""Weight of one step, so that the gain covers the last dozens of tokens."""
+"""Weight of one step, so that the gain covers the last few dozen tokens."""
 LEAST_GAIN = 0.1
-"""Below this gain it does not pay that the device waits for the host before every step, with a draft or
+"""Below this gain it does not pay to make the device wait for the host before every step, with a draft or
 without."""
 LEAST_DRAFT_GAIN = 0.5
 """Below this gain drafts are not even tried: checking one on a CPU rarely costs less than half a step."""
 COST_WEIGHT = 1 / 8
 TRIAL_TURNS = 4
-"""What a draft model gains is measured in so many turns of some row, whenever it is tried again."""
+"""Turns, over all rows, in which the gain of a draft model is measured whenever it is tried again."""
 FRESH_STEPS = 320
-"""As `FRESH_ROUNDS`, of a draft model, which costs something to try: a percent if it is no use."""
+"""As `FRESH_ROUNDS`, in steps, for a draft model, which costs something to try: a percent if it is no use."""
 FRESH_ROUNDS = 40
 """A cost not measured for this many rounds of the other kind is forgotten and tried again: contexts and load
 change."""
@@ -51,14 +51,14 @@ class Drafter:
         self._accepted = 0
 
     def propose(self, tokens: Sequence[int], limit: int) -> tuple[int, ...]:
-        """At most `limit` tokens that may follow; `tokens` are those that were followed."""
+        """At most `limit` tokens that may follow; `tokens` must be those last passed to `follow`."""
         if self._accepted:  # it is in the middle of a draft that was not checked
             self._begin(tokens, len(tokens))
         return tuple(self._draft[: max(limit, 0)])
 
     def follow(self, tokens: Sequence[int]) -> list[int | None]:
-        """Takes new tokens and gives what each step that they complete accepted, or would have; None without
-        a draft."""
+        """Takes new tokens and gives, for each step that they complete, how many tokens of its draft it
+        accepted or would have accepted; None for a step without a draft."""
         ended: list[int | None] = []
         if not self._num_followed:  # a prompt's tokens are no gain
             self._begin(tokens, len(tokens))
@@ -73,7 +73,7 @@ class Drafter:
         return ended
 
     def _begin(self, tokens: Sequence[int], end: int) -> None:
-        """Drafts what follows the first `end` tokens; a match that reaches their end repeats as a loop."""
+        """Drafts what follows the first `end` tokens; a match that reaches their end is repeated."""
         self._index(tokens, end)
         self._accepted = 0
         for size in NGRAMS:
@@ -109,7 +109,7 @@ class Speculation:
         self.gain = FIRST_GAIN
         """Tokens accepted a step of a row."""
         self.draft_gain = FIRST_GAIN
-        """The same of steps that have a draft: the others cost nothing."""
+        """The same for steps with a draft only: the others cost nothing."""
         self._num_tried = 0
         self._seconds: dict[tuple[int, bool], float] = {}
         self._ages: dict[tuple[int, bool], int] = {}
@@ -124,8 +124,8 @@ class Speculation:
         return self.num_turns * (self.num_draft + 1)
 
     def note_drafted(self, num_gained: int, num_right: int) -> None:
-        """Takes what a row gained in a round with a draft model: in each turn the tokens that were right, and
-        one more."""
+        """Records what a row gained in a round with a draft model: in each turn the tokens that were right,
+        and one more."""
         turns = num_gained - num_right
         if not turns:
             return
@@ -154,7 +154,7 @@ class Speculation:
     def pays(self, num_rows: int) -> bool:
         """Whether this many rows gain tokens per second with drafts; tries what has not been measured.
 
-        What a draft model gains is known only from trying it, so that it is tried now and then.
+        What a draft model gains is known only from trying it, so it is tried now and then.
         """
         if not 0 < num_rows <= self.max_rows:
             return False

@@ -2,11 +2,11 @@
 
 Called by the device loop only, as `Scheduler` is for models with a KV cache. A sequence holds nothing but a
 slot, so preemption costs nothing. What is scarce is work: the tokens that a round computes, padding included.
-Running sequences take turns, the longest wait first, as many in a round as its work allows. A round is read
-before the next one is planned: then all tokens are known, no text is computed for a sequence that has ended,
-and equal texts are computed once.
+Running sequences take turns, the longest wait first, as many in a round as its work budget allows. A round is
+read before the next one is planned: then all tokens are known, no text is computed for a sequence that has
+ended, and equal texts are computed once.
 
-Prompts that are scored by the chain rule are as many texts as they have scored tokens; each round computes
+A prompt that is scored by the chain rule takes as many texts as it has scored tokens; each round computes
 some of them.
 """
 
@@ -39,7 +39,7 @@ class WorkBudget:
     """Tokens in one round, padding included; one text is always computed, however long it is."""
 
     def padded(self, length: int) -> int:
-        """The tokens that a text of this length takes."""
+        """The tokens that a text of this length takes, padding included."""
         return self.lengths[bisect_left(self.lengths, length)]
 
 
@@ -72,7 +72,7 @@ class _Work:
 
 
 class WholeTextScheduler(SlotScheduler[Slots]):
-    """Of models without a cache."""
+    """Schedules models without a cache."""
 
     pool: PagePool | None = None
     speculation: Speculation | None = None
@@ -86,7 +86,7 @@ class WholeTextScheduler(SlotScheduler[Slots]):
 
     @property
     def num_streams(self) -> int:
-        """Streams once the waiting sequences run too, as far as there are slots."""
+        """The number of streams once the waiting sequences run too, as far as there are slots."""
         return min(self.num_running + self.num_waiting, self.budget.num_slots)
 
     def backlog(self) -> Backlog:
@@ -99,7 +99,7 @@ class WholeTextScheduler(SlotScheduler[Slots]):
         return Backlog(prompts, answers)
 
     def add(self, request: GenerationRequest) -> Sequence:
-        """Puts a request in the queue, behind all of its priority."""
+        """Puts a request in the queue, behind all others of its priority."""
         matcher = None if request.constraint is None else request.constraint.start()
         sequence = Sequence(request, list(request.prompt), matcher=matcher)
         self._slots.add(sequence)
@@ -147,7 +147,7 @@ class WholeTextScheduler(SlotScheduler[Slots]):
         )
 
     def forget_prefixes(self) -> None:
-        """There are none: nothing of a text is kept."""
+        """Does nothing: no part of a text is kept."""
 
     def _plan_row(self, sequence: Sequence) -> Row:
         assert sequence.slot is not None and sequence.num_pending == 0
@@ -159,7 +159,7 @@ class WholeTextScheduler(SlotScheduler[Slots]):
         )
 
     def _plan_chunk(self, sequence: Sequence, work: _Work, max_tokens: int) -> Chunk | None:
-        """As many of a prompt's texts as the round has room for; the last ones come with the next token."""
+        """Plans as many of a prompt's texts as fit in the round; the last ones come with the next token."""
         assert sequence.slot is not None
         num_done = 0
         texts = _prompt_texts(sequence)
@@ -180,7 +180,7 @@ class WholeTextScheduler(SlotScheduler[Slots]):
 
 
 def _prompt_texts(sequence: Sequence) -> list[Text]:
-    """The texts that a prompt's missing scores are computed from, and with the last of them the prompt."""
+    """The texts that a prompt's missing scores are computed from, and last the prompt if more is wanted."""
     prompt = sequence.request.prompt
     if sequence.request.scores_in_one_pass:
         return [prompt]

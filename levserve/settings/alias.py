@@ -1,4 +1,4 @@
-"""Other servers' names for our settings, so that people who come from them can type what they know.
+"""Other servers' names for our settings, so that users of those servers can type what they know.
 
 A name in capitals is an environment variable; any other is a flag and a key of the settings file. A flag or a
 key is as good as the setting's own. A variable of another server overrides the file, and our own variables
@@ -15,7 +15,7 @@ from levserve.errors import ConfigError
 from levserve.settings.kind import SWITCH, Setting
 
 FROM_FLAG, FROM_VARIABLE, FROM_OTHER_VARIABLE, FROM_EMPTY_VARIABLE, FROM_FILE = 4, 3, 2, 1, 0
-"""How strong a source is; the strongest wins. A variable of ours that is empty leaves the word to others."""
+"""The precedence of a source; the highest wins. An empty variable of ours yields to another server's."""
 BUCKET, PREFIX = "GCS_BUCKET", "GCS_MODEL_PREFIX"
 DEFAULT_PREFIX = "models/"
 
@@ -24,8 +24,8 @@ DEFAULT_PREFIX = "models/"
 class Alias:
     """Another name for a setting.
 
-    `translate` turns its text into the setting's; None says nothing about the setting. A value of an alias
-    `is_weak` if it only fills in for a setting that is not given otherwise.
+    `translate` turns the alias's text into the setting's text, or into None if it says nothing about the
+    setting. An alias that `is_weak` applies only if the setting is not given in any other way.
     """
 
     name: str
@@ -43,12 +43,12 @@ class Alias:
 
     @property
     def dest(self) -> str:
-        """Its attribute among the parsed options; no setting's name has a space."""
+        """Its attribute in the parsed options; the space keeps it apart from the names of settings."""
         return f"alias {self.name}"
 
 
 class Given(NamedTuple):
-    """One value that was given for a setting, and under which name."""
+    """One value that was given for a setting, with the name it was given under and its source."""
 
     name: str
     text: str
@@ -58,7 +58,7 @@ class Given(NamedTuple):
 
 
 def _if_on(value: str, otherwise: str | None = None) -> Callable[[str], str | None]:
-    """Translates a switch."""
+    """A translation of a switch: `value` if it is on, `otherwise` if it is off."""
     return lambda text: value if SWITCH.read(text) else otherwise
 
 
@@ -91,7 +91,7 @@ ALIASES = (
     Alias("PORT", "port"),
     Alias(BUCKET, "models_dir"),
     Alias(BUCKET, "model_store"),
-    Alias(BUCKET, "lazy", lambda text: "true", is_weak=True),  # that server loads what requests name
+    Alias(BUCKET, "lazy", lambda text: "true", is_weak=True),  # that server loads models on request
     Alias("LOCAL_MODEL_CACHE", "cache_dir"),
     Alias("MAX_CACHED_MODELS", "max_loaded_models"),
     Alias("MAX_CONCURRENT_REQUESTS", "max_running"),
@@ -110,9 +110,9 @@ ALIASES = (
 FLAG_ALIASES = {alias.name: alias for alias in ALIASES if not alias.is_variable}
 VARIABLE_ALIASES = tuple(alias for alias in ALIASES if alias.is_variable)
 SWITCH_ALIASES = ("enable-cors",)
-"""Those whose flag may stand alone, which means true."""
+"""Aliases whose flag may stand alone, which means true."""
 OTHER_MODELS = ("hf_checkpoint", "checkpoint_path")
-"""Settings that name a model too, so that another server's variable for `model` gives way to them."""
+"""Other settings that name a model; they override another server's variable for `model`."""
 
 
 def names_of(setting: str) -> list[str]:
@@ -121,7 +121,7 @@ def names_of(setting: str) -> list[str]:
 
 
 def translate(alias: Alias, text: str, source: str) -> str | None:
-    """The setting's text; raises `ConfigError` for a text that the alias does not have."""
+    """The setting's text; raises `ConfigError` for a text that the alias does not accept."""
     try:
         return alias.translate(text)
     except (ValueError, KeyError):
@@ -130,13 +130,13 @@ def translate(alias: Alias, text: str, source: str) -> str | None:
 
 
 def variables_given(environ: Mapping[str, str], describe: Callable[[str], str]) -> dict[str, list[Given]]:
-    """What other servers' variables say, by setting; `describe` says where a variable comes from."""
+    """The values in other servers' variables, by setting; `describe` says where a variable comes from."""
     found: dict[str, list[Given]] = {}
     for alias in VARIABLE_ALIASES:
         text = environ.get(alias.name, "")
         if alias.name == BUCKET and text:
             text = _bucket_address(text, environ.get(PREFIX, DEFAULT_PREFIX))
-        if not text:  # compose files and units pass on variables that are not set as empty ones
+        if not text:  # compose files and units pass unset variables on as empty ones
             continue
         source = describe(alias.name)
         translated = translate(alias, text, source)
@@ -147,7 +147,7 @@ def variables_given(environ: Mapping[str, str], describe: Callable[[str], str]) 
 
 
 def choose(setting: Setting, given: Sequence[Given]) -> Given:
-    """The value that counts; raises `ConfigError` if two that are equally strong differ."""
+    """The value that applies; raises `ConfigError` if two of the same strength differ."""
     firm = [one for one in given if one.alias is None or not one.alias.is_weak]
     best = max(firm or given, key=lambda one: one.strength)
     for one in given:

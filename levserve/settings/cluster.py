@@ -1,4 +1,4 @@
-"""Finds this host's place among others in the variables that clusters set: `--coordinator auto`.
+"""Finds this host's place in a cluster from the variables that the cluster sets (`--coordinator auto`).
 
 LeaderWorkerSet on Kubernetes, SLURM and TPU pods set them; without any, a TPU machine's metadata server is
 asked. jax.distributed looks at the same variables, but jax must not be imported before the fork.
@@ -16,9 +16,9 @@ from typing import NamedTuple
 from levserve.errors import ConfigError
 
 PORT = 8890
-"""Where hosts meet, unless the cluster may run several jobs on a machine; one more is used."""
+"""The port where hosts meet, unless a cluster may run several jobs on a machine; the next is used too."""
 SLURM_PORTS = 61440
-"""The first of 4096 ports that SLURM jobs share, two for each, by the job's number."""
+"""The first of 4096 ports that SLURM jobs share; the job's number selects two of them."""
 FIRST_NODE = re.compile(r"([^,\[]+)(?:\[(\w+))?")
 TPU_DEVICES = ("/dev/accel0", "/dev/vfio/0")
 METADATA_SERVER = "metadata.google.internal"
@@ -26,7 +26,7 @@ METADATA_SECONDS = 5.0
 
 
 class HostPlace(NamedTuple):
-    """Where this process stands among the hosts, and what says so."""
+    """This process's place among the hosts; `source` is the variable or server that tells it."""
 
     coordinator: str
     num_hosts: int
@@ -35,7 +35,7 @@ class HostPlace(NamedTuple):
 
 
 def find_place(environ: Mapping[str, str]) -> HostPlace:
-    """Raises `ConfigError` where no cluster is known, or its variables are not as they should be."""
+    """Raises `ConfigError` if no cluster is found or its variables make no sense."""
     for variable, find in FINDERS.items():
         if environ.get(variable):
             try:
@@ -90,11 +90,11 @@ FINDERS: Mapping[str, Callable[[Mapping[str, str]], HostPlace]] = {
     "SLURM_STEP_NODELIST": _slurm,
     "TPU_WORKER_HOSTNAMES": _tpu,
 }
-"""By the variable that shows that a cluster set it."""
+"""By the variable whose presence identifies the kind of cluster."""
 
 
 def _ask_metadata(server: str) -> HostPlace:
-    """What Google's metadata server says of a TPU machine: its number, and the machines of its slice."""
+    """Reads a TPU machine's number and the machines of its slice from Google's metadata server."""
     try:
         host_id = int(_attribute(server, "agent-worker-number"))
         endpoints = _attribute(server, "worker-network-endpoints").split(",")

@@ -70,12 +70,12 @@ def find_env_file(argv: Sequence[str]) -> str | None:
 
 
 def is_question(argv: Sequence[str]) -> bool:
-    """Whether it asks for help or the version, which no mistake elsewhere may get in the way of."""
+    """Whether the user asks for help or the version, which must work despite mistakes elsewhere."""
     return not {"-h", "--help", "--version"}.isdisjoint(argv)
 
 
 def complete(argv: Sequence[str]) -> list[str]:
-    """The command line with one word for each flag and its value, as the parser wants it.
+    """The command line with exactly one value for each setting's flag, as the parser wants it.
 
     `levserve serve MODEL` is the same as `levserve MODEL`, for people who know it from other servers.
     """
@@ -130,7 +130,7 @@ def build_parser(file: SettingsFile) -> Parser:
             if s.kind.synonyms:
                 meanings = (f"{word} means {value}" for word, value in s.kind.synonyms.items())
                 text += f" [{', '.join(meanings)}]"
-            # Without a type or a default: `_make_settings` reads the values and knows their sources.
+            # No type and no default here: `_make_settings` reads the values and knows their sources.
             group.add_argument(
                 s.flag,
                 dest=s.name,
@@ -156,7 +156,7 @@ def _complete_switches(argv: Sequence[str]) -> list[str]:
 
 
 def _join_lists(argv: Sequence[str]) -> list[str]:
-    """The command line with the words after a flag that takes several of them joined to one.
+    """The command line with the words after a flag that takes several joined into one.
 
     With `nargs`, configargparse would take an empty variable for one that is not set.
     """

@@ -1,7 +1,7 @@
-"""Flags of other servers that have no counterpart here, and what to do instead of giving them.
+"""Flags of other servers that levserve does not accept, and what to do instead.
 
-Such a flag stops the start, like any other that is unknown; the line on stderr then ends with the advice.
-Flags that mean the same as a setting of ours are in `alias.py`.
+Such a flag stops the start, like any other unknown flag; the line on stderr then ends with the advice.
+Flags that are accepted as other names of a setting are in `alias.py`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The environment that settings are read from: the process's variables and those of an environment file.
 
 The file is `--env-file PATH`, or `.env` in the working folder if there is one. The process's own variables
-win over the file's. The variables that Kubernetes sets for a Service named levserve look like settings of
-ours; they are left out.
+override the file's. The variables that Kubernetes sets for a Service named levserve look like settings; they
+are left out.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ENTRY = re.compile(
 SKIPPED = re.compile(r"(?:\s|#[^\n]*)*")  # blank lines and comments
 COMMENT = re.compile(r"\s#.*")  # a # within a value belongs to it
 ESCAPE = re.compile(r"\\(.)", re.DOTALL)
-# What Kubernetes sets for each Service, here for those whose name is levserve or begins with levserve-.
+# The variables that Kubernetes sets for a Service whose name is levserve or begins with levserve-.
 SERVICE_NAME = re.compile(
     rf"{ENV_PREFIX}(?:\w+_)?(?:SERVICE_(?:HOST|PORT\w*)|PORT_\d+_(?:TCP|UDP|SCTP)(?:_(?:ADDR|PORT|PROTO))?)"
 )
@@ -98,7 +98,7 @@ def _read_file(path: str) -> dict[str, str]:
             line = text.count("\n", 0, position) + 1
             raise ConfigError(f"--env-file {path}, line {line}: expected NAME=value")
         value = _value(entry)
-        if value is not None:  # a name alone is the process's variable, as in docker's --env-file
+        if value is not None:  # a name alone means the process's variable, as in docker's --env-file
             found[entry["name"]] = value
         position = _skip(text, entry.end())
     return found
@@ -106,7 +106,7 @@ def _read_file(path: str) -> dict[str, str]:
 
 def _skip(text: str, position: int) -> int:
     skipped = SKIPPED.match(text, position)
-    assert skipped is not None  # it matches nothing too
+    assert skipped is not None  # it also matches the empty string
     return skipped.end()
 
 

@@ -40,7 +40,7 @@ class SettingsFile(configargparse.ConfigFileParser):  # type: ignore[misc]
         except UnicodeDecodeError:
             raise ConfigError(f"{stream}: not UTF-8 text") from None
         if stream.suffix.lower() in YAML_SUFFIXES:
-            # Here, because YAML's package would delay every start.
+            # Imported here, because importing yaml would delay every start.
             from levserve.settings.yaml_file import read_yaml
 
             sections = read_yaml(str(stream), text)

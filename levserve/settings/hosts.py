@@ -1,4 +1,4 @@
-"""Checks the settings of several hosts, after `auto` is replaced by what the cluster says."""
+"""Replaces `--coordinator auto` by what the cluster says, and checks the settings of several hosts."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from levserve.settings.settings import Settings
 
 AUTO = "auto"
 MAX_PORT = 65534
-"""jax's own service has the next port."""
+"""jax's own service uses the next port."""
 
 
 def resolve_hosts(settings: Settings, environ: Mapping[str, str], notes: list[str]) -> Settings:
-    """The settings with this host's place in them; raises `ConfigError` for a place that cannot be."""
+    """The settings with this host's place in them; raises `ConfigError` for an impossible place."""
     if settings.coordinator.lower() == AUTO:
         settings = _find(settings, environ, notes)
     elif settings.coordinator and "num_hosts" not in settings.sources:
@@ -46,7 +46,7 @@ def split_address(coordinator: str) -> tuple[str, int]:
 
 
 def _find(settings: Settings, environ: Mapping[str, str], notes: list[str]) -> Settings:
-    """What is given beside `auto` counts more than what is found."""
+    """Settings that are given beside `auto` override what is found."""
     place = find_place(environ)
     found: dict[str, Any] = {
         "coordinator": place.coordinator,
@@ -82,7 +82,7 @@ def _check_place(settings: Settings) -> None:
 
 
 def _check_uses(settings: Settings) -> None:
-    """Several hosts serve one model that is loaded at the start."""
+    """Refuses what several hosts cannot do: they serve one model that is loaded at the start."""
     asked = _shown(settings, "num_hosts")
     if settings.draft_model:
         raise ConfigError(f"{asked} excludes {_shown(settings, 'draft_model')}: a draft model needs one host")
@@ -98,7 +98,7 @@ def _check_uses(settings: Settings) -> None:
 
 
 def _share(settings: Settings) -> Settings:
-    """All devices of all hosts share the model, unless the settings name a number of them."""
+    """All devices of all hosts share the model, unless --tensor-parallel gives a number."""
     if "tensor_parallel" not in settings.sources:
         return replace(settings, tensor_parallel=0)
     if settings.tensor_parallel % settings.num_hosts:

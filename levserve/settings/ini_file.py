@@ -12,8 +12,8 @@ from levserve.errors import ConfigError
 
 
 def read_ini(name: str, text: str) -> dict[str, dict[str, str]]:
-    """`name` is the file's, for errors."""
-    # No section can be named "", so none is like configparser's [DEFAULT], whose keys apply everywhere.
+    """`name` is the file's name, for error messages."""
+    # No section can be named "", so none acts like configparser's [DEFAULT], whose keys apply everywhere.
     ini = configparser.RawConfigParser(
         delimiters=("=",), inline_comment_prefixes=("#",), default_section="", empty_lines_in_values=False
     )

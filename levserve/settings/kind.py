@@ -37,7 +37,7 @@ class Kind(Generic[T]):
     read: Callable[[str], T]
     show: Callable[[T], str] = str
     is_list: bool = False
-    """Whether a flag takes several words, which are the same as one text with spaces."""
+    """Whether the flag takes several words, which mean the same as one text with spaces."""
     synonyms: Mapping[str, T] = field(default_factory=dict)
 
 

@@ -61,7 +61,7 @@ def parse_settings(argv: Sequence[str] | None = None, environ: Mapping[str, str]
 
 
 def read_settings(argv: Sequence[str], environment: Environment) -> Settings:
-    """The same for a completed command line; raises `ConfigError` for a mistake."""
+    """Reads the settings from a completed command line; raises `ConfigError` for a mistake."""
     options, sources, notes = _read_options(argv, environment)
     settings = _make_settings(options, sources, notes)
     faults = _read_faults(environment.variables, options.config)
@@ -109,7 +109,7 @@ def _read_options(
 
 
 def _take_model(words: Sequence[str], options: Namespace, sources: dict[str, str]) -> None:
-    """Makes a word that belongs to no flag the model; raises `ConfigError` for anything else."""
+    """Takes a word that belongs to no flag as the model; raises `ConfigError` for anything else."""
     word = words[0].partition("=")[0]  # the value may be a secret
     if word in ADVICE:
         raise ConfigError(f"there is no option {word} here; instead: {ADVICE[word]} (command line)")
@@ -124,7 +124,7 @@ def _take_model(words: Sequence[str], options: Namespace, sources: dict[str, str
 
 
 def _apply_aliases(options: Namespace, sources: dict[str, str], environment: Environment) -> list[str]:
-    """Gives settings the values that were given under other names; what it did, for the log."""
+    """Sets the settings that were given under other names; returns notes about them for the log."""
     notes = []
     found = aliases.variables_given(environment.variables, environment.describe)
     for name in aliases.OTHER_MODELS:
@@ -153,7 +153,7 @@ def _alias_value(alias: Alias, options: Namespace, sources: Mapping[str, str]) -
     if source != "command line":
         place, strength = f"{source}, [{BY_NAME[alias.setting].section}] {alias.name}", aliases.FROM_FILE
     text = aliases.translate(alias, getattr(options, alias.dest), place)
-    assert text is not None  # only a variable can say nothing
+    assert text is not None  # only a variable may translate to None
     return Given(alias.flag, text, place, strength, alias)
 
 
@@ -234,7 +234,7 @@ def _make_settings(options: Namespace, sources: dict[str, str], notes: list[str]
 def _make_models(
     sections: Mapping[str, Mapping[str, str]], settings: Settings, source: str
 ) -> dict[str, Settings]:
-    """The settings of each [model.NAME]; NAME is also its `model` unless the section sets that."""
+    """The settings of each [model.NAME]; NAME is also its `model` unless the section sets one."""
     models: dict[str, Settings] = {}
     for name, texts in sections.items():
         place = f"{source}, [{MODEL_SECTION}{name}]"

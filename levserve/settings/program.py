@@ -1,4 +1,4 @@
-"""Settings that a program gives by their names, over those of the environment."""
+"""Settings that a Python program gives by name; they override the environment."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SERVER_SECTIONS = ("server", "log")
 
 
 def make_settings(values: Mapping[str, object], environ: Mapping[str, str] | None = None) -> Settings:
-    """Reads each value as a flag's text would be read; raises `ConfigError`."""
+    """Reads each value as the text of a flag is read; raises `ConfigError`."""
     variables = os.environ if environ is None else environ
     settings = read_settings([], Environment(variables, {}, "", ()))
     given: dict[str, Any] = {}

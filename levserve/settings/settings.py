@@ -35,7 +35,7 @@ from levserve.settings.kind import (
     size,
 )
 
-FAULTS_VARIABLE = f"{ENV_PREFIX}FAULTS"  # for tests only (device/faults.py), so it is no setting
+FAULTS_VARIABLE = f"{ENV_PREFIX}FAULTS"  # for tests only (device/faults.py), so it is not a setting
 KEY_VARIABLE = f"{ENV_PREFIX}API_KEY"
 OTHER_KEY_VARIABLE = "LEVANTER_API_KEY"  # what Levanter's own server reads
 SECTIONS = {
@@ -118,7 +118,7 @@ class Settings:
 
     `models` has the settings of each [model.NAME] section, by the name that requests use. `sources` says
     where the values that are not defaults came from. `file_keys` and `admin_file_keys` are what the key files
-    contain. `notes` are lines for the log about names of other servers that were used, and other sources.
+    contain. `notes` are lines for the log, for example about other servers' names that were used.
     """
 
     host: str = setting("server", NAME, "127.0.0.1", "Address to listen on.")
@@ -486,7 +486,7 @@ class Settings:
 
     models: Mapping[str, Settings] = field(default_factory=dict)
     most_devices: int = 1
-    """The most that any of several models is to be shared by."""
+    """The largest number of devices that any of several models is shared by."""
     dry_run: bool = False
     faults: str = ""
     notes: tuple[str, ...] = field(default=(), compare=False)
@@ -506,7 +506,7 @@ class Settings:
 
     @property
     def main_name(self) -> str:
-        """The first of the names to serve the model under; empty if none is set."""
+        """The first of the names that the model is served under; empty if none is set."""
         return self.served_model_name[0] if self.served_model_name else ""
 
     @property
@@ -525,7 +525,7 @@ class Settings:
         if self.cache_dir:
             return Path(self.cache_dir)
         base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-        if not base.is_absolute():  # unset, or to be ignored according to the XDG specification
+        if not base.is_absolute():  # unset, or relative, which the XDG specification says to ignore
             base = Path.home() / ".cache"
         return base / "levserve"
 

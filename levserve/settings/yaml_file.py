@@ -1,4 +1,4 @@
-"""Reads the sections of a YAML file; values stay text, as they are written, so that 010 is not eight.
+"""Reads the sections of a YAML file; values stay text, as they are written, so that 010 does not become 8.
 
 The sections are mappings at the top, with the names and keys of the ini file. A list becomes words with
 spaces between them.
@@ -16,7 +16,7 @@ NULLS = ("null", "Null", "NULL", "~")
 
 
 def read_yaml(name: str, text: str) -> dict[str, dict[str, str]]:
-    """`name` is the file's, for errors."""
+    """`name` is the file's name, for error messages."""
     try:
         document = yaml.compose(text, Loader=yaml.BaseLoader)
     except yaml.MarkedYAMLError as error:

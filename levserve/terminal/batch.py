@@ -41,7 +41,7 @@ The same command again goes on after an interruption: what has its result is not
 FAILED_LINES = 3
 """Exit code of a batch that is complete, with requests that failed."""
 TERMINAL_SECONDS, LOG_SECONDS = 0.5, 30.0
-"""Between two reports of the progress, in a terminal and elsewhere."""
+"""Between two progress reports, in a terminal and elsewhere."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -79,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
         if _has_work(source, output, settings):
             with show_loading() as report, closing(open_device(settings, report)) as opened:
                 run(source, output, opened, tally, options.window)
-        else:  # no model is needed to find that out
+        else:  # all results exist; finding that out needs no model
             tally.num_before = output.results.num_results
         output.finish()
         for line in tally.describe_end():
@@ -88,7 +88,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(source: Source, output: Output, opened: OpenedDevice, tally: Tally, window: int) -> None:
-    """Runs what has no result yet. Raises `StartupError` if the device fails."""
+    """Runs the lines that have no result yet. Raises `StartupError` if the device fails."""
     engine, settings = opened.registry.engine, opened.settings
     limits = Limits(engine.admission, min(settings.max_running, engine.max_inflight))
     runner = Runner(
@@ -113,7 +113,7 @@ def run(source: Source, output: Output, opened: OpenedDevice, tally: Tally, wind
 
 
 class Reports:
-    """The progress on stderr: a line that is drawn anew in a terminal, a new line now and then elsewhere."""
+    """Shows progress on stderr: one line that is redrawn in a terminal, a new line now and then elsewhere."""
 
     def __init__(self) -> None:
         self._is_terminal = sys.stderr.isatty()

@@ -30,7 +30,7 @@ PROMPT = "> "
 
 
 class Conversation:
-    """What was said so far; the whole of it is sent with each question."""
+    """The messages so far; all of them are sent with each question."""
 
     def __init__(self, model: Model, fields: dict[str, Any], system: str = "") -> None:
         self._model = model
@@ -43,7 +43,7 @@ class Conversation:
         self.messages = [{"role": "system", "content": self._system}] if self._system else []
 
     def obey(self, line: str) -> bool:
-        """Does what a line with a slash says; False ends the conversation."""
+        """Runs a command that begins with a slash; returns False to end the conversation."""
         command, _, rest = line.partition(" ")
         if command in ("/quit", "/exit"):
             return False

@@ -23,7 +23,7 @@ COMMANDS = {
 
 
 def run_command(name: str, argv: Sequence[str]) -> int:
-    """The exit code. A mistake of the user's is one line on stderr and 2."""
+    """Runs a command and returns its exit code. A user's mistake gives one line on stderr and code 2."""
     module, function = COMMANDS[name]
     try:
         code: int = getattr(importlib.import_module(module), function)(argv)
@@ -42,5 +42,5 @@ def run_command(name: str, argv: Sequence[str]) -> int:
 
 
 def discard_stdout() -> None:
-    """Nobody reads standard output any more: what Python still has to write to it at the end goes nowhere."""
+    """Redirects stdout, which nobody reads any more, to the null device, for what Python flushes at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -16,7 +16,7 @@ from levserve.settings.settings import SETTINGS
 
 SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop")
 ROWS = 4
-"""One conversation needs one; fewer rows than a server has are compiled sooner."""
+"""One conversation needs one row; programs for fewer rows than a server has compile sooner."""
 EPILOG = """\
 Settings of the server work here too: --dtype, --max-seq-len, --threads and so on; see levserve --help.
 """
@@ -38,7 +38,7 @@ def make_parser(command: str, description: str) -> Parser:
     )
     for setting in SETTINGS:
         if setting.section not in SERVER_SECTIONS and setting.name not in ("model", "seed"):
-            # A switch may stand alone, as it may for the server.
+            # A switch may be given without a value, as for the server.
             more: dict[str, Any] = {"nargs": "?", "const": "true"} if setting.kind is SWITCH else {}
             parser.add_argument(
                 setting.flag, dest=f"setting:{setting.name}", default=SUPPRESS, help=SUPPRESS, **more
@@ -47,13 +47,13 @@ def make_parser(command: str, description: str) -> Parser:
 
 
 def add_model(parser: Parser, text: str) -> None:
-    """The model as a word of its own, or behind --model as for the server."""
+    """Adds the model as a positional argument, or with --model as for the server."""
     parser.add_argument("model", nargs="?", metavar="MODEL", default=SUPPRESS, help=text)
     parser.add_argument("--model", default=SUPPRESS, help=SUPPRESS)
 
 
 def add_sampling(parser: Parser, *, max_tokens: str) -> None:
-    """`max_tokens` says how long an answer may be without the option."""
+    """`max_tokens` is what the help gives as the default of --max-tokens."""
     group = parser.add_argument_group("sampling")
     group.add_argument(
         "--max-tokens", type=int, metavar="N", help=f"Maximum tokens of an answer. [default {max_tokens}]"
@@ -84,7 +84,7 @@ def add_sampling(parser: Parser, *, max_tokens: str) -> None:
 
 
 def sampling_of(options: Namespace) -> dict[str, Any]:
-    """The fields of sampling that were given."""
+    """The sampling fields that were given."""
     given = {name: getattr(options, name) for name in SAMPLING}
     return {name: value for name, value in given.items() if value is not None}
 
@@ -98,7 +98,7 @@ def settings_of(options: Namespace) -> dict[str, object]:
 
 
 def open_with_progress(options: Namespace) -> Model:
-    """Loads the model and shows how far that is."""
+    """Loads the model and shows the progress."""
     from levserve.api.opening import open_model
 
     with show_loading() as report:
@@ -107,7 +107,7 @@ def open_with_progress(options: Namespace) -> Model:
 
 @contextmanager
 def show_loading() -> Iterator[Callable[[str], None]]:
-    """Yields what shows how far loading is, in a terminal on one line that goes away."""
+    """Yields a function that shows the progress of loading, in a terminal on one line that goes away."""
     is_terminal = sys.stderr.isatty()
 
     def report(line: str) -> None:

@@ -34,7 +34,7 @@ LAST_USER_MESSAGE = (
     "{% if not users %}{{ raise_exception('there is no message of a user') }}{% endif %}"
     "{{ users[-1].content }}"
 )
-"""What AI-OS gives a brain of a conversation: the text of the user's last message, and nothing else."""
+"""Of a conversation, AI-OS gives a brain only the text of the user's last message."""
 
 NO_TEMPLATE = (
     "This model has no chat template, so it cannot answer messages: send a prompt to /v1/completions, "
@@ -57,7 +57,7 @@ _OWN_ARGUMENTS = {
 
 
 class Written(str):
-    """Text of a message in which the server itself wrote special tokens; the client's have been hidden."""
+    """Text of a message in which the server itself wrote special tokens; those of the client are hidden."""
 
 
 class Options(TypedDict, total=False):
@@ -90,7 +90,7 @@ def template_of(tokenizer: Tokenizer) -> str | None:
 
 
 def check_template(tokenizer: Tokenizer) -> None:
-    """Compiles the template, so that a broken one ends the start and the first request need not wait."""
+    """Compiles the template, so that a broken one stops the start and the first request need not wait."""
     with suppress(BadRequest):  # a template may refuse this conversation
         render_chat(tokenizer, [{"role": "user", "content": "Hello"}])
 
@@ -180,8 +180,10 @@ def hide(value: Any, specials: Sequence[str]) -> Any:
 
 @functools.lru_cache(maxsize=16)
 def _hider(specials: tuple[str, ...]) -> Callable[[str], str]:
-    """Hides these in one text, in one pass: a request may have many texts, and a vocabulary hundreds of
-    special tokens."""
+    """A function that hides these in a text, in one pass.
+
+    A request may have many texts, and a vocabulary hundreds of special tokens.
+    """
     if not specials:
         return str
     hidden = {special: f"{_OPEN}{number}{_CLOSE}" for number, special in enumerate(specials)}

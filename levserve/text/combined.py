@@ -10,7 +10,7 @@ from levserve.schedule.constraint import Constraint, Matcher
 
 @dataclass(frozen=True, slots=True)
 class AnyOf:
-    """One of several constraints; which one shows as the text goes on."""
+    """One of several constraints; which one becomes clear as the text goes on."""
 
     constraints: Sequence[Constraint]
 
@@ -69,7 +69,7 @@ class AllOf:
 
 
 class AllOfMatcher(Matcher):
-    """It tells of no forced tokens: what one constraint forces, another may forbid."""
+    """Reports no forced tokens: what one constraint forces, another may forbid."""
 
     def __init__(self, matchers: Sequence[Matcher]) -> None:
         self._matchers = matchers

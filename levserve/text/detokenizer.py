@@ -41,7 +41,7 @@ class Spelling:
 
 
 class Detokenizer:
-    """The text of one sequence as its tokens arrive; belongs to the HTTP thread of the request.
+    """The text of one sequence as its tokens arrive; used by one thread at a time.
 
     `spell` gives a token's bytes, or None for a token that is not shown. `add` holds back an incomplete UTF-8
     character until it is complete or invalid; only invalid bytes become U+FFFD. With `continues` the text

@@ -41,7 +41,7 @@ _TEKKEN_WORDS = _CASED_WORDS.replace("SHORT", "") + r"|\p{N}" + _AFTER_WORDS
 
 @dataclass(frozen=True, slots=True)
 class _Splitting:
-    """What `tokenizer.ggml.pre` stands for, as in the model's tokenizer.json."""
+    """How the `tokenizer.ggml.pre` of a file splits text, as in the model's tokenizer.json."""
 
     words: pre_tokenizers.PreTokenizer
     ignores_merges: bool = False  # a word that is a token is not merged from its parts
@@ -60,7 +60,7 @@ def read_vocabulary(path: Path) -> Vocabulary:
         raise StartupError(f"{path}: GGUF pre-tokenizer {pre!r} is not supported; {_HINT}")
     try:
         return _build_vocabulary(metadata, splitting)
-    except Exception as error:  # tokenizers raises bare Exception for a vocabulary that its merges do not fit
+    except Exception as error:  # tokenizers raises bare Exception if the merges do not fit the vocabulary
         raise StartupError(f"{path}: the vocabulary in this file cannot be used: {error!r}") from error
 
 

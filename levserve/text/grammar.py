@@ -1,8 +1,8 @@
-"""Holds generated text to a JSON schema, a regular expression, a list of choices or a grammar.
+"""Constrains generated text by a JSON schema, a regular expression, a list of choices or a grammar.
 
-llguidance does the work. Its table of the vocabulary takes up to two seconds to make and keeps the GIL for
-that time, so a model makes it while it is loaded. HTTP threads compile grammars, which releases the GIL;
-the device thread follows each sequence with a matcher of its own.
+llguidance does the work. Its table of the vocabulary takes up to two seconds to make and holds the GIL all
+the while, so it is made while the model is loaded. HTTP threads compile grammars, which releases the GIL;
+the device thread follows each sequence with its own matcher.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from levserve.text.lark import SEPARATORS, quote_regex
 from levserve.text.tokenizer import Tokenizer
 
 MAX_CHARS = 65_536
-"""Of a schema, expression or grammar; long enough for the largest schemas that people send."""
+"""The longest schema, expression or grammar; enough for the largest schemas that people send."""
 MAX_CHOICES = 1000
 ASCII_CLASSES = "d"
-"""Classes of expressions that mean ASCII: a digit is one of ten, as in a JSON schema, and not one of 700."""
+"""Classes of regular expressions limited to ASCII: a digit is one of ten, as in a JSON schema, not of 700."""
 NUM_KEPT = 64
 """Compiled grammars that are kept for the next request with the same text."""
 NUM_ENCODED, MAX_ENCODED = 4096, 256
-"""Forced texts whose tokens are kept, and the characters of the longest; a megabyte or two in all."""
+"""Forced texts that are cached with their tokens, and the longest one in characters; 1 or 2 MB in all."""
 LIMITS = LLParserLimits(
     max_items_in_row=500,
     initial_lexer_fuel=50_000,
@@ -44,8 +44,8 @@ LIMITS = LLParserLimits(
     max_grammar_size=100_000,
     verbose_errors=False,
 )
-"""A few milliseconds of work for a token, also late in the text of a grammar with many readings, and a few
-dozen megabytes; usual grammars take a hundredth."""
+"""At most a few milliseconds of work for a token, even late in the text of an ambiguous grammar, and a few
+dozen megabytes; usual grammars take a hundredth of that."""
 
 
 class GrammarKind(StrEnum):
@@ -71,7 +71,7 @@ class GrammarText:
 class Grammars:
     """The grammars of one model. Any thread may call it.
 
-    `on_compile` is told the seconds that a compilation took, and None for a grammar that was kept.
+    `on_compile` gets the seconds that a compilation took, or None if the grammar was found in the cache.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class Grammar:
 
 
 class _Vocabulary:
-    """What llguidance wants to know of a tokenizer."""
+    """The interface through which llguidance sees a tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         added = tokenizer.backend.get_added_tokens_decoder()
@@ -151,7 +151,7 @@ class _Vocabulary:
         self._encode_again = functools.lru_cache(NUM_ENCODED)(tokenizer.encode_plain)
 
     def __call__(self, text: str) -> list[int]:
-        """Called by a matcher wherever text is forced, mostly with what was forced in many places before."""
+        """Called by a matcher wherever text is forced, mostly with texts that were forced often before."""
         return self._encode_again(text) if len(text) <= MAX_ENCODED else self._encode(text)
 
 
@@ -182,7 +182,7 @@ def _refusal(asked: GrammarText, reason: str) -> BadRequest:
 
 
 def _explain(error: str) -> str:
-    """llguidance's message in one line, without what it says of its own state."""
+    """llguidance's message in one line, without what it says about its own state."""
     if error.startswith("panic"):
         return "it is too complex"
     if error.startswith("NoExtension"):

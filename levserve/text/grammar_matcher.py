@@ -1,7 +1,7 @@
 """Follows one sequence's text in a compiled grammar; see `grammar.py`.
 
-Belongs to the device thread, which a round waits for, so it calls llguidance as seldom as it can. What costs
-most is the tokenizer, which llguidance asks for the tokens of forced text, and then masks.
+Belongs to the device thread. The round waits for it, so it calls llguidance as rarely as possible. Most
+expensive is the tokenizer, which llguidance calls for the tokens of forced text; masks come next.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from llguidance import LLMatcher
 class GrammarMatcher:
     """A `schedule.constraint.Matcher`.
 
-    Forced text has one way to be written in tokens. It is worked out where the text becomes forced, and kept
-    in `_forced` until it has been taken, so that what is allowed depends on the tokens before it alone.
+    Forced text has only one tokenization. It is computed where the text becomes forced, and kept in `_forced`
+    until it has been taken, so that what is allowed depends only on the tokens before it.
     """
 
     is_free = False
@@ -40,7 +40,7 @@ class GrammarMatcher:
         if token in self._eos_ids:
             return self._matcher.is_accepting()
         if token >= self._num_tokens:
-            return False  # a row of the model that is no token; llguidance would give up
+            return False  # a row of the model without a token; llguidance would give up
         if self._find_forced():
             return token == self._forced[0]
         return self._matcher.validate_tokens([token]) == 1
@@ -78,7 +78,7 @@ class GrammarMatcher:
 
     @property
     def mask_maker(self) -> LLMatcher:
-        """What makes its mask where no token is forced, for those who make several at once."""
+        """Makes the mask where no token is forced; for callers that make several masks at once."""
         return self._matcher
 
     @property
@@ -99,7 +99,7 @@ class GrammarMatcher:
 
 
 def _num_equal(first: Seq[int], second: Seq[int]) -> int:
-    """How many tokens the two begin with in common."""
+    """The number of tokens in their common prefix."""
     count = 0
     for one, other in zip(first, second):
         if one != other:

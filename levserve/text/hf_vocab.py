@@ -1,6 +1,6 @@
 """Reads the tokenizer of a Hugging Face folder from its tokenizer.json, or else from its tokenizer.model.
 
-The result is the same as with transformers. Importing transformers takes a second of processor time, so it is
+The result is the same as with transformers. Importing transformers takes a second of CPU time, so it is
 used only for folders that have neither file.
 """
 
@@ -72,7 +72,7 @@ def _read_with_transformers(path: Path) -> Vocabulary:
 
 
 def _is_not_torch_notice(record: logging.LogRecord) -> bool:
-    """Suppresses the message of transformers that torch is missing, because it is not needed."""
+    """Suppresses transformers' message that PyTorch is missing, which is not needed here."""
     return "PyTorch was not found" not in record.getMessage()
 
 
@@ -89,7 +89,7 @@ def _read_config(path: Path, backend: Tokenizer) -> dict[str, Any]:
 
 
 def _add_tokens(backend: Tokenizer, config: dict[str, Any], **changes: bool) -> None:
-    """Adds the tokens that the configuration lists, and marks those as special that it names as such.
+    """Adds the tokens that the configuration lists, and marks as special those that it names as such.
 
     A special token that is not in the vocabulary is left out, because the model has no row for it.
     """
@@ -107,7 +107,7 @@ def _add_tokens(backend: Tokenizer, config: dict[str, Any], **changes: bool) -> 
 
 
 def _find_special(config: dict[str, Any]) -> list[str | dict[str, Any]]:
-    """The special tokens: those with a key of their own, such as `eos_token`, and those in a list."""
+    """The special tokens: those with their own key, such as `eos_token`, and those in a list."""
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
     if isinstance(extra, dict):
         extra = extra.values()
@@ -148,9 +148,9 @@ def _describe(path: Path, backend: Tokenizer, config: dict[str, Any]) -> Vocabul
 
 
 def _find_template(path: Path, configured: object) -> str | None:
-    """The folder's chat template, from a file of its own or else from the configuration.
+    """The folder's chat template, from its own file or else from the configuration.
 
-    Of several templates it is the default one.
+    If there are several, it is the default one.
     """
     if (path / "chat_template.jinja").exists():
         return (path / "chat_template.jinja").read_text(encoding="utf-8")

@@ -1,7 +1,7 @@
-"""Fill in the middle: the prompt by which a model writes what belongs between two texts, most often code.
+"""Fill in the middle: the prompt with which a model writes what belongs between two texts, most often code.
 
-A model that was trained for it has tokens of its own that mark what comes before, what comes after, and where
-the middle begins. They are found in its vocabulary by the names that each family gives them.
+A model that was trained for this has tokens that mark what comes before, what comes after, and where the
+middle begins. They are found in its vocabulary by the names that each family gives them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Marks(NamedTuple):
     suffix: str
     middle: str | None
     ends: tuple[str, ...] = ()
-    """Other tokens that end the middle, beside the marks and the model's own."""
+    """Tokens that end the middle, besides the marks and the model's end tokens."""
     prefix_begins_text: bool = False
     """Whether the prefix gets the space that some tokenizers put before a text; a suffix never does."""
 
@@ -53,7 +53,7 @@ FAMILIES = (
 SPACE = "▁"
 """How vocabularies of SentencePiece spell a space."""
 GUARD = "☺"
-"""Takes the space that is put before a text, and is left out again with it."""
+"""Put before a text to attract the tokenizer's first space; both are then removed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Infill:
 
     marks: Marks
     ids: dict[str, int]
-    """Those of the marks and the ends that the vocabulary has."""
+    """Token ids of the marks and ends that the vocabulary has, by text."""
     tokenizer: Tokenizer
 
     @property
@@ -76,7 +76,7 @@ class Infill:
         return self._encode(f" {text}" if begins else text)
 
     def _encode(self, text: str) -> list[int]:
-        """The tokens of a span within a text, without a space of the tokenizer's own."""
+        """The tokens of a span within a text, without a space added by the tokenizer."""
         tokens = self.tokenizer.encode_plain(text)
         if not self._spaces(self.tokenizer.encode_plain("a")):
             return tokens
@@ -97,7 +97,7 @@ class Infill:
         return [*first, *before, *after, ids[marks.middle]]
 
     def _first(self) -> list[int]:
-        """The tokens that begin every text, without those that a few tokenizers add at its end."""
+        """The tokens that begin every text, without the end tokens that a few tokenizers add."""
         tokenizer, tokens = self.tokenizer, self.tokenizer.encode("")
         bos = tokenizer.backend.token_to_id(tokenizer.bos_token or "")
         while tokens and tokens[-1] != bos and tokens[-1] in tokenizer.eos_ids:

@@ -1,7 +1,7 @@
-"""Checks a JSON schema before it is compiled: its size, what it combines, and that a text can fulfil it.
+"""Checks a JSON schema before it is compiled: its size, what it combines, and that a finite text can fit it.
 
-Compiling a hostile schema could take minutes: conditions that are combined multiply, and patterns are
-costly. The limits keep it within a tenth of a second; they are far above what applications send.
+Compiling a hostile schema could take minutes: combined alternatives multiply, and patterns are costly. The
+limits keep it within a tenth of a second; they are far above what applications send.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ MAX_PATTERNS = 100
 MAX_ENUM = 1000
 MAX_DEPTH = 60
 MAX_COMBINATIONS = 64
-"""Of the alternatives that `allOf` combines."""
+"""Combinations of the alternatives in one `allOf`."""
 MAX_PASSES = 20
 FORMATS = frozenset("date date-time time duration email hostname ipv4 ipv6 uuid uri".split())
-"""Those that are held; any other is an annotation, as the standard says."""
+"""The formats that are enforced; any other is an annotation, as the standard says."""
 
 ANNOTATIONS = ("$comment", "$schema", "default", "description", "examples", "title")
-"""They say nothing of the text, and make schemas long."""
+"""These do not constrain the text, and they make schemas long."""
 
 LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 NAMED = ("properties", "patternProperties", "$defs", "definitions")
@@ -101,9 +101,9 @@ def _alternatives(schema: dict[str, Any]) -> list[Any]:
 def _require_finite(root: dict[str, Any]) -> None:
     """Refuses a schema in which an object requires itself: its text would never end.
 
-    A schema is finite if some value of it is, given the schemas that are known to be finite. Those that are
-    not are left when no more can be added. Going forwards and backwards in turn takes few passes, because
-    references mostly point one way.
+    A schema is finite if it allows a value built only from schemas that are known to be finite. When no more
+    schemas can be added, the remaining ones are infinite. Going forwards and backwards in turn takes few
+    passes, because references mostly point one way.
     """
     schemas = _subschemas(root)
     finite: set[int] = set()
@@ -121,7 +121,7 @@ def _require_finite(root: dict[str, Any]) -> None:
 
 
 def _subschemas(schema: Any) -> list[dict[str, Any]]:
-    """The schema and all schemas in it, each before those in it."""
+    """The schema and all schemas in it, outer before inner ones."""
     if not isinstance(schema, dict):
         return []
     found = [schema]
@@ -158,7 +158,7 @@ def _names(schema: dict[str, Any], key: str) -> list[str]:
 
 
 def resolve(reference: Any, root: dict[str, Any]) -> Any:
-    """What a reference within the schema points to; None for any other, which the compiler refuses."""
+    """What a reference within the schema points to; None for other references, which the compiler refuses."""
     if not isinstance(reference, str) or not reference.startswith("#"):
         return None
     target: Any = root

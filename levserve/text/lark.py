@@ -1,4 +1,4 @@
-"""Writes grammars for llguidance: literal texts with special tokens in them, and JSON of a schema."""
+"""Writes grammars for llguidance: literal texts with special tokens in them, and JSON that fits a schema."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from levserve.text.tokenizer import Tokenizer
 
-if TYPE_CHECKING:  # the module has no such name when it runs
+if TYPE_CHECKING:  # the name does not exist at run time
     from llguidance._lib import JsonCompileOptions
 
 SEPARATORS: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""White space only after separators: where it is free, models write it until they have no tokens left."""
+"""White space only after separators: where it is unlimited, models write it until they run out of tokens."""
 EMPTY = '""'
 
 
@@ -30,7 +30,7 @@ class Lark:
         return name
 
     def literal(self, text: str) -> str:
-        """An expression for this very text. End tokens are left out: a text may end where its grammar may."""
+        """An expression for exactly this text. It omits end tokens: a text may end where its grammar may."""
         parts = []
         at = 0
         for found in self._specials.finditer(text):
@@ -54,5 +54,5 @@ def quote(text: str) -> str:
 
 
 def quote_regex(text: str) -> str:
-    """A regular expression for this very text. Python's `re.escape` also escapes what Rust does not know."""
+    """A regular expression for exactly this text. `re.escape` also writes escapes that Rust does not know."""
     return re.sub(r"[\\.+*?()|\[\]{}^$#&\-~/]", r"\\\g<0>", text).replace("\n", "\\n")

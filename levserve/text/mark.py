@@ -1,8 +1,8 @@
-"""A text at which one phase of an answer ends, such as `</think>` or `<tool_call>`, as tokens reach it.
+"""Finds a mark in an answer's tokens: text that ends one of its phases, such as `</think>` or `<tool_call>`.
 
-The mark may begin and end anywhere within tokens, or be a token of its own. Everything is counted in bytes,
-as tokens spell them. A mark is made while its model is loaded, because that looks at the whole vocabulary;
-the device thread uses it.
+The mark may begin and end anywhere within tokens, or be a single token. Everything is counted in bytes, as
+tokens spell them. A mark is made while its model is loaded, because that reads the whole vocabulary; the
+device thread uses it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Reached(NamedTuple):
     """How far a mark has been read."""
 
     num_matched: int
-    """So many bytes at the end of the text are the beginning of the mark; 0 after the mark."""
+    """How many bytes at the end of the text are the beginning of the mark; 0 after the mark."""
     rest: bytes | None
     """What followed the mark, once it is complete."""
 
@@ -59,7 +59,7 @@ class Mark:
         return Reached(length, None)
 
     def overshoots(self, num_matched: int) -> Mapping[int, bytes]:
-        """The tokens that would complete the mark and go on, each with the bytes that follow the mark."""
+        """The tokens that would complete the mark and go beyond it, each with the bytes after the mark."""
         found = self._overshoots.get(num_matched)
         if found is None:
             reached = {token: self.read(num_matched, spelt).rest for token, spelt in self._beyond.items()}
@@ -68,7 +68,7 @@ class Mark:
         return found
 
     def continuations(self, num_matched: int) -> frozenset[int]:
-        """The tokens that go on with the mark from here, and perhaps beyond its end."""
+        """The tokens that continue the mark from here, perhaps beyond its end."""
         found = self._continuations.get(num_matched)
         if found is None:
             left = self.spelt[num_matched:]

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 
 class Content(NamedTuple):
-    """Text for the person who asked."""
+    """Text for the user."""
 
     text: str
 
@@ -25,7 +25,7 @@ class CallStart(NamedTuple):
     """A call of a tool, whose name is complete. The arguments follow, before the next call begins."""
 
     number: int
-    """The calls of an answer count from 0."""
+    """Which call of the answer this is, from 0."""
     id: str
     name: str
 

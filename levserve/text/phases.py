@@ -14,8 +14,9 @@ from levserve.text.tokenizer import Tokenizer
 
 
 class Triggered:
-    """Everything is allowed until the mark has been read; then the inner constraint holds until it is over,
-    and the text is free again. After `max_times` such runs nothing may follow.
+    """Allows everything until the mark has been read, and from there only what the inner constraint allows.
+
+    When the inner constraint is over, the text is free again. After `max_times` such runs nothing may follow.
 
     A token may complete the mark and carry bytes beyond it: then the inner constraint takes these as the
     first tokens of its text. If it does not allow them, the token is not allowed, so every complete mark is
@@ -97,7 +98,7 @@ class TriggeredMatcher(Matcher):
 
 
 class Started:
-    """A constraint whose text may begin with the end of a token that belongs to something else."""
+    """A constraint whose text may begin within a token, after the end of a mark."""
 
     def __init__(self, constraint: Constraint, tokenizer: Tokenizer) -> None:
         self._constraint = constraint

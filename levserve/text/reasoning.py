@@ -32,16 +32,16 @@ class ThoughtMarks:
     """How a family of models writes its thoughts."""
 
     signs: tuple[str, ...]
-    """What a template of the family contains."""
+    """A template of the family contains at least one of these."""
     begin: str
     end: str
     closing: str
     """What is written to end thoughts whose budget is spent: the end mark and the newlines around it."""
     closing_at_once: str | None = None
-    """The same where there are no thoughts to end; None: no difference."""
+    """The same for a budget of 0, where no thoughts have to be ended; None if it is no different."""
     has_channels: bool = False
     """Whether `end` begins the answer's channel, and channels of other kinds may stand before it. The
-    format's own reader parts them; see `text/tools`."""
+    format's own reader separates them; see `text/tools`."""
 
 
 FAMILIES: Mapping[str, ThoughtMarks] = {
@@ -59,11 +59,11 @@ FAMILIES: Mapping[str, ThoughtMarks] = {
     "mistral": ThoughtMarks(("[THINK]", "[/THINK]"), "[THINK]", "[/THINK]", "[/THINK]"),
     "think": ThoughtMarks(("<think>", "</think>"), "<think>", "</think>", "\n</think>\n\n"),
 }
-"""By the names that `--reasoning` takes; templates are looked through in this order."""
+"""By the names that `--reasoning` takes; a template is checked for each in this order."""
 
 
 class Begun(Enum):
-    """What a prompt's end says of the thoughts."""
+    """What a prompt's end says about the thoughts."""
 
     OPEN = auto()
     """The prompt has begun them."""
@@ -129,7 +129,7 @@ class Reasoning:
     def constrain(
         self, begun: Begun, inner: Constraint | None, vocab_rows: int, budget: int | None
     ) -> Constraint | None:
-        """What an answer with its thoughts is held to, where the answer alone is held to `inner`."""
+        """The constraint on thoughts and answer together, given `inner`, the one on the answer alone."""
         if begun is Begun.CLOSED or (inner is None and budget is None):
             return inner
         marks = self.marks
@@ -144,7 +144,7 @@ class Reasoning:
         )
 
     def make_reader(self, begun: Begun, inner: PartReader | None) -> PartReader | None:
-        """Parts the thoughts from what `inner` reads."""
+        """A reader that separates the thoughts from what `inner` reads."""
         if self.marks.has_channels:
             return inner
         is_open = begun is Begun.OPEN
@@ -170,7 +170,7 @@ def find_reasoning(tokenizer: Tokenizer, wanted: str = "auto") -> Reasoning | No
 
 
 def _prompts(tokenizer: Tokenizer) -> str:
-    """Generation prompts with thinking as it is by default, on and off: a mark may be put together there."""
+    """Generation prompts with thinking at its default, on and off: some marks are complete only in these."""
     found = []
     for kwargs in ({}, dict.fromkeys(SWITCHES, True), dict.fromkeys(SWITCHES, False)):
         try:

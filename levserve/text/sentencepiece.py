@@ -31,7 +31,7 @@ class PieceType(IntEnum):
 
 
 class Pieces(NamedTuple):
-    """A vocabulary, by token id."""
+    """A vocabulary; the lists are indexed by token id."""
 
     texts: list[str]
     scores: list[float]
@@ -42,7 +42,7 @@ class Pieces(NamedTuple):
 
 
 def build_sentencepiece(pieces: Pieces, *, strips_after: bool = False) -> Tokenizer:
-    """With `strips_after`, a special token includes the spaces after it, as Phi-3's do."""
+    """With `strips_after`, a control token includes the spaces after it, as Phi-3's do."""
     backend = Tokenizer(_unigram(pieces) if pieces.is_unigram else _bpe(pieces))
     normalizer: normalizers.Normalizer = normalizers.Replace(" ", SPACE)
     steps: list[decoders.Decoder] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]

@@ -1,7 +1,7 @@
 """Cuts text at stop strings as it streams, without ever showing part of one.
 
-`generation.py` uses it after the detokenizer, on the HTTP thread of the request. Stops are matched by
-characters, so they may start and end anywhere within tokens.
+`generation.py` uses it after the detokenizer. Stops are matched by characters, so they may start and end
+anywhere within tokens.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from levserve.errors import BadRequest
 
 
 class StopStrings:
-    """Passes text through until a stop string is complete; belongs to one HTTP thread.
+    """Passes text through until a stop string is complete; used by one thread at a time.
 
     The stop string that is complete first wins; of several that end at the same character, the longest. So
     the shown text does not depend on how the text was split. After a match, `add` has returned everything

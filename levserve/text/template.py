@@ -2,7 +2,7 @@
 
 Called on HTTP threads. A model and its template may come from anywhere, so the template sees only plain data
 and nothing that leads to Python's own objects. The text is the same as with transformers, whose import takes
-a second of processor time.
+a second of CPU time.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""Thoughts before an answer: free text up to the mark that ends them, not longer than a budget, and then a
-constraint on the answer.
+"""Constrains thoughts and the answer after them.
+
+The thoughts are free text up to the mark that ends them, no longer than a budget; then a constraint on the
+answer applies.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from levserve.text.token_mask import all_bits, to_bits, to_mask
 from levserve.text.tokenizer import Tokenizer
 
 MAX_NEWLINES = 2
-"""Tokens of newlines that may stand between the end of the thoughts and a constrained answer."""
+"""Newline tokens that may stand between the end of the thoughts and a constrained answer."""
 
 
 class AfterThoughts:
@@ -68,7 +70,7 @@ class AfterThoughts:
 
 class _Phase(Enum):
     OPENING = auto()
-    """Nothing but a beginning of the opening mark has come."""
+    """The text so far is at most the beginning of the opening mark."""
     THINKING = auto()
     CLOSING = auto()
     """The budget is spent."""
@@ -83,9 +85,9 @@ class AfterThoughtsMatcher(Matcher):
         self._inner = None if rule.inner is None else rule.inner.start()
         self._phase = _Phase.THINKING if rule.opening is None else _Phase.OPENING
         self._num_matched = 0
-        """Bytes of the mark that is awaited."""
+        """Bytes of the awaited mark that have been read."""
         self._may_answer = True
-        """Whether what has come may be the beginning of an answer; asked while the thoughts may begin."""
+        """Whether the text so far may be the beginning of an answer; only used in the phase OPENING."""
         self._num_thoughts = 0
         self._num_forced = 0
         self._num_newlines = 0
@@ -185,7 +187,7 @@ class AfterThoughtsMatcher(Matcher):
         return self._rule.opening.continuations(self._num_matched)
 
     def _open(self, token: int, spelt: bytes) -> None:
-        """Text that may be either is read as the mark and as the answer, until it is only one of them."""
+        """Reads the text both as the mark and as the answer, until it can be only one of them."""
         assert self._rule.opening is not None
         left = self._rule.opening.spelt[self._num_matched :]
         is_opening = token in self._opening_tokens()
@@ -233,7 +235,7 @@ class AfterThoughtsMatcher(Matcher):
 
 
 def encode_marks(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The tokens of a text in which special tokens stand for themselves, as part of a longer text."""
+    """The tokens of a span within a text, in which the strings of special tokens stand for those tokens."""
     tokens: list[int] = []
     for span in tokenizer.split_specials(text):
         if span in tokenizer.special_tokens:

@@ -1,4 +1,4 @@
-"""Parts an answer's thoughts from its content while it streams; a `PartReader`.
+"""Separates an answer's thoughts from its content while it streams; a `PartReader`.
 
 Marks are looked for in the text, so they may be one token or several. Newlines next to a mark are dropped.
 """
@@ -16,7 +16,7 @@ NEWLINES = "\r\n"
 
 class _State(Enum):
     BEGINNING = auto()
-    """Nothing has come but white space and a beginning of the mark that begins the thoughts."""
+    """So far there is only white space and perhaps the beginning of the mark that begins the thoughts."""
     THINKING = auto()
     GAP = auto()
     """The newlines after the thoughts."""
@@ -24,11 +24,11 @@ class _State(Enum):
 
 
 class ThoughtReader:
-    """Thoughts stand at the beginning of an answer. With `is_open` the prompt has begun them.
+    """Finds the thoughts at the beginning of an answer. With `is_open` the prompt has begun them.
 
-    Text that does not begin with a thought is content as a whole. Thoughts that do not end are all there is.
-    What follows goes to `inner`, if there is one. The marks in `hidden`, which are special tokens, are also
-    left out of the answer.
+    Text that does not begin with a thought is all content; after thoughts that do not end there is none. The
+    text after the thoughts goes to `inner`, if there is one. The marks in `hidden`, which are special tokens,
+    are left out of it.
     """
 
     def __init__(

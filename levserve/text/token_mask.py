@@ -1,4 +1,4 @@
-"""Sets of tokens as numbers with a bit for each token, and as the masks that a `Matcher` gives."""
+"""Sets of tokens as integers with a bit for each token, and as the masks that a `Matcher` returns."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 def to_bits(tokens: Iterable[int]) -> int:
-    """One bit for each token. Tokens are few: every one costs a copy of the number."""
+    """One bit for each token. For few tokens: each costs a copy of the integer."""
     bits = 0
     for token in tokens:
         bits |= 1 << token

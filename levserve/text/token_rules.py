@@ -42,7 +42,7 @@ class AllowedTokens(Matcher):
 
 @dataclass(frozen=True, slots=True)
 class BannedWords:
-    """No sequence of tokens that spells one of the words: the last token of each is banned after the rest."""
+    """Forbids the words, each given as its tokens: the last token is banned after the others."""
 
     words: frozenset[tuple[int, ...]]
     eos_ids: frozenset[int]

@@ -1,6 +1,6 @@
 """The operator's endpoints, under /admin: reload weights, load and unload models, see what takes the memory.
 
-They have keys of their own (see `auth.py`). A reload reads the new weights on its HTTP thread, which may take
+They have their own keys (see `auth.py`). A reload reads the new weights on its HTTP thread, which may take
 minutes; `/readyz` shows its progress. A load waits for the loader; `/v1/models` shows its progress.
 """
 
@@ -52,7 +52,7 @@ class ModelStats(Struct, frozen=True):
     running: int
     waiting: int
     requests: int
-    """That hold the model: they run, wait for a row, wait for it to load, or are still being written."""
+    """Requests that hold the model: running, waiting for a row or for loading, or still being written."""
     idle_seconds: float | None
     """Since the last use; null if it was never used."""
 

@@ -51,14 +51,14 @@ from levserve.web.watcher import Watcher
 log = logging.getLogger(__name__)
 
 BATCHES = "levserve-batches"
-"""The extension of the application that is its `BatchWorker`, to be closed at its end."""
+"""The key in `app.extensions` of the `BatchWorker`, which must be closed with the application."""
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 def create_app(
     registry: Registry, settings: Settings, watcher: Watcher, tracing: Tracing | None = None
 ) -> Flask:
-    from levserve.web.sock import Sockets  # takes 45 ms, which only the worker has to spend
+    from levserve.web.sock import Sockets  # the import takes 45 ms, which only the worker needs to spend
 
     engine = registry.engine
     app = Flask("levserve", static_folder=None)
@@ -96,7 +96,7 @@ def _register_batches(app: Flask, registry: Registry, settings: Settings, cors: 
     worker = BatchWorker(registry, settings, disk, files, batches)
     app.register_blueprint(files_routes(files, batches, cors))
     app.register_blueprint(batches_routes(files, batches, worker, settings))
-    worker.wake()  # there may be batches that an earlier start has left
+    worker.wake()  # an earlier process may have left unfinished batches
     return worker
 
 
@@ -119,14 +119,14 @@ def _answer_error(error: ServeError) -> Response:
 
 
 def _body(error: ServeError, status: int = 0) -> bytes:
-    """The error as clients of this path expect it: those of Anthropic's API have another shape."""
+    """The error in the shape that clients of this path expect: Anthropic's API has its own."""
     if is_messages_path(request.path):
         return error_body(error, status or error.status, g.request_log.request_id)
     return error.body()
 
 
 def _answer_http_error(error: HTTPException) -> Response:
-    """Gives what werkzeug refuses (404, 405, 413, 415 ...) the usual shape; keeps headers such as Allow."""
+    """Gives werkzeug's errors (404, 405, 413, 415 ...) the usual shape; keeps headers such as Allow."""
     code = error.code or 500
     if code == HTTPStatus.NOT_FOUND:
         known = (rule.rule for rule in current_app.url_map.iter_rules())
@@ -155,7 +155,7 @@ def _answer_fault(error: Exception) -> Response:
 def _after_request(engine: Engine, tracing: Tracing | None) -> Callable[[Response], Response]:
     def after_request(response: Response) -> Response:
         request_log: RequestLog = g.request_log
-        milliseconds = round((time.monotonic() - request_log.started) * 1000)  # of a stream: until its head
+        milliseconds = round((time.monotonic() - request_log.started) * 1000)  # for a stream, until its head
         response.headers["x-request-id"] = request_log.request_id
         if is_messages_path(request.path):
             response.headers[REQUEST_ID_HEADER] = request_log.request_id

@@ -1,8 +1,8 @@
 """Checks the API key before every request except the health routes, on the request's HTTP thread.
 
 The page for browsers and its files are open too: they hold no secrets, and a browser cannot send a key when
-it opens an address. The page asks for the key and sends it with its calls of the API. Paths under /admin have
-keys of their own: a client's key does not open them.
+it opens an address. The page asks for the key and sends it with its API calls. Paths under /admin have their
+own keys: a client's key does not open them.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ def key_check(settings: Settings) -> Callable[[], None]:
 
 
 def key_owner() -> str:
-    """Tells the keys of requests apart without telling a key; empty where none was needed."""
+    """An id for the request's key, which does not reveal the key; empty if none was needed."""
     digest: bytes = g.get("key_digest", b"")
-    # Hashed once more, for another purpose: owners are written to files.
+    # Hashed again with its own prefix, because owners are written to files.
     return hashlib.sha256(b"owner:" + digest).hexdigest()[:OWNER_DIGITS] if digest else ""
 
 
@@ -78,7 +78,7 @@ def _given_key() -> str:
 
 
 def _digest(key: str) -> bytes:
-    """All digests have one length, so that the time of a comparison does not depend on the key's."""
+    """All digests have the same length, so the time of a comparison does not depend on the key's length."""
     return hashlib.sha256(key.encode(errors="surrogateescape")).digest()
 
 

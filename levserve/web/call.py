@@ -61,7 +61,7 @@ class Calls:
         return Call(self, g.request_log, request.environ.get("gunicorn.socket"))
 
     def policy_of(self, model: ServedModel) -> Policy:
-        """The rules for requests to this model, which may have a section of its own."""
+        """The policy for requests to this model, which may have its own section in the configuration."""
         return Policy.of(self.settings.models.get(model.name, self.settings))
 
 
@@ -78,7 +78,7 @@ class Call:
         """The client's socket, to be watched for a hang-up while the request waits."""
         self.deadline: float | None = None
         self.model_name = ""
-        """The name of the borrowed model that the request means; the answer's `model`."""
+        """Which of the borrowed model's names the request used; the answer's `model`."""
         # Two requests may carry the same id at the same time; the engine's ids are unique.
         self.engine_id = f"{request_log.request_id}.{next(calls.numbers)}"
         self.settings = calls.settings
@@ -97,7 +97,7 @@ class Call:
     def close_with(self, response: Response) -> None:
         """Holds everything until the response's last byte is written or its client has gone.
 
-        Not the stream's own `finally`: a generator that was never started does not run it.
+        The stream's own `finally` cannot do this: a generator that was never started does not run it.
         """
         self._is_streaming = True
         response.call_on_close(self._held.close)
@@ -115,12 +115,12 @@ class Call:
         self._reservation = self._held.enter_context(self._calls.engine.reserve(num_bytes))
 
     def set_deadline(self, *timeouts: float | None) -> None:
-        """Ends the request after the shortest of these timeouts and the server's own, from its arrival."""
+        """Sets the deadline: the arrival plus the shortest of these timeouts and the server's own."""
         given = [seconds for seconds in (self.settings.request_timeout, *timeouts) if seconds]
         self.deadline = self.request_log.started + min(*given, MAX_SECONDS) if given else None
 
     def get_model(self, name: str | None) -> ServedModel:
-        """The model of this name, or the default one; waits until it is loaded or the deadline passed."""
+        """The model of this name, or the default one; waits until it is loaded or the deadline has passed."""
         handle = self.borrow(name)
         self.wait(handle)
         return handle.model
@@ -132,7 +132,7 @@ class Call:
         return handle
 
     def wait(self, handle: ModelHandle, timeout_seconds: float | None = None) -> bool:
-        """Whether, within this time, the model was loaded, failed to load, or the deadline passed.
+        """Waits; whether, within this time, the model was loaded, failed to load, or the deadline passed.
 
         Raises `ClientGone` if the client hangs up.
         """
@@ -171,11 +171,11 @@ class Call:
         )
 
     def truncation(self, asked: int | None, model: ServedModel) -> Truncation:
-        """How a request to this model that asks for `truncate_prompt_tokens`, or not, is cut."""
+        """How to truncate prompts for this model; `asked` is the request's `truncate_prompt_tokens`."""
         return Truncation(asked, self._calls.policy_of(model).truncates_prompts)
 
     def compute(self, requests: Sequence[GenerationRequest], model: ServedModel) -> list[Choice]:
-        """Runs sequences that generate nothing, a wave at a time; returns them ended, in their order."""
+        """Runs sequences that generate nothing, one wave at a time; returns their ended choices, in order."""
         choices = [Choice(model.tokenizer.detokenizer(), StopStrings(())) for _ in requests]
         sizes = [len(request.prompt) for request in requests]
         self.request_log.note_work(model.name, sum(sizes), choices)
@@ -217,7 +217,7 @@ class Call:
 
 
 def header_timeout() -> float | None:
-    """The seconds that the client's header gives the request, if it has one."""
+    """The timeout in seconds from the client's header, if it sent one."""
     text = request.headers.get(TIMEOUT_HEADER)
     if text is None:
         return None

@@ -1,4 +1,4 @@
-"""The endpoints that compute texts and generate nothing: /v1/embeddings and /loglikelihood.
+"""The endpoints that run a model on texts but generate nothing: /v1/embeddings and /loglikelihood.
 
 The views run on HTTP threads.
 """

@@ -1,10 +1,10 @@
 """Answers the requests on one WebSocket, one after another.
 
 A client sends a request's body as a text frame, with the endpoint's `path` in it, and an `id` if it may want
-to cancel. It gets the chunks of the server-sent events of the same request as text frames, up to "[DONE]". A
-faulty request gets an error frame before that, and the socket stays open. `{"cancel": id}` ends a request
-early: the HTTP thread that sends looks for new frames between two chunks and, while there are no chunks,
-every tenth of a second.
+to cancel. It gets the chunks that the same request would get as server-sent events, as text frames, up to
+"[DONE]". A faulty request gets an error frame before "[DONE]", and the socket stays open. `{"cancel": id}`
+ends a request early: the HTTP thread that sends looks for new frames between two chunks and, while there are
+no chunks, every tenth of a second.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Request:
 
     @property
     def path(self) -> str:
-        """One of the endpoints, or "-"."""
+        """The endpoint, or "-" if there is no such endpoint."""
         path = self.frame.path if isinstance(self.frame, Frame) else None
         return path if path in GENERATING else "-"
 
@@ -132,7 +132,7 @@ class Conversation:
             self._enqueue(Request(message, BadRequest("Send text frames.")))
             return
         data = message.encode()
-        if len(data) > self._max_bytes:  # the library has counted characters
+        if len(data) > self._max_bytes:  # the library counted characters, not bytes
             self._ws.close(CloseReason.MESSAGE_TOO_BIG, "Message is too big")
             raise ConnectionClosed
         try:
@@ -185,7 +185,7 @@ class Conversation:
         ticks = Heartbeat(TICK_SECONDS, call.request_log.started)
         for chunk in sse.stream(run, ChunkStream(answer_kind), ticks):
             for event in chunk.decode().split("\n\n"):
-                if event.startswith("data: "):  # the others are pings, which a WebSocket has of its own
+                if event.startswith("data: "):  # the others are pings, and a WebSocket has its own
                     self._ws.send(event.removeprefix("data: "))
             self._receive(0)
             one.check()

@@ -46,8 +46,7 @@ class Cors:
             app.after_request(self._name_origin)
 
     def check_origin(self, what: str = "WebSocket") -> None:
-        """Raises `Forbidden` for a page that is not listed: browsers open WebSockets, and send forms, without
-        asking."""
+        """Raises `Forbidden` for an unlisted page: browsers open WebSockets and send forms without asking."""
         origin = request.headers.get("Origin")
         if origin is not None and not self._allows(origin):
             raise Forbidden(f"This server accepts no {what} from pages of this origin; see --cors-origins.")

@@ -1,7 +1,7 @@
 """What every route, field and error means, said once: for /openapi.json and for the documentation's pages.
 
-One without a sentence here, or a sentence without its thing, fails a test. The sentences are Markdown, with
-links as the reference pages have them.
+A test fails if a route, field or error has no sentence here, or a sentence belongs to none of them. The
+sentences are Markdown, with links relative to the reference pages.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ FIELDS = {
     "truncate_prompt_tokens": "keep only the last so many tokens of a prompt; -1 keeps as many as fit",
     "user": "accepted and not read",
 }
-"""What a field means, in whatever body it stands."""
+"""What a field means in every body that has it."""
 
 OWN_FIELDS = {
     "ResponseBody": {
@@ -191,7 +191,7 @@ OWN_FIELDS = {
     },
     "ReloadBody": {"model": "a model to take the weights from, as `--model` names it"},
 }
-"""Where it means something else, by the body."""
+"""What a field means in a body where it means something else."""
 
 ERRORS = {
     "ServeError": "the server failed to handle the request",

@@ -10,7 +10,7 @@ from levserve.models.registry import Registry
 
 
 class DeviceMemory(Struct, frozen=True):
-    """Bytes; on a CPU the host's, or its control group's if that has less."""
+    """In bytes; on a CPU the host's memory, or its control group's if that has less."""
 
     total: int
     free: int
@@ -20,12 +20,12 @@ class DeviceReport(Struct, frozen=True):
     platform: str
     """cpu, gpu or tpu."""
     kind: str
-    """The device by its maker's name."""
+    """The device's name, as its maker gives it."""
     memory: DeviceMemory
 
 
 class ServerReport(Struct, frozen=True):
-    """Null where nothing is known before the first model is loaded."""
+    """Fields that are not known until the first model is loaded are null until then."""
 
     version: str
     jax_version: str | None
@@ -40,7 +40,7 @@ def report_server(registry: Registry) -> ServerReport:
     backend = residents[0].backend or None if residents else None
     if status is None:
         return ServerReport(__version__, None, None, backend)
-    # A CPU's memory is the host's, which any thread may look at; a device's was noted by its own thread.
+    # A CPU's memory is the host's, which any thread may read; a GPU's or TPU's was read by the device thread.
     memory = status.memory or (total_memory(), free_memory())
     device = DeviceReport(status.platform, status.kind, DeviceMemory(*memory))
     return ServerReport(__version__, status.jax_version, device, backend)

@@ -1,7 +1,7 @@
 """The description of the API: /openapi.json for programs, /docs for people. The views run on HTTP threads.
 
-Both are the same for everyone who may reach the server and hold no secrets, so they are open without a key as
-the page at / is, and `--ui false` turns the page off and guards the description.
+Both are the same for everyone who can reach the server and hold no secrets, so like the page at / they need
+no key. `--ui false` turns the page off and puts the description behind the key.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Names the fields of a body in errors about the chat that it is run as.
+"""Renames a chat's fields, in errors about it, to those of the body that the chat was made from.
 
 Used on HTTP threads and by the relay.
 """
@@ -15,14 +15,14 @@ QUOTED = re.compile(r"'([\w.\[\]]+)'")
 
 
 class FieldNames:
-    """Patterns of a chat's fields, each with the place in the body that such a field was made from."""
+    """Patterns of a chat's field names, each with the field of the body that it was made from."""
 
     def __init__(self, *places: tuple[str, str]) -> None:
         self._places = [(re.compile(pattern), place) for pattern, place in places]
 
     @contextmanager
     def in_errors(self) -> Iterator[None]:
-        """A `BadRequest` from inside names the fields of the body."""
+        """Makes a `BadRequest` raised inside name the fields of the body."""
         try:
             yield
         except BadRequest as error:
@@ -34,7 +34,7 @@ class FieldNames:
         error.param = None if error.param is None else self._place_of(error.param)
 
     def rename_quoted(self, text: str) -> str:
-        """A sentence with the fields that it quotes renamed."""
+        """The text, with the field names that it quotes renamed."""
         return QUOTED.sub(lambda found: f"'{self._place_of(found[1])}'", text)
 
     def _place_of(self, field: str) -> str:

@@ -11,9 +11,9 @@ PING = b": ping\n\n"
 
 
 class Heartbeat:
-    """A clock that starts with the request and restarts with all that is sent; 0 seconds mean no pings.
+    """A clock that starts with the request and restarts whenever anything is sent; 0 seconds mean no pings.
 
-    Belongs to one HTTP thread, and to the delivery thread while that writes the stream's events.
+    Belongs to one HTTP thread, and to the delivery thread while it writes the stream's events.
     """
 
     def __init__(self, seconds: float, started: float) -> None:
@@ -21,11 +21,11 @@ class Heartbeat:
         self._due = started + seconds
 
     def seconds_left(self) -> float | None:
-        """Until a ping is due, at least 0; None if that is never."""
+        """Until a ping is due, at least 0; None if there are no pings."""
         return max(self._due - time.monotonic(), 0) if self._seconds else None
 
     def wait_for(self, deltas: Deltas, on_delta: OnDelta | None) -> bool:
-        """Whether the next delta, or the end, came before a ping is due.
+        """Waits; whether the next delta, or the end, came before a ping was due.
 
         `on_delta` may send deltas meanwhile, which restarts the clock.
         """

@@ -32,7 +32,7 @@ class HijackedSocket:
         return self._sock.fileno()
 
     def read_while(self, has_room: Callable[[], bool]) -> None:
-        """Stops reading while there is no room; the library would buffer everything that the peer sends."""
+        """Pauses reading while there is no room: the library would buffer everything that the peer sends."""
         self._has_room = has_room
 
     def recv(self, num_bytes: int) -> bytes:
@@ -41,18 +41,18 @@ class HijackedSocket:
         return self._sock.recv(num_bytes)
 
     def send(self, data: bytes) -> None:
-        """Sends all of it, or raises OSError; a frame of the other thread waits."""
+        """Sends all of it or raises OSError; meanwhile a frame of the other thread waits."""
         with self._lock:
             self._sock.sendall(data)
 
     def hang_up(self) -> None:
-        """Wakes the threads that read or send; after a mere `close` they sleep on, on a reused descriptor."""
+        """Wakes the threads that read or send; `close` alone leaves them asleep on a reused descriptor."""
         self._is_ending.set()
         with suppress(OSError):  # gone already
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Reads on for a while: unread data at a close makes the kernel drop what the peer has yet to get."""
+        """Reads on for a while: closing with unread data makes the kernel drop what the peer has not got."""
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_WR)
             deadline = time.monotonic() + LINGER_SECONDS

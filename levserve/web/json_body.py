@@ -12,7 +12,7 @@ from levserve.errors import BadRequest, BodyTooLarge
 
 def read_body(max_bytes: int) -> bytes:
     """The whole body of the request that this thread handles; raises `BodyTooLarge` above the limit."""
-    # A browser asks permission before a page sends this type to another site; other types it just sends.
+    # Before a page sends JSON to another site, the browser asks permission; other types it may just send.
     if request.mimetype not in ("", "application/json"):
         raise UnsupportedMediaType("Send the body as application/json.")
     if request.headers.get("Content-Encoding", "").lower() not in ("", "identity"):

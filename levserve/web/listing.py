@@ -1,4 +1,4 @@
-"""The page of a list that a query asks for, as OpenAI's lists have them. Called in views."""
+"""The page of a list that a query asks for, with the parameters of OpenAI's API. Called in views."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ListKind = TypeVar("ListKind", bound=ItemList[Any])
 def take_page(
     kind: type[ListKind], items: Sequence[HasId], *, default_limit: int, max_limit: int
 ) -> ListKind:
-    """Of items from the oldest to the newest; as OpenAI has it, the newest come first, unless asked for."""
+    """A page of `items`, which come oldest first; as in OpenAI's API, the page is newest first by default."""
     order = request.args.get("order", "desc")
     require_choice(order, ("asc", "desc"), "order")
     ordered = list(items) if order == "asc" else list(reversed(items))

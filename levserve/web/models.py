@@ -12,7 +12,7 @@ from levserve.web.json_body import json_response
 
 
 class Permission(msgspec.Struct, frozen=True):
-    """What OpenAI once said of each model and some clients still read: it may be used, and no more."""
+    """What OpenAI's API once said of each model and some clients still read: it may be used, nothing more."""
 
     id: str
     created: int

@@ -1,6 +1,6 @@
-"""Plain endpoints for scripts: /generate answers a list of prompts with a list of texts or a stream.
+"""Plain endpoints for scripts: /generate answers prompts with a list of texts, /generate_stream with events.
 
-Both run completions, with field names and defaults of their own. The views run on HTTP threads.
+Both run completions, with their own field names and defaults. The views run on HTTP threads.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class PlainCompletion(CompletionBody, frozen=True, kw_only=True):
 
 
 class GenerateBody(ConstraintFields, frozen=True, kw_only=True):
-    """The body of both endpoints. A field that is null, which `prompts` may not be, counts as left out."""
+    """The body of both endpoints. A null field counts as left out; `prompts` may not be null."""
 
     prompts: Annotated[list[str], Meta(min_length=1)]
     model: str | None = None

@@ -1,7 +1,7 @@
 """Describes the HTTP API in OpenAPI 3.1, made from the types that read bodies and write answers.
 
 Used by `docs_page.py`, on the HTTP thread of the first request for it. `operations.py` has the types of each
-route; a route without them is an error, so that the description has all of them.
+route; a route without types is an error, so that the description is complete.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ REFERENCE = "#/components/schemas/{name}"
 LINK = re.compile(r"\[(.+?)\]\(.+?\)")
 VERSIONED = "; also under `/v1`"
 MESSAGES_SHAPE = "messages-"
-"""Begins the names of the errors of Anthropic's paths, which have another shape."""
+"""Prefix of the names of the error responses of Anthropic's paths, which have another shape."""
 
 
 class ErrorDetail(Struct, frozen=True):
@@ -107,7 +107,7 @@ def make_document(routes: Iterable[str], settings: Settings, model_name: str = "
 
 
 def _schemas() -> tuple[dict[Any, Any], dict[str, Any]]:
-    """A reference to the schema of each type of a body or an answer, and all schemas by their names."""
+    """A reference to the schema of each type of body or answer, by type, and all schemas by name."""
     kinds: list[Any] = [ErrorBody, MessageError]
     for operation in OPERATIONS.values():
         for kind in (operation.answer, operation.body, operation.events, operation.failure):
@@ -135,7 +135,7 @@ def is_refused(body: type[Struct], name: str) -> bool:
 
 
 def _describe_fields(body: type[Struct], properties: dict[str, Any]) -> dict[str, Any]:
-    """The fields with what they mean, and without those that are refused."""
+    """The fields with their meanings, without those that are refused."""
     described = {}
     for name, schema in properties.items():
         if not is_refused(body, name):
@@ -144,7 +144,7 @@ def _describe_fields(body: type[Struct], properties: dict[str, Any]) -> dict[str
 
 
 def _find(route: str, table: Mapping[str, object]) -> str:
-    """The key of a route in a table that has routes under /v1 only once."""
+    """The key of a route in a table that lists a route with a second path under /v1 only once."""
     return route if route in table else route.replace(" /v1/", " /")
 
 
@@ -216,7 +216,7 @@ def _references(statuses: Iterable[int], shape: str = "") -> dict[str, Any]:
 
 
 def _error_responses(body: dict[str, Any], messages_body: dict[str, Any]) -> dict[str, Any]:
-    """An answer for each status that an error has, in each of the two shapes."""
+    """A response for each status of an error, in each of the two shapes."""
     meanings: dict[int, list[str]] = {}
     for name, meaning in ERRORS.items():
         meanings.setdefault(getattr(errors, name).status, []).append(_plain(meaning))

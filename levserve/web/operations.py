@@ -45,17 +45,17 @@ from levserve.web.tokens import (
 
 
 class Operation(NamedTuple):
-    """The types of one route. An answer that is text and no type is a content type."""
+    """The types of one route. An `answer` that is a string is a content type."""
 
     answer: Any
     body: type[Struct] | None = None
     events: Any = None
-    """Of each event of a stream."""
+    """The type of a stream's events."""
     failure: type[Struct] | None = None
-    """Of a 503, where that is no error but what was asked for."""
+    """The type of a 503's body, where it is a report and not an error."""
     query: dict[str, str] = {}
     form: dict[str, str] = {}
-    """The fields of a form, where the body is one."""
+    """The fields of the body, if it is a form."""
     example: Any = None
     """A body to try."""
 

@@ -14,13 +14,13 @@ from levserve.web.json_body import json_response
 from levserve.web.quick_scrape import ROUTER_PATH
 
 OPS_PATHS = (b"/health", b"/healthz", b"/readyz", b"/metrics", b"/metrics/router")
-"""Polled every few seconds: they have threads of their own and are logged at debug level."""
+"""Polled every few seconds: they have their own threads and are logged at debug level."""
 
 
 class Health(Struct, frozen=True):
     status: str
     heartbeat_age_seconds: float | UnsetType = UNSET
-    """Of a stalled device."""
+    """Set only if the device is stalled."""
 
 
 class Readiness(Struct, frozen=True):
@@ -46,7 +46,7 @@ def ops_routes(registry: Registry) -> Blueprint:
 
     @routes.get("/health")
     def show_health_report() -> Response:
-        """The same, and what the server runs on."""
+        """The same as /healthz, and what the server runs on."""
         health = check(engine)
         server = structs.asdict(report_server(registry))
         report = HealthReport(**server, **structs.asdict(health), loaded_models=registry.loaded_names())
@@ -65,7 +65,7 @@ def ops_routes(registry: Registry) -> Blueprint:
 
     @routes.get(ROUTER_PATH)
     def show_router_metrics() -> Response:
-        """Where a key is needed, and for unusual requests; `QuickScrape` answers the others."""
+        """Answers what `QuickScrape` leaves: unusual requests, and all with keys, debug logs or tracing."""
         return Response(engine.metrics.render_for_router(), content_type=CONTENT_TYPE)
 
     return routes

@@ -16,7 +16,7 @@ FRONT = "/"
 DOCS_PATH = "/docs"
 DESCRIPTION_PATH = "/openapi.json"
 OPEN_PAGES = (DOCS_PATH, DESCRIPTION_PATH)
-"""Beside the front page; see `docs_page.py`."""
+"""Open without a key like the front page; see `docs_page.py`."""
 PAGE = "index.html"
 
 
@@ -53,7 +53,7 @@ def is_for_page() -> bool:
 
 
 def prefers_html() -> bool:
-    """Browsers name text/html before anything else; curl and HTTP libraries accept all alike."""
+    """Browsers name text/html before anything else; curl and HTTP libraries accept all types alike."""
     accepted = request.accept_mimetypes
     return accepted["text/html"] > accepted["application/json"]
 

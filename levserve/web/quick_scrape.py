@@ -1,8 +1,8 @@
 """Answers a router's scrape on the worker's main loop: no thread, no parser, no Flask.
 
-A router that asks each server every 50 ms would otherwise cost it 3 % of a core. Only what is plainly a
-request for this page and needs no key is answered here; `answer` gives None for all else, which then goes the
-usual way and gets the same page there.
+A router that asks a server every 50 ms would otherwise cost it 3 % of a core. Only what is plainly a request
+for this page and needs no key is answered here. For everything else `answer` returns None, and the request
+takes the usual path, where this page is the same.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class QuickScrape:
         self._metrics = metrics
         self._count = metrics.requests.labels(ROUTER_PATH, 200)
         is_open = settings.open_metrics or not settings.api_keys
-        # Every request is a line there, or a span.
+        # With debug logs or tracing, every request must become a log line or a span.
         is_silent = settings.log_level != "debug" and settings.tracing == "off"
         self._is_used = is_open and is_silent
         self._known: set[bytes] = set()
@@ -41,7 +41,7 @@ class QuickScrape:
         self._head = f"HTTP/1.1 200 OK\r\nConnection: keep-alive\r\nContent-Type: {CONTENT_TYPE}\r\n".encode()
 
     def answer(self, data: bytes) -> bytes | None:
-        """The whole HTTP response to what a client has sent, or None where the usual way is to answer."""
+        """The whole HTTP response to what a client has sent, or None if it must take the usual path."""
         if len(data) > MAX_KNOWN_BYTES or (data not in self._known and not self._is_plain(data)):
             return None
         self._count.inc()

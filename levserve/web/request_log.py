@@ -45,11 +45,11 @@ class RequestLog:
     abort: str | None = None
     """Why the client got no complete answer, if that was the client's own doing."""
     carrier: Mapping[str, str] = field(default_factory=dict)
-    """The headers by which the client says of which trace this is a part."""
+    """The headers in which the client says which trace the request belongs to."""
 
     @property
     def admitted(self) -> float | None:
-        """When the device began with it."""
+        """When the device began to work on it."""
         times = (deltas.admitted_at for deltas in self.deltas)
         return min((moment for moment in times if moment is not None), default=None)
 
@@ -92,7 +92,7 @@ class RequestLog:
         )
 
     def end(self, status: int, metrics: Metrics, tracing: Tracing | None) -> None:
-        """Reports the request: its last byte is written, or its client takes no more."""
+        """Reports the request, when its last byte is written or its client has gone."""
         ended = time.monotonic()
         self.status = status
         if self.error is None and any(choice.finish is None for choice in self.choices):
@@ -105,7 +105,7 @@ class RequestLog:
         self._log(ended)
 
     def _log(self, ended: float) -> None:
-        # One look at the page asks for two dozen files.
+        # Opening the page requests two dozen files.
         is_quiet = self.path.encode() in OPS_PATHS or self.path.startswith(STATIC_PATHS)
         level = logging.DEBUG if is_quiet else logging.INFO
         if not log.isEnabledFor(level):

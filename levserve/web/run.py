@@ -27,7 +27,7 @@ class Totals(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The choices are prompt-major. The answer holds the likeliest `num_choices` of each prompt's."""
+    """The choices are in prompt-major order; the answer has the likeliest `num_choices` of each prompt."""
 
     body: GenerationBody
     model: ServedModel
@@ -36,7 +36,7 @@ class Run:
     deltas: Deltas
     request_log: RequestLog
     model_name: str = ""
-    """The one of the model's names that the client used; empty: the main one."""
+    """Which of the model's names the client used; empty for the main one."""
     warnings: Sequence[str] = ()
     """Where the server did not do what the client asked."""
 
@@ -44,7 +44,7 @@ class Run:
         return make_answer(kind, self.body, self.model, self.model_name, self.prompts, self.warnings)
 
     def collect(self) -> list[Delta]:
-        """Waits for the end; one joined delta per answered choice, the likeliest first if there are more."""
+        """Waits for the end; one joined delta per choice of the answer, the likeliest first if more ran."""
         gathered: list[list[Delta]] = [[] for _ in self.choices]
 
         def keep(index: int, delta: Delta) -> None:
@@ -54,7 +54,7 @@ class Run:
         return join_answered(self.body, self.choices, gathered)
 
     def each_delta(self, take: Callable[[int, Delta], None]) -> None:
-        """Gives every delta to `take`, until the end; by one thread at a time, but not always this one."""
+        """Calls `take` with every delta until the end: on one thread at a time, but not always this one."""
 
         def on_delta(index: int, delta: Delta) -> bool:
             take(index, delta)
@@ -76,5 +76,5 @@ class Run:
         return Totals(self.usage(), self.timings()) if is_asked else None
 
     def prompt_logprobs(self) -> list[PromptLogprobs]:
-        """Each prompt's scores, which its first choice has; empty if the client did not ask for them."""
+        """Each prompt's scores, from its first choice; empty if the client did not ask for them."""
         return show_prompts(self.body, self.prompts, self.choices, self.model.tokenizer)

@@ -1,8 +1,8 @@
 """Opens and closes WebSockets on /v1/ws; `conversation.py` answers the requests on them.
 
-Each socket keeps an HTTP thread, which sends, and a reader thread of simple-websocket's, so their number has
-a limit. A client is refused before the upgrade, while an ordinary HTTP answer is possible. When the view
-ends, the reader thread has ended and the socket is closed: nothing is left for gunicorn to do.
+Each socket occupies an HTTP thread, which sends, and a reader thread of simple-websocket, so the number of
+sockets is limited. A client is refused before the upgrade, while an ordinary HTTP answer is possible. When
+the view ends, the reader thread has ended and the socket is closed: nothing is left for gunicorn to do.
 """
 
 from __future__ import annotations

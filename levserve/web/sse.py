@@ -34,8 +34,8 @@ HEADERS = {
 def stream_response(call: Call, body: GenerationBody, kind: StreamKind) -> Response:
     """A streamed answer, which outlives the view.
 
-    A failure before the first ping is due gets its real status. A model that is still loading then is waited
-    for in the stream, and a later failure is an event of it.
+    A failure before the first ping is due gets its real status. If the model is still loading by then, the
+    stream begins and waits for it, and a later failure is an event of the stream.
     """
     heartbeat = Heartbeat(call.settings.sse_heartbeat, call.request_log.started)
     is_chunked = request.environ.get("SERVER_PROTOCOL") == "HTTP/1.1"
@@ -57,9 +57,9 @@ def stream(
 ) -> Iterator[bytes]:
     """The body of a stream. A failure after the 200 becomes an event.
 
-    With a `client`, which must be receiving a chunked body, most events go to its socket and not through
-    here. The last events go out in one write: each write releases the GIL, and other threads are waiting to
-    take it.
+    With a `client`, which must be receiving a chunked body, most events go directly to its socket and not
+    through here. The last events go out in one write: each write releases the GIL, and other threads are
+    waiting to take it.
     """
     request_log = run.request_log
     last = b""
@@ -91,7 +91,7 @@ def _wait_and_stream(
     heartbeat: Heartbeat,
     client: socket.socket | None,
 ) -> Iterator[bytes]:
-    """The stream of a model that is still loading: pings until it is there."""
+    """The stream of a model that is still loading: pings until it is loaded."""
     try:
         is_decided = False
         while not is_decided:
@@ -111,7 +111,7 @@ def _wait_and_stream(
 def _events(
     deltas: Deltas, events: StreamEvents, heartbeat: Heartbeat, relay: Relay | None
 ) -> Generator[bytes, None, bytes]:
-    """All events of the choices; returns the last of them, to be sent together with what follows."""
+    """Yields the events of the choices; returns the last ones, to be sent together with what follows."""
     pending = events.opening()
     has_begun = False  # the response's head goes out with the first bytes; the relay must not write before it
     while True:

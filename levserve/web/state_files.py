@@ -7,20 +7,20 @@ from contextlib import suppress
 from pathlib import Path
 
 PART_SUFFIX = ".part"
-"""Of a file that is being written; one that is found at a start is left from a process that was killed."""
+"""Marks a file that is being written; one found at startup was left by a process that was killed."""
 
 
 def make_folder(path: Path) -> None:
-    """Makes a folder, if it is missing. Raises `OSError`, also for one that cannot be used."""
+    """Makes a folder if it is missing. Raises `OSError`, also if an existing one cannot be used."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
         raise PermissionError(0, "it cannot be written")
 
 
 def write_whole(path: Path, data: bytes, *, syncs: bool = False) -> None:
-    """Atomic: a reader finds the file as it was before or all of the new one. Raises `OSError`.
+    """Writes a file atomically: a reader finds the old file or all of the new one. Raises `OSError`.
 
-    If it `syncs`, the file outlives a failure of the machine, too.
+    With `syncs`, the file also survives a failure of the machine.
     """
     part = path.with_name(path.name + PART_SUFFIX)
     try:

@@ -22,7 +22,7 @@ CONTENT_TYPES = {
     ".svg": "image/svg+xml",
 }
 # A page runs scripts and loads styles from these files only, and talks to this server only: text of a model
-# that got into the page as markup could neither run nor send anything away.
+# that got into the page as markup could neither run nor send anything elsewhere.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"

@@ -102,7 +102,7 @@ class Prompt(Struct, frozen=True):
 
 
 class TokenizerInfo(Struct, frozen=True):
-    """The fields of a tokenizer_config.json, which vLLM answers with; and all ids that end a text."""
+    """The fields of a tokenizer_config.json, as vLLM answers them, and all token ids that end a text."""
 
     tokenizer_class: str
     model_max_length: int

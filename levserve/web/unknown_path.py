@@ -1,4 +1,4 @@
-"""What a path that does not exist was probably meant to be: most often the base URL lacks its /v1."""
+"""Suggests what an unknown path was probably meant to be: most often the base URL lacks its /v1."""
 
 from __future__ import annotations
 

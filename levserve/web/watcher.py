@@ -1,8 +1,8 @@
 """Notices at once that a client hangs up while its request waits for tokens.
 
 A thread that waits on a queue does not see its socket close, and only the second write to a closed socket
-fails. One thread with one epoll set watches the sockets of all running requests (under a millisecond, no
-polling). A half-closed connection counts as a hang-up, as it does for nginx.
+fails. One thread with one epoll set watches the sockets of all running requests: it notices within a
+millisecond, without polling. A half-closed connection counts as a hang-up, as it does for nginx.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A LoRA adapter as PEFT saves it: a folder with adapter_config.json and tensors. Imports no jax.
 
-An adapter is served merged: what it adds to the weights is added while they are read, so that the model is as
-fast as without it. `adapter_tensors.py` does that.
+An adapter is served merged: `adapter_tensors.py` adds it to the weights while they are read, so the model is
+as fast as without it.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ SUPPORTED: dict[str, tuple[object, ...]] = {
     "layer_replication": (None,),
     "target_parameters": (None, []),
     "trainable_token_indices": (None,),
-    # Others, such as pissa and loftq, also change the model's own weights, which the file does not have.
+    # Others, such as pissa and loftq, also change the base model's weights, which are not in the file.
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
 }
-"""What each field may say; others mean sums that are not computed here."""
+"""The supported values of each field; others need computations that levserve does not implement."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
-    """How the tensors of an adapter become what is added to a matrix."""
+    """How the tensors of an adapter are added to the matrices of its base model."""
 
     source: str
     rank: int
     alpha: float
     has_root_scale: bool
-    """Whether the scale is alpha / sqrt(rank), as of rank-stabilized LoRA, and not alpha / rank."""
+    """Whether the scale is alpha / sqrt(rank), as in rank-stabilized LoRA, instead of alpha / rank."""
     ranks: Mapping[str, object]
     alphas: Mapping[str, object]
-    """For modules whose names end like these patterns."""
+    """`ranks` and `alphas` replace `rank` and `alpha` for modules whose names match a pattern."""
     base: str
     base_revision: str
 
@@ -92,7 +92,7 @@ def weight_file(folder: Path) -> Path:
 
 
 def read_adapter_config(folder: Path) -> AdapterConfig:
-    """Raises `StartupError` that names the field for a kind of adapter that cannot be served."""
+    """Raises `StartupError`, which names the field, for an adapter that cannot be served."""
     path = folder / CONFIG_FILE
     try:
         values = json.loads(path.read_bytes())
@@ -118,7 +118,7 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
 
 
 def _find_pattern(patterns: Mapping[str, object], module: str, default: object) -> object:
-    """The value of the first pattern that the module's name is, or ends with after a dot, as in PEFT."""
+    """The value of the first pattern that matches the module's name or its end after a dot, as in PEFT."""
     for pattern, value in patterns.items():
         if re.match(rf"(.*\.)?({pattern})$", module):
             return value

@@ -1,8 +1,8 @@
 """Adds a LoRA adapter to the tensors of a Hugging Face checkpoint while they are read.
 
-For a matrix W the adapter has B and A, of few columns and rows, and W + scale * B @ A is served. The sum is
-made in float32, of the rows that are asked for, before tensors are joined, balanced or quantized. So nothing
-that comes after it knows of adapters.
+For a matrix W the adapter has two low-rank matrices, B and A, and W + scale * B @ A is served. The sum is
+computed in float32 for the rows that are read, before tensors are joined, balanced or quantized, so no later
+step needs to know about adapters.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MAX_NAMES_TOLD = 8
 
 @dataclass(slots=True)
 class Adapter:
-    """What an adapter says of each tensor of its base model, by the tensor's plain name."""
+    """An adapter's tensors, by the plain name of the base model's tensor that each of them changes."""
 
     source: str
     halves: dict[str, dict[str, Slice]] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class Adapter:
 def merge_adapter(
     folder: Path, found: Iterable[tuple[str, Slice]], config: ModelConfig
 ) -> Iterator[tuple[str, Slice]]:
-    """The tensors with what the adapter adds. Raises `StartupError` if it has anything that fits none."""
+    """The tensors with the adapter merged in. Raises `StartupError` if part of it fits none of them."""
     how = read_adapter_config(folder)
     adapter = _read_adapter(weight_file(folder))
     if config.tied_head and (shared := [*_named(adapter, TIED)]):
@@ -78,7 +78,7 @@ def merge_adapter(
 
 
 class MergedSlice:
-    """A matrix in its file, with the product of two small ones added to what is read of it."""
+    """A stored matrix; what is read has the product of two small matrices added to it."""
 
     def __init__(
         self, stored: Slice, left: NDArray[np.float32], right: NDArray[np.float32], scale: float

@@ -1,8 +1,8 @@
 """A file of named arrays that is mapped into memory and used in place.
 
 The arrays come first, each at a multiple of `ALIGNMENT`, then an index of them, then the index's size and
-digest. So a file that was cut short, or that grew, is seen at once. The index has a sum of each array's
-bytes, which a reader compares: adding up numbers takes no longer than reading them from memory.
+digest, so a file that was truncated, or that grew, is detected at once. The index has a checksum of each
+array, which readers verify: adding up the bytes takes no longer than reading them from memory.
 """
 
 from __future__ import annotations
@@ -50,8 +50,10 @@ class _Entry:
 
 
 def write_arrays(path: Path, arrays: Iterable[tuple[str, NDArray[np.generic]]]) -> int:
-    """Writes the arrays as they come, each while the next is made, so that two of them are in memory at a
-    time; the size of the file."""
+    """Writes the arrays as they come and returns the size of the file.
+
+    Each array is written while the next one is made, so two of them are in memory at a time.
+    """
     entries: list[dict[str, Any]] = []
     written: Future[dict[str, Any]] | None = None
     with path.open("wb") as file, ThreadPoolExecutor(1, thread_name_prefix="levserve-weights") as writer:
@@ -68,7 +70,7 @@ def write_arrays(path: Path, arrays: Iterable[tuple[str, NDArray[np.generic]]]) 
 
 
 def _write_array(file: BinaryIO, name: str, array: NDArray[np.generic]) -> dict[str, Any]:
-    """What the index says of the array."""
+    """Appends the array to the file; returns its entry in the index."""
     file.write(bytes(-file.tell() % ALIGNMENT))
     offset = file.tell()
     data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
@@ -83,7 +85,7 @@ def _write_array(file: BinaryIO, name: str, array: NDArray[np.generic]) -> dict[
 
 
 def is_whole(path: Path) -> bool:
-    """Whether there is such a file with all of its parts. Reads the index, not the arrays."""
+    """Whether the file exists and is complete. Reads the index, not the arrays."""
     try:
         with path.open("rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -96,9 +98,9 @@ def is_whole(path: Path) -> bool:
 def map_arrays(
     path: Path, num_threads: int, *, on_unmap: Callable[[], object] | None = None
 ) -> dict[str, NDArray[np.generic]]:
-    """The arrays, read-only and in the file's own pages, which all processes that map it share.
+    """The arrays, read-only and backed by the file's pages, which all processes that map the file share.
 
-    Compares every sum, which also brings the pages into memory. Raises `OSError` or `DamagedFile`.
+    Verifies every checksum, which also brings the pages into memory. Raises `OSError` or `DamagedFile`.
     `on_unmap` is called when none of the arrays is in use any more.
     """
     with path.open("rb") as file:
@@ -112,7 +114,7 @@ def map_arrays(
 
 
 def add_up(data: NDArray[np.uint8]) -> int:
-    """The sum of the bytes as little-endian numbers of eight bytes, modulo 2**64."""
+    """The sum of the data as little-endian 64-bit integers, modulo 2**64."""
     whole = len(data) // WORD * WORD
     words = int(np.add.reduce(data[:whole].view("<u8"), dtype=np.uint64))
     return (words + int.from_bytes(data[whole:].tobytes(), "little")) % 2**64
@@ -139,5 +141,5 @@ def _read_index(mapped: mmap.mmap) -> list[_Entry]:
 
 
 def _find_dtype(name: str) -> np.dtype[np.generic]:
-    """Also those that numpy itself does not have."""
+    """The dtype of this name, which may be one that only `ml_dtypes` has."""
     return np.dtype(getattr(ml_dtypes, name, name))

@@ -1,7 +1,7 @@
 """Reads the configuration of a brain: sizes from the tensors, the rest from the options or brain.json.
 
 Different programs of AI-OS write different brain.json files, and some write none of the values that cannot be
-read off the tensors. So each value is logged with the place that it came from, and can be set by an option.
+derived from the tensors. So each value is logged with its source, and can be set by an option.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from levserve.weights.config_fields import Fields
 
 DEFAULT_HEADS = 8
 HEADS_OF_PRESET = {768: 12}
-"""The largest preset of AI-OS, by its hidden size; the others have 8 heads."""
+"""The heads of AI-OS's largest preset, by its hidden size; the other presets have 8 heads."""
 DEFAULT_CYCLES = 2
 DEFAULT_EXPERTS_PER_TOKEN = 2
 DEFAULT_CONTEXT = 2048
@@ -89,7 +89,7 @@ def read_brain_config(brain: BrainFiles, settings: Settings) -> BrainConfig:
 
 
 def _find(fields: Fields, keys: Iterable[str], option: str, given: int, default: int) -> Found:
-    """The option, or the first key that is there. Null and 0 count as absent: some writers put them there."""
+    """The option, or else the first key that is set; some programs write null or 0, which count as unset."""
     if given:
         return Found(given, option)
     for key in keys:

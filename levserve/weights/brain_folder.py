@@ -1,8 +1,8 @@
 """Finds the files of an AI-OS brain: its weights, its description and the folder of its tokenizer.
 
-A brain is a folder with `actv1_student.safetensors` or `actv1_student.pt`, and mostly a `brain.json`. It may
-also be named by the file of its weights. Its tokenizer is elsewhere, at a path that was right on the machine
-that trained it. Called before the fork, so it imports nothing heavy.
+A brain is a folder with `actv1_student.safetensors` or `actv1_student.pt`, and usually a `brain.json`. It may
+also be named by its weights file. Its tokenizer is often elsewhere, at a path that was valid on the machine
+that trained it. Called before the fork, so this module imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class BrainFiles:
 
 
 def is_brain(path: Path) -> bool:
-    """Whether a folder or a file is a brain, or means to be one."""
+    """Whether a folder or a file looks like a brain, even an incomplete one."""
     if path.is_file():
         return path.suffix in SUFFIXES
     return any((path / name).is_file() for name in (DESCRIPTION, STARTER, *STUDENTS))
@@ -59,9 +59,9 @@ def find_brain(path: Path) -> BrainFiles:
 
 
 def weight_names(fields: Fields) -> list[str]:
-    """What the file of the weights may be called, the best first."""
+    """The possible names of the weights file, preferred ones first."""
     named = [fields.get("checkpoint_file"), fields.get("student_pt")]
-    # Paths may be of another machine, and of Windows: the file lies in the folder in any case.
+    # Paths may be from another machine, or from Windows; the file is in the brain's folder in any case.
     names = [PureWindowsPath(name).name for name in named if isinstance(name, str) and name]
     return list(dict.fromkeys((*names, *STUDENTS)))
 
@@ -102,7 +102,7 @@ def _read_description(path: Path) -> Fields:
 
 
 def parse_description(text: bytes, place: str) -> Fields:
-    """The fields of a brain.json that was read from a place."""
+    """The fields of a brain.json; `place` is where it was read, for errors."""
     try:
         content = json.loads(text.decode("utf-8-sig"))
     except ValueError as error:

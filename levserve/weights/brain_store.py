@@ -31,7 +31,7 @@ TOKENIZER_FILES = (
 def fetch_brain(
     store: Store, cache_path: Path, *, weights: str | None = None, limit_bytes: int, report: Report
 ) -> ModelFiles:
-    """The brain in the folder of a store, with the weights that it names, or with those that are given."""
+    """The brain in a store's folder, with the weights that are given, or else those that brain.json names."""
     fields = parse_description(store.read(DESCRIPTION) or b"{}", f"{store.address}/{DESCRIPTION}")
     names = [weights] if weights else weight_names(fields)
     beside = [folder + name for folder in ("tokenizer/", "") for name in TOKENIZER_FILES]

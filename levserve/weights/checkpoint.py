@@ -1,8 +1,8 @@
 """Reads a checkpoint of any format: its configuration, and its weights as the model's arrays.
 
 Arrays are filled one at a time. A few threads decode blocks of rows and write them in the serving type
-straight to their place, so the host holds one copy of the weights and a few megabytes more. Matrices that are
-quantized are decoded and rounded in one pass over such blocks.
+straight to their place, so the host holds one copy of the weights and a few megabytes more. Matrices that
+levserve quantizes are decoded and rounded in one pass over such blocks.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ class Tensors:
     """The tensors of a checkpoint, or of a program that has them in memory."""
 
     source: str
-    """Where they are from, for errors."""
+    """The checkpoint's path or another description, for errors."""
     by_name: Mapping[str, StoredTensor]
     file_format: Format = Format.HUGGING_FACE
     files: Sequence[Path] = ()
-    """Those that are mapped into memory."""
+    """The files that are mapped into memory."""
     is_stacked: bool = False
     """Whether tensors of one kind are read fastest one after another."""
 
@@ -93,20 +93,20 @@ def read_config(path: Path, config_file: Path | None = None) -> ModelConfig:
 
 
 def is_quantized_checkpoint(path: Path) -> bool:
-    """Whether the matrices of the checkpoint have eight bits or fewer per number."""
+    """Whether the matrices of the checkpoint have eight bits or fewer per weight."""
     if not path.is_dir():
         return gguf_tensors.is_quantized(path)
     return not is_levanter_checkpoint(path) and read_method(path / "config.json") is not None
 
 
 def read_schemes(path: Path, config: ModelConfig, num_shards: int) -> dict[str, Scheme]:
-    """How each array that can stay in the checkpoint's own bits is kept. Reads no weights."""
+    """The scheme of each array that can stay as the checkpoint stores it. Reads no weights."""
     tensors = open_tensors(path, config, jnp.dtype(jnp.float32))
     return find_schemes(_find_sources(tensors, config), config, num_shards)
 
 
 def find_four_bit_matrices(path: Path, config: ModelConfig) -> dict[str, Scheme]:
-    """Likewise of those that can stay in four bits on a CPU."""
+    """The scheme of each matrix that can stay in four bits on a CPU. Reads no weights."""
     tensors = open_tensors(path, config, jnp.dtype(jnp.float32))
     return find_four_bits(_find_sources(tensors, config), config)
 
@@ -123,10 +123,10 @@ def load_arrays(
     prepared: WeightCache | None = None,
     adapter: Path | None = None,
 ) -> dict[str, jax.Array]:
-    """Every array of `parameter_shapes`, on the device, or cut over those of a mesh.
+    """Every array of `parameter_shapes`, on the device, or cut over the devices of a mesh.
 
-    Matrices are in `dtype`, in eight bits or as they are stored, those of experts in the backend's
-    `expert_storage` of `dtype`; norms and biases are in float32. What is `prepared` is not converted again.
+    Matrices are in `dtype`, quantized or as they are stored, those of experts in the backend's
+    `expert_storage` of `dtype`; norms and biases are in float32. `prepared` weights are not converted again.
     """
 
     convert = partial(
@@ -160,7 +160,7 @@ def read_arrays(
     shards: Shards = UNSHARED,
     adapter: Path | None = None,
 ) -> Iterator[tuple[str, NDArray[np.generic]]]:
-    """The same arrays one after another in the host's memory. Uses no device, so any thread may call it."""
+    """Yields the arrays of `load_arrays` in the host's memory. Uses no device, so any thread may call it."""
     read_dtype = jnp.dtype(jnp.float32) if isinstance(quantization, Quantization) else dtype
     tensors = open_tensors(path, config, read_dtype, adapter)
     return convert_tensors(
@@ -184,10 +184,10 @@ def convert_tensors(
     backend: Backend = XLA_ON_CPU,
     shards: Shards = UNSHARED,
 ) -> Iterator[tuple[str, NDArray[np.generic]]]:
-    """The arrays of the whole model's `config`, filled from these tensors as they are asked for.
+    """The model's arrays, each filled from these tensors when it is asked for; `config` is the whole model's.
 
-    Those that are cut between devices come as the shares of `shards` one above the other. Those that will be
-    quantized are then read in float32, one at a time, and cut before: a quantized matrix mixes its columns.
+    Arrays that are cut between devices come with the shares of `shards` stacked. If they are to be quantized,
+    they are read in float32, one at a time, and cut first, because quantization mixes a matrix's columns.
     """
     if not isinstance(quantization, Quantization):
         return _read_plain(
@@ -287,7 +287,7 @@ def _open_rows(tensors: Tensors, config: ModelConfig, report: Report, left_out: 
 def _read_four_bits(
     tensors: Tensors, config: ModelConfig, schemes: Mapping[str, Scheme], report: Report
 ) -> Iterator[tuple[str, FourBits]]:
-    """The matrices that stay in four bits. A head may be the embedding's matrix, which is read again."""
+    """The matrices that stay in four bits. A tied head is the embedding's matrix, which is read again."""
     if not schemes:
         return
     sources, cutter = _find_sources(tensors, config), Cutter(config, UNSHARED)
@@ -333,7 +333,7 @@ def _open_checkpoint(path: Path) -> Checkpoint:
 
 
 def open_tensors(path: Path, config: ModelConfig, dtype: jnp.dtype, adapter: Path | None = None) -> Tensors:
-    """The tensors of a checkpoint, with what a LoRA adapter adds to those of a Hugging Face folder."""
+    """The tensors of a checkpoint; a LoRA adapter can be merged into those of a Hugging Face folder."""
     if adapter is not None:
         return _open_adapted(path, config, adapter)
     if is_levanter_checkpoint(path):

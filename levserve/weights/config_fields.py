@@ -51,7 +51,7 @@ class Fields:
         return tuple(map(float, items))
 
     def layers(self, key: str) -> tuple[int, ...]:
-        """A list of layers by their numbers; an absent one is empty."""
+        """A list of layer numbers; empty if the key is absent."""
         value = self._value(key, [])
         items = value if isinstance(value, list) else [None]
         if not all(isinstance(item, int) and not isinstance(item, bool) for item in items):

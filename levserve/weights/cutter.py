@@ -1,4 +1,4 @@
-"""Which rows and columns of a checkpoint's tensors go where, if several devices share a model.
+"""Decides which rows and columns of a checkpoint's tensors go where, if several devices share a model.
 
 Each process reads the shares of its own devices and nothing else, where the file's format allows that.
 """
@@ -17,7 +17,7 @@ from levserve.weights.fill import Copy, Source
 
 
 class Cutter:
-    """Cuts the arrays of a model's `config` for these shards."""
+    """Cuts a model's arrays for these shards; `config` is the whole model's."""
 
     def __init__(self, config: ModelConfig, shards: Shards) -> None:
         self._config = config
@@ -26,11 +26,11 @@ class Cutter:
 
     @property
     def host_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every array as it is filled: the shares that are here one above the other, or all of it."""
+        """The shape in which each array is filled: this process's shares stacked, or all of the array."""
         return {name: stacked_shape(shape, self.num_shares(name)) for name, shape in self._local.items()}
 
     def num_shares(self, name: str) -> int:
-        """How many shares of an array are one above the other."""
+        """How many shares of an array are stacked."""
         return len(self._shards.here) if self._is_cut(name) else 1
 
     def has_gaps(self, name: str) -> bool:
@@ -41,9 +41,9 @@ class Cutter:
     def copies(
         self, name: str, host: NDArray[np.generic], source: Source, columns_each: int = 1
     ) -> Iterator[Copy]:
-        """What goes from a tensor to an array that has the shape of `host_shapes`.
+        """The copies from a tensor to an array that has the shape of `host_shapes`.
 
-        A column of the scales of a quantized matrix stands for `columns_each` of its own.
+        If the array has a quantized matrix's scales, each column stands for `columns_each` of the matrix.
         """
         if not self._is_cut(name):
             yield Copy(_rows_of(source), (), host[source.target.index])
@@ -63,17 +63,17 @@ class Cutter:
 
 
 def _cut_columns(share: Share, into: NDArray[np.generic], source: Source, columns_each: int) -> Copy:
-    """The columns of a share; a tensor has all columns of its rows."""
+    """Copies the columns of a share; a tensor has all columns of its rows."""
     (columns,) = share.ranges
     inner = (slice(None),) * (len(source.tensor.shape) - 2)
-    if into.shape[-1] == source.tensor.shape[-1]:  # a scale for whole rows is every device's
+    if into.shape[-1] == source.tensor.shape[-1]:  # scales of whole rows go to every device
         return Copy(_rows_of(source), (), into[source.target.index])
     wanted = range(columns.start // columns_each, columns.stop // columns_each)
     return Copy(_rows_of(source), (*inner, _slice(wanted)), into[source.target.index])
 
 
 def _cut_rows(share: Share, into: NDArray[np.generic], source: Source) -> Iterator[Copy]:
-    """Those rows of a share that this tensor has."""
+    """Copies those rows of a share that this tensor has."""
     *outer, filled = source.target.index
     assert isinstance(filled, slice)
     has_all_experts = bool(outer) and isinstance(outer[0], slice)
@@ -84,7 +84,7 @@ def _cut_rows(share: Share, into: NDArray[np.generic], source: Source) -> Iterat
             first = place + found.start - wanted.start
             target = into[(*outer, slice(first, first + len(found)))]
             rows = range(found.start - filled.start, found.stop - filled.start)
-            if has_all_experts:  # then the tensor's rows are experts
+            if has_all_experts:  # then the tensor's first axis is that of experts
                 yield Copy(_rows_of(source), (_slice(rows),), target)
             else:
                 yield Copy(rows, (), target)

@@ -1,4 +1,4 @@
-"""The architectures of Hugging Face checkpoints, each by what distinguishes it from Llama.
+"""The architectures of Hugging Face checkpoints, each described by what distinguishes it from Llama.
 
 A family says how its config.json becomes a `ModelConfig`; `hf_config.py` reads the file, and the reader of
 GGUF files uses the same table.
@@ -48,8 +48,7 @@ class Family:
     """Reads further fields from config.json."""
     slides: Slides = no_layer
     supported: dict[str, tuple[object, ...] | None] = field(default_factory=dict)
-    """Replaces entries of `hf_config.SUPPORTED_VALUES`; None allows any value, because `read` takes care of
-    it."""
+    """Replaces entries of `hf_config.SUPPORTED_VALUES`; None allows any value, because `read` handles it."""
     defaults: Extras = field(default_factory=dict)
     """Values that transformers takes for absent keys."""
     keys: Mapping[str, str] = field(default_factory=dict)
@@ -57,8 +56,8 @@ class Family:
     inside: str = ""
     """Key of the language model's configuration, if the model has other parts too."""
     has_local_rope: bool = False
-    """Layers with a window have rotary positions of their own, and `rope_parameters` an entry for each
-    kind."""
+    """Layers with a sliding window have other rotary positions than the rest, and `rope_parameters` has an
+    entry for each kind of layer."""
 
     def key(self, key: str) -> str:
         return self.keys.get(key, key)
@@ -123,7 +122,7 @@ FAMILIES: dict[str, Family] = {
         GEMMA,
         read_gemma,
         supported={
-            "hidden_act": ("gelu", "gelu_pytorch_tanh", None),  # the first releases mean the same by both
+            "hidden_act": ("gelu", "gelu_pytorch_tanh", None),  # both mean the same in the first releases
             "hidden_activation": ("gelu_pytorch_tanh", None),
         },
         defaults={

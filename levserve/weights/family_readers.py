@@ -1,4 +1,4 @@
-"""What one family of Hugging Face checkpoints has in its config.json that others have not.
+"""Reads the parts of config.json that differ between families of Hugging Face checkpoints.
 
 Each function reads some fields of a `ModelConfig`, or says which layers have a sliding window; the table in
 `families.py` names the functions of each family.
@@ -20,7 +20,7 @@ from levserve.weights.mixtures import (
 from levserve.weights.rope_scaling import yarn_attention_factor
 
 GELU_TANH = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
-"""Names of one formula."""
+"""Names of the same formula."""
 QWEN_WINDOW_FROM = 28  # transformers' default of `max_window_layers`
 
 Slides = Callable[[Fields, int], "list[bool] | None"]
@@ -157,7 +157,7 @@ def _latent_attention(fields: Fields, *, is_interleaved: bool = True) -> Extras:
 
 
 def _yarn_score_factor(fields: Fields) -> float:
-    """What DeepSeek multiplies scores by in a context that YaRN has stretched."""
+    """The factor of DeepSeek's attention scores in a context that YaRN has stretched."""
     newer, older = fields.mapping("rope_parameters"), fields.mapping("rope_scaling")
     rope = newer if newer.has("rope_type") else older
     scale = rope.optional_number("mscale_all_dim")

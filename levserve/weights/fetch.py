@@ -83,7 +83,7 @@ def _fetch(store: Store, files: Sequence[RemoteFile], folder: Path, progress: Pr
 
 
 def _fetch_block(store: Store, file: RemoteFile, folder: Path, index: int) -> int:
-    """Returns the number of bytes."""
+    """Fetches one block and returns its number of bytes."""
     part, blocks = _part(folder, file)
     part.parent.mkdir(parents=True, exist_ok=True)
     start, stop = file.block(index)

@@ -1,7 +1,7 @@
 """Fills a model's arrays from tensors that are still in their files.
 
 A few threads decode blocks of rows and write them in the array's type straight to their place. Matrices that
-are quantized while they are read are no arrays yet: their rows are read as they are needed.
+are quantized while they are read stay `StoredRows`, whose rows are read as they are needed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from levserve.observe.control_group import num_cpus
 from levserve.weights.stored_tensor import ALL, StoredTensor
 from levserve.weights.tensor_names import Target
 
-BLOCK_SIZE = 1 << 18  # numbers decoded at a time: 1 MB of float32 stays in the CPU's cache
+BLOCK_SIZE = 1 << 18  # weights decoded at a time: 1 MB of float32 stays in the CPU's cache
 MAX_THREADS = 16
 BFLOAT16_EXPONENT = 0x7F80  # all ones in a number that is not finite
 FP8_NAN = 0x7F
@@ -38,7 +38,7 @@ class Source:
 
 
 class Copy(NamedTuple):
-    """Rows of a tensor that go to an array: `part` of each of them, which is all of it if it is empty."""
+    """Rows of a tensor that are copied into an array: `part` of each of them, or all of it if empty."""
 
     rows: range
     part: tuple[slice, ...]
@@ -46,7 +46,7 @@ class Copy(NamedTuple):
 
 
 def fill(copies: Iterable[Copy], source: Source, pool: Executor, origin: str | Path) -> None:
-    """Reads rows that several copies have in common once. `origin` is for errors."""
+    """Makes the copies; rows that several of them have in common are read once. `origin` is for errors."""
     by_rows: dict[range, list[Copy]] = {}
     for copy in copies:
         by_rows.setdefault(copy.rows, []).append(copy)
@@ -77,7 +77,7 @@ def _fill_rows(rows: range, copies: list[Copy], source: Source, pool: Executor, 
 
 @dataclass(frozen=True, slots=True)
 class StoredRows:
-    """An array of which some tensors fill the rows."""
+    """An array whose rows are still in one or more tensors."""
 
     shape: tuple[int, ...]
     sources: Sequence[Source]
@@ -104,7 +104,7 @@ class StoredRows:
 def read_checked(
     source: Source, start: int, stop: int, columns: slice, origin: str | Path
 ) -> NDArray[np.generic]:
-    """Rows of a tensor. Raises `StartupError` if some of their numbers are not finite."""
+    """Rows of a tensor. Raises `StartupError` if some of their values are not finite."""
     block = source.tensor.read(start, stop, columns)
     if not _is_finite(block):
         place = f"rows {start} to {stop}"
@@ -124,7 +124,7 @@ def _columns_of(copies: list[Copy], source: Source) -> slice:
 def _is_finite(block: NDArray[np.generic]) -> bool:
     if block.dtype == ml_dtypes.float8_e4m3fn:  # it has no infinity
         return int((block.view(np.uint8) & FP8_NAN).max()) < FP8_NAN
-    if block.dtype == ml_dtypes.bfloat16:  # by the bits: 0.4 ns per number, where numpy's isfinite takes 3.6
+    if block.dtype == ml_dtypes.bfloat16:  # by the bits: 0.4 ns per value, where numpy's isfinite takes 3.6
         return int((block.view(np.uint16) & BFLOAT16_EXPONENT).max()) < BFLOAT16_EXPONENT
     return bool(np.isfinite(block).all())
 

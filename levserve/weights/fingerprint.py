@@ -1,8 +1,8 @@
-"""A short name for what a model's files hold, to see whether two machines have the same model.
+"""A short digest of a model's files, to tell whether two machines have the same model.
 
-Reading a large model twice would double the time of a start. So of each file its name, its size and its first
-and last part count. The first part of a safetensors or GGUF file has the names, types and shapes of all
-tensors; the last one has numbers, which differ between two steps of a training.
+Reading a large model twice would double the start-up time, so the digest covers only the name, the size and
+the first and last `PART_BYTES` of each file. A safetensors or GGUF file begins with the names, types and
+shapes of all tensors and ends with weights, which differ between two steps of a training run.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from levserve.weights.model_files import ModelFiles
 
 PART_BYTES = 1 << 20
 CHECKPOINT_FILES = ("metadata.json", "manifest.ocdbt")
-"""Of a Levanter checkpoint; the manifest of its database changes with everything in it."""
+"""Files of a Levanter checkpoint; its database's manifest changes whenever anything in the database does."""
 
 
 def fingerprint(files: ModelFiles) -> str:
-    """Tokenizers do not count. Raises `StartupError` for files that cannot be read."""
+    """The digest, which leaves out tokenizers. Raises `StartupError` for files that cannot be read."""
     digest = hashlib.sha256()
     try:
         for name, file in sorted(_model_files(files).items()):
@@ -39,14 +39,14 @@ def fingerprint(files: ModelFiles) -> str:
 
 
 def list_states(files: ModelFiles) -> list[tuple[str, int, int]]:
-    """Path, size and time of the last change of each file that the fingerprint is of."""
+    """Path, size and modification time of each file that the fingerprint covers."""
     found = sorted(_model_files(files).values())
     states = ((str(file.resolve()), file.stat()) for file in found)
     return [(name, state.st_size, state.st_mtime_ns) for name, state in states]
 
 
 def _model_files(files: ModelFiles) -> dict[str, Path]:
-    """Those that weights and architecture are read from, by names that are the same on every machine."""
+    """The files with weights and architecture, by names that are the same on every machine."""
     if files.adapter is None:
         return _base_files(files)
     config, weights = files.adapter / CONFIG_FILE, weight_file(files.adapter)
@@ -55,7 +55,7 @@ def _model_files(files: ModelFiles) -> dict[str, Path]:
 
 def _base_files(files: ModelFiles) -> dict[str, Path]:
     path = files.path
-    if path.is_file():  # people rename such files
+    if path.is_file():  # numbered, because people rename such files
         parts = [path.with_name(name) for name in part_names(path.name)]
         return {str(number or ""): part for number, part in enumerate(parts)}
     found = {} if files.config_file is None else {"config": files.config_file}

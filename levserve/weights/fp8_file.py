@@ -1,4 +1,4 @@
-"""Tensors in fp8 of a safetensors file, which the package cannot give to numpy: numpy has no such type."""
+"""Reads a safetensors file's FP8 tensors, which the package cannot give to numpy: numpy has no such type."""
 
 from __future__ import annotations
 

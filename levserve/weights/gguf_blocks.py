@@ -1,7 +1,7 @@
-"""Decodes the commonest kinds of GGUF's blocks to float32, by functions that LLVM compiles.
+"""Decodes the most common kinds of GGUF blocks to float32 with functions that LLVM compiles.
 
-They give the same numbers as the `gguf` package, which makes many passes over them. Each block has one or two
-numbers of 16 bits, which numpy brings to float32.
+The results are those of the `gguf` package, which makes many passes over the data. Each block has one or two
+float16 factors, which numpy converts to float32.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from levserve.jit.target import detect_target
 
 
 class Group(NamedTuple):
-    """Numbers of a block that share a scale, and perhaps an offset."""
+    """Weights of a block that share a scale, and perhaps an offset."""
 
     codes: Value
     """int8"""
     scale: Value | None = None
-    """int32: what the block's first number of 16 bits is multiplied with; None: 1."""
+    """int32: what the block's first float16 factor is multiplied by; None: 1."""
     offset: Value | None = None
-    """int32: likewise with the last one, which is then subtracted; None: nothing is."""
+    """int32: what the last factor is multiplied by; the product is subtracted. None: nothing is."""
 
 
 class BlockCode(NamedTuple):
-    """How blocks of one kind are read: each number is scale * code - offset."""
+    """How blocks of one kind are read: each weight is scale * code - offset."""
 
     halves: tuple[int, ...]
-    """Where the numbers of 16 bits begin."""
+    """The offsets of the float16 factors in a block, in bytes."""
     load: Callable[[Builder, Value], list[Group]]
     """Given a pointer to a block, its groups in order."""
 
 
 def decode_blocks(packed: NDArray[np.uint8], kind: Kind) -> NDArray[np.float32]:
-    """The numbers of consecutive blocks of a kind in `CODES`."""
+    """The weights in consecutive blocks of a kind in `CODES`."""
     size, num_bytes = GGML_QUANT_SIZES[kind]
     blocks = np.ascontiguousarray(packed).reshape(-1, num_bytes)
     halves = [
@@ -57,7 +57,7 @@ def decode_blocks(packed: NDArray[np.uint8], kind: Kind) -> NDArray[np.float32]:
 
 
 _compiling = Lock()
-"""Threads that need a decoder at once wait for one of them to compile it."""
+"""Threads that need a decoder at the same time wait for one of them to compile it."""
 
 
 @functools.cache
@@ -85,7 +85,7 @@ def _write_decoder(builder: Builder, *, kind: Kind) -> None:
 
 
 def _nibbles(builder: Builder, start: Value, run: int) -> list[Value]:
-    """The lower halves of so many bytes, then the upper ones."""
+    """The lower halves of `run` bytes, then their upper halves."""
     packed = builder.load(start, I8, run)
     return [packed & 15, packed >> 4]
 
@@ -107,7 +107,7 @@ def _q5_1(builder: Builder, block: Value) -> list[Group]:
 
 
 def _five_bits(builder: Builder, start: Value) -> list[Value]:
-    """Of 32 numbers the fifth bits, in four bytes, then the other four."""
+    """32 codes that are stored as their fifth bits, in four bytes, followed by their lower four bits."""
     fifths = builder.load(start, I32).splat(16) >> builder.lane_numbers(16)
     lower, upper = _nibbles(builder, start + 4, 16)
     return [
@@ -133,7 +133,7 @@ def _q5_k(builder: Builder, block: Value) -> list[Group]:
 
 
 def _factors(builder: Builder, packed: Value, group: int) -> tuple[Value, Value]:
-    """The scale and the offset of one of eight groups: six bits each, in twelve bytes together."""
+    """The scale and the offset of one of eight groups, which twelve bytes hold in six bits each."""
 
     def byte(at: int) -> Value:
         return builder.load(packed + at, I8).convert("zext", I32)

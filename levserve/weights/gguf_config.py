@@ -1,7 +1,7 @@
 """Turns the metadata of a GGUF file into a `ModelConfig`, or names the key and value that it cannot serve.
 
-Unknown keys of the architecture are refused, because llama.cpp stores only what changes the forward pass
-there.
+Unknown keys under the architecture's prefix are refused, because llama.cpp stores there only what changes the
+forward pass.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from levserve.weights.family_readers import every_layer, gemma2_layers
 from levserve.weights.rope_scaling import long_attention_factor, scaled_context, yarn_attention_factor
 from levserve.weights.tensor_names import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS
 
-# Keys that change the forward pass, each with the values for which it is as we compute it.
+# Keys that change the forward pass, each with the values that levserve supports.
 SUPPORTED_VALUES: dict[str, tuple[object, ...]] = {
     "rope.scaling.type": ("none",),
     "rope.scaling.factor": (0.0, 1.0),
@@ -68,16 +68,16 @@ READ_KEYS = (
     "rope.scaling.finetuned",
 )
 YARN_KEYS = ("rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow")
-# The file holds the factors that result from these numbers, which Llama 3.1 and 3.2 have in common.
+# The file holds only the factors computed from these values, which Llama 3.1 and 3.2 have in common.
 LLAMA3_LOW_FREQ_FACTOR, LLAMA3_HIGH_FREQ_FACTOR, LLAMA3_ORIGINAL_CONTEXT = 1.0, 4.0, 8192
-# These two scale their scores differently. Their files do not say so; llama.cpp goes by the number of layers.
+# These two scale attention scores differently. Their files do not say so; llama.cpp goes by the layer count.
 GEMMA2_27B_LAYERS, GEMMA3_27B_LAYERS = 46, 62
-# Files do not say it either; all published models have it.
+# Files do not contain this value either; all published models have it.
 GPT_OSS_GATE_LIMIT = 7.0
 
 
 def _listed_layers(fields: Fields, num_layers: int, *, period: int) -> list[bool]:
-    """A file lists the layers with a window, or has a window in all but the last of each period."""
+    """Which layers have a window: those that the file lists, or all but the last of each period."""
     pattern = fields.get("attention.sliding_window_pattern")
     if isinstance(pattern, list):
         return list(map(bool, pattern))
@@ -146,14 +146,14 @@ def _gpt_oss(fields: Fields) -> Extras:
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """How llama.cpp stores a family. `family` is its name in `hf_config`; `keys` are allowed only here."""
+    """How llama.cpp stores a family. `family` is its key in `FAMILIES`; only its files may have `keys`."""
 
     family: str
     read: Callable[[Fields], Extras] = lambda fields: {}
     slides: Callable[[Fields, int], list[bool]] | None = None
     keys: tuple[str, ...] = ()
     has_truncated_yarn: bool = True
-    """What the models were trained with; files do not say it."""
+    """Whether the models were trained with `YarnScaling.truncates`; files do not say."""
 
 
 SOFTCAPS = ("attn_logit_softcapping", "final_logit_softcapping")

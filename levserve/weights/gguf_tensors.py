@@ -1,7 +1,8 @@
 """Reads the tensors of a GGUF file and decodes its quantized blocks.
 
 llama.cpp's rotary positions pair neighbouring rows of a head, Hugging Face's pair one half with the other. So
-its converter interleaves the q and k rows of some architectures; here they get Hugging Face's order back.
+llama.cpp's converter interleaves the q and k rows of some architectures; here they get Hugging Face's order
+back.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from levserve.weights.quantized.gguf import open_blocks
 from levserve.weights.stored_tensor import ALL, StoredTensor
 
 UNQUANTIZED = (Kind.F32, Kind.F16, Kind.BF16)
-# In a file of K-quants llama.cpp stores rows that are not a multiple of 256 as Q5_0, Q5_1 or IQ4_NL.
+# In a K-quant file, llama.cpp stores rows whose length is not a multiple of 256 as Q5_0, Q5_1 or IQ4_NL.
 KINDS = (
     *UNQUANTIZED,
     Kind.Q8_0,
@@ -69,14 +70,14 @@ class GGUFTensor:
         return decoded.reshape(stop - start, *self.shape[1:])
 
     def read_bytes(self, start: int, stop: int, part: slice = ALL) -> NDArray[np.uint8]:
-        """Rows as they are stored, [row, byte], and of each these bytes."""
+        """The stored bytes of these rows, [row, byte]; `part` selects bytes of each row."""
         rows = self.entry.data.reshape(self.shape[0], -1)[:, part]
         if self.interleaved_head is None:
             return rows[start:stop]
         return rows[interleaved_rows(np.arange(start, stop), self.interleaved_head)]
 
     def finish(self) -> None:
-        """The file stays mapped."""
+        """Does nothing: the file stays mapped."""
 
 
 def read_tensors(path: Path, head_dim: int) -> Iterator[tuple[str, StoredTensor]]:
@@ -91,7 +92,7 @@ def read_tensors(path: Path, head_dim: int) -> Iterator[tuple[str, StoredTensor]
 
 
 def is_quantized(path: Path) -> bool:
-    """Whether any tensor of the file has eight bits or fewer per number."""
+    """Whether any tensor of the file has eight bits or fewer per weight."""
     return any(entry.kind not in UNQUANTIZED for entry in read_header(path).tensors.values())
 
 
@@ -114,7 +115,7 @@ def _check_entry(path: Path, name: str, entry: TensorEntry) -> None:
 def _decode(packed: NDArray[np.uint8], kind: Kind) -> NDArray[np.generic]:
     if kind is Kind.BF16:
         return packed.view(ml_dtypes.bfloat16)
-    from levserve.weights.gguf_blocks import CODES, decode_blocks  # brings LLVM
+    from levserve.weights.gguf_blocks import CODES, decode_blocks  # imports LLVM
 
     if kind in CODES:
         return decode_blocks(packed, kind)

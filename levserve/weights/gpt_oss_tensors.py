@@ -1,8 +1,8 @@
-"""The experts of gpt-oss, in the order that other families store them in.
+"""Reads the experts of gpt-oss in the order in which other families store them.
 
-Their matrices are stored [expert, in, out], and a row of the gate is beside each row of up. The published
-checkpoints pack them in MXFP4 instead: [expert, out, in] as numbers of four bits, with one power of two for
-each 32 of them.
+Their matrices are stored [expert, in, out], with the rows of gate and up interleaved. The published
+checkpoints pack them in MXFP4 instead: [expert, out, in] in four bits, with a power of two as the scale of
+each 32 weights.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from levserve.weights.stored_tensor import ALL, Slice, StoredTensor
 EXPERTS = re.compile(r"model\.layers\.\d+\.mlp\.experts\.(gate_up|down)_proj(_bias)?")
 PACKED = re.compile(r"(model\.layers\.\d+\.mlp\.experts\.(?:gate_up|down)_proj)_(blocks|scales)")
 GROUP = 32
-"""Numbers that share a scale."""
+"""Weights that share a scale."""
 
 
 class TurnedTensor:
@@ -42,7 +42,7 @@ class TurnedTensor:
 
 
 class GateUpTensor:
-    """Rows, or biases, of gate and up in turn, read as all of the gate and then all of up."""
+    """Interleaved rows, or biases, of gate and up, read as all of gate, then all of up."""
 
     def __init__(self, stored: StoredTensor) -> None:
         self._stored = stored
@@ -57,7 +57,7 @@ class GateUpTensor:
 
 
 def arrange_expert(name: str, stored: StoredTensor) -> StoredTensor:
-    """A tensor of these experts in the order of other families'; any other tensor as it is."""
+    """A tensor of gpt-oss's experts in the order of other families; any other tensor unchanged."""
     match = EXPERTS.fullmatch(name)
     if match is None:
         return stored
@@ -67,7 +67,7 @@ def arrange_expert(name: str, stored: StoredTensor) -> StoredTensor:
 
 
 def unpack_experts(source: str, packed: Mapping[str, Slice]) -> Iterator[tuple[str, StoredTensor]]:
-    """The matrices that these tensors, whose names match `PACKED`, make up in pairs."""
+    """The matrices in tensors whose names match `PACKED`: for each matrix one of blocks and one of scales."""
     names = {match[1] for match in map(PACKED.fullmatch, packed) if match}
     for name in sorted(names):
         blocks, scales = (_packed_part(source, f"{name}_{part}", packed) for part in ("blocks", "scales"))
@@ -79,7 +79,7 @@ def unpack_experts(source: str, packed: Mapping[str, Slice]) -> Iterator[tuple[s
 
 
 def _open_packed(blocks: Slice, scales: Slice) -> PackedTensor:
-    """Matrices of bytes [expert, out, group, 16], the lower half of a byte first, and their scales."""
+    """Opens matrices of bytes [expert, out, group, 16], lower halves first, with their scales."""
     experts, rows, groups, _ = blocks.get_shape()
 
     def read_codes(start: int, stop: int) -> NDArray[np.generic]:

@@ -19,7 +19,7 @@ from levserve.weights.quantized.methods import KEYS, find_method
 from levserve.weights.quantized.module import Method
 from levserve.weights.rope_scaling import read_scaling, scaled_context
 
-# Keys that change the forward pass, each with the values for which it is as we compute it.
+# Keys that change the forward pass, each with the values that levserve supports.
 SUPPORTED_VALUES: dict[str, tuple[object, ...]] = {
     "hidden_act": ("silu", None),
     "hidden_activation": ("silu", None),
@@ -50,7 +50,7 @@ SUPPORTED_VALUES: dict[str, tuple[object, ...]] = {
 
 
 def read_hf_config(path: Path) -> ModelConfig:
-    """Refuses also a checkpoint that is quantized in a way which cannot be read."""
+    """The model's configuration. Also refuses a checkpoint in a quantized format that cannot be read."""
     fields = _read_fields(path)
     find_method(fields)
     others = {key: value for key, value in fields.values.items() if key not in KEYS}
@@ -58,7 +58,7 @@ def read_hf_config(path: Path) -> ModelConfig:
 
 
 def read_method(path: Path) -> Method | None:
-    """How the checkpoint of this config.json is quantized; None: it is not."""
+    """How the checkpoint of this config.json is quantized; None if it is not."""
     return find_method(_read_fields(path))
 
 

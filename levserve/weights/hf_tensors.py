@@ -31,7 +31,7 @@ SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
 INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 TORCH_SUFFIXES = (".bin", ".pt")
 DTYPES = ("F32", "F16", "BF16")
-# Masks in the files of GPT-2 and GPT-NeoX, and the part of Gemma 3 that reads images.
+# Attention masks in the files of GPT-2 and GPT-NeoX, and the part of Gemma 3 that reads images.
 SKIPPED = re.compile(
     r"((transformer\.)?h|gpt_neox\.layers)\.\d+\.(attn|attention)\.(masked_)?bias"
     r"|(model\.)?(vision_tower|multi_modal_projector)\..*"
@@ -41,8 +41,9 @@ SKIPPED = re.compile(
 class HfTensor:
     """A tensor in a mapped file.
 
-    A transposed one is stored [in, out]. One that is stored by heads of `by_head` numbers has the query, key
-    and value of the first head first, then those of the second; here all queries come first.
+    A transposed tensor is stored [in, out]. A tensor stored by heads of `by_head` rows has the query, key and
+    value of the first head, then those of the second, and so on; it is read as all queries, all keys, all
+    values.
     """
 
     def __init__(self, mapped: Slice, *, is_transposed: bool = False, by_head: int | None = None) -> None:
@@ -58,18 +59,18 @@ class HfTensor:
         return rows.astype(np.float32) if rows.dtype == np.float16 else rows
 
     def finish(self) -> None:
-        """The file stays mapped."""
+        """Does nothing: the file stays mapped."""
 
     def _read_stored(self, start: int, stop: int, columns: slice) -> NDArray[np.generic]:
         if self._is_transposed:
             return self._mapped[columns, start:stop].T
         if self._by_head is None:
             return self._mapped[start:stop] if columns == ALL else self._mapped[start:stop, columns]
-        assert columns == ALL  # what is stored by heads is cut by heads
+        assert columns == ALL  # tensors stored by heads are cut by heads, which are rows
         return np.concatenate([self._mapped[place] for place in self._places(start, stop, self._by_head)])
 
     def _places(self, start: int, stop: int, head_dim: int) -> Iterator[slice]:
-        """Where rows are stored by heads, each run of neighbours as one slice."""
+        """Where these rows of a tensor stored by heads are in the file: a slice for each contiguous run."""
         while start < stop:
             part, row = divmod(start, self.shape[0] // 3)
             head, number = divmod(row, head_dim)
@@ -134,13 +135,13 @@ def read_file(path: Path) -> Iterator[tuple[str, Slice]]:
 
 
 def plain_name(name: str) -> str:
-    """A tensor's name without the prefixes of some files of GPT-2 and of Gemma 3 with images."""
+    """A tensor's name without the prefixes in some files of GPT-2 and of Gemma 3 with an image encoder."""
     name = re.sub(r"^(transformer|language_model)\.", "", name)
     return re.sub(r"^model\.language_model\.", "model.", name)
 
 
 def find_files(folder: Path) -> list[Path]:
-    """The files of the checkpoint, safetensors if it has any; a folder may hold others, such as a copy."""
+    """The checkpoint's files, safetensors if there are any; other files, such as copies, are ignored."""
     files = sorted(folder.glob("*.safetensors"))
     for single, index in zip(SINGLE_FILES, INDEX_FILES):
         if (folder / single).is_file():
@@ -167,7 +168,7 @@ def _indexed_files(index: Path) -> list[Path]:
 
 
 def check_dtype(source: str | Path, name: str, mapped: Slice) -> None:
-    """Refuses a tensor whose numbers cannot be read."""
+    """Refuses a tensor of an unsupported type."""
     dtype = mapped.get_dtype()
     if dtype not in DTYPES:
         raise StartupError(f"{source}: {name} is stored as {dtype}; supported are {', '.join(DTYPES)}")

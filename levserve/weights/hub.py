@@ -1,6 +1,6 @@
 """Downloads a model from the Hugging Face Hub into the cache. Imports no jax.
 
-Of a repository it takes only what serving needs: configuration, tokenizer and weights in the top folder.
+Only what serving needs is downloaded: configuration, tokenizer and weights in the repository's top folder.
 Weights are safetensors, and PyTorch's files only if there are none; `hub_gguf.py` chooses GGUF files.
 """
 
@@ -32,7 +32,7 @@ SAFETENSORS, TORCH_FILES = "*.safetensors", "pytorch_model*.bin"
 
 
 def needed_files(names: Sequence[str], *, with_weights: bool = True) -> list[str]:
-    """Those of a folder's files that serving a model needs."""
+    """The files of a folder that serving its model needs."""
     needed = [name for name in names if _is_needed(name)]
     if not with_weights:
         return [name for name in needed if not fnmatch(name, SAFETENSORS)]
@@ -65,12 +65,12 @@ def fetch_repo(
 
 
 def list_repo(repo: str, *, revision: str, cache_path: Path) -> list[str]:
-    """The names of the repository's files; those in the cache while the Hub cannot be asked."""
+    """The names of the repository's files; if the Hub cannot be reached, of those in the cache."""
     from huggingface_hub import HfApi
 
     try:
         with _as_startup_error(repo, revision):
-            # Asking for the tree would be tried again for 24 s where there is no network.
+            # Without a network, huggingface_hub would retry listing the tree for 24 s.
             info = HfApi().model_info(repo, revision=revision or None)
             return [sibling.rfilename for sibling in info.siblings or ()]
     except StartupError:
@@ -80,7 +80,7 @@ def list_repo(repo: str, *, revision: str, cache_path: Path) -> list[str]:
 
 
 def fetch_named(repo: str, names: Sequence[str], *, revision: str, cache_path: Path, report: Report) -> Path:
-    """The folder with the files of these names, of which those that are in the cache are not downloaded."""
+    """The folder with the files of these names; files that are in the cache are not downloaded again."""
     return _fetch(repo, revision, cache_path, report, [*map(escape, names)], without=[])
 
 
@@ -88,7 +88,7 @@ def _list_cached(repo: str, revision: str, cache_path: Path) -> list[str]:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    try:  # the pattern fits no file, so that none is found missing
+    try:  # the pattern matches no file, so none can be missing
         found = snapshot_download(
             repo, revision=revision or None, cache_dir=cache_path, allow_patterns="/", local_files_only=True
         )

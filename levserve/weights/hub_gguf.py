@@ -1,7 +1,7 @@
 """GGUF files on the Hugging Face Hub: `org/name/FILE.gguf`, or `org/name:Q4_K_M` as for llama.cpp and Ollama.
 
-A repository often holds one model in many formats, each in a file or in several parts. What the name says
-must fit exactly one of them. Imports no jax.
+A repository often holds one model in many formats, each in a file or in several parts. The name must match
+exactly one of them. Imports no jax.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ NAME = re.compile(
     r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:/(?P<file>\w[\w./+-]*\.gguf)|:(?P<tag>\w[\w.+-]*))?", re.ASCII
 )
 NO_MODELS = re.compile(r"(?:^|[-._/])(?:mmproj|imatrix)(?:[-._/]|$)", re.IGNORECASE)
-"""Encoders of pictures and tables for quantizing, which lie beside the models."""
+"""Image encoders and importance matrices, which are stored beside the models."""
 MAX_FILES_TOLD = 40
 
 
 @dataclass(frozen=True, slots=True)
 class HubName:
-    """A repository, and which of its GGUF files is meant: one by its path, or by a part of its name."""
+    """A repository and one of its GGUF files, given by its path (`file`) or by a part of its name (`tag`)."""
 
     repo: str
     file: str = ""
@@ -57,7 +57,7 @@ def fetch_gguf(name: HubName, *, revision: str, cache_path: Path, report: Report
 
 
 def choose_file(name: HubName, listed: Iterable[str]) -> str:
-    """The first part of the model that is meant. `StartupError` names the GGUF files if not one is meant."""
+    """The first part of the model that is meant. Unless one file matches, `StartupError` names the files."""
     files = sorted(file for file in listed if _is_model(file))
     meant = [file for file in files if _is_meant(name, file)]
     if len(meant) == 1:

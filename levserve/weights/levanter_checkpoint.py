@@ -3,7 +3,7 @@
 There are two layouts: all arrays in one OCDBT database (manifest.ocdbt), and an older one with a zarr folder
 for each array. An array is named after its path in the trainer's state, such as
 `model/transformer/layers/stacked/self_attn/q_proj/weight`; layers are stacked on the first axis, and heads
-have axes of their own. Here each layer becomes a tensor with its Hugging Face name. Only `model` is read: the
+have separate axes. Here each layer becomes a tensor with its Hugging Face name. Only `model` is read: the
 optimizer's state next to it is twice as large.
 
 A chunk of a stored array may span all layers, so a stack is read as a whole when its first layer is needed,
@@ -68,7 +68,7 @@ class Checkpoint:
             path, _, name = file.rpartition("/")
             if path.startswith(prefix) and name in ZARR_FILES:
                 array = self._open(path, ZARR_FILES[name])
-                if array.dtype.name != "bool":  # switches such as dropout's
+                if array.dtype.name != "bool":  # flags such as dropout's
                     self._arrays[path.removeprefix(prefix)] = array
         if not any(path.startswith("embeddings/") for path in self._arrays):
             raise StartupError(f"{folder} holds no language model: no array under {prefix}embeddings")
@@ -127,7 +127,7 @@ class Checkpoint:
             is_matrix = array.ndim - ("/stacked/" in path) >= 2
             if not is_matrix:
                 return array
-            # zarr does not store chunks of zeros, which a bias may have; in a matrix, a file is missing.
+            # zarr does not store chunks of zeros, which a bias may have; a matrix that lacks one is damaged.
             return ts.open(spec | {"fill_missing_data_reads": False}, read=True, open=True).result()
 
 

@@ -22,7 +22,7 @@ from levserve.weights.hf_config import make_hf_config
 Shapes = Mapping[str, tuple[int, ...]]
 """Shapes of the checkpoint's arrays, by the Hugging Face name of the tensor that each becomes."""
 
-# Keys that change the forward pass, each with the values for which it is as we compute it.
+# Keys that change the forward pass, each with the values that levserve supports.
 SUPPORTED_VALUES: dict[str, tuple[object, ...]] = {
     "hybrid_norm": (False, None),
     "input_embedding_norm": (False, None),

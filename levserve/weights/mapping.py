@@ -1,8 +1,8 @@
-"""Gives up the pages of mapped checkpoint files that have been read.
+"""Releases the pages of mapped checkpoint files that have been read.
 
-Whatever is read from a mapped file counts as the process's memory until it is unmapped; while weights load,
-that would be the whole file on top of the weights. The system's cache keeps the pages, so reading them again
-is cheap.
+Pages read from a mapped file count as the process's memory until they are unmapped; while weights load, that
+would be the whole file on top of the weights. The system's cache keeps the pages, so reading them again is
+cheap.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ MAPPED_BYTES = 128 << 20
 
 
 class PageRelease:
-    """Releases the pages of some files again and again while weights are read from them."""
+    """Releases the pages of some files repeatedly while weights are read from them."""
 
     def __init__(self, files: Iterable[Path]) -> None:
         self._files = files
         self._num_read = 0
 
     def advance(self, num_bytes: int) -> None:
-        """So many more bytes of weights were read."""
+        """Counts weights that were read, and releases the pages after every `MAPPED_BYTES`."""
         self._num_read += num_bytes
         if self._num_read > MAPPED_BYTES:
             release_pages(self._files)
@@ -32,7 +32,7 @@ class PageRelease:
 
 
 def release_pages(files: Iterable[Path]) -> None:
-    """Safe while other threads read the files: the pages come back from the system's cache."""
+    """Safe while other threads read the files: their pages come back from the system's cache."""
     names = {str(file.resolve()) for file in files}
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)

@@ -1,4 +1,4 @@
-"""Weights that a program has in memory, such as those that it trains, as the tensors of a checkpoint."""
+"""Presents weights in a program's memory, such as those that it trains, as the tensors of a checkpoint."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SOURCE = "the given weights"
 
 
 def tensors_in_memory(arrays: Mapping[str, Any], config: ModelConfig) -> Tensors:
-    """Arrays under the names that a Hugging Face checkpoint of the model has. Raises `StartupError`."""
+    """The tensors for arrays named as in the model's Hugging Face checkpoint. Raises `StartupError`."""
     return Tensors(SOURCE, dict(arrange_tensors(SOURCE, _slices(arrays), config)))
 
 

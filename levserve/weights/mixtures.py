@@ -1,4 +1,4 @@
-"""Reads what the config.json of a mixture of experts says about them."""
+"""Reads the fields of config.json that describe a mixture of experts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def read_qwen_experts(fields: Fields) -> Extras:
 
 
 def read_deepseek_experts(fields: Fields) -> Extras:
-    """DeepSeek-V3's form, which others have taken over."""
+    """DeepSeek-V3's form, which other families have adopted."""
     routing = Routing(
         renormalises=fields.flag("norm_topk_prob", True),
         scoring=Scoring.SIGMOID,
@@ -77,7 +77,7 @@ def _qwen_dense_layers(fields: Fields) -> list[int]:
 
 
 def _dense(fields: Fields, layers: Sequence[int]) -> Extras:
-    """The layers that have no experts."""
+    """The config's fields for the layers that have no experts."""
     if not layers:
         return {}
     return {"dense_layers": tuple(layers), "dense_size": fields.integer("intermediate_size")}

@@ -21,8 +21,8 @@ class ModelFiles:
 
     `path` is a folder with config.json and weights, a .gguf file, a Levanter checkpoint, or the file of a
     brain's weights. `name` is the model's own name. `config_file` belongs to a Levanter run. `tokenizer` is
-    set if the tokenizer is not at `path`, `draft` if another model drafts for it, and `adapter` to the folder
-    of a LoRA adapter that is added to the weights.
+    set if the tokenizer is not at `path`, `draft` if there is a draft model, and `adapter` to the folder of a
+    LoRA adapter that is added to the weights.
     """
 
     name: str
@@ -34,7 +34,7 @@ class ModelFiles:
     adapter: Path | None = None
 
     def close(self) -> None:
-        """The cache may delete the files from here on."""
+        """Lets the cache delete the files."""
         for files in (self, self.draft):
             if files is not None and files.lease is not None:
                 files.lease.close()

@@ -1,6 +1,6 @@
-"""Which arrays of a model can stay in the bits of their checkpoint, and how they are filled.
+"""Decides which arrays of a model can stay quantized as in their checkpoint, and fills them.
 
-An array stays if all tensors that fill it are kept in one way, or in ways that can be joined, and if every
+An array stays if all tensors that fill it have one scheme, or schemes that can be joined, and if every
 device's share of it has whole groups. Others are widened when they are read, as if they had not been
 quantized.
 """
@@ -29,13 +29,13 @@ from levserve.weights.quantized.joined import as_joined, join
 from levserve.weights.quantized.packed_tensor import Array, PackedTensor
 
 WIDENED = ("embed", "positions")
-"""Arrays that are looked up, not multiplied with."""
+"""Arrays that are used for lookups, not in products."""
 
 
 def find_schemes(
     sources: Mapping[str, Sequence[Source]], config: ModelConfig, num_shards: int
 ) -> dict[str, Scheme]:
-    """How each array that can stay in its checkpoint's bits is kept."""
+    """The scheme of each array that can stay as its checkpoint stores it."""
     shapes = parameter_shapes(local_config(config, num_shards))
     schemes = {}
     for name, filled_by in sources.items():
@@ -51,7 +51,7 @@ def find_schemes(
 
 
 def find_four_bits(sources: Mapping[str, Sequence[Source]], config: ModelConfig) -> dict[str, Scheme]:
-    """Of the matrices that `--quantize` applies to, those that can stay in four bits on a CPU."""
+    """The schemes of the matrices that `--quantize` applies to and that can stay in four bits on a CPU."""
     schemes, shapes = find_schemes(sources, config, 1), parameter_shapes(config)
     if config.tied_head:
         head = _common_scheme(sources["embed"])
@@ -82,7 +82,7 @@ def read_packed(
     pool: Executor,
     origin: str,
 ) -> Iterator[tuple[str, NDArray[np.generic]]]:
-    """The arrays that keep one matrix; a part that is cut comes as the shares one above the other."""
+    """The arrays that hold one matrix; the shares of an array that is cut come stacked."""
     codes, scales, zeros, offsets = _read_parts(name, scheme, sources, cutter, pool, origin)
     yield name, _pack(codes, scheme)
     num_shares = cutter.num_shares(name)
@@ -94,7 +94,7 @@ def read_packed(
 def _read_parts(
     name: str, scheme: Scheme, sources: Sequence[Source], cutter: Cutter, pool: Executor, origin: str
 ) -> tuple[Array, Array, Array | None, Array | None]:
-    """Codes, a byte for each number, and scales, zero points and offsets."""
+    """Codes, a byte for each weight, and scales, zero points and offsets."""
     shape = cutter.host_shapes[name]
     codes = aligned_array(shape, np.dtype(scheme.code.dtype))
     scales = np.empty((*shape[:-1], scheme.num_groups(shape[-1])), np.dtype(scheme.scale))
@@ -122,7 +122,7 @@ def _read_parts(
 
 
 def _pack(codes: NDArray[np.generic], scheme: Scheme) -> NDArray[np.generic]:
-    """Codes [..., in], a byte each, as the scheme has them."""
+    """Packs codes [..., in], a byte each, as the scheme stores them."""
     is_nibble = scheme.code.is_nibble
     if not (is_nibble or scheme.in_lanes):
         return codes
@@ -136,7 +136,7 @@ def _pack(codes: NDArray[np.generic], scheme: Scheme) -> NDArray[np.generic]:
 
 
 def _turn(blocks: NDArray[np.generic], num_shares: int) -> NDArray[np.generic]:
-    """Shares [..., out, group] that stand one above the other as [..., group, out]."""
+    """Transposes each of the stacked shares [..., out, group] to [..., group, out]."""
     shares = blocks.reshape(num_shares, -1, *blocks.shape[1:]).swapaxes(-1, -2)
     return np.ascontiguousarray(shares.reshape(-1, *shares.shape[2:]))
 
@@ -148,7 +148,7 @@ def _common_scheme(sources: Sequence[Source]) -> Scheme | None:
         if not isinstance(source.tensor, PackedTensor):
             return None
         scheme = source.tensor.scheme
-        if scheme.columns == 1:  # a scale for each number takes more memory than the numbers do
+        if scheme.columns == 1:  # a scale for each weight takes more memory than the weights
             return None
         schemes.add(scheme if _has_whole_blocks(source, scheme.rows) else replace(scheme, rows=1))
     rows = {scheme.rows for scheme in schemes}

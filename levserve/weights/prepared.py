@@ -1,14 +1,14 @@
-"""Weights as a CPU's kernels read them, kept on disk, so that later starts map them and compute nothing.
+"""Weights in the form that CPU kernels read, kept on disk so that later starts map them and compute nothing.
 
-To quantize a model takes many times longer than to read it. The first start writes what it made to a file
-and maps it; the next ones map it at once. Mapped weights are in memory once, however many processes serve
-them. So those that are not quantized are kept as well: in the model's own files they are neither aligned nor
-joined as the kernels read them.
+Quantizing a model takes many times longer than reading it. The first start writes the result to a file and
+maps it; later starts map it at once. Mapped weights are in memory once, however many processes serve them, so
+unquantized weights are kept as well: in the model's own files they are neither aligned nor joined as the
+kernels read them.
 
-Each model has a folder in the cache, named by everything that decides what its weights are made into: the
-files, the quantization, the order of the matrices and the sources of levserve that make them. So a file is
-never brought up to date, only replaced. Nothing here stops a start: where weights cannot be kept, they are
-made in memory.
+Each model has a folder in the cache, named by a digest of everything that the prepared weights depend on: the
+model's files, the quantization, the order of the matrices and the levserve sources that make them. So a file
+is never updated, only replaced. Nothing here stops a start: weights that cannot be kept are prepared in
+memory.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ FILE = "weights"
 SMALLEST_BYTES = 64 << 20
 """Smaller models are not kept: they are ready in less than a second."""
 FREE_SHARE = 0.1
-"""The part of a disk that stays free."""
+"""The share of a disk that stays free."""
 IN_MEMORY = ("tmpfs", "ramfs")
-"""File systems on which a file takes memory that is never given back."""
+"""File systems whose files take memory that the kernel cannot reclaim."""
 SOURCES = (
     "gguf/*.py",
     "jit/host_call.py",
@@ -63,7 +63,7 @@ SOURCES = (
     "model/sharding.py",
     "weights/**/*.py",
 )
-"""The sources that decide what is made of a checkpoint."""
+"""The sources that decide how a checkpoint's weights are prepared."""
 PACKAGES = ("gguf-", "ml_dtypes-", "numpy-", "safetensors-", "tensorstore-")
 
 Arrays = Iterator[tuple[str, NDArray[np.generic]]]
@@ -77,12 +77,12 @@ class WeightCache:
     files: ModelFiles
     key: str
     num_bytes: int
-    """What they take, about."""
+    """Their approximate size."""
     limit_bytes: int
-    """What all models may take."""
+    """The limit for the prepared weights of all models together."""
 
     def read(self, convert: Callable[[], Arrays], report: Report) -> Arrays:
-        """The arrays that `convert` makes, from the file if there is one, and else after writing it."""
+        """The arrays that `convert` makes, mapped from the file, which is written first if it is missing."""
         try:
             yield from self._read_kept(convert, report).items()
             return
@@ -108,7 +108,7 @@ class WeightCache:
         raise DamagedFile(f"{self.path / FILE} is damaged whenever it is written")
 
     def _lease(self, convert: Callable[[], Arrays], report: Report) -> Lease | None:
-        """Writes the file if it is not there. None if the folder cannot be written but has the file."""
+        """Leases the folder and writes the file if it is missing. None if a read-only folder has the file."""
         try:
             return lease_folder(
                 self.path, lambda: is_whole(self.path / FILE), lambda: self._fill(convert, report), report
@@ -119,7 +119,7 @@ class WeightCache:
             raise
 
     def _fill(self, convert: Callable[[], Arrays], report: Report) -> None:
-        """Holds the folder's lock, so that there is one writer."""
+        """Writes the file. The caller holds the folder's exclusive lock, so there is only one writer."""
         self._check_room()
         report(f"preparing weights for later starts in {self.path}")
         part = self.path / f"{FILE}.part"
@@ -133,7 +133,7 @@ class WeightCache:
         log.info("prepared weights take %.2f GB in %s", num_bytes / 1e9, self.path)
 
     def _check_room(self) -> None:
-        """Removes weights of other models if that makes enough room, and nothing if it does not."""
+        """Removes weights of other models to make room; none if the limit or disk is too small anyway."""
         if _file_system(self.path) in IN_MEMORY:
             raise _NotKept(f"{self.path} is in memory")
         try:
@@ -148,7 +148,7 @@ class WeightCache:
             raise _NotKept(str(error)) from None
 
     def _check_disk(self, freed: int) -> None:
-        """Whether the disk has room once so many bytes are removed."""
+        """Raises `_NotKept` if the disk is too full even after `freed` bytes are removed."""
         disk = shutil.disk_usage(self.path)
         if disk.free + freed - self.num_bytes < FREE_SHARE * disk.total:
             raise _NotKept(
@@ -158,11 +158,14 @@ class WeightCache:
 
 
 class _NotKept(Exception):
-    """Why weights are made in memory."""
+    """Says why weights are prepared in memory instead of on disk."""
 
 
 def find_cache(settings: Settings, files: ModelFiles, made: str, num_bytes: int) -> WeightCache | None:
-    """Where weights that take so many bytes are kept; `made` is all that they depend on besides the files."""
+    """Where weights of about `num_bytes` are kept; None if they are not to be kept.
+
+    `made` describes what they depend on besides the model's files and the code that prepares them.
+    """
     if num_bytes < SMALLEST_BYTES or not settings.weight_cache:
         return None
     key = identify(files)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-INTERVAL_SECONDS = 1.0  # a first start takes a minute: enough to show life, few enough lines for a journal
+INTERVAL_SECONDS = 1.0  # a first start takes a minute: often enough to show life, rare enough for a journal
 
 Report = Callable[[str], None]
 """Takes one line about what is being loaded; the log and systemd show it."""

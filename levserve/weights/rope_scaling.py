@@ -89,7 +89,7 @@ def yarn_attention_factor(factor: float, scale: float = 1.0) -> float:
 
 
 def scaled_context(scaling: RopeScaling | None, max_position: int) -> int:
-    """How many positions the scaling makes of `max_position`, which configs give with or without it."""
+    """The number of positions with scaling; configs give `max_position` with or without it."""
     match scaling:
         case YarnScaling(factor, original):
             return max(max_position, int(factor * original))

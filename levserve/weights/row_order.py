@@ -1,7 +1,7 @@
 """Puts the rows of attention matrices in the order that levserve computes with.
 
-Here a head's rotated numbers come first, the first numbers of all pairs before the second ones. Cohere and
-DeepSeek store the two numbers of a pair as neighbours, and DeepSeek stores the rotated numbers last.
+levserve has a head's rotated channels first, with the first channels of all pairs before the second ones.
+Cohere and DeepSeek store the two channels of a pair as neighbours, and DeepSeek stores the rotated ones last.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LATENT = re.compile(r"model\.layers\.\d+\.self_attn\.kv_a_proj_with_mqa\.weight"
 
 
 class ReorderedTensor:
-    """Rows in blocks; `order` says which stored row of its block each row is."""
+    """A tensor with rows reordered within blocks; `order` gives the stored row for each row of a block."""
 
     def __init__(self, stored: StoredTensor, order: NDArray[np.int64]) -> None:
         self._stored = stored

@@ -75,7 +75,7 @@ def find_source(settings: Settings, report: Report, *, with_tokenizer: bool = Tr
     if not settings.checkpoint_path and _is_stored_run(address):
         settings = replace(settings, checkpoint_path=address)
     if settings.checkpoint_path:
-        from levserve.weights.levanter_run import find_run  # brings jax, which must wait until after the fork
+        from levserve.weights.levanter_run import find_run  # imports jax: only after the fork
 
         files = find_run(settings, report, with_tokenizer=with_tokenizer and not settings.tokenizer)
     else:
@@ -103,7 +103,7 @@ def find_source(settings: Settings, report: Report, *, with_tokenizer: bool = Tr
 
 
 def _with_adapter(files: ModelFiles, settings: Settings, report: Report) -> ModelFiles:
-    """The base model's files, if the model is an adapter; or the files with the adapter that is given."""
+    """The base model's files with the adapter, if the model is one; else `files`, with --adapter if given."""
     if not is_adapter(files.path):
         if not settings.adapter:
             return files
@@ -152,7 +152,7 @@ def _check_adapter(settings: Settings) -> None:
 
 
 def find_with_draft(settings: Settings, report: Report) -> ModelFiles:
-    """The same with the files of the draft model, if there is one."""
+    """Does the same as `find_source`, and finds the files of the draft model, if there is one."""
     files = find_source(settings, report)
     if not settings.draft_model:
         return files
@@ -165,7 +165,7 @@ def find_with_draft(settings: Settings, report: Report) -> ModelFiles:
 
 
 def draft_settings(settings: Settings) -> Settings:
-    """Settings with the draft model in the place of the model."""
+    """The settings with the draft model in place of the model."""
     name, revision = settings.draft_model, ""
     if not Path(name).expanduser().exists() and not is_address(name):
         name, _, revision = name.partition("@")
@@ -196,7 +196,7 @@ def stored_name(model: str, store: str) -> str:
 
 
 def _is_stored_run(address: str) -> bool:
-    """Whether a Levanter run, or one of its checkpoints, is at an address where a model may be."""
+    """Whether a model's address is that of a Levanter run or of one of its checkpoints."""
     if not is_address(address) or address.endswith((parts.SUFFIX, *SUFFIXES)):
         return False
     store = Store(address)
@@ -210,7 +210,7 @@ def _is_stored_run(address: str) -> bool:
 
 
 def check_model(model: str) -> None:
-    """The same check for the value of --model."""
+    """Refuses a value of --model that `check_source` refuses."""
     if is_address(model):
         check_address(model)
         return
@@ -244,7 +244,7 @@ def find_model(
     if path.is_dir():
         return ModelFiles(path.resolve().name, path)
     name = _hub_name(model)
-    assert name is not None  # check_model has seen to it
+    assert name is not None  # check_model refuses other names
     try:
         return ModelFiles(model, _fetch_from_hub(name, revision, cache_path / "hub", report))
     except StartupError as error:
@@ -315,7 +315,7 @@ def _model_files(store: Store) -> list[str]:
 
 
 def _hub_name(model: str) -> HubName | None:
-    """What a model that is not here is called on the Hub; a file that is missing in a folder is none."""
+    """The Hub name of a model that is not on disk; None for a missing file of a folder that exists."""
     name = parse_hub_name(model)
     is_missing_here = name is not None and name.file and Path(model).expanduser().parent.is_dir()
     return None if is_missing_here else name

@@ -99,8 +99,7 @@ class Store:
         return [name for name, is_folder in self.list_entries().items() if is_folder]
 
     def list_entries(self) -> dict[str, bool]:
-        """The names directly below this folder in their order, and whether each is a folder; {} if there is
-        nothing."""
+        """The sorted names directly below this one, and whether each is a folder; {} if there are none."""
         with as_startup_error(self.address):
             try:
                 entries = self._fs.ls(self._root, detail=True)
@@ -129,7 +128,7 @@ class Store:
                 info = self._fs.info(path)
             except FileNotFoundError as error:
                 if self._is_web and getattr(error.__cause__, "status", None) != HTTPStatus.NOT_FOUND:
-                    # Fsspec raises it for every failed request.
+                    # fsspec raises FileNotFoundError for every failed request.
                     raise OSError(str(error.__cause__)) from error
                 return None
         if info.get("type") == "directory":
@@ -170,17 +169,17 @@ class Store:
         self._fs.get_file(file.path, str(path))
 
     def write(self, name: str, data: bytes) -> None:
-        """Puts a small file into the folder, in place of what had its name."""
+        """Writes a small file to the folder, in place of one of the same name."""
         with self._writing(name):
             self._fs.pipe_file(self._path(name), data)
 
     def write_file(self, name: str, path: Path) -> None:
-        """Puts a file of any size into the folder, in place of what had its name."""
+        """Writes a file of any size to the folder, in place of one of the same name."""
         with self._writing(name):
             self._fs.put_file(str(path), self._path(name))
 
     def remove(self, name: str) -> None:
-        """Does nothing if there is none."""
+        """Removes a file if it exists."""
         with self._writing(name), suppress(FileNotFoundError):
             self._fs.rm_file(self._path(name))
 
@@ -196,7 +195,7 @@ class Store:
             yield
 
     def is_encrypted(self, file: RemoteFile) -> bool:
-        """Whether S3 encrypts the object with a key of its own, in which case its ETag is not an MD5."""
+        """Whether S3 encrypts the object with KMS or a customer's key, so that its ETag is not an MD5."""
         if self._scheme != "s3":
             return False
         bucket, _, key = file.path.partition("/")
@@ -221,7 +220,7 @@ def as_startup_error(address: str, *, hint: str = "", verb: str = "fetch") -> It
 
 
 def _md5(info: Mapping[str, Any], etag: str) -> str | None:
-    """Google's and HTTP's MD5 in base64, or S3's ETag, an MD5 unless the object was uploaded in parts."""
+    """The MD5 from Google's or HTTP's base64, or S3's ETag, which is one unless the upload was in parts."""
     encoded = info.get("md5Hash") or info.get("Content-MD5")
     if encoded:
         return base64.b64decode(encoded).hex()
@@ -229,7 +228,7 @@ def _md5(info: Mapping[str, Any], etag: str) -> str | None:
 
 
 def _serves_ranges(url: str) -> bool:
-    """Whether a web server honours Range; fsspec would take the whole file for the part it asked for."""
+    """Whether a web server honours Range; if not, fsspec would mistake the whole file for the range."""
     request = urllib.request.Request(url, headers={"Range": "bytes=0-0"})
     with urllib.request.urlopen(request, timeout=60) as response:
         return bool(response.status == HTTPStatus.PARTIAL_CONTENT)

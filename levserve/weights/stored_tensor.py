@@ -21,7 +21,7 @@ DTYPE_NAMES = {
     "uint8": "U8",
     "float8_e4m3fn": "F8_E4M3",
 }
-"""NumPy's names of types, and those of safetensors."""
+"""The names of types in safetensors, by their names in NumPy."""
 
 
 class Slice(Protocol):
@@ -33,7 +33,7 @@ class Slice(Protocol):
 
 
 class ArraySlice:
-    """An array in the form of safetensors' lazy tensors. One on a device is copied when it is first read."""
+    """An array in the form of safetensors' lazy tensors. A device's array is copied when it is first read."""
 
     def __init__(self, array: NDArray[np.generic] | jax.Array) -> None:
         self._array = array
@@ -47,7 +47,7 @@ class ArraySlice:
 
     def __getitem__(self, part: slice | tuple[slice, ...]) -> NDArray[np.generic]:
         if not isinstance(self._array, np.ndarray):
-            self._array = np.asarray(self._array)  # two threads may both do it, and then do the same
+            self._array = np.asarray(self._array)  # if two threads race, both make the same copy
         return np.asarray(self._array[part])
 
 
@@ -60,10 +60,10 @@ class StoredTensor(Protocol):
     def read(self, start: int, stop: int, columns: slice = ALL) -> NDArray[np.generic]:
         """Rows `start` to `stop`, decoded to float32 or bfloat16. Safe to call from several threads.
 
-        Of a matrix only these `columns`, of which both ends are given or neither. Where the format allows,
-        the others are not read.
+        Of a matrix, only these `columns` are returned; the slice has both ends or neither. Where the format
+        allows, the other columns are not read from the file.
         """
         ...
 
     def finish(self) -> None:
-        """Called when nothing more of it will be read."""
+        """Called when no more of the tensor will be read."""

@@ -20,14 +20,14 @@ from levserve.model.config import ModelConfig
 from levserve.model.parameter_shapes import parameter_shapes
 
 MAX_NAMES_IN_MESSAGE = 8
-# GGUF's form of the rotary scaling of Llama 3 and of Phi-3; read with the configuration.
+# The tensors with the rotary scaling of Llama 3 and Phi-3 in GGUF files; read with the configuration.
 ROPE_FACTORS = "rope_freqs.weight"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 # Tensors that are ignored: rotary frequencies, and a head that is tied to the embedding.
 IGNORED = re.compile(
     r".*\.rotary_emb\.inv_freq|lm_head\.weight|rope_freqs\.weight|rope_factors_(long|short)\.weight"
 )
-# A layer after the last one drafts a token after the next. It has this tensor, and no other layer does.
+# A layer after the last one, which drafts the token after the next, is ignored. Only it has this tensor.
 DRAFTING = re.compile(r"(model\.layers\.\d+\.)eh_proj\.weight")
 # GPT-2 stores its matrices [in, out].
 TRANSPOSED = re.compile(r"h\.\d+\.(attn|mlp)\.c_\w+\.weight")
@@ -66,9 +66,9 @@ class Tensor(NamedTuple):
 class Line(NamedTuple):
     """One way to fill an array.
 
-    In the name, `{}` is the layer, `{e}` the expert, and `[a|b]` lists the tensors that fill the parts in
-    turn. Where the model has biases, those of `x.weight` are `x.bias` and fill the array with `_bias` at the
-    end of its name.
+    In the name, `{}` is the layer, `{e}` the expert, and `[a|b]` lists the tensors that fill the parts, in
+    order. Where the model has biases, the bias of `x.weight` is `x.bias`; it fills the array whose name has
+    `_bias` at its end.
     """
 
     array: str
@@ -86,7 +86,7 @@ class Line(NamedTuple):
         return [self] if stem == self.name else [self, Line(f"{self.array}_bias", f"{stem}.bias")]
 
     def tensors(self, config: ModelConfig, layers: Iterable[int]) -> list[Tensor]:
-        """Those of the layers that have the array."""
+        """The tensors of this line in these layers."""
         experts: Iterable[int | None] = range(config.num_experts) if "{e}" in self.name else [None]
         tensors = []
         for layer, expert, (part, name) in itertools.product(layers, experts, self.parts().items()):
@@ -143,7 +143,7 @@ TABLE: dict[Format, tuple[Line, ...]] = {
         Line("layers.{}.router", "model.layers.{}.block_sparse_moe.gate.weight"),
         Line("layers.{}.experts_gate_up", "model.layers.{}.block_sparse_moe.experts.{e}.w[1|3].weight"),
         Line("layers.{}.experts_down", "model.layers.{}.block_sparse_moe.experts.{e}.w2.weight"),
-        # Mixtral in Levanter's checkpoints, all experts as one
+        # Mixtral in Levanter's checkpoints, all experts in one tensor
         Line("layers.{}.experts_gate_up", "model.layers.{}.block_sparse_moe.experts.w[1|3].weight"),
         Line("layers.{}.experts_down", "model.layers.{}.block_sparse_moe.experts.w2.weight"),
         Line("final_norm", "model.norm.weight"),
@@ -267,7 +267,7 @@ def match_tensors(source: str, found: Mapping[str, tuple[int, ...]], targets: Ma
 
 
 def _layers_with(array: str, shapes: Collection[str], config: ModelConfig) -> list[int]:
-    """The layers that have an array of this name; [0] for one that is not of a layer."""
+    """The layers that have an array of this name; [0] for an array outside the layers."""
     if "{}" not in array:
         return [0] if array in shapes else []
     return [layer for layer in range(config.num_layers) if array.format(layer) in shapes]

@@ -1,9 +1,9 @@
 """Reads tensors that PyTorch saved (`.bin`, `.pt`), without PyTorch and without running the code in the file.
 
-Such a file is a zip archive with the numbers of each tensor as they are in memory, and a pickle that says
-which tensor has which. A pickle is a program: it can name any function of any module and have it called. Here
-it can name what `ALLOWED` lists and nothing else; those names stand for functions of this file, which can
-neither import nor change anything. Any other name is an error, before anything is called.
+Such a file is a zip archive with the raw values of all tensors, and a pickle that says which values belong to
+which tensor. A pickle is a program: it can name any function of any module and have it called. Here it can
+name only what `ALLOWED` lists, and nothing in that list can import or change anything. Any other name is an
+error before anything is called.
 
 Files are mapped into memory, so rows are copied only when they are read.
 """
@@ -41,7 +41,7 @@ STORAGE_TYPES: Mapping[str, np.dtype[Any]] = {
 }
 ZIP_START = b"PK\3\4"
 LEGACY_START = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-"""The number that PyTorch before 1.6 begins a file with, as a pickle."""
+"""The pickled magic number that a file of PyTorch before 1.6 begins with."""
 LOCAL_HEADER = struct.Struct("<26xHH")
 """A zip entry's own header: only the lengths of its name and of its extra field are of interest."""
 MAX_PICKLE_BYTES = 256 << 20
@@ -68,7 +68,7 @@ class TorchTensor(NamedTuple):
 
 
 class Storage(NamedTuple):
-    """The numbers of one or more tensors, in one dimension."""
+    """The values of one or more tensors, as a flat array."""
 
     numbers: NDArray[Any]
 
@@ -112,7 +112,7 @@ def _not_a_zip(path: Path, start: bytes) -> str:
 
 
 class _Archive:
-    """The entries of an open file: one pickle, and the numbers of each storage by its key."""
+    """The entries of an open file: one pickle, and the values of each storage by its key."""
 
     def __init__(self, path: Path, archive: zipfile.ZipFile) -> None:
         self._archive = archive
@@ -158,7 +158,7 @@ class _Archive:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Runs a pickle that can name nothing but what is in `ALLOWED`."""
+    """Runs a pickle that can name only what is in `ALLOWED`."""
 
     def __init__(self, file: io.BytesIO, archive: _Archive) -> None:
         super().__init__(file)
@@ -179,8 +179,8 @@ class _Unpickler(pickle.Unpickler):
         return self._archive.storage(kind, key, _size(count))
 
 
-# A pickle can set attributes of what it names. These have none that could be set: the functions are objects
-# without a dictionary, and storage types are their own names.
+# A pickle can set attributes of the objects that it names. Ours have none to set: the functions are objects
+# with empty `__slots__`, and storage types are plain strings.
 
 
 class _RebuildTensor:
@@ -206,7 +206,7 @@ class _RebuildTensor:
 
 
 class _RebuildParameter:
-    """Stands for torch._utils._rebuild_parameter: the tensor is all that matters of a parameter."""
+    """Stands for torch._utils._rebuild_parameter: only a parameter's tensor matters."""
 
     __slots__ = ()
 
@@ -222,7 +222,7 @@ ALLOWED: Mapping[str, object] = {
     "torch._utils._rebuild_parameter": _RebuildParameter(),
     **{f"torch.{kind}": kind for kind in STORAGE_TYPES},
 }
-"""What a pickle may name, and what it gets."""
+"""The names that a pickle may use, and the object that it gets for each."""
 
 
 def _size(value: object) -> int:

@@ -1,4 +1,4 @@
-"""gunicorn's arbiter with one worker for life: it exits as its worker exits, and never starts another.
+"""gunicorn's arbiter for exactly one worker: it exits when the worker does and never starts another.
 
 Runs in the process that the user started; imports no jax.
 """
@@ -23,12 +23,12 @@ log = logging.getLogger(__name__)
 
 REPEAT_SECONDS = 1.0
 ECHO_SECONDS = 0.5
-"""A SIGTERM so soon after the first is the same one: timeout(1) signals the process and then its group."""
+"""A SIGTERM this soon after the first counts as the same: timeout(1) signals the process, then its group."""
 REAP_SECONDS = 5.0
 
 
 class OneWorkerArbiter(Arbiter):  # type: ignore[misc]
-    """Ignores the signals that would start a second worker, for which the device has no memory."""
+    """Ignores gunicorn's signals for workers and logs: the device has no memory for a second worker."""
 
     LISTENERS: list[socket.socket]
     _worker_exit = 0
@@ -36,7 +36,7 @@ class OneWorkerArbiter(Arbiter):  # type: ignore[misc]
     def _ignore(self) -> None:
         self.log.warning("signal ignored: restart the service instead")
 
-    # SIGWINCH is not among them: terminals send it, and gunicorn does nothing with it here.
+    # SIGWINCH is not among them: terminals send it, and gunicorn ignores it unless it is a daemon.
     handle_hup = handle_ttin = handle_ttou = handle_usr1 = _ignore
 
     def handle_term(self) -> None:
@@ -52,7 +52,7 @@ class OneWorkerArbiter(Arbiter):  # type: ignore[misc]
         super().handle_quit()
 
     def handle_usr2(self) -> None:
-        """Passes on the signal to reload the weights: the worker holds them."""
+        """Forwards the signal to reload the weights to the worker, which holds them."""
         self.kill_workers(signal.SIGUSR2)
 
     def spawn_workers(self) -> None:
@@ -70,12 +70,12 @@ class OneWorkerArbiter(Arbiter):  # type: ignore[misc]
                 "a library ended the worker (SIGABRT), as its last line above says; if that is about memory, "
                 "lower --kv-memory or --max-running, or raise the limit"
             )
-        elif self._worker_exit not in (0, 1, 2):  # after these it has logged the reason itself
+        elif self._worker_exit not in (0, 1, 2):  # with these it has logged the reason itself
             log.error("the worker ended with code %s, which ends the server", self._worker_exit)
         raise HaltServer("the worker has ended")
 
     def reap_workers(self) -> None:
-        """Notes how the worker ended. The first process of a container also has to reap orphans."""
+        """Notes how the worker ended, and reaps orphans, as the first process of a container must."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -89,7 +89,7 @@ class OneWorkerArbiter(Arbiter):  # type: ignore[misc]
                 self._worker_exit = os.waitstatus_to_exitcode(status)
 
     def stop(self, graceful: bool = True) -> None:
-        """Ends the worker, at once or after a drain that a second signal cuts short; else kills it."""
+        """Ends the worker at once, or after a drain that a second signal cuts short; kills it if late."""
         for listener in self.LISTENERS:
             listener.close()  # the worker has its own copy, and answers until it has drained
         self.LISTENERS = []
@@ -117,8 +117,8 @@ class OneWorkerArbiter(Arbiter):  # type: ignore[misc]
         code = FAULT_EXIT_CODE
         if self._worker_exit in (0, 1, 2):
             code = self._worker_exit
-        elif self._worker_exit == -signal.SIGTERM:  # it came before there was a handler or anything to drain
+        elif self._worker_exit == -signal.SIGTERM:  # it ended before it had a handler or anything to drain
             code = 0
-        if code == 0:  # after any other, the line that says why stays the last
+        if code == 0:  # with any other code, the line that says why stays the last one
             log.info("exit with code 0")
         sys.exit(code)

@@ -18,11 +18,12 @@ from typing import Any
 from levserve.settings.settings import Settings
 from levserve.wire.framing import RequestBuffer
 
-READ_BYTES = 2**16  # read at a time, so that no client keeps the main loop busy
-# Discarded after a refusal: urllib and http.client look for no answer if a connection breaks while they send.
+READ_BYTES = 2**16  # per read, so that no client keeps the main loop busy
+# Input to discard after a refusal: urllib and http.client do not read an answer if the connection breaks
+# while they send.
 LINGER_BYTES = 2**26
-FORM_BYTES = 2**16  # what a form may have besides its file
-# In seconds, but for the count.
+FORM_BYTES = 2**16  # what a form may hold besides its file
+# In seconds, except for the count.
 KEEPALIVE = {socket.TCP_KEEPIDLE: 15, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
 UNSENT_BYTES = 2**18  # kept by the kernel for a slow reader; by default 2.6 MB pile up on a fast link
 ABORT = struct.pack("ii", 1, 0)  # SO_LINGER: drop unsent data and reset the connection
@@ -33,7 +34,7 @@ class State(Enum):
     HEAD = auto()  # waiting for the rest of a request's head; a new connection may have sent nothing
     BODY = auto()  # the head is complete, the body is not
     RUNNING = auto()  # an HTTP thread owns it
-    LINGERING = auto()  # answered; input is read and discarded, or a reset would destroy the answer
+    LINGERING = auto()  # answered; input is read and discarded, because a reset would destroy the answer
     CLOSED = auto()
 
 
@@ -63,21 +64,21 @@ class Connection:
         self.deadline = deadline
 
     def receive(self) -> bytes | None:
-        """Data, b"" if the client sends no more, None if nothing has come; raises OSError if it has gone."""
+        """New data, b"" if the client sends no more, None if nothing has arrived; OSError if it has gone."""
         try:
             return self.sock.recv(READ_BYTES, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return None
 
     def send_now(self, answer: bytes) -> bool:
-        """Whether a short answer could be sent without waiting, as it always can to a client that reads."""
+        """Sends a short answer without waiting; whether all went out, as always if the client reads."""
         try:
             return self.sock.send(answer, socket.MSG_DONTWAIT) == len(answer)
         except OSError:
             return False
 
     def num_unread(self) -> int:
-        """Bytes of earlier answers that the client has not received: many, if it only sends requests."""
+        """Bytes of earlier answers that the client has not received: many if it sends but never reads."""
         return int(struct.unpack("i", fcntl.ioctl(self.sock, termios.TIOCOUTQ, bytes(4)))[0])
 
     def finish_sending(self) -> None:
@@ -85,7 +86,7 @@ class Connection:
             self.sock.shutdown(socket.SHUT_WR)
 
     def has_lingered(self) -> bool:
-        """Discards what has come; whether the client has finished sending, or sent enough."""
+        """Discards the input so far; whether the client has finished sending, or has sent too much."""
         try:
             data = self.receive()
         except OSError:
@@ -103,7 +104,7 @@ class Connection:
         self.sock.close()
 
     def abort(self) -> None:
-        """Closes without sending the rest, which the client does not read."""
+        """Closes without sending the rest of the answer, which the client does not read."""
         with suppress(OSError):
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, ABORT)
         self.close()

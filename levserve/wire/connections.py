@@ -4,7 +4,7 @@
                                         -> LINGERING -> closed
 
 Everything here runs on the worker's main thread and never blocks: sockets are read and written only as far as
-they are ready. Each state has a deadline, so a silent, slow or stuck client costs a few kilobytes for some
+they are ready. Each state has a deadline, so a silent, slow or stuck client costs a few kilobytes for a few
 seconds, never a thread.
 """
 
@@ -29,18 +29,18 @@ log = logging.getLogger(__name__)
 
 MAX_ACCEPTS = 64  # in one turn of the main loop
 LINGER_SECONDS = 2.0
-BUFFERED_BODIES = 16  # incomplete bodies of the largest size that may be in memory
-BUFFERED_BYTES = 2**26  # may be in memory at least, if bodies must be small
-MAX_UPLOADS = 4  # of the largest size, on their way at the same time
+BUFFERED_BODIES = 16  # how many incomplete bodies of the largest size may be in memory
+BUFFERED_BYTES = 2**26  # may be in memory even if --max-body-bytes is small
+MAX_UPLOADS = 4  # uploads of the largest size that may be arriving at the same time
 LATE_STATES = {State.HEAD: "header", State.BODY: "body"}
 
 Dispatch = Callable[[Connection, RawRequest], None]
 AnswerQuickly = Callable[[bytes], bytes | None]
-"""The answer to a request that has come in one piece and needs no thread; None for all others."""
+"""Returns the answer to a request that arrived in one piece and needs no thread; None for all others."""
 
 
 class Connections:
-    """Owns every connection that no HTTP thread has, and knows those that HTTP threads have."""
+    """Owns every connection that no HTTP thread has, and keeps track of those that HTTP threads have."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Connections:
         self._max_connections = max_connections
         self._max_buffered = max(BUFFERED_BODIES * settings.max_body_bytes, BUFFERED_BYTES)
         self._num_buffered = 0
-        self._waiting: dict[Connection, None] = {}  # in the poller, in the order they came there
+        self._waiting: dict[Connection, None] = {}  # registered with the poller, in that order
         self.running: set[Connection] = set()
 
     @property
@@ -178,7 +178,7 @@ class Connections:
         self._advance(connection)
 
     def _send_at_once(self, connection: Connection, answer: bytes) -> None:
-        """Answers without giving the connection away, which would cost more than the answer."""
+        """Answers on the main loop: handing the connection to a thread would cost more than the answer."""
         if connection.send_now(answer):
             connection.enter(State.IDLE, time.monotonic() + self._settings.keep_alive)
         else:
@@ -209,12 +209,12 @@ class Connections:
             connection.enter(State.HEAD, time.monotonic() + self._settings.header_timeout)
 
     def _body_seconds(self, connection: Connection) -> float:
-        """The time for a body; an upload has to come as fast as the largest of other bodies."""
+        """The time allowed for a body; an upload must arrive as fast as the largest of other bodies."""
         share = connection.buffer.upload_bytes / self._settings.max_body_bytes
         return self._settings.body_timeout * max(share, 1.0)
 
     def _is_full_of_uploads(self, connection: Connection) -> bool:
-        """Whether this upload is one too many: anyone can begin one, for keys are checked later."""
+        """Whether this upload is one too many. Anyone can begin one, because keys are checked later."""
         if not connection.buffer.upload_bytes:
             return False
         expected = sum(one.buffer.upload_bytes for one in self._waiting)

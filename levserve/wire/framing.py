@@ -21,7 +21,7 @@ from levserve.errors import BodyTooLarge, Unavailable
 
 MAX_HEAD_BYTES = 2**16  # gunicorn allows 100 fields of 8 KiB, more than any client needs
 MAX_LINE_BYTES = 8190  # for a chunk's size and its extensions, as in gunicorn
-FRAMING_BYTES = 2**16  # a chunked body's framing may take this more than the body itself
+FRAMING_BYTES = 2**16  # a chunked body's framing may take this much more than the largest body
 UPLOAD_START = b"POST /v1/files "  # the one path whose bodies may be as large as files
 UPLOAD_BLOCK_BYTES = 2**16
 UPLOAD_RETRY_SECONDS = 60.0
@@ -30,7 +30,7 @@ CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})(?:[ \t]*;[^\r\n]*)?")
 
 @dataclass(frozen=True, slots=True)
 class RawRequest:
-    """The bytes of one request. A reader that wants more than there are gets `shortfall` raised.
+    """The bytes of one request. Reading beyond them raises `shortfall`, if it is set.
 
     If `is_whole`, the next request begins right after it; otherwise its beginning is unknown.
     """
@@ -40,7 +40,7 @@ class RawRequest:
     is_whole: bool = True
     shortfall: Exception | None = None
     upload: BinaryIO | None = None
-    """The body of an upload, in a file and at its beginning."""
+    """The body of an upload, as a file positioned at its beginning."""
 
     def close(self) -> None:
         if self.upload is not None:
@@ -54,7 +54,7 @@ class RawRequest:
 
 
 class RawReader(Unreader):  # type: ignore[misc]
-    """Lets gunicorn's parser read what has come, so that no HTTP thread ever waits for a client to send."""
+    """Lets gunicorn's parser read what has arrived, so that no HTTP thread waits for a client to send."""
 
     def __init__(self, request: RawRequest) -> None:
         super().__init__()
@@ -76,8 +76,8 @@ class RawReader(Unreader):  # type: ignore[misc]
 class RequestBuffer:
     """The bytes that a client has sent after its last whole request. Owned by the main loop.
 
-    The body of an upload may be larger than other bodies, up to `max_upload_bytes`; then it goes to a
-    temporary file in `upload_folder`, which has no name and is gone when it is closed.
+    The body of an upload may be larger than other bodies, up to `max_upload_bytes`; it then goes to an
+    unnamed temporary file in `upload_folder`, which disappears when it is closed.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class RequestBuffer:
     def _forget(self) -> None:
         self._num_searched = 0
         self._head_len = 0
-        self._body_len = 0  # by Content-Length, or of the chunks that are here
+        self._body_len = 0  # from Content-Length, or of the chunks received so far
         self._limit = self._max_body_bytes
         self._num_uploaded = 0
         self._upload_error: OSError | None = None
@@ -135,7 +135,7 @@ class RequestBuffer:
         self._forget()
 
     def _keep(self, data: bytes) -> None:
-        """Writes a part of an upload. An error is told later: here it would end the main loop."""
+        """Writes a part of an upload. `take` reports errors: raised here, one would end the main loop."""
         assert self._upload is not None
         self._num_uploaded += len(data)
         try:
@@ -188,7 +188,7 @@ class RequestBuffer:
         self._body_len = int(length) if is_number else 0
         self._is_chunked = codings[-1:] == [b"chunked"]
         expects_continue = expects == [b"100-continue"]
-        # HTTP/1.0 has no such answer.
+        # HTTP/1.0 has no "100 Continue".
         self._expects_continue = expects_continue and not first.endswith(b"/1.0")
         has_bad_length = not is_number or len(lengths) > 1 or (lengths and codings)
         has_bad_coding = codings and not self._is_chunked
@@ -266,7 +266,7 @@ class RequestBuffer:
         return request
 
     def _give_up(self, shortfall: Exception | None) -> RawRequest:
-        """All bytes that are here, as a request for the parser to refuse."""
+        """All bytes received so far, as a request for the parser to refuse."""
         head_len = self._head_len or len(self._data)
         request = RawRequest(bytes(self._data[:head_len]), bytes(self._data[head_len:]), False, shortfall)
         self.clear()

@@ -1,4 +1,4 @@
-"""Answers that need no application: refusals of gunicorn's parser and of the main loop.
+"""Answers that need no application: refusals by gunicorn's parser and by the main loop.
 
 They have the same shape as every other error, and each ends its connection.
 """
@@ -36,10 +36,10 @@ HTTP_1_1 = (1, 1)
 
 
 def check_head(req: Any) -> None:
-    """Refuses what HTTP forbids and gunicorn's parser lets pass; raises `ParseException`.
+    """Refuses what HTTP forbids but gunicorn's parser accepts; raises `ParseException`.
 
-    The parser takes gzip for a transfer coding and leaves it to nobody to decode. To a later minor version
-    the answer is one of HTTP/1.1, the latest that is spoken here.
+    The parser accepts gzip as a transfer coding, but nothing would decode it. A request of a later minor
+    version is answered in HTTP/1.1, the latest version spoken here.
     """
     if req.version >= HTTP_1_1 and not any(name == "HOST" for name, _ in req.headers):
         raise InvalidHeader("HOST")

@@ -1,9 +1,9 @@
-"""gunicorn's threaded worker, for a server that has only one: threads get whole requests, and it ends tidily.
+"""gunicorn's threaded worker, for a server with only one: threads get whole requests, and it ends cleanly.
 
 The main thread's loop waits for clients and reads their requests (`connections.py`). A pool of HTTP threads
 answers them, one thread per request; a small second pool answers health and metrics while the first is full.
-Stock gthread gives a thread to every client that has sent one byte, and blocks its main loop until clients
-hang up.
+Stock gthread gives a client a thread before its request is complete, and blocks its main loop while it waits
+for clients to hang up.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ log = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.25  # how often deadlines are checked
 OPS_THREADS = 4
-# Up to this the kernel has room for another answer, so that an ops thread never waits for a client to read.
+# With no more than this unread, the kernel has room for another answer, so an ops thread never waits for a
+# client to read.
 OPS_UNREAD_BYTES = 2**16
-MAX_QUEUED = 64  # requests that wait for a thread; all will be refused, in less than a tenth of a second
+MAX_QUEUED = 64  # may wait for a thread; admission will refuse them all, in less than a tenth of a second
 LAST_WORDS_SECONDS = 2.0  # for the last answers after the end of a drain
 IGNORED_SIGNALS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGTTIN, signal.SIGTTOU, signal.SIGWINCH)
 CUT_ERRNOS = (errno.EAGAIN, errno.ETIMEDOUT)  # SO_SNDTIMEO and TCP_USER_TIMEOUT
@@ -49,8 +50,8 @@ CUT_ERRNOS = (errno.EAGAIN, errno.ETIMEDOUT)  # SO_SNDTIMEO and TCP_USER_TIMEOUT
 class Worker(ThreadWorker):  # type: ignore[misc]
     """Runs on the worker's main thread, except `handle` and `handle_error`, which run on HTTP threads.
 
-    Signal handlers only leave a note for the main loop: a handler that needs a lock which its own thread
-    already holds would never return.
+    Signal handlers only queue a call for the main loop: a handler that waited for a lock held by its own
+    thread would never return.
     """
 
     sockets: list[socket.socket]
@@ -88,7 +89,7 @@ class Worker(ThreadWorker):  # type: ignore[misc]
             self._answer_quickly,
             max_connections=self.cfg.worker_connections,
         )
-        self._awaited: set[Connection] | None = None  # while leaving: those whose requests came before
+        self._awaited: set[Connection] | None = None  # in a drain: those that were running when it began
         self._leave_at = math.inf
         self._next_tick = 0.0
         self.poller.register(
@@ -125,9 +126,9 @@ class Worker(ThreadWorker):  # type: ignore[misc]
         try:
             req = next(parser)
             check_head(req)
-            req._expected_100_continue = False  # already sent, if it was due, before the body came
+            req._expected_100_continue = False  # already sent, if it was due, before the body arrived
             if not request.is_whole:
-                req.force_close()  # so that the answer says it: a client would send its next request here
+                req.force_close()  # announces the close, or the client would send its next request here
             return self.handle_request(req, connection) and request.is_whole and not req.body.failed
         except StopIteration:  # a WebSocket, or an answer that failed half-way and is logged
             return False
@@ -198,14 +199,14 @@ class Worker(ThreadWorker):  # type: ignore[misc]
         future.add_done_callback(lambda future: self.method_queue.defer(self._finish, connection, future))
 
     def _answer_quickly(self, data: bytes) -> bytes | None:
-        """The answer to what a client has sent, if it is a request for which a thread would be a waste."""
+        """The answer to a request for which a thread would be a waste; None for anything else."""
         if self._awaited is not None:
-            return None  # answers announce now that their connections close
+            return None  # in a drain, answers announce that their connections close
         answer: bytes | None = self.app.answer_quickly(data)
         return answer
 
     def _deadline_of(self, request: RawRequest) -> float:
-        """When even sending the answer must have ended. A WebSocket may stay open: pings check its peer."""
+        """When the answer must have been sent. A WebSocket may stay open: pings check its peer."""
         settings = self.app.settings
         if not settings.request_timeout or request.path == self.app.socket_path:
             return math.inf
@@ -228,10 +229,10 @@ class Worker(ThreadWorker):  # type: ignore[misc]
             self._leave(self.app.settings.drain_seconds)
 
     def _leave(self, drain_seconds: float) -> None:
-        """Refuses new requests, until those that run have ended or their time is up."""
+        """Has new requests refused until the running ones have ended or their time is up."""
         if self._awaited is None:
             self._awaited = set(self._connections.running)
-            self.max_keepalived = -1  # from now on every answer announces that its connection closes
+            self.max_keepalived = -1  # makes every answer announce that its connection closes
             self._drain_began = time.monotonic()
             log.info("draining for at most %g s; requests running: %d", drain_seconds, len(self._awaited))
         self._leave_at = min(self._leave_at, time.monotonic() + drain_seconds + LAST_WORDS_SECONDS)
@@ -248,7 +249,7 @@ class Worker(ThreadWorker):  # type: ignore[misc]
             log.info("drained in %.1f s", seconds)
 
     def _has_last_words(self) -> bool:
-        """Whether late requests are still being refused; those that had the whole drain are not."""
+        """Whether late requests are still being refused; those that had the whole drain do not count."""
         late = self._connections.running - (self._awaited or set())
         return bool(late) or self._connections.num_lingering > 0
 
@@ -263,7 +264,7 @@ class Worker(ThreadWorker):  # type: ignore[misc]
 
 
 def start_pool(num_threads: int, name: str) -> ThreadPoolExecutor:
-    """A pool that starts all its threads now: a missing one would be noticed only by a full server."""
+    """A pool that starts all its threads now: a missing one would be noticed only when the server is full."""
     pool = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
     is_full = threading.Event()
     try:

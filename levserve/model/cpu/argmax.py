@@ -24,7 +24,7 @@ TOKENS, VALUES = range(2)
 def argmax_rows(logits: jax.Array, num_used: jax.Array, *, target: Target) -> tuple[jax.Array, jax.Array]:
     """The index, int32 [row], and the value, float32 [row], of the largest of float32 [row, vocab].
 
-    Of equal logits the first counts. The value of a row that has a NaN is NaN. Rows after the first
+    Of equal logits the first one wins. The value of a row that has a NaN is NaN. Rows after the first
     `num_used` [1] are not computed: their results are whatever was in memory.
     """
     rows = logits.shape[0]
@@ -52,7 +52,7 @@ def _argmax_row(call: Call, _: Value, scratch: Value, row: Value) -> None:
 
 
 def find_largest(builder: Builder, logits: Value, vocab: Value, scratch: Value) -> tuple[Value, Value]:
-    """The place of the first largest of float32 [vocab], and its value; NaN if there is one among them.
+    """The index and the value of the first largest of float32 [vocab]; the value is NaN if any of them is.
 
     Finds the largest of each lane, then the largest of those and of the logits after the last vector. The
     scratch memory holds `8 * LANES` bytes.

@@ -1,8 +1,9 @@
 """Attention over the pages of rows on a CPU.
 
-XLA would gather the pages first and multiply matrices of three rows: here a step of 32 rows takes a third of
-the time. A task is a block of neighbouring queries of one row over one key-value head. How many queries a row
-has decides whether its blocks are of a few queries (`few_queries`) or of many (`many_queries`).
+XLA would gather the pages first and multiply matrices of only three rows; for a step of 32 rows this kernel
+takes a third of the time. A task is a block of neighbouring queries of one row over one key-value head. The
+number of queries of a row decides whether its blocks have few queries (`few_queries`) or many
+(`many_queries`).
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ def has_many_queries(target: Target) -> bool:
 
 
 def mixed_context(target: Target) -> int:
-    """The latest position at which a prompt's chunk may begin to be computed beside decoding rows: without
-    `many_queries` each of its tokens reads all keys anew."""
+    """A prompt's chunk that begins before this position may be computed beside decoding rows.
+
+    The limit is low without `many_queries`, because each token of the chunk then reads all keys separately.
+    """
     return 2**31 if has_many_queries(target) else 256
 
 
@@ -57,7 +60,7 @@ def paged_attention(
 
 
 def kernel_for(heads: HeadShape) -> Kernel:
-    """The kernel of q [row, chunk, kv_head, group, size], pool, table, positions, window and softcap."""
+    """The kernel for q [row, chunk, kv_head, group, size], pool, table, positions, window and softcap."""
     name = f"levserve_attend_{heads.dtype}_{heads.kv_heads}_{heads.group}_{heads.size}_{heads.page_size}"
     token_bytes = heads.kv_heads * heads.group * heads.size * 4
 
@@ -85,7 +88,8 @@ def count_joined_rows(place: Place, heads: HeadShape) -> jax.Array:
     """`AttentionArrays.joined_rows` for rows of one token each.
 
     Neighbouring rows that write to the same page belong to one prompt and have the same earlier pages. So the
-    tokens of a prompt beside decoding rows read their keys together, if they are enough for `many_queries`.
+    tokens of a prompt that is computed beside decoding rows read their keys together, if there are enough of
+    them for `many_queries`.
     """
     rows, chunk = place.positions.shape
     max_rows = max(many_queries.max_queries(heads.target) // heads.group, 1)

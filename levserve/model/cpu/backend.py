@@ -28,7 +28,7 @@ from levserve.model.xla import XlaBackend
 PLAIN_FIELDS = frozenset(
     "vocab_size hidden_size intermediate_size num_layers num_heads num_kv_heads head_dim norm_eps rope_theta "
     "rope_scaling rotary_size qkv_bias qk_norm windows attention_scale "
-    # These concern what is around the layers.
+    # These do not affect the layers themselves.
     "max_position tied_head embed_scale logit_scale head_bias logit_softcap".split()
 )
 """The fields of a config that the whole-layer kernel honours, whatever their value."""
@@ -73,7 +73,7 @@ class CpuBackend(XlaBackend):
         softcap: float | None = None,
         sinks: jax.Array | None = None,
     ) -> jax.Array:
-        if sinks is not None:  # the kernel does not know sinks
+        if sinks is not None:  # the kernel does not support sinks
             return super().mix_values(q, pool, table, positions, window=window, softcap=softcap, sinks=sinks)
         return attention.paged_attention(
             q, pool, table, positions, target=self.target, window=window, softcap=softcap
@@ -152,8 +152,8 @@ class CpuBackend(XlaBackend):
     ) -> str | None:
         """Why the whole-layer kernel cannot serve a model with matrices and KV of these types, or None.
 
-        It serves a model only if every field of the config that it does not know has its default, so that a
-        new field can never be ignored.
+        It serves a model only if every field of the config outside of `PLAIN_FIELDS` has its default, so that
+        a new field can never be ignored.
         """
         if config.num_shards > 1:
             return "devices that share a model add up their results within every layer"

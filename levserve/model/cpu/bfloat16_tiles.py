@@ -1,9 +1,9 @@
-"""Multiplies rows with a bfloat16 matrix by matrix units (AMX).
+"""Multiplies rows with a bfloat16 matrix on matrix units (AMX).
 
 The matrix stays in its plain order, 16 outputs by 32 inputs to a tile, and is the first operand. The second
-one has the pairs of inputs of 16 rows side by side, so every task writes its rows in that order first. One
-row alone is in that order as it is: a tile of one column. A sum does not depend on how many columns there
-are, so a row gets the same to the last bit alone and beside others. Activations are rounded to bfloat16.
+operand has the pairs of inputs of 16 rows side by side, so every task writes its rows in that order first. A
+single row already is in that order: it is a tile of one column. A sum does not depend on the number of
+columns, so a row's result is bit-identical alone and beside others. Activations are rounded to bfloat16.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ DEPTH = TILE_ROW_BYTES // 2
 OUTS = 2 * TILE_ROWS
 """Outputs that are computed at a time."""
 PREFETCH_INPUTS = 4 * DEPTH
-"""How far ahead of its use the matrix is prefetched where nothing else tells."""
+"""How far ahead of its use the first rows prefetch the matrix, in inputs."""
 SUMS_BYTES = STEP_ROWS * OUTS * 4
-"""In a thread's memory: sums as the tiles have them, then sums row by row, then the rows of activations."""
+"""Bytes of a step's sums. Scratch memory has them tile by tile, then row by row, then rows of activations."""
 
 
 @dataclass(frozen=True)
 class Bfloat16Tiles:
-    """Four tiles of sums, 32 outputs by 32 rows, two of the matrix and two of activations."""
+    """Uses four tiles for sums, 32 outputs by 32 rows, two for the matrix and two for activations."""
 
     product: Bfloat16Product
     min_rows: ClassVar[int] = 1
@@ -45,7 +45,7 @@ class Bfloat16Tiles:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row of the matrix, and of a prepared one."""
+        """Bytes of a row of the matrix, and of a prepared row of activations."""
         return 2 * self.product.size
 
     @property
@@ -99,7 +99,7 @@ class Bfloat16Tiles:
         return Tiles(builder, (*[sums] * 4, *[weights] * 2, *[activations] * 2))
 
     def _arrange(self, builder: Builder, task: ProductTask, rows: tuple[Value, Value], into: Value) -> None:
-        """Writes rows in the order of tiles. What follows the last row is written too, and not used."""
+        """Writes rows in the order of tiles. What follows the last row is written too, but not used."""
         start, stop = rows
         with builder.loop(start, stop, TILE_ROWS) as row:
             source = task.prepared + row * self.row_bytes
@@ -138,7 +138,7 @@ class Bfloat16Tiles:
             tiles.store(tile, scratch + tile * (TILE_ROWS * columns * 4), columns * 4)
 
     def _prefetch(self, builder: Builder, weight: Value, at: Value, ahead: Ahead) -> None:
-        """After the end of these outputs come the first inputs of the next."""
+        """Prefetches some lines; after the last inputs of these outputs come the first ones of the next."""
         inputs = at + ahead.distance
         is_here = inputs < self.product.size
         place = is_here.select(inputs * 2, inputs * 2 + (OUTS - 1) * self.row_bytes)
@@ -148,7 +148,7 @@ class Bfloat16Tiles:
                 builder.prefetch(first_line + line * self.row_bytes)
 
     def _store(self, builder: Builder, task: ProductTask, row: Value, count: Value, out: Value) -> None:
-        """Stores sums that are in the scratch memory row by row."""
+        """Stores the sums in the scratch memory, row by row."""
         by_row = task.scratch + SUMS_BYTES
         with builder.loop(0, count, TILE_ROWS) as first:
             for half in range(2):

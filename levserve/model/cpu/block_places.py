@@ -9,10 +9,10 @@ from levserve.jit.builder import Builder, Value
 
 @dataclass(frozen=True)
 class BlockPlaces:
-    """Every block of a row has its numbers for each term, and a few words of 32 bits."""
+    """Every block of a row has int8 numbers for each term, and a few words of 32 bits."""
 
     numbers: Value
-    """The first block's, of the first term."""
+    """The address of the first block's numbers in the first term."""
     number_strides: tuple[Value, Value]
     """Bytes from one block to the next, and from one term to the next."""
     words: Value

@@ -1,9 +1,9 @@
 """Multiplies a tile on a CPU with int8 matrices that have a scale for every 32 inputs (`int8_blocks`).
 
-Each lane of a vector is an output, and a word of four activations meets the numbers of all of them. After the
-eight words of a block the sums become floats: they start as the bits of a float so large that its last bit
-counts ones, so that no instruction converts them, and one multiply-add takes that float off again and
-multiplies with the outputs' scales. Another multiplies with the token's scale and adds to the result.
+Each lane of a vector is an output, and a word of four activations is multiplied with the weights of all of
+them. After the eight words of a block the sums become floats. They start as the bits of a float so large that
+its last bit is worth 1, so no instruction is needed to convert them. One multiply-add subtracts that float
+and multiplies with the outputs' scales. Another multiplies with the token's scale and adds to the result.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from levserve.model.int8_packing import (
 )
 
 START = 0x4B400000
-"""The bits of `ROUNDING_CONSTANT`. A block's sum is below 2 ** 22, so that only its last bits change."""
+"""The bits of `ROUNDING_CONSTANT`. A block's sum is below 2 ** 22, so only the last bits change."""
 WORDS = BLOCK // WORD
 SCALE, STARTS = range(2)
-"""The words that a block of a prepared row has."""
+"""The words that a block of a prepared row has: its scale and the start value of its sums."""
 
 
 def block_product_for(
@@ -43,7 +43,7 @@ def block_product_for(
 
 
 def add_words(builder: Builder, sums: list[Value], matrix: list[Value], places: list[Value]) -> list[Value]:
-    """Sums with the products of a block of the matrix and the words at each place, by ARM's instruction."""
+    """Adds the products of a block of the matrix with the words at each place to `sums`, on ARM."""
     for half in range(0, WORDS, 4):
         words = [builder.load(place + half * WORD, I32, 4) for place in places]
         for word in range(4):
@@ -55,10 +55,10 @@ def add_words(builder: Builder, sums: list[Value], matrix: list[Value], places: 
 
 
 def add_scaled(builder: Builder, sums: Value, scales: list[Value], words: list[Value], total: Value) -> Value:
-    """The total of each lane's output with the sums of a block, which are the bits of floats.
+    """Adds the scaled sums of a block, which are the bits of floats, to the total of each lane's output.
 
-    `scales` are those of the outputs, -`ROUNDING_CONSTANT` times as much, and the middles if there are any;
-    at `words` are the scale of the row of activations, and what middles are multiplied with.
+    `scales` are those of the outputs, these times -`ROUNDING_CONSTANT`, and the middles if there are any.
+    `words` point to the scale of the row of activations and to the factor of the middles.
     """
     lanes = total.lanes
     assert lanes is not None
@@ -70,8 +70,11 @@ def add_scaled(builder: Builder, sums: Value, scales: list[Value], words: list[V
 
 
 def load_scales(builder: Builder, place: Value, lanes: int) -> Value:
-    """Numbers of 16 bits as float32. Without an instruction for it LLVM would call a function of its runtime,
-    which is not there: their bits are moved to a float32 whose exponent is too small."""
+    """Scales in float16 as float32.
+
+    Without an instruction for this LLVM would call its runtime library, which is not linked. Instead the bits
+    are moved to a float32, and a multiplication corrects its exponent.
+    """
     target = builder.target
     if target.has("f16c") or target.has("neon"):
         return builder.load(place, F16, lanes).convert("fpext", F32)
@@ -82,13 +85,13 @@ def load_scales(builder: Builder, place: Value, lanes: int) -> Value:
 
 @dataclass(frozen=True)
 class BlockProduct:
-    """A prepared row of activations has, for each term, its int8 numbers, then a scale for each block, then
-    what the sums of each block start with."""
+    """A prepared row of activations has, for each term, its int8 values, then a scale for each block, then
+    the start value of each block's sums."""
 
     size: int
     target: Target
     num_terms: int
-    """One: activations are rotated, as the matrix is. Two: they are not."""
+    """1: activations and matrix are rotated. 2: neither is."""
     has_scales: ClassVar[bool] = True
     order: ClassVar[BlockOrder]
 
@@ -110,7 +113,7 @@ class BlockProduct:
 
     @property
     def term_bytes(self) -> int:
-        """Whole vectors, so that none lies across two cache lines."""
+        """Rounded up to whole vectors, so that none lies across two cache lines."""
         return (self.size + 8 * self.num_blocks + BLOCK - 1) // BLOCK * BLOCK
 
     @property
@@ -154,11 +157,11 @@ class BlockProduct:
 
     @property
     def block_scales(self) -> int:
-        """Numbers of 16 bits that each block of an output has."""
+        """Float16 values that each block of an output has."""
         return 1
 
     def add_terms(self, sums: list[Value]) -> list[Value]:
-        """One vector for each row, of those for each term of each row."""
+        """Adds up the terms of each row: one vector for each row."""
         if self.num_terms == 1:
             return sums
         return [first + second for first, second in zip(sums[::2], sums[1::2])]
@@ -181,7 +184,7 @@ class SignedBlocks(BlockProduct):
         terms = [prepared + index * self.term_bytes for index in range(num_rows * self.num_terms)]
         lanes = self.tile_outs
         totals = [builder.variable(builder.zeros(F32, lanes)) for _ in terms]
-        # Copies of a register would take a place among the multiplications; loads do not.
+        # Copying a register would delay the multiplications; loading does not.
         memory = builder.stack_words(4)
         builder.store(memory, builder.constant(START, I32).splat(lanes))
         with builder.loop(0, self.num_blocks) as block:
@@ -204,13 +207,13 @@ class SignedBlocks(BlockProduct):
     def _sum_block(
         self, builder: Builder, matrix: list[Value], memory: Value, places: list[Value]
     ) -> list[Value]:
-        """The sums of a block for a few rows at a time, which do not wait for each other."""
+        """The sums of a block for a few rows at a time; none waits for another."""
         sums = [builder.load(builder.hide(memory), I32, self.tile_outs) for _ in places]
         return add_words(builder, sums, matrix, places)
 
 
 class UnsignedBlocks(BlockProduct):
-    """For x86's instruction, whose matrix is unsigned: sums start with what that adds to them."""
+    """For x86's instruction, whose matrix is unsigned: the start of the sums cancels its offset."""
 
     order: ClassVar[BlockOrder] = UNSIGNED_ORDER
     tile_outs: ClassVar[int] = UNSIGNED_ORDER.outs
@@ -218,11 +221,11 @@ class UnsignedBlocks(BlockProduct):
 
     @property
     def tile_rows(self) -> int:
-        rows = 6 if self.target.vector_bytes == 64 else 2  # 24 of 32 registers; or 16 of 16, some in memory
+        rows = 6 if self.target.vector_bytes == 64 else 2  # 24 of 32 registers; or 16 of 16, some spilled
         return rows // self.num_terms
 
     def write_tile(self, builder: Builder, group: Value, into: Value) -> None:
-        """Writes a block of 16 outputs, which begins in a group of outputs, as a tile of signed numbers."""
+        """Writes a block of 16 outputs, which begins at `group`, as a tile of signed numbers."""
         for word in range(WORDS):
             numbers = builder.load(group + word * (self.tile_outs * WORD), I8, TILE_ROW_BYTES)
             builder.store(into + word * TILE_ROW_BYTES, numbers ^ -OFFSET)

@@ -1,13 +1,13 @@
-"""Multiplies many rows by matrix units (AMX) with matrices that have a scale for every 32 inputs.
+"""Multiplies many rows on matrix units (AMX) with matrices that have a scale for every 32 inputs.
 
-Results are those of the products without tiles to the last bit, so that a row gets the same alone and beside
-others. A tile has one block of 16 outputs, as signed numbers, and meets that block of 16 rows. The sums go
-through memory that stays in the first-level cache, and are scaled and added up there as without tiles. With
-four bits, both terms of activations are in one tile: a row of the matrix has its numbers as many times larger
-as the first term counts more, and then as they are.
+Results are bit-identical to those of the products without tiles, so a row gets the same result alone and
+beside others. A tile has one block of 16 outputs, as signed numbers, and is multiplied with the same block of
+16 rows. The sums are stored in memory that stays in the first-level cache, and then scaled and added up as
+without tiles. With four bits, both terms of activations are in one tile: a row of the matrix has its numbers
+multiplied by `int4_blocks.SECOND_TERM` for the first term, and then as they are for the second.
 
-A few blocks of 32 outputs are widened at a time, for all rows. These, and what a tile of rows has for them,
-stay in the first-level cache too.
+A few blocks of 32 outputs are widened at a time, for all rows. They stay in the first-level cache too,
+together with the same blocks of a tile of rows.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from levserve.model.int8_blocks import BLOCK
 from levserve.model.int8_packing import OUTS, WORD
 
 SUMS, ROWS, WEIGHTS = range(3)
-"""The tiles."""
+"""The numbers of the tiles."""
 MIN_SIZE = 2048
-"""Inputs of a matrix of int8 that goes by tiles."""
+"""An int8 matrix with fewer inputs than this does not use tiles."""
 SUM_BYTES = OUTS * 4
-"""Of a row, in a thread's memory: the totals of its outputs."""
+"""Bytes of the totals of a row's outputs, in scratch memory."""
 
 
 @dataclass(frozen=True)
 class BlockTiles:
-    """A thread's memory has a tile of sums, the widened blocks, their scales, and the rows' totals."""
+    """Scratch memory has a tile of sums, the widened blocks, their scales, and the rows' totals."""
 
     product: UnsignedBlocks | UnsignedNibbles
     min_rows: ClassVar[int]
@@ -46,12 +46,12 @@ class BlockTiles:
 
     @property
     def rows_bytes(self) -> int:
-        """Bytes of the rows that a tile has, with what follows their numbers."""
+        """Bytes of the prepared rows of a tile, with the words that follow their numbers."""
         return TILE_ROWS * self.product.row_bytes
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block of 16 outputs that is widened."""
+        """Bytes of a widened block of 16 outputs."""
         return self.product.tile_depth * TILE_ROWS
 
     @property
@@ -61,7 +61,7 @@ class BlockTiles:
 
     @property
     def places(self) -> tuple[int, int, int]:
-        """Where the widened blocks begin in a thread's memory, their scales, and the totals."""
+        """Where the widened blocks, their scales and the totals begin in scratch memory."""
         scales = TILE_BYTES + 2 * self.chunk * self.block_bytes
         return TILE_BYTES, scales, scales + self.chunk * self.scale_bytes
 
@@ -74,7 +74,7 @@ class BlockTiles:
         return max(1, ROW_BLOCK_BYTES // self.rows_bytes) * TILE_ROWS
 
     def prepare(self, builder: Builder, x: Value, scratch: Value, into: RowPlace) -> None:
-        """In tiles if there are enough rows: their blocks one after another, then each kind of word."""
+        """Prepares a row; if there are enough rows, in tiles: all blocks, then each kind of word."""
         product, index = self.product, into.row % TILE_ROWS
         plain = product.plain_places(builder, into.prepared + into.row * product.row_bytes)
         tiles = into.prepared + into.row // TILE_ROWS * self.rows_bytes
@@ -146,8 +146,8 @@ class Int8BlockTiles(BlockTiles):
 
     @staticmethod
     def are_for(product: UnsignedBlocks) -> bool:
-        """With fewer inputs the product without tiles is as fast: its rows stay in the first-level cache.
-        Activations in two terms, which only the head has, do not go by tiles."""
+        """Whether tiles pay: with fewer inputs the product without them is as fast, because its rows stay in
+        the first-level cache. Activations in two terms, which only the head has, do not use tiles."""
         return product.size >= MIN_SIZE and product.num_terms == 1
 
 
@@ -175,7 +175,7 @@ class ChunkAdder:
             builder.store(place, total.get())
 
     def _multiply(self, block: Value, index: Value) -> None:
-        """Stores the sums of a block, which is widened at this index, in the scratch memory."""
+        """Stores the sums of a block in the scratch memory; `index` says where the block is widened."""
         tiles, way = self.tiles, self.way
         matrix = self.scratch + way.places[0] + (index * 2 + self.half) * way.block_bytes
         tiles.zero(SUMS)
@@ -185,7 +185,7 @@ class ChunkAdder:
         tiles.store(SUMS, self.scratch, TILE_ROW_BYTES)
 
     def _scale(self, block: Value, index: Value, totals: list[Variable]) -> None:
-        """Scales the sums of a block that are in the scratch memory, and adds them to the totals."""
+        """Scales the sums of a block, which are in the scratch memory, and adds them to the totals."""
         builder, way, product = self.builder, self.way, self.way.product
         of_block = self.scratch + way.places[1] + index * way.scale_bytes + self.half * TILE_ROW_BYTES
         scales = [

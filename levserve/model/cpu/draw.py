@@ -1,9 +1,9 @@
 """Draws the tokens of a step on a CPU: all that `model/sampler.py` does in full mode, in one call.
 
-It does per row what XLA's way does for all, and skips what the row does not ask for. The random numbers are
-the same. Sums are added in another order, so that where two tokens meet, or at the edge of top-p, one draw in
-a million may differ from XLA's. XLA takes a second or more to compile its way into every program; this kernel
-is compiled once, for all models.
+`model/sampler.py` does everything for all rows; this kernel skips for each row what the row does not ask for.
+The random numbers are the same. Sums are added in another order, so one draw in a million may differ from
+XLA's: on the border between two tokens or at the edge of top-p. XLA takes a second or more to compile the
+sampler into every program; this kernel is compiled once, for all models.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class _Results(NamedTuple):
         return _Results(token, logprob, *tops)
 
     def clear(self, builder: Builder) -> None:
-        """A row that cannot be drawn from is poisoned, and one that wants no log-probabilities has zeros."""
+        """Writes the defaults: `POISONED`, for a row that cannot be drawn from, and zeros for the rest."""
         builder.store(self.token, builder.constant(POISONED, I32))
         builder.store(self.logprob, builder.constant(0, F32))
         with builder.loop(0, NUM_TOP) as place:
@@ -128,7 +128,7 @@ class _Results(NamedTuple):
 
 
 class _Draw(NamedTuple):
-    """The logits that a row draws from at this point, where they are, the best of them, and what it drew."""
+    """A row's draw: the addresses of its logits, the best token and its logit, and the token drawn."""
 
     row: Row
     logits: Variable
@@ -143,7 +143,7 @@ class _Draw(NamedTuple):
         return Span(builder, numbers, self.row.vocab, tail)
 
     def take(self, logits: Span) -> None:
-        """Draws from these logits from now on."""
+        """Makes these the logits that the row draws from."""
         builder = self.row.builder
         best, top = argmax.find_largest(builder, logits.numbers, logits.count, self.row.buffers.small)
         self.logits.set(builder.to_address(logits.numbers))
@@ -153,8 +153,10 @@ class _Draw(NamedTuple):
 
 
 def _draw_until_it_fits(draw: _Draw) -> Value:
-    """Draws once, and a second time under the row's mask if that does not allow the first token. Gives the
-    floor of the first draw."""
+    """Draws a token, and again under the row's mask if the mask does not allow the first one.
+
+    Returns the floor of the first draw.
+    """
     row = draw.row
     builder, slot = row.builder, held_slot(row)
     first_floor = builder.variable(builder.constant(-math.inf, F32))
@@ -212,7 +214,7 @@ def _choose(row: Row, logits: Span, top: Value, floor: Value, attempt: Value) ->
 
 
 def _chunk_size(row: Row) -> Value:
-    """That of `search.chunked`."""
+    """The chunk size that `search.chunked` uses."""
     size = row.builder.constant(CHUNK)
     for smaller in (CHUNK // 4, CHUNK // 2, CHUNK):
         size = (row.vocab % smaller).equals(0).select(row.builder.constant(smaller), size)
@@ -221,7 +223,7 @@ def _chunk_size(row: Row) -> Value:
 
 def _first_beyond(builder: Builder, weights: Value, count: Value, point: Value) -> Value:
     """The first index at which the running sum exceeds the share `point` of the total; if rounding leaves
-    none, that of the largest weight."""
+    none, the index of the largest weight."""
     total = builder.variable(builder.constant(0, F32))
     largest, fallback = builder.variable(builder.constant(0, F32)), builder.variable(builder.constant(0))
     with builder.loop(0, count) as at:
@@ -245,7 +247,7 @@ def _first_beyond(builder: Builder, weights: Value, count: Value, point: Value) 
 
 
 def _write_logprobs(row: Row, edited: Span, floor: Value, token: Value, results: _Results) -> None:
-    """From the model's logits, or from the edited ones that are not below the floor."""
+    """Writes log-probabilities: of the model's logits, or of the edited ones that are not below the floor."""
     builder, shown = row.builder, row.span(row.buffers.allowed)
     with builder.when(row.rules["logprobs"].equals(PROCESSED_LOGPROBS)):
         is_drawn = builder.constant(0, F32) < row.rules["temperature"]

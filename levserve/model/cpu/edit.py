@@ -21,7 +21,7 @@ def is_penalised(row: Row) -> Value:
 
 
 def write_edited(row: Row) -> Span:
-    """The model's logits after penalties, and after the row's own edits, in the buffer for them."""
+    """Writes the model's logits, after penalties and the row's edits, to the buffer `edited`."""
     builder, edited = row.builder, row.span(row.buffers.edited)
     with row.model_logits.vectors() as (at, x):
         builder.store(edited.numbers + at * 4, x)
@@ -40,7 +40,7 @@ def write_edited(row: Row) -> Span:
 
 
 def _count(row: Row) -> None:
-    """Counts how often each token is in the text so far, and in what was generated of it."""
+    """Counts how often each token is in the text so far, and in the generated part of it."""
     builder, known, generated = row.builder, row.buffers.allowed, row.buffers.spare
     with builder.loop(0, row.vocab, LANES) as at:
         for counts in known, generated:
@@ -70,7 +70,7 @@ def _penalise(row: Row, edited: Span) -> None:
 
 
 def held_slot(row: Row) -> Value:
-    """The slot whose mask the row's draw for this position is held to, or `FREE`."""
+    """The slot whose mask constrains the row's draw for this position, or `FREE`."""
     builder, call = row.builder, row.call
     slot = builder.load_int32(call.argument(ARGUMENT["slots"]), row.number)
     last = call.argument_size(ARGUMENT["at"], 0) - 1
@@ -79,7 +79,7 @@ def held_slot(row: Row) -> Value:
 
 
 def is_misfit(row: Row, slot: Value, token: Value) -> Value:
-    """Whether the mask of the held slot does not allow the token; 1 or 0."""
+    """1 if the mask of the held slot does not allow the token, otherwise 0."""
     builder = row.builder
     word = builder.load(_words(row, slot) + token.maximum(0) // 32 * 4, I32)
     bit = (word >> (token & 31).convert("trunc", I32)) & 1
@@ -88,7 +88,7 @@ def is_misfit(row: Row, slot: Value, token: Value) -> Value:
 
 
 def write_allowed(row: Row, slot: Value, logits: Span) -> Span:
-    """The logits of what the slot's mask allows, and minus infinity for the rest, in the buffer for them."""
+    """Writes the logits to the buffer `allowed`, with minus infinity for tokens that the mask forbids."""
     builder, allowed = row.builder, row.span(row.buffers.allowed)
     words, lanes = _words(row, slot), builder.lane_numbers(LANES)
     with logits.vectors() as (at, x):

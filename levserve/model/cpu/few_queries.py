@@ -15,7 +15,7 @@ from levserve.model.cpu.softmax import LOWEST_MAX, MASKED, SMALLEST_SUM, cap_sco
 MAX_QUERIES = 4
 """Queries that share what is read: more would not fit into the registers of every CPU."""
 KEYS_TOGETHER = 4
-"""Keys that are multiplied at a time: a loaded query is used this often, and their sums reduced together."""
+"""Keys that are multiplied at a time: they share each loaded query, and their sums are reduced together."""
 OUTPUT_REGISTERS = 16
 """Registers for sums of weighted values; the others hold what is being added."""
 AFTER_ALL_TOKENS = 2**31
@@ -26,13 +26,13 @@ class Page(NamedTuple):
 
     tile: Value
     next_tile: Value
-    """That of the next page, to be prefetched; of the last page its own."""
+    """The tile of the next page, to be prefetched; for the last page its own."""
     num_slots: Value
     """Slots that any query of the block can see."""
 
 
 def scratch_bytes(heads: HeadShape, arrays: AttentionArrays) -> Value:
-    """First the sum of each query's weights, then its scores, which become weights in place."""
+    """Room for the sum of each query's weights, then for its scores, which become weights in place."""
     return _score_bytes(heads, arrays) * MAX_QUERIES + 4 * LANES
 
 
@@ -54,8 +54,10 @@ def attend_few(
     vectors = begin // LANES * LANES, (end + (LANES - 1)) // LANES * LANES, LANES
 
     def visit_pages(half: int, visit: Callable[[Page, list[Value]], None]) -> None:
-        """Visits each page with the scores of its tokens, a pointer for each query; the code is written for
-        each number of queries that a block may have."""
+        """Visits each page with a pointer for each query to the scores of the page's tokens.
+
+        The code is written once for each number of queries that a block may have.
+        """
         for count in range(1, MAX_QUERIES + 1):
             with builder.when(block.num_queries.equals(count)), builder.loop(begin, end, page_size) as token:
                 following = (token + page_size).minimum(end - page_size)
@@ -84,7 +86,7 @@ def attend_few(
                 )
 
     def add_values(page: Page, weights: list[Value]) -> None:
-        """Adds the weighted values of a page to the outputs, as many numbers at a time as registers hold."""
+        """Adds the weighted values of a page to the outputs, as many elements at a time as registers hold."""
         outputs = [block.output_at(builder.constant(index)) for index in range(len(weights))]
         registers = len(outputs) * max(1, LANES // heads.target.lanes)
         together = max(1, OUTPUT_REGISTERS // registers) * LANES

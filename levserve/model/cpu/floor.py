@@ -1,9 +1,9 @@
-"""Where top-k, top-p and min-p cut off a row's logits on a CPU: what `model/truncation.py` finds with XLA.
+"""Finds where top-k, top-p and min-p cut off a row's logits on a CPU, as `model/truncation.py` does with XLA.
 
-The floor is the highest number such that the tokens at or above it weigh enough: one each for top-k, their
-probability for top-p. It is found a byte at a time, from the highest, as one sorts by radix: the weights of
-the numbers that agree so far are summed by their next byte, which says how many of the largest bytes it
-takes; and only those numbers that have the last of these bytes are looked at further.
+The floor is the highest logit such that the tokens at or above it weigh enough: for top-k a token weighs 1,
+for top-p its probability. A radix search finds it one byte at a time, from the highest. The weights of the
+remaining logits are summed by their next byte. The sums, added from the largest byte on, show at which byte
+there is enough weight, and only the logits with that byte remain.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from levserve.model.cpu.span import LANES, Span, from_sortable, log, sortable
 
 NUM_BYTES, NUM_BUCKETS = 4, 256
 NUM_SUMS = 4
-"""Sums for each byte, by turns: an addition need not wait for the one before."""
+"""Sums for each byte, used by turns, so that an addition need not wait for the one before."""
 TOP_K, TOP_P = range(2)
 
 
@@ -31,7 +31,7 @@ class Cuts(NamedTuple):
 
 class Scratch(NamedTuple):
     numbers: Value
-    """float32, as many as the vocabulary has, and `LANES` more."""
+    """float32, one for each token of the vocabulary and `LANES` more."""
     sums: Value
     """float32 [NUM_SUMS, NUM_BUCKETS]"""
     bytes: Value
@@ -62,7 +62,7 @@ class _Search(NamedTuple):
     scratch: Scratch
     top: Value
     floor: Value
-    """Of the rule before: what is below weighs nothing."""
+    """The floor of the rule before; logits below it weigh nothing."""
     is_top_k: Value
 
     def find(self, logits: Span, divisor: Value, cuts: Cuts) -> Value:
@@ -84,7 +84,7 @@ class _Search(NamedTuple):
         return from_sortable(found.get() ^ -(2**31))
 
     def _bytes(self, x: Value, shift: Value) -> Value:
-        """The bytes of float32 at `shift`, which compare as the floats do."""
+        """The byte at `shift` of each float32, converted so that bytes compare as the floats do."""
         return ((sortable(x) ^ -(2**31)) >> shift.splat(LANES)) & (NUM_BUCKETS - 1)
 
     def _sum_by_byte(self, count: Value, shift: Value) -> None:
@@ -117,8 +117,8 @@ class _Search(NamedTuple):
         return total.get().reduce_sum()
 
     def _choose_byte(self, wanted: Value, above: Value) -> tuple[Value, Value]:
-        """The largest byte with which enough is reached, or the smallest that has any weight; and the weight
-        of what is larger."""
+        """The largest byte at which there is enough weight, or else the smallest that has any; and the weight
+        of all larger ones."""
         builder = self.builder
         byte, before = builder.variable(builder.constant(0)), builder.variable(above)
         reached, is_enough = builder.variable(above), builder.variable(builder.constant(0))
@@ -133,7 +133,7 @@ class _Search(NamedTuple):
         return byte.get(), before.get()
 
     def _keep(self, count: Value, shift: Value, byte: Value) -> Value:
-        """Moves the numbers with this byte to the front, with minus infinity behind them; says how many."""
+        """Moves the numbers with this byte to the front, followed by minus infinity; returns their count."""
         builder, numbers, bytes_ = self.builder, self.scratch.numbers, self.scratch.bytes
         kept, wanted = builder.variable(builder.constant(0)), byte.convert("trunc", I32).splat(LANES)
         with builder.loop(0, count, LANES) as at:

@@ -15,7 +15,7 @@ from levserve.model.cpu.nibble_products import nibble_product_for
 from levserve.model.cpu.products import Product, product_for
 
 MATRICES = ("qkv", "out", "gate_up", "down")
-"""Of a layer, in the order in which activations are multiplied with them."""
+"""The matrices of a layer, in the order in which activations are multiplied with them."""
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,9 @@ class Form:
     """How a matrix is stored, whatever its size."""
 
     dtype: jnp.dtype
-    """bfloat16; or int8 and uint8, for instructions that want signed and unsigned numbers."""
+    """bfloat16; or int8 or uint8, for instructions that take a signed or an unsigned matrix."""
     has_blocks: bool = False
-    """Whether blocks of inputs have scales."""
+    """Whether each block of inputs has a scale."""
     has_four_bits: bool = False
     has_middles: bool = False
     """See `int4_blocks`."""
@@ -40,8 +40,11 @@ class Form:
         return Form(weight.dtype, True, True, int4_blocks.are_middles(*shapes))
 
     def product(self, size: int, target: Target, *, in_two_terms: bool = False) -> Product:
-        """The product with matrices of this form that have so many inputs. With int8 in blocks activations
-        have two terms if asked for, with four bits always, and otherwise never."""
+        """The product with matrices of this form that have `size` inputs.
+
+        Activations always have two terms with four bits; with int8 in blocks they have two if
+        `in_two_terms`, and otherwise one.
+        """
         if not self.has_blocks:
             return product_for(self.dtype, size, target)
         is_signed = self.dtype == jnp.int8
@@ -51,7 +54,7 @@ class Form:
 
 
 def forms_of(layers: Sequence[Mapping[str, jax.Array]]) -> tuple[tuple[str, Form], ...]:
-    """The forms that each matrix has in any of these layers: a file may have more bits for some of them."""
+    """The forms that each matrix has in any of these layers: a file may store some with more bits."""
     found = (
         (name, Form.of(layer[name], layer.get(f"{name}_scale"))) for name in MATRICES for layer in layers
     )

@@ -12,7 +12,7 @@ from levserve.jit.target import Target
 from levserve.model.cache import FP8, INT8, stored_width
 
 LANES = 16
-"""How many stored numbers are loaded at a time."""
+"""How many stored elements are loaded at a time."""
 KEYS, VALUES = range(2)
 """The halves of a page."""
 
@@ -25,7 +25,7 @@ class HeadShape:
     group: int
     """Query heads of each key-value head."""
     size: int
-    """Numbers of a head."""
+    """Elements of a head."""
     page_size: int
     dtype: jnp.dtype
     """The type of stored keys and values."""
@@ -60,8 +60,8 @@ class AttentionArrays:
     chunk: Value
     table_width: Value
     joined_rows: Value | None = None
-    """For rows of one token: how many rows, from each on, are attended together; 0 for a row that an earlier
-    one includes. None: 1 for every row."""
+    """For rows of one token: how many rows, starting with each one, are attended together; 0 for a row that
+    is attended together with an earlier one. None: 1 for every row."""
 
     def queries_per_row(self, heads: HeadShape) -> Value:
         """Queries of one row over one key-value head."""
@@ -116,7 +116,7 @@ class QueryBlock:
         return self.arrays.pool + ((page * 2 + half) * heads.kv_heads + self.kv_head) * heads.tile_bytes
 
     def load_floats(self, slot: Value, at: int, lanes: int) -> Value:
-        """Numbers of a key or value, from number `at` on, as a vector of float32."""
+        """Elements of a key or value, from element `at` on, as a vector of float32."""
         builder, dtype = self.builder, self.heads.dtype
         pointer = slot + at * dtype.itemsize
         if dtype == INT8:
@@ -127,14 +127,14 @@ class QueryBlock:
         if dtype == jnp.bfloat16:
             return (builder.load(pointer, I16, lanes).convert("zext", I32) << 16).convert("bitcast", F32)
         assert dtype == FP8
-        # Moved to a float16, whose exponent is biased by 8 more.
+        # Moved to a float16, whose exponent bias is larger by 8.
         bits = builder.load(pointer, I8, lanes).convert("zext", I16)
         moved = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
         number = moved.convert("bitcast", F16).convert("fpext", F32) * 256.0
         return (bits & 0x7F).equals(0x7F).select(math.nan, number)
 
     def prefetch(self, tile: Value, slot: Value, count: int) -> None:
-        """Asks for some slots of a tile that will be read soon."""
+        """Prefetches some slots of a tile that will be read soon."""
         for line in range(0, count * self.heads.slot_bytes, CACHE_LINE_BYTES):
             self.builder.prefetch(tile + slot * self.heads.slot_bytes + line)
 

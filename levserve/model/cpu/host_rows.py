@@ -1,7 +1,7 @@
-"""What loading a model does with rows of float32 matrices on a CPU, by functions that are called from Python.
+"""Rounds and multiplies rows of float32 matrices on a CPU when a model is loaded; called from Python.
 
-Numpy would read and write the rows once for each step, and its products start threads of their own, which
-wait for work by spinning.
+Numpy would read and write the rows once for each step, and its matrix products start additional threads,
+which spin while they wait for work.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Floats = NDArray[np.float32]
 
 
 def round_rows(rows: Floats, columns: Floats, into: NDArray[np.int8]) -> Floats:
-    """Multiplies the columns of rows [out, in], rotates the rows and rounds them to int8; their scales."""
+    """Multiplies rows [out, in] by `columns` [in], rotates and rounds them to int8; gives their scales."""
     assert rows.flags.c_contiguous and columns.flags.c_contiguous and into.flags.c_contiguous
     count, size = rows.shape
     scales, scratch = np.empty(count, np.float32), np.empty(size, np.float32)
@@ -53,7 +53,7 @@ def multiply_rows(tokens: Floats, rows: Floats) -> Floats:
 
 
 def load_functions(size: int) -> None:
-    """Compiles what is needed for rows of this size, so that threads find it."""
+    """Compiles the functions for rows of this size, so that threads find them compiled."""
     _rounding(block_size(size), detect_target())
     _product(detect_target())
 
@@ -102,7 +102,7 @@ def _tile_tokens(target: Target) -> int:
 
 
 def _write_product(builder: Builder) -> None:
-    """Adds the products of every chunk to what is there."""
+    """Adds the products of every chunk to those in memory, which start as zeros."""
     *pointers, num_tokens, num_rows, stride, size = builder.arguments
     tokens, rows, products = map(builder.to_pointer, pointers)
     tile_tokens = _tile_tokens(builder.target)

@@ -1,8 +1,8 @@
 """All layers of a plain model in one call on a CPU: from the first norm to the last residual sum.
 
-In XLA a step of one row has some 500 operations, and to start one of them and share it among threads takes
-longer than many of them run. Here XLA's threads are asked for help once. Each layer is one iteration of ten
-stages, which pass their results on in shared memory that stays in the cache.
+In XLA a step of one row has some 500 operations. Starting one and sharing it among threads often takes longer
+than running it. Here XLA's threads are asked for help once. Each layer is one iteration of ten stages, which
+pass their results on in shared memory that stays in the cache.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from levserve.model.rotary import Angles
 
 LANES = 16
 X, NUM_USED, TABLE, POSITIONS, JOINED_ROWS, COS, SIN, WINDOWS, FIRST_LAYER = range(9)
-"""The arguments; from the last number on come those of each layer."""
+"""The arguments; from `FIRST_LAYER` on come those of each layer."""
 PREPARED, QKV, ATTENDED, GATE_UP = range(4)
 """The buffers in shared memory, one row of each per token: activations prepared for a product, queries with
 keys and values, the output of attention, and gate with up."""
 LARGEST_EXPONENT = 80.0
-"""Limits the exponent of e in the activation, which is 0 to the last bit from there on."""
+"""Limits the exponent of e in the activation, whose result is negligible from there on."""
 
 MakeStore = Callable[[Call, Value], StoreProducts]
 """Given a call and its shared memory, decides where products are stored. It is called once per task, so that
@@ -57,7 +57,7 @@ class ModelShape:
     hidden: int
     intermediate: int
     rotary_size: int
-    """How many numbers of a head are rotated, from the first on."""
+    """How many elements of a head are rotated, starting with the first."""
     norm_eps: float
     query_scale: float
     array_names: tuple[str, ...]
@@ -71,22 +71,22 @@ class ModelShape:
 
     @property
     def attended(self) -> int:
-        """Numbers of all query heads of a token."""
+        """Elements of all query heads of a token."""
         return self.heads.kv_heads * self.heads.group * self.heads.size
 
     @property
     def qkv(self) -> int:
-        """Numbers of all query, key and value heads of a token."""
+        """Elements of all query, key and value heads of a token."""
         return self.attended + 2 * self.heads.kv_heads * self.heads.size
 
     @property
     def name(self) -> str:
-        """Unique to this shape, and the same in every process: programs in the code cache call it."""
+        """Unique to this shape, and the same in every process, because programs in the code cache call it."""
         return f"levserve_layers_{hashlib.sha256(repr(self).encode()).hexdigest()[:16]}"
 
 
 def unsupported_reason(head_dim: int, rotary_size: int, kv_dtype: jnp.dtype) -> str | None:
-    """Why this kernel cannot serve a model with such heads, or None; `linear` knows which matrices it can."""
+    """Why this kernel cannot serve a model with such heads, or None; `linear` decides about its matrices."""
     if head_dim % LANES or rotary_size % 8 or (head_dim - rotary_size) % _rotary_lanes(rotary_size):
         return f"heads of {head_dim} numbers, of which {rotary_size} are rotated"
     return None if kv_dtype in (jnp.float32, jnp.bfloat16, INT8) else f"a KV cache in {kv_dtype}"
@@ -176,7 +176,7 @@ class LayerWriter:
         return linear.load_num_used(call, NUM_USED).minimum(self.num_tokens(call))
 
     def buffers(self, call: Call, shared: Value) -> list[Value]:
-        """Tiles write and read after the last prepared row, so padding follows it."""
+        """Where buffers begin. Tiles write and read past the last prepared row, so padding follows it."""
         after = shared + PADDING_ROWS * self.widths[PREPARED]
         starts = [self.num_tokens(call) * sum(self.widths[:index]) for index in range(len(self.widths))]
         return [shared, *(after + start for start in starts[1:])]
@@ -219,14 +219,14 @@ class LayerWriter:
             linear.prepare_row(call.builder, product, self.by_tiles(product), x, scratch, into)
 
     def product_of_layer(self, call: Call, name: str) -> Iterator[Product]:
-        """Every product with a matrix; what is written for it runs in layers whose matrix has that form."""
+        """Every product with a matrix; the code written for one runs in layers whose matrix has its form."""
         for product in self.products[name]:
             if len(self.products[name]) == 1:
                 yield product
                 return
             width = call.argument_size(self.argument_index(call, name), 1)
             scales = call.argument_size(self.argument_index(call, f"{name}_scale"), 1)
-            # Of one output: such matrices have a byte in each place, and scales of two bytes.
+            # Bytes of one output: such matrices have elements of one byte and scales of two bytes.
             is_form = (width + scales * 2).equals(product.out_bytes + product.out_scale_bytes)
             with call.builder.when(is_form):
                 yield product
@@ -234,7 +234,7 @@ class LayerWriter:
     def multiply(self, name: str, num_out: int, make_store: MakeStore) -> Stage:
         """Multiplies all prepared rows with a matrix of the layer."""
         first, *_ = self.products[name]
-        way = self.by_tiles(first) or first  # the forms of a matrix are shared out alike
+        way = self.by_tiles(first) or first  # all forms of a matrix are divided into the same tasks
 
         def num_tasks(call: Call) -> Value:
             return linear.num_tasks(way, call.builder.constant(num_out))
@@ -305,7 +305,7 @@ class LayerWriter:
                     _write_slot(builder, heads, slot, vectors)
 
     def rotated(self, call: Call, head: Value, norm: str, cos: Value, sin: Value) -> list[tuple[int, Value]]:
-        """A head, normalized if the layer does that, and rotated: vectors, and where each begins."""
+        """A head, normalized if the layer has that norm, and rotated: its vectors, and where each begins."""
         builder, size, half = call.builder, self.heads.size, self.shape.rotary_size // 2
         lanes = _rotary_lanes(self.shape.rotary_size)
         vectors = {at: builder.load(head + 4 * at, F32, lanes) for at in range(0, size, lanes)}
@@ -324,7 +324,7 @@ class LayerWriter:
         return list(vectors.items())
 
     def inverse_rms(self, builder: Builder, squares: Value, count: int) -> Value:
-        """What a norm multiplies with, given the sum of the squares of `count` numbers."""
+        """The factor of a norm, given the sum of the squares of `count` numbers."""
         mean = squares / float(count) + self.shape.norm_eps
         return builder.constant(1.0, F32) / mean.intrinsic("llvm.sqrt")
 
@@ -373,7 +373,7 @@ class LayerWriter:
 
 
 def _write_slot(builder: Builder, heads: HeadShape, slot: Value, vectors: list[tuple[int, Value]]) -> None:
-    """Writes a key or value, whose vectors begin at these numbers, as `cache.to_storage` does."""
+    """Writes a key or value, given as vectors and where each begins, as `cache.to_storage` does."""
     if heads.dtype != INT8:
         for at, numbers in vectors:
             builder.store(slot + at * heads.dtype.itemsize, _to_storage(numbers, heads.dtype))
@@ -395,5 +395,5 @@ def _to_storage(numbers: Value, dtype: jnp.dtype) -> Value:
 
 
 def _rotary_lanes(rotary_size: int) -> int:
-    """The lanes of vectors that cut each half of the rotated numbers evenly."""
+    """The lanes of vectors that divide each half of the rotated elements evenly."""
     return math.gcd(rotary_size // 2, LANES)

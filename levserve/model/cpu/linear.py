@@ -1,4 +1,4 @@
-"""Products with a matrix on a CPU, as kernels of their own: the matrix is read once, and prefetched.
+"""Products with a matrix on a CPU, as separate kernels: the matrix is read once, and prefetched.
 
 Rows of activations that are padding are skipped: their results are whatever was in memory.
 """
@@ -28,12 +28,12 @@ from levserve.model.cpu.products import (
 from levserve.model.cpu.tile_products import PADDING_ROWS, Int8Tiles, RowPlace, TileProduct
 
 MIN_TASK_OUTS, MAX_TASK_OUTS = 32, 1024
-"""Bounds of how many rows of the matrix, which are outputs of the product, one task multiplies."""
+"""Bounds on how many outputs, which are rows of the matrix, one task computes."""
 MANY_THREADS, FINER = 5, 2
-"""From so many threads on, each has so many times as many tasks: the more threads there are, the longer they
-wait for the last one."""
+"""From `MANY_THREADS` threads on, each has `FINER` times as many tasks: the more threads there are, the
+longer they wait for the last one."""
 ROW_BLOCK_BYTES = 36 << 10
-"""Activations that a task multiplies at a time: as many as stay in the first-level cache."""
+"""Bytes of activations that a task multiplies at a time: as many as stay in the first-level cache."""
 X, NUM_USED, WEIGHT, SCALE = range(4)
 """The arguments of a product's call; bfloat16 has no scale."""
 
@@ -57,9 +57,9 @@ def multiply(
 ) -> jax.Array:
     """x [row, in], or the first `num_used` [1] of its rows, times a matrix [out, in]: float32 [row, out].
 
-    With int8, packed or not, it computes what `multiply_rotated` computes, or `multiply_blocks` where scales
-    are for blocks; with four bits what `multiply_nibbles` computes. With bfloat16, which has no scale, it
-    computes in float32; by tiles, x is rounded to bfloat16 first.
+    With int8, packed or not, the result is that of `multiply_rotated`, or of `multiply_blocks` if blocks have
+    scales; with four bits it is that of `multiply_nibbles`. With bfloat16, which has no scale, it is computed
+    in float32; tiles first round x to bfloat16.
     """
     out = weight.shape[0]
     product = Form.of(weight, scale).product(x.shape[1], target, in_two_terms=in_two_terms)
@@ -70,7 +70,7 @@ def multiply(
 
 
 def tile_product_for(product: Product, *outs: int) -> TileProduct | None:
-    """The same product by tiles, if the CPU has them and they fit matrices of so many outputs."""
+    """The same product with tiles, if the CPU has them and they fit matrices with so many outputs."""
     target = product.target
     if isinstance(product, PackedProduct) and target.has_amx_int8:
         return Int8Tiles(product)
@@ -85,7 +85,7 @@ def tile_product_for(product: Product, *outs: int) -> TileProduct | None:
 
 
 def kernel_for(product: Product, by_tiles: TileProduct | None = None) -> Kernel:
-    """The kernel for such products, of many rows by tiles. Its shared memory holds the prepared rows."""
+    """The kernel for this product, of many rows with tiles. Its shared memory holds the prepared rows."""
 
     def num_rows(call: Call) -> Value:
         return num_used_rows(call, NUM_USED, X)
@@ -125,7 +125,7 @@ def kernel_for(product: Product, by_tiles: TileProduct | None = None) -> Kernel:
 
 
 def num_used_rows(call: Call, num_used: int, rows: int) -> Value:
-    """How many rows of one argument another one, int32 [1], says are used."""
+    """How many rows of the argument `rows` are used, as the argument `num_used`, int32 [1], says."""
     return load_num_used(call, num_used).minimum(call.argument_size(rows, 0))
 
 
@@ -166,7 +166,7 @@ def _task_outs(way: Product | TileProduct, num_out: Value) -> Value:
 def multiply_range(
     builder: Builder, product: Product, by_tiles: TileProduct | None, task: ProductTask
 ) -> None:
-    """Multiplies all prepared rows with a range of the matrix: by tiles, if there are enough rows."""
+    """Multiplies all prepared rows with a range of the matrix: with tiles, if there are enough rows."""
     num_rows = task.num_rows
     if by_tiles is not None:
         is_many = num_rows >= by_tiles.min_rows

@@ -1,10 +1,9 @@
-"""Attention of many queries of a row on a CPU, as in a prompt: each lane is a query, and keys and values come
-one number at a time.
+"""Attention of many queries of a row on a CPU, as in a prompt: each lane is a query.
 
-So nothing is summed across lanes, neither for a score nor for a softmax, and a loaded number is used for
-every query. The queries are transposed for this once, and a page is widened to float32 once. Everything is
-added in the order of `few_queries`, so that a query's output is the same to the last bit however many queries
-there are beside it.
+Keys and values are read one element at a time. So nothing is summed across lanes, neither for a score nor for
+a softmax, and a loaded element is used for every query. The queries are transposed for this once, and a page
+is widened to float32 once. Everything is added in the order of `few_queries`, so a query's output is
+bit-identical however many queries there are beside it.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from levserve.model.cpu.heads import KEYS, LANES, VALUES, AttentionArrays, HeadS
 from levserve.model.cpu.softmax import LOWEST_MAX, MASKED, SMALLEST_SUM, cap_scores, exp
 
 KEYS_TOGETHER = 2
-"""Keys that a vector of queries is multiplied with at a time: each has several sums until they are added."""
+"""Keys that a vector of queries is multiplied with at a time: each has several partial sums."""
 
 
 def max_queries(target: Target) -> int:
@@ -44,7 +43,7 @@ class ScratchLayout(NamedTuple):
 
 
 def _scratch_layout(heads: HeadShape) -> ScratchLayout:
-    """Queries and outputs have a vector for each number of a head, scores for each token."""
+    """Queries and outputs have a vector for each element of a head, scores have one for each token."""
     tile = 2 * heads.size + 2
     sums = tile + -(-heads.page_size * heads.size // max_queries(heads.target))
     return ScratchLayout(heads.size, 2 * heads.size, 2 * heads.size + 1, tile, sums, sums + LANES)
@@ -75,7 +74,7 @@ def attend_many(
 
     @contextmanager
     def pages(half: int) -> Iterator[tuple[Value, Value]]:
-        """Puts one page after another into the tile; gives its first token and how many slots are visible."""
+        """Widens one page after another into the tile; yields its first token and number of visible slots."""
         with builder.loop(begin, end, page_size) as token:
             num_slots, stored = (end - token).minimum(page_size), block.tile_at(half, token)
             next_tile = block.tile_at(half, (token + page_size).minimum(end - 1))
@@ -107,7 +106,7 @@ def attend_many(
     factor = _softmax(builder, scores, (begin, end), (starts, stops), sums, arrays.softcap)
     with builder.loop(0, size) as at:
         builder.store(outputs + at * vector, builder.zeros(F32, lanes))
-    # How many numbers of a value each vector of weights is multiplied with at a time.
+    # How many elements of a value each vector of weights is multiplied with at a time.
     together = 8 if heads.target.vector_bytes == 64 else 4
     with pages(VALUES) as (token, num_slots):
         for first in range(0, size, together):
@@ -138,8 +137,8 @@ def _softmax(
     sums: Value,
     softcap: Value,
 ) -> Value:
-    """Replaces scores by weights, 0 for tokens that are not visible, and gives what outputs must be
-    multiplied with: 1 / the sum of the weights.
+    """Replaces scores by weights, 0 for tokens that are not visible, and gives the factor of the outputs: 1 /
+    the sum of the weights.
 
     `visible` points to the first visible token of each query, and to the one after the last.
     """

@@ -1,9 +1,9 @@
 """Multiplies a tile on a CPU with matrices of four bits and a scale for every 32 inputs (`int4_blocks`).
 
-A byte is two numbers, which are widened in registers, once for all rows of a tile. Otherwise it goes as in
+A byte holds two codes, which are widened in registers, once for all rows of a tile. The rest is as in
 `block_products`: each lane of a vector is an output, and the sums of a block start as the bits of a float so
-large that its last bit counts ones. Here they also start with what the codes' middle takes off them. The sums
-of both terms of activations are put together before they become floats.
+large that its last bit is worth 1. Here that start also makes up for `CENTER`, which is not subtracted from
+the codes. The sums of both terms of activations are combined before they become floats.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from levserve.model.int8_blocks import BLOCK, product_factor
 from levserve.model.int8_packing import SIGNED_ORDER, SMALLEST, STEPS, UNSIGNED_ORDER, WORD, BlockOrder
 
 NUM_TERMS = 2
-"""Of int8, for each activation."""
+"""int8 terms of each activation."""
 SCALE, TOTAL, STARTS = range(3)
 """The words that a block of a prepared row has: its scale, the sum of its activations times the scale, and
-what the sums of each term start with."""
+the start value of each term's sums."""
 HALF = WORDS // 2
-"""Words of a block that are in the lower halves of its bytes."""
+"""Words of a block that are stored in the lower halves of its bytes."""
 
 
 def nibble_product_for(
@@ -39,8 +39,8 @@ def nibble_product_for(
 
 @dataclass(frozen=True)
 class NibbleProduct:
-    """A prepared row of activations has the int8 numbers of each term, and for each block a scale, what the
-    sums of each term start with, and the sum of its activations, times the scale."""
+    """A prepared row of activations has the int8 values of each term and, for each block, a scale, the sum of
+    the block's activations times the scale, and the start value of each term's sums."""
 
     size: int
     target: Target
@@ -66,7 +66,7 @@ class NibbleProduct:
 
     @property
     def block_scales(self) -> int:
-        """Numbers of 16 bits that each block of an output has."""
+        """Float16 values that each block of an output has: a scale, and possibly a middle."""
         return 2 if self.has_middles else 1
 
     @property
@@ -76,12 +76,12 @@ class NibbleProduct:
 
     @property
     def row_bytes(self) -> int:
-        """Whole vectors, so that none lies across two cache lines."""
+        """Rounded up to whole vectors, so that none lies across two cache lines."""
         num_bytes = NUM_TERMS * self.size + 4 * (2 + NUM_TERMS) * self.num_blocks
         return (num_bytes + BLOCK - 1) // BLOCK * BLOCK
 
     def block_word(self, row: Value, kind: int, block: Value) -> Value:
-        """Where a word of a block of a row is."""
+        """The address of a word of a block in a prepared row."""
         return row + block * 4 + (NUM_TERMS * self.size + kind * 4 * self.num_blocks)
 
     def prepare(self, builder: Builder, x: Value, scratch: Value, into: PreparedRow) -> None:
@@ -115,13 +115,13 @@ class NibbleProduct:
             builder.store(places.word_of(block, TOTAL), sums)
 
     def widen(self, packed: Value) -> tuple[Value, Value]:
-        """The numbers in the lower halves of bytes, and those in the upper ones."""
+        """The codes in the lower halves of bytes, and those in the upper halves."""
         return packed & 15, packed >> 4
 
     def add_block(
         self, builder: Builder, row: Value, block: Value, sums: list[Value], scales: list[Value], total: Value
     ) -> Value:
-        """The total of an output's lanes with the sums of a block's terms, scaled as `add_scaled` does it."""
+        """Adds the sums of a block's terms to the total of each lane's output, scaled as in `add_scaled`."""
         words = [self.block_word(row, kind, block) for kind in (SCALE, TOTAL)]
         return add_scaled(builder, (sums[0] << SECOND_TERM_BITS) + sums[1], scales, words, total)
 
@@ -162,7 +162,7 @@ class SignedNibbles(NibbleProduct):
     def _sum_block(
         self, builder: Builder, matrix: list[Value], block: Value, rows: list[Value]
     ) -> list[Value]:
-        """The sums of a block for all terms of a few rows, which do not wait for each other."""
+        """The sums of a block for all terms of a few rows; none waits for another."""
         terms = [(row, term) for row in rows for term in range(NUM_TERMS)]
         places = [row + block * BLOCK + term * self.size for row, term in terms]
         sums = [
@@ -184,8 +184,11 @@ class UnsignedNibbles(NibbleProduct):
         return 1 if self.target.vector_bytes < 64 else 4  # 24 of 32 registers for totals and sums
 
     def write_tile(self, builder: Builder, group: Value, into: Value) -> None:
-        """Writes a block of 16 outputs, which begins in a group of outputs, as a tile of signed numbers: as
-        many times larger as the first term of activations counts more, then as they are for the second."""
+        """Writes a block of 16 outputs, which begins at `group`, as a tile of signed numbers.
+
+        First come the numbers shifted left by `SECOND_TERM_BITS`, for the first term of activations, then the
+        numbers as they are, for the second.
+        """
         middle, highest = CENTER, CENTER << SECOND_TERM_BITS
         for word in range(HALF):
             packed = builder.load(group + word * (self.tile_outs * WORD), I8, TILE_ROW_BYTES)

@@ -1,9 +1,9 @@
 """Multiplies a tile on a CPU, a few rows of activations with a few rows of a matrix, for each type of matrix.
 
 With int8 it computes the same integers as `quantize.multiply_rotated` in XLA. Activations are rotated and
-rounded in memory that stays in the cache, and one instruction sums four products: ARM's multiplies signed
-numbers, x86's unsigned with signed ones, for which the matrix is packed. bfloat16 is widened as it is read,
-without an instruction of its own; XLA would widen the whole matrix first.
+rounded in memory that stays in the cache, and one instruction sums four products. ARM's instruction
+multiplies signed numbers; x86's multiplies unsigned with signed ones, and the matrix is packed for it.
+bfloat16 is widened as it is read, with ordinary instructions; XLA would widen the whole matrix first.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ INT8_LANES = 16
 BFLOAT16_HALF, BFLOAT16_NAN = 0x7FFF, 0x7FC0
 """Just under half of bfloat16's last bit, in the bits of a float32; and the bits of a quiet NaN."""
 TAIL_BYTES = 16
-"""What follows a row in int8: its scale, the number its sums start with, and padding."""
+"""Bytes that follow a row in int8: its scale, the number its sums start with, and padding."""
 
 StoreProducts = Callable[[Value, Value, Value], None]
 """Stores the products of a row of activations, given its number, the first output and a vector."""
@@ -56,7 +56,7 @@ class PreparedRow:
     tail: Value
     """What follows the row's numbers."""
     pieces: tuple[int, Value] | None = None
-    """If not all of the row follows each other: the bytes that do, and from one such piece to the next."""
+    """If the row is not contiguous: the bytes of each contiguous piece, and from one piece to the next."""
 
     def place(self, at: Value) -> Value:
         """The place of a byte of the row."""
@@ -84,9 +84,9 @@ class Product(Protocol):
     """How rows of activations [size] are multiplied with a matrix [out, size]."""
 
     tile_outs: ClassVar[int]
-    """Rows of the matrix in a tile: a loaded activation is used this often."""
+    """Rows of the matrix in a tile: a loaded activation is used this many times."""
     tasks_per_thread: ClassVar[int]
-    """Few: what is prefetched at the end of a task belongs to another thread's task, and is wasted."""
+    """Few, because what a task prefetches at its end belongs to another thread's task, and is wasted."""
     has_scales: ClassVar[bool]
 
     @property
@@ -121,7 +121,7 @@ class Product(Protocol):
     def multiply(
         self, builder: Builder, weight: Value, scales: Value, prepared: Value, num_rows: int
     ) -> list[Value]:
-        """Multiplies prepared rows with `tile_outs` rows of the matrix: a vector of floats for each."""
+        """Multiplies prepared rows with `tile_outs` rows of the matrix; gives a vector of floats for each."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ class Int8Activations:
 
 
 class Int8Product(Int8Activations):
-    """With a matrix in its plain order, for ARM's instruction that multiplies signed numbers."""
+    """The product with a matrix in plain order, for ARM's instruction that multiplies signed numbers."""
 
     name: ClassVar[str] = "int8"
     tile_outs: ClassVar[int] = 4
@@ -205,7 +205,7 @@ class Int8Product(Int8Activations):
 
 
 class PackedProduct(Int8Activations):
-    """With a packed matrix: each lane is an output, and one word of activations serves all of them."""
+    """The product with a packed matrix: each lane is an output, and all lanes share a word of activations."""
 
     name: ClassVar[str] = "uint8"
     tile_outs: ClassVar[int] = OUTS
@@ -283,7 +283,7 @@ class Bfloat16Product:
 
 
 def round_to_bfloat16(numbers: Value) -> Value:
-    """The bits of the nearest bfloat16, of two equally near ones the even one."""
+    """The bits of the nearest bfloat16; ties go to the even one."""
     bits = numbers.convert("bitcast", I32)
     rounded = (bits + ((bits >> 16) & 1) + BFLOAT16_HALF) >> 16
     is_number = numbers >= -math.inf

@@ -1,7 +1,8 @@
-"""Computes the largest logits of an int8 head again, in float32, with the embedding that is its matrix too.
+"""Recomputes the largest logits of an int8 head in float32, from the embedding that the head is tied to.
 
-What the head rounds is not averaged by any later layer, and it matters for the few tokens that may be next.
-Their rows of the embedding, which are kept in full anyway, give their logits without rounding to int8.
+No later layer averages out the rounding errors of the head, and they matter for the few tokens that may be
+next. The rows of these tokens in the embedding, which is kept in full precision anyway, give their logits
+without rounding to int8.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from levserve.model.cpu.linear import num_used_rows
 
 LANES, SIZE_LANES = 64, 16
 MARGIN = 5.0
-"""Logits are computed again if they are so near to the largest, whose tokens are e ** 5 as likely at most."""
+"""Logits this near to the largest are recomputed: the largest is at most e ** 5 times as likely as these."""
 MAX_NEAR = 512
-"""A row that has more of them stays as it is: its next token is uncertain anyway, and it would take long."""
+"""A row with more such logits stays as it is: its next token is uncertain anyway, and it would take long."""
 LOGITS, HIDDEN, EMBED, NUM_USED = range(4)
 TYPES = (jnp.bfloat16, jnp.float32)
 
@@ -34,7 +35,7 @@ def refine_logits(
 ) -> jax.Array:
     """Logits float32 [row, vocab] of hidden states [row, embed] with an embedding [vocab, embed].
 
-    Rows after the first `num_used` [1] stay as they are, and those with more than `MAX_NEAR` logits near the
+    Rows after the first `num_used` [1] stay as they are, as do rows with more than `MAX_NEAR` logits near the
     largest.
     """
     count = jnp.asarray([len(logits)], jnp.int32) if num_used is None else num_used
@@ -69,7 +70,7 @@ def kernel_for(dtype: jnp.dtype, target: Target) -> Kernel:
 def _list_near(builder: Builder, logits: Value, vocab: Value, tokens: Value) -> Value:
     """How many logits are near the largest, and a list of their tokens, int32.
 
-    It stops soon after there are more than `MAX_NEAR`; the list's end is written over then.
+    It stops soon after it has found more than `MAX_NEAR`; the last of these overwrite the end of the list.
     """
     floor = _find_largest(builder, logits, vocab) - MARGIN
     count = builder.variable(builder.constant(0))
@@ -91,7 +92,7 @@ def _list_near(builder: Builder, logits: Value, vocab: Value, tokens: Value) -> 
 
 
 def _find_largest(builder: Builder, logits: Value, vocab: Value) -> Value:
-    """The largest of float32 [vocab]; NaN if there is one, which then is near no logit."""
+    """The largest of float32 [vocab]; NaN if there is one, and then no logit counts as near."""
     end_of_vectors = vocab // LANES * LANES
     lanes = builder.variable(builder.constant(-math.inf, F32).splat(LANES))
     with builder.loop(0, end_of_vectors, LANES) as at:

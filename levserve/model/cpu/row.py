@@ -1,4 +1,4 @@
-"""What a kernel that draws knows of one row: its rules, its memory, and buffers to work in."""
+"""One row as the kernel that draws tokens sees it: its rules, its memory, and work buffers."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ SMALL_BYTES = 8192
 
 
 class Buffers(NamedTuple):
-    """Memory of a thread. The first three hold a number for each token, padded to whole vectors, and one
-    vector more."""
+    """A thread's scratch memory. The first three hold a number for each token of the vocabulary, padded to
+    whole vectors, and one more vector."""
 
     edited: Value
     """The logits after penalties and edits."""
     allowed: Value
-    """What a mask allows of them; before that it counts tokens, and later shows log-probabilities."""
+    """The logits that a mask allows; token counts before that, and logits for log-probabilities later."""
     spare: Value
-    """Counts tokens too; later it is for the search of a floor."""
+    """Also token counts, and later the logits among which a floor is searched."""
     chunk_sums: Value
     """float32, one for each chunk of the vocabulary."""
     tail: Value
-    """float32 [LANES]: the model's last logits."""
+    """float32 [LANES]: the model's last logits, padded to a vector."""
     small: Value
-    """`SMALL_BYTES` for what needs little."""
+    """`SMALL_BYTES` for small temporary arrays."""
 
     @staticmethod
     def divide(scratch: Value, vocab: Value) -> Buffers:

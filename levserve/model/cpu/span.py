@@ -1,4 +1,4 @@
-"""One row of numbers on a CPU, read in vectors of `LANES`, and what is found among them in a pass."""
+"""One row of numbers on a CPU, read in vectors of `LANES`: their log-sum-exp and the largest of them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from levserve.jit.builder import F32, I32, Builder, Value
 from levserve.model.cpu.softmax import exp
 
 LANES = 32
-"""As many as a word of a mask has bits."""
+"""As many as the bits of a word of a mask."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """float32 [count]. The last vector is read from `tail` if it is not full, where minus infinity follows
-    the numbers."""
+    """float32 [count]. A last vector that is not full is read from `tail`, where it is padded with minus
+    infinity."""
 
     builder: Builder
     numbers: Value
@@ -52,8 +52,10 @@ class Span:
         return log(builder, sums.get().reduce_sum()) + largest
 
     def write_largest(self, num: int, scratch: Value, total: Value, ids: Value, values: Value) -> None:
-        """Writes the places of the largest in descending order, int32 [num], and the numbers themselves less
-        `total`, float32 [num]. Of equals the first comes first. The scratch memory holds `num` int32."""
+        """Writes the indices of the largest numbers, int32 [num], and these less `total`, float32 [num].
+
+        They are in descending order, equal ones by index. The scratch memory holds `num` int32.
+        """
         builder, count = self.builder, self.count
         lowest = builder.constant(-(2**31), I32)
         with builder.loop(0, num) as place:
@@ -71,7 +73,7 @@ class Span:
             builder.store(values + place * 4, builder.load(values + place * 4, F32) - total)
 
     def _insert(self, number: Value, index: Value, num: int, keys: Value, ids: Value, values: Value) -> None:
-        """Moves what is smaller to the right, the last one out, and writes the number before it."""
+        """Moves smaller numbers to the right, which drops the last, and writes the number before them."""
         builder, key = self.builder, sortable(number)
         place = builder.variable(builder.constant(num - 1))
         with builder.repeat() as after:

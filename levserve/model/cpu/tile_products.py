@@ -1,10 +1,10 @@
-"""Multiplies many rows with an int8 matrix by matrix units (AMX), and what that has in common with bfloat16.
+"""Multiplies many rows with an int8 matrix on matrix units (AMX), and has what bfloat16 tiles share with it.
 
-Results are those of the products without tiles to the last bit, so that a row gets the same alone and beside
-others. The packed order of a matrix is that of tiles: a row of 64 bytes has four numbers of each of 16
+Results are bit-identical to those of the products without tiles, so a row gets the same result alone and
+beside others. The packed order of a matrix is that of tiles: a row of 64 bytes has four numbers of each of 16
 outputs. One instruction adds the products of 16 rows and 64 inputs to 16 x 16 sums. Activations are prepared
-as tiles too: 16 rows by 64 inputs are one piece of memory, and what follows those rows comes after all of
-their tiles. What tiles read after the last row is not used. `bfloat16_tiles` has the products with bfloat16.
+as tiles too: 16 rows by 64 inputs are contiguous, and the tails of those rows come after all of their tiles.
+What tiles read past the last row is not used. `bfloat16_tiles` has the products with bfloat16.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from levserve.model.cpu.products import PackedProduct, PreparedRow, ProductTask,
 from levserve.model.int8_packing import OUTS, WORD
 
 GROUP_BYTES = OUTS * WORD
-"""Four numbers of each of the outputs that lie together: a row of each of two tiles."""
+"""Bytes of four numbers of each of the outputs that lie together: a row of each of two tiles."""
 PREFETCH_BYTES, PREFETCH_LINES = 8192, 4
-"""How far ahead of its use the matrix is prefetched where nothing else tells, and how many lines at once."""
+"""How far ahead of its use the first rows prefetch the matrix, and how many lines are prefetched at once."""
 ROW_BLOCK_BYTES = 1280 << 10
-"""Activations that a task multiplies at a time: as many as stay in the second-level cache."""
+"""Bytes of activations that a task multiplies at a time: as many as stay in the second-level cache."""
 STEP_ROWS = 2 * TILE_ROWS
 """Rows that are multiplied at a time."""
 SCRATCH_BYTES = STEP_ROWS * OUTS * 4
-"""Integer sums of these rows."""
+"""Bytes of the integer sums of these rows."""
 PADDING_ROWS = TILE_ROWS
-"""Rows of memory after the last prepared one, which tiles may read."""
+"""Rows of memory after the last prepared row, which tiles may read."""
 TAIL_STRIDE = 8
-"""Bytes from the tail of a row of a tile to the next."""
+"""Bytes from the tail of one row of a tile to that of the next."""
 
 
 class RowPlace(NamedTuple):
-    """Which of so many rows is prepared, and where the first of them begins."""
+    """Which of `num_rows` rows is prepared, and where the first one begins."""
 
     prepared: Value
     row: Value
@@ -45,13 +45,13 @@ class RowPlace(NamedTuple):
 
 
 class TileProduct(Protocol):
-    """How rows of activations are multiplied by tiles."""
+    """How rows of activations are multiplied with the help of tiles."""
 
     min_rows: ClassVar[int]
     """Fewer rows are multiplied without tiles."""
     tile_outs: ClassVar[int]
     tasks_per_thread: ClassVar[int]
-    """As those of a `Product`."""
+    """See `Product`."""
 
     def scratch_bytes(self, num_rows: Value) -> Value:
         """Memory that each thread needs."""
@@ -65,7 +65,7 @@ class TileProduct(Protocol):
 
 @dataclass(frozen=True)
 class Int8Tiles:
-    """Four tiles of sums, 32 rows by 32 outputs, two of activations and two of the matrix."""
+    """Uses four tiles for sums, 32 rows by 32 outputs, two for activations and two for the matrix."""
 
     product: PackedProduct
     min_rows: ClassVar[int] = 8
@@ -75,14 +75,14 @@ class Int8Tiles:
 
     @property
     def depth(self) -> int:
-        """Inputs that a tile has: 64 if that cuts the rows evenly."""
+        """Inputs that a tile has: 64 if that divides the rows evenly."""
         return math.gcd(self.product.size, TILE_ROW_BYTES)
 
     def scratch_bytes(self, num_rows: Value) -> Value:
         return num_rows.full_like(SCRATCH_BYTES)
 
     def prepare(self, builder: Builder, x: Value, scratch: Value, into: RowPlace) -> None:
-        """In tiles if there are enough rows: the row's pieces are in one tile after another."""
+        """Prepares a row; if there are enough rows, in tiles: its pieces are in one tile after another."""
         product, index = self.product, into.row % TILE_ROWS
         is_many = into.num_rows >= self.min_rows
         plain = into.prepared + into.row * product.row_bytes
@@ -146,7 +146,7 @@ class Int8Tiles:
                 tiles.store(2 * row + half, into, OUTS * 4)
 
     def _rescale(self, builder: Builder, task: ProductTask, row: Value, count: Value, out: Value) -> None:
-        """Multiplies sums in the scratch memory with their scales, and stores them."""
+        """Multiplies the sums in the scratch memory with their scales, and stores the products."""
         product = self.product
         assert task.matrix.scales is not None
         scales = builder.load(task.matrix.scales + out * product.out_scale_bytes, F32, OUTS)
@@ -164,7 +164,7 @@ class Ahead:
     """Which lines of the matrix are prefetched for each tile of inputs."""
 
     distance: Value
-    """From what is used to what is prefetched, in bytes or inputs."""
+    """How far ahead of what is used, in bytes or inputs."""
     begin: Value
     """The first unit of lines, and the one after the last."""
     end: Value
@@ -182,13 +182,13 @@ class Step(NamedTuple):
 def steps(
     builder: Builder, task: ProductTask, rows: tuple[Value, Value], *, units: int, near: int, far: int
 ) -> Iterator[Step]:
-    """Loops over the outputs of a task, and for each of their tiles over a range of its rows."""
+    """Loops over the outputs of a task, `OUTS` at a time, and for each of these over a range of its rows."""
     with builder.loop(*task.outs, OUTS) as out, builder.loop(*rows, STEP_ROWS) as row:
         yield Step(row, out, _plan_ahead(builder, task, rows, (row, out), units=units, near=near, far=far))
 
 
 def tiles_for(builder: Builder, count: Value) -> Iterator[int]:
-    """How many tiles so many rows need, two or one: what is written for each is done only then."""
+    """Yields the possible numbers of tiles, two and one; code written for each runs if `count` needs it."""
     with builder.when(count >= TILE_ROWS + 1):
         yield 2
     with builder.when(count < TILE_ROWS + 1):
@@ -207,8 +207,8 @@ def _plan_ahead(
 ) -> Ahead:
     """What to prefetch at a place, which is a row and an output, in a range of rows.
 
-    The first rows that meet a part of the matrix wait for memory and prefetch what is near; the others share
-    the work of asking for the next part, which is far, so that memory is read all the time.
+    The first rows that use a part of the matrix prefetch what is near, unless it is prefetched already. The
+    others share the prefetching of the next part, which is far, so that memory is read all the time.
     """
     (start, stop), (row, out) = rows, place
     number = (row - start) // STEP_ROWS

@@ -1,10 +1,10 @@
 """Kernels written in PTX, as part of a compiled program.
 
-XLA takes a kernel of Triton's IR. One that has nothing but inline assembly, and perhaps memory that it needs,
-is whatever the assembly says, and XLA compiles, stores and launches it as it does any other: no CUDA toolkit
-is needed, and the program that is kept on disk has its machine code. It is an interface of XLA's own, which
-may change with any version: so nothing else uses it, and `fragment_product.runs_here` tries it before a model
-relies on it.
+XLA accepts kernels in Triton's IR. One that has nothing but inline assembly, and perhaps memory that it
+needs, does whatever the assembly says, and XLA compiles, stores and launches it like any other: no CUDA
+toolkit is needed, and the compiled program on disk contains its machine code. The interface is internal
+to XLA and may change with any version, so nothing else uses it, and `fragment_product.runs_here` tries it
+before a model relies on it.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import numpy as np
 
 TARGET = "__gpu$xla.gpu.triton"
 UNASKED_BYTES = 48 * 1024
-"""Of shared memory, that a program has without asking for more."""
+"""Bytes of shared memory that a program has without asking for more."""
 SMALLEST_ARRAY = 4096
-"""Bytes, of those that are allocated to ask for more."""
+"""Bytes of the smallest array that is allocated to ask for more."""
 MEMORY_LAYOUT = "#memory = #ttg.swizzled_shared<{vec = 1, perPhase = 1, maxPhase = 1, order = [0]}>"
-"""Of such arrays: as it is, nothing is swizzled."""
+"""The layout of such arrays; nothing is swizzled."""
 TYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 
 
 class Kernel(NamedTuple):
     text: str
     asked_bytes: int = 0
-    """Of shared memory, if that is more than a program has without asking."""
+    """Bytes of shared memory, if they are more than a program has without asking."""
 
 
 @dataclass(slots=True)
@@ -38,13 +38,13 @@ class Assembly:
     """The lines of a kernel, and the registers that they use."""
 
     shifts: bool = True
-    """Whether a shift or a mask divides where it can; else the assembler's division does, even by one."""
+    """Whether to divide by a shift or a mask where possible; otherwise the assembler divides, even by one."""
     lines: list[str] = field(default_factory=list)
     registers: dict[str, list[str]] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
 
     def new(self, name: str, kind: str = "b32") -> str:
-        """A register that no other line has; `name` only tells the reader what it is for."""
+        """A new register; `name` only tells the reader what it is for."""
         count = self.counts.get(name, 0)
         self.counts[name] = count + 1
         register = f"{name}_{count}"
@@ -64,7 +64,7 @@ class Assembly:
         return result
 
     def quotient(self, register: str, divisor: int, name: str = "v") -> str:
-        """Of a number without sign."""
+        """The quotient of an unsigned number."""
         if divisor & (divisor - 1) or not self.shifts:
             return self.set("div.u32", register, divisor, name=name)
         return self.set("shr.u32", register, divisor.bit_length() - 1, name=name)
@@ -75,7 +75,7 @@ class Assembly:
         return self.set("and.b32", register, divisor - 1, name=name)
 
     def new_label(self, name: str) -> str:
-        """A label that no other line has."""
+        """A unique label."""
         count = self.counts.get(name, 0)
         self.counts[name] = count + 1
         return f"{name}_{count}"
@@ -84,11 +84,11 @@ class Assembly:
         self.lines.append(f"{name}:")
 
     def kernel(self, shared_bytes: int, alignment: int = 16) -> Kernel:
-        """In its text, `memory` is what the threads of a program share."""
+        """The finished kernel; in its text, `memory` is the shared memory of a program."""
         declared = [f".reg .{kind} {', '.join(names)};" for kind, names in self.registers.items()]
         asked_bytes = shared_bytes if shared_bytes > UNASKED_BYTES else 0
         if asked_bytes:
-            # It begins where the part ends that the system has, at a multiple of 128.
+            # It begins where the part reserved for the system ends, at a multiple of 128.
             declared.append(".reg .b32 memory; mov.u32 memory, %reserved_smem_offset_end;")
         elif shared_bytes:
             declared.append(f".shared .align {alignment} .b8 memory[{shared_bytes}];")
@@ -106,7 +106,7 @@ def launch(
 ) -> jax.Array:
     """Runs a kernel on a GPU; in its text $1, $2, ... are the addresses of the arrays, then the result's.
 
-    Where `max_registers` is given, a thread gets no more of them.
+    If `max_registers` is given, a thread gets no more registers than that.
     """
     dtypes = [*(array.dtype for array in arrays), result.dtype]
     pointers = [f"!tt.ptr<{_type_of(dtype)}>" for dtype in dtypes]
@@ -143,9 +143,9 @@ tt.return }} }}"""
 
 
 def _ask_for(num_bytes: int) -> tuple[str, str]:
-    """Operations before and after the assembly, for which XLA asks for so much shared memory.
+    """Operations before and after the assembly that make XLA ask for this much shared memory.
 
-    What can be allocated at once is a power of two, so several arrays together are the memory.
+    Only powers of two can be allocated, so several arrays together make up the memory.
     """
     left = -(-num_bytes // SMALLEST_ARRAY) * SMALLEST_ARRAY
     allocated, freed = [], []
@@ -159,5 +159,5 @@ def _ask_for(num_bytes: int) -> tuple[str, str]:
 
 
 def _type_of(dtype: jnp.dtype) -> str:
-    """Triton's name; the assembly reads bits, whatever the name."""
+    """Triton's name of a type; the assembly reads bits, whatever the name."""
     return TYPES.get(dtype.name, f"i{8 * dtype.itemsize}")

@@ -1,9 +1,9 @@
-"""The backend of NVIDIA GPUs: Pallas kernels for attention, experts, packed matrices and drawing tokens.
+"""The backend for NVIDIA GPUs: Pallas kernels for attention, experts, packed matrices and sampling.
 
-Most use Pallas' Triton backend, which jax announces as deprecated. Every Triton kernel stands behind this
-file, so each can be replaced on its own. Wide experts of many tokens have a Mosaic GPU kernel. Matrices of
-four and eight bits have a kernel in PTX, which XLA takes by the same way as Triton's; where it does not, they
-are kept in another order, for Triton's kernel.
+Most kernels use Pallas' Triton backend, which jax announces as deprecated. All Triton kernels are reached
+through this file, so each can be replaced separately. Wide experts with many tokens have a Mosaic GPU kernel.
+Matrices of four and eight bits have a kernel in PTX, handed to XLA the same way as Triton's kernels; where
+XLA does not accept it, they are stored in a different order, for a Triton kernel.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from levserve.model.xla import XlaBackend
 
 HEAD_SIZES = range(16, 257)
 TEXT_PAGE = 32
-"""Tokens of a text whose keys lie together; texts are padded to a multiple of it."""
+"""Tokens per page of a text's keys and values; texts are padded to a multiple of it."""
 
 
 def unsupported_reason(head_dim: int) -> str | None:
@@ -69,15 +69,15 @@ def unsupported_reason(head_dim: int) -> str | None:
 
 
 class ExpertKernels(StrEnum):
-    """Which kernels multiply with experts' matrices."""
+    """Which kernels compute the experts' products."""
 
     AUTO = "auto"
-    """By the table of `mosaic_plan`."""
+    """Chosen by the table in `mosaic_plan`."""
     TRITON = "triton"
     MOSAIC = "mosaic"
-    """Wherever it can."""
+    """Mosaic GPU wherever possible."""
     BOTH = "both"
-    """Triton for the first product and Mosaic GPU for the second, wherever they can."""
+    """Triton for the first product and Mosaic GPU for the second, wherever possible."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class GpuBackend(XlaBackend):
 
     @property
     def float32_precision(self) -> str:
-        """Three products of tensor cores, which are three times as fast as one without them."""
+        """Three tensor-core products, which are three times as fast as one product without tensor cores."""
         return super().float32_precision if self.interpret else FLOAT32_PRECISION.name
 
     @property
@@ -128,13 +128,13 @@ class GpuBackend(XlaBackend):
         return mixed.reshape(rows, positions.shape[1], -1), pool
 
     def text_scratch(self, rows: int, chunk: int, heads: int, size: int, dtype: jnp.dtype) -> Arrays:
-        """The keys and values of all texts, as pages that lie one after another."""
+        """Room for the keys and values of all texts, as consecutive pages."""
         return (jnp.zeros((-(-rows * chunk // TEXT_PAGE), 2, heads, TEXT_PAGE, size), dtype),)
 
     def attend_texts(
         self, qkv: jax.Array, texts: Texts, scratch: Arrays, num_heads: int
     ) -> tuple[jax.Array, Arrays]:
-        """The kernels of prompts, each query standing at the end of its text: so it sees all of it."""
+        """Uses the prompts' kernels. Every query gets its text's last position, so it sees the whole text."""
         rows, chunk, width = qkv.shape
         size = width // (3 * num_heads)
         numbers = np.arange(rows * chunk, dtype=np.int32).reshape(rows, chunk)
@@ -161,7 +161,7 @@ class GpuBackend(XlaBackend):
         return None if scheme.has_offsets else scheme
 
     def rounds_packed(self, num_rows: int) -> bool:
-        return num_rows > MAX_ROWS  # Kernels for fewer write float32.
+        return num_rows > MAX_ROWS  # The kernels for fewer rows write float32.
 
     def packed_product(
         self, matrix: PackedMatrix, widened: jnp.dtype, summed: jnp.dtype = FLOAT32
@@ -189,7 +189,7 @@ class GpuBackend(XlaBackend):
         return multiply
 
     def _multiply_fp8(self, matrix: PackedMatrix, x: jax.Array | Fp8Rows, num_rows: int) -> jax.Array | None:
-        """The product of rows that are rounded to FP8; None: no kernel has it."""
+        """The product of rows that are rounded to FP8; None if no kernel computes it."""
         scheme = matrix.scheme
         num_columns, num_inputs = (axis.size for axis in matrix.axes)
         given = (num_rows, (num_columns, num_inputs), scheme)
@@ -277,7 +277,7 @@ class GpuBackend(XlaBackend):
         return mix_tiles(x.astype(matrices[0].dtype), choice, *matrices, added, is_real, plan=plan)
 
     def _plan_of_both(self, num_tokens: int, experts: Mixture) -> Plan | None:
-        """How Triton makes the first product, if Mosaic GPU makes the second."""
+        """The plan for Triton's first product if Mosaic GPU computes the second, else None."""
         kernels, matrices = self.expert_kernels, self._matrices_for_mosaic(experts)
         if matrices is None or self._uses_mosaic(num_tokens, experts):
             return None
@@ -288,20 +288,20 @@ class GpuBackend(XlaBackend):
         return plan if plan is not None and plan.size == 2 * BLOCK and plan.rounds else None
 
     def _uses_mosaic(self, num_tokens: int, experts: Mixture) -> bool:
-        """Whether Mosaic GPU makes both products, and not Triton."""
+        """Whether Mosaic GPU, not Triton, computes both products."""
         kernels, matrices = self.expert_kernels, self._matrices_for_mosaic(experts)
         if matrices is None or kernels in (ExpertKernels.TRITON, ExpertKernels.BOTH):
             return False
         return kernels is ExpertKernels.MOSAIC or is_faster(num_tokens, experts.rule, matrices[1].shape[2])
 
     def _matrices_for_mosaic(self, experts: Mixture) -> tuple[jax.Array, jax.Array] | None:
-        """Those that Mosaic GPU can multiply."""
+        """The experts' matrices if Mosaic GPU can multiply them, else None."""
         if self.interpret or experts.matrices is None or experts.biases is not None or not is_hopper():
             return None
         return experts.matrices if serves(experts.rule, *experts.matrices) else None
 
     def _choose_experts(self, scores: jax.Array, is_real: jax.Array, experts: Mixture) -> ExpertChoice:
-        """The experts of each token; padding has the number of experts in their place."""
+        """The experts of each token; padding gets the number of experts in place of an expert."""
         rule = experts.rule
         if is_plain(rule.routing):
             return choose_experts(scores, is_real, rule, interpret=self.interpret)

@@ -1,8 +1,8 @@
-"""Codes, scales and zero points on their way through shared memory, for the kernel of `ring_kernel`, in PTX.
+"""A ring of codes, scales and zero points in shared memory, for the kernel of `ring_kernel`, in PTX.
 
-The assembler moves loads into registers down to where these are used, so that a thread waits for memory. It
-cannot move what is copied to shared memory. Each thread copies what it will read itself, so no other thread
-has to wait for it.
+The assembler moves loads into registers down to where the registers are used, so that a thread waits for
+memory. It cannot move copies to shared memory. Each thread copies only what it reads itself, so threads do
+not wait for each other.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ class Stream(NamedTuple):
     source: str
     """The address of its first bytes."""
     step: int
-    """Bytes from one unit to the next that has others."""
+    """Bytes from one run of `units` units to the next."""
     units: int
-    """Units one after another that have the same."""
+    """How many consecutive units share the same bytes."""
     offsets: tuple[int, ...]
-    """Of its places, from `source`."""
+    """Of the places, in bytes from `source`."""
     num_bytes: int
-    """Of each place: 4, 8 or 16."""
+    """The size of each place: 4, 8 or 16."""
 
 
 class CodeRing:
-    """As many units as there are slots, from the one that is computed on."""
+    """A ring of `num_slots` units, beginning with the one that is being computed."""
 
     def __init__(self, asm: Assembly, *, unit_bytes: int, num_slots: int, num_threads: int) -> None:
         """A thread reads `unit_bytes` of each unit, from all streams together."""
@@ -59,7 +59,7 @@ class CodeRing:
                 before += stream.num_bytes * self.num_threads
 
     def refill(self) -> None:
-        """Begins to copy a unit to where the last one was read; its registers have been used."""
+        """Begins to copy a unit over the one that was read last, whose registers must have been used."""
         asm, before = self.asm, 0
         is_past = asm.set("setp.gt.u32", self.unit, self.last, kind="pred", name="p")
         for stream, base in zip(self.streams, self.bases, strict=True):
@@ -67,7 +67,7 @@ class CodeRing:
             place = asm.quotient(self.unit, stream.units)
             offset = asm.set("mul.wide.u32", place, stream.step, kind="b64", name="wide")
             source = asm.set("add.u64", offset, stream.source, kind="b64", name="wide")
-            # Only 16 bytes at once can pass by the first-level cache.
+            # Only copies of 16 bytes can bypass the first-level cache.
             kind = "cg.shared.global.L2::128B" if stream.num_bytes == 16 else "ca.shared.global"
             for offset_there in stream.offsets:
                 copied = f"[{at}+{before}], [{source}+{offset_there}], {stream.num_bytes}"

@@ -4,7 +4,7 @@ values.
 Each program of the grid takes one row, one key-value head and one split of the row's positions. It normalizes
 and rotates the row's queries and its new key, writes the key and its value to the pool, and mixes the older
 positions with the new pair, which it keeps in registers: no program reads what another one writes. Rows start
-in their order, so the longest should come first; a long row that started last would run alone at the end.
+in order, so the longest should come first; a long row that started last would run alone at the end.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def decode_attention(
     qkv [row, head, head_size]: queries, keys, values; pool [page, 2, kv_head, page_size, head_size], written
     in place; table [row, page]; positions [row], negative for padding, which is not written. Scores are
     multiplied by `scale` and limited by `softcap`. `sinks` [query head] are scores without a value. By
-    default there are as many `splits` as fill the card.
+    default there are enough `splits` to fill the GPU.
     """
     rows, num_heads, size = qkv.shape
     num_queries = num_heads - 2 * kv_heads

@@ -2,8 +2,8 @@
 min-p.
 
 Every program of the grid takes a row and reads its logits several times: for the largest, for their weights,
-with top-p for the weight of what is likelier than the drawn token, and with top-k for the lowest logit that
-may be drawn. In XLA each of these is several kernels.
+with top-p for the total weight of the tokens likelier than the drawn one, and with top-k for the lowest logit
+that may be drawn. In XLA each of these is several kernels.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ LINES, COLUMNS = 16, 1024
 """Logits that a program reads in one step, as lines and columns; sums over lines stay within a thread."""
 NUM_WARPS = 8
 NEARLY_EQUAL = 1e-12
-"""Logits that differ by no more are kept or dropped together; around 0 floats are much closer together."""
+"""Logits that differ by no more than this are kept or dropped together; floats near 0 lie much closer."""
 NEGLIGIBLE = 17.0
-"""Logits further below the largest than this plus the logarithm of the vocabulary, times the temperature,
-have together less weight than float32 resolves."""
+"""All logits more than `temperature * (NEGLIGIBLE + log(vocab))` below the largest have together less weight
+than float32 resolves."""
 
 
 class Range(NamedTuple):
-    """Bounds of the floor: the highest known that keeps enough logits, the lowest known that does not, and
-    how many logits each keeps."""
+    """Bounds of the floor: the highest value known to keep enough logits, the lowest known not to, and how
+    many logits each keeps."""
 
     low: jax.Array
     high: jax.Array
@@ -41,7 +41,7 @@ class Range(NamedTuple):
 
 
 class Attempt(NamedTuple):
-    """A token that was drawn, and which attempt follows."""
+    """A drawn token, and the number of the next attempt."""
 
     token: jax.Array
     logit: jax.Array
@@ -71,11 +71,11 @@ def draw_tokens(
     largest logit, which is not finite if the row cannot be drawn from.
 
     At temperature 0 the token is the likeliest. Otherwise the inverse CDF is applied in two levels, first to
-    lines and then to the tokens of a line, at the first of `points` [row, number, 2], at least 0 and below 1,
-    whose token is in the nucleus of top-p.
+    lines and then to the tokens of a line. `points` [row, number, 2], at least 0 and below 1, are tried in
+    order until one gives a token in the nucleus of top-p.
 
-    A row with a mask for its position, as `rules.Masks` has them, draws again where the mask does not
-    allow its token. It uses the first half of the points for the first draw and the others for the second.
+    A row with a mask for its position (see `rules.Masks`) draws again if the mask does not allow its token.
+    The first half of the points serves the first draw, the second half the second.
     """
     rows = len(logits)
 
@@ -197,7 +197,7 @@ def _kernel(
             ).low
 
         def first_beyond(weights: jax.Array, point: jax.Array) -> jax.Array:
-            """As `sampler._first_beyond`, for a single row."""
+            """Like `sampler._first_beyond`, for a single row."""
             sums, number = jnp.cumsum(weights), lax.iota(jnp.int32, weights.shape[0])
             is_beyond = (sums > point * sums.max()) & (weights > 0)
             heaviest = jnp.where(weights == weights.max(), number, weights.shape[0]).min()
@@ -205,7 +205,7 @@ def _kernel(
             return jnp.where(found < weights.shape[0], found, heaviest)
 
         def draw_from(floor: jax.Array, excluded: jax.Array, number: jax.Array) -> jax.Array:
-            """Draws a token not below the floor and above the logit `excluded`, by two random numbers."""
+            """Draws a token whose logit is at least `floor` and above `excluded`, by one pair of points."""
 
             def weigh_candidates(x: jax.Array) -> jax.Array:
                 return jnp.where(x > excluded, weigh(x, floor), 0.0)
@@ -221,7 +221,7 @@ def _kernel(
             return line * columns + first_beyond(weigh_candidates(load(in_line)), point_ref[number, 1])
 
         def is_in_nucleus(logit: jax.Array, floor: jax.Array) -> jax.Array:
-            """Whether the logits above it have less than `top_p` of the weight of what reaches the floor."""
+            """Whether the logits above this one have less than `top_p` of the weight that reaches `floor`."""
 
             def add(step: jax.Array, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
                 weights = weigh(x := load_step(step), floor)
@@ -250,7 +250,7 @@ def _kernel(
         return lax.cond((temperature > 0) & (jnp.abs(top) < jnp.inf), draw, lambda: best), top
 
     token_drawn, top_drawn = draw_once(is_held=False)
-    is_drawn = jnp.abs(top_drawn) < jnp.inf  # otherwise there may be no such token
+    is_drawn = jnp.abs(top_drawn) < jnp.inf  # otherwise the token may be out of range
     is_fitting = is_allowed(jnp.minimum(token_drawn, vocab - 1))
     token_ref[...], top_ref[...] = lax.cond(
         has_mask & is_drawn & ~is_fitting,

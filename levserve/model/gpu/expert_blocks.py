@@ -1,7 +1,7 @@
 """Pairs of a token and an expert in blocks of one expert, and tiles of blocks that are multiplied together.
 
-Used where the experts' products are made by Mosaic GPU: its copies take whole blocks, so the tokens' rows are
-put in the order of the blocks first.
+Used where Mosaic GPU computes the experts' products: it copies whole blocks, so the tokens' rows are first
+put in the order of the blocks.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ BLOCK = 64
 """Rows of the smallest product of a warp group."""
 
 Found = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
-"""The first blocks of tiles, their experts, and which of them are tiles of two blocks and which of one."""
+"""Candidates for tiles: first blocks, experts, and which are tiles of two blocks and which of one."""
 
 
 class Blocks(NamedTuple):
-    """Tiles of two blocks of an expert, which come first in every array, and of one, what is left of it."""
+    """Tiles of two blocks of an expert, and tiles of one block for what is left. The former come first in
+    `firsts`, `experts` and `counts`."""
 
     firsts: jax.Array
     """[2, tile]: the number of a tile's first block."""
@@ -35,13 +36,12 @@ class Blocks(NamedTuple):
     counts: jax.Array
     """[2]: how many tiles there are."""
     pairs: jax.Array
-    """[slot]: the pair of each slot of the blocks, and the number of all pairs where there is none. It means
-    nothing for blocks that are empty, nor for slots beyond the last block, which are in excess."""
+    """[slot]: the pair in each slot of the blocks, or the total number of pairs where there is none.
+    Undefined for empty blocks and for the extra slots after the last block."""
     of_blocks: jax.Array
-    """[block]: its expert; the number of experts for a block that is empty."""
+    """[block]: its expert; the number of experts for an empty block."""
     places: jax.Array
-    """[pair]: the slot of each. It means nothing for the pairs of padding, nor for the last one, which is in
-    excess."""
+    """[pair]: its slot. Undefined for the pairs of padding and for the extra last pair."""
 
 
 def block_pairs(experts: jax.Array, num_experts: int, *, interpret: bool = False) -> Blocks:
@@ -63,7 +63,7 @@ def block_pairs(experts: jax.Array, num_experts: int, *, interpret: bool = False
 
 
 def halve_tiles(tiles: Tiles, num_experts: int, num_pairs: int, *, interpret: bool = False) -> Blocks:
-    """The same tiles as two blocks each, or as one where the second has no pair."""
+    """The same tiles as two blocks each, or as one block where the second would have no pair."""
     (num_tiles,) = tiles.experts.shape
     assert tiles.pairs.shape[1] == 2 * BLOCK
     pairs = tiles.pairs.reshape(-1)
@@ -84,8 +84,8 @@ def halve_tiles(tiles: Tiles, num_experts: int, num_pairs: int, *, interpret: bo
 def _list(
     find: Callable[..., Found], given: tuple[jax.Array, ...], most: int, interpret: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`Blocks.firsts`, `experts` and `counts` of at most so many tiles of each kind."""
-    room = most + 1  # one in excess, where interpreted stores go that are masked
+    """`Blocks.firsts`, `experts` and `counts`, with at most `most` tiles of each kind."""
+    room = most + 1  # one extra, which takes masked stores when interpreted
 
     def kernel(*refs: jax.Ref) -> None:
         *given_refs, first_ref, of_tile_ref, count_ref = refs

@@ -1,6 +1,6 @@
 """Chooses the experts of each token by the router's scores, in one Pallas kernel for NVIDIA GPUs.
 
-In XLA it is four: a softmax, the largest, the sum of their weights, and the experts of padding.
+XLA needs four kernels: the softmax, the largest scores, the sum of their weights, and the experts of padding.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from levserve.model.config import Routing
 from levserve.model.gpu.paged_attention import power_of_two
 
 TOKENS = 4
-"""Tokens of a program, a warp for each."""
+"""Tokens per program, each with one warp."""
 
 
 def is_plain(routing: Routing) -> bool:
-    """Whether the kernel chooses by this routing."""
+    """Whether the kernel supports this routing."""
     return routing == Routing(renormalises=routing.renormalises)
 
 
@@ -30,8 +30,8 @@ def is_plain(routing: Routing) -> bool:
 def choose_experts(
     scores: jax.Array, is_real: jax.Array, rule: ExpertRule, *, interpret: bool = False
 ) -> ExpertChoice:
-    """The likeliest experts by scores [token, expert], of equals the first. A token that is not real, by
-    `is_real` [token], has the number of experts in their place."""
+    """The likeliest experts by scores [token, expert]; of equal scores, the first. A token that is not
+    real, by `is_real` [token], gets the number of experts in place of an expert."""
     num_tokens = len(scores)
     whole = (num_tokens, rule.per_token)
     experts, weights = pl.pallas_call(

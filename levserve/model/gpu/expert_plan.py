@@ -1,4 +1,4 @@
-"""How the products of experts are cut on an NVIDIA GPU; measured on an H200 with Qwen3-30B-A3B's shape."""
+"""How the products of experts are tiled on an NVIDIA GPU; measured on an H200 with Qwen3-30B-A3B's shape."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from levserve.model.config import Activation
 from levserve.model.gpu.gate import Gate
 
 FEW_TOKENS = 16
-"""Up to so many tokens a tile has all of them, whatever their experts are."""
+"""With up to this many tokens, a tile has all of them, whatever their experts are."""
 SMALLEST = 16
 """Rows, columns and depth of the smallest product a tensor core takes."""
 MAX_ELEMENTS = 1 << 31
-"""Numbers of all experts' matrices together that a kernel's 32-bit positions reach."""
+"""Elements of all experts' matrices together that a kernel's 32-bit indices can reach."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
     columns: int
-    """Of the result that a program computes."""
+    """Columns of the result that a program computes."""
     depth: int
-    """Numbers of a row multiplied in one step."""
+    """Elements of a row that are multiplied in one step."""
     num_warps: int
     num_stages: int
     is_turned: bool = False
-    """Whether the matrix is the left factor of the product, which has at least 64 rows in Hopper's larger
-    instructions, and the tokens are the right one, which may have 8."""
+    """Whether the matrix is the left factor of the product and the tokens are the right one. In Hopper's
+    larger instructions the left one has at least 64 rows, but the right one may have only 8 columns."""
 
     def fit(self, width: int, depth: int) -> Tiling:
         return replace(self, columns=math.gcd(self.columns, width), depth=math.gcd(self.depth, depth))
@@ -43,8 +43,8 @@ class Plan:
     gate_up: Tiling
     down: Tiling
     halvings: int = 0
-    """How often a tile that is at most half full is computed as one of half the size. Both sizes must use the
-    same instructions, so that a token's result does not depend on how many others have its expert."""
+    """How many times a tile may be halved if at most half of it is full. All sizes must use the same
+    instructions, so that a token's result does not depend on how many others have its expert."""
     rounds: bool = False
     """Whether results are rounded to the matrices' type before they are summed."""
     is_gated: bool = True
@@ -54,7 +54,7 @@ class Plan:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Of a tile and its halves, the largest first."""
+        """The sizes of a tile and its halves, the largest first."""
         return tuple(self.size >> halving for halving in range(self.halvings + 1))
 
     @property
@@ -69,23 +69,24 @@ BY_SHARE = {
     48: Plan(64, Tiling(128, 64, 4, 4), Tiling(256, 64, 4, 4)),
     math.inf: Plan(128, Tiling(128, 64, 8, 4), Tiling(256, 64, 8, 4), halvings=1),
 }
-"""By the mean number of pairs of an expert, at most."""
+"""Plans by the largest mean number of pairs per expert that they serve."""
 UNGATED = Tiling(128, 64, 8, 3)
-"""For many pairs without a gate: two such programs fit a processor, so that one multiplies while the other
-computes activations. With one stage more, and so alone, it takes nearly half as long again in the shape of
-AI-OS's English-v1."""
+"""For many pairs without a gate: two such programs fit on a processor, so that one multiplies while the other
+computes activations. With one more stage only one fits, and the product takes almost 1.5 times as long in the
+shape of AI-OS's English-v1."""
 WIDE_BY_SHARE = {
     24: Plan(16, Tiling(32, 32, 4, 2), Tiling(32, 32, 4, 2)),
     math.inf: Plan(64, Tiling(64, 32, 4, 3), Tiling(64, 32, 4, 3)),
 }
 """The same for float32."""
 MANY_TOKENS = 1024
-"""From here on results in bfloat16 are rounded: they are most of what is written and read besides matrices.
-A layer of Qwen3-30B-A3B's then differs from one in float32 by 5.2e-4 of the largest number, not 1.7e-4."""
+"""From this many tokens on, results of bfloat16 experts are rounded to bfloat16: besides the matrices,
+they are most of what is written and read. A layer of Qwen3-30B-A3B then differs from one in float32 by
+5.2e-4 of the largest value, not 1.7e-4."""
 
 
 def choose_plan(num_tokens: int, rule: ExpertRule, gate_up: jax.Array, down: jax.Array) -> Plan | None:
-    """How to cut the products, or None if the kernels do not serve these experts."""
+    """How to tile the products, or None if the kernels do not serve these experts."""
     _, embed, mlp = down.shape
     if embed % SMALLEST or mlp % SMALLEST or gate_up.size >= MAX_ELEMENTS:
         return None

@@ -18,14 +18,14 @@ from levserve.model.gpu.expert_blocks import BLOCK, Blocks
 
 COPIED_COLUMNS = 256
 SUMMED_COLUMNS, SUM_WARPS = 1024, 8
-"""4,096 tokens of Qwen3-30B-A3B's take 53.1 us on an H200, and 58.0 with four warps."""
+"""4,096 tokens of Qwen3-30B-A3B take 53.1 us on an H200, and 58.0 us with four warps."""
 
 
 def gather_rows(
     x: jax.Array, blocks: Blocks, num_experts: int, per_token: int, *, interpret: bool = False
 ) -> jax.Array:
-    """The token's row of each slot of the blocks. Empty blocks are left as they are, and a slot without a
-    pair has the row of any token."""
+    """The row of the token in each slot of the blocks. Empty blocks are not written, and a slot without a
+    pair gets some token's row."""
     num_tokens, embed = x.shape
     (num_blocks,) = blocks.of_blocks.shape
     columns = math.gcd(COPIED_COLUMNS, embed)
@@ -62,9 +62,10 @@ def sum_results(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """The weighted sum of each token's results, float32; it means nothing for a token that is padding.
+    """The weighted sum of each token's results, float32; undefined for padding.
 
-    With `added`, rows [token, embed] and which tokens are real [token], it is added to the rows of these.
+    `added` has rows [token, embed] and which tokens are real [token]: these tokens' sums are added to the
+    rows, which are returned.
     """
     num_tokens, per_token = weights.shape
     num_slots, embed = results.shape

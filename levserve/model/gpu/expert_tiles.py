@@ -19,8 +19,8 @@ from jax.experimental.pallas import triton as plgpu
 from levserve.model.gpu.paged_attention import power_of_two
 
 PAIRS_PER_STEP = 32768
-"""Pairs that a program looks at in one step, at most: 4,096 tokens of Qwen3-30B-A3B's, which take 8.8 us
-where steps of 4,096 pairs take 15.7."""
+"""The most pairs that a program reads in one step: those of 4,096 tokens of Qwen3-30B-A3B, which take 8.8 us,
+and 15.7 us in steps of 4,096 pairs."""
 PAIRS_PER_WARP, MIN_WARPS, MAX_WARPS = 512, 4, 16
 
 
@@ -28,23 +28,24 @@ class Tiles(NamedTuple):
     """Tiles of pairs of one expert."""
 
     pairs: jax.Array
-    """[tile, size]: numbers of pairs; the number of all pairs where a tile is not full. The last tile, which
-    is in excess, means nothing."""
+    """[tile, size]: pairs, by their numbers; the total number of pairs where a tile is not full. The
+    extra last tile is undefined."""
     experts: jax.Array
-    """[tile]: the expert of each; the number of experts for a tile that is empty."""
+    """[tile]: its expert; the number of experts for an empty tile."""
     ranks: jax.Array
-    """[tile]: how many tiles of the same expert are before it."""
+    """[tile]: how many tiles of the same expert come before it."""
     places: jax.Array
-    """[pair]: where each is among the tiles' pairs. It means nothing for a pair that is in no tile, nor for
-    the last one, which is in excess."""
+    """[pair]: its place among the tiles' pairs. Undefined for a pair that is in no tile and for the extra
+    last pair."""
 
 
 def tile_pairs(experts: jax.Array, num_experts: int, size: int, *, interpret: bool = False) -> Tiles:
-    """Tiles of the pairs of tokens with `experts` [token, experts per token], which differ for each token; a
+    """Tiles of the pairs of tokens with `experts` [token, experts per token]. A token has no expert twice; a
     pair of expert `num_experts` is in no tile.
 
-    Expert e begins with the tile `before // size + e` if so many pairs are before its own. So tiles of two
-    experts never meet, and each expert finds its place without the others' numbers of tiles.
+    The first tile of expert e is `before // size + e`, where `before` counts the pairs of the experts before
+    it. So no two experts' tiles overlap, and each expert finds its place without knowing how many tiles the
+    others have.
     """
     num_tiles = experts.size // size + num_experts
     shapes = ((num_tiles + 1) * size,), (num_tiles,), (num_tiles,), (experts.size + 1,)
@@ -62,7 +63,7 @@ def tile_pairs(experts: jax.Array, num_experts: int, size: int, *, interpret: bo
 
 
 def _step(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Tokens that are looked at in one step, and places of each for its experts."""
+    """Tokens that are read in one step, and expert places of each."""
     num_tokens, per_token = shape
     width = power_of_two(per_token)
     return min(power_of_two(num_tokens), max(PAIRS_PER_STEP // width, 1)), width
@@ -115,11 +116,11 @@ def _kernel(
 
     def put(step: jax.Array, count: jax.Array) -> jax.Array:
         tokens, experts = load(step)
-        own_place = jnp.where(experts == number, place, -1).max(1)  # a token has an expert once
+        own_place = jnp.where(experts == number, place, -1).max(1)  # a token has an expert at most once
         is_own = own_place >= 0
         is_one = is_own.astype(jnp.int32)
         rank = count + jnp.cumsum(is_one) - 1
-        # Interpreted, a masked store writes what is there already, so it must be to another place.
+        # When interpreted, a masked store writes back the old value, so it must not go to a place in use.
         to = jnp.where(is_own, first * size + rank, num_tiles * size)
         pairs = jnp.where(is_own, tokens * per_token + own_place, num_tokens * per_token)
         plgpu.store(pair_ref.at[to], pairs, mask=is_own)

@@ -1,10 +1,11 @@
-"""Hopper's own product of FP8 matrices, for Pallas kernels.
+"""Hopper's native product of FP8 matrices, for Pallas kernels.
 
-Tensor cores of an H100 or H200 add up FP8 products with fewer bits than float32 has. Triton uses their FP8
-instructions only if it is told how many products may be added so, and otherwise widens FP8 to float16. Pallas
-does not tell it, so this primitive does. Kernels add the sums of 128 products in float32, as DeepSeek's do.
+Tensor cores of an H100 or H200 accumulate FP8 products with fewer bits than float32 has. Triton uses
+their FP8 instructions only if it is told how many products may be accumulated that way, and otherwise
+widens FP8 to float16. Pallas does not tell it, so this primitive does. Kernels add the sums of 128
+products in float32, as DeepSeek's do.
 
-It needs parts of jax that may change with any version, so it may be missing.
+The primitive needs parts of jax that may change with any version, so it may be unavailable.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from jaxlib.mlir import ir
 log = logging.getLogger(__name__)
 
 MOST_PRODUCTS = 128
-"""That are added by the instructions themselves."""
+"""The most products that the instructions themselves accumulate."""
 
 _dot_p = core.Primitive("dot_fp8")
 
@@ -35,7 +36,7 @@ def dot_fp8(left: jax.Array, right: jax.Array) -> jax.Array:
 
 @functools.cache
 def has_dot_fp8() -> bool:
-    """Whether this version of jax has what `dot_fp8` needs; says so once if it does not."""
+    """Whether this version of jax has what `dot_fp8` needs; logs one warning if it does not."""
     try:
         _register()
     except (ImportError, AttributeError) as error:

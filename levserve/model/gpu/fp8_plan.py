@@ -1,4 +1,4 @@
-"""How products of FP8 activations with FP8 matrices are cut on an NVIDIA GPU."""
+"""How products of FP8 activations with FP8 matrices are tiled on an NVIDIA GPU."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ SMALLEST_DEPTH = 32
 """Inputs that one FP8 instruction multiplies."""
 MAX_ROWS = 256
 WIDE = 16384
-"""Outputs of a matrix whose programs keep a GPU busy without sharing sums."""
+"""A matrix with this many outputs has enough programs to keep a GPU busy without sharing sums."""
 
 
 class Fp8Way(NamedTuple):
     tiling: PackedTiling
     programs: int
-    """How many there should be at least."""
+    """How many programs there should be at least."""
     rounds_inside: bool = False
     """Whether each program rounds the activations itself."""
 
@@ -26,7 +26,7 @@ class Fp8Way(NamedTuple):
 class Fp8Ways(NamedTuple):
     narrow: Fp8Way
     wide: Fp8Way
-    """For `WIDE` matrices and wider ones."""
+    """For matrices with at least `WIDE` outputs."""
 
 
 BY_ROWS = {
@@ -47,8 +47,8 @@ BY_ROWS = {
         wide=Fp8Way(PackedTiling(64, 128, 128, 4, 4), 192),
     ),
 }
-"""By the number of rows, at most. Those of 16, 64 and 256 rows were the fastest of a dozen on an H200 with
-Llama-3.1-8B's matrices, or within a tenth of it; those of 32 rows are like those of 64."""
+"""By the most rows that they serve. Those for 16, 64 and 256 rows were the fastest of a dozen on an H200 with
+Llama-3.1-8B's matrices, or within 10 % of it; those for 32 rows are like those for 64."""
 
 
 class Fp8Cut(NamedTuple):
@@ -57,7 +57,7 @@ class Fp8Cut(NamedTuple):
 
 
 def choose_cut(num_rows: int, shape: tuple[int, int], scheme: Scheme) -> Fp8Cut | None:
-    """How to cut the product with a matrix [out, in] of this shape; None if the kernel does not serve it."""
+    """How to tile the product with a matrix [out, in] of this shape; None if the kernel does not serve it."""
     if num_rows > MAX_ROWS:
         return None
     ways = next(ways for most, ways in BY_ROWS.items() if num_rows <= most)
@@ -67,12 +67,12 @@ def choose_cut(num_rows: int, shape: tuple[int, int], scheme: Scheme) -> Fp8Cut 
 def fit_cut(
     way: Fp8Way, num_rows: int, shape: tuple[int, int], scheme: Scheme, *, splits: int | None = None
 ) -> Fp8Cut | None:
-    """The tiling for this matrix, with splits for enough programs unless their number is given."""
+    """The tiling for this matrix, with enough splits for `way.programs` programs unless `splits` is given."""
     assert scheme.code is Code.FP8 and scheme.rounds_rows
     _, num_inputs = shape
     fitted = fit(way.tiling, num_rows, shape, scheme, splits, programs=way.programs)
     if fitted is None or piece_width(fitted.depth, scheme, num_inputs) < SMALLEST_DEPTH:
         return None
-    # A program that reads only part of a group cannot know its largest number.
+    # A program that reads only part of a group cannot know its largest value.
     has_groups = scheme.columns is not None and math.gcd(fitted.depth, scheme.columns) == scheme.columns
     return Fp8Cut(fitted, way.rounds_inside and has_groups)

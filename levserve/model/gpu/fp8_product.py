@@ -1,8 +1,9 @@
 """Products of FP8 activations with an FP8 matrix, as a Pallas kernel for NVIDIA GPUs.
 
-Tensor cores multiply FP8 as it is, so nothing is unpacked: a program reads a tile of the matrix and one of
-activations, multiplies them, and adds the result times both scales to its sum in float32. For few rows a
-program may round the activations itself, which saves a kernel and costs little; for more they come rounded.
+Tensor cores multiply FP8 as it is, so nothing is unpacked: a program reads a tile of the matrix and one
+of activations, multiplies them, and adds the result times both scales to its sum in float32. For few rows
+a program may round the activations itself, which saves a kernel and costs little; for more they are
+rounded beforehand.
 
 The matrix is the left factor, because Hopper's instructions take at least 64 rows of that one and as few as
 eight columns of the other. As in `packed_product`, programs may share a sum.
@@ -27,7 +28,7 @@ from levserve.model.gpu.split_product import add_splits
 from levserve.model.packed import PackedMatrix, Scheme
 
 Scales = tuple[jax.Array, ...]
-"""Of a piece: the matrix's, and that of each row unless the program finds it itself; none for whole rows."""
+"""Of a piece: the matrix's, and each row's unless the program finds these itself; none for whole rows."""
 Carry = tuple[jax.Array, tuple[Scales, ...]]
 """The sums, and the scales of each piece of the next step."""
 
@@ -72,7 +73,7 @@ def _kernel(
     split = pl.program_id(2)
 
     def scales_of_columns(group: jax.Array | int) -> jax.Array:
-        """A number for each column [column, 1]; one for all if they share a block."""
+        """One scale per column [column, 1]; a single scale if all columns share a block."""
         if scheme.rows % tiling.columns == 0:
             found = plgpu.load(scale_ref.at[group, first_column // scheme.rows])
             return found.astype(jnp.float32)
@@ -116,7 +117,7 @@ def _kernel(
 
     def step(index: jax.Array, carry: Carry) -> Carry:
         total, loaded = carry
-        # One step ahead, because Triton reads only what it multiplies before it is needed.
+        # One step ahead, because Triton itself reads only the operands of products ahead of time.
         following = load_step(jnp.minimum(index + 1, num_steps - 1))
         for first, scales in zip(firsts_of(index), loaded, strict=True):
             total = add_piece(first, scales, total)

@@ -1,15 +1,15 @@
 """A kernel in PTX that multiplies with a matrix of four or eight bits as fast as it can be read.
 
-Tensor cores take a factor from registers in small pieces, fragments: of 16 outputs and 16 inputs a thread
-has eight numbers, of two outputs and four inputs. Which inputs these are is free, as long as the thread has
+Tensor cores take a factor from registers in small pieces, fragments: of 16 outputs and 16 inputs, a thread
+has eight values, those of two outputs and four inputs. They may be any four inputs, as long as the thread has
 the same ones of `x`. So each thread loads 16 bytes of each of its outputs, which are whole fragments
-(`lanes.py` says in which order a matrix is kept for this), and codes go from memory to tensor cores through
-registers alone.
+(`lanes.py` gives the order in which a matrix is stored for this), and codes go from memory to tensor cores
+through registers alone.
 
 A warp multiplies 16 x `m_tiles` outputs with 8 x `n_tiles` rows of `x`. Its thread `4 g + t` has the
 outputs from `2 m_tiles g` on, side by side, so it reads their scales at once. Sums over a group of inputs
-are multiplied by its scale in float32. Offsets are multiplied by the sums of `x` over a group, which are a
-product with ones.
+are multiplied by its scale in float32. Offsets are multiplied by the sums of `x` over a group, which are
+computed as a product with ones.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ from levserve.model.lanes import WORDS
 
 LANE_BYTES = 16
 UNIT_BYTES = 4 * LANE_BYTES
-"""Of an output, that the four threads which share it load at once."""
+"""Bytes of an output that the four threads which share it load at once."""
 X_STAGES = 3
 SHIFTING_GROUP = 128
-"""Kernels for groups of so many inputs divide by shifts: with fewer registers, more programs run at once, and
-two rows of four bits take 0.92 of the time. With groups of 32 they take 1.03 to 1.09 times as long."""
+"""Kernels for groups of at least this many inputs divide by shifts: with fewer registers, more programs
+run at once, and two rows times four-bit codes take 0.92 of the time. With groups of 32, shifts would make
+it 1.03 to 1.09 of the time."""
 
 
 class Writer:
     """Writes the kernel for one product."""
 
     alignment = 16
-    """Of shared memory."""
+    """Bytes to which shared memory is aligned."""
     load = "ld.global.nc"
 
     def __init__(self, problem: Problem, tiling: FragmentTiling) -> None:
@@ -45,10 +46,10 @@ class Writer:
         self.row_bytes = problem.inputs * 4 // problem.numbers_per_word
         self.x_bytes = 2 * problem.unit
         self.words_x = self.x_bytes // WORDS
-        """Bytes of `x` that all threads need with one word."""
+        """Bytes of `x` that the four threads of an output need together for one word each."""
         self.x_registers = problem.numbers_per_word // 2
         self.swizzle = 128 // self.words_x - 1
-        """Rows of `x` that differ in these bits have a word's inputs in different banks of memory."""
+        """Rows of `x` whose numbers differ in these bits have a word's inputs in different memory banks."""
         self.num_units = problem.inputs // problem.unit // tiling.splits
         names = ["x", "codes", "scale"]
         names += ["zero"] if self.scheme.has_zeros else []
@@ -120,7 +121,7 @@ class Writer:
                 self.x_at.append(self._address("x", [(row, 2 * problem.inputs), (self.t, part)]))
 
     def _find_staged(self) -> None:
-        """Where this thread copies `x` from and to, and where it reads it again."""
+        """Where this thread copies `x` from and to, and where it reads the copy."""
         asm, tiling = self.asm, self.tiling
         per_row = self.x_bytes // 16
         self.copy_rows = tiling.num_warps * 32 // per_row
@@ -230,7 +231,7 @@ class Writer:
                     self._read("", registers, at, number * columns * itemsize)
 
     def _read(self, hints: str, registers: list[str], address: str, offset: int) -> None:
-        """From memory that nothing writes to meanwhile, at most 16 bytes at once."""
+        """Reads from memory that nothing writes to meanwhile, at most 16 bytes at once."""
         for start in range(0, len(registers), 4):
             some = registers[start : start + 4]
             into = some[0] if len(some) == 1 else f"{{{', '.join(some)}}}"
@@ -251,7 +252,7 @@ class Writer:
         self._copy_x()
 
     def _copy_x(self) -> None:
-        """Begins to copy a unit's inputs of all rows; past the last unit, of that one again."""
+        """Begins to copy a unit's inputs of all rows; past the end, the last unit's again."""
         asm, tiling = self.asm, self.tiling
         asm(f"min.u32 {self.staged_unit}, {self.staged_unit}, {self.last_unit}")
         at = asm.set("mul.wide.u32", self.staged_unit, self.x_bytes, kind="b64", name="wide")
@@ -352,7 +353,7 @@ class Writer:
                     self.asm(f"mul.rn.f32 {total}, {total}, {scales[2 * m + place // 2]}")
 
     def _add_warps(self) -> None:
-        """The first warp of those that share sums adds up the others', in their order."""
+        """The first of the warps that share sums adds the others' sums to its own, in order."""
         asm, tiling = self.asm, self.tiling
         totals = self._all_totals()
         size = 32 * 4 * len(totals)

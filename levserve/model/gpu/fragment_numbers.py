@@ -1,7 +1,8 @@
-"""How codes of four and eight bits, zero points and scales become numbers in a thread's registers, in PTX.
+"""Turns codes of four and eight bits, zero points and scales into numbers in a thread's registers, in PTX.
 
-A code in the lowest bits of the bfloat16 128 is 128 and the code, because such numbers are 1 apart there.
-So a mask widens two codes, and one addition takes the 128 and the zero point off both of them.
+The bfloat16 128 with a code in its lowest bits is 128 + code, because neighbouring bfloat16 values are 1
+apart there. So a mask widens two codes, and one addition subtracts the 128 and the zero point from both
+of them.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from levserve.model.gpu.assembly import Assembly
 from levserve.model.packed import Code, Scheme
 
 ZERO_BITS = 0xC300C300
-"""-128 twice, in bfloat16; a number below 128 in its lowest bits is subtracted as well."""
+"""-128 twice, in bfloat16; with a zero point below 128 in the lowest bits it is -128 - zero."""
 HALVES = 0x43004300
-"""128 twice, likewise added."""
+"""128 twice, in bfloat16; with a code in the lowest bits it is 128 + code."""
 MASK_THEN_OR = "0xEA"
-"""`a & b | c`, for an instruction that takes a table of what to make of three bits."""
+"""`a & b | c`, as the truth table of three bits that `lop3` takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,24 +37,24 @@ class Numbers:
     def __init__(self, asm: Assembly, scheme: Scheme) -> None:
         self.asm, self.scheme = asm, scheme
         self.one = asm.set("mov.b32", "0x3F803F80", name="one")
-        """Twice, in bfloat16."""
+        """1 twice, in bfloat16."""
         self.minus_one = asm.set("mov.b32", "0xBF80BF80", name="minus_one")
         self.nothing = asm.set("mov.f32", "0f00000000", kind="f32", name="none")
         self.fixed_zero = asm.set("mov.b32", hex(ZERO_BITS + 0x10001 * scheme.zero), name="zero")
 
     def zeros(self, registers: list[str], num_outputs: int) -> list[str]:
-        """-128 - zero twice, for each output; its bytes are in the registers if they are of the group."""
+        """-128 - zero twice, for each output; registers have a byte for each if groups have zero points."""
         if not self.scheme.has_zeros:
             return [self.fixed_zero] * num_outputs
         asm, found = self.asm, []
         for output in range(num_outputs):
-            # The byte, and above it zero, twice.
+            # The byte with a zero byte above it, twice.
             twice = asm.set("prmt.b32", registers[output // 4], 0, hex(0x4040 + 0x101 * (output % 4)))
             found.append(asm.set("or.b32", twice, hex(ZERO_BITS)))
         return found
 
     def unpack(self, word: str, zero: str) -> list[str]:
-        """The numbers of a word, two in each register, as bfloat16."""
+        """The values of a word, two in each register, as bfloat16."""
         asm, found = self.asm, []
         bits = 4 if self.scheme.code.is_nibble else 8
         for number in range(16 // bits):
@@ -71,7 +72,7 @@ class Numbers:
         return self.asm.set("lop3.b32", word, mask, hex(HALVES), MASK_THEN_OR)
 
     def widen_scales(self, registers: list[str]) -> list[str]:
-        """As float32, one for each output."""
+        """The scales as float32, one for each output."""
         if self.scheme.scale == jnp.float32:
             return [self._float32("mov.b32", register) for register in registers]
         return [wide for register in registers for wide in self._widen_pair(register)]
@@ -89,7 +90,7 @@ class Numbers:
         return self.asm.set(operation, register, kind="f32", name="wide_scale")
 
     def multiply(self, sums: list[str], left: list[str], right: list[str], *, is_fresh: bool) -> None:
-        """Adds a product of tensor cores to the sums, or puts it in their place."""
+        """Adds a tensor-core product to the sums; if `is_fresh`, it replaces them."""
         given = [self.nothing] * 4 if is_fresh else sums
         operands = ", ".join(f"{{{', '.join(each)}}}" for each in (sums, left, right, given))
         self.asm(f"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {operands}")

@@ -1,4 +1,4 @@
-"""How products with matrices of four and eight bits are cut for the kernel of `fragment_kernel`."""
+"""How products with matrices of four and eight bits are tiled for the kernel of `fragment_kernel`."""
 
 from __future__ import annotations
 
@@ -11,24 +11,26 @@ from levserve.model.lanes import WORDS, unit_of
 from levserve.model.packed import Code, Scheme
 
 MAX_ROWS = 256
-"""Up to so many rows the kernel multiplies; for more, XLA widens the matrix once for all of them."""
+"""The most rows that the kernel multiplies; for more, XLA widens the matrix once for all of them."""
 FEW_ROWS = 16
-"""Up to so many rows each warp reads `x` by itself, and several of a program share a sum."""
+"""With up to this many rows, each warp reads `x` by itself, and several warps of a program share a sum."""
 SOME_ROWS = 32
-"""Up to so many rows each warp multiplies by itself; on Hopper, four warps multiply more together."""
+"""With up to this many rows, each warp multiplies by itself; with more, on Hopper, four do it together."""
 RING_ROWS = 64
-"""Up to so many rows of four bits in groups of at least `LONG_GROUP`, two such groups of warps share `x`, and
-copy codes ahead to memory that they share."""
+"""With up to this many rows, and four-bit codes in groups of at least `LONG_GROUP`, two groups of four warps
+share `x` and copy codes ahead to shared memory."""
 WARP_GROUP = 4
 MOST_TILES, MOST_WIDE_TILES = 8, 16
-"""Of rows, that a program multiplies: by warps on their own, and by four together."""
+"""The most tiles of rows that a program multiplies: by single warps, and by four warps together."""
 FEW_PROGRAMS, LEAN_PROGRAMS, PROGRAMS = 900, 528, 264
-"""How many programs there are at most when they share sums: seven, four and two for each processor of an
-H200, where four run at once if a thread has at most `LEAN_REGISTERS`. With two groups of warps, one does."""
+"""The most programs there are when they share sums: seven, four and two for each processor of an H200.
+Four run at once on a processor if a thread has at most `LEAN_REGISTERS`, but only one with two groups of
+warps."""
 LEAN_REGISTERS = 128
 LONG_GROUP = 128
-"""From groups of so many inputs on, a unit of four bits has one scale for each output: then a thread needs no
-more registers for up to `FEW_ROWS`, and there are few scales to copy ahead."""
+"""In groups of at least this many inputs, a unit of four-bit codes has one scale for each output: then a
+thread needs no more than `LEAN_REGISTERS` for up to `FEW_ROWS` rows, and there are few scales to copy
+ahead."""
 MAX_SPLITS = 8
 SMALLEST = 32
 """Outputs of the smallest program."""
@@ -37,23 +39,23 @@ SMALLEST = 32
 @dataclass(frozen=True, slots=True)
 class FragmentTiling:
     m_tiles: int
-    """16 outputs each, that a warp computes."""
+    """Tiles of 16 outputs that a warp computes."""
     n_tiles: int
-    """Eight rows of `x` each."""
+    """Tiles of eight rows of `x`."""
     warps_m: int
     """Warps side by side."""
     warps_k: int
     """Warps of a program that share the sums of the same outputs."""
     splits: int
-    """Programs that do."""
+    """Programs that share the sums of the same outputs."""
     is_staged: bool
     """Whether a program's warps read `x` from memory that they share; only if none share a sum."""
     is_wide: bool = False
     """Whether four warps multiply together, by the kernel of `wide_kernel`; only if `x` is staged."""
     has_ring: bool = False
-    """Whether they do so by that of `ring_kernel`; only with four bits, if no unit has several groups."""
+    """Whether they use the kernel of `ring_kernel`; only for four bits, if no unit has several groups."""
     max_registers: int | None = None
-    """Of a thread; so many that more programs run at once on a processor."""
+    """Registers of a thread, limited so that more programs run at once on a processor; None: no limit."""
 
     @property
     def columns(self) -> int:
@@ -106,9 +108,9 @@ def takes(shape: tuple[int, ...], scheme: Scheme) -> bool:
 def choose_fragments(
     num_rows: int, shape: tuple[int, int], scheme: Scheme, *, is_hopper: bool
 ) -> FragmentTiling | None:
-    """How to cut the product with a matrix [out, in] of this shape; None if the kernel does not serve it.
+    """How to tile the product with a matrix [out, in] of this shape; None if the kernel does not serve it.
 
-    These were the fastest of several each on an H200, for the matrices of an 8B model.
+    Each was the fastest of several on an H200, for the matrices of an 8B model.
     """
     if num_rows > MAX_ROWS or not scheme.in_lanes:
         return None
@@ -135,7 +137,7 @@ def choose_fragments(
 def fit_fragments(
     tiling: FragmentTiling, num_rows: int, shape: tuple[int, int], scheme: Scheme, splits: int | None = None
 ) -> FragmentTiling | None:
-    """The tiling for this matrix, with as many splits as keep a GPU busy unless their number is given."""
+    """The tiling for this matrix, with enough splits to keep a GPU busy unless `splits` is given."""
     if not takes(shape, scheme):
         return None
     num_columns, num_inputs = shape
@@ -156,7 +158,7 @@ def fit_fragments(
 
 
 def _most_programs(tiling: FragmentTiling) -> int:
-    """Of those that share sums."""
+    """The most programs there are when they share sums."""
     if not tiling.is_staged:
         return LEAN_PROGRAMS if tiling.max_registers else FEW_PROGRAMS
     return PROGRAMS // 2 if tiling.warps_m > WARP_GROUP else PROGRAMS

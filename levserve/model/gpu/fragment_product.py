@@ -38,7 +38,7 @@ def multiply_fragments(matrix: PackedMatrix, x: jax.Array, *, tiling: FragmentTi
     elif tiling.is_wide:
         x = in_fragments(x, matrix.scheme.code.is_nibble)
     parts = multiply_parts(matrix, x, tiling)
-    # One by one: XLA would compile a sum over an axis to a kernel of its own.
+    # One by one: XLA would compile a sum over an axis to a separate kernel.
     total = functools.reduce(jnp.add, (parts[number] for number in range(tiling.splits)))
     return total[:num_rows]
 
@@ -67,9 +67,9 @@ def write_kernel(problem: Problem, tiling: FragmentTiling) -> Kernel:
 
 @functools.cache
 def runs_here() -> bool:
-    """Whether XLA takes the kernels and gets the right numbers from them; small products are tried, once.
+    """Whether XLA accepts the kernels and their results are right; tries small products, once.
 
-    The way in which they are handed over is XLA's own, so another version of it may not have it.
+    The interface that hands them over is internal to XLA, so another version may not have it.
     """
     tilings = [TRIAL, WIDE_TRIAL, RING_TRIAL] if is_hopper() else [TRIAL]
     try:
@@ -85,7 +85,7 @@ def runs_here() -> bool:
 
 
 def _try(tiling: FragmentTiling) -> tuple[jax.Array, np.ndarray]:
-    """A product by the kernel, of one program, and what it is; no number is rounded."""
+    """A product by the kernel, in one program, and the expected result; nothing is rounded."""
     num_inputs, num_outputs = unit_of(is_nibble=True), tiling.columns
     codes = (np.arange(num_outputs * num_inputs) % 13).astype(np.uint8).reshape(num_outputs, num_inputs)
     lanes = np.empty((num_outputs, num_inputs // 2), np.uint8)

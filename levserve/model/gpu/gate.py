@@ -1,4 +1,4 @@
-"""What turns an expert's first product into its hidden numbers, for all kernels on an NVIDIA GPU."""
+"""The activation that turns an expert's first product into hidden values, for all kernels for NVIDIA GPUs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from levserve.model.config import Activation
 
 
 class Gate(NamedTuple):
-    """What makes hidden numbers of the first product; see `ModelConfig`."""
+    """Turns the first product into hidden values; see `ModelConfig`."""
 
     activation: Activation
     is_gated: bool
@@ -33,19 +33,19 @@ class Gate(NamedTuple):
 
 
 def silu(x: jax.Array) -> jax.Array:
-    """By hand: Mosaic GPU of jax 0.10 has no logistic function."""
+    """SiLU, written out because Mosaic GPU in jax 0.10 has no logistic function."""
     return x / (1.0 + jnp.exp(-x))
 
 
 def gelu(x: jax.Array) -> jax.Array:
-    """With the error function as a polynomial (Abramowitz and Stegun, 7.1.26), which is off by 1.5e-7 at
-    most: Pallas has none."""
+    """GELU, with a polynomial for the error function, which Pallas lacks (Abramowitz and Stegun, 7.1.26). Its
+    error is at most 1.5e-7."""
     size = jnp.abs(x) * math.sqrt(0.5)
     t = 1.0 / (1.0 + 0.3275911 * size)
     series = jnp.float32(0.0)
     for factor in (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592):
         series = (series + factor) * t
-    tail = 0.5 * series * jnp.exp(-size * size)  # of the normal distribution, beyond |x|
+    tail = 0.5 * series * jnp.exp(-size * size)  # the tail of the normal distribution beyond |x|
     return x * jnp.where(x < 0, tail, 1.0 - tail)
 
 

@@ -1,8 +1,8 @@
-"""The experts' products as two Pallas kernels for NVIDIA GPUs: up with its activation, then down and weight.
+"""The experts' products as two Pallas kernels for NVIDIA GPUs: up and activation, then down and weighting.
 
 Every program of a grid takes one tile of pairs of a token and an expert (see `expert_tiles`) and some columns
-of the result. Only matrices of experts that have a pair are read. Results stand pair by pair, so that the sum
-over a token's experts is always made in the same order.
+of the result. Only matrices of experts that have a pair are read. Results are kept per pair, so that the sum
+over a token's experts is always computed in the same order.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from levserve.model.gpu.gate import Gate
 from levserve.model.gpu.paged_attention import power_of_two
 
 FLOAT32_PRECISION = lax.DotAlgorithmPreset.TF32_TF32_F32_X3
-"""Three products of tensor cores that together lose next to nothing, four to seven times as fast as one exact
-product without them."""
+"""Three tensor-core products that together lose almost nothing and are four to seven times as fast as one
+exact product without tensor cores."""
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "interpret"))
@@ -40,8 +40,8 @@ def mix_grouped(
     """The weighted sum of each token's experts, float32 [token, embed].
 
     x [token, embed], gate_up [expert, mlp, embed], or 2 * mlp with a gate, and down [expert, embed, mlp] have
-    one type. The `biases` of both are float32 [expert, column]. A token whose experts have the number of
-    experts is padding, for which the result means nothing.
+    one type. The `biases` of both are float32 [expert, column]. A token with the number of experts in
+    place of its experts is padding; its result is undefined.
     """
     num_tokens, per_token = choice.experts.shape
     pairs, experts = choice.experts, choice.experts.reshape(-1)
@@ -63,14 +63,14 @@ def mix_grouped(
     weights = choice.weights.reshape(-1)
     results = multiply(hidden, down, down_bias, tiling=plan.down, weights=weights, dtype=dtype)
     results = results[:-1].reshape(num_tokens, per_token, -1)
-    # One by one: XLA would compile a sum over an axis to a kernel of its own.
+    # One by one: XLA would compile a sum over an axis to a separate kernel.
     return functools.reduce(jnp.add, (results[:, place].astype(jnp.float32) for place in range(per_token)))
 
 
 def hidden_in_tiles(
     x: jax.Array, tiles: Tiles, gate_up: jax.Array, num_pairs: int, *, plan: Plan, interpret: bool = False
 ) -> jax.Array:
-    """The hidden numbers of each pair of many tokens, in the order of the tiles. They mean nothing where a
+    """The hidden values of the pairs of many tokens, in the order of the tiles. They are undefined where a
     tile has no pair."""
     num_tokens = len(x)
     return _multiply(
@@ -107,9 +107,9 @@ def _multiply(
     gate: Gate | None = None,
     in_tiles: bool = False,
 ) -> jax.Array:
-    """Without weights, the hidden numbers of each pair from its token's row; with them, the weighted result
-    of each pair from its own row. One row is in excess: pairs that a tile lacks have its number. Results
-    are in the order of the pairs, or of the tiles."""
+    """Without `weights`, the hidden values of each pair from its token's row; with them, the weighted
+    result of each pair from its own row. Results are in the order of the pairs, with one extra row whose
+    number stands for the pairs that a tile lacks; or, if `in_tiles`, in the order of the tiles."""
     width = matrices.shape[1] // (2 if gate is not None and gate.is_gated else 1)
     arrays = [rows, matrices, pairs, experts]
     arrays += [array for array in (biases, weights) if array is not None]
@@ -164,11 +164,11 @@ def _kernel(
     is_used = expert < matrix_ref.shape[0]
 
     def across(numbers: jax.Array) -> jax.Array:
-        """A number for each pair, beside the columns of the result."""
+        """One value per pair, broadcast over the columns of the result."""
         return numbers[None, :] if tiling.is_turned else numbers[:, None]
 
     def along(numbers: jax.Array) -> jax.Array:
-        """A number for each column of the result, beside the pairs."""
+        """One value per column of the result, broadcast over the pairs."""
         return numbers[:, None] if tiling.is_turned else numbers[None, :]
 
     def compute(pairs: jax.Array) -> None:
@@ -194,7 +194,7 @@ def _kernel(
 
     if num_tokens <= FEW_TOKENS:
         pairs = _pairs_of(expert, pair_ref, sizes[0])
-        # Of the pairs of an expert, the first one's program computes it.
+        # The program of an expert's first pair computes all pairs of that expert.
         pl.when(is_used & (pairs.min() == tile))(functools.partial(compute, pairs))
         return
     for size, half in zip(sizes, (*sizes[1:], 0), strict=True):
@@ -205,7 +205,7 @@ def _kernel(
 
 
 def _pairs_of(expert: jax.Array, pair_ref: jax.Ref, size: int) -> jax.Array:
-    """For a tile of all tokens: the pair of each with this expert, or the number of pairs."""
+    """For a tile of all tokens: each token's pair with this expert; the number of pairs if it has none."""
     num_tokens, per_token = pair_ref.shape
     token, place = (lax.broadcasted_iota(jnp.int32, (size, power_of_two(per_token)), axis) for axis in (0, 1))
     is_there = (token < num_tokens) & (place < per_token)
@@ -214,7 +214,7 @@ def _pairs_of(expert: jax.Array, pair_ref: jax.Ref, size: int) -> jax.Array:
 
 
 def _starts(first_column: jax.Array, matrix_ref: jax.Ref, has_gate: bool) -> tuple[jax.Array, ...]:
-    """Where a program's columns begin in the matrix, and with a gate those of up."""
+    """Where a program's columns begin in the matrix; with a gate, also where its columns of up begin."""
     half = matrix_ref.shape[1] // 2
     return (first_column, first_column + half) if has_gate else (first_column,)
 
@@ -229,7 +229,7 @@ def _sum_products(
     has_gate: bool,
     interpret: bool,
 ) -> tuple[jax.Array, ...]:
-    """Rows `at` times the expert's columns from the first on, in float32, and with a gate those of up."""
+    """Rows `at` times the expert's columns from the first on, in float32; with a gate, also those of up."""
     depth = matrix_ref.shape[2]
     starts = _starts(first_column, matrix_ref, has_gate)
     precision = None

@@ -2,7 +2,7 @@
 
 Each program of the grid takes a few tokens and one key-value head: it normalizes and rotates the queries of
 that head's group and its key, and writes the key and its value to the pool. XLA needs four kernels for this,
-and its scatter alone takes longer.
+and its scatter alone takes longer than this kernel.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Rotation(NamedTuple):
         if not refs:
             return None
         half, column = refs[0].shape[-1], columns.numbers[None, :]
-        # Neighbouring columns have neighbouring angles, which Triton reads together; a remainder would hide
-        # that.
+        # Neighbouring columns have neighbouring angles, which Triton reads together; computing a remainder
+        # would hide that from it.
         angle = jnp.where(column < half, column, column - half)
         if 2 * half < columns.size:
             angle = jnp.where(column < 2 * half, angle, 0)
@@ -75,7 +75,7 @@ def place_heads(
         return pl.BlockSpec((tokens, *shape), lambda head, block: (block, *(0 for _ in shape)))
 
     def of_positions(angles: jax.Array) -> pl.BlockSpec:
-        """Angles of fewer tokens are those of a row, and of all rows."""
+        """Angles of fewer tokens are those of one row and serve all rows."""
         num_blocks = angles.size // angles.shape[-1] // tokens
         return pl.BlockSpec((tokens, angles.shape[-1]), lambda head, block: (block % num_blocks, 0))
 
@@ -120,7 +120,7 @@ def rotated(
     norm_ref: jax.Ref | None,
     eps: float,
 ) -> jax.Array:
-    """Normalizes and rotates heads [head, column] in float32; `read` loads some of their columns."""
+    """Normalizes and rotates heads [head, column] in float32; `read` loads given columns."""
     column = columns.numbers
 
     def weighted(column: jax.Array) -> jax.Array:
@@ -134,7 +134,7 @@ def rotated(
         partner = weighted(jnp.where(is_low, column + half, jnp.where(is_rotated, column - half, column)))
         moved = x * rotation.cos + partner * jnp.where(is_low[None, :], -rotation.sin, rotation.sin)
         x = moved if 2 * half == columns.size else jnp.where(is_rotated[None, :], moved, x)
-    if norm_ref is not None:  # the factor is the same for all numbers of a head
+    if norm_ref is not None:  # the factor is the same for all values of a head
         unscaled = columns.masked(read(column).astype(jnp.float32))
         x = x * lax.rsqrt((unscaled * unscaled).sum(-1, keepdims=True) / columns.size + eps)
     return x

@@ -1,6 +1,6 @@
-"""The experts of many tokens by Mosaic GPU: rows in order by expert, two products, and the weighted sum.
+"""The experts of many tokens by Mosaic GPU: rows sorted by expert, two products, and the weighted sum.
 
-The first product may be Triton's, which puts rows in order by the way.
+Triton may compute the first product instead, which then also sorts the rows.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def mix_blocks(
     num_programs: int = NUM_PROGRAMS,
     interpret: object = None,
 ) -> jax.Array:
-    """The weighted sum of each token's experts, float32 [token, embed]; as `mix_grouped` without biases."""
+    """The weighted sum of each token's experts, float32 [token, embed]; like `mix_grouped` without biases."""
     is_interpreted = interpret is not None
     blocks = block_pairs(choice.experts, len(gate_up), interpret=is_interpreted)
     rows = gather_rows(x, blocks, len(gate_up), choice.experts.shape[1], interpret=is_interpreted)
@@ -54,8 +54,8 @@ def mix_tiles(
     num_programs: int = NUM_PROGRAMS,
     interpret: object = None,
 ) -> jax.Array:
-    """`added` [token, embed] with the weighted sum of each token's experts, float32. Triton makes the first
-    product and Mosaic GPU the second."""
+    """`added` [token, embed] plus the weighted sum of each token's experts, float32. Triton computes the
+    first product and Mosaic GPU the second."""
     is_interpreted = interpret is not None
     num_experts, num_pairs = len(gate_up), choice.experts.size
     tiles = tile_pairs(choice.experts, num_experts, plan.size, interpret=is_interpreted)

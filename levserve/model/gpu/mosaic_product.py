@@ -1,9 +1,9 @@
 """The experts' product of many tokens as a Mosaic GPU kernel, for Hopper.
 
 Rows lie in blocks of 64 with the same expert (see `expert_blocks`). A tile is two blocks of an expert, or
-one, times some columns of its matrix. One warp group copies, by TMA and several steps ahead, also into the
-next tile; two multiply, each with half of the tile's columns. Every processor has as many tiles of two blocks
-as any other, or one more, and so of tiles of one block.
+one, times some columns of its matrix. One warp group copies by TMA, several steps ahead and on into the
+next tile; two multiply, each with half of the tile's columns. Tiles of two blocks are shared out among
+the processors so that their counts differ by at most one; so are tiles of one block.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from levserve.model.gpu.expert_blocks import BLOCK, Blocks
 from levserve.model.gpu.gate import Gate
 
 DEPTH = 64
-"""Numbers of a row in one step: 128 bytes, the widest that memory is swizzled by."""
+"""Elements of a row in one step: 128 bytes, the widest swizzle of shared memory."""
 COLUMNS = 128
-"""Of a matrix, that a warp group multiplies with two blocks: its results take half of its registers."""
+"""Columns of a matrix that a warp group multiplies with two blocks: results take half of its registers."""
 STORED = 64
 """Columns that are stored together."""
 NUM_MULTIPLIERS = 2
@@ -46,8 +46,8 @@ def multiply_blocks(
     interpret: object = None,
 ) -> jax.Array:
     """Rows [slot, depth] times the matrix [expert, column, depth] of their block's expert; with a gate,
-    which must have two parts, the hidden numbers of that. The results of blocks without an expert mean
-    nothing."""
+    which must have two parts (gate and up), the hidden values that it gives. The results of blocks without an
+    expert are undefined."""
     parts = 1 if gate is None else 2
     width = matrices.shape[1] // parts
     in_tiling = (plgpu.TilingTransform((8, DEPTH)), plgpu.SwizzleTransform(128))
@@ -208,8 +208,8 @@ def _kernel(
 
 @dataclass(frozen=True)
 class _Share:
-    """The tiles of one program: those of two blocks and those of one, evenly mixed, so that all programs are
-    at about the same expert at a time and read its matrices together."""
+    """The tiles of one program: those of two blocks and those of one, evenly mixed, so that all programs
+    work on about the same expert at a time and read its matrices together."""
 
     program: jax.Array
     num_programs: int
@@ -219,7 +219,7 @@ class _Share:
     @classmethod
     def of(cls, program: jax.Array, count_ref: jax.Ref, num_columns: int, num_programs: int) -> _Share:
         whole, half = (count_ref[kind] * num_columns for kind in range(2))
-        # Whoever has a whole tile more has no half tile more.
+        # Extra whole tiles go to the first programs, extra half tiles to the last.
         num_whole = lax.div(whole + num_programs - 1 - program, num_programs)
         return cls(program, num_programs, num_whole, lax.div(half + program, num_programs))
 
@@ -228,7 +228,7 @@ class _Share:
         return self.num_whole + self.num_half
 
     def find(self, number: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Whether the tile of this number is a half one, and its number among all of them."""
+        """Whether this program's tile `number` is a half one, and its number among all tiles of its kind."""
         halves, next_halves = (lax.div(count * self.num_half, self.total) for count in (number, number + 1))
         is_half = next_halves > halves
         whole_unit = (number - halves) * self.num_programs + self.program

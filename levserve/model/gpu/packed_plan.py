@@ -1,4 +1,4 @@
-"""How products with packed matrices are cut on an NVIDIA GPU."""
+"""How products with packed matrices are tiled on an NVIDIA GPU."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from levserve.model.packed import Scheme
 
 MAX_ROWS = 256
-"""Up to so many rows the kernel multiplies; for more, XLA widens the matrix once for all of them."""
+"""The most rows that the kernel multiplies; for more, XLA widens the matrix once for all of them."""
 SMALLEST = 16
 """Rows, columns and depth of the smallest product a tensor core takes."""
 WARP_GROUP = 4
-"""Warps that together use Hopper's larger instructions, with at least `GROUP_COLUMNS`."""
+"""Warps that use Hopper's larger instructions together, for at least `GROUP_COLUMNS` columns."""
 GROUP_COLUMNS = 64
 PROGRAMS = 512
 """How many programs there should be at least: about four for each processor of an H200."""
@@ -22,15 +22,15 @@ MAX_SPLITS = 8
 @dataclass(frozen=True, slots=True)
 class PackedTiling:
     rows: int
-    """Of `x` that a program multiplies."""
+    """Rows of `x` that a program multiplies."""
     columns: int
-    """Of the result that a program computes."""
+    """Columns of the result that a program computes."""
     depth: int
     """Bytes of each row of the matrix that are read in one step."""
     num_warps: int
     num_stages: int
     splits: int = 1
-    """Programs that share the sum of one result; it divides the number of steps."""
+    """Programs that share the sum of one result; a divisor of the number of steps."""
 
     @property
     def pack(self) -> int:
@@ -46,11 +46,11 @@ BYTES_BY_ROWS = {
     MAX_ROWS: PackedTiling(128, 64, 128, 4, 3),
 }
 NIBBLES_BY_ROWS = BYTES_BY_ROWS | dict.fromkeys((64, MAX_ROWS), PackedTiling(64, 128, 64, 4, 4))
-"""By the number of rows, at most; those of 16 and 64 rows were the fastest of a dozen on an H200."""
+"""Tilings by the most rows they serve; those for 16 and 64 rows were the fastest of a dozen on an H200."""
 
 
 def choose_tiling(num_rows: int, shape: tuple[int, int], scheme: Scheme) -> PackedTiling | None:
-    """How to cut the product with a matrix [out, in] of this shape; None if the kernel does not serve it."""
+    """How to tile the product with a matrix [out, in] of this shape; None if the kernel does not serve it."""
     if num_rows > MAX_ROWS or scheme.in_lanes or scheme.has_offsets:
         return None
     by_rows = NIBBLES_BY_ROWS if scheme.code.is_nibble else BYTES_BY_ROWS
@@ -67,7 +67,7 @@ def fit(
     *,
     programs: int = PROGRAMS,
 ) -> PackedTiling | None:
-    """The tiling for this matrix, with splits enough for so many programs unless their number is given."""
+    """The tiling for this matrix, with enough splits for `programs` programs unless `splits` is given."""
     num_columns, num_inputs = shape
     width = num_inputs // 2 if scheme.code.is_nibble else num_inputs
     columns, depth = math.gcd(tiling.columns, num_columns), math.gcd(tiling.depth, width)
@@ -83,6 +83,6 @@ def fit(
 
 
 def piece_width(depth: int, scheme: Scheme, width: int) -> int:
-    """Bytes of a row that lie in one group, and of nibbles so do those that are their second numbers."""
+    """How many neighbouring bytes share a group; of nibbles, their second values share one too."""
     group = math.gcd(depth, scheme.columns or depth)
     return math.gcd(group, width) if scheme.code.is_nibble else group

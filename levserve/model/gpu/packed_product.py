@@ -1,12 +1,12 @@
-"""Products with a matrix in the bits of its checkpoint, as a Pallas kernel for NVIDIA GPUs.
+"""Products with a matrix that is packed as in its checkpoint, as a Pallas kernel for NVIDIA GPUs.
 
-Codes are read as they lie, widened to bfloat16 in registers and multiplied by tensor cores there, so that no
-widened matrix is ever in memory. Codes of up to eight bits are exact in bfloat16; the sum over a group of
-inputs is multiplied by its scale in float32, so nothing is rounded but `x`.
+Codes are read as they are stored, widened to bfloat16 in registers and multiplied by tensor cores from there,
+so no widened matrix is ever in memory. Codes of up to eight bits are exact in bfloat16; the sum over a group
+of inputs is multiplied by its scale in float32, so only `x` is rounded.
 
-The matrix is the left factor of every product, because tensor cores take that one from registers. Where one
-column of programs would leave a GPU idle, several share a sum, each adding up some of the inputs; their parts
-are added in the order of their numbers, so results do not depend on which is faster.
+The matrix is the left factor of every product, because tensor cores take that one from registers. Where too
+few programs would leave a GPU idle, several share a sum, each over some of the inputs; their partial sums are
+added in a fixed order, so results do not depend on which program is faster.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from levserve.model.gpu.unpack import UINT4_OFFSET, unpack, unpack_plainly
 from levserve.model.packed import Code, PackedMatrix, Scheme, decode_scale
 
 Blocks = tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]
-"""The scales of a piece, of nibbles those of the first and of the second numbers, and its zero points."""
+"""The scales of a piece and its zero points; of nibbles, those of the first values and of the second."""
 Carry = tuple[jax.Array, tuple[Blocks, ...]]
 """The sums, and the blocks of each piece of the next step."""
 
@@ -61,13 +61,13 @@ def _kernel(
     first_column = pl.program_id(0) * tiling.columns
     columns = first_column + jnp.arange(tiling.columns, dtype=jnp.int32)
     rows = pl.program_id(1) * tiling.rows + jnp.arange(tiling.rows, dtype=jnp.int32)
-    # A row read for each that is not there would be read from the same place by all programs at once.
+    # Rows past the end are masked: if an existing row were read instead, all programs would read it at once.
     is_row = jnp.broadcast_to((rows < num_rows)[:, None], (tiling.rows, piece))
     split = pl.program_id(2)
     starts = (0, width) if scheme.code.is_nibble else (0,)
 
     def of_blocks(ref: jax.Ref, first: jax.Array) -> jax.Array:
-        """A number for each column, of the group that has this input; one for all if they share a block."""
+        """One value per column, for the group of this input; a single value if all columns share a block."""
         group = 0 if scheme.columns is None else first // scheme.columns
         if scheme.rows % tiling.columns == 0:
             return plgpu.load(ref.at[group, first_column // scheme.rows])
@@ -114,7 +114,7 @@ def _kernel(
 
     def step(index: jax.Array, carry: Carry) -> Carry:
         total, loaded = carry
-        # One step ahead, because Triton reads only what it multiplies before it is needed.
+        # One step ahead, because Triton itself reads only the operands of products ahead of time.
         following = load_step(jnp.minimum(index + 1, num_steps - 1))
         for first, blocks in zip(firsts_of(index), loaded, strict=True):
             total = add_piece(first, blocks, total)

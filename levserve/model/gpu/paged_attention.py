@@ -2,9 +2,9 @@
 
 Every program of the grid takes a block of neighbouring queries of one row, one key-value head and one split
 of the row's positions, and goes through the keys a step at a time with a running softmax. Keys are read in
-place, by one index per position: loads of two dimensions, which Triton pipelines; a load of whole pages that
-is reshaped costs half the bandwidth. Splits exist so that a few rows still fill the card: each has an equal
-part of the row's keys, and their results are merged afterwards.
+place, with one index per position: such loads are two-dimensional, and Triton pipelines them. Loading whole
+pages and reshaping them would cost half the bandwidth. Splits exist so that a few rows still fill the GPU:
+each has an equal part of the row's keys, and their results are merged afterwards.
 """
 
 from __future__ import annotations
@@ -23,41 +23,42 @@ from levserve.model.cache import FP8, multiplied_in
 
 MASKED = -1e30
 LOG2_E = math.log2(math.e)
-"""Queries are multiplied by it, so that weights are powers of two."""
+"""Queries are multiplied by it, so that `exp2` computes the weights of the softmax."""
 MIN_ROWS = 16
 """Rows of the smallest matrix product a tensor core takes; a group of query heads is repeated to fill it."""
 QUERY_BLOCK, BLOCK_ROWS = 16, 64
-"""Queries of a row that prefill takes together: at least the first, and more up to so many product rows."""
+"""Queries of a row that prefill takes together: at least `QUERY_BLOCK`, and more if their query heads fill no
+more than `BLOCK_ROWS` rows of a product."""
 NUM_PROCESSORS = 132
-"""Processors of an H200, for which the number of splits is chosen."""
+"""Processors (SMs) of an H200, for which the number of splits is chosen."""
 MANY_QUERY_PROGRAMS, ONE_QUERY_PROGRAMS = 2 * NUM_PROCESSORS, 8 * NUM_PROCESSORS
-"""Programs that fill the card: those of many queries have 4 or 8 warps, those of one query 1 or 2."""
+"""Programs that fill the GPU: those of many queries have 4 or 8 warps, those of one query 1 or 2."""
 
 Carry = tuple[jax.Array, jax.Array, jax.Array]
 """A running softmax: the values mixed so far, the largest score and the sum of the weights."""
 
 
 class Tiling(NamedTuple):
-    """How a program is cut; measured on an H200 with 32-token pages."""
+    """The tile sizes of a program; measured on an H200 with 32-token pages."""
 
     keys: int
-    """Positions looked at in one step."""
+    """Positions read in one step."""
     num_warps: int
     num_stages: int
 
 
 FEW_QUERIES = {128: Tiling(64, 1, 2), 256: Tiling(64, 2, 2), 512: Tiling(32, 2, 2), 1024: Tiling(16, 2, 2)}
-"""For one query a row, by the bytes of a key at most: reading takes all of the time then."""
+"""For one query per row, by the most bytes of a key: reading takes all of the time then."""
 UNSPLIT = {128: Tiling(64, 1, 3), 256: Tiling(64, 2, 3)}
-"""The same where a row has one program for each head. The programs of a long row end last and nearly alone:
-with one more stage in flight they read faster."""
+"""The same where rows are not split and have one program per head. The programs of a long row end last,
+almost alone: with one more stage in flight they read faster."""
 FEW_QUERIES_OF_FP8 = Tiling(32, 1, 3)
 """The same for keys in fp8 of any size."""
 WIDEN_FP8 = (
     "{ .reg .b16 low, high; mov.b32 {low, high}, $2; "
     "cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }"
 )
-"""Widens four fp8 numbers in one register to float16 in two."""
+"""Widens four fp8 values in one register to float16 in two."""
 
 
 @functools.partial(jax.jit, static_argnames=("window", "softcap", "splits", "interpret"))
@@ -73,13 +74,13 @@ def paged_attention(
     splits: int | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """q [row, chunk, kv_head, group, head_size], scaled and multiplied by `LOG2_E`; pool [page, 2, kv_head,
-    page_size, head_size]; table [row, page]; positions [row, chunk] of the queries, negative for padding,
-    which comes last. Computes and answers in the pool's type, or in float16 if that is fp8, and sums in
-    float32.
+    """The mixed values, shaped like q and in the pool's type, or in float16 if that is fp8.
 
-    Scores are limited by `softcap`. `sinks` [query head] are scores without a value. By default there are as
-    many `splits` as fill the card.
+    q [row, chunk, kv_head, group, head_size], scaled and multiplied by `LOG2_E`; pool [page, 2, kv_head,
+    page_size, head_size]; table [row, page]; positions [row, chunk] of the queries, negative for padding,
+    which comes last. Multiplies in the type of the result and sums in float32. Scores are limited by
+    `softcap`. `sinks` [query head] are scores without a value. By default there are enough `splits` to fill
+    the GPU.
     """
     rows, chunk, kv_heads, group, size = q.shape
     page_size = pool.shape[3]
@@ -104,7 +105,7 @@ def paged_attention(
     flat = (num_blocks * queries, kv_heads, group, size)
     dtype = multiplied_in(pool.dtype)
     by_block = pl.BlockSpec((queries, None, group, size), lambda h, s, b: (last - b, h, 0, 0))
-    # The last queries of a prompt see most, so they start first.
+    # The last queries of a prompt see the most keys, so they start first.
     blocks_per_row, last = chunk // queries, num_blocks - 1
     out_specs, out_shape = [by_block], [jax.ShapeDtypeStruct(flat, dtype)]
     if splits > 1:
@@ -139,12 +140,12 @@ def paged_attention(
 
 
 def choose_tiling(queries: int, size: int, dtype: jnp.dtype, num_programs: int) -> Tiling:
-    """How a program is cut. Larger keys take shorter steps: keys and values of all stages share 227 KB."""
+    """How a program is tiled. Larger keys take shorter steps: keys and values of all stages share 227 KB."""
     key_bytes = size * dtype.itemsize
     if queries == 1 and dtype == FP8:
         return FEW_QUERIES_OF_FP8
     if queries == 1:
-        # Unsplit exactly where `choose_splits` gives one split.
+        # On the same condition `choose_splits` gives one split; it also does if there is only one step.
         by_bytes = FEW_QUERIES | UNSPLIT if 2 * num_programs > ONE_QUERY_PROGRAMS else FEW_QUERIES
         return next(tiling for most, tiling in by_bytes.items() if key_bytes <= most)
     if key_bytes <= 256:
@@ -163,7 +164,7 @@ def split_steps(
 ) -> tuple[jax.Array, jax.Array]:
     """This split's part of the steps from `start` to `end`, which are at most `num_steps`.
 
-    A single split takes all steps as a constant: fp8 is read a quarter slower if the number is computed.
+    For a single split the number of steps is a constant: if it is computed, fp8 is read a quarter slower.
     """
     each = num_steps if splits == 1 else (end - start + splits - 1) // splits
     start = start + split * each
@@ -180,7 +181,7 @@ def pad_table(table: jax.Array, page_size: int, keys: int) -> tuple[jax.Array, i
 def merge(mixed: jax.Array, tops: jax.Array, totals: jax.Array, sinks: jax.Array | None = None) -> jax.Array:
     """Merges the splits, the first axis, one by one: XLA would compile sums over it to separate kernels.
 
-    `sinks` are of `scaled_sinks`.
+    `sinks` come from `scaled_sinks`.
     """
     splits = range(len(tops))
     top = functools.reduce(jnp.maximum, (tops[split] for split in splits))
@@ -215,11 +216,11 @@ def power_of_two(number: int) -> int:
 
 
 class Columns(NamedTuple):
-    """The numbers of a head. A size that is not a power of two is padded by repeating the last number."""
+    """The columns of a head. A size that is not a power of two is padded by repeating the last column."""
 
     size: int
     is_bounded: bool = False
-    """Whether a bound is computed even where it changes nothing. It hides from Triton that columns are
+    """Whether a bound is computed even where it changes nothing. This hides from Triton that columns are
     neighbours; otherwise Triton reads them together and keeps the queries of decoding in 168 registers
     instead of 130, so that fewer programs run at once."""
 
@@ -253,7 +254,7 @@ def attend_keys(
 ) -> Carry:
     """Adds the keys of these steps to the running softmax of q [query, column].
 
-    Only positions from the first to the last of `visible` count; there may be no first.
+    Only positions from the first to the last of `visible` count; the first may be None.
     """
     page_size, size = pool_ref.shape[2:]
     columns = Columns(size)
@@ -294,7 +295,7 @@ def attend_keys(
 
 
 def widen(x: jax.Array, dtype: jnp.dtype, interpret: bool) -> jax.Array:
-    """Widens fp8 four numbers at a time; Triton's own conversion unpacks and repacks them."""
+    """Widens fp8 four values at a time; Triton's own conversion unpacks and repacks them."""
     if x.dtype != FP8 or interpret:
         return x.astype(dtype)
     given = jax.ShapeDtypeStruct(x.shape, jnp.float16)

@@ -1,10 +1,10 @@
-"""The kernel of `wide_kernel` for up to 64 rows of four bits in long groups, which wait for memory.
+"""The kernel of `wide_kernel` for up to 64 rows and four-bit codes in long groups, where memory is the limit.
 
-Loads into registers the assembler moves to where these are needed, so here everything is copied to shared
-memory first: codes, scales and zero points some units ahead (`code_ring`), and `x` by one thread for all
-(`row_parts`). Two groups of four warps share `x`, so it is read half as often. With scales in groups of 32
-there would be four times as much of these to copy, by instructions that take only four or eight bytes. More
-rows wait for tensor cores.
+The assembler moves loads into registers to where the registers are needed, so here everything is copied to
+shared memory first: codes, scales and zero points some units ahead (`code_ring`), and `x` by one thread for
+all (`row_parts`). Two groups of four warps share `x`, so it is read half as often. With groups of 32 there
+would be four times as many scales and zero points to copy, by instructions that take only four or eight
+bytes. With more rows, tensor cores are the limit.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from levserve.model.gpu.wide_kernel import DEPTH, WideWriter, in_fragments
 NUM_SLOTS = 4
 """Units of codes that are copied ahead."""
 NUM_PARTS = 6
-"""Of `x`."""
+"""Parts of `x` in shared memory."""
 
 
 def in_parts(x: jax.Array, is_nibble: bool, tile_rows: int) -> jax.Array:
-    """Rows [row, in] in the order in which shared memory has them, for tiles of so many rows.
+    """Rows [row, in] in the order in which shared memory has them, for tiles of `tile_rows` rows.
 
-    The 16 inputs of each instruction (`in_fragments`) are two chunks of eight. Each tile has chunks one after
-    another: [tile, chunk, row, 8 inputs].
+    The 16 inputs of each instruction (`in_fragments`) are two chunks of eight. The chunks of a tile follow
+    one another: [tile, chunk, row, 8 inputs].
     """
     num_rows, num_inputs = x.shape
     chunks = in_fragments(x, is_nibble).reshape(-1, tile_rows, num_inputs // CHUNK, CHUNK)
@@ -40,7 +40,7 @@ class RingWriter(WideWriter):
     """Writes the kernel for one product; a group is a whole unit or several."""
 
     upper_half = CHUNK * CHUNK_BYTES >> 4
-    """Bytes from eight rows to the next; nothing is swizzled."""
+    """The distance from eight rows to the next, in units of 16 bytes; nothing is swizzled."""
 
     def __init__(self, problem: Problem, tiling: FragmentTiling) -> None:
         super().__init__(problem, tiling)
@@ -57,7 +57,7 @@ class RingWriter(WideWriter):
         )
 
     def _groups(self) -> list[tuple[str, int]]:
-        """Arrays that have a number for each group, and its bytes."""
+        """Arrays that have a value for each group, and the bytes of a value."""
         size = self.scheme.scale.itemsize
         arrays = {"scale": size, "zero": 1, "offset": size}
         return [(name, itemsize) for name, itemsize in arrays.items() if name in self.pointers]
@@ -87,7 +87,7 @@ class RingWriter(WideWriter):
         return streams
 
     def _load(self, stage: Loaded) -> None:
-        """What is copied is there when `_compute` takes it."""
+        """Loads nothing: `_compute` takes what was copied."""
 
     def _compute(self, stage: Loaded) -> None:
         of_groups = [part for part in (stage.scales, stage.zeros, stage.offsets) if part and part[0]]
@@ -101,5 +101,5 @@ class RingWriter(WideWriter):
     def _multiply(self, fragments: list[list[list[str]]], descriptor: str, first: int) -> None:
         super()._multiply(fragments, descriptor, first)
         if first == 0:
-            # The instructions of the part before are through.
+            # The instructions of the part before have finished.
             self.parts.release()

@@ -1,7 +1,8 @@
-"""Rounds activations to FP8, with what comes before it, as Pallas kernels for NVIDIA GPUs.
+"""Rounds activations to FP8, together with the operation before, as Pallas kernels for NVIDIA GPUs.
 
-In XLA it is two kernels, one that finds the largest of each group and one that repeats what comes before and
-rounds. Here it is one. Numbers are rounded to bfloat16 first, as they are where nothing rounds them to FP8.
+XLA needs two kernels: one that finds the largest value of each group, and one that repeats the operation
+before and rounds. Here it is one kernel. Values are first rounded to bfloat16, as they are where they are not
+rounded to FP8.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from levserve.model.gpu.gate import Gate
 from levserve.model.gpu.paged_attention import power_of_two
 
 MAX_WIDTH = 16384
-"""Numbers of a row that a program can normalize."""
+"""The most values of a row that a program can normalize."""
 PART = 1024
-"""Numbers of a row that a program rounds, if nothing is computed of the whole row."""
+"""Values of a row that a program rounds, if nothing is computed from the whole row."""
 NUMBERS_PER_WARP = 512
 
 
 def takes_groups(num_inputs: int, group: int | None) -> bool:
-    """Whether rows of so many numbers, each group with a scale, are rounded by these kernels."""
+    """Whether these kernels round rows of `num_inputs` values with one scale per group."""
     return group is not None and group <= PART and group == power_of_two(group) and num_inputs % group == 0
 
 
@@ -44,7 +45,7 @@ def round_normed(
 
 @functools.partial(jax.jit, static_argnames=("gate", "group", "interpret"))
 def round_gated(x: jax.Array, *, gate: Gate | None, group: int, interpret: bool = False) -> Fp8Rows:
-    """What the gate makes of x [row, in], or [row, 2 in] if it is gated, rounded; None leaves it as it is."""
+    """Rounds what the gate makes of x [row, in], or of x [row, 2 * in] if it is gated; without a gate, x."""
     num_rows, width = x.shape
     num_inputs = width // 2 if gate is not None and gate.is_gated else width
     part = math.gcd(PART, num_inputs)
@@ -111,7 +112,7 @@ def _store(
     code_ref: jax.Ref,
     largest_ref: jax.Ref,
 ) -> None:
-    """Rounds numbers [group, in], which go to these places of a row."""
+    """Rounds values [group, in] and stores them at these places of a row."""
     wide = numbers.astype(jnp.bfloat16).astype(jnp.float32)
     largest = jnp.maximum(jnp.abs(wide).max(1), SMALLEST)
     codes = (wide * (LARGEST_FP8 / largest)[:, None]).astype(FP8)

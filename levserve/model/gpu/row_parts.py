@@ -1,9 +1,9 @@
 """Parts of `x` in shared memory for the kernel of `ring_kernel`, copied ahead of their use, in PTX.
 
-One thread copies a whole part by one instruction. Barriers in shared memory tell when a part is there, and
-when all warps are through with it: so no warp waits for another as long as parts are ahead, and tensor cores,
-which read them, need no fence. A part lies in memory as instructions read it, eight inputs of each row side
-by side (`ring_kernel.in_parts`).
+One thread copies a whole part with one instruction. Barriers in shared memory tell when a part has
+arrived and when all warps are done with it, so no warp waits for another as long as parts are copied
+ahead, and the tensor cores that read them need no fence. A part is laid out as instructions read it,
+eight inputs of each row side by side (`ring_kernel.in_parts`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ CHUNK = 8
 CHUNK_BYTES = 2 * CHUNK
 BARRIER_BYTES = 8
 LAG = 2
-"""A part is replaced when the second after it has begun: so warps may be as far apart as a part."""
+"""A part is replaced when the second part after it has begun, so warps may be up to one part apart."""
 
 
 class RowParts:
@@ -40,28 +40,28 @@ class RowParts:
         asm("bar.sync 0")
         self.lane = asm.set("and.b32", thread, 31, name="lane")
         self.is_lane = asm.set("setp.eq.u32", self.lane, 0, kind="pred", name="p")
-        # Of a warp's first lane, once there is a part before the one that was taken.
+        # True in a warp's first lane, once there is a part before the one that was taken.
         self.has_taken = asm.set("setp.gt.u32", self.lane, 31, kind="pred", name="p")
         self.is_other_warp = asm.set("setp.gt.u32", thread, 31, kind="pred", name="p")
         self.part = asm.set("mov.b32", first, name="part")
         self.slot_in = asm.set("mov.u32", 0, name="slot")
         self.slot_out = asm.set("mov.u32", 0, name="slot")
         self.slot_free = asm.set("mov.u32", self.num_parts - 1, name="slot")
-        # A barrier that nothing has arrived at yet is past the phase before its first.
+        # On a new barrier, a wait for the phase before the first one returns at once.
         self.phase_in = asm.set("mov.u32", 1, name="phase")
         self.phase_out = asm.set("mov.u32", 0, name="phase")
         for _ in range(self.num_parts - LAG):
             self._copy()
 
     def take(self) -> str:
-        """Where the next part is, once it is there."""
+        """Waits for the next part and returns its address."""
         at = self.asm.set("mad.lo.u32", self.slot_out, self.part_bytes, self.memory)
         self._wait(self._barrier(self.is_there, self.slot_out), self.phase_out)
         self._advance(self.slot_out, self.phase_out)
         return at
 
     def release(self) -> None:
-        """This warp is through with the part before the one that it has taken, so the next can be copied."""
+        """Frees, for this warp, the part before the one that was taken last, and copies the next part."""
         asm = self.asm
         barrier = self._barrier(self.is_free, self.slot_free)
         asm(f"@{self.has_taken} mbarrier.arrive.shared::cta.b64 _, [{barrier}]")

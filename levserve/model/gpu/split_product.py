@@ -38,7 +38,7 @@ def add_splits(
         interpret=interpret,
         name=name,
     )(*arrays)
-    # One by one: XLA would compile a sum over an axis to a kernel of its own.
+    # One by one: XLA would compile a sum over an axis to a separate kernel.
     return functools.reduce(jnp.add, (parts[number] for number in range(tiling.splits)))
 
 

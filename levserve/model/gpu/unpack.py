@@ -1,8 +1,8 @@
-"""Codes of four or eight bits as bfloat16, in registers: for kernels that multiply matrices in these bits.
+"""Widens codes of four or eight bits to bfloat16 in registers, for kernels that multiply packed matrices.
 
-A GPU converts one number at a time, and slowly. Here two are made at once, by putting their bits where
-bfloat16 has them: `0x4300 | code` is 128 + code for a code below 128, and the bits of a small float are those
-of a bfloat16 that is too small by a power of two. Every number comes out exactly.
+A GPU's own conversion takes one value at a time and is slow. Here two are converted at once, by putting their
+bits where bfloat16 has them: `0x4300 | code` is 128 + code for a code below 128, and the bits of a small
+float are those of a bfloat16 that is too small by a power of two. All results are exact.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from jax.experimental.pallas import triton as plgpu
 from levserve.model.packed import Code, decode
 
 UINT4_OFFSET = 128
-"""What a code of `UINT4` comes with until its zero point, which must include it, is subtracted."""
+"""What widening adds to a code of `UINT4`; the zero point, which is subtracted then, must include it."""
 
 
 class Steps(NamedTuple):
-    """Instructions that make two numbers."""
+    """Instructions that widen two codes."""
 
     beside: str
-    """The byte that stands beside each code in 16 bits, four times."""
+    """The byte that is put beside each code to make 16 bits, four times."""
     is_high: bool
     """Whether the code is in the higher byte."""
     compute: str
-    """From `a`, which has both codes, to the result `{out}`; `c` may be used. `{zero}` is twice a number that
-    is subtracted."""
+    """Computes the result `{out}` from `a`, which has both codes; may use `c`. `{zero}` has the value to
+    subtract, twice."""
 
 
 STEPS = {
     Code.UINT4: Steps("0x43434343", False, "and.b32 a, a, 0xFF0FFF0F; sub.rn.bf16x2 {out}, a, {zero};"),
-    # The eighth bit makes 256 of 128, which is subtracted.
+    # The eighth bit turns the 128 that is subtracted into 256.
     Code.INT8: Steps(
         "0x43434343",
         False,
@@ -58,9 +58,9 @@ HIGH_SELECTORS = ("0x1404", "0x3424")
 
 
 def assembly(code: Code, is_second: bool, pack: int) -> str:
-    """PTX that widens `pack` bytes, 2 or 4, to as many bfloat16; of nibbles the first of each, or the second.
+    """PTX that widens `pack` bytes, 2 or 4, to as many bfloat16; of nibbles, the first or the second of each.
 
-    Operands are the results, two numbers each, the bytes, and as many zero points as results.
+    The operands are the results, two values each, then the bytes, then as many zero points as results.
     """
     steps, count = STEPS[code], pack // 2
     lines = [f"cvt.u32.u16 w, ${count};" if pack == 2 else f"mov.b32 w, ${count};"]
@@ -76,11 +76,11 @@ def assembly(code: Code, is_second: bool, pack: int) -> str:
 
 
 def unpack(codes: jax.Array, code: Code, zeros: tuple[jax.Array, ...], pack: int) -> tuple[jax.Array, ...]:
-    """Bytes [column, n] as bfloat16 of the same shape: all numbers, or of nibbles the first of each byte and
-    then the second.
+    """Bytes [column, n] as bfloat16 arrays of the same shape: one, or with nibbles one of the first value of
+    each byte and one of the second.
 
-    `zeros` [column], only of `UINT4`, is subtracted from each of these; it is bfloat16 and has `UINT4_OFFSET`
-    added.
+    `zeros`, only for `UINT4`, has an array [column] to subtract from each of these; it is bfloat16 and
+    includes `UINT4_OFFSET`.
     """
     parts = []
     for number in range(2 if code.is_nibble else 1):

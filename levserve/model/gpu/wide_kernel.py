@@ -1,11 +1,11 @@
-"""The kernel of `fragment_kernel` for many rows: four warps multiply together, by instructions of Hopper.
+"""The kernel of `fragment_kernel` for many rows: four warps multiply together, with Hopper's instructions.
 
 These take the matrix from registers, in the same fragments, and `x` from shared memory, and run on while the
-warps widen what comes next. They add to sums that must be left alone meanwhile, so numbers are multiplied by
-their scales while they are widened: in bfloat16, as a matrix that is widened for good has them.
+warps widen the next codes. The sums they add to must not be touched meanwhile, so scales are applied while
+codes are widened: in bfloat16, as in a matrix that is widened in memory.
 
 The inputs of a fragment must lie side by side in shared memory, and codes of neighbouring fragments share a
-word, so `x` comes in the order of `in_fragments`.
+word, so `x` is put in the order of `in_fragments` first.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ PART_BYTES = 2 * PART
 DEPTH = 16
 """Inputs of one instruction."""
 BATCH = 2
-"""Instructions of the same sums that are begun together, on registers that are widened together."""
+"""Instructions on the same sums that are issued together, with registers that are widened together."""
 MAX_PARTS = 6
 ALIGNMENT = 1024
 """Bytes of eight rows, within which shared memory is swizzled."""
 DESCRIPTOR = ALIGNMENT >> 4 | 1 << 30
-"""Bytes from eight rows to the next, and the swizzle."""
+"""The distance from eight rows to the next, in units of 16 bytes, and the kind of swizzle."""
 FEW_TILES = 8
-"""Up to so many tiles of rows a program waits for the matrix rather than for tensor cores."""
+"""With up to this many tiles of rows, a program waits for the matrix rather than for tensor cores."""
 AHEAD = 4
-"""Units between the one that such a program loads and the one that the second-level cache fetches for it."""
+"""How many units ahead of its loads such a program prefetches into the second-level cache."""
 
 
 def in_fragments(x: jax.Array, is_nibble: bool) -> jax.Array:
@@ -51,9 +51,9 @@ class WideWriter(Writer):
 
     alignment = ALIGNMENT
     upper_half = DESCRIPTOR
-    """Of what tells tensor cores where `x` is."""
+    """The upper half of what tells tensor cores where `x` is (see `_describe`)."""
     instruction_bytes = 2 * DEPTH
-    """From the inputs of an instruction to those of the next, in a part of `x`."""
+    """Bytes from the inputs of an instruction to those of the next, in a part of `x`."""
 
     def __init__(self, problem: Problem, tiling: FragmentTiling) -> None:
         super().__init__(problem, tiling)
@@ -63,9 +63,9 @@ class WideWriter(Writer):
         self.parts_per_unit = WORDS // self.words_per_part
         self.fetches_ahead = tiling.n_tiles <= FEW_TILES
         if self.fetches_ahead:
-            # The assembler moves loads with `.nc` past barriers, to where numbers are needed; plain ones stay
-            # a step ahead of that. With these and with fetching ahead, products of 64 rows take 6 % less
-            # time (with groups of 32 and offsets, 18 %), but those of 256 rows take 6 % more.
+            # The assembler moves loads with `.nc` past barriers, to where their values are needed; plain
+            # loads stay a step ahead. With plain loads and prefetching, products of 64 rows take 6 %
+            # less time (with groups of 32 and offsets, 18 %), but those of 256 rows take 6 % more.
             self.load = "ld.global"
 
     def write(self) -> Kernel:
@@ -102,7 +102,7 @@ class WideWriter(Writer):
         last = asm.set("mul.lo.u32", self.last_unit, self.parts_per_unit)
         self.last_part = asm.set("add.u32", last, self.parts_per_unit - 1, name="last")
         if self.fetches_ahead:
-            # The four threads that share outputs fetch one each.
+            # The four threads that share outputs prefetch one each.
             output = asm.remainder(self.t, self.outputs)
             output = asm.set("add.u32", self.column, output)
             self.fetch_at = self._address("codes", [(output, self.row_bytes)])
@@ -128,10 +128,10 @@ class WideWriter(Writer):
             self._copy_x()
 
     def _take_copied(self) -> None:
-        """Parts of `x` are smaller than a unit, so `_compute` takes them."""
+        """Does nothing: parts of `x` are smaller than a unit, so `_compute` takes them."""
 
     def _copy_x(self) -> None:
-        """Begins to copy a part of `x`; past the last one, that one again."""
+        """Begins to copy a part of `x`; past the end, the last one again."""
         asm, tiling = self.asm, self.tiling
         asm(f"min.u32 {self.part}, {self.part}, {self.last_part}")
         at = asm.set("mul.wide.u32", self.part, PART_BYTES, kind="b64", name="wide")
@@ -187,9 +187,10 @@ class WideWriter(Writer):
         return found
 
     def _take_part(self) -> str:
-        """Where the next part of `x` is, once it has been copied; then the part after the others is begun.
+        """Waits until the next part of `x` has been copied, and returns its descriptor.
 
-        It goes where the part before the last one was, of which the instructions are through.
+        Also begins to copy one more part, to the place of the second part before this one, whose instructions
+        have finished.
         """
         asm = self.asm
         asm(f"cp.async.wait_group {self.num_parts - 3}")
@@ -201,8 +202,8 @@ class WideWriter(Writer):
         return self._describe(at, 1)
 
     def _describe(self, at: str, from_chunk_to_chunk: int) -> str:
-        """Tells tensor cores where a part of `x` is, and how far its second eight inputs are from the first,
-        in units of 16 bytes; if it is swizzled, they know that."""
+        """Tells tensor cores where a part of `x` is, and how far its second eight inputs are from the
+        first, in units of 16 bytes (ignored if it is swizzled)."""
         asm = self.asm
         at = asm.set("shr.u32", at, 4)
         at = asm.set("or.b32", at, from_chunk_to_chunk << 16)
@@ -211,7 +212,7 @@ class WideWriter(Writer):
         return descriptor
 
     def _multiply(self, fragments: list[list[list[str]]], descriptor: str, first: int) -> None:
-        """Begins the instructions of a batch, and waits for those of the batch before it."""
+        """Issues the instructions of a batch, and waits for those of the batch before it."""
         asm, tiling = self.asm, self.tiling
         asm("wgmma.fence.sync.aligned")
         for number, tiles in enumerate(fragments, first):
@@ -228,5 +229,5 @@ class WideWriter(Writer):
 
 
 def parts_in_memory(tiling: FragmentTiling) -> int:
-    """Parts of `x` that are there at once; a program has 48 KB of shared memory without asking for more."""
+    """Parts of `x` in shared memory at once; a program has 48 KB of it without asking for more."""
     return min(MAX_PARTS, 48 * 1024 // (tiling.rows * PART_BYTES))

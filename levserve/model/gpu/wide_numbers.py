@@ -1,4 +1,4 @@
-"""How codes become bfloat16 with their scales and offsets in a thread's registers, in PTX."""
+"""Widens codes to bfloat16 and applies their scales and offsets in a thread's registers, in PTX."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from levserve.model.packed import Scheme
 
 
 class WideNumbers:
-    """A number less its zero point is exact; it is multiplied by its scale, rounded to bfloat16, and rounded
-    once more with its offset."""
+    """A code less its zero point is exact. Scales and offsets are rounded to bfloat16; one fused
+    multiply-add applies both and rounds the result."""
 
     def __init__(self, asm: Assembly, scheme: Scheme) -> None:
         self.asm, self.scheme = asm, scheme
         self.numbers = Numbers(asm, scheme)
         self.none = asm.set("mov.b32", "0x80008000", name="none")
-        """-0 twice, which added changes nothing."""
+        """-0 twice; adding it changes nothing."""
         self.scales: list[str] = []
         self.zeros: list[str] = []
         self.offsets: list[str] = []
@@ -25,12 +25,12 @@ class WideNumbers:
     def begin_group(
         self, scales: list[str], zeros: list[str], offsets: list[str], *, num_outputs: int
     ) -> None:
-        """Takes what each output of the next words has, from registers as they were loaded."""
+        """Takes the scales, zero points and offsets for the next words, in registers as they were loaded."""
         self.scales, self.offsets = self._twice(scales), self._twice(offsets)
         self.zeros = self.numbers.zeros(zeros, num_outputs)
 
     def widen(self, word: str, output: int) -> list[str]:
-        """The numbers of a word, two in each register; without their scale if all inputs share it."""
+        """The values of a word, two in each register; not scaled if all inputs share a scale."""
         exact = self.numbers.unpack(word, self.zeros[output])
         if not self.scales:
             return exact
@@ -41,7 +41,7 @@ class WideNumbers:
         ]
 
     def _twice(self, registers: list[str]) -> list[str]:
-        """Each number as bfloat16, twice in a register."""
+        """Each value as bfloat16, twice in a register."""
         asm = self.asm
         if self.scheme.scale == jnp.bfloat16:
             return [

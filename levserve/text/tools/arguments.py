@@ -1,6 +1,6 @@
-"""The arguments of a call: the schema that they are held to, and JSON for values that are written otherwise.
+"""The arguments of a call: the schema that they must fit, and JSON for values in other notations.
 
-Some families write each argument between tags of its own, where a string is bare text, or as Python does.
+Some families write each argument between its own tags, where a string is bare text, or as Python does.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ class Argument(NamedTuple):
 
     name: str
     schema: Mapping[str, Any]
-    """With the definitions that it refers to."""
+    """Includes the definitions that it refers to."""
     is_required: bool
 
 
 def arguments_schema(tool: Tool) -> dict[str, Any]:
     """The schema of a tool's arguments, which is always that of an object; raises `BadRequest`.
 
-    An object that does not say whether it has further properties has none: a model that may add some often
-    does not end.
+    An object that does not say whether it has additional properties has none: a model that may add some often
+    does not stop.
     """
     param = f"{tool.param}.parameters"
     try:

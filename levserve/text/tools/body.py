@@ -28,7 +28,7 @@ from levserve.text.tools.scanner import Scanner, Steps
 
 
 class Calls:
-    """The calls of one answer, as its parts."""
+    """Collects the calls of one answer as parts."""
 
     def __init__(self, tools: Sequence[Tool], *, has_short_ids: bool) -> None:
         self.tools: Mapping[str, Tool] = {tool.name: tool for tool in tools}
@@ -75,7 +75,7 @@ class JsonBody:
 
     after_name: str
     after_id: str = ""
-    """Where this is not empty, an id stands before it."""
+    """If this is not empty, an id stands before it."""
     has_more: bool = False
     """Whether the name and the arguments stand in a JSON object, where further keys may follow."""
 
@@ -156,7 +156,7 @@ class TaggedBody:
         if (texts := listed_texts(argument.schema)) is not None:
             return f"{start} ({' | '.join(map(lark.literal, texts))}) {lark.literal(end)}"
         if is_bare(argument.schema):
-            # The text ends where its end mark stands for the first time.
+            # The text ends at the first occurrence of its end mark.
             text = lark.rule("text_value[lazy]", f"/(?s:.*){quote_regex(end)}/").removesuffix("[lazy]")
             return f"{start} {text}"
         return f"{start} {lark.json(f'value_{number}', argument.schema)} {lark.literal(end)}"
@@ -172,7 +172,7 @@ class TaggedBody:
 
 @dataclass(frozen=True, slots=True)
 class PythonBody:
-    """A call as Python writes it, with keywords."""
+    """A call in Python's syntax, with keyword arguments."""
 
     after_name: str = "("
 

@@ -1,6 +1,7 @@
-"""Finds out from a chat template how its model writes calls, by rendering a call that occurs nowhere else.
+"""Finds out from a chat template how its model writes calls, by rendering a call with made-up names.
 
-Runs while a model is loaded. The format whose own spelling of the call is in the rendering is the one.
+Runs while a model is loaded. A format matches if its own spelling of the call is in the rendering; of several
+that match, the one with the longest spelling is chosen.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ TOOLS = [
 
 
 def find_history(tokenizer: Tokenizer, wanted: str = AUTO) -> History:
-    """What was found, or `wanted` by name; raises `StartupError` for a name that does not exist."""
+    """The history in the format that was found, or in the one that `wanted` names.
+
+    Raises `StartupError` for a name that does not exist.
+    """
     if wanted != AUTO and wanted not in BY_NAME:
         names = ", ".join([AUTO, *BY_NAME])
         raise StartupError(f"--tool-format {wanted}: there is no such format; there are {names}")
@@ -55,7 +59,7 @@ def find_history(tokenizer: Tokenizer, wanted: str = AUTO) -> History:
 
 
 def _show_call(tokenizer: Tokenizer, use: TemplateUse) -> str:
-    """A conversation with a call, without tools and with them, all without white space."""
+    """A conversation with a call, rendered without tools and with them; white space is removed."""
     arguments: Any = ARGUMENTS if not use.takes_text else '{"QQkey": "QQval"}'
     call = {"id": ID, "type": "function", "function": {"name": "QQfun", "arguments": arguments}}
     answer = {"role": "assistant", "content": None if use.wants_null else "", "tool_calls": [call]}
@@ -71,7 +75,7 @@ def _signature(form: ToolFormat) -> str:
 
 
 def _guess(tokenizer: Tokenizer) -> ToolFormat:
-    """The format of a template that asks for calls and does not show any; else our own."""
+    """The format of a template that asks for calls and does not show any; else `PROMPTED`."""
     template = template_of(tokenizer) or ""
     if "functools[" in template:
         return BY_NAME["phi4-functools"]

@@ -1,4 +1,4 @@
-"""The formats of the families of models that are known. Each is data; a new family is one more entry."""
+"""The formats of the known families of models. Each is data; a new family is one more entry."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NAME = '{"name": "'
 
 
 def deepseek_token(words: str) -> str:
-    """DeepSeek's special tokens have a wide bar, and a low block for each space."""
+    """A special token of DeepSeek, with wide bars, and a low block for each space."""
     return f"<\uff5c{words.replace(' ', chr(0x2581))}\uff5c>"
 
 
@@ -209,6 +209,6 @@ PROMPTED = ToolFormat(
     trigger="<tool_call>",
     visible=("<tool_call>", "</tool_call>"),
 )
-"""For templates that know no tools: the server describes them, and this shape, in the system message."""
+"""For templates that know no tools: the server describes the tools and this format in the system message."""
 
 BY_NAME = {form.name: form for form in (*FORMATS, PROMPTED)}

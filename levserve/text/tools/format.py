@@ -25,7 +25,7 @@ class SpeltCall:
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """`opening before BODY after separator before BODY after closing`, for two calls.
+    """Two calls are written as `opening before BODY after separator before BODY after closing`.
 
     Without an `opening` each call stands for itself, and text may come between calls.
     """
@@ -34,20 +34,20 @@ class ToolFormat:
     body: Body
     before: str
     trigger: str
-    """The part of `opening` or `before` from which on the text of an answer must be a call."""
+    """The part of `opening` or `before` after which the text of an answer must be a call."""
     after: str = ""
     separator: str = "\n"
     opening: str = ""
     closing: str = ""
     is_at_start: bool = False
-    """Whether calls stand only at the very beginning of an answer, because their beginning is usual text."""
+    """Whether calls stand only at the very beginning of an answer, because they begin like ordinary text."""
     is_single: bool = False
     """Whether an answer has at most one call."""
     visible: tuple[str, ...] = ()
     """Special tokens that have to be in the text for calls to be found."""
     has_short_ids: bool = False
     shown_as: str = ""
-    """How templates begin a call in the history, with QQfun as its name, if it is not what models write."""
+    """How templates begin a call of QQfun in the history, if that differs from what models write."""
     has_channels: bool = False
     """Whether an answer consists of messages in channels, some of which are thoughts; see `harmony.py`."""
 

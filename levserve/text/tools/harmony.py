@@ -22,7 +22,7 @@ CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 
 
 class HarmonyReader(StepwiseReader):
-    """A call of an unknown function, and text without channels, are content."""
+    """Treats a call of an unknown function, and text without channels, as content."""
 
     def _read(self) -> Steps[None]:
         scanner = self._scanner
@@ -63,7 +63,7 @@ class HarmonyReader(StepwiseReader):
             yield
 
     def _show_headless(self, text: str) -> None:
-        """What has no head is content, unless it is the beginning of a head that was cut off."""
+        """Text without a head is content, unless it is the beginning of a head that was cut off."""
         if not text.startswith(("<|channel|>", "<|start|>")) and not text.lstrip().startswith(
             "to=functions."
         ):
@@ -77,6 +77,6 @@ class HarmonyReader(StepwiseReader):
 
 
 def _before_mark(text: str) -> int:
-    """Where the text ends that cannot belong to the end of a message."""
+    """The end of the text that cannot belong to the mark at the end of a message."""
     start = text.rfind("<", max(len(text) - LONGEST, 0))
     return start if start >= 0 and any(mark.startswith(text[start:]) for mark in ENDS) else len(text)

@@ -1,7 +1,7 @@
-"""Makes a conversation with tools into what the model's chat template takes.
+"""Converts a conversation with tools into what the model's chat template takes.
 
-Templates differ: most take calls with their arguments as an object, some as text; some show calls only
-beside a content that is null. For those that show no calls, or know no tools at all, calls are written into
+Templates differ: most take the arguments of calls as an object, some as text; some show calls only if the
+content beside them is null. For templates that show no calls, or know no tools at all, calls are written into
 the content, as the model would have written them.
 """
 
@@ -24,7 +24,7 @@ SYSTEM_PROMPT = """You can call these functions:
 To call a function, answer with its name and its arguments in this form:
 {example}
 The result then comes between <tool_response> and </tool_response>."""
-"""What the system message says of tools where the template cannot."""
+"""What the system message says about tools where the template cannot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ class History:
 
 
 def _name_results(messages: list[Message]) -> list[Message]:
-    """Gives calls without an id one, and results the id and name of their call."""
+    """Gives an id to calls without one, and to results the id and name of their call."""
     names: dict[str, str] = {}
     last_id = ""
     for message in messages:
@@ -136,7 +136,7 @@ def _shorten_ids(messages: list[Message]) -> None:
 
 
 def _results_from_users(messages: list[Message]) -> list[Message]:
-    """The results of tools as turns of the user; those that follow each other make one turn."""
+    """The results of tools as messages of the user; consecutive results make one message."""
     adapted: list[Message] = []
     was_result = False
     for message in messages:

@@ -1,4 +1,4 @@
-"""Tools as one model uses them: made when the model is loaded, asked by every request that has tools.
+"""Tools as one model uses them: made when the model is loaded, used by every request that has tools.
 
 HTTP threads share it; it does not change.
 """
@@ -30,13 +30,13 @@ AFTER_THOUGHTS = "<|end|><|start|>assistant"
 
 
 class ModelTools:
-    """How a model is told of tools, and how its calls are found and held to their schemas."""
+    """How a model is told about tools, and how its calls are found and made to fit their schemas."""
 
     def __init__(self, tokenizer: Tokenizer, wanted: str = AUTO) -> None:
         self.history = find_history(tokenizer, wanted)
         self.form: ToolFormat = self.history.form
         self._tokenizer = tokenizer
-        self._trigger = Mark(self.form.trigger, tokenizer)  # reads the whole vocabulary: not for a request
+        self._trigger = Mark(self.form.trigger, tokenizer)  # made once: it reads the whole vocabulary
         added = tokenizer.backend.get_added_tokens_decoder()
         self.visible = frozenset(
             token for token, entry in added.items() if entry.special and entry.content in self.form.visible
@@ -63,11 +63,11 @@ class ModelTools:
     def constrain(
         self, asked: ToolRequest, content: Constraint | None, grammars: Grammars
     ) -> Constraint | None:
-        """What the answer is held to, where its content is held to this; raises `BadRequest`."""
+        """The constraint on the answer, given the one on its content; raises `BadRequest`."""
         tools = asked.callable_tools
         if not tools:
             return content
-        # A model that was not trained for calls writes the same one again and again where it may.
+        # A model that was not trained for calls repeats the same one again and again if it may.
         may_repeat = self.form is not PROMPTED if asked.is_parallel is None else asked.is_parallel
         num_calls = self.form.max_calls(is_parallel=may_repeat)
         lark = Lark(self._tokenizer)
@@ -98,7 +98,7 @@ class ModelTools:
         try:
             return grammars.compile(GrammarText(GrammarKind.GRAMMAR, lark.text(start), "tools"))
         except BadRequest:
-            for tool in tools:  # the one that is at fault has a better name than all of them together
+            for tool in tools:  # finds the tool at fault, so that the error names it
                 param = f"{tool.param}.parameters"
                 schema = Lark(self._tokenizer)
                 text = schema.text(schema.json("args", arguments_schema(tool)))

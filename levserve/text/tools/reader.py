@@ -1,7 +1,7 @@
-"""Finds calls in the text of an answer while it streams; what is no call is content.
+"""Finds calls in the text of an answer while it streams; all other text is content.
 
-White space around calls is dropped. Text that may become a call is held back until that is certain. Of an
-answer that was cut off, the marks around calls are left out.
+White space around calls is dropped. Text that may become a call is held back until that is certain. If an
+answer was cut off within the marks around a call, they are left out.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class CallReader(StepwiseReader):
                 self._show(scanner.at + 1)
 
     def _find_trigger(self) -> Steps[bool]:
-        """Shows the text before the next trigger, but for the white space just before it."""
+        """Shows the text before the next trigger, except for the white space just before it."""
         scanner, trigger = self._scanner, self._form.trigger
         while True:
             found = scanner.text.find(trigger, scanner.at)
@@ -103,6 +103,6 @@ class CallReader(StepwiseReader):
         return True
 
     def _return_to(self, place: int) -> None:
-        """What comes from here on is no mark of a call, unless the answer was cut off inside one."""
+        """Goes back to where a mark is missing, or to the end if the answer was cut off inside the mark."""
         scanner = self._scanner
         scanner.at = len(scanner.text) if scanner.has_run_out else place

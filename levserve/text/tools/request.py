@@ -1,4 +1,4 @@
-"""What a request says of tools, in one form for all the APIs that have them."""
+"""What a request says about tools, in one form for all the APIs that have them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Reads a text that arrives in pieces, as if it were there at once.
 
-A parser is a generator. It yields where it needs more text than there is, and decides nothing before it has
-it; so how the text was cut into pieces changes nothing.
+A parser is a generator. It yields whenever it needs more text, and decides nothing before it has it, so the
+result does not depend on how the text was cut into pieces.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TypeVar
 
 Result = TypeVar("Result")
 Steps = Generator[None, None, Result]
-"""A parser's work; every yield waits for more text, or for its end."""
+"""A parser; every yield waits for more text, or for its end."""
 
 _NAME = re.compile(r"[A-Za-z0-9_.\-]+")
 _JSON_STRUCTURE = re.compile(r'["{}\[\]]')
@@ -30,7 +30,7 @@ class Scanner:
         """Whether the text ended where a parser wanted more of it."""
 
     def drop(self) -> None:
-        """Forgets what has been read. Places in the text that were kept are void after this."""
+        """Forgets what has been read. Positions saved earlier are invalid after this."""
         self.text = self.text[self.at :]
         self.at = 0
 
@@ -50,7 +50,7 @@ class Scanner:
         return found
 
     def take(self, literal: str) -> Steps[bool]:
-        """Takes this text if it comes next, whatever white space there is; else the place is unchanged."""
+        """Takes this text if it comes next, ignoring white space; else the position does not change."""
         start = self.at
         for char in literal:
             if char.isspace():
@@ -89,7 +89,7 @@ class Scanner:
             yield
 
     def copy_object(self, emit: Callable[[str], None]) -> Steps[bool]:
-        """Passes on a JSON object as it is written; whether it came to its end."""
+        """Passes on a JSON object as it is written; returns whether it was complete."""
         depth = 0
         is_string = False
         while True:

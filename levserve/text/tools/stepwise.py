@@ -1,4 +1,4 @@
-"""What readers of calls share: text goes in, and one generator reads it as far as it is certain."""
+"""The base of the readers of calls: a generator reads the text as far as its meaning is certain."""
 
 from __future__ import annotations
 

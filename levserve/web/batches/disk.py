@@ -12,13 +12,13 @@ from levserve.web.state_files import PART_SUFFIX, make_folder
 
 
 class DiskFolder:
-    """The files hold what clients wrote: only their owner may read them."""
+    """The files hold what clients wrote: only the server's own user may read them."""
 
     def __init__(self, state_dir: str, cache_path: Path) -> None:
         """Raises `StartupError` if the folder cannot be used.
 
-        A temporary folder is below `cache_path` where the system has no place for one, as in a container
-        whose root is read-only.
+        A temporary folder is below `cache_path` if the system has no place for one, as in a container whose
+        root is read-only.
         """
         self._is_temporary = not state_dir
         self._root = _name_temporary(cache_path) if self._is_temporary else Path(state_dir)
@@ -34,7 +34,7 @@ class DiskFolder:
             raise StartupError(f"cannot use --state-dir {state_dir}: {error.strerror}") from None
 
     def prepare(self) -> None:
-        """Makes the folders, where they are missing. Raises `OSError`."""
+        """Makes the folders that are missing. Raises `OSError`."""
         self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
         for folder in (self.files, self.batches):
             make_folder(folder)

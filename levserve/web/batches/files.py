@@ -1,7 +1,7 @@
 """Keeps the files that clients upload and the results of batches, each with a record beside it.
 
-Used by all HTTP threads and by the worker of batches. A file belongs to the API key that made it: to other
-keys it is not there. Files go when they are deleted or have expired; the bytes of all of them are bounded.
+Used by all HTTP threads and by the batch worker. A file belongs to the API key that made it and is invisible
+to other keys. Files are removed when they are deleted or have expired; their total size is bounded.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class FileStore:
         self._records: dict[str, StoredFile] = {}
         """From the oldest to the newest."""
         self.is_in_use: Callable[[str], bool] = lambda file_id: False
-        """Whether a batch still needs a file: then it is neither deleted nor expired."""
+        """Whether a batch still needs a file: such a file is kept even when it has expired."""
         self._load()
 
     def path_of(self, file_id: str) -> Path:
@@ -57,7 +57,7 @@ class FileStore:
     def create(
         self, stream: IO[bytes], filename: str, purpose: str, owner: str, seconds: int | None = None
     ) -> FileObject:
-        """Keeps what the stream holds. Raises `BodyTooLarge`, and `BadRequest` where there is no room."""
+        """Keeps what the stream holds. Raises `BodyTooLarge`, and `BadRequest` if there is no room."""
         self.purge()
         file_id = f"file-{secrets.token_hex(12)}"
         part = self._folder / f"{file_id}{PART_SUFFIX}"
@@ -76,8 +76,7 @@ class FileStore:
     def adopt(
         self, path: Path, file_id: str, filename: str, purpose: str, owner: str, seconds: int | None
     ) -> FileObject:
-        """Makes a file that is complete one of the store's. The record comes first: without it the file
-        would never be removed."""
+        """Adds a complete file to the store, its record first: without one it would never be removed."""
         now = int(self._clock())
         shown = FileObject(
             file_id,
@@ -101,7 +100,7 @@ class FileStore:
         return stored.file if stored is not None and stored.owner == owner else None
 
     def owned_by(self, owner: str) -> list[FileObject]:
-        """From the oldest to the newest."""
+        """The owner's files, from the oldest to the newest."""
         self.purge()
         with self._lock:
             return [stored.file for stored in self._records.values() if stored.owner == owner]
@@ -152,7 +151,7 @@ class FileStore:
                 is_sound = False
             if not is_sound:
                 log.warning("skipped %s: it is not what levserve writes there", path)
-            elif not self.path_of(file_id).is_file():  # killed before the file had its name
+            elif not self.path_of(file_id).is_file():  # the process was killed before it named the file
                 path.unlink(missing_ok=True)
             else:
                 found.append(stored)

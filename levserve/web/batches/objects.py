@@ -102,7 +102,7 @@ class RequestCounts(Struct, frozen=True):
 
 
 class BatchObject(Struct, frozen=True, kw_only=True):
-    """Times are seconds since 1970; one that has not come is null."""
+    """Times are seconds since 1970; those of states that the batch has not reached are null."""
 
     id: str
     object: str = "batch"
@@ -131,7 +131,7 @@ class StoredBatch(Struct, frozen=True):
     owner: str
     batch: BatchObject
     output_seconds: int | None = None
-    """How long its results are kept, if the client said so."""
+    """How long its results are kept, if the client set it."""
 
 
 class BatchList(ItemList[BatchObject], frozen=True):

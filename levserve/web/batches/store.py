@@ -1,6 +1,6 @@
-"""Keeps the records of batches in memory and on disk. Used by all HTTP threads and by the worker of batches.
+"""Keeps the records of batches in memory and on disk. Used by all HTTP threads and by the batch worker.
 
-A batch belongs to the API key that made it. Those that have ended are forgotten after a month.
+A batch belongs to the API key that made it. Once it has ended, it is forgotten 30 days after its creation.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class BatchStore:
         return int(self._clock())
 
     def create(self, body: BatchBody, owner: str) -> BatchObject:
-        """Raises `Overloaded`, `OSError`."""
+        """Adds a batch. Raises `Overloaded`, `OSError`."""
         self._purge()
         now = self.now()
         assert body.window_seconds is not None  # the body was checked
@@ -78,7 +78,7 @@ class BatchStore:
             return self._records.get(batch_id)
 
     def owned_by(self, owner: str) -> list[BatchObject]:
-        """From the oldest to the newest."""
+        """The owner's batches, from the oldest to the newest."""
         self._purge()
         with self._lock:
             return [stored.batch for stored in self._records.values() if stored.owner == owner]
@@ -89,7 +89,7 @@ class BatchStore:
             return next((one for one in self._records.values() if not is_ended(one.batch)), None)
 
     def num_with(self, status: str) -> int:
-        """How many batches have this status, whoever made them."""
+        """How many batches of all owners have this status."""
         with self._lock:
             return sum(one.batch.status == status for one in self._records.values())
 
@@ -110,7 +110,7 @@ class BatchStore:
         return batch
 
     def count(self, batch_id: str, counts: RequestCounts) -> None:
-        """Notes how far a batch is, in memory alone: its results on disk tell it too."""
+        """Notes a batch's progress, in memory only: the results on disk show it too."""
         with self._lock:
             stored = self._records[batch_id]
             batch = structs.replace(stored.batch, request_counts=counts)

@@ -1,6 +1,6 @@
-"""Looks through the input of a batch before it runs: what is wrong with a line's envelope fails the batch.
+"""Checks the input of a batch before it runs: an error in a line's envelope fails the whole batch.
 
-What is wrong with a request's body is found when it runs, and stands in its result.
+An error in a request's body is found when the request runs, and is reported in its result.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Inspection(NamedTuple):
 def inspect_lines(
     lines: Iterable[InputLine], endpoint: str, max_requests: int, max_body_bytes: int
 ) -> Inspection:
-    """Stops after some problems. The ids are kept, so `max_requests` bounds the memory too."""
+    """Stops after `MAX_PROBLEMS`. All ids are kept, so `max_requests` bounds the memory too."""
     problems: list[LineProblem] = []
     seen: set[str] = set()
     count = 0

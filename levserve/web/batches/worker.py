@@ -1,7 +1,7 @@
-"""Runs the batches of the server, one after another, in the rounds that live requests leave.
+"""Runs the server's batches, one after another, in the capacity that live requests leave free.
 
-A thread of its own does the work while there is a batch that has not ended. Results are written as they end,
-to files that nobody sees before the batch has ended; a server that is started again goes on from them.
+The work has its own thread, which exists only while a batch has not ended. Each result is written at once, to
+files that no client sees before the batch has ended; a restarted server continues from them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from levserve.web.batches.validation import inspect_lines
 log = logging.getLogger(__name__)
 
 ROUNDS_AHEAD = 2
-"""Times the rows of the device that are handed to it, so that it never waits for the next lines."""
+"""Sequences handed to the device for each of its rows, so that it never waits for the next lines."""
 RETRY_SECONDS = 5.0
 JOIN_SECONDS = 3.0
 EXPIRED = LineError(
@@ -50,7 +50,7 @@ EXPIRED = LineError(
 
 
 class BatchWorker:
-    """`wake`, `stop` and `close` may be called by any thread; the rest is the worker's own."""
+    """`wake`, `stop` and `close` may be called by any thread; the rest runs on the worker's thread."""
 
     def __init__(
         self, registry: Registry, settings: Settings, disk: DiskFolder, files: FileStore, batches: BatchStore
@@ -70,7 +70,7 @@ class BatchWorker:
             max_sequences=min(ROUNDS_AHEAD * rows, max_inflight),
         )
         self._lock = threading.Lock()
-        """Guards the thread: it ends when there is nothing to do, and is started when there is."""
+        """Guards `_thread`, which ends when there is nothing to do and is started when there is."""
         self._thread: threading.Thread | None = None
         self._stopping = threading.Event()
         files.is_in_use = batches.uses_file
@@ -80,7 +80,7 @@ class BatchWorker:
         self._engine.on_drain(self.stop)
 
     def wake(self) -> None:
-        """There may be a batch to run."""
+        """Starts the thread if there is a batch to run."""
         with self._lock:
             has_work = self._batches.first_open() is not None and not self._stopping.is_set()
             if has_work and self._thread is None:
@@ -88,7 +88,7 @@ class BatchWorker:
                 self._thread.start()
 
     def stop(self) -> None:
-        """Leaves the running batch as it is, for the next start of the server."""
+        """Stops work; the running batch stays as it is until the server's next start."""
         self._stopping.set()
         self._runner.stop()
 
@@ -124,7 +124,7 @@ class BatchWorker:
         return stored
 
     def _advance(self, stored: StoredBatch) -> None:
-        """Takes a batch to its end. Raises `Interrupted`, `OSError`, `StartupError`."""
+        """Runs a batch to its end. Raises `Interrupted`, `OSError`, `StartupError`."""
         batch = stored.batch
         if batch.status == "validating":
             batch = self._validate(batch)
@@ -175,7 +175,7 @@ class BatchWorker:
         self._batches.change(batch.id, status=status, **kept, **times)
 
     def _keep(self, results: ResultFile, file_id: str, name: str, stored: StoredBatch) -> str | None:
-        """Makes results one of the store's files and gives its id; a file without results is removed."""
+        """Adds a file of results to the store and returns its id; removes a file without results."""
         if not results.num_results:
             results.path.unlink(missing_ok=True)
             return None
@@ -190,7 +190,7 @@ class BatchWorker:
         errors: ResultFile,
         counter: _Counter,
     ) -> None:
-        """Runs the lines that have no result, as long as the batch is wanted and not too late."""
+        """Runs the lines that have no result yet, until the batch is cancelled or expires."""
 
         def is_wanted() -> bool:
             current = self._batches.find(batch.id)
@@ -236,7 +236,7 @@ class BatchWorker:
         return current is not None and current.batch.status == "cancelling"
 
     def _fail(self, batch: BatchObject, error: Exception) -> None:
-        """Ends a batch whose files cannot be read or written: the others go on."""
+        """Ends a batch that failed, such as one whose files cannot be read or written; the others go on."""
         log.error("%s failed", batch.id, exc_info=error)
         is_known = isinstance(error, (OSError, StartupError))
         message = f"The batch's files cannot be used: {error}." if is_known else "The server failed."
@@ -245,11 +245,11 @@ class BatchWorker:
             now = self._batches.now()
             self._batches.change(batch.id, status="failed", failed_at=now, errors=problems)
         except OSError:
-            self._stopping.wait(RETRY_SECONDS)  # the disk is full: it may not stay so
+            self._stopping.wait(RETRY_SECONDS)  # the disk may be full for now; try again later
 
 
 class _Counter:
-    """Shows in a batch's record how far it is."""
+    """Shows a batch's progress in its record."""
 
     def __init__(
         self, batches: BatchStore, batch: BatchObject, output: ResultFile, errors: ResultFile
@@ -273,6 +273,6 @@ class _Counter:
 
 
 def _result_ids(batch: BatchObject) -> tuple[str, str]:
-    """The files of its results: always the same, so that a later start of the server finds them."""
+    """The ids of a batch's files of results: always the same, so that a restarted server finds them."""
     digits = batch.id.removeprefix("batch_")
     return f"file-{digits}o", f"file-{digits}e"

@@ -1,4 +1,4 @@
-"""The answer of /v1/messages: how a run became the blocks, the reason of the end and the counts of a message.
+"""The answer of /v1/messages: turns a run into the blocks, stop reason and token counts of a message.
 
 Used on HTTP threads and by the relay, by one thread at a time.
 """
@@ -47,7 +47,7 @@ class MessageAnswer:
         return MessageObject(self._id, self._model, (), None, None, self.usage())
 
     def whole(self, delta: Delta) -> MessageObject:
-        """The message, of which `delta` joins all."""
+        """The whole message; `delta` joins all deltas of the run."""
         end = self.end(has_calls=has_call(delta.parts))
         return MessageObject(
             self._id,
@@ -79,7 +79,7 @@ class MessageAnswer:
         if self._choice.finish is FinishReason.STOP:
             return "tool_use" if has_calls else "end_turn"
         is_full = self._choice.finish is FinishReason.LENGTH and self._choice.num_tokens != self._max_tokens
-        # Anthropic has no word for a time that ran out; the answer is as incomplete as with too few tokens.
+        # Anthropic has no stop reason for a deadline; the answer is as incomplete as with too few tokens.
         return "model_context_window_exceeded" if is_full else "max_tokens"
 
 
@@ -102,7 +102,7 @@ def make_blocks(parts: Iterable[Part], *, hides_thoughts: bool = False) -> list[
 
 
 def _read_input(text: str) -> Raw:
-    """The arguments of a call. Where tokens ran out in the middle of them they are no JSON: then none are."""
+    """The arguments of a call; an empty object if they are not JSON because the tokens ran out."""
     try:
         msgspec.json.decode(text, type=dict[str, Raw])
     except (msgspec.MsgspecError, RecursionError):

@@ -129,7 +129,7 @@ class PromptBody(Struct, frozen=True, kw_only=True):
 
     @property
     def wanted_format(self) -> OutputFormat | None:
-        """The format that the answer is held to; `output_format` is the older place of it."""
+        """The format that the answer is held to; `output_format` is its older place."""
         return self.output_format or (self.output_config.format if self.output_config else None)
 
     @property

@@ -1,4 +1,4 @@
-"""Makes a chat from the body of a message, so that one path runs both."""
+"""Makes a chat from the body of a message, so that the same code runs both."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ MESSAGE_NAMES = FieldNames(
     (r"thinking_token_budget", "thinking.budget_tokens"),
 )
 ERROR_PREFIX = "Error: "
-"""A chat has no field that says that a tool failed, so its result does."""
+"""A chat has no field for a failed tool, so the text of the tool's result says it."""
 
 
 class MessageChat(ChatBody, frozen=True, kw_only=True):
-    """The chat of a message. Coding tools ask for 32,000 tokens and for thoughts whatever the model is."""
+    """The chat of a message. Coding tools ask every model for 32,000 tokens and for thoughts."""
 
     cuts_limit = True
     may_lack_thoughts = True
 
 
 def make_prompt(body: PromptBody) -> MessageChat:
-    """The part that decides the prompt; raises `BadRequest`."""
+    """The part of the chat that decides the prompt; raises `BadRequest`."""
     continues = body.messages[-1].role == "assistant"
     asked = body.wanted_format
     choice = body.tool_choice
@@ -92,7 +92,7 @@ def make_messages(system: str | list[TextBlock] | None, given: Sequence[InputMes
 
 
 def _make_assistant(message: InputMessage) -> Message:
-    """Thoughts, text and calls as one message. Its texts are pieces of one answer, so nothing joins them."""
+    """Thoughts, text and calls as one message. Texts are pieces of one answer, so no separator joins them."""
     text, thoughts = "", ""
     calls: list[ToolCall] = []
     for block in message.blocks:
@@ -115,7 +115,7 @@ def _make_assistant(message: InputMessage) -> Message:
 
 
 def _make_turn(message: InputMessage, names: dict[str, str]) -> list[Message]:
-    """What a user, or an operator in between, says: texts that stand together, and results of tools."""
+    """The messages of a user, or of an operator in between: adjacent texts joined, each tool result alone."""
     messages: list[Message] = []
     texts: list[TextBlock] = []
 
@@ -160,5 +160,5 @@ def _ask_for_thoughts(body: PromptBody) -> dict[str, Any]:
     if body.thinking is not None:
         is_on = body.thinking.type != "disabled"
         return {"reasoning_effort": (effort or DEFAULT_EFFORT) if is_on else "none"}
-    # As a variable, which switches no thinking on that the template leaves off.
+    # Passed as a variable, which does not switch on thinking that the template leaves off.
     return {} if effort is None else {"chat_template_kwargs": {"reasoning_effort": effort}}

@@ -1,7 +1,7 @@
-"""Errors in the shape of Anthropic's API, for its paths alone.
+"""Errors in the shape of Anthropic's API, for its paths only.
 
-The statuses stay this server's own: 429 where its queue is full, and 503, for which Anthropic has 529, while
-it loads, drains or has failed.
+The statuses are those of this server's other paths: 429 if its queue is full, and 503, where Anthropic uses
+529, while it loads, drains or has failed.
 """
 
 from __future__ import annotations

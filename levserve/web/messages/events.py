@@ -1,6 +1,6 @@
 """The events of a streamed message. Used by one thread at a time: the HTTP thread or the relay.
 
-Each has a line with its name, which Anthropic's clients go by. Only one block is open at a time.
+Each event has a line with its name, which Anthropic's clients rely on. Only one block is open at a time.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class MessageEvents:
         return signed + named_event(BlockStop(index))
 
     def _change(self, kind: str, field: str, text: str) -> bytes:
-        """More of the open block. Almost all events are these, so none is encoded as a whole object."""
+        """The next piece of the open block; not encoded as an object, because almost all events are these."""
         return (
             b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,'
             b'"delta":{"type":"%b","%b":%b}}\n\n'

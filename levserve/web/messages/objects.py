@@ -8,7 +8,7 @@ from typing import Literal
 from msgspec import UNSET, Raw, Struct, UnsetType
 
 SIGNATURE = "levserve"
-"""Stands in every thinking block: clients send back only thoughts that are signed. It proves nothing."""
+"""Appears in every thinking block: clients send back only thoughts that are signed. It proves nothing."""
 EMPTY_OBJECT = Raw(b"{}")
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
@@ -27,7 +27,7 @@ class ToolUse(Struct, frozen=True, tag_field="type", tag="tool_use"):
     id: str
     name: str
     input: Raw
-    """The model's own characters."""
+    """The JSON, character for character as the model wrote it."""
 
 
 AnswerBlock = Text | Thinking | ToolUse
@@ -38,7 +38,7 @@ class OutputDetails(Struct, frozen=True):
 
 
 class MessageUsage(Struct, frozen=True):
-    """The prompt's tokens are `input_tokens` and those that the cache had, together."""
+    """The prompt's tokens are `input_tokens` and `cache_read_input_tokens` together."""
 
     input_tokens: int
     cache_read_input_tokens: int

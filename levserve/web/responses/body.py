@@ -87,14 +87,14 @@ class ResponseTool(Struct, frozen=True, omit_defaults=True):
 
 
 class Reasoning(Struct, frozen=True):
-    """`summary` is accepted: the thoughts themselves are shown."""
+    """`summary` is accepted and has no effect: the thoughts themselves are shown."""
 
     effort: str | None = None
     summary: str | None = None
 
 
 class ResponseChat(ChatBody, frozen=True, kw_only=True):
-    """The chat of a response. Coding tools ask for an effort whatever the model is."""
+    """The chat of a response. Coding tools ask every model for an effort, whether or not it thinks."""
 
     may_lack_thoughts = True
 
@@ -198,7 +198,7 @@ def _check_format(asked: TextFormat) -> None:
 
 
 def _check_depth(value: object, param: str) -> None:
-    """Refuses what the response could not repeat: msgspec fails where nesting meets Python's own limit."""
+    """Refuses nesting too deep for the response to repeat it: msgspec fails at Python's recursion limit."""
     level: list[object] = [value]
     for _ in range(MAX_DEPTH):
         if not level:
@@ -231,7 +231,7 @@ def _chat_tools(tools: Sequence[ResponseTool]) -> list[FunctionTool] | None:
 
 
 def _chat_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
-    """A chat has names of functions one level deeper."""
+    """The choice in the form of a chat, which has function names one level deeper."""
     match choice:
         case {"type": "function", "name": str(name)}:
             return _nested(name)

@@ -1,4 +1,4 @@
-"""The events of a streamed response. Each has its type, and a number that counts from 0."""
+"""The events of a streamed response. Each has its type and a sequence number, counted from 0."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class ItemDone(Event, frozen=True, tag="response.output_item.done"):
 
 
 class ItemEvent(Event, frozen=True):
-    """An event inside of an item."""
+    """An event inside an item."""
 
     item_id: str
     output_index: int
 
 
 class PartEvent(ItemEvent, frozen=True):
-    """An event inside of the only part of an item's content."""
+    """An event inside the only part of an item's content."""
 
     content_index: int
 

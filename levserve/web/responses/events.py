@@ -1,4 +1,4 @@
-"""Streams a response: its events in OpenAI's order, each with an `event:` line and without a last [DONE]."""
+"""Streams a response: its events in OpenAI's order, each with an `event:` line, and no [DONE] at the end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ResponseStream:
         return ResponseEvents(self._exchange, run)
 
     def refusal(self, error: ServeError) -> bytes:
-        """OpenAI's SDK takes a failure only after the event of the beginning."""
+        """Begins with `response.created`: OpenAI's SDK accepts a failure only after it."""
         if isinstance(error, BadRequest):
             RESPONSE_NAMES.rename(error)
         draft = self._exchange.draft

@@ -27,7 +27,7 @@ REASONS = {FinishReason.LENGTH: "max_output_tokens", FinishReason.DEADLINE: "dea
 
 
 class Exchange:
-    """Raises `BadRequest` for an input that is wrong, or that goes on from a response that is not there."""
+    """Raises `BadRequest` for an input that is wrong, or that continues a response that is not stored."""
 
     def __init__(self, body: ResponseBody, store: ResponseStore, owner: str) -> None:
         self._store = store
@@ -41,7 +41,7 @@ class Exchange:
         return begin_response(self.draft, run)
 
     def end(self, begun: ResponseObject, output: Output, run: Run) -> ResponseObject:
-        """The response to an answer that has ended; it is kept from here on."""
+        """Returns the response of an answer that has ended, and stores it if it is to be kept."""
         response = structs.replace(
             begun,
             status=output.status,

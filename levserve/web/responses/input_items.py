@@ -1,6 +1,6 @@
 """The items of a response's `input`: messages, calls of functions, their results, and thoughts.
 
-Items that the store keeps have the same form, so that a later request can go on from them.
+Items that the store keeps have the same form, so that a later request can continue from them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class InputPart(Struct, frozen=True, omit_defaults=True):
 
 
 class OutputPart(InputPart, frozen=True, omit_defaults=False):
-    """A part of an assistant's message, as OpenAI shows it; clients read the list without a look."""
+    """A part of an assistant's message, as OpenAI shows it; clients expect the list to be there."""
 
     annotations: Sequence[object] = ()
 

@@ -12,7 +12,7 @@ SYSTEM_ROLES = ("system", "developer")
 
 
 def make_messages(instructions: str | None, items: Sequence[InputItem]) -> list[Message]:
-    """The conversation. What an assistant thought, said and called one after another is one message."""
+    """The conversation; an assistant's adjacent thoughts, text and calls become one message."""
     messages: list[Message] = []
     turn = AssistantTurn()
     for item in items:
@@ -25,14 +25,14 @@ def make_messages(instructions: str | None, items: Sequence[InputItem]) -> list[
         if item.type == "function_call_output":
             messages.append(Message(role="tool", content=item.text, tool_call_id=item.call_id))
         else:
-            assert item.role is not None  # `InputItem.check` has seen to it
+            assert item.role is not None  # `InputItem.check` requires it
             messages.append(Message(role=item.role, content=item.text))
     messages += turn.take()
     return messages if instructions is None else _with_instructions(instructions, messages)
 
 
 class AssistantTurn:
-    """Collects neighbouring items of an assistant, which belong into one message: thoughts, text, calls."""
+    """Collects adjacent items of an assistant that belong to one message: thoughts, text, calls."""
 
     def __init__(self) -> None:
         self._thoughts = ""
@@ -54,7 +54,7 @@ class AssistantTurn:
         return True
 
     def take(self) -> list[Message]:
-        """The message, if there is one; thoughts that nothing followed are left out."""
+        """Removes and returns the message, if there is one; thoughts that nothing followed are left out."""
         found = []
         if self._text is not None or self._calls:
             found.append(
@@ -70,7 +70,7 @@ class AssistantTurn:
 
 
 def _with_instructions(instructions: str, messages: list[Message]) -> list[Message]:
-    """Many templates take a system message only at the beginning: those of the input are joined to it."""
+    """Joins the first system messages to the instructions: many templates take one, at the beginning."""
     num_joined = 0
     texts = [instructions]
     for message in messages:

@@ -152,7 +152,7 @@ def draft_response(body: ResponseBody, *, is_stored: bool) -> ResponseObject:
 
 
 def begin_response(draft: ResponseObject, run: Run) -> ResponseObject:
-    """What the run's policy made of the draft."""
+    """The draft with what the run's policy changed."""
     temperature = run.body.temperature
     return structs.replace(
         draft,

@@ -34,7 +34,7 @@ from levserve.web.responses.objects import (
 )
 
 Number = Callable[[], int]
-"""Gives the next event its number."""
+"""Returns the next event's number."""
 
 
 class OpenItem(Protocol):
@@ -43,7 +43,7 @@ class OpenItem(Protocol):
     def closing(self, status: Status) -> Iterator[Event]: ...
 
     def item(self, status: Status) -> OutputItem:
-        """The item as far as it is written."""
+        """The item as written so far."""
 
 
 class OpenMessage:

@@ -1,4 +1,4 @@
-"""Makes the items of a response from the deltas of its run, and the events that tell of them.
+"""Makes the items of a response from the deltas of its run, and the events that announce them.
 
 Used by one thread at a time, for whole responses and for streams, so that both have the same items.
 """
@@ -19,7 +19,7 @@ from levserve.web.responses.open_items import OpenCall, OpenItem, OpenMessage, O
 
 
 class Output:
-    """The output of one response. Log-probabilities stand beside the text of messages only."""
+    """The output of one response. Only the text of messages has log-probabilities."""
 
     def __init__(self, choice: Choice, tokenizer: Tokenizer) -> None:
         self._choice = choice
@@ -47,7 +47,7 @@ class Output:
         return self._done if self._open is None else [*self._done, self._open.item(Status.INCOMPLETE)]
 
     def add(self, delta: Delta) -> Iterator[Event]:
-        """Takes a delta. The events must be taken before the next one."""
+        """Takes a delta. Its events must be consumed before the next delta is added."""
         self.finish = delta.finish
         self._keep_scores(delta)
         for part in delta.shown:
@@ -56,7 +56,7 @@ class Output:
             yield self._open.add("", self._take_scores())
 
     def close(self) -> Iterator[Event]:
-        """Ends the last item. A complete answer has a message or a call, if only an empty message."""
+        """Ends the last item. A complete answer without a message or a call gets an empty message."""
         is_missing = all(isinstance(item, ReasoningItem) for item in self.items)
         if is_missing and (self.status is Status.COMPLETED or not self.items):
             message = OpenMessage(self._next_place(), self.number)
@@ -89,7 +89,7 @@ class Output:
                 yield self._open.add(text)
 
     def _keep_scores(self, delta: Delta) -> None:
-        """Keeps the delta's scores, without those of thoughts, which come first, and of calls."""
+        """Keeps the delta's log-probabilities, except those of thoughts, which come first, and of calls."""
         scored = chat_logprobs(delta, self._tokenizer)
         if scored is None or self._has_calls:
             return

@@ -1,7 +1,7 @@
-"""Files that outlive the process, one a record, in a folder of `--state-dir`.
+"""Files that outlive the process, one per record, in a folder of `--state-dir`.
 
-Files that cannot be read or written are told in the log and otherwise ignored: losing one must not fail a
-request. Used by all HTTP threads, each with names of its own.
+Files that cannot be read or written are logged and otherwise ignored: losing one must not fail a request.
+Used by all HTTP threads, each with its own names.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SUFFIX = ".json"
 
 
 class StateFolder:
-    """The files hold what clients wrote: only their owner may read them."""
+    """The files hold what clients wrote: only the server's own user may read them."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -1,8 +1,8 @@
-"""Keeps responses, so that a later request can read them and go on from them.
+"""Keeps responses, so that a later request can read them and continue from them.
 
-Used by all HTTP threads. A response belongs to the API key that asked for it: to other keys it is not there.
+Used by all HTTP threads. A response belongs to the API key that asked for it and is invisible to other keys.
 The store is bounded in number, bytes and age; the oldest responses go first. It holds everything in memory,
-and with a `StateFolder` in files too, which a later start reads again.
+and with a `StateFolder` also in files, which are read again at the next start.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_AGE_SECONDS = 30 * 86400.0
 
 
 class StoredResponse(Struct, frozen=True):
-    """A response as it is kept. `items` are all that its model read, with those of earlier responses."""
+    """A stored response. `items` are all that its model read, including those of earlier responses."""
 
     id: str
     owner: str
@@ -39,7 +39,7 @@ class StoredResponse(Struct, frozen=True):
 
     @property
     def history(self) -> list[InputItem]:
-        """What a later request goes on from: the input and the output, without calls that were cut off."""
+        """What a later request continues from: the input and the output, without calls that were cut off."""
         output = msgspec.json.decode(self.response, type=StoredOutput).output
         cut = [item for item in output if item.type == "function_call" and item.status == "incomplete"]
         return [*self.items, *(item for item in output if item not in cut)]
@@ -105,7 +105,7 @@ class ResponseStore:
         return msgspec.json.decode(entry.data, type=StoredResponse)
 
     def delete(self, response_id: str, owner: str) -> bool:
-        """Whether it was there."""
+        """Deletes a response; whether it was there."""
         with self._lock:
             entry = self._entries.get(response_id)
             is_found = entry is not None and entry.owner == owner

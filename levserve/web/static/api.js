@@ -1,5 +1,5 @@
-// Calls the server that served this page. Every call carries the key, if there is one; an answer of 401 asks for
-// it and tries again. The key stays in sessionStorage: it is forgotten when the tab is closed.
+// Calls the server that served this page. Every call carries the key, if there is one; after a 401 the user is asked
+// for it and the call is repeated. The key stays in sessionStorage: it is forgotten when the tab is closed.
 
 import { EventReader } from "./sse.js";
 
@@ -11,7 +11,7 @@ export class ApiError extends Error {
     Object.assign(this, { status, param, code, retryAfter });
   }
 
-  /** The message, with the field and the time to wait where it does not tell of them itself. */
+  /** The message, with the field if it does not name it, and with the time to wait. */
   describe() {
     const field = this.param && !this.message.includes(this.param) ? ` (field ${this.param})` : "";
     const wait = this.retryAfter ? ` Try again in ${this.retryAfter} s.` : "";
@@ -23,7 +23,7 @@ let key = "";
 try {
   key = sessionStorage.getItem(KEY) ?? "";
 } catch {
-  // Then the key lasts as long as the page.
+  // Without sessionStorage the key lasts as long as the page.
 }
 
 /** Set by key.js: shows a message, and resolves to whether there is a new key to try. */
@@ -38,7 +38,7 @@ export function setKey(given) {
   try {
     sessionStorage.setItem(KEY, given);
   } catch {
-    // Then the key lasts as long as the page.
+    // Without sessionStorage the key lasts as long as the page.
   }
 }
 

@@ -1,5 +1,5 @@
-// What stands around the text of an answer: thoughts, folded, and calls of tools with a field for each result. All
-// of it is text that a model wrote, and is shown as text.
+// What surrounds the text of an answer: folded thoughts, and tool calls with a field for each result. All of it is
+// text that a model wrote, and is shown as text.
 
 import { button, element } from "./dom.js";
 import { layOut } from "./structure.js";

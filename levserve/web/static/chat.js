@@ -98,7 +98,7 @@ function send() {
   answer();
 }
 
-/** Goes on after calls of tools, with what the user says that they gave. */
+/** Continues after tool calls, with the results that the user entered. */
 function sendResults({ calls }, texts) {
   if (running || !structureFields("schema", "tools")) return;
   const results = calls.map(({ id, name }, index) => ({ role: "tool", callId: id, name, content: texts[index] }));
@@ -119,7 +119,7 @@ function tryAgain() {
   answer();
 }
 
-/** Takes a question back into the composer, with what came after it. */
+/** Moves a question back into the composer and removes everything after it. */
 function edit(message) {
   if (running?.conversation === conversation) stop();
   find("composer").value = message.content;
@@ -212,7 +212,7 @@ function grow(message, text, tokens, delta) {
   });
 }
 
-/** Leaves out an answer without a word; shows why there is none. */
+/** Ends an answer: leaves out an empty one, and shows the error if there was one. */
 function end(answered, message) {
   const { error } = message;
   delete message.error;
@@ -229,7 +229,7 @@ function save(changed) {
   showList();
 }
 
-/** False if the browser has no room. */
+/** Saves a conversation that was not deleted; false if the browser has no room. */
 function keep(changed) {
   return deleted.has(changed.id) || saveConversation(changed);
 }
@@ -274,7 +274,7 @@ function show(message) {
   const before = views.get(message)?.element;
   const isShown = before?.isConnected ?? false;
   if (!conversation.messages.includes(message)) {
-    before?.remove(); // an answer without a word
+    before?.remove(); // an empty answer
     return;
   }
   const view = (VIEWS[message.role] ?? answerView)(message);
@@ -354,7 +354,7 @@ function isScrolledToEnd() {
   return scrollHeight - scrollTop - clientHeight < 60;
 }
 
-/** As high as its text, up to a third of the window. */
+/** Makes the composer as high as its text, up to a third of the window. */
 function fitComposer() {
   const area = find("composer");
   area.style.height = "auto";

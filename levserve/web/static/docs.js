@@ -140,7 +140,7 @@ function tryForm(method, path, operation) {
     try {
       if (body !== undefined) body = JSON.stringify(JSON.parse(body));
     } catch {
-      // shown as it is while it is being written
+      // incomplete JSON is shown as it is
     }
     copy.textContent = command(method, address(), body, operation.security.length > 0);
   };

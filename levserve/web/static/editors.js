@@ -20,7 +20,7 @@ export function mountEditors() {
   find("tool_choice").addEventListener("change", () => write("tool_choice", find("tool_choice").value));
 }
 
-/** The fields that the editors say, or null if one cannot be sent; that one then has the focus. */
+/** The fields from these editors, or null if one cannot be sent; that editor then gets the focus. */
 export function structureFields(...names) {
   const wrong = names.find((name) => check(name) === null);
   if (!wrong) return Object.assign({}, ...names.map(check));
@@ -48,7 +48,7 @@ function check(name) {
   return fields;
 }
 
-/** Tools with what is chosen about them; the API's own default is left out. */
+/** The tools with the chosen `tool_choice`; the API's own default is left out. */
 function withChoice(fields) {
   const choice = find("tool_choice").value;
   return fields.tools && choice !== "auto" ? { ...fields, tool_choice: choice } : fields;

@@ -5,8 +5,8 @@ import { stream } from "./api.js";
 
 /**
  * Calls `onPiece(text, tokens, delta)` for each piece of the answer, and returns {finish, usage, timings, ttft,
- * seconds}. `delta` is that of a chat, with its thoughts and calls; a completion's is empty.
- * Leaving early, by `signal` or by an error, throws; `onPiece` has then had everything that came.
+ * seconds}. `delta` is a chat's, with its thoughts and calls; a completion's is empty.
+ * An abort by `signal` or an error throws; `onPiece` has then had everything that arrived.
  */
 export async function generate(path, body, signal, onPiece) {
   const began = performance.now();

@@ -13,13 +13,13 @@ export function newConversation(system = "") {
   return { id, updated: Date.now(), system, messages: [] };
 }
 
-/** All conversations, the latest first; an entry that something else has spoilt is left out. */
+/** All conversations, the latest first; corrupt entries are left out. */
 export function listConversations() {
   const found = names(START).map((name) => read(name, null));
   return found.filter(isConversation).sort((one, other) => other.updated - one.updated);
 }
 
-/** False if the browser has no room. */
+/** Saves a conversation as the latest one; false if the browser has no room. */
 export function saveConversation(conversation) {
   conversation.updated = Date.now();
   return restoreConversation(conversation);

@@ -1,11 +1,11 @@
-// Markdown inside of a block: emphasis, code, links. Text in, a list of nodes out, as markdown.js describes them.
+// Markdown inside a block: emphasis, code, links. Text in, a list of nodes out, as markdown.js describes them.
 
 const MARKS = { "*": "em", "**": "strong", _: "em", __: "strong", "~~": "del" };
 const SAFE_ADDRESS = /^(?:https?:\/\/|mailto:)[^\s\x00-\x1f]+$/i;
 const BARE_ADDRESS = /https?:\/\/[^\s<>"'`[\]]+/iy;
 const PLAIN = /[^\\`\n[!\]*_~hH<]+/y; // nothing in it can begin or end anything
-const MAX_BRACKETS = 10; // inside of each other in an address
-const MAX_OPEN = 50; // marks that wait for their end, and so how deep the tree can get
+const MAX_BRACKETS = 10; // nested, in an address
+const MAX_OPEN = 50; // marks that are not closed yet, and so how deep the tree can get
 
 export function parseInline(text) {
   return new Inline(text).parse();
@@ -13,7 +13,7 @@ export function parseInline(text) {
 
 /**
  * One pass over the text. Marks that may begin something are written as text and remembered in `openers`; the mark
- * that ends it takes what was written since into a node of its own. What is never ended has stayed text.
+ * that closes one moves what was written since into its own node. What is never closed stays text.
  */
 class Inline {
   #text;
@@ -51,7 +51,7 @@ class Inline {
   }
 
   #write(text, length) {
-    // An opener's text must stay a node of its own, which goes when the opener is closed.
+    // An opener's text must stay a separate node, which is removed when the opener is closed.
     const isAfterOpener = this.#openers.at(-1)?.place === this.#nodes.length - 1;
     if (typeof this.#nodes.at(-1) === "string" && !isAfterOpener) this.#nodes[this.#nodes.length - 1] += text;
     else this.#nodes.push(text);
@@ -82,7 +82,7 @@ class Inline {
     for (const { mark } of this.#openers.splice(depth)) this.#numOpen[mark] -= 1;
   }
 
-  /** What was written since the opener. */
+  /** Removes and returns what was written since the opener. */
   #take(depth) {
     const { place } = this.#openers[depth];
     this.#forget(depth);
@@ -164,12 +164,12 @@ class Inline {
       this.#write("]", 1);
       return;
     }
-    // An address inside of a link's text is not a link of its own.
+    // An address inside a link's text is not another link.
     const children = this.#take(depth).flatMap((child) => (child.tag === "a" ? child.children : child));
     this.#push({ tag: "a", href: target.href, children: children.length ? children : [target.href] }, target.length);
   }
 
-  /** The (address "title") after a ], if it leads somewhere that is safe. */
+  /** The (address "title") after a ], if the address is safe. */
   #readTarget() {
     if (this.#text[this.#at + 1] !== "(") return null;
     const end = this.#findTargetEnd(this.#at + 2);

@@ -9,7 +9,7 @@
 import { copyButton, element } from "./dom.js";
 import { parseInline } from "./inline.js";
 
-const MAX_DEPTH = 10; // of quotes and lists inside of each other; deeper ones stay text
+const MAX_DEPTH = 10; // of nested quotes and lists; deeper ones stay text
 const TAGS = new Set("a blockquote br code del em h3 h4 h5 h6 hr li ol p strong table tbody td th thead tr ul".split(" "));
 
 const FENCE = /^ {0,3}(`{3,}|~{3,})([^`]*)$/;
@@ -139,7 +139,7 @@ function parseList(lines, index, depth) {
   return { block, next };
 }
 
-/** The lines of one item without their indent: those further in than its mark, and a paragraph's next lines. */
+/** The lines of one item without their indent: those indented further than its mark, and continued paragraphs. */
 function takeItem(lines, index, found) {
   const width = Math.min(found[0].length, found[1].length + found[2].length + 4);
   const isInside = (line) => leadingSpaces(line) > found[1].length + 1;

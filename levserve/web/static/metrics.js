@@ -79,7 +79,7 @@ function show(summary) {
   }
 }
 
-/** Draws the samples over the width of the picture; `least` is the smallest value that reaches its top. */
+/** Draws the samples over the width of the picture; its top stands for the largest one, but at least for `least`. */
 function drawLine(picture, values, least) {
   const top = Math.max(least, ...values);
   const x = (index) => (100 * (NUM_SAMPLES - values.length + index)) / (NUM_SAMPLES - 1);

@@ -42,7 +42,7 @@ export function mountSampling() {
   });
 }
 
-/** What is set, with the API's names; numbers that are no numbers are left to the browser to mark. */
+/** The settings that are not empty, under the API's names; the browser marks invalid numbers. */
 export function samplingFields() {
   const fields = {};
   for (const { name } of FIELDS) {

@@ -75,7 +75,7 @@ function literal(value, depth = 0) {
   return `${open}\n${entries.map((entry) => `${indent}${entry},\n`).join("")}${"    ".repeat(depth)}${close}`;
 }
 
-/** A word for the shell: nothing inside of single quotes means anything but a single quote. */
+/** A word for the shell: inside single quotes only a single quote is special. */
 function quote(text) {
   return /^[\w:/.-]+$/.test(text) ? text : `'${text.replaceAll("'", "'\\''")}'`;
 }

@@ -9,7 +9,7 @@ export function readSchema(text) {
   return { response_format: { type: "json_schema", json_schema: { name: "answer", schema } } };
 }
 
-/** The fields of a list of tools, each as the API has it or only its function; none for an empty text or list. */
+/** The fields of a list of tools, each in the API's form or only its function; none for an empty text or list. */
 export function readTools(text) {
   const given = readJson(text);
   if (given === undefined) return {};
@@ -22,7 +22,7 @@ export function readTools(text) {
   return tools.length ? { tools } : {};
 }
 
-/** Joins pieces of calls, as the chunks of a stream bring them, to [{id, name, arguments}]. */
+/** Joins the pieces of calls from the chunks of a stream into [{id, name, arguments}]. */
 export function addCalls(calls, pieces) {
   for (const { index, id, function: called } of pieces) {
     calls[index] ??= { id: "", name: "", arguments: "" };
@@ -33,7 +33,7 @@ export function addCalls(calls, pieces) {
   }
 }
 
-/** A message of a conversation as the API takes it; null for an answer without a word, which is left out. */
+/** A message of a conversation as the API takes it; null for an empty answer, which is left out. */
 export function toSent({ role, content, calls, callId }) {
   if (role === "tool") return { role, tool_call_id: callId, content };
   if (!calls?.length) return content ? { role, content } : null;
@@ -41,7 +41,7 @@ export function toSent({ role, content, calls, callId }) {
   return { role, content: content || null, tool_calls: called };
 }
 
-/** Arguments with line breaks, if they are JSON; an answer that was cut may end within them. */
+/** Arguments, indented if they are JSON; an answer that was cut may end within them. */
 export function layOut(text) {
   try {
     return JSON.stringify(JSON.parse(text), null, 2);

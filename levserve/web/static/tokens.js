@@ -1,4 +1,4 @@
-// Tokens as the model drew them, each coloured by its probability. Pointing at one, or moving to it with the arrow
+// Tokens as they were sampled, each coloured by its probability. Pointing at one, or moving to it with the arrow
 // keys, shows what else it could have been. A token is {text, logprob, top: [{text, logprob}]}.
 
 import { element, find } from "./dom.js";
@@ -72,7 +72,7 @@ function tipRow(other, isChosen) {
   return element("tr", { class: isChosen ? "chosen" : null }, ...cells);
 }
 
-/** Below the token, or above it where there is no room below. */
+/** Places the tip below the token, or above it where there is no room below. */
 function placeTip(tip, box) {
   const isRoomBelow = box.bottom + tip.offsetHeight + 12 < innerHeight;
   const top = isRoomBelow ? box.bottom + 6 : box.top - tip.offsetHeight - 6;

@@ -16,14 +16,14 @@ from levserve.weights.quantized.module import SCALE_TYPES, Module, across_rows, 
 from levserve.weights.quantized.packed_tensor import PackedTensor, Rows
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""The output, of eight neighbours, in each four bits of an int32, from the lowest on."""
+"""Which of eight neighbouring outputs each four bits of an int32 hold, lowest bits first."""
 PLACES = np.argsort(ORDER)
 
 
 @dataclass(frozen=True, slots=True)
 class Awq:
     group_size: int | None
-    """None: all inputs."""
+    """Inputs that share a scale; None: all."""
 
     words = ("qweight", "qzeros", "scales")
 
@@ -60,5 +60,5 @@ def require_four_bits(fields: Fields) -> None:
 
 
 def read_group_size(fields: Fields) -> int | None:
-    """None: all inputs share a scale."""
+    """Inputs that share a scale; None: all."""
     return None if fields.get("group_size") == -1 else fields.integer("group_size")

@@ -1,9 +1,9 @@
 """compressed-tensors, as llm-compressor writes it: FP8, INT8, and four or eight bits packed in int32.
 
-A layer's tensors tell which of these it is: `weight_packed` is [out, in / 8] (or / 4), with the inputs in
+A layer's tensors show which of these it uses: `weight_packed` is [out, in / 8] (or / 4), with the inputs in
 order and half of the codes' range added; `weight` is [out, in] in FP8 or INT8. Activations are quantized only
-with an FP8 matrix, if the configuration wants them in FP8 with scales that are found as they come, each for
-as many inputs as one of the matrix's.
+with an FP8 matrix, and only if the configuration asks for FP8 with dynamic scales, each for as many inputs as
+a scale of the matrix.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from levserve.weights.stored_tensor import Slice
 FORMATS = ("pack-quantized", "float-quantized", "int-quantized", "naive-quantized", "mixed-precision", None)
 KINDS = ((4, "int"), (8, "int"), (8, "float"))
 OFFSET = 8
-"""What is added to a signed code of four bits, and to its zero point."""
+"""Added to signed four-bit codes and to their zero points, which makes them unsigned."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compressed:
     block: Block | None
-    """Outputs and inputs that share a scale, where it has blocks."""
+    """Outputs and inputs that share a scale; None if scales are not for blocks."""
     row_groups: tuple[int | None, ...] = ()
-    """Inputs that share a scale in activations that are to be in FP8, None being all of them."""
+    """Inputs that share a scale in activations that are quantized to FP8; None stands for all inputs."""
 
     words = (
         "weight",
@@ -117,7 +117,7 @@ def _zeros(module: Module, num_rows: int, num_groups: int) -> Rows | None:
 
 
 def _check_symmetric(module: Module) -> None:
-    """Eight-bit zero points are written also where all of them are zero."""
+    """Refuses eight-bit zero points unless all of them are zero; they are stored even then."""
     if np.any(np.asarray(module.tensors["weight_zero_point"][:])):
         raise StartupError(f"{module.name} has zero points for eight-bit numbers, which is not supported")
 
@@ -136,7 +136,7 @@ def read_compressed(fields: Fields) -> Compressed:
     if len(blocks) > 1:
         raise fields.refused("config_groups")
     of_rows = [_read_row_groups(group) for group in groups]
-    # A layer does not tell its group, so all of them must agree.
+    # A layer's tensors do not show which group it is in, so all groups must agree.
     return Compressed(next(iter(blocks), None), of_rows[0] if len(set(of_rows)) == 1 else ())
 
 
@@ -145,7 +145,7 @@ def _group_names(fields: Fields) -> list[str]:
 
 
 def _read_group(group: Fields) -> Block | None:
-    """The blocks of a group of layers; refuses what a layer of it cannot be read as."""
+    """The size of the blocks in a group of layers; refuses a group whose layers cannot be read."""
     group.require({"format": FORMATS, "output_activations": (None,)})
     weights = group.mapping("weights")
     if (weights.get("num_bits"), weights.get("type")) not in KINDS:
@@ -161,7 +161,7 @@ def _read_group(group: Fields) -> Block | None:
 
 
 def _read_row_groups(group: Fields) -> tuple[int | None, ...]:
-    """Inputs that share a scale in these layers' activations, if they are to be in FP8 as they come."""
+    """Inputs that share a scale in these layers' activations; empty unless they are dynamic FP8."""
     if group.get("input_activations") is None:
         return ()
     rows = group.mapping("input_activations")

@@ -1,5 +1,5 @@
-"""FP8 (e4m3) with a scale for each block of the matrix, as DeepSeek's and Qwen's FP8 checkpoints have it, or
-one for the whole matrix."""
+"""FP8 (e4m3) with a scale for each block of a matrix, as in DeepSeek's and Qwen's FP8 checkpoints, or one
+scale for the whole matrix."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from levserve.weights.stored_tensor import Slice
 
 Block = tuple[int, int]
 SCALE_WORDS = ("weight_scale_inv", "weight_scale")
-"""What scales are called; numbers are multiplied by either. transformers writes the first also for matrices
-that have a single one."""
+"""The names of scales; weights are multiplied by either. transformers uses the first name also for matrices
+with a single scale."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Fp8:
     block: Block | None
     """Outputs and inputs that share a scale; None: all of the matrix."""
     rounds_rows: bool = False
-    """Whether activations are quantized as they come (`activation_scheme: dynamic`)."""
+    """Whether activations are quantized with scales computed at run time (`activation_scheme: dynamic`)."""
 
     words = ("weight", *SCALE_WORDS, "input_scale", "activation_scale")
 
@@ -40,7 +40,7 @@ class Fp8:
 
 
 def scaled_matrix(module: Module, weight: Slice, code: Code, word: str, block: Block | None) -> PackedTensor:
-    """A matrix [out, in] of bytes with scales for its blocks, its rows, groups in its rows, or all of it."""
+    """A matrix [out, in] of bytes, with a scale for each block, row or group within a row, or one for all."""
     scale = module.take(word, *SCALE_TYPES)
     num_rows, num_inputs = weight.get_shape()
     dtype, shape = SCALE_TYPES[scale.get_dtype()], tuple(scale.get_shape())
@@ -62,7 +62,7 @@ def scaled_matrix(module: Module, weight: Slice, code: Code, word: str, block: B
 
 
 def rounding_rows(matrix: PackedTensor) -> PackedTensor:
-    """The same matrix, for activations in FP8; as it is if its last group of inputs is a smaller one."""
+    """The same matrix, for activations in FP8; unchanged if its last group of inputs is smaller."""
     if matrix.shape[-1] % (matrix.scheme.columns or 1):
         return matrix
     return replace(matrix, scheme=replace(matrix.scheme, rounds_rows=True))
@@ -75,8 +75,8 @@ def _one_scale(scale: Slice, num_rows: int) -> Rows:
 
 def read_fp8(fields: Fields) -> Fp8:
     fields.require({"fmt": ("e4m3", None), "activation_scheme": ("dynamic", "static", None)})
-    # Without a word about them transformers quantizes activations as well. Static scales, one for a layer,
-    # and powers of two (`scale_fmt: ue8m0`) are not computed with: those activations are left as they are.
+    # If the key is absent, transformers quantizes activations as well. Static scales, one for a layer,
+    # and powers of two (`scale_fmt: ue8m0`) are not supported: such activations are not quantized here.
     is_dynamic = fields.get("activation_scheme") in ("dynamic", None)
     is_exact = fields.get("scale_fmt") in ("float", None)
     return Fp8(read_block(fields, "weight_block_size"), is_dynamic and is_exact)

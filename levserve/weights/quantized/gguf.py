@@ -1,8 +1,8 @@
-"""GGUF's blocks of integers, kept in their bits.
+"""GGUF's blocks of integers, kept in the bits that they are stored in.
 
-A block of 32 or 256 numbers has 16-bit scales. In those of 256 (the K-quants) a scale and an offset are
-products of one of the block's and a small integer of 32 or 16 of its numbers, and are rounded to 16 bits
-here. Codes of five and six bits are kept in eight.
+A block of 32 or 256 weights has 16-bit scales. In blocks of 256 (the K-quants), the scale and the offset of
+each group of 32 or 16 weights are small integers times a 16-bit factor of the block; these products are
+rounded to 16 bits here. Codes of five and six bits are kept in eight.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ FLOAT16 = jnp.dtype(jnp.float16)
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How the blocks of one kind are read; each part is [block, number] or [block, group]."""
+    """How the blocks of one kind are read; each part is [block, weight] or [block, group]."""
 
     scheme: Scheme
     codes: Callable[[Bytes], Array]
     scales: Callable[[Bytes], Array]
     offsets: Callable[[Bytes], Array] | None = None
     num_axes: int = 2
-    """Of the tensors that stay in their bits; experts, which have three, do only in MXFP4."""
+    """Axes of the tensors that stay quantized. Those of experts have three, and stay only in MXFP4."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blocks(PackedTensor):
-    """A matrix whose numbers are read as if it were not kept in its bits, without rounding a scale."""
+    """A matrix whose weights, unlike its parts, are read from `whole` without rounding a scale."""
 
     whole: StoredTensor
 
@@ -49,7 +49,7 @@ class Blocks(PackedTensor):
 
 
 def open_blocks(kind: Kind, whole: StoredTensor, read_rows: Callable[[int, int], Bytes]) -> StoredTensor:
-    """The tensor as one that can be kept in its bits, where its kind can; `read_rows` reads [row, byte]."""
+    """The tensor in a form that can stay quantized, if its kind can; `read_rows` reads [row, byte]."""
     form = FORMS.get(kind)
     if form is None or len(whole.shape) != form.num_axes:
         return whole
@@ -74,18 +74,18 @@ def open_blocks(kind: Kind, whole: StoredTensor, read_rows: Callable[[int, int],
 
 
 def _half(at: int) -> Callable[[Bytes], Array]:
-    """The number of 16 bits at this byte of a block."""
+    """Reads the float16 at this byte of each block."""
     return lambda blocks: np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16)
 
 
 def _nibbles(at: int, run: int, blocks: Bytes) -> Bytes:
-    """Of each `run` bytes the lower halves, then the upper ones."""
+    """The lower halves of each `run` bytes, then their upper halves."""
     packed = blocks[:, at:].reshape(len(blocks), -1, 1, run)
     return (packed >> np.asarray([[0], [4]], np.uint8) & np.uint8(15)).reshape(len(blocks), -1)
 
 
 def _fifth_bits(at: int, blocks: Bytes) -> Bytes:
-    """Bits of 32 numbers in four bytes, as 16."""
+    """The fifth bits of 32 codes, which four bytes hold, as 0 or 16."""
     return np.unpackbits(blocks[:, at : at + 4], axis=-1, bitorder="little") << np.uint8(4)
 
 

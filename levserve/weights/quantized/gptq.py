@@ -1,8 +1,8 @@
 """GPTQ: four bits, a scale and a zero point for each group of inputs.
 
-`qweight` is [in / 8, out], with eight inputs in an int32; `qzeros` is [group, out / 8]. The first form of the
-format (`checkpoint_format: gptq`) stores zero points minus one, the second (`gptq_v2`) as they are. GPTQModel
-subtracts from whole words, where AutoGPTQ subtracts from each zero point.
+`qweight` is [in / 8, out], with eight inputs in an int32; `qzeros` is [group, out / 8]. The first version of
+the format (`checkpoint_format: gptq`) stores each zero point minus one, the second (`gptq_v2`) stores it
+unchanged. GPTQModel subtracts from whole int32 words, AutoGPTQ from each zero point.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class Zeros(Enum):
     AS_THEY_ARE = auto()
     MINUS_ONE = auto()
     MINUS_ONE_IN_WORDS = auto()
-    """One was subtracted from all eight of an int32 at once, so a zero point of 0 borrows from the next."""
+    """One was subtracted from all eight in an int32 at once, so a zero point of 0 borrows from the next."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gptq:
     group_size: int | None
-    """None: all inputs."""
+    """Inputs that share a scale; None: all."""
     zeros: Zeros
 
     words = ("qweight", "qzeros", "scales", "g_idx")
@@ -76,7 +76,7 @@ class Gptq:
 
 
 def _with_groups(matrix: PackedTensor, groups: NDArray[np.int64]) -> PackedTensor:
-    """A matrix whose inputs have these groups in any order (act-order, desc_act): a scale for each number."""
+    """The matrix with a scale for each weight, as groups of inputs are in any order (act-order, desc_act)."""
 
     def spread(part: StoredTensor) -> Rows:
         return Rows(matrix.shape, lambda start, stop: part.read(start, stop)[:, groups])

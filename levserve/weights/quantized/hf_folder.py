@@ -1,8 +1,8 @@
 """Reads the tensors of a Hugging Face folder whose matrices are quantized.
 
-The tensors of a quantized layer become one `PackedTensor` under the name that its matrix would have; all
-others (norms, biases, embeddings, and layers that were left as they are) are read as always. Which layers are
-quantized is seen by their tensors.
+The tensors of a quantized layer become one `PackedTensor` under the name that its matrix would have. All
+others (norms, biases, embeddings and unquantized layers) are read as usual. A layer's tensors show whether it
+is quantized.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Tensors that are kept in different ways and fused into one array.
+"""Gives one scheme to tensors that are stored in different schemes and fused into one array.
 
-Files of K-quants have queries and keys in four bits, and some layers' values in six. Each can be said with
-codes of eight bits, and scales and offsets for as few inputs as any of them has.
+K-quant files have queries and keys in four bits, and the values of some layers in six. All can be expressed
+with eight-bit codes, and with scales and offsets for groups as small as the smallest among them.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from levserve.model.packed import Code, Scheme
 from levserve.weights.quantized.packed_tensor import Array, PackedTensor, Rows
 
 FEWEST_COLUMNS = 16
-"""That share a scale: with fewer there is little left to gain."""
+"""The smallest number of inputs that share a scale: with fewer there is little left to gain."""
 
 
 def join(schemes: Collection[Scheme]) -> Scheme | None:
-    """One for matrices of all these schemes, or None."""
+    """A scheme that can express matrices of all these schemes, or None."""
     if len({replace(scheme, code=Code.INT8, columns=0, zero=0, has_offsets=False) for scheme in schemes}) > 1:
         return None
     if not all(map(_is_plain, schemes)):
@@ -39,7 +39,7 @@ def _is_plain(scheme: Scheme) -> bool:
 
 
 def as_joined(tensor: PackedTensor, scheme: Scheme) -> PackedTensor:
-    """The tensor in this scheme, which is its own or one that it was joined to."""
+    """The tensor in this scheme, which is its own or one that `join` made of it and others."""
     own = tensor.scheme
     if (own.code, own.columns, own.has_offsets) == (scheme.code, scheme.columns, scheme.has_offsets):
         return tensor

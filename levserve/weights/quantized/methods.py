@@ -1,6 +1,6 @@
-"""The quantized formats that are read as they are, and what a config.json says of its own.
+"""The quantized formats that levserve reads, and which of them a config.json names.
 
-A format is a row in `METHODS` and, unless there is nothing to read, a file beside this one.
+A format is an entry in `METHODS` and, unless there is nothing to read, a file beside this one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from levserve.weights.quantized.packed_tensor import PackedTensor
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4:
-    """Only experts are in it, and one tensor has those of a whole layer: `gpt_oss_tensors.py` opens them."""
+    """Only experts are stored in it, those of a layer in one tensor; `gpt_oss_tensors.py` opens them."""
 
     words = ()
 
@@ -43,7 +43,7 @@ KEYS = ("quantization_config", "compression_config")
 
 
 def find_method(config: Fields) -> Method | None:
-    """How the checkpoint of this config.json is quantized; None: it is not. Refuses what cannot be read."""
+    """How the checkpoint of this config.json is quantized; None if it is not. Refuses unknown formats."""
     for key in KEYS:
         if config.get(key) is None:
             continue

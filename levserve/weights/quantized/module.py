@@ -1,4 +1,4 @@
-"""The tensors of one quantized layer, and what every reader of a quantized format is."""
+"""The tensors of one quantized layer, and the protocol of readers of quantized formats."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ SCALE_TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """A layer's tensors by the last words of their names; `name` is its own, for errors."""
+    """A layer's tensors by the last words of their names; `name` is the layer's own, for errors."""
 
     name: str
     tensors: Mapping[str, Slice]
 
     def take(self, word: str, *dtypes: str) -> Slice:
-        """The tensor of this name; refuses one of another type."""
+        """The tensor of this name; refuses one that is missing or of another type."""
         if word not in self.tensors:
             raise StartupError(f"{self.name} is quantized but has no tensor {word}")
         dtype = self.tensors[word].get_dtype()
@@ -44,7 +44,7 @@ class Module:
             raise StartupError(f"{self.name}.{word} is {shape}, expected {list(expected)}")
 
     def is_in_order(self, word: str, num_inputs: int, group: int) -> bool:
-        """Whether neighbours are in one group, if this tensor tells the groups of the inputs."""
+        """Whether each group is a run of neighbouring inputs. `word` names the tensor of groups, if any."""
         if word not in self.tensors:
             return True
         return np.array_equal(self.tensors[word][:], np.arange(num_inputs) // group)
@@ -58,7 +58,7 @@ class Module:
         return groups
 
     def refuse_order(self, word: str, num_inputs: int, group: int) -> None:
-        """Refuses inputs that are not in the order of their groups."""
+        """Refuses a layer whose inputs are not in the order of their groups."""
         if not self.is_in_order(word, num_inputs, group):
             raise StartupError(
                 f"{self.name} has its inputs reordered by activation (act-order, desc_act), "
@@ -67,7 +67,7 @@ class Module:
 
 
 class Method(Protocol):
-    """What a format's file provides: it knows a quantized layer by its tensors, and reads its matrix."""
+    """Reads one quantized format: recognises a quantized layer by its tensors, and opens its matrix."""
 
     @property
     def words(self) -> Collection[str]:
@@ -85,7 +85,7 @@ def cut_across(
 ) -> NDArray[np.uint8]:
     """Rows `start` to `stop` of codes that are stored [in, out / 8], eight outputs in an int32.
 
-    `added` is added to every int32 first, and what overflows is lost.
+    `added` is first added to every int32, modulo 2**32.
     """
     first = start // 8
     words = np.ascontiguousarray(stored[:, first : -(-stop // 8)]).view(np.uint32)
@@ -96,13 +96,13 @@ def cut_across(
 
 
 def across_rows(stored: Slice) -> Rows:
-    """A tensor [group, out], by its outputs."""
+    """A tensor that is stored [group, out], read as [out, group]."""
     num_groups, num_rows = stored.get_shape()
     return Rows((num_rows, num_groups), lambda start, stop: stored[:, start:stop].T)
 
 
 def block_rows(stored: Slice, shape: tuple[int, int], rows: int) -> Rows:
-    """A tensor [row block, group], with a row for each of the matrix."""
+    """A tensor that is stored [row block, group], read with one row for each row of the matrix."""
 
     def read(start: int, stop: int) -> NDArray[np.generic]:
         first = start // rows

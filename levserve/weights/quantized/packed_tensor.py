@@ -1,7 +1,7 @@
-"""A stored matrix of few bits, as every reader of a quantized format provides it.
+"""A stored quantized matrix, as every reader of a quantized format provides it.
 
-It can be read in two ways: as numbers, like any other tensor, or as its parts (codes, scales, zero points and
-offsets), from which `packed_arrays.py` makes the arrays that are kept in these bits on the device.
+It can be read in two ways: as decoded weights, like any other tensor, or as its parts (codes, scales, zero
+points and offsets), from which `packed_arrays.py` makes the arrays that stay quantized on the device.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ E2M1_NUMBERS = np.asarray([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2,
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """One part of a matrix: something that reads rows `start` to `stop` of all its columns."""
+    """One part of a matrix; `read_rows` reads rows `start` to `stop` with all columns."""
 
     shape: tuple[int, ...]
     read_rows: Callable[[int, int], Array]
@@ -31,15 +31,15 @@ class Rows:
         return rows if columns == ALL else rows[..., columns]
 
     def finish(self) -> None:
-        """The file stays mapped."""
+        """Does nothing: the file stays mapped."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedTensor:
-    """A matrix [out, in] whose numbers are `scale * (code - zero) + offset`.
+    """A matrix [out, in] whose weights are `scale * (code - zero) + offset`.
 
-    `codes` is [out, in], a byte for each number; the others are [out, group], with a row for every row of the
-    matrix, also where several share one: `scheme.rows` neighbours, from a multiple of it on.
+    `codes` is [out, in], a byte for each weight. The other parts are [out, group], with a row for every row
+    of the matrix, even where aligned blocks of `scheme.rows` rows share the same values.
     """
 
     scheme: Scheme
@@ -53,7 +53,7 @@ class PackedTensor:
         return self.codes.shape
 
     def read(self, start: int, stop: int, columns: slice = ALL) -> Array:
-        """The numbers, as float32."""
+        """The decoded weights, as float32."""
         numbers = decode_codes(self.codes.read(start, stop), self.scheme.code)
         if self.zeros is not None:
             numbers -= self._spread(self.zeros.read(start, stop))
@@ -70,7 +70,7 @@ class PackedTensor:
                 part.finish()
 
     def with_parts(self, change: Callable[[StoredTensor], StoredTensor]) -> PackedTensor:
-        """The same matrix with its rows in another order."""
+        """The same matrix with `change`, which puts rows in another order, applied to each part."""
         zeros, offsets = (None if part is None else change(part) for part in (self.zeros, self.offsets))
         scheme = replace(self.scheme, rows=1)
         return PackedTensor(scheme, change(self.codes), change(self.scales), zeros, offsets)
